@@ -89,6 +89,7 @@ types: setup
 docs: setup
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	$(BIN)/python -m fuelrail.bench.studies.diff.kinds build/site/schemas
 	@echo "file://$(abspath build/site)/index.html"
 
 wheel: setup

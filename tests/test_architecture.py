@@ -65,7 +65,6 @@ SMALL = {
     "bench/peers": "plug-ins, one loader a file",
     "bench/studies/comm/command.py": "one command a file, in a list of commands",
     "bench/studies/compare/command.py": "one command a file, in a list of commands",
-    "bench/studies/compare/markdown.py": "a page in one of two forms, as in the other studies",
     "bench/studies/diff/command.py": "one command a file, in a list of commands",
     "bench/studies/order/plot.py": "imports matplotlib, which must stay optional",
     "bench/studies/scale/command.py": "one command a file, in a list of commands",

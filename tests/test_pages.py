@@ -23,7 +23,7 @@ MAX_ENTRIES = 12  # of a folder of docs
 # A file or folder of this repository: with a known suffix, or with a slash at its end.
 PATH = re.compile(r"`((?:[\w.-]+/)*[\w.-]+\.(?:py|md|yaml|toml|txt|css|c)|(?:[\w.-]+/)+)`")
 # What users write, or what is written for them.
-NOT_OURS = re.compile(r"^(table|first_batch)\.py$|(^|/)NAME|(^|/)test_NAME|schemas/$|\.fuelrail/")
+NOT_OURS = re.compile(r"^(table|first_batch)\.py$|(^|/)NAME|(^|/)test_NAME|\.fuelrail/")
 
 
 def named_paths(text: str) -> list[str]:

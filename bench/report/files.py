@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib.util
 import tempfile
 from datetime import UTC, datetime
-from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -140,21 +139,6 @@ def load_report_of(path: Path, kind: type[_R], schema: str, version: int) -> _R:
     return convert(raw, kind, str(path))
 
 
-def write_report(report: ReportHeader, out: Path, *, html: bool) -> None:
-    """Write a report of any kind into a folder, each file by rename. Raises ConfigError."""
-    publish_json(out / REPORT_JSON, report)
-    publish(out / REPORT_MARKDOWN, _render(report, "markdown").encode())
-    if html:
-        publish(out / REPORT_HTML, _render(report, "page").encode())
-
-
 def report_files(out: Path, *, html: bool) -> list[Path]:
-    """Return the files that :func:`write_report` writes."""
+    """Return the files that :func:`fuelrail.bench.report.page.write_report` writes."""
     return [out / name for name in (REPORT_JSON, REPORT_MARKDOWN, *([REPORT_HTML] if html else []))]
-
-
-def _render(report: ReportHeader, form: Literal["markdown", "page"]) -> str:
-    """Call the renderer beside the report's own module. Pages need matplotlib, so the module is imported here."""
-    room = type(report).__module__.rpartition(".")[0]
-    text: str = getattr(import_module(f"{room}.{form}"), f"render_{form}")(report)
-    return text

@@ -1,49 +1,204 @@
-"""The reports' HTML pages: one file that needs nothing else, for a browser and for paper. Frame and building blocks."""
+"""Reports as documents: one list of blocks, of which one template makes the page and another one the Markdown.
+
+Texts are plain; in those of :class:`Text`, :class:`Figure` and ``about``, ``**word**`` is strong. A page is one file
+that needs nothing else, for a browser and for paper. Markdown has no figures.
+"""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from datetime import datetime
+from functools import cache
 from html import escape
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fuelrail.bench.report.markdown import as_text
+import jinja2
+
+from fuelrail.bench.report.files import REPORT_HTML, REPORT_JSON, REPORT_MARKDOWN, publish, publish_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from fuelrail.bench.measure.machine import DatasetFacts, MachineFacts
     from fuelrail.bench.report.files import ReportHeader
 
 GIB = 2**30
-_LONG_FIGURE = 8  # characters that fit the hero in its large type
-_STYLE_SHEET = Path(__file__).with_name("report.css")
+_FOLDER = Path(__file__).parent
 
 
-def page(title: str, parts: Iterable[str]) -> str:
-    """A whole page; ``title`` is text, ``parts`` is HTML."""
-    body = "\n".join(parts)
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<style>\n{_STYLE_SHEET.read_text(encoding='utf-8')}</style></head>\n"
-        f"<body><main>\n{body}\n</main></body></html>\n"
+@dataclass(frozen=True)
+class Hero:
+    """The one figure that matters, what it is, and what it means; ``bar``: shares of a whole (label, colour, share)."""
+
+    figure: str
+    meaning: str
+    text: str
+    bar: Sequence[tuple[str, str, float]] = ()
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Further figures, each with what it is."""
+
+    entries: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Plots beside each other, as SVG, each with its caption, and a legend of labels with colours above them.
+
+    Plots that were not drawn are left out.
+    """
+
+    plots: Sequence[tuple[str, str]]
+    legend: Sequence[tuple[str, str]] = ()
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table, which scrolls where the window is narrow; the last row sums the others if ``total``.
+
+    ``colours`` are keys before the first cells; ``prose``: two columns of sentences.
+    """
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    total: bool = False
+    colours: Sequence[str] = ()
+    prose: bool = False
+
+
+@dataclass(frozen=True)
+class Text:
+    """A paragraph."""
+
+    text: str
+    small: bool = False
+
+
+@dataclass(frozen=True)
+class Items:
+    """A list of texts."""
+
+    entries: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Note:
+    """A warning."""
+
+    text: str
+
+
+Block = Hero | Tiles | Figure | Table | Text | Items | Note
+
+
+@dataclass(frozen=True)
+class Section:
+    """Blocks under a heading."""
+
+    title: str
+    blocks: Sequence[Block]
+
+
+@dataclass(frozen=True)
+class Document:
+    """A whole report. ``facts``: everything that its figures depend on, by name."""
+
+    brand: str
+    title: str
+    about: str
+    made: str
+    cut_off: str | None
+    parts: Sequence[Block | Section]
+    facts: Mapping[str, str]
+
+
+def document(
+    report: ReportHeader, brand: str, title: str, about: str, parts: Iterable[Block | Section],
+    packages: Mapping[str, str] | None = None,
+) -> Document:  # fmt: skip
+    """Return the document of a report, with its warnings behind the hero; ``packages`` in place of the machine's."""
+    before, after = [], []
+    for part in parts:
+        (after if after or not isinstance(part, (Hero, Tiles)) else before).append(part)
+    machine = report.machine
+    commit = f", commit {machine.commit[:10]}" if machine.commit else ""
+    return Document(
+        brand=brand, title=title, about=about, made=f"{when(report.created)}, fuelrail {machine.fuelrail}{commit}",
+        cut_off=report.cut_off, parts=[*before, *map(Note, report.warnings), *after],
+        facts=_facts(report, machine.packages if packages is None else packages),
+    )  # fmt: skip
+
+
+def _facts(report: ReportHeader, packages: Mapping[str, str]) -> dict[str, str]:
+    machine, dataset = report.machine, report.dataset
+    gpus = ", ".join(f"{gpu.name} ({gpu.memory_bytes / GIB:.0f} GiB, driver {gpu.driver})" for gpu in machine.gpus)
+    changed = " with uncommitted changes" if machine.uncommitted_changes else ""
+    commit = f"commit {machine.commit}{changed}" if machine.commit else "installed package"
+    return {
+        "processor": f"{machine.cpu}; {machine.num_cpus:g} of {machine.num_cpus_installed} CPUs usable",
+        "memory": f"{machine.memory_bytes / GIB:.1f} GiB",
+        "GPUs": gpus or "none",
+        "system": f"{machine.system}, Python {machine.python}",
+        "fuelrail": f"{machine.fuelrail}, {commit}",
+        "packages": ", ".join(f"{name} {version}" for name, version in packages.items()),
+        "dataset": f"{dataset.name}, split {dataset.split}: {dataset.num_samples:,} samples in {dataset.num_shards} "
+        f"shard{'s' if dataset.num_shards != 1 else ''}; cameras {', '.join(dataset.cameras)}; fingerprint "
+        f"{dataset.fingerprint}",
+        "options": as_text(report.options),
+    }
+
+
+def write_report(report: ReportHeader, out: Path, *, html: bool) -> None:
+    """Write a report of any kind into a folder, each file by rename. Raises ConfigError."""
+    publish_json(out / REPORT_JSON, report)
+    publish(out / REPORT_MARKDOWN, render_markdown(report).encode())
+    if html:
+        publish(out / REPORT_HTML, render_page(report).encode())
+
+
+def render_page(report: Any) -> str:  # noqa: ANN401 - a report of any study
+    """Return the page of a report as one string; raises ConfigError where matplotlib is not installed."""
+    plots: dict[str, str] = _of_study(report, "plots").plots(report)
+    return _template("page.html.j2").render(
+        document=_of_study(report, "page").describe(report, plots),
+        style=(_FOLDER / "report.css").read_text(encoding="utf-8"),
     )
 
 
-def head(report: ReportHeader, brand: str, title: str, about: str) -> list[str]:
-    """Render the start of a page: what was measured (``about``, HTML), when, with what, and whether it is partial."""
-    machine = report.machine
-    commit = f", commit {machine.commit[:10]}" if machine.commit else ""
-    made = f"{when(report.created)}, fuelrail {escape(machine.fuelrail)}{commit}"
-    parts = [
-        f'<div class="brand">{escape(brand)}</div>',
-        f"<h1>{escape(title)}</h1>",
-        f'<p class="sub">{about}. {made}.</p>',
-    ]
-    if report.cut_off is not None:
-        parts.append(note(f"Partial report: {report.cut_off}. It shows what was measured until then."))
-    return parts
+def render_markdown(report: Any) -> str:  # noqa: ANN401 - a report of any study
+    """Return a report as Markdown."""
+    return _template("report.md.j2").render(document=_of_study(report, "page").describe(report, {}))
+
+
+def _of_study(report: object, module: str) -> Any:  # noqa: ANN401 - a module
+    """Return a module beside that of the report; it is imported when it is needed, for plots need matplotlib."""
+    return import_module(f"{type(report).__module__.rpartition('.')[0]}.{module}")
+
+
+@cache
+def _template(name: str) -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_FOLDER / "templates"), autoescape=name.endswith(".html.j2"), trim_blocks=True,
+        lstrip_blocks=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True,
+    )  # fmt: skip
+    environment.filters |= {"kind": lambda block: type(block).__name__, "strong": _strong}
+    environment.globals["markdown_table"] = markdown_table
+    return environment.get_template(name)
+
+
+def _strong(text: str) -> str:
+    return re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", escape(text))
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table as Markdown; the first column is text, the others are figures. Bars in cells are escaped."""
+    rule = "|" + "|".join(["---", *["---:"] * (len(header) - 1)]) + "|"
+    line, *lines = ("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |" for cells in (header, *rows))
+    return "\n".join([line, rule, *lines])
 
 
 def when(created: str) -> str:
@@ -51,80 +206,17 @@ def when(created: str) -> str:
     return f"{datetime.fromisoformat(created):%Y-%m-%d %H:%M} UTC"
 
 
-def hero(figure: str, meaning: str, text: str, below: str = "") -> str:
-    """The one figure that matters, what it is, and what it means; ``below`` is HTML, the rest text."""
-    size = ' class="long"' if len(figure) > _LONG_FIGURE else ""
-    return (
-        f'<div class="hero"><div class="figure"><b{size}>{escape(figure)}</b><span>{escape(meaning)}</span></div>'
-        f"<div><p>{escape(text)}</p>{below}</div></div>"
-    )
+def as_text(options: Mapping[str, Any]) -> str:
+    """Options in a line, those within others by ``outer.inner``; what is off, empty or left to the program is not."""
+    return ", ".join(f"{name}={value}" for name, value in _flat(options, ""))
 
 
-def tiles(entries: Iterable[tuple[str, str]]) -> str:
-    """Further figures, each with what it is; text."""
-    cells = "".join(f'<div class="tile"><b>{escape(v)}</b><span>{escape(label)}</span></div>' for v, label in entries)
-    return f'<div class="tiles">{cells}</div>'
-
-
-def bar(segments: Iterable[tuple[str, str, float]]) -> str:
-    """Shares of one whole as a bar with its legend: (label, colour, share)."""
-    segments = list(segments)
-    parts = "".join(
-        f'<i style="width:{share:.3%};background:{colour}" title="{label} {share:.1%}"></i>'
-        for label, colour, share in segments
-    )
-    # What would be told as 0.0% is not told.
-    visible = [(f"{label} {share:.1%}", colour) for label, colour, share in segments if share >= 0.0005]
-    return f'<div class="bar">{parts}</div>{legend(visible)}'
-
-
-def legend(entries: Iterable[tuple[str, str]]) -> str:
-    """Labels with their colours."""
-    return f'<div class="legend">{"".join(f"<span>{key(colour)}{label}</span>" for label, colour in entries)}</div>'
-
-
-def key(colour: str) -> str:
-    """A small square of a colour."""
-    return f'<i class="key" style="background:{colour}"></i>'
-
-
-def figure(svg: str, caption: str, above: str = "") -> str:
-    """A plot with its caption and what stands above it, such as a legend, which no page break parts; all HTML."""
-    return f"<figure>{above}{svg}<figcaption>{caption}</figcaption></figure>"
-
-
-def note(text: str) -> str:
-    """A warning."""
-    return f'<div class="note"><p>{escape(text)}</p></div>'
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, total: bool = False) -> str:
-    """A table of HTML cells, which scrolls where the window is narrow; with ``total`` the last row sums the others."""
-    lines = [f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows]
-    if total:
-        lines[-1] = lines[-1].replace("<tr>", '<tr class="total">', 1)
-    names = "".join(f"<th>{name}</th>" for name in header)
-    return f'<div class="wide"><table><thead><tr>{names}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
-
-
-def facts(
-    machine: MachineFacts, dataset: DatasetFacts, options: Mapping[str, Any], packages: Mapping[str, str] | None = None
-) -> list[str]:
-    """Render the end of a page: everything that its figures depend on; ``packages`` in place of the machine's."""
-    gpus = ", ".join(f"{gpu.name} ({gpu.memory_bytes / GIB:.0f} GiB, driver {gpu.driver})" for gpu in machine.gpus)
-    changed = " with uncommitted changes" if machine.uncommitted_changes else ""
-    commit = f"commit {machine.commit}{changed}" if machine.commit else "installed package"
-    rows = {
-        "processor": f"{machine.cpu}; {machine.num_cpus:g} of {machine.num_cpus_installed} CPUs usable",
-        "memory": f"{machine.memory_bytes / GIB:.1f} GiB",
-        "GPUs": gpus or "none",
-        "system": f"{machine.system}, Python {machine.python}",
-        "fuelrail": f"{machine.fuelrail}, {commit}",
-        "packages": ", ".join(f"{name} {version}" for name, version in (packages or machine.packages).items()),
-        "dataset": f"{dataset.name}, split {dataset.split}: {dataset.num_samples:,} samples in {dataset.num_shards} "
-        f"shard{'s' if dataset.num_shards != 1 else ''}; cameras {', '.join(dataset.cameras)}; fingerprint "
-        f"{dataset.fingerprint}",
-        "options": as_text(options),
-    }
-    body = "".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in rows.items())
-    return ["<h2>Machine, dataset, options</h2>", f'<table class="facts">{body}</table>']
+def _flat(options: Mapping[str, Any], within: str) -> Iterator[tuple[str, str]]:
+    for name, value in options.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{within}{name}.")
+        elif isinstance(value, list | tuple):
+            if any(value) or (value and not within):
+                yield within + name, "[" + ", ".join(map(str, value)) + "]"
+        elif value is not None and (not within or value):
+            yield within + name, str(value)

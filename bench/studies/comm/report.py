@@ -8,7 +8,7 @@ import msgspec
 
 from fuelrail.bench.measure.machine import MachineFacts  # noqa: TC001 (msgspec resolves the field's type)
 from fuelrail.bench.planner.formulas import sent_bytes
-from fuelrail.bench.report.markdown import table
+from fuelrail.bench.report.page import markdown_table
 from fuelrail.bench.trainer.models.settings import NotNegative, Positive  # noqa: TC001 (likewise)
 from fuelrail.pipeline.settings import Settings
 
@@ -127,5 +127,5 @@ def rows(report: CommReport) -> list[list[str]]:
 def render_markdown(report: CommReport) -> str:
     """Return the whole report as one text."""
     head = f"{report.ranks} ranks on {report.nodes} nodes, {report.backend} on {report.device}. {report.created}."
-    lines = ["# Collectives", "", head, "", *table(HEADER, rows(report)), ""]
+    lines = ["# Collectives", "", head, "", markdown_table(HEADER, rows(report)), ""]
     return "\n".join([*lines, *(f"> {text}" for text in report.warnings)]) + "\n"

@@ -1,22 +1,23 @@
-"""The page of a comparison."""
+"""The document of a comparison."""
 
 from __future__ import annotations
 
-from html import escape
 from typing import TYPE_CHECKING
 
 from fuelrail.bench.peers.peer import OURS
-from fuelrail.bench.report.page import facts, figure, head, hero, note, page, table
-from fuelrail.bench.report.plots import BLUE, new_figure, style, to_svg
-from fuelrail.bench.studies.compare.markdown import HEADER, describe, rows
+from fuelrail.bench.report.page import Block, Document, Figure, Hero, Items, Section, Table, Text, document
 from fuelrail.bench.studies.compare.report import REFERENCE, ranking
 
 if TYPE_CHECKING:
-    from fuelrail.bench.studies.compare.report import CompareReport
+    from collections.abc import Iterator, Mapping
 
-_GREEN = "#009e73"
+    from fuelrail.bench.peers.peer import Work
+    from fuelrail.bench.studies.compare.report import CompareReport, Contestant
 
-
+HEADER = (
+    "loader:recipe", "images/s", "lowest to highest", f"speed-up of {REFERENCE}", "95 % interval",
+    "CPU-s per 1,000 images", "peak MB", "first batch [s]", "PSNR dB, mean (lowest)", "runs",
+)  # fmt: skip
 _METHOD = (
     "Every loader runs in a process of its own, all pinned to the same CPUs, with its data in the page cache (up to 4 "
     f"GiB). {REFERENCE} runs during the whole round. Every other loader is started once per round and runs four laps, "
@@ -32,56 +33,72 @@ _METHOD = (
 )
 
 
-def render_page(report: CompareReport) -> str:
-    """Return the page as one string; it refers to nothing outside itself."""
-    about = f"{escape(describe(report.work))}, {report.num_rounds} rounds"
-    parts = head(report, "Fuelrail comparison", "The same images through every loader", about)
-    timed = ranking(report)
-    others = [entry for entry in timed if entry.peer != OURS]
-    best = next((entry for entry in others if entry.figures and entry.figures.ours_times_as_fast), None)
-    if best is not None and best.figures is not None and best.figures.ours_times_as_fast is not None:
-        times = best.figures.ours_times_as_fast
-        interval = f" (95 % interval {times.low:.2f} to {times.high:.2f})" if times.has_interval else ""
-        holds_one = times.has_interval and times.low <= 1 <= times.high
-        undecided = " The interval contains 1: these rounds do not show which is faster." if holds_one else ""
-        parts.append(
-            hero(
-                f"{times.median:.2f} x",
-                f"{REFERENCE} against {best.name}, the fastest of the others",
-                f"{REFERENCE} delivers images {times.median:.2f} times as fast as {best.name}{interval}, on the same "
-                f"CPUs and files.{undecided} {len(others)} other ways to load were timed.",
-            )
-        )
-    parts += map(note, report.warnings)
-    if timed:
+def describe(report: CompareReport, plots: Mapping[str, str]) -> Document:
+    """Return the report as a document with these plots."""
+    parts: list[Block | Section] = [*_hero(report)]
+    if ranking(report):
         caption = "Median of the rounds; the line is lowest to highest. Green: Fuelrail."
-        parts += ["<h2>Images a second</h2>", figure(_bars(report), caption)]
-        parts.append(table(list(map(escape, HEADER)), ([*map(escape, row)] for row in rows(report))))
-    out = [entry for entry in report.contestants if entry.left_out is not None]
-    if out:
-        items = "".join(f"<li>{escape(entry.name)}: {escape(entry.left_out or '')}</li>" for entry in out)
-        parts += ["<h2>Left out</h2>", f"<ul>{items}</ul>"]
-    parts += ["<h2>How these figures are made</h2>", f"<p>{escape(_METHOD)}</p>"]
+        figure = Figure([(plots.get("rates", ""), caption)])
+        parts.append(Section("Images a second", [figure, Table(HEADER, list(rows(report)))]))
+    out = [f"{one.name}: {one.left_out}" for one in report.contestants if one.left_out is not None]
+    parts += [Section("Left out", [Items(out)])] if out else []
+    parts.append(Section("How these figures are made", [Text(_METHOD)]))
+    about = f"{describe_work(report.work)}, {report.num_rounds} rounds"
     packages = {**report.machine.packages, **report.packages}
-    parts += facts(report.machine, report.dataset, report.options, packages)
-    return page("Fuelrail comparison", parts)
+    return document(report, "Fuelrail comparison", "The same images through every loader", about, parts, packages)
 
 
-def _bars(report: CompareReport) -> str:
-    timed = ranking(report)
-    gap = 0.01 * max(entry.figures.images_per_s.high for entry in timed if entry.figures is not None)
-    with style():
-        drawn, axes = new_figure(0.6 + 0.25 * len(timed))
-        for row, entry in enumerate(timed):
-            assert entry.figures is not None
-            rate = entry.figures.images_per_s
-            axes.barh(row, rate.median, 0.68, color=_GREEN if entry.peer == OURS else BLUE, linewidth=0)
-            if rate.has_interval:
-                axes.plot([rate.low, rate.high], [row, row], color="#222222", linewidth=1.0)
-            axes.text(rate.high + gap, row, f"{rate.median:.0f}", va="center", fontsize=8, color="#333333")
-        axes.set_yticks(range(len(timed)), [entry.name for entry in timed])
-        axes.invert_yaxis()
-        axes.set_xlim(left=0)
-        axes.grid(visible=False, axis="y")
-        axes.set_xlabel("images/s")
-        return to_svg(drawn, "Images a second of each loader")
+def _hero(report: CompareReport) -> list[Hero]:
+    others = [entry for entry in ranking(report) if entry.peer != OURS]
+    best = next((entry for entry in others if entry.figures and entry.figures.ours_times_as_fast), None)
+    if best is None or best.figures is None or best.figures.ours_times_as_fast is None:
+        return []
+    times = best.figures.ours_times_as_fast
+    interval = f" (95 % interval {times.low:.2f} to {times.high:.2f})" if times.has_interval else ""
+    holds_one = times.has_interval and times.low <= 1 <= times.high
+    undecided = " The interval contains 1: these rounds do not show which is faster." if holds_one else ""
+    return [
+        Hero(
+            f"{times.median:.2f} x",
+            f"{REFERENCE} against {best.name}, the fastest of the others",
+            f"{REFERENCE} delivers images {times.median:.2f} times as fast as {best.name}{interval}, on the same "
+            f"CPUs and files.{undecided} {len(others)} other ways to load were timed.",
+        )
+    ]
+
+
+def rows(report: CompareReport) -> Iterator[list[str]]:
+    """One row a contestant that was timed, the fastest first."""
+    for entry in ranking(report):
+        yield _row(entry)
+
+
+def _row(entry: Contestant) -> list[str]:
+    figures, check = entry.figures, entry.check
+    assert figures is not None
+    rate, times = figures.images_per_s, figures.ours_times_as_fast
+    # A ratio of something to itself, or a single one, has no interval.
+    interval = (
+        f"{times.low:.2f} to {times.high:.2f}" if times and times.has_interval and entry.name != REFERENCE else ""
+    )
+    return [
+        entry.name,
+        f"{rate.median:.0f}",
+        f"{rate.low:.0f} to {rate.high:.0f}" if rate.has_interval else "",
+        "" if times is None else f"{times.median:.2f}",
+        interval,
+        f"{figures.cpu_s_per_1000_images:.2f}",
+        f"{figures.peak_memory_bytes / 1e6:.0f}",
+        f"{figures.first_batch_s:.2f}",
+        "" if check is None else f"{check.mean_psnr_db:.1f} ({check.lowest_psnr_db:.1f})",
+        str(rate.num_repeats),
+    ]
+
+
+def describe_work(work: Work) -> str:
+    """Return the work of the loaders in one sentence."""
+    return (
+        f"{work.num_samples:,} samples of {len(work.cameras)} images, {work.source_wh[0]}x{work.source_wh[1]} JPEG, to "
+        f"uint8 batches of {work.batch_size} x {len(work.cameras)} x 3 x {work.height} x {work.width}, shuffled, on "
+        f"{work.num_workers} CPUs"
+    )

@@ -13,8 +13,9 @@ from rich.console import Console
 from fuelrail.bench.measure.machine import dataset_facts, machine_facts
 from fuelrail.bench.peers.peer import PEERS, contestants, is_there
 from fuelrail.bench.peers.process import describe_work
-from fuelrail.bench.report.files import REPORT_JSON, prepare_folder, write_report
+from fuelrail.bench.report.files import REPORT_JSON, prepare_folder
 from fuelrail.bench.report.options import output_folder
+from fuelrail.bench.report.page import write_report
 from fuelrail.bench.report.progress import Progress
 from fuelrail.bench.studies.compare.options import CompareOptions
 from fuelrail.bench.studies.compare.report import (

@@ -9,8 +9,9 @@ import msgspec
 from fuelrail.bench.measure.limits import shard_scaling
 from fuelrail.bench.measure.occupancy import MIN_MEASURED_STEPS
 from fuelrail.bench.measure.processes import NOTHING_MEASURED
-from fuelrail.bench.report.files import REPORT_JSON, created_now, prepare_folder, write_report
+from fuelrail.bench.report.files import REPORT_JSON, created_now, prepare_folder
 from fuelrail.bench.report.options import output_folder
+from fuelrail.bench.report.page import write_report
 from fuelrail.bench.studies.diagnose.judge import Diagnosis, Evidence, Round, find_bound
 from fuelrail.bench.studies.diagnose.report import (
     SCHEMA,

@@ -1,8 +1,8 @@
 """The kinds of reports: which schema and version each has, how one is read, and the schemas as documents.
 
 A report says ``schema`` and ``version``. Reading checks both, and every field's presence and type. The version goes up
-with any change of a field's name, type or meaning. ``python -m fuelrail.bench.studies.diff.kinds`` writes the JSON
-Schemas.
+with any change of a field's name, type or meaning. ``python -m fuelrail.bench.studies.diff.kinds FOLDER`` writes the
+JSON Schemas; ``make docs`` puts them on the site.
 """
 
 from __future__ import annotations
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 
 
 AnyReport = Comparable | DiagnoseReport
-
-
-SCHEMAS = Path(__file__).resolve().parents[2] / "schemas"
 
 
 class Kind(NamedTuple):
@@ -75,25 +72,19 @@ def load_comparable(path: Path) -> Comparable:
     return report
 
 
-def schema_path(kind: Kind) -> Path:
-    """Return the path of a kind's JSON Schema."""
-    return SCHEMAS / f"{kind.schema}-v{kind.version}.json"
-
-
 def json_schema(kind: Kind) -> bytes:
-    """Return the JSON Schema of a kind, as its file holds it."""
+    """Return the JSON Schema of a kind as a document."""
     document = msgspec.json.schema(kind.type)
     document = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": kind.schema, **document}
     return msgspec.json.format(msgspec.json.encode(document, order="deterministic"), indent=1) + b"\n"
 
 
-def main(_arguments: Sequence[str]) -> int:
-    """Write the schemas of all kinds, and remove those of versions that are gone."""
-    SCHEMAS.mkdir(exist_ok=True)
+def main(arguments: Sequence[str]) -> int:
+    """Write the schemas of all kinds into a folder, as ``SCHEMA-vVERSION.json``."""
+    folder = Path(arguments[0])
+    folder.mkdir(parents=True, exist_ok=True)
     for kind in KINDS.values():
-        for old in SCHEMAS.glob(f"{kind.schema}-v*.json"):
-            old.unlink()
-        schema_path(kind).write_bytes(json_schema(kind))
+        (folder / f"{kind.schema}-v{kind.version}.json").write_bytes(json_schema(kind))
     return 0
 
 

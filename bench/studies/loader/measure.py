@@ -9,7 +9,8 @@ import msgspec
 
 from fuelrail.bench.measure.machine import dataset_facts, machine_facts, usable_cpus
 from fuelrail.bench.measure.rates import median_rates
-from fuelrail.bench.report.files import prepare_folder, write_report
+from fuelrail.bench.report.files import prepare_folder
+from fuelrail.bench.report.page import write_report
 from fuelrail.bench.report.progress import Progress
 from fuelrail.bench.studies.loader.options import LoaderOptions
 from fuelrail.bench.studies.loader.report import LoaderReport, build_loader_report

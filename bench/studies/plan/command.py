@@ -11,8 +11,8 @@ from rich.table import Table
 
 from fuelrail.bench.planner.scenario import PlanOptions
 from fuelrail.bench.report.files import REPORT_HTML, REPORT_JSON, REPORT_MARKDOWN, prepare_folder, publish, publish_json
-from fuelrail.bench.report.markdown import as_text
-from fuelrail.bench.studies.plan.markdown import SWEEP_HEADER, figures, render_markdown, sweep_rows
+from fuelrail.bench.report.page import as_text, render_markdown, render_page
+from fuelrail.bench.studies.plan.page import SWEEP_HEADER, figures, sweep_rows
 from fuelrail.bench.studies.plan.run import plan
 from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, print_json
 
@@ -65,8 +65,6 @@ def _write(found: PlanReport, out: Path, *, html: bool) -> None:
     publish_json(out / REPORT_JSON, found)
     publish(out / REPORT_MARKDOWN, render_markdown(found).encode())
     if html:
-        from fuelrail.bench.studies.plan.page import render_page
-
         publish(out / REPORT_HTML, render_page(found).encode())
 
 

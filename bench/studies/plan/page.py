@@ -1,118 +1,173 @@
-"""The page of a plan."""
+"""The document of a plan, and the figures that all of its forms show."""
 
 from __future__ import annotations
 
-from html import escape
 from typing import TYPE_CHECKING
 
 from fuelrail.bench.planner.hardware import GIB
-from fuelrail.bench.report.markdown import as_text
-from fuelrail.bench.report.page import figure, hero, note, page, table, tiles, when
-from fuelrail.bench.report.plots import PercentFormatter, legend_above, new_figure, style, to_svg
-from fuelrail.bench.studies.plan.markdown import (
-    SCALING_HEADER,
-    STAGE_HEADER,
-    SWEEP_HEADER,
-    TRIED_HEADER,
-    figures,
-    scaling_rows,
-    stage_rows,
-    sweep_rows,
-    tried_rows,
+from fuelrail.bench.report.page import (
+    Block,
+    Document,
+    Figure,
+    Hero,
+    Note,
+    Section,
+    Table,
+    Text,
+    Tiles,
+    as_text,
+    when,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
 
     from fuelrail.bench.studies.plan.report import PlanReport
 
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442", "#999999")
+TRIED_HEADER = ("strategy", "peak GiB", "samples/s", "why not")
+SWEEP_HEADER = ("strategy", "micro-batch", "peak GiB", "samples/s", "MFU", "why not")
+SCALING_HEADER = ("scaling", "devices", "global batch", "step s", "samples/s", "efficiency", "occupancy")
+STAGE_HEADER = (
+    "stage",
+    "parameters",
+    "in flight",
+    "GFLOP a micro-batch",
+    "memory GiB by kind",
+    "collectives of a step",
+)
+SHOWN_OF_SWEEP = 20
 
 
-def render_page(found: PlanReport) -> str:
-    """Return the page as one string; it refers to nothing outside itself."""
-    asked = found.scenario
-    about = f"{escape(asked.model)} on {found.devices} devices (<b>{escape(found.cluster)}</b>)"
-    parts = [
-        '<div class="brand">Fuelrail plan</div>', f"<h1>{escape(asked.name)}</h1>",
-        f'<p class="sub">{about}. {when(found.created)}.</p>',
-        hero(
+def figures(found: PlanReport) -> list[tuple[str, str]]:
+    """Name and text of each figure."""
+    step, data = found.step, found.data
+    images, read = found.images_per_node_s, found.read_gb_per_s
+    overlap = "" if found.overlap is None else f", {found.overlap:.0%} of it hidden"
+    price = "" if found.usd_per_million is None else f", {found.usd_per_million:,.0f} USD"
+    epoch = "not known: the samples of an epoch are not given"
+    if found.device_hours_per_epoch is not None:
+        epoch = f"{found.device_hours_per_epoch:,.1f} device-hours"
+        epoch += "" if found.usd_per_epoch is None else f", {found.usd_per_epoch:,.0f} USD"
+    often = "" if found.checkpoint_interval_s is None else f", each {found.checkpoint_interval_s:,.0f} s"
+    return [
+        ("strategy", found.strategy),
+        ("memory", f"{found.peak_gib:.1f} of {found.usable_gib:.1f} GiB usable on a device"),
+        (
+            "step",
+            (
+                f"{found.step_s:.3f} s: computing {step.compute:.3f}, memory {step.memory:.3f}, tensor "
+                f"{step.tensor:.3f}, pipeline {step.pipeline:.3f}, bubble {step.bubble:.3f}, gradients and weights "
+                f"{step.data_exposed:.3f} exposed of {step.data_total:.3f}{overlap}, optimiser {step.optimiser:.3f}"
+            ),
+        ),
+        ("bottleneck", found.bottleneck),
+        (
+            "rate",
+            (
+                f"{found.samples_per_s:,.1f} samples/s; MFU {found.mfu:.1%}, occupancy {found.occupancy:.1%}, "
+                f"bubble {found.bubble:.1%}"
+            ),
+        ),
+        (
+            "decoding",
+            "none" if images is None else f"{images:,.0f} of {data.images_per_node_s:,.0f} images/s on a node",
+        ),
+        ("storage", "not known" if read is None else f"{read:.2f} of {data.storage_gb_per_s:g} GB/s"),
+        ("cost of a million samples", f"{found.device_hours_per_million:,.1f} device-hours{price}"),
+        ("cost of an epoch", epoch),
+        ("checkpoint", f"{found.checkpoint_gb:,.1f} GB in {found.checkpoint_s:,.1f} s{often}"),
+    ]
+
+
+def tried_rows(found: PlanReport) -> list[list[str]]:
+    """One row a strategy."""
+    return [
+        [
+            one.strategy,
+            "" if one.peak_gib is None else f"{one.peak_gib:.1f}",
+            "" if one.samples_per_s is None else f"{one.samples_per_s:,.1f}",
+            one.fails or "",
+        ]
+        for one in found.tried
+    ]
+
+
+def sweep_rows(found: PlanReport) -> list[list[str]]:
+    """The fastest of the sweep; all of them are in the JSON."""
+    ranked = sorted(found.sweep, key=lambda one: -(one.samples_per_s or 0.0))
+    return [
+        [
+            one.strategy,
+            str(one.micro_batch),
+            "" if one.peak_gib is None else f"{one.peak_gib:.1f}",
+            "" if one.samples_per_s is None else f"{one.samples_per_s:,.1f}",
+            "" if one.mfu is None else f"{one.mfu:.1%}",
+            one.fails or "",
+        ]
+        for one in ranked[:SHOWN_OF_SWEEP]
+    ]
+
+
+def scaling_rows(found: PlanReport) -> list[list[str]]:
+    """One row a point."""
+    return [
+        [
+            f"{curve.scaling}, {curve.name}", f"{point.devices:,}", f"{point.global_batch:,}", f"{point.step_s:.3f}",
+            f"{point.samples_per_s:,.1f}", f"{point.efficiency:.1%}", f"{point.occupancy:.1%}",
+        ]
+        for curve in found.scaling
+        for point in curve.points
+    ]  # fmt: skip
+
+
+def stage_rows(found: PlanReport) -> list[list[str]]:
+    """One row a stage: what it holds, computes and sends."""
+    return [
+        [
+            str(shape.stage), f"{shape.parameters:,}", str(shape.in_flight), f"{shape.flop / 1e9:,.1f}",
+            ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in shape.memory.items() if size),
+            "; ".join(f"{one.count} {one.kind} on {one.axis}: {one.bytes / 1e6:,.1f} MB" for one in shape.collectives),
+        ]
+        for shape in found.stages
+    ]  # fmt: skip
+
+
+def describe(found: PlanReport, plots: Mapping[str, str]) -> Document:
+    """Return the plan as a document with these plots."""
+    parts: list[Block | Section] = [
+        Hero(
             f"{found.samples_per_s:,.1f}", "samples/s, predicted",
             f"{found.strategy}: {found.peak_gib:.1f} of {found.usable_gib:.1f} GiB, a step in {found.step_s:.3f} s. "
             f"The bottleneck: {found.bottleneck}.",
         ),
-        tiles([(f"{found.mfu:.1%}", "MFU"), (f"{found.occupancy:.1%}", "occupancy"), (f"{found.bubble:.1%}", "bubble"),
+        Tiles([(f"{found.mfu:.1%}", "MFU"), (f"{found.occupancy:.1%}", "occupancy"), (f"{found.bubble:.1%}", "bubble"),
                (f"{found.device_hours_per_million:,.1f}", "device-hours a million samples")]),
-        _table(("figure", ""), [[name, text] for name, text in figures(found)]),
-        "<h2>What was tried</h2>", _table(TRIED_HEADER, tried_rows(found)),
-        "<h2>Memory and work of each stage</h2>", figure(_memory(found), "Bytes at the peak of a step, by kind."),
-        _table(STAGE_HEADER, stage_rows(found)),
+        Table(("figure", ""), figures(found)),
+        Section("What was tried", [Table(TRIED_HEADER, tried_rows(found))]),
+        Section("Memory and work of each stage", [
+            Figure([(plots.get("memory", ""), "Bytes at the peak of a step, by kind.")]),
+            Table(STAGE_HEADER, stage_rows(found)),
+        ]),
     ]  # fmt: skip
     if found.sweep:
+        fits = sum(one.fails is None for one in found.sweep)
         caption = "Each dot is a plan that fits: memory of a device, and samples/s with the data's limits."
-        parts += ["<h2>Sweep</h2>", figure(_sweep(found), caption), _table(SWEEP_HEADER, sweep_rows(found))]
+        parts.append(
+            Section("Sweep", [
+                Figure([(plots.get("sweep", ""), caption)]),
+                Text(f"{len(found.sweep)} plans, {fits} of them fit; the fastest:"),
+                Table(SWEEP_HEADER, sweep_rows(found)),
+            ])
+        )  # fmt: skip
     if any(curve.points for curve in found.scaling):
-        parts += ["<h2>Scaling</h2>", figure(_scaling(found), "Samples/s a device over those of the smallest number.")]
-        parts += [_table(SCALING_HEADER, scaling_rows(found))]
+        caption = "Samples/s a device over those of the smallest number."
+        blocks = [Figure([(plots.get("scaling", ""), caption)]), Table(SCALING_HEADER, scaling_rows(found))]
+        parts.append(Section("Scaling", blocks))
     if found.explained:
         rows = [[name, one.formula, as_text(one.inputs), one.source] for name, one in found.explained.items()]
-        parts += ["<h2>Where the figures are from</h2>", _table(("figure", "formula", "inputs", "source"), rows)]
-    parts += [note(f"Assumed: {text}") for text in found.assumed]
-    parts += [note(f"Not said: {text}") for text in found.questions]
-    return page(f"Plan: {asked.name}", parts)
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return table([*map(escape, header)], [[*map(escape, row)] for row in rows])
-
-
-def _memory(found: PlanReport) -> str:
-    kinds = list(dict.fromkeys(kind for stage in found.memory_by_stage for kind, size in stage.items() if size))
-    with style():
-        drawn, axes = new_figure(1.2 + 0.3 * len(found.stages))
-        names = [f"stage {shape.stage}" for shape in found.stages]
-        left = [0.0] * len(names)
-        for number, kind in enumerate(kinds):
-            sizes = [stage.get(kind, 0) / GIB for stage in found.memory_by_stage]
-            axes.barh(names, sizes, 0.66, left=left, color=_COLOURS[number % len(_COLOURS)], label=kind)
-            left = [before + size for before, size in zip(left, sizes, strict=True)]
-        axes.axvline(found.usable_gib, color="#222222", linewidth=1, linestyle="--")
-        axes.invert_yaxis()
-        axes.set_xlabel("GiB; dashed: usable")
-        legend_above(axes)
-        return to_svg(drawn, "Memory by stage and kind")
-
-
-def _sweep(found: PlanReport) -> str:
-    with style():
-        drawn, axes = new_figure(3.2)
-        fits = [one for one in found.sweep if one.peak_gib is not None and one.samples_per_s is not None]
-        sizes = sorted({one.micro_batch for one in fits})
-        for number, size in enumerate(sizes):
-            mine = [one for one in fits if one.micro_batch == size]
-            axes.plot(
-                [one.peak_gib or 0.0 for one in mine], [one.samples_per_s or 0.0 for one in mine], "o", markersize=4,
-                color=_COLOURS[number % len(_COLOURS)], label=f"micro-batch {size}",
-            )  # fmt: skip
-        axes.set_xlabel("peak GiB of a device")
-        axes.set_ylabel("samples/s")
-        legend_above(axes)
-        return to_svg(drawn, "Plans of the sweep")
-
-
-def _scaling(found: PlanReport) -> str:
-    with style():
-        drawn, axes = new_figure(2.9)
-        for number, curve in enumerate(found.scaling):
-            if curve.points:
-                axes.plot(
-                    [point.devices for point in curve.points], [point.efficiency for point in curve.points], "o-",
-                    markersize=3, color=_COLOURS[number % len(_COLOURS)], label=f"{curve.scaling}, {curve.name}",
-                )  # fmt: skip
-        axes.set_xscale("log", base=2)
-        axes.set_ylim(bottom=0)
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-        axes.set_xlabel("devices")
-        axes.set_ylabel("efficiency")
-        legend_above(axes)
-        return to_svg(drawn, "Scaling efficiency")
+        parts.append(Section("Where the figures are from", [Table(("figure", "formula", "inputs", "source"), rows)]))
+    parts += [Note(f"Assumed: {text}") for text in found.assumed]
+    parts += [Note(f"Not said: {text}") for text in found.questions]
+    asked = found.scenario
+    about = f"{asked.model} on {found.devices} devices (**{found.cluster}**)"
+    return Document("Fuelrail plan", asked.name, about, when(found.created), None, parts, {})

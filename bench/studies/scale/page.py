@@ -1,22 +1,22 @@
-"""The page of a scaling report."""
+"""The document of a scaling report."""
 
 from __future__ import annotations
 
-from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
-from fuelrail.bench.report.page import facts, figure, head, hero, note, page, table
-from fuelrail.bench.report.plots import PercentFormatter, legend_above, new_figure, style, to_svg
-from fuelrail.bench.studies.scale.markdown import CURVES_HEADER, MEASURED_HEADER, curve_rows, measured_rows
+from fuelrail.bench.report.page import Block, Document, Figure, Hero, Section, Table, Text, document
+from fuelrail.bench.studies.scale.report import Scaling
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
 
-    from fuelrail.bench.studies.scale.report import ScaleReport, Scaling
+    from fuelrail.bench.studies.scale.report import ScaleReport
 
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
-
-
+_MEASURED_HEADER = (
+    "ranks", "batch a rank", "step ms", "p99 ms", "samples/s", "weak", "strong", "occupancy", "simulated ms",
+    "error",
+)  # fmt: skip
+_CURVES_HEADER = ("curve", "ranks", "batch a rank", "step ms", "samples/s", "efficiency", "occupancy")
 _METHOD = (
     "Weak scaling keeps each rank's batch, strong scaling shares one batch among the ranks. Efficiency is samples/s "
     "over those of one rank times the ranks. The simulation gives each rank a loader with a bounded queue, an "
@@ -27,44 +27,86 @@ _METHOD = (
 )
 
 
-def render_page(report: ScaleReport) -> str:
-    """Return the page as one string; it refers to nothing outside itself."""
+def describe(report: ScaleReport, plots: Mapping[str, str]) -> Document:
+    """Return the report as a document with these plots."""
     device = str(report.accelerator.get("name", "cuda"))
-    about = f"Emulated <b>{escape(device)}</b>, dataset {escape(report.dataset.name)}"
-    parts = head(report, "Fuelrail scaling report", "How does training scale?", about)
-    weak = [run for run in report.measured if "weak" in run.efficiency]
-    if weak:
-        last = max(weak, key=lambda run: run.num_ranks)
-        error = max((abs(trial.error) for trial in report.trials), default=None)
-        model = "" if error is None else f" The simulation is within {error:.1%} of every measured step time."
-        ends = [curve for curve in report.curves if curve.scaling == "weak"]
-        told = "; ".join(f"{curve.name}: {curve.points[-1].efficiency:.1%}" for curve in ends)
-        far = f" At {ends[0].points[-1].result.num_ranks:,} ranks it gives {told}." if ends else ""
-        parts.append(
-            hero(
-                f"{last.efficiency['weak']:.1%}",
-                f"weak scaling efficiency at {last.num_ranks} ranks, measured",
-                f"{last.num_ranks} ranks make {last.samples_per_s:.0f} samples/s, each {last.occupancy:.1%} "
-                f"occupied.{model}{far}",
-            )
-        )
-    parts += map(note, report.warnings)
-    scalings: tuple[Scaling, ...] = ("weak", "strong")
+    scalings: tuple[Scaling, ...] = get_args(Scaling)
+    parts: list[Block | Section] = [*_hero(report)]
     for scaling in scalings:
-        if any(scaling in run.efficiency for run in report.measured):
-            caption = f"Lines: simulated{_simulated_batch(report, scaling)}. Dots: measured, all ranks on this host."
-            parts += [f"<h2>{scaling.title()} scaling</h2>", figure(_plot(report, scaling), caption)]
+        caption = f"Lines: simulated{_simulated_batch(report, scaling)}. Dots: measured, all ranks on this host."
+        parts.append(Section(f"{scaling.title()} scaling", [Figure([(plots.get(scaling, ""), caption)])]))
     if report.measured:
-        parts += ["<h2>Measured, and the model's error</h2>", _table(MEASURED_HEADER, measured_rows(report))]
+        parts.append(Section("Measured, and the model's error", [Table(_MEASURED_HEADER, _measured_rows(report))]))
     if report.curves:
-        parts += ["<h2>Simulated</h2>", _table(CURVES_HEADER, curve_rows(report))]
-    parts += ["<h2>How these figures are made</h2>", f"<p>{escape(_METHOD)}</p>"]
-    parts += facts(report.machine, report.dataset, report.options)
-    return page("Fuelrail scaling report", parts)
+        parts.append(Section("Simulated", [Table(_CURVES_HEADER, _curve_rows(report))]))
+    parts.append(Section("How these figures are made", [Text(_METHOD)]))
+    about = f"Emulated **{device}**, dataset {report.dataset.name}"
+    return document(report, "Fuelrail scaling report", "How does training scale?", about, parts)
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return table([*map(escape, header)], [[*map(escape, row)] for row in rows])
+def _hero(report: ScaleReport) -> list[Hero]:
+    weak = [run for run in report.measured if "weak" in run.efficiency]
+    if not weak:
+        return []
+    last = max(weak, key=lambda run: run.num_ranks)
+    error = max((abs(trial.error) for trial in report.trials), default=None)
+    model = "" if error is None else f" The simulation is within {error:.1%} of every measured step time."
+    ends = [curve for curve in report.curves if curve.scaling == "weak"]
+    efficiencies = "; ".join(f"{curve.name}: {curve.points[-1].efficiency:.1%}" for curve in ends)
+    far = f" At {ends[0].points[-1].result.num_ranks:,} ranks it gives {efficiencies}." if ends else ""
+    return [
+        Hero(
+            f"{last.efficiency['weak']:.1%}",
+            f"weak scaling efficiency at {last.num_ranks} ranks, measured",
+            f"{last.num_ranks} ranks make {last.samples_per_s:.0f} samples/s, each {last.occupancy:.1%} "
+            f"occupied.{model}{far}",
+        )
+    ]
+
+
+def _measured_rows(report: ScaleReport) -> list[list[str]]:
+    """One row a run, with what the model made of it."""
+    trials = {(trial.num_ranks, trial.batch_size): trial for trial in report.trials}
+    rows = []
+    for run in report.measured:
+        trial = trials.get((run.num_ranks, run.batch_size))
+        held_out = " (held out)" if trial is not None and trial.held_out else ""
+        rows.append(
+            [
+                str(run.num_ranks),
+                str(run.batch_size),
+                f"{run.step_ms:.1f}",
+                f"{run.step_p99_ms:.1f}",
+                f"{run.samples_per_s:.1f}",
+                *(f"{run.efficiency[name]:.1%}" if name in run.efficiency else "" for name in ("weak", "strong")),
+                f"{run.occupancy:.1%}",
+                "" if trial is None else f"{trial.simulated_ms:.1f}",
+                "" if trial is None else f"{trial.error:+.1%}{held_out}",
+            ]
+        )
+    return rows
+
+
+def _curve_rows(report: ScaleReport) -> list[list[str]]:
+    """Return every second doubling of each curve, and its last point."""
+    rows = []
+    for curve in report.curves:
+        for number, point in enumerate(curve.points):
+            if number % 3 and number != len(curve.points) - 1:
+                continue
+            result = point.result
+            rows.append(
+                [
+                    f"{curve.scaling}, {curve.name}",
+                    f"{result.num_ranks:,}",
+                    f"{result.batch_size:,}",
+                    f"{result.step_ms:,.1f}",
+                    f"{result.samples_per_s:,.0f}",
+                    f"{point.efficiency:.1%}",
+                    f"{result.occupancy:.1%}",
+                ]
+            )
+    return rows
 
 
 def _simulated_batch(report: ScaleReport, scaling: Scaling) -> str:
@@ -73,26 +115,3 @@ def _simulated_batch(report: ScaleReport, scaling: Scaling) -> str:
     if scaling == "weak" or first is None:
         return ""
     return f", {first.batch_size:,} samples shared among the ranks (the dots: {report.options['global_batch']})"
-
-
-def _plot(report: ScaleReport, scaling: Scaling) -> str:
-    with style():
-        drawn, axes = new_figure(2.9)
-        for curve, colour in zip((c for c in report.curves if c.scaling == scaling), _COLOURS, strict=False):
-            counts = [point.result.num_ranks for point in curve.points]
-            values = [point.efficiency for point in curve.points]
-            axes.plot(counts, values, color=colour, linewidth=1.6, label=curve.name)
-        runs = [run for run in report.measured if scaling in run.efficiency]
-        counts, values = [run.num_ranks for run in runs], [run.efficiency[scaling] for run in runs]
-        axes.plot(counts, values, "o", color="#222222", markersize=5, label="measured")
-        axes.set_xscale("log", base=2)
-        ticks = sorted({2**power for power in range(0, 13, 2)} | set(counts))
-        most = max([p.result.num_ranks for c in report.curves if c.scaling == scaling for p in c.points] + counts)
-        axes.set_xticks([tick for tick in ticks if tick <= most], [f"{tick:,}" for tick in ticks if tick <= most])
-        axes.minorticks_off()
-        axes.set_ylim(0, max([1.05, *(value * 1.05 for value in values)]))
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-        axes.set_xlabel("ranks")
-        axes.set_ylabel("efficiency")
-        legend_above(axes)
-        return to_svg(drawn, f"{scaling} scaling efficiency over ranks")

@@ -13,8 +13,9 @@ from fuelrail.bench.measure.machine import usable_cpus
 from fuelrail.bench.measure.processes import NOTHING_MEASURED
 from fuelrail.bench.measure.rates import bootstrap_means
 from fuelrail.bench.planner.scale_model import Fit, Overhead
-from fuelrail.bench.report.files import prepare_folder, write_report
+from fuelrail.bench.report.files import prepare_folder
 from fuelrail.bench.report.options import output_folder
+from fuelrail.bench.report.page import write_report
 from fuelrail.bench.report.progress import Progress
 from fuelrail.bench.studies.loader.run import run_loader
 from fuelrail.bench.studies.loader.stages import LoaderChoice

@@ -1,17 +1,50 @@
-"""The page of a training report."""
+"""The document of a training report."""
 
 from __future__ import annotations
 
-from html import escape
 from typing import TYPE_CHECKING
 
-from fuelrail.bench.report.page import GIB, bar, facts, figure, head, hero, key, legend, note, page, table, tiles
-from fuelrail.bench.studies.train.plots import PHASE_COLOURS, PHASE_LABELS, plots
+from fuelrail.bench.report.page import (
+    GIB,
+    Block,
+    Document,
+    Figure,
+    Hero,
+    Note,
+    Section,
+    Table,
+    Text,
+    Tiles,
+    document,
+)
 from fuelrail.bench.studies.train.report import learning_sentences
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from fuelrail.bench.measure.clock import Summary
     from fuelrail.bench.studies.train.report import Figures, Report
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart: work in blues and greens, waiting in orange.
+PHASE_COLOURS = {
+    "data_wait": "#d55e00",
+    "host_to_device": "#e69f00",
+    "forward": "#56b4e9",
+    "backward": "#0072b2",
+    "all_reduce": "#cc79a7",
+    "optimiser": "#009e73",
+    "other": "#999999",
+}
+PHASE_LABELS = {
+    "data_wait": "data wait",
+    "host_to_device": "host to device",
+    "forward": "forward",
+    "backward": "backward",
+    "all_reduce": "exposed all-reduce",
+    "optimiser": "optimiser",
+    "other": "other",
+}
+_PHASE_LEGEND = [(PHASE_LABELS[phase], colour) for phase, colour in PHASE_COLOURS.items()]
 
 # Losses below this share of the wall time are not worth a sentence.
 _NOTABLE = 0.02
@@ -25,7 +58,7 @@ _EMULATION = (
 
 
 _OCCUPANCY = (
-    "<b>Occupancy</b> is the time in which the accelerator computes forward, backward and optimiser, divided by wall "
+    "**Occupancy** is the time in which the accelerator computes forward, backward and optimiser, divided by wall "
     "time, over all steps after warm-up: MLPerf Storage’s accelerator utilisation (AU = total compute time / total "
     "running time), mean over ranks. Stricter than there: exposed all-reduce doesn’t count as busy, because a rank "
     "that waits in it for a starved neighbour does no work; the column “with all-reduce” includes it."
@@ -33,9 +66,9 @@ _OCCUPANCY = (
 
 
 _PHASES = (
-    "<b>Data wait</b> runs from asking the loader for the next batch to getting it, <b>host to device</b> from then "
-    "until the model’s inputs lie on the device, <b>backward</b> until the last local gradient is computed, and "
-    "<b>exposed all-reduce</b> from then until the last gradient is averaged over the ranks. <b>Other</b> is the rest "
+    "**Data wait** runs from asking the loader for the next batch to getting it, **host to device** from then "
+    "until the model’s inputs lie on the device, **backward** until the last local gradient is computed, and "
+    "**exposed all-reduce** from then until the last gradient is averaged over the ranks. **Other** is the rest "
     "of the wall time: targets, records, and in an emulation late wake-ups and the stand-in’s work beyond the emulated "
     "phases. A step begins where the one before ended, so nothing is left "
     "out."
@@ -44,7 +77,7 @@ _PHASES = (
 
 _ON_A_GPU = (
     "On a GPU the phases come from CUDA events on the compute stream. The loader copies images on a stream of its own, "
-    "ahead of the trainer: that time is its <b>transfer</b> stage, and <b>host to device</b> is only what the step "
+    "ahead of the trainer: that time is its **transfer** stage, and **host to device** is only what the step "
     "still had to wait for."
 )
 
@@ -56,23 +89,27 @@ _EMULATED_PHASES = (
 )
 
 
-def render_page(report: Report) -> str:
-    """Return the page as one string; it refers to nothing outside itself."""
-    drawn = plots(report)
-    parts = [
-        *_head(report),
+def describe(report: Report, plots: Mapping[str, str]) -> Document:
+    """Return the report as a document with these plots."""
+    ranks = f"{report.num_ranks} rank{'s' if report.num_ranks != 1 else ''}"
+    about = (
+        f"Training on **{report.dataset.name}** ({report.dataset.num_samples:,} samples, split "
+        f"{report.dataset.split}): {ranks}, each one {_accelerator_name(report)}, "
+        f"{report.options['batch_size']} samples a rank and batch"
+    )
+    parts: list[Block | Section] = [
         *_verdict(report),
         *_real_and_emulated(report),
-        *_over_time(report, drawn),
-        *_step(report, drawn),
-        *_memory(report, drawn),
+        *_over_time(report, plots),
+        *_step(report, plots),
+        *_memory(report, plots),
         *_learning(report),
-        *_loader(report, drawn),
+        *_loader(report, plots),
         *_ranks(report),
-        *_definitions(report),
-        *facts(report.machine, report.dataset, report.options),
+        *_gpus(report),
+        _definitions(report),
     ]
-    return page(f"Fuelrail training report: {report.dataset.name}", parts)
+    return document(report, "Fuelrail training report", "How busy were the accelerators?", about, parts)
 
 
 def verdict(report: Report) -> str:
@@ -103,29 +140,18 @@ def verdict(report: Report) -> str:
     )
 
 
-def _head(report: Report) -> list[str]:
-    ranks = f"{report.num_ranks} rank{'s' if report.num_ranks != 1 else ''}"
-    about = (
-        f"Training on <b>{escape(report.dataset.name)}</b> ({report.dataset.num_samples:,} samples, split "
-        f"{escape(report.dataset.split)}): {ranks}, each one {escape(_accelerator_name(report))}, "
-        f"{report.options['batch_size']} samples a rank and batch"
-    )
-    return head(report, "Fuelrail training report", "How busy were the accelerators?", about)
-
-
-def _verdict(report: Report) -> list[str]:
+def _verdict(report: Report) -> list[Block]:
     figures = report.figures
     if figures is None:
-        return [note(verdict(report)), *map(note, report.warnings)]
+        return [Note(verdict(report))]
     segments = [(PHASE_LABELS[row.phase], PHASE_COLOURS[row.phase], row.share) for row in figures.phases]
     emulated = "emulated " if _emulated(report) else ""
     source = "" if report.source is None else f" {report.source.sentence()}"
     meaning = f"{emulated}accelerator occupancy, mean of {report.num_ranks}; lowest rank {figures.occupancy.lowest:.1%}"
-    shown = hero(f"{figures.occupancy.mean:.1%}", meaning, verdict(report) + source, bar(segments))
-    return [shown, _tiles(figures), *map(note, report.warnings)]
+    return [Hero(f"{figures.occupancy.mean:.1%}", meaning, verdict(report) + source, segments), _tiles(figures)]
 
 
-def _tiles(figures: Figures) -> str:
+def _tiles(figures: Figures) -> Tiles:
     rate = figures.throughput
     wait = next(phase for phase in figures.phases if phase.phase == "data_wait")
     entries = [
@@ -138,15 +164,15 @@ def _tiles(figures: Figures) -> str:
         entries.append((f"{figures.mfu:.1%}", "model FLOP utilisation"))
     if rate.cost_per_million_samples is not None:
         entries.append((f"{rate.cost_per_million_samples:,.0f}", "cost per million samples, at the price given"))
-    return tiles(entries)
+    return Tiles(entries)
 
 
-def _real_and_emulated(report: Report) -> list[str]:
+def _real_and_emulated(report: Report) -> list[Section]:
     accelerator = report.accelerator
     if not _emulated(report):
         return []
     backend = next((rank.backend for rank in report.ranks if rank.backend), None)
-    reduce = f"gradients and their all-reduce ({escape(backend)})" if backend else "gradients (one rank: no all-reduce)"
+    reduce = f"gradients and their all-reduce ({backend})" if backend else "gradients (one rank: no all-reduce)"
     parameters = report.model["num_parameters"] or 0
     real = (
         "Reading shards, checking, decoding, augmenting and batching; every wait for data. A small stand-in model of "
@@ -154,66 +180,57 @@ def _real_and_emulated(report: Report) -> list[str]:
     )
     emulated = (
         f"How long forward, backward and optimiser occupy the device: the time published or derived for "
-        f"{escape(accelerator['network'])} on one {escape(accelerator['device'])} "
+        f"{accelerator['network']} on one {accelerator['device']} "
         f"({accelerator['forward_ms']:g} ms forward and {accelerator['backward_ms']:g} ms backward per "
         f"{accelerator['per']}, {accelerator['optimiser_ms']:g} ms optimiser a step). The host sleeps through it and "
         "is free to load. Copies to the device and the real network's gradient sizes are not emulated."
     )
-    head = '<table class="real"><thead><tr><th>real, measured</th><th>emulated</th></tr></thead>'
-    return [
-        "<h2>What is real here, and what is emulated</h2>",
-        f"<p>{_EMULATION}</p>",
-        f"{head}<tbody><tr><td>{real}</td><td>{emulated}</td></tr></tbody></table>",
-    ]
+    table = Table(("real, measured", "emulated"), [(real, emulated)], prose=True)
+    return [Section("What is real here, and what is emulated", [Text(_EMULATION), table])]
 
 
-def _over_time(report: Report, drawn: dict[str, str]) -> list[str]:
-    if "occupancy" not in drawn:
-        return []
+def _over_time(report: Report, plots: Mapping[str, str]) -> list[Section]:
     warmup = report.window.num_warmup_steps
     caption = (
         "Share of time in which each accelerator computed, over the last 5 steps up to each moment. The first "
         f"{warmup} steps (shaded) are warm-up and count nowhere."
     )
-    parts = ["<h2>Occupancy over time</h2>", figure(drawn["occupancy"], caption)]
-    if "timeline" in drawn:
-        caption = "The first steps after warm-up on one clock: what each rank was doing when."
-        parts += [figure(drawn["timeline"], caption, _phase_legend())]
-    return parts
+    first = "The first steps after warm-up on one clock: what each rank was doing when."
+    occupancy, timeline = Figure([(plots.get("occupancy", ""), caption)]), plots.get("timeline", "")
+    return [Section("Occupancy over time", [occupancy, Figure([(timeline, first)], _PHASE_LEGEND)])]
 
 
-def _step(report: Report, drawn: dict[str, str]) -> list[str]:
-    if "breakdown" not in drawn:
-        return []
+def _step(report: Report, plots: Mapping[str, str]) -> list[Section]:
     caption = (
         "Wall time of each step, mean over ranks; the warm-up is shaded. Blue and green is work on the device, orange "
         "and pink is waiting."
     )
-    parts = ["<h2>Where a step’s time goes</h2>", figure(drawn["breakdown"], caption, _phase_legend())]
+    blocks: list[Block] = [Figure([(plots.get("breakdown", ""), caption)], _PHASE_LEGEND)]
     figures = report.figures
     if figures is not None:
-        rows = [
-            [key(PHASE_COLOURS[row.phase]) + PHASE_LABELS[row.phase], *_times(row.time), f"{row.share:.1%}"]
-            for row in figures.phases
-        ]
+        rows = [[PHASE_LABELS[row.phase], *_times(row.time), f"{row.share:.1%}"] for row in figures.phases]
         rows.append(["whole step", *_times(figures.step_time), "100%"])
-        parts.append(table(["phase", "mean [ms]", "p50 [ms]", "p99 [ms]", "max [ms]", "share"], rows, total=True))
+        header = ("phase", "mean [ms]", "p50 [ms]", "p99 [ms]", "max [ms]", "share")
         hidden = figures.all_reduce_total
-        parts.append(
-            f'<p class="small">{figures.step_time.count} steps on all ranks after warm-up. All-reduce in all, hidden '
-            f"behind backward or not: mean {hidden.mean_ms:.2f} ms, p99 {hidden.p99_ms:.2f} ms. Percentiles of phases "
-            "don’t add up to those of the step.</p>"
-        )
+        blocks += [
+            Table(header, rows, total=True, colours=[PHASE_COLOURS[row.phase] for row in figures.phases]),
+            Text(
+                f"{figures.step_time.count} steps on all ranks after warm-up. All-reduce in all, hidden behind "
+                f"backward or not: mean {hidden.mean_ms:.2f} ms, p99 {hidden.p99_ms:.2f} ms. Percentiles of phases "
+                "don’t add up to those of the step.",
+                small=True,
+            ),
+        ]
     captions = {
         "waits": "How long steps waited for data, after warm-up, all ranks.",
         "histogram": "Step times after warm-up, all ranks.",
         "loss": "The loss falls when images, geometry and boxes belong together.",
     }
-    present = [figure(drawn[name], caption) for name, caption in captions.items() if name in drawn]
-    return [*parts, f'<div class="row">{"".join(present)}</div>']
+    blocks.append(Figure([(plots.get(name, ""), caption) for name, caption in captions.items()]))
+    return [Section("Where a step’s time goes", blocks)]
 
 
-def _memory(report: Report, drawn: dict[str, str]) -> list[str]:
+def _memory(report: Report, plots: Mapping[str, str]) -> list[Section]:
     if not report.memory:
         return []
     on_gpu = report.memory[0].source == "allocator"
@@ -232,26 +249,22 @@ def _memory(report: Report, drawn: dict[str, str]) -> list[str]:
         ]
         for rank, line in enumerate(report.memory)
     ]
-    header = ["rank", "peak [MiB]", "reserved [MiB]", "most of each kind [MiB]"]
-    return [
-        "<h2>Memory over a step</h2>",
-        figure(drawn["memory"], caption) if "memory" in drawn else "",
-        table(header, rows),
-    ]
+    header = ("rank", "peak [MiB]", "reserved [MiB]", "most of each kind [MiB]")
+    return [Section("Memory over a step", [Figure([(plots.get("memory", ""), caption)]), Table(header, rows)])]
 
 
-def _learning(report: Report) -> list[str]:
+def _learning(report: Report) -> list[Section]:
     """Loss compared, targets and checkpoints, one sentence each."""
     lines = learning_sentences(report)
-    return ["<h2>Learning and checkpoints</h2>", *(f"<p>{escape(line)}</p>" for line in lines)] if lines else []
+    return [Section("Learning and checkpoints", [Text(line) for line in lines])] if lines else []
 
 
-def _loader(report: Report, drawn: dict[str, str]) -> list[str]:
-    if "stages" not in drawn or report.figures is None:
+def _loader(report: Report, plots: Mapping[str, str]) -> list[Section]:
+    if report.figures is None or not report.figures.stages:
         return []
     rows = [
         [
-            escape(stage.name),
+            stage.name,
             f"{stage.num_threads}",
             f"{stage.items_per_s:.1f}",
             f"{stage.busy:.1%}",
@@ -261,26 +274,23 @@ def _loader(report: Report, drawn: dict[str, str]) -> list[str]:
         for stage in report.figures.stages
     ]
     caption = (
-        "In the order in which data flows. <b>Busy</b>: working. <b>Starved</b>: waiting for the stage before. "
-        "<b>Blocked</b>: the next stage has no room. Where the accelerators wait for data, look for the stage that is "
+        "In the order in which data flows. **Busy**: working. **Starved**: waiting for the stage before. "
+        "**Blocked**: the next stage has no room. Where the accelerators wait for data, look for the stage that is "
         "always busy; where stages are blocked, the loader is ahead of the accelerators, as it should be."
     )
-    return [
-        "<h2>Loader stages</h2>",
-        figure(drawn["stages"], caption),
-        table(["stage", "threads, all ranks", "items/s", "busy", "starved", "blocked"], rows),
-    ]
+    header = ("stage", "threads, all ranks", "items/s", "busy", "starved", "blocked")
+    return [Section("Loader stages", [Figure([(plots.get("stages", ""), caption)]), Table(header, rows)])]
 
 
-def _ranks(report: Report) -> list[str]:
+def _ranks(report: Report) -> list[Section]:
     by_rank = {row.rank: row for row in report.figures.occupancy.ranks} if report.figures else {}
     emulated = "emulated " if _emulated(report) else ""
     paces = {pace.rank: pace for pace in report.figures.paces} if report.figures else {}
     rows = [
         [
             f"{rank.rank}",
-            escape(emulated + rank.device),
-            escape(rank.backend or "none"),
+            emulated + rank.device,
+            rank.backend or "none",
             f"{by_rank[rank.rank].occupancy:.1%}" if rank.rank in by_rank else "no figure",
             f"{by_rank[rank.rank].including_all_reduce:.1%}" if rank.rank in by_rank else "no figure",
             f"{paces[rank.rank].own_ms:.1f} ({paces[rank.rank].slower:+.1%})" if rank.rank in paces else "",
@@ -306,14 +316,14 @@ def _ranks(report: Report) -> list[str]:
         rows = [row[:-1] for row in rows]
     else:
         header.append("GPU memory [GiB]")
-    legend_of = (
-        '<p class="small">Memory: the peak. <b>Compute time</b>: step time without all-reduce, compared with the '
-        "other ranks’. <b>Slowest</b>: share of steps in which the other ranks waited for this one.</p>"
+    legend = (
+        "Memory: the peak. **Compute time**: step time without all-reduce, compared with the other ranks’. "
+        "**Slowest**: share of steps in which the other ranks waited for this one."
     )
-    return ["<h2>Ranks</h2>", table(header, rows), legend_of, *_gpus(report)]
+    return [Section("Ranks", [Table(header, rows), Text(legend, small=True)])]
 
 
-def _gpus(report: Report) -> list[str]:
+def _gpus(report: Report) -> list[Section]:
     """Render the measurements of NVML."""
     if not report.gpus:
         return []
@@ -329,24 +339,24 @@ def _gpus(report: Report) -> list[str]:
         for gpu in report.gpus
     ]
     header = ["GPU", "kernels ran", "memory busy", "video decoder", "JPEG decoder", "memory [GiB]", "SM clock [MHz]"]
-    return ["<h2>GPUs, by NVML, from start to end</h2>", table(header, rows)]
+    return [Section("GPUs, by NVML, from start to end", [Table(header, rows)])]
 
 
-def _definitions(report: Report) -> list[str]:
-    parts = ["<h2>How these figures are made</h2>", f"<p>{_OCCUPANCY}</p>", f"<p>{_PHASES}</p>"]
-    if not _emulated(report):
-        return [*parts, f"<p>{_ON_A_GPU}</p>"]
-    parts.append(f"<p>{_EMULATED_PHASES}</p>")
+def _definitions(report: Report) -> Section:
+    blocks: list[Block] = [Text(_OCCUPANCY), Text(_PHASES), Text(_EMULATED_PHASES if _emulated(report) else _ON_A_GPU)]
     figures, accelerator = report.figures, report.accelerator
-    if figures is not None:
-        parts.append(
-            "<p>What the emulation itself cost: the stand-in worked on the host for "
-            f"{figures.stand_in_share:.1%} of the wall time, it outlasted the emulated phases by "
-            f"{figures.overrun_share:.2%}, and the host ended them {figures.overshoot_share:.2%} late.</p>"
+    if _emulated(report) and figures is not None:
+        blocks.append(
+            Text(
+                "What the emulation itself cost: the stand-in worked on the host for "
+                f"{figures.stand_in_share:.1%} of the wall time, it outlasted the emulated phases by "
+                f"{figures.overrun_share:.2%}, and the host ended them {figures.overshoot_share:.2%} late."
+            )
         )
-    sources = "; ".join(escape(source) for source in accelerator["sources"])
-    parts.append(f'<p class="small">Step times: {escape(accelerator["derivation"])} Sources: {sources}.</p>')
-    return parts
+    if _emulated(report):
+        sources = "; ".join(accelerator["sources"])
+        blocks.append(Text(f"Step times: {accelerator['derivation']} Sources: {sources}.", small=True))
+    return Section("How these figures are made", blocks)
 
 
 def _emulated(report: Report) -> bool:
@@ -362,7 +372,3 @@ def _accelerator_name(report: Report) -> str:
 
 def _times(summary: Summary) -> list[str]:
     return [f"{value:.2f}" for value in (summary.mean_ms, summary.p50_ms, summary.p99_ms, summary.max_ms)]
-
-
-def _phase_legend() -> str:
-    return legend([(PHASE_LABELS[phase], colour) for phase, colour in PHASE_COLOURS.items()])

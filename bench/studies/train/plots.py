@@ -16,6 +16,7 @@ from fuelrail.bench.report.plots import (
     style,
     to_svg,
 )
+from fuelrail.bench.studies.train.page import PHASE_COLOURS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,25 +27,6 @@ if TYPE_CHECKING:
     from fuelrail.bench.measure.records import MemoryLine
     from fuelrail.bench.studies.train.report import Report
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart: work in blues and greens, waiting in orange.
-PHASE_COLOURS = {
-    "data_wait": "#d55e00",
-    "host_to_device": "#e69f00",
-    "forward": "#56b4e9",
-    "backward": "#0072b2",
-    "all_reduce": "#cc79a7",
-    "optimiser": "#009e73",
-    "other": "#999999",
-}
-PHASE_LABELS = {
-    "data_wait": "data wait",
-    "host_to_device": "host to device",
-    "forward": "forward",
-    "backward": "backward",
-    "all_reduce": "exposed all-reduce",
-    "optimiser": "optimiser",
-    "other": "other",
-}
 _RANK_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 # Of bytes by kind: what stays in blues and greens, what comes and goes in orange and grey.
 KIND_COLOURS = {

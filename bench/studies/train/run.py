@@ -14,8 +14,9 @@ from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE, load_profile, pr
 from fuelrail.bench.measure.machine import CpuWatch, dataset_facts, installed_gpus, machine_facts
 from fuelrail.bench.measure.nvml import NvmlWatch
 from fuelrail.bench.measure.records import RankLog, rank_path, read_rank
-from fuelrail.bench.report.files import REPORT_JSON, TRACE_JSON, merge_traces, prepare_folder, write_report
+from fuelrail.bench.report.files import REPORT_JSON, TRACE_JSON, merge_traces, prepare_folder
 from fuelrail.bench.report.options import output_folder
+from fuelrail.bench.report.page import write_report
 from fuelrail.bench.report.progress import Progress
 from fuelrail.bench.studies.train.convergence import compare_losses, global_batch, time_to
 from fuelrail.bench.studies.train.report import Report, build_report, load_report

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fuelrail.bench.report.markdown import as_text
-from fuelrail.bench.report.page import hero, table, when
+from fuelrail.bench.report.page import as_text, when
 
 
 @pytest.mark.parametrize(
@@ -24,12 +23,3 @@ def test_options_are_told_flat_and_without_what_is_off(options, told):
 
 def test_a_reports_time_is_told_to_the_minute():
     assert when("2026-11-21T15:50:55+00:00") == "2026-11-21 15:50 UTC"
-
-
-@pytest.mark.parametrize(("figure", "is_long"), [("97.8%", False), ("compute", False), ("GPU decode contention", True)])
-def test_words_that_large_type_has_no_room_for_are_smaller(figure, is_long):
-    assert ('class="long"' in hero(figure, "bounds this run", "text")) == is_long
-
-
-def test_a_wide_table_scrolls_alone():
-    assert table(["a"], [["1"]]).startswith('<div class="wide"><table>')

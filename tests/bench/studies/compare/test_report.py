@@ -10,9 +10,8 @@ import pytest
 
 from fuelrail.bench.measure.rates import MIN_REPEATS, ratio_interval
 from fuelrail.bench.report.files import RESULTS
-from fuelrail.bench.report.markdown import table
-from fuelrail.bench.studies.compare.markdown import HEADER, render_markdown, rows
-from fuelrail.bench.studies.compare.page import render_page
+from fuelrail.bench.report.page import markdown_table, render_markdown, render_page
+from fuelrail.bench.studies.compare.page import HEADER, rows
 from fuelrail.bench.studies.compare.report import load_compare_report, make_run, ranking
 from fuelrail.bench.studies.diff.changes import compare
 from fuelrail.pipeline.errors import ConfigError
@@ -129,7 +128,7 @@ def test_comparisons_differ_by_what_both_timed():
 def test_the_cited_table_is_the_one_of_its_report():
     report = load_compare_report(RESULTS / "compare.json")
     page = (RESULTS.parent / "RESULTS.md").read_text(encoding="utf-8")
-    assert "\n".join(table(HEADER, rows(report))) in page
+    assert markdown_table(HEADER, list(rows(report))) in page
     few = [row for row in rows(report) if int(row[-1]) < MIN_REPEATS]
     assert few
     assert all(row[2] == row[4] == "" for row in few), "two runs show no range"

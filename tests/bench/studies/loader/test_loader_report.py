@@ -8,8 +8,7 @@ import pytest
 from fuelrail.bench.measure.limits import HOST_TO_DEVICE
 from fuelrail.bench.measure.machine import CpuUse
 from fuelrail.bench.measure.rates import Rate
-from fuelrail.bench.studies.loader.markdown import render_markdown
-from fuelrail.bench.studies.loader.page import render_page
+from fuelrail.bench.report.page import render_markdown, render_page
 from support.html_page import Page
 from support.loader_runs import LIMITS, loader_report_of, loader_run
 

@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from fuelrail.bench.measure.records import CheckpointRestore, CheckpointSave, MemoryLine, RankLog
-from fuelrail.bench.studies.train.markdown import render_markdown
-from fuelrail.bench.studies.train.page import render_page, verdict
+from fuelrail.bench.report.page import render_markdown, render_page
+from fuelrail.bench.studies.train.page import verdict
 from support.bench_runs import SETTINGS, log, report_of, step, steps
 from support.html_page import Page
 

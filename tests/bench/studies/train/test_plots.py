@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from fuelrail.bench.measure.records import PHASES, RankLog
-from fuelrail.bench.studies.train.plots import PHASE_COLOURS, PHASE_LABELS, plots
+from fuelrail.bench.studies.train.page import PHASE_COLOURS, PHASE_LABELS
+from fuelrail.bench.studies.train.plots import plots
 from support.bench_runs import log, report_of, step, steps
 
 

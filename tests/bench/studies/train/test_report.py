@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from fuelrail.bench.measure.accelerator import EmulatedAccelerator
 from fuelrail.bench.measure.records import InputFacts, RankLog
 from fuelrail.bench.report.files import publish_json
-from fuelrail.bench.studies.train.markdown import render_markdown
-from fuelrail.bench.studies.train.page import render_page, verdict
+from fuelrail.bench.report.page import render_markdown, render_page
+from fuelrail.bench.studies.train.page import verdict
 from fuelrail.bench.studies.train.report import build_report, load_report
 from fuelrail.pipeline.errors import ConfigError
 from support.bench_runs import DATASET, MACHINE, MS, PROFILE, SETTINGS, HandClock, log, report_of, step, steps

@@ -1,0 +1,39 @@
+"""The plot of a diagnosis."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fuelrail.bench.report.plots import BLUE, GREY, PercentFormatter, new_figure, style, to_svg
+from fuelrail.bench.studies.diagnose.report import title_of
+
+if TYPE_CHECKING:
+    from fuelrail.bench.studies.diagnose.judge import Diagnosis
+    from fuelrail.bench.studies.diagnose.report import DiagnoseReport
+
+
+def plots(report: DiagnoseReport) -> dict[str, str]:
+    """Return the gains of a whole diagnosis as an ``<svg>`` element."""
+    return {} if report.diagnosis is None else {"gains": _bars(report.diagnosis)}
+
+
+def _bars(diagnosis: Diagnosis) -> str:
+    entries = diagnosis.counterfactuals
+    with style():
+        drawn, axes = new_figure(0.6 + 0.3 * len(entries))
+        for row, entry in enumerate(entries):
+            stands_out = (
+                entry.is_significant and entry.left_out != "again" and entry.gain_low > (diagnosis.noise or 0.0)
+            )
+            colour = BLUE if stands_out else GREY
+            axes.barh(row, entry.gain, 0.62, color=colour, linewidth=0)
+            axes.plot([entry.gain_low, entry.gain_high], [row, row], color="#222222", linewidth=1.0)
+        if diagnosis.noise:
+            axes.axvspan(-diagnosis.noise, diagnosis.noise, color=GREY, alpha=0.2, linewidth=0)
+        axes.axvline(0, color="#777777", linewidth=0.8)
+        axes.set_yticks(range(len(entries)), [title_of(entry) for entry in entries])
+        axes.invert_yaxis()
+        axes.grid(visible=False, axis="y")
+        axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.set_xlabel("more samples/s than the baseline")
+        return to_svg(drawn, "Gain of each run without something")

@@ -1,0 +1,75 @@
+"""The plots of a plan."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fuelrail.bench.planner.hardware import GIB
+from fuelrail.bench.report.plots import PercentFormatter, legend_above, new_figure, style, to_svg
+
+if TYPE_CHECKING:
+    from fuelrail.bench.studies.plan.report import PlanReport
+
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442", "#999999")
+
+
+def plots(found: PlanReport) -> dict[str, str]:
+    """Return all plots that the plan has data for, each an ``<svg>`` element."""
+    drawn = {"memory": _memory(found)}
+    if found.sweep:
+        drawn["sweep"] = _sweep(found)
+    if any(curve.points for curve in found.scaling):
+        drawn["scaling"] = _scaling(found)
+    return drawn
+
+
+def _memory(found: PlanReport) -> str:
+    kinds = list(dict.fromkeys(kind for stage in found.memory_by_stage for kind, size in stage.items() if size))
+    with style():
+        drawn, axes = new_figure(1.2 + 0.3 * len(found.stages))
+        names = [f"stage {shape.stage}" for shape in found.stages]
+        left = [0.0] * len(names)
+        for number, kind in enumerate(kinds):
+            sizes = [stage.get(kind, 0) / GIB for stage in found.memory_by_stage]
+            axes.barh(names, sizes, 0.66, left=left, color=_COLOURS[number % len(_COLOURS)], label=kind)
+            left = [before + size for before, size in zip(left, sizes, strict=True)]
+        axes.axvline(found.usable_gib, color="#222222", linewidth=1, linestyle="--")
+        axes.invert_yaxis()
+        axes.set_xlabel("GiB; dashed: usable")
+        legend_above(axes)
+        return to_svg(drawn, "Memory by stage and kind")
+
+
+def _sweep(found: PlanReport) -> str:
+    with style():
+        drawn, axes = new_figure(3.2)
+        fits = [one for one in found.sweep if one.peak_gib is not None and one.samples_per_s is not None]
+        sizes = sorted({one.micro_batch for one in fits})
+        for number, size in enumerate(sizes):
+            mine = [one for one in fits if one.micro_batch == size]
+            axes.plot(
+                [one.peak_gib or 0.0 for one in mine], [one.samples_per_s or 0.0 for one in mine], "o", markersize=4,
+                color=_COLOURS[number % len(_COLOURS)], label=f"micro-batch {size}",
+            )  # fmt: skip
+        axes.set_xlabel("peak GiB of a device")
+        axes.set_ylabel("samples/s")
+        legend_above(axes)
+        return to_svg(drawn, "Plans of the sweep")
+
+
+def _scaling(found: PlanReport) -> str:
+    with style():
+        drawn, axes = new_figure(2.9)
+        for number, curve in enumerate(found.scaling):
+            if curve.points:
+                axes.plot(
+                    [point.devices for point in curve.points], [point.efficiency for point in curve.points], "o-",
+                    markersize=3, color=_COLOURS[number % len(_COLOURS)], label=f"{curve.scaling}, {curve.name}",
+                )  # fmt: skip
+        axes.set_xscale("log", base=2)
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.set_xlabel("devices")
+        axes.set_ylabel("efficiency")
+        legend_above(axes)
+        return to_svg(drawn, "Scaling efficiency")
