@@ -37,9 +37,9 @@ from fuelrail.pipeline.format.manifest import (
     encode_manifest,
 )
 from fuelrail.pipeline.format.zstd_frames import is_framed, shard_stem
+from fuelrail.pipeline.storage.columns import Disk
 from fuelrail.pipeline.storage.files import open_file
 from fuelrail.pipeline.storage.filesystem import filesystem
-from fuelrail.pipeline.storage.spill import Spill
 from fuelrail.pipeline.text import shown
 from fuelrail.sharding.output.folder import FolderOutput, check_out, link_file, manifest_in, open_output
 from fuelrail.sharding.output.resume import check_same_recipe, recipe_of
@@ -47,7 +47,6 @@ from fuelrail.sharding.output.url import UrlOutput
 from fuelrail.sharding.output.workspace import RunState, Workspace
 from fuelrail.sharding.planning.recipe import Recipe
 from fuelrail.sharding.progress import Quiet
-from fuelrail.sharding.sources.columns.spilled_table import SpilledTable
 from fuelrail.sharding.sources.fuelrail import check_alike, check_disjoint, joined
 from fuelrail.sharding.write.finish import ROWS_PER_GROUP
 from fuelrail.sharding.write.shard_writer import ShardDone
@@ -247,12 +246,12 @@ def _write_attributes(path: Path, datasets: Sequence[Dataset], pieces: Sequence[
             raise SourceError(
                 f"{ATTRIBUTES_FILE}: column {shown(field.name)} has type {shown(str(field.type))}, not text or numbers"
             )
-    spill = Spill(path.parent)
-    tables = [SpilledTable.of_file(spill, file, of.names) for file, of in zip(files, schemas, strict=True)]
+    disk = Disk(path.parent)
+    tables = [disk.table(AttributesFile(file).batches(of.names)) for file, of in zip(files, schemas, strict=True)]
     with pq.ParquetWriter(path, schema, compression="zstd") as writer:
         for dataset, rows in _runs(pieces):
             for first in range(rows.start, rows.stop, ROWS_PER_GROUP):
-                found = tables[dataset].take(np.arange(first, min(first + ROWS_PER_GROUP, rows.stop)))
+                found = disk.take(tables[dataset], np.arange(first, min(first + ROWS_PER_GROUP, rows.stop)))
                 columns = [
                     found[name] if name in found.column_names else pa.nulls(len(found), kind)
                     for name, kind in zip(schema.names, schema.types, strict=True)

@@ -5,20 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sqlite3
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Protocol, TypeVar
 
-import numpy as np
-
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.storage.filesystem import filesystem, is_url, shown_url, stated_version
 from fuelrail.pipeline.storage.retry import RetryPolicy, call_with_retries
-from fuelrail.pipeline.storage.spill import Spill
 from fuelrail.pipeline.text import shown
-from fuelrail.sharding.sources.columns.tokens import Tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -165,8 +162,7 @@ class UrlFiles:
         self._url = url.rstrip("/")
         self.shown = shown_url(self._url)
         self._fs, self._root = filesystem(self._url)
-        self._spill: Spill | None = None
-        self._listings: dict[str, _Listing] = {}
+        self._listings: _Listings | None = None
 
     def folders_with(self, name: str) -> list[str]:
         """Prefixes that have an object of this name."""
@@ -176,10 +172,13 @@ class UrlFiles:
     @contextlib.contextmanager
     def fetched(self, folder: str, names: Collection[str]) -> Iterator[Path]:
         """A temporary copy of these files; errors name the URL."""
-        with tempfile.TemporaryDirectory(prefix="fuelrail-") as scratch:
+        with (
+            tempfile.TemporaryDirectory(prefix="fuelrail-") as scratch,
+            contextlib.closing(sqlite3.connect(f"{scratch}/listings", isolation_level=None)) as database,
+        ):
+            self._listings = _Listings(database)
             local = Path(scratch) / folder
             local.mkdir(exist_ok=True)
-            self._spill, self._listings = Spill(scratch), {}
             for name in names:
                 remote = f"{folder}/{name}"
                 if self.facts(remote) is not None:
@@ -193,12 +192,10 @@ class UrlFiles:
         """Size and ETag."""
         top, in_folder, _ = name.partition("/")
         top = top if in_folder else ""
-        listing = self._listings.get(top)
-        if listing is None:
-            assert self._spill is not None, "facts are known while the tables are here"
-            pages = self._pages(top) if in_folder else [self._in_root()]
-            listing = self._listings[top] = _Listing(self._spill, pages)
-        return listing.facts(name)
+        assert self._listings is not None, "facts are known while the tables are here"
+        if top not in self._listings.folders:
+            self._listings.add(top, self._pages(top) if in_folder else [self._in_root()])
+        return self._listings.facts(name)
 
     def listed(self, folder: str = "") -> list[str]:
         """Names under a prefix."""
@@ -292,20 +289,28 @@ class UrlFiles:
         raise SourceError(f"'{where}' {reason} ({fault.text})") from None
 
 
-class _Listing:
-    """Names with what a store says of them, as columns on disk."""
+class _Listings:
+    """Names with what a store says of them, in a database on disk."""
 
-    def __init__(self, spill: Spill, pages: Iterable[dict[str, FileFacts]]) -> None:
-        self._names, self._num_bytes, self._stamps = Tokens("listing", spill), spill.column(np.int64), spill.texts()
+    def __init__(self, database: sqlite3.Connection) -> None:
+        self.folders: set[str] = set()
+        self._database = database
+        database.executescript(
+            "PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;"
+            "CREATE TABLE facts (name TEXT PRIMARY KEY, num_bytes INTEGER, stamp TEXT) WITHOUT ROWID"
+        )
+
+    def add(self, folder: str, pages: Iterable[dict[str, FileFacts]]) -> None:
+        """Add a folder's listing."""
         for page in pages:
-            self._names.extend(list(page))
-            self._num_bytes.append([facts.num_bytes for facts in page.values()])
-            self._stamps.append([facts.stamp.encode() for facts in page.values()])
+            rows = ((name, *facts) for name, facts in page.items())
+            self._database.executemany("INSERT OR IGNORE INTO facts VALUES (?, ?, ?)", rows)
+        self.folders.add(folder)
 
     def facts(self, name: str) -> FileFacts | None:
         """Of one of them; None where it is not there."""
-        row = int(self._names.find([name])[0])
-        return None if row < 0 else FileFacts(int(self._num_bytes.values[row]), self._stamps[row])
+        found = self._database.execute("SELECT num_bytes, stamp FROM facts WHERE name = ?", (name,)).fetchone()
+        return None if found is None else FileFacts(*found)
 
 
 LFS_MAGIC: Final = b"version https://git-lfs"

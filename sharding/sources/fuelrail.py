@@ -36,7 +36,6 @@ from fuelrail.pipeline.storage.files import open_file
 from fuelrail.pipeline.storage.filesystem import filesystem
 from fuelrail.pipeline.storage.retry import fault_of
 from fuelrail.pipeline.text import shown
-from fuelrail.sharding.sources.columns.spilled_table import SpilledTable
 from fuelrail.sharding.sources.scan_table import Reference, frame_key
 from fuelrail.sharding.sources.source import Camera, ScanInfo
 
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.sample.schema import Sample as DecodedSample
-    from fuelrail.pipeline.storage.spill import Spill
+    from fuelrail.pipeline.storage.columns import Disk
     from fuelrail.sharding.sources.scan_table import ScanWriter
     from fuelrail.sharding.sources.source import Reads
 
@@ -109,7 +108,7 @@ class FuelrailSource:
         clips = [(part.dataset.location, part.clip_ids()) for part in self._parts]
         check_disjoint(clips)
         owners = sorted((clip, number) for number, (_, ids) in enumerate(clips) for clip in ids)
-        walks = [part.samples(out.spill) for part in self._parts]
+        walks = [part.samples(out.database) for part in self._parts]
         types = self.attribute_types
         for clip, number in owners:
             # A part's samples come clip by clip in the order of the ids, as the owners do.
@@ -250,9 +249,9 @@ class DatasetPart:
             for name, s in self.dataset.manifest.splits.items()
         }
 
-    def samples(self, spill: Spill) -> Iterator[Iterator[Sample]]:
-        """For each clip, in the order of the ids, its samples by frame. Their attributes are brought into ``spill``."""
-        numbered = ((at, self._row(at), attributes) for at, attributes in self._attributes(spill))
+    def samples(self, disk: Disk) -> Iterator[Iterator[Sample]]:
+        """For each clip, in the order of the ids, its samples by frame. Their attributes are copied to ``disk``."""
+        numbered = ((at, self._row(at), attributes) for at, attributes in self._attributes(disk))
         for _, clip in itertools.groupby(numbered, lambda sample: sample[1].clip_id):
             yield (((at, row), attributes) for at, row, attributes in clip)
 
@@ -307,13 +306,13 @@ class DatasetPart:
             self.dataset.index.release()
         return self.dataset.index.row(at)
 
-    def _attributes(self, spill: Spill) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _attributes(self, disk: Disk) -> Iterator[tuple[int, dict[str, Any]]]:
         """Each row in the order of clips and frames, with its attributes; few of them as Python objects."""
         rows, names = self._rows_by_clip(), list(self.attribute_types)
-        table = SpilledTable.of_file(spill, self.dataset.attributes_file(), names) if names else None
+        table = disk.table(AttributesFile(self.dataset.attributes_file()).batches(names)) if names else None
         for first in range(0, len(rows), _ROWS_AT_ONCE):
             part = rows[first : first + _ROWS_AT_ONCE]
-            values = [{} for _ in part] if table is None else table.take(part).to_pylist()
+            values = [{} for _ in part] if table is None else disk.take(table, part).to_pylist()
             yield from zip(part.tolist(), values, strict=True)
 
     def _rows_by_clip(self) -> NDArray[np.int64]:

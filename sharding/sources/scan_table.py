@@ -24,7 +24,8 @@ from fuelrail.pipeline.format.codecs import member_cap
 from fuelrail.pipeline.format.index.attributes_file import MAX_TEXT_BYTES
 from fuelrail.pipeline.format.tar import check_key
 from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, META, POINTS_EXTENSION, SWEEPS_FIELD, Meta, encode_meta
-from fuelrail.pipeline.storage.spill import Spill, numpy_dtype
+from fuelrail.pipeline.storage.columns import numpy_dtype
+from fuelrail.sharding.sources.joins import Database
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -124,9 +125,9 @@ class ScanWriter:
         self._attributes = tuple(attributes)
         columns = [pa.field(_PREFIX + name, _ATTRIBUTE_TYPES[kind]) for name, kind in attributes.items()]
         self._schema = pa.schema([*_COLUMNS, *columns])
-        self.spill = Spill(Path(path).parent)
+        self.database = Database(Path(path).parent)
         """For what the source must look up while it scans: columns on the disk of the table."""
-        self._stamps = self.spill.column(np.uint64)
+        self._stamps = self.database.column(np.uint64)
         self._sink = pa.OSFile(str(path), "wb")
         self._writer = pa.ipc.new_file(self._sink, self._schema)
         self._pending: list[tuple[Any, ...]] = []
@@ -220,6 +221,7 @@ class ScanWriter:
             self._flush()
         self._writer.close()
         self._sink.close()
+        self.database.close()
 
     def __enter__(self) -> Self:
         return self

@@ -27,9 +27,8 @@ from fuelrail.pipeline.format.manifest import (
     decode_manifest,
     encode_manifest,
 )
-from fuelrail.pipeline.storage.spill import Spill
+from fuelrail.pipeline.storage.columns import Disk
 from fuelrail.sharding.planning.recipe import codec_of
-from fuelrail.sharding.sources.columns.spilled_table import SpilledTable
 from fuelrail.sharding.sources.scan_table import CLIP_NUMBER, ScanTable, frame_keys
 from fuelrail.sharding.write.images import stored_field
 from fuelrail.sharding.write.records import load_record
@@ -185,12 +184,9 @@ def _write_attributes(
     path: Path, plan: Plan, table: ScanTable, info: ScanInfo, clips_by_split: Mapping[str, Sequence[int]]
 ) -> None:
     """Write ``attributes.parquet``: a row for each sample in the order of the index, with the source's attributes."""
-    whole: SpilledTable | None = None
-    for part in table.attribute_parts():
-        # Keys are not kept: they are made of clip and frame.
-        whole = whole or SpilledTable(Spill(path.parent), part.drop_columns(["key"]).schema)
-        whole.append(part)
-    assert whole is not None, "a plan has rows"
+    disk = Disk(path.parent)
+    # Keys are not kept: they are made of clip and frame.
+    whole = disk.table(part.drop_columns(["key"]) for part in table.attribute_parts())
     clip_ids = pa.array([entry.clip_id for entry in info.clips])
     split_of_clip = np.zeros(len(info.clips), np.int32)
     for number, clips in enumerate(clips_by_split.values()):
@@ -198,7 +194,7 @@ def _write_attributes(
     names = pa.array(list(clips_by_split))
     writer: Any = None
     for first in range(0, len(plan.rows), ROWS_PER_GROUP):
-        found = whole.take(plan.rows[first : first + ROWS_PER_GROUP])
+        found = disk.take(whole, plan.rows[first : first + ROWS_PER_GROUP])
         ids = clip_ids.take(found[CLIP_NUMBER].combine_chunks())
         columns = {
             "key": frame_keys(ids, found["frame"].combine_chunks()),

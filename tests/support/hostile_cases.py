@@ -22,7 +22,7 @@ import zstandard
 from fuelrail.pipeline.format.index import checks as index_checks
 from fuelrail.pipeline.sample.arrays import write_tensors
 from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, META, Boxes, Geometry, decode_arrays
-from fuelrail.pipeline.storage.spill import numpy_dtype
+from fuelrail.pipeline.storage.columns import numpy_dtype
 from support.hostile import Member, Parts
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import xxhash
 
 from fuelrail.pipeline.errors import IndexFileError
 from fuelrail.pipeline.format.index.blocks import FixedColumns
-from fuelrail.pipeline.storage.spill import Spill
+from fuelrail.pipeline.storage.columns import Disk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -39,8 +39,8 @@ def key_hash(key: str) -> int:
 
 def sorted_entries(index: SampleIndex, folder: Path) -> NDArray[np.void]:
     """The table of an index: its entries in ascending order. What outgrows memory is kept in ``folder``."""
-    spill = Spill(folder)
-    column = spill.column(ENTRY)
+    disk = Disk(folder)
+    column = disk.column(ENTRY)
     for first in range(0, len(index), _ROWS_AT_ONCE):
         keys = index.strings("key", first, min(first + _ROWS_AT_ONCE, len(index)))
         part = np.empty(len(keys), ENTRY)
@@ -52,7 +52,7 @@ def sorted_entries(index: SampleIndex, folder: Path) -> NDArray[np.void]:
     bits = max(len(entries) // _BUCKET_ROWS, 1).bit_length() - 1
     if not bits:
         return _sorted(entries)
-    return _sorted_by_buckets(entries, bits, spill)
+    return _sorted_by_buckets(entries, bits, disk)
 
 
 def _sorted(entries: NDArray[np.void]) -> NDArray[np.void]:
@@ -60,21 +60,21 @@ def _sorted(entries: NDArray[np.void]) -> NDArray[np.void]:
     return entries[np.argsort(entries["xxh3"], kind="stable")]
 
 
-def _sorted_by_buckets(entries: NDArray[np.void], bits: int, spill: Spill) -> NDArray[np.void]:
+def _sorted_by_buckets(entries: NDArray[np.void], bits: int, disk: Disk) -> NDArray[np.void]:
     """Sort by the upper bits of the hash, then each bucket: the hashes are spread evenly, so each fits in memory."""
     shift = np.uint64(64 - bits)
 
     def parts() -> Iterator[NDArray[np.void]]:
         for first in range(0, len(entries), _ROWS_AT_ONCE):
             yield entries[first : first + _ROWS_AT_ONCE]
-            spill.used(_ROWS_AT_ONCE)
+            disk.used(_ROWS_AT_ONCE)
 
     counts = np.zeros(1 << bits, np.int64)
     for part in parts():
         counts += np.bincount((part["xxh3"] >> shift).astype(np.int64), minlength=1 << bits)
     ends = np.cumsum(counts)
     places = ends - counts
-    out: NDArray[np.void] = spill.filled(0, len(entries) * 2, np.uint64).view(ENTRY)
+    out: NDArray[np.void] = disk.filled(0, len(entries) * 2, np.uint64).view(ENTRY)
     for part in parts():
         bucket = (part["xxh3"] >> shift).astype(np.int64)
         order = np.argsort(bucket, kind="stable")
@@ -84,7 +84,7 @@ def _sorted_by_buckets(entries: NDArray[np.void], bits: int, spill: Spill) -> ND
         places = places + sizes
     for first, end in zip(ends - counts, ends, strict=True):
         out[first:end] = _sorted(out[first:end])
-        spill.used(int(end - first))
+        disk.used(int(end - first))
     return out
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
@@ -24,7 +25,7 @@ from fuelrail.pipeline.format.codecs import suffix
 from fuelrail.pipeline.format.index.blocks import BlockFile
 from fuelrail.pipeline.format.index.checks import check_caps, check_plain, check_spans, check_texts
 from fuelrail.pipeline.format.index.row import IndexRow, MemberColumns, MemberEntry, MemberKinds, Members, member_kinds
-from fuelrail.pipeline.storage.spill import Spill, numpy_dtype
+from fuelrail.pipeline.storage.columns import numpy_dtype
 from fuelrail.pipeline.text import shown
 
 if TYPE_CHECKING:
@@ -63,6 +64,12 @@ _COLUMNS: Final = [
 ]
 _TEXTS: Final = ("key", "clip_id")
 _SCALARS: Final = ("frame", "timestamp_ns", "shard", "offset", "length", "xxh3")
+_TYPES: Final = {
+    "num_members": pa.int32(),
+    **{field.name: field.type for field in _COLUMNS},
+    **{f"members.{field.name}": field.type for field in _MEMBER_TYPE},
+}
+"""Of the columns that a batch is made of."""
 _VERSION_KEY, _NAMES_KEY, _CODECS_KEY = b"fuelrail.index.version", b"fuelrail.members", b"fuelrail.codecs"
 
 
@@ -94,8 +101,7 @@ class IndexWriter:
         self._sink = pa.OSFile(str(path), "wb")
         self._writer = pa.ipc.new_file(self._sink, self._schema)
         self._pending: list[IndexRow] = []
-        self._folder = Path(path).parent
-        self._columns = self._new_columns()
+        self._columns: dict[str, list[pa.Array]] = defaultdict(list)
         self._rows_in_batch = 0
 
     def append(self, row: IndexRow) -> None:
@@ -130,43 +136,30 @@ class IndexWriter:
     def _flush(self) -> None:
         if self._pending:
             self._convert()
-        columns, self._rows_in_batch = self._columns, 0
+        columns = {name: pa.concat_arrays(parts) for name, parts in self._columns.items()}
+        self._columns, self._rows_in_batch = defaultdict(list), 0
         starts = np.zeros(len(columns["num_members"]) + 1, np.int32)
-        np.cumsum(columns["num_members"].values, out=starts[1:])
+        np.cumsum(columns["num_members"].to_numpy(), out=starts[1:])
         members = pa.StructArray.from_arrays(
-            [pa.array(columns[f"members.{field.name}"].values) for field in _MEMBER_TYPE], fields=list(_MEMBER_TYPE)
+            [columns[f"members.{field.name}"] for field in _MEMBER_TYPE], fields=list(_MEMBER_TYPE)
         )
-        arrays = [columns[name].array().cast(pa.string()) for name in _TEXTS]
-        arrays += [pa.array(columns[name].values) for name in _SCALARS]
+        arrays = [columns[name] for name in (*_TEXTS, *_SCALARS)]
         arrays.append(pa.ListArray.from_arrays(pa.array(starts), members))
         self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
-        self._columns = self._new_columns()
-
-    def _new_columns(self) -> dict[str, Any]:
-        spill = Spill(self._folder)
-        spill.release()  # what Arrow keeps of the batch before
-        numbers = [(field.name, field.type) for field in _COLUMNS if field.name in _SCALARS]
-        numbers += [(f"members.{field.name}", field.type) for field in _MEMBER_TYPE]
-        return {
-            **{name: spill.texts() for name in _TEXTS},
-            **{name: spill.column(numpy_dtype(kind)) for name, kind in numbers},
-            "num_members": spill.column(np.int32),
-        }
 
     def _convert(self) -> None:
         """Make columns of what is pending: as Python objects a whole batch would take hundreds of megabytes."""
         rows, self._pending = self._pending, []
         members = [member for row in rows for member in row.members]
-        for name in _TEXTS:
-            self._columns[name].append([getattr(row, name).encode() for row in rows])
-        columns: dict[str, list[int]] = {name: [getattr(row, name) for row in rows] for name in _SCALARS}
-        columns["num_members"] = [len(row.members) for row in rows]
-        columns["members.name"] = [self._name_code[member.name] for member in members]
-        columns["members.codec"] = [self._codec_code[member.codec] for member in members]
-        for name in _MEMBER_NUMBERS:
-            columns[f"members.{name}"] = [getattr(member, name) for member in members]
+        columns: dict[str, list[Any]] = {
+            "num_members": [len(row.members) for row in rows],
+            "members.name": [self._name_code[member.name] for member in members],
+            "members.codec": [self._codec_code[member.codec] for member in members],
+            **{name: [getattr(row, name) for row in rows] for name in (*_TEXTS, *_SCALARS)},
+            **{f"members.{name}": [getattr(member, name) for member in members] for name in _MEMBER_NUMBERS},
+        }
         for name, values in columns.items():
-            self._columns[name].append(values)
+            self._columns[name].append(pa.array(values, _TYPES[name]))
 
 
 class _Texts(NamedTuple):

@@ -7,17 +7,16 @@ devkit's ``NuScenes.box_velocity`` has it.
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from fuelrail.pipeline.rigid import rotation_matrices
 from fuelrail.pipeline.sample.schema import Boxes
-from fuelrail.pipeline.storage.spill import ROWS_AT_ONCE
-from fuelrail.sharding.sources.columns.tokens import TokenColumn, Tokens
+from fuelrail.pipeline.storage.columns import ROWS_AT_ONCE
 from fuelrail.sharding.sources.frames.boxes import stable_id, velocities
 from fuelrail.sharding.sources.frames.classes import CLASSES, NUSCENES10, ClassMap, check_mapped
+from fuelrail.sharding.sources.joins import Tokens
 from fuelrail.sharding.sources.nuscenes.tables import (
     Annotation,
     Instance,
@@ -35,9 +34,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fuelrail.pipeline.storage.spill import Spill
-    from fuelrail.sharding.sources.columns.tokens import Cut
     from fuelrail.sharding.sources.frames.classes import ClassOption
+    from fuelrail.sharding.sources.joins import Cut, Database
     from fuelrail.sharding.sources.scan_report import ScanReport
 
 DETECTION_CLASS: Final = {
@@ -66,9 +64,6 @@ OUTSIDE: Final = frozenset((
 """nuScenes' other nine categories, which are no detection class: label -1."""
 
 _COLUMNS: Final[dict[str, tuple[type, tuple[int, ...]]]] = {
-    "sample": (np.int64, ()),
-    "category": (np.int32, ()),
-    "instance_id": (np.int64, ()),
     "visibility": (np.int32, ()),
     "attribute": (np.int16, ()),
     "translation": (np.float64, (3,)),
@@ -77,9 +72,9 @@ _COLUMNS: Final[dict[str, tuple[type, tuple[int, ...]]]] = {
     "num_lidar_pts": (np.int32, ()),
     "num_radar_pts": (np.int32, ()),
 }
-"""Columns of annotations; ``category``, ``visibility`` and ``attribute`` are rows of those tables."""
+"""Columns of annotations; ``visibility`` and ``attribute`` are rows of those tables."""
 
-_AS_THEY_ARE: Final = ("instance_id", "num_lidar_pts", "num_radar_pts", "attribute")
+_AS_THEY_ARE: Final = ("num_lidar_pts", "num_radar_pts", "attribute")
 VISIBILITY: Final = {
     "v0-40": 1, "v40-60": 2, "v60-80": 3, "v80-100": 4,
     "none": 1, "partial": 2, "most": 3, "full": 4,
@@ -92,26 +87,26 @@ NOT_STATED: Final = "not stated"
 class Annotations:
     """All annotations of a dataroot as columns on disk, found by sample.
 
-    ``columns``: those of `_COLUMNS`, and ``prev`` and ``next`` as rows, -1 for none.
+    ``columns``: those of `_COLUMNS`, and as rows ``sample``, ``instance``, and ``prev`` and ``next``, -1 for none.
     """
 
     def __init__(
         self,
         folder: Path,
-        spill: Spill,
+        database: Database,
         samples: Tokens,
         timestamp_us: NDArray[np.int64],
         classes: ClassOption,
         cut: Cut,
     ) -> None:
         """Read tables category, attribute, visibility, instance and sample_annotation; raises SourceError."""
-        self._spill, self._timestamp_us, self._class_option, self._cut = spill, timestamp_us, classes, cut
+        self._database, self._timestamp_us, self._class_option, self._cut = database, timestamp_us, classes, cut
         attributes = read_all(folder, "attribute", Named)
         self.attribute_names = [record.name for record in attributes]
-        self._attributes = Tokens("attribute", spill, [record.token for record in attributes])
+        self._attributes = Tokens("attribute", database, [record.token for record in attributes])
         visibilities = read_all(folder, "visibility", Visibility)
         self._levels = [record.level for record in visibilities]
-        self._visibilities = Tokens("visibility", spill, [record.token for record in visibilities])
+        self._visibilities = Tokens("visibility", database, [record.token for record in visibilities])
         # The last entry is for annotations without a visibility, which are row -1.
         self._visibility_code = np.array([*(VISIBILITY.get(level, -1) for level in self._levels), -1], np.int8)
         self._per_level = np.zeros(len(self._levels) + 1, np.int64)
@@ -126,21 +121,22 @@ class Annotations:
     def _read_instances(self, folder: Path) -> None:
         """Tracks: category and id of each."""
         categories = read_all(folder, "category", Named)
-        tokens = Tokens("category", self._spill, [record.token for record in categories])
+        tokens = Tokens("category", self._database, [record.token for record in categories])
         self._categories = [record.name for record in categories]
         option = self._class_option
         known = ClassMap(option, self._categories)
         labels = map(label_of, self._categories) if option == NUSCENES10 else known.labels(self._categories)
         self.classes, self._label_of = known.names, np.array(list(labels), np.int16)
         self._per_category = np.zeros(len(categories), np.int64)
-        self._instances = Tokens("instance", self._spill)
-        category, number = self._spill.column(np.int32), self._spill.column(np.int64)
+        self._instances = Tokens("instance", self._database)
+        category, number = self._database.column(np.int32), self._database.column(np.int64)
         for whole in read_table(folder, "instance", Instance):
             piece = self._cut.kept(whole, "instance", category_token=tokens)
             own = [record.token for record in piece]
-            self._instances.extend(own)
+            self._instances.append(own)
             linked = [record.category_token for record in piece]
-            category.append(tokens.need(linked, table="instance", column="category_token", owners=own))
+            where = {"table": "instance", "column": "category_token", "owners": own}
+            category.append(tokens.resolve(linked, may_be_empty=False, **where))
             number.append([stable_id(token) for token in own])
         self._instances.check_unique()
         self._instance_category: NDArray[np.int32] = category.values
@@ -148,35 +144,34 @@ class Annotations:
 
     def _read(self, folder: Path, samples: Tokens) -> None:
         """Read ``sample_annotation`` into columns; links become row numbers."""
-        self._tokens = tokens = Tokens("sample_annotation", self._spill)
-        links = {name: TokenColumn(self._spill) for name in ("prev", "next")}
-        columns = {name: self._spill.column(kind, shape) for name, (kind, shape) in _COLUMNS.items()}
+        self._tokens = tokens = Tokens("sample_annotation", self._database)
+        links = {name: self._database.texts() for name in ("sample_token", "instance_token", "prev", "next")}
+        columns = {name: self._database.column(kind, shape) for name, (kind, shape) in _COLUMNS.items()}
         for piece in read_table(folder, "sample_annotation", Annotation):
             records = self._cut.kept(piece, "sample_annotation", sample_token=samples, instance_token=self._instances)
             own = [record.token for record in records]
-            tokens.extend(own)
+            tokens.append(own)
             for name, column in links.items():
-                column.extend([getattr(record, name) for record in records])
-            for name, values in self._columns_of(records, own, samples).items():
+                column.append([getattr(record, name) for record in records])
+            for name, values in self._columns_of(records, own).items():
                 columns[name].append(values)
         tokens.check_unique()
         self.columns: dict[str, NDArray[Any]] = {name: column.values for name, column in columns.items()}
-        for name, links_of in links.items():
+        for name, to in (("sample_token", samples), ("instance_token", self._instances)):
+            self.columns[name.removesuffix("_token")] = to.resolve_all(
+                links[name], may_be_empty=False, table="sample_annotation", column=name, owners=tokens
+            )
+        for name in ("prev", "next"):
             self.columns[name] = tokens.resolve_all(
-                links_of, table="sample_annotation", column=name, owners=tokens, cut=self._cut
+                links[name], table="sample_annotation", column=name, owners=tokens, cut=self._cut
             )
 
-    def _columns_of(self, records: list[Annotation], own: list[str], samples: Tokens) -> dict[str, Any]:
+    def _columns_of(self, records: list[Annotation], own: list[str]) -> dict[str, Any]:
         of: dict[str, Any] = {"table": "sample_annotation", "owners": own}
-        sample = samples.need([record.sample_token for record in records], column="sample_token", **of)
-        instance = self._instances.need([record.instance_token for record in records], column="instance_token", **of)
         visibilities = [record.visibility_token for record in records]
         # An annotation has one attribute or none; should it have several, the first counts.
         attributes = [next(iter(record.attribute_tokens), "") for record in records]
         found: dict[str, Any] = {
-            "sample": sample,
-            "category": self._instance_category[instance],
-            "instance_id": self._instance_id[instance],
             "visibility": self._visibilities.resolve(visibilities, column="visibility_token", **of),
             "attribute": self._attributes.resolve(attributes, column="attribute_tokens", **of),
             "translation": vectors([record.translation for record in records], 3),
@@ -193,18 +188,18 @@ class Annotations:
         """For each sample, where its annotations begin in ``_order``, which has rows of the table plus a sample's
         number times ``_radix``."""
         self._radix = max(len(self), 1)
-        order = self._spill.column(np.int64)
+        order = self._database.column(np.int64)
         for first in range(0, len(self), ROWS_AT_ONCE):
             sample = self.columns["sample"][first : first + ROWS_AT_ONCE]
             order.append(sample * self._radix + np.arange(first, first + len(sample)))
         self._order: NDArray[np.int64] = order.values
         self._order.sort()
-        starts = self._spill.column(np.int64)
+        starts = self._database.column(np.int64)
         for first in range(0, num_samples + 1, ROWS_AT_ONCE):
             numbers = np.arange(first, min(first + ROWS_AT_ONCE, num_samples + 1))
             starts.append(np.searchsorted(self._order, numbers * self._radix))
         self._starts: NDArray[np.int64] = starts.values
-        self._spill.release()
+        self._database.release()
 
     def _velocity(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """Velocity of the boxes in global (M, 3), from the neighbouring annotations of their tracks."""
@@ -225,8 +220,9 @@ class Annotations:
         """
         starts, ends = self._starts[samples], self._starts[samples + 1]
         rows = np.concatenate([self._order[start:end] for start, end in zip(starts, ends, strict=True)]) % self._radix
-        self._spill.used(4 * len(rows))
+        self._database.used(4 * len(rows))
         columns = {name: self.columns[name][rows] for name in _COLUMNS}
+        instance = self.columns["instance"][rows]
         last = np.cumsum(ends - starts)
         parts = [slice(*bounds) for bounds in zip((last - (ends - starts)).tolist(), last.tolist(), strict=True)]
         ego2global, left = rotation_matrices(ego_wxyz), _left_factors(ego_wxyz)
@@ -242,7 +238,7 @@ class Annotations:
         rotation = rotation_matrices(rotation_wxyz)
         yaw = np.arctan2(rotation[:, 1, 0], rotation[:, 0, 0])
         length_width_height = columns["size_wlh"][:, [1, 0, 2]]
-        category, visibility = columns["category"], columns["visibility"]
+        category, visibility = self._instance_category[instance], columns["visibility"]
         # Only a box that is known to have neither lidar nor radar points is not valid.
         valid = (columns["num_lidar_pts"] != 0) | (columns["num_radar_pts"] != 0)
         self._per_category += np.bincount(category, minlength=len(self._per_category))
@@ -256,6 +252,7 @@ class Annotations:
             "valid": valid.astype(np.uint8),
             "label": self._label_of[category],
             "visibility": self._visibility_code[visibility],
+            "instance_id": self._instance_id[instance],
             **{name: columns[name] for name in _AS_THEY_ARE},
         }
         for part in parts:
@@ -265,22 +262,16 @@ class Annotations:
         """Rows of one sample's annotations in ``columns``, in the order of its boxes."""
         first, last = self._starts[sample : sample + 2].tolist()
         found: NDArray[np.int64] = self._order[first:last] % self._radix
-        self._spill.used(len(found))
+        self._database.used(len(found))
         return found
-
-    @cached_property
-    def _by_id(self) -> NDArray[np.int64]:
-        """Rows of table ``instance``, by their ids."""
-        return np.argsort(self._instance_id, kind="stable")
 
     def tokens_of(self, sample: int) -> dict[str, list[str]]:
         """Tokens of one sample's annotations, of their instances and of their visibilities ("" for none)."""
         rows = self.rows_of(sample)
-        place = np.searchsorted(self._instance_id, self.columns["instance_id"][rows], sorter=self._by_id)
         visibilities = self.columns["visibility"][rows].tolist()
         return {
             "annotation": self._tokens.take(rows),
-            "instance": self._instances.take(self._by_id[place]),
+            "instance": self._instances.take(self.columns["instance"][rows]),
             "visibility": [self._visibilities[row] if row >= 0 else "" for row in visibilities],
         }
 

@@ -18,9 +18,9 @@ import numpy as np
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import rigid
 from fuelrail.pipeline.sample.schema import NUM_DIST, Geometry
-from fuelrail.pipeline.storage.spill import ROWS_AT_ONCE
+from fuelrail.pipeline.storage.columns import ROWS_AT_ONCE
 from fuelrail.pipeline.transforms.lens import MODELS, UNBENT
-from fuelrail.sharding.sources.columns.tokens import Cut, Sieve, TokenColumn, Tokens
+from fuelrail.sharding.sources.joins import Cut, Tokens
 from fuelrail.sharding.sources.nuscenes.boxes import Annotations
 from fuelrail.sharding.sources.nuscenes.tables import (
     CalibratedSensor,
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.sample.schema import Boxes
-    from fuelrail.pipeline.storage.spill import Spill, SpilledColumn
-    from fuelrail.sharding.sources.columns.tokens import Owners
+    from fuelrail.pipeline.storage.columns import Texts
     from fuelrail.sharding.sources.frames.classes import ClassOption
+    from fuelrail.sharding.sources.joins import Database, Owners
 
 RIG: Final = ("CAM_FRONT", "CAM_FRONT_RIGHT", "CAM_FRONT_LEFT", "CAM_BACK", "CAM_BACK_LEFT", "CAM_BACK_RIGHT")
 """Camera order of mmdetection3d and BEVFormer; cameras of other names follow by name."""
@@ -58,9 +58,11 @@ _CHANNEL: Final = re.compile(r"[a-z0-9_]{1,64}\Z")
 class SensorRow(NamedTuple):
     """A keyframe of one sensor, a row of ``sample_data``; size [px] of an image, 0 for others.
 
-    ``is_valid`` false: the source says to ignore the file. ``dist_model``: the camera's lens model.
+    ``row``: its number among them. ``is_valid`` false: the source says to ignore the file. ``dist_model``: the lens
+    model of a camera.
     """
 
+    row: int
     token: str
     filename: str
     timestamp_us: int
@@ -82,18 +84,19 @@ class Frame(NamedTuple):
 class Keyframes:
     """The tables of a dataroot as columns on disk, joined, keyframes only."""
 
-    def __init__(self, folder: Path, spill: Spill, classes: ClassOption, cut: Cut) -> None:
-        self._spill, self._cut = spill, cut
+    def __init__(self, folder: Path, database: Database, classes: ClassOption, cut: Cut) -> None:
+        self._database, self._cut = database, cut
         self.log = read_all(folder, "log", Log)
         self.scene = read_all(folder, "scene", Scene)
         read_all(folder, "map", Record)
-        scene_tokens = Tokens("scene", spill, [record.token for record in self.scene])
-        self.scene_log = Tokens("log", spill, [record.token for record in self.log]).need(
-            [record.log_token for record in self.scene], table="scene", column="log_token", owners=scene_tokens
-        )
+        scene_tokens = Tokens("scene", database, [record.token for record in self.scene])
+        self.scene_log = Tokens("log", database, [record.token for record in self.log]).resolve(
+            [record.log_token for record in self.scene], may_be_empty=False, table="scene", column="log_token",
+            owners=scene_tokens,
+        )  # fmt: skip
         self._read_samples(folder, scene_tokens)
         self._read_sensors(folder)
-        self.annotations = Annotations(folder, spill, self.sample_tokens, self.timestamp_us, classes, cut)
+        self.annotations = Annotations(folder, database, self.sample_tokens, self.timestamp_us, classes, cut)
 
     def scenes(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """Scene row and its samples in time order, scenes in table order; those without samples left out.
@@ -123,18 +126,18 @@ class Keyframes:
                 yield row, samples
 
     def _read_samples(self, folder: Path, scenes: Tokens) -> None:
-        self.sample_tokens = Tokens("sample", self._spill)
-        links = {name: TokenColumn(self._spill) for name in ("prev", "next")}
-        timestamp_us, scene = self._spill.column(np.int64), self._spill.column(np.int32)
+        self.sample_tokens = Tokens("sample", self._database)
+        links = {name: self._database.texts() for name in ("prev", "next")}
+        timestamp_us, scene = self._database.column(np.int64), self._database.column(np.int32)
         for whole in read_table(folder, "sample", SampleRecord):
             piece = self._cut.kept(whole, "sample", scene_token=scenes)
             own = [record.token for record in piece]
-            self.sample_tokens.extend(own)
+            self.sample_tokens.append(own)
             timestamp_us.append([record.timestamp for record in piece])
             linked = [record.scene_token for record in piece]
-            scene.append(scenes.need(linked, table="sample", column="scene_token", owners=own))
-            links["prev"].extend([record.prev for record in piece])
-            links["next"].extend([record.next for record in piece])
+            scene.append(scenes.resolve(linked, may_be_empty=False, table="sample", column="scene_token", owners=own))
+            links["prev"].append([record.prev for record in piece])
+            links["next"].append([record.next for record in piece])
         if not len(self.sample_tokens):
             raise SourceError(f"table '{folder / 'sample.json'}' has no rows: nothing to shard")
         self.sample_tokens.check_unique()
@@ -150,13 +153,12 @@ class Keyframes:
 
     def _read_sensors(self, folder: Path) -> None:
         """Keyframe rows of sample_data with their calibration and pose: a row number for each (sample, channel)."""
-        self._calibrations = Calibrations(folder, self._spill)
+        self._calibrations = Calibrations(folder, self._database)
         is_wanted = self._calibrations.of_kind("camera", "lidar")
-        self.data_tokens, self.filenames = TokenColumn(self._spill), self._spill.texts()
-        pose_tokens = Tokens("ego_pose", self._spill)
-        timestamp_us, image_wh = self._spill.column(np.int64), self._spill.column(np.int32, (2,))
-        calibrated_of, sample_of = self._spill.column(np.int32), self._spill.column(np.int64)
-        is_valid = self._spill.column(np.bool_)
+        self.data_tokens, self.filenames = self._database.texts(), self._database.texts()
+        pose_tokens, sample_links = self._database.texts(), self._database.texts()
+        timestamp_us, image_wh = self._database.column(np.int64), self._database.column(np.int32, (2,))
+        calibrated_of, is_valid = self._database.column(np.int32), self._database.column(np.bool_)
         used: set[int] = set()
         # Of 2.6 million rows stay the keyframes of cameras and lidars.
         for piece in read_table(folder, "sample_data", SampleData):
@@ -164,22 +166,21 @@ class Keyframes:
                 [record for record in piece if record.is_key_frame], "sample_data",
                 calibrated_sensor_token=self._calibrations.tokens, sample_token=self.sample_tokens,
             )  # fmt: skip
-            linked = self._calibrations.tokens.need(
+            linked = self._calibrations.tokens.resolve(
                 [record.calibrated_sensor_token for record in records],
+                may_be_empty=False,
                 table="sample_data",
                 column="calibrated_sensor_token",
                 owners=[record.token for record in records],
             )
             at = np.flatnonzero(is_wanted[linked])
             rows, calibrated = [records[number] for number in at.tolist()], linked[at]
-            own = [record.token for record in rows]
-            self.data_tokens.extend(own)
+            self.data_tokens.append([record.token for record in rows])
             calibrated_of.append(calibrated)
             used.update(self._calibrations.sensor_of[calibrated].tolist())
-            samples = [record.sample_token for record in rows]
-            sample_of.append(self.sample_tokens.need(samples, table="sample_data", column="sample_token", owners=own))
-            pose_tokens.extend([record.ego_pose_token for record in rows])
-            self.filenames.append([record.filename.encode() for record in rows])
+            sample_links.append([record.sample_token for record in rows])
+            pose_tokens.append([record.ego_pose_token for record in rows])
+            self.filenames.append([record.filename for record in rows])
             timestamp_us.append([record.timestamp for record in rows])
             image_wh.append([(record.width or 0, record.height or 0) for record in rows])
             is_valid.append([record.is_valid for record in rows])
@@ -199,16 +200,19 @@ class Keyframes:
         placed = [*(by_kind["camera"][n] for n in self.cameras), *(by_kind["lidar"][n] for n in self.lidars)]
         column_of = np.full(len(sensors), -1, np.int64)
         column_of[placed] = np.arange(len(placed))
+        sample_of = self.sample_tokens.resolve_all(
+            sample_links, may_be_empty=False, table="sample_data", column="sample_token", owners=self.data_tokens
+        )
         self._place(sample_of, column_of, len(placed))
         self._calibrations.check_cameras(by_kind["camera"].values())
-        self._poses = Poses(folder, self._spill, pose_tokens, self.data_tokens)
+        self._poses = Poses(folder, self._database, pose_tokens, self.data_tokens)
 
-    def _place(self, sample_of: SpilledColumn, column_of: NDArray[np.int64], num_columns: int) -> None:
+    def _place(self, sample_of: NDArray[np.int64], column_of: NDArray[np.int64], num_columns: int) -> None:
         """Set ``sensor_rows`` to each sample's row of each column (-1: none); two rows in one place: SourceError."""
-        self.sensor_rows = self._spill.filled(-1, len(self.sample_tokens), np.int64, (num_columns,))
+        self.sensor_rows = self._database.filled(-1, len(self.sample_tokens), np.int64, (num_columns,))
         flat = self.sensor_rows.reshape(-1)
-        first = 0
-        for sample in sample_of.parts():
+        for first in range(0, len(sample_of), ROWS_AT_ONCE):
+            sample = sample_of[first : first + ROWS_AT_ONCE]
             rows = np.arange(first, first + len(sample))
             column = column_of[self._calibrations.sensor_of[self._calibrated_of[rows]]]
             place = sample * num_columns + column
@@ -221,8 +225,7 @@ class Keyframes:
                     f"for sample '{self.sample_tokens[int(sample[at])]}'"
                 )
             flat[place] = rows
-            first += len(sample)
-            self._spill.used(len(sample))
+            self._database.used(len(sample))
 
     def _reference_poses(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """Pose row that stands for each sample: LIDAR_TOP's, else that of its sensor row nearest in time."""
@@ -261,7 +264,7 @@ class Keyframes:
                 usable &= rows >= 0
                 usable[usable] = are_files(self.filenames.take(rows[usable]))
                 found[first : first + len(rows)] = usable.any(axis=1)
-            self._spill.used(rows.size)
+            self._database.used(rows.size)
         return found
 
     @staticmethod
@@ -308,8 +311,9 @@ class Keyframes:
         if len(self.annotations):  # a test split has none
             boxes = self.annotations.of_samples(samples, self._poses.wxyz[reference], self._poses.xyz[reference])
         there = rows[has]
-        self._spill.used(rows.size)
+        self._database.used(rows.size)
         sensor_rows = zip(
+            there.tolist(),
             self.data_tokens.take(there),
             self.filenames.take(there),
             self.data_timestamp_us[there].tolist(),
@@ -354,20 +358,23 @@ class Calibrations:
     and ``num_dist`` (number of lens coefficients, 0 for none) have a row for each of ``calibrated_sensor``.
     """
 
-    def __init__(self, folder: Path, spill: Spill) -> None:
+    def __init__(self, folder: Path, database: Database) -> None:
         self.sensors = read_all(folder, "sensor", Sensor)
-        sensors = Tokens("sensor", spill, [record.token for record in self.sensors])
-        self.tokens = Tokens("calibrated_sensor", spill)
-        sensor_of, sensor2ego = spill.column(np.int32), spill.column(np.float64, (4, 4))
-        intrinsics = spill.column(np.float64, (3, 3))
-        dist, num_dist = spill.column(np.float64, (NUM_DIST,)), spill.column(np.int32)
+        sensors = Tokens("sensor", database, [record.token for record in self.sensors])
+        self.tokens = Tokens("calibrated_sensor", database)
+        sensor_of, sensor2ego = database.column(np.int32), database.column(np.float64, (4, 4))
+        intrinsics = database.column(np.float64, (3, 3))
+        dist, num_dist = database.column(np.float64, (NUM_DIST,)), database.column(np.int32)
         none = np.full((3, 3), np.nan)
         for piece in read_table(folder, "calibrated_sensor", CalibratedSensor):
             own = [record.token for record in piece]
-            self.tokens.extend(own)
+            self.tokens.append(own)
             linked = [record.sensor_token for record in piece]
-            sensor_of.append(sensors.need(linked, table="calibrated_sensor", column="sensor_token", owners=own))
-            translation, rotation = _pose(piece, own, "calibrated_sensor")
+            where = {"table": "calibrated_sensor", "column": "sensor_token", "owners": own}
+            sensor_of.append(sensors.resolve(linked, may_be_empty=False, **where))
+            translation = vectors([record.translation for record in piece], 3)
+            rotation = vectors([record.rotation for record in piece], 4)
+            _check_pose(translation, rotation, own, "calibrated_sensor")
             sensor2ego.append(rigid(rotation, translation))
             intrinsics.append(
                 [record.camera_intrinsic if len(record.camera_intrinsic) == 3 else none for record in piece]
@@ -407,26 +414,23 @@ class Poses:
     ``of_row`` has the pose of each of those rows, ``xyz`` and ``wxyz`` those poses.
     """
 
-    def __init__(self, folder: Path, spill: Spill, wanted: Tokens, owners: Owners) -> None:
-        """``wanted`` are the tokens that the rows name, ``owners`` the rows' own."""
-        tokens = Tokens("ego_pose", spill)
-        xyz, wxyz = spill.column(np.float64, (3,)), spill.column(np.float64, (4,))
-        sieve = Sieve(wanted)
+    def __init__(self, folder: Path, database: Database, links: Texts, owners: Owners) -> None:
+        """``links`` are the tokens that the rows name, ``owners`` the rows' own."""
+        tokens = Tokens("ego_pose", database)
+        xyz, wxyz = database.column(np.float64, (3,)), database.column(np.float64, (4,))
         for piece in read_table(folder, "ego_pose", EgoPose):
-            likely = [piece[at] for at in sieve.likely([record.token for record in piece]).tolist()]
-            found = wanted.find([record.token for record in likely])
-            kept = [likely[at] for at in np.flatnonzero(found >= 0).tolist()]
-            own = [record.token for record in kept]
-            tokens.extend(own)
-            translation, rotation = _pose(kept, own, "ego_pose")
-            xyz.append(translation)
-            wxyz.append(rotation)
-        tokens.check_unique()
-        self.of_row = tokens.resolve_all(
-            wanted, table="sample_data", column="ego_pose_token", owners=owners, may_be_empty=False
-        )
+            tokens.append([record.token for record in piece])
+            xyz.append(vectors([record.translation for record in piece], 3))
+            wxyz.append(vectors([record.rotation for record in piece], 4))
         self.xyz: NDArray[np.float64] = xyz.values
         self.wxyz: NDArray[np.float64] = wxyz.values
+        self.of_row = tokens.resolve_all(
+            links, may_be_empty=False, table="sample_data", column="ego_pose_token", owners=owners
+        )
+        for first in range(0, len(links), ROWS_AT_ONCE):
+            rows = self.of_row[first : first + ROWS_AT_ONCE]
+            _check_pose(self.xyz[rows], self.wxyz[rows], tokens.take(rows), "ego_pose")
+            database.used(len(rows))
 
     def ego2global(self, poses: NDArray[np.int64]) -> NDArray[Any]:
         """Matrices (..., 4, 4) of poses (...)."""
@@ -440,11 +444,6 @@ def _coefficients(record: CalibratedSensor) -> tuple[float, ...]:
     return stated if any(stated) else ()
 
 
-def _pose(
-    records: list[CalibratedSensor] | list[EgoPose], owners: Owners, table: str
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    translation = vectors([record.translation for record in records], 3)
-    rotation = vectors([record.rotation for record in records], 4)
+def _check_pose(translation: NDArray[np.float64], rotation: NDArray[np.float64], owners: Owners, table: str) -> None:
     for name, values in (("translation", translation), ("rotation", rotation)):
         check_finite(values, owners, table=table, column=name)
-    return translation, rotation

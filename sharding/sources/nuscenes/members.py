@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from fuelrail.sharding.sources.files import FileFacts, SourceFiles
     from fuelrail.sharding.sources.nuscenes.geometry import Frame, Keyframes, SensorRow
-    from fuelrail.sharding.sources.nuscenes.sweeps import SensorSweeps, SweepList
+    from fuelrail.sharding.sources.nuscenes.sweeps import LidarSweeps, SweepList
     from fuelrail.sharding.sources.scan_report import ScanReport
 
 _IMAGE_EXTENSIONS: Final = {"jpg": "jpg", "jpeg": "jpg", "png": "png"}
@@ -90,10 +90,10 @@ class KeyframeFiles:
                 if row is not None:
                     yield lidar, row
 
-    def sweeps_before(self, keyframes: Keyframes, sweeps: SensorSweeps, frame: Frame) -> dict[str, SweepList]:
+    def sweeps_before(self, keyframes: Keyframes, sweeps: LidarSweeps, frame: Frame) -> dict[str, SweepList]:
         """The sweeps before the sample's own ones by lidar, which are valid as these are."""
         return {
-            lidar: sweeps.before(row.token, self._num_sweeps)
+            lidar: sweeps.before(row.row, self._num_sweeps)
             for lidar, row in self._lidars(keyframes, frame)
             if row.is_valid
         }

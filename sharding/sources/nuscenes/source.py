@@ -21,9 +21,9 @@ from fuelrail.pipeline.channels.sensors import LidarEntry
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.pipeline.sample.schema import encode_arrays, encode_points, encode_stacked
 from fuelrail.pipeline.settings import Settings, convert
-from fuelrail.sharding.sources.columns.tokens import Cut
 from fuelrail.sharding.sources.files import LFS_MAGIC, source_files
 from fuelrail.sharding.sources.frames.classes import NUSCENES10, ClassMap, ClassOption, loaded
+from fuelrail.sharding.sources.joins import Cut
 from fuelrail.sharding.sources.nuscenes.channels import (
     CHANNELS_FILE,
     CHANNELS_FOLDER,
@@ -36,7 +36,7 @@ from fuelrail.sharding.sources.nuscenes.extras.groups import MADE, Extras, Group
 from fuelrail.sharding.sources.nuscenes.geometry import NS_PER_US, Keyframes
 from fuelrail.sharding.sources.nuscenes.members import KeyframeFiles
 from fuelrail.sharding.sources.nuscenes.samples import SceneFacts, attribute_types, clip_ids
-from fuelrail.sharding.sources.nuscenes.sweeps import SensorSweeps, SweepList
+from fuelrail.sharding.sources.nuscenes.sweeps import LidarSweeps, SweepList
 from fuelrail.sharding.sources.nuscenes.tables import TABLES, check_tables, check_time
 from fuelrail.sharding.sources.scan_report import ScanReport
 from fuelrail.sharding.sources.source import Camera, Place, ScanInfo
@@ -240,13 +240,13 @@ class NuScenesSource:
 
     def _scan(self, folder: Path, out: ScanWriter) -> ScanInfo:
         cut = Cut(is_on=self._options.dangling_links == "cut")
-        keyframes = Keyframes(folder, out.spill, self._options.classes, cut)
+        keyframes = Keyframes(folder, out.database, self._options.classes, cut)
         report = ScanReport(cut_links=cut.counts)
         channels = load_channels(folder)
         chosen = self._options.channels
         extras = None
         if chosen:
-            extras = Extras(chosen, folder, out.spill, keyframes, radar_sweeps=self._options.radar_sweeps)
+            extras = Extras(chosen, folder, out.database, keyframes, radar_sweeps=self._options.radar_sweeps)
         num_masked = self._append_samples(folder, keyframes, out, report, channels, extras)
         if extras is not None:
             check_apart(channels, extras.channels, f"'{folder / CHANNELS_FILE}'")
@@ -311,7 +311,9 @@ class NuScenesSource:
         extras: Extras | None,
     ) -> int:
         """Write a row for each sample, scene by scene; returns the number of cameras that are masked."""
-        sweeps = SensorSweeps(folder, out.spill, "lidar") if self._options.sweeps else None
+        sweeps = None
+        if self._options.sweeps:
+            sweeps = LidarSweeps(folder, out.database, keyframes.data_tokens)
         ids = clip_ids(keyframes.scene)
         counted = ClassMap(self._options.classes, ()).names
         num_masked = 0

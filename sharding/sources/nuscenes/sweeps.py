@@ -14,7 +14,7 @@ import numpy as np
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.sample.schema import Sweeps, encode_arrays
-from fuelrail.sharding.sources.columns.tokens import TokenColumn, Tokens
+from fuelrail.sharding.sources.joins import Tokens
 from fuelrail.sharding.sources.nuscenes.geometry import Calibrations, Poses
 from fuelrail.sharding.sources.nuscenes.tables import SampleData, read_table
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fuelrail.pipeline.storage.spill import Spill
+    from fuelrail.pipeline.storage.columns import Texts
+    from fuelrail.sharding.sources.joins import Database
 
 
 class LinkedRow(SampleData, frozen=True, gc=False):
@@ -67,61 +68,51 @@ class SweepList(msgspec.Struct, frozen=True, array_like=True):
 class SensorSweeps:
     """The rows of ``sample_data`` of all sensors of one modality, as columns on disk, linked backwards in time."""
 
-    def __init__(
-        self,
-        folder: Path,
-        spill: Spill,
-        modality: str,
-        on_keyframes: Callable[[list[int], list[LinkedRow], list[str]], None] | None = None,
-    ) -> None:
-        """``on_keyframes`` gets numbers and records of the keyframes' rows, and the channels of their sensors."""
-        self._calibrations, self._modality = Calibrations(folder, spill), modality
+    def __init__(self, folder: Path, database: Database, modality: str) -> None:
+        """``key_rows``: numbers of the keyframes' rows; ``key_tokens`` and ``key_samples``: theirs."""
+        self._calibrations, self._modality = Calibrations(folder, database), modality
         is_wanted = self._calibrations.of_kind(modality)
-        self._tokens, self._prev = Tokens("sample_data", spill), TokenColumn(spill)
-        self._files, pose_tokens = spill.texts(), Tokens("ego_pose", spill)
-        timestamp_us, calibrated_of = spill.column(np.int64), spill.column(np.int32)
-        is_valid = spill.column(np.bool_)
+        self.tokens, self._prev = Tokens("sample_data", database), database.texts()
+        self._files, pose_tokens = database.texts(), database.texts()
+        timestamp_us, calibrated_of = database.column(np.int64), database.column(np.int32)
+        key_rows, self.key_tokens, self.key_samples = database.column(np.int64), database.texts(), database.texts()
+        is_valid = database.column(np.bool_)
         for piece in read_table(folder, "sample_data", LinkedRow):
             linked = self._calibrations.tokens.find([record.calibrated_sensor_token for record in piece])
             at = np.flatnonzero((linked >= 0) & is_wanted[linked])
             rows = [piece[number] for number in at.tolist()]
-            if on_keyframes is not None:
-                sensor_of = self._calibrations.sensor_of[linked[at]].tolist()
-                keys = [number for number, record in enumerate(rows) if record.is_key_frame]
-                on_keyframes(
-                    [len(self._tokens) + number for number in keys],
-                    [rows[number] for number in keys],
-                    [self._calibrations.sensors[sensor_of[number]].channel for number in keys],
-                )
-            self._tokens.extend([record.token for record in rows])
-            self._prev.extend([record.prev for record in rows])
-            self._files.append([record.filename.encode() for record in rows])
-            pose_tokens.extend([record.ego_pose_token for record in rows])
+            keys = [number for number, record in enumerate(rows) if record.is_key_frame]
+            key_rows.append([len(self.tokens) + number for number in keys])
+            self.key_tokens.append([rows[number].token for number in keys])
+            self.key_samples.append([rows[number].sample_token for number in keys])
+            self.tokens.append([record.token for record in rows])
+            self._prev.append([record.prev for record in rows])
+            self._files.append([record.filename for record in rows])
+            pose_tokens.append([record.ego_pose_token for record in rows])
             timestamp_us.append([record.timestamp for record in rows])
             calibrated_of.append(linked[at])
             is_valid.append([record.is_valid for record in rows])
-        self._tokens.check_unique()
+        self.tokens.check_unique()
+        self._prev_row = self.tokens.rows_of(self._prev)
+        self.key_rows: NDArray[np.int64] = key_rows.values
         self._timestamp_us: NDArray[np.int64] = timestamp_us.values
         self._calibrated_of: NDArray[np.int32] = calibrated_of.values
         self._is_valid: NDArray[np.bool_] = is_valid.values
-        self._poses = Poses(folder, spill, pose_tokens, self._tokens)
+        self._poses = Poses(folder, database, pose_tokens, self.tokens)
 
-    def before(self, token: str, num_sweeps: int) -> SweepList:
-        """The ``num_sweeps`` valid sweeps before the row ``token``, fewer where its links end; raises SourceError."""
-        rows = self.rows_before(int(self._tokens.find([token])[0]), num_sweeps)
-        sensor2global = self.sensor2global(rows)
-        return SweepList(
-            self.files(rows), self.timestamp_ns(rows).tolist(), sensor2global[:, :3].reshape(-1, 12).tolist()
-        )
+    def channel(self, row: int) -> str:
+        """The channel of a row's sensor."""
+        sensor = int(self._calibrations.sensor_of[self._calibrated_of[row]])
+        return self._calibrations.sensors[sensor].channel
 
     def rows_before(self, row: int, num_sweeps: int) -> NDArray[np.int64]:
         """Numbers of the ``num_sweeps`` valid rows before a row, the latest first; raises SourceError."""
         found: list[int] = []
         while len(found) < num_sweeps and (prev := self._prev[row]):
-            before = int(self._tokens.find([prev])[0])
+            before = int(self._prev_row[row])
             if before < 0 or self._timestamp_us[before] >= self._timestamp_us[row]:
                 what = f"is not a {self._modality}'s row" if before < 0 else "is not earlier than it"
-                raise SourceError(f"table 'sample_data': row '{self._tokens[row]}' has the prev '{prev}', which {what}")
+                raise SourceError(f"table 'sample_data': row '{self.tokens[row]}' has the prev '{prev}', which {what}")
             row = before
             if self._is_valid[row]:
                 found.append(row)
@@ -144,3 +135,20 @@ class SensorSweeps:
         sensor2ego = self._calibrations.sensor2ego[self._calibrated_of[rows]]
         found: NDArray[np.float64] = self._poses.ego2global(self._poses.of_row[rows]) @ sensor2ego
         return found
+
+
+class LidarSweeps(SensorSweeps):
+    """The sweeps of all lidars, found by a keyframe's row."""
+
+    def __init__(self, folder: Path, database: Database, keyframes: Texts) -> None:
+        """``keyframes``: the tokens of the keyframes' rows."""
+        super().__init__(folder, database, "lidar")
+        self._row_of = self.tokens.rows_of(keyframes)
+
+    def before(self, row: int, num_sweeps: int) -> SweepList:
+        """The ``num_sweeps`` valid sweeps before a keyframe's row, fewer where its links end; raises SourceError."""
+        rows = self.rows_before(int(self._row_of[row]), num_sweeps)
+        sensor2global = self.sensor2global(rows)
+        return SweepList(
+            self.files(rows), self.timestamp_ns(rows).tolist(), sensor2global[:, :3].reshape(-1, 12).tolist()
+        )

@@ -3,7 +3,7 @@
 A full ``sample_data.json`` has 2.6 million records: a table is decoded in pieces, each checked against its record type,
 and so small that text and records stay in a core's cache (with pieces of half a megabyte a scan takes a tenth longer).
 What stays of a piece is for the caller to say; of the large tables only columns do, and those on disk
-(:mod:`fuelrail.pipeline.storage.spill`).
+(:mod:`fuelrail.pipeline.storage.columns`).
 
 Layout of the tables: https://github.com/nutonomy/nuscenes-devkit/blob/master/docs/schema_nuscenes.md
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fuelrail.sharding.sources.columns.tokens import Owners
+    from fuelrail.sharding.sources.joins import Owners
 
 TABLES: Final = (
     "attribute", "calibrated_sensor", "category", "ego_pose", "instance", "log", "map", "sample", "sample_annotation",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from fuelrail.pipeline.storage.spill import Spill
+    from fuelrail.sharding.sources.joins import Database
     from fuelrail.sharding.sources.nuscenes.extras.batch import Batch
     from fuelrail.sharding.sources.nuscenes.geometry import Keyframes
     from fuelrail.sharding.sources.scan_table import Reference
@@ -70,15 +70,15 @@ class Extras:
     """The chosen groups of channels of one scan."""
 
     def __init__(
-        self, chosen: Sequence[Group], folder: Path, spill: Spill, keyframes: Keyframes, *, radar_sweeps: int
+        self, chosen: Sequence[Group], folder: Path, database: Database, keyframes: Keyframes, *, radar_sweeps: int
     ) -> None:
         has_boxes = len(keyframes.annotations) > 0
         make: dict[Group, Callable[[], _Channels]] = {
-            "radar": lambda: Radars(folder, spill, keyframes, radar_sweeps),
+            "radar": lambda: Radars(folder, database, keyframes, radar_sweeps),
             "can": CanBus,
             "boxes2d": lambda: ImageBoxes(keyframes.cameras, has_boxes=has_boxes),
             "tokens": lambda: BoxTokens(has_boxes=has_boxes),
-            "trajectories": lambda: Trajectories(spill, keyframes),
+            "trajectories": lambda: Trajectories(database, keyframes),
             "description": Descriptions,
             "map": Maps,
         }

@@ -8,7 +8,7 @@ https://github.com/nutonomy/nuscenes-devkit/blob/master/python-sdk/nuscenes/util
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
@@ -19,7 +19,7 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.sharding.sources.files import LFS_MAGIC
 from fuelrail.sharding.sources.nuscenes.geometry import check_name
-from fuelrail.sharding.sources.nuscenes.sweeps import LinkedRow, SensorSweeps
+from fuelrail.sharding.sources.nuscenes.sweeps import SensorSweeps
 from fuelrail.sharding.sources.scan_table import Reference
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fuelrail.pipeline.storage.spill import Spill
+    from fuelrail.sharding.sources.joins import Database
     from fuelrail.sharding.sources.nuscenes.extras.batch import Batch
     from fuelrail.sharding.sources.nuscenes.geometry import Keyframes
 
@@ -94,28 +94,26 @@ class RadarFiles(msgspec.Struct, frozen=True, tag="radar"):
 class Radars:
     """All radars that have keyframes, by name."""
 
-    def __init__(self, folder: Path, spill: Spill, keyframes: Keyframes, num_sweeps: int) -> None:
+    def __init__(self, folder: Path, database: Database, keyframes: Keyframes, num_sweeps: int) -> None:
         """``num_sweeps``: how many earlier sweeps of each radar come with a keyframe's own."""
         self._num_sweeps = num_sweeps
+        self._sweeps = sweeps = SensorSweeps(folder, database, "radar")
         rows: dict[str, NDArray[np.int64]] = {}
-        num_samples = len(keyframes.sample_tokens)
-
-        def on_keyframes(numbers: list[int], records: list[LinkedRow], channels: list[str]) -> None:
-            wanted, own = [record.sample_token for record in records], [record.token for record in records]
-            of: dict[str, Any] = {"table": "sample_data", "column": "sample_token", "owners": own}
-            samples = keyframes.sample_tokens.need(wanted, **of).tolist()
-            for number, sample, channel, token in zip(numbers, samples, channels, own, strict=True):
-                if channel not in rows:
-                    check_name(channel)
-                    rows[channel] = spill.filled(-1, num_samples, np.int64)
-                if rows[channel][sample] >= 0:
-                    raise SourceError(
-                        f"table 'sample_data': row '{token}' is a second keyframe of {channel} for sample "
-                        f"'{keyframes.sample_tokens[sample]}'"
-                    )
-                rows[channel][sample] = number
-
-        self._sweeps = SensorSweeps(folder, spill, "radar", on_keyframes)
+        samples = keyframes.sample_tokens.resolve_all(
+            sweeps.key_samples, may_be_empty=False, table="sample_data", column="sample_token", owners=sweeps.key_tokens
+        )
+        for at, sample in enumerate(samples):
+            number = int(sweeps.key_rows[at])
+            channel = sweeps.channel(number)
+            if channel not in rows:
+                check_name(channel)
+                rows[channel] = database.filled(-1, len(keyframes.sample_tokens), np.int64)
+            if rows[channel][sample] >= 0:
+                raise SourceError(
+                    f"table 'sample_data': row '{sweeps.key_tokens[at]}' is a second keyframe of {channel} for sample "
+                    f"'{keyframes.sample_tokens[sample]}'"
+                )
+            rows[channel][sample] = number
         self._rows = dict(sorted(rows.items()))
         self._chains: dict[tuple[int, str], NDArray[np.int64]] = {}
         self.channels = tuple(map(radar_channel, self._rows))

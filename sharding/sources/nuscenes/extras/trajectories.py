@@ -17,7 +17,7 @@ from fuelrail.sharding.sources.nuscenes.extras.batch import inline
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from fuelrail.pipeline.storage.spill import Spill
+    from fuelrail.sharding.sources.joins import Database
     from fuelrail.sharding.sources.nuscenes.extras.batch import Batch
     from fuelrail.sharding.sources.nuscenes.geometry import Keyframes
     from fuelrail.sharding.sources.scan_table import Reference
@@ -61,10 +61,10 @@ AGENTS: Final = Channel(
 class Trajectories:
     """Trajectories of the ego vehicle and, where the tables have annotations, of the boxes."""
 
-    def __init__(self, spill: Spill, keyframes: Keyframes) -> None:
+    def __init__(self, database: Database, keyframes: Keyframes) -> None:
         self._has_boxes = len(keyframes.annotations) > 0
         self.channels = (EGO, AGENTS) if self._has_boxes else (EGO,)
-        self._frame: NDArray[np.int32] = spill.filled(-1, len(keyframes.sample_tokens), np.int32)
+        self._frame: NDArray[np.int32] = database.filled(-1, len(keyframes.sample_tokens), np.int32)
         for _, samples in keyframes.scenes():
             self._frame[samples] = np.arange(len(samples))
 

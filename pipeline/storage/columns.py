@@ -1,0 +1,167 @@
+"""Columns on disk: written to unnamed temporary files, read back through the page cache.
+
+What is collected row by row and looked up in any order would take memory for every row. Here it takes disk: a column is
+a file without a name in a folder of the caller's, gone with the process however that ends, mapped into memory when it
+is read. :meth:`Disk.used` gives pages back to the page cache, so that the memory of this process stays the same however
+long the columns are. For one thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import tempfile
+from functools import cached_property
+from typing import IO, TYPE_CHECKING, Any, Final
+
+import numpy as np
+import pyarrow as pa
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from numpy.typing import DTypeLike, NDArray
+
+_ROWS_BETWEEN: Final = 1 << 15
+ROWS_AT_ONCE: Final = 1 << 16
+"""What loops over a long column take at once."""
+
+
+def numpy_dtype(kind: pa.DataType) -> np.dtype[Any]:
+    """Return the numpy type of an Arrow type; its own ``to_pandas_dtype`` needs pandas in pyarrow 23 and older."""
+    dtype: np.dtype[Any] = pa.array([], kind).to_numpy(zero_copy_only=False).dtype
+    return dtype
+
+
+class Disk:
+    """Columns with their files in ``folder``, which must exist and may be on any disk."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = folder
+        self._maps: list[mmap.mmap] = []
+        self._num_used = 0
+
+    def column(self, dtype: DTypeLike, shape: tuple[int, ...] = ()) -> Column:
+        """Return a column of rows of that type and shape, empty."""
+        return Column(self, np.dtype(dtype), shape)
+
+    def filled(self, value: float, num_rows: int, dtype: DTypeLike, shape: tuple[int, ...] = ()) -> NDArray[Any]:
+        """Return a column of ``num_rows`` rows of ``value`` as an array, to be written to in place."""
+        column = self.column(dtype, shape)
+        for first in range(0, num_rows, ROWS_AT_ONCE):
+            column.append(np.full((min(ROWS_AT_ONCE, num_rows - first), *shape), value, dtype))
+        return column.values
+
+    def texts(self) -> Texts:
+        """Return a column of texts, empty."""
+        return Texts(self)
+
+    def table(self, parts: Iterable[pa.RecordBatch | pa.Table]) -> pa.Table:
+        """Return the parts, one at least, as one table."""
+        file, first = self.new_file(), next(parts := iter(parts))
+        with pa.ipc.new_file(file, first.schema) as writer:
+            for part in itertools.chain([first], parts):
+                writer.write(part)
+        return pa.ipc.open_file(pa.py_buffer(self.map(file))).read_all()
+
+    def take(self, table: pa.Table, rows: NDArray[np.int64]) -> pa.Table:
+        """Copy rows of a :meth:`table`, run by run: Arrow's own ``take`` would read whole columns."""
+        starts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
+        ends = np.append(starts[1:], len(rows))
+        runs = zip(rows[starts].tolist(), (ends - starts).tolist(), strict=True)
+        found = pa.concat_tables([table.slice(*run) for run in runs] or [table.slice(0, 0)]).combine_chunks()
+        self.used(found.num_rows * found.num_columns)
+        return found
+
+    def used(self, num_rows: int) -> None:
+        """Count rows that were looked at; every 32,768 of them pages are given back to the page cache."""
+        self._num_used += num_rows
+        if self._num_used >= _ROWS_BETWEEN:
+            self.release()
+
+    def release(self) -> None:
+        """Give the pages of all columns back. What was written to them is not lost, and arrays stay good.
+
+        Arrow's pool gives back too what it keeps of freed arrays: tens of megabytes otherwise.
+        """
+        self._num_used = 0
+        pa.default_memory_pool().release_unused()
+        for mapped in self._maps:
+            mapped.madvise(mmap.MADV_DONTNEED)
+
+    def new_file(self) -> IO[bytes]:
+        """Return a temporary file without a name."""
+        return tempfile.TemporaryFile(dir=self.folder, buffering=1 << 16)
+
+    def map(self, file: IO[bytes]) -> mmap.mmap | bytearray:
+        """Map a file's bytes, and close it."""
+        with file:
+            if not file.tell():
+                return bytearray()
+            file.flush()
+            mapped = mmap.mmap(file.fileno(), 0)
+        self._maps.append(mapped)
+        return mapped
+
+
+class Column:
+    """A column of numbers, all rows of one shape."""
+
+    def __init__(self, disk: Disk, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+        self._disk, self._dtype, self._shape = disk, dtype, shape
+        self._file = disk.new_file()
+        self._length = 0
+
+    def __del__(self) -> None:
+        self._file.close()  # of a column that was not read
+
+    def __len__(self) -> int:
+        return self._length
+
+    def append(self, values: Any) -> None:  # noqa: ANN401 - what numpy takes
+        """Add rows (N, ...)."""
+        rows = np.ascontiguousarray(values, self._dtype).reshape(-1, *self._shape)
+        self._length += len(rows)
+        self._file.write(rows.tobytes())
+
+    @cached_property
+    def values(self) -> NDArray[Any]:
+        """All rows as one array, which may be written to; the column takes no more then."""
+        return np.frombuffer(self._disk.map(self._file), self._dtype).reshape(-1, *self._shape)
+
+
+class Texts:
+    """A column of texts."""
+
+    def __init__(self, disk: Disk) -> None:
+        self.disk = disk
+        self._ends, self._utf8 = disk.column(np.int64), disk.column(np.uint8)
+        self._ends.append(0)
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def append(self, texts: Sequence[str]) -> None:
+        """Add texts."""
+        encoded = [text.encode() for text in texts]
+        self._ends.append(np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded))) + len(self._utf8))
+        self._utf8.append(np.frombuffer(b"".join(encoded), np.uint8))
+
+    def __getitem__(self, row: int) -> str:
+        first, end = self._ends.values[row : row + 2].tolist()
+        return str(self._utf8.values.data[first:end], "utf-8")
+
+    def take(self, rows: NDArray[np.int64]) -> list[str]:
+        """Return the texts of some rows, in that order."""
+        ends, utf8 = self._ends.values, self._utf8.values.data
+        bounds = zip(ends[rows].tolist(), ends[rows + 1].tolist(), strict=True)
+        return [str(utf8[first:end], "utf-8") for first, end in bounds]
+
+    def parts(self) -> Iterator[pa.LargeStringArray]:
+        """Yield the rows as Arrow arrays, not copied, ``ROWS_AT_ONCE`` at a time."""
+        buffers = [None, pa.py_buffer(self._ends.values), pa.py_buffer(self._utf8.values)]
+        whole = pa.Array.from_buffers(pa.large_string(), len(self), buffers)
+        for first in range(0, len(self), ROWS_AT_ONCE):
+            yield whole.slice(first, ROWS_AT_ONCE)
+            self.disk.used(ROWS_AT_ONCE)

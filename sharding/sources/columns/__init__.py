@@ -1,1 +1,0 @@
-"""Columns on disk, for joins of tables that are larger than memory."""
