@@ -59,7 +59,7 @@ COMMANDS = {
 
 
 class Outcome(NamedTuple):
-    """How one command ended: exit status (minus a signal), seconds, peak of the memory that it took [bytes], its output."""
+    """How one command ended: exit status (minus a signal), seconds, memory that it took [bytes], what it printed."""
 
     status: int
     seconds: float
