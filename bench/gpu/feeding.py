@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import resource
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from fuelrail.bench.gpu.base import (
     raise_clock,
 )
 from fuelrail.bench.gpu.images import cameras
-from fuelrail.bench.measure.machine import usable_cpus
+from fuelrail.bench.measure.machine import peak_memory_bytes, usable_cpus
 from fuelrail.bench.trainer.models.resnet import ResNet
 from fuelrail.bench.trainer.models.settings import ResNetSettings
 from fuelrail.loaders import StaticBatches, Transforms
@@ -236,7 +235,7 @@ def memory_stays(bench: Bench, facts: dict[str, Any], decoder: str) -> None:
             for _ in range(count):
                 next(batches)
             taken.append(_taken_bytes(bench))
-    facts["host_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    facts["host_peak_bytes"] = peak_memory_bytes()
     if not bench.on_gpu:
         return
     facts |= {

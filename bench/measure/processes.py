@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -140,16 +139,3 @@ def storage_bytes_read() -> int | None:
         return None
     found = re.search(r"^read_bytes: (\d+)", text, re.MULTILINE)
     return None if found is None else int(found.group(1))
-
-
-def peak_rss_bytes() -> int:
-    """Return the most memory that this process has had resident."""
-    # A process begins with the peak of the one that forked it in getrusage's count; the kernel's own mark is exact.
-    try:
-        found = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE)
-    except OSError:
-        found = None
-    if found:
-        return int(found.group(1)) * 1024
-    # Linux counts in KiB, macOS in bytes.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -22,7 +22,8 @@ from fuelrail.bench.measure.accelerator import Accelerator, EmulatedAccelerator,
 from fuelrail.bench.measure.clock import MonotonicClock
 from fuelrail.bench.measure.collectives import link_of
 from fuelrail.bench.measure.cuda import CudaAccelerator, peak_tflops
-from fuelrail.bench.measure.processes import peak_rss_bytes, storage_bytes_read
+from fuelrail.bench.measure.machine import peak_memory_bytes
+from fuelrail.bench.measure.processes import storage_bytes_read
 from fuelrail.bench.measure.records import RankEnd, RankFailure, RankHeader, RankWriter, rank_path, snapshot
 from fuelrail.bench.trainer.checkpoints.run import RunCheckpoints
 from fuelrail.bench.trainer.checkpoints.state import parameters_digest
@@ -132,7 +133,7 @@ def run_rank(
         RankEnd(
             num_steps=num_steps,
             parameters_xxh3=parameters_digest(parallel),
-            peak_rss_bytes=peak_rss_bytes(),
+            peak_rss_bytes=peak_memory_bytes(),
             peak_device_bytes=torch.cuda.max_memory_allocated() if settings.profile is None else None,
             read_bytes=None if read_before is None or read_after is None else read_after - read_before,
         )

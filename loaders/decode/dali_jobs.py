@@ -123,9 +123,9 @@ def prepare(
         found.jobs.append(job)
     for number, spliced in zip(cuttable, splice_batch(wanted, scratch, native), strict=True):
         if spliced is not None:
-            at, _, (top, left, bottom, right), *rest = found.jobs[number]
+            at, _, (top, left, bottom, right), box, matrix, is_aligned = found.jobs[number]
             window = (top - spliced.top, left, bottom - spliced.top, right)
-            found.jobs[number] = Job(at, spliced.encoded, window, *rest)
+            found.jobs[number] = Job(at, spliced.encoded, window, box, matrix, is_aligned)
     return found
 
 

@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 import warnings
+from pathlib import Path
 
 
 def fork(work) -> int:
@@ -25,6 +26,11 @@ def fork(work) -> int:
         sys.stderr.flush()
     finally:
         os._exit(status)
+
+
+def resident_bytes() -> int:
+    """What this process has in memory. A fork begins with its parent's, and so does `ru_maxrss`, even beyond exec."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def join(pid: int) -> int:
