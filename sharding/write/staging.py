@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shutil
 import threading
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 
 from fuelrail.pipeline.errors import DatasetError, SourceError
@@ -29,13 +31,13 @@ from fuelrail.sharding.sources.source import ClipSource, Place
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from fuelrail.sharding.sources.registry import SourceSpec
     from fuelrail.sharding.sources.scan_table import ClipInfo, Reference
 
 _MAX_THREADS: Final = 4
+_ROWS_LOOKED_AT: Final = 1000
 _SAMPLE: Final = "sample"
 
 
@@ -135,11 +137,27 @@ def stage_clips(
         own = stamps[clip.first_row : clip.first_row + clip.num_samples].tobytes()
         stamp = int.from_bytes(hashlib.sha256(own).digest()[:8])
         tasks.append(StageTask(number, clip.first_row, clip.num_samples, stamp))
+    _check_space(ScanTable(scan_table), tasks, folder)
     for _ in _staged(spec, scan_table, folder, tasks, min(num_workers, len(tasks))):
         pass
     table = folder / scan_table.name
     _rewrite(scan_table, table, folder, {task.number for task in tasks})
     return table
+
+
+def _check_space(table: ScanTable, tasks: Sequence[StageTask], folder: Path) -> None:
+    """Raise DatasetError where the disk of ``folder`` lacks room for these clips, by some of their rows' sizes."""
+    rows = np.concatenate([np.arange(task.first_row, task.first_row + task.num_rows) for task in tasks])
+    looked_at = rows[:: -(-len(rows) // _ROWS_LOOKED_AT)].tolist()
+    mean = sum(member.bytes for row in looked_at for member in table.row(row).members) / len(looked_at)
+    needed, there = int(mean * len(rows)), sum(path.stat().st_size for path in folder.glob("*.bin"))
+    free = shutil.disk_usage(folder).free
+    if needed > free + there:
+        raise DatasetError(
+            f"the source reads well only clip by clip, so images and sweeps are first brought into '{folder}': this takes "
+            f"about {needed / 1e9:,.1f} GB (images of video as JPEG take several times the video's bytes), and "
+            f"{free / 1e9:,.1f} GB are free; free some, give an output on a larger disk, or shard fewer clips at a time"
+        )
 
 
 def _staged(

@@ -82,6 +82,7 @@ def clip_boxes(
         in_world[in_global] = centre[in_global]
         speed = velocities(in_world, timestamp_ns[frame] // 1000, *_neighbours(track))
         velocity[follow] = np.einsum("mij,mj->mi", to_ego[:, :3, :3], speed)[follow]
+    ids = {name: stable_id(name) if name else -1 for name in set(track)}
     quaternion = quaternions(rotation)
     quaternion = np.where(quaternion[:, :1] < 0, -quaternion, quaternion)
     lidar, radar = (column(name, np.int32, unknown=-1) for name in ("num_lidar_pts", "num_radar_pts"))
@@ -92,7 +93,7 @@ def clip_boxes(
         "rotation_wxyz": quaternion.astype(np.float32),
         "velocity": velocity.astype(np.float32),
         "label": classes.labels([name for _, one in own for name in one.category]),
-        "instance_id": np.array([stable_id(name) if name else -1 for name in track], np.int64),
+        "instance_id": np.array([ids[name] for name in track], np.int64),
         "num_lidar_pts": lidar,
         "num_radar_pts": radar,
         "visibility": column("visibility", np.int8, unknown=-1),

@@ -23,6 +23,8 @@ from fuelrail.sharding.sources.source import Camera
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from fuelrail.sharding.sources.scan_table import Reference
+
 F64: TypeAlias = NDArray[np.float64]
 Vectors: TypeAlias = Any
 """What numpy makes an array of numbers from."""
@@ -171,7 +173,7 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     ``images`` and ``sweeps`` are by channel. ``ego2global`` (4, 4) is at ``timestamp_ns``; None: from the clip's
     trajectory. ``boxes`` None: not labelled. ``boxes2d`` are by camera, of those that the source's ``image_boxes``
-    names. ``attributes`` are values of the source's own ``columns``. Motion is in
+    names; ``members`` are of its own ``channels``. ``attributes`` are values of its own ``columns``. Motion is in
     ego axes [m/s, m/s^2, rad/s]; without ``ego_velocity`` it is the difference of the neighbouring frames' poses.
     """
 
@@ -181,6 +183,7 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     sweeps: Mapping[str, Sweep] = {}
     boxes: BoxRows | None = None
     boxes2d: Mapping[str, ImageBoxRows] = {}
+    members: Sequence[Reference] = ()
     attributes: Mapping[str, Any] = {}
     token: str = ""
     is_key_frame: bool = True

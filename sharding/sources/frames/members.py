@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import msgspec
+
 from fuelrail.pipeline.errors import ImageError, SourceError
 from fuelrail.pipeline.sample.image_header import probe
 from fuelrail.pipeline.sample.schema import IMAGE_EXTENSIONS, POINTS_EXTENSION
@@ -89,7 +91,7 @@ def head_sizes(files: SourceFiles, parts: Sequence[Part]) -> list[tuple[int, int
     return looks(size, parts)
 
 
-class Found(NamedTuple):
+class Found(msgspec.Struct, frozen=True, gc=False):
     """An image or a sweep that is there: its reference, and what changes when its file does."""
 
     reference: Reference

@@ -48,6 +48,10 @@ def nearest_rigid(matrices: F64) -> tuple[F64, NDArray[np.bool_]]:
     A rotation of rounded numbers becomes one to 1e-12; what is over 1e-3 away from one is none. The nearest rotation
     of M is U V^T of its singular value decomposition (Horn et al. 1988).
     """
+    number = len(matrices)
+    if number > 1 and (matrices == matrices[0]).all():  # of a sensor that stays where it is
+        matrices, sound = nearest_rigid(matrices[:1])
+        return np.repeat(matrices, number, 0), np.repeat(sound, number)
     with np.errstate(all="ignore"):
         rotation = matrices[:, :3, :3]
         skew = np.abs(rotation @ rotation.transpose(0, 2, 1) - np.eye(3)).max((1, 2))

@@ -120,6 +120,7 @@ class ClipRows:
                 attributes = facts.attributes(at, len(meta.cameras))
                 if self.channels:
                     cameras, place = [one.name.partition(".")[0] for one in members], f"{where}: frame {at}"
+                    members += frames[at].members
                     members += image_boxes(self.channels, frames[at].boxes2d, cameras, self.classes, place)
                 stamps = xxhash.xxh3_64_intdigest(" ".join([stamp, *[one.stamp for one in there]]).encode())
                 self.out.append(meta, encoded, boxes.encoded[at], members, attributes, stamps)

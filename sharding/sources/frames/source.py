@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.frames.frame import Clip, Frame, Sensors
     from fuelrail.sharding.sources.frames.poses import Trajectory
@@ -70,6 +71,7 @@ class FrameSource(Generic[S]):
         has_poses: false where the source knows no ego poses: all are the identity, and the manifest says so.
         columns: columns of attributes of the source's own: name to bool, int, float or str.
         image_boxes: cameras whose 2-D boxes frames have, to what these are; each becomes the channel boxes2d_CAMERA.
+        channels: further channels of the source's own, whose members frames name.
         box_attributes: names that ``BoxRows.attribute`` counts.
         license: of the data, where the source states it.
 
@@ -86,6 +88,7 @@ class FrameSource(Generic[S]):
     has_poses: bool = True
     columns: Mapping[str, type] = {}
     image_boxes: Mapping[str, str] = {}
+    channels: Sequence[Channel] = ()
     box_attributes: Sequence[str] = ()
     license: str | None = None
 
@@ -159,7 +162,8 @@ class FrameSource(Generic[S]):
         self.files.listed()  # the root must be there
         sensors, classes, report, findings = self.sensors(), self._classes(), ScanReport(), Findings()
         columns = list(attribute_types(classes.names, self.columns))
-        channels = tuple(boxes2d_channel(camera, text) for camera, text in self.image_boxes.items())
+        boxes2d = (boxes2d_channel(camera, text) for camera, text in self.image_boxes.items())
+        channels = (*self.channels, *boxes2d)
         rows = ClipRows(
             out=out, files=self.files, sensors=sensors, classes=classes, report=report, findings=findings,
             columns=columns, missing_camera=self.given.missing_camera, points=self.given.points,

@@ -74,7 +74,7 @@ class LogIndex:
         options: LogSettings,
     ) -> None:  # fmt: skip
         self.name, self._clock, self._max_gap_ns = name, options.clock, options.max_gap_s * 1e9
-        self._clock_jumps, self._latest = options.clock_jumps, dict[str, int]()
+        self._clock_jumps, self._latest = options.clock_jumps, dict[str, tuple[int, int]]()
         self._only_keyframes, self._gps = options.frames == "keyframes", gps
         self.noted: dict[str, int] = {}
         self.frame_ids: dict[str, str] = {}
@@ -110,17 +110,17 @@ class LogIndex:
                 if file.lost and sum(file.lost.values()) != num_lost:
                     num_lost = sum(file.lost.values())
                     self._keys.clear()  # a part of a video is lost: the rest of the group cannot be decoded
-                self._add(topic.name, *self._shot(file, topic, reader, message))
+                self._add(message, *self._shot(file, topic, reader, message))
             elif topic.name in lidars:
                 stamp_ns, frame_id, number = reader.cloud_head(message)
                 self.frame_ids.setdefault(topic.name, frame_id)
-                self._add(topic.name, self._stamp(topic, message, stamp_ns), Sweep(message.place, number))
+                self._add(message, self._stamp(topic, message, stamp_ns), Sweep(message.place, number))
             elif topic.name == poses:
                 self.poses += self._edges(topic, message, [reader.pose(message)])
             elif topic.name == self._gps:
                 fix = reader.fix(message)
                 stamp_ns = self._stamp(topic, message, fix.stamp_ns)
-                if not self._is_set_back(topic.name, message.place, stamp_ns):
+                if not self._is_set_back(topic.name, message, stamp_ns):
                     self.fixes.append(fix._replace(stamp_ns=stamp_ns))
             elif topic.type in CALIBRATIONS:
                 self.calibrations.setdefault(topic.name, []).append(reader.calibration(message))
@@ -181,19 +181,27 @@ class LogIndex:
             found = self._codecs[topic.name] = Reader(topic).video_format(file.read(message.place))
         return found
 
-    def _add(self, topic: str, stamp_ns: int, item: Shot | Sweep) -> None:
-        if not self._is_set_back(topic, item.place, stamp_ns):
-            self._found.setdefault(topic, []).append((stamp_ns, item))
+    def _add(self, message: Message, stamp_ns: int, item: Shot | Sweep) -> None:
+        if not self._is_set_back(message.topic, message, stamp_ns):
+            self._found.setdefault(message.topic, []).append((stamp_ns, item))
 
-    def _is_set_back(self, what: str, place: Locator, stamp_ns: int) -> bool:
-        """Whether a message is before others of its topic by a clock that was set; raises SourceError if an error."""
-        latest = self._latest.get(what, stamp_ns)
-        if stamp_ns >= latest - self._max_gap_ns:
-            self._latest[what] = max(latest, stamp_ns)
+    def _is_set_back(self, what: str, message: Message, stamp_ns: int) -> bool:
+        """Whether a message is before others of its topic by a clock that was set; raises SourceError if an error.
+
+        A clock that was set forward, so that stamps went on by more than the recording did, is a gap, and noted.
+        """
+        latest, recorded_ns = self._latest.get(what, (stamp_ns, message.log_ns))
+        passed_ns = stamp_ns - latest
+        if passed_ns >= -self._max_gap_ns:
+            if passed_ns > self._max_gap_ns and 0 < message.log_ns - recorded_ns < passed_ns - self._max_gap_ns:
+                text = f"{what}: clock set forward"
+                self.noted[text] = self.noted.get(text, 0) + 1
+            if passed_ns >= 0:
+                self._latest[what] = stamp_ns, message.log_ns
             return False
         if self._clock_jumps == "error":
             raise SourceError(
-                f"log '{self.name}': topic '{what}' goes back in time by {(latest - stamp_ns) / 1e9:.3f} s at {place}: "
+                f"log '{self.name}': topic '{what}' goes back in time by {-passed_ns / 1e9:.3f} s at {message.place}: "
                 "its clock was set; cut the log there, or try the options clock_jumps=drop or clock=log_time"
             )
         text = f"{what}: messages after the clock was set back"
@@ -218,7 +226,7 @@ class LogIndex:
         found = []
         for edge in edges:
             stamp_ns = self._stamp(topic, message, edge.stamp_ns)
-            if not self._is_set_back(f"{topic.name} ({edge.child})", message.place, stamp_ns):
+            if not self._is_set_back(f"{topic.name} ({edge.child})", message, stamp_ns):
                 found.append(edge if edge.stamp_ns == stamp_ns else edge._replace(stamp_ns=stamp_ns))
         return found
 

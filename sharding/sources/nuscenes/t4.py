@@ -16,12 +16,15 @@ import numpy as np
 from msgspec import Meta
 
 from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.sharding.sources.files import LFS_MAGIC
 from fuelrail.sharding.sources.frames.frame import Absent, BoxRows, Clip, Frame, Image, ImageBoxRows, Sensors, Sweep
+from fuelrail.sharding.sources.frames.members import POINTS
 from fuelrail.sharding.sources.frames.poses import pose
 from fuelrail.sharding.sources.frames.source import FrameSettings, FrameSource
 from fuelrail.sharding.sources.listed.points import parse_points
 from fuelrail.sharding.sources.nuscenes.boxes import VISIBILITY
+from fuelrail.sharding.sources.nuscenes.extras.radar import RadarFiles, radar_channel
 from fuelrail.sharding.sources.nuscenes.geometry import LENS_OF_LENGTH, NS_PER_US, RIG
 from fuelrail.sharding.sources.nuscenes.tables import (
     Annotation,
@@ -39,6 +42,7 @@ from fuelrail.sharding.sources.nuscenes.tables import (
     Visibility,
     check_time,
 )
+from fuelrail.sharding.sources.scan_table import Reference
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,6 +53,8 @@ R = TypeVar("R", bound=Record)
 
 _FOLDER: Final = "annotation"
 _BOXES2D: Final = "annotated in the image; row counts in boxes, by the track"
+_RADAR_BYTES: Final = 1 << 13
+"""About that of a radar's member: 100 points."""
 _COLUMNS: Final = ("x", "y", "z", "intensity", "ring")
 
 
@@ -80,6 +86,9 @@ class T4Settings(FrameSettings, frozen=True, kw_only=True):
     boxes2d: Annotated[
         bool, Meta(description="true stores the boxes of table object_ann as channels boxes2d_CAMERA")
     ] = False
+    radars: Annotated[
+        bool, Meta(description="true stores radars (PCD with nuScenes' 18 fields) as channels of their names")
+    ] = False
 
 
 class T4(FrameSource[T4Settings]):
@@ -92,6 +101,7 @@ class T4(FrameSource[T4Settings]):
     def __init__(self, location: str, options: dict[str, Any]) -> None:
         super().__init__(location, options)
         self._table = lru_cache(maxsize=16)(self._read_table)
+        self._radars = lru_cache(maxsize=1)(self._radar_rows)
 
     def _datasets(self) -> list[str]:
         """Folders of datasets below the root, with a slash at the end; of several versions of one the last."""
@@ -143,15 +153,17 @@ class T4(FrameSource[T4Settings]):
         """Return the cameras and lidars of all datasets."""
         cameras: dict[str, None] = {}
         lidars: dict[str, None] = {}
+        radars: dict[str, None] = {}
         attributes: dict[str, None] = {}
         for dataset in self._datasets():
             for sensor in self._table(dataset, "sensor", Sensor):
                 if not re.fullmatch(r"[A-Za-z0-9_]{1,64}", sensor.channel):
                     raise SourceError(f"table 'sensor' of '{dataset}': the channel '{sensor.channel}' is no word")
-                {"camera": cameras, "lidar": lidars}.get(sensor.modality, {})[sensor.channel] = None
+                {"camera": cameras, "lidar": lidars, "radar": radars}.get(sensor.modality, {})[sensor.channel] = None
             attributes.update((record.name, None) for record in self._table(dataset, "attribute", Named))
         self.box_attributes = list(attributes)
         self.image_boxes = {name.lower(): _BOXES2D for name in cameras} if self.given.boxes2d else {}
+        self.channels = tuple(map(radar_channel, sorted(radars))) if self.given.radars else ()
         ranked = sorted(cameras, key=lambda name: (RIG.index(name) if name in RIG else len(RIG), name))
         return Sensors.of(ranked, dict.fromkeys(sorted(lidars), _COLUMNS))
 
@@ -166,6 +178,7 @@ class T4(FrameSource[T4Settings]):
             yield Clip(
                 name=dataset.partition("/")[0] or scene.name, token=dataset or scene.token, log_id=log.logfile,
                 vehicle=log.vehicle, tags={"description": scene.description, "location": log.location},
+                files=tuple(f"{dataset}{row.filename}" for _, row in self._radars(dataset)),
             )  # fmt: skip
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
@@ -179,6 +192,9 @@ class T4(FrameSource[T4Settings]):
         poses = self._poses(dataset)
         boxes = self._boxes(dataset)
         in_images = self._in_images(dataset) if self.given.boxes2d else None
+        radars: dict[str, list[tuple[str, SampleData]]] = {}
+        for name, row in self._radars(dataset):
+            radars.setdefault(row.sample_token, []).append((name, row))
         samples = sorted(self._table(dataset, "sample", SampleRecord), key=lambda record: record.timestamp)
         for sample in samples:
             check_time(sample.timestamp, sample.token)
@@ -206,15 +222,40 @@ class T4(FrameSource[T4Settings]):
                 elif sensor.modality == "lidar" and row.is_valid:
                     ref = f"{dataset}{row.filename}"
                     sweeps[channel] = Sweep(ref=ref, timestamp_ns=time_ns, lidar2ego=sensor2ego, ego2global=own)
+            members = []
+            for name, row in radars.get(sample.token, ()) if ego2global is not None else ():
+                _, _, sensor2ego = self._found_in(calibrated, row.calibrated_sensor_token, row.token)
+                own = self._found_in(poses, row.ego_pose_token, row.token)
+                sensor2key = (invert_rigid(ego2global) @ own @ sensor2ego)[:3].ravel().tolist()
+                age_s = (sample.timestamp - row.timestamp) * 1e-6
+                made = RadarFiles(name, [f"{dataset}{row.filename}"], [age_s], [sensor2key])
+                ref = POINTS + msgspec.json.encode(made).decode()
+                members.append(Reference(radar_channel(name).field, ref, _RADAR_BYTES, is_estimate=True))
             yield Frame(
                 timestamp_ns=sample.timestamp * NS_PER_US, ego2global=ego2global, images=images, sweeps=sweeps,
-                boxes=_box_rows(own_boxes), boxes2d=boxes2d, token=sample.token,
+                boxes=_box_rows(own_boxes), boxes2d=boxes2d, members=members, token=sample.token,
             )  # fmt: skip
 
     def _found_in(self, records: dict[str, Any], token: str, owner: str) -> Any:  # noqa: ANN401 - of any table
         if token not in records:
             raise SourceError(f"table 'sample_data': row '{owner}' refers to '{token}', which is not there")
         return records[token]
+
+    def _radar_rows(self, dataset: str) -> list[tuple[str, SampleData]]:
+        """Channel and row of each PCD file of a radar at a sample; files of JSON are noted, and left out."""
+        if not self.given.radars:
+            return []
+        calibrated = self._calibrations(dataset)
+        found: dict[tuple[str, str], SampleData] = {}
+        for row in self._table(dataset, "sample_data", SampleData):
+            sensor, _, _ = self._found_in(calibrated, row.calibrated_sensor_token, row.token)
+            if sensor.modality == "radar" and row.is_key_frame and row.is_valid:
+                if row.filename.endswith(".json"):
+                    what = f"{sensor.channel}: radar files of JSON, not read"
+                    self.noted[what] = self.noted.get(what, 0) + 1
+                elif found.setdefault((row.sample_token, sensor.channel), row) is not row:
+                    raise SourceError(f"row '{row.token}' is a second keyframe of {sensor.channel} in its sample")
+        return [(channel, row) for (_, channel), row in found.items()]
 
     def _calibrations(self, dataset: str) -> dict[str, tuple[Sensor, CalibratedSensor, NDArray[np.float64]]]:
         sensors = self._by_token(dataset, "sensor", Sensor)
@@ -277,7 +318,9 @@ class T4(FrameSource[T4Settings]):
         return found
 
     def points(self, ref: str) -> NDArray[np.float32]:
-        """Read a sweep: rows of five float32, or PCD with these columns."""
+        """Read a sweep: rows of five float32, or PCD with these columns; or a radar's."""
+        if ref.startswith("{"):
+            return msgspec.json.decode(ref, type=RadarFiles).points(self.files.read)
         return parse_points(self.files.read(ref), _COLUMNS, f"lidar file '{self.files.shown}/{ref}'")
 
 

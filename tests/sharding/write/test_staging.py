@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from fuelrail.pipeline.errors import DatasetError
 from fuelrail.sharding.engines.local import LocalEngine
 from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
@@ -114,6 +115,15 @@ def check_killed_and_resumed(source: Path, out: Path, point: int, expected: dict
     # Images of clips that were whole are not made again; a list that was written last stands for its clip.
     assert int(out.with_suffix(".made").read_text()) == num_images * (NUM_CLIPS - kept) // NUM_CLIPS
     return True
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_staged(source, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    Neutral.num_made = 0
+    with pytest.raises(DatasetError, match=r"takes about 0\.\d GB.*0\.0 GB are free"):
+        run(source, tmp_path / "out")
+    assert Neutral.num_made == 0
 
 
 @pytest.fixture

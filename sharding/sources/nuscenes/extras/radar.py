@@ -76,6 +76,11 @@ class RadarFiles(msgspec.Struct, frozen=True, tag="radar"):
 
     def member(self, read: Callable[[str], bytes]) -> bytes:
         """The member's bytes."""
+        channel = radar_channel(self.channel)
+        return KINDS[channel.kind].encode(self.points(read), channel)
+
+    def points(self, read: Callable[[str], bytes]) -> NDArray[np.float32]:
+        """(P, 19): the fields and the age of each point; raises SourceError."""
         parts = []
         for file, dt_s, flat in zip(self.files, self.dt_s, self.sensor2ego, strict=True):
             points, matrix = parse_pcd(read(file), file), np.array(flat).reshape(3, 4)
@@ -87,8 +92,7 @@ class RadarFiles(msgspec.Struct, frozen=True, tag="radar"):
                 at = [columns.index(name) for name in pair]
                 points[:, at] = points[:, at] @ matrix[:2, :2].T
             parts.append(np.concatenate([points, np.full((len(points), 1), dt_s)], 1))
-        channel = radar_channel(self.channel)
-        return KINDS[channel.kind].encode(np.concatenate(parts).astype(np.float32), channel)
+        return np.concatenate(parts).astype(np.float32)
 
 
 class Radars:

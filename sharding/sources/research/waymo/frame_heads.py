@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import msgspec
 import numpy as np
 
 from fuelrail.pipeline.errors import SourceError
@@ -58,7 +59,7 @@ class CameraCalibration(NamedTuple):
     shutter: str
 
 
-class ImageHead(NamedTuple):
+class ImageHead(msgspec.Struct, frozen=True, gc=False):
     """A picture: where its JPEG is in the file, the pose of the vehicle (16 numbers), and times [s]."""
 
     name: str

@@ -9,6 +9,8 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import msgspec
+
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.files import LFS_MAGIC
 
@@ -84,11 +86,11 @@ def masked(crc: int) -> int:
 def varint(data: bytes, at: int) -> tuple[int, int]:
     """A number, and where the next byte is; raises ValueError where it does not end."""
     value = shift = 0
-    for at in range(at, min(at + 10, len(data))):  # noqa: B020 - the end is wanted
-        byte = data[at]
+    for byte in data[at : at + 10]:
+        at += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return value, at + 1
+            return value, at
         shift += 7
     raise ValueError("a number that does not end")
 
@@ -116,7 +118,7 @@ def fields(data: bytes) -> Iterator[tuple[int, int, int | bytes]]:
         at += length
 
 
-class FieldPlace(NamedTuple):
+class FieldPlace(msgspec.Struct, frozen=True, gc=False):
     """A field of a message in a file: ``value`` is that of a number, else its bytes begin at ``start``."""
 
     number: int

@@ -72,6 +72,30 @@ def test_messages_after_a_clock_was_set_back_are_dropped_and_counted(tmp_path):
         np.testing.assert_allclose(sample.geometry.ego2global, wanted, atol=1e-6)
 
 
+def test_a_clock_that_was_set_forward_is_counted_and_ends_the_clip(tmp_path):
+    """A pause of the recording is none: stamps and the recorder's times pass together."""
+    world = make_world(1, 12)
+    first = world.clips[0].frames[0].timestamp_ns
+    sent = []
+    for one in ros_messages(world, world.clips[0]):
+        elapsed_ns, later_ns = one.stamp_ns - first, 0
+        if elapsed_ns > 350_000_000:
+            later_ns = 5_000_000_000  # a pause
+        if elapsed_ns > 750_000_000 and one.topic.endswith(("points", "/tf", "compressed")):
+            head = one.message.transforms[0].header if one.topic == "/tf" else one.message.header
+            head.stamp.sec += 100
+        if later_ns and one.topic != "/tf_static":
+            head = one.message.transforms[0].header if one.topic == "/tf" else one.message.header
+            head.stamp.sec += 5
+        sent.append(one._replace(stamp_ns=one.stamp_ns + later_ns))
+    write_mcap(tmp_path / "log.mcap", sent)
+    info = scan_source(SourceSpec("mcap", str(tmp_path / "log.mcap"), {}))
+    assert [clip.num_samples for clip in info.clips] == [4, 4, 4]
+    forward = {what: number for what, number in info.report.noted.items() if "forward" in what}
+    topics = [f"/{name}/image_raw/compressed" for name in world.cameras]
+    assert forward == {f"{what}: clock set forward": 1 for what in (*topics, "/lidar_top/points", "/tf (base_link)")}
+
+
 def test_keyframes_alone_take_one_decode_each(tmp_path, monkeypatch):
     world = make_world(1, 9, cameras={"cam_front": (64, 48), "cam_left": (64, 48)}, lidars=())
     write_mcap(tmp_path / "log.mcap", video_messages(world, world.clips[0]))

@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 
 from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.sample.schema import Boxes, Geometry, decode_arrays, decode_meta
 from fuelrail.sharding.run import scan_source
 from fuelrail.sharding.sources.registry import SourceSpec, make_source
 from fuelrail.sharding.sources.scan_table import ScanTable, ScanWriter
-from support.nuscenes_world import write_nuscenes
+from support.nuscenes_radar import pcd, radar_rows
+from support.nuscenes_world import transform, write_nuscenes
 from support.shared_data import shared_data
 from support.source_suite import SourceSuite
-from support.source_world import World, make_world
+from support.source_world import World, make_world, samples_of, turn
 
 
 def write_t4(world, root):
@@ -87,6 +89,56 @@ def test_what_t4_has_beyond_nuscenes(root, tmp_path):
     assert [clip.clip_name for clip in info.clips] == ["drive-0", "drive-1"]
     with pytest.raises(SourceError, match=r"marked as not valid"):
         scan(root, tmp_path, missing_camera="error")
+
+
+def add_radar(root) -> np.ndarray:
+    """A radar of the first dataset, one file a sample; returns the rows of the first."""
+    folder = root / "drive-0" / "0"
+    turned = transform(pose_of(0.3, (3.4, 0.1, 0.5)))
+    change(root, "sensor", lambda rows: rows.append({"token": "r", "channel": "RADAR_FRONT", "modality": "radar"}))
+    mount = {"token": "rc", "sensor_token": "r", "camera_intrinsic": [], **turned}
+    change(root, "calibrated_sensor", lambda rows: rows.append(mount))
+    first = radar_rows(np.random.default_rng(3), 7)
+    (folder / "data").mkdir()
+
+    def add(rows):
+        for at, row in enumerate([one for one in rows if one["filename"].endswith("pcd.bin")]):
+            kind = "json" if at == 1 else "pcd"
+            (folder / "data" / f"{at}.{kind}").write_bytes(pcd(first) if kind == "pcd" else b"[]")
+            rows.append({**row, "token": f"r{at}", "calibrated_sensor_token": "rc", "filename": f"data/{at}.{kind}",
+                         "timestamp": row["timestamp"] - 20_000})  # fmt: skip
+
+    change(root, "sample_data", add)
+    return first
+
+
+def pose_of(yaw, xyz):
+    found = np.eye(4)
+    found[:3, :3], found[:3, 3] = turn(yaw, "z"), xyz
+    return found
+
+
+def test_radars_are_channels(root, tmp_path):
+    """As nuScenes' are: in ego at the sample's time, velocities turned, with the age of the points."""
+    rows = add_radar(root)
+    spec = SourceSpec("t4", str(root), {"radars": True})
+    SourceSuite().make(spec, tmp_path / "out")
+    assert "radar_front" in [channel.name for channel in open_dataset(tmp_path / "out").manifest.channels]
+    info, _ = scan(root, tmp_path, radars=True)
+    assert info.report.noted == {"RADAR_FRONT: radar files of JSON, not read": 1}
+    (first, *_), without = sorted(samples_of(tmp_path / "out").items()), scan(root, tmp_path)[0]
+    assert without.channels == ()
+    points = first[1].points["radar_front"]
+    assert points.shape == (7, 19)
+    mount = pose_of(0.3, (3.4, 0.1, 0.5))
+    at = np.stack([rows["x"], rows["y"], rows["z"]], 1) @ mount[:3, :3].T + mount[:3, 3]
+    np.testing.assert_allclose(points[:, :3], at, atol=1e-4)
+    moved = np.stack([rows["vx_comp"], rows["vy_comp"]], 1) @ mount[:2, :2].T
+    np.testing.assert_allclose(points[:, 8:10], moved, atol=1e-4)
+    np.testing.assert_allclose(points[:, 18], 0.02, atol=1e-6)
+    (root / "drive-0" / "0" / "data" / "2.pcd").unlink()
+    with pytest.raises(SourceError, match=r"file '.*data/2.pcd' is not there"):
+        scan(root, tmp_path, radars=True)
 
 
 @pytest.mark.parametrize(
