@@ -14,7 +14,7 @@ import numpy as np
 
 from fuelrail.pipeline.channels.selection import check_table
 from fuelrail.pipeline.channels.sensors import CameraEntry, channel_table
-from fuelrail.pipeline.errors import ConfigError, SourceError
+from fuelrail.pipeline.errors import ConfigError, ImageError, SourceError
 from fuelrail.pipeline.format.index.blocks import BlockFile
 from fuelrail.pipeline.format.index.shards import SHARDS_FILE, ShardEntry, ShardTable
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, Manifest, load_manifest
@@ -36,7 +36,7 @@ from fuelrail.sharding.sources.registry import SourceSpec, make_source, parse_so
 from fuelrail.sharding.sources.scan_table import ScanTable, ScanWriter, uncompressed_share
 from fuelrail.sharding.write.dictionary import train_or_load_dictionary
 from fuelrail.sharding.write.finish import finish
-from fuelrail.sharding.write.images import jpegtran_version, stored_share
+from fuelrail.sharding.write.images import jpegtran_version, stored_channel, stored_share
 from fuelrail.sharding.write.shard_writer import ShardDone, WriteJob
 from fuelrail.sharding.write.staging import stage_clips
 
@@ -242,11 +242,10 @@ def _check_channels(info: ScanInfo, recipe: Recipe, spec: SourceSpec) -> None:
     cameras = [CameraEntry(channel=one.channel, source_name=one.source_name, sizes=()) for one in info.cameras]
     check_table(channel_table(cameras, info.lidars, info.channels), where, SourceError)
     for channel in info.channels:
-        if recipe.images is not None and channel.law.name in ("image", "image_points"):
-            raise SourceError(
-                f"'{where}': channel '{channel.name}' lies on the stored images of '{channel.law.camera}', which the "
-                "recipe's images would scale: shard without images, or leave the channel out of the source"
-            )
+        try:
+            stored_channel(channel, recipe.images)
+        except ImageError as error:
+            raise SourceError(f"'{where}': {error}") from error
 
 
 def _job(work: Workspace, spec: SourceSpec, scan: _Scan, plan: Plan, dictionary: Dictionary | None) -> WriteJob:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import operator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, SupportsIndex
@@ -34,6 +35,7 @@ from fuelrail.pipeline.format import codecs
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE, MAX_DICTIONARY_BYTES, Dictionary
 from fuelrail.pipeline.format.fetch import fetch_dataset
 from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE, AttributesFile
+from fuelrail.pipeline.format.index.row import IndexRow
 from fuelrail.pipeline.format.index.tables import open_tables
 from fuelrail.pipeline.format.manifest import DATASETS, Manifest, SplitEntry, load_manifest
 from fuelrail.pipeline.format.rules import Rig, check_arrays
@@ -52,7 +54,6 @@ if TYPE_CHECKING:
 
     from fuelrail.pipeline.format.fetch import RemoteFolder
     from fuelrail.pipeline.format.index.keys import KeyTable
-    from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.format.index.samples import SampleIndex
     from fuelrail.pipeline.format.index.shards import ShardTable
     from fuelrail.pipeline.format.manifest import Kinds
@@ -97,9 +98,10 @@ class Dataset:
         IndexError outside the dataset, KeyError for a key that it does not have, and ShardError or MemberError for bad
         bytes, each with the address.
         """
-        row = self.index.row(self.position(which))
+        row, span = self._found(which)
         path = self.shard_path(row)
-        span = self._read(path, row)
+        if span is None:
+            span = self._read(path, row)
         check_span(row, span, path.name)
         rig = Rig.of(self.manifest)
         sample = decode_sample(row.key, read_members(row, span, path.name, dictionary=self.dictionary), rig.fields)
@@ -121,20 +123,20 @@ class Dataset:
             raise ConfigError(
                 f"dataset '{self.location}' has no channel {shown(unknown[0])!r}; it has: {', '.join(known)}"
             )
-        row = self.index.row(self.position(which))
+        row, span = self._found(which)
         path = self.shard_path(row)
         wanted = tuple(entry for entry in row.members if channels is None or entry.name.partition(".")[0] in channels)
         if not wanted:
             return {}
-        is_part = len(wanted) < len(row.members) and not is_framed(path.name)
-        if is_part:
+        if span is None and len(wanted) < len(row.members) and not is_framed(path.name):
             first = min(entry.offset for entry in wanted) - BLOCK_BYTES
             length = max(entry.offset + entry.stored_bytes for entry in wanted) - first
             if not 0 <= first <= first + length <= row.length:
                 raise IndexFileError(f"a member of {row.key} lies outside its span of {row.length} bytes")
             moved = tuple(entry._replace(offset=entry.offset - first) for entry in wanted)
             row = row._replace(offset=row.offset + first, length=length, members=moved, is_part=True)
-        span = self._read(path, row)
+        if span is None:
+            span = self._read(path, row)
         check_span(row, span, path.name)
         names = [entry.name for entry in wanted]
         members = read_members(row, span, path.name, names, dictionary=self.dictionary)
@@ -151,7 +153,7 @@ class Dataset:
         """The row of a sample by number or key; raises IndexError or KeyError where there is none."""
         if isinstance(which, str):
             # As `find`, but by whole rows: the row is what is read next, and its part of the index is checked once.
-            found = next((row for row in self.keys.rows(which) if self.index.row(row).key == which), None)
+            found = next((one.row for one in self.keys.find(which) if self.index.row(one.row).key == which), None)
             if found is None:
                 raise KeyError(f"dataset '{self.location}' has no sample with the key {shown(which)!r}")
             return found
@@ -160,6 +162,19 @@ class Dataset:
         if not 0 <= at < len(self):
             raise IndexError(f"sample {which} is not in the dataset: it has samples 0 to {len(self) - 1}")
         return at
+
+    def _found(self, which: SupportsIndex | str) -> tuple[IndexRow, bytes | None]:
+        """The row of a sample; and its span, which comes beside a row that has to be fetched, if ``which`` is a key."""
+        entry = next(iter(self.keys.find(which)), None) if self.url is not None and isinstance(which, str) else None
+        if entry is None or self.index.has_row(entry.row):
+            return self.index.row(self.position(which)), None
+        place = IndexRow(str(which), "", 0, 0, entry.shard, entry.offset, entry.length, 0, ())
+        with ThreadPoolExecutor(1) as pool:
+            coming = pool.submit(self._read, self.shard_path(place), place)
+            row = self.index.row(self.position(which))
+            span = coming.result()
+        # The index is right where they differ: `fuelrail verify` finds that.
+        return row, span if (row.key, *row[4:7]) == (which, *place[4:7]) else None
 
     def _read(self, path: Path, row: IndexRow) -> bytes:
         try:
@@ -256,7 +271,8 @@ class Dataset:
 
     def find(self, key: str) -> int | None:
         """The row of a key, None where there is none; raises IndexFileError where the tables are damaged."""
-        return next((row for row in self.keys.rows(key) if self.index.strings("key", row, row + 1) == [key]), None)
+        rows = (entry.row for entry in self.keys.find(key))
+        return next((row for row in rows if self.index.strings("key", row, row + 1) == [key]), None)
 
 
 def open_dataset(

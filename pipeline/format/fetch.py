@@ -6,11 +6,13 @@ import hashlib
 import logging
 import os
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from fuelrail.pipeline.errors import DatasetError, DatasetNotReadyError, ManifestError
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE
+from fuelrail.pipeline.format.index.blocks import BLOCKS_FILE
 from fuelrail.pipeline.format.index.samples import INDEX_FILE
 from fuelrail.pipeline.format.index.shards import SHARDS_FILE
 from fuelrail.pipeline.format.index.tables import WHOLE_BYTES
@@ -33,8 +35,8 @@ if TYPE_CHECKING:
 
 
 _LOG = logging.getLogger(__name__)
-_SIDE_FILES: Final = (SHARDS_FILE, INDEX_FILE, "attributes.parquet", DICTIONARY_FILE)
-"""Fetched at opening, if they are small."""
+_SIDE_FILES: Final = (SHARDS_FILE, INDEX_FILE, BLOCKS_FILE, "attributes.parquet", DICTIONARY_FILE)
+"""Fetched at opening, if they are small, all at once."""
 
 
 def fetch_dataset(
@@ -110,9 +112,13 @@ def _store(source: _Source, manifest: Manifest, data: bytes, folder: Path) -> No
     make_folder(folder.parent.parent, restrict=False)
     make_folder(folder.parent)
     make_folder(folder)
-    for entry in manifest.files:
+
+    def bring(entry: FileEntry) -> None:
         if entry.name in _SIDE_FILES and entry.bytes <= WHOLE_BYTES and not _is_here(folder / entry.name, entry):
             _publish(folder / entry.name, source.checked(entry))
+
+    with ThreadPoolExecutor(len(_SIDE_FILES)) as pool:
+        list(pool.map(bring, manifest.files))
     if not _is_here(folder / MANIFEST_FILE, FileEntry(MANIFEST_FILE, len(data), folder.name)):
         _publish(folder / MANIFEST_FILE, data)
 

@@ -30,7 +30,7 @@ from fuelrail.pipeline.format.manifest import (
 from fuelrail.pipeline.storage.columns import Disk
 from fuelrail.sharding.planning.recipe import codec_of
 from fuelrail.sharding.sources.scan_table import CLIP_NUMBER, ScanTable, frame_keys
-from fuelrail.sharding.write.images import stored_field
+from fuelrail.sharding.write.images import stored_channel, stored_field
 from fuelrail.sharding.write.records import load_record
 
 if TYPE_CHECKING:
@@ -63,7 +63,9 @@ def finish(
     clips_by_split: Mapping[str, Sequence[int]],
 ) -> Manifest:
     """Write tables, attributes and manifest; every file appears under its name complete, the manifest last."""
-    names = list(dict.fromkeys(stored_field(name, job.recipe.images) for name in info.names))
+    extra = {channel.field for channel in info.channels}
+    stored = (name if name in extra else stored_field(name, job.recipe.images) for name in info.names)
+    names = list(dict.fromkeys(stored))
     codecs = {name: codec_of(name, job.recipe, job.lidars, job.channels) for name in names}
     index, attributes = work.temporary / INDEX_FILE, work.temporary / ATTRIBUTES_FILE
     shards = _write_index(index, work, plan, info, codecs)
@@ -140,7 +142,7 @@ def _manifest(
                 for camera in info.cameras
             ],
             info.lidars,
-            info.channels,
+            [stored_channel(channel, job.recipe.images) for channel in info.channels],
             codecs,
         ),
         classes=tuple(info.classes),

@@ -6,6 +6,7 @@ The check parses the header and looks for the end; pixels are not decoded (``fue
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import shutil
 import subprocess
@@ -14,12 +15,17 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
-from fuelrail.pipeline.errors import ConfigError, ImageError
+from fuelrail.pipeline.channels.kinds import KINDS
+from fuelrail.pipeline.channels.laws import LAWS, Motion
+from fuelrail.pipeline.errors import ConfigError, ImageError, SchemaError
 from fuelrail.pipeline.sample.image_header import probe, unpack_png
 from fuelrail.pipeline.transforms.image_map import ImageMap, apply_to_intrinsics
 from fuelrail.sharding.sources.files import LFS_MAGIC
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.sample.schema import Geometry, Meta
     from fuelrail.sharding.planning.recipe import ImageRecipe
@@ -157,6 +163,48 @@ def transcode(data: Buffer, extension: str, recipe: ImageRecipe) -> bytes:
         pixels = np.ascontiguousarray(cv2.resize(pixels, wanted, interpolation=cv2.INTER_AREA))
     encoded: bytes = simplejpeg.encode_jpeg(pixels, recipe.quality, colours, "420")
     return encoded
+
+
+def stored_channel(channel: Channel, recipe: ImageRecipe | None) -> Channel:
+    """Return the entry of a channel as it is stored: a raster is scaled with the image that it lies on.
+
+    That an array has one shape means that the images have one size: ``fraction`` times its sides. Raises ImageError for
+    a raster that would grow.
+    """
+    if recipe is None or channel.law.name != "image":
+        return channel
+    fraction, (height, width) = channel.law.fraction or 1, channel.shape[:2]
+    sides: tuple[int | None, int | None] = None, None
+    if channel.kind != "image" and height is not None and width is not None:
+        sides = _raster_size(stored_size(recipe, (width * fraction, height * fraction)), fraction)[::-1]
+    return msgspec.structs.replace(channel, shape=(*sides, *channel.shape[2:]))
+
+
+def scale_value(
+    data: Buffer, channel: Channel, stored: Channel, sizes: Mapping[str, tuple[int, int]], recipe: ImageRecipe
+) -> bytes:
+    """Scale what lies on a camera's image with the image, by the channel's law; ``sizes`` are the source's (w, h) [px].
+
+    Raises MemberError for bytes that are not as the table says, and where the sample lacks the image.
+    """
+    camera = channel.law.camera or ""
+    if camera not in sizes:
+        raise SchemaError(f"channel '{channel.name}' lies on the image of '{camera}', which the sample lacks")
+    image_map = ImageMap.identity(sizes[camera]).resize(*stored_size(recipe, sizes[camera]))
+    if channel.law.name == "image":  # onto the pixels of a raster, the last of which may end outside of the image
+        fraction = channel.law.fraction or 1
+        a, b, tx, c, d, ty = (number / fraction for number in image_map.coefficients)
+        image_map = dataclasses.replace(
+            image_map, coefficients=(a, b, tx, c, d, ty), out_wh=_raster_size(image_map.out_wh, fraction),
+            visible=(0.0, 0.0, math.inf, math.inf),
+        )  # fmt: skip
+    kind = KINDS[channel.kind]
+    moved = LAWS[channel.law.name].move(kind.decode(data, channel), channel, Motion({camera: image_map}))
+    return kind.encode(moved, stored)
+
+
+def _raster_size(image_wh: tuple[int, int], fraction: int) -> tuple[int, int]:
+    return -(-image_wh[0] // fraction), -(-image_wh[1] // fraction)
 
 
 def scale_geometry(geometry: Geometry, recipe: ImageRecipe) -> Geometry:

@@ -5,7 +5,7 @@ step        what it does                                        for
 ==========  ==================================================  ====================
 read        the bytes of the file, or what the source makes     every sensor member
 check       the image is complete and has the size it should    images
-transcode   scale and encode again                              a recipe with images
+transcode   scale and encode again                              a recipe with images; what lies on images too
 restart     add restart markers to the JPEG                     ``jpeg: restart``
 encode      compress with the codec of the field                every member
 ==========  ==================================================  ====================
@@ -18,11 +18,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from fuelrail.pipeline.errors import ImageError, SourceError
+from fuelrail.pipeline.errors import ImageError, MemberError, SourceError
 from fuelrail.pipeline.sample.schema import IMAGE_EXTENSIONS
 from fuelrail.sharding.planning.recipe import codec_of
 from fuelrail.sharding.sources.source import PlacedSource
-from fuelrail.sharding.write.images import image_size, stored_field, stored_size, transcode, with_restart_rows
+from fuelrail.sharding.write.images import (
+    image_size,
+    scale_value,
+    stored_channel,
+    stored_field,
+    stored_size,
+    transcode,
+    with_restart_rows,
+)
 from fuelrail.sharding.write.packer import RawMember
 
 if TYPE_CHECKING:
@@ -36,8 +44,10 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.source import MemberSource
     from fuelrail.sharding.write.blocks import ReadBuffer
 
-Step = Callable[["Reference", "Buffer"], "Buffer"]
-"""From a member's bytes to its bytes after the step; raises ImageError or SourceError."""
+Sizes = dict[str, tuple[int, int]]
+"""Width and height [px] of the source's image of each camera of a sample."""
+Step = Callable[["Reference", "Buffer", Sizes], "Buffer"]
+"""From a member's bytes to its bytes after the step; raises MemberError or SourceError."""
 
 
 class Chain(NamedTuple):
@@ -66,7 +76,7 @@ class Members:
         """
         self._source, self._placed = source, source if isinstance(source, PlacedSource) else None
         self._recipe, self._lidars, self._buffer, self._place = recipe, lidars, buffer, place
-        self._extra, self._extra_fields = extra, {channel.field for channel in extra}
+        self._extra, self._extra_fields = extra, {channel.field: channel for channel in extra}
         self._chains: dict[str, Chain] = {}
         self._codecs: dict[str, str] = {}
 
@@ -78,13 +88,14 @@ class Members:
         sizes: dict[str, set[tuple[int, int]]],
     ) -> None:
         """Run the sensor members of sample ``key`` through their chains into ``raw``; ``sizes`` gets image sizes."""
+        source_sizes = {one.name.partition(".")[0]: (one.width, one.height) for one in references if one.width}
         for member in references:
             chain = self._chains.get(member.name) or self._build(member.name)
             data: Buffer = b""
             try:
                 for step in chain.steps:
-                    data = step(member, data)
-            except ImageError as error:
+                    data = step(member, data, source_sizes)
+            except MemberError as error:
                 raise SourceError(f"{self._where(key, member)}: {error}") from error
             if chain.field in raw:
                 raise SourceError(f"{self._where(key, member)}: duplicate field '{chain.field}' in the sample")
@@ -103,22 +114,25 @@ class Members:
     def _build(self, name: str) -> Chain:
         """Choose the steps of a field of the source."""
         recipe, images = self._recipe, self._recipe.images
-        if name in self._extra_fields:
-            chain = self._chains[name] = Chain(name, None, (self._read,))
+        steps: list[Step] = [self._read]
+        if (extra := self._extra_fields.get(name)) is not None:
+            if images is not None and extra.law.name in ("image", "image_points"):
+                stored = stored_channel(extra, images)
+                steps.append(lambda _, data, sizes: scale_value(data, extra, stored, sizes, images))
+            chain = self._chains[name] = Chain(name, None, tuple(steps))
             return chain
         channel, _, extension = name.partition(".")
         field, is_image = stored_field(name, images), extension in IMAGE_EXTENSIONS
-        steps: list[Step] = [self._read]
         if is_image:
             steps.append(_check)
             if images is not None:
-                steps.append(lambda member, data: transcode(data, member.name.partition(".")[2], images))
+                steps.append(lambda member, data, _: transcode(data, member.name.partition(".")[2], images))
         if field.endswith(".jpg") and recipe.jpeg == "restart":
-            steps.append(lambda _, data: with_restart_rows(data))
+            steps.append(lambda _, data, __: with_restart_rows(data))
         chain = self._chains[name] = Chain(field, channel if is_image else None, tuple(steps))
         return chain
 
-    def _read(self, member: Reference, _: Buffer) -> Buffer:
+    def _read(self, member: Reference, _: Buffer, __: Sizes) -> Buffer:
         place = None if self._placed is None else self._placed.place(member.ref)
         if place is None:
             return self._source.open(member.ref)
@@ -133,7 +147,7 @@ class Members:
         return f"image '{member.ref}' of {self._place} (sample {key})"
 
 
-def _check(member: Reference, data: Buffer) -> Buffer:
+def _check(member: Reference, data: Buffer, _: Sizes) -> Buffer:
     """Check that an image is complete, and that its size is the one in the source's tables."""
     if len(data) != member.bytes and not member.is_estimate:
         raise ImageError(f"had {member.bytes} bytes when the run started and has {len(data)} now")

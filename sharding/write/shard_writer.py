@@ -34,6 +34,7 @@ from fuelrail.sharding.write.blocks import ReadBuffer
 from fuelrail.sharding.write.images import (
     scale_geometry,
     scale_meta,
+    stored_channel,
 )
 from fuelrail.sharding.write.member_check import MemberCheck
 from fuelrail.sharding.write.members import Members
@@ -149,7 +150,8 @@ class ShardWriter:
                 packer: ShardPacker = FramedPacker(file, number, level, self._buffer)
             else:
                 packer = ShardPacker(file, number, level, job.dictionary, self._buffer)
-            check = MemberCheck(job.rig, self._place, job.channels)
+            stored = [stored_channel(channel, job.recipe.images) for channel in job.channels]
+            check = MemberCheck(job.rig, self._place, stored)
             for row in self._rows_of(shard):
                 encoded = self._table.encoded_row(row)
                 digest.add(encoded)

@@ -82,7 +82,7 @@ class TestTables:
     def test_tables(self, title, schema) -> None:
         text = section(title)
         stated = [[cell.strip().strip("`") for cell in x.split("|")[1:3]] for x in text.splitlines() if x[:3] == "| `"]
-        kinds = {"binary(32)": "fixed_size_binary[32]", "binary(16)": "fixed_size_binary[16]"}
+        kinds = {"binary(32)": "fixed_size_binary[32]"}
         assert [(name, kinds.get(kind, kind)) for name, kind in stated] == [(f.name, str(f.type)) for f in schema]
         for key, value in schema.metadata.items():
             assert f"`{key.decode()}` = `{value.decode()}`" in text

@@ -287,9 +287,26 @@ def test_a_missing_file_of_an_optional_channel_is_an_absent_member(copy, tmp_pat
     assert faults(tmp_path / "out") == []
 
 
-def test_images_are_not_scaled_away_from_what_lies_on_them(copy, tmp_path) -> None:
-    with pytest.raises(SourceError, match="'instances_cam_front' lies on the stored images of 'cam_front', which"):
-        shard(f"nuscenes:{copy}", tmp_path / "out", workers=1, images={"resize": 0.5})
+@pytest.mark.parametrize("images", [{"resize": 0.5}, {"size": (151, 77)}])
+def test_what_lies_on_images_is_scaled_with_them(drive, tmp_path, images) -> None:
+    """As the loader would move it: the mask of a half image is the mask of the image, resized to half by the loader."""
+    source, boxes2d = f"nuscenes:{drive / 'drive'}", {"channels": ["boxes2d"]}
+    shard(source, tmp_path / "out", workers=1, options=boxes2d, images=images)
+    shard(source, tmp_path / "whole", workers=1, options=boxes2d)
+    assert faults(tmp_path / "out") == []
+    dataset, before = open_dataset(tmp_path / "out"), open_dataset(tmp_path / "whole")
+    width, height = images.get("size", (160, 90))
+    for number in range(len(dataset)):
+        scaled, whole = values(dataset, number), values(before, before.position(dataset[number].key))
+        mask = scaled["instances_cam_front"]
+        v, u = (((np.arange(to) + 0.5) * of / to).astype(int) for to, of in ((height, 180), (width, 320)))
+        np.testing.assert_array_equal(mask, whole["instances_cam_front"][v][:, u])
+        boxes, all_boxes = scaled["boxes2d_cam_front"]["box"], whole["boxes2d_cam_front"]["box"]
+        scale = np.array([width / 320, height / 180] * 2)
+        np.testing.assert_allclose(boxes, (all_boxes + 0.5) * scale - 0.5, atol=1e-3)
+        depth = scaled["depth_cam_front"]
+        assert depth.shape == (-(-height // 4), -(-width // 4))
+        assert (depth > 0).mean() == pytest.approx((whole["depth_cam_front"] > 0).mean(), abs=0.05)
 
 
 def test_a_channel_of_an_unknown_kind_is_refused_only_where_it_is_selected(drive, tmp_path) -> None:

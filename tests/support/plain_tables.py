@@ -59,6 +59,8 @@ def check_files(root: Path, manifest: dict[str, Any]) -> None:
         data = (root / name).read_bytes()
         blocks += b"".join(hashlib.sha256(data[at : at + 2**20]).digest() for at in range(0, len(data), 2**20))
     assert (root / "blocks.sha256").read_bytes() == blocks
-    keys = [row["key"] for row in rows_of(root / "index.arrow")]
-    entries = sorted((xxhash.xxh3_64_intdigest(key.encode()), number) for number, key in enumerate(keys))
-    assert [row["entry"] for row in rows_of(root / "keys.arrow")] == [struct.pack("<QQ", *entry) for entry in entries]
+    entries = sorted(
+        (xxhash.xxh3_64_intdigest(row["key"].encode()), number, row["offset"], row["length"], row["shard"])
+        for number, row in enumerate(rows_of(root / "index.arrow"))
+    )
+    assert [row["entry"] for row in rows_of(root / "keys.arrow")] == [struct.pack("<QQQII", *one) for one in entries]

@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -20,7 +22,7 @@ from fuelrail.pipeline.storage.files import open_file
 from fuelrail.pipeline.storage.private import open_file as open_private
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -32,8 +34,12 @@ BLOCK_BYTES: Final = 1 << 20
 DIGEST_BYTES: Final = 32
 TABLE_FILES: Final = ("shards.arrow", "index.arrow", "keys.arrow")
 """The files that have block digests, in the order in which ``blocks.sha256`` holds these."""
+HEAD_BYTES: Final = 4 << 10
+"""More than lies before the columns in a table of one record batch: schema and message take some hundred bytes each."""
 _MAX_RUN: Final = 16
 """Blocks of one range request at most."""
+_MAX_REQUESTS: Final = 8
+"""Range requests at once at most."""
 
 
 def num_blocks(num_bytes: int) -> int:
@@ -96,17 +102,24 @@ class BlockFile:
         if self._digests is not None:
             low, high = first // BLOCK_BYTES, num_blocks(end)
             if 0 in self._good[low:high]:
-                self._check(low, high)
+                self._check(range(low, high))
         return self._view[first:end]
 
-    def _check(self, low: int, high: int) -> None:
-        missing = []
-        for block in range(low, high):
+    def need_parts(self, *parts: tuple[int, int]) -> None:
+        """As :meth:`need` for parts (first byte, end) inside the file, where any can be missing: in one round trip."""
+        if self._read is not None:
+            blocks = {block for first, end in parts for block in range(first // BLOCK_BYTES, num_blocks(end))}
+            self._check(sorted(blocks))
+
+    def _missing(self, blocks: Sequence[int]) -> list[int]:
+        """Those of the blocks that do not have the bytes of their digests."""
+        for block in blocks:
             if not self._good[block]:
-                if self._matches(block, self._view[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]):
-                    self._good[block] = 1
-                else:
-                    missing.append(block)
+                self._good[block] = self._matches(block, self._view[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES])
+        return [block for block in blocks if not self._good[block]]
+
+    def _check(self, blocks: Sequence[int]) -> None:
+        missing = self._missing(blocks)
         if not missing:
             return
         if self._read is None:
@@ -121,14 +134,14 @@ class BlockFile:
                 runs[-1] = range(runs[-1].start, block + 1)
             else:
                 runs.append(range(block, block + 1))
-        for run in runs:
-            self._fetch(run, self._read)
+        with ThreadPoolExecutor(min(len(runs), _MAX_REQUESTS)) as pool:
+            list(pool.map(partial(self._fetch, self._read), runs))
 
     def _matches(self, block: int, data: memoryview | bytes) -> bool:
         assert self._digests is not None
         return hashlib.sha256(data).digest() == self._digests[DIGEST_BYTES * block : DIGEST_BYTES * (block + 1)]
 
-    def _fetch(self, run: range, read: Read) -> None:
+    def _fetch(self, read: Read, run: range) -> None:
         first, end = run.start * BLOCK_BYTES, min(run.stop * BLOCK_BYTES, len(self._view))
         for attempt in range(2):  # bytes are read twice before they are called wrong
             data = memoryview(read(first, end))
@@ -163,6 +176,13 @@ class BlockFile:
         except (OSError, ValueError, pa.ArrowException, IndexFileError) as error:
             raise IndexFileError(f"index '{self.path}' cannot be opened: {error}") from error
 
+    def has_batch(self, number: int) -> bool:
+        """Whether the whole of a record batch is here, so that :meth:`need_batch` fetches nothing."""
+        if self._read is None:
+            return True
+        first, end = batch_range(self._view, number)
+        return not self._missing(range(first // BLOCK_BYTES, num_blocks(end)))
+
     def need_batch(self, number: int) -> None:
         """Have the whole of a record batch here, if blocks of it can be missing."""
         if self._read is not None:
@@ -184,7 +204,7 @@ class FixedColumns:
             raise IndexFileError(f"'{file.path}' does not have the columns and the one record batch of this version")
         try:
             first, end = batch_range(memoryview(file.map), 0)
-            file.need(first, min(end, first + BLOCK_BYTES))  # the message's head, of some hundred bytes
+            file.need(first, min(end, first + HEAD_BYTES))
             check_plain(memoryview(file.map), 0)
             batch = reader.get_batch(0)
             batch.validate()

@@ -1,17 +1,17 @@
-"""``keys.arrow``: the row of a key, by a table that is sorted by the keys' hashes. FORMAT.md has the rules."""
+"""``keys.arrow``: row and place of a key, by a table sorted by the hashes of the keys. FORMAT.md has the rules."""
 
 from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import xxhash
 
 from fuelrail.pipeline.errors import IndexFileError
-from fuelrail.pipeline.format.index.blocks import FixedColumns
+from fuelrail.pipeline.format.index.blocks import HEAD_BYTES, FixedColumns
 from fuelrail.pipeline.storage.columns import Disk
 
 if TYPE_CHECKING:
@@ -25,11 +25,22 @@ if TYPE_CHECKING:
 
 KEYS_FILE: Final = "keys.arrow"
 
-_SCHEMA: Final = pa.schema([pa.field("entry", pa.binary(16), nullable=False)], metadata={"fuelrail.keys.version": "1"})
-ENTRY: Final = np.dtype([("xxh3", "<u8"), ("row", "<u8")])
-"""An entry: XXH3-64 of the key in UTF-8, and the key's row in the index."""
+ENTRY: Final = np.dtype([("xxh3", "<u8"), ("row", "<u8"), ("offset", "<u8"), ("length", "<u4"), ("shard", "<u4")])
+"""An entry: XXH3-64 of the key in UTF-8, the key's row in the index, and the place of its span."""
+_SCHEMA: Final = pa.schema(
+    [pa.field("entry", pa.binary(ENTRY.itemsize), nullable=False)], metadata={"fuelrail.keys.version": "1"}
+)
 _ROWS_AT_ONCE: Final = 1 << 16
 _BUCKET_ROWS: Final = 1 << 20
+
+
+class KeyEntry(NamedTuple):
+    """What the table has of a key: its row in the index, and where the index has its span."""
+
+    row: int
+    offset: int
+    length: int
+    shard: int
 
 
 def key_hash(key: str) -> int:
@@ -46,6 +57,8 @@ def sorted_entries(index: SampleIndex, folder: Path) -> NDArray[np.void]:
         part = np.empty(len(keys), ENTRY)
         part["xxh3"] = [xxhash.xxh3_64_intdigest(key.encode()) for key in keys]
         part["row"] = np.arange(first, first + len(keys))
+        for name in KeyEntry._fields[1:]:
+            part[name] = index.column(name, first, first + len(keys))
         column.append(part)
         index.release()
     entries: NDArray[np.void] = column.values
@@ -74,7 +87,7 @@ def _sorted_by_buckets(entries: NDArray[np.void], bits: int, disk: Disk) -> NDAr
         counts += np.bincount((part["xxh3"] >> shift).astype(np.int64), minlength=1 << bits)
     ends = np.cumsum(counts)
     places = ends - counts
-    out: NDArray[np.void] = disk.filled(0, len(entries) * 2, np.uint64).view(ENTRY)
+    out: NDArray[np.void] = disk.filled(0, len(entries) * ENTRY.itemsize, np.uint8).view(ENTRY)
     for part in parts():
         bucket = (part["xxh3"] >> shift).astype(np.int64)
         order = np.argsort(bucket, kind="stable")
@@ -96,7 +109,7 @@ def write_keys(path: Path, index: SampleIndex) -> None:
 def write_entries(path: Path, entries: NDArray[np.void]) -> None:
     """Write a table of sorted entries."""
     data = pa.py_buffer(np.ascontiguousarray(entries).view(np.uint8)) if len(entries) else pa.py_buffer(b"")
-    array = pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), len(entries), [None, data])
+    array = pa.FixedSizeBinaryArray.from_buffers(_SCHEMA.field(0).type, len(entries), [None, data])
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, _SCHEMA) as writer:
         writer.write_batch(pa.RecordBatch.from_arrays([array], schema=_SCHEMA))
 
@@ -109,11 +122,16 @@ class KeyTable:
         self._opened, self._num_samples = opened, num_samples
 
     @cached_property
+    def _file(self) -> BlockFile:
+        return self._opened()
+
+    @cached_property
     def _columns(self) -> FixedColumns:
-        file = self._opened()
-        columns = FixedColumns(file, _SCHEMA, {"entry": ENTRY})
+        columns = FixedColumns(self._file, _SCHEMA, {"entry": ENTRY})
         if columns.num_rows != self._num_samples:
-            raise IndexFileError(f"'{file.path}' has {columns.num_rows} keys, the index {self._num_samples} samples")
+            raise IndexFileError(
+                f"'{self._file.path}' has {columns.num_rows} keys, the index {self._num_samples} samples"
+            )
         return columns
 
     def entries(self) -> NDArray[Any]:
@@ -128,16 +146,20 @@ class KeyTable:
             if not np.array_equal(self._columns.read("entry", first, end), wanted[first:end]):
                 raise IndexFileError(f"the rows from {first} on are not those of the keys of the index")
 
-    def rows(self, key: str) -> list[int]:
-        """The rows whose key has the hash of this one: hardly ever more than one, and none where there is no such key.
+    def find(self, key: str) -> list[KeyEntry]:
+        """The entries whose key has the hash of this one: hardly ever more than one, none where there is no such key.
 
         The hashes are spread evenly, so the place of one among n is known to within a few times the square root of n:
         one range of the table is read. Raises IndexFileError for a table that is damaged.
         """
         wanted, total = key_hash(key), self._num_samples
-        width = 4 * math.isqrt(total) + 64
+        width = 2 * math.isqrt(total) + 64
+        guess = (wanted * total) >> 64
+        if "_columns" not in self.__dict__:  # the file's beginning and end too, which say where the entries are
+            end = len(self._file.map)
+            low, high = (min(max(guess + side, 0) * ENTRY.itemsize, end - 1) for side in (-width, width))
+            self._file.need_parts((0, 1), (low, min(high + HEAD_BYTES, end)), (end - 1, end))
         while True:
-            guess = (wanted * total) >> 64
             low, high = max(guess - width, 0), min(guess + width, total)
             part: Any = self._columns.read("entry", low, high)
             hashes = part["xxh3"]
@@ -146,8 +168,8 @@ class KeyTable:
             if (first > 0 or low == 0) and (end < high - low or high == total):
                 break
             width *= 16
-        found: list[int] = part["row"][first:end].tolist()
-        for row in found:
-            if row >= total:
-                raise IndexFileError(f"keys.arrow puts key '{key}' at row {row}, the index has {total}")
+        found = [KeyEntry(*entry) for entry in part[list(KeyEntry._fields)][first:end].tolist()]
+        for entry in found:
+            if entry.row >= total:
+                raise IndexFileError(f"keys.arrow puts key '{key}' at row {entry.row}, the index has {total}")
         return found

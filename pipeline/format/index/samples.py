@@ -281,6 +281,10 @@ class SampleIndex:
             Members(members, starts[at], starts[at + 1]), False,
         ))  # fmt: skip
 
+    def has_row(self, index: int) -> bool:
+        """Whether nothing has to be fetched to read a row."""
+        return self._source.has_batch(index // ROWS_PER_BATCH)
+
     def column(self, name: str, first: int = 0, end: int | None = None) -> NDArray[Any]:
         """A scalar column (frame, timestamp_ns, shard, offset, length or xxh3) of rows first to end - 1, copied."""
         at = _SCALARS.index(name)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 WHOLE_BYTES: Final = 64 << 20
 """Tables at a URL of up to this size are fetched as a whole, larger ones by blocks."""
+_WHOLE_KEYS_BYTES: Final = 4 << 20
+"""As that, of the table of keys: a look-up needs a block or two of it."""
 MAX_BLOCKS_BYTES: Final = 64 << 20
 """Of ``blocks.sha256``: the digests of 2 TiB of tables."""
 
@@ -76,7 +78,8 @@ class _Opener:
     def table(self, name: str) -> BlockFile:
         """A table. At a URL it comes as a whole or by blocks; here the blocks of ``shards.arrow`` are checked."""
         entry, path = self._entry(name), self._folder / name
-        if self._origin is not None and entry.bytes > WHOLE_BYTES:
+        whole = min(WHOLE_BYTES, _WHOLE_KEYS_BYTES) if name == KEYS_FILE else WHOLE_BYTES
+        if self._origin is not None and entry.bytes > whole:
             read: Callable[[int, int], bytes] = partial(self._origin.read, name)
             return open_sparse(path, entry.bytes, self._digests(name), read)
         if self._origin is not None:

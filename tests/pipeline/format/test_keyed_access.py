@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import pickle
 import re
+import threading
 
 import numpy as np
 import pyarrow as pa
@@ -15,8 +16,8 @@ from hypothesis import strategies as st
 
 from fuelrail.pipeline.errors import ChecksumError, ConfigError, IndexFileError
 from fuelrail.pipeline.format import fetch
-from fuelrail.pipeline.format.dataset import open_dataset
-from fuelrail.pipeline.format.index import tables
+from fuelrail.pipeline.format.dataset import Dataset, open_dataset
+from fuelrail.pipeline.format.index import blocks, keys, samples, tables
 from support.datasets import CAMERAS, LIDAR, build_dataset
 from support.fault_server import FaultServer
 from support.hostile import small_dataset
@@ -120,12 +121,58 @@ def test_one_request_for_a_sample_whose_tables_are_here(tmp_path, monkeypatch) -
             return [request.name for request in server.requests[before:]]
 
         dataset = open_dataset(server.url, cache_dir=tmp_path / "cache")
-        # The index's only block came when the dataset was opened. Of a large one its block comes in between: each
-        # answer says what to ask next, the row of the key, the place of the row, the sample.
+        # The index's only block came when the dataset was opened.
         assert requested("clip-0000-000002") == ["keys.arrow", "train-000000.tar"]
         assert requested("clip-0000-000001") == requested(3, channels=["cam_back", "boxes"]) == ["train-000000.tar"]
         dataset = open_dataset(server.url, cache_dir=tmp_path / "cache")
         assert requested("clip-0000-000000") == ["train-000000.tar"]
+
+
+@pytest.mark.network
+def test_two_round_trips_for_a_key_of_which_nothing_is_here(tmp_path, monkeypatch) -> None:
+    """The table of keys says where the sample is: its row and its bytes are asked for at the same time."""
+    for module in (fetch, tables):
+        monkeypatch.setattr(module, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 512)
+    monkeypatch.setattr(samples, "ROWS_PER_BATCH", 4)
+    build_dataset(tmp_path / "d", {"train": (8, 8)}, size=(64, 48))
+    front = open_dataset(tmp_path / "d").read(5, ["cam_front"])
+    with FaultServer(tmp_path / "d") as server:
+        together, waits = threading.Barrier(2, timeout=60), list[str]()
+        fetched, read = fetch.RemoteFolder.read, Dataset._read
+
+        def fetch_with_the_other(self, name, first, end):
+            if name == "index.arrow" and waits:
+                waits.pop()
+                together.wait()
+            return fetched(self, name, first, end)
+
+        def read_with_the_other(self, path, row):
+            together.wait()
+            return read(self, path, row)
+
+        monkeypatch.setattr(fetch.RemoteFolder, "read", fetch_with_the_other)
+        dataset = open_dataset(server.url, cache_dir=tmp_path / "cache")
+        monkeypatch.setattr(Dataset, "_read", read_with_the_other)
+        waits.append("the first part of the row")
+        assert dataset["clip-0000-000002"].key == "clip-0000-000002"
+        waits.append("the first part of the row")
+        assert dataset.read("clip-0001-000001", ["cam_front"]) == front
+        monkeypatch.setattr(Dataset, "_read", read)
+        before = len(server.requests)
+        assert dataset["clip-0001-000003"].key == "clip-0001-000003"  # its part of the index is here now
+        assert [request.name for request in server.requests[before:]] == ["train-000000.tar"]
+
+
+@pytest.mark.network
+def test_a_wrong_place_in_the_table_of_keys_is_not_taken(tmp_path, monkeypatch) -> None:
+    build_dataset(tmp_path / "d", {"train": (4,)}, size=(64, 48))
+    monkeypatch.setattr(samples.SampleIndex, "has_row", lambda *_: False)
+    found = keys.KeyTable.find
+    monkeypatch.setattr(keys.KeyTable, "find", lambda *given: [one._replace(offset=0) for one in found(*given)])
+    with FaultServer(tmp_path / "d") as server:
+        dataset = open_dataset(server.url, cache_dir=tmp_path / "cache")
+        assert dataset["clip-0000-000003"].key == "clip-0000-000003"
 
 
 def test_the_table(tmp_path) -> None:

@@ -128,7 +128,25 @@ class TestKeys:
         table = KeyTable(lambda: BlockFile(tmp_path / "keys.arrow"), len(index))
         for number in (0, 1, 9_999, 19_998, 19_999):
             first = number // 3 * 3
-            assert table.rows(all_keys[number]) == list(range(first, min(first + 3, 20_000)))
+            rows = range(first, min(first + 3, 20_000))
+            places = [index.row(row) for row in rows]
+            assert table.find(all_keys[number]) == [
+                (row, place.offset, place.length, place.shard) for row, place in zip(rows, places, strict=True)
+            ]
+
+    def test_the_parts_of_a_first_look_up_are_fetched_together(self, many, tmp_path, monkeypatch) -> None:
+        index = open_dataset(many).index
+        monkeypatch.setattr(blocks, "BLOCK_BYTES", 8192)
+        path = many / "keys.arrow"
+        data, together = path.read_bytes(), threading.Barrier(3, timeout=60)
+
+        def read(first: int, end: int) -> bytes:
+            together.wait()
+            return data[first:end]
+
+        opened = blocks.open_sparse(tmp_path / "keys.arrow", len(data), blocks.block_digests(path), read)
+        middle = keys.sorted_entries(index, tmp_path)["row"][10_000]
+        assert [entry.row for entry in KeyTable(lambda: opened, len(index)).find(index.row(middle).key)] == [middle]
 
     def test_rows_outside_the_index_are_refused(self, tmp_path) -> None:
         build_dataset(tmp_path / "d", {"train": (3,)}, size=(32, 24))
@@ -146,7 +164,7 @@ class TestKeys:
     def test_a_table_of_another_dataset(self, many, tmp_path) -> None:
         table = KeyTable(lambda: BlockFile(many / "keys.arrow"), 7)
         with pytest.raises(IndexFileError, match="has 20000 keys, the index 7 samples"):
-            table.rows("a")
+            table.find("a")
 
     @pytest.mark.parametrize("seed", range(30))
     def test_flipped_bytes_are_an_error_or_no_key(self, tmp_path, seed) -> None:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import random
 import shutil
+import signal
 import tarfile
+import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,6 +24,7 @@ from fuelrail.sharding.write.layers import writer as writer_module
 from fuelrail.sharding.write.layers.rebase import rebase_layer
 from fuelrail.sharding.write.layers.writer import LayerWriter
 from support.datasets import build_dataset
+from support.forked import fork, join
 from support.layers import TABLE, digests, values_of, write_layer
 
 NUM_SAMPLES = 12
@@ -47,6 +53,45 @@ def test_bytes_do_not_depend_on_who_wrote_what(base, tmp_path, monkeypatch) -> N
         writer.finish()
         writer.finish()
         assert digests(out) == expected
+
+
+def write_as_rank(base, out, rank: int, world: int) -> None:
+    """Write every ``world``-th row that is not there, and finish the layer where all rows are there."""
+    with LayerWriter(base, out, channels=TABLE) as writer:
+        done = writer.written()
+        for position in range(rank, NUM_SAMPLES, world):
+            if not done[position]:
+                writer.write(position, values_of(position))
+                writer.flush()
+    if writer.written().all():
+        writer.finish()
+
+
+def ranks(base, out, world: int) -> list[int]:
+    """A process for each rank; their ids."""
+    return [fork(partial(write_as_rank, base, out, rank, world)) for rank in range(world)]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("num_kills", [8, pytest.param(100, marks=pytest.mark.slow)])
+def test_ranks_and_kills_do_not_show_in_the_bytes(base, tmp_path, num_kills) -> None:
+    expected = digests(write_layer(base, tmp_path / "alone" / "teacher"))
+    for world in (1, 2, 4):
+        out = tmp_path / str(world) / "teacher"
+        assert [join(pid) for pid in ranks(base, out, world)] == [0] * world
+        assert digests(out) == expected
+    rng, out, done = random.Random(0), tmp_path / "killed" / "teacher", 0
+    while done < num_kills:
+        if (out / "dataset.json").exists():
+            assert digests(out) == expected
+            shutil.rmtree(out)
+        running = ranks(base, out, rng.choice((1, 2, 4)))
+        time.sleep(rng.uniform(0.0, 0.15))
+        for pid in running:
+            os.kill(pid, signal.SIGKILL)
+            done += join(pid) == -signal.SIGKILL
+    assert join(ranks(base, out, 1)[0]) == 0
+    assert digests(out) == expected
 
 
 def test_ten_layers_change_no_byte_of_the_base(base, tmp_path) -> None:
