@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
@@ -62,7 +63,7 @@ DEFAULT_STORAGE = StorageOptions()
 DEFAULT_POLICY = BadSamplePolicy()
 
 
-class DataLoader(LookableLoader):
+class DataLoader(LookableLoader, AbstractContextManager["DataLoader"]):
     """Iterates over batches of a Fuelrail dataset, as torch's DataLoader does over its own.
 
     ::

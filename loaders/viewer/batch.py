@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from contextlib import AbstractContextManager
+from abc import ABC, abstractmethod
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -51,7 +50,7 @@ class Picture(NamedTuple):
         return png(self.pixels)
 
 
-class LookableLoader(AbstractContextManager["LookableLoader"]):
+class LookableLoader(ABC):
     """What a loader shows of itself; `fuelrail.loaders.loader.DataLoader` is one."""
 
     dataset: Dataset
@@ -185,7 +184,7 @@ class _Frames:
     def since_s(self) -> NDArray[np.float64]:
         """Return the seconds of each frame since the sample's own time."""
         times = self.entry("timestamp_ns")
-        return (times - times[self.key]) / _NS_PER_S
+        return np.asarray((times - times[self.key]) / _NS_PER_S)
 
     def points(self) -> NDArray[np.floating[Any]]:
         """Return the lidar's points in the ego of the sample's own frame, [P, 3]; none where the batch has none."""
@@ -229,7 +228,7 @@ def _array(value: Any) -> NDArray[Any]:  # noqa: ANN401
 
 
 def _moved(points: NDArray[np.float64], matrix: NDArray[np.float64]) -> NDArray[np.float64]:
-    return points @ matrix[:3, :3].T + matrix[:3, 3]
+    return np.asarray(points @ matrix[:3, :3].T + matrix[:3, 3])
 
 
 def _undo(img: torch.Tensor, normalize: Normalize | None) -> NDArray[np.uint8]:
