@@ -64,6 +64,7 @@ pictures: demo
 	$(FUELRAIL) view $(DEMO)/dataset scene-9003-000004 --image $(DEMO)/small.yaml --train --output docs/assets/sample.png
 	chromium --headless --no-sandbox --disable-gpu --hide-scrollbars --window-size=1000,705 \
 		--screenshot=docs/assets/report.png "file://$(abspath $(DEMO))/bench/report.html"
+	$(BIN)/python -m fuelrail.bench.studies.compare.plots bench/results/compare.json docs/assets/compare.svg
 
 test: setup
 	$(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile

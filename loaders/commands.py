@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 def _configure_view(parser: argparse.ArgumentParser) -> None:
-    from fuelrail.loaders.contact_sheet import ViewOptions
     from fuelrail.loaders.integrations.rerun import RecordOptions
+    from fuelrail.loaders.viewer.view import ViewOptions
 
     parser.add_argument("dataset", metavar="DATASET", help="folder of a Fuelrail dataset")
     parser.add_argument("key", nargs="?", help="sample key (default: the first sample of the dataset)")
@@ -34,8 +34,8 @@ def _configure_view(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_view(args: argparse.Namespace) -> int:
-    from fuelrail.loaders.contact_sheet import ViewOptions, view
     from fuelrail.loaders.integrations.rerun import RecordOptions, record_clip
+    from fuelrail.loaders.viewer.view import ViewOptions, view
 
     recording = from_flags(args, RecordOptions).rerun
     if recording is not None:

@@ -21,7 +21,6 @@ from fuelrail.loaders.config import Arguments, StorageOptions, Transforms, refus
 from fuelrail.loaders.decode import BatchDecoder, decodes_on_device
 from fuelrail.loaders.decode.protocol import MAX_LANES, MIN_LANES
 from fuelrail.loaders.distributed import check_ranks_agree, detect_world, resolve_world, warn_of_workers
-from fuelrail.loaders.records import describe_batch
 from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy, BadSamples
 from fuelrail.loaders.schedule.datasets import open_all, require_lidar
 from fuelrail.loaders.schedule.layers import check_epoch, check_views, open_layers
@@ -30,7 +29,8 @@ from fuelrail.loaders.schedule.schedule import ScheduleRequest, make_schedule
 from fuelrail.loaders.schedule.state import STATE_VERSION, LoaderState, decode_state, encode_state, sample_settings
 from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.storage.protocol import add_stats
-from fuelrail.pipeline.errors import ConfigError, FuelrailError, WorldError
+from fuelrail.loaders.viewer.batch import LookableLoader
+from fuelrail.pipeline.errors import FuelrailError, WorldError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, WorkerShard
 from fuelrail.pipeline.order.spec import OrderSpec
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from fuelrail.loaders.batch.counterfactual import LoaderPart
     from fuelrail.loaders.batch.points import Points
     from fuelrail.loaders.config import Budget
-    from fuelrail.loaders.records import BatchDescription
     from fuelrail.loaders.schedule.datasets import DatasetLike
     from fuelrail.loaders.schedule.schedule import Schedule
     from fuelrail.pipeline.format.dataset import Dataset
@@ -64,7 +63,7 @@ DEFAULT_STORAGE = StorageOptions()
 DEFAULT_POLICY = BadSamplePolicy()
 
 
-class DataLoader(AbstractContextManager["DataLoader"]):
+class DataLoader(LookableLoader, AbstractContextManager["DataLoader"]):
     """Iterates over batches of a Fuelrail dataset, as torch's DataLoader does over its own.
 
     ::
@@ -176,7 +175,8 @@ class DataLoader(AbstractContextManager["DataLoader"]):
         self._bad = BadSamples(options.bad_samples, sources, where, self.world.rank)
         transfer = make_transfer(device, options.transforms.normalize, pinned=pin_memory is not False)
         self._make = make_batch_pipeline(options, points_of, sources, self._bad, transfer)
-        chosen = [channel.name for channel in self._make.channels.channels] or None
+        self.selected = self._make.channels.channels
+        chosen = [channel.name for channel in self.selected] or None
         content = sample_settings(options.seed, **options.transforms.content(), channels=chosen)
         self._identity = msgspec.structs.replace(self._supply.identity, settings=content)
         self._num_images = where.frames * len(self._make.cameras)
@@ -309,18 +309,6 @@ class DataLoader(AbstractContextManager["DataLoader"]):
         datasets = {name: (one.url or one.root, one.storage_options) for name, one in self.datasets.items()}
         arguments = msgspec.structs.replace(self._arguments, dataset=None, world=self.world)
         return _unpickle, (arguments, datasets, self.state_dict(), self._start.epoch if self._epoch_is_set else None)
-
-    def describe(self) -> BatchDescription:
-        """Return name, form and meaning of each entry of the next batch, which is loaded apart from the iteration.
-
-        Raises ConfigError where there is none, or where it is no dict.
-        """
-        make, (arguments, *position) = self.__reduce__()
-        with make(msgspec.structs.replace(arguments, check_ranks=False, trace=None), *position) as other:
-            batch = next(iter(other), None)
-        if not isinstance(batch, dict):
-            raise ConfigError(f"the next batch must be a dict, and it is {type(batch).__name__}")
-        return describe_batch(batch, self._make.channels.channels, self.transforms.box_frame)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

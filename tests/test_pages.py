@@ -16,7 +16,7 @@ ROOMS = sorted(page for hall in HALLS for page in (ROOT / hall).rglob("README.md
 PAGES = sorted(
     [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "configs" / "trainers" / "README.md", *ROOMS]
 )
-MAX_README_LINES = 95
+MAX_README_LINES = 90
 MAX_PICTURE_BYTES = 400_000
 MAX_ENTRIES = 12  # of a folder of docs
 
@@ -61,7 +61,7 @@ def test_readme_is_short_and_its_pictures_are_small() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= MAX_README_LINES
     pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
-    assert len(pictures) == 3
+    assert len(pictures) == 4
     for picture in pictures:
         assert 0 < (ROOT / picture).stat().st_size <= MAX_PICTURE_BYTES, picture
 

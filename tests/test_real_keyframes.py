@@ -15,9 +15,10 @@ import pytest
 from fuelrail.__main__ import main
 from fuelrail.loaders import ImageAugment, World
 from fuelrail.loaders.batch.assemble import assemble
-from fuelrail.loaders.contact_sheet import contact_sheet, decode_single
 from fuelrail.loaders.records import BatchSlot, DecodedSample
 from fuelrail.loaders.storage.reader import SampleReader
+from fuelrail.loaders.viewer.drawing import DrawnBoxes, DrawnFrame, contact_sheet
+from fuelrail.loaders.viewer.view import decode_single
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.sample.schema import Boxes
 from support.loaders import make_loader
@@ -148,8 +149,9 @@ def test_boxes_are_drawn_through_the_augmentation(dataset, sample, boxes, tmp_pa
     drawn = replace(sample, boxes=boxes)
     batch = decode_single(drawn, cameras, IMAGE, seed=5, epoch=1, row=0)
     images, ego2img = batch["img"][0].numpy(), batch["ego2img"][0].numpy()
-    sheet = contact_sheet(images, ego2img, cameras, boxes, dataset.manifest.classes)
-    bare = contact_sheet(images, ego2img, cameras, None, dataset.manifest.classes)
+    seen = DrawnBoxes(boxes.corners().astype(np.float64), boxes.label)
+    sheet = contact_sheet([DrawnFrame(images, ego2img, seen)], cameras, dataset.manifest.classes)
+    bare = contact_sheet([DrawnFrame(images, ego2img)], cameras, dataset.manifest.classes)
     assert cv2.imwrite(str(tmp_path / "keyframe.png"), sheet[..., ::-1])
     changed = (sheet[: len(bare)] != bare).any(-1)
     assert 0.005 < changed.mean() < 0.3

@@ -45,9 +45,6 @@ if TYPE_CHECKING:
     from fuelrail.loaders.config import StaticBatches as StaticBatches
     from fuelrail.loaders.config import StorageOptions as StorageOptions
     from fuelrail.loaders.config import Transforms as Transforms
-    from fuelrail.loaders.contact_sheet import ViewOptions as ViewOptions
-    from fuelrail.loaders.contact_sheet import ViewReport as ViewReport
-    from fuelrail.loaders.contact_sheet import view as view
     from fuelrail.loaders.decode.lens import Undistort as Undistort
     from fuelrail.loaders.decode.protocol import DaliOptions as DaliOptions
     from fuelrail.loaders.loader import DataLoader as DataLoader
@@ -55,6 +52,10 @@ if TYPE_CHECKING:
     from fuelrail.loaders.records import BatchDescription as BatchDescription
     from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy as BadSamplePolicy
     from fuelrail.loaders.schedule.layers import LayerOptions as LayerOptions
+    from fuelrail.loaders.viewer.batch import Picture as Picture
+    from fuelrail.loaders.viewer.view import ViewOptions as ViewOptions
+    from fuelrail.loaders.viewer.view import ViewReport as ViewReport
+    from fuelrail.loaders.viewer.view import view as view
     from fuelrail.pipeline.errors import BadSamplesError as BadSamplesError
     from fuelrail.pipeline.errors import ChecksumError as ChecksumError
     from fuelrail.pipeline.errors import CodecError as CodecError
@@ -162,9 +163,10 @@ _PUBLIC: Final = {
     "StorageOptions": "fuelrail.loaders.config",
     "Transforms": "fuelrail.loaders.config",
     "Undistort": "fuelrail.loaders.decode.lens",
-    "view": "fuelrail.loaders.contact_sheet",
-    "ViewOptions": "fuelrail.loaders.contact_sheet",
-    "ViewReport": "fuelrail.loaders.contact_sheet",
+    "Picture": "fuelrail.loaders.viewer.batch",
+    "view": "fuelrail.loaders.viewer.view",
+    "ViewOptions": "fuelrail.loaders.viewer.view",
+    "ViewReport": "fuelrail.loaders.viewer.view",
     # pipeline
     "AttributeWeights": "fuelrail.pipeline.order.weights",
     "BevAugment": "fuelrail.pipeline.transforms.ego",

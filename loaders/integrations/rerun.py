@@ -17,7 +17,6 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fuelrail.loaders.contact_sheet import points_in_ego
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
@@ -137,9 +136,18 @@ def _log_sample(rr: Any, recording: Any, sample: Sample, cameras: list[str]) -> 
                 class_ids=np.maximum(boxes.label, 0),
             ),
         )
-    points = points_in_ego(sample)
+    points = _points_in_ego(sample)
     recording.log("world/ego/lidar", rr.Points3D(points, colors=_by_height(points), radii=0.03))
     return len(sample.images), 0 if boxes is None else len(boxes.boxes3d), len(points)
+
+
+def _points_in_ego(sample: Sample) -> NDArray[np.floating[Any]]:
+    """Return the points of the first lidar, [P, 3] in ego at the sample's time; none where there is no lidar."""
+    if not sample.points:
+        return np.zeros((0, 3))
+    lidar2ego = sample.geometry.lidar2ego[0]
+    points = next(iter(sample.points.values()))[:, :3].astype(np.float64)
+    return np.asarray(points @ lidar2ego[:3, :3].T + lidar2ego[:3, 3])
 
 
 def _by_height(points: NDArray[np.floating[Any]]) -> NDArray[np.uint8]:

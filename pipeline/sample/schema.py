@@ -157,6 +157,17 @@ class Geometry:
         return np.asarray(self.ego2img() @ self.lidar2keyego(lidar)[..., None, :, :])
 
 
+def box_corners(boxes3d: F32, rotation_wxyz: F32) -> F32:
+    """Corners (M, 8, 3) of boxes (M, 7) with rotations (M, 4), in the frame of the boxes.
+
+    Order: x front to back outermost, then y left to right, then z top to bottom.
+    """
+    signs = np.array([[x, y, z] for x in (1, -1) for y in (1, -1) for z in (1, -1)], np.float32) / 2
+    offsets = signs[None] * boxes3d[:, None, 3:6]
+    rotation = rotation_matrices(rotation_wxyz)
+    return np.asarray(np.einsum("mij,mkj->mki", rotation, offsets) + boxes3d[:, None, :3], np.float32)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Boxes:
     """``boxes.safetensors``: 3-D annotations of one sample, in ego at the sample's ``timestamp_ns``."""
@@ -173,11 +184,8 @@ class Boxes:
     valid: Annotated[NDArray[np.uint8], "u1", "M"]  #: lidar + radar points > 0, or unknown
 
     def corners(self) -> F32:
-        """(M, 8, 3): corners in ego. Order: x front to back outermost, then y left to right, then z top to bottom."""
-        signs = np.array([[x, y, z] for x in (1, -1) for y in (1, -1) for z in (1, -1)], np.float32) / 2
-        offsets = signs[None] * self.boxes3d[:, None, 3:6]
-        rotation = rotation_matrices(self.rotation_wxyz)
-        return np.asarray(np.einsum("mij,mkj->mki", rotation, offsets) + self.boxes3d[:, None, :3], np.float32)
+        """Return the corners in ego, (M, 8, 3), as `box_corners` orders them."""
+        return box_corners(self.boxes3d, self.rotation_wxyz)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -93,9 +93,9 @@ def preload() -> None:
     import fuelrail.__main__
     import fuelrail.bench.studies.order.command
     import fuelrail.loaders.commands
-    import fuelrail.loaders.contact_sheet
     import fuelrail.loaders.loader
     import fuelrail.loaders.storage.reader
+    import fuelrail.loaders.viewer.view
     import fuelrail.sharding.commands
     import fuelrail.sharding.verify.dataset  # noqa: F401
 

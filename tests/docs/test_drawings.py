@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from xml.etree import ElementTree
 
@@ -43,3 +44,21 @@ def test_the_resume_shows_the_samples_that_the_order_gives() -> None:
     resumed = delivered(4, 0, 3) + delivered(2, consumed, 3)
     assert list(zip(shown, ranks, strict=True)) == whole + resumed
     assert [sample for sample, _ in whole] == [sample for sample, _ in resumed]
+
+
+def test_the_bars_are_those_of_the_comparison() -> None:
+    """Each loader at its own rate: the recipe with the most runs, the fastest of those."""
+    drawing = (ROOT / "docs" / "assets" / "compare.svg").read_text(encoding="utf-8")
+    report = json.loads((ROOT / "bench" / "results" / "compare.json").read_text(encoding="utf-8"))
+    timed = [one for one in report["contestants"] if one["figures"]]
+    rates = {}
+    for peer in {one["peer"] for one in timed}:
+        recipes = [one for one in timed if one["peer"] == peer]
+        most = max(len(one["runs"]) for one in recipes)
+        rates[peer] = max(one["figures"]["images_per_s"]["median"] for one in recipes if len(one["runs"]) == most)
+    texts = re.findall(r"<text[^>]*>([^<]+)</text>", drawing)
+    shown = [int(text) for text in texts[texts.index("images/s") + 1 :] if text.isdigit()]
+    assert shown == sorted((round(rate) for rate in rates.values()), reverse=True)
+    names = [text for text in texts if re.fullmatch(r"[A-Za-z][\w-]+", text)]
+    assert names[0] == "Fuelrail"
+    assert len(names) == len(rates)

@@ -34,7 +34,8 @@ def test_it_runs(path, tmp_path) -> None:
     text = "\n".join(output.get("text", "") for output in outputs)
     pictures = [output for output in outputs if "image/png" in output.get("data", {})]
     if path.stem == "look":
-        assert len(pictures) == 2 and "ego2img" in text
+        tables = "".join(output["data"].get("text/html", "") for output in outputs if "data" in output)
+        assert len(pictures) == 3 and "<td>ego2img</td>" in tables
     if path.stem == "train":
         assert "12 steps, loss" in text
     if path.stem == "waiting":

@@ -39,6 +39,7 @@ def test_1_see_and_train_on_a_dataset_without_having_one(desk, quickstart) -> No
     assert names["batch"]["img"].shape == (2, 6, 3, 128, 352)
     assert math.isfinite(float(names["loss"].detach()))
     assert names["checkpoint"]["loader"] == names["loader"].state_dict()
+    assert names["loader"].show(names["batch"]).pixels.shape[2] == 3
     assert next(iter(names["loader"]))["epoch"] == 2
 
 

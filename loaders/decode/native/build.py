@@ -17,9 +17,9 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 LIBRARY_NAME = "libcamera_jpeg.so"
 _FLAGS = ("-O3", "-std=gnu11", "-fwrapv", "-fPIC", "-shared", "-Wno-psabi")
-_LEVELS = {"x86_64": "-march=x86-64-v3"}
-"""Processors by name to what the code is compiled for: AVX2 and BMI2, of 2013. Others use libjpeg-turbo: without
-vector code of its own for them, this is slower."""
+_LEVELS = {"x86_64": ("-march=x86-64-v3",), "aarch64": ()}
+"""Processors by name to the flags of their vector code: AVX2 and BMI2, of 2013; NEON, which every aarch64 has and which
+the compiler makes of the portable code. Others use libjpeg-turbo: without vector code, this is slower."""
 
 
 class BuildError(Exception):
@@ -40,10 +40,9 @@ def build(folder: Path = FOLDER, flags: tuple[str, ...] | None = None) -> Path:
     if compiler is None:
         raise BuildError("no C compiler: install one (Debian package gcc)")
     if flags is None:
-        level = _LEVELS.get(platform.machine())
-        if level is None:
+        flags = _LEVELS.get(platform.machine())
+        if flags is None:
             raise BuildError(f"there is no vector code for processors of kind {platform.machine()!r}")
-        flags = (level,)
     library = folder / LIBRARY_NAME
     with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as scratch:
         made = Path(scratch) / LIBRARY_NAME

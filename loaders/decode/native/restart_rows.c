@@ -1,10 +1,12 @@
 /* Cuts rows of MCUs out of JPEGs with a restart marker at each row, a whole batch a call; splice.py has the rules.
  *
- * The markers are searched for in the data, 32 bytes a step: that costs about as much as copying the rows, and is exact
+ * The markers are searched for in the data, 32 bytes a step with AVX2, else by memchr: that costs about as much as copying the rows, and is exact
  * whatever the file went through since an index was written. ITU-T T.81: markers count D0 to D7 from D0 (E.1.4).
  */
 
+#ifdef __AVX2__
 #include <immintrin.h>
+#endif
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -24,21 +26,27 @@ enum { MAX_ROWS = 65535 / 8 + 1, TAIL = 16 };
 
 /* Write the places of the restart markers; return their number, or -1 if they do not count or are too many. */
 static int find_markers(const uint8_t *data, int64_t at, int64_t size, int64_t *places, int wanted) {
-    const __m256i all = _mm256_set1_epi8((char)0xFF), high = _mm256_set1_epi8((char)0xF8);
-    const __m256i restart = _mm256_set1_epi8((char)0xD0);
     int found = 0;
     while (at + 1 < size) {
         uint32_t hits;
-        int64_t step = 32;
+        int64_t step = 1;
+#ifdef __AVX2__
         if (at + 33 <= size) {
+            const __m256i all = _mm256_set1_epi8((char)0xFF), high = _mm256_set1_epi8((char)0xF8);
+            const __m256i restart = _mm256_set1_epi8((char)0xD0);
             __m256i here = _mm256_loadu_si256((const __m256i *)(data + at));
             __m256i next = _mm256_loadu_si256((const __m256i *)(data + at + 1));
             __m256i is_marker = _mm256_and_si256(_mm256_cmpeq_epi8(here, all),
                                                  _mm256_cmpeq_epi8(_mm256_and_si256(next, high), restart));
             hits = (uint32_t)_mm256_movemask_epi8(is_marker);
-        } else {
-            hits = data[at] == 0xFF && (data[at + 1] & 0xF8) == 0xD0;
-            step = 1;
+            step = 32;
+        } else
+#endif
+        {
+            const uint8_t *marker = memchr(data + at, 0xFF, (size_t)(size - 1 - at));
+            if (!marker) break;
+            at = marker - data;
+            hits = (data[at + 1] & 0xF8) == 0xD0;
         }
         for (; hits; hits &= hits - 1) {
             int64_t place = at + __builtin_ctz(hits);

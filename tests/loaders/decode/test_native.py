@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from fuelrail.loaders import commands
 from fuelrail.loaders.decode import native, probe
 from fuelrail.loaders.decode.jpeg import Scratch
 from fuelrail.loaders.decode.native import CameraJpeg, build, open_library
+from fuelrail.loaders.decode.splice import RowsWanted, splice_batch, splice_rows
 from fuelrail.loaders.decode.turbo import TurboDecoder
 from fuelrail.pipeline.errors import ImageError
 from fuelrail.pipeline.transforms.image import ImageAugment
@@ -35,12 +37,14 @@ def camera_jpeg() -> CameraJpeg:
 
 @pytest.fixture(scope="module")
 def portable(tmp_path_factory) -> CameraJpeg:
-    """The same sources without AVX2, which no installation uses: the pixels must not depend on it."""
-    folder = copy_of_sources(tmp_path_factory.mktemp("portable"))
-    try:
-        library = open_library(build.build(folder, flags=()))
-    except build.BuildError as error:
-        pytest.skip(str(error))
+    """The same sources without AVX2, as on aarch64: the pixels must not depend on it."""
+    return compiled(tmp_path_factory.mktemp("portable"))
+
+
+def compiled(folder: Path, *flags: str) -> CameraJpeg:
+    if not any(map(shutil.which, ("cc", "gcc", "clang"))):
+        pytest.skip("no C compiler")
+    library = open_library(build.build(copy_of_sources(folder), flags=flags))
     assert isinstance(library, CameraJpeg)
     return library
 
@@ -256,7 +260,49 @@ def decode_or_none(decoder: TurboDecoder, encoded: bytes, image_map: ImageMap) -
     return out
 
 
+def test_restart_rows_are_cut_as_python_cuts_them(portable) -> None:
+    wanted = []
+    for wh in ((320, 400), (325, 411), (17, 60)):
+        encoded = encode(natural(*wh), subsampling="4:2:0", restart_marker_rows=1)
+        marker = encoded.rindex(b"\xff\xd0")
+        for file in (encoded, encoded + bytes(32), encoded[: marker + 1] + b"\xd5" + encoded[marker + 2 :]):
+            wanted += [
+                RowsWanted(file, probe(file), int(top * wh[1]), int(bottom * wh[1]))
+                for top, bottom in ((0.0, 1.0), (0.6, 1.0), (0.3, 0.6), (0.0, 0.2))
+            ]
+    expected = [splice_rows(*rows) for rows in wanted]
+    assert {spliced is None for spliced in expected} == {False, True}
+    assert splice_batch(wanted, Scratch(), portable) == expected
+
+
+CROSS = {"aarch64-linux-gnu-gcc": "aarch64-linux-gnu-gcc"}
+if importlib.util.find_spec("ziglang") is not None:
+    CROSS["ziglang"] = f"{sys.executable} -m ziglang cc -target aarch64-linux-gnu"
+STRICT = ("-Wall", "-Wextra", "-Werror")
+
+
 class TestLibrary:
+    @pytest.mark.slow
+    @pytest.mark.parametrize("level", [(), ("-march=x86-64-v3",)])
+    def test_the_compiler_has_nothing_to_say(self, tmp_path: Path, level: tuple[str, ...]) -> None:
+        if level and build.platform.machine() != "x86_64":
+            pytest.skip("flags of x86-64")
+        compiled(tmp_path, *STRICT, *level)
+
+    @pytest.mark.slow
+    def test_it_compiles_for_aarch64(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """By whichever compiler is installed, with the flags that a build there takes."""
+        compiler = next((CROSS[name] for name in CROSS if name == "ziglang" or shutil.which(name)), None)
+        if compiler is None:
+            pytest.skip("no compiler for aarch64: pip install ziglang, or Debian package gcc-aarch64-linux-gnu")
+        for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"):
+            monkeypatch.setenv(name, str(tmp_path / "cache"))
+        monkeypatch.setenv("CC", f"{compiler} {' '.join(STRICT)}")
+        monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
+        header = build.build(copy_of_sources(tmp_path)).read_bytes()[:20]
+        assert header[:4] == b"\x7fELF"
+        assert int.from_bytes(header[18:20], "little") == 183, "EM_AARCH64"
+
     @pytest.mark.slow
     def test_one_built_from_other_sources_is_not_used(self, tmp_path: Path) -> None:
         folder = copy_of_sources(tmp_path)

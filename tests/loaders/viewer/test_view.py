@@ -1,4 +1,4 @@
-"""What `fuelrail view` draws, and where."""
+"""What `fuelrail view` draws."""
 
 from __future__ import annotations
 
@@ -10,62 +10,15 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import fuelrail
 from fuelrail.__main__ import main
 from fuelrail.loaders import ImageAugment, World
-from fuelrail.loaders import contact_sheet as sheet_module
-from fuelrail.loaders.contact_sheet import NEAR_M, contact_sheet, decode_single, project_segment
 from fuelrail.loaders.storage.reader import SampleReader
+from fuelrail.loaders.viewer.view import decode_single
 from fuelrail.pipeline.format.dataset import open_dataset
-from fuelrail.pipeline.transforms.image_map import ida_mats
-from support.datasets import build_dataset, make_boxes
+from support.datasets import build_dataset
 from support.loaders import make_loader
-
-K = np.array([[300.0, 0, 159.5], [0, 300.0, 99.5], [0, 0, 1]])
-EGO2CAM = np.array([[0, -1, 0, 0], [0, 0, -1, 1.5], [1, 0, 0, 0], [0, 0, 0, 1.0]])
-EGO2IMG = np.eye(4)
-EGO2IMG[:3, :3] = K
-EGO2IMG = EGO2IMG @ EGO2CAM
-
-coordinates = st.floats(-50, 50, allow_subnormal=False)
-points = st.tuples(coordinates, coordinates, coordinates).map(np.array)
-
-
-@given(points, points)
-def test_a_segment_projects_as_opencv_projects_its_ends(start, end):
-    segment = project_segment(start, end, EGO2IMG)
-    if start[0] < NEAR_M and end[0] < NEAR_M:
-        assert segment is None
-        return
-    for point, pixel in zip((start, end), segment, strict=True):
-        if point[0] < NEAR_M:  # cut: where the segment crosses the near plane
-            share = (NEAR_M - start[0]) / (end[0] - start[0])
-            point = start + share * (end - start)
-        camera = (EGO2CAM @ np.append(point, 1))[:3]
-        expected, _ = cv2.projectPoints(camera[None], np.zeros(3), np.zeros(3), K, None)
-        np.testing.assert_allclose(pixel, expected[0, 0], rtol=1e-6, atol=1e-5)
-
-
-def test_a_box_is_drawn_on_its_corners_and_nowhere_else():
-    boxes = make_boxes(np.random.default_rng(0), 1)
-    boxes.boxes3d[0] = (12, 1, 1.0, 4, 2, 1.6, 0.3)
-    boxes.rotation_wxyz[0] = (np.cos(0.15), 0, 0, np.sin(0.15))
-    images = np.zeros((1, 3, 200, 320), np.uint8)
-    sheet = contact_sheet(images, EGO2IMG[None], ["cam_front"], boxes, ["car"])
-    bare = contact_sheet(images, EGO2IMG[None], ["cam_front"], None, ["car"])
-    drawn = (sheet[: len(bare)] != bare).any(-1)
-    projected = np.append(boxes.corners()[0], np.ones((8, 1)), 1) @ EGO2IMG.T
-    pixels = projected[:, :2] / projected[:, 2:3] + 4  # the sheet's border
-    for u, v in pixels.round().astype(int):
-        assert drawn[v - 1 : v + 2, u - 1 : u + 2].any()
-    rows, columns = np.nonzero(drawn)
-    assert columns.min() >= pixels[:, 0].min() - 2
-    assert columns.max() <= pixels[:, 0].max() + 2
-    assert rows.min() >= pixels[:, 1].min() - 2
-    assert rows.max() <= pixels[:, 1].max() + 2
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +89,7 @@ class TestCommand:
         settings = tmp_path / "f.yaml"
         settings.write_text("height: 8192\nwidth: 8192\n")
         code = (
-            "import resource, sys, cv2, torch; import fuelrail.loaders.contact_sheet;"
+            "import resource, sys, cv2, torch; import fuelrail.loaders.viewer.view;"
             "from fuelrail.__main__ import main;"
             "now = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize();"
             "resource.setrlimit(resource.RLIMIT_AS, (now + (300 << 20),) * 2);"
@@ -153,7 +106,7 @@ class TestCommand:
             "--output",
             str(tmp_path / "x.png"),
         ]
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2] / ".src")}
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3] / ".src")}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
         assert done.returncode == 2, done.stderr
         assert "no memory to draw 2 cameras of 8192x8192 pixels, 402653184 bytes" in done.stderr
@@ -195,50 +148,6 @@ def test_layers_are_drawn_where_they_lie(root, tmp_path, capsys):
     assert "seen.depth, seen.marks" in capsys.readouterr().out
     assert fuelrail.view(root, "clip-0001-000001", layers={"seen": str(tmp_path / "seen")}).channels == ()
     assert main(["view", str(root), "--layers", "seen"]) == 2
-
-
-def box_at(*rows):
-    boxes = make_boxes(np.random.default_rng(0), len(rows))
-    for number, (x, y, yaw) in enumerate(rows):
-        boxes.boxes3d[number] = (x, y, 1.0, 4, 2, 1.6, yaw)
-        boxes.rotation_wxyz[number] = (np.cos(yaw / 2), 0, 0, np.sin(yaw / 2))
-        boxes.label[number] = number
-    return boxes
-
-
-def test_a_box_behind_another_is_not_seen_through_it():
-    images = np.full((1, 3, 200, 320), 90, np.uint8)
-    near, far = box_at((9, 0, 0.0)), box_at((9, 0, 0.0), (30, 0, 0.0))
-    sheets = [contact_sheet(images, EGO2IMG[None], ["cam_front"], boxes, ["car", "bus"])[:200] for boxes in (near, far)]
-    np.testing.assert_array_equal(*sheets)
-    beside = contact_sheet(images, EGO2IMG[None], ["cam_front"], box_at((9, 0, 0.0), (30, 9, 0.0)), ["car", "bus"])[
-        :200
-    ]
-    assert (beside != sheets[0]).any()
-
-
-@pytest.mark.parametrize("degrees", [-7.0, 0.0, 5.0])
-@pytest.mark.parametrize("flip", [0.0, 1.0])
-def test_captions_say_what_turned_the_picture(degrees, flip):
-    turned = (degrees, degrees + 1e-9)
-    image = ImageAugment(height=40, width=60, train=True, flip_prob=flip, rotate_deg=turned)
-    (image_map,) = image.draw([(100, 80)], seed=1, epoch=0, sample=0)
-    caption = sheet_module._turned(ida_mats([image_map])[0])
-    assert ("mirrored" in caption) == (flip == 1.0)
-    assert (f"{degrees:+.1f} deg" in caption) == (degrees != 0.0)
-
-
-def test_the_view_from_above_has_ahead_on_top_and_left_on_the_left():
-    pane = sheet_module._from_above(512, None, None, np.array([[30.0, 20.0, 1.0], [80.0, 0.0, 1.0]]))
-    bare = sheet_module._from_above(512, None, None, np.zeros((0, 3)))
-    rows, columns = np.nonzero((pane != bare).any(-1))
-    assert (rows.tolist(), columns.tolist()) == ([106], [156])  # 5 pixels for a metre, from the middle
-    boxes = box_at((20, -10, np.pi / 2))
-    drawn = sheet_module._from_above(512, boxes, boxes.corners().astype(np.float64), np.zeros((0, 3))) != bare
-    rows, columns = np.nonzero(drawn.any(-1))
-    assert abs((rows.min() + rows.max()) / 2 - 156) <= 2
-    assert columns.max() <= 306 + 12  # 4 m along y
-    assert columns.min() < 306 - 12, "the heading points to the left, beyond the front"
 
 
 def test_view_draws_lidar_and_boxes_from_above_beside_the_cameras(root):

@@ -1,0 +1,1 @@
+"""What people look at: samples and batches as pictures."""

@@ -1,0 +1,272 @@
+"""A batch as people look at it: its entries as a table, its samples as a picture; the loader in a notebook."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from fuelrail.loaders.records import describe_batch
+from fuelrail.loaders.viewer.drawing import DrawnBoxes, DrawnFrame, contact_sheet, png, stack
+from fuelrail.pipeline.channels.kinds import Packed
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.sample.schema import box_corners
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from fuelrail.loaders.batch.stages import LoaderStats
+    from fuelrail.loaders.config import BoxFrame, Normalize, Transforms
+    from fuelrail.loaders.records import BatchDescription
+    from fuelrail.pipeline.channels.table import Channel
+    from fuelrail.pipeline.format.dataset import Dataset
+    from fuelrail.pipeline.order.spec import OrderSpec
+
+_NS_PER_S: Final = 1e9
+_NEEDED: Final = ("img", "ego2img", "ida_mat", "sample_key", "epoch", "step")
+
+
+class Picture(NamedTuple):
+    """A picture: a notebook shows it. ``pixels`` are uint8 [H, W, 3], RGB."""
+
+    pixels: NDArray[np.uint8]
+
+    def save(self, file: str | os.PathLike[str]) -> None:
+        """Write the picture to a PNG file; raises OSError where that is not possible."""
+        Path(file).write_bytes(png(self.pixels))
+
+    def __repr__(self) -> str:
+        return f"Picture({self.pixels.shape[1]} x {self.pixels.shape[0]}; save(FILE) writes it as a PNG)"
+
+    def _repr_png_(self) -> bytes:
+        return png(self.pixels)
+
+
+class LookableLoader(ABC):
+    """What a loader shows of itself; `fuelrail.loaders.loader.DataLoader` is one."""
+
+    dataset: Dataset
+    transforms: Transforms
+    order: OrderSpec
+    num_workers: int
+    prefetch_factor: int
+    selected: tuple[Channel, ...]
+    """The selected channels of the dataset and of layers."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over batches."""
+
+    @abstractmethod
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how to make it again, and its arguments, first the struct."""
+
+    @abstractmethod
+    def stats(self) -> LoaderStats:
+        """Return what the loader did."""
+
+    def describe(self) -> BatchDescription:
+        """Return name, form and meaning of each entry of the next batch, which is loaded apart from the iteration.
+
+        Raises ConfigError where there is none, or where it is no dict.
+        """
+        return describe_batch(self._next_batch(), self.selected, self.transforms.box_frame)
+
+    def show(self, batch: Mapping[str, Any] | None = None, *, samples: int = 4) -> Picture:
+        """Draw a batch of this loader as it goes into training: after augmentation, normalisation undone, with boxes.
+
+        Of each sample: its cameras, and lidar points and boxes from above, in the ego frame as augmented. With a
+        temporal window the frames of a camera are in a row; boxes, which are the sample's own, are moved by their
+        velocity in the others. Selected channels are drawn as `fuelrail.view` draws them.
+
+        Args:
+            batch: a batch of this loader; None: the next one, which is loaded apart from the iteration.
+            samples: number of samples to draw, from the first one on.
+
+        Raises ConfigError where there is no batch, or where it lacks entries of `Batch` that a picture needs.
+        """
+        found = self._next_batch() if batch is None else batch
+        if samples < 1:
+            raise ConfigError(f"samples={samples} must be 1 or more")
+        if missing := [name for name in _NEEDED if name not in found]:
+            raise ConfigError(f"a batch without {missing[0]!r} cannot be drawn: let transform and collate_fn keep it")
+        manifest = self.dataset.manifest
+        cameras = [camera.channel for camera in manifest.cameras]
+        sheets = []
+        for at in range(min(samples, len(found["sample_key"]))):
+            values = _values(found, at, self.selected)
+            sheet = draw_sample(found, at, cameras, manifest.classes, self.transforms, values)
+            sheets.append((f"{found['sample_key'][at]}   epoch {found['epoch']}, step {found['step']}", sheet))
+        return Picture(stack(sheets))
+
+    def _repr_html_(self) -> str:
+        """Return a table of the settings for notebooks, and of the stages once there were batches."""
+        image = self.transforms.image
+        rows = [
+            ("order", repr(self.order)),
+            ("images", f"{image.width} x {image.height}" if self.transforms.camera_groups is None else "in groups"),
+            ("decoding threads", str(self.num_workers)),
+            ("prefetched batches", str(self.prefetch_factor)),
+        ]
+        cells = "".join(f"<tr><th>{name}</th><td>{escape(value)}</td></tr>" for name, value in rows)
+        stats = self.stats()
+        stages = stats._repr_html_() if stats.batches else ""
+        return f"<div><p>{escape(repr(self))}</p><table>{cells}</table>{stages}</div>"
+
+    def _next_batch(self) -> dict[str, Any]:
+        """Load the next batch by a loader of its own."""
+        make, (arguments, *position) = self.__reduce__()
+        with make(msgspec.structs.replace(arguments, check_ranks=False, trace=None), *position) as other:
+            batch = next(iter(other), None)
+        if not isinstance(batch, dict):
+            raise ConfigError(f"the next batch must be a dict, and it is {type(batch).__name__}")
+        return batch
+
+
+class _Frames:
+    """A sample of a batch with its frames on the first axis; without a temporal window there is one."""
+
+    def __init__(self, batch: Mapping[str, Any], at: int) -> None:
+        self._batch, self._at = batch, at
+        self._has_windows = batch["ego2img"][at].ndim == 4
+        self.key = 0
+        """Which frame is the sample's own."""
+        if self._has_windows:
+            is_shown = _array(batch["frame_global_index"][at]) == int(batch["global_index"][at])
+            self.key = int(np.argmax(is_shown & _array(batch["frame_valid"][at])))
+        self.index = (at, self.key) if self._has_windows else (at,)
+        """Where the sample's own frame is in entries [B, ...] or [B, T, ...]."""
+
+    def entry(self, name: str) -> NDArray[Any]:
+        """Return an entry that belongs to frames."""
+        value = _array(self._batch[name][self._at])
+        return value if self._has_windows else value[None]
+
+    def images(self, cameras: Sequence[str], transforms: Transforms) -> list[list[NDArray[np.uint8]]]:
+        """Return the images, uint8 [3, H, W], frame by frame and camera by camera."""
+        img, groups = self._batch["img"], transforms.camera_groups
+        parts = img if isinstance(img, dict) else {None: img}
+        found: list[dict[str, NDArray[np.uint8]]] = [{} for _ in self.entry("ego2img")]
+        for name, part in parts.items():
+            of_part = _undo(part[self._at].detach(), transforms.normalize)
+            names = cameras if name is None or groups is None else groups[name].cameras
+            for frame, of_frame in zip(found, of_part if self._has_windows else of_part[None], strict=True):
+                frame.update(zip(names, of_frame, strict=True))
+        return [[of_frame[camera] for camera in cameras] for of_frame in found]
+
+    def boxes(self, box_frame: BoxFrame) -> list[DrawnBoxes] | None:
+        """Return the boxes in each frame's ego, moved by their velocity since the sample's own time."""
+        batch, at = self._batch, self._at
+        if "gt_boxes_3d" not in batch:
+            return None
+        real = _array(batch["gt_mask"][at]) if "gt_mask" in batch else slice(None)
+        boxes3d, label = _array(batch["gt_boxes_3d"][at])[real], _array(batch["gt_labels_3d"][at])[real]
+        half, zero = boxes3d[:, 6] / 2, np.zeros(len(boxes3d))
+        corners = box_corners(boxes3d, np.stack([np.cos(half), zero, zero, np.sin(half)], 1)).astype(np.float64)
+        velocity = np.nan_to_num(_array(batch["gt_velocity"][at])[real].astype(np.float64))
+        if box_frame == "lidar":
+            lidar2ego = self.entry("lidar2ego")[self.key].astype(np.float64)
+            corners, velocity = _moved(corners, lidar2ego), velocity @ lidar2ego[:3, :3].T
+        if not self._has_windows:
+            return [DrawnBoxes(corners, label)]
+        since = self.since_s()[:, None, None, None] * velocity[:, None]
+        key2ego = np.linalg.inv(self.entry("ego2key").astype(np.float64))
+        return [DrawnBoxes(_moved(corners + way, of), label) for way, of in zip(since, key2ego, strict=True)]
+
+    def since_s(self) -> NDArray[np.float64]:
+        """Return the seconds of each frame since the sample's own time."""
+        times = self.entry("timestamp_ns")
+        return np.asarray((times - times[self.key]) / _NS_PER_S)
+
+    def points(self) -> NDArray[np.floating[Any]]:
+        """Return the lidar's points in the ego of the sample's own frame, [P, 3]; none where the batch has none."""
+        if "points" not in self._batch or "lidar2ego" not in self._batch:
+            return np.zeros((0, 3))
+        points = _part(self._batch["points"], self.index)[:, :3]
+        if "points_mask" in self._batch:
+            points = points[_part(self._batch["points_mask"], self.index)]
+        return _moved(points.astype(np.float64), self.entry("lidar2ego")[self.key].astype(np.float64))
+
+
+def draw_sample(
+    batch: Mapping[str, Any],
+    at: int,
+    cameras: Sequence[str],
+    classes: Sequence[str],
+    transforms: Transforms,
+    values: Sequence[tuple[Channel, Any]] = (),
+) -> NDArray[np.uint8]:
+    """Draw sample ``at`` of a batch that was made with ``transforms``, uint8 [H, W, 3], RGB.
+
+    ``values`` are values of channels, those on images as the images of the sample's own frame are.
+    """
+    frames = _Frames(batch, at)
+    images, ego2img, ida_mat = frames.images(cameras, transforms), frames.entry("ego2img"), frames.entry("ida_mat")
+    boxes, titles = frames.boxes(transforms.box_frame), [""]
+    if len(images) > 1:
+        valid = frames.entry("frame_valid")
+        titles = [
+            f"  {t:+.2f} s{'' if real else '  stand-in'}" for t, real in zip(frames.since_s(), valid, strict=True)
+        ]
+    drawn = [
+        DrawnFrame(images[t], ego2img[t], None if boxes is None else boxes[t], ida_mat[t], title)
+        for t, title in enumerate(titles)
+    ]
+    return contact_sheet(drawn, cameras, classes, values, points=frames.points(), key=frames.key)
+
+
+def _array(value: Any) -> NDArray[Any]:  # noqa: ANN401
+    return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+
+
+def _moved(points: NDArray[np.float64], matrix: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.asarray(points @ matrix[:3, :3].T + matrix[:3, 3])
+
+
+def _undo(img: torch.Tensor, normalize: Normalize | None) -> NDArray[np.uint8]:
+    """Return images [..., 3, H, W] as they were before they were normalised, RGB."""
+    if img.dtype == torch.uint8:
+        return _array(img)
+    if normalize is None:
+        raise ConfigError(
+            f"'img' must be uint8 to be drawn, or normalised by Transforms(normalize=...), got {img.dtype}"
+        )
+    mean, std = (torch.tensor(levels, device=img.device)[:, None, None] for levels in (normalize.mean, normalize.std))
+    levels = (img.float() * std + mean).round().clamp(0, 255).byte()
+    return _array(levels.flip(-3) if normalize.channel_order == "bgr" else levels)
+
+
+def _values(batch: Mapping[str, Any], at: int, channels: Sequence[Channel]) -> list[tuple[Channel, Any]]:
+    """Return the selected channels that a sample has, in its own frame."""
+    if not channels:
+        return []
+    frames = _Frames(batch, at)
+    found = ((one, _value(batch, one.name, frames.index)) for one in channels if one.name in batch)
+    return [(one, value) for one, value in found if value is not None]
+
+
+def _value(batch: Mapping[str, Any], name: str, index: tuple[int, ...]) -> Any:  # noqa: ANN401
+    """Return a sample's value of a selected channel, by its index (sample,) or (sample, frame); None: it has none."""
+    valid, value = batch[f"{name}_valid"], batch[name]
+    if not valid[index]:
+        return None
+    if isinstance(value, Packed):
+        number = int(np.ravel_multi_index(index, valid.shape))
+        return _array(value.values[int(value.offsets[number]) : int(value.offsets[number + 1])])
+    return (
+        {one: _part(column, index) for one, column in value.items()} if isinstance(value, dict) else _part(value, index)
+    )
+
+
+def _part(value: Any, index: tuple[int, ...]) -> Any:  # noqa: ANN401
+    for number in index:
+        value = value[number]
+    return value if isinstance(value, (str, bytes)) else _array(value)

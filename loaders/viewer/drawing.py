@@ -1,0 +1,313 @@
+"""Draw camera images with boxes and values on them, one beside the other; and lidar and boxes from above."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import cv2
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from fuelrail.pipeline.channels.table import Channel
+
+NEAR_M: Final = 0.2
+"""Edges are cut where they come nearer to the camera than this."""
+ABOVE_M: Final = 51.2
+"""The view from above reaches this far along x and y."""
+ON_IMAGES: Final = ("image", "image_points")
+"""Laws of channels whose values are drawn on an image."""
+
+_GAP_PX: Final = 4
+_DARK: Final = 24
+_COLUMNS: Final = 3
+_SHORT: Final = 8
+_MOST_TEXT: Final = 160
+# Corner numbers as Boxes.corners gives them: bit 2 = rear, bit 1 = right, bit 0 = bottom.
+_EDGES: Final = tuple((a, a | bit) for bit in (1, 2, 4) for a in range(8) if not a & bit)
+_FRONT: Final = ((0, 3), (1, 2))
+# Colours of equal lightness that stay apart on road scenes, for classes in turn (RGB).
+_PALETTE: Final = (
+    (255, 158, 0), (0, 207, 191), (255, 99, 71), (138, 180, 248), (233, 150, 250),
+    (255, 217, 61), (120, 220, 120), (255, 140, 180), (180, 200, 210), (200, 160, 120),
+)  # fmt: skip
+# Seen from above, the rig unrolled: left to right in front, left to right behind.
+_PLACES: Final = ("cam_front_left", "cam_front", "cam_front_right", "cam_back_left", "cam_back", "cam_back_right")
+
+
+class DrawnBoxes(NamedTuple):
+    """Boxes to draw: ``corners`` float64 [M, 8, 3] in ego, as `Boxes.corners` orders them, and ``label`` [M]."""
+
+    corners: NDArray[np.float64]
+    label: NDArray[np.integer]
+
+
+class DrawnFrame(NamedTuple):
+    """The images of one moment: ``images`` are N of uint8 [3, H, W], RGB, whose sizes may differ.
+
+    ``ego2img`` [N, 4, 4] leads from ego to (u d, v d, d, 1) of these images, ``boxes`` are drawn by it, and of
+    ``ida_mat`` [N, 4, 4], stored to drawn pixels, the captions say whether an image is mirrored or rotated. ``title``
+    is written into the captions too.
+    """
+
+    images: Sequence[NDArray[np.uint8]]
+    ego2img: NDArray[np.floating[Any]]
+    boxes: DrawnBoxes | None = None
+    ida_mat: NDArray[np.floating[Any]] | None = None
+    title: str = ""
+
+
+def contact_sheet(
+    frames: Sequence[DrawnFrame],
+    cameras: Sequence[str],
+    classes: Sequence[str],
+    values: Sequence[tuple[Channel, Any]] = (),
+    *,
+    points: NDArray[np.floating[Any]] | None = None,
+    key: int = 0,
+) -> NDArray[np.uint8]:
+    """Draw a sample: camera images with boxes and values of channels; nearer boxes hide those behind them.
+
+    Args:
+        frames: one frame, whose cameras are placed in three columns; or those of a temporal window, which are placed
+            beside each other, each camera in a row of its own.
+        cameras: the channels of the N images.
+        classes: names that the boxes' labels number.
+        values: channels and their values; those on images as the images of frame ``key`` are.
+        points: [P, 3] in ego of frame ``key``: they and the boxes are drawn from above too; None: they are not.
+        key: which frame is the sample's own.
+
+    Returns:
+        uint8 [H', W', 3], RGB.
+
+    """
+    tiles = [_tiles(frame, cameras, values if at == key else ()) for at, frame in enumerate(frames)]
+    placed = [c for c in _PLACES if c in cameras] if set(cameras) <= set(_PLACES) else list(cameras)
+    if len(frames) == 1:
+        sheet = _grid([tiles[0][channel] for channel in placed], _COLUMNS)
+    else:
+        sheet = _grid([of_frame[channel] for channel in placed for of_frame in tiles], len(frames))
+    boxes = frames[key].boxes
+    if points is not None:
+        rows = 2 if len(frames) == 1 else len(placed)  # of one frame the pane is as high as the sheet
+        pane = _from_above(min(len(sheet), 2 * len(sheet) // rows), boxes, points)
+        pane = np.pad(pane, ((0, len(sheet) - len(pane)), (0, 0), (0, 0)), constant_values=_DARK)
+        sheet = np.concatenate([sheet, pane], 1)
+    parts = [sheet] if boxes is None else [sheet, _legend(sheet.shape[1], boxes, classes)]
+    parts += [_line(sheet.shape[1], channel, value) for channel, value in values]
+    return np.concatenate(parts)
+
+
+def stack(sheets: Sequence[tuple[str, NDArray[np.uint8]]]) -> NDArray[np.uint8]:
+    """Place sheets below each other, each with its title above."""
+    width = max(sheet.shape[1] for _, sheet in sheets)
+    parts = []
+    for title, sheet in sheets:
+        missing = ((0, 0), (0, width - sheet.shape[1]), (0, 0))
+        parts += [_strip(width, title), np.pad(sheet, missing, constant_values=_DARK)]
+    return np.concatenate(parts)
+
+
+def png(sheet: NDArray[np.uint8]) -> bytes:
+    """Return a picture, uint8 [H, W, 3], RGB, as the bytes of a PNG file."""
+    return cv2.imencode(".png", sheet[..., ::-1])[1].tobytes()
+
+
+def _tiles(
+    frame: DrawnFrame, cameras: Sequence[str], values: Sequence[tuple[Channel, Any]]
+) -> dict[str, NDArray[np.uint8]]:
+    tiles = {}
+    for number, channel in enumerate(cameras):
+        tile = np.ascontiguousarray(frame.images[number].transpose(1, 2, 0))
+        for entry, value in values:
+            if entry.law.camera == channel and entry.law.name in ON_IMAGES:
+                _draw_value(tile, entry, value)
+        if frame.boxes is not None:
+            plain, projection = tile.copy(), frame.ego2img[number].astype(np.float64)
+            corners = frame.boxes.corners
+            depths = corners.mean(1) @ projection[2, :3] + projection[2, 3]
+            for box in np.argsort(-depths):
+                _hide_behind(tile, plain, corners[box], projection)
+                _draw_box(tile, corners[box], projection, _colour(int(frame.boxes.label[box])))
+        turned = "" if frame.ida_mat is None else _turned(frame.ida_mat[number])
+        _caption(tile, f"{channel}{frame.title}{turned}")
+        tiles[channel] = tile
+    return tiles
+
+
+def project_segment(
+    start: NDArray[np.float64], end: NDArray[np.float64], ego2img: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
+    """Project the part of a segment (two points in ego, metres) that lies at least NEAR_M in front of a camera.
+
+    Returns two pixels (u, v), centre-origin, or None where all of it is behind.
+    """
+    a, b = (ego2img @ np.append(point, 1.0) for point in (start, end))
+    if a[2] < NEAR_M and b[2] < NEAR_M:
+        return None
+    if a[2] < NEAR_M or b[2] < NEAR_M:
+        cut = a + (b - a) * (NEAR_M - a[2]) / (b[2] - a[2])
+        a, b = (cut, b) if a[2] < NEAR_M else (a, cut)
+    return a[:2] / a[2], b[:2] / b[2]
+
+
+def _turned(ida_mat: NDArray[np.floating[Any]]) -> str:
+    """What an image went through that is easily taken for a fault: a mirror, a rotation of half a degree or more."""
+    # Rotation after mirror: (-cos, sin; sin, cos) if mirrored, else (cos, sin; -sin, cos), of v that points down.
+    mirrored, (c, d) = bool(np.linalg.det(ida_mat[:2, :2]) < 0), ida_mat[1, :2]
+    degrees = math.degrees(math.atan2(c if mirrored else -c, d))
+    return f"{'  mirrored' if mirrored else ''}{f'  {degrees:+.1f} deg' if abs(degrees) >= 0.5 else ''}"
+
+
+def _hide_behind(
+    tile: NDArray[np.uint8], plain: NDArray[np.uint8], corners: NDArray[np.float64], ego2img: NDArray[np.float64]
+) -> None:
+    """Restore the picture inside a box's outline: what lies behind it is not seen."""
+    found = np.append(corners, np.ones((len(corners), 1)), 1) @ ego2img.T
+    if found[:, 2].min() < NEAR_M:
+        return
+    pixels = found[:, :2] / found[:, 2:3]
+    if np.abs(pixels).max() > 20 * max(tile.shape):
+        return
+    inside = np.zeros(tile.shape[:2], np.uint8)
+    cv2.fillConvexPoly(inside, cv2.convexHull(pixels.round().astype(np.int32)), 1)
+    tile[inside > 0] = plain[inside > 0]
+
+
+def _from_above(size_px: int, boxes: DrawnBoxes | None, points: NDArray[np.floating[Any]]) -> NDArray[np.uint8]:
+    """Draw points and boxes within ``ABOVE_M`` of ego from above: ahead is up, each box with its heading."""
+    pane = np.full((size_px, size_px, 3), _DARK, np.uint8)
+    scale, middle = size_px / (2 * ABOVE_M), size_px / 2
+
+    def pixels(xy: NDArray[np.floating[Any]]) -> NDArray[np.int32]:
+        return np.stack([middle - xy[..., 1] * scale, middle - xy[..., 0] * scale], -1).round().astype(np.int32)
+
+    near = points[(np.abs(points[:, :2]) < ABOVE_M * 0.999).all(1)]
+    at = pixels(near)
+    height = np.clip((near[:, 2:3] + 1.0) / 4.0, 0.0, 1.0)  # from the ground to three metres
+    pane[np.clip(at[:, 1], 0, size_px - 1), np.clip(at[:, 0], 0, size_px - 1)] = 70 + 150 * height
+    for radius in (20, 40):
+        cv2.circle(pane, (int(middle), int(middle)), round(radius * scale), (70, 70, 70), 1, cv2.LINE_AA)
+        _caption(pane[int(middle - radius * scale) :, int(middle) :], f"{radius} m")
+    if boxes is not None:
+        for box, label in zip(boxes.corners, boxes.label.tolist(), strict=True):
+            if np.abs(box[:, :2]).max() < ABOVE_M:
+                outline = box[[0, 2, 6, 4], :2]  # the upper or lower face, around
+                cv2.polylines(pane, [pixels(outline)], True, _colour(label), 1, cv2.LINE_AA)
+                centre, front = box[:, :2].mean(0), box[:4, :2].mean(0)
+                line = pixels(np.stack([centre, front + 0.5 * (front - centre)]))
+                cv2.line(pane, line[0].tolist(), line[1].tolist(), _colour(label), 2, cv2.LINE_AA)
+    ego = np.array([[2.5, 0.0], [-1.0, 1.0], [-1.0, -1.0]])
+    cv2.fillConvexPoly(pane, pixels(ego), (255, 255, 255), cv2.LINE_AA)
+    _caption(pane, "from above [ego]")
+    return pane
+
+
+def _draw_box(
+    tile: NDArray[np.uint8], corners: NDArray[np.float64], ego2img: NDArray[np.float64], colour: tuple[int, int, int]
+) -> None:
+    height, width = tile.shape[:2]
+    for a, b in (*_EDGES, *_FRONT):
+        segment = project_segment(corners[a], corners[b], ego2img)
+        # Far outside the picture OpenCV's fixed-point coordinates would overflow.
+        if segment is None or max(np.abs(p).max() for p in segment) > 20 * max(width, height):
+            continue
+        first, second = ((round(float(u) * 16), round(float(v) * 16)) for u, v in segment)
+        cv2.line(tile, first, second, colour, 1, cv2.LINE_AA, shift=4)
+
+
+def _draw_value(tile: NDArray[np.uint8], channel: Channel, value: Any) -> None:  # noqa: ANN401
+    """Draw a value of law ``image`` or ``image_points`` on the image that it lies on."""
+    if channel.law.name == "image":
+        raster = np.asarray(value)
+        colours, seen = _coloured(raster, channel.law.fill or 0.0)
+        tile[seen] = (tile[seen].astype(np.uint16) + colours[seen]) // 2
+        return
+    limit = 20 * max(tile.shape)
+    for boxes in _groups(value, channel, "boxes"):
+        for at, corners in enumerate(boxes[np.abs(boxes).max(-1, initial=0) < limit].tolist()):
+            u, v, right, bottom = (round(side * 16) for side in corners)
+            cv2.rectangle(tile, (u, v), (right, bottom), _colour(at), 1, cv2.LINE_AA, shift=4)
+    for points in _groups(value, channel, "points"):
+        for at, point in enumerate(points[np.abs(points).max(-1, initial=0) < limit].tolist()):
+            cv2.circle(tile, (round(point[0] * 16), round(point[1] * 16)), 32, _colour(at), -1, cv2.LINE_AA, shift=4)
+
+
+def _coloured(raster: NDArray[Any], fill: float) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
+    """Return colours (H, W, 3) of a raster and where it has values: labels by palette, numbers from blue to red."""
+    if raster.ndim == 3:
+        return raster.astype(np.uint8), np.ones(raster.shape[:2], bool)
+    seen = np.isfinite(raster) & (raster != fill)
+    if raster.dtype.kind != "f":
+        return np.array(_PALETTE, np.uint8)[raster.astype(np.int64) % len(_PALETTE)], seen
+    known = raster[seen].astype(np.float64)
+    low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
+    share = np.where(seen, (raster - low) / max(high - low, 1e-9), 0.0)
+    coloured = np.asarray(cv2.applyColorMap((share * 255).astype(np.uint8), cv2.COLORMAP_TURBO), np.uint8)
+    return coloured[..., ::-1], seen
+
+
+def _groups(value: Any, channel: Channel, role: str) -> Iterator[NDArray[np.float64]]:  # noqa: ANN401
+    """Yield the groups of columns (M, K) that play a role."""
+    for group in channel.law.roles.get(role, ()):
+        found = (
+            value[group[0]] if isinstance(value, dict) else value[..., [channel.columns.index(one) for one in group]]
+        )
+        yield np.asarray(found, np.float64).reshape(-1, found.shape[-1])
+
+
+def _line(width: int, channel: Channel, value: Any) -> NDArray[np.uint8]:  # noqa: ANN401
+    """Return a strip that names a channel, with its value where it is short."""
+    if isinstance(value, str):
+        text = value
+    elif isinstance(value, dict):
+        text = ", ".join(f"{name} {list(np.shape(one))}" for name, one in value.items())
+    else:
+        array = np.asarray(value)
+        is_short = array.size <= _SHORT and array.dtype.kind in "biuf"
+        text = str(array.tolist()) if is_short else f"{channel.kind} {array.dtype} {list(array.shape)}"
+    return _strip(width, f"{channel.name}: {text}")
+
+
+def _strip(width: int, text: str) -> NDArray[np.uint8]:
+    strip = np.full((22, width, 3), _DARK, np.uint8)
+    ascii_only = text[:_MOST_TEXT].encode("ascii", "replace").decode()
+    cv2.putText(strip, ascii_only, (10, 15), cv2.FONT_HERSHEY_SIMPLEX, 0.45, (230, 230, 230), 1, cv2.LINE_AA)
+    return strip
+
+
+def _colour(label: int) -> tuple[int, int, int]:
+    return (255, 255, 255) if label < 0 else _PALETTE[label % len(_PALETTE)]
+
+
+def _caption(tile: NDArray[np.uint8], text: str) -> None:
+    (width, height), _ = cv2.getTextSize(text, cv2.FONT_HERSHEY_SIMPLEX, 0.45, 1)
+    tile[: height + 9, : width + 10] //= 3
+    cv2.putText(tile, text, (5, height + 4), cv2.FONT_HERSHEY_SIMPLEX, 0.45, (255, 255, 255), 1, cv2.LINE_AA)
+
+
+def _grid(tiles: Sequence[NDArray[np.uint8]], columns: int) -> NDArray[np.uint8]:
+    height, width = (max(tile.shape[axis] for tile in tiles) for axis in (0, 1))
+    columns = min(columns, len(tiles))
+    rows = math.ceil(len(tiles) / columns)
+    sheet = np.full((rows * (height + _GAP_PX) + _GAP_PX, columns * (width + _GAP_PX) + _GAP_PX, 3), _DARK, np.uint8)
+    for number, tile in enumerate(tiles):
+        top = _GAP_PX + number // columns * (height + _GAP_PX)
+        left = _GAP_PX + number % columns * (width + _GAP_PX)
+        sheet[top : top + tile.shape[0], left : left + tile.shape[1]] = tile
+    return sheet
+
+
+def _legend(width: int, boxes: DrawnBoxes, classes: Sequence[str]) -> NDArray[np.uint8]:
+    strip = np.full((26, width, 3), _DARK, np.uint8)
+    left = 10
+    for label in sorted(set(boxes.label.tolist())):
+        text = f"{classes[label] if label >= 0 else 'other'} {int((boxes.label == label).sum())}"
+        cv2.rectangle(strip, (left, 7), (left + 12, 19), _colour(label), -1)
+        cv2.putText(strip, text, (left + 18, 18), cv2.FONT_HERSHEY_SIMPLEX, 0.45, (230, 230, 230), 1, cv2.LINE_AA)
+        left += 18 + cv2.getTextSize(text, cv2.FONT_HERSHEY_SIMPLEX, 0.45, 1)[0][0] + 24
+    return strip
