@@ -10,6 +10,11 @@ from fuelrail.pipeline.settings import Settings
 
 Positive = Annotated[int, msgspec.Meta(gt=0)]
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
+# Figures: msgspec knows no "finite", so they have a bound.
+_LARGE = 1e9
+Finite = Annotated[float, msgspec.Meta(ge=-_LARGE, le=_LARGE)]
+AtLeast0 = Annotated[float, msgspec.Meta(ge=0, le=_LARGE)]
+Above0 = Annotated[float, msgspec.Meta(gt=0, le=_LARGE)]
 
 
 class BevSettings(Settings, frozen=True):
