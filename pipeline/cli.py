@@ -39,6 +39,11 @@ def counted(number: int, noun: str) -> str:
 S = TypeVar("S", bound=msgspec.Struct)
 
 
+def flag(description: str, **extra: object) -> msgspec.Meta:
+    """Describe a field that is a flag: its help, and what :func:`add_flags` reads of ``extra``."""
+    return msgspec.Meta(description=description, extra=extra or None)
+
+
 def add_flags(
     parser: argparse.ArgumentParser | argparse._ArgumentGroup,
     kind: type[msgspec.Struct],
@@ -47,8 +52,9 @@ def add_flags(
 ) -> None:
     """Add a flag for every field of a struct that has a description; :func:`from_flags` makes the struct.
 
-    Type, default, choices and help come from the field: ``Annotated[int, msgspec.Meta(ge=1, description="...")] = 4``,
-    or ``Annotated[...] | None = None`` for a flag without default. A field without a default is a required flag.
+    Type, default, choices and help come from the field: ``Annotated[int, msgspec.Meta(ge=1, description="...")] = 4``
+    or ``Annotated[int, flag("...")] = 4``, and ``Annotated[int | None, flag("...")] = None`` for a flag without
+    default. A field without a default is a required flag.
     Flag names come from field names (``--num-clips``) or from ``names`` (field to flag, without hyphens in front). A
     bool that is True by default becomes ``--no-NAME``; a list takes one or more values, or with ``extra={"repeat":
     True}`` one value each time that the flag is given; a field that holds settings takes the path of a YAML file.

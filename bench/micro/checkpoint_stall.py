@@ -6,6 +6,9 @@ A loop of short steps runs without a checkpoint, with one in the background and 
 The stall is the time by which the loop takes longer, so it includes what the background work takes from the steps. The
 steps sleep, as a host does while a GPU computes, or compute on one core. The state is that of AdamW: a third each are
 parameters and the two moments. It goes to the disk of WORK, synchronised.
+
+The two loops need two cores: where other processes take them, the background work takes from the steps what they leave.
+On a busy machine ``chrt -f 1 python -m ...`` keeps the others away.
 """
 
 from __future__ import annotations

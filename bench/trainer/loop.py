@@ -5,44 +5,30 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
+from fuelrail.bench.measure.accelerator import DeviceTimes
 from fuelrail.bench.measure.records import StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from fuelrail.bench.measure.accelerator import Accelerator, DeviceTimes
+    from fuelrail.bench.measure.accelerator import Accelerator
     from fuelrail.bench.measure.clock import Clock
     from fuelrail.bench.trainer.strategies.parallel import Parallel
+
+_DEVICE_PHASES = ("host_to_device", "forward", "backward", "all_reduce", "optimiser")
 
 
 def take(batches: Iterable[Mapping[str, Any]], clock: Clock, *, num_steps: int | None = None) -> Iterator[StepRecord]:
     """Take batches as fast as they come and drop them: the loader's own rate. A record a batch, all of it data wait."""
     start_ns = clock.now_ns()
     for step, batch in enumerate(batches):
-        num_samples, num_images = _real_rows([(batch["valid"], batch["cam_valid"])])
+        rows, epoch = _real_rows([(batch["valid"], batch["cam_valid"])]), int(batch["epoch"])
         end_ns = clock.now_ns()
-        record = StepRecord(
-            step=step,
-            epoch=int(batch["epoch"]),
-            num_samples=num_samples,
-            num_images=num_images,
-            loss=0.0,
-            start_ns=start_ns,
-            end_ns=end_ns,
-            data_wait_ns=end_ns - start_ns,
-            host_to_device_ns=0,
-            forward_ns=0,
-            backward_ns=0,
-            all_reduce_ns=0,
-            optimiser_ns=0,
-            other_ns=0,
-            all_reduce_total_ns=0,
-            device_busy_ns=0,
-        )
         del batch  # its buffer is free for another while we wait
-        yield record
+        yield _record(step, epoch, rows, 0.0, (start_ns, end_ns), end_ns - start_ns, DeviceTimes())
         start_ns = end_ns
         if step + 1 == num_steps:
             return
@@ -109,17 +95,9 @@ def train(
         device = accelerator.finish_step()
         # From here on nothing is queued on the device, so reading its tensors waits for no work.
         total_loss = float(parallel.own_loss(torch.stack(losses).sum()))
-        num_samples, num_images = _real_rows(presences) if parallel.counts else (0, 0)
+        real_rows = _real_rows(presences) if parallel.counts else (0, 0)
         step_end_ns = clock.now_ns()
-        yield _record(
-            step,
-            epoch,
-            (num_samples, num_images),
-            total_loss,
-            (step_start_ns, step_end_ns),
-            data_wait_ns,
-            device,
-        )
+        yield _record(step, epoch, real_rows, total_loss, (step_start_ns, step_end_ns), data_wait_ns, device)
         # What the caller did with the record belongs to the next step: no gap in the wall time.
         step_start_ns = step_end_ns
         step += 1
@@ -136,14 +114,8 @@ def _record(
 ) -> StepRecord:
     """Return the record of a step; what is in no phase is ``other``."""
     start_ns, end_ns = span_ns
-    phases = {
-        "data_wait_ns": data_wait_ns,
-        "host_to_device_ns": device.host_to_device_ns,
-        "forward_ns": device.forward_ns,
-        "backward_ns": device.backward_ns,
-        "all_reduce_ns": device.all_reduce_ns,
-        "optimiser_ns": device.optimiser_ns,
-    }
+    times = msgspec.structs.asdict(device)
+    in_phases_ns = data_wait_ns + sum(times[f"{phase}_ns"] for phase in _DEVICE_PHASES)
     return StepRecord(
         step=step,
         epoch=epoch,
@@ -152,12 +124,7 @@ def _record(
         loss=loss if math.isfinite(loss) else None,
         start_ns=start_ns,
         end_ns=end_ns,
-        **phases,
-        other_ns=end_ns - start_ns - sum(phases.values()),
-        all_reduce_total_ns=device.all_reduce_total_ns,
-        device_busy_ns=device.device_busy_ns,
-        overrun_ns=device.overrun_ns,
-        overshoot_ns=device.overshoot_ns,
-        stand_in_ns=device.stand_in_ns,
-        launch_ns=device.launch_ns,
+        data_wait_ns=data_wait_ns,
+        other_ns=end_ns - start_ns - in_phases_ns,
+        **times,
     )

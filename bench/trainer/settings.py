@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-import msgspec
-
 from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE, AcceleratorProfile, profile_names
 from fuelrail.bench.trainer.distill.settings import DISTILL, DistillSettings
 from fuelrail.bench.trainer.injection import Injection
-from fuelrail.bench.trainer.models.settings import ModelName, NotNegative, Positive  # noqa: TC001 (msgspec resolves the fields' types)
+from fuelrail.bench.trainer.models.settings import (  # noqa: TC001 (msgspec resolves the fields' types)
+    Above0,
+    AtLeast0,
+    Finite,
+    ModelName,
+    NotNegative,
+    Positive,
+)
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings, Precision
+from fuelrail.pipeline.cli import flag
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings, check_types
 
@@ -20,9 +26,6 @@ LeaveOut = Literal[
 ]
 
 
-_LARGE = 1e9  # a bound for figures: msgspec knows no "finite"
-
-
 class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
     """Options of `fuelrail.train`. What has a description is a flag of ``fuelrail bench train`` too.
 
@@ -30,165 +33,84 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
     run. ``look_ahead_bytes`` is the DataLoader's.
     """
 
-    split: Annotated[str, msgspec.Meta(description="split to train on")] = "train"
-    ranks: Annotated[Positive, msgspec.Meta(description="number of ranks on this host")] = 1
-    batch_size: Annotated[Positive, msgspec.Meta(description="samples per data-parallel rank in a batch")] = 4
-    steps: (
-        Annotated[Positive, msgspec.Meta(description="optimiser steps (default: 60, unless --epochs is given)")] | None
-    ) = None
-    epochs: Annotated[Positive, msgspec.Meta(description="whole epochs instead of a number of steps")] | None = None
-    warmup: Annotated[NotNegative, msgspec.Meta(description="warm-up steps, excluded from all results")] = 10
+    split: Annotated[str, flag("split to train on")] = "train"
+    ranks: Annotated[Positive, flag("number of ranks on this host")] = 1
+    batch_size: Annotated[Positive, flag("samples per data-parallel rank in a batch")] = 4
+    steps: Annotated[Positive | None, flag("optimiser steps (default: 60, unless --epochs is given)")] = None
+    epochs: Annotated[Positive | None, flag("whole epochs instead of a number of steps")] = None
+    warmup: Annotated[NotNegative, flag("warm-up steps, excluded from all results")] = 10
     accelerator: Annotated[
         str,
-        msgspec.Meta(
-            description=f"cuda, emulated:PROFILE, or auto: cuda if there is a GPU, else emulated:{DEFAULT_PROFILE}; "
+        flag(
+            f"cuda, emulated:PROFILE, or auto: cuda if there is a GPU, else emulated:{DEFAULT_PROFILE}; "
             f"profiles: {', '.join(profile_names())}, or a .yaml file (default: auto)"
         ),
     ] = "auto"
-    model: (
-        Annotated[ModelName, msgspec.Meta(description="model to train (default: stand-in if emulated, base on cuda)")]
-        | None
-    ) = None
-    precision: (
-        Annotated[
-            Precision,
-            msgspec.Meta(
-                description="fp32, or autocast to bf16, or to fp16 with scaled loss (default: bf16 on cuda, else fp32)"
-            ),
-        ]
-        | None
-    ) = None
-    accumulation: Annotated[Positive, msgspec.Meta(description="batches accumulated into one optimiser step")] = 1
-    learning_rate: Annotated[float, msgspec.Meta(ge=0, le=_LARGE, description="learning rate")] = 2e-3
-    workers: (
-        Annotated[
-            Positive, msgspec.Meta(description="decoding threads per rank (default: the rank's share of the CPUs)")
-        ]
-        | None
-    ) = None
-    decoder: Annotated[str, msgspec.Meta(description="decode backend, as in the DataLoader")] = "auto"
-    prefetch_factor: Annotated[Positive, msgspec.Meta(description="number of finished batches to keep ready")] = 2
-    storage: Annotated[str, msgspec.Meta(description="storage backend, as in the DataLoader")] = "auto"
-    cache_dir: Annotated[str, msgspec.Meta(description="folder on a local disk to cache samples in")] | None = None
-    window: (
-        Annotated[Positive, msgspec.Meta(description="shuffle in windows of N shards instead of the whole split")]
-        | None
-    ) = None
-    verify: Annotated[bool, msgspec.Meta(description="skip checksum verification")] = True
-    transform: (
-        Annotated[
-            str,
-            msgspec.Meta(description="function to call with each sample", extra={"metavar": "MODULE:FUNCTION"}),
-        ]
-        | None
-    ) = None
-    transforms: (
-        Annotated[
-            str,
-            msgspec.Meta(description="YAML file of size and augmentation of the samples", extra={"metavar": "FILE"}),
-        ]
-        | None
-    ) = None
-    teacher: (
-        Annotated[
-            str,
-            msgspec.Meta(description="distil from the model of these checkpoints", extra={"metavar": "FOLDER_OR_URL"}),
-        ]
-        | None
-    ) = None
-    teacher_layer: (
-        Annotated[
-            str,
-            msgspec.Meta(description="distil from this layer of predictions", extra={"metavar": "FOLDER_OR_URL"}),
-        ]
-        | None
-    ) = None
-    distill: (
-        Annotated[
-            str,
-            msgspec.Meta(
-                description=f"weights of labels, logits, features and targets with a teacher (default: {DISTILL})",
-                extra={"metavar": "PART=WEIGHT,..."},
-            ),
-        ]
-        | None
-    ) = None
-    temperature: (
-        Annotated[float, msgspec.Meta(gt=0, le=_LARGE, description="softens the logits for distillation (default: 2)")]
-        | None
-    ) = None
-    seed: Annotated[NotNegative, msgspec.Meta(description="random seed for order, augmentation and weights")] = 0
-    checkpoint: (
-        Annotated[
-            str,
-            msgspec.Meta(
-                description="save checkpoints there, and continue from the newest one",
-                extra={"metavar": "FOLDER_OR_URL"},
-            ),
-        ]
-        | None
-    ) = None
-    every: Annotated[Positive, msgspec.Meta(description="steps between two checkpoints")] = 100
-    keep: Annotated[Positive, msgspec.Meta(description="number of checkpoints to keep")] = 3
-    failures_per_day: (
-        Annotated[
-            float,
-            msgspec.Meta(
-                gt=0, le=_LARGE, description="failures of the whole job a day; adds the best interval of checkpoints"
-            ),
-        ]
-        | None
-    ) = None
-    memory: Annotated[bool, msgspec.Meta(description="follow the memory of the third warm-up step, by kind")] = False
-    against: (
-        Annotated[
-            str,
-            msgspec.Meta(description="compare the loss with that of this report.json", extra={"metavar": "REPORT"}),
-        ]
-        | None
-    ) = None
-    check_batch: (
-        Annotated[
-            Positive,
-            msgspec.Meta(
-                description="train as many samples again with N in a batch and the learning rate scaled with it, and "
-                "compare the loss: a check before a larger batch"
-            ),
-        ]
-        | None
-    ) = None
-    target_loss: (
-        Annotated[float, msgspec.Meta(ge=-_LARGE, le=_LARGE, description="report when the loss was as low as this")]
-        | None
-    ) = None
-    price_per_gpu_hour: (
-        Annotated[
-            float,
-            msgspec.Meta(
-                ge=0,
-                le=_LARGE,
-                description="price of a GPU-hour; adds the cost per million samples, in the same currency",
-                extra={"metavar": "PRICE"},
-            ),
-        ]
-        | None
-    ) = None
-    timeout_s: Annotated[
-        Positive, msgspec.Meta(description="seconds after which a rank that does not answer the others is given up")
-    ] = 300
+    model: Annotated[ModelName | None, flag("model to train (default: stand-in if emulated, base on cuda)")] = None
+    precision: Annotated[
+        Precision | None,
+        flag("fp32, or autocast to bf16, or to fp16 with scaled loss (default: bf16 on cuda, else fp32)"),
+    ] = None
+    accumulation: Annotated[Positive, flag("batches accumulated into one optimiser step")] = 1
+    learning_rate: Annotated[AtLeast0, flag("learning rate")] = 2e-3
+    workers: Annotated[Positive | None, flag("decoding threads per rank (default: the rank's share of the CPUs)")] = (
+        None
+    )
+    decoder: Annotated[str, flag("decode backend, as in the DataLoader")] = "auto"
+    prefetch_factor: Annotated[Positive, flag("number of finished batches to keep ready")] = 2
+    storage: Annotated[str, flag("storage backend, as in the DataLoader")] = "auto"
+    cache_dir: Annotated[str | None, flag("folder on a local disk to cache samples in")] = None
+    window: Annotated[Positive | None, flag("shuffle in windows of N shards instead of the whole split")] = None
+    verify: Annotated[bool, flag("skip checksum verification")] = True
+    transform: Annotated[str | None, flag("function to call with each sample", metavar="MODULE:FUNCTION")] = None
+    transforms: Annotated[str | None, flag("YAML file of size and augmentation of the samples", metavar="FILE")] = None
+    teacher: Annotated[str | None, flag("distil from the model of these checkpoints", metavar="FOLDER_OR_URL")] = None
+    teacher_layer: Annotated[str | None, flag("distil from this layer of predictions", metavar="FOLDER_OR_URL")] = None
+    distill: Annotated[
+        str | None,
+        flag(
+            f"weights of labels, logits, features and targets with a teacher (default: {DISTILL})",
+            metavar="PART=WEIGHT,...",
+        ),
+    ] = None
+    temperature: Annotated[Above0 | None, flag("softens the logits for distillation (default: 2)")] = None
+    seed: Annotated[NotNegative, flag("random seed for order, augmentation and weights")] = 0
+    checkpoint: Annotated[
+        str | None, flag("save checkpoints there, and continue from the newest one", metavar="FOLDER_OR_URL")
+    ] = None
+    every: Annotated[Positive, flag("steps between two checkpoints")] = 100
+    keep: Annotated[Positive, flag("number of checkpoints to keep")] = 3
+    failures_per_day: Annotated[
+        Above0 | None, flag("failures of the whole job a day; adds the best interval of checkpoints")
+    ] = None
+    memory: Annotated[bool, flag("follow the memory of the third warm-up step, by kind")] = False
+    against: Annotated[str | None, flag("compare the loss with that of this report.json", metavar="REPORT")] = None
+    check_batch: Annotated[
+        Positive | None,
+        flag(
+            "train as many samples again with N in a batch and the learning rate scaled with it, and "
+            "compare the loss: a check before a larger batch"
+        ),
+    ] = None
+    target_loss: Annotated[Finite | None, flag("report when the loss was as low as this")] = None
+    price_per_gpu_hour: Annotated[
+        AtLeast0 | None,
+        flag("price of a GPU-hour; adds the cost per million samples, in the same currency", metavar="PRICE"),
+    ] = None
+    timeout_s: Annotated[Positive, flag("seconds after which a rank that does not answer the others is given up")] = 300
     trace: Annotated[
         bool,
-        msgspec.Meta(
-            description="write trace.json for ui.perfetto.dev: the loader's stages, the trainer's phases and, for a "
+        flag(
+            "write trace.json for ui.perfetto.dev: the loader's stages, the trainer's phases and, for a "
             "few steps, the events of torch's profiler, on one clock"
         ),
     ] = False
     leave_out: Annotated[
         tuple[LeaveOut, ...],
-        msgspec.Meta(
-            description="disable one part to measure its cost; may be repeated: loading (train on batches in memory), "
+        flag(
+            "disable one part to measure its cost; may be repeated: loading (train on batches in memory), "
             "all-reduce (each rank trains alone), or the work of a loader stage",
-            extra={"repeat": True},
+            repeat=True,
         ),
     ] = ()
     profile: AcceleratorProfile | None = None

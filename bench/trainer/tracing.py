@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fuelrail.pipeline.runtime.trace import Span, TraceRecorder
+from fuelrail.pipeline.runtime.trace import NO_BATCH, TraceRecorder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from fuelrail.bench.measure.records import StepRecord
 
 # Steps that torch's profiler watches, behind those in which everything is still being set up.
-_PROFILED_FROM, _PROFILED_TO = 4, 8
+_STEPS_BEFORE, _STEPS_PROFILED = 4, 4
 # The profiler's processes beside ours, so that the viewer shows them apart.
 _PROFILER_PID_OFFSET = 1 << 24
 
@@ -37,74 +36,37 @@ class RankTrace:
     def __init__(self, folder: Path, rank: int) -> None:
         self._path, self._rank = folder / f"trace-{rank:05d}.json", rank
         self.recorder = TraceRecorder(rank=rank)
-        self._phases: list[Span] = []
-        self._epoch_s = time.time() - time.perf_counter()
         self._profiled: list[dict[str, Any]] = []
         self.step = 0
-
-    def of_phases(self, accelerator: Accelerator) -> TracedAccelerator:
-        """The accelerator, its phases taken down."""
-        return TracedAccelerator(accelerator, self)
 
     def of_steps(self, steps: Iterator[StepRecord]) -> Iterator[StepRecord]:
         """The steps, taken down; some of them under torch's profiler."""
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        profiler = torch.profiler.profile(activities=activities)
-        running = False
-        started_s = time.perf_counter()
-        for record in steps:
-            ended_s = time.perf_counter()
-            self.span("step", started_s, ended_s)
-            started_s = ended_s
-            self.step = record.step + 1
-            if self.step == _PROFILED_FROM:
-                profiler.start()
-                running = True
-            elif self.step == _PROFILED_TO:
-                profiler.stop()
-                running = False
-                self._profiled = _exported(profiler)
+        profiled = torch.profiler.schedule(wait=_STEPS_BEFORE - 1, warmup=1, active=_STEPS_PROFILED, repeat=1)
+        with torch.profiler.profile(
+            activities=activities, schedule=profiled, on_trace_ready=self._take, acc_events=True
+        ) as profiler:
+            started_s = time.perf_counter()
+            for record in steps:
+                self.span("step", started_s, time.perf_counter())
+                self.step = record.step + 1
+                profiler.step()
                 started_s = time.perf_counter()
-            yield record
-        if running:
-            profiler.stop()
-            self._profiled = _exported(profiler)
+                yield record
+
+    def _take(self, profiler: torch.profiler.profile) -> None:
+        self._profiled = _exported(profiler)
 
     def span(self, phase: str, begin_s: float, end_s: float) -> None:
         """Take down one phase of the present step."""
-        self._phases.append(Span(phase, self.step, self.step, begin_s, end_s, threading.current_thread().name))
+        self.recorder(phase, self.step, NO_BATCH, begin_s, end_s)
 
     def write(self) -> None:
         """Write the rank's events."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        events = self.recorder.events()
-        self._path.write_text(json.dumps([*events, *self._phase_events(events), *self._profiled]), encoding="utf-8")
-
-    def _phase_events(self, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The phases on the tracks of their threads, among which the loader's events may have some."""
-        pid = os.getpid()
-        tracks = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
-        found = []
-        for span in self._phases:
-            if span.thread not in tracks:
-                tracks[span.thread] = len(tracks) + 1
-                name = {"name": span.thread}
-                found.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tracks[span.thread], "args": name})
-            found.append(
-                {
-                    "ph": "X",
-                    "name": span.stage,
-                    "cat": "trainer",
-                    "ts": round(1e6 * (self._epoch_s + span.begin_s), 3),
-                    "dur": round(1e6 * (span.end_s - span.begin_s), 3),
-                    "pid": pid,
-                    "tid": tracks[span.thread],
-                    "args": {"step": span.item},
-                }
-            )
-        return found
+        self._path.write_text(json.dumps([*self.recorder.events(), *self._profiled]), encoding="utf-8")
 
 
 class TracedAccelerator:

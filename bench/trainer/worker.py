@@ -38,7 +38,7 @@ from fuelrail.bench.trainer.strategies.fits import check_memory
 from fuelrail.bench.trainer.strategies.optimiser import scaled_rate
 from fuelrail.bench.trainer.strategies.parallel import build, make_mesh, parallelise
 from fuelrail.bench.trainer.strategies.settings import Degrees, check_fits, degrees_of
-from fuelrail.bench.trainer.tracing import RankTrace
+from fuelrail.bench.trainer.tracing import RankTrace, TracedAccelerator
 from fuelrail.loaders.config import available_memory_bytes, ranks_on_host
 from fuelrail.pipeline.errors import FuelrailError
 
@@ -87,7 +87,7 @@ def run_rank(
         if inject.data_wait:
             batches = late_batches(batches, inject.data_wait, clock)
     if trace is not None:
-        accelerator = trace.of_phases(accelerator)
+        accelerator = TracedAccelerator(accelerator, trace)
 
     # The seed makes every rank start from the same weights, and runs repeatable.
     model = build(MODELS[settings.model_name], accelerator.torch_device, settings.seed)

@@ -19,9 +19,14 @@ if TYPE_CHECKING:
 MAX_SPANS: Final = 1_000_000
 """Spans that a recorder keeps, the latest ones; about 150 bytes each."""
 
+NO_BATCH: Final = -1
+
 
 class Span(NamedTuple):
-    """One piece of work: the stage, its item and batch, begin and end on ``time.perf_counter`` [s], and the thread."""
+    """One piece of work: the stage, its item and batch, begin and end on ``time.perf_counter`` [s], and the thread.
+
+    A phase of a trainer's step has the step as its item, and the batch :data:`NO_BATCH`.
+    """
 
     stage: str
     item: int
@@ -80,8 +85,11 @@ class TraceRecorder:
         for span in sorted(spans, key=lambda span: span.begin_s):
             place = {"pid": pid, "tid": tracks[span.thread]}
             begin_us, end_us = self._microseconds(span.begin_s), self._microseconds(span.end_s)
-            work = {"ph": "X", "name": span.stage, "cat": "loader", "ts": begin_us, "dur": round(end_us - begin_us, 3)}
-            events.append({**work, "args": {"item": span.item, "batch": span.batch}, **place})
+            work = {"ph": "X", "name": span.stage, "ts": begin_us, "dur": round(end_us - begin_us, 3), **place}
+            if span.batch == NO_BATCH:
+                events.append({**work, "cat": "trainer", "args": {"step": span.item}})
+                continue
+            events.append({**work, "cat": "loader", "args": {"item": span.item, "batch": span.batch}})
             arrow: dict[str, Any] = {"name": "batch", "cat": "batch", "id": span.batch, **place}
             if span.stage == "wait":
                 # Viewers tie an arrow to the work that encloses it, and at its very end that is over.

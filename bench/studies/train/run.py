@@ -207,42 +207,26 @@ def _settings(dataset: str, options: TrainOptions, records: Path) -> TrainSettin
         raise ConfigError(f"steps={options.steps} and epochs={options.epochs} exclude each other: give one of them")
     profile = options.profile or _profile(options.accelerator)
     steps = _DEFAULT_STEPS if options.steps is None and options.epochs is None else options.steps
-    return TrainSettings(
-        dataset=dataset if is_url(dataset) else str(Path(dataset).absolute()),
-        split=options.split,
-        batch_size=options.batch_size,
-        num_steps=steps,
-        num_epochs=options.epochs,
-        num_warmup_steps=options.warmup,
-        num_workers=options.workers,
-        decoder=options.decoder,
-        seed=options.seed,
-        accumulation=options.accumulation,
-        precision=options.precision or ("fp32" if profile else "bf16"),
-        learning_rate=options.learning_rate,
-        model_name=options.model or ("stand-in" if profile else "base"),
-        profile=profile,
-        records=str(records.absolute()),
-        leave_out=options.leave_out,
-        prefetch_factor=options.prefetch_factor,
-        storage=options.storage,
-        cache_dir=None if options.cache_dir is None else str(Path(options.cache_dir).absolute()),
-        look_ahead_bytes=options.look_ahead_bytes,
-        window=options.window,
-        verify=options.verify,
-        transform=options.transform,
-        inject=options.inject,
-        trace=str((records.parent / _TRACES).absolute()) if options.trace else None,
-        checkpoint=_checkpoint_place(options),
-        every=options.every,
-        keep=options.keep,
-        failures_per_day=options.failures_per_day,
-        memory=options.memory,
-        transforms=None if options.transforms is None else str(Path(options.transforms).absolute()),
-        distill=_distillation(options),
-        parallel=ParallelSettings(**{name: getattr(options, name) for name in ParallelSettings.__struct_fields__}),
-        timeout_s=options.timeout_s,
-    )
+    same = set(TrainSettings.__struct_fields__) & set(TrainOptions.__struct_fields__)
+    values: dict[str, Any] = {name: getattr(options, name) for name in same}
+    values |= {
+        "dataset": dataset if is_url(dataset) else str(Path(dataset).absolute()),
+        "num_steps": steps,
+        "num_epochs": options.epochs,
+        "num_warmup_steps": options.warmup,
+        "num_workers": options.workers,
+        "precision": options.precision or ("fp32" if profile else "bf16"),
+        "model_name": options.model or ("stand-in" if profile else "base"),
+        "profile": profile,
+        "records": str(records.absolute()),
+        "cache_dir": None if options.cache_dir is None else str(Path(options.cache_dir).absolute()),
+        "trace": str((records.parent / _TRACES).absolute()) if options.trace else None,
+        "checkpoint": _checkpoint_place(options),
+        "transforms": None if options.transforms is None else str(Path(options.transforms).absolute()),
+        "distill": _distillation(options),
+        "parallel": ParallelSettings(**{name: getattr(options, name) for name in ParallelSettings.__struct_fields__}),
+    }
+    return TrainSettings(**values)
 
 
 def _distillation(options: TrainOptions) -> DistillSettings | None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from fuelrail.bench.trainer.models.occupancy import OccupancyHead, OccupancyModel, Pixels, camera_inputs, head_plan
+from fuelrail.bench.trainer.models.occupancy import OccupancyHead, OccupancyModel, Pixels, head_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from fuelrail.bench.trainer.models.settings import BevSettings
     from fuelrail.bench.trainer.models.staged import TensorPlans
 
@@ -36,10 +34,6 @@ class BevOccupancy(OccupancyModel):
         self.blocks = nn.ModuleList(blocks)
         stride = settings.subsample * _STEM_STRIDE * 2 ** (settings.num_stages - 1)
         self.head = OccupancyHead(width, stride, settings.grid)
-
-    def inputs(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        """Return img, cam_valid, intrinsics, cam2ego, target, weight."""
-        return camera_inputs(batch, self.settings.grid, self.settings.range_m)
 
     def tensor_plans(self) -> TensorPlans:
         """Return the head's plan: torch shards no convolutions, so each rank computes all of them."""

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from torch.distributed.tensor.parallel import ParallelStyle
 
+    from fuelrail.bench.trainer.models.settings import BevSettings, ResNetSettings, VitSettings
+
 # ImageNet statistics of 0..255 RGB, as everybody's pretrained backbones expect.
 _MEAN = (123.675, 116.28, 103.53)
 _STD = (58.395, 57.12, 57.375)
@@ -48,7 +50,17 @@ class Pixels(nn.Module):
         return (pixels.float() - self.mean) / self.std
 
 
-class OccupancyModel(StagedModel):
+class CameraModel(StagedModel):
+    """A model of images, their geometry, and the grid of boxes around the vehicle."""
+
+    settings: BevSettings | VitSettings | ResNetSettings
+
+    def inputs(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """Return img, cam_valid, intrinsics, cam2ego, target, weight."""
+        return camera_inputs(batch, self.settings.grid, self.settings.range_m)
+
+
+class OccupancyModel(CameraModel):
     """A model that ends in an :class:`OccupancyHead`; its inputs are those of :func:`camera_inputs`."""
 
     def losses(self, logits: Tensor, *inputs: Tensor) -> Tensor:

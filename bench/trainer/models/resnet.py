@@ -6,7 +6,7 @@ measures time: the network is the one that storage benchmarks and accelerators' 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -14,18 +14,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from fuelrail.bench.trainer.models.occupancy import Pixels, camera_inputs
-from fuelrail.bench.trainer.models.staged import StagedModel, TensorPlans
+from fuelrail.bench.trainer.models.occupancy import CameraModel, Pixels
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from fuelrail.bench.trainer.models.settings import ResNetSettings
+    from fuelrail.bench.trainer.models.staged import TensorPlans
 
 _EXPANSION = 4
 
 
-class ResNet(StagedModel):
+class ResNet(CameraModel):
     """A classifier of images; takes the inputs of all camera models, and uses images and targets."""
 
     settings: ResNetSettings
@@ -43,10 +41,6 @@ class ResNet(StagedModel):
                 inputs = width * _EXPANSION
         self.blocks = nn.ModuleList(blocks)
         self.head = _Classifier(inputs, settings.classes)
-
-    def inputs(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        """Return img, cam_valid, intrinsics, cam2ego, target, weight."""
-        return camera_inputs(batch, self.settings.grid, self.settings.range_m)
 
     def losses(self, logits: Tensor, *inputs: Tensor) -> Tensor:
         """Return the cross-entropy of each image [B, N]."""

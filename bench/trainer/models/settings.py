@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
@@ -10,6 +10,11 @@ from fuelrail.pipeline.settings import Settings
 
 Positive = Annotated[int, msgspec.Meta(gt=0)]
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
+# Figures: msgspec knows no "finite", so they have a bound.
+_LARGE = 1e9
+Finite = Annotated[float, msgspec.Meta(ge=-_LARGE, le=_LARGE)]
+AtLeast0 = Annotated[float, msgspec.Meta(ge=0, le=_LARGE)]
+Above0 = Annotated[float, msgspec.Meta(gt=0, le=_LARGE)]
 
 
 class BevSettings(Settings, frozen=True):
@@ -66,23 +71,6 @@ class GptSettings(Settings, frozen=True):
 
 
 ModelSettings = BevSettings | ResNetSettings | VitSettings | GptSettings
-ModelName = Literal[
-    "light",
-    "stand-in",
-    "base",
-    "bev-tiny",
-    "resnet50",
-    "resnet-tiny",
-    "vit-tiny",
-    "vit-base",
-    "vit-large",
-    "vit-2b",
-    "gpt-tiny",
-    "gpt2",
-    "gpt-1.3b",
-    "gpt-100b",
-]
-
 # `light` costs a host CPU two milliseconds a step and a fifth of one a sample, `stand-in` a few a sample; `base` is a
 # ResNet-like backbone at full resolution. vit-base and vit-large have the sizes of arXiv 2010.11929; vit-2b, of 2.03
 # billion parameters, has about the shape of arXiv 2106.04560's ViT-G. gpt2 and gpt-1.3b are the sizes of arXiv
@@ -103,6 +91,11 @@ MODELS: dict[str, ModelSettings] = {
     "gpt-1.3b": GptSettings(width=2048, depth=24, heads=16, context=2048),
     "gpt-100b": GptSettings(width=10240, depth=80, heads=80, context=2048),
 }
+
+if TYPE_CHECKING:
+    ModelName = str
+else:
+    ModelName = Literal[tuple(MODELS)]
 
 
 def num_blocks(settings: ModelSettings) -> int:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import PrepareModuleInput, PrepareModuleOutput
 
-from fuelrail.bench.trainer.models.occupancy import OccupancyHead, OccupancyModel, Pixels, camera_inputs, head_plan
+from fuelrail.bench.trainer.models.occupancy import OccupancyHead, OccupancyModel, Pixels, head_plan
 from fuelrail.bench.trainer.models.transformer import Block, block_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from fuelrail.bench.trainer.models.settings import VitSettings
     from fuelrail.bench.trainer.models.staged import TensorPlans
 
@@ -29,10 +27,6 @@ class MultiCameraVit(OccupancyModel):
         self.stem = _Patches(settings)
         self.blocks = nn.ModuleList(Block(settings.width, settings.heads, causal=False) for _ in range(settings.depth))
         self.head = _Head(settings)
-
-    def inputs(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        """Return img, cam_valid, intrinsics, cam2ego, target, weight."""
-        return camera_inputs(batch, self.settings.grid, self.settings.range_m)
 
     def feature_map(self, hidden: Tensor, *inputs: Tensor) -> Tensor:
         """Return the tokens as maps of the images [B, N, C, h, w]."""

@@ -4,13 +4,14 @@
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -64,16 +65,6 @@ class TimedGradientSync:
         return self._reduce(bucket).then(reduced)
 
 
-def _average(bucket: GradBucket) -> Reduced:
-    gradients = bucket.buffer()
-    # Divided before the sum, as DDP's own hook does: the sum of many ranks must not overflow low precision.
-    gradients.div_(dist.get_world_size())
-    work = dist.all_reduce(gradients, async_op=True)
-    assert work is not None, "an asynchronous all-reduce of a member of the group has a handle"
-    result: Reduced = work.get_future().then(lambda future: future.value()[0])
-    return result
-
-
 def data_parallel(
     model: nn.Module, accelerator: "Accelerator | None", settings: "ParallelSettings"
 ) -> DistributedDataParallel:
@@ -82,20 +73,13 @@ def data_parallel(
     bucket_mib = settings.bucket_mib or min(_DDP_BUCKET_MIB, num_bytes / _NUM_BUCKETS / 2**20)
     if settings.compile != "none":
         bucket_mib = max(bucket_mib, _COMPILED_BUCKET_MIB)
-    reduce: Callable[[GradBucket], Reduced] = _average
-    if settings.compression == "powersgd":
-        bucket_mib = _ONE_BUCKET_MIB
+    hook: Callable[[Any, GradBucket], Reduced] = allreduce_hook
+    state: object = dist.group.WORLD
+    if settings.compression == "fp16":
+        hook = fp16_compress_hook
+    elif settings.compression == "powersgd":
+        bucket_mib, hook = _ONE_BUCKET_MIB, powerSGD_hook
         state = PowerSGDState(dist.group.WORLD, matrix_approximation_rank=_POWERSGD_RANK, start_powerSGD_iter=2)
-
-        def reduce(bucket: GradBucket) -> Reduced:
-            return powerSGD_hook(state, bucket)
-    elif settings.compression == "fp16":
-
-        def reduce(bucket: GradBucket) -> Reduced:
-            world = dist.group.WORLD
-            assert world is not None, "DDP has a process group"
-            return fp16_compress_hook(world, bucket)
-
     wrapped = DistributedDataParallel(
         model,
         bucket_cap_mb=bucket_mib,
@@ -104,5 +88,5 @@ def data_parallel(
         # slowest one's batch at the beginning of its forward pass, in which nothing depends on the others.
         **{_SYNC_BUFFERS: False},  # type: ignore[arg-type]
     )
-    wrapped.register_comm_hook(dist.group.WORLD, TimedGradientSync(accelerator, num_bytes, reduce).hook)
+    wrapped.register_comm_hook(dist.group.WORLD, TimedGradientSync(accelerator, num_bytes, partial(hook, state)).hook)
     return wrapped

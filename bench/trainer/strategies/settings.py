@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal, NamedTuple
 
-import msgspec
-
 from fuelrail.bench.trainer.models.settings import (
+    Above0,
     GptSettings,
     ModelSettings,
     NotNegative,
@@ -16,6 +15,7 @@ from fuelrail.bench.trainer.models.settings import (
     num_blocks,
     tensor_sizes,
 )
+from fuelrail.pipeline.cli import flag
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings
 
@@ -34,65 +34,43 @@ class ParallelSettings(Settings, frozen=True, kw_only=True):
 
     strategy: Annotated[
         Strategy,
-        msgspec.Meta(
-            description="how ranks share the model: ddp, zero1 (optimiser state sharded), zero2 (and gradients), fsdp2 "
+        flag(
+            "how ranks share the model: ddp, zero1 (optimiser state sharded), zero2 (and gradients), fsdp2 "
             "(and parameters), hsdp (fsdp2 within pairs, copies across), tensor, pipeline; --mesh composes them"
         ),
     ] = "ddp"
-    mesh: (
-        Annotated[
-            str,
-            msgspec.Meta(
-                description="degrees of a composed strategy, whose product is the number of ranks: "
-                "pp=2,dp_replicate=1,dp_shard=2,tp=2; an axis left out is 1",
-                extra={"metavar": "AXIS=N,..."},
-            ),
-        ]
-        | None
-    ) = None
-    pipeline_schedule: Annotated[Schedule, msgspec.Meta(description="order of work in a pipeline")] = "1F1B"
-    micro_batches: (
-        Annotated[
-            Positive, msgspec.Meta(description="parts of a rank's batch in a pipeline (default: one sample each)")
-        ]
-        | None
-    ) = None
-    bucket_mib: (
-        Annotated[
-            float, msgspec.Meta(gt=0, le=1e6, description="DDP's bucket (default: 25, or a quarter of the model)")
-        ]
-        | None
-    ) = None
-    compression: Annotated[
-        Literal["none", "fp16", "powersgd"], msgspec.Meta(description="compression of DDP's gradients")
-    ] = "none"
-    offload: Annotated[bool, msgspec.Meta(description="keep sharded parameters and optimiser in host memory")] = False
+    mesh: Annotated[
+        str | None,
+        flag(
+            "degrees of a composed strategy, whose product is the number of ranks: "
+            "pp=2,dp_replicate=1,dp_shard=2,tp=2; an axis left out is 1",
+            metavar="AXIS=N,...",
+        ),
+    ] = None
+    pipeline_schedule: Annotated[Schedule, flag("order of work in a pipeline")] = "1F1B"
+    micro_batches: Annotated[
+        Positive | None, flag("parts of a rank's batch in a pipeline (default: one sample each)")
+    ] = None
+    bucket_mib: Annotated[Above0 | None, flag("DDP's bucket (default: 25, or a quarter of the model)")] = None
+    compression: Annotated[Literal["none", "fp16", "powersgd"], flag("compression of DDP's gradients")] = "none"
+    offload: Annotated[bool, flag("keep sharded parameters and optimiser in host memory")] = False
     recompute: Annotated[
         Literal["none", "selective", "full"],
-        msgspec.Meta(description="activation checkpointing: selective keeps the results of matrix products"),
+        flag("activation checkpointing: selective keeps the results of matrix products"),
     ] = "none"
-    compile: Annotated[
-        Literal["none", "inductor", "aot_eager"], msgspec.Meta(description="torch.compile for each block, by backend")
-    ] = "none"
-    optimiser: Annotated[Literal["adamw", "sgd"], msgspec.Meta(description="optimiser")] = "adamw"
-    clip_norm: (
-        Annotated[float, msgspec.Meta(gt=0, le=1e9, description="largest norm of all gradients (default: no limit)")]
-        | None
-    ) = None
-    base_batch: (
-        Annotated[
-            Positive,
-            msgspec.Meta(description="global batch of --learning-rate, which grows in proportion to the run's own"),
-        ]
-        | None
-    ) = None
-    rate_warmup: Annotated[NotNegative, msgspec.Meta(description="steps in which the learning rate grows from 0")] = 0
+    compile: Annotated[Literal["none", "inductor", "aot_eager"], flag("torch.compile for each block, by backend")] = (
+        "none"
+    )
+    optimiser: Annotated[Literal["adamw", "sgd"], flag("optimiser")] = "adamw"
+    clip_norm: Annotated[Above0 | None, flag("largest norm of all gradients (default: no limit)")] = None
+    base_batch: Annotated[
+        Positive | None, flag("global batch of --learning-rate, which grows in proportion to the run's own")
+    ] = None
+    rate_warmup: Annotated[NotNegative, flag("steps in which the learning rate grows from 0")] = 0
     max_skipped: Annotated[
-        Positive, msgspec.Meta(description="stop after this number of steps in a row without finite gradients (fp16)")
+        Positive, flag("stop after this number of steps in a row without finite gradients (fp16)")
     ] = 25
-    deterministic: Annotated[
-        bool, msgspec.Meta(description="deterministic kernels; the report lists what stays open")
-    ] = False
+    deterministic: Annotated[bool, flag("deterministic kernels; the report lists what stays open")] = False
 
 
 class Degrees(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import get_args
 
 import msgspec
 import pytest
@@ -19,7 +18,6 @@ from fuelrail.bench.studies.order.describe import DescribeOptions, describe_orde
 from fuelrail.bench.studies.scale.options import ScaleOptions
 from fuelrail.bench.studies.scale.run import scale
 from fuelrail.bench.studies.train.run import train
-from fuelrail.bench.trainer.models.settings import MODELS, ModelName
 from fuelrail.bench.trainer.settings import TrainOptions
 from fuelrail.pipeline.cli import add_flags, from_flags
 from fuelrail.pipeline.errors import ConfigError
@@ -51,10 +49,6 @@ def test_a_command_line_without_flags_is_the_defaults(kind):
     parser = argparse.ArgumentParser()
     add_flags(parser, kind)
     assert from_flags(parser.parse_args([]), kind) == kind()
-
-
-def test_every_model_is_an_option():
-    assert set(get_args(ModelName)) == MODELS.keys()
 
 
 def test_train_returns_a_report_and_writes_nothing(dataset, here):

@@ -6,7 +6,7 @@ import torch
 
 from fuelrail.bench.measure.accelerator import EmulatedAccelerator
 from fuelrail.bench.report.files import merge_traces
-from fuelrail.bench.trainer.tracing import RankTrace
+from fuelrail.bench.trainer.tracing import RankTrace, TracedAccelerator
 from support.bench_runs import PROFILE, HandClock, steps
 
 
@@ -31,7 +31,7 @@ def traced_steps(trace, accelerator, records):
 def test_phases_stages_and_the_profilers_events_lie_in_one_file_on_one_clock(tmp_path):
     for rank in range(2):
         trace = RankTrace(tmp_path / "trace", rank)
-        accelerator = trace.of_phases(EmulatedAccelerator(PROFILE, HandClock()))
+        accelerator = TracedAccelerator(EmulatedAccelerator(PROFILE, HandClock()), trace)
         records = steps(10)
         assert list(trace.of_steps(traced_steps(trace, accelerator, records))) == records
         trace.write()

@@ -1,0 +1,77 @@
+"""A teacher whose weights are divided over two real ranks teaches a student under DDP as a whole teacher does."""
+
+from __future__ import annotations
+
+import sys
+from itertools import islice
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
+from fuelrail.bench.trainer.distill.settings import DistillSettings, weights_of
+from fuelrail.bench.trainer.distill.student import distilled
+from fuelrail.bench.trainer.distill.teacher import Teacher, of_checkpoint
+from fuelrail.bench.trainer.models.settings import MODELS
+from fuelrail.bench.trainer.strategies.parallel import build, parallelise
+from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings
+from fuelrail.loaders import DataLoader, ImageAugment, Transforms
+from support.datasets import build_dataset
+from support.ranks import run_ranks
+
+RANKS, STEPS, BOUND = 2, 4, 2e-6
+PARTS = "labels=0.5,logits=1,features=0.3,targets=0.7"
+
+
+@pytest.mark.process
+def test_a_sharded_teacher_teaches_as_a_whole_one_does(tmp_path):
+    build_dataset(tmp_path / "data", {"train": (8, 8)})
+    assert run_ranks(RANKS, __file__, tmp_path).count("compared") == RANKS
+
+
+def losses(folder, *, sharded):
+    """Losses of a student under DDP, and the teacher's predictions of this rank's first batch."""
+    settings, transforms = DistillSettings(checkpoints=f"{folder}/teacher", weights=PARTS), {"height": 64, "width": 96}
+    with DataLoader(
+        f"{folder}/data", 2, num_workers=1, transforms=Transforms(image=ImageAugment(**transforms))
+    ) as loader:
+        size, cameras = MODELS["bev-tiny"], len(loader.dataset.manifest.cameras)
+        model, teaches = distilled(build(size, "cpu", 0), settings, loader, "cpu")
+        if not sharded:
+            teaches = of_checkpoint(Teacher(settings.checkpoints), size, weights_of(PARTS), cameras).of_inputs
+        parallel = parallelise(model, ParallelSettings(), Degrees(dp_replicate=RANKS), None, batch_size=2)
+        parallel.teacher = teaches
+        assert isinstance(parallel.model, DistributedDataParallel)
+        batches = list(islice(loader, STEPS))
+        with torch.no_grad():
+            predicted = teaches(*parallel.inputs(batches[0]))
+        return [parallel.step(batch) for batch in batches], predicted
+
+
+def main(folder):
+    dist.init_process_group("gloo")
+    trained = parallelise(build(MODELS["vit-tiny"], "cpu", 3), ParallelSettings(), Degrees(), None, batch_size=2)
+    checkpoints = Checkpoints(f"{folder}/teacher", keep=1, identity={"model": "vit-tiny"})
+    checkpoints.save(1, trained, {})
+    checkpoints.close()
+
+    parameters = list(Teacher(f"{folder}/teacher", shard=True).parameters())
+    assert all(isinstance(one, DTensor) and not one.requires_grad for one in parameters)
+    assert sum(one.to_local().numel() for one in parameters) < 0.6 * sum(one.numel() for one in parameters)
+
+    (taught, predicted), (expected, wanted) = (losses(folder, sharded=sharded) for sharded in (True, False))
+    assert max(abs(one - other) for one, other in zip(taught, expected, strict=True)) < BOUND
+    for one, other in zip(predicted, wanted, strict=True):
+        assert not one.requires_grad
+        torch.testing.assert_close(one, other, rtol=0, atol=BOUND)
+    assert len(set(taught)) == STEPS
+    print("compared", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
