@@ -86,6 +86,8 @@ def test_nothing_stays_stopped_for_ever_when_its_parent_is_killed(tmp_path):
         command = [sys.executable, "-c", {TICKER!r}, {arrivals!r}, {worker!r}]
         with process_group(command, os.environ, pathlib.Path({log!r})) as process:
             LapProcess(process, pathlib.Path({arrivals!r})).begin(0.5, 60.0)
+            while pathlib.Path(f"/proc/{{process.pid}}/stat").read_text().rpartition(") ")[2][0] != "T":
+                time.sleep(0.01)  # a signal is sent; on a busy machine the process stops later
             print(process.pid, flush=True)
             time.sleep(600)
     """)
