@@ -17,12 +17,13 @@ DEVKIT := nuscenes-devkit==1.2.0
 # What codespell reads; its settings are in pyproject.toml.
 SPELLED := *.md bench configs docs loaders pipeline sharding tests .src/fuelrail/*.py
 
-.PHONY: help setup demo pictures test test-fast test-floors lint fix types docs wheel bench dali gpu-check clean
+.PHONY: help setup demo pictures test test-fast coverage test-floors lint fix types docs wheel bench dali gpu-check clean
 
 help:
 	@echo "make demo       set up, synthesise, shard, verify, draw a sample, train on 2 ranks, write the report"
 	@echo "make test       set up and run the whole test suite: about 10 minutes on two idle cores"
 	@echo "make test-fast  set up and run the unit lane: about 75 seconds on two cores"
+	@echo "make coverage   the unit lane, and the share of each hall's lines that it runs: about 2.5 minutes"
 	@echo "make test-floors  the unit lane with the lowest torch, numpy, pyarrow and DALI, in .venv-floors"
 	@echo "make lint       ruff check, format check and codespell"
 	@echo "make fix        apply what ruff can fix and format"
@@ -71,6 +72,12 @@ test: setup
 
 test-fast: setup
 	$(BIN)/python -m pytest -q -m unit --numprocesses auto --maxprocesses 4 --dist loadfile
+
+coverage: setup
+	$(BIN)/python -m pytest -q -m unit --numprocesses auto --maxprocesses 4 --dist loadfile --cov --cov-report=
+	@for hall in pipeline sharding loaders bench; do \
+		echo "$$hall: $$($(BIN)/python -m coverage report --include="$$hall/*" --format=total) % of the lines by the unit lane"; \
+	done
 
 test-floors:
 	.ci/floors

@@ -10,14 +10,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from rich.console import Console
 
 from fuelrail.pipeline.runtime.workers import ctrl_c_waits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+_T = TypeVar("_T", int, float)
 
 _GONE_S = 2.0
 _POLL_S = 0.005
@@ -59,51 +61,25 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         time.sleep(_POLL_S)
 
 
-_PROC = Path("/proc")
-
-
-def tree_pids(root: int) -> list[int]:
-    """Return the process and all its descendants that live."""
-    children: dict[int, list[int]] = {}
-    for entry in _PROC.iterdir():
-        if entry.name.isdigit() and (fields := _stat(int(entry.name))):
-            children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found, todo = [], [root]
-    while todo:
-        pid = todo.pop()
-        found.append(pid)
-        todo += children.get(pid, [])
-    return found
-
-
 def tree_cpu_s(root: int) -> float:
     """User and system time of a process, its descendants, and those of their children that ended [s]."""
-    ticks = 0
-    for pid in tree_pids(root):
-        if fields := _stat(pid):
-            # utime, stime, cutime, cstime: fields 14 to 17 of proc(5), here from the third on
-            ticks += sum(map(int, fields[11:15]))
-    return ticks / os.sysconf("SC_CLK_TCK")
+    return sum(_each(root, lambda process: sum(process.cpu_times()[:4])))
 
 
 def tree_memory_bytes(root: int) -> int:
     """Memory of a process and its descendants; pages that several share are counted once (PSS)."""
-    total = 0
-    for pid in tree_pids(root):
-        try:
-            text = (_PROC / str(pid) / "smaps_rollup").read_text(encoding="ascii")
-        except OSError:  # ended in between
-            continue
-        total += sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")) * 1024
-    return total
+    return sum(_each(root, lambda process: process.memory_full_info().pss))
 
 
-def _stat(pid: int) -> list[str] | None:
-    """``/proc/PID/stat`` behind the name, which may hold anything."""
-    try:
-        return (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2].split()
-    except OSError:
-        return None
+def _each(root: int, of: Callable[[Any], _T]) -> Iterator[_T]:
+    """Yield a figure of a process and of each of its descendants; those that end in between have none."""
+    import psutil  # of the extra `bench`
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        parent: Any = psutil.Process(root)
+        for process in [parent, *parent.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                yield of(process)
 
 
 FAILED: Final = 1

@@ -6,7 +6,7 @@ import importlib.util
 import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -16,6 +16,9 @@ from fuelrail.bench.measure.machine import (
 )
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import convert
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class ReportHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,12 +58,15 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 _MAX_REPORT_BYTES = 256 << 20
 
 
-def prepare_folder(out: Path, *, html: bool) -> None:
-    """Make the folder of a report and take an earlier one out of it.
+def prepare_folder(out: Path, *, html: bool, needs: Sequence[str] = ()) -> None:
+    """Make the folder of a report and take an earlier one out of it. ``needs``: modules of the extra `bench`.
 
-    Raises ConfigError where that cannot be done, and where a page is wanted that cannot be drawn: before a measurement
-    that would be lost.
+    Raises ConfigError where that cannot be done, where a page is wanted that cannot be drawn, and where a module is not
+    installed: before a measurement that would be lost.
     """
+    for name in needs:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"this command needs {name}, which is not installed: pip install 'fuelrail[bench]'")
     if html and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("report.html needs matplotlib: pip install 'fuelrail[view]', or run with --no-html")
     try:

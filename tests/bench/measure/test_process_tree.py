@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from fuelrail.bench.measure.processes import tree_cpu_s, tree_memory_bytes, tree_pids
+from fuelrail.bench.measure.processes import tree_cpu_s, tree_memory_bytes
 
 pytestmark = [
     pytest.mark.process,
@@ -28,9 +28,6 @@ def test_grandchildren_are_counted():
     child = subprocess.Popen([sys.executable, "-c", _CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout.readline() == "up\n"
-        pids = tree_pids(os.getpid())
-        assert child.pid in pids
-        assert len(set(tree_pids(child.pid))) == 2
         assert tree_memory_bytes(os.getpid()) > memory + (75 << 20)
         assert tree_cpu_s(os.getpid()) > cpu_s + 0.03
     finally:

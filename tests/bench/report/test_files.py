@@ -43,6 +43,8 @@ def test_a_page_that_cannot_be_drawn_is_refused_before_the_measurement(tmp_path,
     with pytest.raises(ConfigError, match="--no-html"):
         prepare_folder(tmp_path / "out", html=True)
     prepare_folder(tmp_path / "out", html=False)
+    with pytest.raises(ConfigError, match=r"needs psutil, .* pip install 'fuelrail\[bench\]'"):
+        prepare_folder(tmp_path / "out", html=False, needs=("psutil",))
 
 
 def result(commit, changed):
