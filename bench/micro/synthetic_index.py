@@ -16,7 +16,7 @@ from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
 from fuelrail.pipeline.format.index.row import IndexRow, MemberEntry
 from fuelrail.pipeline.format.index.samples import INDEX_FILE, write_index
 from fuelrail.pipeline.format.index.shards import ShardEntry, shard_name
-from fuelrail.pipeline.format.index.tables import file_entry, write_tables
+from fuelrail.pipeline.format.index.tables import write_tables
 from fuelrail.pipeline.format.manifest import (
     FORMAT,
     FORMAT_VERSION,
@@ -66,26 +66,21 @@ def write_synthetic_index(
             yield IndexRow(key, clip_id, at, at * 500_000_000, shard, offset, _SPAN_BYTES, 0, members)
 
     write_index(folder / INDEX_FILE, rows(), ["meta.json"], ["zstd"])
-    files = []
     if attributes is not None:
         keys = [f"clip-{c:07d}-{f:06d}" for c, f in zip(clip.tolist(), frame.tolist(), strict=True)]
         pq.write_table(pa.table({"key": keys, **attributes}).take(stored), folder / ATTRIBUTES_FILE)
-        files.append(file_entry(folder / ATTRIBUTES_FILE))
     lengths = [min(samples_per_shard, num_samples - first) for first in range(0, num_samples, samples_per_shard)]
     return write_manifest(
         folder, lengths, num_clips=len(clip_lengths), seed=shuffle_seed or 0, split=split,
-        order_unit="clip" if shuffle_seed is None else "frame", files=files,
+        order_unit="clip" if shuffle_seed is None else "frame",
     )  # fmt: skip
 
 
 def write_manifest(
     folder: Path, shard_lengths: Sequence[int], *, num_clips: int, split: str, seed: int = 0, order_unit: str = "frame",
-    files: Sequence[FileEntry] = (), shard_bytes: Sequence[int] | None = None,
+    shard_bytes: Sequence[int] | None = None,
 ) -> Manifest:  # fmt: skip
-    """Write tables and manifest of a dataset of one split without cameras, whose index is in the folder.
-
-    ``files`` are the entries of what else is there.
-    """
+    """Write tables and manifest of a dataset of one split without cameras, whose index is in the folder."""
     firsts = np.cumsum([0, *shard_lengths]).tolist()
     shards = tuple(
         ShardEntry(
@@ -97,7 +92,7 @@ def write_manifest(
     whole = SplitEntry(
         first_sample=0, num_samples=firsts[-1], first_shard=0, num_shards=len(shards), num_clips=num_clips
     )
-    entries = [*write_tables(folder, shards), *files]
+    entries = write_tables(folder, shards)
     manifest = dataset_manifest(
         {split: whole}, entries, sum(shard.bytes for shard in shards), num_clips=num_clips, seed=seed,
         order_unit=order_unit,

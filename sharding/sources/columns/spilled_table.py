@@ -8,15 +8,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fuelrail.pipeline.format.index.attributes_file import AttributesFile
 from fuelrail.pipeline.storage.spill import numpy_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from numpy.typing import NDArray
 
+    from fuelrail.pipeline.format.index.attributes_file import AttributesFile
     from fuelrail.pipeline.storage.spill import Spill, SpilledTexts
 
 
@@ -32,9 +31,8 @@ class SpilledTable:
         self._is_valid = {field.name: spill.column(np.bool_) for field in schema}
 
     @staticmethod
-    def of_file(spill: Spill, path: Path, names: Sequence[str]) -> SpilledTable:
+    def of_file(spill: Spill, file: AttributesFile, names: Sequence[str]) -> SpilledTable:
         """Columns of a Parquet file."""
-        file = AttributesFile(path)
         schema = file.schema()
         table = SpilledTable(spill, pa.schema([schema.field(name) for name in names]))
         for part in file.batches(names):
