@@ -23,7 +23,7 @@ from fuelrail.pipeline.channels.sensors import channel_table
 from fuelrail.pipeline.errors import ConfigError, DatasetError, SourceError
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
-from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE, AttributesFile
+from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
 from fuelrail.pipeline.format.index.samples import INDEX_FILE, IndexWriter
 from fuelrail.pipeline.format.index.shards import ShardEntry, shard_name
 from fuelrail.pipeline.format.index.tables import file_entry, write_tables
@@ -223,7 +223,7 @@ def _own_files(work: Workspace, datasets: Sequence[Dataset], pieces: Sequence[Pi
                 rows.append(source.row(at)._replace(shard=number))
             source.release()
     _write_attributes(attributes, datasets, pieces)
-    entries = [*write_tables(work.temporary, [piece.new for piece in pieces]), file_entry(attributes)]
+    entries = write_tables(work.temporary, [piece.new for piece in pieces])
     if datasets[0].dictionary is not None:
         dictionary = work.temporary / DICTIONARY_FILE
         dictionary.write_bytes(datasets[0].dictionary.data)
@@ -236,7 +236,7 @@ def _own_files(work: Workspace, datasets: Sequence[Dataset], pieces: Sequence[Pi
 def _write_attributes(path: Path, datasets: Sequence[Dataset], pieces: Sequence[Piece]) -> None:
     """The attributes of all samples; a column that a dataset lacks is null for its samples."""
     files = [dataset.attributes_file() for dataset in datasets]
-    schemas = [AttributesFile(file).schema(len(dataset.index)) for file, dataset in zip(files, datasets, strict=True)]
+    schemas = [file.schema(len(dataset.index)) for file, dataset in zip(files, datasets, strict=True)]
     try:
         schema = pa.unify_schemas(schemas)
     except pa.ArrowException as error:
@@ -247,7 +247,7 @@ def _write_attributes(path: Path, datasets: Sequence[Dataset], pieces: Sequence[
                 f"{ATTRIBUTES_FILE}: column {shown(field.name)} has type {shown(str(field.type))}, not text or numbers"
             )
     disk = Disk(path.parent)
-    tables = [disk.table(AttributesFile(file).batches(of.names)) for file, of in zip(files, schemas, strict=True)]
+    tables = [disk.table(file.batches(of.names)) for file, of in zip(files, schemas, strict=True)]
     with pq.ParquetWriter(path, schema, compression="zstd") as writer:
         for dataset, rows in _runs(pieces):
             for first in range(rows.start, rows.stop, ROWS_PER_GROUP):

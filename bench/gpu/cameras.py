@@ -202,12 +202,9 @@ def write_made_dataset(folder: Path, shard_lengths: Sequence[int], samples: Iter
 
 def write_manifest(
     folder: Path, shard_lengths: Sequence[int], *, num_clips: int, split: str, seed: int = 0, order_unit: str = "frame",
-    files: Sequence[FileEntry] = (), shard_bytes: Sequence[int] | None = None,
+    shard_bytes: Sequence[int] | None = None,
 ) -> Manifest:  # fmt: skip
-    """Write tables and manifest of a dataset of one split without cameras, whose index is in the folder.
-
-    ``files`` are the entries of what else is there.
-    """
+    """Write tables and manifest of a dataset of one split without cameras, whose index is in the folder."""
     firsts = np.cumsum([0, *shard_lengths]).tolist()
     shards = tuple(
         ShardEntry(
@@ -219,7 +216,7 @@ def write_manifest(
     whole = SplitEntry(
         first_sample=0, num_samples=firsts[-1], first_shard=0, num_shards=len(shards), num_clips=num_clips
     )
-    entries = [*write_tables(folder, shards), *files]
+    entries = write_tables(folder, shards)
     manifest = dataset_manifest(
         {split: whole}, entries, sum(shard.bytes for shard in shards), num_clips=num_clips, seed=seed,
         order_unit=order_unit,

@@ -21,7 +21,6 @@ from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
 from fuelrail.pipeline.format.index.row import IndexRow, MemberEntry
 from fuelrail.pipeline.format.index.samples import INDEX_FILE, write_index
-from fuelrail.pipeline.format.index.tables import file_entry
 from fuelrail.sharding.write.packer import RawMember
 
 if TYPE_CHECKING:
@@ -65,15 +64,13 @@ def write_synthetic_index(
             yield IndexRow(key, clip_id, at, at * 500_000_000, shard, offset, _SPAN_BYTES, 0, members)
 
     write_index(folder / INDEX_FILE, rows(), ["meta.json"], ["zstd"])
-    files = []
     if attributes is not None:
         keys = [f"clip-{c:07d}-{f:06d}" for c, f in zip(clip.tolist(), frame.tolist(), strict=True)]
         pq.write_table(pa.table({"key": keys, **attributes}).take(stored), folder / ATTRIBUTES_FILE)
-        files.append(file_entry(folder / ATTRIBUTES_FILE))
     lengths = [min(samples_per_shard, num_samples - first) for first in range(0, num_samples, samples_per_shard)]
     return write_manifest(
         folder, lengths, num_clips=len(clip_lengths), seed=shuffle_seed or 0, split=split,
-        order_unit="clip" if shuffle_seed is None else "frame", files=files,
+        order_unit="clip" if shuffle_seed is None else "frame",
     )  # fmt: skip
 
 

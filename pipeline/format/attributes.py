@@ -11,7 +11,6 @@ import numpy as np
 import pyarrow as pa
 
 from fuelrail.pipeline.errors import IndexFileError, OrderError
-from fuelrail.pipeline.format.index.attributes_file import AttributesFile
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -37,7 +36,7 @@ class Attributes:
         self._dataset = dataset
         entry = dataset.split(split)
         self._first, self._end = entry.first_sample, entry.first_sample + entry.num_samples
-        self._file = AttributesFile(dataset.attributes_file())
+        self._file = dataset.attributes_file()
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -61,9 +60,10 @@ class Attributes:
         if from_file:
             schema = self._file.schema(len(self._dataset.index))
             table = pa.Table.from_batches(
-                list(self._file.batches(from_file)), pa.schema([schema.field(name) for name in from_file])
+                self._file.batches(from_file, range(self._first, self._end)),
+                pa.schema([schema.field(name) for name in from_file]),
             )
-            columns = {name: table[name].slice(self._first, self._end - self._first) for name in from_file}
+            columns = {name: table[name] for name in from_file}
         index = self._dataset.index
         for name in names:
             if name in TEXTS:

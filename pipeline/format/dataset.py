@@ -34,9 +34,8 @@ from fuelrail.pipeline.errors import (
 from fuelrail.pipeline.format import codecs
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE, MAX_DICTIONARY_BYTES, Dictionary
 from fuelrail.pipeline.format.fetch import fetch_dataset
-from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE, AttributesFile
 from fuelrail.pipeline.format.index.row import IndexRow
-from fuelrail.pipeline.format.index.tables import open_tables
+from fuelrail.pipeline.format.index.tables import open_attributes, open_tables
 from fuelrail.pipeline.format.manifest import DATASETS, Manifest, SplitEntry, load_manifest
 from fuelrail.pipeline.format.rules import Rig, check_arrays
 from fuelrail.pipeline.format.tar import BLOCK_BYTES, are_members
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
     from fuelrail.pipeline.format.fetch import RemoteFolder
+    from fuelrail.pipeline.format.index.attributes_file import AttributesFile
     from fuelrail.pipeline.format.index.keys import KeyTable
     from fuelrail.pipeline.format.index.samples import SampleIndex
     from fuelrail.pipeline.format.index.shards import ShardTable
@@ -189,15 +189,12 @@ class Dataset:
             raise StorageError(f"cannot be read: {text}", shard=path.name, offset=row.offset, key=row.key) from error
         return found
 
-    def attributes_file(self) -> Path:
-        """The place of ``attributes.parquet``, which need not exist; fetched now if it was left at the URL.
+    def attributes_file(self) -> AttributesFile:
+        """``attributes.parquet``, which need not exist; what was left at the URL is fetched as it is read.
 
-        Raises DatasetError where it cannot be fetched.
+        Raises IndexFileError for a damaged dataset, DatasetError where it cannot be fetched.
         """
-        entry = self.manifest.file(ATTRIBUTES_FILE)
-        if entry is not None and self.origin is not None:
-            self.origin.whole(entry)
-        return self.root / ATTRIBUTES_FILE
+        return open_attributes(self.root, self.manifest, self.origin)
 
     @property
     def table(self) -> pa.Table:
@@ -210,7 +207,7 @@ class Dataset:
         numbers = np.repeat(np.arange(len(splits)), [entry.num_samples for _, entry in splits])
         columns["split"] = pa.array([name for name, _ in splits], pa.string()).take(pa.array(numbers))
         columns |= {name: self.index.column(name) for name in ("frame", "timestamp_ns")}
-        file = AttributesFile(self.attributes_file())
+        file = self.attributes_file()
         if file.exists:
             schema = file.schema(len(self))
             names = [name for name in schema.names if name not in columns]

@@ -23,7 +23,6 @@ from fuelrail.pipeline.channels.table import Channel, Law
 from fuelrail.pipeline.errors import ConfigError, IndexFileError, ManifestError, OrderError, SchemaError
 from fuelrail.pipeline.format.attributes import Attributes
 from fuelrail.pipeline.format.dataset import Dataset, open_kind
-from fuelrail.pipeline.format.index.attributes_file import AttributesFile
 from fuelrail.pipeline.format.manifest import DATASETS, Manifest
 from fuelrail.pipeline.sample.arrays import map_npy
 from fuelrail.pipeline.sample.schema import GEOMETRY, META
@@ -296,13 +295,13 @@ class JoinedAttributes(Attributes):
                 continue
             layer, column = self._layers[name]
             rows = layer.rows_at(self._positions)
-            stored = pa.Table.from_batches(AttributesFile(layer.data.attributes_file()).batches([column]))[column]
+            stored = pa.Table.from_batches(layer.data.attributes_file().batches([column]))[column]
             columns[name] = stored.take(pa.array(rows, mask=rows < 0))
         return pa.table(columns)
 
 
 def _attribute_names(data: Dataset) -> list[str]:
-    file = AttributesFile(data.attributes_file())
+    file = data.attributes_file()
     indexed = ("key", "clip_id", "split", "frame", "timestamp_ns")
     return [name for name in file.schema(len(data.index)).names if name not in indexed] if file.exists else []
 

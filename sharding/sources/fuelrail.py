@@ -19,7 +19,7 @@ from fuelrail.pipeline.channels.table import Channel
 from fuelrail.pipeline.errors import ConfigError, DatasetError, MemberError, SchemaError, ShardError, SourceError
 from fuelrail.pipeline.format import codecs
 from fuelrail.pipeline.format.dataset import check_span, open_dataset, read_members
-from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE, AttributesFile
+from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
 from fuelrail.pipeline.format.manifest import Lineage
 from fuelrail.pipeline.format.zstd_frames import is_framed, read_head
 from fuelrail.pipeline.sample.schema import (
@@ -232,7 +232,7 @@ class DatasetPart:
     @property
     def attribute_types(self) -> dict[str, type]:
         """The columns of ``attributes.parquet`` that do not stand in the index."""
-        file = AttributesFile(self.dataset.attributes_file())
+        file = self.dataset.attributes_file()
         if not file.exists:
             return {}
         schema = file.schema(len(self.dataset.index))
@@ -309,7 +309,7 @@ class DatasetPart:
     def _attributes(self, disk: Disk) -> Iterator[tuple[int, dict[str, Any]]]:
         """Each row in the order of clips and frames, with its attributes; few of them as Python objects."""
         rows, names = self._rows_by_clip(), list(self.attribute_types)
-        table = disk.table(AttributesFile(self.dataset.attributes_file()).batches(names)) if names else None
+        table = disk.table(self.dataset.attributes_file().batches(names)) if names else None
         for first in range(0, len(rows), _ROWS_AT_ONCE):
             part = rows[first : first + _ROWS_AT_ONCE]
             values = [{} for _ in part] if table is None else disk.take(table, part).to_pylist()

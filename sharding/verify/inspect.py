@@ -15,7 +15,6 @@ from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.errors import ConfigError, TruncatedShardError
 from fuelrail.pipeline.format.attributes import TEXTS
 from fuelrail.pipeline.format.dataset import Dataset, check_span, open_kind, read_members
-from fuelrail.pipeline.format.index.attributes_file import AttributesFile
 from fuelrail.pipeline.format.layers import EITHER, LayerManifest
 from fuelrail.pipeline.format.rules import Rig, check_sample
 from fuelrail.pipeline.format.zstd_frames import is_framed, span_bytes
@@ -298,7 +297,7 @@ def _member_statistics(dataset: Dataset) -> list[dict[str, Any]]:
 
 def _attribute_statistics(dataset: Dataset) -> list[tuple[str, str, str]]:
     """Name, type and values of each attribute that filters and weights may name, from ``attributes.parquet``."""
-    file = AttributesFile(dataset.attributes_file())
+    file = dataset.attributes_file()
     if not file.exists:
         return []
     schema = file.schema(len(dataset.index))

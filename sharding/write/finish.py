@@ -16,7 +16,7 @@ from fuelrail.pipeline.format.codecs import DICTIONARY_FILE
 from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
 from fuelrail.pipeline.format.index.samples import INDEX_FILE, IndexWriter
 from fuelrail.pipeline.format.index.shards import ShardEntry
-from fuelrail.pipeline.format.index.tables import file_entry, write_tables
+from fuelrail.pipeline.format.index.tables import write_tables
 from fuelrail.pipeline.format.manifest import (
     FORMAT,
     FORMAT_VERSION,
@@ -70,7 +70,7 @@ def finish(
     index, attributes = work.temporary / INDEX_FILE, work.temporary / ATTRIBUTES_FILE
     shards = _write_index(index, work, plan, info, codecs)
     _write_attributes(attributes, plan, table, info, clips_by_split)
-    files = [*write_tables(work.temporary, shards.entries), file_entry(attributes)]
+    files = write_tables(work.temporary, shards.entries)
     for entry in files:
         work.out.publish_file(entry.name, work.temporary / entry.name)
     if job.dictionary is not None:

@@ -154,8 +154,8 @@ def _check_space(table: ScanTable, tasks: Sequence[StageTask], folder: Path) -> 
     free = shutil.disk_usage(folder).free
     if needed > free + there:
         raise DatasetError(
-            f"the source reads well only clip by clip, so images and sweeps are first brought into '{folder}': this takes "
-            f"about {needed / 1e9:,.1f} GB (images of video as JPEG take several times the video's bytes), and "
+            f"the source reads well only clip by clip, so images and sweeps are first brought into '{folder}': "
+            f"this takes about {needed / 1e9:,.1f} GB (images of video as JPEG take several times the video's bytes), and "
             f"{free / 1e9:,.1f} GB are free; free some, give an output on a larger disk, or shard fewer clips at a time"
         )
 

@@ -55,8 +55,9 @@ def check_files(root: Path, manifest: dict[str, Any]) -> None:
             data = (root / shard["idx"]).read_bytes()
             assert (len(data), hashlib.sha256(data).digest()) == (shard["idx_bytes"], shard["idx_sha256"])
     blocks = b""
-    for name in ("shards.arrow", "index.arrow", "keys.arrow"):
-        data = (root / name).read_bytes()
+    named = {entry["name"] for entry in manifest["files"]}
+    for name in ("shards.arrow", "index.arrow", "keys.arrow", "attributes.parquet"):
+        data = (root / name).read_bytes() if name in named else b""
         blocks += b"".join(hashlib.sha256(data[at : at + 2**20]).digest() for at in range(0, len(data), 2**20))
     assert (root / "blocks.sha256").read_bytes() == blocks
     entries = sorted(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections import Counter
 from typing import TYPE_CHECKING, Final
@@ -17,7 +18,10 @@ from fuelrail.pipeline.text import shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from io import BufferedReader, RawIOBase
     from pathlib import Path
+
+    from fuelrail.pipeline.format.index.blocks import BlockFile
 
 ATTRIBUTES_FILE: Final = "attributes.parquet"
 MAX_TEXT_BYTES: Final = 4 << 10
@@ -32,8 +36,9 @@ _ROWS_AT_ONCE: Final = 1 << 12
 class AttributesFile:
     """The file itself, from an unknown writer: its sizes are checked before memory is allocated for them."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, blocks: BlockFile | None = None) -> None:
+        """``blocks`` is the file at ``path`` where parts of it may have to be fetched."""
+        self._path, self._blocks = path, blocks
 
     @property
     def exists(self) -> bool:
@@ -52,14 +57,27 @@ class AttributesFile:
                 )
             return schema.remove_metadata()
 
-    def batches(self, names: Sequence[str], num_rows: int = _ROWS_AT_ONCE) -> Iterator[pa.RecordBatch]:
-        """The columns ``names``, ``num_rows`` rows at a time; raises IndexFileError as :meth:`schema` does."""
+    def batches(self, names: Sequence[str], rows: range | None = None) -> Iterator[pa.RecordBatch]:
+        """The columns ``names``, some thousand rows at a time, and nothing else of the file.
+
+        ``rows`` are the rows wanted, None: all. Raises IndexFileError as :meth:`schema` does.
+        """
         with self._opened() as (file, schema):
             for name in names:
                 if name not in schema.names:
                     raise IndexFileError(f"'{self._path}' has no column '{shown(name)}'")
-            for batch in file.iter_batches(num_rows, columns=list(names)):
-                yield self._expanded(batch.select(list(names)))
+            groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+            ends = list(itertools.accumulate((group.num_rows for group in groups), initial=0))
+            wanted = range(ends[-1]) if rows is None else rows
+            numbers = [n for n in range(len(groups)) if ends[n] < wanted.stop and ends[n + 1] > wanted.start]
+            if self._blocks is not None:
+                self._blocks.need_parts(*_chunks([groups[number] for number in numbers], names))
+            at = ends[numbers[0]] if numbers else 0
+            for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=numbers, columns=list(names)):
+                low, high = (min(max(side - at, 0), len(batch)) for side in (wanted.start, wanted.stop))
+                at += len(batch)
+                if low < high:
+                    yield self._expanded(batch.slice(low, high - low).select(list(names)))
 
     def _expanded(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """Texts as they are, once it is known that none is too long: few bytes of dictionary may expand to many."""
@@ -80,7 +98,7 @@ class AttributesFile:
     @contextlib.contextmanager
     def _opened(self) -> Iterator[tuple[pq.ParquetFile, pa.Schema]]:
         try:
-            with open_file(self._path, _MAX_FILE_BYTES) as stream:
+            with self._stream() as stream:
                 schema = pq.read_schema(stream)
                 texts = [field.name for field in schema if pa.types.is_string(field.type)]
                 with pq.ParquetFile(stream, read_dictionary=texts) as file:
@@ -92,6 +110,13 @@ class AttributesFile:
             if isinstance(error, FuelrailError):
                 raise
             raise IndexFileError(f"'{self._path}' is damaged: {error}") from error
+
+    def _stream(self) -> BufferedReader | RawIOBase:
+        if self._blocks is None:
+            return open_file(self._path, _MAX_FILE_BYTES)
+        if len(self._blocks.map) > _MAX_FILE_BYTES:
+            raise IndexFileError(f"'{self._path}' has over {_MAX_FILE_BYTES} bytes, which is all that is read of it")
+        return self._blocks.stream()
 
     def _check(self, metadata: pq.FileMetaData, schema: pa.Schema) -> None:
         if metadata.num_columns > _MAX_COLUMNS:
@@ -107,3 +132,12 @@ class AttributesFile:
                 raise IndexFileError(
                     f"'{self._path}': row group {number} has {num_bytes} bytes, at most {_MAX_GROUP_BYTES} are read"
                 )
+
+
+def _chunks(groups: Sequence[pq.RowGroupMetaData], names: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """First byte and end of the column chunks of these columns."""
+    for group in groups:
+        for column in map(group.column, range(group.num_columns)):
+            if column.path_in_schema in names:
+                first = column.dictionary_page_offset or column.data_page_offset
+                yield first, first + column.total_compressed_size

@@ -1,7 +1,7 @@
 """Files in blocks of 1 MiB, each with a digest: what is read of a table is checked, or fetched, block by block.
 
-``blocks.sha256`` holds the digests of all blocks of ``shards.arrow``, ``index.arrow`` and ``keys.arrow``. FORMAT.md has
-the rules.
+``blocks.sha256`` holds the digests of all blocks of ``shards.arrow``, ``index.arrow``, ``keys.arrow`` and
+``attributes.parquet``. FORMAT.md has the rules.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from io import RawIOBase
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 BLOCKS_FILE: Final = "blocks.sha256"
 BLOCK_BYTES: Final = 1 << 20
 DIGEST_BYTES: Final = 32
-TABLE_FILES: Final = ("shards.arrow", "index.arrow", "keys.arrow")
-"""The files that have block digests, in the order in which ``blocks.sha256`` holds these."""
+TABLE_FILES: Final = ("shards.arrow", "index.arrow", "keys.arrow", "attributes.parquet")
+"""The files that have block digests, in the order in which ``blocks.sha256`` holds these; not all have the last one."""
 HEAD_BYTES: Final = 4 << 10
 """More than lies before the columns in a table of one record batch: schema and message take some hundred bytes each."""
 _MAX_RUN: Final = 16
@@ -106,10 +107,12 @@ class BlockFile:
         return self._view[first:end]
 
     def need_parts(self, *parts: tuple[int, int]) -> None:
-        """As :meth:`need` for parts (first byte, end) inside the file, where any can be missing: in one round trip."""
+        """Have those bytes of parts (first byte, end) here that are in the file, if any can be missing: all at once."""
         if self._read is not None:
-            blocks = {block for first, end in parts for block in range(first // BLOCK_BYTES, num_blocks(end))}
-            self._check(sorted(blocks))
+            found = set[int]()
+            for first, end in parts:
+                found.update(range(max(first, 0) // BLOCK_BYTES, num_blocks(min(end, len(self._view)))))
+            self._check(sorted(found))
 
     def _missing(self, blocks: Sequence[int]) -> list[int]:
         """Those of the blocks that do not have the bytes of their digests."""
@@ -168,6 +171,10 @@ class BlockFile:
         for block in run:
             self._good[block] = 1
 
+    def stream(self) -> RawIOBase:
+        """The file as a stream that reads no more than it is asked for; its errors are those of :meth:`need`."""
+        return _Stream(self)
+
     def open_arrow(self) -> pa.ipc.RecordBatchFileReader:
         """The file as an Arrow file; raises IndexFileError where it is none."""
         try:
@@ -191,6 +198,29 @@ class BlockFile:
     def release(self) -> None:
         """Give the pages that were looked at back to the page cache; what was handed out stays good."""
         self.map.madvise(mmap.MADV_DONTNEED)
+
+
+class _Stream(RawIOBase):
+    """A file whose bytes are checked, or fetched, when they are read."""
+
+    def __init__(self, file: BlockFile) -> None:
+        self._file, self._at = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._file.map)}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:  # noqa: ANN401 - a writable buffer
+        found = self._file.need(self._at, max(min(self._at + len(buffer), len(self._file.map)), self._at))
+        buffer[: len(found)] = found
+        self._at += len(found)
+        return len(found)
 
 
 class FixedColumns:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from fuelrail.pipeline.errors import IndexFileError, ManifestError
+from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE, AttributesFile
 from fuelrail.pipeline.format.index.blocks import (
     BLOCKS_FILE,
     TABLE_FILES,
@@ -108,13 +109,25 @@ class _Opener:
             raise IndexFileError(f"'{path}' cannot be read: {error.strerror or error}") from error
         if len(data) != entry.bytes or hashlib.sha256(data).hexdigest() != entry.sha256:
             raise IndexFileError(f"'{path}' is not the file that dataset.json describes (SHA-256 differs)")
-        return split_digests(data, ((table, self._entry(table).bytes) for table in TABLE_FILES))[name]
+        entries = (self._manifest.file(table) for table in TABLE_FILES)
+        return split_digests(data, ((one.name, one.bytes) for one in entries if one is not None))[name]
+
+
+def open_attributes(folder: Path, manifest: Manifest, origin: Origin | None = None) -> AttributesFile:
+    """Open ``attributes.parquet``, which need not exist, as :func:`open_tables` does."""
+    entry, path = manifest.file(ATTRIBUTES_FILE), folder / ATTRIBUTES_FILE
+    if origin is None or entry is None:
+        return AttributesFile(path)
+    if entry.bytes > WHOLE_BYTES:
+        return AttributesFile(path, _Opener(folder, manifest, origin).table(ATTRIBUTES_FILE))
+    origin.whole(entry)
+    return AttributesFile(path)
 
 
 def write_tables(folder: Path, shards: Iterable[ShardEntry]) -> list[FileEntry]:
     """Write ``shards.arrow``, ``keys.arrow`` and ``blocks.sha256`` beside the ``index.arrow`` that is in the folder.
 
-    Returns the manifest's entries of all four. The caller publishes the files.
+    ``attributes.parquet`` may be there too. Returns the manifest's entries of all. The caller publishes the files.
     """
     write_shards(folder / SHARDS_FILE, shards)
     write_keys(folder / KEYS_FILE, SampleIndex(folder / INDEX_FILE))
@@ -122,9 +135,10 @@ def write_tables(folder: Path, shards: Iterable[ShardEntry]) -> list[FileEntry]:
 
 
 def seal_tables(folder: Path) -> list[FileEntry]:
-    """Write ``blocks.sha256`` of the three tables in the folder; returns the manifest's entries of all four."""
-    (folder / BLOCKS_FILE).write_bytes(b"".join(block_digests(folder / name) for name in TABLE_FILES))
-    return [file_entry(folder / name) for name in (*TABLE_FILES, BLOCKS_FILE)]
+    """Write ``blocks.sha256`` of the tables in the folder; returns the manifest's entries of all."""
+    names = [name for name in TABLE_FILES if name != ATTRIBUTES_FILE or (folder / name).is_file()]
+    (folder / BLOCKS_FILE).write_bytes(b"".join(block_digests(folder / name) for name in names))
+    return [file_entry(folder / name) for name in (*names, BLOCKS_FILE)]
 
 
 def file_entry(path: Path) -> FileEntry:

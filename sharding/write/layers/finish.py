@@ -133,8 +133,7 @@ def _write(out: Output, temporary: Path, base: Dataset, run: LayerRun, segments:
             count += 1
     entries = shards.close()
     attributes.close()
-    files = [*write_tables(temporary, entries), file_entry(temporary / ATTRIBUTES_FILE)]
-    files += rows_file(temporary, rows)
+    files = [*write_tables(temporary, entries), *rows_file(temporary, rows)]
     for entry in files:
         out.publish_file(entry.name, temporary / entry.name)
     num_clips = len(np.unique(base.index.clip_numbers()[np.flatnonzero(rows != NO_ROW)]))

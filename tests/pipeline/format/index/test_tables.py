@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from fuelrail.bench.micro.datasets import write_synthetic_index
 from fuelrail.pipeline.errors import DatasetError, FuelrailError, IndexFileError, ManifestError
+from fuelrail.pipeline.format.attributes import Attributes
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.index import blocks, keys, samples
 from fuelrail.pipeline.format.index.blocks import BlockFile, split_digests
@@ -227,6 +230,28 @@ class TestBlocksAtAUrl:
         again = open_dataset(server.url, cache_dir=cache)
         assert [again.index.row(at) for at in range(2000)] == [here.index.row(at) for at in range(2000)]
         assert [request.name for request in server.requests[before:]] == ["dataset.json"]
+
+    def test_a_filter_reads_its_columns_of_the_split_alone(self, tmp_path, monkeypatch) -> None:
+        monkeypatch.setattr(blocks, "BLOCK_BYTES", 4096)
+        for module in ("index.tables", "fetch"):
+            monkeypatch.setattr(f"fuelrail.pipeline.format.{module}.WHOLE_BYTES", 0)
+        noise = {f"score{n}": one for n, one in enumerate(np.random.default_rng(0).random((12, 9000)))}
+        table = {**noise, "night": np.arange(9000) % 10 == 0}
+        monkeypatch.setattr(pq, "write_table", partial(pq.write_table, row_group_size=2000))
+        write_synthetic_index(tmp_path / "d", [40] * 225, attributes=table)
+        file = tmp_path / "d" / "attributes.parquet"
+        with FaultServer(tmp_path / "d") as server:
+            dataset = open_dataset(server.url, cache_dir=tmp_path / "cache")
+            before = len(server.requests)
+            found = Attributes(dataset, "train").read(["night"])
+            assert found["night"].to_pylist() == table["night"].tolist()
+            (requests,) = {request.name for request in server.requests[before:]}
+            assert requests == "attributes.parquet"
+            assert sum(request.end - request.start for request in server.requests[before:]) < file.stat().st_size / 3
+            for rows in (range(9000), range(1999, 4001), range(4000, 6000), range(8999, 9000), range(0)):
+                parts = list(dataset.attributes_file().batches(["score3"], rows))
+                values = np.concatenate([np.empty(0), *(part.column(0).to_numpy() for part in parts)])
+                np.testing.assert_array_equal(values, table["score3"][rows.start : rows.stop])
 
     def test_damaged_blocks_in_the_cache_are_fetched_again(self, served) -> None:
         server, here, cache = served
