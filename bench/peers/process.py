@@ -21,6 +21,7 @@ from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.settings import Settings
+from fuelrail.pipeline.storage.files import published
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -196,10 +197,8 @@ def main(path: str) -> None:
     except Exception as error:  # noqa: BLE001 - whatever a peer raises is its result
         first_line = str(error).partition("\n")[0]
         answer = Failure(message=f"{type(error).__name__}: {first_line}", missing=False)
-    result = Path(task.result)
-    temporary = result.with_suffix(".part")
-    temporary.write_bytes(msgspec.json.encode(answer))
-    temporary.replace(result)
+    with published(Path(task.result)) as file:
+        file.write(msgspec.json.encode(answer))
     sys.stdout.flush()
     os._exit(0)
 

@@ -16,6 +16,7 @@ from fuelrail.bench.measure.machine import (
 )
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import convert
+from fuelrail.pipeline.storage.files import published
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,12 +84,10 @@ def prepare_folder(out: Path, *, html: bool, needs: Sequence[str] = ()) -> None:
 
 def publish(path: Path, data: bytes) -> None:
     """Write a file by rename; raises ConfigError where that cannot be done."""
-    temporary = path.with_name(f".{path.name}.part")
     try:
-        temporary.write_bytes(data)
-        temporary.replace(path)
+        with published(path) as file:
+            file.write(data)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise ConfigError(f"report '{path}' cannot be written: {error.strerror}") from error
 
 

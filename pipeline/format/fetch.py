@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from fuelrail.pipeline.errors import DatasetError, DatasetNotReadyError, ManifestError
@@ -17,6 +15,7 @@ from fuelrail.pipeline.format.index.samples import INDEX_FILE
 from fuelrail.pipeline.format.index.shards import SHARDS_FILE
 from fuelrail.pipeline.format.index.tables import WHOLE_BYTES
 from fuelrail.pipeline.format.manifest import DATASETS, MANIFEST_FILE, MAX_MANIFEST_BYTES, FileEntry, decode_manifest
+from fuelrail.pipeline.storage.files import published
 from fuelrail.pipeline.storage.filesystem import (
     DISK_FULL,
     READ_BYTES,
@@ -29,6 +28,7 @@ from fuelrail.pipeline.storage.retry import RetryPolicy, call_with_retries
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
     from fuelrail.pipeline.format.manifest import Kinds, Manifest
     from fuelrail.pipeline.storage.retry import Fault
@@ -225,14 +225,5 @@ def _is_here(file: Path, entry: FileEntry) -> bool:
 
 
 def _publish(file: Path, data: bytes) -> None:
-    """Write under another name, then rename: no reader ever sees a part of it."""
-    handle, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        Path(name).replace(file)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with published(file) as stream:
+        stream.write(data)

@@ -1,4 +1,4 @@
-"""Open files of a dataset without trusting its folder.
+"""Open files of a dataset without trusting its folder; publish files by rename.
 
 Only regular files are opened: a FIFO would wait for a writer for ever, a device has no end. A link is followed within
 the dataset's folder and not out of it, so that a dataset cannot make a command read, digest or copy other files.
@@ -7,14 +7,18 @@ Errors are OSErrors, whose ``strerror`` is a clause for the message: ``it is not
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from io import BufferedReader
+    from typing import BinaryIO
 
 
 def open_descriptor(path: str | os.PathLike[str]) -> int:
@@ -53,6 +57,38 @@ def read_file(path: str | os.PathLike[str], max_bytes: int) -> bytes:
     """Return the whole of a file of a dataset, of at most ``max_bytes``; raises OSError."""
     with open_file(path, max_bytes) as file:
         return file.read(os.fstat(file.fileno()).st_size)
+
+
+@contextlib.contextmanager
+def published(path: Path, temporary: Path | None = None, *, sync: bool = True) -> Iterator[BinaryIO]:
+    """Write a file under another name, in the folder ``temporary`` (default: its own), and rename it at the end.
+
+    No reader sees a part of it. The other name is this call's alone: a worker of a run that was killed may live a
+    moment longer than that, here or on another machine, and must not take the file of a new run for its own. ``sync``:
+    the file survives a crash of the machine.
+    """
+    part = (temporary or path.parent) / f".{path.name}.{uuid.uuid4().hex[:12]}"
+    try:
+        with part.open("wb") as file:
+            yield file
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    if sync:
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Sync a folder, so that a rename in it survives a crash of the machine."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _refused(path: str | os.PathLike[str], what: str) -> OSError:

@@ -18,13 +18,12 @@ import hashlib
 import os
 import re
 import shutil
-import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final, Protocol
 
 from fuelrail.pipeline.errors import DatasetError, DatasetExistsError
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, WORK_FOLDER, Manifest, decode_manifest
-from fuelrail.pipeline.storage.files import open_descriptor, open_file, read_file
+from fuelrail.pipeline.storage.files import open_descriptor, open_file, published, read_file, sync_folder
 from fuelrail.pipeline.storage.filesystem import is_url
 from fuelrail.sharding.output.url import UrlOutput
 
@@ -129,15 +128,6 @@ def file_is(path: Path, num_bytes: int, sha256: str) -> bool:
         return False
 
 
-def sync_folder(folder: Path) -> None:
-    """Sync a folder, so that a rename in it survives a crash of the machine."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 class FolderOutput:
     """A folder of this machine, or of a file system that several machines share."""
 
@@ -176,25 +166,12 @@ class FolderOutput:
 
     @contextlib.contextmanager
     def publish(self, name: str) -> Iterator[BinaryIO]:
-        """Written in the working folder, synced, renamed.
-
-        The temporary name is this call's alone: a worker of a run that was killed may live a moment longer than that,
-        here or on another machine, and must not take the file of a new run for its own.
-        """
+        """Written in the working folder, synced, renamed."""
         final = self.root / name
         self.temporary.mkdir(parents=True, exist_ok=True)
-        temporary = self.temporary / f"{final.name}.{uuid.uuid4().hex[:12]}"
-        try:
-            with temporary.open("wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            final.parent.mkdir(exist_ok=True)
-            temporary.replace(final)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        sync_folder(final.parent)
+        final.parent.mkdir(exist_ok=True)
+        with published(final, self.temporary) as file:
+            yield file
 
     def publish_file(self, name: str, file: Path) -> None:
         """Synced and renamed."""

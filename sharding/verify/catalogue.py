@@ -5,9 +5,7 @@ A tag is a name for people, in ``tags.json`` beside the dataset. It is no part o
 
 from __future__ import annotations
 
-import os
 import re
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -20,11 +18,12 @@ from fuelrail.pipeline.format.dataset import Dataset, open_dataset, open_kind
 from fuelrail.pipeline.format.layers import EITHER, LayerManifest
 from fuelrail.pipeline.format.manifest import Ancestor  # noqa: TC001 - msgspec reads the annotation
 from fuelrail.pipeline.settings import Settings
-from fuelrail.pipeline.storage.files import read_file
+from fuelrail.pipeline.storage.files import published, read_file
 from fuelrail.pipeline.storage.filesystem import filesystem, is_url
 from fuelrail.pipeline.text import escaped, json_text
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping
 
     from numpy.typing import NDArray
@@ -247,15 +246,8 @@ def tag(dataset: str | os.PathLike[str], *, add: tuple[str, ...] = (), remove: t
     found = tuple(sorted((tags | set(add)) - set(remove)))
     folder = Path(str(dataset).removeprefix("file://"))
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{TAGS_FILE}.", dir=folder)
-        try:
-            with os.fdopen(handle, "wb") as stream:
-                stream.write(msgspec.json.encode(found) + b"\n")
-            Path(name).chmod(0o644)
-            Path(name).replace(folder / TAGS_FILE)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        with published(folder / TAGS_FILE) as file:
+            file.write(msgspec.json.encode(found) + b"\n")
     except OSError as error:
         raise DatasetError(f"'{folder / TAGS_FILE}' cannot be written: {error.strerror or error}") from error
     return found

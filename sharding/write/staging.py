@@ -24,6 +24,7 @@ import pyarrow as pa
 
 from fuelrail.pipeline.errors import DatasetError, SourceError
 from fuelrail.pipeline.runtime.workers import in_threads, set_up_worker
+from fuelrail.pipeline.storage.files import published
 from fuelrail.sharding.sources.registry import make_source
 from fuelrail.sharding.sources.scan_table import ROWS_PER_BATCH, ScanTable, decode_row
 from fuelrail.sharding.sources.source import ClipSource, Place
@@ -81,8 +82,7 @@ class Staging:
             return index.num_bytes
         index_of(path).unlink(missing_ok=True)
         places: dict[str, tuple[int, int]] = {}
-        half = path.with_suffix(".half")
-        with half.open("wb") as file:
+        with published(path, sync=False) as file:
             at = 0
             for ref, data in self._source.read_clip(list(refs)):
                 if ref in places or ref not in refs:
@@ -91,10 +91,10 @@ class Staging:
                 file.write(data)
                 places[ref] = at, num_bytes
                 at += num_bytes
-        if missing := refs.keys() - places.keys():
-            raise SourceError(f"the {self._spec.kind} source has no bytes for '{min(missing)}'")
-        half.replace(path)
-        _store(index_of(path), _Index(digest.hexdigest(), at, places))
+            if missing := refs.keys() - places.keys():
+                raise SourceError(f"the {self._spec.kind} source has no bytes for '{min(missing)}'")
+        with published(index_of(path), sync=False) as file:
+            file.write(msgspec.msgpack.encode(_Index(digest.hexdigest(), at, places)))
         return at
 
 
@@ -155,7 +155,7 @@ def _check_space(table: ScanTable, tasks: Sequence[StageTask], folder: Path) -> 
     if needed > free + there:
         raise DatasetError(
             f"the source reads well only clip by clip, so images and sweeps are first brought into '{folder}': "
-            f"this takes about {needed / 1e9:,.1f} GB (images of video as JPEG take several times the video's bytes), and "
+            f"this takes about {needed / 1e9:,.1f} GB (JPEGs of a video take several times its bytes), and "
             f"{free / 1e9:,.1f} GB are free; free some, give an output on a larger disk, or shard fewer clips at a time"
         )
 
@@ -212,12 +212,6 @@ def _load_index(path: Path) -> _Index | None:
         if path.stat().st_size == index.num_bytes:
             return index
     return None
-
-
-def _store(path: Path, index: _Index) -> None:
-    half = path.with_suffix(".half-index")
-    half.write_bytes(msgspec.msgpack.encode(index))
-    half.replace(path)
 
 
 def _rewrite(scan_table: Path, target: Path, folder: Path, staged: set[int]) -> None:
