@@ -71,13 +71,10 @@ class Checkpoints:
         done = self.wait()
         folder = self._store.folder(step, self._token)
         writer = self._store.writer(folder)
+        # Where torch 2.8 looks for a stager; newer versions do too if they are given no other.
+        writer.stage = self._stager.stage  # type: ignore[method-assign]
         progress = msgspec.to_builtins(progress_of(parallel, loader_state))
-        written = async_save(
-            tensors_of(parallel, self._rank),
-            storage_writer=writer,
-            process_group=self._group,
-            async_stager=self._stager,
-        )
+        written = async_save(tensors_of(parallel, self._rank), storage_writer=writer, process_group=self._group)
         assert isinstance(written, Future), "a blocking stager has finished"
         stall_ns = time.monotonic_ns() - start_ns
 
