@@ -24,7 +24,7 @@ from fuelrail.sharding.sources.logs.messages.records import (
 from fuelrail.sharding.sources.logs.video import is_keyframe, stream_size
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from numpy.typing import NDArray
 
@@ -65,17 +65,18 @@ class Series(NamedTuple):
 class LogIndex:
     """One log: files in the order of recording. ``noted`` counts what was found odd on the way.
 
-    ``cameras`` and ``lidars`` are topics, and ``gps`` is one of positions, or "". ``options`` are the source's: its
+    ``cameras`` and ``lidars`` are topics, and ``gps`` is one of positions, or "". ``levels`` are topics whose
+    pictures may have 16 bits. ``options`` are the source's: its
     ``poses``, ``clock``, ``clock_jumps``, ``frames`` and ``max_gap_s`` count here. Raises SourceError.
     """
 
     def __init__(
         self, name: str, files: Sequence[LogFile], *, cameras: Sequence[str], lidars: Sequence[str], gps: str,
-        options: LogSettings,
+        levels: Collection[str], options: LogSettings,
     ) -> None:  # fmt: skip
         self.name, self._clock, self._max_gap_ns = name, options.clock, options.max_gap_s * 1e9
         self._clock_jumps, self._latest = options.clock_jumps, dict[str, tuple[int, int]]()
-        self._only_keyframes, self._gps = options.frames == "keyframes", gps
+        self._only_keyframes, self._gps, self._levels = options.frames == "keyframes", gps, levels
         self.noted: dict[str, int] = {}
         self.frame_ids: dict[str, str] = {}
         self.calibrations: dict[str, list[Calibration]] = {}
@@ -149,7 +150,7 @@ class LogIndex:
         if topic.type in VIDEOS:
             return stamp_ns, self._frame(file, topic, message, picture, where)
         if topic.type in RAWS:
-            check_encoding(picture.encoding, where)
+            check_encoding(picture.encoding, where, has_levels=topic.name in self._levels)
             return stamp_ns, Shot(message.place, -1, picture.length, picture.width, picture.height, "")
 
         def first_bytes(number: int) -> memoryview:
