@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -77,7 +78,7 @@ class LogIndex:
         self.name, self._clock, self._max_gap_ns = name, options.clock, options.max_gap_s * 1e9
         self._clock_jumps, self._latest = options.clock_jumps, dict[str, tuple[int, int]]()
         self._only_keyframes, self._gps, self._levels = options.frames == "keyframes", gps, levels
-        self.noted: dict[str, int] = {}
+        self.noted = Counter[str]()
         self.frame_ids: dict[str, str] = {}
         self.calibrations: dict[str, list[Calibration]] = {}
         self.poses: list[Edge] = []
@@ -128,8 +129,7 @@ class LogIndex:
             else:
                 is_static, edges = topic.name.endswith("static"), reader.transforms(message)
                 self.tree.add(edges if is_static else self._edges(topic, message, edges), is_static=is_static)
-        for what, number in file.lost.items():
-            self.noted[what] = self.noted.get(what, 0) + number
+        self.noted.update(file.lost)
 
     def _shot(self, file: LogFile, topic: Topic, reader: Reader, message: Message) -> tuple[int, Shot]:
         picture = reader.picture(message)
@@ -195,8 +195,7 @@ class LogIndex:
         passed_ns = stamp_ns - latest
         if passed_ns >= -self._max_gap_ns:
             if passed_ns > self._max_gap_ns and 0 < message.log_ns - recorded_ns < passed_ns - self._max_gap_ns:
-                text = f"{what}: clock set forward"
-                self.noted[text] = self.noted.get(text, 0) + 1
+                self.noted[f"{what}: clock set forward"] += 1
             if passed_ns >= 0:
                 self._latest[what] = stamp_ns, message.log_ns
             return False
@@ -205,8 +204,7 @@ class LogIndex:
                 f"log '{self.name}': topic '{what}' goes back in time by {-passed_ns / 1e9:.3f} s at {message.place}: "
                 "its clock was set; cut the log there, or try the options clock_jumps=drop or clock=log_time"
             )
-        text = f"{what}: messages after the clock was set back"
-        self.noted[text] = self.noted.get(text, 0) + 1
+        self.noted[f"{what}: messages after the clock was set back"] += 1
         return True
 
     def _sorted(self, topic: str, found: list[tuple[int, Shot | Sweep]]) -> Series:

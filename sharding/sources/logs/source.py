@@ -82,8 +82,7 @@ class LogSource(FrameSource[LogSettings]):
                 clip = name if len(parts) == 1 else f"{name}-{number:04d}"
                 self._cuts[clip] = name, part
                 yield Clip(name=clip, log_id=name, files=tuple(files))
-            for what, count in index.noted.items():
-                self.noted[what] = self.noted.get(what, 0) + count
+            self.noted.update(index.noted)
 
     def poses(self, clip: Clip) -> Trajectory | None:
         """Of the log's transforms, or of the Odometry topic."""
