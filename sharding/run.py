@@ -281,7 +281,14 @@ def _staged(
     folder = work.folder / "staging"
     with work.out.writing():
         table = stage_clips(
-            job.source, job.scan_table, scan.info.clips, scan.stamps, folder, wanted=wanted, num_workers=num_workers
+            job.source,
+            job.scan_table,
+            job.selection,
+            scan.info.clips,
+            scan.stamps,
+            folder,
+            wanted=wanted,
+            num_workers=num_workers,
         )
     return dataclasses.replace(job, scan_table=table, staging=folder)
 

@@ -316,6 +316,12 @@ class _Listings:
 LFS_MAGIC: Final = b"version https://git-lfs"
 
 
+def check_no_pointer(data: bytes, where: str) -> None:
+    """Raise SourceError, naming ``where``, for a git-LFS pointer in place of a file."""
+    if data.startswith(LFS_MAGIC):
+        raise SourceError(f"{where} is a git-LFS pointer; run `git lfs pull` in the source first")
+
+
 class Window:
     """Bytes of a file, a few at a time: what was read last is kept."""
 

@@ -1,9 +1,9 @@
 """Staging: the members of a source that reads well only clip by clip are first brought into the work folder.
 
-Each clip becomes one file of its members' bytes, one after the other, and a list of where each is; the rows of the scan
-table then refer to those, so that shards are written in any order. A clip is read once. One whose file and list are
-complete, and whose rows have not changed, is kept when an interrupted run is resumed. Nothing is left when the dataset
-is finished, for the work folder goes.
+Each clip becomes one file, of the members of its selected samples one after the other, and a list of where each is; the
+rows of the scan table then refer to those, so that shards are written in any order. A clip is read once. One whose file
+and list are complete, and whose rows have not changed, is kept when an interrupted run is resumed. Nothing is left when
+the dataset is finished, for the work folder goes.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import pyarrow as pa
 
 from fuelrail.pipeline.errors import DatasetError, SourceError
 from fuelrail.pipeline.runtime.workers import in_threads, set_up_worker
+from fuelrail.pipeline.sample.arrays import map_npy
 from fuelrail.pipeline.storage.files import published
 from fuelrail.sharding.sources.registry import make_source
 from fuelrail.sharding.sources.scan_table import ROWS_PER_BATCH, ScanTable, decode_row
@@ -62,8 +63,8 @@ class StageTask(NamedTuple):
 class Staging:
     """The clips of one source in a folder; each worker has its own."""
 
-    def __init__(self, spec: SourceSpec, scan_table: Path, folder: Path) -> None:
-        self._spec, self._folder = spec, folder
+    def __init__(self, spec: SourceSpec, scan_table: Path, selection: Path, folder: Path) -> None:
+        self._spec, self._folder, self._is_selected = spec, folder, map_npy(selection)
         self._table = ScanTable(scan_table)
         source = make_source(spec)
         assert isinstance(source, ClipSource), "a source that reads by clip"
@@ -72,7 +73,7 @@ class Staging:
     def stage(self, task: StageTask) -> int:
         """Bring one clip's members here, unless they are; returns their bytes. Raises SourceError for a missing one."""
         digest, refs = hashlib.sha256(task.stamp.to_bytes(8)), dict[str, None]()
-        for row in range(task.first_row, task.first_row + task.num_rows):
+        for row in _selected(task, self._is_selected):
             encoded = self._table.encoded_row(row)
             digest.update(encoded)
             refs.update((member.ref, None) for member in decode_row(encoded).members)
@@ -123,12 +124,13 @@ class StagedSource:
 
 
 def stage_clips(
-    spec: SourceSpec, scan_table: Path, clips: Sequence[ClipInfo], stamps: NDArray[np.uint64], folder: Path, *,
-    wanted: Iterable[int], num_workers: int,
+    spec: SourceSpec, scan_table: Path, selection: Path, clips: Sequence[ClipInfo], stamps: NDArray[np.uint64],
+    folder: Path, *, wanted: Iterable[int], num_workers: int,
 ) -> Path:  # fmt: skip
     """Stage the clips of these numbers, in parallel; returns a scan table whose rows refer to what is in ``folder``.
 
-    ``stamps`` has a number for each row of the table, which changes when a file of the row does.
+    ``selection`` is the mask of the rows that are in the plan, and ``stamps`` has a number for each row of the table,
+    which changes when a file of the row does.
     """
     folder.mkdir(exist_ok=True)
     tasks = []
@@ -137,35 +139,39 @@ def stage_clips(
         own = stamps[clip.first_row : clip.first_row + clip.num_samples].tobytes()
         stamp = int.from_bytes(hashlib.sha256(own).digest()[:8])
         tasks.append(StageTask(number, clip.first_row, clip.num_samples, stamp))
-    _check_space(ScanTable(scan_table), tasks, folder)
-    for _ in _staged(spec, scan_table, folder, tasks, min(num_workers, len(tasks))):
+    rows = np.concatenate([_selected(task, map_npy(selection)) for task in tasks])
+    _check_space(ScanTable(scan_table), rows, folder)
+    for _ in _staged((spec, scan_table, selection, folder), tasks, min(num_workers, len(tasks))):
         pass
     table = folder / scan_table.name
     _rewrite(scan_table, table, folder, {task.number for task in tasks})
     return table
 
 
-def _check_space(table: ScanTable, tasks: Sequence[StageTask], folder: Path) -> None:
-    """Raise DatasetError where the disk of ``folder`` lacks room for these clips, by some of their rows' sizes."""
-    rows = np.concatenate([np.arange(task.first_row, task.first_row + task.num_rows) for task in tasks])
+def _selected(task: StageTask, selection: NDArray[np.bool_]) -> list[int]:
+    """The rows of a clip that are in the plan."""
+    found: list[int] = (np.flatnonzero(selection[task.first_row :][: task.num_rows]) + task.first_row).tolist()
+    return found
+
+
+def _check_space(table: ScanTable, rows: NDArray[np.int64], folder: Path) -> None:
+    """Raise DatasetError where the disk of ``folder`` lacks room for these rows, by the sizes of some of them."""
     looked_at = rows[:: -(-len(rows) // _ROWS_LOOKED_AT)].tolist()
     mean = sum(member.bytes for row in looked_at for member in table.row(row).members) / len(looked_at)
     needed, there = int(mean * len(rows)), sum(path.stat().st_size for path in folder.glob("*.bin"))
     free = shutil.disk_usage(folder).free
     if needed > free + there:
         raise DatasetError(
-            f"the source reads well only clip by clip, so images and sweeps are first brought into '{folder}': "
-            f"this takes about {needed / 1e9:,.1f} GB (JPEGs of a video take several times its bytes), and "
-            f"{free / 1e9:,.1f} GB are free; free some, give an output on a larger disk, or shard fewer clips at a time"
+            f"the source reads well only clip by clip, so images and sweeps are first brought into '{folder}', which "
+            f"takes about {needed / 1e9:,.1f} GB (images of video as JPEG take several times the video's bytes), and "
+            f"{free / 1e9:,.1f} GB are free; free some, give an output on a larger disk, or select fewer samples"
         )
 
 
-def _staged(
-    spec: SourceSpec, scan_table: Path, folder: Path, tasks: Sequence[StageTask], num_workers: int
-) -> Iterator[int]:
+def _staged(given: tuple[SourceSpec, Path, Path, Path], tasks: Sequence[StageTask], num_workers: int) -> Iterator[int]:
     if num_workers > _MAX_THREADS:
         context = get_context("spawn")
-        with ProcessPoolExecutor(num_workers, context, _start_worker, (spec, scan_table, folder)) as pool:
+        with ProcessPoolExecutor(num_workers, context, _start_worker, given) as pool:
             try:
                 yield from pool.map(_stage, tasks)
             finally:
@@ -175,7 +181,7 @@ def _staged(
 
     def stage(task: StageTask) -> int:
         if not hasattr(own, "staging"):
-            own.staging = Staging(spec, scan_table, folder)
+            own.staging = Staging(*given)
         staging: Staging = own.staging
         return staging.stage(task)
 
@@ -185,10 +191,10 @@ def _staged(
 _staging: Staging
 
 
-def _start_worker(spec: SourceSpec, scan_table: Path, folder: Path) -> None:
+def _start_worker(spec: SourceSpec, scan_table: Path, selection: Path, folder: Path) -> None:
     global _staging
     set_up_worker()
-    _staging = Staging(spec, scan_table, folder)
+    _staging = Staging(spec, scan_table, selection, folder)
 
 
 def _stage(task: StageTask) -> int:

@@ -6,6 +6,7 @@ mostly :meth:`FrameSource.poses`; the rest is here. It is registered under the e
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
@@ -99,7 +100,7 @@ class FrameSource(Generic[S]):
         given = convert(options, self.settings, f"options of source {self.kind}")
         self.given = msgspec.structs.replace(given, classes=loaded(given.classes))  # type: ignore[assignment]
         self.location = location
-        self.noted: dict[str, int] = {}
+        self.noted = Counter[str]()
         path = Path(location.removeprefix("file://"))
         self.file = path.name if not is_url(location) and path.is_file() else None
         self.files = source_files(location if self.file is None else str(path.parent))
@@ -179,7 +180,7 @@ class FrameSource(Generic[S]):
                 splits.setdefault(clip.split, []).append(clip.name)
         with findings.of("classes"):
             classes.report(report)
-        report.noted = self.noted
+        report.noted = dict(self.noted)
         findings.check()
         if not num_clips:
             raise SourceError(

@@ -9,7 +9,7 @@ import numpy as np
 
 from fuelrail.pipeline.errors import SchemaError, SourceError
 from fuelrail.pipeline.sample.arrays import read_npy
-from fuelrail.sharding.sources.files import LFS_MAGIC
+from fuelrail.sharding.sources.files import check_no_pointer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,8 +27,7 @@ def parse_points(data: bytes, columns: Sequence[str], where: str) -> NDArray[np.
 
     The form is known by the first bytes. Raises SourceError, naming ``where``; nothing is unpickled.
     """
-    if data.startswith(LFS_MAGIC):
-        raise SourceError(f"{where} is a git-LFS pointer; run `git lfs pull` in the source first")
+    check_no_pointer(data, where)
     if data.startswith(_NPY):
         return _npy(data, columns, where)
     if data.startswith(_PCD):

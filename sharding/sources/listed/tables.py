@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from pyarrow import csv, json, parquet
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.files import LFS_MAGIC
+from fuelrail.sharding.sources.files import LFS_MAGIC, check_no_pointer
 from fuelrail.sharding.sources.listed.values import Rows
 
 if TYPE_CHECKING:
@@ -177,8 +177,7 @@ def _opened(files: SourceFiles, name: str) -> pa.NativeFile:
         raise SourceError(f"table '{files.shown}/{name}' cannot be read: {error}") from error
     head = file.read(len(LFS_MAGIC))
     file.seek(0)
-    if head == LFS_MAGIC:
-        raise SourceError(f"table '{files.shown}/{name}' is a git-LFS pointer; run `git lfs pull` in the source first")
+    check_no_pointer(head, f"table '{files.shown}/{name}'")
     if not head:
         raise SourceError(f"table '{files.shown}/{name}' is empty")
     return file

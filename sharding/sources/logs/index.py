@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -24,7 +25,7 @@ from fuelrail.sharding.sources.logs.messages.records import (
 from fuelrail.sharding.sources.logs.video import is_keyframe, stream_size
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from numpy.typing import NDArray
 
@@ -65,18 +66,19 @@ class Series(NamedTuple):
 class LogIndex:
     """One log: files in the order of recording. ``noted`` counts what was found odd on the way.
 
-    ``cameras`` and ``lidars`` are topics, and ``gps`` is one of positions, or "". ``options`` are the source's: its
+    ``cameras`` and ``lidars`` are topics, and ``gps`` is one of positions, or "". ``levels`` are topics whose
+    pictures may have 16 bits. ``options`` are the source's: its
     ``poses``, ``clock``, ``clock_jumps``, ``frames`` and ``max_gap_s`` count here. Raises SourceError.
     """
 
     def __init__(
         self, name: str, files: Sequence[LogFile], *, cameras: Sequence[str], lidars: Sequence[str], gps: str,
-        options: LogSettings,
+        levels: Collection[str], options: LogSettings,
     ) -> None:  # fmt: skip
         self.name, self._clock, self._max_gap_ns = name, options.clock, options.max_gap_s * 1e9
         self._clock_jumps, self._latest = options.clock_jumps, dict[str, tuple[int, int]]()
-        self._only_keyframes, self._gps = options.frames == "keyframes", gps
-        self.noted: dict[str, int] = {}
+        self._only_keyframes, self._gps, self._levels = options.frames == "keyframes", gps, levels
+        self.noted = Counter[str]()
         self.frame_ids: dict[str, str] = {}
         self.calibrations: dict[str, list[Calibration]] = {}
         self.poses: list[Edge] = []
@@ -127,8 +129,7 @@ class LogIndex:
             else:
                 is_static, edges = topic.name.endswith("static"), reader.transforms(message)
                 self.tree.add(edges if is_static else self._edges(topic, message, edges), is_static=is_static)
-        for what, number in file.lost.items():
-            self.noted[what] = self.noted.get(what, 0) + number
+        self.noted.update(file.lost)
 
     def _shot(self, file: LogFile, topic: Topic, reader: Reader, message: Message) -> tuple[int, Shot]:
         picture = reader.picture(message)
@@ -149,7 +150,7 @@ class LogIndex:
         if topic.type in VIDEOS:
             return stamp_ns, self._frame(file, topic, message, picture, where)
         if topic.type in RAWS:
-            check_encoding(picture.encoding, where)
+            check_encoding(picture.encoding, where, has_levels=topic.name in self._levels)
             return stamp_ns, Shot(message.place, -1, picture.length, picture.width, picture.height, "")
 
         def first_bytes(number: int) -> memoryview:
@@ -194,8 +195,7 @@ class LogIndex:
         passed_ns = stamp_ns - latest
         if passed_ns >= -self._max_gap_ns:
             if passed_ns > self._max_gap_ns and 0 < message.log_ns - recorded_ns < passed_ns - self._max_gap_ns:
-                text = f"{what}: clock set forward"
-                self.noted[text] = self.noted.get(text, 0) + 1
+                self.noted[f"{what}: clock set forward"] += 1
             if passed_ns >= 0:
                 self._latest[what] = stamp_ns, message.log_ns
             return False
@@ -204,8 +204,7 @@ class LogIndex:
                 f"log '{self.name}': topic '{what}' goes back in time by {-passed_ns / 1e9:.3f} s at {message.place}: "
                 "its clock was set; cut the log there, or try the options clock_jumps=drop or clock=log_time"
             )
-        text = f"{what}: messages after the clock was set back"
-        self.noted[text] = self.noted.get(text, 0) + 1
+        self.noted[f"{what}: messages after the clock was set back"] += 1
         return True
 
     def _sorted(self, topic: str, found: list[tuple[int, Shot | Sweep]]) -> Series:

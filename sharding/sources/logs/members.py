@@ -13,7 +13,7 @@ from fuelrail.pipeline.sample.schema import encode_points
 from fuelrail.sharding.sources.frames.members import MADE, POINTS
 from fuelrail.sharding.sources.logs.files.log_file import Locator
 from fuelrail.sharding.sources.logs.messages.clouds import points_of
-from fuelrail.sharding.sources.logs.messages.pictures import raw_jpeg
+from fuelrail.sharding.sources.logs.messages.pictures import FULL, raw_jpeg
 from fuelrail.sharding.sources.logs.messages.reader import Reader
 from fuelrail.sharding.sources.logs.video import StreamDecoder
 
@@ -65,7 +65,10 @@ class Members:
     def __init__(
         self, file: Callable[[str], LogFile], topics: Callable[[], Mapping[str, Topic]],
         logs: Callable[[], Mapping[str, Sequence[str]]], quality: int,
+        levels: Mapping[str, tuple[int, int]],
     ) -> None:  # fmt: skip
+        """``levels`` are by topic those of raw pictures of 16 bits."""
+        self._levels = levels
         self._file, self._topics, self._logs, self._quality = file, topics, logs, quality
         self._readers: dict[str, Reader] = {}
         self._places: dict[tuple[str, str], list[Locator]] = {}
@@ -112,7 +115,8 @@ class Members:
         message = self._file(job.place.file).read(job.place)
         picture = self._reader(job.topic).picture(message)
         if job.kind == "raw":
-            return raw_jpeg(message.data, picture, f"topic '{job.topic}', message {job.place}")
+            where = f"topic '{job.topic}', message {job.place}"
+            return raw_jpeg(message.data, picture, where, self._levels.get(job.topic, FULL))
         return memoryview(message.data)[picture.offset : picture.offset + picture.length]
 
     def _decoded(self, group: _Group, number: int, decoders: dict[int, StreamDecoder]) -> Iterator[tuple[Job, Buffer]]:

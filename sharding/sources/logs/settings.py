@@ -63,6 +63,10 @@ class LogSettings(VideoSettings, frozen=True, kw_only=True):
     camera_infos: Annotated[
         dict[str, str], Meta(description="channel to topic of its calibration; else camera_info beside the pictures")
     ] = msgspec.field(default_factory=dict)
+    levels: Annotated[
+        dict[str, tuple[int, int]],
+        Meta(description="channel to the values that become black and white, of raw pictures of 16 bits: [0, 4095]"),
+    ] = msgspec.field(default_factory=dict)
     reference: Annotated[
         str, Meta(description="channel that makes the frames; empty: the first lidar, else camera")
     ] = ""

@@ -82,8 +82,7 @@ class LogSource(FrameSource[LogSettings]):
                 clip = name if len(parts) == 1 else f"{name}-{number:04d}"
                 self._cuts[clip] = name, part
                 yield Clip(name=clip, log_id=name, files=tuple(files))
-            for what, count in index.noted.items():
-                self.noted[what] = self.noted.get(what, 0) + count
+            self.noted.update(index.noted)
 
     def poses(self, clip: Clip) -> Trajectory | None:
         """Of the log's transforms, or of the Odometry topic."""
@@ -157,7 +156,7 @@ class LogSource(FrameSource[LogSettings]):
             self._index = LogIndex(
                 log, [self.recordings.log_file(name) for name in files],
                 cameras=list(self.camera_topics.values()), lidars=list(self.lidar_topics.values()),
-                gps=_gps(self), options=self.given,
+                gps=_gps(self), levels=self._levels, options=self.given,
             )  # fmt: skip
         return self._index
 
@@ -168,7 +167,12 @@ class LogSource(FrameSource[LogSettings]):
             lambda: self.recordings.topics,
             lambda: dict(self.recordings.logs),
             self.given.video_quality,
+            self._levels,
         )
+
+    @property
+    def _levels(self) -> dict[str, tuple[int, int]]:
+        return {self.camera_topics[channel]: levels for channel, levels in self.given.levels.items()}
 
 
 class Rosbag2Source(LogSource):
@@ -197,6 +201,12 @@ def _check_channels(source: LogSource) -> None:
         )
         raise SourceError(f"the {source.kind} source '{source.files.shown}' has no image topic; topics: {listed}")
     known = [*source.camera_topics, *source.lidar_topics]
+    for channel, (black, white) in source.given.levels.items():
+        if channel not in source.camera_topics or not black < white:
+            listed = ", ".join(source.camera_topics)
+            raise ConfigError(
+                f"levels: {channel}: [{black}, {white}] must be a camera and ascending; cameras: {listed}"
+            )
     for option in ("offsets_ms", "camera_infos"):
         for channel in getattr(source.given, option):
             if channel not in known:

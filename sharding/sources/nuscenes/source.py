@@ -21,7 +21,7 @@ from fuelrail.pipeline.channels.sensors import LidarEntry
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.pipeline.sample.schema import encode_arrays, encode_points, encode_stacked
 from fuelrail.pipeline.settings import Settings, convert
-from fuelrail.sharding.sources.files import LFS_MAGIC, source_files
+from fuelrail.sharding.sources.files import check_no_pointer, source_files
 from fuelrail.sharding.sources.frames.classes import NUSCENES10, ClassMap, ClassOption, loaded
 from fuelrail.sharding.sources.joins import Cut
 from fuelrail.sharding.sources.nuscenes.channels import (
@@ -226,8 +226,7 @@ class NuScenesSource:
     def _points(self, ref: str) -> NDArray[np.float32]:
         path, data = f"{self._files.shown}/{ref}", self._files.read(ref)
         row_bytes = 4 * len(POINT_COLUMNS)
-        if data.startswith(LFS_MAGIC):
-            raise SourceError(f"lidar file '{path}' is a git-LFS pointer; run `git lfs pull` in the source first")
+        check_no_pointer(data, f"lidar file '{path}'")
         if len(data) % row_bytes:
             raise SourceError(f"lidar file '{path}' of {len(data)} bytes does not hold points of {row_bytes} bytes")
         return np.frombuffer(data, "<f4").reshape(-1, len(POINT_COLUMNS))

@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid
-from fuelrail.sharding.sources.files import LFS_MAGIC
+from fuelrail.sharding.sources.files import check_no_pointer
 from fuelrail.sharding.sources.frames.frame import Absent, BoxRows, Clip, Frame, Image, ImageBoxRows, Sensors, Sweep
 from fuelrail.sharding.sources.frames.members import POINTS
 from fuelrail.sharding.sources.frames.poses import pose
@@ -130,10 +130,7 @@ class T4(FrameSource[T4Settings]):
     def _read_table(self, dataset: str, table: str, of: type[R]) -> list[R]:
         name = f"{dataset}{_FOLDER}/{table}.json"
         data = self.files.read(name)
-        if data.startswith(LFS_MAGIC):
-            raise SourceError(
-                f"table '{self.files.shown}/{name}' is a git-LFS pointer; run `git lfs pull` in the source first"
-            )
+        check_no_pointer(data, f"table '{self.files.shown}/{name}'")
         try:
             return msgspec.json.decode(data, type=list[of])  # type: ignore[valid-type]
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -251,8 +248,7 @@ class T4(FrameSource[T4Settings]):
             sensor, _, _ = self._found_in(calibrated, row.calibrated_sensor_token, row.token)
             if sensor.modality == "radar" and row.is_key_frame and row.is_valid:
                 if row.filename.endswith(".json"):
-                    what = f"{sensor.channel}: radar files of JSON, not read"
-                    self.noted[what] = self.noted.get(what, 0) + 1
+                    self.noted[f"{sensor.channel}: radar files of JSON, not read"] += 1
                 elif found.setdefault((row.sample_token, sensor.channel), row) is not row:
                     raise SourceError(f"row '{row.token}' is a second keyframe of {sensor.channel} in its sample")
         return [(channel, row) for (_, channel), row in found.items()]

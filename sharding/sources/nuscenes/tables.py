@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.files import LFS_MAGIC
+from fuelrail.sharding.sources.files import check_no_pointer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -207,8 +207,7 @@ def _pieces(file: BinaryIO, path: Path, decode: Callable[[bytes], list[R]]) -> I
     to hold these characters leaves an unterminated string, is not valid JSON, and the piece grows instead.
     """
     start = file.read(_PIECE_BYTES)
-    if start.startswith(LFS_MAGIC):
-        raise SourceError(f"table '{path}' is a git-LFS pointer, not JSON; run `git lfs pull` in the source first")
+    check_no_pointer(start, f"table '{path}'")
     body = start.removeprefix(b"\xef\xbb\xbf").lstrip()
     if not body.startswith(b"["):
         raise SourceError(f"table '{path}' is not a JSON list")

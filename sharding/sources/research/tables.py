@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from pyarrow import feather
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.files import LFS_MAGIC
+from fuelrail.sharding.sources.files import check_no_pointer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,8 +29,7 @@ def read_file(files: SourceFiles, name: str) -> bytes:
     data = files.read(name)
     if not data:
         raise SourceError(f"file '{files.shown}/{name}' is empty")
-    if data.startswith(LFS_MAGIC):
-        raise SourceError(f"file '{files.shown}/{name}' is a git-LFS pointer; run `git lfs pull` in the source first")
+    check_no_pointer(data, f"file '{files.shown}/{name}'")
     return data
 
 

@@ -40,8 +40,8 @@ def source(tmp_path, monkeypatch):
     return root
 
 
-def run(source: Path, out: Path, num_workers: int = 1):
-    recipe = make_recipe(seed=7, shard_size_bytes=1 << 16, splits={"train": 1.0})
+def run(source: Path, out: Path, num_workers: int = 1, **changes):
+    recipe = make_recipe(seed=7, shard_size_bytes=1 << 16, splits={"train": 1.0}, **changes)
     spec = SourceSpec("neutral_by_clip", str(source), {"images": "made"})
     return shard(spec, out, recipe, num_workers, Quiet(), LocalEngine(num_workers, "threads"))
 
@@ -124,6 +124,12 @@ def test_a_disk_without_room_is_refused_before_anything_is_staged(source, tmp_pa
     with pytest.raises(DatasetError, match=r"takes about 0\.\d GB.*0\.0 GB are free"):
         run(source, tmp_path / "out")
     assert Neutral.num_made == 0
+
+
+def test_samples_that_are_not_selected_are_not_staged(source, tmp_path):
+    Neutral.num_made = 0
+    run(source, tmp_path / "out", limit=2)
+    assert Neutral.num_made == 2 * len(make_world(1, 1).cameras)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import msgspec
 from fuelrail.pipeline.errors import SourceError
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Collection, Iterator
 
     from fuelrail.pipeline.sample.arrays import Buffer
@@ -64,7 +65,7 @@ class Message(msgspec.Struct, frozen=True, gc=False):
 class LogFile(Protocol):
     """One file of a log. Errors are SourceError naming the file."""
 
-    lost: dict[str, int]
+    lost: Counter[str]
     """What could not be read, and was left out: kind to bytes or messages."""
 
     @property

@@ -7,6 +7,7 @@ leaves it that was killed, is walked from its beginning, and its whole chunks ar
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -54,7 +55,7 @@ class McapFile:
         self._channels = Channels()
         self._chunk: tuple[int, Buffer] = (-1, b"")
         self.num_decompressed = 0
-        self.lost: dict[str, int] = {}
+        self.lost = Counter[str]()
 
     @cached_property
     def _size(self) -> int:
@@ -159,8 +160,7 @@ class McapFile:
         except SourceError:
             if not self._skip_damaged:
                 raise
-            what = "bytes in damaged chunks"
-            self.lost[what] = self.lost.get(what, 0) + chunk.length
+            self.lost["bytes in damaged chunks"] += chunk.length
             return
         position = 0
         while position + RECORD.size <= len(data):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+from collections import Counter
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ class SqliteFile:
             raise SourceError(f"file '{files.shown}/{name}' is SQLite, which is not read at a URL: copy it here first")
         self._name, self._where, self._path = name, f"file '{files.shown}/{name}'", Path(path)
         self._lock = threading.Lock()
-        self.lost: dict[str, int] = {}
+        self.lost = Counter[str]()
 
     @cached_property
     def _database(self) -> sqlite3.Connection:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.logs.messages.records import Picture
 
 RAW_QUALITY: Final = 95
+FULL: Final = (0, (1 << 16) - 1)
 _PLAIN: Final = {
     "rgb8": ("RGB", 3),
     "bgr8": ("BGR", 3),
@@ -25,6 +26,7 @@ _PLAIN: Final = {
     "bgra8": ("BGRA", 4),
     "mono8": ("GRAY", 1),
 }
+_ORDERS: Final = ("rggb", "bggr", "gbrg", "grbg")
 # OpenCV names a Bayer pattern by the second row's second and third pixel, ROS by the first row's first two.
 _CONVERTED: Final = {
     "bayer_rggb8": (cv2.COLOR_BayerBG2RGB, 1),
@@ -36,7 +38,9 @@ _CONVERTED: Final = {
     "yuv422_yuy2": (cv2.COLOR_YUV2RGB_YUY2, 2),
     "yuyv": (cv2.COLOR_YUV2RGB_YUY2, 2),
 }
-ENCODINGS: Final = (*_PLAIN, *_CONVERTED)
+_DEEP: Final = {"mono16": "mono8", "16UC1": "mono8"} | {f"bayer_{order}16": f"bayer_{order}8" for order in _ORDERS}
+"""Encodings of 16 bits, and what they are with 8."""
+ENCODINGS: Final = (*_PLAIN, *_CONVERTED, *_DEEP)
 
 
 class EncodedHead(NamedTuple):
@@ -68,24 +72,38 @@ def encoded_head(read: Callable[[int], Buffer], length: int, where: str) -> Enco
     raise SourceError(f"{where} is no JPEG or PNG that can be read: {text}")
 
 
-def check_encoding(encoding: str, where: str) -> None:
-    """Raise SourceError, naming ``where``, for a raw encoding that has no JPEG of 8 bits."""
+def check_encoding(encoding: str, where: str, *, has_levels: bool) -> None:
+    """Raise SourceError, naming ``where``, for a raw encoding that has no JPEG of 8 bits, or only by levels."""
+    if encoding in _DEEP and not has_levels:
+        raise SourceError(
+            f"{where} has the encoding '{encoding}' of 16 bits, and images have 8: the option levels says which values "
+            "become black and white, as levels={CHANNEL: [0, 4095]}; the option cameras leaves a topic out, as of depth"
+        )
     if encoding not in ENCODINGS:
         raise SourceError(f"{where} has the encoding '{encoding}'; raw pictures are read of {', '.join(ENCODINGS)}")
 
 
-def raw_jpeg(data: Buffer, picture: Picture, where: str) -> bytes:
-    """Encode a raw picture as JPEG of quality 95 without subsampled chroma; raises SourceError."""
+def raw_jpeg(data: Buffer, picture: Picture, where: str, levels: tuple[int, int] = FULL) -> bytes:
+    """Encode a raw picture as JPEG of quality 95 without subsampled chroma; raises SourceError.
+
+    ``levels`` are the values of 16 bits that become 0 and 255.
+    """
     height, width, step = picture.height, picture.width, picture.step
-    colour, channels = _PLAIN.get(picture.encoding, ("RGB", 0))
-    code, in_channels = _CONVERTED.get(picture.encoding, (0, channels))
+    encoding = _DEEP.get(picture.encoding, picture.encoding)
+    colour, channels = _PLAIN.get(encoding, ("RGB", 0))
+    code, in_channels = _CONVERTED.get(encoding, (0, channels))
+    row_bytes = width * in_channels * (1 + (encoding != picture.encoding))
     pixels = memoryview(data)[picture.offset : picture.offset + picture.length]
-    if step < width * in_channels or len(pixels) < step * height:
+    if step < row_bytes or len(pixels) < step * height:
         raise SourceError(
             f"{where}: {width}x{height} pixels of {picture.encoding} in rows of {step} bytes do not fit into "
             f"{len(pixels)} bytes"
         )
-    rows = np.frombuffer(pixels, np.uint8, step * height).reshape(height, step)[:, : width * in_channels]
+    rows = np.frombuffer(pixels, np.uint8, step * height).reshape(height, step)[:, :row_bytes]
+    if encoding != picture.encoding:
+        black, white = levels
+        values = np.ascontiguousarray(rows).view(">u2" if picture.big_endian else "<u2").astype(np.float32)
+        rows = np.clip(np.rint((values - black) * (255 / (white - black))), 0, 255).astype(np.uint8)
     image = np.ascontiguousarray(rows.reshape(height, width, in_channels))
     if not channels:
         image = np.asarray(cv2.cvtColor(image, code), np.uint8)

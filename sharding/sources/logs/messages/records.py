@@ -32,7 +32,8 @@ CLOUDS: Final = frozenset({"sensor_msgs/PointCloud2", "foxglove.PointCloud"})
 class Picture(NamedTuple):
     """The head of a picture: its bytes are ``length`` from ``offset`` on in the message.
 
-    ``encoding``, ``width``, ``height`` and ``step`` are of a raw one: "", 0, 0 and 0 of others.
+    ``encoding``, ``width``, ``height`` and ``step`` are of a raw one: "", 0, 0 and 0 of others;
+    ``big_endian`` are its pixels of 16 bits.
     """
 
     stamp_ns: int
@@ -43,6 +44,7 @@ class Picture(NamedTuple):
     width: int = 0
     height: int = 0
     step: int = 0
+    big_endian: bool = False
 
 
 class Calibration(NamedTuple):

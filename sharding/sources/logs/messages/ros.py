@@ -56,9 +56,10 @@ class Ros:
         stamp_ns, frame_id = cdr.stamp(), cdr.text()
         if self._topic.type in RAWS:
             height, width, encoding = cdr.u32(), cdr.u32(), cdr.text()
-            cdr.at += 1  # is_bigendian
+            big_endian = bool(data[cdr.at])
+            cdr.at += 1
             step, length = cdr.u32(), cdr.u32()
-            return Picture(stamp_ns, frame_id, cdr.at, length, encoding, width, height, step)
+            return Picture(stamp_ns, frame_id, cdr.at, length, encoding, width, height, step, big_endian)
         if self._topic.type == "sensor_msgs/CompressedImage":
             cdr.chars()  # the format: free text that is often wrong
         length = cdr.u32()

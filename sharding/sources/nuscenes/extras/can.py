@@ -16,7 +16,7 @@ from msgspec import Meta
 from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.table import Channel, Law
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.files import LFS_MAGIC
+from fuelrail.sharding.sources.files import check_no_pointer
 from fuelrail.sharding.sources.scan_table import Reference
 
 if TYPE_CHECKING:
@@ -135,8 +135,7 @@ def _parsed(read: Callable[[str], bytes], message: str, file: str) -> tuple[NDAr
 
 def parse_can(data: bytes, message: str, file: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Times [us] (N,), ascending, and values (N, C) of a file of the CAN bus; raises SourceError."""
-    if data.startswith(LFS_MAGIC):
-        raise SourceError(f"CAN file '{file}' is a git-LFS pointer; run `git lfs pull` in the source first")
+    check_no_pointer(data, f"CAN file '{file}'")
     fields = MESSAGES[message]
     try:
         records = _DECODERS[message].decode(data)

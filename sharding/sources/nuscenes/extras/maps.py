@@ -14,7 +14,7 @@ import numpy as np
 from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.files import LFS_MAGIC
+from fuelrail.sharding.sources.files import check_no_pointer
 from fuelrail.sharding.sources.scan_table import Reference
 
 if TYPE_CHECKING:
@@ -139,8 +139,7 @@ def _parsed(read: Callable[[str], bytes], file: str) -> VectorMap:
 
 def parse_map(data: bytes, file: str) -> VectorMap:
     """The lines of a file of the map expansion, and the outlines of its areas; raises SourceError."""
-    if data.startswith(LFS_MAGIC):
-        raise SourceError(f"map file '{file}' is a git-LFS pointer; run `git lfs pull` in the source first")
+    check_no_pointer(data, f"map file '{file}'")
     try:
         found = msgspec.json.decode(data, type=_File)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

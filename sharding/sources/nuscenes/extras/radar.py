@@ -17,7 +17,7 @@ from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.table import Channel, Law
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid
-from fuelrail.sharding.sources.files import LFS_MAGIC
+from fuelrail.sharding.sources.files import check_no_pointer
 from fuelrail.sharding.sources.nuscenes.geometry import check_name
 from fuelrail.sharding.sources.nuscenes.sweeps import SensorSweeps
 from fuelrail.sharding.sources.scan_table import Reference
@@ -161,8 +161,7 @@ def parse_pcd(data: bytes, name: str) -> NDArray[np.float64]:
 
     A point in the file whose first row has NaN stands for no point at all, as nuscenes-devkit has it.
     """
-    if data.startswith(LFS_MAGIC):
-        raise SourceError(f"radar file '{name}' is a git-LFS pointer; run `git lfs pull` in the source first")
+    check_no_pointer(data, f"radar file '{name}'")
     end = re.search(rb"^DATA[^\n]*\n", data[:_HEADER_BYTES], re.MULTILINE)
     if end is None:
         raise SourceError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -11,9 +12,10 @@ import fuelrail as fr
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.pipeline.sample.schema import decode_meta
 from fuelrail.sharding.run import scan_source
+from fuelrail.sharding.sources.frames.frame import Clip
 from fuelrail.sharding.sources.registry import SourceSpec, make_source
 from fuelrail.sharding.sources.scan_table import ScanTable, ScanWriter
-from support.neutral_source import write_neutral
+from support.neutral_source import Neutral, write_neutral
 from support.source_world import make_world, samples_of
 
 
@@ -64,6 +66,19 @@ def test_faults_are_reported_together(root):
         scan(root)
     for part in ("3 faults", "cam_left/1.jpg", "git-lfs pointer", "lidar_top-2.npy"):
         assert part.lower() in str(caught.value).lower()
+
+
+def test_a_size_that_is_half_stated_is_read_from_the_head(root, monkeypatch):
+    """A width without a height; nothing is left out in silence."""
+    frames = Neutral.frames
+    halved = [
+        msgspec.structs.replace(
+            frame, images={name: msgspec.structs.replace(one, width=64) for name, one in frame.images.items()}
+        )
+        for frame in frames(Neutral(str(root), {}), Clip(name="drive-0"))
+    ]
+    monkeypatch.setattr(Neutral, "frames", lambda self, clip: halved if clip.name == "drive-0" else frames(self, clip))
+    assert scan(root).report.masked == {}
 
 
 def test_no_more_than_twenty_faults_of_one_table_are_listed(tmp_path):

@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import simplejpeg
 from mcap.writer import Writer
 
 from fuelrail.pipeline.errors import ConfigError, SourceError
@@ -124,8 +125,42 @@ def test_raw_pictures_of_over_8_bits_are_refused_by_name(tmp_path, encoding):
         for one in ros_messages(world, world.clips[0])
     ]
     write_mcap(tmp_path / "log.mcap", sent)
-    with pytest.raises(SourceError, match=rf"cam_front.*the encoding '{encoding}'; raw pictures are read of rgb8"):
-        scan_source(SourceSpec("mcap", str(tmp_path / "log.mcap"), {}))
+    said = "; raw pictures are read of rgb8" if encoding == "32FC1" else " of 16 bits.*the option levels"
+    spec = SourceSpec("mcap", str(tmp_path / "log.mcap"), {})
+    with pytest.raises(SourceError, match=rf"cam_front.*the encoding '{encoding}'{said}"):
+        scan_source(spec)
+    for levels in ({"cam_front": [5, 5]}, {"cam": [0, 5]}):
+        with pytest.raises(ConfigError, match=r"levels: cam.*must be a camera and ascending; cameras: cam_back"):
+            scan_source(spec._replace(options={"levels": levels}))
+
+
+@pytest.mark.parametrize(("encoding", "order"), [("mono16", "<"), ("16UC1", ">"), ("bayer_rggb16", "<")])
+def test_levels_make_8_bits_of_16(tmp_path, encoding, order):
+    """A ramp from below black to above white, in rows with padding."""
+    world, ros = make_world(1, 4), Ros()
+    ramp = np.broadcast_to(np.linspace(0, 1200, 66).astype(f"{order}u2"), (48, 66)).copy()
+    ramp[:, 64:] = 65_535
+    sent = []
+    for one in ros_messages(world, world.clips[0]):
+        if one.topic == "/cam_front/image_raw/compressed":
+            given = (
+                one.message.header,
+                48,
+                64,
+                encoding,
+                int(order == ">"),
+                132,
+                np.frombuffer(ramp.tobytes(), np.uint8),
+            )
+            one = one._replace(message=ros.of("sensor_msgs/Image", *given), type="sensor_msgs/Image")
+        sent.append(one)
+    write_mcap(tmp_path / "log.mcap", sent)
+    spec = SourceSpec("mcap", str(tmp_path / "log.mcap"), {"levels": {"cam_front": [200, 1000]}})
+    SourceSuite().make(spec, tmp_path / "out")
+    sample = next(iter(samples_of(tmp_path / "out").values()))
+    wanted = np.clip((ramp[:, :64].astype(np.float64) - 200) * 255 / 800, 0, 255)
+    found = simplejpeg.decode_jpeg(sample.images["cam_front"], "GRAY")[..., 0]
+    assert np.abs(found - wanted).max() <= (3 if encoding != "bayer_rggb16" else 12)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="bytes read are counted in /proc")
