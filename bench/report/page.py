@@ -98,13 +98,19 @@ def note(text: str) -> str:
     return f'<div class="note"><p>{escape(text)}</p></div>'
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, total: bool = False) -> str:
-    """A table of HTML cells, which scrolls where the window is narrow; with ``total`` the last row sums the others."""
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, total: bool = False, texts: bool = False) -> str:
+    """A table of HTML cells, which scrolls where the window is narrow; with ``total`` the last row sums the others.
+
+    With ``texts`` cells are sentences rather than numbers: they start on the left, and long ones have several lines.
+    """
     lines = [f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows]
     if total:
         lines[-1] = lines[-1].replace("<tr>", '<tr class="total">', 1)
     names = "".join(f"<th>{name}</th>" for name in header)
-    return f'<div class="wide"><table><thead><tr>{names}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+    kind = ' class="texts"' if texts else ""
+    return (
+        f'<div class="wide"><table{kind}><thead><tr>{names}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+    )
 
 
 def facts(

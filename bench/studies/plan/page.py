@@ -43,27 +43,30 @@ def render_page(found: PlanReport) -> str:
         ),
         tiles([(f"{found.mfu:.1%}", "MFU"), (f"{found.occupancy:.1%}", "occupancy"), (f"{found.bubble:.1%}", "bubble"),
                (f"{found.device_hours_per_million:,.1f}", "device-hours a million samples")]),
-        _table(("figure", ""), [[name, text] for name, text in figures(found)]),
-        "<h2>What was tried</h2>", _table(TRIED_HEADER, tried_rows(found)),
+        _table(("figure", ""), [[name, text] for name, text in figures(found)], texts=True),
+        "<h2>What was tried</h2>", _table(TRIED_HEADER, tried_rows(found), texts=True),
         "<h2>Memory and work of each stage</h2>", figure(_memory(found), "Bytes at the peak of a step, by kind."),
-        _table(STAGE_HEADER, stage_rows(found)),
+        _table(STAGE_HEADER, stage_rows(found), texts=True),
     ]  # fmt: skip
     if found.sweep:
         caption = "Each dot is a plan that fits: memory of a device, and samples/s with the data's limits."
-        parts += ["<h2>Sweep</h2>", figure(_sweep(found), caption), _table(SWEEP_HEADER, sweep_rows(found))]
+        parts += ["<h2>Sweep</h2>", figure(_sweep(found), caption), _table(SWEEP_HEADER, sweep_rows(found), texts=True)]
     if any(curve.points for curve in found.scaling):
         parts += ["<h2>Scaling</h2>", figure(_scaling(found), "Samples/s a device over those of the smallest number.")]
         parts += [_table(SCALING_HEADER, scaling_rows(found))]
     if found.explained:
         rows = [[name, one.formula, as_text(one.inputs), one.source] for name, one in found.explained.items()]
-        parts += ["<h2>Where the figures are from</h2>", _table(("figure", "formula", "inputs", "source"), rows)]
+        parts += [
+            "<h2>Where the figures are from</h2>",
+            _table(("figure", "formula", "inputs", "source"), rows, texts=True),
+        ]
     parts += [note(f"Assumed: {text}") for text in found.assumed]
     parts += [note(f"Not said: {text}") for text in found.questions]
     return page(f"Plan: {asked.name}", parts)
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return table([*map(escape, header)], [[*map(escape, row)] for row in rows])
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], *, texts: bool = False) -> str:
+    return table([*map(escape, header)], [[*map(escape, row)] for row in rows], texts=texts)
 
 
 def _memory(found: PlanReport) -> str:

@@ -6,6 +6,7 @@ import pytest
 
 from fuelrail.bench.report.markdown import as_text
 from fuelrail.bench.report.page import hero, table, when
+from fuelrail.pipeline.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -33,3 +34,21 @@ def test_words_that_large_type_has_no_room_for_are_smaller(figure, is_long):
 
 def test_a_wide_table_scrolls_alone():
     assert table(["a"], [["1"]]).startswith('<div class="wide"><table>')
+
+
+def test_a_table_of_texts_breaks_its_lines():
+    assert '<table class="texts">' in table(["a"], [["a sentence"]], texts=True)
+
+
+@pytest.mark.parametrize(("labels", "lines"), [(["short"] * 9, 1), (["weak, 1% of the ranks 20% slower"] * 4, 2)])
+def test_a_legend_takes_as_many_lines_as_fit_the_page(labels, lines):
+    plots = pytest.importorskip("fuelrail.bench.report.plots", exc_type=ConfigError, reason="matplotlib is missing")
+    with plots.style():
+        drawn, axes = plots.new_figure(2)
+        for label in labels:
+            axes.plot([0, 1], label=label)
+        plots.legend_above(axes)
+        drawn.canvas.draw()
+        box = axes.get_legend().get_window_extent()
+        assert box.x1 <= drawn.bbox.x1
+        assert round(box.height / axes.get_legend().get_texts()[0].get_window_extent().height / 1.4) == lines
