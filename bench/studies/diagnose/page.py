@@ -5,6 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
+from fuelrail.bench.report.files import REPORT_HTML
 from fuelrail.bench.report.page import facts, figure, head, hero, note, page, table
 from fuelrail.bench.report.plots import BLUE, GREY, PercentFormatter, new_figure, style, to_svg
 from fuelrail.bench.studies.diagnose.report import RUNS_HEADER, TRIED_HEADER, conclusion, run_rows, title_of, tried_rows
@@ -18,13 +19,12 @@ _METHOD = (
     "is the speed-up that removing this bottleneck would bring, until the next one. Intervals contain the gain of the "
     "mean step with 95% probability: from a block bootstrap over the steps of both runs, and with three rounds or more "
     "from the differences between rounds (Student's t). A gain is significant if it exceeds 2% and its whole interval "
-    "is above the difference of the two baselines. Otherwise all runs are repeated, up to --max-rounds times. The "
-    "report of each run is in a folder beside this page."
+    "is above the difference of the two baselines. Otherwise all runs are repeated, up to --max-rounds times."
 )
 
 
 def render_page(report: DiagnoseReport) -> str:
-    """Return the page as one string; it refers to nothing outside itself."""
+    """Return the page as one string; it loads nothing, and links to the reports of the runs in folders beside it."""
     ranks = f"{report.num_ranks} rank{'s' if report.num_ranks != 1 else ''}"
     device = str(report.accelerator["device"])
     emulated = "emulated " if report.accelerator["kind"] == "emulated" else ""
@@ -58,6 +58,9 @@ def render_page(report: DiagnoseReport) -> str:
             rows = [[*map(escape, row)] for row in tried_rows(report.tried)]
             parts.append(table(list(map(escape, TRIED_HEADER)), rows))
         parts.append(f"<p>{escape(conclusion(report.tried).capitalize())}.</p>")
+    if report.runs:
+        links = (f'<a href="{escape(run.name)}/{REPORT_HTML}">{escape(run.name)}</a>' for run in report.runs)
+        parts.append(f'<p class="small">Reports of the runs: {", ".join(links)}.</p>')
     parts += ["<h2>How these figures are made</h2>", f"<p>{escape(_METHOD)}</p>"]
     parts += facts(report.machine, report.dataset, report.options)
     return page(f"Fuelrail diagnosis: {report.dataset.name}", parts)

@@ -128,7 +128,9 @@ def _verdict(report: Report) -> list[str]:
 def _tiles(figures: Figures) -> str:
     rate = figures.throughput
     wait = next(phase for phase in figures.phases if phase.phase == "data_wait")
+    cost = rate.cost_per_million_samples
     entries = [
+        *([] if cost is None else [(f"{cost:,.2f}", "cost per million samples, in the price’s currency")]),
         (f"{rate.samples_per_s:.1f}", f"samples/s ({rate.images_per_s:.0f} images/s)"),
         (f"{figures.step_time.p50_ms:.1f} ms", f"step time p50; p99 {figures.step_time.p99_ms:.1f} ms"),
         (f"{wait.time.p50_ms:.2f} ms", f"data wait p50; p99 {wait.time.p99_ms:.1f} ms"),
@@ -136,8 +138,6 @@ def _tiles(figures: Figures) -> str:
     ]
     if figures.mfu is not None:
         entries.append((f"{figures.mfu:.1%}", "model FLOP utilisation"))
-    if rate.cost_per_million_samples is not None:
-        entries.append((f"{rate.cost_per_million_samples:,.0f}", "cost per million samples, at the price given"))
     return tiles(entries)
 
 
@@ -210,7 +210,10 @@ def _step(report: Report, drawn: dict[str, str]) -> list[str]:
         "loss": "The loss falls when images, geometry and boxes belong together.",
     }
     present = [figure(drawn[name], caption) for name, caption in captions.items() if name in drawn]
-    return [*parts, f'<div class="row">{"".join(present)}</div>']
+    # Three charts that say little where little is lost: they are a click away then.
+    is_open = "" if figures is not None and figures.occupancy.mean > 1 - _NOTABLE else " open"
+    more = "Waits, step times and loss"
+    return [*parts, f'<details{is_open}><summary>{more}</summary><div class="row">{"".join(present)}</div></details>']
 
 
 def _memory(report: Report, drawn: dict[str, str]) -> list[str]:
