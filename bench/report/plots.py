@@ -40,6 +40,8 @@ __all__ = [
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 BLUE, ORANGE, GREY = "#0072b2", "#e69f00", "#bbbbbb"
+_LEGEND_CHARACTERS = 96
+"""Of the legend's font, beside each other above a page's figure."""
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text: sharp, selectable, and in the page's own font
     "svg.hashsalt": "fuelrail",
@@ -73,9 +75,16 @@ def new_figure(height_in: float, width_in: float = 7.4) -> tuple[Figure, Axes]:
 
 
 def legend_above(axes: Axes) -> None:
-    """Put the legend in one line above the axes, where it covers nothing."""
+    """Put the legend above the axes, where it covers nothing, in as many lines as its texts need."""
+    widths = [len(label) + 5 for label in axes.get_legend_handles_labels()[1]]  # 5: the line, and the space after it
+    columns = len(widths) if sum(widths) <= _LEGEND_CHARACTERS else max(1, _LEGEND_CHARACTERS // max(widths))
     axes.legend(
-        loc="lower left", bbox_to_anchor=(0, 1.0), ncols=9, borderaxespad=0.2, handlelength=1.2, columnspacing=1.2
+        loc="lower left",
+        bbox_to_anchor=(0, 1.0),
+        ncols=columns,
+        borderaxespad=0.2,
+        handlelength=1.2,
+        columnspacing=1.2,
     )
 
 

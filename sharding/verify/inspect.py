@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 _NS_PER_MS = 1_000_000
 _MAX_VALUES, _SHOWN_VALUES = 1000, 4
 """Different texts of an attribute that are counted, and that are shown."""
+_MAX_WIDTH = 80
+"""Characters of a line; only a long word makes it longer."""
 _MAX_CELL = 2000
 """Characters of one cell of a table: it may list a few hundred classes."""
 
@@ -340,7 +343,15 @@ def _vector(values: np.ndarray[Any, Any], unit: str) -> str:
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns aligned to the left, two spaces apart."""
+    """Columns aligned to the left, two spaces apart; the last one has several lines where it is long."""
     every = [[shown(cell, _MAX_CELL) for cell in row] for row in ([titles, *rows] if titles else rows)]
-    widths = [max(len(row[column]) for row in every) for column in range(len(every[0]))] if every else []
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in every)
+    widths = [max(len(row[column]) for row in every) for column in range(len(every[0]) - 1)] if every else []
+    indent = sum(widths) + 2 * len(widths)
+    lines = []
+    for *cells, last in every:
+        first, *more = textwrap.wrap(
+            last, max(_MAX_WIDTH - indent, 40), break_long_words=False, break_on_hyphens=False
+        ) or [""]
+        row = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        lines += [f"{row}  {first}".rstrip(), *(" " * indent + text for text in more)]
+    return "\n".join(lines)

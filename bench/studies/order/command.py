@@ -50,6 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+_CHANCE_Z = 4
 _ROWS = (
     ("rank correlation", "rank_correlation", "+.4f"),
     ("  z", "rank_correlation_z", "+.1f"),
@@ -78,6 +79,7 @@ def _print(description: Description) -> None:
         f"{description.num_steps:,} steps of {description.global_batch}",
         highlight=False,
     )
+    console.print(verdict(description.figures[0]), style="bold", highlight=False)
     table = Table(box=None, pad_edge=False)
     table.add_column(f"epoch {description.epoch}")
     for figures in description.figures:
@@ -86,6 +88,21 @@ def _print(description: Description) -> None:
         table.add_row(*row)
     console.print(table)
     console.print(_LEGEND, style="dim", highlight=False)
+
+
+def verdict(order: OrderFigures) -> str:
+    """Return in a sentence whether an order is as random as a true shuffle."""
+    quality = order.quality
+    known = {
+        "rank correlation": quality.rank_correlation_z,
+        "neighbours' correlation": quality.serial_correlation_z,
+        "buckets": quality.bucket_chi_square_z,
+        "chances over epochs": order.equal_chance_z,
+    }
+    name, worst = max(((name, z) for name, z in known.items() if not math.isnan(z)), key=lambda entry: abs(entry[1]))
+    if abs(worst) <= _CHANCE_Z:
+        return f"As random as a true shuffle: the largest |z| is {abs(worst):.1f}, and up to {_CHANCE_Z} is chance."
+    return f"Less random than a true shuffle: z of {name} is {worst:+.1f}, and only up to {_CHANCE_Z} is chance."
 
 
 def rows(figures: Sequence[OrderFigures]) -> list[tuple[str, ...]]:

@@ -110,3 +110,10 @@ def test_mistakes_end_in_one_sentence(quick, dataset, capsys, arguments, message
     assert error.startswith("fuelrail: error: ")
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_a_verdict_comes_before_the_figures(dataset, quick, capsys):
+    for kind, said in (("shuffled", "As random as a true shuffle: the largest |z| is"), ("sequential", "Less random")):
+        assert main(["order", "describe", str(dataset), "--kind", kind]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[1].startswith(said) or lines[2].startswith(said), lines[:4]
