@@ -298,14 +298,15 @@ def load_manifest(root: str | os.PathLike[str], kinds: Kinds = DATASETS) -> Mani
     try:
         data = read_file(file, MAX_MANIFEST_BYTES)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise DatasetNotReadyError(f"'{root}' {_why_not_ready(Path(root))}") from error
+        raise DatasetNotReadyError(f"'{root}' {_why_not_ready(Path(root), kinds)}") from error
     except OSError as error:
         raise ManifestError(f"'{file}' cannot be read: {error.strerror}") from error
     return decode_manifest(data, str(file), kinds)
 
 
-def _why_not_ready(root: Path) -> str:
-    make = f"make it with `fuelrail shard SOURCE {root}`"
+def _why_not_ready(root: Path, kinds: Kinds) -> str:
+    word = f"shard SOURCE {root}" if FORMAT in kinds else f"annotate DATASET {root} --model MODULE:FUNCTION"
+    make = f"make it with `fuelrail {word}`"
     if not root.is_dir():
         return f"is not a folder; {make}"
     if any(root.glob("v1.0-*/sample.json")):

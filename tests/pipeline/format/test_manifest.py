@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from fuelrail.pipeline.channels.sensors import BOXES_CHANNEL, CameraEntry, LidarEntry, camera_channel, lidar_channel
 from fuelrail.pipeline.errors import DatasetNotReadyError, ManifestError
+from fuelrail.pipeline.format.layers import LAYERS
 from fuelrail.pipeline.format.manifest import (
     FORMAT,
     FORMAT_VERSION,
@@ -244,6 +245,8 @@ def test_a_manifest_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_what_to_do_where_there_is_no_manifest(tmp_path) -> None:
     folder = tmp_path / "out"
+    with pytest.raises(DatasetNotReadyError, match=r"is not a folder; make it with `fuelrail annotate DATASET"):
+        load_manifest(folder, LAYERS)
     for make, hint in (
         (lambda: None, r"is not a folder; make it with `fuelrail shard SOURCE"),
         (lambda: folder.mkdir(), r"sharding has not finished there; make it with"),
