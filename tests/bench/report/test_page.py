@@ -17,9 +17,9 @@ from fuelrail.bench.report.page import as_text, when
         ({"image": {"flip_prob": 0.0, "crop_bottom": (0.0, 0.2)}}, "image.crop_bottom=[0.0, 0.2]"),
     ],
 )
-def test_options_are_told_flat_and_without_what_is_off(options, told):
+def test_options_are_reported_flat_and_without_what_is_off(options, told):
     assert as_text(options) == told
 
 
-def test_a_reports_time_is_told_to_the_minute():
+def test_a_reports_time_is_reported_to_the_minute():
     assert when("2026-11-21T15:50:55+00:00") == "2026-11-21 15:50 UTC"
