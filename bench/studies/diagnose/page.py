@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fuelrail.bench.report.files import REPORT_HTML
 from fuelrail.bench.report.page import Block, Document, Figure, Hero, Note, Section, Table, Text, document
 from fuelrail.bench.studies.diagnose.report import RUNS_HEADER, TRIED_HEADER, conclusion, run_rows, tried_rows
 
@@ -17,8 +18,7 @@ _METHOD = (
     "is the speed-up that removing this bottleneck would bring, until the next one. Intervals contain the gain of the "
     "mean step with 95% probability: from a block bootstrap over the steps of both runs, and with three rounds or more "
     "from the differences between rounds (Student's t). A gain is significant if it exceeds 2% and its whole interval "
-    "is above the difference of the two baselines. Otherwise all runs are repeated, up to --max-rounds times. The "
-    "report of each run is in a folder beside this page."
+    "is above the difference of the two baselines. Otherwise all runs are repeated, up to --max-rounds times."
 )
 
 
@@ -51,5 +51,8 @@ def describe(report: DiagnoseReport, plots: Mapping[str, str]) -> Document:
     if report.tried is not None:
         tried = [Table(TRIED_HEADER, tried_rows(report.tried))] if report.tried else []
         parts.append(Section("What was tried", [*tried, Text(f"{conclusion(report.tried).capitalize()}.")]))
+    if report.runs:
+        links = ", ".join(f"[{run.name}]({run.name}/{REPORT_HTML})" for run in report.runs)
+        parts.append(Text(f"Reports of the runs: {links}.", small=True))
     parts.append(Section("How these figures are made", [Text(_METHOD)]))
     return document(report, "Fuelrail diagnosis", "What bounds this training?", about, parts)

@@ -142,11 +142,11 @@ def describe(found: PlanReport, plots: Mapping[str, str]) -> Document:
         ),
         Tiles([(f"{found.mfu:.1%}", "MFU"), (f"{found.occupancy:.1%}", "occupancy"), (f"{found.bubble:.1%}", "bubble"),
                (f"{found.device_hours_per_million:,.1f}", "device-hours a million samples")]),
-        Table(("figure", ""), figures(found)),
-        Section("What was tried", [Table(TRIED_HEADER, tried_rows(found))]),
+        Table(("figure", ""), figures(found), texts=True),
+        Section("What was tried", [Table(TRIED_HEADER, tried_rows(found), texts=True)]),
         Section("Memory and work of each stage", [
             Figure([(plots.get("memory", ""), "Bytes at the peak of a step, by kind.")]),
-            Table(STAGE_HEADER, stage_rows(found)),
+            Table(STAGE_HEADER, stage_rows(found), texts=True),
         ]),
     ]  # fmt: skip
     if found.sweep:
@@ -156,16 +156,21 @@ def describe(found: PlanReport, plots: Mapping[str, str]) -> Document:
             Section("Sweep", [
                 Figure([(plots.get("sweep", ""), caption)]),
                 Text(f"{len(found.sweep)} plans, {fits} of them fit; the fastest:"),
-                Table(SWEEP_HEADER, sweep_rows(found)),
+                Table(SWEEP_HEADER, sweep_rows(found), texts=True),
             ])
         )  # fmt: skip
     if any(curve.points for curve in found.scaling):
         caption = "Samples/s a device over those of the smallest number."
-        blocks = [Figure([(plots.get("scaling", ""), caption)]), Table(SCALING_HEADER, scaling_rows(found))]
+        blocks: list[Block] = [
+            Figure([(plots.get("scaling", ""), caption)]),
+            Table(SCALING_HEADER, scaling_rows(found)),
+        ]
         parts.append(Section("Scaling", blocks))
     if found.explained:
         rows = [[name, one.formula, as_text(one.inputs), one.source] for name, one in found.explained.items()]
-        parts.append(Section("Where the figures are from", [Table(("figure", "formula", "inputs", "source"), rows)]))
+        parts.append(
+            Section("Where the figures are from", [Table(("figure", "formula", "inputs", "source"), rows, texts=True)])
+        )
     parts += [Note(f"Assumed: {text}") for text in found.assumed]
     parts += [Note(f"Not said: {text}") for text in found.questions]
     asked = found.scenario

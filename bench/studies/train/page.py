@@ -154,7 +154,9 @@ def _verdict(report: Report) -> list[Block]:
 def _tiles(figures: Figures) -> Tiles:
     rate = figures.throughput
     wait = next(phase for phase in figures.phases if phase.phase == "data_wait")
+    cost = rate.cost_per_million_samples
     entries = [
+        *([] if cost is None else [(f"{cost:,.2f}", "cost per million samples, in the price’s currency")]),
         (f"{rate.samples_per_s:.1f}", f"samples/s ({rate.images_per_s:.0f} images/s)"),
         (f"{figures.step_time.p50_ms:.1f} ms", f"step time p50; p99 {figures.step_time.p99_ms:.1f} ms"),
         (f"{wait.time.p50_ms:.2f} ms", f"data wait p50; p99 {wait.time.p99_ms:.1f} ms"),
@@ -162,8 +164,6 @@ def _tiles(figures: Figures) -> Tiles:
     ]
     if figures.mfu is not None:
         entries.append((f"{figures.mfu:.1%}", "model FLOP utilisation"))
-    if rate.cost_per_million_samples is not None:
-        entries.append((f"{rate.cost_per_million_samples:,.0f}", "cost per million samples, at the price given"))
     return Tiles(entries)
 
 
@@ -226,7 +226,10 @@ def _step(report: Report, plots: Mapping[str, str]) -> list[Section]:
         "histogram": "Step times after warm-up, all ranks.",
         "loss": "The loss falls when images, geometry and boxes belong together.",
     }
-    blocks.append(Figure([(plots.get(name, ""), caption) for name, caption in captions.items()]))
+    # Three charts that say little where little is lost: they are a click away then.
+    folded = figures is not None and figures.occupancy.mean > 1 - _NOTABLE
+    present = [(plots.get(name, ""), caption) for name, caption in captions.items()]
+    blocks.append(Figure(present, summary="Waits, step times and loss", folded=folded))
     return [Section("Where a step’s time goes", blocks)]
 
 
