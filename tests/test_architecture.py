@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -342,7 +344,7 @@ def test_tests_are_in_the_lanes_of_what_they_use() -> None:
                 assert f"pytest.mark.{lane}" in text, f"{file.relative_to(ROOT)} marks no test as `{lane}`"
 
 
-# What a user reads: docstrings, messages, help texts and pages. Each word with what to write in its place.
+# Of pages, strings, comments and names of tests. Each word with what to write in its place.
 WORDS = {
     r"\btold\b": "reported",
     r"\banew\b": "again",
@@ -379,21 +381,32 @@ def pages() -> Iterator[Path]:
             yield page
 
 
-def prose(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
+# What hostile names say, so that no message repeats it; output of a program in a test.
+SAID_BY_OTHERS = re.compile(r"fuelrail: all is well")
+
+
+def prose(text: str) -> Iterator[tuple[int, str]]:
+    """Strings, comments, and the words of the names of tests, each with its line."""
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
-            yield node.lineno, node.value
+            yield node.lineno, SAID_BY_OTHERS.sub("", node.value)
+        elif isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            yield node.lineno, node.name.replace("_", " ")
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
 
 
 def test_plain_words() -> None:
     """CHANGELOG and RESULTS are records of what was; all other pages are read by users."""
     found = defaultdict(list)
-    face = {file.relative_to(ROOT): ast.parse(file.read_text()) for file in (ROOT / ".src" / "fuelrail").glob("*.py")}
-    for file, tree in (TREES | face).items():
-        for line, text in prose(tree):
+    folders = (*(ROOT / name for name in (*HALLS, "tests", "docs", "configs")), ROOT / ".src" / "fuelrail")
+    files = {file for folder in folders for file in folder.rglob("*.py")} - {Path(__file__).resolve()}
+    for file in sorted(files):
+        for line, text in prose(file.read_text(encoding="utf-8")):
             for pattern, better in WORDS.items():
                 if re.search(pattern, text):
-                    found[str(file)].append(f"{line}: {pattern} -> {better}")
+                    found[str(file.relative_to(ROOT))].append(f"{line}: {pattern} -> {better}")
     for page in pages():
         for number, text in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
             words = re.sub(r"`[^`]*`", "", text)  # names of files and options stay as they are

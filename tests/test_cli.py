@@ -86,7 +86,7 @@ def test_every_word_has_a_command_with_help(invoke, word) -> None:
     code, out, err = invoke(word, "--help")
     assert (code, err) == (0, "")
     assert out.startswith(f"usage: fuelrail {word}")
-    # Who asks for help is told about every option: an argument without a text is an unfinished one.
+    # The help describes every option: an argument without a text is an unfinished one.
     parser = argparse.ArgumentParser()
     command.configure(parser)
     found = [action for one in parsers(parser) for action in one._actions if action.metavar != "WORD"]

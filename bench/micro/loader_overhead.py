@@ -73,7 +73,7 @@ def measure(folder: Path, rounds: int) -> OverheadReport:
             cpu_s, begun_s, count = time.process_time(), time.perf_counter(), 0
             for batch in loader:
                 count += len(batch["sample_key"])
-            # Threads go on into the next epoch; ended here, so that each candidate pays for its own work alone.
+            # Threads continue into the next epoch; ended here, so that each candidate pays for its own work alone.
             loader.close()
             if number:
                 cpu_ms[name].append(1e3 * (time.process_time() - cpu_s) / count)

@@ -37,7 +37,7 @@ _NUM_BATCHES_CHECKED = 6
 _NUM_IMAGES_CHECKED = 36
 
 
-# What may be missing from an epoch: what is in flight of each worker, and what a shuffle buffer that goes on over the
+# What may be missing from an epoch: what is in flight of each worker, and what a shuffle buffer that continues over the
 # epoch's end holds back.
 _MAX_MISSING_BATCHES = 2
 
@@ -151,7 +151,7 @@ def _faulty(fault: str) -> Check:
 
 
 def _psnr_db(mean_square_error: float) -> float:
-    # Equal pictures: as far as a single differing bit of the set could be told.
+    # Equal pictures: as far as a single differing bit of the set could be seen.
     return float(10 * np.log10(255**2 / max(mean_square_error, 1e-9)))
 
 
@@ -183,7 +183,7 @@ def _decoding(task: Task) -> str:
 
 def main(path: str) -> None:
     """Do the task and leave at once: worker processes and threads end with this one, in whatever they are doing."""
-    end_with(os.getppid(), signal.SIGKILL)  # however the comparison ends, nothing of it goes on
+    end_with(os.getppid(), signal.SIGKILL)  # however the comparison ends, nothing of it continues to run
     task = msgspec.json.decode(Path(path).read_bytes(), type=Task)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, task.cpus)

@@ -1,7 +1,7 @@
 """Reports as documents: one list of blocks, of which one template makes the page and another one the Markdown.
 
-Texts are plain; in those of :class:`Text`, :class:`Figure` and ``about``, ``**word**`` is strong. A page is one file
-that needs nothing else, for a browser and for paper. Markdown has no figures.
+Texts are plain; in those of :class:`Text`, :class:`Figure` and ``about``, ``**word**`` is strong and ``[word](file)``
+a link. A page is one file that loads nothing else, for a browser and for paper. Markdown has no figures.
 """
 
 from __future__ import annotations
@@ -49,20 +49,21 @@ class Tiles:
 class Figure:
     """Plots beside each other, as SVG, each with its caption, and a legend of labels with colours above them.
 
-    Plots that were not drawn are left out. With ``closed`` those that were are a click away, under these words.
+    Plots that were not drawn are left out. With ``summary`` they fold away, and are so at first if ``folded``.
     """
 
     plots: Sequence[tuple[str, str]]
     legend: Sequence[tuple[str, str]] = ()
-    closed: str = ""
+    summary: str = ""
+    folded: bool = False
 
 
 @dataclass(frozen=True)
 class Table:
     """A table, which scrolls where the window is narrow; the last row sums the others if ``total``.
 
-    ``colours`` are keys before the first cells; ``prose``: two columns of sentences; ``texts``: cells are sentences
-    rather than numbers, which start on the left and have several lines where they are long.
+    ``colours`` are keys before the first cells; ``texts``: cells are sentences rather than numbers; ``prose``: two
+    columns of them.
     """
 
     header: Sequence[str]
@@ -89,21 +90,13 @@ class Items:
 
 
 @dataclass(frozen=True)
-class Links:
-    """Words and what they lead to: names of files relative to this one."""
-
-    text: str
-    entries: Sequence[tuple[str, str]]
-
-
-@dataclass(frozen=True)
 class Note:
     """A warning."""
 
     text: str
 
 
-Block = Hero | Tiles | Figure | Table | Text | Items | Links | Note
+Block = Hero | Tiles | Figure | Table | Text | Items | Note
 
 
 @dataclass(frozen=True)
@@ -132,7 +125,8 @@ def document(
     packages: Mapping[str, str] | None = None,
 ) -> Document:  # fmt: skip
     """Return the document of a report, with its warnings behind the hero; ``packages`` in place of the machine's."""
-    before, after = [], []
+    before: list[Block | Section] = []
+    after: list[Block | Section] = []
     for part in parts:
         (after if after or not isinstance(part, (Hero, Tiles)) else before).append(part)
     machine = report.machine
@@ -202,7 +196,8 @@ def _template(name: str) -> jinja2.Template:
 
 
 def _strong(text: str) -> str:
-    return re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", escape(text))
+    strong = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", escape(text))
+    return re.sub(r"\[([^]]+)\]\(([^)]+)\)", r'<a href="\2">\1</a>', strong)
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -1,7 +1,7 @@
 """What the example trainers share: arguments, a small model, a loss, and a line of output for each step.
 
 Each example is one file that trains on a Fuelrail dataset (`make demo` writes one to .demo/dataset), saves a checkpoint
-with the loader's position in it through its framework's own means, and goes on from there when it is run again.
+with the loader's position in it through its framework's own means, and continues from there when it is run again.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def test_a_wall_clock_that_jumps_moves_no_step_of_a_rank(dataset, tmp_path, monk
     assert all(phase.time.mean_ms >= 0 for phase in report.figures.phases)
 
 
-def test_a_wall_clock_that_is_set_back_is_told_and_shortens_no_batch(dataset, monkeypatch):
+def test_a_wall_clock_that_is_set_back_is_reported_and_shortens_no_batch(dataset, monkeypatch):
     choice = LoaderChoice(
         split="train", batch_size=2, num_workers=1, decoder="turbo", verify=True, points=False, seed=0
     )

@@ -36,7 +36,7 @@ def dataset(tmp_path_factory):
 
 
 def stepped(place, num_steps):
-    """When a rank has made so many steps of a run."""
+    """When a rank has made this number of steps of a run."""
     return lambda out: len(read_rank(out / place / "rank-00000.jsonl").steps) >= num_steps
 
 

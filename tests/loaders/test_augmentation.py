@@ -101,7 +101,7 @@ def test_augmentation_does_not_depend_on_threads_or_batches(dataset) -> None:
         assert torch.equal(torch.cat([b[name] for b in reference]), torch.cat([b[name] for b in other])), name
 
 
-def test_each_epoch_draws_anew(dataset) -> None:
+def test_each_epoch_draws_again(dataset) -> None:
     with make_loader(dataset, 12, image=IMAGE, ego=BEV, shuffle=False, num_workers=1) as loader:
         first, second = list(loader), list(loader)
     assert first[0]["sample_key"] == second[0]["sample_key"]

@@ -141,7 +141,7 @@ def test_the_state_names_all_datasets_and_refuses_others(roots, tmp_path):
             other.load_state_dict(state)
 
 
-def test_pickled_it_goes_on_as_the_same_mix(roots):
+def test_pickled_it_continues_as_the_same_mix(roots):
     with make(roots, 4) as loader:
         batches = iter(loader)
         next(batches)

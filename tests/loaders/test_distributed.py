@@ -56,7 +56,7 @@ class TestFourProcesses:
         )
 
     @pytest.mark.process
-    def test_an_axis_that_could_be_either_is_refused_and_can_be_told(self, ranks):
+    def test_an_axis_that_could_be_either_is_refused_and_can_be_reported(self, ranks):
         assert all("'ep'" in found["unclear"] and "mesh_world(mesh, data_axes" in found["unclear"] for found in ranks)
         assert [found["told"] for found in ranks] == [[0, 2], [0, 2], [1, 2], [1, 2]]
 
@@ -76,7 +76,7 @@ class TestFourProcesses:
             ("other batch", ["processes 0 and 1 are both data-parallel rank 0 but got different batches"]),
         ],
     )
-    def test_ranks_that_do_not_agree_are_told_on_every_rank_with_both_sides(self, ranks, case, said):
+    def test_ranks_that_do_not_agree_are_reported_on_every_rank_with_both_sides(self, ranks, case, said):
         for found in ranks:
             for words in said:
                 assert words in found[case]

@@ -1,4 +1,4 @@
-"""A rank dies by SIGKILL, the job goes on with fewer ranks: both runs' samples are those of one that never died."""
+"""A rank dies by SIGKILL, the job continues with fewer ranks: both runs' samples are those of one that never died."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def recorded(folder, size):
     }
 
 
-def test_a_job_that_lost_a_rank_goes_on_with_three(tmp_path):
+def test_a_job_that_lost_a_rank_continues_with_three(tmp_path):
     root, out = tmp_path / "OUT", tmp_path / "run"
     build_dataset(root, {"train": (15, 25)})
     out.mkdir()

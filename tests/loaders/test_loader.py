@@ -203,7 +203,7 @@ class TestOrder:
         other.set_epoch(1)
         assert keys(other) not in (first, second)
 
-    def test_the_next_epoch_goes_on_in_the_same_threads_and_another_one_does_not_see_them(self, tiny):
+    def test_the_next_epoch_continues_in_the_same_threads_and_another_one_does_not_see_them(self, tiny):
         fresh = [make(tiny[0], 7) for _ in range(4)]
         for epoch, loader in enumerate(fresh):
             loader.set_epoch(epoch)
@@ -238,7 +238,7 @@ class TestOrder:
             next(first)
         assert len(list(second)) == len(loader) - 1, "the second is not disturbed"
 
-    def test_leaving_an_epoch_in_the_middle_and_iterating_again_goes_over_it_anew(self, tiny):
+    def test_leaving_an_epoch_in_the_middle_and_iterating_again_goes_over_it_again(self, tiny):
         loader = make(tiny[0], 3)
         whole = keys(loader)
         loader.set_epoch(0)
@@ -327,7 +327,7 @@ class TestResume:
             ({"points": True}, "points: state has none, loader has True"),
         ],
     )
-    def test_n1_a_state_of_another_augmentation_is_refused_unless_told_otherwise(self, tiny, options, both):
+    def test_n1_a_state_of_another_augmentation_is_refused_unless_allowed(self, tiny, options, both):
         order = OrderSpec(seed=3)
         saved = make(tiny[0], order=order)
         next(iter(saved))

@@ -94,7 +94,7 @@ def test_corrupt_cache_files_are_fetched_again(tiny, tmp_path):
             assert loader.stats().storage.cache_damaged >= NUM_TRAIN  # more where the next epoch asked for it already
 
 
-def test_a_cache_of_another_dataset_is_told(tiny, tmp_path):
+def test_a_cache_of_another_dataset_is_reported(tiny, tmp_path):
     other = tmp_path / "other"
     build_dataset(other, {"train": (4,)})
     with make(other, tmp_path) as loader:

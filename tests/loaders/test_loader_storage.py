@@ -249,7 +249,7 @@ class TestBounds:
         assert max(outstanding) == MAX_SAMPLES
         assert max(asked[-1:]) > FIRST_BUNDLE, "later ones are large, to be fetched as few ranges"
 
-    def test_a_row_outside_the_index_is_told_in_its_turn(self, tiny):
+    def test_a_row_outside_the_index_is_reported_in_its_turn(self, tiny):
         dataset = open_dataset(tiny)
         coming = (Scheduled(0, n, 0, n, (row,), True) for n, row in enumerate((3, 4, 99, 5)))
         stream = prefetch(coming, [RequestStream(dataset.index, open_storage(dataset).session())], 10**9)

@@ -46,7 +46,7 @@ def python(root, code):
 
 
 def test_a_fork_while_it_runs(tiny):
-    """In the child going on is an error that says so, starting anew works; the parent does not notice."""
+    """In the child, continuing is an error that says so, and starting again works; the parent does not notice."""
     done = python(
         tiny,
         """

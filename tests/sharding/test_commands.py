@@ -74,7 +74,7 @@ def test_shard_verify_inspect(run, source, tmp_path):
     assert (code, "(2 reused)" in said) == (0, True)
 
 
-def test_clips_that_no_split_names_are_told(run, source, tmp_path):
+def test_clips_that_no_split_names_are_reported(run, source, tmp_path):
     shutil.copytree(source.root, tmp_path / "source")
     (tmp_path / "source" / "v1.0-mini" / "splits.json").write_text('{"train": ["b"]}')
     code, said, _ = shard(run, tmp_path / "source", tmp_path / "out")
@@ -128,7 +128,7 @@ def test_a_terminal_gets_a_bar(source, tmp_path, monkeypatch):
     assert said.startswith(b"6 samples")
 
 
-def test_ctrl_c_says_how_to_go_on(run, source, tmp_path, monkeypatch):
+def test_ctrl_c_says_how_to_continue(run, source, tmp_path, monkeypatch):
     from fuelrail.sharding.write.shard_writer import ShardWriter
 
     def interrupted(self, number, pulse):

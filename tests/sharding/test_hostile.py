@@ -290,7 +290,7 @@ except IndexFileError as error:
     assert "--repair" not in done.stdout
 
 
-def test_l6_a_cut_begun_json_costs_no_shards(small, tmp_path):
+def test_l6_a_cut_run_json_costs_no_shards(small, tmp_path):
     out = tmp_path / "out"
     reshard(small, out)
     before = {path.name: path.read_bytes() for path in out.iterdir()}

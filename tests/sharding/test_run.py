@@ -200,7 +200,7 @@ def begin(source, out, after=2, num_workers=1):
 
 @pytest.mark.process
 @pytest.mark.parametrize("num_workers", WORKERS)
-def test_an_interrupted_run_goes_on(source, expected, tmp_path, num_workers):
+def test_an_interrupted_run_continues(source, expected, tmp_path, num_workers):
     out = tmp_path / "out"
     begin(source, out, num_workers=num_workers)
     assert not (out / "dataset.json").exists()

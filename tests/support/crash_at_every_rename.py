@@ -1,4 +1,4 @@
-"""Run as a program: shard a source, killed at every rename there is, before and after it; each time go on and compare.
+"""Run as a program: shard a source, killed at every rename there is, before and after it; each time resume and compare.
 
 Arguments: dataroot, an empty folder. Prints the number of deaths; exits with 1 where the bytes differ. The renames are
 the moments at which a run's state on disk changes for good; each death is a real SIGKILL of a forked process.

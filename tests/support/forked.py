@@ -21,7 +21,7 @@ def fork(work) -> int:
     try:
         work()
         status = 0
-    except BaseException:  # noqa: BLE001 - told by traceback and status
+    except BaseException:  # noqa: BLE001 - reported by traceback and status
         traceback.print_exc()
         sys.stderr.flush()
     finally:

@@ -41,7 +41,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 class Interrupt(Quiet):
-    """Interrupts a run after so many shards."""
+    """Interrupts a run after this number of shards."""
 
     def __init__(self, after):
         self.left = after

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fuelrail.bench.report.files import REPORT_HTML
-from fuelrail.bench.report.page import Block, Document, Figure, Hero, Links, Note, Section, Table, Text, document
+from fuelrail.bench.report.page import Block, Document, Figure, Hero, Note, Section, Table, Text, document
 from fuelrail.bench.studies.diagnose.report import RUNS_HEADER, TRIED_HEADER, conclusion, run_rows, tried_rows
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def describe(report: DiagnoseReport, plots: Mapping[str, str]) -> Document:
         tried = [Table(TRIED_HEADER, tried_rows(report.tried))] if report.tried else []
         parts.append(Section("What was tried", [*tried, Text(f"{conclusion(report.tried).capitalize()}.")]))
     if report.runs:
-        parts.append(Links("Reports of the runs", [(run.name, f"{run.name}/{REPORT_HTML}") for run in report.runs]))
+        links = ", ".join(f"[{run.name}]({run.name}/{REPORT_HTML})" for run in report.runs)
+        parts.append(Text(f"Reports of the runs: {links}.", small=True))
     parts.append(Section("How these figures are made", [Text(_METHOD)]))
     return document(report, "Fuelrail diagnosis", "What bounds this training?", about, parts)

@@ -161,12 +161,16 @@ def describe(found: PlanReport, plots: Mapping[str, str]) -> Document:
         )  # fmt: skip
     if any(curve.points for curve in found.scaling):
         caption = "Samples/s a device over those of the smallest number."
-        blocks = [Figure([(plots.get("scaling", ""), caption)]), Table(SCALING_HEADER, scaling_rows(found))]
+        blocks: list[Block] = [
+            Figure([(plots.get("scaling", ""), caption)]),
+            Table(SCALING_HEADER, scaling_rows(found)),
+        ]
         parts.append(Section("Scaling", blocks))
     if found.explained:
         rows = [[name, one.formula, as_text(one.inputs), one.source] for name, one in found.explained.items()]
-        table = Table(("figure", "formula", "inputs", "source"), rows, texts=True)
-        parts.append(Section("Where the figures are from", [table]))
+        parts.append(
+            Section("Where the figures are from", [Table(("figure", "formula", "inputs", "source"), rows, texts=True)])
+        )
     parts += [Note(f"Assumed: {text}") for text in found.assumed]
     parts += [Note(f"Not said: {text}") for text in found.questions]
     asked = found.scenario

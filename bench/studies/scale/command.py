@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def print_scale_report(report: ScaleReport, console: Console) -> None:
     """Print the figures as text."""
-    from fuelrail.bench.studies.scale.markdown import CURVES_HEADER, MEASURED_HEADER, curve_rows, measured_rows
+    from fuelrail.bench.studies.scale.page import CURVES_HEADER, MEASURED_HEADER, curve_rows, measured_rows
 
     print_partial(report.cut_off, console)
     for header, rows in ((MEASURED_HEADER, measured_rows(report)), (CURVES_HEADER, curve_rows(report))):

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
     from fuelrail.bench.studies.scale.report import ScaleReport
 
-_MEASURED_HEADER = (
+MEASURED_HEADER = (
     "ranks", "batch a rank", "step ms", "p99 ms", "samples/s", "weak", "strong", "occupancy", "simulated ms",
     "error",
 )  # fmt: skip
-_CURVES_HEADER = ("curve", "ranks", "batch a rank", "step ms", "samples/s", "efficiency", "occupancy")
+CURVES_HEADER = ("curve", "ranks", "batch a rank", "step ms", "samples/s", "efficiency", "occupancy")
 _METHOD = (
     "Weak scaling keeps each rank's batch, strong scaling shares one batch among the ranks. Efficiency is samples/s "
     "over those of one rank times the ranks. The simulation gives each rank a loader with a bounded queue, an "
@@ -36,9 +36,9 @@ def describe(report: ScaleReport, plots: Mapping[str, str]) -> Document:
         caption = f"Lines: simulated{_simulated_batch(report, scaling)}. Dots: measured, all ranks on this host."
         parts.append(Section(f"{scaling.title()} scaling", [Figure([(plots.get(scaling, ""), caption)])]))
     if report.measured:
-        parts.append(Section("Measured, and the model's error", [Table(_MEASURED_HEADER, _measured_rows(report))]))
+        parts.append(Section("Measured, and the model's error", [Table(MEASURED_HEADER, measured_rows(report))]))
     if report.curves:
-        parts.append(Section("Simulated", [Table(_CURVES_HEADER, _curve_rows(report))]))
+        parts.append(Section("Simulated", [Table(CURVES_HEADER, curve_rows(report))]))
     parts.append(Section("How these figures are made", [Text(_METHOD)]))
     about = f"Emulated **{device}**, dataset {report.dataset.name}"
     return document(report, "Fuelrail scaling report", "How does training scale?", about, parts)
@@ -64,7 +64,7 @@ def _hero(report: ScaleReport) -> list[Hero]:
     ]
 
 
-def _measured_rows(report: ScaleReport) -> list[list[str]]:
+def measured_rows(report: ScaleReport) -> list[list[str]]:
     """One row a run, with what the model made of it."""
     trials = {(trial.num_ranks, trial.batch_size): trial for trial in report.trials}
     rows = []
@@ -87,7 +87,7 @@ def _measured_rows(report: ScaleReport) -> list[list[str]]:
     return rows
 
 
-def _curve_rows(report: ScaleReport) -> list[list[str]]:
+def curve_rows(report: ScaleReport) -> list[list[str]]:
     """Return every second doubling of each curve, and its last point."""
     rows = []
     for curve in report.curves:

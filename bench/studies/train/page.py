@@ -227,9 +227,9 @@ def _step(report: Report, plots: Mapping[str, str]) -> list[Section]:
         "loss": "The loss falls when images, geometry and boxes belong together.",
     }
     # Three charts that say little where little is lost: they are a click away then.
-    is_busy = figures is not None and figures.occupancy.mean > 1 - _NOTABLE
-    closed = "Waits, step times and loss" if is_busy else ""
-    blocks.append(Figure([(plots.get(name, ""), caption) for name, caption in captions.items()], closed=closed))
+    folded = figures is not None and figures.occupancy.mean > 1 - _NOTABLE
+    present = [(plots.get(name, ""), caption) for name, caption in captions.items()]
+    blocks.append(Figure(present, summary="Waits, step times and loss", folded=folded))
     return [Section("Where a step’s time goes", blocks)]
 
 

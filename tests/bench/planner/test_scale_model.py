@@ -1,4 +1,4 @@
-"""The simulation against what can be told without one."""
+"""The simulation against what can be computed without one."""
 
 from __future__ import annotations
 

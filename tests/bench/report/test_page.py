@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from fuelrail.bench.report.page import as_text, when
-from fuelrail.pipeline.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -18,23 +17,9 @@ from fuelrail.pipeline.errors import ConfigError
         ({"image": {"flip_prob": 0.0, "crop_bottom": (0.0, 0.2)}}, "image.crop_bottom=[0.0, 0.2]"),
     ],
 )
-def test_options_are_told_flat_and_without_what_is_off(options, told):
+def test_options_are_reported_flat_and_without_what_is_off(options, told):
     assert as_text(options) == told
 
 
-def test_a_reports_time_is_told_to_the_minute():
+def test_a_reports_time_is_reported_to_the_minute():
     assert when("2026-11-21T15:50:55+00:00") == "2026-11-21 15:50 UTC"
-
-
-@pytest.mark.parametrize(("labels", "lines"), [(["short"] * 9, 1), (["weak, 1% of the ranks 20% slower"] * 4, 2)])
-def test_a_legend_takes_as_many_lines_as_fit_the_page(labels, lines):
-    plots = pytest.importorskip("fuelrail.bench.report.plots", exc_type=ConfigError, reason="matplotlib is missing")
-    with plots.style():
-        drawn, axes = plots.new_figure(2)
-        for label in labels:
-            axes.plot([0, 1], label=label)
-        plots.legend_above(axes)
-        drawn.canvas.draw()
-        box = axes.get_legend().get_window_extent()
-        assert box.x1 <= drawn.bbox.x1
-        assert round(box.height / axes.get_legend().get_texts()[0].get_window_extent().height / 1.4) == lines

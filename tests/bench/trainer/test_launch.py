@@ -55,7 +55,7 @@ def pids(folder):
 
 def alive(pid):
     try:
-        # A zombie is gone as far as we care; whoever adopted it may take its time.
+        # A zombie is gone as far as we care; the process that adopted it may take its time.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False

@@ -62,7 +62,7 @@ BATCH = assemble(ENTRIES, lidar=TOP)
 
 
 def test_names_shapes_and_dtypes_are_those_of_the_table() -> None:
-    """The module's table is the contract; every row of it is held against a batch."""
+    """The module's table is the contract; every row of it is checked against a batch."""
     sizes = {"B": 4, "N": len(CAMERAS), "H": OUT[1], "W": OUT[0], "C": 5}
     rows = re.findall(r"^((?:``\w+``(?:, )?)+) +(\S.*?)  +\S", assemble_module.__doc__ or "", re.MULTILINE)
     rows += re.findall(r"^((?:``\w+``(?:, )?)+) +(list of str)$", assemble_module.__doc__ or "", re.MULTILINE)

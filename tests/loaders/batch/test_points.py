@@ -159,7 +159,7 @@ def test_without_accumulation_points_are_the_own_sweep(dataset) -> None:
         assert not one[key][:, 4].any()  # seconds
 
 
-def test_the_dataset_is_sound_and_can_be_made_anew(dataset, tmp_path) -> None:
+def test_the_dataset_is_sound_and_can_be_made_again(dataset, tmp_path) -> None:
 
     assert not verify(dataset, deep=True, num_threads=1).faults
     for points in (True, False):

@@ -120,7 +120,7 @@ class TestTransform:
         second = make(tiny, 6, transform=noise)
         second.set_epoch(1)
         later = drawn([second])
-        assert all(later[key] != value for key, value in alone.items() if key in later), "an epoch draws anew"
+        assert all(later[key] != value for key, value in alone.items() if key in later), "each epoch draws again"
 
     def test_an_exception_names_stage_key_and_line_and_keeps_the_traceback(self, tiny):
         def broken(sample):

@@ -60,7 +60,7 @@ def test_more_processes_than_steps(tiny):
     assert keys(outer) == keys(make(tiny, 7))
 
 
-def test_persistent_workers_go_on_to_the_next_epoch_together(tiny):
+def test_persistent_workers_continue_to_the_next_epoch_together(tiny):
     outer = TorchLoader(IterableView(make(tiny, 4)), batch_size=None, num_workers=2, persistent_workers=True)
     plain = make(tiny, 4)
     assert [keys(outer), keys(outer), keys(outer)] == [keys(plain), keys(plain), keys(plain)]

@@ -152,7 +152,7 @@ def test_a_module_without_what_it_needs_is_not_installed(tmp_path, monkeypatch):
     assert not can_import("half.train")
 
 
-def test_ray_train_goes_on_after_its_workers_died(tiny, tmp_path):
+def test_ray_train_continues_after_its_workers_died(tiny, tmp_path):
     if importlib.util.find_spec("ray") is None or not can_import("ray.train"):
         pytest.skip("ray[train] is not installed")
     code = (

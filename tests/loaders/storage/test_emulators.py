@@ -56,7 +56,7 @@ def test_an_epoch_through_the_loader_and_its_second_from_the_cache(cloud, pristi
         assert loader.stats().storage.cache_hits >= 4 * len(expected)
 
 
-def test_what_is_missing_is_told_at_once(cloud, tmp_path):
+def test_what_is_missing_is_reported_at_once(cloud, tmp_path):
     import fsspec
 
     url, options, secret = cloud

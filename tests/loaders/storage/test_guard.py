@@ -188,7 +188,7 @@ else:
 class TestOtherHandlers:
     @pytest.mark.process
     @pytest.mark.parametrize("when", ["never", "before", "after"])
-    def test_our_mappings_are_ours_whoever_else_handles_the_signal(self, own, when):
+    def test_our_mappings_are_ours_when_another_handles_the_signal(self, own, when):
         done = run(FOREIGN, own, when, "ours")
         assert (done.returncode, done.stderr) == (0, "")
         assert int(done.stdout) > 0

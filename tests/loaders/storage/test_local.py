@@ -82,14 +82,14 @@ os.truncate(Path({str(own)!r}) / "train-000001.tar", 0)
 try:
     storage.span(*rows[6])
 except TruncatedShardError as error:
-    print("told:", error)
+    print("raised:", error)
 """
         here = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=here, timeout=60)
         assert done.returncode != -signal.SIGBUS
         assert "was cut to 0 while in use" in done.stdout, done.stderr
 
-    def test_replaced_by_rename_goes_on_with_the_old_file(self, opened, own):
+    def test_replaced_by_rename_continues_with_the_old_file(self, opened, own):
         dataset, storage = opened(own)
         expected = spans_of(own)
         rows = rows_of(dataset)
@@ -300,7 +300,7 @@ def test_network_file_systems_are_known_by_the_kernels_list(tmp_path, monkeypatc
     assert not is_network_file_system(tmp_path)
 
 
-def test_wrong_bytes_are_wrong_whoever_reads(own):
+def test_wrong_bytes_are_wrong_for_every_reader(own):
     dataset = open_dataset(own)
     rows = rows_of(dataset)
     spoil(own, rows[0][1], at=600, keep_mtime=True)

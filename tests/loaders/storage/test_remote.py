@@ -63,7 +63,7 @@ def shard_requests(server):
 
 
 def only_shards(how, *, first=None):
-    """Misbehave with the first so many requests for shards (None: all)."""
+    """Misbehave with this number of first requests for shards (None: all)."""
     count = iter(range(1 << 30))
 
     def misbehave(request):
@@ -159,7 +159,7 @@ class TestFaults:
         back.join()
         assert storage.stats().retries > 3
 
-    def test_gone_for_good_is_told_after_the_deadline_with_the_address(self, serve, pristine, tmp_path):
+    def test_gone_for_good_is_reported_after_the_deadline_with_the_address(self, serve, pristine, tmp_path):
         server = serve(pristine)
         dataset = open_dataset(server.url, cache_dir=tmp_path)
         storage = open_storage(dataset, retry=QUICK)
@@ -174,7 +174,7 @@ class TestFaults:
         )  # fmt: skip
 
     @pytest.mark.parametrize(("status", "words"), [(403, "access is refused"), (404, "the shard is not there")])
-    def test_what_no_retry_can_help_is_told_at_once(self, serve, pristine, tmp_path, status, words):
+    def test_what_no_retry_can_help_is_reported_at_once(self, serve, pristine, tmp_path, status, words):
         server = serve(pristine, only_shards(Misbehaviour(status=status)))
         dataset = open_dataset(server.url, cache_dir=tmp_path)
         with pytest.raises(StorageError, match=words):
@@ -223,7 +223,7 @@ class TestFaults:
             session.request(rows_of(dataset)[:1])[0]()
 
     @pytest.mark.process
-    def test_a_forked_process_begins_anew(self, serve, pristine, tmp_path):
+    def test_a_forked_process_begins_again(self, serve, pristine, tmp_path):
         dataset = open_dataset(serve(pristine).url, cache_dir=tmp_path)
         storage = open_storage(dataset)
         expected = spans_of(pristine)
@@ -320,7 +320,7 @@ class TestOpening:
             os.chown(path, 0, 0)
         assert len(open_dataset(server.url, cache_dir=tmp_path / "cache").index) == 25
 
-    def test_a_full_disk_there_is_told_and_the_users_cache_folder_taken(
+    def test_a_full_disk_there_is_reported_and_the_users_cache_folder_taken(
         self, serve, pristine, tmp_path, monkeypatch, caplog
     ):
         def on_a_full_disk(file, data):

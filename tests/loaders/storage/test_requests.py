@@ -261,7 +261,7 @@ class TestConcurrency:
             gate.answered(1000, now)
         assert gate.width == 64
 
-    def test_it_narrows_when_told_to_slow_down_and_never_to_nothing(self):
+    def test_it_narrows_when_asked_to_slow_down_and_never_to_nothing(self):
         gate = Concurrency(start=32)
         for number in range(500):
             gate.throttled(float(number))

@@ -94,7 +94,7 @@ def test_credentials_of_a_profile(bare, pristine, tmp_path, monkeypatch, client)
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_what_is_missing_is_told_at_once(bucket, tmp_path, client):
+def test_what_is_missing_is_reported_at_once(bucket, tmp_path, client):
     import boto3
 
     dataset = open_dataset(bucket[0], cache_dir=tmp_path)

@@ -241,7 +241,7 @@ def collate(entry: Channel, values: list[Any], shape: tuple[int, ...] = ()) -> A
     return KINDS[entry.kind].collate(values, entry, shape)
 
 
-def test_batches_are_stacked_packed_or_lists_by_kind_and_missing_values_are_told_apart() -> None:
+def test_batches_are_stacked_packed_or_lists_by_kind_and_missing_values_are_distinguished() -> None:
     one, two = np.ones((2, 3), np.int16), np.full((2, 3), 2, np.int16)
     stacked = collate(channel(ARRAY), [one, None, two])
     np.testing.assert_array_equal(stacked, np.stack([one, 0 * one, two]))

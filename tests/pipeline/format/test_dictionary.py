@@ -1,4 +1,4 @@
-"""The zstd dictionary of small members: trained alike every time, told by its id, held against its digest."""
+"""The zstd dictionary of small members: trained alike every time, named by its id, checked against its digest."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_names():
         codecs.stored_name("x_a.dict", "zstd")
 
 
-def test_another_dictionary_is_told_by_its_id(dictionary):
+def test_another_dictionary_is_recognised_by_its_id(dictionary):
     other = train_dictionary(samples(2), 4096, 3)
     stored = codecs.encode("zstd-dict", b"x" * 100, dictionary=other)
     with pytest.raises(CodecError, match=rf"needs the dictionary {other.id}, zstd\.dict is {dictionary.id}"):

@@ -148,7 +148,7 @@ def test_gnu_tar_lists_and_extracts(tmp_path: Path) -> None:
 @pytest.mark.process
 @pytest.mark.skipif(which("tar") is None, reason="GNU tar is not installed")
 def test_gnu_tar_writes_the_same_bytes(tmp_path: Path) -> None:
-    """An independent writer, told our conventions, arrives at our bytes, long names included."""
+    """An independent writer with our conventions arrives at our bytes, long names included."""
     members = {f"{key}.{field}": data for key, fields in EXAMPLE.items() for field, data in fields.items()}
     for name, data in members.items():
         (tmp_path / name).write_bytes(data)

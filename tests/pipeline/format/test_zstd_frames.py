@@ -208,7 +208,7 @@ class TestSeekTable:
             found = zstd_frames.read_seek_table(flipped, shard=SHARD)
         except (TruncatedShardError, FrameError):
             return
-        # A decoded size says nothing about the file itself: whoever holds it against the frames sees it.
+        # A decoded size says nothing about the file itself: a check against the frames finds it.
         assert found != zstd_frames.read_seek_table(shard, shard=SHARD)
 
     def test_frames_must_fill_the_file(self):

@@ -34,7 +34,7 @@ def distinct_positions(n):
     return inner.map(lambda chosen: np.array(sorted({0, n - 1, *chosen}), dtype=np.int64))
 
 
-# Everybody who has saved a training state relies on these: an epoch of a released version must go on with the same
+# Everybody who has saved a training state relies on these: an epoch of a released version must continue with the same
 # samples under the next one. They may change only together with `fuelrail.pipeline.order.spec.ORDER_VERSION`, so that
 # older states are refused instead of being continued with other samples.
 GOLDEN = {

@@ -41,7 +41,7 @@ def test_the_text_is_what_prometheus_reads():
     for number, field in enumerate(StorageStats._fields[1:], 100):
         name = f"fuelrail_{field}" if field.startswith("cache_") else f"fuelrail_storage_{field.removeprefix('span_')}"
         value = rf'^{name}(_total)?{{backend="obstore",rank="1"}} {number}\.0$'
-        assert re.search(value, text, re.MULTILINE), f"every count of storage is served: {field}"
+        assert re.search(value, text, re.MULTILINE), f"every count of storage is reported: {field}"
     for name in HELP:
         assert text.count(f"# TYPE {name} ") == text.count(f"# HELP {name} ") == 1, "one group a name"
 

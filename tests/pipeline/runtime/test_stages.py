@@ -83,7 +83,7 @@ class TestOrder:
         assert thread_names() == []
         assert pipeline.clocks()[0].items == 60, "every item is counted once, over threads that came and went"
 
-    def test_no_more_is_begun_than_the_links_have_room_for(self):
+    def test_no_more_is_started_than_the_links_have_room_for(self):
         pulled = []
 
         def source():
@@ -303,7 +303,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), next(pipeline))
         )
         assert done.returncode == 0, done.stderr
         assert "was forked from it without its threads" in done.stdout
-        assert done.stdout.splitlines()[-1] == "5 1", "the parent goes on"
+        assert done.stdout.splitlines()[-1] == "5 1", "the parent continues"
 
     @pytest.mark.process
     def test_the_interpreter_exits_while_it_runs(self):

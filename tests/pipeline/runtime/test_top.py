@@ -51,7 +51,7 @@ def test_rates_and_shares_are_those_of_the_interval():
     assert view(0.01).bottleneck is None, "a trainer that is fed is not held up"
 
 
-def test_a_loader_that_began_anew_does_not_count_backwards():
+def test_a_loader_that_began_again_does_not_count_backwards():
     seen = top.compare(top.digest(at(5, 0.1), 100.0), top.digest(at(1, 0.1), 101.0))
     assert seen.batches_per_s == 0
     assert all(row.items_per_s == 0 for row in seen.stages)

@@ -54,7 +54,7 @@ def test_jpeg_headers_are_read(options: dict, subsampling: str) -> None:
     assert encoded[info.scan_at - 14 : info.scan_at - 12] == b"\xff\xda"
 
 
-def test_gray_cmyk_progressive_and_restarts_are_told() -> None:
+def test_gray_cmyk_progressive_and_restarts_are_reported() -> None:
     assert probe(encode(PICTURE[..., 0])).subsampling == "gray"
     assert probe(encode(PICTURE, progressive=True)).progressive
     assert not probe(encode(PICTURE)).progressive

@@ -1,4 +1,4 @@
-"""The sample schema: exact round trips, strict decoding, and matrices held against independent ones."""
+"""The sample schema: exact round trips, strict decoding, and matrices checked against independent ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults told apart as each library words them, delays, and no secret in any text."""
+"""Faults distinguished as each library words them, delays, and no secret in any text."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def s3fs_error(status: int) -> Exception:
         (botocore.EndpointConnectionError(endpoint_url="x"), "transient"), (EOFError(), "transient"),
     ],
 )  # fmt: skip
-def test_faults_are_told_apart(error, kind):
+def test_faults_are_distinguished(error, kind):
     fault = fault_of(error)
     assert fault.kind == kind
     assert fault.is_final == (kind not in ("throttled", "transient"))
@@ -99,7 +99,7 @@ class TestCalls:
         assert call_with_retries(work, self.POLICY, lambda fault, pause: told.append((fault.kind, pause is None))) == 7
         assert told == [("transient", False), ("transient", False)]
 
-    def test_what_cannot_be_helped_is_told_at_once(self):
+    def test_what_cannot_be_helped_is_reported_at_once(self):
         told: list[Fault] = []
 
         def work() -> None:

@@ -95,7 +95,7 @@ def test_scope_says_who_shares_a_draw() -> None:
     assert mixed[1].source_wh == (1550, 2048)
 
 
-def test_every_epoch_and_sample_draws_anew() -> None:
+def test_every_epoch_and_sample_draws_again() -> None:
     draws = {
         BEVDET.draw(RIG[:1], seed=seed, epoch=epoch, sample=sample)[0]
         for seed in range(3)

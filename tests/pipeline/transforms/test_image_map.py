@@ -219,7 +219,7 @@ def test_a_crop_before_a_rotation_cuts_its_corners_off() -> None:
     assert not corners_seen.any()
 
 
-def test_flips_and_alignment_are_told() -> None:
+def test_flips_and_alignment_are_reported() -> None:
     start = ImageMap.identity(SOURCE)
     assert start.flips == (False, False)
     assert start.flip().flips == (True, False)

@@ -1,4 +1,4 @@
-"""The tables, held against the format's rules and, where it is installed, against nuScenes' own devkit."""
+"""The tables, checked against the format's rules and, where it is installed, against nuScenes' own devkit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines by name: the same bytes from each, and what is said where one cannot be had."""
+"""Engines by name: the same bytes from each, and what is said where one is not available."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_a_cluster_without_a_node_for_the_tasks_is_not_waited_for_for_ever(sourc
         shard_nuscenes(source.root, tmp_path / "out", engine=RayEngine(cluster.address, 0), **OPTIONS)
 
 
-def test_a_driver_that_is_killed_goes_on_with_the_same_command(source, expected, cluster, tmp_path):
+def test_a_driver_that_is_killed_continues_with_the_same_command(source, expected, cluster, tmp_path):
     out = tmp_path / "out"
     command = [
         sys.executable, "-m", "fuelrail", "shard", f"nuscenes:{source.root}", str(out), "--seed", "7", "--shard-size",

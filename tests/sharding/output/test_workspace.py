@@ -77,7 +77,7 @@ def test_what_was_made_for_nothing_is_removed(tmp_path):
     assert list(out.iterdir()) == []
 
 
-def test_begun_work_stays(tmp_path):
+def test_started_work_stays(tmp_path):
     out = tmp_path / "out"
     with workspace(out) as work:
         assert work.state() is None

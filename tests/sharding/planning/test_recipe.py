@@ -1,4 +1,4 @@
-"""The recipe: what users may write, and how two recipes are told apart."""
+"""The recipe: what users may write, and how two recipes are distinguished."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dataset sharded anew: other shards, the same samples."""
+"""A dataset sharded again: other shards, the same samples."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_a_key_that_is_not_there(out):
         describe_sample(out, "a-000009")
 
 
-def test_damage_is_told(out, tmp_path):
+def test_damage_is_reported(out, tmp_path):
     import shutil
 
     shutil.copytree(out, tmp_path / "out")

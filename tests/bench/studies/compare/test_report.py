@@ -103,7 +103,7 @@ def test_the_fastest_stands_first_and_who_was_left_out_is_named():
 
 
 @pytest.mark.parametrize(("ours", "undecided"), [([650.0, 900.0, 550.0], True), ([900.0, 905.0, 910.0], False)])
-def test_a_lead_within_the_noise_is_told_as_none(ours, undecided):
+def test_a_lead_within_the_noise_is_reported_as_none(ours, undecided):
     entries = [contestant("fuelrail:turbo", ours), contestant("wds:cv2fast", [600.0] * 3, reference=ours)]
     assert ("The interval contains 1" in Page(render_page(compare_report_of(entries))).text) == undecided
 

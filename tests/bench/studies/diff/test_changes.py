@@ -64,7 +64,7 @@ def test_loaders_differ_when_their_repeats_do_not_overlap():
     assert not compare(slow, before)[0].is_worse(0.0)
 
 
-def test_what_else_differs_is_told():
+def test_what_else_differs_is_reported():
     before = loader_report_of([loader_run()])
     machine = msgspec.structs.replace(MACHINE, cpu="Other CPU", packages={"numpy": "2.3"})
     after = msgspec.structs.replace(before, machine=machine)
@@ -123,7 +123,7 @@ def of_other_data(report, **changes):
 
 
 @pytest.mark.parametrize("changes", [{"fingerprint": "e" * 16}, {"split": "val"}], ids=["dataset", "split"])
-def test_reports_of_different_data_are_refused_unless_told(reports, capsys, changes):
+def test_reports_of_different_data_are_refused_unless_allowed(reports, capsys, changes):
     other = of_other_data(noisy(1, slower_ms=4.0), **changes)
     publish_json(reports / "other" / "report.json", other)
     words = ["bench", "diff", str(reports / "quick"), str(reports / "other")]

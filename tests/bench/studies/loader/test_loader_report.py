@@ -71,7 +71,7 @@ def test_a_run_across_a_jump_of_the_clock_gives_no_figure():
 
 @pytest.mark.parametrize(("bus", "left"), [(600.0, 1.0), (60.0, 0.5)])
 def test_the_bus_to_a_device_takes_part_in_the_waterfall(bus, left):
-    """Copies go on beside the loading: a fast bus costs nothing."""
+    """Copies run beside the loading: a fast bus costs nothing."""
     limits = [*LIMITS, Rate(name=HOST_TO_DEVICE, num_threads=1, samples_per_s=bus, cpu_ms_per_sample=0.1)]
     report = loader_report_of([loader_run(120.0)], limits=limits)
     last = report.figures.waterfall[-1]

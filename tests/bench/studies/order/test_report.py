@@ -103,7 +103,7 @@ def test_epochs_too_long_to_hold_are_refused():
         )  # fmt: skip
 
 
-def test_chances_are_held_against_the_expected_ones():
+def test_chances_are_checked_against_the_expected_ones():
     rng = np.random.default_rng(0)
     chances = rng.random(300) * (rng.random(300) < 0.5)
     drawn = rng.choice(300, (2000, 3), p=chances / chances.sum())

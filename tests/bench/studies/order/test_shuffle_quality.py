@@ -72,7 +72,7 @@ def test_its_figures_scatter_over_keys_as_those_of_true_shuffles_do():
         assert 0.85 < a.std() / b.std() < 1.18, name
 
 
-def test_a_small_buffer_shuffle_is_told_from_a_true_one():
+def test_a_small_buffer_shuffle_is_distinguished_from_a_true_one():
     rng, buffer, order = np.random.default_rng(1), [], []
     for sample in range(20_000):
         buffer.append(sample)

@@ -14,7 +14,7 @@ from support.scale_runs import CONDITIONS, RUNS, fit, measured, scale_report
 pytestmark = pytest.mark.slow
 
 
-def test_efficiency_is_told_against_one_rank():
+def test_efficiency_is_reported_against_one_rank():
     report = scale_report()
     found = {(run.num_ranks, run.batch_size): run.efficiency for run in report.measured}
     assert found[1, 2] == {"weak": 1.0}
@@ -48,7 +48,7 @@ def test_curves_show_what_stragglers_and_storage_cost():
 
 
 @pytest.mark.parametrize(("strong_batch", "last"), [(None, (64, 1)), (16, (16, 1)), (256, (64, 4))])
-def test_strong_scaling_shares_what_it_is_told_and_ends_at_one_sample_a_rank(strong_batch, last):
+def test_strong_scaling_shares_what_it_is_given_and_ends_at_one_sample_a_rank(strong_batch, last):
     conditions = msgspec.structs.replace(CONDITIONS, strong_batch=strong_batch)
     for curve in make_curves(fit(), 2, 8, conditions):
         end = curve.points[-1].result

@@ -61,20 +61,6 @@ def test_the_page_tells_what_the_report_tells(run):
         assert "No occupancy figure" in page.text
 
 
-def test_small_charts_are_closed_where_nothing_is_lost():
-    busy, waiting = (report_of([log(0, steps(40, wait_ms=wait))]) for wait in (0, 3))
-    assert busy.figures.occupancy.mean > 0.98 > waiting.figures.occupancy.mean
-    assert "<details><summary>" in render_page(busy)
-    assert "<details>" not in render_page(waiting)
-
-
-def test_the_cost_comes_first_and_as_in_markdown():
-    report = RUNS["two ranks"]
-    cost = f"{report.figures.throughput.cost_per_million_samples:,.2f}"
-    assert f'<div class="tiles"><div class="tile"><b>{cost}</b>' in render_page(report)
-    assert f"- {cost} cost per million samples" in render_markdown(report)
-
-
 def test_memory_and_checkpoints_are_shown():
     report = RUNS["with memory and checkpoints"]
     text, markdown = Page(render_page(report)).text, render_markdown(report)

@@ -159,7 +159,7 @@ def test_n2_a_run_from_the_page_cache_says_so():
         (None, None, "It is unknown whether"),
     ],
 )
-def test_n2_what_storage_read_is_told(read_bytes, share, said):
+def test_n2_what_storage_read_is_reported(read_bytes, share, said):
     report = on_data(read_bytes)
     assert report.source.from_storage == share
     assert said in report.source.sentence()

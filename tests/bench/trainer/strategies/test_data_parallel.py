@@ -42,7 +42,7 @@ def network():
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_gradients_are_those_of_the_plain_model_and_buckets_are_told_in_order():
+def test_gradients_are_those_of_the_plain_model_and_buckets_are_reported_in_order():
     plain, listener = network(), Listener()
     wrapped = data_parallel(network(), listener, ParallelSettings())
     inputs = torch.randn(4, 32, generator=torch.Generator().manual_seed(1))
@@ -54,7 +54,7 @@ def test_gradients_are_those_of_the_plain_model_and_buckets_are_told_in_order():
         for expected, found in zip(plain.parameters(), wrapped.parameters(), strict=True):
             assert torch.equal(expected.grad, found.grad)
         shares = [entry for entry in listener.heard if isinstance(entry, float)]
-        assert len(shares) > 1 or number == 0  # DDP makes its buckets anew after the first backward
+        assert len(shares) > 1 or number == 0  # DDP makes its buckets again after the first backward
         assert shares == sorted(shares)
         assert shares[-1] == 1.0
         assert listener.heard.count("start") == listener.heard.count("finish") == len(shares)

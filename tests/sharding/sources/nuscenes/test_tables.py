@@ -63,7 +63,7 @@ def test_what_is_no_table_is_refused(tmp_path, text, says):
     assert "category.json" in str(caught.value)
 
 
-def test_the_place_of_a_bad_record_is_told(tmp_path):
+def test_the_place_of_a_bad_record_is_reported(tmp_path):
     records = [{"token": str(n), "name": "", "log_token": "", "nbr_samples": 1} for n in range(9)]
     records[6]["nbr_samples"] = "1"
     (tmp_path / "scene.json").write_text(json.dumps(records))

@@ -78,7 +78,7 @@ def test_it_is_loaded_and_verified_where_it_was_written(base, bucket) -> None:
     assert not verify(url, deep=True, num_threads=1).faults
 
 
-def test_two_layers_begun_at_once_with_differing_tables(base, bucket) -> None:
+def test_two_layers_started_at_once_with_differing_tables(base, bucket) -> None:
     url = "s3://layers/differing/teacher"
     one = LayerWriter(base, url, channels=TABLE)
     bucket.rm("layers/differing/teacher/.fuelrail/layer.json")  # as if both had looked before either wrote
