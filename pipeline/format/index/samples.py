@@ -65,7 +65,6 @@ _TEXTS: Final = ("key", "clip_id")
 _SCALARS: Final = ("frame", "timestamp_ns", "shard", "offset", "length", "xxh3")
 _VERSION_KEY, _NAMES_KEY, _CODECS_KEY = b"fuelrail.index.version", b"fuelrail.members", b"fuelrail.codecs"
 
-
 _make_row = partial(tuple.__new__, IndexRow)
 """An IndexRow from a tuple, at half the price of the call."""
 
