@@ -256,8 +256,8 @@ class SampleIndex:
             )
         if not self._file.schema.equals(pa.schema(_COLUMNS)):
             raise IndexFileError(f"index '{self._path}' has columns other than version {INDEX_VERSION} prescribes")
-        self.names = self._vocabulary(metadata, _NAMES_KEY)
-        self.codecs = self._vocabulary(metadata, _CODECS_KEY)
+        self.names = _vocabulary(metadata, _NAMES_KEY, self._path)
+        self.codecs = _vocabulary(metadata, _CODECS_KEY, self._path)
         for codec in self.codecs:
             try:
                 suffix(codec)
@@ -342,12 +342,6 @@ class SampleIndex:
         """Give the pages that were looked at back to the page cache; what was handed out stays good."""
         self._source.release()
 
-    def _vocabulary(self, metadata: Mapping[bytes, bytes], entry: bytes) -> tuple[str, ...]:
-        try:
-            return msgspec.json.decode(metadata.get(entry, b""), type=tuple[str, ...])
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise IndexFileError(f"index '{self._path}' has no list {entry.decode()}: {error}") from error
-
     def _batch(self, number: int) -> _Batch:
         batch = self._batches[number]
         if batch is None:
@@ -422,6 +416,13 @@ class SampleIndex:
         check_caps(starts, parts, self.names, self.codecs)
         columns = dict(zip(_SCALARS, batch.scalars, strict=True))
         check_spans(num_shards=self._num_shards, **columns)
+
+
+def _vocabulary(metadata: Mapping[bytes, bytes], entry: bytes, path: str) -> tuple[str, ...]:
+    try:
+        return msgspec.json.decode(metadata.get(entry, b""), type=tuple[str, ...])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise IndexFileError(f"index '{path}' has no list {entry.decode()}: {error}") from error
 
 
 @contextlib.contextmanager
