@@ -47,8 +47,7 @@ _KINDS_KEPT: Final = 1 << 10
 _BATCHES_KEPT: Final = 1 << 14
 """Checked batches that are kept as Python objects of some 3 kB."""
 
-_INT64, _UINT64 = pa.int64(), pa.uint64()
-_MEMBER_NUMBERS: Final = {"offset": _INT64, "stored_bytes": _INT64, "raw_bytes": _INT64, "xxh3": _UINT64}
+_MEMBER_NUMBERS: Final = {**dict.fromkeys(("offset", "stored_bytes", "raw_bytes"), pa.int64()), "xxh3": pa.uint64()}
 _MEMBER_TYPE = pa.struct([("name", pa.int16()), ("codec", pa.int16()), *_MEMBER_NUMBERS.items()])
 _COLUMNS: Final = [
     pa.field("key", pa.string(), nullable=False),
