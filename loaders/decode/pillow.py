@@ -27,6 +27,8 @@ except ImportError as error:
     raise ConfigError("decoder='pillow' needs Pillow: pip install pillow (or pillow-simd, which is faster)") from error
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
     from PIL import ImageFile
 
@@ -60,24 +62,39 @@ class PillowDecoder:
         interpolation: Interpolation = "bilinear",
     ) -> None:
         """Decode into ``out``; see the protocol."""
-        check_output(image_map, out, interpolation)
+        self.decode_views(encoded, [image_map], [out], interpolation)
+
+    def decode_views(
+        self,
+        encoded: Buffer,
+        image_maps: Sequence[ImageMap],
+        outs: Sequence[NDArray[np.uint8]],
+        interpolation: Interpolation = "bilinear",
+    ) -> None:
+        """Decode once into several ``outs``, each as `decode_into` makes it. With a lens, once for each."""
+        for image_map, out in zip(image_maps, outs, strict=True):
+            check_output(image_map, out, interpolation)
         info = probe(encoded)
-        check_source(info, image_map)
-        if image_map.lens is not None:
-            self._rectify(encoded, info, image_map, image_map.lens, out, interpolation)
+        for image_map in image_maps:
+            check_source(info, image_map)
+        if any(image_map.lens is not None for image_map in image_maps) and len(image_maps) > 1:
+            for image_map, out in zip(image_maps, outs, strict=True):
+                self.decode_into(encoded, image_map, out, interpolation)
+            return
+        if image_maps[0].lens is not None:
+            self._rectify(encoded, info, image_maps[0], image_maps[0].lens, outs[0], interpolation)
             return
         if info.restart_interval:
-            reach = (_REACH[interpolation] + 1.0) / min(1.0, image_map.max_scale)
-            _, top, _, bottom = image_map.source_roi(reach)
+            reach = [(_REACH[interpolation] + 1.0) / min(1.0, image_map.max_scale) for image_map in image_maps]
+            rois = [image_map.source_roi(far) for image_map, far in zip(image_maps, reach, strict=True)]
+            top, bottom = min(roi[1] for roi in rois), max(roi[3] for roi in rois)
             spliced = splice_rows(encoded, info, top, bottom, scratch=self._scratch)
             if spliced is not None:
                 encoded, info = spliced.encoded, info._replace(height=spliced.height)
-                image_map = image_map.of_rows(spliced.top, spliced.height)
+                image_maps = [image_map.of_rows(spliced.top, spliced.height) for image_map in image_maps]
         source = self._decode(encoded, info)
-        if image_map.is_axis_aligned:
-            _resize(source, image_map, out, interpolation)
-        else:
-            _rotate(source, image_map, out, interpolation)
+        for image_map, out in zip(image_maps, outs, strict=True):
+            (_resize if image_map.is_axis_aligned else _rotate)(source, image_map, out, interpolation)
 
     def _rectify(
         self,

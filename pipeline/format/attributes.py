@@ -63,6 +63,10 @@ class Attributes:
                 self._file.batches(from_file, range(self._first, self._end)),
                 pa.schema([schema.field(name) for name in from_file]),
             )
+            if len(table) != self._end - self._first:
+                raise IndexFileError(
+                    f"attributes.parquet has {len(table)} of the split's {self._end - self._first} rows"
+                )
             columns = {name: table[name] for name in from_file}
         index = self._dataset.index
         for name in names:

@@ -48,8 +48,7 @@ _KINDS_KEPT: Final = 1 << 10
 _BATCHES_KEPT: Final = 1 << 14
 """Checked batches that are kept as Python objects of some 3 kB."""
 
-_INT64, _UINT64 = pa.int64(), pa.uint64()
-_MEMBER_NUMBERS: Final = {"offset": _INT64, "stored_bytes": _INT64, "raw_bytes": _INT64, "xxh3": _UINT64}
+_MEMBER_NUMBERS: Final = {**dict.fromkeys(("offset", "stored_bytes", "raw_bytes"), pa.int64()), "xxh3": pa.uint64()}
 _MEMBER_TYPE = pa.struct([("name", pa.int16()), ("codec", pa.int16()), *_MEMBER_NUMBERS.items()])
 _COLUMNS: Final = [
     pa.field("key", pa.string(), nullable=False),
@@ -71,7 +70,6 @@ _TYPES: Final = {
 }
 """Of the columns that a batch is made of."""
 _VERSION_KEY, _NAMES_KEY, _CODECS_KEY = b"fuelrail.index.version", b"fuelrail.members", b"fuelrail.codecs"
-
 
 _make_row = partial(tuple.__new__, IndexRow)
 """An IndexRow from a tuple, at half the price of the call."""
@@ -250,8 +248,8 @@ class SampleIndex:
             )
         if not self._file.schema.equals(pa.schema(_COLUMNS)):
             raise IndexFileError(f"index '{self._path}' has columns other than version {INDEX_VERSION} prescribes")
-        self.names = self._vocabulary(metadata, _NAMES_KEY)
-        self.codecs = self._vocabulary(metadata, _CODECS_KEY)
+        self.names = _vocabulary(metadata, _NAMES_KEY, self._path)
+        self.codecs = _vocabulary(metadata, _CODECS_KEY, self._path)
         for codec in self.codecs:
             try:
                 suffix(codec)
@@ -336,12 +334,6 @@ class SampleIndex:
         """Give the pages that were looked at back to the page cache; what was handed out stays good."""
         self._source.release()
 
-    def _vocabulary(self, metadata: Mapping[bytes, bytes], entry: bytes) -> tuple[str, ...]:
-        try:
-            return msgspec.json.decode(metadata.get(entry, b""), type=tuple[str, ...])
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise IndexFileError(f"index '{self._path}' has no list {entry.decode()}: {error}") from error
-
     def _batch(self, number: int) -> _Batch:
         batch = self._batches[number]
         if batch is None:
@@ -416,6 +408,13 @@ class SampleIndex:
         check_caps(starts, parts, self.names, self.codecs)
         columns = dict(zip(_SCALARS, batch.scalars, strict=True))
         check_spans(num_shards=self._num_shards, **columns)
+
+
+def _vocabulary(metadata: Mapping[bytes, bytes], entry: bytes, path: str) -> tuple[str, ...]:
+    try:
+        return msgspec.json.decode(metadata.get(entry, b""), type=tuple[str, ...])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise IndexFileError(f"index '{path}' has no list {entry.decode()}: {error}") from error
 
 
 @contextlib.contextmanager

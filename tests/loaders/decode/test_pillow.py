@@ -3,8 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fuelrail.loaders.decode import make_decoder
+from fuelrail.loaders.decode import decode_views, make_decoder, pillow
 from fuelrail.loaders.decode.resample import two_steps
+from fuelrail.pipeline.transforms.image_map import ImageMap
 from support.decoder_suite import NUSCENES_WH, START, DecoderSuite, preset_map
 from support.pictures import encode, natural, seen
 
@@ -13,6 +14,23 @@ pytestmark = pytest.mark.slow
 
 class TestPillow(DecoderSuite):
     backend = "pillow"
+
+
+def test_two_views_are_one_decode_and_equal_those_of_two(monkeypatch) -> None:
+    decoder, decoded = make_decoder("pillow"), []
+    true = pillow.decode_jpeg
+    monkeypatch.setattr(pillow, "decode_jpeg", lambda *a: decoded.append(picture := true(*a)) or picture)
+    whole = ImageMap.identity((320, 180))
+    maps = [whole.resize(width, 90).crop(11, 40, 80, 40).rotate(degrees) for width, degrees in ((160, 0.0), (120, 4.0))]
+    picture = natural(320, 180)
+    for encoded in (encode(picture), encode(picture, restart_marker_rows=1), encode(picture, "png")):
+        both, alone = np.empty((2, 2, 3, 40, 80), np.uint8)
+        decoded.clear()
+        decode_views(decoder, encoded, maps, list(both))
+        assert len(decoded) <= 1
+        for image_map, out in zip(maps, alone, strict=True):
+            decoder.decode_into(encoded, image_map, out)
+        np.testing.assert_array_equal(both, alone)
 
 
 def triangle_weights(first: float, last: float, size: int, source_size: int) -> np.ndarray:
