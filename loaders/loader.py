@@ -29,7 +29,7 @@ from fuelrail.loaders.schedule.schedule import ScheduleRequest, make_schedule
 from fuelrail.loaders.schedule.state import STATE_VERSION, LoaderState, decode_state, encode_state, sample_settings
 from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.storage.protocol import add_stats
-from fuelrail.loaders.viewer.batch import LookableLoader
+from fuelrail.loaders.viewer.batch import LoaderDisplay
 from fuelrail.pipeline.errors import FuelrailError, WorldError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, WorkerShard
@@ -63,7 +63,7 @@ DEFAULT_STORAGE = StorageOptions()
 DEFAULT_POLICY = BadSamplePolicy()
 
 
-class DataLoader(LookableLoader, AbstractContextManager["DataLoader"]):
+class DataLoader(LoaderDisplay, AbstractContextManager["DataLoader"]):
     """Iterates over batches of a Fuelrail dataset, as torch's DataLoader does over its own.
 
     ::

@@ -50,7 +50,7 @@ class Picture(NamedTuple):
         return png(self.pixels)
 
 
-class LookableLoader(ABC):
+class LoaderDisplay(ABC):
     """What a loader shows of itself; `fuelrail.loaders.loader.DataLoader` is one."""
 
     dataset: Dataset

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -104,9 +103,6 @@ def test_a_partial_report_says_so_and_nothing_keeps_running(word, dataset, tmp_p
     if word == "diagnose":
         assert report["diagnosis"] is None
         assert [run["name"] for run in report["runs"]] == ["as-it-is", "without-loading"]
-        links = re.findall(r'href="([^"#]+)"', (out / "report.html").read_text())
-        assert links == ["as-it-is/report.html", "without-loading/report.html"]
-        assert all((out / link).is_file() for link in links)
     if word == "scale":
         assert {run["num_ranks"] for run in report["measured"]} >= {1}
         assert report["curves"] == []

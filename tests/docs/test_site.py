@@ -44,6 +44,8 @@ def test_every_page_is_whole(site) -> None:
 def test_references_name_everything(site) -> None:
     python = (site / "reference" / "python.html").read_text(encoding="utf-8")
     assert not [name for name in fuelrail._PUBLIC if not re.search(rf"<h3[^>]*>.*?\b{name}\b", python, re.DOTALL)]
+    for method in ("describe", "show", "state_dict"):
+        assert f'id="fuelrail.loaders.loader.DataLoader.{method}"' in python
     commands = (site / "reference" / "commands.html").read_text(encoding="utf-8")
     assert not [word for word in command_line._COMMANDS if f"usage: fuelrail {word}" not in commands]
     assert "usage: fuelrail bench train" in commands

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 
 import msgspec
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from fuelrail.bench.measure.accelerator import load_profile
 from fuelrail.bench.studies.compare.options import CompareOptions
 from fuelrail.bench.studies.compare.session import compare
+from fuelrail.bench.studies.diagnose.page import render_page
 from fuelrail.bench.studies.diagnose.run import DiagnoseOptions, diagnose
 from fuelrail.bench.studies.diff.compare import DiffOptions, diff
 from fuelrail.bench.studies.loader.measure import bench_loader
@@ -73,6 +75,8 @@ def test_diagnose_returns_a_diagnosis(dataset, here):
     report = diagnose(dataset, **QUICK, max_rounds=1)
     assert report.diagnosis.num_rounds == 1
     assert [run.name for run in report.runs][:2] == ["as-it-is", "without-loading"]
+    links = re.findall(r'href="([^"#]+)"', render_page(report))
+    assert links == [f"{run.name}/report.html" for run in report.runs]
     assert list(here.iterdir()) == []
 
 
