@@ -15,12 +15,12 @@ from fuelrail.loaders.decode import dali_install
 from fuelrail.loaders.decode.native import load as load_native
 from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, given_flags, print_json
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.runtime.metrics import Metric, MetricsServer, loader_metrics
 
 if TYPE_CHECKING:
     import argparse
 
     from fuelrail.loaders.loader import DataLoader
+    from fuelrail.pipeline.runtime.metrics import Metric, MetricsServer
 
 
 def _configure_view(parser: argparse.ArgumentParser) -> None:
@@ -206,6 +206,8 @@ def serve_metrics(loader: DataLoader, *, port: int = 0, host: str = "127.0.0.1")
     :mod:`fuelrail.pipeline.runtime.metrics`; the labels here are ``dataset``, ``rank`` and ``world_size``. The server
     does not keep the loader alive. Raises ConfigError if the port is not available.
     """
+    from fuelrail.pipeline.runtime.metrics import MetricsServer, loader_metrics
+
     labels = {
         "dataset": loader.dataset.manifest.name,
         "rank": str(loader.world.rank),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
@@ -25,7 +24,7 @@ from fuelrail.pipeline.format.codecs import suffix
 from fuelrail.pipeline.format.index.blocks import BlockFile
 from fuelrail.pipeline.format.index.checks import check_caps, check_plain, check_spans, check_texts
 from fuelrail.pipeline.format.index.row import IndexRow, MemberColumns, MemberEntry, MemberKinds, Members, member_kinds
-from fuelrail.pipeline.storage.columns import numpy_dtype
+from fuelrail.pipeline.storage.columns import Disk, numpy_dtype
 from fuelrail.pipeline.text import shown
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ _TEXTS: Final = ("key", "clip_id")
 _SCALARS: Final = ("frame", "timestamp_ns", "shard", "offset", "length", "xxh3")
 _TYPES: Final = {
     "num_members": pa.int32(),
-    **{field.name: field.type for field in _COLUMNS},
+    **{field.name: field.type for field in _COLUMNS if field.name != "members"},
     **{f"members.{field.name}": field.type for field in _MEMBER_TYPE},
 }
 """Of the columns that a batch is made of."""
@@ -99,7 +98,8 @@ class IndexWriter:
         self._sink = pa.OSFile(str(path), "wb")
         self._writer = pa.ipc.new_file(self._sink, self._schema)
         self._pending: list[IndexRow] = []
-        self._columns: dict[str, list[pa.Array]] = defaultdict(list)
+        self._folder = Path(path).parent
+        self._columns = self._new_columns()
         self._rows_in_batch = 0
 
     def append(self, row: IndexRow) -> None:
@@ -134,8 +134,11 @@ class IndexWriter:
     def _flush(self) -> None:
         if self._pending:
             self._convert()
-        columns = {name: pa.concat_arrays(parts) for name, parts in self._columns.items()}
-        self._columns, self._rows_in_batch = defaultdict(list), 0
+        columns = {
+            name: pa.concat_arrays(column.parts()).cast(pa.string()) if name in _TEXTS else pa.array(column.values)
+            for name, column in self._columns.items()
+        }
+        self._rows_in_batch = 0
         starts = np.zeros(len(columns["num_members"]) + 1, np.int32)
         np.cumsum(columns["num_members"].to_numpy(), out=starts[1:])
         members = pa.StructArray.from_arrays(
@@ -144,6 +147,14 @@ class IndexWriter:
         arrays = [columns[name] for name in (*_TEXTS, *_SCALARS)]
         arrays.append(pa.ListArray.from_arrays(pa.array(starts), members))
         self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
+        self._columns = self._new_columns()
+
+    def _new_columns(self) -> dict[str, Any]:
+        disk = Disk(self._folder)
+        disk.release()  # what Arrow keeps of the batch before
+        return {
+            name: disk.texts() if name in _TEXTS else disk.column(numpy_dtype(kind)) for name, kind in _TYPES.items()
+        }
 
     def _convert(self) -> None:
         """Make columns of what is pending: as Python objects a whole batch would take hundreds of megabytes."""
@@ -157,7 +168,7 @@ class IndexWriter:
             **{f"members.{name}": [getattr(member, name) for member in members] for name in _MEMBER_NUMBERS},
         }
         for name, values in columns.items():
-            self._columns[name].append(pa.array(values, _TYPES[name]))
+            self._columns[name].append(values)
 
 
 class _Texts(NamedTuple):
