@@ -140,7 +140,7 @@ def load_report_of(path: Path, kind: type[_R], schema: str, version: int) -> _R:
     return convert(raw, kind, str(path))
 
 
-def write_report(report: ReportHeader, out: Path, *, html: bool) -> None:
+def write_report(report: msgspec.Struct, out: Path, *, html: bool) -> None:
     """Write a report of any kind into a folder, each file by rename. Raises ConfigError."""
     publish_json(out / REPORT_JSON, report)
     publish(out / REPORT_MARKDOWN, _render(report, "markdown").encode())
@@ -153,7 +153,7 @@ def report_files(out: Path, *, html: bool) -> list[Path]:
     return [out / name for name in (REPORT_JSON, REPORT_MARKDOWN, *([REPORT_HTML] if html else []))]
 
 
-def _render(report: ReportHeader, form: Literal["markdown", "page"]) -> str:
+def _render(report: msgspec.Struct, form: Literal["markdown", "page"]) -> str:
     """Call the renderer beside the report's own module. Pages need matplotlib, so the module is imported here."""
     room = type(report).__module__.rpartition(".")[0]
     text: str = getattr(import_module(f"{room}.{form}"), f"render_{form}")(report)
