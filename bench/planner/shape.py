@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 MOMENTS = {"adamw": 2, "sgd": 1}
 _FP32 = 4
 _PLANNED_SCHEDULES = ("GPipe", "1F1B")
+_GROWS = torch.device("meta")  # on which the tracker sees nothing else
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,21 +84,42 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Line:
-    """Bytes in memory after each operator of a forward and of a backward pass."""
+    """Bytes in memory after each operator of a forward and of a backward pass, and those that the former kept.
 
-    def __init__(self) -> None:
-        self.forward: list[int] = []
-        self.backward: list[int] = []
+    All are pairs: bytes that do not depend on the micro-batch, and bytes for each of its samples. A block of memory is
+    of the second kind where its size is a multiple of the run's ``rows``, a prime that no size of a model has.
+    """
 
-    def of(self, tracker: Any, asked: Line | None, way: str) -> AbstractContextManager[Any]:  # noqa: ANN401 - torch's
-        """Note while entered; nothing where it is not asked for."""
-        return nullcontext() if asked is None else _Noting(tracker, getattr(self, way))
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.forward: list[tuple[int, int]] = []
+        self.backward: list[tuple[int, int]] = []
+        self.kept = (0, 0)
+
+    def watch(self, tracker: Any) -> None:  # noqa: ANN401 - torch's
+        """Let the tracker count what grows with the rows as another device's."""
+        update = tracker._update_snap  # noqa: SLF001
+
+        def noted(kind: Any, block: Any, **old: Any) -> None:  # noqa: ANN401 - torch's
+            if kind.name == "ADD" and block.mem_consumed % self.rows == 0:
+                block.device = _GROWS
+            update(kind, block, **old)
+
+        tracker._update_snap = noted  # noqa: SLF001
+
+    def parts(self, tracker: Any, kind: str) -> tuple[int, int]:  # noqa: ANN401 - torch's
+        """Return the bytes of a kind that lie in memory now."""
+        grows = fixed = 0
+        for device, sizes in tracker.get_tracker_snapshot("current").items():
+            size = next((size for key, size in sizes.items() if str(getattr(key, "value", key)) == kind), 0)
+            grows, fixed = (size // self.rows, fixed) if device == _GROWS else (grows, size)
+        return fixed, grows
 
 
 class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, tracker: Any, into: list[int]) -> None:  # noqa: ANN401 - torch's
+    def __init__(self, tracker: Any, line: Line, into: list[tuple[int, int]]) -> None:  # noqa: ANN401 - torch's
         super().__init__()  # type: ignore[no-untyped-call]
-        self._tracker, self._into = tracker, into
+        self._tracker, self._line, self._into = tracker, line, into
 
     def __torch_dispatch__(
         self,
@@ -110,8 +132,12 @@ class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its local operators come here by themselves
         result = func(*args, **(kwargs or {}))
-        self._into.append(sum(_by_kind(self._tracker.get_tracker_snapshot("current")).values()))
+        self._into.append(self._line.parts(self._tracker, "Total"))
         return result
+
+
+def _noting(tracker: Any, line: Line | None, way: str) -> AbstractContextManager[Any]:  # noqa: ANN401 - torch's
+    return nullcontext() if line is None else _Noting(tracker, line, getattr(line, way))
 
 
 class PrivateParts(NamedTuple):
@@ -156,7 +182,7 @@ def shape_of(
 ) -> Shape:  # fmt: skip
     """Run one rank. Raises ConfigError for degrees that do not divide, and FuelrailError as :func:`private_parts`.
 
-    ``line`` gets the bytes in memory after each operator of the last pass.
+    ``line`` gets the bytes in memory after each operator of the last of two passes; the shape then has no peak.
 
     The process must have no process group of its own.
     """
@@ -264,11 +290,13 @@ def _run(
         if hidden is not None:
             low = degrees.dp_shard > 1 and isinstance(model, (GptSettings, VitSettings))
             received = torch.empty(hidden.shape, dtype=DTYPES[precision] if low else torch.float32)
-        if degrees.tp > 1:
+        if degrees.tp > 1 and line is None:
             # DTensors find their placements in the first pass by running operators at global sizes: not this rank's.
             _Passes(parallel, part, (given, received), precision, pipeline=False).run(None, last=True)
             parallel.optimiser.zero_grad()
         tracker = parts.sharded_tracker(part) if degrees.dp_shard > 1 else parts.tracker()
+        if line is not None:
+            line.watch(tracker)
         if degrees.dp_shard == 1:
             tracker.track_external(part)
         # DDP's buckets are gradients that exist all the time, as those of an earlier micro-batch do. Its first pass
@@ -336,15 +364,16 @@ class _Passes:
             sharded.set_requires_gradient_sync(False)
         elif sharded is not None:
             sharded.set_requires_gradient_sync(last)
-        noted = Line() if line is None else line
         with (
             Counter(mesh) as forward,
-            noted.of(tracker, line, "forward"),
+            _noting(tracker, line, "forward"),
             autocast(torch.device("cpu"), self._precision),
         ):
             result = self._result()
         kept = 0 if tracker is None else _by_kind(tracker.get_tracker_snapshot("current")).get("Activation", 0)
-        with Counter(mesh) as backward, noted.of(tracker, line, "backward"):
+        if line is not None:
+            line.kept = line.parts(tracker, "Activation")
+        with Counter(mesh) as backward, _noting(tracker, line, "backward"):
             torch.autograd.backward(result, None if result.dim() == 0 else torch.empty_like(result))
         with Counter(mesh) as closing:
             if last and self._pipeline:
@@ -353,7 +382,7 @@ class _Passes:
         parts = [forward.collectives(), backward.collectives(), closing.collectives()]
         if not self.counted:
             self._forward, self._backward = parts[:2]
-            self.flop = forward.flop + backward.flop
+        self.flop = forward.flop + backward.flop  # of the last pass: in the first one DTensors may find placements
         self._closing = parts[2]
         self.counted.append([one for found in parts for one in found])
         return kept
