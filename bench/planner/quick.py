@@ -103,12 +103,15 @@ def _scaled(
     moments = _FP32 * MOMENTS[settings.optimiser] * divided
     if settings.strategy == "zero1" and settings.mesh is None:
         moments //= degrees.data
+    largest = max(at(lambda run, phase=phase: _largest(run.phases[phase], rows)) for phase in range(3))  # type: ignore[misc]
+    if small.dp_replicate > 1 and inputs.micro_batches == 1:
+        largest -= _FP32 * own  # the gradients of an earlier micro-batch, beside DDP's buckets
+    waiting = at(lambda run: run.shape.memory.get("inputs of other micro-batches", 0) // _ROWS)
     memory = {
-        # The largest phase; what other ranks share besides those of the small run does not lie here.
-        "pass": max(at(lambda run, phase=phase: _largest(run.phases[phase], rows)) for phase in range(3))
-        - _FP32 * (own - divided),
+        "pass": largest - _FP32 * (own - divided),  # what other ranks have does not lie here
         "moments": moments,
         "activations in flight": kept * (flying - 1),
+        "inputs of other micro-batches": waiting * rows * (inputs.micro_batches - 1),
     }
     return Shape(
         rank=0, stage=degrees.pp - 1 if last else 0, parameters=divided, memory=memory,

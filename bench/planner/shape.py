@@ -15,6 +15,7 @@ so.
 from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -191,8 +192,8 @@ def shape_of(
     check_fits(settings, degrees, model, batch, image)
     if degrees.pp > 1 and settings.pipeline_schedule not in _PLANNED_SCHEDULES:
         raise ConfigError(
-            f"the planner knows the pipeline schedules {' and '.join(_PLANNED_SCHEDULES)}, not "
-            f"{settings.pipeline_schedule}; choose one of them"
+            f"pipeline_schedule {settings.pipeline_schedule} gives each rank two stages, and the planner shapes one a "
+            f"rank: it would misjudge activations and bubble; use {' or '.join(_PLANNED_SCHEDULES)}"
         )
     world = degrees.pp * degrees.data * degrees.tp
     with _fake_group(rank, world):
@@ -299,23 +300,32 @@ def _run(
             line.watch(tracker)
         if degrees.dp_shard == 1:
             tracker.track_external(part)
-        # DDP's buckets are gradients that exist all the time, as those of an earlier micro-batch do. Its first pass
-        # makes them; of a step of several micro-batches the activations of the second lie beside them.
-        copied = degrees.data > 1 and degrees.dp_shard == 1
+        copied = degrees.data > 1 and not degrees.composed
+        learnt = [parameter for parameter in part.parameters() if parameter.requires_grad]
+        buckets = [torch.empty_like(parameter) for parameter in learnt] if copied else []
+        if buckets:  # of DDP, which exist all the time
+            tracker.track_external(*buckets)
         passes = _Passes(parallel, part, (given, received), precision, pipeline=degrees.pp > 1)
+        count = min(2, inputs.micro_batches)  # a third one's activations lie beside the same gradients
         with tracker:
-            kept = passes.run(tracker, last=inputs.micro_batches == 1)
-            if inputs.micro_batches > 1 or copied:
-                tracker.reset_mod_stats()
-                kept = passes.run(tracker, last=inputs.micro_batches > 1, line=line)
+            for number in range(count):
+                last = number == count - 1
+                if number:
+                    tracker.reset_mod_stats()
+                if last and copied:  # DDP copies a gradient into its bucket, and frees it, once it is whole
+                    for parameter, bucket in zip(learnt, buckets, strict=True):
+                        parameter.register_post_accumulate_grad_hook(partial(_into_bucket, bucket=bucket))
+                kept = passes.run(tracker, last=last, line=line if last else None)
         found = _by_kind(tracker.get_tracker_snapshot("peak"))
-    own = sum(_local(p).numel() for p in part.parameters() if p.requires_grad)
+    own = sum(_local(parameter).numel() for parameter in learnt)
     moments = _FP32 * MOMENTS[settings.optimiser] * own
     if settings.strategy == "zero1" and settings.mesh is None:
         moments //= degrees.data
     flying = in_flight(settings.pipeline_schedule, degrees.pp, place[1], inputs.micro_batches)
     memory = {**found, "moments": moments}
     memory["activations in flight"] = kept * (flying - 1)
+    if degrees.pp > 1:  # a stage has the whole batch's inputs, also where it reads the targets alone
+        memory["inputs of other micro-batches"] = (inputs.micro_batches - 1) * sum(one.nbytes for one in given)
     repeated: list[Collective] = []
     if degrees.pp > 1:
         order = schedule_order(settings.pipeline_schedule, degrees.pp, inputs.micro_batches)[place[1]]
@@ -378,7 +388,6 @@ class _Passes:
         with Counter(mesh) as closing:
             if last and self._pipeline:
                 PipelineStage.perform_reduce_grad(cast("PipelineStage", SimpleNamespace(submod=part)), 1)
-        assert any(p.grad is not None for p in part.parameters()) or not last, "a backward pass leaves gradients"
         parts = [forward.collectives(), backward.collectives(), closing.collectives()]
         if not self.counted:
             self._forward, self._backward = parts[:2]
@@ -410,6 +419,10 @@ class _Passes:
             weights = [one for one in sent if one.kind == "all_gather" and one.axis.startswith("dp_")]
             found += [one for one in sent if not held or one not in weights]
         return found + self._closing
+
+
+def _into_bucket(parameter: Tensor, bucket: Tensor) -> None:
+    parameter.grad = bucket
 
 
 def _by_kind(snapshot: Mapping[Any, Mapping[Any, int]]) -> dict[str, int]:

@@ -26,7 +26,7 @@ SHOWN_OF_SWEEP = 20
 
 def figures(found: PlanReport) -> list[tuple[str, str]]:
     """Name and text of each figure."""
-    step, data = found.step, found.data
+    step, data, asked = found.step, found.data, found.scenario
     images, read = found.images_per_node_s, found.read_gb_per_s
     overlap = "" if found.overlap is None else f", {found.overlap:.0%} of it hidden"
     price = "" if found.usd_per_million is None else f", {found.usd_per_million:,.0f} USD"
@@ -34,6 +34,12 @@ def figures(found: PlanReport) -> list[tuple[str, str]]:
     if found.device_hours_per_epoch is not None:
         epoch = f"{found.device_hours_per_epoch:,.1f} device-hours"
         epoch += "" if found.usd_per_epoch is None else f", {found.usd_per_epoch:,.0f} USD"
+    taught = found.teacher
+    lesson = "" if taught is None else (
+        f"{taught.model}, from its {asked.teacher_from}: beside the student {taught.flop_share:.0%} of all FLOP and "
+        f"{taught.memory_gib:.1f} GiB while it predicts; as a layer {taught.layer_bytes:,} bytes a sample, made "
+        f"once in {taught.layer_device_hours_per_million:,.1f} device-hours a million samples"
+    )  # fmt: skip
     often = "" if found.checkpoint_interval_s is None else f", each {found.checkpoint_interval_s:,.0f} s"
     return [
         ("strategy", found.strategy),
@@ -59,6 +65,7 @@ def figures(found: PlanReport) -> list[tuple[str, str]]:
             "none" if images is None else f"{images:,.0f} of {data.images_per_node_s:,.0f} images/s on a node",
         ),
         ("storage", "not known" if read is None else f"{read:.2f} of {data.storage_gb_per_s:g} GB/s"),
+        *([("teacher", lesson)] if lesson else []),
         ("cost of a million samples", f"{found.device_hours_per_million:,.1f} device-hours{price}"),
         ("cost of an epoch", epoch),
         ("checkpoint", f"{found.checkpoint_gb:,.1f} GB in {found.checkpoint_s:,.1f} s{often}"),
@@ -118,15 +125,21 @@ def stage_rows(found: PlanReport) -> list[list[str]]:
     ]  # fmt: skip
 
 
+def render_decisions(found: PlanReport) -> str:
+    """Return what was tried, why it fails, and what the choice costs: the report's first part."""
+    asked = found.scenario
+    batch = f"{asked.global_batch} samples a step, {asked.micro_batch} at once on a rank, {asked.precision}"
+    lines = [
+        f"# Plan: {asked.name}", "", f"{asked.model} on {found.devices} devices ({found.cluster}): {batch}.",
+        "", "## What was tried", "", *table(TRIED_HEADER, tried_rows(found)), "", "## What it costs", "",
+        *(f"- {name}: {text}" for name, text in figures(found)), "", *(f"> assumed: {text}" for text in found.assumed),
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
 def render_markdown(found: PlanReport) -> str:
     """Return the whole report as one text."""
-    asked = found.scenario
-    lines = [
-        f"# Plan: {asked.name}", "",
-        f"{asked.model} on {found.devices} devices ({found.cluster}). {found.created}.", "",
-        *(f"- {name}: {text}" for name, text in figures(found)), "", "## What was tried", "",
-        *table(TRIED_HEADER, tried_rows(found)), "", "## Stages", "", *table(STAGE_HEADER, stage_rows(found)),
-    ]  # fmt: skip
+    lines = [render_decisions(found), "## Stages", "", *table(STAGE_HEADER, stage_rows(found))]
     if found.sweep:
         fits = sum(one.fails is None for one in found.sweep)
         lines += ["", "## Sweep", "", f"{len(found.sweep)} plans, {fits} of them fit; the fastest:", ""]
@@ -137,9 +150,5 @@ def render_markdown(found: PlanReport) -> str:
         lines += ["", "## Where the figures are from", ""]
         for name, one in found.explained.items():
             lines.append(f"- {name} = {one.formula}; {as_text(one.inputs)}; {one.source}")
-    lines += [
-        "",
-        *(f"> assumed: {text}" for text in found.assumed),
-        *(f"> not said: {text}" for text in found.questions),
-    ]
+    lines += ["", *(f"> not said: {text}" for text in found.questions), "", f"Planned {found.created}."]
     return "\n".join(lines) + "\n"
