@@ -1,4 +1,4 @@
-"""Shapes of transformers by arithmetic from two small runs, of 3 and 4 blocks a stage, which many plans share.
+"""Shapes of transformers by arithmetic from two small runs, of 2 and 3 blocks a stage, which many plans share.
 
 Their micro-batch is a large prime, which says of each size whether and how it grows with the micro-batch: FLOP, hidden
 tensors and each block of memory either are multiples of it or do not grow. Memory after each operator is a line over
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from fuelrail.bench.trainer.models.settings import ModelSettings
 
-_BLOCKS = (3, 4)
+_BLOCKS = (2, 3)
 _ROWS = 16777259  # a prime, and more than the bytes that a step's smallest collectives send whatever the micro-batch
 _SHARDS = 8  # of the small runs
 _FP32 = 4

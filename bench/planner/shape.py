@@ -98,7 +98,7 @@ class Line:
         self.kept = (0, 0)
 
     def watch(self, tracker: Any) -> None:  # noqa: ANN401 - torch's
-        """Let the tracker count what grows with the rows as another device's."""
+        """Let the tracker count what grows with the rows as another device's, and look for no peaks: it takes long."""
         update = tracker._update_snap  # noqa: SLF001
 
         def noted(kind: Any, block: Any, **old: Any) -> None:  # noqa: ANN401 - torch's
@@ -106,12 +106,12 @@ class Line:
                 block.device = _GROWS
             update(kind, block, **old)
 
-        tracker._update_snap = noted  # noqa: SLF001
+        tracker._update_snap, tracker._update_peak_stats = noted, lambda _: None  # noqa: SLF001
 
     def parts(self, tracker: Any, kind: str) -> tuple[int, int]:  # noqa: ANN401 - torch's
         """Return the bytes of a kind that lie in memory now."""
         grows = fixed = 0
-        for device, sizes in tracker.get_tracker_snapshot("current").items():
+        for device, sizes in tracker._curr_mem_snap.items():  # noqa: SLF001 - its own method copies them
             size = next((size for key, size in sizes.items() if str(getattr(key, "value", key)) == kind), 0)
             grows, fixed = (size // self.rows, fixed) if device == _GROWS else (grows, size)
         return fixed, grows

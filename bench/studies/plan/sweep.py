@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from fuelrail.bench.planner.scenario import Data, Recompute, Scenario
     from fuelrail.bench.trainer.strategies.settings import Strategy
 
-_MICRO_BATCHES = (1, 2, 4, 8, 16)
+_MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
 _SIMPLE: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "fsdp2")
 
@@ -57,7 +57,7 @@ def sweep(asked: Scenario, cluster: ClusterSettings, data: Data) -> list[Planned
     found = []
     for nodes in _numbers(cluster.nodes):
         part = msgspec.structs.replace(cluster, nodes=nodes)
-        for settings in _strategies(part):
+        for settings in _strategies(part, whole=nodes == cluster.nodes):
             too_large: str | None = None
             for size in _MICRO_BATCHES:
                 tried = msgspec.structs.replace(asked, micro_batch=size)
@@ -122,12 +122,16 @@ def data_seconds(asked: Scenario, cluster: ClusterSettings, data: Data) -> dict[
     return {"decoding": images / data.images_per_node_s, "storage": read / data.storage_gb_per_s / 1e9}
 
 
-def _strategies(cluster: ClusterSettings) -> Iterator[ParallelSettings]:
-    """Whole models, sharded ones, and all stages of divided layers; each without and with recomputation."""
+def _strategies(cluster: ClusterSettings, *, whole: bool) -> Iterator[ParallelSettings]:
+    """Whole models, sharded ones, and all stages of divided layers; each without and with recomputation.
+
+    A model that takes all devices is planned on the whole cluster only.
+    """
     for recompute in _RECOMPUTE:
         for strategy in _SIMPLE if cluster.num_devices > 1 else _SIMPLE[:1]:
             yield ParallelSettings(strategy=strategy, recompute=recompute)
         for tp in (1, 2, 8):
             for pp in (1, 2, 4, 8):
-                if tp * pp > 1 and cluster.devices_per_node % tp == 0 and cluster.num_devices % (tp * pp) == 0:
+                divides = cluster.devices_per_node % tp == 0 and cluster.num_devices % (tp * pp) == 0
+                if tp * pp > 1 and divides and (whole or tp * pp < cluster.num_devices):
                     yield composed(cluster, pp, tp, recompute)
