@@ -22,7 +22,7 @@ import msgspec
 
 from fuelrail.bench.measure.collectives import Collective, Counter
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
-from fuelrail.bench.planner.shape import Inputs, shape_of
+from fuelrail.bench.planner.shape import Inputs, private_parts, shape_of
 from fuelrail.bench.report.files import publish_json
 from fuelrail.bench.trainer.launch import run_ranks
 from fuelrail.bench.trainer.models.settings import MODELS
@@ -207,7 +207,11 @@ def run_rank(cases: Path, out: Path) -> None:
     torch.set_num_threads(1)
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment] # its copies in a layout of its own are no part of a model
     dist.init_process_group("gloo")
-    found = [real(pair, dist.get_rank()) for pair in msgspec.json.decode(cases.read_bytes(), type=list[Pair])]
+    found = []
+    for pair in msgspec.json.decode(cases.read_bytes(), type=list[Pair]):
+        found.append(real(pair, dist.get_rank()))
+        for forget in private_parts().forget:  # or the next mesh of these ranks would send over this one's groups
+            forget()
     (out / f"rank-{dist.get_rank()}.json").write_bytes(msgspec.json.encode(found))
     dist.barrier()  # or ZeRO's end aborts the process
     dist.destroy_process_group()

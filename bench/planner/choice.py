@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import torch
 
-from fuelrail.bench.measure.collectives import summed
+from fuelrail.bench.measure.collectives import Collective, summed
 from fuelrail.bench.planner.closed import closed_shape
 from fuelrail.bench.planner.formulas import bubble, sent_bytes, zero_state_bytes
 from fuelrail.bench.planner.hardware import GIB
 from fuelrail.bench.planner.shape import MOMENTS, Inputs, Shape, in_flight, private_parts_are_there, shape_of
 from fuelrail.bench.planner.step_time import StepTime, Work, step_time
 from fuelrail.bench.trainer.models.build import build_model
-from fuelrail.bench.trainer.models.settings import GptSettings, VitSettings
+from fuelrail.bench.trainer.models.settings import GptSettings, VitSettings, num_blocks
 from fuelrail.bench.trainer.strategies.precision import DTYPES
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision, degrees_of
 from fuelrail.pipeline.errors import ConfigError
@@ -30,10 +30,25 @@ if TYPE_CHECKING:
 USABLE = 0.9
 """Share of a device's memory; the rest is for the collective library, the allocator's gaps and scratch memory."""
 FP32 = 4
+TEACHER_WEIGHTS = "teacher's weights"
 _STATE_MARGIN = 1.05  # what is over by less is shaped, and refused with its kinds
 _STATE_PASSES = 7  # AdamW reads weight, gradient and two moments, and writes three of them
 _BUCKET_BYTES = 25 << 20
 _BACKWARD = 2 / 3  # share of a micro-batch behind which DDP's buckets hide
+
+
+class Taught(msgspec.Struct, frozen=True, kw_only=True):
+    """A teacher in numbers: its parameters; FLOP and moved bytes of its forward pass of a micro-batch; bytes in memory.
+
+    ``weights_bytes`` lie on a rank all the time, ``pass_bytes`` besides while it predicts.
+    """
+
+    parameters: int
+    flop: int
+    moved_bytes: int
+    weights_bytes: int
+    pass_bytes: int
+    gathered: list[Collective]
 
 
 class Fit(NamedTuple):
@@ -94,7 +109,7 @@ def fit(asked: Scenario, cluster: ClusterSettings, settings: ParallelSettings) -
     settings, inputs = inputs_of(asked, settings, degrees)
     usable = USABLE * cluster.device.memory_gib.value * GIB
     check_state(asked, settings, degrees, usable)
-    found = stages(asked.settings, settings, degrees, inputs, asked.precision)
+    found = beside_teacher(asked, degrees, inputs, stages(asked.settings, settings, degrees, inputs, asked.precision))
     if peak(found) > usable:
         worst = max(found, key=lambda shape: shape.peak_bytes)
         largest = sorted(worst.memory.items(), key=lambda item: -item[1])[:3]
@@ -104,8 +119,10 @@ def fit(asked: Scenario, cluster: ClusterSettings, settings: ParallelSettings) -
             + f"), and {usable / GIB:.1f} GiB of a device are usable"
         )
     plain = msgspec.structs.replace(settings, recompute="none")
-    once = found if settings == plain else stages(asked.settings, plain, degrees, inputs, asked.precision)
-    work = work_of(settings, degrees, inputs, found, once)
+    once = found
+    if settings != plain:
+        once = beside_teacher(asked, degrees, inputs, stages(asked.settings, plain, degrees, inputs, asked.precision))
+    work = work_of(asked, settings, degrees, inputs, found, once)
     return Fit(
         settings, degrees, inputs, found, once, work, step_time(work, cluster, asked.precision, asked.efficiency)
     )
@@ -206,6 +223,57 @@ def cached_shape(
     return _shape(model, settings, degrees, inputs, rank, precision)
 
 
+def taught(asked: Scenario, inputs: Inputs, devices: int) -> Taught | None:
+    """Return what a teacher beside the student costs, whose weights are divided over all devices.
+
+    Its forward pass is a third of the FLOP and of the moved activations of its own training, keeps nothing, and has one
+    block's activations and two blocks' gathered weights in memory at once.
+    """
+    if asked.teacher is None:
+        return None
+    model = asked.sized(asked.teacher)
+    alone = stages(
+        model, ParallelSettings(), Degrees(), msgspec.structs.replace(inputs, micro_batches=1), asked.precision
+    )[0]
+    whole, blocks = FP32 * alone.parameters, num_blocks(model)
+    gathers = [Collective(kind="all_gather", axis="dp_teacher", ranks=devices, count=blocks + 1, bytes=whole)]
+    return Taught(
+        parameters=alone.parameters, flop=alone.flop // 3, moved_bytes=alone.kept_bytes // 3,
+        weights_bytes=whole // devices, gathered=gathers if devices > 1 else [],
+        pass_bytes=alone.kept_bytes // blocks + (2 * whole // blocks if devices > 1 else 0),
+    )  # fmt: skip
+
+
+def beside_teacher(asked: Scenario, degrees: Degrees, inputs: Inputs, stages: list[Shape]) -> list[Shape]:
+    """Add a teacher that predicts beside the student: before its forward pass, in memory that this needs next.
+
+    Raises ConfigError in a pipeline, where it would predict on all ranks of a pipeline.
+    """
+    found = taught(asked, inputs, degrees.pp * degrees.data * degrees.tp)
+    if found is None or asked.teacher_from == "layer":
+        return stages
+    if degrees.pp > 1:
+        raise ConfigError(
+            f"teacher '{asked.teacher}' would predict the whole batch on each of pp={degrees.pp} ranks; use pp=1, or "
+            "teacher_from: layer"
+        )
+    gathered = summed(found.gathered, inputs.micro_batches)
+    result = []
+    for shape in stages:
+        beyond = max(0, found.pass_bytes - shape.kept_bytes)
+        memory = {**shape.memory, TEACHER_WEIGHTS: found.weights_bytes, "teacher's pass": beyond}
+        result.append(
+            msgspec.structs.replace(
+                shape,
+                memory=memory,
+                peak_bytes=sum(memory.values()),
+                flop=shape.flop + found.flop,
+                collectives=[*shape.collectives, *gathered],
+            )
+        )
+    return result
+
+
 def buckets(gradient_bytes: int) -> int:
     """Return the number of DDP's buckets, as the trainer sizes them: of 25 MiB, and four at least."""
     return max(4, -(-gradient_bytes // _BUCKET_BYTES))
@@ -217,9 +285,11 @@ def peak(stages: list[Shape]) -> int:
 
 
 def work_of(
-    settings: ParallelSettings, degrees: Degrees, inputs: Inputs, stages: list[Shape], once: list[Shape]
-) -> Work:
-    """Count the work of the stage that computes most."""
+    asked: Scenario, settings: ParallelSettings, degrees: Degrees, inputs: Inputs, stages: list[Shape],
+    once: list[Shape],
+) -> Work:  # fmt: skip
+    """Count the work of the stage that computes most, and of a teacher beside it."""
+    beside = taught(asked, inputs, 1) if asked.teacher_from == "model" else None
     busiest = max(range(len(stages)), key=lambda number: stages[number].flop)
     shape, plain = stages[busiest], once[busiest]
 
@@ -237,7 +307,7 @@ def work_of(
     again = shape.flop / plain.flop  # what is computed again moves its activations again
     return Work(
         flop=shape.flop,
-        activation_bytes=plain.kept_bytes * again,
+        activation_bytes=plain.kept_bytes * again + (0 if beside is None else beside.moved_bytes),
         tensor_bytes=sent("tp") / count,
         tensor_reach=degrees.tp,
         pipeline_bytes=2 * shape.hidden_bytes,

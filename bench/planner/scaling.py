@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from fuelrail.bench.planner.choice import FP32, USABLE
+from fuelrail.bench.planner.choice import FP32, TEACHER_WEIGHTS, USABLE
 from fuelrail.bench.planner.formulas import bubble, sent_bytes
 from fuelrail.bench.planner.hardware import GIB
 from fuelrail.bench.planner.scale_model import Cluster, Overhead, Simulated, simulate
@@ -101,12 +101,13 @@ def _numbers(asked: Scenario, cluster: ClusterSettings, fit: Fit, scaling: str) 
 
 def _peak(shape: Shape, fit: Fit, data: int) -> float:
     """Bytes at the peak with another number of data-parallel ranks: what they share changes."""
+    kinds = [TEACHER_WEIGHTS]
     if fit.degrees.dp_shard > 1:
-        shared = sum(shape.memory.get(kind, 0) for kind in _DIVIDED)
-        return shape.peak_bytes + shared * (fit.degrees.data / data - 1)
-    if fit.settings.strategy == "zero1":
-        return shape.peak_bytes + shape.memory["moments"] * (fit.degrees.data / data - 1)
-    return shape.peak_bytes
+        kinds += _DIVIDED
+    elif fit.settings.strategy == "zero1":
+        kinds.append("moments")
+    shared = sum(shape.memory.get(kind, 0) for kind in kinds)
+    return shape.peak_bytes + shared * (fit.degrees.data / data - 1)
 
 
 def _simulated(
@@ -151,7 +152,7 @@ def _simulated(
         service_ms=[1e3 * images / rates[0] / hosts], service_batch=own,
         forward_backward_ms=1e3 * (time.total - time.data_exposed - time.optimiser) / own,
         optimiser_ms=1e3 * time.optimiser, overheads=[Overhead(ranks_on_host=1, ms=[0.0])], all_reduce_ms=0.0,
-        trainer_cpus=0.0, host_cpus=1.0, queue_batches=2, sample_bytes=float(asked.sample_bytes or 0),
+        trainer_cpus=0.0, host_cpus=1.0, queue_batches=2, sample_bytes=float(asked.stored_bytes or 0),
     )  # fmt: skip
     simulated = simulate(
         measured,

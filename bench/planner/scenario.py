@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -13,6 +14,7 @@ from fuelrail.bench.trainer.models.settings import (
     ModelName,
     ModelSettings,
     Positive,
+    predictions,
 )
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings, Precision, Schedule, Strategy
 from fuelrail.pipeline.errors import ConfigError
@@ -20,6 +22,7 @@ from fuelrail.pipeline.settings import Settings
 
 Auto = Literal["auto"]
 Recompute = Literal["none", "selective", "full"]
+TeacherFrom = Literal["model", "layer"]
 
 
 class Scenario(Settings, frozen=True, kw_only=True):
@@ -28,7 +31,8 @@ class Scenario(Settings, frozen=True, kw_only=True):
     ``cameras``, ``height`` and ``width`` (pixels) are of a sample's images, and needed by every model but GPT's;
     ``sequence`` is the number of tokens of GPT's samples (None: the model's own). ``sample_bytes`` are those stored of
     a sample. ``max_global_batch``: larger ones no longer train as well; None: not known, and weak scaling has no end.
-    ``efficiency`` is a fit to measured steps.
+    ``teacher`` is a model that the student is distilled from: it predicts beside the student, or its logits are read
+    with the samples from a layer. ``efficiency`` is a fit to measured steps.
     """
 
     name: str
@@ -46,15 +50,33 @@ class Scenario(Settings, frozen=True, kw_only=True):
     sample_bytes: Positive | None = None
     samples_per_epoch: Positive | None = None
     failures_per_day: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    teacher: ModelName | None = None
+    teacher_from: TeacherFrom = "model"
     efficiency: Efficiency = Efficiency()
 
     @property
     def settings(self) -> ModelSettings:
         """Size of the model, with the scenario's number of tokens."""
-        found = MODELS[self.model]
+        return self.sized(self.model)
+
+    def sized(self, name: ModelName) -> ModelSettings:
+        """Size of a model, with the scenario's number of tokens."""
+        found = MODELS[name]
         if isinstance(found, GptSettings) and self.sequence is not None:
             return msgspec.structs.replace(found, context=self.sequence)
         return found
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of a teacher's logits of a sample, in float16."""
+        return 0 if self.teacher is None else 2 * math.prod(predictions(self.sized(self.teacher), self.cameras or 1)[0])
+
+    @property
+    def stored_bytes(self) -> int | None:
+        """Bytes that are read of a sample, the teacher's layer included."""
+        if self.sample_bytes is None or self.teacher_from == "model":
+            return self.sample_bytes
+        return self.sample_bytes + self.layer_bytes
 
     @property
     def reads_images(self) -> bool:
@@ -115,6 +137,14 @@ class PlanOptions(Settings, frozen=True, kw_only=True):
     failures_per_day: (
         Annotated[float, msgspec.Meta(gt=0, le=1e9, description="failures of the whole job a day")] | None
     ) = None
+    teacher: Annotated[ModelName, msgspec.Meta(description="model that the student is distilled from")] | None = None
+    teacher_from: (
+        Annotated[
+            TeacherFrom,
+            msgspec.Meta(description="model: it predicts beside the student (default); layer: its logits are read"),
+        ]
+        | None
+    ) = None
     data: (
         Annotated[
             str,
@@ -151,7 +181,7 @@ class PlanOptions(Settings, frozen=True, kw_only=True):
 
 _SCENARIO = (
     "model", "cluster", "global_batch", "max_global_batch", "micro_batch", "precision", "cameras", "height", "width",
-    "sequence", "sample_bytes", "samples_per_epoch", "failures_per_day",
+    "sequence", "sample_bytes", "samples_per_epoch", "failures_per_day", "teacher", "teacher_from",
 )  # fmt: skip
 _PARALLEL = ("strategy", "mesh", "recompute", "pipeline_schedule")
 
@@ -192,7 +222,16 @@ def with_options(asked: Scenario | None, options: PlanOptions) -> Scenario:
 
 
 def check(asked: Scenario) -> None:
-    """Raise ConfigError where the scenario does not say what the model reads."""
+    """Raise ConfigError where the scenario does not say what the model reads, or has a teacher of other predictions."""
+    if asked.teacher is not None:
+        own, its = (predictions(size, asked.cameras or 1) for size in map(asked.sized, (asked.model, asked.teacher)))
+        if own != its:
+            raise ConfigError(
+                f"scenario '{asked.name}': teacher '{asked.teacher}' predicts {list(its[0])} ({its[1]}), model "
+                f"'{asked.model}' {list(own[0])} ({own[1]}); use a teacher of the same predictions"
+            )
+    elif asked.teacher_from == "layer":
+        raise ConfigError(f"scenario '{asked.name}': teacher_from is given without a teacher; add teacher: MODEL")
     if not asked.reads_images:
         return
     missing = [name for name in ("cameras", "height", "width") if getattr(asked, name) is None]

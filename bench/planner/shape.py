@@ -15,6 +15,8 @@ so.
 from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
+from functools import partial
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
 MOMENTS = {"adamw": 2, "sgd": 1}
 _FP32 = 4
 _PLANNED_SCHEDULES = ("GPipe", "1F1B")
+_GROWS = torch.device("meta")  # on which the tracker sees nothing else
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,21 +86,42 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Line:
-    """Bytes in memory after each operator of a forward and of a backward pass."""
+    """Bytes in memory after each operator of a forward and of a backward pass, and those that the former kept.
 
-    def __init__(self) -> None:
-        self.forward: list[int] = []
-        self.backward: list[int] = []
+    All are pairs: bytes that do not depend on the micro-batch, and bytes for each of its samples. A block of memory is
+    of the second kind where its size is a multiple of the run's ``rows``, a prime that no size of a model has.
+    """
 
-    def of(self, tracker: Any, asked: Line | None, way: str) -> AbstractContextManager[Any]:  # noqa: ANN401 - torch's
-        """Note while entered; nothing where it is not asked for."""
-        return nullcontext() if asked is None else _Noting(tracker, getattr(self, way))
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.forward: list[tuple[int, int]] = []
+        self.backward: list[tuple[int, int]] = []
+        self.kept = (0, 0)
+
+    def watch(self, tracker: Any) -> None:  # noqa: ANN401 - torch's
+        """Let the tracker count what grows with the rows as another device's, and look for no peaks: it takes long."""
+        update = tracker._update_snap  # noqa: SLF001
+
+        def noted(kind: Any, block: Any, **old: Any) -> None:  # noqa: ANN401 - torch's
+            if kind.name == "ADD" and block.mem_consumed % self.rows == 0:
+                block.device = _GROWS
+            update(kind, block, **old)
+
+        tracker._update_snap, tracker._update_peak_stats = noted, lambda _: None  # noqa: SLF001
+
+    def parts(self, tracker: Any, kind: str) -> tuple[int, int]:  # noqa: ANN401 - torch's
+        """Return the bytes of a kind that lie in memory now."""
+        grows = fixed = 0
+        for device, sizes in tracker._curr_mem_snap.items():  # noqa: SLF001 - its own method copies them
+            size = next((size for key, size in sizes.items() if str(getattr(key, "value", key)) == kind), 0)
+            grows, fixed = (size // self.rows, fixed) if device == _GROWS else (grows, size)
+        return fixed, grows
 
 
 class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, tracker: Any, into: list[int]) -> None:  # noqa: ANN401 - torch's
+    def __init__(self, tracker: Any, line: Line, into: list[tuple[int, int]]) -> None:  # noqa: ANN401 - torch's
         super().__init__()  # type: ignore[no-untyped-call]
-        self._tracker, self._into = tracker, into
+        self._tracker, self._line, self._into = tracker, line, into
 
     def __torch_dispatch__(
         self,
@@ -110,8 +134,12 @@ class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its local operators come here by themselves
         result = func(*args, **(kwargs or {}))
-        self._into.append(sum(_by_kind(self._tracker.get_tracker_snapshot("current")).values()))
+        self._into.append(self._line.parts(self._tracker, "Total"))
         return result
+
+
+def _noting(tracker: Any, line: Line | None, way: str) -> AbstractContextManager[Any]:  # noqa: ANN401 - torch's
+    return nullcontext() if line is None else _Noting(tracker, line, getattr(line, way))
 
 
 class PrivateParts(NamedTuple):
@@ -132,7 +160,9 @@ def private_parts() -> PrivateParts:
         from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
         from torch.distributed.tensor.debug import _clear_python_sharding_prop_cache as forget_python
         from torch.testing._internal.distributed.fake_pg import FakeStore
-    except ImportError as error:
+
+        attrgetter("_update_snap", "_update_peak_stats")(MemTracker)  # which Line replaces
+    except (ImportError, AttributeError) as error:
         raise FuelrailError(
             f"torch {torch.__version__} has moved a part that the planner runs ({error}); it was tested with torch "
             "2.13; `fuelrail plan` then plans GPT models by closed formulas"
@@ -156,18 +186,14 @@ def shape_of(
 ) -> Shape:  # fmt: skip
     """Run one rank. Raises ConfigError for degrees that do not divide, and FuelrailError as :func:`private_parts`.
 
-    ``line`` gets the bytes in memory after each operator of the last pass.
+    ``line`` gets the bytes in memory after each operator of the last of two passes; the shape then has no peak.
 
     The process must have no process group of its own.
     """
     image = (0, 0) if isinstance(model, GptSettings) else (inputs.height, inputs.width)
     batch = inputs.micro_batch * (inputs.micro_batches if degrees.pp > 1 else 1)
     check_fits(settings, degrees, model, batch, image)
-    if degrees.pp > 1 and settings.pipeline_schedule not in _PLANNED_SCHEDULES:
-        raise ConfigError(
-            f"the planner knows the pipeline schedules {' and '.join(_PLANNED_SCHEDULES)}, not "
-            f"{settings.pipeline_schedule}; choose one of them"
-        )
+    check_schedule(settings, degrees)
     world = degrees.pp * degrees.data * degrees.tp
     with _fake_group(rank, world):
         whole = degrees.pp * degrees.dp_shard * degrees.tp == 1
@@ -182,6 +208,15 @@ def shape_of(
             precision == "fp16" else precision,
         )  # fmt: skip
         return _run(parallel, (model, settings, degrees, precision), inputs, (example, hidden, line), (rank, stage))
+
+
+def check_schedule(settings: ParallelSettings, degrees: Degrees) -> None:
+    """Raise ConfigError for a pipeline's schedule whose order is not planned."""
+    if degrees.pp > 1 and settings.pipeline_schedule not in _PLANNED_SCHEDULES:
+        raise ConfigError(
+            f"pipeline_schedule {settings.pipeline_schedule} gives each rank two stages, and the planner shapes one a "
+            f"rank: it would misjudge activations and bubble; use {' or '.join(_PLANNED_SCHEDULES)}"
+        )
 
 
 def in_flight(schedule: str, pp: int, stage: int, micro_batches: int) -> int:
@@ -264,30 +299,41 @@ def _run(
         if hidden is not None:
             low = degrees.dp_shard > 1 and isinstance(model, (GptSettings, VitSettings))
             received = torch.empty(hidden.shape, dtype=DTYPES[precision] if low else torch.float32)
-        if degrees.tp > 1:
+        if degrees.tp > 1 and line is None:
             # DTensors find their placements in the first pass by running operators at global sizes: not this rank's.
             _Passes(parallel, part, (given, received), precision, pipeline=False).run(None, last=True)
             parallel.optimiser.zero_grad()
         tracker = parts.sharded_tracker(part) if degrees.dp_shard > 1 else parts.tracker()
+        if line is not None:
+            line.watch(tracker)
         if degrees.dp_shard == 1:
             tracker.track_external(part)
-        # DDP's buckets are gradients that exist all the time, as those of an earlier micro-batch do. Its first pass
-        # makes them; of a step of several micro-batches the activations of the second lie beside them.
-        copied = degrees.data > 1 and degrees.dp_shard == 1
+        copied = degrees.data > 1 and not degrees.composed
+        learnt = [parameter for parameter in part.parameters() if parameter.requires_grad]
+        buckets = [torch.empty_like(parameter) for parameter in learnt] if copied else []
+        if buckets:  # of DDP, which exist all the time
+            tracker.track_external(*buckets)
         passes = _Passes(parallel, part, (given, received), precision, pipeline=degrees.pp > 1)
+        count = min(2, inputs.micro_batches)  # a third one's activations lie beside the same gradients
         with tracker:
-            kept = passes.run(tracker, last=inputs.micro_batches == 1)
-            if inputs.micro_batches > 1 or copied:
-                tracker.reset_mod_stats()
-                kept = passes.run(tracker, last=inputs.micro_batches > 1, line=line)
+            for number in range(count):
+                last = number == count - 1
+                if number:
+                    tracker.reset_mod_stats()
+                if last and copied:  # DDP copies a gradient into its bucket, and frees it, once it is whole
+                    for parameter, bucket in zip(learnt, buckets, strict=True):
+                        parameter.register_post_accumulate_grad_hook(partial(_into_bucket, bucket=bucket))  # type: ignore[no-untyped-call]
+                kept = passes.run(tracker, last=last, line=line if last else None)
         found = _by_kind(tracker.get_tracker_snapshot("peak"))
-    own = sum(_local(p).numel() for p in part.parameters() if p.requires_grad)
+    own = sum(_local(parameter).numel() for parameter in learnt)
     moments = _FP32 * MOMENTS[settings.optimiser] * own
     if settings.strategy == "zero1" and settings.mesh is None:
         moments //= degrees.data
     flying = in_flight(settings.pipeline_schedule, degrees.pp, place[1], inputs.micro_batches)
     memory = {**found, "moments": moments}
     memory["activations in flight"] = kept * (flying - 1)
+    if degrees.pp > 1:  # a stage has the whole batch's inputs, also where it reads the targets alone
+        memory["inputs of other micro-batches"] = (inputs.micro_batches - 1) * sum(one.nbytes for one in given)
     repeated: list[Collective] = []
     if degrees.pp > 1:
         order = schedule_order(settings.pipeline_schedule, degrees.pp, inputs.micro_batches)[place[1]]
@@ -336,24 +382,24 @@ class _Passes:
             sharded.set_requires_gradient_sync(False)
         elif sharded is not None:
             sharded.set_requires_gradient_sync(last)
-        noted = Line() if line is None else line
         with (
             Counter(mesh) as forward,
-            noted.of(tracker, line, "forward"),
+            _noting(tracker, line, "forward"),
             autocast(torch.device("cpu"), self._precision),
         ):
             result = self._result()
         kept = 0 if tracker is None else _by_kind(tracker.get_tracker_snapshot("current")).get("Activation", 0)
-        with Counter(mesh) as backward, noted.of(tracker, line, "backward"):
+        if line is not None:
+            line.kept = line.parts(tracker, "Activation")
+        with Counter(mesh) as backward, _noting(tracker, line, "backward"):
             torch.autograd.backward(result, None if result.dim() == 0 else torch.empty_like(result))
         with Counter(mesh) as closing:
             if last and self._pipeline:
                 PipelineStage.perform_reduce_grad(cast("PipelineStage", SimpleNamespace(submod=part)), 1)
-        assert any(p.grad is not None for p in part.parameters()) or not last, "a backward pass leaves gradients"
         parts = [forward.collectives(), backward.collectives(), closing.collectives()]
         if not self.counted:
             self._forward, self._backward = parts[:2]
-            self.flop = forward.flop + backward.flop
+        self.flop = forward.flop + backward.flop  # of the last pass: in the first one DTensors may find placements
         self._closing = parts[2]
         self.counted.append([one for found in parts for one in found])
         return kept
@@ -381,6 +427,10 @@ class _Passes:
             weights = [one for one in sent if one.kind == "all_gather" and one.axis.startswith("dp_")]
             found += [one for one in sent if not held or one not in weights]
         return found + self._closing
+
+
+def _into_bucket(parameter: Tensor, bucket: Tensor) -> None:
+    parameter.grad = bucket
 
 
 def _by_kind(snapshot: Mapping[Any, Mapping[Any, int]]) -> dict[str, int]:

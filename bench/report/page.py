@@ -22,6 +22,8 @@ from fuelrail.bench.report.files import REPORT_HTML, REPORT_JSON, REPORT_MARKDOW
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    import msgspec
+
     from fuelrail.bench.report.files import ReportHeader
 
 GIB = 2**30
@@ -157,7 +159,7 @@ def _facts(report: ReportHeader, packages: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def write_report(report: ReportHeader, out: Path, *, html: bool) -> None:
+def write_report(report: msgspec.Struct, out: Path, *, html: bool) -> None:
     """Write a report of any kind into a folder, each file by rename. Raises ConfigError."""
     publish_json(out / REPORT_JSON, report)
     publish(out / REPORT_MARKDOWN, render_markdown(report).encode())

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import msgspec
 from rich.table import Table
 
 from fuelrail.bench.measure.processes import report_console
-from fuelrail.bench.studies.comm.report import HEADER, CommOptions, rows
-from fuelrail.pipeline.cli import PrintOptions, add_flags, from_flags, print_json
+from fuelrail.bench.report.options import OutputOptions
+from fuelrail.bench.studies.comm.page import HEADER, rows
+from fuelrail.bench.studies.comm.report import CommOptions
+from fuelrail.pipeline.cli import add_flags, from_flags, print_json
 
 if TYPE_CHECKING:
     import argparse
@@ -22,24 +22,18 @@ DESCRIPTION = (
 )
 
 
-class CommOutput(PrintOptions, frozen=True, kw_only=True):
-    """Where ``fuelrail bench comm`` writes its report."""
-
-    out: Annotated[str, msgspec.Meta(description="folder for the report", extra={"metavar": "FOLDER"})] = "bench-comm"
-
-
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``fuelrail bench comm``."""
     add_flags(parser, CommOptions)
-    add_flags(parser, CommOutput)
+    add_flags(parser, OutputOptions)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, write the report's files and print the figures."""
     from fuelrail.bench.studies.comm.run import run_comm
 
-    output = from_flags(arguments, CommOutput)
-    report = run_comm(from_flags(arguments, CommOptions), Path(output.out))
+    output = from_flags(arguments, OutputOptions)
+    report = run_comm(from_flags(arguments, CommOptions), output.folder("comm"), html=output.html)
     if report is None:
         return 0
     if output.json:

@@ -8,7 +8,6 @@ import msgspec
 
 from fuelrail.bench.measure.machine import MachineFacts  # noqa: TC001 (msgspec resolves the field's type)
 from fuelrail.bench.planner.formulas import sent_bytes
-from fuelrail.bench.report.page import markdown_table
 from fuelrail.bench.trainer.models.settings import NotNegative, Positive  # noqa: TC001 (likewise)
 from fuelrail.pipeline.settings import Settings
 
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 
 SCHEMA = "fuelrail-bench-comm"
 VERSION = 1
-HEADER = ("collective", "axis", "ranks", "bytes", "us", "algorithm GB/s", "bus GB/s")
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "send_recv"]
 KINDS: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
 
@@ -111,21 +109,3 @@ def link_of(found: Sequence[Timed]) -> tuple[float, float]:
         (one for one in found if one.kind == "all_reduce" and one.ranks == ranks), key=lambda one: one.num_bytes
     )
     return reduced[-1].bus_gb_per_s, reduced[0].microseconds
-
-
-def rows(report: CommReport) -> list[list[str]]:
-    """One row a size."""
-    return [
-        [
-            one.kind, one.axis, str(one.ranks), f"{one.num_bytes:,}", f"{one.microseconds:,.1f}",
-            f"{one.algorithm_gb_per_s:.3f}", f"{one.bus_gb_per_s:.3f}",
-        ]
-        for one in report.timed
-    ]  # fmt: skip
-
-
-def render_markdown(report: CommReport) -> str:
-    """Return the whole report as one text."""
-    head = f"{report.ranks} ranks on {report.nodes} nodes, {report.backend} on {report.device}. {report.created}."
-    lines = ["# Collectives", "", head, "", markdown_table(HEADER, rows(report)), ""]
-    return "\n".join([*lines, *(f"> {text}" for text in report.warnings)]) + "\n"

@@ -11,8 +11,9 @@ import msgspec
 import yaml
 
 from fuelrail.bench.planner.hardware import Sourced, load_cluster
-from fuelrail.bench.report.files import REPORT_JSON, REPORT_MARKDOWN, publish, publish_json
-from fuelrail.bench.studies.comm.report import CommOptions, CommReport, link_of, render_markdown
+from fuelrail.bench.report.files import prepare_folder, publish
+from fuelrail.bench.report.page import write_report
+from fuelrail.bench.studies.comm.report import CommOptions, CommReport, link_of
 from fuelrail.bench.trainer.launch import run_ranks
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings, degrees_of
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 CLUSTER_YAML = "cluster.yaml"
 
 
-def run_comm(options: CommOptions, out: Path) -> CommReport | None:
+def run_comm(options: CommOptions, out: Path, *, html: bool = True) -> CommReport | None:
     """Measure and write into ``out``; None on ranks of torchrun other than the first, which write nothing.
 
     Raises ConfigError for what does not divide, and FuelrailError where a rank ends early.
@@ -33,6 +34,8 @@ def run_comm(options: CommOptions, out: Path) -> CommReport | None:
             f"smallest={options.smallest} is more than largest={options.largest}; sizes are bytes: swap them"
         )
     base = None if options.base is None else load_cluster(options.base)
+    if os.environ.get("RANK", "0") == "0":
+        prepare_folder(out, html=html)
     if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
         from fuelrail.bench.studies.comm.measure import measure
 
@@ -41,9 +44,7 @@ def run_comm(options: CommOptions, out: Path) -> CommReport | None:
             return None
     else:
         found = _on_this_host(options)
-    out.mkdir(parents=True, exist_ok=True)
-    publish_json(out / REPORT_JSON, found)
-    publish(out / REPORT_MARKDOWN, render_markdown(found).encode())
+    write_report(found, out, html=html)
     if base is not None:
         text = yaml.safe_dump(msgspec.to_builtins(with_link(base, found)), sort_keys=False)
         publish(out / CLUSTER_YAML, text.encode())

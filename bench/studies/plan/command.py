@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from fuelrail.bench.planner.scenario import PlanOptions
-from fuelrail.bench.report.files import REPORT_HTML, REPORT_JSON, REPORT_MARKDOWN, prepare_folder, publish, publish_json
-from fuelrail.bench.report.page import as_text, render_markdown, render_page
+from fuelrail.bench.report.files import prepare_folder
+from fuelrail.bench.report.page import as_text, write_report
 from fuelrail.bench.studies.plan.page import SWEEP_HEADER, figures, sweep_rows
 from fuelrail.bench.studies.plan.run import plan
 from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, print_json
@@ -53,19 +53,12 @@ def run(arguments: argparse.Namespace) -> int:
         prepare_folder(Path(output.out), html=output.html)
     found = plan(arguments.scenario, options)
     if output.out is not None:
-        _write(found, Path(output.out), html=output.html)
+        write_report(found, Path(output.out), html=output.html)
     if output.json:
         print_json(found)
     else:
         _print(found, Console())
     return 0
-
-
-def _write(found: PlanReport, out: Path, *, html: bool) -> None:
-    publish_json(out / REPORT_JSON, found)
-    publish(out / REPORT_MARKDOWN, render_markdown(found).encode())
-    if html:
-        publish(out / REPORT_HTML, render_page(found).encode())
 
 
 def _print(found: PlanReport, console: Console) -> None:

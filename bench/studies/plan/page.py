@@ -40,7 +40,7 @@ SHOWN_OF_SWEEP = 20
 
 def figures(found: PlanReport) -> list[tuple[str, str]]:
     """Name and text of each figure."""
-    step, data = found.step, found.data
+    step, data, asked = found.step, found.data, found.scenario
     images, read = found.images_per_node_s, found.read_gb_per_s
     overlap = "" if found.overlap is None else f", {found.overlap:.0%} of it hidden"
     price = "" if found.usd_per_million is None else f", {found.usd_per_million:,.0f} USD"
@@ -48,6 +48,12 @@ def figures(found: PlanReport) -> list[tuple[str, str]]:
     if found.device_hours_per_epoch is not None:
         epoch = f"{found.device_hours_per_epoch:,.1f} device-hours"
         epoch += "" if found.usd_per_epoch is None else f", {found.usd_per_epoch:,.0f} USD"
+    taught = found.teacher
+    lesson = "" if taught is None else (
+        f"{taught.model}, from its {asked.teacher_from}: beside the student {taught.flop_share:.0%} of all FLOP and "
+        f"{taught.memory_gib:.1f} GiB while it predicts; as a layer {taught.layer_bytes:,} bytes a sample, made "
+        f"once in {taught.layer_device_hours_per_million:,.1f} device-hours a million samples"
+    )  # fmt: skip
     often = "" if found.checkpoint_interval_s is None else f", each {found.checkpoint_interval_s:,.0f} s"
     return [
         ("strategy", found.strategy),
@@ -73,6 +79,7 @@ def figures(found: PlanReport) -> list[tuple[str, str]]:
             "none" if images is None else f"{images:,.0f} of {data.images_per_node_s:,.0f} images/s on a node",
         ),
         ("storage", "not known" if read is None else f"{read:.2f} of {data.storage_gb_per_s:g} GB/s"),
+        *([("teacher", lesson)] if lesson else []),
         ("cost of a million samples", f"{found.device_hours_per_million:,.1f} device-hours{price}"),
         ("cost of an epoch", epoch),
         ("checkpoint", f"{found.checkpoint_gb:,.1f} GB in {found.checkpoint_s:,.1f} s{often}"),
@@ -133,7 +140,7 @@ def stage_rows(found: PlanReport) -> list[list[str]]:
 
 
 def describe(found: PlanReport, plots: Mapping[str, str]) -> Document:
-    """Return the plan as a document with these plots."""
+    """Return the plan as a document with these plots: first what was tried, and what the choice costs."""
     parts: list[Block | Section] = [
         Hero(
             f"{found.samples_per_s:,.1f}", "samples/s, predicted",
@@ -142,8 +149,9 @@ def describe(found: PlanReport, plots: Mapping[str, str]) -> Document:
         ),
         Tiles([(f"{found.mfu:.1%}", "MFU"), (f"{found.occupancy:.1%}", "occupancy"), (f"{found.bubble:.1%}", "bubble"),
                (f"{found.device_hours_per_million:,.1f}", "device-hours a million samples")]),
-        Table(("figure", ""), figures(found), texts=True),
         Section("What was tried", [Table(TRIED_HEADER, tried_rows(found), texts=True)]),
+        Section("What it costs", [Table(("figure", ""), figures(found), texts=True)]),
+        *(Note(f"Assumed: {text}") for text in found.assumed),
         Section("Memory and work of each stage", [
             Figure([(plots.get("memory", ""), "Bytes at the peak of a step, by kind.")]),
             Table(STAGE_HEADER, stage_rows(found), texts=True),
@@ -171,8 +179,9 @@ def describe(found: PlanReport, plots: Mapping[str, str]) -> Document:
         parts.append(
             Section("Where the figures are from", [Table(("figure", "formula", "inputs", "source"), rows, texts=True)])
         )
-    parts += [Note(f"Assumed: {text}") for text in found.assumed]
     parts += [Note(f"Not said: {text}") for text in found.questions]
+    parts.append(Text(f"Planned {when(found.created)}.", small=True))
     asked = found.scenario
-    about = f"{asked.model} on {found.devices} devices (**{found.cluster}**)"
-    return Document("Fuelrail plan", asked.name, about, when(found.created), None, parts, {})
+    batch = f"{asked.global_batch} samples a step, {asked.micro_batch} at once on a rank, {asked.precision}"
+    about = f"{asked.model} on {found.devices} devices (**{found.cluster}**): {batch}"
+    return Document("Fuelrail plan", asked.name, about, "", None, parts, {})

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fuelrail.bench.planner.choice import FP32, USABLE, named, peak
+from fuelrail.bench.planner.choice import FP32, USABLE, named, peak, taught
 from fuelrail.bench.planner.hardware import GIB
 from fuelrail.bench.planner.scaling import Curve  # noqa: TC001 (msgspec resolves the field's type)
 from fuelrail.bench.planner.scenario import Data, Scenario, questions
@@ -40,6 +40,20 @@ class Explained(msgspec.Struct, frozen=True, kw_only=True):
     formula: str
     inputs: dict[str, float | str]
     source: str
+
+
+class TeacherCost(msgspec.Struct, frozen=True, kw_only=True):
+    """What a teacher costs beside the student, and as a layer: bytes of a sample, and device-hours to make it once.
+
+    ``flop_share`` is of all FLOP with the teacher beside the student.
+    """
+
+    model: str
+    parameters: int
+    flop_share: float
+    memory_gib: float
+    layer_bytes: int
+    layer_device_hours_per_million: float
 
 
 class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +95,7 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     usd_per_million: float | None
     device_hours_per_epoch: float | None
     usd_per_epoch: float | None
+    teacher: TeacherCost | None
     checkpoint_gb: float
     checkpoint_s: float
     checkpoint_interval_s: float | None
@@ -110,7 +125,7 @@ def build_report(
     if asked.failures_per_day is not None:
         interval = suggested_interval_s(saved_gb / storage, saved_gb / storage, asked.failures_per_day)
     images = rate * asked.cameras if asked.reads_images and asked.cameras else None
-    read = None if asked.sample_bytes is None else rate * asked.sample_bytes
+    read = None if asked.stored_bytes is None else rate * asked.stored_bytes
     order = schedule_order(fit.settings.pipeline_schedule, fit.degrees.pp, fit.inputs.micro_batches)
     tried, sweep, curves, assumed = lists
     return PlanReport(
@@ -125,10 +140,26 @@ def build_report(
         read_gb_per_s=None if read is None else read / 1e9,
         read_bytes_per_node_s=None if read is None else read / cluster.nodes, device_hours_per_million=hours,
         usd_per_million=None if price is None else hours * price, device_hours_per_epoch=epoch,
-        usd_per_epoch=None if price is None or epoch is None else epoch * price, checkpoint_gb=saved_gb,
+        usd_per_epoch=None if price is None or epoch is None else epoch * price,
+        teacher=teacher_cost(asked, cluster, fit), checkpoint_gb=saved_gb,
         checkpoint_s=saved_gb / storage, checkpoint_interval_s=interval, tried=tried, sweep=sweep, scaling=curves,
         assumed=[*assumptions(asked, cluster, data), *assumed], questions=questions(asked),
         explained=explanations(asked, cluster, fit, data) if options.get("explain") else {},
+    )  # fmt: skip
+
+
+def teacher_cost(asked: Scenario, cluster: ClusterSettings, fit: Fit) -> TeacherCost | None:
+    """What the scenario's teacher costs, if it has one."""
+    found = taught(asked, fit.inputs, cluster.num_devices)
+    if asked.teacher is None or found is None:
+        return None
+    own = sum(shape.flop for shape in fit.once) / len(fit.once) - (found.flop if asked.teacher_from == "model" else 0)
+    seconds = found.flop / (asked.efficiency.compute * cluster.peak_flops(asked.precision))
+    seconds += asked.efficiency.passes * found.moved_bytes / (cluster.device.memory_gb_per_s.value * 1e9)
+    return TeacherCost(
+        model=asked.teacher, parameters=found.parameters, flop_share=found.flop / (found.flop + own),
+        memory_gib=(found.weights_bytes + found.pass_bytes) / GIB, layer_bytes=asked.layer_bytes,
+        layer_device_hours_per_million=1e6 * seconds / asked.micro_batch / 3600,
     )  # fmt: skip
 
 
@@ -218,6 +249,9 @@ def explanations(asked: Scenario, cluster: ClusterSettings, fit: Fit, data: Data
         "usd_per_million": line("10^6 / samples_per_s / 3600 x devices x price",
                                 "no price is known" if price is None else price.source,
                                 price="none" if price is None else price.value),
+        "teacher.flop_share": line("a third of the FLOP of the teacher's own training / all FLOP",
+                                   "a forward pass is one of three equal parts (arXiv 2205.05198, equation 7)",
+                                   teacher=asked.teacher or "none"),
         "checkpoint_gb": line("4 bytes x (1 + moments) x parameters", "weights and moments in fp32",
                               parameters=sum(shape.parameters for shape in fit.stages)),
         "checkpoint_s": line("checkpoint_gb / storage", data.storage_source, gb=checkpoint_gb(fit)),

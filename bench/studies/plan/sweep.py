@@ -6,7 +6,17 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fuelrail.bench.planner.choice import USABLE, check_state, composed, inputs_of, named, peak, stages, work_of
+from fuelrail.bench.planner.choice import (
+    USABLE,
+    beside_teacher,
+    check_state,
+    composed,
+    inputs_of,
+    named,
+    peak,
+    stages,
+    work_of,
+)
 from fuelrail.bench.planner.hardware import GIB
 from fuelrail.bench.planner.quick import can_be_quick, quick_stages
 from fuelrail.bench.planner.shape import private_parts_are_there
@@ -22,7 +32,7 @@ if TYPE_CHECKING:
     from fuelrail.bench.planner.scenario import Data, Recompute, Scenario
     from fuelrail.bench.trainer.strategies.settings import Strategy
 
-_MICRO_BATCHES = (1, 2, 4, 8, 16)
+_MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
 _SIMPLE: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "fsdp2")
 
@@ -47,7 +57,7 @@ def sweep(asked: Scenario, cluster: ClusterSettings, data: Data) -> list[Planned
     found = []
     for nodes in _numbers(cluster.nodes):
         part = msgspec.structs.replace(cluster, nodes=nodes)
-        for settings in _strategies(part):
+        for settings in _strategies(part, whole=nodes == cluster.nodes):
             too_large: str | None = None
             for size in _MICRO_BATCHES:
                 tried = msgspec.structs.replace(asked, micro_batch=size)
@@ -80,12 +90,14 @@ def _planned(asked: Scenario, cluster: ClusterSettings, settings: ParallelSettin
     image = (asked.height or 0, asked.width or 0) if asked.reads_images else (0, 0)
     check_fits(settings, degrees, model, asked.micro_batch * inputs.micro_batches, image)
     shaped = quick_stages if can_be_quick(model) and private_parts_are_there() else stages
-    shapes = shaped(model, settings, degrees, inputs, asked.precision)
+    shapes = beside_teacher(asked, degrees, inputs, shaped(model, settings, degrees, inputs, asked.precision))
     if peak(shapes) > usable:
         raise _TooLargeError(f"needs {peak(shapes) / GIB:.1f} GiB, and {usable / GIB:.1f} GiB of a device are usable")
     plain = msgspec.structs.replace(settings, recompute="none")
-    once = shapes if settings == plain else shaped(model, plain, degrees, inputs, asked.precision)
-    work = work_of(settings, degrees, inputs, shapes, once)
+    once = shapes
+    if settings != plain:
+        once = beside_teacher(asked, degrees, inputs, shaped(model, plain, degrees, inputs, asked.precision))
+    work = work_of(asked, settings, degrees, inputs, shapes, once)
     time = step_time(work, cluster, asked.precision, asked.efficiency)
     seconds = max(time.total, *data_seconds(asked, cluster, data).values())
     useful = sum(shape.flop for shape in once) / len(once) * inputs.micro_batches
@@ -106,16 +118,20 @@ def _numbers(nodes: int) -> list[int]:
 def data_seconds(asked: Scenario, cluster: ClusterSettings, data: Data) -> dict[str, float]:
     """Seconds that decoding and storage need for a step."""
     images = asked.global_batch * (asked.cameras or 0) / cluster.nodes if asked.reads_images else 0
-    read = asked.global_batch * (asked.sample_bytes or 0)
+    read = asked.global_batch * (asked.stored_bytes or 0)
     return {"decoding": images / data.images_per_node_s, "storage": read / data.storage_gb_per_s / 1e9}
 
 
-def _strategies(cluster: ClusterSettings) -> Iterator[ParallelSettings]:
-    """Whole models, sharded ones, and all stages of divided layers; each without and with recomputation."""
+def _strategies(cluster: ClusterSettings, *, whole: bool) -> Iterator[ParallelSettings]:
+    """Whole models, sharded ones, and all stages of divided layers; each without and with recomputation.
+
+    A model that takes all devices is planned on the whole cluster only.
+    """
     for recompute in _RECOMPUTE:
         for strategy in _SIMPLE if cluster.num_devices > 1 else _SIMPLE[:1]:
             yield ParallelSettings(strategy=strategy, recompute=recompute)
         for tp in (1, 2, 8):
             for pp in (1, 2, 4, 8):
-                if tp * pp > 1 and cluster.devices_per_node % tp == 0 and cluster.num_devices % (tp * pp) == 0:
+                divides = cluster.devices_per_node % tp == 0 and cluster.num_devices % (tp * pp) == 0
+                if tp * pp > 1 and divides and (whole or tp * pp < cluster.num_devices):
                     yield composed(cluster, pp, tp, recompute)

@@ -10,7 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from fuelrail.bench.measure.collectives import Counter
+from fuelrail.bench.planner.choice import beside_teacher, stages, taught
 from fuelrail.bench.planner.formulas import Transformer, model_flop
+from fuelrail.bench.planner.scenario import Scenario
 from fuelrail.bench.planner.shape import Inputs, private_parts, shape_of
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.parallel import build, parallelise
@@ -28,23 +31,32 @@ def shape(name, world=1, rank=0, inputs=INPUTS, **options):
     return shape_of(MODELS[name], settings, degrees_of(settings, world), inputs, rank=rank)
 
 
-def allocated(name, recompute):
-    """Peak of the CPU allocator in a real step of one process, beyond what lay there before."""
-    model = build(MODELS[name], "cpu", 0)
-    parallel = parallelise(model, ParallelSettings(recompute=recompute), Degrees(), None, batch_size=4)
-    batch = {
+def batch():
+    return {
         "img": torch.zeros(4, 2, 3, 64, 128, dtype=torch.uint8), "cam_valid": torch.ones(4, 2),
         "intrinsics": torch.eye(3).expand(4, 2, 3, 3).contiguous(), "valid": torch.ones(4),
         "cam2ego": torch.eye(4).expand(4, 2, 4, 4).contiguous(), "sample_key": list("abcd"),
     }  # fmt: skip
-    inputs = parallel.inputs(batch)
+
+
+def peak_of(run):
+    """Peak of the CPU allocator while ``run`` runs, beyond what lay there before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        parallel.forward_backward(inputs)
+        run()
     events = [event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
     now = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         now += event.nbytes()
         peak = max(peak, now)
+    return peak
+
+
+def allocated(name, recompute):
+    """Bytes of a real step of one process at its peak, and its number of parameters."""
+    model = build(MODELS[name], "cpu", 0)
+    parallel = parallelise(model, ParallelSettings(recompute=recompute), Degrees(), None, batch_size=4)
+    inputs = parallel.inputs(batch())
+    peak = peak_of(lambda: parallel.forward_backward(inputs))
     # Of small inputs the tracker sees those that operators of the pass read; the images are what counts.
     held = sum(one.nbytes for one in (*model.parameters(), *model.buffers(), *inputs))
     return peak + held, sum(p.numel() for p in model.parameters())
@@ -90,6 +102,30 @@ def test_tensor_parallel_divides_computing_and_reports_its_axis():
     assert (scattered.count, scattered.bytes) == (2 * 2 * 8 + 1, 33 * hidden)
 
 
+def test_a_teacher_costs_its_forward_pass():
+    how = {"model": "bev-tiny", "teacher": "vit-tiny", "cluster": "1x8-a100", "global_batch": 32, "precision": "fp32"}
+    asked = Scenario(name="n", **how)
+    found = taught(asked, INPUTS, 8)
+    model = build(MODELS["vit-tiny"], "cpu", 0)
+    inputs = model.inputs(batch())
+    with torch.no_grad(), Counter(None) as counted:
+        peak = peak_of(lambda: model.predict(*inputs))
+    assert found.flop == pytest.approx(counted.flop, rel=0.05)
+    assert found.weights_bytes == 4 * sum(p.numel() for p in model.parameters()) // 8
+    assert peak < found.pass_bytes < 4 * peak
+    degrees = Degrees(dp_replicate=8)
+    (alone,) = stages(MODELS["bev-tiny"], ParallelSettings(), degrees, INPUTS, "fp32")
+    (beside,) = beside_teacher(asked, degrees, INPUTS, [alone])
+    assert beside.flop == alone.flop + found.flop
+    assert beside.peak_bytes == alone.peak_bytes + found.weights_bytes + max(0, found.pass_bytes - alone.kept_bytes)
+    assert [one.axis for one in beside.collectives] == ["dp_replicate", "dp_teacher"]
+    read = msgspec.structs.replace(asked, teacher_from="layer", sample_bytes=1000)
+    assert beside_teacher(read, degrees, INPUTS, [alone]) == [alone]
+    assert read.stored_bytes == 1000 + 2 * 8 * 8
+    with pytest.raises(ConfigError, match="teacher 'vit-tiny' would predict the whole batch on each of pp=2 ranks"):
+        beside_teacher(asked, Degrees(pp=2), INPUTS, [alone])
+
+
 def test_copies_send_their_gradients():
     found = shape("gpt-tiny", 8, strategy="ddp")
     sent = [(one.kind, one.ranks, one.bytes) for one in found.collectives]
@@ -124,7 +160,7 @@ def test_a_hundred_billion_parameters_on_1024_ranks():
 def test_what_is_refused():
     with pytest.raises(ConfigError, match="tp=3 does not divide the 8 heads"):
         shape("gpt-tiny", 3, strategy="tensor")
-    with pytest.raises(ConfigError, match="knows the pipeline schedules GPipe and 1F1B, not DualPipeV"):
+    with pytest.raises(ConfigError, match=r"DualPipeV gives each rank two stages, .*use GPipe or 1F1B"):
         shape("gpt-tiny", 2, inputs=msgspec.structs.replace(INPUTS, micro_batch=1, micro_batches=4),
               strategy="pipeline", pipeline_schedule="DualPipeV", micro_batches=4)  # fmt: skip
     assert not dist.is_initialized()

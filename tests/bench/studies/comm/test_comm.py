@@ -60,6 +60,8 @@ def test_two_ranks_of_this_host_and_a_cluster_file(tmp_path, capsys):
     assert cluster.inside.gb_per_s.value == pytest.approx(link_of(printed.timed)[0])
     assert cluster.device == load_cluster("1x8-h100").device
     assert (out / "report.md").read_text().count("all_reduce") == 4
+    page = (out / "report.html").read_text()
+    assert (page.count("<svg"), page.count("<tr>")) == (1, 17), "a plot for the axis, a row for each size"
 
 
 def test_what_is_refused(tmp_path):

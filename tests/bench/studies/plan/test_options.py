@@ -9,6 +9,7 @@ import pytest
 
 import fuelrail
 from fuelrail.__main__ import main
+from fuelrail.bench.planner import quick
 from fuelrail.bench.planner.hardware import CLUSTERS, load_cluster
 from fuelrail.bench.planner.scenario import Data, PlanOptions, Scenario, with_options
 from fuelrail.bench.planner.step_time import Efficiency
@@ -16,6 +17,7 @@ from fuelrail.bench.studies.plan import sweep
 from fuelrail.bench.studies.plan.measured import calibrated
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.settings import load_yaml
 from support.bench_runs import SETTINGS, log, report_of, steps
 from support.datasets import build_dataset
 from support.loader_runs import loader_report_of, loader_run
@@ -85,6 +87,18 @@ def test_a_sweep_says_what_fits_and_how_fast(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_a_sweep_of_500_plans_shares_52_small_runs():
+    """Two for each role of a rank; they are what a sweep takes time for."""
+    asked = load_yaml(CLUSTERS.parent / "scenarios" / "vit-2b-64-gpus.yaml", Scenario)
+    data = Data(images_per_node_s=1e6, images_source="none", storage_gb_per_s=1e3, storage_source="none")
+    quick._small.cache_clear()
+    found = sweep.sweep(asked, load_cluster(asked.cluster), data)
+    assert len(found) >= 500
+    assert any(one.fails is None for one in found)
+    assert 2 * quick._small.cache_info().misses <= 52, "plans share what their ranks do"
+
+
+@pytest.mark.slow
 def test_a_loaders_report_says_what_decoding_and_storage_can_do(tmp_path):
     path = tmp_path / "report.json"
     path.write_bytes(msgspec.json.encode(loader_report_of([loader_run()])))
@@ -134,6 +148,9 @@ def test_closed_formulas_plan_where_torch_has_moved_a_private_part(monkeypatch):
     # 16 bytes of state a parameter over 64 ranks, and a mixed-precision step of 6 N FLOP a token.
     assert found.stages[0].memory["weights, gradients, moments"] == pytest.approx(16 * 101e9 / 64, rel=0.02)
     assert sum(stage.flop for stage in found.stages) * 8 == pytest.approx(6 * 101e9 * 2048, rel=0.05)
+    with pytest.raises(ConfigError, match="pipeline_schedule ZBVZeroBubble gives each rank two stages"):
+        fuelrail.plan(None, model="gpt-100b", cluster="8x8-h100", global_batch=64, mesh="pp=4,dp_shard=2,tp=8",
+                      pipeline_schedule="ZBVZeroBubble")  # fmt: skip
     with pytest.raises(ConfigError, match="closed formulas describe GPT models, and this one is BevSettings"):
         fuelrail.plan(None, **TINY, **IMAGES, strategy="ddp")
 

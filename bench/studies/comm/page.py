@@ -1,0 +1,46 @@
+"""The document of measured collectives."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fuelrail.bench.report.page import Block, Document, Figure, Hero, Note, Section, Table, when
+from fuelrail.bench.studies.comm.report import link_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from fuelrail.bench.studies.comm.report import CommReport
+
+HEADER = ("collective", "axis", "ranks", "bytes", "us", "algorithm GB/s", "bus GB/s")
+
+
+def rows(report: CommReport) -> list[list[str]]:
+    """One row a size."""
+    return [
+        [
+            one.kind, one.axis, str(one.ranks), f"{one.num_bytes:,}", f"{one.microseconds:,.1f}",
+            f"{one.algorithm_gb_per_s:.3f}", f"{one.bus_gb_per_s:.3f}",
+        ]
+        for one in report.timed
+    ]  # fmt: skip
+
+
+def describe(report: CommReport, plots: Mapping[str, str]) -> Document:
+    """Return the report as a document with these plots."""
+    rate, latency = link_of(report.timed)
+    parts: list[Block | Section] = [
+        Hero(
+            f"{rate:.2f}", "GB/s, bus bandwidth of the largest all-reduce",
+            f"The smallest all-reduce takes {latency:,.1f} us. Bandwidths are nccl-tests'.",
+        ),
+        *(Note(text) for text in report.warnings),
+        *(
+            Section(f"Axis {axis}", [Figure([(plots.get(axis, ""), "Bus bandwidth over the whole tensor.")])])
+            for axis in dict.fromkeys(one.axis for one in report.timed)
+        ),
+        Section("All sizes", [Table(HEADER, rows(report))]),
+    ]  # fmt: skip
+    about = f"{report.ranks} ranks on {report.nodes} nodes, {report.backend} on {report.device}"
+    title = "How fast do ranks communicate?"
+    return Document("Fuelrail bench comm", title, about, when(report.created), None, parts, {})
