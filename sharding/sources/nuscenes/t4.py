@@ -216,7 +216,8 @@ class T4(FrameSource[T4Settings]):
                     ref = f"{dataset}{row.filename}"
                     sweeps[channel] = Sweep(ref=ref, timestamp_ns=time_ns, lidar2ego=sensor2ego, ego2global=own)
             members = []
-            for name, row in radars.get(sample.token, ()) if ego2global is not None else ():
+            for name, row in radars.get(sample.token, ()):
+                assert ego2global is not None, "the radar's own row has one"
                 _, _, sensor2ego = self._found_in(calibrated, row.calibrated_sensor_token, row.token)
                 own = self._found_in(poses, row.ego_pose_token, row.token)
                 sensor2key = (invert_rigid(ego2global) @ own @ sensor2ego)[:3].ravel().tolist()
