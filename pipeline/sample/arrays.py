@@ -98,7 +98,7 @@ def write_parts(tensors: Mapping[str, NDArray[np.generic]], counts: Sequence[int
         for count in set(counts)
     }
     rows = {
-        name: (memoryview(array.reshape(-1).view(np.uint8)), array.itemsize * math.prod(array.shape[1:]))
+        name: (array.reshape(-1).view(np.uint8).data, array.itemsize * math.prod(array.shape[1:]))
         for name, array in arrays.items()
     }
     found, first = [], 0

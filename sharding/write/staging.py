@@ -148,7 +148,7 @@ def stage_clips(
     return table
 
 
-def _selected(task: StageTask, selection: NDArray[np.bool_]) -> list[int]:
+def _selected(task: StageTask, selection: NDArray[np.generic]) -> list[int]:
     """The rows of a clip that are in the plan."""
     found: list[int] = (np.flatnonzero(selection[task.first_row :][: task.num_rows]) + task.first_row).tolist()
     return found

@@ -104,7 +104,8 @@ def stacked_geometry(
         [image is not None and (image.intrinsics is not None or image.cam2ego is not None) for image in images],
         np.bool_,
     )
-    bad = _uncalibrated(intrinsics)[intrinsics_at] | ~np.isfinite(cam2ego).all((1, 2))[camera_at]
+    is_placed = np.asarray(np.isfinite(cam2ego).all((1, 2)))
+    bad = _uncalibrated(intrinsics)[intrinsics_at] | ~is_placed[camera_at]
     bad &= needs & (sizes[..., 0].ravel() > 0)
     if bad.any():
         at = int(np.argmax(bad))

@@ -117,14 +117,14 @@ class MemberFinder:
         unsized: list[str] = []
         for frame in frames:
             in_clip.update(frame.images)
-            for image in frame.images.values():
-                if isinstance(image, Image) and not image.made:
-                    parts[image.ref] = Part.of(image.ref)
-                    if image.width <= 0 or image.height <= 0:
-                        unsized.append(image.ref)
-            for sweep in frame.sweeps.values() if self.points else ():
-                if sweep.num_bytes is None:
-                    parts[sweep.ref] = Part.of(sweep.ref)
+            for own in frame.images.values():
+                if isinstance(own, Image) and not own.made:
+                    parts[own.ref] = Part.of(own.ref)
+                    if own.width <= 0 or own.height <= 0:
+                        unsized.append(own.ref)
+            for one in frame.sweeps.values() if self.points else ():
+                if one.num_bytes is None:
+                    parts[one.ref] = Part.of(one.ref)
         names = list(dict.fromkeys([part.name for part in parts.values()]))
         for name in names:
             check_inside(name, where)

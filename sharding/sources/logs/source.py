@@ -156,7 +156,7 @@ class LogSource(FrameSource[LogSettings]):
             self._index = LogIndex(
                 log, [self.recordings.log_file(name) for name in files],
                 cameras=list(self.camera_topics.values()), lidars=list(self.lidar_topics.values()),
-                gps=_gps(self), levels=self._levels, options=self.given,
+                gps=_gps(self), levels=_levels(self), options=self.given,
             )  # fmt: skip
         return self._index
 
@@ -167,12 +167,8 @@ class LogSource(FrameSource[LogSettings]):
             lambda: self.recordings.topics,
             lambda: dict(self.recordings.logs),
             self.given.video_quality,
-            self._levels,
+            _levels(self),
         )
-
-    @property
-    def _levels(self) -> dict[str, tuple[int, int]]:
-        return {self.camera_topics[channel]: levels for channel, levels in self.given.levels.items()}
 
 
 class Rosbag2Source(LogSource):
@@ -184,6 +180,11 @@ class Rosbag2Source(LogSource):
 
 def _has_video(source: LogSource) -> bool:
     return any(source.recordings.topics[topic].type in VIDEOS for topic in source.camera_topics.values())
+
+
+def _levels(source: LogSource) -> dict[str, tuple[int, int]]:
+    """By topic the values that become black and white, of raw pictures of 16 bits."""
+    return {source.camera_topics[channel]: levels for channel, levels in source.given.levels.items()}
 
 
 def _gps(source: LogSource) -> str:

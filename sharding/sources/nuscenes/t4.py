@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from fuelrail.sharding.sources.files import SourceFiles
+
 R = TypeVar("R", bound=Record)
 
 _FOLDER: Final = "annotation"
@@ -110,22 +112,16 @@ class T4(FrameSource[T4Settings]):
         if _FOLDER in names:
             return [""]
         for name in names:
-            inside = self._inside(name)
+            inside = _inside(self.files, name)
             if _FOLDER in inside:
                 found.append(f"{name}/")
                 continue
-            versions = [one for one in inside if one.isdigit() and _FOLDER in self._inside(f"{name}/{one}")]
+            versions = [one for one in inside if one.isdigit() and _FOLDER in _inside(self.files, f"{name}/{one}")]
             if versions:
                 found.append(f"{name}/{max(versions, key=int)}/")
         if not found:
             raise SourceError(f"the t4 source '{self.files.shown}' has no dataset: no folder with the folder {_FOLDER}")
         return found
-
-    def _inside(self, folder: str) -> list[str]:
-        try:
-            return self.files.listed(folder)
-        except SourceError:
-            return []  # a file
 
     def _read_table(self, dataset: str, table: str, of: type[R]) -> list[R]:
         name = f"{dataset}{_FOLDER}/{table}.json"
@@ -220,7 +216,8 @@ class T4(FrameSource[T4Settings]):
                     ref = f"{dataset}{row.filename}"
                     sweeps[channel] = Sweep(ref=ref, timestamp_ns=time_ns, lidar2ego=sensor2ego, ego2global=own)
             members = []
-            for name, row in radars.get(sample.token, ()) if ego2global is not None else ():
+            for name, row in radars.get(sample.token, ()):
+                assert ego2global is not None, "the radar's own row has one"
                 _, _, sensor2ego = self._found_in(calibrated, row.calibrated_sensor_token, row.token)
                 own = self._found_in(poses, row.ego_pose_token, row.token)
                 sensor2key = (invert_rigid(ego2global) @ own @ sensor2ego)[:3].ravel().tolist()
@@ -318,6 +315,13 @@ class T4(FrameSource[T4Settings]):
         if ref.startswith("{"):
             return msgspec.json.decode(ref, type=RadarFiles).points(self.files.read)
         return parse_points(self.files.read(ref), _COLUMNS, f"lidar file '{self.files.shown}/{ref}'")
+
+
+def _inside(files: SourceFiles, folder: str) -> list[str]:
+    try:
+        return files.listed(folder)
+    except SourceError:
+        return []  # a file
 
 
 def _box_rows(rows: list[tuple[_Annotation, str, int, int]]) -> BoxRows:
