@@ -58,7 +58,7 @@ def test_a_plan_by_flags_alone_and_its_files(tmp_path, capsys):
     page = (tmp_path / "out" / "report.html").read_text()
     assert page.count("<svg") == 2
     text = (tmp_path / "out" / "report.md").read_text()
-    assert all(f"## {title}" in text for title in ("What was tried", "Stages", "Scaling"))
+    assert all(f"## {title}" in text for title in ("What was tried", "Memory and work of each stage", "Scaling"))
     weak, strong = (next(one for one in found["scaling"] if one["scaling"] == kind) for kind in ("weak", "strong"))
     assert [point["devices"] for point in weak["points"]] == [2**power for power in range(11)]
     assert [point["devices"] for point in strong["points"]] == [1, 2, 4, 8]
