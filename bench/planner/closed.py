@@ -17,7 +17,7 @@ from fuelrail.bench.planner.formulas import (
     parameters,
     zero_state_bytes,
 )
-from fuelrail.bench.planner.shape import MOMENTS, Shape, in_flight
+from fuelrail.bench.planner.shape import MOMENTS, Shape, check_schedule, in_flight
 from fuelrail.bench.trainer.models.settings import GptSettings
 from fuelrail.pipeline.errors import ConfigError
 
@@ -38,6 +38,7 @@ def closed_shape(
             f"closed formulas describe GPT models, and this one is {type(model).__name__}; install torch 2.13, with "
             "which the planner runs the model's own strategies"
         )
+    check_schedule(settings, degrees)
     size = Transformer(
         layers=model.depth, hidden=model.width, heads=model.heads, seq=model.context, vocab=model.vocabulary
     )

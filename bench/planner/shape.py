@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -159,7 +160,9 @@ def private_parts() -> PrivateParts:
         from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
         from torch.distributed.tensor.debug import _clear_python_sharding_prop_cache as forget_python
         from torch.testing._internal.distributed.fake_pg import FakeStore
-    except ImportError as error:
+
+        attrgetter("_update_snap", "_update_peak_stats")(MemTracker)  # which Line replaces
+    except (ImportError, AttributeError) as error:
         raise FuelrailError(
             f"torch {torch.__version__} has moved a part that the planner runs ({error}); it was tested with torch "
             "2.13; `fuelrail plan` then plans GPT models by closed formulas"
@@ -190,11 +193,7 @@ def shape_of(
     image = (0, 0) if isinstance(model, GptSettings) else (inputs.height, inputs.width)
     batch = inputs.micro_batch * (inputs.micro_batches if degrees.pp > 1 else 1)
     check_fits(settings, degrees, model, batch, image)
-    if degrees.pp > 1 and settings.pipeline_schedule not in _PLANNED_SCHEDULES:
-        raise ConfigError(
-            f"pipeline_schedule {settings.pipeline_schedule} gives each rank two stages, and the planner shapes one a "
-            f"rank: it would misjudge activations and bubble; use {' or '.join(_PLANNED_SCHEDULES)}"
-        )
+    check_schedule(settings, degrees)
     world = degrees.pp * degrees.data * degrees.tp
     with _fake_group(rank, world):
         whole = degrees.pp * degrees.dp_shard * degrees.tp == 1
@@ -209,6 +208,15 @@ def shape_of(
             precision == "fp16" else precision,
         )  # fmt: skip
         return _run(parallel, (model, settings, degrees, precision), inputs, (example, hidden, line), (rank, stage))
+
+
+def check_schedule(settings: ParallelSettings, degrees: Degrees) -> None:
+    """Raise ConfigError for a pipeline's schedule whose order is not planned."""
+    if degrees.pp > 1 and settings.pipeline_schedule not in _PLANNED_SCHEDULES:
+        raise ConfigError(
+            f"pipeline_schedule {settings.pipeline_schedule} gives each rank two stages, and the planner shapes one a "
+            f"rank: it would misjudge activations and bubble; use {' or '.join(_PLANNED_SCHEDULES)}"
+        )
 
 
 def in_flight(schedule: str, pp: int, stage: int, micro_batches: int) -> int:

@@ -134,6 +134,9 @@ def test_closed_formulas_plan_where_torch_has_moved_a_private_part(monkeypatch):
     # 16 bytes of state a parameter over 64 ranks, and a mixed-precision step of 6 N FLOP a token.
     assert found.stages[0].memory["weights, gradients, moments"] == pytest.approx(16 * 101e9 / 64, rel=0.02)
     assert sum(stage.flop for stage in found.stages) * 8 == pytest.approx(6 * 101e9 * 2048, rel=0.05)
+    with pytest.raises(ConfigError, match="pipeline_schedule ZBVZeroBubble gives each rank two stages"):
+        fuelrail.plan(None, model="gpt-100b", cluster="8x8-h100", global_batch=64, mesh="pp=4,dp_shard=2,tp=8",
+                      pipeline_schedule="ZBVZeroBubble")  # fmt: skip
     with pytest.raises(ConfigError, match="closed formulas describe GPT models, and this one is BevSettings"):
         fuelrail.plan(None, **TINY, **IMAGES, strategy="ddp")
 
