@@ -46,6 +46,7 @@ PRIVATE_REACH = {
     "bench/gpu/base.py",
     "bench/measure/memory.py",
     "bench/peers/torch_workers.py",
+    "bench/planner/shape.py",
     "loaders/integrations/mmengine.py",
     "loaders/storage/clients.py",
 }
