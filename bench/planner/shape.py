@@ -322,7 +322,7 @@ def _run(
                     tracker.reset_mod_stats()
                 if last and copied:  # DDP copies a gradient into its bucket, and frees it, once it is whole
                     for parameter, bucket in zip(learnt, buckets, strict=True):
-                        parameter.register_post_accumulate_grad_hook(partial(_into_bucket, bucket=bucket))
+                        parameter.register_post_accumulate_grad_hook(partial(_into_bucket, bucket=bucket))  # type: ignore[no-untyped-call]
                 kept = passes.run(tracker, last=last, line=line if last else None)
         found = _by_kind(tracker.get_tracker_snapshot("peak"))
     own = sum(_local(parameter).numel() for parameter in learnt)
