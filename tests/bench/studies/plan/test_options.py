@@ -9,6 +9,7 @@ import pytest
 
 import fuelrail
 from fuelrail.__main__ import main
+from fuelrail.bench.planner import quick
 from fuelrail.bench.planner.hardware import CLUSTERS, load_cluster
 from fuelrail.bench.planner.scenario import Data, PlanOptions, Scenario, with_options
 from fuelrail.bench.planner.step_time import Efficiency
@@ -16,6 +17,7 @@ from fuelrail.bench.studies.plan import sweep
 from fuelrail.bench.studies.plan.measured import calibrated
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.settings import load_yaml
 from support.bench_runs import SETTINGS, log, report_of, steps
 from support.datasets import build_dataset
 from support.loader_runs import loader_report_of, loader_run
@@ -82,6 +84,18 @@ def test_a_sweep_says_what_fits_and_how_fast(tmp_path, monkeypatch):
     assert "do not divide the global batch of 16" in found["fsdp2", 3].fails
     # What ranks share does not lie on each of them.
     assert found["fsdp2", 1].peak_gib < found["ddp", 1].peak_gib
+
+
+@pytest.mark.slow
+def test_a_sweep_of_500_plans_shares_52_small_runs():
+    """Two for each role of a rank; they are what a sweep takes time for."""
+    asked = load_yaml(CLUSTERS.parent / "scenarios" / "vit-2b-64-gpus.yaml", Scenario)
+    data = Data(images_per_node_s=1e6, images_source="none", storage_gb_per_s=1e3, storage_source="none")
+    quick._small.cache_clear()
+    found = sweep.sweep(asked, load_cluster(asked.cluster), data)
+    assert len(found) >= 500
+    assert any(one.fails is None for one in found)
+    assert 2 * quick._small.cache_info().misses <= 52, "plans share what their ranks do"
 
 
 @pytest.mark.slow
