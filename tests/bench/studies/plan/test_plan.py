@@ -88,7 +88,11 @@ def test_the_shipped_scenarios_and_their_decisions(name, tmp_path, capsys):
     found = msgspec.json.decode(capsys.readouterr().out)
     assert 0 < found["peak_gib"] <= found["usable_gib"]
     assert 0.1 < found["mfu"] < 0.7
-    expected = {"resnet50-4-gpus": "ddp", "gpt-100b-64-gpus": "pp=4,dp_shard=2,tp=8, full recomputation"}
+    expected = {
+        "resnet50-4-gpus": "ddp",
+        "vit-2b-64-gpus": "ddp",
+        "gpt-100b-64-gpus": "pp=4,dp_shard=2,tp=8, full recomputation",
+    }
     assert found["strategy"] == expected.get(name, found["strategy"])
     if name == "gpt-1.3b-4-gpus":
         assert "GiB on stage 0 (" in found["tried"][0]["fails"], "a whole copy does not fit"
