@@ -67,6 +67,7 @@ WIDE = {
 SMALL = {
     "bench/peers": "plug-ins, one loader a file",
     "bench/studies/comm/command.py": "one command a file, in a list of commands",
+    "bench/studies/comm/page.py": "a study's report as a document",
     "bench/studies/compare/command.py": "one command a file, in a list of commands",
     "bench/studies/diff/command.py": "one command a file, in a list of commands",
     "bench/studies/order/plot.py": "imports matplotlib, which must stay optional",

@@ -56,7 +56,7 @@ def test_a_dataset_that_ends_in_the_warm_up_gives_no_figure(dataset, tmp_path, c
     assert (report.figures, report.cut_off) == (None, None)
     printed = capsys.readouterr().out
     for told in (printed, (tmp_path / "report.md").read_text()):
-        assert f"No figures: {report.window.too_short}" in told
+        assert f": {report.window.too_short}." in told
         assert "samples/s" not in told
 
 

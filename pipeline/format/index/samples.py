@@ -62,14 +62,11 @@ _COLUMNS: Final = [
 ]
 _TEXTS: Final = ("key", "clip_id")
 _SCALARS: Final = ("frame", "timestamp_ns", "shard", "offset", "length", "xxh3")
-_TYPES: Final = {
-    "num_members": pa.int32(),
-    **{field.name: field.type for field in _COLUMNS if field.name != "members"},
-    **{f"members.{field.name}": field.type for field in _MEMBER_TYPE},
+_TYPES: Final = {field.name: field.type for field in (pa.field("num_members", pa.int32()), *_COLUMNS[:-1])} | {
+    f"members.{field.name}": field.type for field in _MEMBER_TYPE
 }
 """Of the columns that a batch is made of."""
 _VERSION_KEY, _NAMES_KEY, _CODECS_KEY = b"fuelrail.index.version", b"fuelrail.members", b"fuelrail.codecs"
-
 _make_row = partial(tuple.__new__, IndexRow)
 """An IndexRow from a tuple, at half the price of the call."""
 
@@ -448,7 +445,6 @@ def write_index(
     """Write all rows to a new index file; returns their number."""
     count = 0
     with IndexWriter(path, names, codecs) as writer:
-        for row in rows:
+        for count, row in enumerate(rows, 1):  # noqa: B007 - it is returned
             writer.append(row)
-            count += 1
     return count

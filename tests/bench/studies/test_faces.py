@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from fuelrail.bench.measure.accelerator import load_profile
+from fuelrail.bench.report.page import render_page
 from fuelrail.bench.studies.compare.options import CompareOptions
 from fuelrail.bench.studies.compare.session import compare
-from fuelrail.bench.studies.diagnose.page import render_page
 from fuelrail.bench.studies.diagnose.run import DiagnoseOptions, diagnose
 from fuelrail.bench.studies.diff.compare import DiffOptions, diff
 from fuelrail.bench.studies.loader.measure import bench_loader

@@ -32,12 +32,12 @@ def cluster(tmp_path, **values):
 
 
 def test_the_simplest_strategy_that_fits_and_why_the_simpler_one_does_not(tmp_path):
-    small = msgspec.structs.replace(GPT, cluster=cluster(tmp_path, memory_gib=0.0017))
+    small = msgspec.structs.replace(GPT, cluster=cluster(tmp_path, memory_gib=0.0021))
     found = plan(small, explain=True)
     assert [one.strategy for one in found.tried] == ["ddp", "zero1"]
     assert "GiB on stage 0 (" in found.tried[0].fails
     assert found.strategy == "zero1"
-    assert found.peak_gib < found.usable_gib == pytest.approx(0.0017 * 0.9)
+    assert found.peak_gib < found.usable_gib == pytest.approx(0.0021 * 0.9)
     assert found.explained["step.compute"].inputs["micro_batches"] == 2
 
 
@@ -83,8 +83,7 @@ def test_a_pipeline_has_a_bubble_and_all_its_stages():
 def test_the_shipped_scenarios_and_their_decisions(name, tmp_path, capsys):
     """The text beside a scenario is the first part of what the command writes."""
     assert main(["plan", str(SCENARIOS / f"{name}.yaml"), "--json", "--out", str(tmp_path), "--no-html"]) == 0
-    if (SCENARIOS / f"{name}.md").exists():
-        assert (tmp_path / "report.md").read_text().startswith((SCENARIOS / f"{name}.md").read_text())
+    assert (tmp_path / "report.md").read_text().startswith((SCENARIOS / f"{name}.md").read_text())
     found = msgspec.json.decode(capsys.readouterr().out)
     assert 0 < found["peak_gib"] <= found["usable_gib"]
     assert 0.1 < found["mfu"] < 0.7
