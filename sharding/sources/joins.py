@@ -6,6 +6,7 @@ share of memory: so a join takes no memory for its rows.
 
 from __future__ import annotations
 
+import itertools
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
@@ -88,7 +89,8 @@ class Tokens(Texts):
     @cached_property
     def _row_of(self) -> dict[str, int]:
         """In memory: for tables of few rows, and for sources that are cut out, which are small."""
-        return {token: row for part in self.parts() for row, token in enumerate(part.to_pylist())}
+        tokens = itertools.chain.from_iterable(part.to_pylist() for part in self.parts())
+        return {token: row for row, token in enumerate(tokens)}
 
     def find(self, tokens: Sequence[str]) -> NDArray[np.int64]:
         """Row number of each token; -1 where there is none. For a table of few rows."""

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.storage import columns
 from fuelrail.sharding.sources import joins as module
 from fuelrail.sharding.sources.joins import Database, Tokens
 
@@ -57,6 +58,12 @@ def test_an_empty_table_has_no_token(database):
     assert tokens.find(["a", ""]).tolist() == [-1, -1]
     assert tokens.rows_of(column(database, ["a", ""])).tolist() == [-1, -1]
     assert tokens.rows_of(column(database, [])).tolist() == []
+
+
+def test_rows_are_numbered_over_all_parts_of_a_column(database, monkeypatch):
+    monkeypatch.setattr(columns, "ROWS_AT_ONCE", 2)
+    tokens = Tokens("log", database, list("abcde"))
+    assert tokens.find(["e", "a", "c"]).tolist() == tokens.rows_of(column(database, ["e", "a", "c"])).tolist() == [4, 0, 2]
 
 
 @settings(max_examples=30, deadline=None)
