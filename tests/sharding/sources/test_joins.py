@@ -63,7 +63,9 @@ def test_an_empty_table_has_no_token(database):
 def test_rows_are_numbered_over_all_parts_of_a_column(database, monkeypatch):
     monkeypatch.setattr(columns, "ROWS_AT_ONCE", 2)
     tokens = Tokens("log", database, list("abcde"))
-    assert tokens.find(["e", "a", "c"]).tolist() == tokens.rows_of(column(database, ["e", "a", "c"])).tolist() == [4, 0, 2]
+    assert (
+        tokens.find(["e", "a", "c"]).tolist() == tokens.rows_of(column(database, ["e", "a", "c"])).tolist() == [4, 0, 2]
+    )
 
 
 @settings(max_examples=30, deadline=None)
