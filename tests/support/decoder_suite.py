@@ -222,7 +222,8 @@ class DecoderSuite:
         criteria = (cv2.TERM_CRITERIA_EPS | cv2.TERM_CRITERIA_COUNT, 100, 1e-4)
         found = cv2.cornerSubPix(gray.astype(np.uint8), expected.copy(), (6, 6), (-1, -1), criteria)
         errors = np.abs(found - expected)[:, 0]
-        assert errors.max() < 0.1, f"{errors.max(axis=0)} px"
+        # 0.002: cornerSubPix of OpenCV 4 finds corners that much further away than that of OpenCV 5.
+        assert errors.max() < 0.1 + 0.002, f"{errors.max(axis=0)} px"
 
     @pytest.mark.parametrize("filter_", ["bilinear", "bicubic"])
     @pytest.mark.parametrize("name", ALL_MAPS)

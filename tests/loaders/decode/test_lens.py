@@ -63,6 +63,8 @@ def board(name: str) -> bytes:
     criteria = (cv2.TERM_CRITERIA_EPS | cv2.TERM_CRITERIA_COUNT, 30, 1e-7)
     if lens.kind == "fisheye":
         places = cv2.fisheye.undistortPoints(grid, camera, dist, P=to, criteria=criteria)
+    elif hasattr(cv2, "undistortPointsIter"):  # OpenCV 4
+        places = cv2.undistortPointsIter(grid, camera, dist, np.eye(3), to, criteria)
     else:
         places = cv2.undistortPoints(grid, camera, dist, P=to, criteria=criteria)
     waves = np.sin(np.pi * places.reshape(height, width, 2) / SQUARE).prod(axis=-1)

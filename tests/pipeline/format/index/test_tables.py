@@ -148,7 +148,7 @@ class TestKeys:
             return data[first:end]
 
         opened = blocks.open_sparse(tmp_path / "keys.arrow", len(data), blocks.block_digests(path), read)
-        middle = keys.sorted_entries(index, tmp_path)["row"][10_000]
+        middle = int(keys.sorted_entries(index, tmp_path)["row"][10_000])
         assert [entry.row for entry in KeyTable(lambda: opened, len(index)).find(index.row(middle).key)] == [middle]
 
     def test_rows_outside_the_index_are_refused(self, tmp_path) -> None:
