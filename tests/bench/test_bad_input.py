@@ -55,9 +55,9 @@ def test_a_dataset_that_ends_in_the_warm_up_gives_no_figure(dataset, tmp_path, c
     report = load_report(tmp_path / "report.json")
     assert (report.figures, report.cut_off) == (None, None)
     printed = capsys.readouterr().out
-    for told in (printed, (tmp_path / "report.md").read_text()):
-        assert f": {report.window.too_short}." in told
-        assert "samples/s" not in told
+    for said in (printed, (tmp_path / "report.md").read_text()):
+        assert f": {report.window.too_short}." in said
+        assert "samples/s" not in said
 
 
 def test_scaling_over_too_few_steps_gives_no_figure(dataset, tmp_path, capsys):

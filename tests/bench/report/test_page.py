@@ -8,7 +8,7 @@ from fuelrail.bench.report.page import as_text, when
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "said"),
     [
         ({"seed": 0, "verify": False, "storage": "auto"}, "seed=0, verify=False, storage=auto"),
         ({"window": None, "cpus": [0], "leave_out": []}, "cpus=[0]"),
@@ -17,8 +17,8 @@ from fuelrail.bench.report.page import as_text, when
         ({"image": {"flip_prob": 0.0, "crop_bottom": (0.0, 0.2)}}, "image.crop_bottom=[0.0, 0.2]"),
     ],
 )
-def test_options_are_reported_flat_and_without_what_is_off(options, told):
-    assert as_text(options) == told
+def test_options_are_reported_flat_and_without_what_is_off(options, said):
+    assert as_text(options) == said
 
 
 def test_a_reports_time_is_reported_to_the_minute():
