@@ -17,13 +17,14 @@ DEVKIT := nuscenes-devkit==1.2.0
 # What codespell reads; its settings are in pyproject.toml.
 SPELLED := *.md bench configs docs loaders pipeline sharding tests .src/fuelrail/*.py
 
-.PHONY: help setup demo pictures test test-fast coverage test-floors lint fix types docs wheel bench dali gpu-check clean
+.PHONY: help setup demo pictures test test-fast coverage test-floors lint fix types docs wheel bench dali test-dali gpu-check clean
 
 help:
 	@echo "make demo       set up, synthesise, shard, verify, draw a sample, train on 2 ranks, write the report"
-	@echo "make test       set up and run the whole test suite: about 10 minutes on two idle cores"
+	@echo "make test       set up and run the whole test suite: about 16 minutes on two cores"
 	@echo "make test-fast  set up and run the unit lane: about 75 seconds on two cores"
 	@echo "make coverage   the unit lane, and the share of each hall's lines that it runs: about 2.5 minutes"
+	@echo "make test-dali  DALI's own tests, on the CPU and on fake devices: about a minute"
 	@echo "make test-floors  the unit lane with the lowest torch, numpy, pyarrow and DALI, in .venv-floors"
 	@echo "make lint       ruff check, format check and codespell"
 	@echo "make fix        apply what ruff can fix and format"
@@ -117,6 +118,10 @@ bench: setup
 
 dali: setup
 	$(BIN)/pip install -qq -c constraints.txt -e ".[dev,$(DALI),nvml]"
+
+test-dali: dali
+	$(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 4 --dist load tests/loaders/decode/test_dali.py \
+		tests/loaders/decode/test_dali_install.py tests/loaders/decode/test_splice.py tests/sharding/test_dali_reader.py
 
 gpu-check: dali
 	$(BIN)/python -m fuelrail.bench.gpu.check $(CHECK)

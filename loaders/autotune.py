@@ -125,7 +125,7 @@ class Autotuner:
 
     def restart(self) -> None:
         """Start a new window, after a break: another pipeline, or one whose clocks start again."""
-        self._begun_s: float | None = None
+        self._start_s: float | None = None
         self._last_s = 0.0
         self._longest_s = 0.0
         self._batches = 0
@@ -134,12 +134,12 @@ class Autotuner:
 
     def due(self, now_s: float) -> bool:
         """Note that a batch was handed out; whether a window is full, and :meth:`update` should be called."""
-        if self._begun_s is None:
+        if self._start_s is None:
             return True
         self._longest_s = max(self._longest_s, now_s - self._last_s)
         self._last_s = now_s
         self._batches += 1
-        return self._batches >= self._window_batches and now_s - self._begun_s >= self._window_s
+        return self._batches >= self._window_batches and now_s - self._start_s >= self._window_s
 
     def update(self, now_s: float, waited_s: float, clocks: Sequence[StageClock]) -> Tuning | None:
         """Judge the window that ends now; the new tuning, if there is one.
@@ -154,14 +154,14 @@ class Autotuner:
         return self.tuning if self.tuning != before else None
 
     def _close_window(self, now_s: float, waited_s: float, clocks: Sequence[StageClock]) -> _Window | None:
-        begun_s, batches, longest_s = self._begun_s, self._batches, self._longest_s
+        start_s, batches, longest_s = self._start_s, self._batches, self._longest_s
         earlier, waited_before = self._clocks, self._waited_s
-        self._begun_s = self._last_s = now_s
+        self._start_s = self._last_s = now_s
         self._batches, self._longest_s = 0, 0.0
         self._waited_s, self._clocks = waited_s, clocks
-        if begun_s is None:
+        if start_s is None:
             return None
-        length_s = now_s - begun_s
+        length_s = now_s - start_s
         waiting = (waited_s - waited_before) / length_s
         if longest_s > _PAUSE * length_s and waiting < _PAUSE:
             return None

@@ -113,8 +113,8 @@ def _point(bench: Bench, batches: Iterator[Any], step_ms: float, compute: Callab
     waits_ms: list[float] = []
     for _ in range(_STEPS_AHEAD + 2):
         next(batches)
-    begun_s, cpu_s = time.perf_counter(), time.process_time()
-    while len(spans) < bench.pick(40, 3) or time.perf_counter() - begun_s < bench.pick(2.5, 0.05):
+    start_s, cpu_s = time.perf_counter(), time.process_time()
+    while len(spans) < bench.pick(40, 3) or time.perf_counter() - start_s < bench.pick(2.5, 0.05):
         asked_s = time.perf_counter()
         batch = next(batches)
         waits_ms.append(1e3 * (time.perf_counter() - asked_s))
@@ -126,7 +126,7 @@ def _point(bench: Bench, batches: Iterator[Any], step_ms: float, compute: Callab
         if len(spans) > _STEPS_AHEAD:
             spans[-1 - _STEPS_AHEAD][1].wait()
     spans[-1][1].wait()
-    wall_s = time.perf_counter() - begun_s
+    wall_s = time.perf_counter() - start_s
     busy_ms = [start.ms_to(end) for start, end in spans]
     return {
         "occupancy": round(sum(busy_ms) / spans[0][0].ms_to(spans[-1][1]), 4),

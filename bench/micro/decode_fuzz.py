@@ -191,7 +191,7 @@ def fuzz(decoder: ImageDecoder, originals: Sequence[bytes], numbers: Iterable[in
     for number in numbers:
         rng = random.Random(f"{seed} {number}")
         encoded = mutate(rng.choice(originals), rng)
-        begun_s = time.process_time()
+        start_s = time.process_time()
         try:
             info = probe(encoded)
         except ImageError:
@@ -210,7 +210,7 @@ def fuzz(decoder: ImageDecoder, originals: Sequence[bytes], numbers: Iterable[in
                 raise AssertionError(f"mutation {number} of seed {seed} was refused, its output is touched") from None
         except AssertionError as error:
             raise AssertionError(f"mutation {number} of seed {seed}: {error}") from error
-        slowest_s = max(slowest_s, time.process_time() - begun_s)
+        slowest_s = max(slowest_s, time.process_time() - start_s)
     grown_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     return Tally(
         decoded=decoded,

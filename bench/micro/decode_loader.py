@@ -83,25 +83,25 @@ def rate_of_threads(decode: Callable[[bytes, NDArray[np.uint8]], object], images
 
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         list(pool.map(work, range(NUM_THREADS)))  # warm
-        begun_s = time.perf_counter()
+        start_s = time.perf_counter()
         list(pool.map(work, range(NUM_THREADS)))
-        return len(images) / (time.perf_counter() - begun_s)
+        return len(images) / (time.perf_counter() - start_s)
 
 
 def rate_of_loader(loader: DataLoader) -> float:
     """Images a second of a loader, from its third batch on, over epochs."""
     arrived = 0
-    begun_s = now_s = 0.0
+    start_s = now_s = 0.0
     while True:
         for batch in loader:
             now_s = time.perf_counter()
             arrived += 1
             if arrived == _WARM_BATCHES:
-                begun_s = now_s
-            elif arrived > _WARM_BATCHES and now_s - begun_s >= _LAP_S:
+                start_s = now_s
+            elif arrived > _WARM_BATCHES and now_s - start_s >= _LAP_S:
                 # Intervals, not batches: the one that the clock started at was made before.
                 num_images: int = (arrived - _WARM_BATCHES) * batch["img"].shape[0] * batch["img"].shape[1]
-                return num_images / (now_s - begun_s)
+                return num_images / (now_s - start_s)
 
 
 def measure(

@@ -93,10 +93,10 @@ def host_work(images: Sequence[bytes], maps: Sequence[ImageMap]) -> Callable[[],
     pipeline = empty_graph(is_aligned=is_aligned)
 
     def work() -> tuple[float, float]:
-        begun_s, begun_cpu_s = time.perf_counter(), time.thread_time()
+        start_s, start_cpu_s = time.perf_counter(), time.thread_time()
         for name, values in inputs(prepare(images, maps, scratch, library).jobs).items():
             pipeline.feed_input(name, values)
-        took = time.perf_counter() - begun_s, time.thread_time() - begun_cpu_s
+        took = time.perf_counter() - start_s, time.thread_time() - start_cpu_s
         pipeline.run()
         return took
 

@@ -70,14 +70,14 @@ def measure(folder: Path, rounds: int) -> OverheadReport:
     wall_s: dict[str, list[float]] = {name: [] for name in loaders}
     for number in range(rounds + 1):
         for name, loader in loaders.items():
-            cpu_s, begun_s, count = time.process_time(), time.perf_counter(), 0
+            cpu_s, start_s, count = time.process_time(), time.perf_counter(), 0
             for batch in loader:
                 count += len(batch["sample_key"])
             # Threads continue into the next epoch; ended here, so that each candidate pays for its own work alone.
             loader.close()
             if number:
                 cpu_ms[name].append(1e3 * (time.process_time() - cpu_s) / count)
-                wall_s[name].append((time.perf_counter() - begun_s) / count)
+                wall_s[name].append((time.perf_counter() - start_s) / count)
     per_sample = {name: median(values) for name, values in cpu_ms.items()}
     return OverheadReport(
         benchmark="loader_overhead",

@@ -294,7 +294,7 @@ class Runner:
         self._pipeline: Pipeline | None = None
         self._streams: Sequence[RequestStream] = ()
         self._idle_at: Cursor | None = None
-        self._begun_s: float | None = None
+        self._start_s: float | None = None
         self._past: tuple[StageClock, ...] = ()  # of the pipelines before
         self._past_waited_s = 0.0
 
@@ -305,8 +305,8 @@ class Runner:
         self._pipeline = Pipeline(tasks, stages, name=self._name, observer=self._observer)
         if self._tuner is not None:
             self._tuner.restart()
-        if self._begun_s is None:
-            self._begun_s = time.perf_counter()
+        if self._start_s is None:
+            self._start_s = time.perf_counter()
 
     def stop(self) -> None:
         """Stop the threads, if there are any, and wait until they are gone."""
@@ -376,7 +376,7 @@ class Runner:
     @property
     def elapsed_s(self) -> float:
         """Seconds since the first pipeline began."""
-        return 0.0 if self._begun_s is None else time.perf_counter() - self._begun_s
+        return 0.0 if self._start_s is None else time.perf_counter() - self._start_s
 
 
 def with_ranges(

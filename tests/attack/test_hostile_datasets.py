@@ -120,7 +120,7 @@ def load(dataset: str) -> int:
 
 def run(name: str, place: Path) -> Outcome:
     """One command on the dataset ``place/DS``, in a fork whose home and current folder are ``place``."""
-    output, begun = place / "output.txt", time.monotonic()
+    output, start_s = place / "output.txt", time.monotonic()
     at_first = mmap.mmap(-1, 8)  # shared with the fork
 
     def work() -> None:
@@ -148,7 +148,7 @@ def run(name: str, place: Path) -> Outcome:
     sys.stdout.flush()
     pid = fork(work)
     done = 0
-    while not done and time.monotonic() - begun < 2 * SECONDS:
+    while not done and time.monotonic() - start_s < 2 * SECONDS:
         done, status, usage = os.wait4(pid, os.WNOHANG)
         time.sleep(0.002)
     if not done:
@@ -156,7 +156,7 @@ def run(name: str, place: Path) -> Outcome:
         _, status, usage = os.wait4(pid, 0)
     text = output.read_text(errors="replace") if output.exists() else ""
     taken = (usage.ru_maxrss << 10) - int.from_bytes(at_first, "little")
-    return Outcome(os.waitstatus_to_exitcode(status), time.monotonic() - begun, taken, text)
+    return Outcome(os.waitstatus_to_exitcode(status), time.monotonic() - start_s, taken, text)
 
 
 def make_small(place: Path) -> None:
