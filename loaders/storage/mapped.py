@@ -235,6 +235,8 @@ class MappedShards:
                 f"sample needs bytes up to {row.offset + row.length}, the shard was cut to {size} while in use",
                 shard=file.name, offset=row.offset, key=row.key,
             )  # fmt: skip
+        if error == errno.EFAULT and file.was_written():  # cut when its pages were asked for, whole again by now
+            raise _cut(file, row)
         if error != errno.EINVAL:  # an older kernel: there a cut is noticed, but a disk that fails is not
             raise StorageError(f"cannot be read: {os.strerror(error)}", shard=file.name, offset=row.offset, key=row.key)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import shutil
@@ -11,10 +12,10 @@ import sys
 
 import pytest
 
-from fuelrail.loaders.storage import guard, open_storage
+from fuelrail.loaders.storage import guard, mapped, open_storage
 from fuelrail.loaders.storage.mapped import MappedShards
 from fuelrail.loaders.storage.pread import PreadShards
-from fuelrail.pipeline.errors import ChecksumError, TruncatedShardError
+from fuelrail.pipeline.errors import ChecksumError, StorageError, TruncatedShardError
 from fuelrail.pipeline.format.dataset import open_dataset
 from support.datasets import build_dataset
 from support.storage_suite import rows_of, spans_of
@@ -125,6 +126,21 @@ class TestMappedShards:
         with pytest.raises(TruncatedShardError):  # what was read of this file as zeros stays suspect
             storage.span(*rows_of(dataset)[7])
         assert bytes(MappedShards(dataset).span(index, row)) == spans_of(pristine)[3]
+
+    @pytest.mark.parametrize(("is_copied_over", "expected"), [(True, TruncatedShardError), (False, StorageError)])
+    def test_a_shard_that_was_short_for_a_moment_is_damaged_not_a_failing_disk(
+        self, own, pristine, monkeypatch, is_copied_over, expected
+    ):
+        storage = MappedShards(open_dataset(own))
+        index, row = rows_of(open_dataset(own))[7]
+        storage.span(index, row)  # opens the shard
+        monkeypatch.setattr(mapped._MappedFile, "may_be_touched", lambda *_: False)
+        monkeypatch.setattr(mapped._MappedFile, "populate", lambda *_: errno.EFAULT)  # what the kernel says of both
+        if is_copied_over:
+            shutil.copyfile(pristine / "train-000000.tar", own / "train-000000.tar")
+        with pytest.raises(expected) as caught:
+            storage.span(index, row)
+        assert type(caught.value) is expected
 
     def test_m1_bytes_changed_in_place_after_their_check_are_found_before_they_are_handed_out(self, own):
         dataset = open_dataset(own)
