@@ -21,7 +21,6 @@ from fuelrail.pipeline.format.index import keys, shards
 from fuelrail.pipeline.format.index import samples as index
 from fuelrail.pipeline.sample import schema
 from fuelrail.pipeline.transforms.lens import MODELS, UNBENT
-from support.datasets import build_dataset
 from support.plain_tables import check_files, read_shards
 
 if TYPE_CHECKING:
@@ -194,11 +193,9 @@ class PlainReader:
         }
 
 
-def test_a_reader_from_the_document_alone(tmp_path: Path) -> None:
-    raw = build_dataset(
-        tmp_path / "d", {"train": (3,), "val": (2,)}, size=(32, 24), missing=frozenset({(1, "cam_back")})
-    )
-    reader = PlainReader(tmp_path / "d")
+def test_a_reader_from_the_document_alone(tiny_dataset) -> None:
+    root, raw = tiny_dataset({"train": (3, 2), "val": (2,)}, size=(32, 24), missing=frozenset({(1, "cam_back")}))
+    reader = PlainReader(root)
     found = dict(reader.sample(i) for i in range(len(reader.rows)))
     assert found == raw
     key, members = reader.sample(1)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import simplejpeg
@@ -45,7 +47,6 @@ from fuelrail.pipeline.sample.schema import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
     from fuelrail.pipeline.channels.table import Channel
 
@@ -231,6 +232,48 @@ def build_dataset(
     )  # fmt: skip
     (root / MANIFEST_FILE).write_bytes(encode_manifest(manifest))
     return raw
+
+
+class TinyDataset(NamedTuple):
+    """A dataset that `build_dataset` made, and its raw members by key and field."""
+
+    root: Path
+    raw: dict[str, dict[str, bytes]]
+
+
+class DatasetMaker:
+    """Datasets made once by their arguments, which are those of `build_dataset`; no test may write into them.
+
+    A test that writes takes a copy: ``tiny_dataset(splits, copy_to=tmp_path / "d")``.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._made: dict[str, tuple[TinyDataset, object, object]] = {}
+
+    def __call__(
+        self, splits: dict[str, tuple[int, ...]], *, copy_to: Path | None = None, **options: Any
+    ) -> TinyDataset:
+        arguments = repr((splits, sorted(options.items())))  # a function's is its address: `options` keeps it alive
+        if arguments not in self._made:
+            root = self._folder / str(len(self._made))
+            made = TinyDataset(root, build_dataset(root, splits, **options))
+            self._made[arguments] = made, options, _state(root)
+        made, _, state = self._made[arguments]
+        assert _state(made.root) == state, f"a test changed the shared dataset of {arguments}"
+        if copy_to is None:
+            return made
+        return TinyDataset(Path(shutil.copytree(made.root, copy_to)), made.raw)
+
+    def check(self) -> None:
+        """Fail where a test changed a dataset."""
+        changed = [arguments for arguments, (made, _, state) in self._made.items() if _state(made.root) != state]
+        assert not changed, f"a test changed the shared datasets of {changed}"
+
+
+def _state(root: Path) -> dict[Path, tuple[int, int, int]]:
+    stats = {path: path.lstat() for path in (root, *root.rglob("*"))}
+    return {path: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()}
 
 
 def _sample(

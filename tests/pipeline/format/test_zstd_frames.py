@@ -18,15 +18,13 @@ from fuelrail.pipeline.format import zstd_frames
 from fuelrail.pipeline.format.dataset import open_dataset, read_members
 from fuelrail.pipeline.format.index.row import IndexRow, MemberEntry
 from fuelrail.pipeline.format.tar import END_OF_ARCHIVE, StoredMember, iter_members, pack_sample
-from support.datasets import build_dataset
 
 SHARD = "train-000000.tar.zst"
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    root = tmp_path_factory.mktemp("frames") / "tiny"
-    return root, build_dataset(root, {"train": (3, 2), "val": (2,)}, layout="frame")
+def tiny(tiny_dataset):
+    return tiny_dataset({"train": (3, 2), "val": (2,)}, layout="frame")
 
 
 FIELDS = st.dictionaries(
