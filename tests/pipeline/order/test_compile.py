@@ -259,27 +259,16 @@ def test_identities_tell_orders_apart_and_hold_no_paths(dataset, tmp_path):
         assert msgspec.json.decode(encoded) == made.identity
         return encoded
 
-    different = [
-        identity(),
-        identity(seed=1),
-        identity(kind="sequential"),
-        identity(filter="night"),
-        identity(filter="num_car > 0"),
-        identity(subset=str(tmp_path / "a.txt")),
-        identity(subset=str(tmp_path / "b.txt")),
-        identity(weights=(NIGHT,)),
-        identity(weights=(NIGHT,), epoch_length=7),
-        identity(weights=(FileWeights(file=str(tmp_path / "a.csv")),)),
-        identity(weights=(FileWeights(file=str(tmp_path / "b.csv")),)),
-        identity(mix=MIX),
-        identity(mix=Mix(attribute="night", ratios={"true": 3, "false": 2})),
-        identity(mix=MIX, epoch_length=8),
-        identity(mix=MIX, weights=(FileWeights(file=str(tmp_path / "a.csv")),)),
-        identity(mix=MIX, weights=(FileWeights(file=str(tmp_path / "b.csv")),)),
-        identity(kind="lanes", global_batch=2),
-        identity(kind="lanes", global_batch=4),
-        identity(kind="lanes", global_batch=4, pieces_per_clip=2),
-    ]
+    subsets = [{"subset": str(tmp_path / name)} for name in ("a.txt", "b.txt")]
+    by_file = [{"weights": (FileWeights(file=str(tmp_path / name)),)} for name in ("a.csv", "b.csv")]
+    fewer = Mix(attribute="night", ratios={"true": 3, "false": 2})
+    different = [identity(**fields) for fields in (
+        {}, {"seed": 1}, {"kind": "sequential"}, {"filter": "night"}, {"filter": "num_car > 0"}, *subsets,
+        {"weights": (NIGHT,)}, {"weights": (NIGHT,), "epoch_length": 7}, *by_file, {"mix": MIX}, {"mix": fewer},
+        {"mix": MIX, "epoch_length": 8}, *({"mix": MIX, **weights} for weights in by_file),
+        {"kind": "lanes", "global_batch": 2}, {"kind": "lanes", "global_batch": 4},
+        {"kind": "lanes", "global_batch": 4, "pieces_per_clip": 2},
+    )]  # fmt: skip
     assert len(set(different)) == len(different)
     assert identity(subset=str(tmp_path / "a.txt")) == identity(subset=str(tmp_path / "c.txt"))
     same = [identity(weights=(FileWeights(file=str(tmp_path / name)),)) for name in ("a.csv", "c.csv")]
