@@ -11,7 +11,10 @@ import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
+
+    from support.datasets import DatasetMaker
 
 LANES: Final = ("unit", "process", "slow", "gpu", "real", "network")
 
@@ -45,3 +48,16 @@ def pytest_collection_finish() -> None:
     """Take what is imported by now out of garbage collection: many tests call it, and walking torch takes 0.1 s."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def tiny_dataset(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DatasetMaker]:
+    """What makes each small dataset once: ``tiny_dataset({"train": (4, 3)}, size=(64, 48)).root``, also ``.raw``.
+
+    They are read only. A test that writes takes a copy: ``tiny_dataset(splits, copy_to=tmp_path / "d")``.
+    """
+    from support.datasets import DatasetMaker
+
+    maker = DatasetMaker(tmp_path_factory.mktemp("datasets"))
+    yield maker
+    maker.check()

@@ -1,28 +1,19 @@
-"""FORMAT.md is enough: its tables are the code's, and a reader written from it alone reads a dataset."""
+"""FORMAT.md states the tables of the code. A reader written from it alone is in `tests/sharding/test_format.py`."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
-import struct
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-import pyarrow as pa
 import pytest
-import xxhash
-import zstandard
 
 from fuelrail.pipeline.format import codecs, manifest, tar
 from fuelrail.pipeline.format.index import keys, shards
 from fuelrail.pipeline.format.index import samples as index
 from fuelrail.pipeline.sample import schema
 from fuelrail.pipeline.transforms.lens import MODELS, UNBENT
-from support.datasets import build_dataset
-from support.plain_tables import check_files, read_shards
 
 if TYPE_CHECKING:
     import msgspec
@@ -128,88 +119,6 @@ class TestTables:
             assert f"{cap:,}" in said
         assert tar.MAX_STORED_BYTES == (8 << 30) - 1
         assert "at most 8 GiB less one byte" in section("4. Shards")
-
-
-class PlainReader:
-    """A reader written from FORMAT.md, with nothing of Fuelrail in it."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.manifest = json.loads((root / "dataset.json").read_bytes())
-        assert (self.manifest["format"], self.manifest["version"]) == ("fuelrail-dataset", 1)
-        left_out = ("name", "fingerprint", "seed", "order_unit", "license", "compression", "lineage", "provenance",
-                    "digest")  # fmt: skip
-        covered = {name: value for name, value in self.manifest.items() if name not in left_out}
-        covered["files"] = [
-            file for file in covered["files"] if file["name"] in ("shards.arrow", "index.arrow", "zstd.dict")
-        ]
-        canonical = json.dumps(covered, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-        assert hashlib.sha256(canonical.encode()).hexdigest() == self.manifest["fingerprint"]
-        check_files(root, self.manifest)
-        self.shards = read_shards(root, self.manifest)
-        with pa.memory_map(str(root / "index.arrow")) as source:
-            table = pa.ipc.open_file(source).read_all()
-            self.names = json.loads(table.schema.metadata[b"fuelrail.members"])
-            self.codecs = json.loads(table.schema.metadata[b"fuelrail.codecs"])
-            self.rows = table.to_pylist()
-
-    def sample(self, position: int) -> tuple[str, dict[str, bytes]]:
-        row = self.rows[position]
-        shard = (self.root / self.shards[row["shard"]]["name"]).read_bytes()
-        span = shard[row["offset"] : row["offset"] + row["length"]]
-        assert xxhash.xxh3_64_intdigest(span) == row["xxh3"]
-        members = {}
-        for member in row["members"]:
-            stored = span[member["offset"] : member["offset"] + member["stored_bytes"]]
-            raw = self.decode(self.codecs[member["codec"]], stored)
-            assert len(raw) == member["raw_bytes"]
-            members[self.names[member["name"]]] = raw
-        return row["key"], members
-
-    @staticmethod
-    def decode(codec: str, stored: bytes) -> bytes:
-        if codec == "raw":
-            return stored
-        raw = zstandard.ZstdDecompressor().decompress(stored)
-        if codec == "zstd":
-            return raw
-        r = int(codec.removeprefix("zstd-p"))
-        n = len(raw)
-        h, m = n % r, n // r
-        unshuffled = bytearray(raw[:h] + bytes(n - h))
-        for j in range(r):
-            for i in range(m):
-                unshuffled[h + j + r * i] = raw[h + j * m + i]
-        return bytes(unshuffled)
-
-    @staticmethod
-    def tensors(data: bytes) -> dict[str, np.ndarray]:
-        (length,) = struct.unpack("<Q", data[:8])
-        dtypes = {"U8": "u1", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8", "F32": "<f4", "F64": "<f8"}
-        return {
-            name: np.frombuffer(data[8 + length :][slice(*entry["data_offsets"])], dtypes[entry["dtype"]]).reshape(
-                entry["shape"]
-            )
-            for name, entry in json.loads(data[8 : 8 + length]).items()
-        }
-
-
-def test_a_reader_from_the_document_alone(tmp_path: Path) -> None:
-    raw = build_dataset(
-        tmp_path / "d", {"train": (3,), "val": (2,)}, size=(32, 24), missing=frozenset({(1, "cam_back")})
-    )
-    reader = PlainReader(tmp_path / "d")
-    found = dict(reader.sample(i) for i in range(len(reader.rows)))
-    assert found == raw
-    key, members = reader.sample(1)
-    ours = schema.decode_sample(key, members)
-    for f in fields(ours.geometry):
-        np.testing.assert_array_equal(
-            reader.tensors(members["geometry.safetensors"])[f.name], getattr(ours.geometry, f.name)
-        )
-    assert json.loads(members["meta.json"])["key"] == key
-    assert list(ours.geometry.cam_valid) == [1, 0]
-    assert "cam_back.jpg" not in members
 
 
 def test_n12_lens_models_and_the_order_of_their_coefficients() -> None:

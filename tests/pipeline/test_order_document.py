@@ -184,10 +184,13 @@ def test_lanes(lengths, num_lanes, pieces_per_clip, seed, epoch):
     assert len(ours) == max(loads) * num_lanes
 
 
-@given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 3)), min_size=1, max_size=3), SEEDS, st.integers(0, 3))
-def test_mixes(parts, seed, epoch):
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.integers(1, 3)), min_size=1, max_size=3),
+    st.none() | st.integers(1, 60), SEEDS, st.integers(0, 3),
+)  # fmt: skip
+def test_mixes(parts, length, seed, epoch):
     orders = [CompiledOrder(OrderSpec(seed=number), {}, [n]) for number, (n, _) in enumerate(parts)]
-    mix = MixedOrder(orders, [ratio for _, ratio in parts], seed=seed)
+    mix = MixedOrder(orders, [ratio for _, ratio in parts], seed=seed, epoch_length=length)
     entries = mix.epoch(epoch).entries(np.arange(mix.epoch_length))
 
     block = sum(ratio for _, ratio in parts)

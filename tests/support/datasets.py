@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import simplejpeg
@@ -45,7 +47,6 @@ from fuelrail.pipeline.sample.schema import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
     from fuelrail.pipeline.channels.table import Channel
 
@@ -159,12 +160,8 @@ def build_dataset(
                     if (value := make(row)) is not None:
                         members[entry.field] = KINDS[entry.kind].encode(value, entry)
                 raw[key] = members
-                codec = {
-                    n: "zstd-p20" if n.endswith(".npy") else "raw" if n.endswith((".jpg", ".png")) else small
-                    for n in members
-                }
-                if layout != "member":
-                    codec = dict.fromkeys(members, "raw")
+                by_kind = {"npy": "zstd-p20", "jpg": "raw", "png": "raw"} if layout == "member" else None
+                codec = {n: "raw" if by_kind is None else by_kind.get(n.rsplit(".")[-1], small) for n in members}
                 stored = [
                     StoredMember(n + codecs.suffix(codec[n]), codecs.encode(codec[n], m, dictionary=dictionary))
                     for n, m in members.items()
@@ -179,11 +176,8 @@ def build_dataset(
                     joined = encode_frame(joined, 3)
                     frames.append((len(joined), span.length))
                 digest = xxhash.xxh3_64_intdigest(joined)
-                rows.append(
-                    IndexRow(
-                        key, key[:9], row % 4, row * 500_000_000, len(shards), len(data), len(joined), digest, entries
-                    )
-                )
+                place = len(shards), len(data), len(joined)
+                rows.append(IndexRow(key, key[:9], row % 4, row * 500_000_000, *place, digest, entries))
                 data += joined
             if framed:
                 end = encode_frame(END_OF_ARCHIVE, 3)
@@ -192,14 +186,10 @@ def build_dataset(
                 data += END_OF_ARCHIVE
             name = f"{split}-{number:06d}" + (FRAMED_SUFFIX if framed else SHARD_SUFFIX)
             (root / name).write_bytes(data)
+            sha256 = hashlib.sha256(data).hexdigest()
             shards.append(
                 ShardEntry(
-                    name=name,
-                    split=split,
-                    first_sample=first_row,
-                    num_samples=length,
-                    bytes=len(data),
-                    sha256=_sha256(data),
+                    name=name, split=split, first_sample=first_row, num_samples=length, bytes=len(data), sha256=sha256
                 )
             )
         split_entries[split] = SplitEntry(
@@ -233,31 +223,61 @@ def build_dataset(
     return raw
 
 
+class TinyDataset(NamedTuple):
+    """A dataset that `build_dataset` made, and its raw members by key and field."""
+
+    root: Path
+    raw: dict[str, dict[str, bytes]]
+
+
+class DatasetMaker:
+    """Datasets made once by their arguments, which are those of `build_dataset`; no test may write into them.
+
+    A test that writes takes a copy: ``tiny_dataset(splits, copy_to=tmp_path / "d")``.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._made: dict[str, tuple[TinyDataset, object, object]] = {}
+
+    def __call__(
+        self, splits: dict[str, tuple[int, ...]], *, copy_to: Path | None = None, **options: Any
+    ) -> TinyDataset:
+        arguments = repr((splits, sorted(options.items())))  # a function's is its address: `options` keeps it alive
+        if arguments not in self._made:
+            root = self._folder / str(len(self._made))
+            made = TinyDataset(root, build_dataset(root, splits, **options))
+            self._made[arguments] = made, options, _state(root)
+        made, _, state = self._made[arguments]
+        assert _state(made.root) == state, f"a test changed the shared dataset of {arguments}"
+        if copy_to is None:
+            return made
+        return TinyDataset(Path(shutil.copytree(made.root, copy_to)), made.raw)
+
+    def check(self) -> None:
+        """Fail where a test changed a dataset."""
+        changed = [arguments for arguments, (made, _, state) in self._made.items() if _state(made.root) != state]
+        assert not changed, f"a test changed the shared datasets of {changed}"
+
+
+def _state(root: Path) -> dict[Path, tuple[int, int, int]]:
+    stats = {path: path.lstat() for path in (root, *root.rglob("*"))}
+    return {path: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()}
+
+
 def _sample(
     rng: np.random.Generator, row: int, key: str, split: str, size: tuple[int, int],
     missing: frozenset[tuple[int, str]], labelled: bool,
-    lens: tuple[str, list[float]] = ("none", []), back_size: tuple[int, int] | None = None,
+    lens: tuple[str, list[float]], back_size: tuple[int, int] | None,
 ) -> dict[str, bytes]:  # fmt: skip
     width, height = size
     sizes = dict(zip(CAMERAS, (size, back_size or size), strict=True))
     timestamp_ns = row * 500_000_000
     present = [c for c in CAMERAS if (row, c) not in missing]
     meta = Meta(
-        schema=SCHEMA,
-        dataset="tiny",
-        key=key,
-        sample_token=f"{row:032x}",
-        clip_id=key[:9],
-        clip_token="",
-        clip_name=key[:9],
-        log_id="log",
-        vehicle="car",
-        frame_idx=row % 4,
-        num_frames=4,
-        prev_key=None,
-        next_key=None,
-        timestamp_ns=timestamp_ns,
-        is_key_frame=True, split=split,
+        schema=SCHEMA, dataset="tiny", key=key, sample_token=f"{row:032x}", clip_id=key[:9], clip_token="",
+        clip_name=key[:9], log_id="log", vehicle="car", frame_idx=row % 4, num_frames=4, prev_key=None, next_key=None,
+        timestamp_ns=timestamp_ns, is_key_frame=True, split=split,
         cameras={
             c: CameraMeta(
                 token="", timestamp_ns=timestamp_ns, width=sizes[c][0], height=sizes[c][1],
@@ -276,7 +296,3 @@ def _sample(
         members[f"{channel}.jpg"] = simplejpeg.encode_jpeg(textured(rng, *sizes[channel]), 90, "RGB", "420")
     members[f"{LIDAR}.npy"] = encode_points(rng.random((50 + row, 5)).astype(np.float32))
     return members
-
-
-def _sha256(data: bytes | bytearray) -> str:
-    return hashlib.sha256(data).hexdigest()

@@ -40,18 +40,8 @@ Clock = dict[int, int]
 _MAY_MIX = {"copy_", "index", "index_put_", "_index_put_impl_", "_to_copy", "index_put"}
 _HOST_WAITS = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "is_nonzero", "unique_consecutive"}
 _FACTORIES = (
-    "empty",
-    "zeros",
-    "ones",
-    "full",
-    "arange",
-    "tensor",
-    "as_tensor",
-    "rand",
-    "randn",
-    "eye",
-    "empty_strided",
-)
+    "empty", "zeros", "ones", "full", "arange", "tensor", "as_tensor", "rand", "randn", "eye", "empty_strided",
+)  # fmt: skip
 _MADE_ON_HOST = {"tensor", "as_tensor"}
 
 

@@ -7,16 +7,15 @@ so that it takes no interpreter time from the client, as a process: ``python -m 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
+import json
 import os
 import random
 import re
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -76,20 +75,6 @@ def faulty(latency_s: float, part: float, seed: int, stall_s: float = 60.0) -> C
 
     def misbehave(_request: Request) -> Misbehaviour:
         return draw.choice(kinds) if draw.random() < part else good
-
-    return misbehave
-
-
-def limited(bytes_per_s: float, *, each_file: bool = False) -> Callable[[Request], Misbehaviour]:
-    """Send all answers together, or those of each file, with at most this number of bytes per second, in turn."""
-    free_at_s: dict[str, float] = {}
-
-    def misbehave(request: Request) -> Misbehaviour:
-        line = request.name if each_file else ""
-        now_s = time.monotonic()
-        num_bytes = (request.end or 0) - (request.start or 0)
-        free_at_s[line] = max(now_s, free_at_s.get(line, now_s)) + num_bytes / bytes_per_s
-        return Misbehaviour(free_at_s[line] - now_s)
 
     return misbehave
 
@@ -230,13 +215,9 @@ class FaultServer:
         return await self._send(writer, status, body, end - start, extra)
 
     async def _send(
-        self,
-        writer: asyncio.StreamWriter,
-        status: int,
-        body: bytes | bytearray | memoryview,
-        length: int,
+        self, writer: asyncio.StreamWriter, status: int, body: bytes | bytearray | memoryview, length: int,
         extra: str = "",
-    ) -> bool:
+    ) -> bool:  # fmt: skip
         head = (
             f"HTTP/1.1 {status} {_REASONS.get(status, 'Error')}\r\nContent-Length: {length}\r\n"
             f"Accept-Ranges: bytes\r\nContent-Type: application/octet-stream\r\n{extra}\r\n"
@@ -249,26 +230,11 @@ class FaultServer:
 
 
 class FaultServerProcess:
-    """The server as a process of its own, with the faults of :func:`faulty` or the rate of :func:`limited`.
+    """The server as a process of its own, with the faults of :func:`faulty`; use as a context manager."""
 
-    Use as a context manager.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        latency_s: float = 0.0,
-        part: float = 0.0,
-        stall_s: float = 60.0,
-        bytes_per_s: float = 0.0,
-        each_file: bool = False,
-    ) -> None:
-        self._command = [
-            sys.executable, "-m", "support.fault_server", str(folder), "--latency", str(latency_s),
-            "--part", str(part), "--stall", str(stall_s), "--bytes-per-s", str(bytes_per_s),
-            *(["--each-file"] if each_file else []),
-        ]  # fmt: skip
+    def __init__(self, folder: Path, *, latency_s: float = 0.0, part: float = 0.0, stall_s: float = 60.0) -> None:
+        faults = {"latency_s": latency_s, "part": part, "seed": 0, "stall_s": stall_s}
+        self._command = [sys.executable, "-m", "support.fault_server", str(folder), json.dumps(faults)]
         self._process: subprocess.Popen[str] | None = None
         self.url = ""
         self.pid = 0
@@ -289,24 +255,5 @@ class FaultServerProcess:
         self._process.communicate()
 
 
-def main() -> None:
-    """Serve a folder until killed."""
-    parser = argparse.ArgumentParser(prog="python -m support.fault_server", description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--latency", type=float, default=0.0, metavar="S", help="added to every answer")
-    parser.add_argument("--part", type=float, default=0.0, help="part of the requests that fail or stall")
-    parser.add_argument("--stall", type=float, default=60.0, metavar="S", help="how long a stalled answer stalls")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--bytes-per-s", type=float, default=0.0, help="rate of all answers together; 0: no limit")
-    parser.add_argument("--each-file", action="store_true", help="the rate holds for each file by itself")
-    options = parser.parse_args()
-    if options.bytes_per_s:
-        misbehave = limited(options.bytes_per_s, each_file=options.each_file)
-    else:
-        misbehave = faulty(options.latency, options.part, options.seed, options.stall)
-    FaultServer(options.folder, misbehave, options.port).serve()
-
-
 if __name__ == "__main__":
-    main()
+    FaultServer(Path(sys.argv[1]), faulty(**json.loads(sys.argv[2]))).serve()

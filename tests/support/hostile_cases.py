@@ -92,21 +92,8 @@ def _same_key(parts: Parts) -> None:
 
 
 def _names() -> dict[str, Any]:
-    keys = (
-        "",
-        "../../evil",
-        "/abs",
-        "a.b",
-        ESCAPE,
-        "k" * 600,
-        "k" * 100_000,
-        "\u202egnp",
-        "__x__",
-        "UPPER",
-        "a/b",
-        "%s%n",
-        "-rf",
-    )
+    keys = ("", "../../evil", "/abs", "a.b", ESCAPE, "k" * 600, "k" * 100_000, "\u202egnp", "__x__", "UPPER",
+            "a/b", "%s%n", "-rf")  # fmt: skip
     fields = ("x_evil.pickle", "x_a.pyd", "x_a.pth", "x_../../evil.bin", "x_" + "a" * 5000 + ".bin", "x_\x1b[2J.bin", "x_a.so",
               "x_a.\n", "nodot", "lidar_99.npy", "cam_99.jpg", "x_A.B", "x_a.json", "cam_front.png", "x_b.tar", "x_c.cls")  # fmt: skip
     made: dict[str, Any] = {f"key{number}": partial(_key, key=key) for number, key in enumerate(keys)}
@@ -221,12 +208,8 @@ def _images() -> dict[str, Any]:
     # The frame header of the pictures of support.datasets: marker, length, precision, height, width.
     made |= {f"head{n}": partial(_image, at=158 + n, data=b"\xff\xff\xff\xff") for n in range(0, 12, 3)}
     png = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\xff\xff\0\0\xff\xff\0\0\x10\x06\0\0\0" + bytes(64) + b"\0\0\0\0IEND\xaeB`\x82"
-    for name, data in (
-        ("empty", b""),
-        ("lfs", b"version https://git-lfs\n"),
-        ("png", png),
-        ("soi", b"\xff\xd8" * 50_000),
-    ):
+    images = (("empty", b""), ("lfs", b"version https://git-lfs\n"), ("png", png), ("soi", b"\xff\xd8" * 50_000))
+    for name, data in images:
         made[name] = partial(_other_image, data=data)
     return made
 
@@ -342,15 +325,8 @@ def _kinds() -> dict[str, Any]:
         "gone": lambda path: path.symlink_to("nothing"), "empty": lambda path: path.write_bytes(b""),
         "hole": lambda path: (path.touch(), os.truncate(path, 40 << 30)),
     }  # fmt: skip
-    files = (
-        "dataset.json",
-        "index.arrow",
-        "shards.arrow",
-        "keys.arrow",
-        "blocks.sha256",
-        "train-000000.tar",
-        "attributes.parquet",
-    )
+    files = ("dataset.json", "index.arrow", "shards.arrow", "keys.arrow", "blocks.sha256", "train-000000.tar",
+             "attributes.parquet")  # fmt: skip
     return {f"{name}-{kind}": partial(_kind, name=name, make=make) for name in files for kind, make in makers.items()}
 
 
@@ -401,12 +377,8 @@ def _patched(parts: Parts, place: str, value: int, name: str = "index.arrow") ->
             "message": (start + 8 + index_checks._field(message, table, 3), "<q"), "block": (footer_at + blocks, "<q"),
             "metadata": (footer_at + blocks + 8, "<i"), "body": (footer_at + blocks + 16, "<q"), "footer": (len(data) - 10, "<i"),
         }[what]  # fmt: skip
-        struct.pack_into(
-            kind,
-            changed,
-            at,
-            max(min(value, 2 ** (8 * struct.calcsize(kind) - 1) - 1), -(2 ** (8 * struct.calcsize(kind) - 1))),
-        )
+        limit = 2 ** (8 * struct.calcsize(kind) - 1)
+        struct.pack_into(kind, changed, at, max(min(value, limit - 1), -limit))
         return bytes(changed)
 
     parts.edit_files[name] = edit
@@ -414,19 +386,8 @@ def _patched(parts: Parts, place: str, value: int, name: str = "index.arrow") ->
 
 def _arrow() -> dict[str, Any]:
     made: dict[str, Any] = {f"flip{seed}": partial(_flip, name="index.arrow", seed=seed) for seed in range(60)}
-    places = (
-        "offset-1",
-        "offset-9",
-        "length-1",
-        "length-2",
-        "length-9",
-        "rows",
-        "message",
-        "block",
-        "metadata",
-        "body",
-        "footer",
-    )
+    places = ("offset-1", "offset-9", "length-1", "length-2", "length-9", "rows", "message", "block",
+              "metadata", "body", "footer")  # fmt: skip
     made |= {
         f"{place}={value}": partial(_patched, place=place, value=value)
         for place in places

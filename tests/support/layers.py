@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.sharding.write.layers.writer import LayerWriter
+from support.sharding import digests as digests
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,8 +37,3 @@ def write_layer(base: Path, out: Path, positions: Iterable[int] | None = None, *
             writer.write(position, values_of(position))
     writer.finish(partial=positions is not None)
     return out
-
-
-def digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file."""
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}

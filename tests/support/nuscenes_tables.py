@@ -87,15 +87,12 @@ def build_nuscenes(
         modality = channel.split("_")[0].lower().replace("cam", "camera")
         tables["sensor"].append({"token": token("sensor", channel), "channel": channel, "modality": modality})
         intrinsics = [[40.0 + number, 0.0, size[0] / 2], [0.0, 40.0, size[1] / 2], [0.0, 0.0, 1.0]]
-        tables["calibrated_sensor"].append(
-            {
-                "token": token("calibrated", channel),
-                "sensor_token": token("sensor", channel),
-                "translation": [1.0 + number / 8, 0.25 * number, 1.5],
-                "rotation": _camera_rotation(number) if modality == "camera" else yaw_quaternion(-math.pi / 2),
-                "camera_intrinsic": intrinsics if modality == "camera" else [],
-            }
-        )
+        tables["calibrated_sensor"].append({
+            "token": token("calibrated", channel), "sensor_token": token("sensor", channel),
+            "translation": [1.0 + number / 8, 0.25 * number, 1.5],
+            "rotation": _camera_rotation(number) if modality == "camera" else yaw_quaternion(-math.pi / 2),
+            "camera_intrinsic": intrinsics if modality == "camera" else [],
+        })  # fmt: skip
     tables["category"] = [{"token": token("category", n), "name": n, "description": ""} for n in CATEGORIES]
     tables["attribute"] = [{"token": token("attribute", n), "name": n, "description": ""} for n in ATTRIBUTES]
     tables["visibility"] = [
@@ -122,41 +119,25 @@ _TABLES = (
 def _add_clip(made, rng, clip, name, num_frames, cameras, lidars, size, num_points, num_tracks, images):
     tables, root = made.tables, made.root
     log = token("log", name)
-    tables["log"].append(
-        {
-            "token": log,
-            "logfile": f"n{clip:03d}-2030-01-01",
-            "vehicle": f"n{clip:03d}",
-            "date_captured": "2030-01-01",
-            "location": "testville",
-        }
-    )
+    tables["log"].append({
+        "token": log, "logfile": f"n{clip:03d}-2030-01-01", "vehicle": f"n{clip:03d}", "date_captured": "2030-01-01",
+        "location": "testville",
+    })  # fmt: skip
     tables["map"][0]["log_tokens"].append(log)
     samples = [token("sample", name, frame) for frame in range(num_frames)]
-    tables["scene"].append(
-        {
-            "token": token("scene", name),
-            "log_token": log,
-            "nbr_samples": num_frames,
-            "first_sample_token": samples[0] if samples else "",
-            "last_sample_token": samples[-1] if samples else "",
-            "name": name,
-            "description": "Night, rain, parked cars" if clip % 2 else "A quiet street",
-        }
-    )
+    tables["scene"].append({
+        "token": token("scene", name), "log_token": log, "nbr_samples": num_frames,
+        "first_sample_token": samples[0] if samples else "", "last_sample_token": samples[-1] if samples else "",
+        "name": name,
+        "description": "Night, rain, parked cars" if clip % 2 else "A quiet street",
+    })  # fmt: skip
     start_us = START_US + clip * 3_600_000_000
     heading = float(rng.uniform(-3, 3))
     for frame, sample in enumerate(samples):
         timestamp = start_us + frame * 500_000 + int(rng.integers(-1000, 1000))
-        tables["sample"].append(
-            {
-                "token": sample,
-                "timestamp": timestamp,
-                "prev": samples[frame - 1] if frame else "",
-                "next": samples[frame + 1] if frame + 1 < num_frames else "",
-                "scene_token": token("scene", name),
-            }
-        )
+        tables["sample"].append({
+            "token": sample, "timestamp": timestamp, **_neighbours(samples, frame), "scene_token": token("scene", name),
+        })  # fmt: skip
         for number, channel in enumerate((*cameras, *lidars, "RADAR_FRONT")):
             shift_us = 0 if channel == "LIDAR_TOP" else -7000 * (number + 1)
             for is_key in (True, False):
@@ -165,35 +146,23 @@ def _add_clip(made, rng, clip, name, num_frames, cameras, lidars, size, num_poin
                 folder = "samples" if is_key else "sweeps"
                 filename = f"{folder}/{channel}/{name}__{channel}__{at_us}.{extension}"
                 own = token("data", name, frame, channel, is_key)
-                tables["ego_pose"].append(
-                    {
-                        "token": own,
-                        "timestamp": at_us,
-                        "translation": _ego(clip, heading, at_us - start_us),
-                        "rotation": yaw_quaternion(heading + (at_us - start_us) * 1e-8),
-                    }
-                )
-                tables["sample_data"].append(
-                    {
-                        "token": own,
-                        "sample_token": sample,
-                        "ego_pose_token": own,
-                        "calibrated_sensor_token": token("calibrated", channel),
-                        "timestamp": at_us,
-                        "fileformat": extension.split(".")[0],
-                        "is_key_frame": is_key,
-                        "height": size[1] if channel.startswith("CAM") else 0,
-                        "width": size[0] if channel.startswith("CAM") else 0,
-                        "filename": filename,
-                        "prev": "",
-                        "next": "",
-                    }
-                )
+                tables["ego_pose"].append({
+                    "token": own, "timestamp": at_us, "translation": _ego(clip, heading, at_us - start_us),
+                    "rotation": yaw_quaternion(heading + (at_us - start_us) * 1e-8),
+                })  # fmt: skip
+                is_camera = channel.startswith("CAM")
+                tables["sample_data"].append({
+                    "token": own, "sample_token": sample, "ego_pose_token": own,
+                    "calibrated_sensor_token": token("calibrated", channel), "timestamp": at_us,
+                    "fileformat": extension.split(".")[0], "is_key_frame": is_key,
+                    "height": size[1] if is_camera else 0, "width": size[0] if is_camera else 0,
+                    "filename": filename, "prev": "", "next": "",
+                })  # fmt: skip
                 if not is_key or channel.startswith("RADAR"):
                     continue  # tables name far more files than a sharding run needs
                 path = root / filename
                 path.parent.mkdir(parents=True, exist_ok=True)
-                if channel.startswith("CAM"):
+                if is_camera:
                     turn = len(tables["sample_data"])
                     path.write_bytes(images[turn % len(images)] if images else encode_image(turn, *size))
                 else:
@@ -206,36 +175,27 @@ def _add_track(tables, clip, name, track, samples, start_us, heading):
     instance = token("instance", name, track)
     category = CATEGORIES[track % len(CATEGORIES)]
     own = [token("annotation", name, track, frame) for frame in range(len(samples))]
-    tables["instance"].append(
-        {
-            "token": instance,
-            "category_token": token("category", category),
-            "nbr_annotations": len(own),
-            "first_annotation_token": own[0] if own else "",
-            "last_annotation_token": own[-1] if own else "",
-        }
-    )
+    tables["instance"].append({
+        "token": instance, "category_token": token("category", category), "nbr_annotations": len(own),
+        "first_annotation_token": own[0] if own else "", "last_annotation_token": own[-1] if own else "",
+    })  # fmt: skip
     rows = tables["sample"][len(tables["sample"]) - len(samples) :]
     for frame, sample in enumerate(rows):
         seconds = (sample["timestamp"] - start_us) * 1e-6
         here = _ego(clip, heading, 0)
         x, y = here[0] + 8 + 5 * track + seconds * (1 + track), here[1] + 3 - track * 4 + 0.5 * seconds
-        tables["sample_annotation"].append(
-            {
-                "token": own[frame],
-                "sample_token": sample["token"],
-                "instance_token": instance,
-                "visibility_token": str(track % 4 + 1) if track else "",
-                "attribute_tokens": [token("attribute", ATTRIBUTES[track % 2])] if track != 1 else [],
-                "translation": [x, y, 0.9],
-                "size": [1.8 + track / 4, 4.2, 1.5],
-                "rotation": yaw_quaternion(heading + 0.3 * track + 0.02 * frame),
-                "prev": own[frame - 1] if frame else "",
-                "next": own[frame + 1] if frame + 1 < len(own) else "",
-                "num_lidar_pts": 7 * track,
-                "num_radar_pts": 0,
-            }
-        )
+        tables["sample_annotation"].append({
+            "token": own[frame], "sample_token": sample["token"], "instance_token": instance,
+            "visibility_token": str(track % 4 + 1) if track else "",
+            "attribute_tokens": [token("attribute", ATTRIBUTES[track % 2])] if track != 1 else [],
+            "translation": [x, y, 0.9], "size": [1.8 + track / 4, 4.2, 1.5],
+            "rotation": yaw_quaternion(heading + 0.3 * track + 0.02 * frame), **_neighbours(own, frame),
+            "num_lidar_pts": 7 * track, "num_radar_pts": 0,
+        })  # fmt: skip
+
+
+def _neighbours(tokens: list[str], at: int) -> dict[str, str]:
+    return {"prev": tokens[at - 1] if at else "", "next": tokens[at + 1] if at + 1 < len(tokens) else ""}
 
 
 def _ego(clip: int, heading: float, elapsed_us: float) -> list[float]:

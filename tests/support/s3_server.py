@@ -16,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+from unittest import mock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -83,16 +84,8 @@ def s3_environment(url: str) -> Iterator[None]:
         "AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing",
         "AWS_DEFAULT_REGION": "us-east-1",
     }  # fmt: skip
-    before = {variable: os.environ.get(variable) for variable in ours}
-    os.environ.update(ours)
-    try:
+    with mock.patch.dict(os.environ, ours):
         yield
-    finally:
-        for variable, value in before.items():
-            if value is None:
-                del os.environ[variable]
-            else:
-                os.environ[variable] = value
 
 
 @contextlib.contextmanager

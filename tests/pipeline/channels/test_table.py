@@ -52,10 +52,8 @@ GRID = Law("ego_grid", extent_m=(-1.0, -1.0, 1.0, 1.0))
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (
-            channel(POINTS, kind="voxels", field="it.npy"),
-            "it: its kind 'voxels' is unknown; known: image, points, array",
-        ),
+        (channel(POINTS, kind="voxels", field="it.npy"),
+         "it: its kind 'voxels' is unknown; known: image, points, array"),
         (channel(POINTS, Law("ego_flow")), "it: its law 'ego_flow' is unknown; known: fixed, image, image_points"),
         (channel(MASK, Law("image")), "law 'image' needs its camera: give law.camera"),
         (channel(MASK, Law("image", camera="rear")), "names the camera 'rear'; the table has: cam"),
@@ -90,10 +88,8 @@ GRID = Law("ego_grid", extent_m=(-1.0, -1.0, 1.0, 1.0))
         (channel(BOXES2D, Law("image_points", camera="cam", roles={"boxes": (("no",),)})), "names ['no']; a group of"),
         (channel(POINTS, Law("ego_points", roles={"vectors": (("x", "w"),)}), **IN_EGO), "names the columns ['w']"),
         (channel(POINTS, Law("ego_points", roles={"speeds": (("x", "y"),)}), **IN_EGO), "has no role 'speeds'; known"),
-        (
-            channel(POINTS, Law("ego_points", roles={"vectors": (("x", "y"),)}), dtype="int16", **IN_EGO),
-            "role 'vectors' needs floats",
-        ),
+        (channel(POINTS, Law("ego_points", roles={"vectors": (("x", "y"),)}), dtype="int16", **IN_EGO),
+         "role 'vectors' needs floats"),
         (channel(POINTS, Law("ego_points")), "needs the frame 'ego' or that of a lidar of the table; it is None"),
         (channel(POINTS, Law("ego_points"), frame="sensor:radar"), "it is 'sensor:radar'"),
         (channel(ARRAY, GRID), "law 'ego_grid' needs the frame 'ego'; it is None"),
@@ -102,7 +98,7 @@ GRID = Law("ego_grid", extent_m=(-1.0, -1.0, 1.0, 1.0))
         (channel(ARRAY, Law("ego_grid", extent_m=(0.0, 0.0, 0.0, 1.0)), **IN_EGO), "is empty"),
         (channel(ARRAY, Law("ego_poses"), **IN_EGO), "without roles moves 4x4 matrices of floats"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_hold_together_is_refused_by_name(wrong, says) -> None:
     assert says in texts(wrong)
 
@@ -171,27 +167,18 @@ def test_a_kind_gives_back_what_it_was_given(entry, value) -> None:
     [
         (channel(POINTS), np.ones((2, 4), np.float32), r"float32\[2, 4\]; the table has float32\[any, 3\]"),
         (channel(POINTS), np.ones((2, 3)), "is float64"),
-        (
-            channel(POINTS),
-            np.full((2, 3), np.nan, np.float32),
-            r"NaN at \[0, 0\]; the table of channel 'it' forbids it",
-        ),
+        (channel(POINTS), np.full((2, 3), np.nan, np.float32),
+         r"NaN at \[0, 0\]; the table of channel 'it' forbids it"),
         (channel(POINTS, allows_nan=True), np.full((2, 3), np.inf, np.float32), "an infinity at"),
         (channel(TOKENS), np.array([9], np.int32), "tokens of channel 'it' are 9 to 9; vocabulary 'v' has 0 to 8"),
         (channel(BOXES2D), {"box": np.ones((2, 4), np.float32)}, "has the arrays box; the table has box, id"),
-        (
-            channel(BOXES2D),
-            {"box": np.ones((2, 4), np.float32), "id": np.ones(3, np.int32)},
-            r"have the lengths \[2, 3\]",
-        ),
-        (
-            channel(BOXES2D),
-            {"box": np.full((1, 4), np.inf, np.float32), "id": np.ones(1, np.int32)},
-            "an infinity at",
-        ),
+        (channel(BOXES2D), {"box": np.ones((2, 4), np.float32), "id": np.ones(3, np.int32)},
+         r"have the lengths \[2, 3\]"),
+        (channel(BOXES2D), {"box": np.full((1, 4), np.inf, np.float32), "id": np.ones(1, np.int32)},
+         "an infinity at"),
         (channel(MASK), np.ones((2, 2), np.uint8), "is uint8"),
     ],
-)
+)  # fmt: skip
 def test_a_value_that_is_not_as_the_table_says_is_refused(entry, value, says) -> None:
     with pytest.raises(SchemaError, match=says):
         KINDS[entry.kind].encode(value, entry)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -29,21 +28,22 @@ from fuelrail.pipeline.format.index.samples import INDEX_FILE
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, encode_manifest, load_manifest
 from fuelrail.pipeline.format.tar import iter_members, split_member_name
 from fuelrail.pipeline.sample.schema import META, decode_sample
-from support.datasets import build_dataset
 from support.fault_server import FaultServer
 
 SPLITS = {"train": (3, 2), "val": (2,)}
 
 
+OPTIONS = {"size": (32, 24), "missing": frozenset({(1, "cam_back")})}
+
+
 @pytest.fixture(scope="module")
-def built(tmp_path_factory) -> tuple[Path, dict[str, dict[str, bytes]]]:
-    root = tmp_path_factory.mktemp("dataset") / "tiny"
-    return root, build_dataset(root, SPLITS, size=(32, 24), missing=frozenset({(1, "cam_back")}))
+def built(tiny_dataset):
+    return tiny_dataset(SPLITS, **OPTIONS)
 
 
 @pytest.fixture
-def copy(built, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(built[0], tmp_path / "copy"))
+def copy(tiny_dataset, tmp_path):
+    return tiny_dataset(SPLITS, **OPTIONS, copy_to=tmp_path / "copy").root
 
 
 def read_row(dataset: Dataset, number: int) -> dict[str, bytes]:
@@ -59,7 +59,7 @@ def read_row(dataset: Dataset, number: int) -> dict[str, bytes]:
     return members
 
 
-def read_all(root: Path) -> dict[str, dict[str, bytes]]:
+def read_all(root) -> dict[str, dict[str, bytes]]:
     dataset = open_dataset(root)
     return {dataset.index.row(i).key: read_row(dataset, i) for i in range(len(dataset.index))}
 
@@ -110,7 +110,7 @@ def test_raw_members_are_views_of_the_span(built) -> None:
 
 
 class TestDamage:
-    def test_any_flip_in_a_shard_is_found_with_its_address(self, copy: Path) -> None:
+    def test_any_flip_in_a_shard_is_found_with_its_address(self, copy) -> None:
         dataset = open_dataset(copy)
         rng = random.Random(3)
         for number in range(len(dataset.index)):
@@ -128,7 +128,7 @@ class TestDamage:
                 assert all(word in str(error) for word in (path.name, str(row.offset), row.key))
             path.write_bytes(good)
 
-    def test_a_cut_shard_is_found_with_its_address(self, copy: Path) -> None:
+    def test_a_cut_shard_is_found_with_its_address(self, copy) -> None:
         dataset = open_dataset(copy)
         row = dataset.index.row(1)
         path = dataset.shard_path(row)
@@ -157,14 +157,14 @@ class TestDamage:
             assert all(found[key].items() <= raw[key].items() for key in raw)
 
     @pytest.mark.parametrize("name", [MANIFEST_FILE, INDEX_FILE, "shards.arrow", "blocks.sha256"])
-    def test_cut_files_are_found_when_opened(self, copy: Path, name) -> None:
+    def test_cut_files_are_found_when_opened(self, copy, name) -> None:
         good = (copy / name).read_bytes()
         for length in (0, 1, len(good) // 2, len(good) - 2):
             (copy / name).write_bytes(good[:length])
             with pytest.raises(DatasetError, match=str(copy)):
                 open_dataset(copy)
 
-    def test_missing_files(self, copy: Path) -> None:
+    def test_missing_files(self, copy) -> None:
         (copy / INDEX_FILE).rename(copy / "elsewhere")
         with pytest.raises(IndexFileError, match=r"no index\.arrow; `fuelrail verify .* --repair KIND:PATH`"):
             open_dataset(copy)
@@ -172,9 +172,8 @@ class TestDamage:
         with pytest.raises(DatasetNotReadyError):
             open_dataset(copy)
 
-    def test_an_index_of_another_dataset_is_found(self, built, copy: Path, tmp_path: Path) -> None:
-        build_dataset(tmp_path / "other", {"train": (3,)}, size=(32, 24))
-        shutil.copy(tmp_path / "other" / INDEX_FILE, copy)
+    def test_an_index_of_another_dataset_is_found(self, tiny_dataset, copy) -> None:
+        shutil.copy(tiny_dataset({"train": (3,)}, size=(32, 24)).root / INDEX_FILE, copy)
         with pytest.raises(IndexFileError, match="bytes, the manifest says"):
             open_dataset(copy)
         # Of the same size, but for another number of samples.
@@ -272,11 +271,14 @@ class TestEntries:
 class TestSequence:
     """What torch's users try first: ``len(dataset)``, ``dataset[0]``, ``for sample in dataset``."""
 
-    def test_samples_by_number(self, tmp_path):
-        build_dataset(tmp_path / "OUT", {"train": (3, 2), "val": (2,)})
-        dataset = open_dataset(tmp_path / "OUT")
+    def test_samples_by_number(self, built):
+        dataset = open_dataset(built.root)
         assert len(dataset) == 7
-        assert [sample.key for sample in dataset] == [dataset.index.row(number).key for number in range(7)]
+        assert (
+            [sample.key for sample in dataset]
+            == [dataset.index.row(number).key for number in range(7)]
+            == list(built.raw)
+        )
         assert dataset[-1].key == dataset[6].key
         assert set(dataset[0].images) == {camera.channel for camera in dataset.manifest.cameras}
         assert {name: entry.num_samples for name, entry in dataset.splits.items()} == {"train": 5, "val": 2}
@@ -285,15 +287,13 @@ class TestSequence:
                 dataset[number]
 
     @pytest.mark.network
-    def test_at_a_url(self, tmp_path):
-        build_dataset(tmp_path / "OUT", {"train": (3,)})
-        with FaultServer(tmp_path / "OUT") as server:
+    def test_at_a_url(self, built, tmp_path):
+        with FaultServer(built.root) as server:
             dataset = open_dataset(server.url, cache_dir=tmp_path / "cache")
-            assert dataset[1].key == open_dataset(tmp_path / "OUT")[1].key
+            assert dataset[1].key == open_dataset(built.root)[1].key
 
-    def test_damage_has_its_address(self, tmp_path):
-        build_dataset(tmp_path / "OUT", {"train": (3,)})
-        dataset = open_dataset(tmp_path / "OUT")
+    def test_damage_has_its_address(self, copy):
+        dataset = open_dataset(copy)
         row = dataset.index.row(1)
         shard = dataset.shard_path(row)
         with shard.open("r+b") as file:
@@ -306,7 +306,6 @@ class TestSequence:
         with pytest.raises(StorageError, match=r"cannot be read: .*No such file"):
             dataset[1]
 
-    def test_it_prints_in_a_line(self, tmp_path):
-        build_dataset(tmp_path / "OUT", {"train": (3, 2), "val": (2,)})
-        shown = repr(open_dataset(tmp_path / "OUT"))
-        assert shown == f"Dataset(tiny at '{tmp_path / 'OUT'}': 7 samples in 3 shards; train 5, val 2)"
+    def test_it_prints_in_a_line(self, built):
+        shown = repr(open_dataset(built.root))
+        assert shown == f"Dataset(tiny at '{built.root}': 7 samples in 3 shards; train 5, val 2)"

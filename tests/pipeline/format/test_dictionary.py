@@ -16,7 +16,6 @@ from fuelrail.pipeline.format import codecs
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE, MAX_DICTIONARY_BYTES, Dictionary, train_dictionary
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.manifest import encode_manifest, load_manifest
-from support.datasets import build_dataset
 
 
 def samples(seed):
@@ -90,12 +89,11 @@ def test_sizes_and_samples_that_do_not_do():
 
 class TestDataset:
     @pytest.fixture
-    def root(self, tmp_path, dictionary):
-        build_dataset(tmp_path / "tiny", {"train": (3,)}, dictionary=dictionary)
-        return tmp_path / "tiny"
+    def root(self, tiny_dataset, tmp_path, dictionary):
+        return tiny_dataset({"train": (3,)}, dictionary=dictionary, copy_to=tmp_path / "tiny").root
 
-    def test_members_are_read(self, root, tmp_path, dictionary):
-        raw = build_dataset(tmp_path / "plain", {"train": (3,)})
+    def test_members_are_read(self, root, tiny_dataset, dictionary):
+        raw = tiny_dataset({"train": (3,)}).raw
         dataset = open_dataset(root)
         assert dataset.dictionary.id == dictionary.id
         assert [m.codec for m in dataset.index.row(0).members[:2]] == ["zstd-dict", "zstd-dict"]

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fuelrail.pipeline.channels.sensors import BOXES_CHANNEL, CameraEntry, LidarEntry, camera_channel, lidar_channel
 from fuelrail.pipeline.errors import DatasetNotReadyError, ManifestError
@@ -115,12 +113,6 @@ def test_digest_is_what_plain_python_computes() -> None:
     assert hashlib.sha256(canonical).hexdigest() == stated
 
 
-def test_a_manifest_without_a_digest_is_refused() -> None:
-    without = {name: value for name, value in json.loads(GOOD).items() if name != "digest"}
-    with pytest.raises(ManifestError, match="was edited or damaged"):
-        decode_manifest(json.dumps(without).encode(), "here")
-
-
 def test_channels_are_cameras_then_lidars_then_boxes() -> None:
     assert [channel.name for channel in manifest().channels] == ["cam_front", "lidar_top", "boxes"]
     assert [camera.channel for camera in manifest().cameras] == ["cam_front"]
@@ -128,95 +120,75 @@ def test_channels_are_cameras_then_lidars_then_boxes() -> None:
     assert manifest().extra_channels == ()
 
 
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
-        (b"", "is not JSON"),
-        (GOOD[:-3], "is not JSON"),
-        (b"\xff", "is not JSON"),
-        (b"[" * 100_000, "is not JSON"),
-        (b"[]", "not a Fuelrail manifest: its format is not 'fuelrail-dataset'"),
-        (b"{}", "not a Fuelrail manifest"),
-        (b'{"format": "webdataset"}', "not a Fuelrail manifest"),
-        (b'{"format": "fuelrail-dataset"}', "has format version none; this reads 1"),
-        (b'{"format": "fuelrail-dataset", "version": 2}', "has format version 2; this reads 1"),
-        (b'{"format": "fuelrail-dataset", "version": true}', "has format version true; this reads 1"),
-        (GOOD.replace(b'"seed": 7,', b""), "missing required field `seed`"),
-        (GOOD.replace(b'"seed"', b'"sed": 1, "seed"'), "unknown field `sed`"),
-        (GOOD.replace(b'"seed": 7', b'"seed": "7"'), "$.seed"),
-        (GOOD.replace(b'"num_clips": 3', b'"num_clips": 4'), "was edited or damaged"),
-        (GOOD.replace(b'"seed": 7', b'"seed": 8'), "was edited or damaged"),
-        (GOOD.replace(b'"zwei"', b'"drei"'), "was edited or damaged"),
-        (GOOD.replace(b'"unix"', b'"clip"'), "was edited or damaged"),
-        (signed(num_samples=10), "the splits hold 9 samples, stated are 10"),
-        (signed(splits={"train": manifest().splits["train"], "val": SplitEntry(
-            first_sample=7, num_samples=3, first_shard=2, num_shards=1, num_clips=1)}), "10 samples, stated are 9"),
-        (signed(splits=manifest().splits | {"train": SplitEntry(
-            first_sample=1, num_samples=7, first_shard=0, num_shards=2, num_clips=2)}), "'train' does not continue at"),
-        (signed(splits=manifest().splits | {"train": SplitEntry(
-            first_sample=0, num_samples=7, first_shard=0, num_shards=1, num_clips=2)}), "'val' does not continue at"),
-        (signed(splits=manifest().splits | {"train": SplitEntry(
-            first_sample=0, num_samples=7, first_shard=0, num_shards=0, num_clips=2)}), "7 samples and no shard"),
-        (signed(splits=manifest().splits | {"train": SplitEntry(
-            first_sample=0, num_samples=7, first_shard=0, num_shards=8, num_clips=2)}), "'train' does not continue at"),
-    ],
-)  # fmt: skip
-def test_what_does_not_add_up_is_refused(data, words) -> None:
+def of_file(name: str) -> bytes:
+    return signed(files=(FileEntry(name=name, bytes=1, sha256=""),))
+
+
+def of_train(*entry: int) -> bytes:
+    """First sample, samples, first shard, shards and clips of the split ``train``."""
+    return signed(splits=manifest().splits | {"train": SplitEntry(*entry)})
+
+
+def renamed(name: str) -> bytes:
+    return signed(splits={name if key == "val" else key: entry for key, entry in manifest().splits.items()})
+
+
+def of_camera(name: str) -> bytes:
+    return signed(channels=(camera_channel(msgspec.structs.replace(FRONT, channel=name)),))
+
+
+def without(name: str) -> bytes:
+    return json.dumps({key: value for key, value in json.loads(GOOD).items() if key != name}).encode()
+
+
+ANCESTOR = Ancestor(fingerprint="", name="", num_samples=1, made_by="", parents=())
+TWICE = (camera_channel(FRONT), lidar_channel(msgspec.structs.replace(TOP, channel="cam_front")))
+OTHER = "not a Fuelrail manifest"
+HEAD = b'{"format": "fuelrail-dataset", "version": '
+REFUSED = [
+    (b"", "is not JSON"), (GOOD[:-3], "is not JSON"), (b"\xff", "is not JSON"), (b"[" * 100_000, "is not JSON"),
+    (b"[]", f"{OTHER}: its format is not 'fuelrail-dataset'"), (b"{}", OTHER), (b'{"format": "webdataset"}', OTHER),
+    (b'{"format": "fuelrail-dataset"}', "has format version none; this reads 1"),
+    (HEAD + b"2}", "has format version 2; this reads 1"), (HEAD + b"true}", "has format version true; this reads 1"),
+    (HEAD + b'"' + b"9" * 2_000_000 + b'"}', "has format version "), (GOOD + b" " * (16 << 20), "than a manifest may"),
+    (without("seed"), "missing required field `seed`"), (without("digest"), "was edited or damaged"),
+    (GOOD.replace(b'"seed"', b'"sed": 1, "seed"'), "unknown field `sed`"),
+    (GOOD.replace(b'"seed": 7', b'"seed": "7"'), "$.seed"),
+    *((GOOD.replace(old, new), "was edited or damaged") for old, new in (
+        (b'"num_clips": 3', b'"num_clips": 4'), (b'"seed": 7', b'"seed": 8'), (b'"zwei"', b'"drei"'),
+        (b'"unix"', b'"clip"'),
+    )),
+    (signed(num_samples=10), "the splits hold 9 samples, stated are 10"),
+    (signed(splits=manifest().splits | {"val": SplitEntry(7, 3, 2, 1, 1)}), "10 samples, stated are 9"),
+    (of_train(1, 7, 0, 2, 2), "'train' does not continue at"), (of_train(0, 7, 0, 1, 2), "'val' does not continue at"),
+    (of_train(0, 7, 0, 0, 2), "7 samples and no shard"), (of_train(0, 7, 0, 8, 2), "'train' does not continue at"),
+    *((of_file(name), "is not a plain file name") for name in (
+        "", ".", "..", "../train.tar", "/etc/passwd", "sub/train.tar", "train/", "a\0.tar", "dataset.json",
+    )),
+    (of_file("a\x1b[2J"), "'a\\x1b[2J' is not a plain file name"),
+    (of_file("a" * 300), "... (300 characters)' is not a plain file name"),
+    (signed(files=2 * manifest().files), "file 'index.arrow' occurs twice"),
+    (signed(channels=TWICE), "channel 'cam_front' occurs twice"),
+    *((of_camera(name), "' does not match [a-z0-9_]") for name in (
+        "", "CAM_FRONT", "cam.front", "cam-front", "cam/front", "cam_front\n",
+    )),
+    *((renamed(name), "' does not match") for name in ("", "Train", "1st", "../train", "train\n")),
+    (signed(channels=2_000 * (camera_channel(FRONT),)), "2000 channels, at most 1024"),
+    (signed(channels=300 * (camera_channel(FRONT),)), "300 cameras, at most 256"),
+    (signed(provenance={"recipe": 5}), "provenance.recipe is not an object"),
+    (signed(compression={"codecs": 5}), "compression.codecs does not map"),
+    (signed(provenance={"a": "x" * (5 << 20)}), "bytes, at most 4194304 are read"),
+    (signed(lineage=Lineage(ancestors=(ANCESTOR,) * 129)), "129 ancestors, at most 128"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("data", "words"), REFUSED, ids=range(len(REFUSED)))
+def test_what_no_reader_can_use_is_refused_in_a_short_message(data, words) -> None:
     with pytest.raises(ManifestError) as caught:
         decode_manifest(data, "OUT/dataset.json")
     assert words in str(caught.value)
     assert "'OUT/dataset.json'" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "name", ["", ".", "..", "../train.tar", "/etc/passwd", "sub/train.tar", "train/", "a\0.tar", "dataset.json"]
-)
-def test_file_names_cannot_leave_the_folder(name) -> None:
-    first, *others = manifest().files
-    changed = (msgspec.structs.replace(first, name=name), *others)
-    with pytest.raises(ManifestError, match="not a plain file name"):
-        decode_manifest(signed(files=changed), "here")
-
-
-def test_nothing_stands_twice() -> None:
-    (first,) = manifest().files
-    with pytest.raises(ManifestError, match=r"file 'index\.arrow' occurs twice"):
-        decode_manifest(signed(files=(first, first)), "here")
-    channels = (camera_channel(FRONT), lidar_channel(msgspec.structs.replace(TOP, channel="cam_front")))
-    with pytest.raises(ManifestError, match="channel 'cam_front' occurs twice"):
-        decode_manifest(signed(channels=channels), "here")
-
-
-@pytest.mark.parametrize("name", ["", "CAM_FRONT", "cam.front", "cam-front", "cam/front", "cam_front\n"])
-def test_channels_can_be_member_names(name) -> None:
-    cameras = (camera_channel(msgspec.structs.replace(FRONT, channel=name)),)
-    with pytest.raises(ManifestError, match=r"channel name '.*' does not match \[a-z0-9_\]"):
-        decode_manifest(signed(channels=cameras), "here")
-
-
-@pytest.mark.parametrize("name", ["", "Train", "1st", "../train", "train\n"])
-def test_splits_can_be_file_names(name) -> None:
-    splits = {name if key == "val" else key: entry for key, entry in manifest().splits.items()}
-    with pytest.raises(ManifestError, match=r"split name '.*' does not match"):
-        decode_manifest(signed(splits=splits), "here")
-
-
-@given(st.integers(0, len(GOOD) - 1), st.integers(1, 255))
-def test_a_flipped_byte_is_found_or_changes_nothing(at, flip) -> None:
-    damaged = bytearray(GOOD)
-    damaged[at] ^= flip
-    try:
-        found = decode_manifest(bytes(damaged), "here")
-    except ManifestError as error:
-        assert "here" in str(error)
-    else:
-        assert found == decode_manifest(GOOD, "here")
-
-
-@given(st.integers(0, len(GOOD) - len(b"}\n")))
-def test_a_cut_file_is_found(length) -> None:
-    with pytest.raises(ManifestError, match="'here'"):
-        decode_manifest(GOOD[:length], "here")
+    assert len(str(caught.value)) < 600
 
 
 NOT_READY: list[tuple[Callable[[Path], Path], str]] = [
@@ -261,35 +233,6 @@ def test_what_to_do_where_there_is_no_manifest(tmp_path) -> None:
             load_manifest(folder)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"channels": 2_000 * (camera_channel(FRONT),)}, "2000 channels, at most 1024"),
-        ({"channels": 300 * (camera_channel(FRONT),)}, "300 cameras, at most 256"),
-        ({"provenance": {"recipe": 5}}, "provenance.recipe is not an object"),
-        ({"compression": {"codecs": 5}}, "compression.codecs does not map"),
-        ({"provenance": {"a": "x" * (5 << 20)}}, "bytes, at most 4194304 are read"),
-        ({"files": (FileEntry(name="a\x1b[2J", bytes=1, sha256=""),)}, "'a\\x1b[2J' is not a plain file name"),
-        ({"files": (FileEntry(name="a" * 300, bytes=1, sha256=""),)}, "... (300 characters)' is not a plain file name"),
-    ],
-)
-def test_l1_what_no_reader_can_use_is_refused(changes, words) -> None:
-    with pytest.raises(ManifestError) as caught:
-        decode_manifest(signed(**changes), "here")
-    assert words in str(caught.value)
-
-
-def test_l5_a_version_of_two_megabytes_is_not_printed_whole() -> None:
-    with pytest.raises(ManifestError) as caught:
-        decode_manifest(b'{"format": "fuelrail-dataset", "version": "' + b"9" * 2_000_000 + b'"}', "here")
-    assert len(str(caught.value)) < 400
-
-
-def test_l2_a_manifest_has_a_limit() -> None:
-    with pytest.raises(ManifestError, match="more than a manifest may have"):
-        decode_manifest(GOOD + b" " * (16 << 20), "here")
-
-
 def test_the_lineage_names_every_ancestor_once_nearest_first() -> None:
     first, second = manifest(name="a", fingerprint="1"), manifest(name="b", fingerprint="2")
     both = manifest(name="ab", fingerprint="3", lineage=Lineage.of([first, second]))
@@ -306,6 +249,3 @@ def test_a_lineage_keeps_the_nearest_ancestors() -> None:
     found = chain[-1].lineage.ancestors
     assert [one.fingerprint for one in found] == [str(number) for number in range(198, 70, -1)]
     decode_manifest(signed(lineage=chain[-1].lineage), "here")
-    one = Ancestor(fingerprint="", name="", num_samples=1, made_by="", parents=())
-    with pytest.raises(ManifestError, match="129 ancestors, at most 128"):
-        decode_manifest(signed(lineage=Lineage(ancestors=(one,) * 129)), "here")

@@ -13,7 +13,7 @@ import webdataset
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from fuelrail.pipeline.errors import ConfigError, MemberTooLargeError, ShardError, TarFormatError, TruncatedShardError
+from fuelrail.pipeline.errors import ConfigError, MemberTooLargeError, ShardError
 from fuelrail.pipeline.format import tar
 from fuelrail.pipeline.format.tar import (
     BLOCK_BYTES,
@@ -226,11 +226,10 @@ def test_damage_in_content_leaves_the_frame_alone(at, flip) -> None:
     assert list(iter_members(damaged, shard=SHARD)) == FOUND
 
 
-@pytest.mark.parametrize("flip", [0x01, 0x10, 0xFF])
-def test_every_damaged_byte_of_headers_and_padding_is_found(flip) -> None:
+def test_every_damaged_byte_of_headers_and_padding_is_found() -> None:
     for at in sorted(set(range(len(PACKED))) - CONTENT):
         damaged = bytearray(PACKED)
-        damaged[at] ^= flip
+        damaged[at] ^= (0x01, 0x10, 0xFF)[at % 3]
         try:
             found = list(iter_members(damaged, shard=SHARD))
         except ShardError as error:
@@ -241,77 +240,6 @@ def test_every_damaged_byte_of_headers_and_padding_is_found(flip) -> None:
             assert at in PAX_NAMES
             assert frame(found) == frame(FOUND)
             assert [f.name for f in found] != [f.name for f in FOUND]
-
-
-@pytest.mark.slow
-def test_cut_shards_are_refused_wherever_they_are_cut() -> None:
-    for length in range(len(PACKED)):
-        with pytest.raises(TruncatedShardError) as caught:
-            list(iter_members(PACKED[:length], shard=SHARD))
-        assert caught.value.offset is not None
-        assert caught.value.offset <= length
-
-
-@pytest.mark.parametrize("extra", [b"x", bytes(1), bytes(512), bytes(9216), PACKED])
-def test_nothing_follows_the_two_closing_blocks(extra) -> None:
-    with pytest.raises(TarFormatError, match="bytes after the end"):
-        list(iter_members(PACKED + extra, shard=SHARD))
-
-
-def foreign(name: str, form: int = tarfile.USTAR_FORMAT, **attributes) -> bytes:
-    info = tarfile.TarInfo(name)
-    info.mode = 0o644
-    for attribute, value in attributes.items():
-        setattr(info, attribute, value)
-    return info.tobuf(form) + END_OF_ARCHIVE
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        foreign("a.b", mode=0o600),
-        foreign("a.b", mtime=1),
-        foreign("a.b", uid=1000),
-        foreign("a.b", gname="users"),
-        foreign("a.b", type=tarfile.SYMTYPE, linkname="/etc/passwd"),
-        foreign("a.b", type=tarfile.LNKTYPE, linkname="c.d"),
-        foreign("a.b", type=tarfile.DIRTYPE),
-        foreign("a.b", type=tarfile.CHRTYPE),
-        foreign("a.b", type=tarfile.GNUTYPE_LONGNAME),
-        foreign("d" * 90 + "/" + "f" * 90),
-        foreign("n" * 150, form=tarfile.GNU_FORMAT),
-        foreign("ä.b", form=tarfile.GNU_FORMAT),
-        foreign("n" * 150, form=tarfile.PAX_FORMAT, mtime=1.5),
-        foreign("n" * 150, form=tarfile.PAX_FORMAT, pax_headers={"comment": "more"}),
-        b"x" * 512 + END_OF_ARCHIVE,
-    ],
-)
-def test_what_is_not_normalised_is_refused(header) -> None:
-    with pytest.raises(TarFormatError) as caught:
-        list(iter_members(header, shard=SHARD))
-    assert caught.value.offset == 0
-
-
-def with_checksum(block: bytes) -> bytes:
-    blank = block[:148] + b" " * 8 + block[156:]
-    return blank[:148] + b"%06o\0 " % sum(blank) + blank[156:]
-
-
-@pytest.mark.parametrize("size", [b"-0000000001", b"77777777777", b"0_000000001", b"00000000x00", b"\x80" + bytes(10)])
-@pytest.mark.parametrize("name", ["a.b", "n" * 150])
-def test_sizes_in_headers_are_checked_before_use(name, size) -> None:
-    header = member_header(name, 5)
-    damaged = with_checksum(header[:124] + size + header[135:512]) + header[512:]
-    with pytest.raises(ShardError):
-        list(iter_members(damaged + bytes(512) + END_OF_ARCHIVE, shard=SHARD))
-
-
-@given(st.binary(max_size=3000))
-def test_any_bytes_are_a_shard_error_or_a_shard(data) -> None:
-    try:
-        list(iter_members(data, shard=SHARD))
-    except ShardError as error:
-        assert error.shard == SHARD
 
 
 def test_reserved_names_of_webdataset_cannot_be_made(tmp_path: Path) -> None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import re
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuelrail.pipeline.errors import WorldError
 from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, WorkerShard, World
 
 SIZES = st.integers(1, 64)
@@ -31,25 +28,6 @@ def epoch_positions(whole, size):
     assert all(len(part) == whole.global_batch // size for part in (*positions, *valid))
     empty = np.empty(0, dtype=np.int64)
     return np.concatenate([empty, *positions]), np.concatenate([empty.astype(bool), *valid])
-
-
-@given(st.integers(1, 2000), SIZES, st.integers(1, 12))
-def test_padding_covers_every_position_once_and_flags_the_rest(n, size, rank_batch):
-    positions, valid = epoch_positions(Batching(n, size * rank_batch, World(0, 1), drop_last=False), size)
-    assert np.array_equal(positions[valid], np.arange(n))
-    assert len(positions) - n < size * rank_batch
-    assert not valid[n:].any()
-    # Padding begins again at the epoch's first position, so it repeats real samples.
-    assert np.array_equal(positions[n:], np.arange(len(positions) - n) % n)
-
-
-@given(st.integers(1, 2000), SIZES, st.integers(1, 12))
-def test_drop_last_leaves_out_less_than_one_global_batch(n, size, rank_batch):
-    global_batch = size * rank_batch
-    n += global_batch
-    positions, valid = epoch_positions(Batching(n, global_batch, World(0, 1)), size)
-    assert valid.all()
-    assert np.array_equal(positions, np.arange(n // global_batch * global_batch))
 
 
 @given(st.integers(1, 10**9), SIZES, st.integers(1, 512), st.booleans(), st.data())
@@ -174,61 +152,3 @@ def test_numpy_numbers_are_taken_and_made_plain():
     batching = Batching(np.int64(10), np.int64(4), world, start=np.int64(2))
     assert batching == Batching(10, 4, World(1, 2), start=2)
     assert type(batching.start) is type(world.rank) is type(Cursor(np.int64(3)).epoch) is int
-    with pytest.raises(WorldError, match="must be an integer"):
-        World(0.0, 1)
-
-
-@pytest.mark.parametrize(
-    ("global_batch", "size", "hints"),
-    [
-        (16, 7, "a global batch of 14 or 21 on 7 ranks, or 4 or 8 ranks for 16"),
-        (3, 7, "a global batch of 7 on 7 ranks, or 3 ranks for 3"),
-        (7, 64, "a global batch of 64 on 64 ranks, or 7 ranks for 7"),
-        (12, 5, "a global batch of 10 or 15 on 5 ranks, or 4 or 6 ranks for 12"),
-        (2_147_483_647, 2, "a global batch of 2147483646 or 2147483648 on 2 ranks, or 1 or 2147483647 ranks"),
-    ],
-)
-def test_ranks_that_do_not_divide_the_batch_are_refused_with_what_works(global_batch, size, hints):
-    text = f"a global batch of {global_batch} cannot be split evenly over {size} ranks; nearest that work: {hints}"
-    with pytest.raises(WorldError, match=re.escape(text)):
-        Batching(10**6, global_batch, World(0, size))
-
-
-@given(st.integers(1, 5000), st.integers(1, 600))
-def test_the_hints_do_work(global_batch, size):
-    if global_batch % size == 0:
-        Batching(10**6, global_batch, World(0, size))
-        return
-    with pytest.raises(WorldError) as caught:
-        Batching(10**6, global_batch, World(0, size))
-    batches, ranks = str(caught.value).split(";")[1].split(", or ")
-    for batch in re.findall(r"\d+", batches.split(" on ")[0]):
-        Batching(10**6, int(batch), World(0, size))
-    for count in re.findall(r"\d+", ranks.split(" ranks")[0]):
-        Batching(10**6, global_batch, World(0, int(count)))
-
-
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda: World(0, 0), "at least 1, got 0"),
-        (lambda: World(2, 2), "rank 2 is outside 0 .. 1"),
-        (lambda: World(-1, 2), "rank -1"),
-        (lambda: Batching(0, 1, World()), "1 .. 2\\*\\*62 positions, got 0"),
-        (lambda: Batching(10, 0, World()), "got 0"),
-        (lambda: Batching(10, 2**31 + 1, World()), "a global batch must have"),
-        (lambda: Batching(10, 11, World()), "no full global batch of 11.*drop_last=False"),
-        (lambda: Batching(10, 2, World(), start=11), "11 samples consumed in an epoch that has 10"),
-        (lambda: Batching(10, 2, World(), start=-1), "-1 samples consumed"),
-        (lambda: Batching(10, 2, World()).positions(5), "step 5 is outside the 5 steps left"),
-        (lambda: Batching(10, 2, World()).valid(-1), "step -1"),
-        (lambda: Batching(10, 2, World()).consumed(6), "6 steps done of the 5"),
-        (lambda: Cursor(-1), "cannot be negative"),
-        (lambda: Cursor(0, -1), "samples -1"),
-        (lambda: Walk(Cursor(0, 11), Batching(10, 2, World())), "11 samples consumed"),
-        (lambda: Cursor(0, 11).rest(Batching(10, 2, World())), "11 samples consumed"),
-    ],
-)
-def test_numbers_out_of_range_are_refused(make, text):
-    with pytest.raises(WorldError, match=text):
-        make()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.format.attributes import ClipTable
 from fuelrail.pipeline.order.lanes import LaneOrder
 
@@ -31,31 +29,6 @@ def columns(order):
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=20)
 
 
-@given(LENGTHS, st.integers(1, 20), st.integers(1, 4), st.integers(0, 99), st.integers(0, 2**40))
-def test_an_epoch_shows_every_clip_once_in_time(lengths, num_lanes, pieces, seed, epoch):
-    table, clips, frames = make(lengths, shuffle_seed=seed)
-    num_pieces = sum(min(pieces, length) for length in lengths)
-    num_lanes = min(num_lanes, num_pieces)
-    lanes = LaneOrder(table, num_lanes, seed=seed, pieces_per_clip=pieces)
-    order = lanes.epoch(epoch)
-    assert len(order) == lanes.epoch_length == lanes.num_steps * num_lanes
-    samples, valid, prev_exists = (part.reshape(lanes.num_steps, num_lanes) for part in columns(order))
-    assert np.array_equal(np.sort(samples[valid]), np.arange(len(clips)))
-    assert (~valid).sum() == lanes.epoch_length - lanes.num_selected
-    assert (~prev_exists & valid).sum() == num_pieces
-    for lane in range(num_lanes):
-        seen, clip, frame = valid[:, lane], clips[samples[:, lane]], frames[samples[:, lane]]
-        assert seen[0]
-        assert not prev_exists[0, lane]
-        assert (np.diff(seen.astype(int)) <= 0).all()  # padding comes last
-        follows = (clip[1:] == clip[:-1]) & (frame[1:] == frame[:-1] + 1)
-        # What the flag promises is there; a clip's next piece may follow by chance, and then the memory is reset.
-        assert follows[prev_exists[1:, lane]].all()
-        first_piece = samples[: 1 + np.argmin(np.append(prev_exists[1:, lane], False)), lane]
-        padding = samples[~seen, lane]
-        assert np.array_equal(padding, np.resize(first_piece, len(padding)))
-
-
 @given(LENGTHS, st.integers(1, 8), st.integers(0, 99))
 def test_longest_first_ends_within_a_third_of_the_best(lengths, num_lanes, seed):
     num_lanes = min(num_lanes, len(lengths))
@@ -63,19 +36,6 @@ def test_longest_first_ends_within_a_third_of_the_best(lengths, num_lanes, seed)
     best = max(-(-sum(lengths) // num_lanes), max(lengths))
     assert best <= lanes.num_steps <= best * 4 / 3 + max(lengths)
     assert {len(lanes.epoch(epoch)) for epoch in range(3)} == {lanes.num_steps * num_lanes}
-
-
-@given(LENGTHS, st.integers(1, 8), st.data())
-def test_any_position_alone_is_what_it_is_in_the_whole(lengths, num_lanes, data):
-    lanes = LaneOrder(make(lengths)[0], min(num_lanes, len(lengths)), seed=1)
-    order = lanes.epoch(2)
-    whole = order.entries(np.arange(len(order)))
-    at = np.array(data.draw(st.lists(st.integers(0, len(order) - 1), max_size=10)), dtype=np.int64)
-    some = order.entries(at)
-    assert np.array_equal(some.flags["lane"], at % lanes.num_lanes)
-    for part, expected in zip((*some[:3], *some.flags.values()), (*whole[:3], *whole.flags.values()), strict=True):
-        assert np.array_equal(part, expected[at])
-    assert np.array_equal(order(at), whole.samples[at])
 
 
 @given(LENGTHS, st.data())
@@ -123,21 +83,3 @@ def test_lanes_are_those_of_every_release():
 
 GOLDEN_0 = [8, 10, 0, 9, 11, 1, 4, 12, 2, 5, 13, 15, 6, 14, 16, 7, 3, 17]
 GOLDEN_1 = [3, 4, 0, 10, 5, 1, 11, 6, 2, 12, 7, 15, 13, 8, 16, 14, 9, 17]
-
-
-def test_fewer_pieces_than_lanes_are_refused_with_what_works():
-    with pytest.raises(OrderError, match=r"3 pieces of clips for 4 lanes.*batch of at most 3.*pieces_per_clip than 1"):
-        LaneOrder(make([5, 5, 5])[0], 4)
-    assert LaneOrder(make([5, 5, 5])[0], 4, pieces_per_clip=2).num_steps == 5
-
-
-@pytest.mark.parametrize(("num_lanes", "pieces"), [(0, 1), (1, 0)])
-def test_numbers_below_1_are_refused(num_lanes, pieces):
-    with pytest.raises(OrderError, match=">= 1"):
-        LaneOrder(make([5])[0], num_lanes, pieces_per_clip=pieces)
-
-
-def test_positions_outside_are_refused():
-    order = LaneOrder(make([5, 5])[0], 2).epoch(0)
-    with pytest.raises(OrderError, match="position 10 is outside"):
-        order([10])

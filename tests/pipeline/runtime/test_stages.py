@@ -100,7 +100,23 @@ class TestOrder:
         pipeline.close()
 
 
+def raise_(error):
+    raise error
+
+
 class TestFailures:
+    @pytest.mark.parametrize(
+        ("raised", "error", "words"),
+        [
+            (ChecksumError("differs", key="k"), ChecksumError, "sample k"),  # errors of ours pass as they are
+            (SystemExit(3), StageError, "SystemExit"),
+            (StopIteration(), StageError, "StopIteration"),
+        ],
+    )
+    def test_whatever_a_stage_raises_ends_the_epoch_with_an_error(self, raised, error, words):
+        with pytest.raises(error, match=words):
+            run(range(3), Stage("a", lambda _: raise_(raised), 2, 2))
+
     def test_an_exception_takes_its_items_place_and_tells_stage_item_and_line(self):
         pipeline = Pipeline(iter(range(5)), [Stage("a", lambda v: refuse(v) if v == 3 else v, 3, 4)], name="test")
         got = []
@@ -121,21 +137,6 @@ class TestFailures:
             for value in pipeline:
                 got.append(value)
         assert got == [0, 1, 2]
-
-    def test_our_own_errors_pass_as_they_are(self):
-        def broken(value):
-            raise ChecksumError("differs", key="k")
-
-        with pytest.raises(ChecksumError, match="sample k"):
-            run(range(3), Stage("a", broken, 2, 2))
-
-    def test_sys_exit_in_a_thread_is_an_error_and_not_a_hang(self):
-        with pytest.raises(StageError, match="SystemExit"):
-            run(range(3), Stage("a", lambda v: sys.exit(3), 2, 2))
-
-    def test_stop_iteration_in_a_stage_does_not_end_the_epoch_silently(self):
-        with pytest.raises(StageError, match="StopIteration"):
-            run(range(3), Stage("a", lambda v: next(iter(())), 2, 2))
 
     def test_a_failing_source(self):
         def source():
@@ -276,8 +277,7 @@ def _python(code):
 SETUP = """
 import itertools, os, sys, time
 from fuelrail.pipeline.errors import StageError
-from fuelrail.pipeline.runtime.stages import Pipeline
-from fuelrail.pipeline.runtime.stages import Stage
+from fuelrail.pipeline.runtime.stages import Pipeline, Stage
 pipeline = Pipeline(itertools.count(), [Stage("a", int, 3, 2), Stage("b", int, 2, 2)], name="test")
 next(pipeline)
 """
@@ -285,7 +285,7 @@ next(pipeline)
 
 class TestProcess:
     @pytest.mark.process
-    def test_a_fork_says_what_is_wrong_and_ends_cleanly(self):
+    def test_a_fork_says_what_is_wrong_and_both_interpreters_exit_while_it_runs(self):
         done = _python(
             SETUP
             + """
@@ -301,14 +301,9 @@ if child == 0:
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), next(pipeline))
 """
         )
-        assert done.returncode == 0, done.stderr
+        assert (done.returncode, done.stderr) == (0, "")
         assert "was forked from it without its threads" in done.stdout
         assert done.stdout.splitlines()[-1] == "5 1", "the parent continues"
-
-    @pytest.mark.process
-    def test_the_interpreter_exits_while_it_runs(self):
-        done = _python(SETUP + "print(next(pipeline))")
-        assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
 
     @pytest.mark.process
     def test_threads_that_a_lost_finalizer_left_are_waited_for(self):
@@ -335,8 +330,7 @@ pipeline._finalizer.detach()
     def test_ctrl_c_reaches_a_consumer_that_waits(self):
         code = """
 import sys, threading
-from fuelrail.pipeline.runtime.stages import Pipeline
-from fuelrail.pipeline.runtime.stages import Stage
+from fuelrail.pipeline.runtime.stages import Pipeline, Stage
 gate = threading.Event()
 pipeline = Pipeline(iter([1]), [Stage("a", lambda v: gate.wait(0.5) or gate.wait(60), 1, 1)], name="test")
 print("ready", flush=True)

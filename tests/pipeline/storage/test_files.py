@@ -15,7 +15,6 @@ from fuelrail.pipeline.errors import FuelrailError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.storage.files import open_file, read_file
 from fuelrail.sharding.verify.dataset import verify
-from support.datasets import build_dataset
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,9 +52,8 @@ def test_l2_other_kinds_of_files_are_refused_at_once(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("name", ["dataset.json", "index.arrow", "train-000000.tar"])
-def test_l2_a_fifo_in_a_dataset_hangs_nobody(tmp_path, name) -> None:
-    root = tmp_path / "DS"
-    build_dataset(root, {"train": (2,)})
+def test_l2_a_fifo_in_a_dataset_hangs_nobody(tiny_dataset, tmp_path, name) -> None:
+    root = tiny_dataset({"train": (2,)}, copy_to=tmp_path / "DS").root
     whole = open_dataset(root)
     (root / name).unlink()
     os.mkfifo(root / name)

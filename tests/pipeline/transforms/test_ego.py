@@ -15,17 +15,11 @@ BEVDET = BevAugment(train=True, rotate_deg=(-22.5, 22.5), scale=(0.95, 1.05), fl
 BEVFUSION = BevAugment(train=True, rotate_deg=(-45, 45), scale=(0.9, 1.1), flip_x_prob=0.5, translate_std_m=0.5)
 
 maps = st.builds(
-    BevMap,
-    rotation_rad=st.floats(-4, 4),
-    scale=st.floats(0.5, 2),
-    flip_x=st.booleans(),
-    flip_y=st.booleans(),
+    BevMap, rotation_rad=st.floats(-4, 4), scale=st.floats(0.5, 2), flip_x=st.booleans(), flip_y=st.booleans(),
     translation_m=st.tuples(*[st.floats(-5, 5)] * 3),
-)
+)  # fmt: skip
 boxes = st.lists(
-    st.tuples(*[st.floats(-60, 60)] * 3, *[st.floats(0.2, 12)] * 3, st.floats(-3.1, 3.1)),
-    min_size=1,
-    max_size=4,
+    st.tuples(*[st.floats(-60, 60)] * 3, *[st.floats(0.2, 12)] * 3, st.floats(-3.1, 3.1)), min_size=1, max_size=4
 ).map(lambda rows: np.array(rows, np.float32))
 
 
@@ -123,11 +117,7 @@ def test_draws_depend_on_their_address_alone() -> None:
 def test_golden_draw() -> None:
     # Frozen with the random stream.
     bev = BEVFUSION.draw(seed=7, epoch=3, sample=12345)
-    assert_allclose(
-        (bev.rotation_rad, bev.scale, *bev.translation_m),
-        GOLDEN,
-        atol=1e-12,
-    )
+    assert_allclose((bev.rotation_rad, bev.scale, *bev.translation_m), GOLDEN, atol=1e-12)
 
 
 GOLDEN = (0.5620387287347193, 0.9126701224883373, 0.15163613568344697, 0.3731408149327013, -0.5071918509166676)

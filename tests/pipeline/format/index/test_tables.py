@@ -19,16 +19,13 @@ from fuelrail.pipeline.format.index import blocks, keys, samples
 from fuelrail.pipeline.format.index.blocks import BlockFile, split_digests
 from fuelrail.pipeline.format.index.keys import KeyTable
 from fuelrail.pipeline.format.index.shards import ShardTable, shard_name
-from support.datasets import build_dataset
 from support.edits import reseal
 from support.fault_server import FaultServer, Misbehaviour
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    root = tmp_path_factory.mktemp("tables") / "tiny"
-    build_dataset(root, {"train": (4, 3), "val": (2,)}, size=(32, 24))
-    return root
+def tiny(tiny_dataset):
+    return tiny_dataset({"train": (4, 3), "val": (2,)}, size=(32, 24)).root
 
 
 class TestShards:
@@ -78,16 +75,16 @@ class TestShards:
             with pytest.raises(IndexFileError, match="does not have the columns"):
                 ShardTable(BlockFile(tiny / name), manifest)
 
-    def test_a_flipped_byte_is_found_by_its_block(self, tiny, tmp_path) -> None:
-        build_dataset(tmp_path / "d", {"train": (4, 3), "val": (2,)}, size=(32, 24))
+    def test_a_flipped_byte_is_found_by_its_block(self, tiny_dataset, tmp_path) -> None:
+        tiny_dataset({"train": (4, 3), "val": (2,)}, size=(32, 24), copy_to=tmp_path / "d")
         good = (tmp_path / "d" / "shards.arrow").read_bytes()
         for at in range(0, len(good), 97):
             (tmp_path / "d" / "shards.arrow").write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
             with pytest.raises(IndexFileError, match=r"shards\.arrow.*do not match their SHA-256"):
                 open_dataset(tmp_path / "d")
 
-    def test_a_missing_file_of_digests_is_named(self, tmp_path) -> None:
-        build_dataset(tmp_path / "d", {"train": (1,)}, size=(32, 24))
+    def test_a_missing_file_of_digests_is_named(self, tiny_dataset, tmp_path) -> None:
+        tiny_dataset({"train": (1,)}, size=(32, 24), copy_to=tmp_path / "d")
         (tmp_path / "d" / "blocks.sha256").unlink()
         with pytest.raises(IndexFileError, match=r"blocks\.sha256' cannot be read"):
             open_dataset(tmp_path / "d")
@@ -151,8 +148,8 @@ class TestKeys:
         middle = int(keys.sorted_entries(index, tmp_path)["row"][10_000])
         assert [entry.row for entry in KeyTable(lambda: opened, len(index)).find(index.row(middle).key)] == [middle]
 
-    def test_rows_outside_the_index_are_refused(self, tmp_path) -> None:
-        build_dataset(tmp_path / "d", {"train": (3,)}, size=(32, 24))
+    def test_rows_outside_the_index_are_refused(self, tiny_dataset, tmp_path) -> None:
+        tiny_dataset({"train": (3,)}, size=(32, 24), copy_to=tmp_path / "d")
         path = tmp_path / "d" / "keys.arrow"
         data = bytearray(path.read_bytes())
         dataset = open_dataset(tmp_path / "d")
@@ -169,21 +166,21 @@ class TestKeys:
         with pytest.raises(IndexFileError, match="has 20000 keys, the index 7 samples"):
             table.find("a")
 
-    @pytest.mark.parametrize("seed", range(30))
-    def test_flipped_bytes_are_an_error_or_no_key(self, tmp_path, seed) -> None:
+    def test_flipped_bytes_are_an_error_or_no_key(self, tiny_dataset, tmp_path) -> None:
         """A lookup among damaged entries may miss a key; it never gives another sample's row, and never crashes."""
-        build_dataset(tmp_path / "d", {"train": (5,)}, size=(32, 24))
-        path, rng = tmp_path / "d" / "keys.arrow", np.random.default_rng(seed)
-        data = bytearray(path.read_bytes())
-        for at in rng.integers(0, len(data), 3):
-            data[at] = rng.integers(256)
-        path.write_bytes(data)
-        dataset = open_dataset(tmp_path / "d")
-        for number in range(5):
-            try:
-                assert dataset.find(f"clip-{number // 4:04d}-{number % 4:06d}") in (None, number)
-            except FuelrailError as error:
-                assert "keys.arrow" in str(error)
+        path = tiny_dataset({"train": (5,)}, size=(32, 24), copy_to=tmp_path / "d").root / "keys.arrow"
+        good = path.read_bytes()
+        for seed in range(30):
+            rng, data = np.random.default_rng(seed), bytearray(good)
+            for at in rng.integers(0, len(data), 3):
+                data[at] = rng.integers(256)
+            path.write_bytes(data)
+            dataset = open_dataset(tmp_path / "d")
+            for number in range(5):
+                try:
+                    assert dataset.find(f"clip-{number // 4:04d}-{number % 4:06d}") in (None, number)
+                except FuelrailError as error:
+                    assert "keys.arrow" in str(error)
 
 
 def test_digests_of_another_length_are_refused() -> None:
@@ -295,9 +292,9 @@ class TestBlocksAtAUrl:
         assert found == [[wanted[at] for at in rows[worker::8]] for worker in range(8)]
 
 
-def test_every_edit_of_a_sealed_dataset_opens(tmp_path) -> None:
+def test_every_edit_of_a_sealed_dataset_opens(tiny_dataset, tmp_path) -> None:
     """The helper that other tests seal datasets with keeps all rules of the tables."""
-    build_dataset(tmp_path / "d", {"train": (4, 3)}, size=(32, 24))
+    tiny_dataset({"train": (4, 3)}, size=(32, 24), copy_to=tmp_path / "d")
     before = {path.name: path.read_bytes() for path in (tmp_path / "d").iterdir()}
     reseal(tmp_path / "d")
     assert {path.name: path.read_bytes() for path in (tmp_path / "d").iterdir()} == before
