@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,13 +18,27 @@ from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.run import scan_source, shard
 from fuelrail.sharding.sources.registry import SourceSpec, make_source, options_of_texts, source_kinds
-from fuelrail.sharding.sources.scan_table import ScanTable, ScanWriter
 from fuelrail.sharding.sources.source import PlacedSource
 from fuelrail.sharding.verify.dataset import verify
-from support.sharding import Interrupt, digests
+from support.sharding import Interrupt, Scanned, digests, scanned
 from support.source_world import World, check_same, make_world
 
 MATRICES = ("cam2ego", "cam_ego2global", "ego2global", "lidar2ego", "lidar_ego2global")
+
+
+class Made(NamedTuple):
+    """The world as a source, its scan, and its dataset in ``folder / "out"``."""
+
+    folder: Path
+    world: World
+    spec: SourceSpec
+    scan: Scanned
+
+    def geometries(self) -> list[Geometry]:
+        return [decode_arrays(self.scan.table.row(at).geometry, Geometry) for at in range(len(self.scan.table))]
+
+
+_MADE: dict[type, Made] = {}
 
 
 class SourceSuite:
@@ -58,39 +72,30 @@ class SourceSuite:
         engine = LocalEngine(workers, "threads")
         return shard(spec, out, recipe, workers, progress or Quiet(), engine)
 
-    def scan(self, spec: SourceSpec, tmp_path: Path):
-        """The source, the result of its scan, and the table."""
-        source = make_source(spec)
-        with ScanWriter(tmp_path / "scan.arrow", source.attribute_types) as out:
-            info = source.scan(out)
-        return source, info, ScanTable(tmp_path / "scan.arrow")
+    @pytest.fixture
+    def made(self, tmp_path_factory) -> Made:
+        """Made once for all tests of a class, which only read it."""
+        if type(self) not in _MADE:
+            folder, world = tmp_path_factory.mktemp("made"), self.world(noise=True)
+            spec = self.spec(folder, world)
+            assert self.make(spec, folder / "out").num_written > 1, "one shard cannot be interrupted in between"
+            _MADE.clear()
+            _MADE[type(self)] = Made(folder, world, spec, scanned(spec.kind, spec.location, folder, **spec.options))
+        return _MADE[type(self)]
 
-    def test_the_samples_are_those_of_the_world(self, tmp_path):
-        if self.compare is None:
-            pytest.skip("this format is compared by tests of its own")
-        world = self.world()
-        self.make(self.spec(tmp_path, world), tmp_path / "out")
-        assert not verify(tmp_path / "out", deep=True, num_threads=1).faults
-        check_same(world, tmp_path / "out", **self.compare)
+    def test_the_samples_are_those_of_the_world(self, made):
+        assert not verify(made.folder / "out", deep=True, num_threads=1).faults
+        if self.compare is not None:  # else by tests of the format's own
+            check_same(made.world, made.folder / "out", **self.compare)
 
-    def test_the_same_bytes_for_one_and_four_workers(self, tmp_path):
-        spec = self.spec(tmp_path)
-        self.make(spec, tmp_path / "one")
-        self.make(spec, tmp_path / "four", workers=4)
-        assert digests(tmp_path / "one") == digests(tmp_path / "four")
-
-    def test_the_same_bytes_after_an_interruption(self, tmp_path):
-        spec = self.spec(tmp_path, self.world(noise=True))
-        outcome = self.make(spec, tmp_path / "whole")
-        assert outcome.num_written > 1, "one shard cannot be interrupted in between"
+    def test_the_same_bytes_from_four_workers_after_an_interruption(self, made, tmp_path):
         with pytest.raises(KeyboardInterrupt):
-            self.make(spec, tmp_path / "out", progress=Interrupt(1))
-        again = self.make(spec, tmp_path / "out")
-        assert again.num_kept
-        assert digests(tmp_path / "whole") == digests(tmp_path / "out"), "other bytes, or something is left behind"
+            self.make(made.spec, tmp_path / "out", workers=4, progress=Interrupt(1))
+        assert self.make(made.spec, tmp_path / "out", workers=4).num_kept
+        assert digests(made.folder / "out") == digests(tmp_path / "out"), "other bytes, or something is left behind"
 
-    def test_references_open_to_their_stated_bytes(self, tmp_path):
-        source, _, table = self.scan(self.spec(tmp_path), tmp_path)
+    def test_references_open_to_their_stated_bytes(self, made):
+        source, _, table = made.scan
         num_opened = 0
         for number in range(len(table)):
             for member in table.row(number).members:
@@ -105,8 +110,8 @@ class SourceSuite:
                     assert whole[place.offset : end] == data, member
         assert num_opened
 
-    def test_keys_neighbours_and_times_ascend(self, tmp_path):
-        _, info, table = self.scan(self.spec(tmp_path), tmp_path)
+    def test_keys_neighbours_and_times_ascend(self, made):
+        _, info, table = made.scan
         assert info.num_samples == len(table) > 0
         for clip in info.clips:
             metas = [decode_meta(table.row(clip.first_row + at).meta) for at in range(clip.num_samples)]
@@ -120,8 +125,8 @@ class SourceSuite:
                 assert meta.next_key == keys.get(meta.frame_idx + 1)
                 assert meta.num_frames > meta.frame_idx
 
-    def test_every_matrix_is_a_rotation(self, tmp_path):
-        for geometry in self._geometries(tmp_path):
+    def test_every_matrix_is_a_rotation(self, made):
+        for geometry in made.geometries():
             for name in MATRICES:
                 for matrix in getattr(geometry, name).reshape(-1, 4, 4):
                     if np.isnan(matrix).all():
@@ -130,8 +135,8 @@ class SourceSuite:
                     assert np.linalg.det(matrix[:3, :3]) > 0, name
                     assert matrix[3].tolist() == [0, 0, 0, 1], name
 
-    def test_unknown_is_nan_or_minus_one(self, tmp_path):
-        for geometry in self._geometries(tmp_path):
+    def test_unknown_is_nan_or_minus_one(self, made):
+        for geometry in made.geometries():
             absent = geometry.cam_valid == 0
             assert (geometry.img_wh[~absent] > 0).all()
             assert ((geometry.img_wh[absent] == -1) | (geometry.img_wh[absent] > 0)).all()
@@ -144,12 +149,8 @@ class SourceSuite:
             for name in ("ego_velocity", "ego_accel", "ego_rates"):
                 assert np.any(getattr(geometry, name)), f"zeros in {name}: unknown is NaN"
 
-    def _geometries(self, tmp_path):
-        _, _, table = self.scan(self.spec(tmp_path), tmp_path)
-        return [decode_arrays(table.row(number).geometry, Geometry) for number in range(len(table))]
-
-    def test_options_round_trip(self, tmp_path):
-        spec = self.spec(tmp_path)
+    def test_options_round_trip(self, made):
+        spec = made.spec
         options = make_source(spec).options
         assert json.loads(json.dumps(options)) == options
         assert make_source(spec._replace(options=options)).options == options
@@ -158,9 +159,6 @@ class SourceSuite:
         plain = {name: value for name, value in options.items() if isinstance(value, bool | int | str)}
         texts = [f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in plain.items()]
         assert options_of_texts(self.kind, texts) == plain
-
-    def test_an_unknown_option_is_named(self, tmp_path):
-        spec = self.spec(tmp_path)
         with pytest.raises(ConfigError, match=r"colour.*allowed"):
             make_source(spec._replace(options={"colour": 1}))
         with pytest.raises(ConfigError, match=r"colour.*allowed"):
@@ -173,14 +171,13 @@ class SourceSuite:
                 scan_source(SourceSpec(self.kind, str(tmp_path / name), dict(self.options)))
 
     @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="bytes read are counted in /proc")
-    def test_the_scan_reads_no_pixel_beyond_heads(self, tmp_path):
+    def test_the_scan_reads_no_pixel_beyond_heads(self, made, tmp_path):  # modules that it needs are imported by `made`
         if not self.reads_heads:
             pytest.skip("the scan of this format must read what holds its images")
         world = self.world(noise=True, cameras=dict.fromkeys(self.world().cameras, (480, 360)))
         spec = self.spec(tmp_path, world)
-        self.scan(spec, tmp_path)  # modules that are imported on the way are not counted
         before = bytes_read()
-        self.scan(spec, tmp_path)
+        scan_source(spec)
         num_bytes = sum(len(image.jpeg) for _, _, frame in world.frames() for image in frame.images.values())
         assert bytes_read() - before < num_bytes / 4
 

@@ -12,13 +12,10 @@ from fuelrail.sharding.demo.world import WorldSpec
 if TYPE_CHECKING:
     from pathlib import Path
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 @pytest.fixture(scope="session")
 def small_spec() -> WorldSpec:
-    return WorldSpec(seed=5, num_clips=2, num_frames=2, width_px=320, height_px=180, num_camera_sweeps=1)
+    return WorldSpec(seed=5, num_clips=2, num_frames=2, width_px=160, height_px=90, num_camera_sweeps=1)
 
 
 @pytest.fixture(scope="session")

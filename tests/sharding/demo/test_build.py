@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
@@ -17,9 +16,10 @@ import simplejpeg
 from fuelrail.__main__ import main
 from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetExistsError
 from fuelrail.sharding.demo import build as build_module
-from fuelrail.sharding.demo.build import MARKER, build
+from fuelrail.sharding.demo.build import build
 from fuelrail.sharding.demo.capture import record
 from fuelrail.sharding.demo.world import WorldSpec, captures, make_clip
+from support.sharding import ENVIRONMENT, digests
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,42 +29,25 @@ pytestmark = pytest.mark.process
 TINY = WorldSpec(seed=1, num_clips=1, num_frames=1, width_px=160, height_px=90)
 
 
-def _digests(root: Path) -> dict[str, str]:
-    files = [path for path in sorted(root.rglob("*")) if path.is_file()]
-    return {path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
 def test_bytes_do_not_depend_on_the_workers(small_spec: WorldSpec, small_world: Path, tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     build(small_spec, tmp_path / "again", 2, lambda done, total: seen.append((done, total)))
-    assert _digests(tmp_path / "again") == _digests(small_world)
+    assert digests(tmp_path / "again") == digests(small_world)
     total = sum(len(captures(small_spec, make_clip(small_spec, index))) for index in range(2))
     assert seen == [(done, total) for done in range(total + 1)]
 
 
-def test_another_seed_is_another_world(tmp_path: Path) -> None:
-    build(TINY, tmp_path / "a", 1)
-    build(msgspec.structs.replace(TINY, seed=2), tmp_path / "b", 1)
-    ours, theirs = _digests(tmp_path / "a"), _digests(tmp_path / "b")
-    pictures = [name for name in ours if name.endswith(".jpg")]
-    assert len(pictures) == 6
-    assert not set(pictures) & set(theirs)
-
-
 def test_pictures_are_baseline_420_of_the_size_that_was_asked_for(small_spec: WorldSpec, small_world: Path) -> None:
     pictures = sorted(small_world.glob("s*/CAM_*/*.jpg"))
-    assert len(pictures) == 2 * (2 + 1) * 6
-    for path in pictures:
-        data = path.read_bytes()
-        assert simplejpeg.decode_jpeg_header(data) == (180, 320, "YCbCr", "420")
-        assert b"\xff\xc0" in data
-        assert b"\xff\xc2" not in data
-
-
-def test_files_on_disk_are_those_of_the_tables(small_spec: WorldSpec, small_world: Path) -> None:
     rows = json.loads((small_world / small_spec.version / "sample_data.json").read_text())
     found = {path.relative_to(small_world).as_posix() for path in small_world.glob("s*/*/*")}
     assert found == {row["filename"] for row in rows}
+    assert len(pictures) == 2 * (2 + 1) * 6
+    for path in pictures:
+        data = path.read_bytes()
+        assert simplejpeg.decode_jpeg_header(data) == (90, 160, "YCbCr", "420")
+        assert b"\xff\xc0" in data
+        assert b"\xff\xc2" not in data
 
 
 def test_the_same_world_is_left_as_it_is(small_spec: WorldSpec, small_world: Path) -> None:
@@ -73,13 +56,6 @@ def test_the_same_world_is_left_as_it_is(small_spec: WorldSpec, small_world: Pat
     assert again.was_there
     assert again.num_images == 36
     assert {path: path.stat().st_mtime_ns for path in small_world.rglob("*")} == before
-
-
-def test_an_empty_folder_will_do(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    assert not build(TINY, tmp_path / "out", 1).was_there
-    assert (tmp_path / "out" / MARKER).is_file()
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_another_world_is_not_touched(small_spec: WorldSpec, small_world: Path) -> None:
@@ -97,7 +73,9 @@ def test_a_folder_with_other_files_is_not_touched(tmp_path: Path) -> None:
 
 
 def test_a_damaged_world_is_not_called_whole(tmp_path: Path) -> None:
-    build(TINY, tmp_path / "out", 1)
+    (tmp_path / "out").mkdir()  # an empty folder will do
+    assert not build(TINY, tmp_path / "out", 1).was_there
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
     next((tmp_path / "out").glob("samples/CAM_FRONT/*.jpg")).unlink()
     with pytest.raises(DatasetExistsError, match="files were changed or removed"):
         build(TINY, tmp_path / "out", 1)
@@ -148,12 +126,15 @@ def test_the_command_makes_a_world_and_then_says_that_it_is_there(
     assert refusal.startswith("fuelrail: error: ")
     assert "another synthetic world (seed 3, not 4)" in refusal
     assert refusal.count("\n") == 1
+    for size in ("1600", "ax9", "1600x900x3", "-4x4"):
+        assert main(["synth", str(tmp_path / "w"), f"--size={size}"]) == 2
+        assert f"--size '{size}': it must be WIDTHxHEIGHT" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [tmp_path / "world"]
 
 
 def test_ctrl_c_while_workers_start_ends_with_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fuelrail", "synth", str(tmp_path / "world"), "--clips", "1", "--workers", "2"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, start_new_session=True)
     started = psutil.Process(process.pid)
     while process.poll() is None and not any("spawn_main" in " ".join(p.cmdline()) for p in started.children()):
         time.sleep(0.002)
@@ -161,11 +142,4 @@ def test_ctrl_c_while_workers_start_ends_with_one_line(tmp_path: Path) -> None:
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
     assert said == "fuelrail: interrupted\n"
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("size", ["1600", "ax9", "1600x900x3", "-4x4"])
-def test_the_command_refuses_a_size_that_is_none(size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["synth", str(tmp_path / "w"), f"--size={size}"]) == 2
-    assert f"--size '{size}': it must be WIDTHxHEIGHT" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -40,27 +40,13 @@ def test_points_lie_on_the_ground_or_on_something(index: int) -> None:
     for solid in solids:
         for part in shape_of(solid.kind):
             # Inside the body's own bounding box in unit coordinates, up to the range noise.
-            unit = np.c_[places, np.ones(len(places))] @ inverse_affine(solid.unit2global()).T
+            unit = np.c_[places, np.ones(len(places))] @ np.linalg.inv(solid.unit2global()).T
             slack = 0.03 / np.array(solid.size_lwh)
             low, high = part.vertices.min(0) - slack, part.vertices.max(0) + slack
             explained |= ((unit[:, :3] >= low) & (unit[:, :3] <= high)).all(1)
     assert explained.all()
 
 
-def inverse_affine(matrix: np.ndarray) -> np.ndarray:
-    return np.linalg.inv(matrix)
-
-
-def test_a_sweep_repeats_and_rings_climb() -> None:
-    clip, solids, capture_us = _sweep(1)
-    points = cast(clip, solids, capture_us)
-    np.testing.assert_array_equal(points, cast(clip, solids, capture_us))
-    elevation = np.arctan2(points[:, 2], np.hypot(points[:, 0], points[:, 1]))
-    means = [elevation[points[:, 4] == ring].mean() for ring in range(NUM_RINGS) if (points[:, 4] == ring).sum() > 10]
-    assert (np.diff(means) > 0).all()
-
-
-@pytest.mark.slow
 def test_casting_agrees_with_a_ray_at_a_time() -> None:
     clip, solids, capture_us = _sweep(0)
     points = cast(clip, solids, capture_us)
@@ -104,9 +90,3 @@ def test_nobody_near_has_its_points_outside_its_box() -> None:
     assert points_in_box(without, solid.centre, solid.yaw_rad, solid.size_lwh) == 0
     kept = {tuple(place) for place in without}
     assert sum(tuple(place) not in kept for place in places) == count
-
-
-def test_points_in_box_counts_its_faces() -> None:
-    points = np.array([[0.0, 0, 0], [2.0, 0, 0], [2.001, 0, 0], [0, 1.0, 0], [0, 0, -0.5], [0, 0, 0.51]])
-    assert points_in_box(points, (0.0, 0.0, 0.0), 0.0, (4.0, 2.0, 1.0)) == 4
-    assert points_in_box(points, (0.0, 0.0, 0.0), np.pi / 2, (4.0, 2.0, 1.0)) == 3

@@ -1,16 +1,20 @@
+"""The synthetic world without its pictures: streets, who drives on them, who hides whom."""
+
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fuelrail.sharding.demo.rig import make_rig
-from fuelrail.sharding.demo.street import check_times, footprint_track, footprints_overlap
-from fuelrail.sharding.demo.world import KEYFRAME_US, WorldSpec, captures, make_clip, token
-
-pytestmark = pytest.mark.slow
+from fuelrail.sharding.demo.solids import Solid, far_to_near, solids_near, visibility_level, visible_shares
+from fuelrail.sharding.demo.street import Road, check_times, corners, footprint_track, footprints_overlap
+from fuelrail.sharding.demo.world import KEYFRAME_US, Clip, WorldSpec, captures, make_clip, token
 
 SPEC = WorldSpec(seed=11, num_clips=6, num_frames=5, num_lidar_sweeps=2, num_camera_sweeps=1)
 
@@ -46,6 +50,7 @@ def test_captures_are_in_time_order_and_keyframes_half_a_second_apart() -> None:
         assert keys[one.frame - 1].timestamp_us < one.timestamp_us < keys[one.frame].timestamp_us
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", range(4))
 def test_nothing_ever_touches_anything(index: int) -> None:
     clip = make_clip(SPEC, index)
@@ -97,3 +102,135 @@ def test_cameras_look_where_their_names_say_and_scale_with_the_image() -> None:
     for large, small in zip(full.cameras, half.cameras, strict=True):
         np.testing.assert_allclose(small.intrinsics, resize @ large.intrinsics, atol=1e-6)
         np.testing.assert_array_equal(small.cam2ego, large.cam2ego)
+
+
+@given(st.sampled_from([0.0, 1 / 120, -1 / 150]), st.floats(-60, 140), st.floats(-20, 20), st.floats(-math.pi, math.pi))
+def test_locate_finds_the_place_that_point_was_given(bend: float, along: float, left: float, heading: float) -> None:
+    road = Road(500.0, 700.0, heading, bend)
+    x, y = road.point(along, left)
+    found = road.locate(np.array([x - road.x], np.float32), np.array([y - road.y], np.float32))
+    assert found[0][0] == pytest.approx(along, abs=2e-3)
+    assert found[1][0] == pytest.approx(left, abs=2e-3)
+
+
+@given(st.floats(0, 5), st.floats(-math.pi, math.pi))
+def test_overlap_of_turned_rectangles_agrees_with_sampled_points(distance: float, yaw: float) -> None:
+    first = corners(np.zeros(1), np.zeros(1), np.zeros(1), 4.0, 2.0)
+    second = corners(np.full(1, distance), np.zeros(1), np.full(1, yaw), 3.0, 1.0)
+    u, v = np.meshgrid(np.linspace(-0.499, 0.499, 60), np.linspace(-0.499, 0.499, 60))
+    c, s = math.cos(yaw), math.sin(yaw)
+    x, y = distance + c * u * 3.0 - s * v, s * u * 3.0 + c * v
+    sampled = bool(((np.abs(x) < 2.0) & (np.abs(y) < 1.0)).any())
+    if sampled:  # samples may miss the very edge, never the other way round
+        assert footprints_overlap(first, second)
+    elif not ((np.abs(x) < 2.1) & (np.abs(y) < 1.1)).any():
+        assert not footprints_overlap(first, second)
+
+
+RECTANGLE = st.tuples(
+    st.floats(-30, 30), st.floats(-30, 30), st.floats(-math.pi, math.pi), st.floats(0.5, 9), st.floats(0.5, 3)
+)
+
+
+def _first_hit(rectangle: np.ndarray, eye: np.ndarray, direction: np.ndarray) -> float:
+    sides = np.roll(rectangle, -1, axis=0) - rectangle
+    normals = np.stack([sides[:, 1], -sides[:, 0]], axis=-1)
+    enter, leave = 0.0, np.inf
+    for normal, corner in zip(normals, rectangle, strict=True):
+        speed, gap = float(normal @ direction), float(normal @ (corner - eye))
+        if speed == 0:
+            if gap < 0:
+                return np.inf
+        elif speed < 0:
+            enter = max(enter, gap / speed)
+        else:
+            leave = min(leave, gap / speed)
+    return enter if 0 < enter < leave else np.inf
+
+
+def _hidden_by(footprints: np.ndarray, eye: np.ndarray, num_rays: int) -> set[tuple[int, int]]:
+    """Pairs (far, near) of which some ray meets the second just before the first."""
+    found = set()
+    for angle in np.linspace(0, 2 * math.pi, num_rays, endpoint=False):
+        hits = [_first_hit(one, eye, np.array([math.cos(angle), math.sin(angle)])) for one in footprints]
+        met = [int(index) for index in np.argsort(hits) if np.isfinite(hits[index])]
+        found |= {(far, near) for near, far in pairwise(met)}
+    return found
+
+
+@settings(max_examples=100)
+@given(RECTANGLE, RECTANGLE)
+def test_the_nearer_of_two_is_painted_last(a: tuple[float, ...], b: tuple[float, ...]) -> None:
+    ego, first, second = (
+        corners(np.full(1, x), np.full(1, y), np.full(1, yaw), length, width)
+        for x, y, yaw, length, width in ((0.0, 0.0, 0.0, 1.0, 1.0), a, b)
+    )
+    if any(footprints_overlap(one, other) for one, other in ((ego, first), (ego, second), (first, second))):
+        return
+    footprints = np.concatenate([first, second])
+    order = far_to_near(footprints, np.tile([0.0, 2.0], (2, 1)), np.zeros(2))
+    assert sorted(order) == [0, 1]
+    hidden = _hidden_by(footprints, np.zeros(2), 90)
+    assert hidden <= {(order[0], order[1])}
+
+
+def test_what_a_ray_meets_first_in_a_street_is_painted_last() -> None:
+    clip = make_clip(WorldSpec(seed=8), 0)
+    solids = [solid for solid in solids_near(clip, clip.start_us) if solid.kind != "crown"]
+    footprints = np.array([solid.footprint() for solid in solids])
+    eye = np.array(clip.ego(clip.start_us)[0][:2])
+    order = far_to_near(footprints, np.tile([0.0, 2.0], (len(solids), 1)), eye)
+    rank = {place: number for number, place in enumerate(order)}
+    hidden = _hidden_by(footprints, eye, 160)
+    assert len(hidden) > 50
+    assert [pair for pair in hidden if rank[pair[0]] > rank[pair[1]]] == []
+
+
+def test_a_crown_is_painted_before_what_stands_below_it_and_after_its_trunk() -> None:
+    square = corners(np.full(3, 10.0), np.zeros(3), np.zeros(3), 3.0, 3.0)
+    heights = np.array([[3.9, 8.0], [0.0, 4.2], [0.0, 1.6]])
+    order = far_to_near(square, heights, np.zeros(2))
+    assert order.index(1) < order.index(0) < order.index(2)
+
+
+def test_solids_of_a_capture_are_the_actors_where_their_annotations_will_be() -> None:
+    spec = WorldSpec(seed=3, num_frames=3)
+    clip = make_clip(spec, 1)
+    capture = [one for one in captures(spec, clip) if one.is_key_frame][2]
+    found = [solid for solid in solids_near(clip, capture.timestamp_us) if solid.actor >= 0]
+    assert len(found) > 20
+    for solid in found:
+        actor = clip.actors[solid.actor]
+        assert (solid.centre, solid.yaw_rad) == clip.actor_box(actor, capture.timestamp_us)
+        assert solid.size_lwh == (actor.size_wlh[1], actor.size_wlh[0], actor.size_wlh[2])
+        bare = actor.attribute == "cycle.without_rider"
+        assert solid.kind == ("bicycle" if bare else actor.category)
+
+
+@pytest.mark.parametrize(
+    ("share", "level"),
+    [(0.0, "1"), (0.4, "1"), (0.41, "2"), (0.61, "3"), (0.8, "3"), (0.81, "4"), (1.0, "4")],
+)
+def test_levels_end_where_nuscenes_says(share: float, level: str) -> None:
+    assert visibility_level(share) == level
+
+
+def _ahead(clip: Clip, metres: float, left: float, actor: int, size: tuple[float, float, float]) -> Solid:
+    (x, y, _), _ = clip.ego(clip.start_us)
+    forward = clip.ego2global(clip.start_us)[:3, 0]
+    side = np.array([-forward[1], forward[0]])
+    place = np.array([x, y]) + metres * forward[:2] + left * side
+    yaw = float(np.arctan2(forward[1], forward[0]))
+    return Solid("vehicle.bus.rigid", actor, (place[0], place[1], size[2] / 2), yaw, size, (9, 9, 9), 0)
+
+
+def test_what_is_hidden_is_not_seen() -> None:
+    clip = make_clip(WorldSpec(seed=2), 0)
+    large, small = (8.0, 3.0, 3.0), (2.0, 1.0, 1.0)
+    alone = visible_shares(clip, [_ahead(clip, 30.0, 0.0, 0, small)], clip.start_us)
+    assert alone == {0: 1.0}
+    behind = [_ahead(clip, 30.0, 0.0, 0, small), _ahead(clip, 15.0, 0.0, 1, large)]
+    assert visible_shares(clip, behind, clip.start_us) == {0: 0.0, 1: 1.0}
+    half = [_ahead(clip, 30.0, 0.0, 0, large), _ahead(clip, 15.0, 0.8, 1, (2.0, 1.6, 3.0))]
+    assert 0.3 < visible_shares(clip, half, clip.start_us)[0] < 0.7
+    assert visible_shares(clip, half[::-1], clip.start_us) == pytest.approx(visible_shares(clip, half, clip.start_us))
