@@ -36,6 +36,12 @@ def raw(made, tiny):
     return made({"train": (5, 7, 9), "val": (4,)})[1]
 
 
+@pytest.fixture(scope="session")
+def pristine(tiny):
+    """The same, for those who read it as storage."""
+    return tiny
+
+
 @pytest.fixture
 def own(tiny, tmp_path):
     """A copy of ``tiny`` that the test may spoil."""

@@ -112,18 +112,6 @@ def test_the_users_functions_get_the_groups(dataset) -> None:
         assert [one["img"]["tall"].shape for one in samples] == [(1, 3, 56, 40)] * 4
 
 
-def test_a_bad_image_is_replaced(tmp_path) -> None:
-    root = tmp_path / "bad"
-    build_dataset(
-        root, {"train": (8,)}, size=FRONT, back_size=BACK,
-        rewrite=lambda row, channel, data: data[:150] if (row, channel) == (3, "cam_back") else data,
-    )  # fmt: skip
-    options = {"on_error": "substitute", "max_bad": 9, "file": tmp_path / "bad.jsonl", "verify": False}
-    for batch in grouped(root, **options):
-        assert 3 not in batch["global_index"]
-        assert all(image.float().std() > 1 for image in batch["img"]["tall"])
-
-
 def test_the_state_names_the_groups(dataset) -> None:
     state = load(dataset, 4, camera_groups=GROUPS).state_dict()
     load(dataset, 4, camera_groups=GROUPS).load_state_dict(state)

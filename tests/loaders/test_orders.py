@@ -68,13 +68,6 @@ def test_lanes_follow_clips_and_say_when_to_forget(root):
     assert {"lane", "prev_exists"}.isdisjoint(run(root, 4)[0]), "batches of other orders have no lanes"
 
 
-def test_flags_reach_the_users_functions(root):
-    names = ("lane", "prev_exists", "frame")
-    found = run(root, 4, order=LANES, transform=lambda sample: {name: sample[name] for name in names})
-    for name in names:
-        assert np.array_equal(column(found, name), column(run(root, 4, order=LANES), name))
-
-
 def test_a_bad_frame_is_replaced_by_the_lanes_next(root, tmp_path):
     build_dataset(tmp_path / "OUT", LENGTHS)
     whole = column(run(root, 4, order=LANES), "global_index")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fuelrail.loaders import AttributeWeights, BevAugment, ImageAugment, Mix, Normalize, OrderSpec, PixelAugment
 from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law, Vocabulary
 from fuelrail.pipeline.format.dataset import open_dataset
-from support.batches import TINY, batches, check_one_sequence, keys, load
+from support.batches import TINY, batches, check_one_sequence, keys, load, unlike
 from support.datasets import build_dataset
 from support.layers import write_layer
 from support.storage_suite import spoil
@@ -119,6 +119,16 @@ def arguments(roots, case, tmp_path):
 def test_ranks_threads_and_restarts_change_nothing(roots, case, tmp_path):
     root, options = arguments(roots, case, tmp_path)
     check_one_sequence(lambda batch_size, **where: load(root, batch_size, **{**where, **options}))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES.values() if "transform" not in case])
+def test_a_transform_that_changes_nothing_changes_nothing(roots, case, tmp_path):
+    """Single samples, joined, are the batch that is made at once: windows, lanes, views, groups and channels too."""
+    root, options = arguments(roots, case, tmp_path)
+    plain, joined = (batches(root, 4, **options, **more) for more in ({}, {"transform": lambda sample: sample}))
+    for batch in joined:
+        assert len(set(batch.pop("seed").tolist())) == len(batch["sample_key"])
+    assert unlike(joined, plain) == []
 
 
 @settings(max_examples=12)

@@ -100,18 +100,6 @@ def test_the_users_functions_get_each_view(dataset) -> None:
     assert [len(batch) for batch in views(dataset, collate_fn=list)] == [8, 8, 8]
 
 
-@pytest.mark.parametrize("decoder", ["turbo", pytest.param("dali", marks=[needs_dali, pytest.mark.slow])])
-def test_a_bad_image_replaces_both_views(tmp_path, decoder) -> None:
-    root = tmp_path / "bad"
-    build_dataset(root, {"train": (8, 4)}, rewrite=lambda row, channel, data: data[:200] if row == 3 else data)
-    options = {"on_error": "substitute", "max_bad": 20, "file": tmp_path / "bad.jsonl", "decoder": decoder}
-    found = views(root, channels=None, verify=False, pixels=PixelAugment(), **options)
-    for batch in found:
-        first, second = batch["global_index"].chunk(2)
-        assert torch.equal(first, second) and 3 not in first
-        assert all(image.float().std() > 1 for image in batch["img"])
-
-
 def test_layers_of_one_view_are_refused(dataset, tmp_path) -> None:
     with load(dataset, 4, **OPTIONS) as loader:
         settings = view_settings(3, loader.transforms.content())

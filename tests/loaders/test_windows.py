@@ -18,7 +18,7 @@ from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.errors import ConfigError, OrderError, StateMismatchError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.batching import Cursor, Walk
-from support.batches import TINY, batches, load, unlike
+from support.batches import TINY, batches, load
 from support.datasets import CAMERAS, build_dataset
 from support.storage_suite import spoil
 
@@ -225,18 +225,6 @@ def test_a_bad_frame_makes_way_for_the_next_sample_of_the_order(tmp_path):
     # Samples 13 and 14 hold the bad frame; 15 is good.
     assert rows == [window if 13 not in window else [14, 15] for window in (shown(row, [-1, 0])[0] for row in ROWS)]
     assert file.read_text().count('"row": 13,') == 1
-
-
-def test_the_users_functions_get_the_frames_axis(root):
-    seen = []
-
-    def transform(sample):
-        seen.append((tuple(sample["img"].shape), tuple(sample["ego2img"].shape), len(sample["points"])))
-        return {name: value for name, value in sample.items() if name != "seed"}
-
-    options = {"frames": [-1, 0], "points": True}
-    assert unlike(batches(root, transform=transform, **options), batches(root, **options)) == []
-    assert set(seen) == {((2, len(CAMERAS), 3, 32, 48), (2, len(CAMERAS), 4, 4), 2)}
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,9 @@ def test_f5_the_users_functions_run_on_streams_of_their_own_and_are_waited_for(
 ) -> None:
     used, waited = [], set()
     record = FakeEvent.record
-    monkeypatch.setattr(FakeEvent, "record", lambda event, stream: waited.add(stream.stream_id) or record(event, stream))
+    monkeypatch.setattr(
+        FakeEvent, "record", lambda event, stream: waited.add(stream.stream_id) or record(event, stream)
+    )
 
     def transform(sample):
         used.append(torch.cuda.current_stream())

@@ -21,10 +21,7 @@ from fuelrail.loaders.storage.pread import PreadShards, SpanBuffers, is_network_
 from fuelrail.pipeline.errors import ChecksumError, ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
 from support.datasets import build_dataset
-from support.storage_suite import StorageSuite, own, pristine, rows_of, spans_of, spoil
-
-__all__ = ["own", "pristine"]
-
+from support.storage_suite import StorageSuite, rows_of, spans_of, spoil
 
 PAGE = mmap.PAGESIZE
 
