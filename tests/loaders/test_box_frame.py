@@ -114,9 +114,7 @@ def test_the_readme_snippet_pairs_boxes_with_their_projection(drive, samples, mo
         clear = sample.boxes.visibility == 4
         right.append(seen_share(projection[at], ida, own, clear))
         for camera in range(6):
-            both = (
-                projected(matrix, own[:, :3]) for matrix in (batch["lidar2img"][at, camera], projection[at, camera])
-            )
+            matrices = batch["lidar2img"][at, camera], projection[at, camera]
             apart = np.subtract(*(projected(matrix, own[:, :3]) for matrix in matrices))
             wrong += np.linalg.norm(apart, axis=1)[np.isfinite(apart).all(1)].tolist()
     assert np.mean(right) > 0.95

@@ -12,7 +12,6 @@ from fuelrail.__main__ import main
 from fuelrail.loaders import DataLoader, World
 from fuelrail.loaders.records import Batch
 from fuelrail.pipeline.errors import ConfigError
-from support.datasets import build_dataset
 
 IMAGE = {"height": 32, "width": 64}
 CASES = [
@@ -24,11 +23,8 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def roots(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("describe")
-    for name in ("a", "b"):
-        build_dataset(folder / name, {"train": (4, 4)}, seed=ord(name))
-    return {name: folder / name for name in ("a", "b")}
+def roots(made):
+    return {name: made({"train": (4, 4)}, seed=ord(name))[0] for name in ("a", "b")}
 
 
 @pytest.mark.parametrize("case", CASES)

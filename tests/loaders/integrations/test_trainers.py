@@ -19,7 +19,6 @@ import pytest
 import torch
 
 from fuelrail.loaders import DataLoader, World
-from support.datasets import build_dataset
 from support.ranks import TESTS, environment, run_ranks
 
 pytestmark = pytest.mark.process
@@ -29,10 +28,8 @@ EXAMPLES = TESTS.parent / "configs" / "trainers"
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    root = tmp_path_factory.mktemp("datasets") / "tiny"
-    build_dataset(root, {"train": (5, 7, 9)})
-    return root
+def tiny(made):
+    return made({"train": (5, 7, 9)})[0]
 
 
 def expected(root, world):
