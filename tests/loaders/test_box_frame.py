@@ -13,7 +13,6 @@ from nuscenes.eval.common.utils import quaternion_yaw
 from nuscenes.utils.data_classes import Box
 from pyquaternion import Quaternion
 
-from fuelrail.__main__ import main
 from fuelrail.loaders import ImageAugment
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.channels.sensors import channel_table
@@ -21,6 +20,7 @@ from fuelrail.pipeline.errors import ConfigError, SchemaError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.pipeline.transforms.ego import BevAugment
+from fuelrail.sharding.demo.synth import synth
 from support.batches import load
 from support.datasets import build_dataset
 from support.edits import reseal
@@ -41,8 +41,7 @@ BEV = BevAugment(
 def drive(tmp_path_factory):
     """A rendered drive, whose boxes and pictures come from one world."""
     base = tmp_path_factory.mktemp("frames")
-    words = ["--seed", "3", "--clips", "1", "--frames", "4", "--size", f"{WH[0]}x{WH[1]}", "--workers", "1"]
-    assert main(["synth", str(base / "world"), *words]) == 0
+    synth(base / "world", seed=3, clips=1, frames=4, size=WH, lidar_sweeps=0, workers=1)
     shard_nuscenes(base / "world", base / "OUT", splits={"train": 1.0})
     return base
 

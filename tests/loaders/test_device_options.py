@@ -140,7 +140,7 @@ EACH_CASE = [
     pytest.param(case, *decoder.values, id=f"{name}-{number}-{decoder.values[0]}", marks=decoder.marks)
     for name, cases in CASES.items()
     for number, case in enumerate(cases)
-    for decoder in (pytest.param("turbo"), pytest.param("batched"), DALI)
+    for decoder in (pytest.param("turbo"), DALI)
     if decoder.values[0] == "turbo" or name not in BEFORE_DECODING
 ]
 
@@ -150,17 +150,17 @@ def roots(tmp_path_factory):
     folder = tmp_path_factory.mktemp("device")
     for name, seed in (("a", 0), ("b", 1)):
         build_dataset(
-            folder / name, {"train": (8, 4)}, missing=frozenset({(5, "cam_back")}), lens=LENS, seed=seed, rewrite=drawn
+            folder / name, {"train": (5, 4)}, missing=frozenset({(5, "cam_back")}), lens=LENS, seed=seed, rewrite=drawn
         )
-    build_dataset(folder / "channels", {"train": (8, 4)}, extra=CHANNELS)
+    build_dataset(folder / "channels", {"train": (5, 4)}, extra=CHANNELS)
     score = Channel(name="score", kind="array", field="score.npy", dtype="float32", law=Law("fixed"))
-    for name, rows in (("teacher", range(12)), ("partial", range(2, 12))):
+    for name, rows in (("teacher", range(9)), ("partial", range(2, 9))):
         with LayerWriter(folder / "a", folder / name, channels=[score]) as writer:
             for row in rows:
                 writer.write(row, {"score": np.float32(row)})
-        writer.finish(partial=len(rows) < 12)
+        writer.finish(partial=len(rows) < 9)
     build_dataset(
-        folder / "bad", {"train": (8, 4)},
+        folder / "bad", {"train": (5, 4)},
         rewrite=lambda row, channel, data: data[: len(data) // 2] if row == 3 else drawn(row, channel, data),
     )  # fmt: skip
     return folder

@@ -37,9 +37,7 @@ def test_f15_leaving_out_the_decoding_takes_the_decoders_memory(dataset, cuda) -
 
 
 @pytest.mark.parametrize("decoder", ["turbo", "batched"])
-def test_f5_the_users_functions_run_on_streams_of_their_own_and_are_waited_for(
-    dataset, cuda, decoder, monkeypatch
-) -> None:
+def test_f5_the_users_functions_run_on_streams_of_their_own_and_are_waited_for(dataset, cuda, decoder, monkeypatch):
     used, waited = [], set()
     record = FakeEvent.record
     monkeypatch.setattr(

@@ -165,9 +165,9 @@ def test_mutated_files_never_hurt(backend: str) -> None:
         encode(picture[..., 0]),
         encode(picture[:60, :80], "png"),
     ]
-    tally = fuzz(make_decoder(backend), originals, range(400), 20)
-    assert tally.count == 400
+    tally = fuzz(make_decoder(backend), originals, range(200), 20)
+    assert tally.count == 200
     # DALI takes damaged pixel data at which libjpeg warns, which the others refuse.
-    assert 0 < tally.decoded < (300 if backend == "dali" else 200)
-    assert tally.refused_by_header > 30
+    assert 0 < tally.decoded < (150 if backend == "dali" else 100)
+    assert tally.refused_by_header > 15
     assert tally.grown_mib < 1024, "a lie about the size may cost one picture of the limit, not more"

@@ -159,9 +159,7 @@ def test_the_rows_that_are_needed_are_known_beforehand(name: str, preset: str) -
 @pytest.mark.parametrize("backend", ["pillow", "turbo"])
 @pytest.mark.parametrize("name", LENSES)
 @pytest.mark.parametrize("preset", ["eval", "bevdet", "streampetr"])
-def test_only_the_rows_that_are_needed_are_decoded(
-    name: str, preset: str, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_rows_that_are_needed_are_decoded(name, preset, backend, monkeypatch) -> None:
     image_map = with_lens(preset_map(preset), LENSES[name])
     encoded = photograph(restart_marker_rows=1)
     module = importlib.import_module(f"fuelrail.loaders.decode.{backend}")

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.slow
 
 class TestPillow(DecoderSuite):
     backend = "pillow"
+    turn = 1
 
 
 def test_two_views_are_one_decode_and_equal_those_of_two(monkeypatch) -> None:
