@@ -196,7 +196,7 @@ def test_samples_for_a_transform_have_them_too(root, window) -> None:
 
     def other(sample: dict[str, Any]) -> dict[str, Any]:
         seen.append(sample)
-        return {"agents": sample["caption"], "words": sample["words"], "caption": sample["sample_key"]}
+        return {"agents": sample["caption"], "words": len(sample["words"]), "caption": sample["sample_key"]}
 
     (batch, *_) = batches(loader(root, transform=other, transforms=AUGMENTED, window=window))
     sample = next(one for one in seen if one["sample_key"].endswith("0003"))
@@ -206,7 +206,7 @@ def test_samples_for_a_transform_have_them_too(root, window) -> None:
         assert seen[0].keys() - {*NAMES, *(f"{name}_valid" for name in NAMES)} <= OWN_NAMES
         # What a transform leaves in the place of an entry is joined as any other thing of the user's.
         assert batch["agents"] == ["frame 0", "frame 1", None, "frame 3"]
-        assert [words.tolist() for words in batch["words"]] == [[], [0], [], [0, 1, 2]]
+        assert batch["words"] == [0, 1, 0, 3]
 
 
 def test_a_batch_without_any_value_keeps_its_shapes(root, tmp_path) -> None:

@@ -57,23 +57,6 @@ class TestContent:
                 assert batch["clip_id"][at] == expected.meta.clip_id
         assert seen == {key for key, members in raw.items() if b'"split":"train"' in members["meta.json"]}
 
-    def test_dtypes_and_shapes(self, tiny):
-        batch = next(iter(load(tiny, 4, image=FULL, points=True)))
-        shapes = {
-            "img": ((4, 2, 3, 64, 96), torch.uint8), "cam_valid": ((4, 2), torch.bool),
-            "intrinsics": ((4, 2, 3, 3), torch.float32), "ida_mat": ((4, 2, 4, 4), torch.float32),
-            "cam2ego": ((4, 2, 4, 4), torch.float32), "cam2keyego": ((4, 2, 4, 4), torch.float32),
-            "ego2img": ((4, 2, 4, 4), torch.float32), "lidar2img": ((4, 2, 4, 4), torch.float32),
-            "lidar2ego": ((4, 4, 4), torch.float32), "ego2global": ((4, 4, 4), torch.float64),
-            "bda_mat": ((4, 4, 4), torch.float32), "dist": ((4, 2, 14), torch.float32),
-            "timestamp_ns": ((4,), torch.int64), "img_timestamp_ns": ((4, 2), torch.int64),
-            "frame": ((4,), torch.int64), "global_index": ((4,), torch.int64), "valid": ((4,), torch.bool),
-        }  # fmt: skip
-        assert {name: (tuple(batch[name].shape), batch[name].dtype) for name in shapes} == shapes
-        lists = {"gt_boxes_3d", "gt_labels_3d", "gt_velocity", "gt_valid", "instance_id", "points"}
-        assert set(batch) == set(shapes) | lists | {"sample_key", "clip_id", "epoch", "step"}
-        assert all(len(batch[name]) == 4 for name in lists)
-
     def test_a_missing_camera_is_zeros_and_flagged(self, made):
         root, _ = made({"train": (4,)}, missing=frozenset({(2, "cam_back")}))
         batch = next(iter(load(root, 4, shuffle=False)))

@@ -121,13 +121,16 @@ def test_ranks_threads_and_restarts_change_nothing(roots, case, tmp_path):
     check_one_sequence(lambda batch_size, **where: load(root, batch_size, **{**where, **options}))
 
 
-@pytest.mark.parametrize("case", [case for case in CASES.values() if "transform" not in case])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=name) for name, case in CASES.items() if "transform" not in case]
+)
 def test_a_transform_that_changes_nothing_changes_nothing(roots, case, tmp_path):
     """Single samples, joined, are the batch that is made at once: windows, lanes, views, groups and channels too."""
     root, options = arguments(roots, case, tmp_path)
     plain, joined = (batches(root, 4, **options, **more) for more in ({}, {"transform": lambda sample: sample}))
     for batch in joined:
-        assert len(set(batch.pop("seed").tolist())) == len(batch["sample_key"])
+        names = [list(map(str, batch[name])) for name in ("dataset", "sample_key", "view") if name in batch]
+        assert len(set(batch.pop("seed").tolist())) == len(set(zip(*names, strict=True))), "a seed for each sample"
     assert unlike(joined, plain) == []
 
 

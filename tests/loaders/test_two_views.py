@@ -90,16 +90,6 @@ def test_the_second_view_is_a_draw_of_its_own_of_the_same_samples(dataset) -> No
             assert np.allclose(both["radar"][row], moved[:, :3], atol=1e-4)
 
 
-def test_the_users_functions_get_each_view(dataset) -> None:
-    def transform(sample):
-        return {"img": sample["img"], "seed": sample["seed"], "key": sample["sample_key"], "view": sample["view"]}
-
-    for batch in views(dataset, transform=transform):
-        assert batch["img"].shape == (8, 2, 3, 32, 48) and batch["key"][:4] == batch["key"][4:]
-        assert len(set(batch["seed"].tolist())) == 8
-    assert [len(batch) for batch in views(dataset, collate_fn=list)] == [8, 8, 8]
-
-
 def test_layers_of_one_view_are_refused(dataset, tmp_path) -> None:
     with load(dataset, 4, **OPTIONS) as loader:
         settings = view_settings(3, loader.transforms.content())

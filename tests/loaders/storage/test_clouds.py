@@ -1,9 +1,10 @@
-"""S3 through a real server on loopback, by both clients; Google Cloud and Azure storage through emulators."""
+"""S3 through a real server on loopback, by both clients; Google Cloud and Azure storage through emulators; the hub."""
 
 from __future__ import annotations
 
 import logging
 import re
+import shutil
 
 import pytest
 
@@ -11,9 +12,12 @@ from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.storage.clients import FsspecClient, ObstoreClient, make_client
 from fuelrail.pipeline.errors import ChecksumError, ConfigError, DatasetError, DatasetNotReadyError, StorageError
 from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.storage import filesystem
 from fuelrail.pipeline.storage.retry import RetryPolicy
-from support.batches import batches, keys, load
+from support.batches import batches, keys, load, unlike
 from support.cloud_emulators import emulated
+from support.hub_server import REPOSITORY, HubServer
+from support.pages import EXTRAS
 from support.s3_server import s3_server, upload
 from support.storage_suite import rows_of, spans_of
 
@@ -187,3 +191,26 @@ class TestEmulators:
                 open_storage(dataset, storage_options=wrong, retry=QUICK).span(*rows_of(dataset)[0])
         for text in (caplog.text, str(caught.value), repr(dataset)):
             assert secret not in text
+
+
+def test_a_dataset_on_the_hugging_face_hub_gives_the_same_batches(pristine, tmp_path, monkeypatch) -> None:
+    pytest.importorskip("huggingface_hub", reason="the extra hf is not installed here")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    shutil.copytree(pristine, tmp_path / "repo" / "v1")
+    with HubServer(tmp_path / "repo") as server:
+        options = {"endpoint": server.endpoint, "token": False}
+        url = f"hf://datasets/{REPOSITORY}/v1"
+        assert len(open_dataset(url, storage_options=options)) == 25
+        assert unlike(batches(url, seed=3, options=options), batches(pristine, seed=3)) == []
+        assert any(line.startswith("GET /datasets/") and ".tar" in line for line in server.requests)
+
+
+def test_what_to_install_is_an_extra_that_exists(monkeypatch) -> None:
+    assert set(filesystem._EXTRAS.values()) <= EXTRAS.keys()
+
+    def missing(*_: object, **__: object) -> None:
+        raise ImportError("Install huggingface_hub to access HfFileSystem")
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", missing)
+    with pytest.raises(ConfigError, match=r"pip install 'fuelrail\[hf\]'"):
+        filesystem.filesystem("hf://datasets/someone/drives")
