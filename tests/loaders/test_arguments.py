@@ -24,16 +24,13 @@ from fuelrail.loaders import (
 )
 from fuelrail.loaders.config import Arguments
 from fuelrail.pipeline.errors import ConfigError
-from support.datasets import build_dataset
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("arguments") / "OUT"
-    build_dataset(folder, {"train": (8,)})
-    return folder
+def root(made):
+    return made({"train": (8,)})[0]
 
 
 SETTINGS = "a dict of its fields, or the path of a YAML file"
@@ -43,6 +40,7 @@ WRONG = [
     ("batch_size", 2.5, "an integer >= 1"),
     ("batch_size", True, "an integer >= 1"),
     ("batch_size", 0, "an integer >= 1"),
+    ("prefetch_factor", 0, "an integer >= 1"),
     ("mix", 3, "a dict with an integer >= 1 for each dataset"),
     ("mix", [3, 1], "a dict with an integer >= 1 for each dataset"),
     ("mix", {"city": 0}, "a dict with an integer >= 1 for each dataset"),
@@ -94,6 +92,7 @@ FIELDS = [
     ("transforms", "decoder", 3, "must be a decoder's name"),
     ("transforms", "box_frame", "global", "must be one of ego, lidar"),
     ("transforms", "points", 3, "must be True, False, a PointSweeps"),
+    ("transforms", "two_views", 2, "must be True or False"),
     ("transforms", "channels", "radar", "must be a list of names of channels, or None"),
     ("num_workers", "cpus", 0, "must be an integer >= 1, or None"),
     ("num_workers", "memory_bytes", "1GB", "must be a number of bytes"),

@@ -9,8 +9,7 @@ from numpy.testing import assert_allclose
 
 from fuelrail.loaders import BevAugment, ImageAugment, PixelAugment
 from fuelrail.loaders.decode.pixels import change_pixels
-from support.datasets import build_dataset
-from support.loaders import make_loader
+from support.batches import batches, load
 
 IMAGE = ImageAugment(
     height=32, width=64, train=True, resize_range=(0.7, 0.9), flip_prob=0.5, rotate_deg=(-5.0, 5.0), crop_y="random"
@@ -25,16 +24,12 @@ PIXELS = PixelAugment(
 
 
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory):
-    root = tmp_path_factory.mktemp("augmented") / "dataset"
-    build_dataset(root, {"train": (6, 6)})
-    return root
+def dataset(made):
+    return made({"train": (6, 6)})[0]
 
 
-def batches(dataset, **options) -> list[dict]:
-    settings = {"batch_size": 4, "seed": 3, "image": IMAGE, "num_workers": 2, "points": True, **options}
-    with make_loader(dataset, **settings) as loader:
-        return list(loader)
+def augmented(dataset, **options) -> list[dict]:
+    return batches(dataset, 4, seed=3, image=IMAGE, points=True, **options)
 
 
 def homogeneous(points: torch.Tensor) -> np.ndarray:
@@ -42,7 +37,7 @@ def homogeneous(points: torch.Tensor) -> np.ndarray:
 
 
 def test_the_world_moves_and_pixels_do_not(dataset) -> None:
-    for plain, moved in zip(batches(dataset), batches(dataset, ego=BEV), strict=True):
+    for plain, moved in zip(augmented(dataset), augmented(dataset, ego=BEV), strict=True):
         assert plain["sample_key"] == moved["sample_key"]
         assert torch.equal(plain["img"], moved["img"])
         for same in ("intrinsics", "ida_mat", "cam2ego", "lidar2ego"):
@@ -80,7 +75,7 @@ def test_the_world_moves_and_pixels_do_not(dataset) -> None:
 
 
 def test_pixel_values_change_as_drawn_and_nothing_else_does(dataset) -> None:
-    for plain, changed in zip(batches(dataset), batches(dataset, pixels=PIXELS), strict=True):
+    for plain, changed in zip(augmented(dataset), augmented(dataset, pixels=PIXELS), strict=True):
         for name, value in plain.items():
             if isinstance(value, torch.Tensor) and name != "img":
                 assert torch.equal(value, changed[name]), name
@@ -93,17 +88,9 @@ def test_pixel_values_change_as_drawn_and_nothing_else_does(dataset) -> None:
         assert not torch.equal(plain["img"], changed["img"])
 
 
-def test_augmentation_does_not_depend_on_threads_or_batches(dataset) -> None:
-    reference = batches(dataset, ego=BEV, pixels=PIXELS)
-    other = batches(dataset, ego=BEV, pixels=PIXELS, batch_size=2, num_workers=5, prefetch_factor=4)
-    assert [k for b in reference for k in b["sample_key"]] == [k for b in other for k in b["sample_key"]]
-    for name in ("img", "ego2img", "bda_mat", "ida_mat", "lidar2img"):
-        assert torch.equal(torch.cat([b[name] for b in reference]), torch.cat([b[name] for b in other])), name
-
-
 def test_each_epoch_draws_again(dataset) -> None:
-    with make_loader(dataset, 12, image=IMAGE, ego=BEV, shuffle=False, num_workers=1) as loader:
-        first, second = list(loader), list(loader)
-    assert first[0]["sample_key"] == second[0]["sample_key"]
-    assert not torch.equal(first[0]["bda_mat"], second[0]["bda_mat"])
-    assert not torch.equal(first[0]["ida_mat"], second[0]["ida_mat"])
+    with load(dataset, 12, image=IMAGE, ego=BEV, shuffle=False) as loader:
+        (first,), (second,) = list(loader), list(loader)
+    assert first["sample_key"] == second["sample_key"]
+    assert not torch.equal(first["bda_mat"], second["bda_mat"])
+    assert not torch.equal(first["ida_mat"], second["ida_mat"])

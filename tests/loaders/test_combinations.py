@@ -19,8 +19,8 @@ from fuelrail.pipeline.errors import ImageError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.sharding.write.images import with_restart_rows
 from support.backends import BACKENDS
+from support.batches import batches, keys
 from support.datasets import CAMERAS, build_dataset
-from support.loaders import make_loader
 from support.pictures import open_with_pillow, psnr_db
 
 WH = (192, 160)
@@ -75,9 +75,8 @@ def check_frame(batch: dict, at: tuple[int, ...], sample, key2global: np.ndarray
         k4[:3, :3] = k
         ego2img = ida_mat @ k4 @ np.linalg.inv(cam2ego) @ np.linalg.inv(bda)
         assert_allclose(batch["ego2img"][here].numpy(), ego2img, rtol=1e-4, atol=2e-2)
-        assert_allclose(
-            batch["cam2keyego"][here].numpy(), bda @ np.linalg.solve(key2global, cam2global), rtol=1e-4, atol=2e-3
-        )
+        cam2keyego = bda @ np.linalg.solve(key2global, cam2global)
+        assert_allclose(batch["cam2keyego"][here].numpy(), cam2keyego, rtol=1e-4, atol=2e-3)
         expected, inside = sampled(sample.images[channel], ida_mat, k, has_lens=lenses[camera])
         planes = batch["img"][here].numpy()
         # A crop before a rotation leaves black corners.
@@ -101,19 +100,15 @@ def test_windows_with_lenses_and_augmentations_of_image_and_ego_frame(root, undi
     reader = SampleReader(open_dataset(root))
     options = {"frames": [-1, 0, 1], "undistort": undistort, "ego": BEV, "image": TRAIN, "decoder": backend}
     lowest = []
-    with make_loader(root, 2, seed=3, num_workers=2, **options) as loader:
-        for batch in loader:
-            for b, rows in enumerate(batch["frame_global_index"].tolist()):
-                key2global = reader.sample(int(batch["global_index"][b])).geometry.ego2global
-                for t, row in enumerate(rows):
-                    sample, lenses = reader.sample(row), (undistort is not None, False)
-                    lowest.append(check_frame(batch, (b, t), sample, key2global, lenses))
-                    ego2key = (
-                        batch["bda_mat"][b].double().numpy()
-                        @ np.linalg.solve(key2global, sample.geometry.ego2global)
-                        @ np.linalg.inv(batch["bda_mat"][b].double().numpy())
-                    )
-                    assert_allclose(batch["ego2key"][b, t].numpy(), ego2key, atol=2e-3)
+    for batch in batches(root, 2, seed=3, **options):
+        for b, rows in enumerate(batch["frame_global_index"].tolist()):
+            key2global = reader.sample(int(batch["global_index"][b])).geometry.ego2global
+            for t, row in enumerate(rows):
+                sample, lenses = reader.sample(row), (undistort is not None, False)
+                lowest.append(check_frame(batch, (b, t), sample, key2global, lenses))
+                bda = batch["bda_mat"][b].double().numpy()
+                ego2key = bda @ np.linalg.solve(key2global, sample.geometry.ego2global) @ np.linalg.inv(bda)
+                assert_allclose(batch["ego2key"][b, t].numpy(), ego2key, atol=2e-3)
     assert len(lowest) == 24
     # These textures are noise at the scale of pixels; turbo's bilinear is the same, the others' reaches farther.
     assert min(lowest) > (36.0 if backend == "turbo" else 27.0)
@@ -127,20 +122,19 @@ def test_windows_in_a_mix_are_augmented_by_their_number_over_all_datasets(tmp_pa
     base = {"city": 0, "highway": 8}
     options = {"frames": [-2, 0], "ego": BEV, "image": TRAIN, "seed": 7}
     seen = set()
-    with make_loader(roots, 4, mix={"city": 1, "highway": 1}, num_workers=2, **options) as loader:
-        for batch in loader:
-            for b, (name, rows) in enumerate(zip(batch["dataset"], batch["frame_global_index"].tolist(), strict=True)):
-                number = base[name] + rows[1]
-                drawn = TRAIN.draw([WH] * 2, seed=7, epoch=0, sample=number)
-                bda = BEV.draw(seed=7, epoch=0, sample=number).matrix
-                assert_allclose(batch["bda_mat"][b].numpy(), bda, atol=1e-6)
-                key2global = readers[name].sample(rows[1]).geometry.ego2global
-                for t, row in enumerate(rows):
-                    for camera, image_map in enumerate(drawn):
-                        assert_allclose(batch["ida_mat"][b, t, camera].numpy(), image_map.ida_mat(), atol=1e-4)
-                    sample = readers[name].sample(row)
-                    assert check_frame(batch, (b, t), sample, key2global, (False, False)) > 36.0
-                seen.add((name, rows[1]))
+    for batch in batches(roots, 4, mix={"city": 1, "highway": 1}, **options):
+        for b, (name, rows) in enumerate(zip(batch["dataset"], batch["frame_global_index"].tolist(), strict=True)):
+            number = base[name] + rows[1]
+            drawn = TRAIN.draw([WH] * 2, seed=7, epoch=0, sample=number)
+            bda = BEV.draw(seed=7, epoch=0, sample=number).matrix
+            assert_allclose(batch["bda_mat"][b].numpy(), bda, atol=1e-6)
+            key2global = readers[name].sample(rows[1]).geometry.ego2global
+            for t, row in enumerate(rows):
+                for camera, image_map in enumerate(drawn):
+                    assert_allclose(batch["ida_mat"][b, t, camera].numpy(), image_map.ida_mat(), atol=1e-4)
+                sample = readers[name].sample(row)
+                assert check_frame(batch, (b, t), sample, key2global, (False, False)) > 36.0
+            seen.add((name, rows[1]))
     assert {name for name, _ in seen} == {"city", "highway"}
     assert len(seen) == 16
 
@@ -154,19 +148,15 @@ def test_shards_with_restart_rows_are_undistorted_as_plain_ones(root, tmp_path, 
     )
     options = {"undistort": Undistort(), "image": TRAIN, "seed": 3, "frames": [-1, 0], "decoder": backend}
     reader = SampleReader(open_dataset(prepared))
-    with (
-        make_loader(root, 2, num_workers=2, **options) as plain,
-        make_loader(prepared, 2, num_workers=2, **options) as restart,
-    ):
-        for one, other in zip(plain, restart, strict=True):
-            assert one["sample_key"] == other["sample_key"]
-            for name in ("ida_mat", "intrinsics", "ego2img"):
-                assert (one[name] == other[name]).all()
-            assert psnr_db(one["img"].flatten(0, 2).numpy(), other["img"].flatten(0, 2).numpy()) > 40.0
-            for b, rows in enumerate(other["frame_global_index"].tolist()):
-                sample = reader.sample(rows[1])
-                least_db = 36.0 if backend == "turbo" else 27.0
-                assert check_frame(other, (b, 1), sample, sample.geometry.ego2global, (True, False)) > least_db
+    for one, other in zip(batches(root, 2, **options), batches(prepared, 2, **options), strict=True):
+        assert one["sample_key"] == other["sample_key"]
+        for name in ("ida_mat", "intrinsics", "ego2img"):
+            assert (one[name] == other[name]).all()
+        assert psnr_db(one["img"].flatten(0, 2).numpy(), other["img"].flatten(0, 2).numpy()) > 40.0
+        for b, rows in enumerate(other["frame_global_index"].tolist()):
+            sample = reader.sample(rows[1])
+            least_db = 36.0 if backend == "turbo" else 27.0
+            assert check_frame(other, (b, 1), sample, sample.geometry.ego2global, (True, False)) > least_db
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -189,10 +179,9 @@ def test_each_damaged_image_is_reported_with_its_key(tmp_path, backend: str) -> 
     assert {int(key[-6:]) % 2 for key in refused} == {1}
     notes = tmp_path / "bad.jsonl"
     options = {"verify": False, "on_error": "substitute", "max_bad": 80, "file": notes, "decoder": backend}
-    with make_loader(tmp_path / "d", 4, image=image, shuffle=False, num_workers=2, **options) as loader:
-        keys = [key for batch in loader for key in batch["sample_key"]]
+    found = keys(batches(tmp_path / "d", 4, image=image, shuffle=False, **options))
     lines = [json.loads(line) for line in notes.read_text().splitlines()]
     assert {line["key"]: line["member"] for line in lines} == {key: channel for key, (channel, _) in refused.items()}
     assert all(refused[line["key"]][1] in line["message"] for line in lines)
-    assert len(keys) == 80
-    assert set(keys) == set(raw) - set(refused)
+    assert len(found) == 80
+    assert set(found) == set(raw) - set(refused)

@@ -1,4 +1,4 @@
-"""What `describe` says about a batch is so, for every kind of batch."""
+"""What `describe` says about a batch is so, for every kind of batch; and the table of the records on its way."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from fuelrail.__main__ import main
-from fuelrail.loaders import DataLoader, World
+from fuelrail.loaders import DataLoader, World, records
 from fuelrail.loaders.records import Batch
 from fuelrail.pipeline.errors import ConfigError
-from support.datasets import build_dataset
 
 IMAGE = {"height": 32, "width": 64}
 CASES = [
@@ -24,11 +23,8 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def roots(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("describe")
-    for name in ("a", "b"):
-        build_dataset(folder / name, {"train": (4, 4)}, seed=ord(name))
-    return {name: folder / name for name in ("a", "b")}
+def roots(made):
+    return {name: made({"train": (4, 4)}, seed=ord(name))[0] for name in ("a", "b")}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -85,3 +81,15 @@ def test_inspect_shows_a_batch(roots, capsys):
     assert main(["inspect", str(roots["a"]), "--batch"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^img +uint8 \[2, 2, 3, 256, 704\] +RGB planes", out, re.MULTILINE)
+
+
+def test_the_table_names_the_records_in_the_order_of_the_module() -> None:
+    rows = re.findall(r"^(\w+) +(\S.*?)  +`?(\w+)`?  +(\S.*)$", records.__doc__ or "", re.MULTILINE)[1:]
+    assert [stage for stage, *_ in rows] == [
+        "schedule", "prefetch", "slot", "fetch", "parse", "decode", "collate", "transfer",
+    ]  # fmt: skip
+    made = [makes for _, _, makes, _ in rows[:-2]]
+    assert [takes.strip("`") for _, takes, _, _ in rows[1:-2]] == made[:-1]
+    defined = [name for name, kind in vars(records).items() if isinstance(kind, type) and hasattr(kind, "_fields")]
+    assert [name for name in defined if name in made] == made
+    assert all(getattr(records, name).__doc__ for name in defined)

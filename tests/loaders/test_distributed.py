@@ -13,21 +13,19 @@ import torch
 from fuelrail.loaders import World
 from fuelrail.loaders.distributed import batch_digest, detect_world, resolve_world
 from fuelrail.pipeline.errors import WorldError
-from support.datasets import build_dataset
 from support.ranks import TESTS, run_ranks
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+def ranks(made, tmp_path_factory):
     """What four real processes found; see support/mesh_ranks.py."""
     root = tmp_path_factory.mktemp("mesh")
-    build_dataset(root / "tiny", {"train": (9, 15)})
-    run_ranks(4, TESTS / "support" / "mesh_ranks.py", root / "tiny", root)
+    run_ranks(4, TESTS / "support" / "mesh_ranks.py", made({"train": (9, 15)})[0], root)
     return [json.loads((root / f"{rank}.json").read_text()) for rank in range(4)]
 
 
+@pytest.mark.process
 class TestFourProcesses:
-    @pytest.mark.process
     @pytest.mark.parametrize(
         ("mesh", "expected"),
         [
@@ -49,37 +47,27 @@ class TestFourProcesses:
                 assert (keys[a] == keys[b]) == (expected[a] == expected[b])
         assert len({key for batch in keys for key in batch}) == 2 * size
 
-    @pytest.mark.process
     def test_without_a_mesh_every_process_is_a_rank_before_and_after_initialisation(self, ranks):
-        assert (
-            [found["early"] for found in ranks] == [found["detected"] for found in ranks] == [[r, 4] for r in range(4)]
-        )
+        for case in ("early", "detected", "unnamed"):
+            assert [found[case] for found in ranks] == [[rank, 4] for rank in range(4)]
 
-    @pytest.mark.process
     def test_an_axis_that_could_be_either_is_refused_and_can_be_reported(self, ranks):
         assert all("'ep'" in found["unclear"] and "mesh_world(mesh, data_axes" in found["unclear"] for found in ranks)
-        assert [found["told"] for found in ranks] == [[0, 2], [0, 2], [1, 2], [1, 2]]
+        for case in ("stated", "submesh"):
+            assert [found[case] for found in ranks] == [[0, 2], [0, 2], [1, 2], [1, 2]]
 
-    @pytest.mark.process
-    def test_submeshes_and_meshes_of_one_unnamed_axis(self, ranks):
-        assert [found["submesh"] for found in ranks] == [[0, 2], [0, 2], [1, 2], [1, 2]]
-        assert [found["unnamed"] for found in ranks] == [[r, 4] for r in range(4)]
-
-    @pytest.mark.process
     @pytest.mark.parametrize(
         ("case", "said"),
         [
-            ("other seed", ["seed: 0 on rank 0, 1, 3, 7 on rank 2"]),
-            ("other world", ["world size: 4 on rank 0, 1, 2, 1 on rank 3"]),
-            ("other position", ["samples_consumed: 0 on rank 0, 2, 3, 8 on rank 1"]),
-            ("same rank", ["no process is data-parallel rank 2 of 4"]),
-            ("other batch", ["processes 0 and 1 are both data-parallel rank 0 but got different batches"]),
+            ("other seed", "seed: 0 on rank 0, 1, 3, 7 on rank 2"),
+            ("other world", "world size: 4 on rank 0, 1, 2, 1 on rank 3"),
+            ("other position", "samples_consumed: 0 on rank 0, 2, 3, 8 on rank 1"),
+            ("same rank", "no process is data-parallel rank 2 of 4"),
+            ("other batch", "processes 0 and 1 are both data-parallel rank 0 but got different batches"),
         ],
     )
     def test_ranks_that_do_not_agree_are_reported_on_every_rank_with_both_sides(self, ranks, case, said):
-        for found in ranks:
-            for words in said:
-                assert words in found[case]
+        assert all(said in found[case] for found in ranks)
 
 
 class TestEnvironment:
@@ -116,20 +104,12 @@ class TestEnvironment:
 
 class TestDigest:
     def test_every_part_counts(self):
-        batch = {
-            "img": torch.arange(6, dtype=torch.uint8).view(2, 3),
-            "points": [torch.ones(2)],
-            "key": ["a"],
-            "step": 1,
-        }
+        image = torch.arange(6, dtype=torch.uint8)
+        batch = {"img": image.view(2, 3), "points": [torch.ones(2)], "key": ["a"], "step": 1}
         digest = batch_digest(batch)
         assert digest == batch_digest(dict(batch))
-        for name, value in {
-            "img": torch.arange(6, dtype=torch.uint8).view(3, 2),
-            "points": [torch.ones(2), torch.ones(0)],
-            "key": ["b"],
-            "step": 2,
-        }.items():
+        points = [torch.ones(2), torch.ones(0)]
+        for name, value in {"img": image.view(3, 2), "points": points, "key": ["b"], "step": 2}.items():
             assert batch_digest(batch | {name: value}) != digest, name
 
     def test_bf16_and_empty_tensors(self):

@@ -8,10 +8,8 @@ import sys
 
 import pytest
 
-from fuelrail.loaders import ImageAugment, World
-from support.datasets import build_dataset
+from support.batches import load
 from support.elastic_rank import CHECKPOINT_EVERY
-from support.loaders import make_loader
 from support.ranks import TESTS, environment, run_ranks
 
 pytestmark = pytest.mark.process
@@ -34,34 +32,30 @@ def recorded(folder, size):
     }
 
 
-def test_a_job_that_lost_a_rank_continues_with_three(tmp_path):
-    root, out = tmp_path / "OUT", tmp_path / "run"
-    build_dataset(root, {"train": (15, 25)})
+def test_a_job_of_three_that_lost_a_rank_continues_with_two(made, tmp_path):
+    root, out = made({"train": (15, 25)})[0], tmp_path / "run"
     out.mkdir()
     script = TESTS / "support" / "elastic_rank.py"
     arguments = [script, root, out, GLOBAL_BATCH, NUM_STEPS]
 
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
     first = subprocess.run(
         [*launch, *map(str, arguments), "2", str(KILL_STEP)],
         env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300,
     )  # fmt: skip
     assert first.returncode != 0
     assert "exitcode  : -9" in first.stdout, first.stdout[-6000:]
-    before = recorded(out, 4)
+    before = recorded(out, 3)
     assert max(before) == KILL_STEP - 1
 
-    run_ranks(3, *arguments, -1, -1)
-    after = recorded(out, 3)
+    run_ranks(2, *arguments, -1, -1)
+    after = recorded(out, 2)
     resumed = KILL_STEP // CHECKPOINT_EVERY * CHECKPOINT_EVERY
     assert list(after) == list(range(resumed, NUM_STEPS))
 
-    whole = make_loader(
-        root, GLOBAL_BATCH, world=World(), image=ImageAugment(height=64, width=96, resize=1.0), seed=5, num_workers=1
-    )
     expected = []
-    while len(expected) < NUM_STEPS:
-        expected += [((batch["epoch"], batch["step"]), batch["sample_key"]) for batch in whole]
-    whole.close()
+    with load(root, GLOBAL_BATCH, seed=5) as whole:
+        while len(expected) < NUM_STEPS:
+            expected += [((batch["epoch"], batch["step"]), batch["sample_key"]) for batch in whole]
     assert [(before | after)[step] for step in range(NUM_STEPS)] == expected[:NUM_STEPS]
     assert [before[step] for step in range(resumed, KILL_STEP)] == expected[resumed:KILL_STEP]  # done again, the same

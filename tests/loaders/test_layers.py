@@ -15,9 +15,7 @@ from fuelrail.loaders import DataLoader
 from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.schedule.layers import LayerOptions, view_settings
 from fuelrail.pipeline.errors import ChecksumError, ConfigError, OrderError, StateMismatchError
-from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.layers import LayerView
-from fuelrail.pipeline.order.batching import World
 from fuelrail.pipeline.order.spec import OrderSpec
 from fuelrail.pipeline.order.weights import AttributeWeights
 from fuelrail.sharding.write.layers.writer import LayerWriter
@@ -50,6 +48,12 @@ def make(base, layers, missing=None, channels=None, **options):
     if missing is not None:
         layers = {name: LayerOptions(path, missing) for name, path in layers.items()}
     return DataLoader(base, 4, transforms=transforms, layers=layers, **{"num_workers": 1, **options})
+
+
+def rows_of(base, layers, present=range(12), **options) -> list[int]:
+    """Check an epoch's values; returns its rows."""
+    with make(base, layers, **options) as loader:
+        return [row for batch in loader for row in check(batch, present=present)]
 
 
 def check(batch, name="t", present=range(12)) -> list[int]:
@@ -89,12 +93,9 @@ def test_a_cache_evicts_layers_as_it_does_the_base(base, part, tmp_path) -> None
 def test_missing_rows_are_an_error_masked_or_dropped(base, part) -> None:
     with pytest.raises(OrderError, match=r"layer 't' .* has no value for 4 of 12 selected samples, such as clip-"):
         make(base, {"t": part})
-    with make(base, {"t": part}, missing="mask") as loader:
-        assert sorted(row for batch in loader for row in check(batch, present=PRESENT)) == [*range(12)]
-    with make(base, {"t": part}, missing="drop") as loader:
-        assert sorted(row for batch in loader for row in check(batch)) == [*PRESENT]
-    with make(base, {"t": part}, order=OrderSpec(filter="t.loss >= 0")) as loader:  # what is left has rows
-        assert sorted(row for batch in loader for row in check(batch)) == [*PRESENT]
+    assert sorted(rows_of(base, {"t": part}, PRESENT, missing="mask")) == [*range(12)]
+    assert sorted(rows_of(base, {"t": part}, missing="drop")) == [*PRESENT]
+    assert sorted(rows_of(base, {"t": part}, order=OrderSpec(filter="t.loss >= 0"))) == [*PRESENT]  # all left have rows
 
 
 @pytest.mark.parametrize(
@@ -117,69 +118,45 @@ def test_windows_lanes_and_two_layers(base, layer, part) -> None:
             for at, rows in enumerate(batch["frame_global_index"].tolist()):
                 assert batch["a.loss"][at].tolist() == [row / 2 for row in rows]
                 assert batch["b.loss_valid"][at].tolist() == [row in PRESENT for row in rows]
-    with make(base, {"t": layer}, order=OrderSpec(kind="lanes", pieces_per_clip=2)) as loader:
-        for batch in loader:
-            check(batch)
+    assert rows_of(base, {"t": layer}, order=OrderSpec(kind="lanes", pieces_per_clip=2))
 
 
 def test_attributes_join_filters_and_weights(base, layer) -> None:
-    with make(base, {"t": layer}, order=OrderSpec(filter="t.loss > 3 and frame < 100")) as loader:
-        rows = [row for batch in loader for row in check(batch)]
-    assert min(rows) == 7
+    assert min(rows_of(base, {"t": layer}, order=OrderSpec(filter="t.loss > 3 and frame < 100"))) == 7
     spec = OrderSpec(weights=(AttributeWeights(attribute="t.loss"),), epoch_length=64)
-    with make(base, {"t": layer}, order=spec) as loader:
-        rows = [row for batch in loader for row in check(batch)]
+    rows = rows_of(base, {"t": layer}, order=spec)
     assert 0 not in rows
     assert rows.count(11) > rows.count(1)
     with pytest.raises(OrderError, match=r"no attribute 't.lost'"):
         make(base, {"t": layer}, order=OrderSpec(filter="t.lost > 3"))
 
 
-def test_state_names_the_layers_and_resumes_on_other_ranks(base, layer, part) -> None:
-    with make(base, {"t": layer}, seed=1) as loader:
-        batches = iter(loader)
-        check(next(batches))
-        state = json.loads(json.dumps(loader.state_dict()))
-        rest = [row for batch in batches for row in check(batch)]
+def test_a_state_names_the_layers(base, layer, part) -> None:
+    state = make(base, {"t": layer}).state_dict()
     assert json.loads(state["identity"])["layers"].keys() == {"t"}
-    found: list[int] = []
-    for rank in range(2):
-        with DataLoader(
-            base, 2, transforms=SMALL, layers={"t": layer}, seed=1, num_workers=1, world=World(rank, 2)
-        ) as loader:
-            loader.load_state_dict(state)
-            found += [row for batch in loader for row in check(batch)]
-    assert sorted(found) == sorted(rest)
-    with make(base, {"t": part}, missing="mask", seed=1) as loader, pytest.raises(StateMismatchError, match="layers: "):
-        loader.load_state_dict(state)
+    with pytest.raises(StateMismatchError, match="layers: "):
+        make(base, {"t": part}, missing="mask").load_state_dict(state)
 
 
 def test_selection_reads_only_what_is_named(base, layer) -> None:
-    with make(base, {"t": layer}, channels=["t.loss"]) as loader:
-        batch = next(iter(loader))
-        assert {name for name in batch if name.startswith("t.")} == {"t.loss", "t.loss_valid"}
-    with make(base, {"t": layer}, channels=[]) as loader:
-        batch = next(iter(loader))
-        assert not [name for name in batch if name.startswith("t.")]
+    for channels, expected in ((["t.loss"], {"t.loss", "t.loss_valid"}), ([], set())):
+        with make(base, {"t": layer}, channels=channels) as loader:
+            assert {name for name in next(iter(loader)) if name.startswith("t.")} == expected
     with pytest.raises(ConfigError, match=r"no channel 't.nothing'; it has: .*t.loss"):
         make(base, {"t": layer}, channels=["t.nothing"])
 
 
-def test_a_bad_row_makes_its_sample_bad(base, tmp_path) -> None:
-    shutil.copytree(base.parent / "whole", tmp_path / "bad")
-    dataset = open_dataset(base)
+def test_a_bad_row_makes_its_sample_bad(base, layer, tmp_path) -> None:
+    shutil.copytree(layer, tmp_path / "bad")
     with (tmp_path / "bad" / "layer-000000.tar").open("r+b") as file:
         file.seek(600)
         file.write(b"?")  # in the first row
-    with (
-        make(base, {"t": tmp_path / "bad"}, shuffle=False) as loader,
-        pytest.raises(ChecksumError, match="layer 't': "),
-    ):
-        next(iter(loader))
+    with pytest.raises(ChecksumError, match="layer 't': "):
+        rows_of(base, {"t": tmp_path / "bad"}, shuffle=False)
     policy = {"on_error": "substitute", "file": None}
     with make(base, {"t": tmp_path / "bad"}, shuffle=False, bad_samples=policy) as loader:
         rows = [row for batch in loader for row in check(batch)]
-        assert rows == [1, *range(1, len(dataset))]
+        assert rows == [1, *range(1, 12)]
         assert loader.stats().bad_samples == 1
 
 

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
+import shutil
 
 import pytest
-import torch
 
-from fuelrail.loaders import ImageAugment, World
 from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.errors import ChecksumError, FrameError, ShardError
 from fuelrail.pipeline.format.codecs import train_dictionary
 from fuelrail.pipeline.format.dataset import open_dataset
+from support.batches import batches, keys, unlike
 from support.datasets import build_dataset
 from support.fault_server import FaultServer
-from support.loaders import make_loader
 from support.storage_suite import spoil
 
 LENGTHS = {"train": (4, 3, 5)}
-IMAGE = ImageAugment(height=32, width=48, resize=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -34,18 +31,7 @@ def roots(tmp_path_factory):
 
 
 def epoch(root, **options):
-    loader = make_loader(
-        root, 3, world=World(0, 1), image=IMAGE, num_workers=2, seed=4, points=True, drop_last=False, **options
-    )
-    return [
-        (key, batch["img"][at], batch["points"][at], batch["ego2img"][at])
-        for batch in loader
-        for at, key in enumerate(batch["sample_key"])
-    ]
-
-
-def same(left, right):
-    return all(a[0] == b[0] and all(map(torch.equal, a[1:], b[1:])) for a, b in zip(left, right, strict=True))
+    return batches(root, seed=4, points=True, drop_last=False, **options)
 
 
 @pytest.mark.network
@@ -53,23 +39,16 @@ def same(left, right):
 def test_every_storage_gives_the_same_batches(roots, layout, tmp_path):
     pytest.importorskip("aiohttp")
     expected = epoch(roots / "member")
-    assert len({sample[0] for sample in expected}) == 12
+    assert len(set(keys(expected))) == 12
+    cached = {"backend": "remote", "cache_dir": tmp_path / "cache"}
+    for options in ({"backend": "mapped"}, {"backend": "pread"}, cached, cached):
+        assert unlike(epoch(roots / layout, **options), expected) == [], options
     with FaultServer(roots / layout) as server:
-        for number, (root, options) in enumerate(
-            [
-                (roots / layout, {"backend": "mapped"}),
-                (roots / layout, {"backend": "pread"}),
-                (roots / layout, {"backend": "remote", "cache_dir": tmp_path / "cache"}),
-                (roots / layout, {"backend": "remote", "cache_dir": tmp_path / "cache"}),
-                (server.url, {}),
-            ]
-        ):
-            assert same(epoch(root, **options), expected), number
+        assert unlike(epoch(server.url), expected) == []
 
 
-def test_a_frame_is_read_alone(roots):
-    dataset = open_dataset(roots / "frame")
-    raw = build_dataset(roots / "again", LENGTHS)
+def test_a_frame_is_read_alone(roots, made):
+    dataset, raw = open_dataset(roots / "frame"), made(LENGTHS)[1]
     reader = SampleReader(dataset, points=False)
     sample = reader.sample(7)
     assert bytes(sample.images["cam_front"]) == raw[sample.key]["cam_front.jpg"]
@@ -78,14 +57,18 @@ def test_a_frame_is_read_alone(roots):
     assert reader.fetch(7).span.nbytes == row.length < sum(member.stored_bytes for member in row.members)
 
 
+@pytest.fixture
+def framed(roots, tmp_path):
+    """A dataset of frames that the test may spoil, and its sixth row."""
+    dataset = open_dataset(shutil.copytree(roots / "frame", tmp_path / "own"))
+    return dataset, dataset.index.row(5)
+
+
 @pytest.mark.parametrize("storage", ["mapped", "pread", "remote"])
 @pytest.mark.parametrize("verify", [True, False])
-def test_damage_to_a_frame_is_named(roots, tmp_path, storage, verify):
-    root = tmp_path / "own"
-    build_dataset(root, LENGTHS, layout="frame")
-    dataset = open_dataset(root)
-    row = dataset.index.row(5)
-    spoil(root, row)
+def test_damage_to_a_frame_is_named(framed, storage, verify):
+    dataset, row = framed
+    spoil(dataset.root, row)
     reader = SampleReader(dataset, storage=open_storage(dataset, storage, verify=verify))
     with pytest.raises(ChecksumError if verify else FrameError) as caught:
         reader.sample(5)
@@ -94,11 +77,8 @@ def test_damage_to_a_frame_is_named(roots, tmp_path, storage, verify):
 
 
 @pytest.mark.parametrize("storage", ["mapped", "pread", "remote"])
-def test_a_cut_frame_shard_is_named(roots, tmp_path, storage):
-    root = tmp_path / "own"
-    build_dataset(root, LENGTHS, layout="frame")
-    dataset = open_dataset(root)
-    row = dataset.index.row(5)
+def test_a_cut_frame_shard_is_named(framed, storage):
+    dataset, row = framed
     path = dataset.shard_path(row)
     path.write_bytes(path.read_bytes()[: row.offset + row.length // 3])
     with pytest.raises(ShardError) as caught:
@@ -106,14 +86,9 @@ def test_a_cut_frame_shard_is_named(roots, tmp_path, storage):
     assert caught.value.shard == "train-000001.tar.zst"
 
 
-def test_a_frame_that_does_not_decode_is_a_bad_sample(tmp_path):
-    root = tmp_path / "own"
-    build_dataset(root, LENGTHS, layout="frame")
-    row = open_dataset(root).index.row(5)
-    spoil(root, row)
-    loader = make_loader(
-        root, 3, world=World(0, 1), image=IMAGE, num_workers=2, verify=False, on_error="substitute", file=None
-    )
-    keys = list(itertools.chain.from_iterable(batch["sample_key"] for batch in loader))
-    assert len(keys) == 12
-    assert row.key not in keys
+def test_a_frame_that_does_not_decode_is_a_bad_sample(framed):
+    dataset, row = framed
+    spoil(dataset.root, row)
+    found = keys(batches(dataset.root, verify=False, on_error="substitute", file=None))
+    assert len(found) == 12
+    assert row.key not in found

@@ -15,7 +15,6 @@ import pytest
 
 from fuelrail.loaders import DataLoader, World
 from fuelrail.pipeline.errors import WorldError
-from support.datasets import build_dataset
 from support.loaders import make_loader
 from support.ranks import environment
 
@@ -32,10 +31,8 @@ first = next(iterator)
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    root = tmp_path_factory.mktemp("datasets") / "tiny"
-    build_dataset(root, {"train": (5, 7, 9)})
-    return root
+def tiny(made):
+    return made({"train": (5, 7, 9)})[0]
 
 
 def python(root, code):
@@ -60,17 +57,13 @@ if child == 0:
     print(len(list(loader)), flush=True)
     sys.exit(5)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), len(list(iterator)))
+kept = next(iter(loader))["img"]  # the interpreter ends in the middle of an epoch, with a batch's buffer in use
 """,
     )
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert "was forked from it without its threads: start iterating in the child" in lines[0]
     assert lines[1:] == ["10", "5 9"]
-
-
-def test_the_interpreter_ends_in_the_middle_of_an_epoch(tiny):
-    done = python(tiny, "print('end')")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
 
 
 def test_an_exception_in_the_training_loop_ends_the_process(tiny):

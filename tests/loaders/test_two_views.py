@@ -8,17 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from fuelrail.loaders import BevAugment, DataLoader, ImageAugment, PixelAugment
+from fuelrail.loaders import BevAugment, ImageAugment, PixelAugment
 from fuelrail.loaders.schedule.layers import view_settings
 from fuelrail.pipeline.channels.table import Channel, Law
-from fuelrail.pipeline.errors import ConfigError, StateMismatchError
+from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.layers import LayerView
-from fuelrail.pipeline.order.batching import World
 from fuelrail.pipeline.transforms.image_map import ida_mats
 from fuelrail.sharding.write.layers.writer import LayerWriter
 from support.backends import needs_dali
+from support.batches import batches, load, unlike
 from support.datasets import build_dataset
-from support.loaders import make_loader
 from support.pictures import encode, natural
 
 IMAGE = ImageAugment(height=32, width=48, train=True, resize_range=(0.6, 0.9), flip_prob=0.5, rotate_deg=(-5, 5))
@@ -33,7 +32,7 @@ RADAR = (
     lambda row: np.arange(3 * row + 3, dtype=np.float32).reshape(-1, 3),
 )  # fmt: skip
 OPTIONS = {
-    "image": IMAGE, "ego": EGO, "pixels": PIXELS, "seed": 3, "num_workers": 2, "points": True, "channels": ["radar"],
+    "image": IMAGE, "ego": EGO, "pixels": PIXELS, "seed": 3, "points": True, "channels": ["radar"],
 }  # fmt: skip
 
 
@@ -48,17 +47,8 @@ def dataset(tmp_path_factory):
     return root
 
 
-def batches(dataset, **options) -> list[dict]:
-    with make_loader(dataset, options.pop("batch_size", 4), **{**OPTIONS, **options}) as loader:
-        return list(loader)
-
-
-def equal(one, other) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(torch.nan_to_num(one), torch.nan_to_num(other))
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return one == other
+def views(dataset, **options) -> list[dict]:
+    return batches(dataset, 4, **{**OPTIONS, "two_views": True, **options})
 
 
 def half(value, number: int):
@@ -72,7 +62,7 @@ def half(value, number: int):
 @pytest.mark.parametrize("decoder", ["turbo", "pillow", pytest.param("dali", marks=[needs_dali, pytest.mark.slow])])
 def test_the_first_view_is_that_of_a_loader_without_it(dataset, decoder, window) -> None:
     options = {"decoder": decoder, "window": window, **({"pixels": PixelAugment()} if decoder == "dali" else {})}
-    for plain, both in zip(batches(dataset, **options), batches(dataset, two_views=True, **options), strict=True):
+    for plain, both in zip(views(dataset, two_views=False, **options), views(dataset, **options), strict=True):
         assert both["view"].tolist() == [0] * 4 + [1] * 4
         assert both.keys() == plain.keys() | {"view"}
         for name, value in plain.items():
@@ -80,13 +70,13 @@ def test_the_first_view_is_that_of_a_loader_without_it(dataset, decoder, window)
             if name == "img":
                 assert (first.float() - value.float()).abs().mean() < 1.0
             else:
-                assert equal(first, value), name
+                assert unlike(first, value) == [], name
 
 
 def test_the_second_view_is_a_draw_of_its_own_of_the_same_samples(dataset) -> None:
-    for both in batches(dataset, two_views=True, pixels=PixelAugment()):
+    for both in views(dataset, pixels=PixelAugment()):
         for name in ("sample_key", "global_index", "frame", "timestamp_ns", "cam2ego", "gt_labels_3d", "valid"):
-            assert equal(half(both[name], 0), half(both[name], 1)), name
+            assert unlike(half(both[name], 0), half(both[name], 1)) == [], name
         for name in ("ida_mat", "bda_mat", "ego2img", "img"):
             assert not torch.equal(*both[name].chunk(2)), name
         for row, number in enumerate(both["global_index"].tolist()):
@@ -100,51 +90,8 @@ def test_the_second_view_is_a_draw_of_its_own_of_the_same_samples(dataset) -> No
             assert np.allclose(both["radar"][row], moved[:, :3], atol=1e-4)
 
 
-def test_views_do_not_depend_on_threads_ranks_or_a_resume(dataset) -> None:
-    def by_key(found: list[dict]) -> dict[tuple[str, int], torch.Tensor]:
-        rows = ((batch, row) for batch in found for row in range(len(batch["view"])))
-        return {(batch["sample_key"][row], int(batch["view"][row])): batch["img"][row] for batch, row in rows}
-
-    whole = by_key(batches(dataset, two_views=True))
-    assert len(whole) == 24
-    ranks = [batches(dataset, two_views=True, batch_size=2, num_workers=1, world=World(r, 2)) for r in range(2)]
-    parts = by_key([batch for rank in ranks for batch in rank])
-    assert parts.keys() == whole.keys() and all(torch.equal(parts[key], whole[key]) for key in whole)
-    with make_loader(dataset, 4, **OPTIONS, two_views=True) as loader:
-        next(iter(loader))
-        state = loader.state_dict()
-        assert state["samples_consumed"] == 4
-        loader.load_state_dict(state)
-        rest = by_key(list(loader))
-        assert len(rest) == 16 and all(torch.equal(rest[key], whole[key]) for key in rest)
-    with make_loader(dataset, 4, **OPTIONS) as loader, pytest.raises(StateMismatchError, match="two_views"):
-        loader.load_state_dict(state)
-
-
-def test_the_users_functions_get_each_view(dataset) -> None:
-    def transform(sample):
-        return {"img": sample["img"], "seed": sample["seed"], "key": sample["sample_key"], "view": sample["view"]}
-
-    for batch in batches(dataset, two_views=True, transform=transform):
-        assert batch["img"].shape == (8, 2, 3, 32, 48) and batch["key"][:4] == batch["key"][4:]
-        assert len(set(batch["seed"].tolist())) == 8
-    assert [len(batch) for batch in batches(dataset, two_views=True, collate_fn=list)] == [8, 8, 8]
-
-
-@pytest.mark.parametrize("decoder", ["turbo", pytest.param("dali", marks=[needs_dali, pytest.mark.slow])])
-def test_a_bad_image_replaces_both_views(tmp_path, decoder) -> None:
-    root = tmp_path / "bad"
-    build_dataset(root, {"train": (8, 4)}, rewrite=lambda row, channel, data: data[:200] if row == 3 else data)
-    options = {"on_error": "substitute", "max_bad": 20, "file": tmp_path / "bad.jsonl", "decoder": decoder}
-    found = batches(root, two_views=True, channels=None, verify=False, pixels=PixelAugment(), **options)
-    for batch in found:
-        first, second = batch["global_index"].chunk(2)
-        assert torch.equal(first, second) and 3 not in first
-        assert all(image.float().std() > 1 for image in batch["img"])
-
-
 def test_layers_of_one_view_are_refused(dataset, tmp_path) -> None:
-    with make_loader(dataset, 4, **OPTIONS) as loader:
+    with load(dataset, 4, **OPTIONS) as loader:
         settings = view_settings(3, loader.transforms.content())
     score = {"name": "score", "kind": "array", "field": "score.npy", "dtype": "float32", "law": {"name": "fixed"}}
     view = LayerView(kind="per_view", epoch=0, settings=settings)
@@ -153,12 +100,7 @@ def test_layers_of_one_view_are_refused(dataset, tmp_path) -> None:
             writer.write(row, {"score": np.float32(row)})
     writer.finish()
     options = {**OPTIONS, "layers": {"seen": tmp_path / "seen"}, "channels": ["seen.score"]}
-    with make_loader(dataset, 4, **options) as loader:
+    with load(dataset, 4, **options) as loader:
         assert len(list(loader)) == 3
     with pytest.raises(ConfigError, match=re.escape("two_views")):
-        make_loader(dataset, 4, **options, two_views=True)
-
-
-def test_the_flag_must_be_a_bool(dataset) -> None:
-    with pytest.raises(ConfigError, match="two_views"):
-        DataLoader(dataset, 4, transforms={"two_views": 2})
+        load(dataset, 4, **options, two_views=True)

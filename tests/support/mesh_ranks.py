@@ -40,10 +40,9 @@ def outcome(loader: DataLoader) -> object:
 
 def main(root: str, out: str) -> None:
     early = make(root, world=None)
-    unlaunched = World(0, 1) == DataLoader(root, 2, world=World(0, 1)).world
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    found: dict[str, object] = {"unlaunched": unlaunched, "early": [early.world.rank, early.world.size]}
+    found: dict[str, object] = {"early": [early.world.rank, early.world.size]}
     for name, (shape, names) in MESHES.items():
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         loader = make(root, world=mesh, check_ranks=True)
@@ -55,12 +54,10 @@ def main(root: str, out: str) -> None:
         mesh_world(expert)
     except WorldError as error:
         found["unclear"] = str(error)
-    told = mesh_world(expert, ("ep",))
-    found["told"] = [told.rank, told.size]
-    submesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"]
-    found["submesh"] = [mesh_world(submesh).rank, mesh_world(submesh).size]
-    unnamed = init_device_mesh("cpu", (4,))
-    found["unnamed"] = [mesh_world(unnamed).rank, mesh_world(unnamed).size]
+    pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    worlds = {"stated": mesh_world(expert, ("ep",)), "submesh": mesh_world(pair["dp"])}
+    worlds["unnamed"] = mesh_world(init_device_mesh("cpu", (4,)))
+    found |= {name: [world.rank, world.size] for name, world in worlds.items()}
 
     # What goes wrong in real runs, each seen by every rank alike.
     found["other seed"] = outcome(make(root, seed=7 if rank == 2 else 0, check_ranks=True))
@@ -74,7 +71,6 @@ def main(root: str, out: str) -> None:
     def per_process(sample: dict[str, object]) -> dict[str, object]:
         return sample | {"noise": rank}
 
-    pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     found["other batch"] = outcome(make(root, world=pair, transform=per_process, check_ranks=True))
     Path(out, f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()

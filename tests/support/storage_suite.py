@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,22 +16,6 @@ from support.datasets import build_dataset
 LENGTHS = {"train": (5, 7, 9), "val": (4,)}
 
 
-@pytest.fixture(scope="session")
-def pristine(tmp_path_factory):
-    """A dataset that no test changes."""
-    root = tmp_path_factory.mktemp("storage") / "pristine"
-    build_dataset(root, LENGTHS)
-    return root
-
-
-@pytest.fixture
-def own(tmp_path):
-    """A dataset that the test may spoil."""
-    root = tmp_path / "own"
-    build_dataset(root, LENGTHS)
-    return root
-
-
 def rows_of(dataset: Dataset):
     return [(index, dataset.index.row(index)) for index in range(len(dataset.index))]
 
@@ -38,11 +23,7 @@ def rows_of(dataset: Dataset):
 def spans_of(root):
     """Every span by plain file reading."""
     dataset = open_dataset(root)
-    spans = []
-    for _, row in rows_of(dataset):
-        data = dataset.shard_path(row).read_bytes()
-        spans.append(data[row.offset : row.offset + row.length])
-    return spans
+    return [dataset.shard_path(row).read_bytes()[row.offset :][: row.length] for _, row in rows_of(dataset)]
 
 
 def spoil(root, row, at=None, *, keep_mtime=False):
@@ -55,8 +36,6 @@ def spoil(root, row, at=None, *, keep_mtime=False):
         file.seek(-1, 1)
         file.write(bytes([byte ^ 0xFF]))
     if keep_mtime:
-        import os
-
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     return path
 
@@ -131,14 +110,14 @@ class StorageSuite:
         assert bytes(storage.span(index, row)) != spans_of(own)[5]
         assert bytes(storage.span(index, row)) == spans_of(own)[6]
 
-    def test_a_missing_shard_is_named(self, opened, own):
+    def test_a_missing_shard_is_named(self, opened, own, pristine):
         dataset, storage = opened(own)
         (own / "train-000002.tar").unlink()
         index, row = rows_of(dataset)[15]
         with pytest.raises(StorageError, match=r"train-000002\.tar.*clip"):
             storage.span(index, row)
         takes = storage.session().request([rows_of(dataset)[0], (index, row)])
-        assert bytes(takes[0]()) == spans_of_first(own)
+        assert bytes(takes[0]()) == spans_of(pristine)[0]
         with pytest.raises(StorageError, match=r"train-000002\.tar"):
             takes[1]()
 
@@ -176,9 +155,3 @@ class StorageSuite:
                 storage.span(index, row)
         assert dataset.manifest.fingerprint in str(caught.value)
         assert open_dataset(other).manifest.fingerprint in str(caught.value)
-
-
-def spans_of_first(root):
-    dataset = open_dataset(root)
-    row = dataset.index.row(0)
-    return dataset.shard_path(row).read_bytes()[row.offset : row.offset + row.length]

@@ -8,7 +8,6 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
-import torch
 
 from fuelrail.loaders.batch import assemble as assemble_module
 from fuelrail.loaders.batch.assemble import assemble
@@ -134,23 +133,6 @@ def test_the_lidar_is_seen_through_its_own_pose(at) -> None:
         np.testing.assert_allclose(found[:2] / found[2], expected[:2] / expected[2], atol=5e-3)
 
 
-def test_poses_keep_their_precision() -> None:
-    assert BATCH["ego2global"].dtype == torch.float64
-    np.testing.assert_array_equal(BATCH["ego2global"][1], ENTRIES[1].sample.geometry.ego2global)
-
-
-def test_labels_are_the_samples_boxes() -> None:
-    for at, entry in enumerate(ENTRIES):
-        boxes = entry.sample.boxes
-        assert boxes is not None
-        np.testing.assert_array_equal(BATCH["gt_boxes_3d"][at], boxes.boxes3d)
-        np.testing.assert_array_equal(BATCH["gt_labels_3d"][at], boxes.label)
-        np.testing.assert_array_equal(BATCH["gt_velocity"][at], boxes.velocity)
-        np.testing.assert_array_equal(BATCH["gt_valid"][at], boxes.valid.astype(bool))
-        np.testing.assert_array_equal(BATCH["instance_id"][at], boxes.instance_id)
-    assert [len(labels) for labels in BATCH["gt_labels_3d"]] == [0, 1, 2, 3]
-
-
 def test_nothing_in_a_batch_is_a_view_of_a_shard() -> None:
     """Labels and points may be changed in place, and must not hold a mapped file."""
     batch = assemble(decoded(make_sample(2)), lidar=TOP)
@@ -158,11 +140,6 @@ def test_nothing_in_a_batch_is_a_view_of_a_shard() -> None:
         batch[name][0] += 1
     assert not np.array_equal(batch["points"][0], BATCH["points"][2])
     np.testing.assert_array_equal(assemble(decoded(make_sample(2)), lidar=TOP)["points"][0], BATCH["points"][2])
-
-
-def test_unlabelled_samples_have_no_label_names() -> None:
-    batch = assemble(decoded(make_sample(1, labelled=False), make_sample(2, labelled=False)))
-    assert not [name for name in batch if name.startswith("gt_") or name == "instance_id"]
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -10,14 +10,11 @@ import pytest
 
 from fuelrail.loaders import DataLoader
 from fuelrail.pipeline.errors import ConfigError
-from support.datasets import build_dataset
 
 
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data") / "tiny"
-    build_dataset(folder, {"train": (12, 12)})
-    return folder
+def dataset(made):
+    return made({"train": (12, 12)})[0]
 
 
 def mark(sample):
@@ -62,10 +59,8 @@ def test_nothing_is_read_without_storage(dataset):
         assert loader.stats().storage.spans == before <= 8
 
 
-def test_several_datasets_each_replay_their_own_samples(dataset, tmp_path):
-    other = tmp_path / "other"
-    build_dataset(other, {"train": (12, 12)})
-    found = batches({"a": dataset, "b": other}, {"storage"}, mix={"a": 1, "b": 1})
+def test_several_datasets_each_replay_their_own_samples(dataset, tiny):
+    found = batches({"a": dataset, "b": tiny}, {"storage"}, mix={"a": 1, "b": 1})
     assert {name for batch in found for name in batch["dataset"]} == {"a", "b"}
 
 

@@ -4,14 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from fuelrail.loaders import ImageAugment, Normalize
+from fuelrail.loaders import Normalize
 from fuelrail.loaders.batch.transfer import map_tensors
 from fuelrail.pipeline.errors import ConfigError, StageError
 from fuelrail.pipeline.settings import convert
-from support.datasets import build_dataset
-from support.loaders import make_loader
+from support.batches import batches, load
 
-IMAGE = ImageAugment(height=32, width=48)
 SHAPE = (2, 6, 3, 8, 10)
 
 
@@ -51,36 +49,18 @@ def test_a_single_image_and_a_temporal_batch() -> None:
     assert torch.equal(settings.images(images[None]), whole[None])
 
 
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory):
-    root = tmp_path_factory.mktemp("normalize") / "dataset"
-    build_dataset(root, {"train": (8,)})
-    return root
-
-
-def test_batches_are_those_of_the_loader_normalised(dataset) -> None:
+def test_batches_are_those_of_the_loader_normalised(tiny) -> None:
     settings = Normalize(channel_order="bgr", dtype="bfloat16")
-    options = {"batch_size": 4, "image": IMAGE, "seed": 1, "num_workers": 1}
-    with make_loader(dataset, **options) as plain, make_loader(dataset, normalize=settings, **options) as loader:
-        for a, b in zip(plain, loader, strict=True):
-            assert a["sample_key"] == b["sample_key"]
-            assert torch.equal(settings.images(a["img"]), b["img"])
+    with load(tiny, normalize=settings) as loader:
+        for plain, found in zip(batches(tiny), loader, strict=True):
+            assert plain["sample_key"] == found["sample_key"]
+            assert torch.equal(settings.images(plain["img"]), found["img"])
         assert "normalize" in [clock.name for clock in loader.stats().stages]
 
 
-def test_batches_without_such_images_are_refused(dataset) -> None:
-    with (
-        make_loader(
-            dataset,
-            4,
-            image=IMAGE,
-            num_workers=1,
-            normalize=Normalize(),
-            collate_fn=lambda samples: {"n": len(samples)},
-        ) as loader,
-        pytest.raises((ConfigError, StageError), match="let transform and collate_fn keep it"),
-    ):
-        next(iter(loader))
+def test_batches_without_such_images_are_refused(tiny) -> None:
+    with pytest.raises((ConfigError, StageError), match="let transform and collate_fn keep it"):
+        batches(tiny, normalize=Normalize(), collate_fn=lambda samples: {"n": len(samples)})
     for wrong in ({"img": torch.zeros(2, 3, 4, 4)}, {"img": torch.zeros(4, 4, 3, dtype=torch.uint8)}, [1, 2]):
         with pytest.raises(ConfigError, match="normalize needs batches with a uint8 'img'"):
             Normalize()(wrong)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
-from fuelrail.loaders import BevAugment, DataLoader, ImageAugment, PointSweeps
+from fuelrail.loaders import BevAugment, DataLoader, PointSweeps
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.pipeline.format.dataset import open_dataset
@@ -15,13 +14,12 @@ from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.run import shard
 from fuelrail.sharding.sources.registry import SourceSpec
 from fuelrail.sharding.verify.dataset import verify
-from support.loaders import make_loader
+from support.batches import TINY, batches
 from support.nuscenes_sweeps import WALL, add_sweeps
 from support.nuscenes_tables import build_nuscenes
 from support.sharding import shard_nuscenes
 
 PER_KEYFRAME = 5
-IMAGE = ImageAugment(height=16, width=32)
 BEV = BevAugment(train=True, rotate_deg=(-22.5, 22.5), scale=(0.9, 1.1), flip_y_prob=0.5, translate_std_m=0.5)
 
 
@@ -40,10 +38,8 @@ def dataset(made, tmp_path_factory):
 
 
 def samples(dataset, points, **options) -> dict[str, dict]:
-    with make_loader(
-        dataset, 1, image=IMAGE, shuffle=False, num_workers=2, points=points, **{"seed": 5, **options}
-    ) as loader:
-        return {batch["sample_key"][0]: batch for batch in loader}
+    found = batches(dataset, 1, image=TINY, shuffle=False, points=points, **{"seed": 5, **options})
+    return {batch["sample_key"][0]: batch for batch in found}
 
 
 def clouds(dataset, points, **options) -> dict[str, np.ndarray]:
@@ -119,6 +115,7 @@ def test_windows_of_accumulated_sweeps_in_an_augmented_ego_frame(dataset, choose
                 for points, move, _ in parts
             ]
             found = batch["points"][0][t].numpy()
+            assert found.dtype == np.float32
             np.testing.assert_allclose(found[:, :3], np.concatenate(expected), atol=2e-4)
             lags_s = np.concatenate([np.full(len(points), lag_s) for points, _, lag_s in parts])
             np.testing.assert_allclose(found[:, 4], lags_s, atol=1e-6)
@@ -133,9 +130,7 @@ def test_windows_of_accumulated_sweeps_in_an_augmented_ego_frame(dataset, choose
 
 def test_random_sweeps_follow_the_seed_and_not_the_threads(dataset) -> None:
     points = PointSweeps(num_sweeps=4, choose="random")
-    first = clouds(dataset, points)
-    again = clouds(dataset, points)
-    other = clouds(dataset, points, seed=6)
+    first, again, other = (clouds(dataset, points, **options) for options in ({}, {"num_workers": 1}, {"seed": 6}))
     assert all(np.array_equal(first[key], again[key]) for key in first)
     assert any(not np.array_equal(first[key], other[key]) for key in first if key.endswith("1"))
     for key, cloud in first.items():
@@ -160,7 +155,6 @@ def test_without_accumulation_points_are_the_own_sweep(dataset) -> None:
 
 
 def test_the_dataset_is_sound_and_can_be_made_again(dataset, tmp_path) -> None:
-
     assert not verify(dataset, deep=True, num_threads=1).faults
     for points in (True, False):
         out = tmp_path / str(points)
@@ -174,7 +168,6 @@ def test_the_dataset_is_sound_and_can_be_made_again(dataset, tmp_path) -> None:
 
 
 def test_missing_sweep_files_are_named(made, tmp_path) -> None:
-
     lost = next(row for row in made.tables["sample_data"] if row["filename"].startswith("sweeps/LIDAR"))
     path = made.root / lost["filename"]
     data = path.read_bytes()
@@ -196,8 +189,3 @@ def test_missing_sweep_files_are_named(made, tmp_path) -> None:
 def test_settings_out_of_range(values: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         PointSweeps(**values)
-
-
-def test_points_are_tensors_of_float32(dataset) -> None:
-    batch = next(iter(samples(dataset, PointSweeps(num_sweeps=2)).values()))
-    assert batch["points"][0].dtype == torch.float32

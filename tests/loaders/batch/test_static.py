@@ -5,34 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fuelrail.loaders import ImageAugment, StaticBatches, Transforms
+from fuelrail.loaders import StaticBatches, Transforms
 from fuelrail.loaders.batch.static import FixedBuffers, pad
 from fuelrail.pipeline.errors import ConfigError
-from support.datasets import build_dataset
-from support.loaders import make_loader
+from support.batches import batches, load
 
-IMAGE = ImageAugment(height=32, width=48)
 BOXES = ("gt_boxes_3d", "gt_labels_3d", "gt_velocity", "gt_valid", "instance_id")
 
 
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory):
-    root = tmp_path_factory.mktemp("static") / "dataset"
-    build_dataset(root, {"train": (12,)})
-    return root
-
-
-def make(dataset, **options):
-    return make_loader(dataset, 3, image=IMAGE, seed=2, num_workers=2, **options)
+def dataset(made):
+    return made({"train": (12,)})[0]
 
 
 @pytest.mark.parametrize("frames", [None, [-1, 0]])
 def test_batches_hold_the_same_in_fixed_shapes(dataset, frames) -> None:
     static = {"max_boxes": 40, "max_points": 5000}
-    with (
-        make(dataset, points=True, frames=frames) as plain,
-        make(dataset, points=True, frames=frames, static=static) as loader,
-    ):
+    plain = batches(dataset, points=True, frames=frames)
+    with load(dataset, points=True, frames=frames, static=static) as loader:
         for expected, got in zip(plain, loader, strict=True):
             assert got.keys() == {*expected, "gt_mask", "points_mask"}
             for name, value in expected.items():
@@ -54,7 +44,7 @@ def test_batches_hold_the_same_in_fixed_shapes(dataset, frames) -> None:
 
 
 def test_addresses_come_again_in_turn_and_over_epochs(dataset) -> None:
-    with make(dataset, static=StaticBatches(buffers=3)) as loader:
+    with load(dataset, static=StaticBatches(buffers=3)) as loader:
         addresses = [
             {name: value.data_ptr() for name, value in batch.items() if isinstance(value, torch.Tensor)}
             for _ in range(3)
@@ -66,35 +56,24 @@ def test_addresses_come_again_in_turn_and_over_epochs(dataset) -> None:
 
 
 def test_a_batch_is_whole_until_its_buffers_turn_comes_again(dataset) -> None:
-    with make(dataset, static=True, shuffle=False) as loader:
-        batches = iter(loader)
-        first = next(batches)
+    with load(dataset, static=True, shuffle=False) as loader:
+        iterator = iter(loader)
+        first = next(iterator)
         kept = first["img"].clone()
-        second = next(batches)
+        second = next(iterator)
         assert torch.equal(first["img"], kept)
         assert first["img"].data_ptr() != second["img"].data_ptr()
-        third = next(batches)
+        third = next(iterator)
         assert third["img"] is first["img"]
         assert not torch.equal(first["img"], kept)
 
 
 def test_too_many_boxes_name_the_sample_and_what_to_do(dataset) -> None:
-    with (
-        make(dataset, static={"max_boxes": 1}) as loader,
-        pytest.raises(
-            ConfigError,
-            match=r"sample '.+' has \d+ rows of 'gt_boxes_3d', .* max_boxes=1: raise max_boxes, or drop rows",
-        ),
-    ):
-        list(loader)
-
-
-def test_points_need_a_maximum(dataset) -> None:
-    with (
-        make(dataset, static=True, points=True) as loader,
-        pytest.raises(ConfigError, match="'points' is a list of tensors: set max_points"),
-    ):
-        list(loader)
+    says = r"sample '.+' has \d+ rows of 'gt_boxes_3d', .* max_boxes=1: raise max_boxes, or drop rows"
+    with pytest.raises(ConfigError, match=says):
+        batches(dataset, static={"max_boxes": 1})
+    with pytest.raises(ConfigError, match="'points' is a list of tensors: set max_points"):
+        batches(dataset, static=True, points=True)
 
 
 def test_what_has_no_fixed_shape_is_refused() -> None:

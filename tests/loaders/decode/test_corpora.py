@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.real
 
-CORPORA = ("jpeg-afl", "jpeg-image-rs", "jpeg-pillow", "jpeg-libjpeg-turbo")
+NUM_DECODED = {"jpeg-afl": 3, "jpeg-image-rs": 48, "jpeg-pillow": 33, "jpeg-libjpeg-turbo": 2}
+CORPORA = tuple(NUM_DECODED)
 
 
 def pictures(corpus: str, *suffixes: str) -> list[Path]:
@@ -73,7 +74,10 @@ def test_every_file_has_its_stated_outcome(corpus: str) -> None:
         encoded = file.read_bytes()
         results = {backend: decode_or_refuse(decoder, encoded) for backend, decoder in decoders.items()}
         found[str(file.relative_to(root))] = outcome(results)
-    assert found == {file: what for what, files in stated.items() for file in files}
+    # The file lists those with another outcome.
+    decoded = [file for file, what in found.items() if what == "decoded"]
+    assert len(decoded) == NUM_DECODED.get(corpus, 0)
+    assert found == {**dict.fromkeys(decoded, "decoded"), **{file: what for what in stated for file in stated[what]}}
 
 
 @pytest.mark.parametrize("corpus", CORPORA)
@@ -161,9 +165,9 @@ def test_mutated_files_never_hurt(backend: str) -> None:
         encode(picture[..., 0]),
         encode(picture[:60, :80], "png"),
     ]
-    tally = fuzz(make_decoder(backend), originals, range(400), 20)
-    assert tally.count == 400
+    tally = fuzz(make_decoder(backend), originals, range(200), 20)
+    assert tally.count == 200
     # DALI takes damaged pixel data at which libjpeg warns, which the others refuse.
-    assert 0 < tally.decoded < (300 if backend == "dali" else 200)
-    assert tally.refused_by_header > 30
+    assert 0 < tally.decoded < (150 if backend == "dali" else 100)
+    assert tally.refused_by_header > 15
     assert tally.grown_mib < 1024, "a lie about the size may cost one picture of the limit, not more"

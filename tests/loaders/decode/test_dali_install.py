@@ -47,9 +47,7 @@ def test_f9_no_other_error_is_about_an_image(text: str) -> None:
         (OLD_DRIVER, "the NVIDIA driver 570.10 is older than 580, which nvidia-dali-cuda130 needs: update it"),
     ],
 )
-def test_f9_a_failure_is_one_sentence_that_says_what_to_do(
-    text: str, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_f9_a_failure_is_one_sentence_that_says_what_to_do(text, expected, monkeypatch) -> None:
     found = InstalledDali("nvidia-dali-cuda130", "2.4.0", [], "13.3.2.43", "0.9.0.20")
     monkeypatch.setattr(dali_install, "installed_dali", lambda: found)
     monkeypatch.setattr(dali_install, "driver_version", lambda: "570.10")
@@ -86,9 +84,7 @@ def test_f8_versions_below_the_floor_are_a_problem(version: str, is_usable: bool
         (None, None, 0),
     ],
 )
-def test_known_faults_are_those_of_the_libraries_versions(
-    nvjpeg: str | None, nvimgcodec: str | None, num_faults: int
-) -> None:
+def test_known_faults_are_those_of_the_libraries_versions(nvjpeg, nvimgcodec, num_faults) -> None:
     faults = InstalledDali("nvidia-dali-cuda120", "2.4.0", [], nvjpeg, nvimgcodec).known_faults
     assert len(faults) == num_faults
     assert all(fault.avoided_by for fault in faults)
@@ -135,9 +131,7 @@ def test_f29_f30_the_table_of_faults_covers_what_the_extra_brings() -> None:
         ("", None),
     ],
 )  # fmt: skip
-def test_the_drivers_version_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, version: str | None
-) -> None:
+def test_the_drivers_version_is_read(tmp_path, monkeypatch, text, version) -> None:
     monkeypatch.setattr(dali_install, "_DRIVER_FILE", tmp_path / "version")
     assert dali_install.driver_version() is None
     (tmp_path / "version").write_text(text)

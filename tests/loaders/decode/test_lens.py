@@ -17,7 +17,7 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.transforms.image_map import ImageMap
 from fuelrail.pipeline.transforms.lens import Lens, read_lens
 from support.backends import BACKENDS, needs_dali
-from support.decoder_suite import EVERY_PRESET, NUSCENES_WH, preset_map
+from support.decoder_suite import EVERY_PRESET, NUSCENES_WH, photograph, preset_map
 from support.pictures import encode, natural, psnr_db, seen, shift_px
 
 pytestmark = pytest.mark.slow
@@ -72,6 +72,23 @@ def board(name: str) -> bytes:
     return encode(np.repeat(np.rint(gray).astype(np.uint8)[..., None], 3, axis=2), subsampling="4:2:0")
 
 
+@functools.cache
+def corners(name: str, preset: str) -> tuple[ImageMap, int, np.ndarray]:
+    """A map with a lens, how far around them corners are looked for [px], and where whole ones are shown (n, 1, 2)."""
+    image_map = with_lens(preset_map(preset, sample=5), LENSES[name])
+    reach = max(5, round(12 * image_map.max_scale))  # the board's edges are soft: as much of each at every scale
+    width, height = NUSCENES_WH
+    grid = np.array([(u, v) for u in range(SQUARE, width, SQUARE) for v in range(SQUARE, height, SQUARE)], np.float64)
+    stored = project(LENSES[name], grid)
+    shown = (np.c_[grid, np.ones(len(grid))] @ image_map.centre_matrix().T)[:, :2]
+    inside = ((shown > reach + 7) & (shown < np.array(image_map.out_wh) - reach - 8)).all(1)
+    inside &= (stored > 40).all(1) & (stored < np.array(NUSCENES_WH) - 40).all(1)
+    mask = seen(image_map, 40)
+    kept = [place for place in shown[inside] if mask[round(place[1]), round(place[0])]]
+    assert len(kept) >= 10
+    return image_map, reach, np.array(kept, np.float32)[:, None]
+
+
 def decode(backend: str, encoded: bytes, image_map: ImageMap) -> np.ndarray:
     out = np.full((3, image_map.out_wh[1], image_map.out_wh[0]), 99, np.uint8)
     make_decoder(backend).decode_into(encoded, image_map, out)
@@ -104,21 +121,8 @@ def test_at_full_size_it_is_opencvs_undistortion(backend: str, name: str, alpha:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("name", "preset"), PAIRS)
 def test_checkerboard_corners_land_within_a_tenth_of_a_pixel(backend: str, name: str, preset: str) -> None:
-    lens = LENSES[name]
-    image_map = with_lens(preset_map(preset, sample=5), lens)
+    image_map, reach, expected = corners(name, preset)
     gray = decode(backend, board(name), image_map).mean(axis=0).astype(np.float32)
-    reach = max(5, round(12 * image_map.max_scale))  # the board's edges are soft: as much of each at every scale
-    corners = []
-    for u in range(SQUARE, NUSCENES_WH[0], SQUARE):
-        for v in range(SQUARE, NUSCENES_WH[1], SQUARE):
-            x, y = (image_map.centre_matrix() @ (u, v, 1.0))[:2]
-            stored = project(lens, np.array([[u, v]], np.float64))[0]
-            inside = all(reach + 7 < at < side - reach - 8 for at, side in zip((x, y), image_map.out_wh, strict=True))
-            whole = (stored > 40).all() and (stored < np.array(NUSCENES_WH) - 40).all()
-            if inside and whole and seen(image_map, 40)[round(y), round(x)]:
-                corners.append((x, y))
-    assert len(corners) >= 10
-    expected = np.array(corners, np.float32)[:, None]
     criteria = (cv2.TERM_CRITERIA_EPS | cv2.TERM_CRITERIA_COUNT, 100, 1e-4)
     found = cv2.cornerSubPix(gray.astype(np.uint8), expected.copy(), (reach, reach), (-1, -1), criteria)
     errors = np.abs(found - expected)[:, 0]
@@ -128,10 +132,8 @@ def test_checkerboard_corners_land_within_a_tenth_of_a_pixel(backend: str, name:
 @pytest.mark.parametrize("pair", [("turbo", "pillow"), *DALI_PAIRS])
 @pytest.mark.parametrize(("name", "preset"), PAIRS)
 def test_backends_agree(name: str, preset: str, pair: tuple[str, str]) -> None:
-    lens = LENSES[name]
-    image_map = with_lens(preset_map(preset), lens)
-    encoded = encode(natural(*NUSCENES_WH), quality=92, subsampling="4:2:0")
-    one, other = (decode(backend, encoded, image_map) for backend in pair)
+    image_map = with_lens(preset_map(preset), LENSES[name])
+    one, other = (decode(backend, photograph(), image_map) for backend in pair)
     where = cv2.erode(((one.max(0) > 0) & (other.max(0) > 0)).astype(np.uint8), np.ones((9, 9))) > 0
     where &= seen(image_map, 6.0)
     assert where.mean() > 0.25
@@ -157,12 +159,9 @@ def test_the_rows_that_are_needed_are_known_beforehand(name: str, preset: str) -
 @pytest.mark.parametrize("backend", ["pillow", "turbo"])
 @pytest.mark.parametrize("name", LENSES)
 @pytest.mark.parametrize("preset", ["eval", "bevdet", "streampetr"])
-def test_only_the_rows_that_are_needed_are_decoded(
-    name: str, preset: str, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lens = LENSES[name]
-    image_map = with_lens(preset_map(preset), lens)
-    encoded = encode(natural(*NUSCENES_WH), quality=92, subsampling="4:2:0", restart_marker_rows=1)
+def test_only_the_rows_that_are_needed_are_decoded(name, preset, backend, monkeypatch) -> None:
+    image_map = with_lens(preset_map(preset), LENSES[name])
+    encoded = photograph(restart_marker_rows=1)
     module = importlib.import_module(f"fuelrail.loaders.decode.{backend}")
     monkeypatch.setattr(turbo, "load_native", lambda: "not this time")
     heights = []
@@ -187,18 +186,16 @@ def test_only_the_rows_that_are_needed_are_decoded(
 @pytest.mark.parametrize("preset", ["eval", "bevdet", "streampetr", "stretched"])
 def test_compiled_code_decodes_enough_rows(name: str, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     image_map = with_lens(preset_map(preset), LENSES[name])
-    encoded = encode(natural(*NUSCENES_WH), quality=92, subsampling="4:2:0")
-    some = decode("turbo", encoded, image_map)
+    some = decode("turbo", photograph(), image_map)
     monkeypatch.setattr(turbo, "source_rows", lambda image_map, *_: (0, image_map.source_wh[1]))
-    assert np.array_equal(some, decode("turbo", encoded, image_map))
+    assert np.array_equal(some, decode("turbo", photograph(), image_map))
 
 
 def test_a_lens_that_bends_nothing_changes_nothing() -> None:
     image_map = preset_map("bevdet")
-    encoded = encode(natural(*NUSCENES_WH), quality=92, subsampling="4:2:0")
     straight = Lens("pinhole", (0.0,) * 5, K, K)
     for backend in ("turbo", "pillow"):
-        plain, bent = decode(backend, encoded, image_map), decode(backend, encoded, with_lens(image_map, straight))
+        plain, bent = (decode(backend, photograph(), one) for one in (image_map, with_lens(image_map, straight)))
         where = seen(image_map, 3.0)
         assert psnr_db(plain, bent, where) > 42.0
         assert ((plain.max(0) == 0) == (bent.max(0) == 0)).mean() > 0.999

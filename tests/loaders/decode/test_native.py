@@ -14,7 +14,6 @@ from fuelrail.loaders import commands
 from fuelrail.loaders.decode import native, probe
 from fuelrail.loaders.decode.jpeg import Scratch
 from fuelrail.loaders.decode.native import CameraJpeg, build, open_library
-from fuelrail.loaders.decode.splice import RowsWanted, splice_batch, splice_rows
 from fuelrail.loaders.decode.turbo import TurboDecoder
 from fuelrail.pipeline.errors import ImageError
 from fuelrail.pipeline.transforms.image import ImageAugment
@@ -258,21 +257,6 @@ def decode_or_none(decoder: TurboDecoder, encoded: bytes, image_map: ImageMap) -
     except ImageError:
         return None
     return out
-
-
-def test_restart_rows_are_cut_as_python_cuts_them(portable) -> None:
-    wanted = []
-    for wh in ((320, 400), (325, 411), (17, 60)):
-        encoded = encode(natural(*wh), subsampling="4:2:0", restart_marker_rows=1)
-        marker = encoded.rindex(b"\xff\xd0")
-        for file in (encoded, encoded + bytes(32), encoded[: marker + 1] + b"\xd5" + encoded[marker + 2 :]):
-            wanted += [
-                RowsWanted(file, probe(file), int(top * wh[1]), int(bottom * wh[1]))
-                for top, bottom in ((0.0, 1.0), (0.6, 1.0), (0.3, 0.6), (0.0, 0.2))
-            ]
-    expected = [splice_rows(*rows) for rows in wanted]
-    assert {spliced is None for spliced in expected} == {False, True}
-    assert splice_batch(wanted, Scratch(), portable) == expected
 
 
 CROSS = {"aarch64-linux-gnu-gcc": "aarch64-linux-gnu-gcc"}

@@ -40,7 +40,7 @@ def test_items_are_decoded(built) -> None:
 def test_in_torchs_data_loader_with_workers(built) -> None:
     root, raw = built
     view = MapView(open_dataset(root), ["cam_front"])
-    loader = torch.utils.data.DataLoader(view, batch_size=2, num_workers=2, multiprocessing_context="spawn")
+    loader = torch.utils.data.DataLoader(view, batch_size=2, num_workers=1, multiprocessing_context="spawn")
     batches = list(loader)
     assert [key for batch in batches for key in batch["key"]] == list(raw)
     assert batches[0]["cam_front"].shape == (2, 3, 48, 64)

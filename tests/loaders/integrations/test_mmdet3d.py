@@ -11,17 +11,15 @@ import torch
 from fuelrail.loaders import BevAugment, DataLoader, ImageAugment, Transforms
 from fuelrail.loaders.integrations.mmdet3d import img_inputs, mmdet3d_samples
 from fuelrail.pipeline.errors import ConfigError
-from support.datasets import build_dataset
+from support.batches import FULL
 
 IMAGE = ImageAugment(height=32, width=64, train=True, resize=0.8, flip_prob=0.5, rotate_deg=(-9, 9))
 BEV = BevAugment(train=True, rotate_deg=(-22.5, 22.5), scale=(0.9, 1.1), flip_x_prob=0.5, flip_y_prob=0.5)
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("mm") / "d"
-    build_dataset(folder, {"train": (5,)}, size=(96, 64))
-    return folder
+def root(made):
+    return made({"train": (5,)})[0]
 
 
 def batch_of(root, box_frame="ego", ego=BEV, points=False, **options):
@@ -54,9 +52,7 @@ def test_bevdets_formula_leads_to_our_pixels(root) -> None:
 
 def test_intrinsics_are_those_of_the_stored_image(root) -> None:
     stored = batch_of(root, ego=BevAugment())
-    with DataLoader(
-        root, 5, transforms=Transforms(image=ImageAugment(height=64, width=96, resize=1.0)), seed=3
-    ) as plain:
+    with DataLoader(root, 5, transforms=Transforms(image=FULL), seed=3) as plain:
         torch.testing.assert_close(img_inputs(stored).intrinsics, next(iter(plain))["intrinsics"], atol=1e-3, rtol=1e-5)
 
 

@@ -19,7 +19,6 @@ import pytest
 import torch
 
 from fuelrail.loaders import DataLoader, World
-from support.datasets import build_dataset
 from support.ranks import TESTS, environment, run_ranks
 
 pytestmark = pytest.mark.process
@@ -29,10 +28,8 @@ EXAMPLES = TESTS.parent / "configs" / "trainers"
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    root = tmp_path_factory.mktemp("datasets") / "tiny"
-    build_dataset(root, {"train": (5, 7, 9)})
-    return root
+def tiny(made):
+    return made({"train": (5, 7, 9)})[0]
 
 
 def expected(root, world):
@@ -136,25 +133,9 @@ def test_mmengine_checkpoints_that_call_anything_else_are_refused(call):
         torch.load(file)
 
 
-def can_import(module):
-    """Whether a module can be imported: it may be there without what it needs, as ray.train without ray[train]."""
-    code = f"import {module}"
-    return subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True).returncode == 0
-
-
-def test_a_module_without_what_it_needs_is_not_installed(tmp_path, monkeypatch):
-    """The skip below: `ray.train` is there in every installation of ray, and raises without ray[train]."""
-    (tmp_path / "half").mkdir()
-    (tmp_path / "half" / "__init__.py").write_text("")
-    (tmp_path / "half" / "train.py").write_text("raise ModuleNotFoundError('pip install half[train]')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert can_import("half")
-    assert not can_import("half.train")
-
-
 def test_ray_train_continues_after_its_workers_died(tiny, tmp_path):
-    if importlib.util.find_spec("ray") is None or not can_import("ray.train"):
-        pytest.skip("ray[train] is not installed")
+    # `ray.train` is there in every installation of ray, and raises without what ray[train] brings.
+    pytest.importorskip("ray.train", reason="ray[train] is not installed", exc_type=ImportError)
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import ray_train; "
         "ray_train.main([sys.argv[2], '--steps', '8', '--checkpoint', sys.argv[3]], fail_at=4)"

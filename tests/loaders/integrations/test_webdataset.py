@@ -28,10 +28,9 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def tiny(tmp_path):
-    root = tmp_path / "tiny"
-    return root, build_dataset(root, {"train": (3, 2)})
+@pytest.fixture(scope="module")
+def tiny(made):
+    return made({"train": (3, 2)})
 
 
 def open_shards(root):
@@ -47,19 +46,17 @@ def test_every_member_of_every_sample_decodes_to_the_source_values(tiny):
         members = raw[sample["__key__"]]
         expected = decode_sample(sample["__key__"], members)
         assert sample["meta.json.zst"]["timestamp_ns"] == expected.meta.timestamp_ns
-        np.testing.assert_array_equal(
-            sample["geometry.safetensors.zst"]["intrinsics"], expected.geometry.intrinsics, strict=True
-        )
-        np.testing.assert_array_equal(sample["boxes.safetensors.zst"]["boxes3d"], expected.boxes.boxes3d, strict=True)
-        np.testing.assert_array_equal(
-            sample["lidar_top.npy.p20.zst"], np.load(io.BytesIO(members["lidar_top.npy"])), strict=True
-        )
+        for found, stored in (
+            (sample["geometry.safetensors.zst"]["intrinsics"], expected.geometry.intrinsics),
+            (sample["boxes.safetensors.zst"]["boxes3d"], expected.boxes.boxes3d),
+            (sample["lidar_top.npy.p20.zst"], np.load(io.BytesIO(members["lidar_top.npy"]))),
+        ):
+            np.testing.assert_array_equal(found, stored, strict=True)
         assert sample["cam_front.jpg"] == members["cam_front.jpg"]
 
 
-def test_frame_shards_come_through_a_pipe(tmp_path):
-    root = tmp_path / "tiny"
-    raw = build_dataset(root, {"train": (3, 2)}, layout="frame")
+def test_frame_shards_come_through_a_pipe(made):
+    root, raw = made({"train": (3, 2)}, layout="frame")
     urls = [f"pipe:zstd -dcq {path}" for path in sorted(root.glob("*.tar.zst"))]
     dataset = webdataset.WebDataset(urls, shardshuffle=False, nodesplitter=None, empty_check=False)
     samples = list(dataset.decode(decode_member))
@@ -68,9 +65,8 @@ def test_frame_shards_come_through_a_pipe(tmp_path):
         members = raw[sample["__key__"]]
         assert sample["cam_front.jpg"] == members["cam_front.jpg"]
         assert sample["meta.json"]["key"] == sample["__key__"]
-        np.testing.assert_array_equal(
-            sample["lidar_top.npy"], np.load(io.BytesIO(members["lidar_top.npy"])), strict=True
-        )
+        points = np.load(io.BytesIO(members["lidar_top.npy"]))
+        np.testing.assert_array_equal(sample["lidar_top.npy"], points, strict=True)
 
 
 def test_members_stored_with_a_dictionary(tmp_path):

@@ -28,9 +28,9 @@ import os, shutil, sys
 from fuelrail.loaders import DataLoader, ImageAugment
 from fuelrail.pipeline.errors import BadSamplesError, ChecksumError, TruncatedShardError
 
-source, folder, how, rounds, on_error = sys.argv[1:]
-for turn in range(int(rounds)):
-    root = f"{folder}/{turn}"
+source, folder, on_error = sys.argv[1:]
+for turn, how in [(turn, how) for turn in range(3) for how in ("cut", "half", "copied over itself", "zeroed")]:
+    root = f"{folder}/{how}-{turn}"
     shutil.copytree(source, root)
     tars = sorted(f"{root}/{name}" for name in os.listdir(root) if name.endswith(".tar"))
     image = ImageAugment(height=64, width=176)
@@ -51,9 +51,9 @@ for turn in range(int(rounds)):
                         elif how == "zeroed":
                             with open(tar, "r+b") as file:
                                 file.write(bytes(os.path.getsize(tar)))
-            print("ok")
+            print(how, "ok", sep="|")
         except (ChecksumError, TruncatedShardError, BadSamplesError) as error:
-            print(type(error).__name__, error)
+            print(how, f"{type(error).__name__} {error}", sep="|")
 """
 
 
@@ -79,17 +79,16 @@ def run(code, *arguments):
 @pytest.mark.process
 @needs_guard
 @pytest.mark.parametrize("on_error", ["raise", "substitute"])
-@pytest.mark.parametrize("how", ["cut", "half", "copied over itself", "zeroed"])
-def test_m1_a_shard_changed_during_an_epoch_is_a_named_error_or_no_harm(pristine, tmp_path, how, on_error):
-    done = run(EPOCHS, pristine, tmp_path, how, 4, on_error)
-    assert done.returncode == 0, done.stderr
-    found = done.stdout.splitlines()
-    assert len(found) == 4
-    for line in found:
-        assert line == "ok" or ("train-0000" in line and "clip-" in line)
-        assert on_error == "substitute" or not line.startswith("BadSamplesError")
-    if how != "copied over itself" and on_error == "raise":  # else others may have taken all places
-        assert "ok" not in found
+def test_m1_a_shard_changed_during_an_epoch_is_a_named_error_or_no_harm(pristine, tmp_path, on_error):
+    done = run(EPOCHS, pristine, tmp_path, on_error)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [line.split("|") for line in done.stdout.splitlines()]
+    assert len(found) == 12
+    for how, line in found:
+        assert line == "ok" or ("train-0000" in line and "clip-" in line), how
+        assert on_error == "substitute" or not line.startswith("BadSamplesError"), how
+        if how != "copied over itself" and on_error == "raise":  # else others may have taken all places
+            assert line != "ok", how
 
 
 @needs_guard
@@ -170,53 +169,75 @@ class TestMappedShards:
 
 
 FOREIGN = """
-import faulthandler, mmap, os, sys
+import faulthandler, mmap, os, shutil, sys
 from fuelrail.loaders.storage.mapped import MappedShards
 from fuelrail.pipeline.format.dataset import open_dataset
 
-root, when, what = sys.argv[1:]
-if when == "before":
-    faulthandler.enable()
-dataset = open_dataset(root)
-storage = MappedShards(dataset)
-view = storage.span(0, dataset.index.row(0))
-if when == "after":
-    faulthandler.enable()
-    storage.session().close()
-if what == "ours":
-    os.truncate(os.path.join(root, "train-000000.tar"), 0)
-    print(len(bytes(view)))
-elif what == "sent":
-    os.kill(os.getpid(), 7)
-elif what == "index":
-    os.truncate(os.path.join(root, "index.arrow"), 0)
-    dataset.index.row(3)
-else:
-    with open(os.path.join(root, "other"), "w+b") as file:
-        file.truncate(8192)
-        other = mmap.mmap(file.fileno(), 8192)
-        file.truncate(0)
-    print(other[5000])
+def case(root, when, what):
+    if when == "before":
+        faulthandler.enable()
+    dataset = open_dataset(root)
+    storage = MappedShards(dataset)
+    view = storage.span(0, dataset.index.row(0))
+    if when == "after":
+        faulthandler.enable()
+        storage.session().close()
+    if what == "ours":
+        os.truncate(os.path.join(root, "train-000000.tar"), 0)
+        os.write(1, b"%d" % len(bytes(view)))
+    elif what == "sent":
+        os.kill(os.getpid(), 7)
+    elif what == "index":
+        os.truncate(os.path.join(root, "index.arrow"), 0)
+        dataset.index.row(3)
+    else:
+        with open(os.path.join(root, "other"), "w+b") as file:
+            file.truncate(8192)
+            other = mmap.mmap(file.fileno(), 8192)
+            file.truncate(0)
+        print(other[5000])
+
+source, folder = sys.argv[1:3]
+for one in sys.argv[3:]:
+    shutil.copytree(source, f"{folder}/{one}")
+    child = os.fork()
+    if child == 0:
+        for number, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{folder}/{one}.{name}", os.O_CREAT | os.O_WRONLY), number)
+        try:
+            case(f"{folder}/{one}", *one.split("-"))
+            os._exit(0)
+        finally:
+            os._exit(1)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-@needs_guard
-class TestOtherHandlers:
-    @pytest.mark.process
-    @pytest.mark.parametrize("when", ["never", "before", "after"])
-    def test_our_mappings_are_ours_when_another_handles_the_signal(self, own, when):
-        done = run(FOREIGN, own, when, "ours")
-        assert (done.returncode, done.stderr) == (0, "")
-        assert int(done.stdout) > 0
+@pytest.fixture(scope="module")
+def outcomes(pristine, tmp_path_factory):
+    """Status, output and errors by when another handler was set and what was touched, each in a process of its own."""
+    folder = tmp_path_factory.mktemp("handlers")
+    names = [f"{when}-{what}" for when in ("never", "before", "after") for what in ("ours", "foreign", "sent", "index")]
+    done = run(FOREIGN, pristine, folder, *names)
+    assert done.returncode == 0, done.stderr
+    return {
+        name: (int(status), *((folder / f"{name}.{kind}").read_text() for kind in ("out", "err")))
+        for name, status in zip(names, done.stdout.split(), strict=True)
+    }
 
-    @pytest.mark.process
-    @pytest.mark.parametrize("when", ["never", "after"])
-    @pytest.mark.parametrize("what", ["foreign", "sent", "index"])
-    def test_all_else_ends_as_it_would_have(self, own, when, what):
-        done = run(FOREIGN, own, when, what)
-        assert done.returncode == -signal.SIGBUS
-        assert ("Fatal Python error: Bus error" in done.stderr) == (when != "never")
-        assert (f"fuelrail: '{own}/index.arrow' was cut or cannot be read" in done.stderr) == (what == "index")
+
+@pytest.mark.process
+@needs_guard
+@pytest.mark.parametrize("when", ["never", "before", "after"])
+def test_our_mappings_are_ours_when_another_handles_the_signal_and_all_else_ends_as_it_would_have(outcomes, when):
+    status, output, errors = outcomes[f"{when}-ours"]
+    assert (status, errors) == (0, "")
+    assert int(output) > 0
+    for what in ("foreign", "sent", "index"):
+        status, _, errors = outcomes[f"{when}-{what}"]
+        assert status == -signal.SIGBUS, what
+        assert ("Fatal Python error: Bus error" in errors) == (when != "never"), what
+        assert ("/index.arrow' was cut or cannot be read" in errors) == (what == "index"), what
 
 
 @needs_guard

@@ -1,0 +1,129 @@
+"""Loaders, their batches and how two of them compare; one sequence of samples on any world, from any step."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fuelrail.loaders import ImageAugment, World
+from fuelrail.pipeline.channels.kinds import Packed
+from support.loaders import make_loader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from fuelrail.loaders import DataLoader
+
+FULL = ImageAugment(height=64, width=96, resize=1.0)
+"""Output images are the stored ones, pixel for pixel."""
+SMALL = ImageAugment(height=32, width=48, resize=0.5)
+TINY = ImageAugment(height=8, width=8, resize="stretch")
+
+
+def load(root: Any, batch_size: int = 3, *, rank: int = 0, size: int = 1, **options: Any) -> DataLoader:
+    """Make a loader of small images with two threads, where the options do not say otherwise."""
+    options = {"image": SMALL, "num_workers": 2, **options}
+    if "camera_groups" in options:
+        del options["image"]  # each group has its own
+    return make_loader(root, batch_size, world=World(rank, size), **options)
+
+
+def batches(root: Any, batch_size: int = 3, **options: Any) -> list[Any]:
+    """Return the batches of one epoch."""
+    with load(root, batch_size, **options) as loader:
+        return list(loader)
+
+
+def keys(found: Iterable[Any]) -> list[str]:
+    """Return the samples' keys, in order."""
+    return [key for batch in found for key in batch["sample_key"]]
+
+
+def unlike(one: Any, other: Any, name: str = "") -> list[str]:
+    """Name the parts in which two values differ; tensors are the same with equal dtype, shape and bytes."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return [] if _bytes(one) == _bytes(other) else [name]
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        return [part for key in one for part in unlike(one[key], other[key], f"{name}.{key}")]
+    if isinstance(one, (list, tuple)) and type(one) is type(other) and len(one) == len(other):
+        return [part for at, pair in enumerate(zip(one, other, strict=True)) for part in unlike(*pair, f"{name}[{at}]")]
+    return [] if type(one) is type(other) and one == other else [name]
+
+
+def _bytes(tensor: torch.Tensor) -> tuple[str, torch.Size, bytes]:
+    flat = tensor.cpu().reshape(-1).clone(memory_format=torch.contiguous_format)
+    return str(tensor.dtype), tensor.shape, flat.view(torch.uint8).numpy().tobytes()
+
+
+def rows(batch: dict[str, Any]) -> list[Any]:
+    """Return what a batch holds of each sample, in both its views where there are two, to be compared by ``==``."""
+    num_rows = len(batch["global_index"])
+    num_samples = num_rows // 2 if "view" in batch else num_rows
+    return [
+        [
+            {name: _row(value, row, num_rows) for name, value in batch.items()}
+            for row in range(at, num_rows, num_samples)
+        ]
+        for at in range(num_samples)
+    ]
+
+
+def _row(value: Any, row: int, num_rows: int) -> Any:
+    if isinstance(value, Packed):
+        frames = (len(value.offsets) - 1) // num_rows
+        at = value.offsets[row * frames : (row + 1) * frames + 1]
+        return (at - at[0]).tolist(), _bytes(value.values[at[0] : at[-1]])
+    if isinstance(value, dict):
+        return {name: _row(one, row, num_rows) for name, one in value.items()}
+    return _plain(value[row]) if isinstance(value, (list, torch.Tensor)) else value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    return _bytes(value) if isinstance(value, torch.Tensor) else value
+
+
+def check_one_sequence(
+    make: Callable[..., DataLoader], global_batch: int = 4, sizes: tuple[int, ...] = (1, 2, 4)
+) -> None:
+    """Check that ranks, threads and restarts change nothing.
+
+    ``make(batch_size, rank=, size=, num_workers=)`` makes the loader of a rank. Worlds of all ``sizes`` give the same
+    samples, to the byte, over an epoch and the first steps of the next. A state that is saved after any step, the same
+    on all ranks, continues on a world of another size with exactly the rest.
+    """
+
+    def run(size: int, count: int, state: Any = None) -> tuple[list[Any], list[Any]]:
+        """Return the samples of each step over all ranks, and the states before the first step and after each."""
+        found, states = [], []
+        for rank in range(size):
+            with make(global_batch // size, rank=rank, size=size, num_workers=1 + rank % 3) as loader:
+                if state is not None:
+                    loader.load_state_dict(state)
+                mine, said = [], [loader.state_dict()]
+                while len(mine) < count:
+                    for batch in loader:
+                        mine.append(rows(batch))
+                        said.append(loader.state_dict())
+                        if len(mine) == count:
+                            break
+            found.append(mine)
+            states.append(said)
+        assert all(one == states[0] for one in states)
+        return [[row for part in parts for row in part] for parts in zip(*found, strict=True)], states[0]
+
+    with make(global_batch, rank=0, size=1, num_workers=3) as loader:
+        count = len(loader) + 2
+    runs = {size: run(size, count) for size in sizes}
+    whole, _ = runs[sizes[0]]
+    for size, (found, _) in runs.items():
+        assert found == whole, f"{size} ranks"
+    for done in range(count):
+        before, after = sizes[done % len(sizes)], sizes[(done + 1) % len(sizes)]
+        state = runs[before][1][done]
+        state = pickle.loads(pickle.dumps(state)) if done % 2 else json.loads(json.dumps(state))
+        assert run(after, count - done, state)[0] == whole[done:], f"from {before} to {after} ranks at step {done}"
