@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from fuelrail.bench.measure.records import read_rank
-from support.datasets import build_dataset
 from support.ranks import environment
 
 pytestmark = [
@@ -26,13 +25,6 @@ pytestmark = [
 
 QUICK = ("--workers", 1, "--batch-size", 1, "--accelerator", "emulated:resnet50-224-h100")
 _PATIENCE_S = 120
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data") / "tiny"
-    build_dataset(folder, {"train": (6, 6)})
-    return folder
 
 
 def stepped(place, num_steps):

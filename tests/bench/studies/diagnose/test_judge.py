@@ -177,12 +177,6 @@ def test_the_command_runs_and_tells(tmp_path, capsys):
     assert headline(result.diagnosis) in capsys.readouterr().out
 
 
-def test_a_run_too_short_is_refused_before_it_is_made(tmp_path, capsys):
-    options = ["--steps", "12", "--warmup", "5", "--out", str(tmp_path / "out")]
-    assert main(["bench", "diagnose", str(tmp_path / "data"), *options]) == 2
-    assert "12 steps - 5 warm-up = 7 measured; at least 8" in capsys.readouterr().err
-
-
 def test_a_gain_within_the_noise_of_a_repeat_gives_no_verdict():
     """NEWCOMER rank 8: decode's gain was 17.5 % (from 0.3 % on), more than the repeat's 16.9 %, but not by enough."""
     steps, helped = {"wait_ms": 15.0, "noise_ms": 6.0}, {"wait_ms": 6.0, "noise_ms": 6.0}
