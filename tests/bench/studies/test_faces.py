@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import re
 
 import msgspec
 import pytest
 
 from fuelrail.bench.measure.accelerator import load_profile
-from fuelrail.bench.report.page import render_page
 from fuelrail.bench.studies.compare.options import CompareOptions
 from fuelrail.bench.studies.compare.session import compare
 from fuelrail.bench.studies.diagnose.run import DiagnoseOptions, diagnose
@@ -61,15 +59,6 @@ def test_train_takes_a_struct_and_an_accelerator_and_writes_what_is_asked_for(da
     ]  # fmt: skip
     found = diff(here / "out", report, threshold=0.5)
     assert (found.worse, found.differences) == ([], [])
-
-
-def test_diagnose_returns_a_diagnosis(dataset, here):
-    report = diagnose(dataset, **QUICK, max_rounds=1)
-    assert report.diagnosis.num_rounds == 1
-    assert [run.name for run in report.runs][:2] == ["as-it-is", "without-loading"]
-    links = re.findall(r'href="([^"#]+)"', render_page(report))
-    assert links == [f"{run.name}/report.html" for run in report.runs]
-    assert list(here.iterdir()) == []
 
 
 def test_scale_returns_curves(dataset, here):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import get_args
 
@@ -11,6 +12,7 @@ import pytest
 
 from fuelrail.__main__ import main
 from fuelrail.bench.measure.machine import CpuUse
+from fuelrail.bench.report.page import render_page
 from fuelrail.bench.studies.diagnose.command import trial_lines
 from fuelrail.bench.studies.diagnose.judge import Bound, Evidence, Round, counterfactual, find_bound
 from fuelrail.bench.studies.diagnose.report import DiagnoseReport, headline, suggestions, verdict_on
@@ -18,7 +20,6 @@ from fuelrail.bench.studies.diagnose.report import judge as judge_trial
 from fuelrail.bench.studies.train.report import load_report
 from fuelrail.bench.trainer.settings import TrainOptions
 from support.bench_runs import MS, SETTINGS, log, report_of, step
-from support.datasets import build_dataset
 
 
 def training(seed, *, ranks=2, leave_out=(), cpu=None, noise_ms=0.2, **times_ms):
@@ -155,12 +156,11 @@ def test_every_bound_has_trials_or_none_and_tells_so(bound, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_runs_and_tells(tmp_path, capsys):
-    build_dataset(tmp_path / "data", {"train": (12,)})
+def test_the_command_runs_and_prints_what_its_report_and_page_say(dataset, tmp_path, capsys):
     out = tmp_path / "out"
     options = ["--batch-size", "1", "--steps", "12", "--warmup", "2", "--workers", "1", "--no-html"]
     options += ["--accelerator", "emulated:resnet50-224-h100", "--out", str(out), "--apply", "--max-rounds", "1"]
-    assert main(["bench", "diagnose", str(tmp_path / "data"), *options]) == 0
+    assert main(["bench", "diagnose", str(dataset), *options]) == 0
     result = msgspec.json.decode((out / "report.json").read_bytes(), type=DiagnoseReport)
     left_out = ["loading", "storage", "decompression", "decode"]  # one rank reduces nothing
     assert [entry.left_out for entry in result.diagnosis.counterfactuals] == [*left_out, "again"]
@@ -173,6 +173,8 @@ def test_the_command_runs_and_tells(tmp_path, capsys):
     for run in result.runs:
         assert load_report(out / run.report).figures.occupancy.mean == run.occupancy
         assert (out / run.name / "report.md").is_file()
+    links = re.findall(r'href="([^"#]+)"', render_page(result))
+    assert links == [f"{run.name}/report.html" for run in result.runs]
     assert result.diagnosis.finding in (out / "report.md").read_text()
     assert headline(result.diagnosis) in capsys.readouterr().out
 

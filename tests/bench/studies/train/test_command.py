@@ -74,11 +74,11 @@ def test_a_run_continues_from_its_checkpoint_on_other_ranks_with_the_same_losses
 
 
 def test_a_larger_batch_is_checked_by_two_short_runs(dataset, tmp_path):
-    options = ("--batch-size", 2, "--check-batch", 4, "--steps", 40, "--warmup", 2, "--model", "light", "--no-html")
+    options = ("--batch-size", 2, "--check-batch", 4, "--steps", 24, "--warmup", 2, "--model", "light", "--no-html")
     assert bench(dataset, tmp_path, *options) == 0
     report = load_report(tmp_path / "report.json")
-    assert (report.options["batch_size"], report.options["num_steps"]) == (4, 20)
-    assert (report.against.other, report.against.num_samples) == ("the run with batch size 2", 80)
+    assert (report.options["batch_size"], report.options["num_steps"]) == (4, 12)
+    assert (report.against.other, report.against.num_samples) == ("the run with batch size 2", 48)
     assert report.against.largest_difference is None
 
 
