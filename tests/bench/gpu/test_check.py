@@ -172,19 +172,24 @@ def test_f4_the_data_has_every_kind_of_image():
     assert len(images.bad_jpegs()) == 3
 
 
-@needs_dali
-@pytest.mark.parametrize("damage", ["another picture", "black"])
-@pytest.mark.parametrize("kind", ["restart", "gray"])
-def test_f4_f32_one_wrong_picture_of_one_kind_is_found(kind, damage, bench, monkeypatch):
+def wrong(kind, damage):
+    """Decoding that damages one picture: the first, or that of a kind."""
     honest = pixels._decoded
 
     def tampered(decoder, batch):
         pictures = honest(decoder, batch)
-        at = batch.kinds.index(kind)
-        pictures[at] = 0 if damage == "black" else pictures[at][:, :, ::-1].copy()
+        at = 0 if kind is None else batch.kinds.index(kind)
+        pictures[at] = damage(pictures[at])
         return pictures
 
-    monkeypatch.setattr(pixels, "_decoded", tampered)
+    return tampered
+
+
+@needs_dali
+@pytest.mark.parametrize("damage", [lambda image: image[:, :, ::-1].copy(), lambda image: 0], ids=["other", "black"])
+@pytest.mark.parametrize("kind", ["restart", "gray"])
+def test_f4_f32_one_wrong_picture_of_one_kind_is_found(kind, damage, bench, monkeypatch):
+    monkeypatch.setattr(pixels, "_decoded", wrong(kind, damage))
     facts = {}
     with pytest.raises(CheckFailed, match="not as they must be"):
         pixels.decoders_agree(bench, facts)
@@ -193,14 +198,8 @@ def test_f4_f32_one_wrong_picture_of_one_kind_is_found(kind, damage, bench, monk
 
 @needs_dali
 def test_f7_f31_pixels_that_depend_on_their_place_are_found(bench, monkeypatch):
-    honest = pixels._decoded
-
-    def tampered(decoder, batch):
-        pictures = honest(decoder, batch)
-        pictures[0] ^= 1  # the first place of each batch is decoded by something else
-        return pictures
-
-    monkeypatch.setattr(pixels, "_decoded", tampered)
+    """The first place of each batch is decoded by something else."""
+    monkeypatch.setattr(pixels, "_decoded", wrong(None, lambda image: image ^ 1))
     with pytest.raises(CheckFailed, match="differs by 1 levels at another place"):
         pixels.pixels_do_not_depend_on_company(bench, {})
 

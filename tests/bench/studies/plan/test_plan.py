@@ -127,14 +127,24 @@ def test_a_dataset_says_what_it_is(tmp_path, capsys):
     assert (found.scenario.samples_per_epoch, found.scenario.cameras) == (9, len(CAMERAS))
 
 
-def test_what_a_scenario_must_say():
-    with pytest.raises(
-        ConfigError, match="model 'vit-base' reads images, and cameras, width of a sample are not given"
-    ):
-        plan(Scenario(name="n", model="vit-base", cluster="1x8-h100", global_batch=8, height=256))
-    with pytest.raises(ConfigError, match="do not divide the global batch of 12; use a multiple of 8"):
-        plan(msgspec.structs.replace(GPT, global_batch=12, parallel=ParallelSettings()))
-    with pytest.raises(ConfigError, match=r"parallel.micro_batches is 4, and a global batch of 16 is 16 micro-batches"):
-        plan(msgspec.structs.replace(GPT, parallel=ParallelSettings(mesh="pp=4,tp=2", micro_batches=4)))
-    with pytest.raises(ConfigError, match="cluster 'x' is not known"):
-        plan(msgspec.structs.replace(GPT, cluster="x"))
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"model": "vit-base", "height": 256},
+            "model 'vit-base' reads images, and cameras, width of a sample are not given",
+        ),
+        (
+            {"global_batch": 12, "parallel": ParallelSettings()},
+            "do not divide the global batch of 12; use a multiple of 8",
+        ),
+        (
+            {"parallel": ParallelSettings(mesh="pp=4,tp=2", micro_batches=4)},
+            r"parallel.micro_batches is 4, and a global batch of 16 is 16 micro-batches",
+        ),
+        ({"cluster": "x"}, "cluster 'x' is not known"),
+    ],
+)
+def test_what_a_scenario_must_say(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        plan(msgspec.structs.replace(GPT, **changes))
