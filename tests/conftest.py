@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import signal
 from typing import TYPE_CHECKING, Final
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from support.datasets import DatasetMaker
+
+# Tests run beside each other, and their processes inherit it: OpenMP's threads that share a CPU wait for each other at
+# every operator, and small models then take ten times as long. Read when torch is imported, so it is set first.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 LANES: Final = ("unit", "process", "slow", "gpu", "real", "network")
 

@@ -19,6 +19,7 @@ from fuelrail import __main__ as cli
 from fuelrail.pipeline.cli import Command
 from fuelrail.pipeline.errors import ConfigError, TruncatedShardError
 from support.datasets import build_dataset
+from support.nuscenes_tables import build_nuscenes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -282,10 +283,14 @@ def test_what_is_not_there_is_one_sentence_from_the_real_commands(
 @pytest.mark.process
 @pytest.mark.parametrize("engine", [[], ["--engine", "processes", "--workers", "2"]], ids=["threads", "processes"])
 def test_a_closed_output_is_141_and_no_folder_that_cannot_be_written(tmp_path: Path, engine) -> None:
-    """`fuelrail shard ... --json | head -1`; the same command again finishes the dataset."""
-    assert cli.main(["synth", str(tmp_path / "source"), "--seed", "7"]) == 0
+    """`fuelrail shard ... --json | head -1`; the same command again finishes the dataset.
+
+    A line for each of 250 shards is more than the pipe and the reader hold: the command cannot end before it is closed.
+    """
+    build_nuscenes(tmp_path / "source", {"a": 250}, cameras=("CAM_FRONT",), num_points=0, num_tracks=0)
     words = ["shard", f"nuscenes:{tmp_path / 'source'}", str(tmp_path / "out"), "-o", "version=v1.0-mini", *engine]
-    process = start(*words, "--json")
+    words += ["--shard-size", "4KB"]
+    process = start(*words, "--json", pipesize=4096)
     assert process.stdout is not None
     assert process.stderr is not None
     assert process.stdout.readline().startswith('{"event": "scanned"')

@@ -141,10 +141,10 @@ def _variations() -> Iterator[Case]:
 class Comparison:
     """One rank: trains cases and compares them; batches and references are kept."""
 
-    def __init__(self, dataset: str) -> None:
+    def __init__(self, dataset: str, num_batches: int) -> None:
         import torch.distributed as dist
 
-        self._dataset = dataset
+        self._dataset, self._num_batches = dataset, num_batches
         self._world = dist.get_world_size()
         self._batches: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
         self._alone: dict[bytes, list[float]] = {}
@@ -177,7 +177,7 @@ class Comparison:
             expected = self._train_alone(case, degrees.data * micro)
             difference = _difference(losses, expected, case)
             ranks = dict(keys)
-            found = [[key for rank in sorted(ranks) for key in ranks[rank][step]] for step in range(_NUM_BATCHES)]
+            found = [[key for rank in sorted(ranks) for key in ranks[rank][step]] for step in range(self._num_batches)]
             same = found == [batch["sample_key"] for batch in self._load(0, 1)]
         return Compared(
             world=self._world, degrees=str(degrees), case=case, same_samples=same, difference=difference,
@@ -198,7 +198,7 @@ class Comparison:
                 self._dataset, GLOBAL_BATCH // size, seed=7, num_workers=1, transforms=transforms,
                 world=World(rank, size), check_ranks=False,
             ) as loader:  # fmt: skip
-                self._batches[rank, size] = list(itertools.islice(loader, _NUM_BATCHES))
+                self._batches[rank, size] = list(itertools.islice(loader, self._num_batches))
         return self._batches[rank, size]
 
     def _train_alone(self, case: Case, num_parts: int) -> list[float]:
@@ -229,6 +229,11 @@ def _difference(losses: Sequence[float], expected: Sequence[float], case: Case) 
     return max(abs(one / other - 1) for one, other in sums)
 
 
+def _num_batches(cases: Sequence[Case]) -> int:
+    """Return the number of batches that differ; longer cases take them again."""
+    return min(_NUM_BATCHES, max(case.steps for case in cases))
+
+
 def run_rank(cases: Path, dataset: str, out: Path) -> None:
     """One rank of a world: all cases of a file, one after the other; rank 0 writes what came out."""
     import torch
@@ -236,9 +241,10 @@ def run_rank(cases: Path, dataset: str, out: Path) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    comparison = Comparison(dataset)
+    listed = msgspec.json.decode(cases.read_bytes(), type=list[Case])
+    comparison = Comparison(dataset, _num_batches(listed))
     with out.open("w") if dist.get_rank() == 0 else open("/dev/null", "w") as file:  # noqa: PTH123 - a device
-        for case in msgspec.json.decode(cases.read_bytes(), type=list[Case]):
+        for case in listed:
             compared = comparison.compare(case)
             file.write(msgspec.json.encode(compared).decode() + "\n")
             file.flush()
@@ -250,7 +256,8 @@ def measure(worlds: Mapping[int, Sequence[Case]], folder: Path) -> list[Compared
     """Run each world's cases. Raises FuelrailError where a world ends early."""
     from fuelrail.bench.gpu.cameras import write_cameras
 
-    write_cameras(folder / "cameras", GLOBAL_BATCH * _NUM_BATCHES, channels=("cam_front", "cam_front_right"))
+    count = GLOBAL_BATCH * max(map(_num_batches, worlds.values()))
+    write_cameras(folder / "cameras", count, channels=("cam_front", "cam_front_right"))
     found: list[Compared] = []
     for world, cases in worlds.items():
         listed, out, log = (folder / f"{world}.{name}" for name in ("cases", "jsonl", "log"))

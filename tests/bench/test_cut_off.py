@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from fuelrail.bench.measure.records import read_rank
-from support.datasets import build_dataset
 from support.ranks import environment
 
 pytestmark = [
@@ -25,13 +25,6 @@ pytestmark = [
 
 QUICK = ("--workers", 1, "--batch-size", 1, "--accelerator", "emulated:resnet50-224-h100")
 _PATIENCE_S = 120
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data") / "tiny"
-    build_dataset(folder, {"train": (6, 6)})
-    return folder
 
 
 def stepped(place, num_steps):
@@ -112,8 +105,7 @@ def test_a_rank_that_is_killed_is_named_in_a_partial_report(dataset, tmp_path):
     options, is_under_way, _ = CASES["train"]
     out = tmp_path / "out"
     with under_way("train", dataset, out, options, is_under_way) as (process, token):
-        (rank,) = (pid for pid in processes_of(token) if b"RANK=1" in environ_of(pid).split(b"\0"))
-        os.kill(rank, signal.SIGKILL)
+        os.kill(rank_1_of(token), signal.SIGKILL)
         _, error = process.communicate(timeout=_PATIENCE_S)
     assert process.returncode == 1, error
     report = json.loads((out / "report.json").read_text())
@@ -125,15 +117,29 @@ def test_a_rank_that_is_killed_is_named_in_a_partial_report(dataset, tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_that_is_stuck_is_named_within_the_time_limit(dataset, tmp_path):
+    """Once it is asked to end, it is continued: the launcher would wait half a minute before it kills it."""
     options, is_under_way, _ = CASES["train"]
-    with under_way("train", dataset, tmp_path / "out", (*options, "--timeout-s", 15), is_under_way) as (process, token):
-        (rank,) = (pid for pid in processes_of(token) if b"RANK=1" in environ_of(pid).split(b"\0"))
+    with under_way("train", dataset, tmp_path / "out", (*options, "--timeout-s", 10), is_under_way) as (process, token):
+        rank = rank_1_of(token)
         os.kill(rank, signal.SIGSTOP)
+        wait_until(lambda: is_asked_to_end(rank))
+        os.kill(rank, signal.SIGCONT)
         _, error = process.communicate(timeout=_PATIENCE_S)
     assert process.returncode == 1, error
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["cut_off"].startswith("rank 1 did not answer within the time limit (timeout_s), after ")
     assert processes_of(token) == []
+
+
+def is_asked_to_end(pid):
+    """Whether SIGTERM waits for a process that is stopped."""
+    (pending,) = re.findall(r"^ShdPnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return bool(int(pending, 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def rank_1_of(token):
+    (rank,) = (pid for pid in processes_of(token) if b"RANK=1" in environ_of(pid).split(b"\0"))
+    return rank
 
 
 def test_nothing_outlives_a_command_that_is_killed(dataset, tmp_path):

@@ -17,7 +17,6 @@ import torch
 from fuelrail.bench.gpu import bare, base, check, device, feeding, images, pixels
 from fuelrail.bench.gpu.base import Bench, CheckFailed
 from fuelrail.bench.gpu.check import Check, GpuCheck, run_checks
-from fuelrail.bench.report.files import publish_json
 from fuelrail.bench.studies.train import run as train_run
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.sample.image_header import probe
@@ -49,6 +48,9 @@ def test_all_checks_hold_and_the_result_is_kept(bench, tmp_path):
     assert {each.name: each.problem for each in result.checks if each.name in expected} == expected
     assert msgspec.to_builtins(read(tmp_path / "out.json")) == msgspec.to_builtins(result)
     assert all(each.facts for each in result.checks if each.name in expected)
+    (modes,) = (each.facts for each in result.checks if each.name == "ways to compute a step")
+    assert len(modes) == 7
+    assert len({mode["name"] for mode in modes.values()}) == 7
 
 
 @pytest.mark.slow
@@ -93,13 +95,16 @@ def test_f2_it_runs_from_a_plain_folder_of_wheels():
     wheels = sysconfig.get_path("purelib")
     environment = {"PYTHONPATH": f"{ROOT / '.src'}:{wheels}", "PATH": "/nowhere", "HOME": os.environ["HOME"]}
     command = [sys._base_executable, "-s", "-m", "fuelrail.bench.gpu.check"]
-    listed = subprocess.run(
-        [*command, "--list"], env=environment, cwd="/", capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    assert [line.split("s  ", 1)[1] for line in listed] == [each.name for each in check.CHECKS]
     done = subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert "shows no GPU here" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_all_checks_are_listed(capsys):
+    assert check.main(["--list"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.split("s  ", 1)[1] for line in listed] == [each.name for each in check.CHECKS]
 
 
 def passing(bench, facts):
@@ -167,19 +172,24 @@ def test_f4_the_data_has_every_kind_of_image():
     assert len(images.bad_jpegs()) == 3
 
 
-@needs_dali
-@pytest.mark.parametrize("damage", ["another picture", "black"])
-@pytest.mark.parametrize("kind", ["restart", "gray"])
-def test_f4_f32_one_wrong_picture_of_one_kind_is_found(kind, damage, bench, monkeypatch):
+def wrong(kind, damage):
+    """Decoding that damages one picture: the first, or that of a kind."""
     honest = pixels._decoded
 
     def tampered(decoder, batch):
         pictures = honest(decoder, batch)
-        at = batch.kinds.index(kind)
-        pictures[at] = 0 if damage == "black" else pictures[at][:, :, ::-1].copy()
+        at = 0 if kind is None else batch.kinds.index(kind)
+        pictures[at] = damage(pictures[at])
         return pictures
 
-    monkeypatch.setattr(pixels, "_decoded", tampered)
+    return tampered
+
+
+@needs_dali
+@pytest.mark.parametrize("damage", [lambda image: image[:, :, ::-1].copy(), lambda image: 0], ids=["other", "black"])
+@pytest.mark.parametrize("kind", ["restart", "gray"])
+def test_f4_f32_one_wrong_picture_of_one_kind_is_found(kind, damage, bench, monkeypatch):
+    monkeypatch.setattr(pixels, "_decoded", wrong(kind, damage))
     facts = {}
     with pytest.raises(CheckFailed, match="not as they must be"):
         pixels.decoders_agree(bench, facts)
@@ -188,14 +198,8 @@ def test_f4_f32_one_wrong_picture_of_one_kind_is_found(kind, damage, bench, monk
 
 @needs_dali
 def test_f7_f31_pixels_that_depend_on_their_place_are_found(bench, monkeypatch):
-    honest = pixels._decoded
-
-    def tampered(decoder, batch):
-        pictures = honest(decoder, batch)
-        pictures[0] ^= 1  # the first place of each batch is decoded by something else
-        return pictures
-
-    monkeypatch.setattr(pixels, "_decoded", tampered)
+    """The first place of each batch is decoded by something else."""
+    monkeypatch.setattr(pixels, "_decoded", wrong(None, lambda image: image ^ 1))
     with pytest.raises(CheckFailed, match="differs by 1 levels at another place"):
         pixels.pixels_do_not_depend_on_company(bench, {})
 
@@ -336,23 +340,12 @@ def test_its_dataset_is_made_by_the_commands_that_users_take(tmp_path):
     assert dataset.split("train").num_samples == 1
 
 
-def test_without_a_gpu_it_says_so_in_one_sentence(monkeypatch, capsys):
-    monkeypatch.setattr(check, "installed_gpus", list)
-    assert check.main([]) == 2
-    error = capsys.readouterr().err
-    assert "shows no GPU here" in error
-    assert error.count("\n") == 1
-
-
-def test_an_old_torch_for_a_new_gpu_is_said(monkeypatch, capsys):
-    monkeypatch.setattr(check, "installed_gpus", lambda: [types.SimpleNamespace(name="NVIDIA H100", driver="580.1")])
+def test_without_a_gpu_that_torch_can_use_it_says_so_in_one_sentence(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert check.main([]) == 2
-    assert "NVIDIA H100 (driver 580.1), but torch" in capsys.readouterr().err
-
-
-def test_a_result_is_read_back(tmp_path, bench, monkeypatch):
-    monkeypatch.setattr(check, "CHECKS", [Check("a", passing, 1.0)])
-    result = run_checks(bench, tmp_path / "out.json")
-    publish_json(tmp_path / "again.json", result)
-    assert read(tmp_path / "again.json") == read(tmp_path / "out.json")
+    new = types.SimpleNamespace(name="NVIDIA H100", driver="580.1")
+    for gpus, said in (([], "shows no GPU here"), ([new], "NVIDIA H100 (driver 580.1), but torch")):
+        monkeypatch.setattr(check, "installed_gpus", lambda gpus=gpus: gpus)
+        assert check.main([]) == 2
+        error = capsys.readouterr().err
+        assert said in error
+        assert error.count("\n") == 1

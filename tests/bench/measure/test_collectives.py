@@ -14,6 +14,7 @@ from support.bench_runs import MS, PROFILE, HandClock
 # 1 MB lasts 1 ms, and every collective half a millisecond.
 LINKED = msgspec.structs.replace(PROFILE, link_gb_per_s=1.0, link_latency_us=500.0)
 MB = 1_000_000
+TENSOR, LARGE, GROUP = torch.zeros(100), torch.zeros(400), object()
 
 
 @pytest.fixture
@@ -63,24 +64,17 @@ def test_buckets_follow_each_other_on_the_link_and_overlap_computing():
     assert times.all_reduce_total_ns == pytest.approx(23 * MS)
 
 
-def test_bytes_are_those_of_a_large_ring():
-    tensor, group = torch.zeros(100), object()
-    assert collective_of(torch.ops.c10d.allreduce_.default, ([tensor], group)) == ("all_reduce", 400)
-    assert collective_of(torch.ops._c10d_functional.all_reduce.default, (tensor, "sum", "0")) == ("all_reduce", 400)
-    assert collective_of(torch.ops.c10d._allgather_base_.default, (torch.zeros(400), tensor, group)) == (
-        "all_gather",
-        1600,
-    )
-    assert collective_of(torch.ops.c10d._reduce_scatter_base_.default, (tensor, torch.zeros(400), group)) == (
-        "reduce_scatter",
-        1600,
-    )
-    assert collective_of(torch.ops._c10d_functional.all_gather_into_tensor.default, (tensor, 4, "0")) == (
-        "all_gather",
-        1600,
-    )
-    assert collective_of(torch.ops._c10d_functional.reduce_scatter_tensor.default, (tensor, "sum", 4, "0")) == (
-        "reduce_scatter",
-        400,
-    )
-    assert collective_of(torch.ops.c10d.send.default, ([tensor], group, 1, 0)) == ("send", 400)
+@pytest.mark.parametrize(
+    ("operator", "arguments", "kind", "num_bytes"),
+    [
+        (torch.ops.c10d.allreduce_.default, ([TENSOR], GROUP), "all_reduce", 400),
+        (torch.ops._c10d_functional.all_reduce.default, (TENSOR, "sum", "0"), "all_reduce", 400),
+        (torch.ops.c10d._allgather_base_.default, (LARGE, TENSOR, GROUP), "all_gather", 1600),
+        (torch.ops.c10d._reduce_scatter_base_.default, (TENSOR, LARGE, GROUP), "reduce_scatter", 1600),
+        (torch.ops._c10d_functional.all_gather_into_tensor.default, (TENSOR, 4, "0"), "all_gather", 1600),
+        (torch.ops._c10d_functional.reduce_scatter_tensor.default, (TENSOR, "sum", 4, "0"), "reduce_scatter", 400),
+        (torch.ops.c10d.send.default, ([TENSOR], GROUP, 1, 0), "send", 400),
+    ],
+)
+def test_bytes_are_those_of_a_large_ring(operator, arguments, kind, num_bytes):
+    assert collective_of(operator, arguments) == (kind, num_bytes)

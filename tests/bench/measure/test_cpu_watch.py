@@ -3,6 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -31,16 +32,14 @@ def test_children_that_ended_are_ours_too():
     assert use.own * use.seconds >= 0.1
 
 
-def test_without_the_systems_count_others_are_unknown(monkeypatch, tmp_path):
-    monkeypatch.setattr(machine, "_STAT", tmp_path / "nothing")
+@pytest.mark.parametrize(
+    ("name", "value"), [("_STAT", Path("nothing-here")), ("usable_cpus", lambda: 0.5)], ids=["no count", "a part"]
+)
+def test_without_the_systems_count_or_with_a_part_of_the_cpus_others_are_unknown(name, value, monkeypatch):
+    monkeypatch.setattr(machine, name, value)
     use = CpuWatch().use()
     assert use.others is None
     assert not use.disturbed
-
-
-def test_with_a_part_of_the_cpus_others_are_unknown(monkeypatch):
-    monkeypatch.setattr(machine, "usable_cpus", lambda: 0.5)
-    assert CpuWatch().use().others is None
 
 
 def test_others_are_what_the_system_counts_beyond_us(monkeypatch, tmp_path):

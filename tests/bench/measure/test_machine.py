@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from fuelrail.bench.measure import machine
 from fuelrail.bench.measure.machine import installed_gpus, machine_facts, usable_cpus
@@ -27,18 +28,16 @@ def test_usable_cpus_stay_within_the_affinity_mask():
     assert usable_cpus() <= len(os.sched_getaffinity(0))
 
 
-def test_gpus_are_read_from_the_drivers_tool(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("script", "found"),
+    [
+        ('echo "NVIDIA H200, 143771, 570.1"\necho "odd line"', [("NVIDIA H200", 143771 * 2**20, "570.1")]),
+        ("echo 'NVIDIA-SMI has failed'\nexit 9", []),
+    ],
+)
+def test_gpus_are_read_from_the_drivers_tool(script, found, tmp_path, monkeypatch):
     tool = tmp_path / "nvidia-smi"
-    tool.write_text('#!/bin/sh\necho "NVIDIA H200, 143771, 570.1"\necho "odd line"\n')
+    tool.write_text(f"#!/bin/sh\n{script}\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    (gpu,) = installed_gpus()
-    assert (gpu.name, gpu.memory_bytes, gpu.driver) == ("NVIDIA H200", 143771 * 2**20, "570.1")
-
-
-def test_a_driver_tool_that_fails_means_no_gpu(tmp_path, monkeypatch):
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert installed_gpus() == []
+    assert [(gpu.name, gpu.memory_bytes, gpu.driver) for gpu in installed_gpus()] == found

@@ -46,16 +46,22 @@ def test_the_private_parts_of_torch_are_where_they_were(module, name):
         assert {kind.value for kind in found} <= TRACKED.keys(), sentence
 
 
-def test_kinds_have_the_bytes_that_they_must_have():
-    model = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
+def training(width, device="cpu"):
+    """A perceptron of four times the width, its optimiser, and a step of them."""
+    model = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)).to(device)
     optimiser = torch.optim.AdamW(model.parameters())
-    batch = torch.randn(64, 256)
+    batch = torch.randn(64, width, device=device)
 
     def step():
         model(batch).square().mean().backward()
         optimiser.step()
         optimiser.zero_grad()
 
+    return model, optimiser, step
+
+
+def test_kinds_have_the_bytes_that_they_must_have():
+    model, optimiser, step = training(256)
     lines = []
     step()
     with memory_line(1, [model], optimiser, lines.append):
@@ -116,17 +122,11 @@ def test_an_allocators_snapshot_is_read_forwards_from_what_was_there_before():
         return {"action": action, "addr": addr, "size": size, "time_us": time_us}
 
     mib = 2**20
+    blocks = [(100, 4 * mib, "active_allocated"), (200, mib, "active_allocated"), (300, mib, "inactive")]
+    blocks = [dict(zip(("address", "size", "state"), block, strict=True)) for block in blocks]
     snapshot = {
         "segments": [
-            {
-                "device": 0,
-                "total_size": 20 * mib,
-                "blocks": [
-                    {"address": 100, "size": 4 * mib, "state": "active_allocated"},
-                    {"address": 200, "size": mib, "state": "active_allocated"},
-                    {"address": 300, "size": mib, "state": "inactive"},
-                ],
-            },
+            {"device": 0, "total_size": 20 * mib, "blocks": blocks},
             {"device": 1, "total_size": mib, "blocks": [{"address": 1, "size": mib, "state": "active_allocated"}]},
         ],
         "device_traces": [
@@ -160,15 +160,7 @@ def test_an_allocators_snapshot_is_read_forwards_from_what_was_there_before():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA here")
 def test_on_a_gpu_the_allocators_peak_is_the_lines():
-    model = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)).cuda()
-    optimiser = torch.optim.AdamW(model.parameters())
-    batch = torch.randn(512, 1024, device="cuda")
-
-    def step():
-        model(batch).square().mean().backward()
-        optimiser.step()
-        optimiser.zero_grad()
-
+    model, optimiser, step = training(1024, "cuda")
     step()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

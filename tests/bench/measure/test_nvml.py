@@ -49,13 +49,17 @@ class Card:
         return 1980
 
 
+def watched(num_gpus, card):
+    with NvmlWatch(num_gpus, card) as watch:
+        while watch.use() is None:
+            pass
+    return watch.use()
+
+
 @pytest.mark.parametrize("jpeg", [True, False])
 def test_every_gpu_is_sampled_from_start_to_end(jpeg):
     card = Card(jpeg=jpeg)
-    with NvmlWatch(2, card) as watch:
-        while watch.use() is None:
-            pass
-    first, second = watch.use()
+    first, second = watched(2, card)
     assert (first.index, first.kernels, second.kernels) == (0, pytest.approx(0.90), pytest.approx(0.91))
     assert (first.memory_traffic, first.decoder) == (pytest.approx(0.40), pytest.approx(0.25))
     assert first.jpeg == (pytest.approx(0.5) if jpeg else None)
@@ -66,10 +70,7 @@ def test_every_gpu_is_sampled_from_start_to_end(jpeg):
 @pytest.mark.parametrize(("visible", "handles"), [("2,0", [2, 0]), ("GPU-b, 1", [3, 1]), ("", [0, 1])])
 def test_gpus_are_numbered_as_cuda_does(visible, handles, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    with NvmlWatch(2, Card()) as watch:
-        while watch.use() is None:
-            pass
-    assert [gpu.kernels for gpu in watch.use()] == [pytest.approx(0.90 + handle / 100) for handle in handles]
+    assert [gpu.kernels for gpu in watched(2, Card())] == [pytest.approx(0.90 + handle / 100) for handle in handles]
 
 
 def test_f12_gpus_are_found_by_the_uuid_of_torchs_device(monkeypatch):
@@ -78,32 +79,25 @@ def test_f12_gpus_are_found_by_the_uuid_of_torchs_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(uuid=uuids[index]))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1")  # an abbreviation, which CUDA accepts and NVML does not
-    with NvmlWatch(2, Card()) as watch:
-        while watch.use() is None:
-            pass
-    assert [gpu.kernels for gpu in watch.use()] == [pytest.approx(0.92), pytest.approx(0.91)]
+    assert [gpu.kernels for gpu in watched(2, Card())] == [pytest.approx(0.92), pytest.approx(0.91)]
 
 
 def test_f12_why_nvml_says_nothing_is_logged(caplog):
-    with NvmlWatch(1, Card(driver=False)) as watch:
+    card = Card(driver=False)
+    with NvmlWatch(1, card) as watch:
         pass
+    assert (watch.use(), card.calls) == (None, [])
     assert watch.reason == "OSError: Driver Not Loaded; it needs nvidia-ml-py and a driver"
     assert "no facts from NVML: OSError: Driver Not Loaded; it needs nvidia-ml-py and a driver" in caplog.text
 
 
-def test_a_card_that_does_not_tell_leaves_nothing_to_say(monkeypatch):
+def test_without_gpus_and_of_a_card_that_does_not_answer_there_is_nothing_to_say(monkeypatch):
     def unsupported(self, handle):
         raise RuntimeError("Not Supported")
 
     monkeypatch.setattr(Card, "nvmlDeviceGetUtilizationRates", unsupported)
-    with NvmlWatch(1, Card()) as watch:
-        pass
-    assert watch.use() is None
-
-
-@pytest.mark.parametrize(("num_gpus", "card"), [(0, Card()), (1, Card(driver=False))])
-def test_without_gpus_or_driver_there_is_nothing_to_say(num_gpus, card):
-    with NvmlWatch(num_gpus, card) as watch:
-        pass
-    assert watch.use() is None
-    assert card.calls == []
+    for num_gpus, calls in ((1, ["init", "shutdown"]), (0, [])):
+        card = Card()
+        with NvmlWatch(num_gpus, card) as watch:
+            pass
+        assert (watch.use(), card.calls) == (None, calls)

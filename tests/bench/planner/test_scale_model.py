@@ -13,41 +13,34 @@ from support.scale_runs import fit
 QUIET = {"overheads": [Overhead(ranks_on_host=1, ms=[0.0])], "trainer_cpus": 0.0}
 
 
-def test_an_accelerator_that_is_the_bottleneck_is_always_occupied():
-    result = simulate(fit(service_ms=[20.0], **QUIET), Cluster(1, 2, 1))
-    assert result.step_ms == pytest.approx(101.0)
-    assert result.occupancy == pytest.approx(1.0)
-    assert result.samples_per_s == pytest.approx(2000 / 101)
-
-
-def test_a_loader_that_is_the_bottleneck_sets_the_pace():
-    result = simulate(fit(service_ms=[150.0], **QUIET), Cluster(1, 2, 1))
-    assert result.step_ms == pytest.approx(150.0)
-    assert result.occupancy == pytest.approx(101 / 150)
-
-
-def test_batches_cost_in_proportion():
-    small, large = (simulate(fit(service_ms=[150.0], **QUIET), Cluster(1, size, 1)) for size in (2, 8))
-    assert large.step_ms == pytest.approx(4 * small.step_ms)
-
-
-def test_ranks_of_one_host_share_its_loaders():
-    alone, crowded = (simulate(fit(service_ms=[40.0], **QUIET), Cluster(4, 2, here)) for here in (1, 4))
-    assert alone.step_ms == pytest.approx(101 + 1.5 * 1.5)
-    assert crowded.step_ms == pytest.approx(160.0)
-
-
-def test_storage_feeds_all_ranks_together():
-    # 16 ranks x 2 samples x 1 MB = 32 MB a step, at 100 MB/s.
-    result = simulate(fit(service_ms=[10.0], **QUIET), Cluster(16, 2, 1, storage_bytes_per_s=1e8))
-    assert result.step_ms == pytest.approx(320.0)
-
-
-@pytest.mark.parametrize(("ranks", "slower"), [(4, False), (16, True), (1024, True)])
-def test_one_straggler_holds_all_ranks_up(ranks, slower):
-    cluster = Cluster(ranks, 2, 1, slow_share=0.05, slow_by=0.5)  # of 4 ranks, 0.2: none
-    model = fit(service_ms=[10.0], all_reduce_ms=0.0, **QUIET)
-    assert simulate(model, cluster).step_ms == pytest.approx(151.5 if slower else 101.0)
+@pytest.mark.parametrize(
+    ("changes", "cluster", "step_ms"),
+    [
+        ({"service_ms": [20.0]}, Cluster(1, 2, 1), 101.0),  # the accelerator is the bottleneck
+        ({"service_ms": [150.0]}, Cluster(1, 2, 1), 150.0),  # the loader is, and batches cost in proportion
+        ({"service_ms": [150.0]}, Cluster(1, 8, 1), 600.0),
+        # Ranks of one host share its loaders.
+        ({"service_ms": [40.0]}, Cluster(4, 2, 1), 101 + 1.5 * 1.5),
+        ({"service_ms": [40.0]}, Cluster(4, 2, 4), 160.0),
+        # Storage feeds all ranks: 16 ranks x 2 samples x 1 MB = 32 MB a step, at 100 MB/s.
+        ({"service_ms": [10.0]}, Cluster(16, 2, 1, storage_bytes_per_s=1e8), 320.0),
+        # One straggler holds all ranks up; of 4 ranks, 0.2 are slow: none.
+        *(
+            (
+                {"service_ms": [10.0], "all_reduce_ms": 0.0},
+                Cluster(ranks, 2, 1, slow_share=0.05, slow_by=0.5),
+                101.0 if ranks == 4 else 151.5,
+            )
+            for ranks in (4, 16, 1024)
+        ),
+    ],
+)
+def test_what_is_slowest_sets_the_pace(changes, cluster, step_ms):
+    result = simulate(fit(**changes, **QUIET), cluster)
+    assert result.step_ms == pytest.approx(step_ms)
+    assert result.samples_per_s == pytest.approx(cluster.num_ranks * cluster.batch_size * 1e3 / step_ms)
+    if cluster.num_ranks == 1:
+        assert result.occupancy == pytest.approx(min(1.0, (50 * cluster.batch_size + 1) / step_ms))
 
 
 def test_queues_even_out_what_a_batch_now_and_then_takes_longer():

@@ -11,19 +11,22 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from fuelrail.bench.measure.collectives import Counter
-from fuelrail.bench.planner.choice import beside_teacher, stages, taught
+from fuelrail.bench.planner.choice import beside_teacher, inputs_of, stages, taught
 from fuelrail.bench.planner.formulas import Transformer, model_flop
+from fuelrail.bench.planner.hardware import CLUSTERS
 from fuelrail.bench.planner.scenario import Scenario
 from fuelrail.bench.planner.shape import Inputs, private_parts, shape_of
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.parallel import build, parallelise
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, degrees_of
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
+from fuelrail.pipeline.settings import load_yaml
 
 pytestmark = pytest.mark.slow  # each shape takes about a second
 
 INPUTS = Inputs(micro_batch=4, cameras=2, height=64, width=128)
 GPT = MODELS["gpt-tiny"]
+SCENARIOS = CLUSTERS.parent / "scenarios"
 
 
 def shape(name, world=1, rank=0, inputs=INPUTS, **options):
@@ -146,15 +149,23 @@ def test_stages_hold_what_the_schedule_leaves_in_flight():
     assert gpipe.peak_bytes - stages[0].peak_bytes == 4 * stages[0].kept_bytes
 
 
-def test_a_hundred_billion_parameters_on_1024_ranks():
+@pytest.mark.parametrize(("rank", "stage", "in_flight"), [(128, 1, 7), (896, 7, 1)])
+def test_a_rank_of_1024_has_the_blocks_of_its_stage(rank, stage, in_flight):
     settings = ParallelSettings(mesh="pp=8,dp_shard=16,tp=8", micro_batches=8)
-    inputs = Inputs(micro_batch=1, micro_batches=8)
-    found = shape_of(MODELS["gpt-100b"], settings, degrees_of(settings, 1024), inputs, rank=128, precision="bf16")
-    assert (found.stage, found.in_flight) == (1, 7)
-    last = shape_of(MODELS["gpt-100b"], settings, degrees_of(settings, 1024), inputs, rank=896, precision="bf16")
-    assert (last.stage, last.in_flight) == (7, 1)
-    # 10 of 80 layers of 12 h^2 weights, over 16 x 8 ranks; the rest is biases and norms.
-    assert found.parameters == pytest.approx(10 * 12 * 10240**2 / 128, rel=0.01)
+    inputs, model = Inputs(micro_batch=1, micro_batches=8), msgspec.structs.replace(MODELS["gpt-100b"], depth=16)
+    found = shape_of(model, settings, degrees_of(settings, 1024), inputs, rank=rank, precision="bf16")
+    assert (found.stage, found.in_flight) == (stage, in_flight)
+    if stage == 1:
+        # 2 of 16 layers of 12 h^2 weights, over 16 x 8 ranks; the rest is biases and norms.
+        assert found.parameters == pytest.approx(2 * 12 * 10240**2 / 128, rel=0.01)
+
+
+def test_the_first_stage_of_a_hundred_billion_parameters_needs_what_its_scenarios_text_says():
+    asked = load_yaml(SCENARIOS / "gpt-100b-64-gpus.yaml", Scenario)
+    settings, inputs = inputs_of(asked, asked.parallel, degrees := degrees_of(asked.parallel, 64))
+    found = shape_of(asked.settings, settings, degrees, inputs, precision=asked.precision)
+    text = (SCENARIOS / "gpt-100b-64-gpus.md").read_text()
+    assert f": {found.peak_bytes / 2**30:.1f} of 72.0 GiB" in text
 
 
 def test_what_is_refused():

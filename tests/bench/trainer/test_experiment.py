@@ -10,14 +10,6 @@ from fuelrail.bench.trainer.experiment import make_loader
 from fuelrail.bench.trainer.injection import Injection
 from fuelrail.pipeline.errors import ConfigError
 from support.bench_runs import SETTINGS
-from support.datasets import build_dataset
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data") / "tiny"
-    build_dataset(folder, {"train": (12, 12)})
-    return folder
 
 
 def batches(dataset, count=10, **changes):

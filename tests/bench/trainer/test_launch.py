@@ -1,22 +1,16 @@
-"""Real processes, with programs so small that they need no torch: what becomes of ranks, and of whom they outlive."""
+"""Real processes, with programs so small that they need no torch: how ranks end. See also ``test_cut_off.py``."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
-import fuelrail
 from fuelrail.bench.trainer.launch import RankExit, run_ranks
 
 pytestmark = pytest.mark.process
-
-_PATIENCE_S = 60
 
 _PROGRAM = """
 import os, pathlib, signal, sys, time
@@ -61,13 +55,6 @@ def alive(pid):
         return False
 
 
-def wait_until(condition):
-    deadline = time.monotonic() + _PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.05)
-
-
 def test_ranks_run_to_their_end(program):
     outcome = run(program, "end")
     assert outcome == (0, False, []), (program / "ranks.log").read_text()
@@ -84,37 +71,23 @@ def test_one_rank_that_fails_ends_the_others_and_is_named(program, what, first):
     assert not any(map(alive, pids(program)))
 
 
-def test_an_interrupt_ends_the_ranks(program):
-    def interrupt():
-        if len(pids(program)) == 2 and all(pids(program)):
-            raise KeyboardInterrupt
-
-    outcome = run(program, "sleep", interrupt)
-    assert outcome.interrupted
-    assert len(pids(program)) == 2
-    assert not any(map(alive, pids(program)))
+def ctrl_c():
+    raise KeyboardInterrupt
 
 
-def test_sigterm_is_an_interrupt_and_the_handler_before_comes_back(program):
+def sigterm():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("interrupt", [ctrl_c, sigterm])
+def test_an_interrupt_ends_the_ranks_and_the_handler_before_comes_back(program, interrupt):
     before = signal.getsignal(signal.SIGTERM)
 
-    def terminate():
-        if len(pids(program)) == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
+    def once_all_run():
+        if len(pids(program)) == 2 and all(pids(program)):
+            interrupt()
 
-    assert run(program, "sleep", terminate).interrupted
+    assert run(program, "sleep", once_all_run).interrupted
+    assert len(pids(program)) == 2
+    assert not any(map(alive, pids(program)))
     assert signal.getsignal(signal.SIGTERM) == before
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells a process that its parent is gone")
-def test_no_rank_outlives_a_command_that_is_killed(program):
-    package_root = Path(fuelrail.__file__).parents[1]
-    code = (
-        "import pathlib, sys; from fuelrail.bench.trainer.launch import run_ranks; folder = pathlib.Path(sys.argv[1]); "
-        "run_ranks(['tiny_rank', str(folder), 'sleep'], 2, folder / 'ranks.log', lambda: None)"
-    )
-    environment = {**os.environ, "PYTHONPATH": f"{package_root}{os.pathsep}{program}"}
-    with subprocess.Popen([sys.executable, "-c", code, str(program)], env=environment) as command:
-        wait_until(lambda: len(pids(program)) == 2 and all(pids(program)))
-        command.kill()
-    wait_until(lambda: not any(map(alive, pids(program))))

@@ -118,19 +118,15 @@ def test_accumulated_gradients_are_the_mean():
     assert joined.weight.item() != 1.0
 
 
-def test_padding_rows_and_absent_cameras_do_not_count():
+def test_padding_and_absent_cameras_do_not_count_and_a_loss_that_is_not_finite_is_none():
     rest = batch(0)
     rest["valid"] = torch.tensor([True, False])
     rest["cam_valid"] = torch.tensor([[True, False], [True, True]])
-    (record,) = run([], batches=iter([rest]))
-    assert (record.num_samples, record.num_images) == (1, 1)
-
-
-def test_a_loss_that_is_not_finite_is_recorded_as_none():
-    bad = batch(0)
-    model_breaks = torch.full((2, 2, 3, 4, 4), float("inf"))
-    (record,) = run([], batches=iter([bad | {"img": model_breaks}]))
-    assert record.loss is None
+    bad = batch(0) | {"img": torch.full((2, 2, 3, 4, 4), float("inf"))}
+    padded, broken = run([], batches=iter([rest, bad]))
+    assert (padded.num_samples, padded.num_images) == (1, 1)
+    assert padded.loss is not None
+    assert broken.loss is None
 
 
 def test_epochs_are_noted():

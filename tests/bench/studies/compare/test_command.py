@@ -34,20 +34,13 @@ pytestmark = pytest.mark.process
 SIZE = ("--height", 32, "--width", 48, "--batch-size", 2, "--no-html", "--cpus", 0)
 
 
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data") / "tiny"
-    build_dataset(folder, {"train": (6, 6)})
-    return folder
-
-
 def bench(dataset, out, *options):
     return main(["bench", "compare", str(dataset), "--out", str(out), *map(str, SIZE), *map(str, options)])
 
 
 def test_loaders_are_checked_then_timed_then_timed_again(dataset, tmp_path, capsys):
     out = tmp_path / "out"
-    only = ("--only", "fuelrail:turbo", "--only", "wds:cv2fast", "--psnr", 15, "--seconds", 1.6)
+    only = ("--only", "fuelrail:turbo", "--only", "wds:cv2fast", "--psnr", 15, "--seconds", 0.8)
     assert bench(dataset, out, *only, "--rounds", 1) == 0
     report = load_compare_report(out / "report.json")
     assert [(entry.name, len(entry.runs), entry.left_out) for entry in report.contestants] == [
@@ -93,31 +86,10 @@ def test_a_peer_that_is_missing_is_named_with_what_to_install(dataset, tmp_path,
     assert "pip install mosaicml-streaming" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--only", "nope"), "'nope' is no loader"),
-        (("--only", "wds:nope"), "'wds:nope' is no loader"),
-        (("--rounds", -1), "--rounds -1: Expected `int` >= 0"),
-        (("--seconds", 0), "--seconds 0.0: Expected `float` > 0.0"),
-        (("--batch-size", 0), "--batch-size 0: Expected `int` >= 1"),
-        (("--batch-size", 99), "too few to warm up"),
-        (("--cpus", "x"), "must be a list such as"),
-        (("--cpus", 4096), "this process may use"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused_in_one_sentence(dataset, tmp_path, capsys, options, said):
-    assert bench(dataset, tmp_path / "out", *options) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert error.count("\n") == 1
-    assert not (tmp_path / "out").exists()
-
-
 def test_what_a_peer_raises_is_its_answer(dataset, tmp_path):
     """A process of its own, as it is run: the failure is said, and the exit is clean."""
     work = Work(
-        height=32, width=48, batch_size=2, num_workers=1, seed=0, num_samples=12, source_wh=(96, 64),
+        height=32, width=48, batch_size=2, num_workers=1, seed=0, num_samples=24, source_wh=(96, 64),
         cameras=tuple(camera.channel for camera in open_dataset(dataset).manifest.cameras),
     )  # fmt: skip
     task = Task(
@@ -159,8 +131,8 @@ def test_what_is_seen_fills_the_width_and_ends_at_the_bottom():
 def test_samples_are_numbered_by_key(dataset):
     opened = open_dataset(dataset)
     numbers = [sample.number for sample in read_samples(opened)]
-    assert numbers == list(range(12))
-    assert len({sample.images for sample in read_samples(opened)}) == 12
+    assert numbers == list(range(24))
+    assert len({sample.images for sample in read_samples(opened)}) == 24
     assert next(iter(read_samples(opened, [3]))).images == list(read_samples(opened))[3].images
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import ANY
+
 import pytest
 
 from fuelrail.bench.measure.machine import CpuUse
@@ -15,92 +17,64 @@ CPU_MS = {"fetch": 0.5, "parse": 0.5, "decode": 20.0, "collate": 0.2}
 
 def judge(*, samples_per_s, busy, threads=None, cpu_ms=CPU_MS, usable=4.0, others=0.0, jpeg_ms=15.0):
     """``busy`` gives each stage's busy share, the rest is starved; CPU in use follows from rate and CPU time."""
-    threads = {"decode": 4} | (threads or {})
+    count = dict.fromkeys(busy, 1) | {"decode": 4} | (threads or {})
     clocks = [
         Stage(
-            name=name,
-            num_threads=threads.get(name, 1),
-            items=int(samples_per_s * SECONDS),
-            busy_s=share * threads.get(name, 1) * SECONDS,
-            starved_s=(1 - share) * threads.get(name, 1) * SECONDS,
-            blocked_s=0.0,
-            waiting=0,
-            capacity=2,
+            name=name, num_threads=count[name], items=int(samples_per_s * SECONDS), waiting=0, capacity=2,
+            blocked_s=0.0, busy_s=share * count[name] * SECONDS, starved_s=(1 - share) * count[name] * SECONDS,
         )
         for name, share in busy.items()
-    ]
+    ]  # fmt: skip
     alone = [
-        Rate(name=name, num_threads=threads.get(name, 1), samples_per_s=1e3 / ms, cpu_ms_per_sample=ms)
+        Rate(name=name, num_threads=count[name], samples_per_s=1e3 / ms, cpu_ms_per_sample=ms)
         for name, ms in cpu_ms.items()
     ]
     total_ms = sum(cpu_ms.values())
-    own = samples_per_s * total_ms / 1e3
-    jpeg = None if jpeg_ms is None else Rate(name="j", num_threads=4, samples_per_s=1, cpu_ms_per_sample=jpeg_ms)
-    return find_bound(
-        samples_per_s, total_ms, CpuUse(seconds=SECONDS, own=own, others=others, usable=usable), clocks, alone, jpeg
-    )
+    cpu = CpuUse(seconds=SECONDS, own=samples_per_s * total_ms / 1e3, others=others, usable=usable)
+    jpeg = Rate(name="j", num_threads=4, samples_per_s=1, cpu_ms_per_sample=jpeg_ms)
+    return find_bound(samples_per_s, total_ms, cpu, clocks, alone, jpeg)
 
 
 IDLE = {"fetch": 0.1, "parse": 0.1, "decode": 0.5, "collate": 0.1}
+DECODING = IDLE | {"decode": 0.99}
+READING = {"fetch": 15.0, "parse": 1.0, "decode": 4.0, "collate": 0.1}
+PARSING = {"fetch": 0.5, "parse": 9.0, "decode": 5.0, "collate": 0.2}
+WAITING = {"fetch": 0.5, "parse": 0.5, "decode": 10.0, "collate": 0.2}
 
 
-def test_cpus_used_up_by_decoding():
-    bound = judge(samples_per_s=180, busy=IDLE | {"decode": 0.99})
-    assert (bound.kind, bound.stage) == ("cpu", "decode")
-    assert "15.0 ms of it" in bound.finding
-    assert bound.gain == pytest.approx(21.2 / 15)
-
-
-def test_a_library_that_decodes_more_than_the_loader_is_no_limit():
-    """The loader leaves out what the crop leaves out."""
-    bound = judge(samples_per_s=180, busy=IDLE | {"decode": 0.99}, jpeg_ms=25.0)
-    assert (bound.kind, bound.stage, bound.gain) == ("cpu", "decode", None)
-    assert "on whole images, takes 25.0 ms" in bound.finding
-    assert "no loader can" not in bound.advice
-
-
-def test_cpus_used_up_by_reading():
-    bound = judge(samples_per_s=180, busy=IDLE, cpu_ms={"fetch": 15.0, "parse": 1.0, "decode": 4.0, "collate": 0.1})
-    assert (bound.kind, bound.stage) == ("cpu", "fetch")
-    assert bound.gain == pytest.approx(20.1 / 5.1)
-
-
-def test_cpus_that_others_took_count_as_used_up():
-    bound = judge(samples_per_s=45, busy=IDLE | {"decode": 0.99}, others=3.0)
-    assert bound.kind == "cpu"
-    assert "of the 1.0 CPUs that other processes left free of 4" in bound.finding
-
-
-def test_too_few_threads():
-    bound = judge(samples_per_s=48, busy=IDLE | {"decode": 0.98}, threads={"decode": 1})
-    assert (bound.kind, bound.stage) == ("threads", "decode")
-    assert "--workers 4" in bound.advice
-    assert bound.gain == pytest.approx(1e3 * 4 / 21.2 / 48)
-
-
-def test_one_thread_of_python():
-    cpu_ms = {"fetch": 0.5, "parse": 9.0, "decode": 5.0, "collate": 0.2}
-    bound = judge(samples_per_s=105, busy=IDLE | {"parse": 0.99}, cpu_ms=cpu_ms)
-    assert (bound.kind, bound.stage) == ("single thread", "parse")
-    assert bound.gain == pytest.approx(200 / 105)  # decode is next
-
-
-def test_storage():
-    bound = judge(samples_per_s=40, busy=IDLE | {"fetch": 0.99})
-    assert (bound.kind, bound.stage) == ("storage", "fetch")
-
-
-def test_threads_that_wait_for_each_other():
-    cpu_ms = {"fetch": 0.5, "parse": 0.5, "decode": 10.0, "collate": 0.2}
-    bound = judge(samples_per_s=100, busy=IDLE | {"decode": 0.99}, cpu_ms=cpu_ms)
-    assert (bound.kind, bound.stage) == ("waiting", "decode")
-
-
-def test_nobody_is_busy():
-    bound = judge(samples_per_s=40, busy=IDLE)
-    assert (bound.kind, bound.stage, bound.gain) == ("hand-over", None, None)
-
-
-def test_stages_without_any_time_are_not_divided_by():
-    bound = judge(samples_per_s=1, busy=dict.fromkeys(CPU_MS, 0.0))
-    assert bound.kind == "hand-over"
+@pytest.mark.parametrize(
+    ("run", "kind", "stage", "said", "gain"),
+    [
+        ({"samples_per_s": 180, "busy": DECODING}, "cpu", "decode", "15.0 ms of it", 21.2 / 15),
+        # The loader leaves out what the crop leaves out: a library that decodes more is no limit.
+        (
+            {"samples_per_s": 180, "busy": DECODING, "jpeg_ms": 25.0},
+            "cpu", "decode", "on whole images, takes 25.0 ms", None,
+        ),
+        ({"samples_per_s": 180, "busy": IDLE, "cpu_ms": READING}, "cpu", "fetch", "", 20.1 / 5.1),
+        (
+            {"samples_per_s": 45, "busy": DECODING, "others": 3.0},
+            "cpu", "decode", "of the 1.0 CPUs that other processes left free of 4", 21.2 / 15,
+        ),
+        (
+            {"samples_per_s": 48, "busy": IDLE | {"decode": 0.98}, "threads": {"decode": 1}},
+            "threads", "decode", "--workers 4", 1e3 * 4 / 21.2 / 48,
+        ),
+        # Of one thread of Python; decode is next.
+        (
+            {"samples_per_s": 105, "busy": IDLE | {"parse": 0.99}, "cpu_ms": PARSING},
+            "single thread", "parse", "", 200 / 105,
+        ),
+        ({"samples_per_s": 40, "busy": IDLE | {"fetch": 0.99}}, "storage", "fetch", "", ANY),
+        ({"samples_per_s": 100, "busy": DECODING, "cpu_ms": WAITING}, "waiting", "decode", "", ANY),
+        ({"samples_per_s": 40, "busy": IDLE}, "hand-over", None, "", None),
+        # Stages without any time are not divided by.
+        ({"samples_per_s": 1, "busy": dict.fromkeys(CPU_MS, 0.0)}, "hand-over", None, "", None),
+    ],
+)  # fmt: skip
+def test_the_bound_is_named_with_what_its_removal_gains(run, kind, stage, said, gain):
+    bound = judge(**run)
+    assert (bound.kind, bound.stage) == (kind, stage)
+    assert said in bound.finding + bound.advice
+    assert bound.gain == (gain if gain is None or gain is ANY else pytest.approx(gain))
+    assert gain is not None or "no loader can" not in bound.advice

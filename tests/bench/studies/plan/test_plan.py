@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import re
+
 import msgspec
 import pytest
 
 import fuelrail
 from fuelrail.__main__ import main
+from fuelrail.bench.planner import choice
 from fuelrail.bench.planner.hardware import CLUSTERS
+from fuelrail.bench.planner.quick import quick_stages
 from fuelrail.bench.planner.scenario import Scenario
 from fuelrail.bench.studies.plan.run import plan
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings
@@ -79,22 +84,37 @@ def test_a_pipeline_has_a_bubble_and_all_its_stages():
     assert found.checkpoint_interval_s > found.checkpoint_s
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in SCENARIOS.glob("*.yaml")))
-def test_the_shipped_scenarios_and_their_decisions(name, tmp_path, capsys):
-    """The text beside a scenario is the first part of what the command writes."""
+NAMES = sorted(path.stem for path in SCENARIOS.glob("*.yaml"))
+LARGE = ["gpt-1.3b-4-gpus", "gpt-100b-64-gpus", "vit-2b-64-gpus"]  # a minute or more for all of them
+PLANNED_WHOLE = NAMES if os.environ.get("FUELRAIL_ATTACK") == "all" else sorted({*NAMES} - {*LARGE})
+
+
+@pytest.mark.parametrize("name", PLANNED_WHOLE)
+def test_the_text_beside_a_shipped_scenario_is_what_the_command_writes(name, tmp_path, capsys):
+    """Of every scenario with ``FUELRAIL_ATTACK=all``; the large ones by small runs below."""
     assert main(["plan", str(SCENARIOS / f"{name}.yaml"), "--json", "--out", str(tmp_path), "--no-html"]) == 0
     assert (tmp_path / "report.md").read_text().startswith((SCENARIOS / f"{name}.md").read_text())
     found = msgspec.json.decode(capsys.readouterr().out)
     assert 0 < found["peak_gib"] <= found["usable_gib"]
     assert 0.1 < found["mfu"] < 0.7
-    expected = {
-        "resnet50-4-gpus": "ddp",
-        "vit-2b-64-gpus": "ddp",
-        "gpt-100b-64-gpus": "pp=4,dp_shard=2,tp=8, full recomputation",
-    }
-    assert found["strategy"] == expected.get(name, found["strategy"])
-    if name == "gpt-1.3b-4-gpus":
-        assert "GiB on stage 0 (" in found["tried"][0]["fails"], "a whole copy does not fit"
+
+
+@pytest.mark.parametrize(("name", "fails"), [("gpt-1.3b-4-gpus", ["ddp", "zero1"]), ("vit-2b-64-gpus", [])])
+def test_small_runs_decide_as_the_text_beside_a_large_scenario_says(name, fails, monkeypatch):
+    """Of gpt-100b-64-gpus ``tests/bench/planner/test_shape.py`` checks the memory."""
+    monkeypatch.setattr(choice, "stages", quick_stages)
+    found = plan(SCENARIOS / f"{name}.yaml")
+    text = (SCENARIOS / f"{name}.md").read_text()
+    strategy, *figures = re.search(
+        r"^(.+): ([\d.]+) of ([\d.]+) GiB, a step in ([\d.]+) s", text, re.MULTILINE
+    ).groups()
+    assert found.strategy == strategy
+    wanted = [float(figure) for figure in figures]
+    assert [found.peak_gib, found.usable_gib, found.step_s] == pytest.approx(wanted, rel=0.03)
+    assert [one.strategy for one in found.tried] == [*fails, strategy]
+    for one in found.tried[:-1]:
+        (needed,) = re.findall(rf"^\| {one.strategy} \|  \|  \| needs ([\d.]+) GiB on stage 0 \(", text, re.MULTILINE)
+        assert float(re.match(r"needs ([\d.]+) GiB", one.fails)[1]) == pytest.approx(float(needed), rel=0.03)
 
 
 def test_a_dataset_says_what_it_is(tmp_path, capsys):
@@ -107,14 +127,24 @@ def test_a_dataset_says_what_it_is(tmp_path, capsys):
     assert (found.scenario.samples_per_epoch, found.scenario.cameras) == (9, len(CAMERAS))
 
 
-def test_what_a_scenario_must_say():
-    with pytest.raises(
-        ConfigError, match="model 'vit-base' reads images, and cameras, width of a sample are not given"
-    ):
-        plan(Scenario(name="n", model="vit-base", cluster="1x8-h100", global_batch=8, height=256))
-    with pytest.raises(ConfigError, match="do not divide the global batch of 12; use a multiple of 8"):
-        plan(msgspec.structs.replace(GPT, global_batch=12, parallel=ParallelSettings()))
-    with pytest.raises(ConfigError, match=r"parallel.micro_batches is 4, and a global batch of 16 is 16 micro-batches"):
-        plan(msgspec.structs.replace(GPT, parallel=ParallelSettings(mesh="pp=4,tp=2", micro_batches=4)))
-    with pytest.raises(ConfigError, match="cluster 'x' is not known"):
-        plan(msgspec.structs.replace(GPT, cluster="x"))
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"model": "vit-base", "height": 256},
+            "model 'vit-base' reads images, and cameras, width of a sample are not given",
+        ),
+        (
+            {"global_batch": 12, "parallel": ParallelSettings()},
+            "do not divide the global batch of 12; use a multiple of 8",
+        ),
+        (
+            {"parallel": ParallelSettings(mesh="pp=4,tp=2", micro_batches=4)},
+            r"parallel.micro_batches is 4, and a global batch of 16 is 16 micro-batches",
+        ),
+        ({"cluster": "x"}, "cluster 'x' is not known"),
+    ],
+)
+def test_what_a_scenario_must_say(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        plan(msgspec.structs.replace(GPT, **changes))

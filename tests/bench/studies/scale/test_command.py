@@ -5,7 +5,6 @@ import pytest
 from fuelrail.__main__ import main
 from fuelrail.bench.studies.scale.report import load_scale_report
 from fuelrail.bench.studies.scale.run import merged_warnings
-from support.datasets import build_dataset
 
 pytestmark = pytest.mark.process
 
@@ -21,13 +20,6 @@ optimiser_ms: 0.5
 sources: [made up]
 derivation: made up
 """
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data") / "tiny"
-    build_dataset(folder, {"train": (8, 8)})
-    return folder
 
 
 def bench(dataset, out, *options):
@@ -51,29 +43,6 @@ def test_one_and_two_ranks_are_measured_and_more_simulated(dataset, tmp_path, ca
     assert "efficiency" in capsys.readouterr().out
     assert str(dataset) not in (out / "report.json").read_text()
     assert {"report.html", "report.md"} <= {path.name for path in out.iterdir()}
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--ranks", "x"), "must be a list of numbers"),
-        (("--ranks", "2,4"), "begin with 1"),
-        (("--ranks", "1,3,4"), "use powers of two"),
-        (("--steps", 0), "--steps 0: Expected `int` >= 1"),
-        (("--strong-batch", 0), "--strong-batch 0: Expected `int` >= 1"),
-        (("--batch-size", 99), "has 16 samples"),
-        (("--decoder", "nope"), "nope"),
-        (("--accelerator", "emulated:nope"), "nope"),
-        (("--straggler-share", 2), "--straggler-share 2.0: Expected `float` <= 1.0"),
-        (("--loader-seconds", 0), "--loader-seconds 0.0: Expected `float` > 0.0"),
-    ],
-)
-def test_what_cannot_be_scaled_is_refused_in_one_sentence(dataset, tmp_path, capsys, options, said):
-    assert bench(dataset, tmp_path / "out", *options) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert error.count("\n") == 1
-    assert not (tmp_path / "out").exists()
 
 
 def test_warnings_that_differ_in_their_figures_alone_appear_once():

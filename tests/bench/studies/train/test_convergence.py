@@ -65,16 +65,13 @@ def test_other_batch_sizes_are_compared_at_equal_samples():
     assert (late.verdict, late.part_at_step) == ("parted", 0)
 
 
-def test_a_continued_run_is_compared_from_where_it_continued():
+def test_a_continued_run_is_compared_from_where_it_continued_and_a_few_steps_say_nothing():
     whole = curve(0)
     result = compare_losses([series(whole[50:], first_step=50)], 8, [series(whole)], 8, "other")
     assert (result.largest_difference, result.num_samples) == (0.0, 1200)
-
-
-def test_a_few_steps_say_nothing():
-    result = compared(curve(0)[:5], curve(1))
-    assert result.verdict == "too short"
-    assert "too few steps" in result.sentence()
+    short = compared(whole[:5], curve(1))
+    assert short.verdict == "too short"
+    assert "too few steps" in short.sentence()
 
 
 def test_a_target_is_reached_by_the_mean_of_five_steps_of_all_ranks():

@@ -19,24 +19,21 @@ def test_a_whole_run_has_every_plot():
     assert all(svg.startswith("<svg viewBox=") and svg.rstrip().endswith("</svg>") for svg in drawn.values())
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_a_short_run_has_what_there_is(count):
-    assert set(plots(report_of([log(0, steps(count))]))) == {"occupancy", "breakdown", "loss"}
+@pytest.mark.parametrize(
+    ("logs", "drawn"),
+    [
+        ([log(0, steps(1))], {"occupancy", "breakdown", "loss"}),
+        ([log(0, steps(3))], {"occupancy", "breakdown", "loss"}),
+        ([RankLog()], set()),
+        ([log(0, steps(5)), RankLog()], {"occupancy", "breakdown", "loss"}),
+        ([log(0, [step(0, 0)])], {"occupancy", "breakdown", "loss"}),  # the warm-up is longer
+    ],
+)
+def test_a_short_run_has_what_there_is(logs, drawn):
+    assert set(plots(report_of(logs))) == drawn
 
 
 def test_many_ranks_are_drawn_in_part():
     svg = plots(report_of([log(rank, steps(20, wait_ms=rank)) for rank in range(16)]))["timeline"]
     assert "rank 7" in svg
     assert "rank 8" not in svg
-
-
-def test_no_steps_no_plots():
-    assert plots(report_of([RankLog()])) == {}
-
-
-def test_a_rank_that_did_no_step_does_not_spoil_the_others_plots():
-    assert "occupancy" in plots(report_of([log(0, steps(5)), RankLog()]))
-
-
-def test_a_warm_up_longer_than_the_run_is_drawn():
-    assert "breakdown" in plots(report_of([log(0, [step(0, 0)])]))

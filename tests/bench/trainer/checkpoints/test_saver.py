@@ -168,16 +168,17 @@ def test_where_all_are_damaged_the_run_does_not_start_again_unasked(datasets, sa
         run(datasets / "one", saved)
 
 
-def test_another_model_is_refused_with_both_sides(datasets, saved):
-    with pytest.raises(StateMismatchError, match=r"model: checkpoint has small, this run has large"):
-        run(datasets / "one", saved, identity="large")
-    with pytest.raises(StateMismatchError, match=r"0.bias: checkpoint has \[8\], this model has \[16\]"):
-        run(datasets / "one", saved, width=16)
-
-
-def test_another_dataset_is_refused_with_both_sides(datasets, saved):
-    with pytest.raises(StateMismatchError, match=r"dataset: state has '.*', loader has '.*'"):
-        run(datasets / "other", saved)
+@pytest.mark.parametrize(
+    ("dataset", "changes", "message"),
+    [
+        ("one", {"identity": "large"}, r"model: checkpoint has small, this run has large"),
+        ("one", {"width": 16}, r"0.bias: checkpoint has \[8\], this model has \[16\]"),
+        ("other", {}, r"dataset: state has '.*', loader has '.*'"),
+    ],
+)
+def test_another_model_or_dataset_is_refused_with_both_sides(datasets, saved, dataset, changes, message):
+    with pytest.raises(StateMismatchError, match=message):
+        run(datasets / dataset, saved, **changes)
 
 
 def test_a_newer_version_is_refused_with_both_sides(datasets, saved, monkeypatch):

@@ -75,17 +75,12 @@ def test_a_layer_teaches_as_the_model_beside_the_student_does(place, store, larg
     assert len(set(online)) == len(online)
 
 
-def test_every_part_changes_what_the_student_learns(place):
-    checkpoints = str(place / "vit-tiny")
-    runs = [losses(place, None)]
-    for weights in ("logits=1", "features=1", "targets=1", "labels=1,logits=1"):
-        runs.append(losses(place, DistillSettings(checkpoints=checkpoints, weights=weights)))
-    assert len({tuple(run) for run in runs}) == len(runs)
-
-
-def test_a_temperature_softens(place):
-    settings = DistillSettings(checkpoints=str(place / "vit-tiny"))
-    assert losses(place, settings) != losses(place, msgspec.structs.replace(settings, temperature=5.0))
+def test_every_part_and_the_temperature_change_what_the_student_learns(place):
+    teacher = DistillSettings(checkpoints=str(place / "vit-tiny"), weights="logits=1")
+    parts = ("features=1", "targets=1", "labels=1,logits=1")
+    settings = [None, teacher, msgspec.structs.replace(teacher, temperature=5.0)]
+    settings += [msgspec.structs.replace(teacher, weights=weights) for weights in parts]
+    assert len({tuple(losses(place, one)) for one in settings}) == len(settings)
 
 
 def test_divergence_is_that_of_torchs_distributions():
@@ -140,25 +135,30 @@ def test_detections_of_a_layer_take_the_labels_place(place):
     assert found[-1] < found[0]
 
 
-def test_f19_a_layer_of_the_wrong_shape_is_refused_before_training(place):
-    layer = write(place, "narrow", [logits_channel(FIXED, (10,))], lambda _: {"logits": np.zeros(10, np.float32)})
-    with pytest.raises(ConfigError, match=r"must have a channel 'logits' of \[8, 8\].*it has \[10\]"):
-        losses(place, DistillSettings(layer=layer))
-    with pytest.raises(ConfigError, match=r"must have a channel 'features_cam_front'.*its channels are teacher.logits"):
-        losses(place, DistillSettings(layer=layer, weights="features=1"))
+FLIPPED = {"ego": BevAugment(train=True, flip_x_prob=0.5)}
 
 
-def test_f19_values_that_would_not_move_are_refused(place):
-    still = write(place, "still", [logits_channel(FIXED)], lambda _: {"logits": np.zeros((8, 8), np.float32)})
-    with pytest.raises(ConfigError, match="law 'fixed', and the samples are augmented; give it the law 'ego_grid'"):
-        losses(place, DistillSettings(layer=still), ego=BevAugment(train=True, flip_x_prob=0.5))
-
-
-def test_f19_a_teacher_of_other_predictions_is_refused(place, tmp_path):
-    with pytest.raises(ConfigError, match=r"teacher 'resnet-tiny' predicts .* the student"):
-        losses(place, DistillSettings(checkpoints=str(place / "resnet-tiny")))
-    with pytest.raises(ConfigError, match="has no whole checkpoint"):
-        losses(place, DistillSettings(checkpoints=str(tmp_path)))
+@pytest.mark.parametrize(
+    ("settings", "transforms", "message"),
+    [
+        ({"layer": "narrow"}, {}, r"must have a channel 'logits' of \[8, 8\].*it has \[10\]"),
+        (
+            {"layer": "narrow", "weights": "features=1"}, {},
+            r"must have a channel 'features_cam_front'.*its channels are teacher.logits",
+        ),
+        ({"layer": "still"}, FLIPPED, "law 'fixed', and the samples are augmented; give it the law 'ego_grid'"),
+        ({"checkpoints": "resnet-tiny"}, {}, r"teacher 'resnet-tiny' predicts .* the student"),
+        ({"checkpoints": "nothing"}, {}, "has no whole checkpoint"),
+    ],
+)  # fmt: skip
+def test_f19_a_teacher_that_does_not_fit_is_refused_before_training(place, settings, transforms, message):
+    shape = {"narrow": (10,), "still": (8, 8)}.get(settings.get("layer"))
+    if shape is not None and not (place / settings["layer"]).exists():
+        channel = logits_channel(FIXED, shape)
+        write(place, settings["layer"], [channel], lambda _: {"logits": np.zeros(shape, np.float32)})
+    paths = {name: str(place / value) for name, value in settings.items() if name != "weights"}
+    with pytest.raises(ConfigError, match=message):
+        losses(place, DistillSettings(**(settings | paths)), **transforms)
 
 
 @pytest.mark.parametrize(

@@ -58,13 +58,7 @@ def test_degrees_that_do_not_make_the_world_are_refused(options, world, message)
     [
         ("gpt-tiny", Degrees(tp=3), {}, 4, "tp=3 does not divide the 8 heads of the model; tp of 1, 2, 4, 8 would"),
         ("vit-base", Degrees(tp=5), {}, 4, "tp=5 does not divide the 12 heads"),
-        (
-            "vit-base",
-            Degrees(tp=4),
-            {},
-            4,
-            "tp=4 does not divide the 35 patches of an image of the model; tp of 1, 5, 7, 35",
-        ),
+        ("vit-base", Degrees(tp=4), {}, 4, "tp=4 does not divide the 35 patches of an image .*; tp of 1, 5, 7, 35"),
         ("gpt-tiny", Degrees(pp=3), {}, 6, "3 stages .* do not divide the model's 8 layers; stages of 1, 2, 4, 8"),
         ("light", Degrees(pp=2), {}, 4, "more than the model's 1 layers"),
         ("gpt-tiny", Degrees(pp=2), {"micro_batches": 3}, 4, "does not divide the batch of 4 .* of 1, 2, 4 would"),
@@ -77,24 +71,18 @@ def test_degrees_that_do_not_divide_model_or_batch_are_refused(model, degrees, o
         check_fits(ParallelSettings(**options), degrees, MODELS[model], batch_size, (80, 112))
 
 
-def test_blocks_are_counted_as_the_models_make_them():
-    torch = pytest.importorskip("torch")
-    from fuelrail.bench.trainer.models.build import build_model
-
-    with torch.device("meta"):
-        for name, size in MODELS.items():
-            assert len(build_model(size).blocks) == num_blocks(size), name
-
-
-def test_sizes_are_what_their_names_say():
+def test_sizes_and_numbers_of_blocks_are_those_of_the_models():
     torch = pytest.importorskip("torch")
     from fuelrail.bench.trainer.models.build import build_model
 
     billions = {"vit-2b": 2.03, "gpt2": 0.16, "gpt-1.3b": 1.4, "gpt-100b": 102}
     with torch.device("meta"):
-        for name, expected in billions.items():
-            number = sum(p.numel() for p in build_model(MODELS[name]).parameters()) / 1e9
-            assert number == pytest.approx(expected, rel=0.06), name
+        for name, size in MODELS.items():
+            model = build_model(size)
+            assert len(model.blocks) == num_blocks(size), name
+            if name in billions:
+                count = sum(p.numel() for p in model.parameters()) / 1e9
+                assert count == pytest.approx(billions[name], rel=0.06), name
 
 
 def test_state_is_sixteen_bytes_a_parameter_divided_by_the_shards():

@@ -1,0 +1,88 @@
+"""What the commands of the harness refuse before they measure anything: one sentence, exit 2, and no folder is made."""
+
+from __future__ import annotations
+
+import pytest
+
+from fuelrail.__main__ import main
+
+REFUSED = {
+    "train": [
+        (("--ranks", 0), "--ranks 0: Expected `int` >= 1"),
+        (("--batch-size", -1), "--batch-size -1: Expected `int` >= 1"),
+        (("--warmup", -1), "--warmup -1: Expected `int` >= 0"),
+        (("--learning-rate", "nan"), "--learning-rate nan: Expected `float` >= 0.0"),
+        (("--price-per-gpu-hour", "inf"), "--price-per-gpu-hour inf: Expected `float` <= 1000000000.0"),
+        (("--steps", 9, "--epochs", 1), "steps=9 and epochs=1 exclude each other"),
+        (("--ranks", 5, "--batch-size", 5), "has 24 samples, one step takes 25"),
+        (("--split", "test"), "no split 'test'"),
+        (("--accelerator", "tpu"), "must be auto, cuda or emulated:PROFILE"),
+        (("--accelerator", "emulated:"), "must be auto, cuda or emulated:PROFILE"),
+        (("--accelerator", "emulated:z80"), "known profiles"),
+        (("--memory", "--warmup", 2), "warmup=2 must be 3 or more"),
+        (("--checkpoint", "checkpoints", "--leave-out", "training"), "exclude each other"),
+        (("--checkpoint", "zip+tar://x"), "cannot be opened"),
+        (("--check-batch", 8, "--against", "report.json"), "report.json"),
+        (("--check-batch", 100_000, "--steps", 2), "less than one step of check_batch=100000"),
+    ],
+    "scale": [
+        (("--ranks", "x"), "must be a list of numbers"),
+        (("--ranks", "2,4"), "begin with 1"),
+        (("--ranks", "1,3,4"), "use powers of two"),
+        (("--steps", 0), "--steps 0: Expected `int` >= 1"),
+        (("--strong-batch", 0), "--strong-batch 0: Expected `int` >= 1"),
+        (("--batch-size", 99), "has 24 samples"),
+        (("--decoder", "nope"), "nope"),
+        (("--accelerator", "emulated:nope"), "nope"),
+        (("--straggler-share", 2), "--straggler-share 2.0: Expected `float` <= 1.0"),
+        (("--loader-seconds", 0), "--loader-seconds 0.0: Expected `float` > 0.0"),
+    ],
+    "loader": [
+        (("--batch-size", 0), "--batch-size 0: Expected `int` >= 1"),
+        (("--workers", 0), "--workers 0: Expected `int` >= 1"),
+        (("--repeats", 0), "--repeats 0: Expected `int` >= 1"),
+        (("--seconds", 0), "--seconds 0.0: Expected `float` > 0.0"),
+        (("--split", "test"), "no split 'test'"),
+        (("--batch-size", 99), "has 24 samples, fewer than a batch of 99"),
+        (("--decoder", "quartz"), "quartz"),
+    ],
+    "compare": [
+        (("--only", "nope"), "'nope' is no loader"),
+        (("--only", "wds:nope"), "'wds:nope' is no loader"),
+        (("--rounds", -1), "--rounds -1: Expected `int` >= 0"),
+        (("--seconds", 0), "--seconds 0.0: Expected `float` > 0.0"),
+        (("--batch-size", 0), "--batch-size 0: Expected `int` >= 1"),
+        (("--batch-size", 99), "too few to warm up"),
+        (("--cpus", "x"), "must be a list such as"),
+        (("--cpus", 4096), "this process may use"),
+    ],
+    "diagnose": [(("--steps", 12, "--warmup", 5), "12 steps - 5 warm-up = 7 measured; at least 8")],
+}
+
+
+@pytest.mark.parametrize(
+    ("word", "options", "said"), [(word, *row) for word, rows in REFUSED.items() for row in rows], ids=str
+)
+def test_what_cannot_be_measured_is_refused_in_one_sentence(word, options, said, dataset, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["bench", word, str(dataset), "--out", str(out), *map(str, options)]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("word", [*REFUSED])
+def test_no_dataset(word, tmp_path, capsys):
+    assert main(["bench", word, str(tmp_path / "nothing-here"), "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "nothing-here" in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out" / "report.json").exists()
+
+
+@pytest.mark.parametrize("word", ["train", "loader"])
+def test_an_output_folder_that_cannot_be_written_is_refused_before_anything_runs(word, dataset, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["bench", word, str(dataset), "--out", str(tmp_path / "file" / "out")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
