@@ -387,7 +387,10 @@ def _choose_samples(
     choice = ScheduleRequest(
         datasets, options.mix, options.split, order, options.window,
         points=points.lidar is not None, sweeps=points.accumulation is not None,
-        channels={name: choose_channels(one, transforms.channels, layers[name]) for name, one in datasets.items()},
+        channels={
+            name: choose_channels(one, transforms.channels, layers[name], points.lidar)
+            for name, one in datasets.items()
+        },
         layers=layers,
     )  # fmt: skip
     supply = make_schedule(

@@ -32,6 +32,7 @@ import torch
 from fuelrail.pipeline.channels.kinds import KINDS, Packed
 from fuelrail.pipeline.channels.laws import LAWS, Motion
 from fuelrail.pipeline.channels.selection import decode_values, select
+from fuelrail.pipeline.channels.sensors import LIDAR
 from fuelrail.pipeline.errors import ConfigError, MemberError
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.batch.temporal import Frames
     from fuelrail.loaders.records import DecodedSample, Parsed
     from fuelrail.pipeline.channels.kinds import Value
+    from fuelrail.pipeline.channels.sensors import LidarEntry
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.layers import Layer
@@ -56,12 +58,15 @@ OWN_NAMES: Final = frozenset(
 """Names that a batch, or a sample before ``transform``, has of its own."""
 
 
-def choose_channels(dataset: Dataset, names: Sequence[str] | None, layers: Sequence[Layer] = ()) -> tuple[Channel, ...]:
+def choose_channels(
+    dataset: Dataset, names: Sequence[str] | None, layers: Sequence[Layer] = (), lidar: LidarEntry | None = None
+) -> tuple[Channel, ...]:
     """Return the entries of the selected channels, in the order of the table and the layers.
 
-    A layer's channels are called ``{layer}.{channel}``; without ``names`` all of them are selected.
+    A layer's channels are called ``{layer}.{channel}``; without ``names`` all of them are selected. ``lidar`` is the
+    one whose sweeps become ``points``.
 
-    Raises ConfigError for a name that is not in the table, that is a camera, a lidar or the boxes, or whose entries
+    Raises ConfigError for a name that is not in the table, that is a camera, that lidar or the boxes, or whose entries
     would have the names of others; ManifestError for a channel whose kind or law is unknown here.
     """
     manifest, joined = dataset.manifest, [channel for layer in layers for channel in layer.channels]
@@ -71,10 +76,14 @@ def choose_channels(dataset: Dataset, names: Sequence[str] | None, layers: Seque
     chosen = select((*manifest.channels, *joined), names, dataset.location)
     taken = set(OWN_NAMES)
     for channel in chosen:
-        if channel not in manifest.extra_channels and channel not in joined:
+        if channel not in manifest.extra_channels and channel not in joined and channel.sensor != LIDAR:
             raise ConfigError(
                 f"channels={list(names)}: '{channel.name}' is not selected by name; cameras and boxes are in every "
-                "batch, and Transforms(points=True) adds the first lidar's points"
+                "batch"
+            )
+        if lidar is not None and channel.name == lidar.channel:
+            raise ConfigError(
+                f"channels={list(names)}: '{channel.name}' is in the batch as `points` already: leave one of them out"
             )
         entries = {channel.name, f"{channel.name}_valid"}
         if clash := sorted(entries & taken):

@@ -231,15 +231,23 @@ class DaliDecoder:
             group = [job for job in found.jobs if job.is_aligned is is_aligned]
             for first in range(0, len(group), self._max_run):
                 refused += self._run_or_split(group[first : first + self._max_run], image_maps, out, interpolation)
+        # Views of an image with a lens come from one decode.
+        views: dict[tuple[int, int], list[int]] = {}
         for at in found.by_turbo + refused:
-            picture, data = np.empty(tuple(out.shape[1:]), np.uint8), encoded[at]
+            views.setdefault((id(encoded[at]), -1 if image_maps[at].lens is not None else at), []).append(at)
+        for places in views.values():
+            pictures, data = np.empty((len(places), *out.shape[1:]), np.uint8), encoded[places[0]]
             assert data is not None
             try:
-                self._turbo.decode_into(data, image_maps[at], picture, interpolation)
+                if len(places) == 1:
+                    self._turbo.decode_into(data, image_maps[places[0]], pictures[0], interpolation)
+                else:
+                    self._turbo.decode_views(data, [image_maps[at] for at in places], list(pictures), interpolation)
             except ImageError as error:
-                found.errors[at] = error
+                found.errors |= dict.fromkeys(places, error)
                 continue
-            out[at] = torch.from_numpy(picture).to(out.device)
+            for at, picture in zip(places, pictures, strict=True):
+                out[at] = torch.from_numpy(picture).to(out.device)
         for at, earlier in found.copies:
             if earlier in found.errors:
                 found.errors[at] = found.errors[earlier]

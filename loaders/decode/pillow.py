@@ -17,7 +17,7 @@ from fuelrail.loaders.decode.jpeg import Scratch, UnusualSamplingError, decode_j
 from fuelrail.loaders.decode.lens import largest_scale, sampling, source_rows
 from fuelrail.loaders.decode.protocol import Interpolation, black_out_unseen, check_output, check_source
 from fuelrail.loaders.decode.resample import two_steps
-from fuelrail.loaders.decode.splice import splice_rows
+from fuelrail.loaders.decode.splice import splice_rows, splice_views
 from fuelrail.pipeline.errors import ConfigError, ImageError
 from fuelrail.pipeline.sample.image_header import probe, unpack_png
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.sample.image_header import ImageInfo
     from fuelrail.pipeline.transforms.image_map import ImageMap
-    from fuelrail.pipeline.transforms.lens import Lens
 
 _FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 _REACH = {"bilinear": 1.0, "bicubic": 2.0}
@@ -71,18 +70,14 @@ class PillowDecoder:
         outs: Sequence[NDArray[np.uint8]],
         interpolation: Interpolation = "bilinear",
     ) -> None:
-        """Decode once into several ``outs``, each as `decode_into` makes it. With a lens, once for each."""
+        """Decode once into several ``outs``, each as `decode_into` makes it."""
         for image_map, out in zip(image_maps, outs, strict=True):
             check_output(image_map, out, interpolation)
         info = probe(encoded)
         for image_map in image_maps:
             check_source(info, image_map)
-        if any(image_map.lens is not None for image_map in image_maps) and len(image_maps) > 1:
-            for image_map, out in zip(image_maps, outs, strict=True):
-                self.decode_into(encoded, image_map, out, interpolation)
-            return
         if image_maps[0].lens is not None:
-            self._rectify(encoded, info, image_maps[0], image_maps[0].lens, outs[0], interpolation)
+            self._rectify(encoded, info, image_maps, outs, interpolation)
             return
         if info.restart_interval:
             reach = [(_REACH[interpolation] + 1.0) / min(1.0, image_map.max_scale) for image_map in image_maps]
@@ -100,27 +95,33 @@ class PillowDecoder:
         self,
         encoded: Buffer,
         info: ImageInfo,
-        image_map: ImageMap,
-        lens: Lens,
-        out: NDArray[np.uint8],
+        image_maps: Sequence[ImageMap],
+        outs: Sequence[NDArray[np.uint8]],
         interpolation: str,
     ) -> None:
         """An antialiased resize to the output's scale, then lens and map undone by one interpolation, as `_rotate`."""
-        scale, top = min(1.0, largest_scale(image_map, lens)), 0
+        lenses = [image_map.lens for image_map in image_maps if image_map.lens is not None]
+        scales = [min(1.0, largest_scale(*view)) for view in zip(image_maps, lenses, strict=True)]
+        reach = [(_REACH[interpolation] + 1.0) / scale for scale in scales]
+        rows = [source_rows(*view) for view in zip(image_maps, lenses, reach, strict=True)]
+        top, parts = 0, ((0, info.height),) * len(rows)
         if info.restart_interval:
-            rows = source_rows(image_map, lens, (_REACH[interpolation] + 1.0) / scale)
-            spliced = splice_rows(encoded, info, *rows, scratch=self._scratch)
-            if spliced is not None:
-                encoded, info, top = spliced.encoded, info._replace(height=spliced.height), spliced.top
-        image = self._decode(encoded, info)
-        size = max(1, math.ceil(info.width * scale)), max(1, math.ceil(info.height * scale))
-        if size != (info.width, info.height):
-            image = image.resize(size, _FILTERS[interpolation])
-        places = sampling(image_map, lens, (size[0] / info.width, size[1] / info.height), size, top)
-        remapped = cv2.remap(np.asarray(image), places.x, places.y, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE)
-        _split(remapped, out)
-        if places.unseen is not None:
-            out[:, places.unseen] = 0
+            encoded, top, height, parts = splice_views(encoded, info, rows, 1, self._scratch)
+            info = info._replace(height=height)
+        whole = self._decode(encoded, info)
+        for image_map, lens, scale, (begin, end), out in zip(image_maps, lenses, scales, parts, outs, strict=True):
+            image = whole if (begin, end) == (0, info.height) else whole.crop((0, begin, info.width, end))
+            size = max(1, math.ceil(image.width * scale)), max(1, math.ceil(image.height * scale))
+            scaled = (size[0] / image.width, size[1] / image.height)
+            if size != image.size:
+                image = image.resize(size, _FILTERS[interpolation])
+            places = sampling(image_map, lens, scaled, size, top + begin)
+            remapped = cv2.remap(
+                np.asarray(image), places.x, places.y, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE
+            )
+            _split(remapped, out)
+            if places.unseen is not None:
+                out[:, places.unseen] = 0
 
     def _decode(self, encoded: Buffer, info: ImageInfo) -> Image.Image:
         """Return an image of mode RGBX, or RGB where Pillow or CMYK conversion made it. Valid until the next call."""

@@ -112,6 +112,35 @@ def splice_rows(
     return SplicedRows(spliced[:num_bytes].data, cut.top, cut.height)
 
 
+class SplicedViews(NamedTuple):
+    """A JPEG of all rows that several views need; ``parts`` are rows [first, last) of it, those of each view."""
+
+    encoded: Buffer
+    top: int
+    height: int
+    parts: tuple[tuple[int, int], ...]
+
+
+def splice_views(
+    encoded: Buffer, info: ImageInfo, rows: Sequence[tuple[int, int]], factor: int, scratch: Scratch
+) -> SplicedViews:
+    """Return the pixel rows of several views as one JPEG, or all of them; and the part that each alone would be cut to.
+
+    Arguments as in `splice_rows`. A part is sampled as the view's own JPEG is, to the bit, whatever lies beside it.
+    """
+    spliced = splice_rows(
+        encoded, info, min(top for top, _ in rows), max(bottom for _, bottom in rows), factor, scratch
+    )
+    cuts = [_choose_rows(info, *one, factor) for one in rows]
+    if spliced is None:
+        spliced = SplicedRows(encoded, 0, info.height)
+        if all(splice_rows(encoded, info, *one, factor) is None for one in rows):
+            cuts = [None for _ in rows]
+    tops = [(0, info.height) if cut is None else (cut.top, cut.height) for cut in cuts]
+    parts = tuple((top - spliced.top, top - spliced.top + height) for top, height in tops)
+    return SplicedViews(*spliced, parts)
+
+
 class RowsWanted(NamedTuple):
     """Pixel rows [top, bottom) of one JPEG."""
 

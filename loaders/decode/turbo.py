@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import cv2
 import numpy as np
@@ -25,7 +25,7 @@ from fuelrail.loaders.decode.lens import largest_scale, sampling, source_rows
 from fuelrail.loaders.decode.native import load as load_native
 from fuelrail.loaders.decode.protocol import Interpolation, black_out_unseen, check_output, check_source
 from fuelrail.loaders.decode.resample import REACH, bilinear_rows, resize_grid
-from fuelrail.loaders.decode.splice import splice_rows
+from fuelrail.loaders.decode.splice import SplicedViews, splice_rows, splice_views
 from fuelrail.pipeline.errors import ImageError
 from fuelrail.pipeline.sample.image_header import probe, unpack_png
 from fuelrail.pipeline.transforms.image_map import ImageMap, scaled_size
@@ -47,6 +47,16 @@ _WARP_REACH = 4
 
 _MIN_SCALABLE_PX = 16
 """Smallest image side for DCT-scaled decoding. Below 8 pixels, different scales give the same size."""
+
+
+class _Straightened(NamedTuple):
+    """One view of a distorted image: its map, and the pixel rows of the stored image that it samples."""
+
+    image_map: ImageMap
+    lens: Lens
+    max_scale: float
+    rows: tuple[int, int]
+    out: Picture
 
 
 class TurboDecoder:
@@ -81,7 +91,7 @@ class TurboDecoder:
         info = probe(encoded)
         check_source(info, image_map)
         if image_map.lens is not None:
-            self._rectify(encoded, info, image_map, image_map.lens, out, interpolation)
+            self._rectify(encoded, info, [image_map], [out], interpolation)
             return
         factor = _dct_factor(info, image_map.max_scale)
         if factor > 1:
@@ -120,15 +130,14 @@ class TurboDecoder:
         outs: Sequence[NDArray[np.uint8]],
         interpolation: Interpolation = "bilinear",
     ) -> None:
-        """Decode once into several ``outs``; see the protocol. With a lens, once for each."""
-        if any(image_map.lens is not None for image_map in image_maps):
-            for image_map, out in zip(image_maps, outs, strict=True):
-                self.decode_into(encoded, image_map, out, interpolation)
-            return
+        """Decode once into several ``outs``; see the protocol. With a lens, once for each resolution asked for."""
         info = probe(encoded)
         for image_map, out in zip(image_maps, outs, strict=True):
             check_output(image_map, out, interpolation)
             check_source(info, image_map)
+        if image_maps[0].lens is not None:
+            self._rectify(encoded, info, image_maps, outs, interpolation)
+            return
         factor = min(_dct_factor(info, image_map.max_scale) for image_map in image_maps)
         if factor > 1:
             image_maps = [image_map.of_scaled(factor) for image_map in image_maps]
@@ -171,35 +180,56 @@ class TurboDecoder:
             raise ImageError(f"image, decoded to {size} pixels, cannot be resampled: {error}") from error
 
     def _rectify(
-        self, encoded: Buffer, info: ImageInfo, image_map: ImageMap, lens: Lens, out: Picture, interpolation: str
+        self,
+        encoded: Buffer,
+        info: ImageInfo,
+        image_maps: Sequence[ImageMap],
+        outs: Sequence[Picture],
+        interpolation: str,
     ) -> None:
-        """Decode a distorted image, and undo its lens and sample the map by one `cv2.remap`."""
-        max_scale = largest_scale(image_map, lens)
-        factor = _dct_factor(info, max_scale)
-        first, last = source_rows(image_map, lens, (REACH[interpolation] + 1.0) / min(1.0, max_scale))
-        image, top = None, 0
-        if self._native is not None and self._native.takes(info, factor):
-            rows = first // factor, -(-last // factor)
-            image = self._native.picture(encoded, info, factor, rows, self._scratch)
-        if image is None and info.format == "jpeg":
-            if info.restart_interval:
-                spliced = splice_rows(encoded, info, first, last, factor, self._scratch)
-                if spliced is not None:
-                    encoded, info, top = spliced.encoded, info._replace(height=spliced.height), spliced.top
-            image = decode_jpeg(encoded, info, factor, self._scratch)
-        elif image is None:
-            image, out = _decode_png(encoded, info), out[::-1]
-        blocks = math.floor(1.0 / (max_scale * factor) + 1e-9)
+        """Decode a distorted image, once for each resolution that is asked for, and sample it under each map."""
+        by_factor: dict[int, list[_Straightened]] = {}
+        for image_map, out in zip(image_maps, outs, strict=True):
+            assert image_map.lens is not None
+            max_scale = largest_scale(image_map, image_map.lens)
+            rows = source_rows(image_map, image_map.lens, (REACH[interpolation] + 1.0) / min(1.0, max_scale))
+            view = _Straightened(image_map, image_map.lens, max_scale, rows, out)
+            by_factor.setdefault(_dct_factor(info, max_scale), []).append(view)
+        for factor, views in by_factor.items():
+            image, first = None, min(view.rows[0] for view in views)
+            if self._native is not None and self._native.takes(info, factor):
+                rows = first // factor, -(-max(view.rows[1] for view in views) // factor)
+                image = self._native.picture(encoded, info, factor, rows, self._scratch)
+            top, parts = 0, ((0, info.height),) * len(views)
+            if image is None and info.format == "jpeg":
+                cut = SplicedViews(encoded, 0, info.height, parts)
+                if info.restart_interval:
+                    cut = splice_views(encoded, info, [view.rows for view in views], factor, self._scratch)
+                top, parts = cut.top, cut.parts
+                image = decode_jpeg(cut.encoded, info._replace(height=cut.height), factor, self._scratch)
+            elif image is None:
+                image = _decode_png(encoded, info)
+                views = [view._replace(out=view.out[::-1]) for view in views]
+            for view, (begin, end) in zip(views, parts, strict=True):
+                # Rows of MCUs are whole in every DCT scaling.
+                part = image[begin // factor : scaled_size(end, 1, factor)]
+                self._straighten(part, top + begin, factor, view, interpolation)
+
+    def _straighten(self, image: Picture, top: int, factor: int, view: _Straightened, interpolation: str) -> None:
+        """Undo the lens and sample the map by one `cv2.remap`; ``image`` is at 1/factor, and starts at row ``top``."""
+        image_map, out = view.image_map, view.out
+        blocks = math.floor(1.0 / (view.max_scale * factor) + 1e-9)
         if blocks > 1:
             image, factor = _average_blocks(image, blocks), factor * blocks
         size = (image.shape[1], image.shape[0])
-        places = sampling(image_map, lens, (1.0 / factor, 1.0 / factor), size, top)
+        places = sampling(image_map, view.lens, (1.0 / factor, 1.0 / factor), size, top)
         width, height = image_map.out_wh
         picture = self._scratch.take("resized", height, width, image.shape[2])
         try:
             cv2.remap(image, places.x, places.y, _FILTERS[interpolation], picture, cv2.BORDER_REPLICATE)
         except cv2.error as error:
-            raise ImageError(f"image of {info.width}x{info.height} pixels cannot be resampled: {error}") from error
+            whole = image_map.source_wh
+            raise ImageError(f"image of {whole[0]}x{whole[1]} pixels cannot be resampled: {error}") from error
         self._split(picture, out)
         if places.unseen is not None:
             out[:, places.unseen] = 0

@@ -70,7 +70,7 @@ class SampleReader:
         self._wanted = frozenset(
             name
             for name in dataset.index.names
-            if (points or lidar_channel(name) not in self.lidars)
+            if (points or lidar_channel(name) not in self.lidars or name in self._fields)
             and (sweeps or not name.endswith(SWEEPS_FIELD))
             and (extra or not name.startswith("x_"))
             and (name not in self._rig.fields or name in self._fields)

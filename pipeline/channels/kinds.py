@@ -150,7 +150,8 @@ def _encode_tokens(value: Value, channel: Channel) -> bytes:
 def _stack(values: Sequence[Value | None], channel: Channel, shape: tuple[int, ...]) -> NDArray[np.generic]:
     there = [value for value in values if value is not None]
     dtype = there[0].dtype if there else channel.numpy_dtype
-    out = np.zeros((len(values), *(there[0].shape if there else shape)), dtype)
+    make = np.empty if len(there) == len(values) else np.zeros
+    out = make((len(values), *(there[0].shape if there else shape)), dtype)
     for at, value in enumerate(values):
         if value is not None:
             if value.shape != out.shape[1:]:

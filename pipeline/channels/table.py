@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
@@ -130,6 +131,7 @@ class Channel(Settings, frozen=True, kw_only=True, omit_defaults=True):
         return [self.columns.index(name) for name in group]
 
 
+@lru_cache(maxsize=64)
 def little_endian(dtype: str) -> np.dtype[np.generic]:
     """The numpy dtype of a name of `DTYPES`."""
     return np.dtype(dtype).newbyteorder("<")
@@ -180,8 +182,9 @@ def _broken_columns(channel: Channel) -> Iterator[str]:
 
 def check_shape(array: NDArray[np.generic], channel: Channel) -> str | None:
     """Why dtype or shape of an array are not those of the table; None where they are."""
-    fits = array.ndim == len(channel.shape) and all(
-        wanted is None or side == wanted for side, wanted in zip(array.shape, channel.shape, strict=False)
+    fits = array.shape == channel.shape or (
+        array.ndim == len(channel.shape)
+        and all(wanted is None or side == wanted for side, wanted in zip(array.shape, channel.shape, strict=False))
     )
     if fits and array.dtype == channel.numpy_dtype:
         return None

@@ -50,7 +50,10 @@ MAX_ANCESTORS: Final = 128
 _MAX_NAMES: Final = 1 << 15
 """Of classes and of attributes: their numbers are 16 bits wide."""
 _BRING_BACK: Final = "bring it back from a copy, or shard the source again into another folder"
-_A_LAYER: Final = "; it is a layer: open its base, and give the layer as layers={NAME: PATH}"
+_WHAT_IT_IS: Final = {
+    b'"fuelrail-layer"': "; it is a layer: open its base, and give the layer as layers={NAME: PATH}",
+    b'"fuelrail-dataset"': "; it is a dataset, and a layer is needed here",
+}
 WORK_FOLDER: Final = ".fuelrail"
 
 
@@ -260,8 +263,7 @@ def decode_manifest(data: bytes, where: str, kinds: Kinds = DATASETS) -> Manifes
     if kind is None:
         wanted = " or ".join(map(repr, kinds))
         raise ManifestError(
-            f"'{where}' is not a Fuelrail manifest: its format is not {wanted}"
-            f"{_A_LAYER if b'-layer' in bytes(head.format) else ''}"
+            f"'{where}' is not a Fuelrail manifest: its format is not {wanted}{_WHAT_IT_IS.get(bytes(head.format), '')}"
         )
     if bytes(head.version) != msgspec.json.encode(FORMAT_VERSION):
         version = shown(bytes(head.version).decode(errors="replace") or "none")
@@ -311,6 +313,11 @@ def _why_not_ready(root: Path, kinds: Kinds) -> str:
         return f"is not a folder; {make}"
     if any(root.glob("v1.0-*/sample.json")):
         return f"is a nuScenes root, not a Fuelrail dataset; convert it with `fuelrail shard nuscenes:{root} OUT`"
+    if (root / WORK_FOLDER / "layer.json").is_file():
+        return (
+            "has no dataset.json: the layer is not finished; run the same `fuelrail annotate` again to resume, or call "
+            "LayerWriter.finish"
+        )
     if (root / WORK_FOLDER).is_dir():
         return "has no dataset.json: sharding has not finished there; run the same `fuelrail shard` again to resume"
     if any(root.glob("*.tar")) or any(root.glob("*.tar.zst")):

@@ -174,6 +174,9 @@ class Filter:
                 raise self._refuse(node, f"the functions there are: {known}")
             case ast.BoolOp() | ast.Compare() | ast.UnaryOp(op=ast.Not()):
                 return self._condition(node, depth)
+            case ast.Attribute(value=ast.Name(id=layer)):
+                hint = f"; for an attribute of a layer attach the layer: layers={{'{layer}': PATH}}"
+                raise self._refuse(node, f"{_describe(node)} is not in the language of filters{hint}")
             case _:
                 raise self._refuse(node, f"{_describe(node)} is not in the language of filters")
 

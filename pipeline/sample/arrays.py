@@ -257,6 +257,7 @@ def map_npy(path: Path) -> NDArray[np.generic]:
         return read_npy(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
 
 
+@functools.lru_cache(maxsize=512)
 def _npy_header(header: bytes) -> tuple[np.dtype[Any], tuple[int, ...], Literal["C", "F"]]:
     """Dtype, shape and order of a header as numpy writes it; whatever is wrong raises one of :func:`read_npy`'s."""
     found = _NPY_HEADER.fullmatch(header)

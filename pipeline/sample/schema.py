@@ -201,7 +201,7 @@ class Sweeps:
     points: Annotated[F32, "f4", "P", "C"]  #: one sweep after the other, columns as the manifest names them
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Sample:
     """One decoded sample: metadata parsed, images still encoded (views of the shard), points as arrays.
 
@@ -218,6 +218,13 @@ class Sample:
     points: Mapping[str, F32]
     extra: Mapping[str, Buffer]
     sweeps: Mapping[str, Sweeps] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """Name what is in it: its arrays would fill pages."""
+        boxes = "no boxes" if self.boxes is None else f"{len(self.boxes.boxes3d)} boxes"
+        points = [f"{len(points):,} points of {name}" for name, points in self.points.items()]
+        parts = [f"images {', '.join(self.images) or 'none'}", boxes, *points, *self.extra]
+        return f"Sample({self.key}: {'; '.join(parts)})"
 
 
 A = TypeVar("A", Geometry, Boxes, Sweeps)

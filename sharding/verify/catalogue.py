@@ -63,6 +63,8 @@ class DatasetLog(_Printed, frozen=True, kw_only=True):
     tags: tuple[str, ...]
     parents: tuple[str, ...]
     ancestors: tuple[Ancestor, ...]
+    base: str | None
+    """Of a layer: the fingerprint of the dataset that it belongs to."""
 
     def as_text(self) -> str:
         """Return the report for people: a paragraph for the dataset, and a line for each ancestor."""
@@ -74,6 +76,8 @@ class DatasetLog(_Printed, frozen=True, kw_only=True):
             f"  made by      {escaped(self.made_by)}",
             f"  holds        {counted(self.num_samples, 'sample')} of {counted(self.num_clips, 'clip')} in {sizes}",
         ]
+        if self.base is not None:
+            lines.append(f"  layer of     {self.base}")
         for ancestor in self.ancestors:
             kin = "parent" if ancestor.fingerprint in self.parents else "before"
             lines.append(
@@ -142,6 +146,7 @@ def dataset_log(dataset: str | os.PathLike[str]) -> DatasetLog:
         num_samples=manifest.num_samples, num_clips=manifest.num_clips, num_shards=manifest.num_shards,
         num_bytes=manifest.num_bytes, made_by=str(manifest.provenance.get("recipe", {}).get("source", "unknown")),
         tags=read_tags(dataset), parents=manifest.lineage.parents, ancestors=manifest.lineage.ancestors,
+        base=manifest.base.fingerprint if isinstance(manifest, LayerManifest) else None,
     )  # fmt: skip
 
 

@@ -97,7 +97,7 @@ def describe_dataset(root: str | os.PathLike[str]) -> Description:
         [
             _table((), head),
             _table(("split", "samples", "clips", "shards"), splits),
-            _table(("channel", "source name", "pixels or columns"), channels),
+            *([_table(("channel", "source name", "pixels or columns"), channels)] if channels else []),
             *([_table(("channel", "kind", "values", "frame", "law", "description"), others)] if others else []),
             *([_table(("attribute", "type", "values and samples"), attributes)] if attributes else []),
             _table(("member", "codec", "samples", "stored MB", "raw MB"), fields),

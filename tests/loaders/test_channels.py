@@ -190,6 +190,16 @@ def test_points_of_a_lidar_move_as_the_lidars_own(root) -> None:
         np.testing.assert_allclose(batch["returns"][at], afresh, atol=1e-4)
 
 
+def test_a_lidar_may_be_selected_by_name(root) -> None:
+    (points, *_) = batches(loader(root, transforms=AUGMENTED, points=True, channels=None))
+    (named, *_) = batches(loader(root, transforms=AUGMENTED, channels=[LIDAR]))
+    assert named[f"{LIDAR}_valid"].all() and "points" not in named
+    for one, other in zip(named[LIDAR], points["points"], strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    with pytest.raises(ConfigError, match=f"'{LIDAR}' is in the batch as `points` already"):
+        loader(root, points=True, channels=[LIDAR])
+
+
 @pytest.mark.parametrize("window", [None, FrameWindow(frames=(-1, 0))])
 def test_samples_for_a_transform_have_them_too(root, window) -> None:
     seen = []

@@ -250,6 +250,7 @@ class NuScenesSource:
         if extras is not None:
             check_apart(channels, extras.channels, f"'{folder / CHANNELS_FILE}'")
             channels += extras.channels
+            report.noted = {f"samples without files of channels=[{name}]": report.samples for name in extras.empty}
         keyframes.annotations.report(report)
         return ScanInfo(
             name=f"nuscenes-{folder.name}",

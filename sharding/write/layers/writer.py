@@ -244,7 +244,9 @@ class LayerWriter:
             )
         own = self._run
         if differing := [name for name in own.__struct_fields__ if getattr(found, name) != getattr(own, name)]:
-            sides = "; ".join(f"{name}: {_shown(found, name)} there, {_shown(own, name)} here" for name in differing)
+            sides = "; ".join(
+                f"{name}: {_shown(found, own, name)} there, {_shown(own, found, name)} here" for name in differing
+            )
             raise DatasetExistsError(f"'{self._out.shown}' holds another layer: {sides:.2000}; choose another folder")
 
     @contextlib.contextmanager
@@ -287,6 +289,8 @@ def _versions() -> str:
     return ".".join(map(str, zstandard.ZSTD_VERSION))
 
 
-def _shown(run: LayerRun, name: str) -> str:
+def _shown(run: LayerRun, other: LayerRun, name: str) -> str:
     value = getattr(run, name)
+    if name == "channels":
+        value = [one for one in value if one not in other.channels] or [one.name for one in value]
     return value.fingerprint if isinstance(value, BaseEntry) else msgspec.json.encode(value).decode()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+from itertools import product
 
 import cv2
 import numpy as np
 import pytest
+import torch
 
-from fuelrail.loaders.decode import make_decoder, turbo
+from fuelrail.loaders.decode import decode_views, make_decoder, native, splice, turbo
 from fuelrail.loaders.decode.lens import rectified_camera, sampling, source_rows
 from fuelrail.loaders.decode.splice import splice_rows
 from fuelrail.pipeline.errors import ConfigError
@@ -162,7 +164,6 @@ def test_the_rows_that_are_needed_are_known_beforehand(name: str, preset: str) -
 def test_only_the_rows_that_are_needed_are_decoded(name, preset, backend, monkeypatch) -> None:
     image_map = with_lens(preset_map(preset), LENSES[name])
     encoded = photograph(restart_marker_rows=1)
-    module = importlib.import_module(f"fuelrail.loaders.decode.{backend}")
     monkeypatch.setattr(turbo, "load_native", lambda: "not this time")
     heights = []
 
@@ -171,10 +172,10 @@ def test_only_the_rows_that_are_needed_are_decoded(name, preset, backend, monkey
         heights.append(None if spliced is None else spliced.height)
         return spliced
 
-    monkeypatch.setattr(module, "splice_rows", spy)
+    monkeypatch.setattr(splice, "splice_rows", spy)
     cut = decode(backend, encoded, image_map)
     assert [height is not None and height < 800 for height in heights] == [True]
-    monkeypatch.setattr(module, "splice_rows", lambda *arguments, **options: None)
+    monkeypatch.setattr(splice, "splice_rows", lambda *arguments, **options: None)
     whole = decode(backend, encoded, image_map)
     assert np.array_equal(cut.max(0) == 0, whole.max(0) == 0)
     # The same pixels go in; a picture of another height is resized on another grid.
@@ -189,6 +190,36 @@ def test_compiled_code_decodes_enough_rows(name: str, preset: str, monkeypatch: 
     some = decode("turbo", photograph(), image_map)
     monkeypatch.setattr(turbo, "source_rows", lambda image_map, *_: (0, image_map.source_wh[1]))
     assert np.array_equal(some, decode("turbo", photograph(), image_map))
+
+
+@pytest.mark.parametrize("backend", ["pillow", "turbo", "turbo without native", pytest.param("dali", marks=needs_dali)])
+def test_two_views_are_one_decode_for_each_resolution_and_equal_those_of_two(backend: str, monkeypatch) -> None:
+    if backend == "turbo without native":
+        monkeypatch.setattr(turbo, "load_native", lambda: "not this time")
+    decoder, decoded = make_decoder(backend.partition(" ")[0]), []
+    module = importlib.import_module(f"fuelrail.loaders.decode.{'pillow' if backend == 'pillow' else 'turbo'}")
+    for owner, name in ((module, "decode_jpeg"), (native.CameraJpeg, "picture")):
+        true = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, true=true: decoded.append(picture := true(*a)) or picture)
+    picture, options = natural(*NUSCENES_WH), {"quality": 92, "subsampling": "4:2:0"}
+    files = encode(picture, **options), encode(picture, restart_marker_rows=1, **options), encode(picture, "png")
+    whole = ImageMap.identity(NUSCENES_WH)
+    for encoded, lens, widths in product(files, LENSES.values(), ((700, 620), (200, 130), (900, 500))):
+        maps = [
+            with_lens(whole.resize(width, round(width * 0.5625)).crop(9, top, 100, 50).rotate(degrees), lens)
+            for width, top, degrees in zip(widths, (20, 40), (0.0, 4.0), strict=True)
+        ]
+        both, alone = np.empty((2, 2, 3, 50, 100), np.uint8)
+        decoded.clear()
+        if backend == "dali":
+            assert decoder.decode_batch([encoded] * 2, maps, torch.from_numpy(both)) == [None, None]
+        else:
+            decode_views(decoder, encoded, maps, list(both))
+        shapes = {one.shape for one in decoded if one is not None}
+        assert len(decoded) == len(shapes) <= (1 if backend == "pillow" or widths[0] == 700 else 2)
+        for image_map, out in zip(maps, alone, strict=True):
+            decoder.decode_into(encoded, image_map, out)
+        np.testing.assert_array_equal(both, alone)
 
 
 def test_a_lens_that_bends_nothing_changes_nothing() -> None:

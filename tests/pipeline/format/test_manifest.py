@@ -227,6 +227,7 @@ def test_what_to_do_where_there_is_no_manifest(tmp_path) -> None:
             r"its dataset\.json is gone; bring it back",
         ),
         (lambda: (folder / ".fuelrail").mkdir(), r"not finished there; run the same `fuelrail shard` again to resume"),
+        (lambda: (folder / ".fuelrail" / "layer.json").touch(), r"layer is not finished; run the same `fuelrail an"),
     ):
         make()
         with pytest.raises(DatasetNotReadyError, match=hint):

@@ -103,6 +103,7 @@ def test_rows_come_in_order_from_large_tables():
         ("n + 1", "a condition is needed here, not `n \\+ 1`"),
         ("1", "a condition is needed here, not `1`"),
         ("n.real", "not `n.real`"),
+        ("teacher.loss > 1", "attach the layer: layers={'teacher': PATH}"),
         ("n[0] == 1", "`n\\[0\\]` is not in the language"),
         ("n ** 9 > 1", "is not in the language"),
         ("(lambda: n)() == 1", "the functions there are: col"),

@@ -169,6 +169,9 @@ class TestSample:
         assert list(sample.images.items()) == [("cam_front", b"jpeg"), ("cam_back", b"png")]
         assert sample.points["lidar_top"].shape == (3, 5)
         assert sample.extra == {"x_note.json": b"not JSON", "x_array.npy": b"not an array", "odd.bin": b"odd"}
+        assert repr(sample).endswith(
+            "images cam_front, cam_back; 4 boxes; 3 points of lidar_top; x_note.json; x_array.npy; odd.bin)"
+        )
 
     def test_boxes_may_be_absent(self) -> None:
         some = members()

@@ -151,4 +151,6 @@ def test_layers_are_compared_too(tmp_path) -> None:
     assert "channel logits: a" in diff.as_text()
     assert fr.dataset_diff(old, old).is_same
     assert fr.dataset_diff(tmp_path / "base", old).options["format"] == ("fuelrail-dataset", "fuelrail-layer")
-    assert fr.dataset_log(new).num_samples == 3
+    log = fr.dataset_log(new)
+    assert log.num_samples == 3 and f"layer of     {log.base}" in log.as_text()
+    assert log.base == fr.dataset_log(tmp_path / "base").fingerprint

@@ -82,12 +82,18 @@ class Extras:
             "description": Descriptions,
             "map": Maps,
         }
-        self._groups = [make[name]() for name in make if name in chosen]
+        self._by_name = {name: make[name]() for name in make if name in chosen}
+        self._groups = list(self._by_name.values())
 
     @property
     def channels(self) -> tuple[Channel, ...]:
         """Entries of the table, once all samples are through."""
         return tuple(channel for group in self._groups for channel in group.channels)
+
+    @property
+    def empty(self) -> list[str]:
+        """The chosen groups of which the source has nothing, once all samples are through."""
+        return [name for name, group in self._by_name.items() if not group.channels]
 
     def look_at(self, batch: Batch) -> None:
         """Look at files of the batch together, of which there are many: those of radars. Raises SourceError."""

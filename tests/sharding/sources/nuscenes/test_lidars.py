@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+import fuelrail as fr
 from fuelrail.pipeline.sample.schema import Geometry, Sweeps, decode_arrays, decode_points
 from fuelrail.sharding.run import scan_source
 from fuelrail.sharding.sources.files import FolderFiles
@@ -50,6 +51,25 @@ def with_more_lidars(made: Dataroot) -> dict[str, np.ndarray]:
             path.write_bytes(written[row["filename"]].tobytes())
     made.write()
     return written
+
+
+def test_every_lidar_of_a_rig_is_in_batches(tmp_path) -> None:
+    made = build_nuscenes(tmp_path / "root", {"scene-0061": 3}, cameras=("CAM_FRONT",))
+    with_more_lidars(made)
+    fr.shard(f"nuscenes:{made.root}", tmp_path / "out", workers=1)
+    ego = fr.BevAugment(train=True, rotate_deg=(20, 30), scale=(0.9, 0.95))
+    transforms = fr.Transforms(ego=ego, points=True, channels=["lidar_rear", "lidar_front_left"])
+    with fr.DataLoader(tmp_path / "out", 3, transforms=transforms, drop_last=False) as loader:
+        (batch,) = loader
+    dataset = fr.open(tmp_path / "out")
+    for row, key in enumerate(batch["sample_key"]):
+        stored, bda = dataset[key], batch["bda_mat"][row].double().numpy()
+        for at, name in ((1, "lidar_front_left"), (2, "lidar_rear")):
+            lidar2ego = stored.geometry.lidar2keyego(at)
+            moved = np.linalg.inv(lidar2ego) @ bda @ lidar2ego
+            wanted = stored.points[name][:, :3] @ moved[:3, :3].T + moved[:3, 3]
+            np.testing.assert_allclose(batch[name][row][:, :3], wanted, atol=1e-4)
+            np.testing.assert_array_equal(batch[name][row][:, 3:], stored.points[name][:, 3:])
 
 
 def test_every_lidar_of_a_rig_is_stored_with_its_sweeps(tmp_path) -> None:

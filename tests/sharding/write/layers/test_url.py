@@ -83,7 +83,9 @@ def test_two_layers_started_at_once_with_differing_tables(base, bucket) -> None:
     one = LayerWriter(base, url, channels=TABLE)
     bucket.rm("layers/differing/teacher/.fuelrail/layer.json")  # as if both had looked before either wrote
     LayerWriter(base, url, channels=TABLE[:1])
-    with pytest.raises(DatasetExistsError, match="holds another layer"):
+    with pytest.raises(
+        DatasetExistsError, match=r'holds another layer: channels: \["logits"\] there, \[{"name":"loss"'
+    ):
         one.finish()
 
 

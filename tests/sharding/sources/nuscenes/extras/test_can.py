@@ -92,7 +92,8 @@ def test_every_message_of_a_scene_is_stored_once(tmp_path) -> None:
             for utime in range(times[0] - 400_000, times[-1] + 300_000, 37_000)
         ]
         (made.root / "can_bus" / f"scene-0061_{message}.json").write_text(json.dumps(records[message]))
-    source, info, table = scan(made.root, tmp_path, channels=["can"])
+    source, info, table = scan(made.root, tmp_path, channels=["can", "map"])
+    assert info.report.noted == {"samples without files of channels=[map]": 6}
     assert [channel.name for channel in info.channels] == [f"can_{message}" for message in MESSAGES]
     assert [len(table.row(number).members) - 2 for number in range(6)] == [6, 6, 6, 6, 0, 0]
     for channel in info.channels:
