@@ -5,12 +5,10 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Annotated
 
-from msgspec import Meta
-
 from fuelrail.pipeline.cli import Command, add_flags, from_flags
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.runtime.workers import sigterm_interrupts
-from fuelrail.pipeline.settings import Settings
+from fuelrail.pipeline.settings import Settings, flag
 from fuelrail.sharding.commands import COMMANDS as OFFLINE
 
 if TYPE_CHECKING:
@@ -47,9 +45,7 @@ def _run(arguments: argparse.Namespace) -> int:
 class BatchOption(Settings, frozen=True, kw_only=True):
     """The flag of ``inspect`` that needs a loader."""
 
-    batch: Annotated[
-        bool, Meta(description="show what a loader's batch of 2 samples holds: name, shape, dtype, meaning")
-    ] = False
+    batch: Annotated[bool, flag("show what a loader's batch of 2 samples holds: name, shape, dtype, meaning")] = False
 
 
 def _configure_inspect(parser: argparse.ArgumentParser) -> None:

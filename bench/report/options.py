@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
-
 from fuelrail.pipeline.cli import PrintOptions
+from fuelrail.pipeline.settings import flag
 
 if TYPE_CHECKING:
     import argparse
@@ -22,14 +21,8 @@ if TYPE_CHECKING:
 class OutputOptions(PrintOptions, frozen=True, kw_only=True):
     """Where a command writes its report, and how it prints it."""
 
-    out: (
-        Annotated[
-            str,
-            msgspec.Meta(description="folder for the report (default: bench-COMMAND)", extra={"metavar": "FOLDER"}),
-        ]
-        | None
-    ) = None
-    html: Annotated[bool, msgspec.Meta(description="write no report.html; then matplotlib is not needed")] = True
+    out: Annotated[str | None, flag("folder for the report (default: bench-COMMAND)", metavar="FOLDER")] = None
+    html: Annotated[bool, flag("write no report.html; then matplotlib is not needed")] = True
 
     def folder(self, command: str) -> Path:
         """Return the folder for the report of ``fuelrail bench COMMAND``."""

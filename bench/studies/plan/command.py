@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -15,6 +14,7 @@ from fuelrail.bench.report.page import as_text, write_report
 from fuelrail.bench.studies.plan.page import SWEEP_HEADER, figures, sweep_rows
 from fuelrail.bench.studies.plan.run import plan
 from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, print_json
+from fuelrail.pipeline.settings import flag
 
 if TYPE_CHECKING:
     import argparse
@@ -27,11 +27,8 @@ HELP = "say what fits, how fast it trains, what it costs, and whether the data k
 class PlanOutput(PrintOptions, frozen=True, kw_only=True):
     """Where ``fuelrail plan`` writes its report, and how it prints it."""
 
-    out: (
-        Annotated[str, msgspec.Meta(description="folder for report.json, .md and .html", extra={"metavar": "FOLDER"})]
-        | None
-    ) = None
-    html: Annotated[bool, msgspec.Meta(description="write no report.html; then matplotlib is not needed")] = True
+    out: Annotated[str | None, flag("folder for report.json, .md and .html", metavar="FOLDER")] = None
+    html: Annotated[bool, flag("write no report.html; then matplotlib is not needed")] = True
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
