@@ -20,20 +20,14 @@ INSPECT = OFFLINE["inspect"]
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     # Not before: studies take a second to import, and `inspect` needs none.
-    from fuelrail.bench.studies.comm import command as comm
-    from fuelrail.bench.studies.compare import command as compare
-    from fuelrail.bench.studies.diagnose import command as diagnose
-    from fuelrail.bench.studies.diff import command as diff
-    from fuelrail.bench.studies.loader import command as loader
-    from fuelrail.bench.studies.scale import command as scale
-    from fuelrail.bench.studies.train import command as train
+    from fuelrail.bench.studies.commands import STUDIES, command
+    from fuelrail.bench.studies.diff.command import DIFF
 
     words = parser.add_subparsers(dest="word", required=True, metavar="WORD")
-    for module in (train, loader, compare, scale, diagnose, diff, comm):
-        word = module.__name__.split(".")[-2]
-        parser_of_word = words.add_parser(word, help=module.HELP, description=module.DESCRIPTION)
-        module.configure(parser_of_word)
-        parser_of_word.set_defaults(run_word=module.run)
+    for word, entry in {**{word: command(word, study) for word, study in STUDIES.items()}, "diff": DIFF}.items():
+        parser_of_word = words.add_parser(word, help=entry.help)
+        entry.configure(parser_of_word)
+        parser_of_word.set_defaults(run_word=entry.run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
