@@ -100,7 +100,9 @@ class TestImports:
         for file, tree in TREES.items():
             if file.parent not in CHECKOUT_ONLY:
                 stays = {
-                    name for name in imported(tree) if re.match(r"fuelrail\.bench\.(gpu|micro)\b|(support|tests)\b", name)
+                    name
+                    for name in imported(tree)
+                    if re.match(r"fuelrail\.bench\.(gpu|micro)\b|(support|tests)\b", name)
                 }
                 assert not stays, f"{file.relative_to(ROOT)} imports {stays}"
 
