@@ -5,12 +5,10 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Annotated
 
-from msgspec import Meta
-
 from fuelrail.pipeline.cli import Command, add_flags, from_flags
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.runtime.workers import sigterm_interrupts
-from fuelrail.pipeline.settings import Settings
+from fuelrail.pipeline.settings import Settings, flag
 from fuelrail.sharding.commands import COMMANDS as OFFLINE
 
 if TYPE_CHECKING:
@@ -22,20 +20,14 @@ INSPECT = OFFLINE["inspect"]
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     # Not before: studies take a second to import, and `inspect` needs none.
-    from fuelrail.bench.studies.comm import command as comm
-    from fuelrail.bench.studies.compare import command as compare
-    from fuelrail.bench.studies.diagnose import command as diagnose
-    from fuelrail.bench.studies.diff import command as diff
-    from fuelrail.bench.studies.loader import command as loader
-    from fuelrail.bench.studies.scale import command as scale
-    from fuelrail.bench.studies.train import command as train
+    from fuelrail.bench.studies.commands import STUDIES, command
+    from fuelrail.bench.studies.diff.command import DIFF
 
     words = parser.add_subparsers(dest="word", required=True, metavar="WORD")
-    for module in (train, loader, compare, scale, diagnose, diff, comm):
-        word = module.__name__.split(".")[-2]
-        parser_of_word = words.add_parser(word, help=module.HELP, description=module.DESCRIPTION)
-        module.configure(parser_of_word)
-        parser_of_word.set_defaults(run_word=module.run)
+    for word, entry in {**{word: command(word, study) for word, study in STUDIES.items()}, "diff": DIFF}.items():
+        parser_of_word = words.add_parser(word, help=entry.help)
+        entry.configure(parser_of_word)
+        parser_of_word.set_defaults(run_word=entry.run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -47,9 +39,7 @@ def _run(arguments: argparse.Namespace) -> int:
 class BatchOption(Settings, frozen=True, kw_only=True):
     """The flag of ``inspect`` that needs a loader."""
 
-    batch: Annotated[
-        bool, Meta(description="show what a loader's batch of 2 samples holds: name, shape, dtype, meaning")
-    ] = False
+    batch: Annotated[bool, flag("show what a loader's batch of 2 samples holds: name, shape, dtype, meaning")] = False
 
 
 def _configure_inspect(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import inspect
 
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import Settings, convert, load_yaml, preset_files, presets
+from fuelrail.pipeline.settings import Settings, convert, flag, load_yaml, preset_files, presets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -37,11 +37,6 @@ def counted(number: int, noun: str) -> str:
 
 
 S = TypeVar("S", bound=msgspec.Struct)
-
-
-def flag(description: str, **extra: object) -> msgspec.Meta:
-    """Describe a field that is a flag: its help, and what :func:`add_flags` reads of ``extra``."""
-    return msgspec.Meta(description=description, extra=extra or None)
 
 
 def add_flags(
@@ -182,7 +177,7 @@ def _number_or_text(text: str) -> int | str:
 class PrintOptions(Settings, frozen=True, kw_only=True):
     """How a command prints its report."""
 
-    json: Annotated[bool, msgspec.Meta(description="print JSON instead of text (shard, reshard: JSON lines)")] = False
+    json: Annotated[bool, flag("print JSON instead of text (shard, reshard: JSON lines)")] = False
 
 
 def print_json(value: object) -> None:

@@ -126,6 +126,11 @@ def must_be(words: str) -> msgspec.Meta:
     return msgspec.Meta(extra={"must be": words})
 
 
+def flag(description: str, **extra: object) -> msgspec.Meta:
+    """Describe a field that is a flag: its help, and what `add_flags` reads of ``extra``."""
+    return msgspec.Meta(description=description, extra=extra or None)
+
+
 def check_types(settings: msgspec.Struct, error: type[Exception], where: str | None = None) -> None:
     """Raise ``error``, naming field, value and what is allowed, where one is not of its type; for ``__post_init__``.
 

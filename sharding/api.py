@@ -15,7 +15,7 @@ from msgspec import Meta
 from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.runtime.workers import check_main_guard
-from fuelrail.pipeline.settings import Settings, convert
+from fuelrail.pipeline.settings import Settings, convert, flag
 from fuelrail.pipeline.storage.filesystem import is_url, shown_url
 from fuelrail.pipeline.text import json_text
 from fuelrail.sharding.engines import Engine, EngineOptions, make_engine
@@ -87,12 +87,14 @@ class SourceOptions(Settings, frozen=True, kw_only=True):
 
     option: Annotated[
         tuple[str, ...],
-        Meta(
-            description="option of the source, repeatable; `fuelrail sources KIND` lists them",
-            extra={"repeat": True, "short": "-o", "metavar": "KEY=VALUE"},
+        flag(
+            "option of the source, repeatable; `fuelrail sources KIND` lists them",
+            repeat=True,
+            short="-o",
+            metavar="KEY=VALUE",
         ),
     ] = ()
-    check: Annotated[bool, Meta(description="scan the source, report, and write nothing")] = False
+    check: Annotated[bool, flag("scan the source, report, and write nothing")] = False
 
 
 class ReshardOptions(Settings, frozen=True, kw_only=True):
@@ -100,8 +102,8 @@ class ReshardOptions(Settings, frozen=True, kw_only=True):
 
     append: Annotated[
         bool,
-        Meta(
-            description="make OUT the next version of the first dataset, with the clips of the others added; existing "
+        flag(
+            "make OUT the next version of the first dataset, with the clips of the others added; existing "
             "shards are reused (linked in a folder, copied by the store at a URL), and the old version stays"
         ),
     ] = False
@@ -135,13 +137,15 @@ class SourceReport(msgspec.Struct, frozen=True, kw_only=True):
 class VerifyOptions(Settings, frozen=True, kw_only=True):
     """Options of ``verify``."""
 
-    deep: Annotated[bool, Meta(description="also decode every member and every image")] = False
-    workers: Annotated[int, Meta(ge=1, le=1024, description="number of threads (default: one per core)")] | None = None
+    deep: Annotated[bool, flag("also decode every member and every image")] = False
+    workers: Annotated[
+        Annotated[int, Meta(ge=1, le=1024)] | None, flag("number of threads (default: one per core)")
+    ] = None
     repair: Annotated[
         tuple[str, ...],
-        Meta(
-            description="rebuild damaged shards from the original source; for a merged dataset fuelrail:OUT1 OUT2 ...",
-            extra={"metavar": "KIND:PATH"},
+        flag(
+            "rebuild damaged shards from the original source; for a merged dataset fuelrail:OUT1 OUT2 ...",
+            metavar="KIND:PATH",
         ),
     ] = ()
 

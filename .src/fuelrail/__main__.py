@@ -43,7 +43,7 @@ _COMMANDS: dict[str, _Entry] = {
         "fuelrail.bench.studies.order.command", "show which samples an order selects, and how well it shuffles"
     ),
     "plan": _Entry(
-        "fuelrail.bench.studies.plan.command",
+        "fuelrail.bench.studies.commands",
         "say what fits, how fast it trains, what it costs, and whether the data keeps up",
     ),
     "presets": _Entry("fuelrail.pipeline.cli", "list the settings that can be given by name, such as bevdet-704x256"),

@@ -12,8 +12,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from rich.console import Console
-
 from fuelrail.pipeline.runtime.workers import ctrl_c_waits
 
 if TYPE_CHECKING:
@@ -90,14 +88,6 @@ INTERRUPTED: Final = 130
 
 NOTHING_MEASURED: Final = "before anything was measured whole: no report was written"
 """Message of a KeyboardInterrupt that ends a command too early for a partial report."""
-
-_WIDE = 200
-
-
-def report_console() -> Console:
-    """Standard output; in a file or a pipe wide enough that no table is cut."""
-    console = Console(soft_wrap=True)
-    return console if console.is_terminal else Console(soft_wrap=True, width=_WIDE)
 
 
 def exit_code(cut_off: str | None, *, interrupted: bool) -> int:

@@ -142,7 +142,7 @@ PEERS: dict[str, Entry] = {
         "spdl", ("spdl.pipeline",), "pip install spdl-core", ("spdl-core",), ("cv2", "cv2fast", "sjfast"), "wds"
     ),
     "spdl-io": Entry(
-        "spdl_io", ("spdl.pipeline", "spdl.io"), "pip install spdl spdl-io, and FFmpeg's shared libraries",
+        "spdl", ("spdl.pipeline", "spdl.io"), "pip install spdl spdl-io, and FFmpeg's shared libraries",
         ("spdl-io",), ("ffmpeg",), "wds",
     ),
     "energon": Entry(

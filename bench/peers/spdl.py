@@ -1,26 +1,38 @@
-"""SPDL's pipeline of threads over tar shards, with decoding by hand."""
+"""SPDL's pipeline of threads over tar shards, with decoding by hand, or (`spdl-io`) with its own by FFmpeg."""
 
 from __future__ import annotations
 
+import mmap
+import random
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import cv2
 import numpy as np
 
 from fuelrail.bench.peers import wds
 from fuelrail.bench.peers.peer import Batch, decode_sample, prepare_worker, unpack_number
-from fuelrail.bench.peers.tar_samples import RawSample, shuffled_batches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
+
+    from numpy.typing import NDArray
 
     from fuelrail.bench.peers.peer import Sample, Work
 
+_SHUFFLE_BUFFER = 100
+
+RawSample = tuple[bytes, list[memoryview]]
+"""Packed number, encoded images."""
+
 
 class Spdl:
-    """Its tar iterator on mapped files, its pipeline; one task makes one batch."""
+    """Its tar iterator on mapped files, its pipeline; one task makes one batch.
+
+    With the recipe ``ffmpeg`` FFmpeg decodes at full size, scales bilinearly (antialiased) and crops.
+    """
 
     def write(self, samples: Iterable[Sample], folder: Path, work: Work, /) -> None:
         """As the webdataset library does."""
@@ -29,28 +41,73 @@ class Spdl:
     def batches(self, folder: Path, work: Work, recipe: str, /) -> Iterator[Batch]:
         """As many decoding threads as there are CPUs."""
         prepare_worker()
-        parse = import_module("spdl.io").iter_tarfile
-        return run_pipeline(shuffled_batches(folder, work, parse), partial(_decode, work, recipe), work)
-
-
-def run_pipeline(source: Iterable[list[RawSample]], decode: Callable[[Any], Batch], work: Work) -> Iterator[Batch]:
-    """SPDL's pipeline from a source of batches over threads that decode."""
-    builder = import_module("spdl.pipeline").PipelineBuilder()
-    pipeline = (
-        builder.add_source(source)
-        .pipe(decode, concurrency=work.num_workers)
-        .add_sink(2)
-        .build(num_threads=work.num_workers)
-    )
-    with pipeline.auto_stop():
-        yield from pipeline
+        builder = import_module("spdl.pipeline").PipelineBuilder()
+        pipeline = (
+            builder.add_source(_shuffled_batches(folder, work))
+            .pipe(partial(_decode, work, recipe), concurrency=work.num_workers)
+            .add_sink(2)
+            .build(num_threads=work.num_workers)
+        )
+        with pipeline.auto_stop():
+            yield from pipeline
 
 
 def _decode(work: Work, recipe: str, samples: list[RawSample]) -> Batch:
     images = np.empty((len(samples), *work.sample_shape), np.uint8)
     for (_, encoded), planes in zip(samples, images, strict=True):
-        decode_sample(encoded, recipe, planes)
+        if recipe == "ffmpeg":
+            _decode_by_ffmpeg(encoded, work, planes)
+        else:
+            decode_sample(encoded, recipe, planes)
     return Batch([unpack_number(number) for number, _ in samples], images)
+
+
+def _decode_by_ffmpeg(encoded: list[memoryview], work: Work, planes: NDArray[np.uint8]) -> None:
+    io = import_module("spdl.io")
+    scale = max(work.width / work.source_wh[0], work.height / work.source_wh[1])
+    width, height = int(work.source_wh[0] * scale), int(work.source_wh[1] * scale)
+    crop = f"crop={work.width}:{work.height}:{(width - work.width) // 2}:{height - work.height}"
+    description = f"scale={width}:{height}:flags=bilinear,{crop},format=pix_fmts=rgb24"
+    for image, (red, green, blue) in zip(encoded, planes, strict=True):
+        picture = io.to_numpy(io.load_image(bytes(image), filter_desc=description))
+        cv2.split(picture, [red, green, blue])
+
+
+def _shuffled_batches(folder: Path, work: Work) -> Iterator[list[RawSample]]:
+    """Full batches of samples without end: shards in a new order each epoch, samples through a shuffle buffer."""
+    rng = random.Random(work.seed)
+    shards = sorted(folder.glob("*.tar"))
+    while True:
+        rng.shuffle(shards)
+        batch: list[RawSample] = []
+        for sample in _buffered((entry for shard in shards for entry in _samples(shard, work)), rng):
+            batch.append(sample)
+            if len(batch) == work.batch_size:
+                yield batch
+                batch = []
+
+
+def _buffered(samples: Iterable[RawSample], rng: random.Random) -> Iterator[RawSample]:
+    waiting: list[RawSample] = []
+    for sample in samples:
+        waiting.append(sample)
+        if len(waiting) > _SHUFFLE_BUFFER:
+            at = rng.randrange(len(waiting))
+            waiting[at], waiting[-1] = waiting[-1], waiting[at]
+            yield waiting.pop()
+    rng.shuffle(waiting)
+    yield from waiting
+
+
+def _samples(shard: Path, work: Work) -> Iterator[RawSample]:
+    with shard.open("rb") as file:
+        mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    members: dict[str, memoryview] = {}
+    for name, content in import_module("spdl.io").iter_tarfile(mapped):
+        members[name.partition(".")[2]] = content
+        if len(members) == len(work.cameras) + 1:
+            yield bytes(members[wds.NUMBER]), [members[f"{camera}.jpg"] for camera in work.cameras]
+            members = {}
 
 
 PEER = Spdl()

@@ -18,7 +18,7 @@ from fuelrail.bench.trainer.models.settings import (
 )
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings, Precision, Schedule, Strategy
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import Settings
+from fuelrail.pipeline.settings import Settings, flag
 
 Auto = Literal["auto"]
 Recompute = Literal["none", "selective", "full"]
@@ -96,87 +96,54 @@ class Data(msgspec.Struct, frozen=True, kw_only=True):
 class PlanOptions(Settings, frozen=True, kw_only=True):
     """Options of `fuelrail.plan`, and flags of ``fuelrail plan``. What a scenario says, they replace."""
 
-    model: Annotated[ModelName, msgspec.Meta(description="model to train")] | None = None
-    cluster: (
-        Annotated[str, msgspec.Meta(description="cluster to train on: a name of configs/clusters, or a .yaml file")]
-        | None
-    ) = None
-    global_batch: Annotated[Positive, msgspec.Meta(description="samples of an optimiser step")] | None = None
-    max_global_batch: (
-        Annotated[Positive, msgspec.Meta(description="largest global batch that trains as well: ends weak scaling")]
-        | None
-    ) = None
-    micro_batch: (
-        Annotated[Positive, msgspec.Meta(description="samples of a data-parallel rank at once (default: 1)")] | None
-    ) = None
-    precision: Annotated[Precision, msgspec.Meta(description="compute type (default: bf16)")] | None = None
-    strategy: (
-        Annotated[
-            Strategy | Auto,
-            msgspec.Meta(description="how ranks share the model; auto: the simplest strategy that fits (default)"),
-        ]
-        | None
-    ) = None
-    mesh: (
-        Annotated[
-            str,
-            msgspec.Meta(description="degrees of a composed strategy, as in bench train", extra={"metavar": "AXIS=N"}),
-        ]
-        | None
-    ) = None
-    recompute: Annotated[Recompute, msgspec.Meta(description="activation checkpointing, with a strategy")] | None = None
-    pipeline_schedule: Annotated[Schedule, msgspec.Meta(description="order of work in a pipeline")] | None = None
-    cameras: Annotated[Positive, msgspec.Meta(description="images of a sample")] | None = None
-    height: Annotated[Positive, msgspec.Meta(description="height of an image in pixels")] | None = None
-    width: Annotated[Positive, msgspec.Meta(description="width of an image in pixels")] | None = None
-    sequence: (
-        Annotated[Positive, msgspec.Meta(description="tokens of a GPT's sample (default: the model's own)")] | None
-    ) = None
-    sample_bytes: Annotated[Positive, msgspec.Meta(description="stored bytes of a sample")] | None = None
-    samples_per_epoch: Annotated[Positive, msgspec.Meta(description="samples of an epoch")] | None = None
-    failures_per_day: (
-        Annotated[float, msgspec.Meta(gt=0, le=1e9, description="failures of the whole job a day")] | None
-    ) = None
-    teacher: Annotated[ModelName, msgspec.Meta(description="model that the student is distilled from")] | None = None
-    teacher_from: (
-        Annotated[
-            TeacherFrom,
-            msgspec.Meta(description="model: it predicts beside the student (default); layer: its logits are read"),
-        ]
-        | None
-    ) = None
-    data: (
-        Annotated[
-            str,
-            msgspec.Meta(
-                description="Fuelrail dataset: says bytes, cameras and number of samples", extra={"metavar": "DATASET"}
-            ),
-        ]
-        | None
-    ) = None
-    split: Annotated[str, msgspec.Meta(description="split of --data")] = "train"
-    loader_report: (
-        Annotated[
-            str,
-            msgspec.Meta(
-                description="report.json of `fuelrail bench loader` on a host of the cluster: images a second of a "
-                "CPU, bytes of a sample, and the rate of storage where that was the loader's limit",
-                extra={"metavar": "FILE"},
-            ),
-        ]
-        | None
-    ) = None
+    model: Annotated[ModelName | None, flag("model to train")] = None
+    cluster: Annotated[str | None, flag("cluster to train on: a name of configs/clusters, or a .yaml file")] = None
+    global_batch: Annotated[Positive | None, flag("samples of an optimiser step")] = None
+    max_global_batch: Annotated[
+        Positive | None, flag("largest global batch that trains as well: ends weak scaling")
+    ] = None
+    micro_batch: Annotated[Positive | None, flag("samples of a data-parallel rank at once (default: 1)")] = None
+    precision: Annotated[Precision | None, flag("compute type (default: bf16)")] = None
+    strategy: Annotated[
+        Strategy | Auto | None, flag("how ranks share the model; auto: the simplest strategy that fits (default)")
+    ] = None
+    mesh: Annotated[str | None, flag("degrees of a composed strategy, as in bench train", metavar="AXIS=N")] = None
+    recompute: Annotated[Recompute | None, flag("activation checkpointing, with a strategy")] = None
+    pipeline_schedule: Annotated[Schedule | None, flag("order of work in a pipeline")] = None
+    cameras: Annotated[Positive | None, flag("images of a sample")] = None
+    height: Annotated[Positive | None, flag("height of an image in pixels")] = None
+    width: Annotated[Positive | None, flag("width of an image in pixels")] = None
+    sequence: Annotated[Positive | None, flag("tokens of a GPT's sample (default: the model's own)")] = None
+    sample_bytes: Annotated[Positive | None, flag("stored bytes of a sample")] = None
+    samples_per_epoch: Annotated[Positive | None, flag("samples of an epoch")] = None
+    failures_per_day: Annotated[
+        Annotated[float, msgspec.Meta(gt=0, le=1e9)] | None, flag("failures of the whole job a day")
+    ] = None
+    teacher: Annotated[ModelName | None, flag("model that the student is distilled from")] = None
+    teacher_from: Annotated[
+        TeacherFrom | None, flag("model: it predicts beside the student (default); layer: its logits are read")
+    ] = None
+    data: Annotated[
+        str | None, flag("Fuelrail dataset: says bytes, cameras and number of samples", metavar="DATASET")
+    ] = None
+    split: Annotated[str, flag("split of --data")] = "train"
+    loader_report: Annotated[
+        str | None,
+        flag(
+            "report.json of `fuelrail bench loader` on a host of the cluster: images a second of a "
+            "CPU, bytes of a sample, and the rate of storage where that was the loader's limit",
+            metavar="FILE",
+        ),
+    ] = None
     calibrate: Annotated[
         tuple[str, ...],
-        msgspec.Meta(
-            description="report.json of `fuelrail bench train` on this cluster: efficiencies are fitted to its steps",
-            extra={"metavar": "REPORT"},
+        flag(
+            "report.json of `fuelrail bench train` on this cluster: efficiencies are fitted to its steps",
+            metavar="REPORT",
         ),
     ] = ()
-    sweep: Annotated[
-        bool, msgspec.Meta(description="plan every strategy, micro-batch and recomputation, as a table and plots")
-    ] = False
-    explain: Annotated[bool, msgspec.Meta(description="say formula, inputs and source of each figure")] = False
+    sweep: Annotated[bool, flag("plan every strategy, micro-batch and recomputation, as a table and plots")] = False
+    explain: Annotated[bool, flag("say formula, inputs and source of each figure")] = False
 
 
 _SCENARIO = (

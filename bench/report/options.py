@@ -7,33 +7,34 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
-
 from fuelrail.pipeline.cli import PrintOptions
+from fuelrail.pipeline.settings import flag
 
 if TYPE_CHECKING:
     import argparse
     import os
     from collections.abc import Iterator
 
-    from rich.console import Console
-
 
 class OutputOptions(PrintOptions, frozen=True, kw_only=True):
     """Where a command writes its report, and how it prints it."""
 
-    out: (
-        Annotated[
-            str,
-            msgspec.Meta(description="folder for the report (default: bench-COMMAND)", extra={"metavar": "FOLDER"}),
-        ]
-        | None
-    ) = None
-    html: Annotated[bool, msgspec.Meta(description="write no report.html; then matplotlib is not needed")] = True
+    out: Annotated[str | None, flag("folder for the report (default: bench-COMMAND)", metavar="FOLDER")] = None
+    html: Annotated[bool, flag("write no report.html; then matplotlib is not needed")] = True
 
-    def folder(self, command: str) -> Path:
+    def folder(self, command: str) -> Path | None:
         """Return the folder for the report of ``fuelrail bench COMMAND``."""
         return Path(f"bench-{command}" if self.out is None else self.out)
+
+
+class PlanOutput(OutputOptions, frozen=True, kw_only=True):
+    """Where ``fuelrail plan`` writes its report, if anywhere."""
+
+    out: Annotated[str | None, flag("folder for report.json, .md and .html", metavar="FOLDER")] = None
+
+    def folder(self, command: str) -> Path | None:  # noqa: ARG002 - its base class has it
+        """Return the folder; None: nothing is written."""
+        return None if self.out is None else Path(self.out)
 
 
 def add_dataset(parser: argparse.ArgumentParser) -> None:
@@ -49,9 +50,3 @@ def output_folder(out: str | os.PathLike[str] | None) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="fuelrail-bench-") as folder:
         yield Path(folder)
-
-
-def print_partial(cut_off: str | None, console: Console) -> None:
-    """Print why a report is partial, if it is."""
-    if cut_off is not None:
-        console.print(f"[bold]PARTIAL:[/bold] {cut_off}", highlight=False)

@@ -171,14 +171,20 @@ def render_page(report: Any) -> str:  # noqa: ANN401 - a report of any study
     """Return the page of a report as one string; raises ConfigError where matplotlib is not installed."""
     plots: dict[str, str] = _of_study(report, "plots").plots(report)
     return _template("page.html.j2").render(
-        document=_of_study(report, "page").describe(report, plots),
+        document=document_of(report, plots),
         style=(_FOLDER / "report.css").read_text(encoding="utf-8"),
     )
 
 
 def render_markdown(report: Any) -> str:  # noqa: ANN401 - a report of any study
     """Return a report as Markdown."""
-    return _template("report.md.j2").render(document=_of_study(report, "page").describe(report, {}))
+    return _template("report.md.j2").render(document=document_of(report))
+
+
+def document_of(report: Any, plots: Mapping[str, str] | None = None) -> Document:  # noqa: ANN401 - likewise
+    """Return a report as a document with these plots."""
+    found: Document = _of_study(report, "page").describe(report, plots or {})
+    return found
 
 
 def _of_study(report: object, module: str) -> Any:  # noqa: ANN401 - a module

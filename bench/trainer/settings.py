@@ -16,9 +16,8 @@ from fuelrail.bench.trainer.models.settings import (  # noqa: TC001 (msgspec res
     Positive,
 )
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings, Precision
-from fuelrail.pipeline.cli import flag
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import Settings, check_types
+from fuelrail.pipeline.settings import Settings, check_types, flag
 
 # What a counterfactual run leaves out, in the order of the data's way.
 LeaveOut = Literal[

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
-from msgspec import Meta
 
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.rigid import invert_rigid
-from fuelrail.pipeline.settings import Settings
+from fuelrail.pipeline.settings import Settings, flag
 
 if TYPE_CHECKING:
     import os
@@ -34,16 +33,13 @@ if TYPE_CHECKING:
 class RecordOptions(Settings, frozen=True, kw_only=True):
     """Options of ``fuelrail view`` for a recording."""
 
-    rerun: (
-        Annotated[
-            str,
-            Meta(
-                description="write the sample's whole clip for Rerun instead of a picture: open it with `rerun FILE`",
-                extra={"metavar": "FILE.rrd"},
-            ),
-        ]
-        | None
-    ) = None
+    rerun: Annotated[
+        str | None,
+        flag(
+            "write the sample's whole clip for Rerun instead of a picture: open it with `rerun FILE`",
+            metavar="FILE.rrd",
+        ),
+    ] = None
 
 
 class RecordReport(msgspec.Struct, frozen=True, kw_only=True):

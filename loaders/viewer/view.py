@@ -27,7 +27,7 @@ from fuelrail.pipeline.format.attributes import ClipTable
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.layers import NO_ROW, open_layer
 from fuelrail.pipeline.order.windows import FrameWindow, WindowLookup
-from fuelrail.pipeline.settings import Settings, check_types, make_options, resolve_fields
+from fuelrail.pipeline.settings import Settings, check_types, flag, make_options, resolve_fields
 from fuelrail.pipeline.text import shown
 from fuelrail.pipeline.transforms.image import ImageAugment  # noqa: TC001 - msgspec resolves it
 
@@ -53,28 +53,18 @@ def _parse_layers(text: str) -> dict[str, str]:
 class ViewOptions(Settings, frozen=True, kw_only=True):
     """Options of `fuelrail.view`, and the flags of ``fuelrail view``."""
 
-    image: (
-        Annotated[ImageAugment, Meta(description="image settings (default: crop 704x256 from the bottom of the image)")]
-        | None
-    ) = None
-    train: Annotated[bool, Meta(description="augment as a loader does, for this seed and epoch")] = False
-    seed: Annotated[int, Meta(ge=0, description="seed of the augmentation")] = 0
-    epoch: Annotated[int, Meta(ge=0, description="epoch of the augmentation")] = 0
-    frames: Annotated[
-        tuple[int, ...], Meta(description="draw a temporal window: offsets from the sample, such as -2 -1 0")
-    ] = (0,)
-    channels: Annotated[tuple[str, ...], Meta(description="channels of the dataset to draw, too")] = ()
-    layers: (
-        Annotated[
-            dict[str, str],
-            Meta(description="layers to draw, too", extra={"parse": _parse_layers, "metavar": "NAME=PATH,..."}),
-        ]
-        | None
-    ) = None
-    output: (
-        Annotated[str, Meta(description="picture to write (default: contact_sheet.png)", extra={"metavar": "PNG"})]
-        | None
-    ) = None
+    image: Annotated[
+        ImageAugment | None, flag("image settings (default: crop 704x256 from the bottom of the image)")
+    ] = None
+    train: Annotated[bool, flag("augment as a loader does, for this seed and epoch")] = False
+    seed: Annotated[int, Meta(ge=0), flag("seed of the augmentation")] = 0
+    epoch: Annotated[int, Meta(ge=0), flag("epoch of the augmentation")] = 0
+    frames: Annotated[tuple[int, ...], flag("draw a temporal window: offsets from the sample, such as -2 -1 0")] = (0,)
+    channels: Annotated[tuple[str, ...], flag("channels of the dataset to draw, too")] = ()
+    layers: Annotated[
+        dict[str, str] | None, flag("layers to draw, too", parse=_parse_layers, metavar="NAME=PATH,...")
+    ] = None
+    output: Annotated[str | None, flag("picture to write (default: contact_sheet.png)", metavar="PNG")] = None
 
     def __post_init__(self) -> None:
         resolve_fields(self)

@@ -14,13 +14,12 @@ from operator import index
 from typing import TYPE_CHECKING, Annotated, Final, Literal, get_args
 
 import numpy as np
-from msgspec import Meta
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.mix import Mix  # noqa: TC001, msgspec reads the annotation
 from fuelrail.pipeline.order.permutation import MAX_LENGTH, KeyedPermutation, as_positions, derive_key
 from fuelrail.pipeline.order.weights import Weighting  # noqa: TC001, msgspec reads the annotation
-from fuelrail.pipeline.settings import Settings, check_types
+from fuelrail.pipeline.settings import Settings, check_types, flag
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,24 +52,16 @@ class OrderSpec(Settings, frozen=True):
     ``filter``, ``subset``, ``weights`` and ``mix`` look at a dataset: `fuelrail.pipeline.order.compile` applies them.
     """
 
-    kind: Annotated[Kind, Meta(description="kind of order")] = "shuffled"
-    seed: Annotated[int, Meta(description="random seed of the order")] = 0
+    kind: Annotated[Kind, flag("kind of order")] = "shuffled"
+    seed: Annotated[int, flag("random seed of the order")] = 0
     """0 .. 2**63 - 1."""
-    window: Annotated[int, Meta(description="shards in a window, for --kind windowed")] | None = None
+    window: Annotated[int | None, flag("shards in a window, for --kind windowed")] = None
     """Shards in a window, 1 or more; with kind ``windowed`` only, and needed there."""
-    filter: (
-        Annotated[
-            str,
-            Meta(
-                description='only samples that match, such as "night and num_car >= 3"', extra={"metavar": "EXPRESSION"}
-            ),
-        ]
-        | None
-    ) = None
+    filter: Annotated[
+        str | None, flag('only samples that match, such as "night and num_car >= 3"', metavar="EXPRESSION")
+    ] = None
     """Only samples for which an expression over attributes holds (`fuelrail.pipeline.order.select`)."""
-    subset: (
-        Annotated[str, Meta(description="only samples whose keys are in the file", extra={"metavar": "FILE"})] | None
-    ) = None
+    subset: Annotated[str | None, flag("only samples whose keys are in the file", metavar="FILE")] = None
     """Only samples whose keys a file lists: one a line, or column ``key`` of a ``.parquet`` or ``.csv`` file."""
     weights: tuple[Weighting, ...] = ()
     """How often samples come, as the product of these (`fuelrail.pipeline.order.weights`); not with ``lanes``."""
@@ -82,7 +73,7 @@ class OrderSpec(Settings, frozen=True):
     epoch_length: int | None = None
     """Positions in a weighted or mixed epoch. None: weighted, class balance's own number, else as many as there are
     selected samples; mixed, as many as it takes for all of them to come."""
-    pieces_per_clip: Annotated[int, Meta(description="pieces that a clip is cut into, for --kind lanes")] | None = None
+    pieces_per_clip: Annotated[int | None, flag("pieces that a clip is cut into, for --kind lanes")] = None
     """With kind ``lanes`` only: into how many pieces of equal length clips are cut; None: 1."""
 
     def __post_init__(self) -> None:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.runtime.metrics import parse
-from fuelrail.pipeline.settings import Settings, make_options
+from fuelrail.pipeline.settings import Settings, flag, make_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -33,10 +33,8 @@ _MAX_BYTES = 16 << 20
 class TopOptions(Settings, frozen=True, kw_only=True):
     """Options of `fuelrail.top`, and the flags of ``fuelrail top``."""
 
-    interval: Annotated[
-        float, Meta(ge=0.05, le=3600, description="seconds between updates", extra={"metavar": "S"})
-    ] = 1.0
-    once: Annotated[bool, Meta(description="show one interval and exit")] = False
+    interval: Annotated[float, Meta(ge=0.05, le=3600), flag("seconds between updates", metavar="S")] = 1.0
+    once: Annotated[bool, flag("show one interval and exit")] = False
 
 
 class Reading(NamedTuple):

@@ -81,7 +81,7 @@ class TraceRecorder:
                 for name, tid in tracks.items()
             ),
         ]
-        begun: set[int] = set()
+        started: set[int] = set()
         for span in sorted(spans, key=lambda span: span.begin_s):
             place = {"pid": pid, "tid": tracks[span.thread]}
             begin_us, end_us = self._microseconds(span.begin_s), self._microseconds(span.end_s)
@@ -95,8 +95,8 @@ class TraceRecorder:
                 # Viewers tie an arrow to the work that encloses it, and at its very end that is over.
                 events.append({**arrow, "ph": "f", "bp": "e", "ts": max(begin_us, end_us - 1.0)})
             else:
-                events.append({**arrow, "ph": "t" if span.batch in begun else "s", "ts": begin_us})
-                begun.add(span.batch)
+                events.append({**arrow, "ph": "t" if span.batch in started else "s", "ts": begin_us})
+                started.add(span.batch)
         return events
 
     def _microseconds(self, time_s: float) -> float:

@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.runtime.workers import check_main_guard
-from fuelrail.pipeline.settings import Settings, convert
+from fuelrail.pipeline.settings import Settings, convert, flag
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,32 +29,22 @@ def _parse_size(text: str) -> tuple[int, int]:
 class SynthOptions(Settings, frozen=True, kw_only=True):
     """Options of a synthetic world."""
 
-    seed: Annotated[int, Meta(description="random seed of the world")] = 0
-    clips: Annotated[int, Meta(description="number of clips")] = 4
-    frames: Annotated[int, Meta(description="number of keyframes in each clip, 2 a second")] = 10
-    version: Annotated[str, Meta(description="version folder of the tables", extra={"metavar": "FOLDER"})] = "v1.0-mini"
+    seed: Annotated[int, flag("random seed of the world")] = 0
+    clips: Annotated[int, flag("number of clips")] = 4
+    frames: Annotated[int, flag("number of keyframes in each clip, 2 a second")] = 10
+    version: Annotated[str, flag("version folder of the tables", metavar="FOLDER")] = "v1.0-mini"
     size: Annotated[
-        tuple[int, int],
-        Meta(
-            description="size of the images in pixels (default: 1600x900)",
-            extra={"parse": _parse_size, "metavar": "WxH"},
-        ),
+        tuple[int, int], flag("size of the images in pixels (default: 1600x900)", parse=_parse_size, metavar="WxH")
     ] = (1600, 900)
-    lidar_sweeps: Annotated[int, Meta(description="number of lidar sweeps between two keyframes")] = 1
-    camera_sweeps: Annotated[
-        int, Meta(description="number of images of each camera between two keyframes (default: 0)")
-    ] = 0
-    channels: Annotated[
-        bool, Meta(description="write radar points, and instance masks and depth of each camera, too")
-    ] = False
+    lidar_sweeps: Annotated[int, flag("number of lidar sweeps between two keyframes")] = 1
+    camera_sweeps: Annotated[int, flag("number of images of each camera between two keyframes (default: 0)")] = 0
+    channels: Annotated[bool, flag("write radar points, and instance masks and depth of each camera, too")] = False
     occupancy: Annotated[
-        bool, Meta(description="write an occupancy grid for each keyframe, voxelised from lidar sweeps and boxes")
+        bool, flag("write an occupancy grid for each keyframe, voxelised from lidar sweeps and boxes")
     ] = False
-    tokens: Annotated[
-        bool, Meta(description="write what is around the vehicle in each keyframe as tokens, for a decoder")
-    ] = False
+    tokens: Annotated[bool, flag("write what is around the vehicle in each keyframe as tokens, for a decoder")] = False
     workers: Annotated[
-        int, Meta(ge=0, description=f"number of processes (default: one per core, at most {_MOST_WORKERS})")
+        int, Meta(ge=0), flag(f"number of processes (default: one per core, at most {_MOST_WORKERS})")
     ] = 0
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, Protocol
 from msgspec import Meta
 
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import Settings
+from fuelrail.pipeline.settings import Settings, flag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -21,27 +21,17 @@ LOCAL_ENGINES: Final = ("threads", "processes")
 class EngineOptions(Settings, frozen=True, kw_only=True):
     """Options that say where shards are made, and by how many workers."""
 
-    workers: Annotated[int, Meta(ge=0, description="number of workers (default: one per core)")] = 0
-    engine: (
-        Annotated[
-            Literal["threads", "processes", "ray"],
-            Meta(
-                description="where shards are made: threads or processes of this machine, or a Ray cluster; the bytes "
-                "are the same (default: threads for a few workers, processes for more)"
-            ),
-        ]
-        | None
-    ) = None
-    ray_address: (
-        Annotated[
-            str,
-            Meta(
-                description="address of a Ray cluster: auto, or HOST:PORT (default: start a local one)",
-                extra={"metavar": "ADDRESS"},
-            ),
-        ]
-        | None
-    ) = None
+    workers: Annotated[int, Meta(ge=0), flag("number of workers (default: one per core)")] = 0
+    engine: Annotated[
+        Literal["threads", "processes", "ray"] | None,
+        flag(
+            "where shards are made: threads or processes of this machine, or a Ray cluster; the bytes "
+            "are the same (default: threads for a few workers, processes for more)"
+        ),
+    ] = None
+    ray_address: Annotated[
+        str | None, flag("address of a Ray cluster: auto, or HOST:PORT (default: start a local one)", metavar="ADDRESS")
+    ] = None
 
     @property
     def num_workers(self) -> int:

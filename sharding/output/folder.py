@@ -235,6 +235,5 @@ def link_file(old: Path, out: FolderOutput, new: str) -> bool:
         if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP):
             raise
         return False
-    temporary.replace(final)
-    sync_folder(final.parent)
+    out.publish_file(new, temporary)
     return True

@@ -32,7 +32,7 @@ from fuelrail.pipeline.format.codecs import (
     planes,
 )
 from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, META, POINTS_EXTENSION, SWEEPS_FIELD, lidar_channel
-from fuelrail.pipeline.settings import Settings, convert, read_text
+from fuelrail.pipeline.settings import Settings, convert, flag, read_text
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.sensors import LidarEntry
@@ -182,82 +182,62 @@ class Recipe(Settings, frozen=True):
     source: str = ""
     source_options: dict[str, Any] = msgspec.field(default_factory=dict)
     scan_sha256: str = ""
-    name: Annotated[str, Meta(description="name of the dataset (default: from the source)")] | None = None
-    license: (
-        Annotated[str, Meta(description="license of the data, stored in the manifest and in every sample")] | None
-    ) = None
+    name: Annotated[str | None, flag("name of the dataset (default: from the source)")] = None
+    license: Annotated[str | None, flag("license of the data, stored in the manifest and in every sample")] = None
     seed: Annotated[
-        int,
-        Meta(ge=0, le=2**63 - 1, description="random seed for the order of samples in the shards (default: 0)"),
+        int, Meta(ge=0, le=2**63 - 1), flag("random seed for the order of samples in the shards (default: 0)")
     ] = 0
-    select: (
-        Annotated[
-            str,
-            Meta(
-                description="select samples by their attributes: \"night and num_pedestrian >= 3 and location != 'x'\"",
-                extra={"metavar": "EXPRESSION"},
-            ),
-        ]
-        | None
-    ) = None
-    limit: Annotated[int, Meta(ge=1, description="keep only the first N selected samples")] | None = None
-    order: Annotated[str, Meta(description="shuffle granularity: frame, clip or window:N (default: frame)")] = "frame"
-    splits: (
-        Annotated[
-            Splits,
-            Meta(
-                description="share of the clips for each split (train=0.8,val=0.2), or a JSON or YAML file that maps "
-                "each split to a list of clips (default: the source's own splits, or a single split train)",
-                extra={"parse": parse_splits},
-            ),
-        ]
-        | None
-    ) = None
+    select: Annotated[
+        str | None,
+        flag(
+            "select samples by their attributes: \"night and num_pedestrian >= 3 and location != 'x'\"",
+            metavar="EXPRESSION",
+        ),
+    ] = None
+    limit: Annotated[Annotated[int, Meta(ge=1)] | None, flag("keep only the first N selected samples")] = None
+    order: Annotated[str, flag("shuffle granularity: frame, clip or window:N (default: frame)")] = "frame"
+    splits: Annotated[
+        Splits | None,
+        flag(
+            "share of the clips for each split (train=0.8,val=0.2), or a JSON or YAML file that maps "
+            "each split to a list of clips (default: the source's own splits, or a single split train)",
+            parse=parse_splits,
+        ),
+    ] = None
     split_seed: Annotated[
-        int, Meta(ge=0, le=2**63 - 1, description="random seed for which clips go to which split (default: 0)")
+        int, Meta(ge=0, le=2**63 - 1), flag("random seed for which clips go to which split (default: 0)")
     ] = 0
-    images: (
-        Annotated[
-            ImageRecipe,
-            Meta(description=f"store smaller images, which is lossy: {FORM}", extra={"parse": parse_images}),
-        ]
-        | None
-    ) = None
+    images: Annotated[ImageRecipe | None, flag(f"store smaller images, which is lossy: {FORM}", parse=parse_images)] = (
+        None
+    )
     shard_size_bytes: Annotated[
         int,
-        Meta(
-            ge=MIN_SHARD_BYTES,
-            description=f"approximate size of a shard (default: {DEFAULT_SHARD_BYTES >> 20}MiB)",
-            extra={"parse": parse_size, "metavar": "SIZE"},
+        Meta(ge=MIN_SHARD_BYTES),
+        flag(
+            f"approximate size of a shard (default: {DEFAULT_SHARD_BYTES >> 20}MiB)", parse=parse_size, metavar="SIZE"
         ),
     ] = DEFAULT_SHARD_BYTES
     layout: Annotated[
         Literal["member", "frame", "none"],
-        Meta(
-            description="member: compress metadata and points, each member on its own; frame: compress each sample as "
+        flag(
+            "member: compress metadata and points, each member on its own; frame: compress each sample as "
             "a whole (.tar.zst); none: no compression (default: member)"
         ),
     ] = "member"
-    compression_level: Annotated[int, Meta(ge=1, le=19, description="zstd compression level, 1 to 19")] = (
-        DEFAULT_ZSTD_LEVEL
-    )
-    dictionary_bytes: (
-        Annotated[
-            int,
-            Meta(
-                ge=MIN_DICTIONARY_BYTES,
-                le=MAX_DICTIONARY_BYTES,
-                description="train a zstd dictionary of this size (64KiB) for metadata, geometry and boxes; needs "
-                "layout member, and is useful for datasets without images (default: none)",
-                extra={"parse": parse_size, "metavar": "SIZE"},
-            ),
-        ]
-        | None
-    ) = None
+    compression_level: Annotated[int, Meta(ge=1, le=19), flag("zstd compression level, 1 to 19")] = DEFAULT_ZSTD_LEVEL
+    dictionary_bytes: Annotated[
+        Annotated[int, Meta(ge=MIN_DICTIONARY_BYTES, le=MAX_DICTIONARY_BYTES)] | None,
+        flag(
+            "train a zstd dictionary of this size (64KiB) for metadata, geometry and boxes; needs "
+            "layout member, and is useful for datasets without images (default: none)",
+            parse=parse_size,
+            metavar="SIZE",
+        ),
+    ] = None
     jpeg: Annotated[
         Literal["keep", "restart"],
-        Meta(
-            description="keep: store JPEGs byte for byte; restart: rewrite them losslessly so that loaders can skip "
+        flag(
+            "keep: store JPEGs byte for byte; restart: rewrite them losslessly so that loaders can skip "
             "the parts outside the crop, needs jpegtran (default: keep)"
         ),
     ] = "keep"

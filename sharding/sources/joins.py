@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _MEMORY: Final = "128MB"
+_ROWS_OF_PART: Final = 1 << 18
+"""A join of more rows is made in parts by the hash of the token, so that all joins take the same memory."""
+_MOST_PARTS: Final = 32
 
 
 class Owners(Protocol):
@@ -49,14 +52,23 @@ class Database(Disk):
         """Free what joins took of memory and disk; columns stay good."""
         if "_connection" in self.__dict__:
             self._connection.close()
+            del self._connection
 
     def pairs(self, own: Texts, links: Texts) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """Yield rows of ``own`` and of ``links`` that have the same text, in any order, some at a time."""
-        for name, column in (("own", own), ("links", links)):
-            self._connection.register(name, _reader(column))
-        found = self._connection.sql("SELECT own.row, links.row AS link FROM own JOIN links USING (token)")
-        for batch in found.to_arrow_reader(ROWS_AT_ONCE):
-            yield batch["row"].to_numpy(), batch["link"].to_numpy()
+        num_parts = min(_MOST_PARTS, -(-(len(own) + len(links)) // _ROWS_OF_PART))
+        for part in range(num_parts):
+            for name, column in (("own", own), ("links", links)):
+                self._connection.register(name, _reader(column))
+            mine = f"(SELECT * FROM {{}} WHERE hash(token) % {num_parts} = {part})"
+            found = self._connection.sql(
+                f"SELECT own.row, links.row AS link FROM {mine.format('own')} own JOIN {mine.format('links')} links "
+                "USING (token)"
+            )
+            for batch in found.to_arrow_reader(ROWS_AT_ONCE):
+                yield batch["row"].to_numpy(), batch["link"].to_numpy()
+        if len(own) + len(links) > ROWS_AT_ONCE:
+            self.close()  # DuckDB keeps the memory of its largest join; to connect again takes 10 ms
 
 
 def _reader(column: Texts) -> pa.RecordBatchReader:

@@ -17,7 +17,7 @@ from fuelrail.pipeline.errors import ConfigError, DatasetError
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset, open_kind
 from fuelrail.pipeline.format.layers import EITHER, LayerManifest
 from fuelrail.pipeline.format.manifest import Ancestor  # noqa: TC001 - msgspec reads the annotation
-from fuelrail.pipeline.settings import Settings
+from fuelrail.pipeline.settings import Settings, flag
 from fuelrail.pipeline.storage.files import published, read_file
 from fuelrail.pipeline.storage.filesystem import filesystem, is_url
 from fuelrail.pipeline.text import escaped, json_text
@@ -39,8 +39,8 @@ _OF_MANIFEST: Final = ("name", "order_unit", "seed", "classes", "attributes", "t
 class TagOptions(Settings, frozen=True):
     """What `fuelrail tag` changes."""
 
-    add: Annotated[tuple[str, ...], msgspec.Meta(description="tags to add")] = ()
-    remove: Annotated[tuple[str, ...], msgspec.Meta(description="tags to remove")] = ()
+    add: Annotated[tuple[str, ...], flag("tags to add")] = ()
+    remove: Annotated[tuple[str, ...], flag("tags to remove")] = ()
 
 
 class _Printed(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,11 +5,9 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
-
 from fuelrail.bench.report.options import add_dataset
 from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, print_json
-from fuelrail.pipeline.settings import Settings
+from fuelrail.pipeline.settings import Settings, flag
 
 if TYPE_CHECKING:
     import argparse
@@ -24,9 +22,7 @@ _DESCRIPTION = (
 class ModelOption(Settings, frozen=True, kw_only=True):
     """The model, which the function `fuelrail.annotate` takes as an argument of its own."""
 
-    model: Annotated[
-        str, msgspec.Meta(description="the function, or a class that makes it", extra={"metavar": "MODULE:FUNCTION"})
-    ]
+    model: Annotated[str, flag("the function, or a class that makes it", metavar="MODULE:FUNCTION")]
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:

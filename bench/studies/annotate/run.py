@@ -26,7 +26,7 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.format.layers import LayerView
 from fuelrail.pipeline.order.batching import World
-from fuelrail.pipeline.settings import PathText, Settings, check_types, make_options, resolve_fields
+from fuelrail.pipeline.settings import PathText, Settings, check_types, flag, make_options, resolve_fields
 from fuelrail.pipeline.text import escaped
 from fuelrail.sharding.write.layers.writer import LayerWriter
 
@@ -41,28 +41,22 @@ _LAUNCHER_RANK: Final = "LOCAL_RANK"
 class AnnotateOptions(Settings, frozen=True, kw_only=True):
     """Options of `fuelrail.annotate`, and flags of ``fuelrail annotate``."""
 
-    batch_size: Annotated[int, Meta(ge=1, description="samples that the model gets at a time")] = 8
-    channels: (
-        Annotated[
-            PathText,
-            Meta(description="YAML or JSON list of channels (default: from what the model returns)",
-                 extra={"metavar": "FILE"}),
-        ]
-        | None
-    ) = None  # fmt: skip
+    batch_size: Annotated[int, Meta(ge=1), flag("samples that the model gets at a time")] = 8
+    channels: Annotated[
+        PathText | None, flag("YAML or JSON list of channels (default: from what the model returns)", metavar="FILE")
+    ] = None
     store: Annotated[
         Literal["as_is", "float16", "int8"],
-        Meta(description="without --channels: how floating arrays are stored; int8 adds {name}_scale"),
+        flag("without --channels: how floating arrays are stored; int8 adds {name}_scale"),
     ] = "as_is"
     view: Annotated[
-        Literal["fixed", "per_view"],
-        Meta(description="show samples without augmentation, or as augmented in --epoch with --seed"),
+        Literal["fixed", "per_view"], flag("show samples without augmentation, or as augmented in --epoch with --seed")
     ] = "fixed"
-    seed: Annotated[int, Meta(ge=0, description="seed of the augmentation, with --view per_view")] = 0
-    epoch: Annotated[int, Meta(ge=0, description="epoch of the augmentation, with --view per_view")] = 0
-    transforms: Annotated[Transforms, Meta(description="size, augmentation, points, channels, ...")] | None = None
-    device: Annotated[str, Meta(description="device of the batches, such as cuda (of this local rank)")] | None = None
-    workers: Annotated[int, Meta(ge=1, description="decoding threads (default: this rank's CPUs)")] | None = None
+    seed: Annotated[int, Meta(ge=0), flag("seed of the augmentation, with --view per_view")] = 0
+    epoch: Annotated[int, Meta(ge=0), flag("epoch of the augmentation, with --view per_view")] = 0
+    transforms: Annotated[Transforms | None, flag("size, augmentation, points, channels, ...")] = None
+    device: Annotated[str | None, flag("device of the batches, such as cuda (of this local rank)")] = None
+    workers: Annotated[Annotated[int, Meta(ge=1)] | None, flag("decoding threads (default: this rank's CPUs)")] = None
 
     def __post_init__(self) -> None:
         resolve_fields(self)

@@ -9,7 +9,7 @@ import msgspec
 from fuelrail.bench.measure.machine import MachineFacts  # noqa: TC001 (msgspec resolves the field's type)
 from fuelrail.bench.planner.formulas import sent_bytes
 from fuelrail.bench.trainer.models.settings import NotNegative, Positive  # noqa: TC001 (likewise)
-from fuelrail.pipeline.settings import Settings
+from fuelrail.pipeline.settings import Settings, flag
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,37 +23,27 @@ KINDS: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "send_r
 class CommOptions(Settings, frozen=True, kw_only=True):
     """Options of ``fuelrail bench comm``."""
 
-    ranks: Annotated[
-        Positive, msgspec.Meta(description="number of ranks on this host; inside torchrun its own count")
-    ] = 2
-    mesh: (
-        Annotated[
-            str,
-            msgspec.Meta(
-                description="axes of a mesh, each of which is measured, as in bench train (default: all ranks as one)",
-                extra={"metavar": "AXIS=N,..."},
-            ),
-        ]
-        | None
-    ) = None
-    smallest: Annotated[Positive, msgspec.Meta(description="smallest tensor in bytes")] = 1 << 10
-    largest: Annotated[Positive, msgspec.Meta(description="largest tensor in bytes")] = 1 << 26
-    repeats: Annotated[Positive, msgspec.Meta(description="collectives of each size; the median counts")] = 10
-    warmup: Annotated[NotNegative, msgspec.Meta(description="collectives of each size before that")] = 3
-    backend: Annotated[
-        Literal["auto", "nccl", "gloo"], msgspec.Meta(description="collective library; auto: nccl on a GPU")
-    ] = "auto"
-    base: (
-        Annotated[
-            str,
-            msgspec.Meta(
-                description="cluster of configs/clusters, or a .yaml, that cluster.yaml takes all but the measured "
-                "link from; without it none is written",
-                extra={"metavar": "CLUSTER"},
-            ),
-        ]
-        | None
-    ) = None
+    ranks: Annotated[Positive, flag("number of ranks on this host; inside torchrun its own count")] = 2
+    mesh: Annotated[
+        str | None,
+        flag(
+            "axes of a mesh, each of which is measured, as in bench train (default: all ranks as one)",
+            metavar="AXIS=N,...",
+        ),
+    ] = None
+    smallest: Annotated[Positive, flag("smallest tensor in bytes")] = 1 << 10
+    largest: Annotated[Positive, flag("largest tensor in bytes")] = 1 << 26
+    repeats: Annotated[Positive, flag("collectives of each size; the median counts")] = 10
+    warmup: Annotated[NotNegative, flag("collectives of each size before that")] = 3
+    backend: Annotated[Literal["auto", "nccl", "gloo"], flag("collective library; auto: nccl on a GPU")] = "auto"
+    base: Annotated[
+        str | None,
+        flag(
+            "cluster of configs/clusters, or a .yaml, that cluster.yaml takes all but the measured "
+            "link from; without it none is written",
+            metavar="CLUSTER",
+        ),
+    ] = None
 
 
 class Timed(msgspec.Struct, frozen=True, kw_only=True):

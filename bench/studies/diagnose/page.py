@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fuelrail.bench.report.files import REPORT_HTML
-from fuelrail.bench.report.page import Block, Document, Figure, Hero, Note, Section, Table, Text, document
+from fuelrail.bench.report.page import Block, Document, Figure, Hero, Items, Note, Section, Table, Text, document
 from fuelrail.bench.studies.diagnose.report import RUNS_HEADER, TRIED_HEADER, conclusion, run_rows, tried_rows
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def describe(report: DiagnoseReport, plots: Mapping[str, str]) -> Document:
         parts.append(Section("What if it cost nothing?", [figure, table]))
     if report.tried is not None:
         tried = [Table(TRIED_HEADER, tried_rows(report.tried))] if report.tried else []
-        parts.append(Section("What was tried", [*tried, Text(f"{conclusion(report.tried).capitalize()}.")]))
+        parts.append(Section("What was tried", [*tried, Items([conclusion(report.tried)])]))
     if report.runs:
         links = ", ".join(f"[{run.name}]({run.name}/{REPORT_HTML})" for run in report.runs)
         parts.append(Text(f"Reports of the runs: {links}.", small=True))

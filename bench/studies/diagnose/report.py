@@ -54,13 +54,6 @@ RUNS_HEADER = ("run", "step ms", "faster by", "95 % interval")
 TRIED_HEADER = ("settings tried", "samples/s", "faster by", "95 % interval", "")
 
 
-def headline(diagnosis: Diagnosis) -> str:
-    """Return the verdict in a few words."""
-    if diagnosis.bound == "undecided":
-        return f"undecided: within noise (the repeat differed by {diagnosis.noise or 0:.1%})"
-    return f"bound by: {diagnosis.bound}"
-
-
 def title_of(entry: Counterfactual) -> str:
     """Return the title of a run."""
     return "baseline, repeated" if entry.left_out == "again" else f"without {entry.left_out}"

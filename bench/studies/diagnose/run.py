@@ -27,7 +27,7 @@ from fuelrail.bench.studies.train.run import TrainRun, measure_all
 from fuelrail.bench.trainer.models.settings import Positive  # noqa: TC001 (msgspec resolves the fields' types)
 from fuelrail.bench.trainer.settings import LeaveOut, TrainOptions
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
-from fuelrail.pipeline.settings import make_options
+from fuelrail.pipeline.settings import flag, make_options
 from fuelrail.pipeline.storage.filesystem import is_url
 
 if TYPE_CHECKING:
@@ -46,10 +46,9 @@ class DiagnoseOptions(TrainOptions, frozen=True, kw_only=True):
 
     trace: bool = False  # no flags here: diagnose chooses itself what to leave out
     leave_out: tuple[LeaveOut, ...] = ()
-    apply: Annotated[bool, msgspec.Meta(description="try the settings that may help, and report their effect")] = False
+    apply: Annotated[bool, flag("try the settings that may help, and report their effect")] = False
     max_rounds: Annotated[
-        Positive,
-        msgspec.Meta(description="maximum number of rounds; all runs are repeated while noise hides their differences"),
+        Positive, flag("maximum number of rounds; all runs are repeated while noise hides their differences")
     ] = 5
 
 

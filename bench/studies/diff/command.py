@@ -5,35 +5,33 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-
+from fuelrail.bench.report.console import print_table, report_console
 from fuelrail.bench.studies.diff.compare import DiffOptions, diff
-from fuelrail.pipeline.cli import PrintOptions, add_flags, from_flags, print_json
+from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, print_json
 
 if TYPE_CHECKING:
     import argparse
 
+    from fuelrail.bench.studies.diff.changes import Change
     from fuelrail.bench.studies.diff.compare import Comparison
 
-HELP = "compare two reports, and fail if the second is worse beyond noise"
-DESCRIPTION = (
+_HELP = "compare two reports, and fail if the second is worse beyond noise"
+_DESCRIPTION = (
     "Compares two reports of `bench train`, `loader`, `compare` or `scale`. Exit code 0: nothing is worse; 1: "
     "something is worse by more than --threshold, and the noise of both does not explain it; 2: no comparison."
 )
 _WORSE = 1
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``fuelrail bench diff``."""
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.description = _DESCRIPTION
     parser.add_argument("before", metavar="A", type=Path, help="report.json, or its folder")
     parser.add_argument("after", metavar="B", type=Path, help="the report to judge")
     add_flags(parser, DiffOptions)
     add_flags(parser, PrintOptions)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Compare, print, and return the exit code."""
+def _run(arguments: argparse.Namespace) -> int:
     options = from_flags(arguments, DiffOptions)
     found = diff(arguments.before, arguments.after, options)
     if from_flags(arguments, PrintOptions).json:
@@ -46,31 +44,26 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _print(found: Comparison, threshold: float) -> None:
     others, worse = found.differences, found.worse
-    console = Console(soft_wrap=True, markup=False)
+    console = report_console()
     for line in (line for line in others if line.startswith(("dataset:", "split:"))):
-        console.print(f"warning: the reports are of different data: {line}", highlight=False)
-    table = Table("figure", "A", "B", "B / A", "interval", "", box=None, pad_edge=False)
-    for column in table.columns[1:5]:
-        column.justify = "right"
-    for change in found.changes:
-        better = (change.ratio > 1) == change.higher_is_better
-        if change.ratio_low is None or change.ratio_high is None:
-            interval, verdict = "none", "unknown: fewer than 3 repeats"
-        else:
-            interval = f"{change.ratio_low:.3f} to {change.ratio_high:.3f}"
-            verdict = "within noise" if not change.is_real else "better" if better else "worse"
-        table.add_row(
-            change.name,
-            f"{change.before:,.4g}",
-            f"{change.after:,.4g}",
-            f"{change.ratio:.3f}",
-            interval,
-            verdict,
-        )
-    console.print(table)
+        console.print(f"warning: the reports are of different data: {line}")
+    print_table(console, ("figure", "A", "B", "B / A", "interval", ""), map(_row, found.changes))
     for line in others:
-        console.print(f"also differs: {line}", highlight=False)
+        console.print(f"also differs: {line}")
     if worse:
-        console.print(f"worse by more than {threshold:.1%}, beyond noise: {', '.join(worse)}", highlight=False)
+        console.print(f"worse by more than {threshold:.1%}, beyond noise: {', '.join(worse)}")
     else:
-        console.print(f"nothing is worse by more than {threshold:.1%}, beyond noise", highlight=False)
+        console.print(f"nothing is worse by more than {threshold:.1%}, beyond noise")
+
+
+def _row(change: Change) -> list[str]:
+    better = (change.ratio > 1) == change.higher_is_better
+    if change.ratio_low is None or change.ratio_high is None:
+        interval, verdict = "none", "unknown: fewer than 3 repeats"
+    else:
+        interval = f"{change.ratio_low:.3f} to {change.ratio_high:.3f}"
+        verdict = "within noise" if not change.is_real else "better" if better else "worse"
+    return [change.name, f"{change.before:,.4g}", f"{change.after:,.4g}", f"{change.ratio:.3f}", interval, verdict]
+
+
+DIFF = Command(_HELP, _configure, _run)

@@ -8,31 +8,25 @@ import msgspec
 
 from fuelrail.bench.trainer.models.settings import NotNegative, Positive  # noqa: TC001 (msgspec resolves the fields' types)
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import Settings, check_types, resolve_fields
+from fuelrail.pipeline.settings import Settings, check_types, flag, resolve_fields
 from fuelrail.pipeline.transforms.image import ImageAugment  # noqa: TC001 (msgspec resolves the fields' types)
 
 
 class LoaderOptions(Settings, frozen=True, kw_only=True):
     """Options of `fuelrail.bench_loader`, and the flags of ``fuelrail bench loader``."""
 
-    split: Annotated[str, msgspec.Meta(description="split to load")] = "train"
-    batch_size: Annotated[Positive, msgspec.Meta(description="samples in a batch")] = 8
-    workers: Annotated[Positive, msgspec.Meta(description="decoding threads (default: one per usable CPU)")] | None = (
-        None
-    )
-    image: (
-        Annotated[
-            ImageAugment,
-            msgspec.Meta(description="image settings (default: crop 704x256 from the bottom of the image)"),
-        ]
-        | None
-    ) = None
-    decoder: Annotated[str, msgspec.Meta(description="decode backend, as in the DataLoader")] = "auto"
-    points: Annotated[bool, msgspec.Meta(description="also decode the lidar sweep")] = False
-    verify: Annotated[bool, msgspec.Meta(description="skip checksum verification")] = True
-    seed: Annotated[NotNegative, msgspec.Meta(description="random seed for the order")] = 0
-    repeats: Annotated[Positive, msgspec.Meta(description="rounds of measurement")] = 5
-    seconds: Annotated[float, msgspec.Meta(gt=0, le=1e9, description="seconds of one run of the loader")] = 3.0
+    split: Annotated[str, flag("split to load")] = "train"
+    batch_size: Annotated[Positive, flag("samples in a batch")] = 8
+    workers: Annotated[Positive | None, flag("decoding threads (default: one per usable CPU)")] = None
+    image: Annotated[
+        ImageAugment | None, flag("image settings (default: crop 704x256 from the bottom of the image)")
+    ] = None
+    decoder: Annotated[str, flag("decode backend, as in the DataLoader")] = "auto"
+    points: Annotated[bool, flag("also decode the lidar sweep")] = False
+    verify: Annotated[bool, flag("skip checksum verification")] = True
+    seed: Annotated[NotNegative, flag("random seed for the order")] = 0
+    repeats: Annotated[Positive, flag("rounds of measurement")] = 5
+    seconds: Annotated[float, msgspec.Meta(gt=0, le=1e9), flag("seconds of one run of the loader")] = 3.0
 
     def __post_init__(self) -> None:
         resolve_fields(self)

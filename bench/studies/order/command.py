@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-
+from fuelrail.bench.report.console import print_table, report_console
 from fuelrail.bench.report.options import add_dataset
 from fuelrail.bench.studies.order.describe import DescribeOptions, describe_order
 from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, given_flags, print_json
@@ -70,24 +68,18 @@ _LEGEND = (
 
 
 def _print(description: Description) -> None:
-    console = Console()
+    console = report_console()
     selected = "" if description.num_selected == description.num_samples else f" of {description.num_samples:,}"
     padding = f", {description.num_padding:,} of them padding" if description.num_padding else ""
     console.print(
         f"{description.dataset}, split {description.split}: {description.num_selected:,}{selected} samples selected; "
         f"an epoch has {description.epoch_length:,} positions{padding}, "
-        f"{description.num_steps:,} steps of {description.global_batch}",
-        highlight=False,
+        f"{description.num_steps:,} steps of {description.global_batch}"
     )
-    console.print(verdict(description.figures[0]), style="bold", highlight=False)
-    table = Table(box=None, pad_edge=False)
-    table.add_column(f"epoch {description.epoch}")
-    for figures in description.figures:
-        table.add_column(figures.name, justify="right")
-    for row in rows(description.figures):
-        table.add_row(*row)
-    console.print(table)
-    console.print(_LEGEND, style="dim", highlight=False)
+    console.print(verdict(description.figures[0]), style="bold")
+    header = [f"epoch {description.epoch}", *(figures.name for figures in description.figures)]
+    print_table(console, header, rows(description.figures))
+    console.print(_LEGEND, style="dim")
 
 
 def verdict(order: OrderFigures) -> str:

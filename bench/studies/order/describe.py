@@ -20,7 +20,7 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.compile import compile_order
 from fuelrail.pipeline.order.spec import Layout, OrderSpec
-from fuelrail.pipeline.settings import Settings, check_types, make_options, resolve_fields
+from fuelrail.pipeline.settings import Settings, check_types, flag, make_options, resolve_fields
 from fuelrail.pipeline.text import shown
 
 if TYPE_CHECKING:
@@ -39,22 +39,16 @@ _SHUFFLED_IN_ALL = 2_000_000
 class DescribeOptions(Settings, frozen=True, kw_only=True):
     """Options of `fuelrail.describe_order`, and flags of ``fuelrail order describe``."""
 
-    split: Annotated[str, msgspec.Meta(description="split to describe")] = "train"
-    epoch: Annotated[int, msgspec.Meta(ge=0, description="epoch to describe")] = 0
-    global_batch: Annotated[int, msgspec.Meta(ge=1, le=_MAX, description="samples per step over all ranks")] = 64
-    buffer: Annotated[int, msgspec.Meta(ge=1, le=_MAX, description="size of webdataset's shuffle buffer")] = (
+    split: Annotated[str, flag("split to describe")] = "train"
+    epoch: Annotated[int, msgspec.Meta(ge=0), flag("epoch to describe")] = 0
+    global_batch: Annotated[int, msgspec.Meta(ge=1, le=_MAX), flag("samples per step over all ranks")] = 64
+    buffer: Annotated[int, msgspec.Meta(ge=1, le=_MAX), flag("size of webdataset's shuffle buffer")] = (
         WEBDATASET_SAMPLE_BUFFER
     )
-    config: (
-        Annotated[
-            OrderSpec, msgspec.Meta(description="file with a whole order, in place of --kind, --seed, --window, ...")
-        ]
-        | None
-    ) = None
-    plot: (
-        Annotated[str, msgspec.Meta(description="draw the orders: .png, .svg or .pdf", extra={"metavar": "FILE"})]
-        | None
-    ) = None
+    config: Annotated[OrderSpec | None, flag("file with a whole order, in place of --kind, --seed, --window, ...")] = (
+        None
+    )
+    plot: Annotated[str | None, flag("draw the orders: .png, .svg or .pdf", metavar="FILE")] = None
 
     def __post_init__(self) -> None:
         resolve_fields(self)

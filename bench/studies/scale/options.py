@@ -8,7 +8,7 @@ import msgspec
 
 from fuelrail.bench.trainer.models.settings import NotNegative, Positive  # noqa: TC001 (msgspec resolves the fields' types)
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import Settings, check_types
+from fuelrail.pipeline.settings import Settings, check_types, flag
 
 _LARGE = 1e9  # msgspec knows no "finite"
 
@@ -26,43 +26,31 @@ class ScaleOptions(Settings, frozen=True, kw_only=True):
 
     ranks: Annotated[
         tuple[Positive, ...],
-        msgspec.Meta(
-            description="numbers of ranks to measure, 1 among them (default: 1,2,4)",
-            extra={"metavar": "LIST", "parse": parse_ranks},
-        ),
+        flag("numbers of ranks to measure, 1 among them (default: 1,2,4)", metavar="LIST", parse=parse_ranks),
     ] = (1, 2, 4)
-    split: Annotated[str, msgspec.Meta(description="split to train on")] = "train"
-    batch_size: Annotated[Positive, msgspec.Meta(description="samples per rank in weak scaling")] = 2
-    steps: Annotated[Positive, msgspec.Meta(description="steps of each run")] = 50
-    warmup: Annotated[NotNegative, msgspec.Meta(description="warm-up steps, excluded from all results")] = 10
-    accelerator: Annotated[str, msgspec.Meta(description="emulated:PROFILE, as in `bench train`")] = "auto"
-    workers: (
-        Annotated[
-            Positive, msgspec.Meta(description="decoding threads per rank (default: the rank's share of the CPUs)")
-        ]
-        | None
-    ) = None
-    decoder: Annotated[str, msgspec.Meta(description="decode backend, as in the DataLoader")] = "auto"
-    seed: Annotated[NotNegative, msgspec.Meta(description="random seed for order, weights and simulation")] = 0
-    loader_seconds: Annotated[
-        float, msgspec.Meta(gt=0, le=_LARGE, description="seconds for which the loader runs alone")
-    ] = 6.0
-    max_ranks: Annotated[Positive, msgspec.Meta(description="largest number of ranks to simulate")] = 4096
-    strong_batch: (
-        Annotated[
-            Positive,
-            msgspec.Meta(description="global batch of simulated strong scaling (default: one sample per --max-ranks)"),
-        ]
-        | None
-    ) = None
-    ranks_per_host: Annotated[Positive, msgspec.Meta(description="ranks that share a host like this one")] = 1
-    straggler_share: Annotated[float, msgspec.Meta(ge=0, le=1, description="share of ranks that are slow")] = 0.01
-    straggler_slowdown: Annotated[
-        float, msgspec.Meta(ge=0, le=_LARGE, description="extra compute time of slow ranks (0.2 = 20 %)")
-    ] = 0.2
-    storage_gb_per_s: Annotated[float, msgspec.Meta(ge=0, le=_LARGE, description="total storage bandwidth in GB/s")] = (
-        10.0
+    split: Annotated[str, flag("split to train on")] = "train"
+    batch_size: Annotated[Positive, flag("samples per rank in weak scaling")] = 2
+    steps: Annotated[Positive, flag("steps of each run")] = 50
+    warmup: Annotated[NotNegative, flag("warm-up steps, excluded from all results")] = 10
+    accelerator: Annotated[str, flag("emulated:PROFILE, as in `bench train`")] = "auto"
+    workers: Annotated[Positive | None, flag("decoding threads per rank (default: the rank's share of the CPUs)")] = (
+        None
     )
+    decoder: Annotated[str, flag("decode backend, as in the DataLoader")] = "auto"
+    seed: Annotated[NotNegative, flag("random seed for order, weights and simulation")] = 0
+    loader_seconds: Annotated[float, msgspec.Meta(gt=0, le=_LARGE), flag("seconds for which the loader runs alone")] = (
+        6.0
+    )
+    max_ranks: Annotated[Positive, flag("largest number of ranks to simulate")] = 4096
+    strong_batch: Annotated[
+        Positive | None, flag("global batch of simulated strong scaling (default: one sample per --max-ranks)")
+    ] = None
+    ranks_per_host: Annotated[Positive, flag("ranks that share a host like this one")] = 1
+    straggler_share: Annotated[float, msgspec.Meta(ge=0, le=1), flag("share of ranks that are slow")] = 0.01
+    straggler_slowdown: Annotated[
+        float, msgspec.Meta(ge=0, le=_LARGE), flag("extra compute time of slow ranks (0.2 = 20 %)")
+    ] = 0.2
+    storage_gb_per_s: Annotated[float, msgspec.Meta(ge=0, le=_LARGE), flag("total storage bandwidth in GB/s")] = 10.0
 
     def __post_init__(self) -> None:
         check_types(self, ConfigError)

@@ -10,6 +10,7 @@ from fuelrail.bench.report.page import (
     Document,
     Figure,
     Hero,
+    Items,
     Note,
     Section,
     Table,
@@ -259,7 +260,7 @@ def _memory(report: Report, plots: Mapping[str, str]) -> list[Section]:
 def _learning(report: Report) -> list[Section]:
     """Loss compared, targets and checkpoints, one sentence each."""
     lines = learning_sentences(report)
-    return [Section("Learning and checkpoints", [Text(line) for line in lines])] if lines else []
+    return [Section("Learning and checkpoints", [Items(lines)])] if lines else []
 
 
 def _loader(report: Report, plots: Mapping[str, str]) -> list[Section]:

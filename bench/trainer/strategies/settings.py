@@ -15,9 +15,8 @@ from fuelrail.bench.trainer.models.settings import (
     num_blocks,
     tensor_sizes,
 )
-from fuelrail.pipeline.cli import flag
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import Settings
+from fuelrail.pipeline.settings import Settings, flag
 
 Strategy = Literal["ddp", "zero1", "zero2", "fsdp2", "hsdp", "tensor", "pipeline"]
 Schedule = Literal[

@@ -11,7 +11,7 @@ the end of this head (int64 each), the blobs (msgpack of `SegmentRow`). Little-e
 from __future__ import annotations
 
 import functools
-import uuid
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
@@ -21,6 +21,7 @@ import xxhash
 from fuelrail.pipeline.errors import DatasetError
 from fuelrail.pipeline.format.index.row import IndexRow  # noqa: TC001 - msgspec reads the annotation
 from fuelrail.pipeline.format.manifest import WORK_FOLDER
+from fuelrail.pipeline.storage.files import published
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -136,7 +137,6 @@ class Segments:
         path = self._out.work / "segments" / name
         if not path.exists():  # at a URL
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_suffix(f".{uuid.uuid4().hex[:12]}")
-            self._out.fetch(f"{SEGMENTS}/{name}", temporary)
-            temporary.replace(path)
+            with published(path, sync=False) as file:
+                self._out.fetch(f"{SEGMENTS}/{name}", Path(file.name))
         return np.memmap(path, np.uint8, mode="r")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fuelrail.pipeline.errors import SourceError
@@ -68,9 +68,11 @@ def test_rows_are_numbered_over_all_parts_of_a_column(database, monkeypatch):
     )
 
 
-@settings(max_examples=30, deadline=None)
+@pytest.mark.parametrize("rows_of_part", [7, 1 << 18], ids=["in parts", "at once"])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(table=st.lists(st.text(max_size=4), max_size=60), wanted=st.lists(st.text(max_size=4), max_size=60))
-def test_both_ways_find_the_same_rows(database, table, wanted):
+def test_both_ways_find_the_same_rows(database, monkeypatch, rows_of_part, table, wanted):
+    monkeypatch.setattr(module, "_ROWS_OF_PART", rows_of_part)
     tokens = Tokens("log", database)
     tokens.append(table)
     if len(set(table)) < len(table):

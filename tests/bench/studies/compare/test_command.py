@@ -74,7 +74,7 @@ def test_images_that_differ_keep_a_loader_out(dataset, tmp_path, capsys):
     (entry,) = load_compare_report(tmp_path / "report.json").contestants
     assert "90 dB are demanded" in entry.left_out
     assert entry.runs == []
-    assert "left out: fuelrail:turbo" in capsys.readouterr().out
+    assert "Left out\nfuelrail:turbo" in capsys.readouterr().out
 
 
 def test_a_peer_that_is_missing_is_named_with_what_to_install(dataset, tmp_path, monkeypatch, capsys):

@@ -42,7 +42,7 @@ def test_two_ranks_train_on_the_whole_epoch_and_are_reported(dataset, tmp_path, 
         assert {record.device_busy_ns for record in records} == {round((2 * (0.1866 + 0.3731) + 0.15) * 1e6)}
         assert [record.epoch for record in records] == [0] * 12 + [1] * 2
     printed = capsys.readouterr().out
-    for word in ("occupancy", "data wait", "all reduce", "samples/s", "GPU-hours per million samples", "report.html"):
+    for word in ("occupancy", "data wait", "all-reduce", "samples/s", "GPU-hours per million samples", "report.html"):
         assert word in printed
     assert "emulated" in (out / "report.html").read_text()
 

@@ -1,0 +1,66 @@
+"""Reports as text on a terminal: a document without its plots, explanations and facts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from fuelrail.bench.report.page import Hero, Items, Note, Section, Table, Tiles, document_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from fuelrail.bench.report.page import Block
+
+_WIDE = 200
+
+
+def report_console() -> Console:
+    """Standard output; in a file or a pipe wide enough that no table is cut."""
+    console = Console(soft_wrap=True, markup=False, highlight=False)
+    return console if console.is_terminal else Console(soft_wrap=True, markup=False, highlight=False, width=_WIDE)
+
+
+def print_table(console: Console, header: Sequence[str], rows: Iterable[Sequence[str]], *, texts: bool = False) -> None:
+    """Print a table; the first column is text, the others are figures unless ``texts``."""
+    table = RichTable(*header, box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "left" if texts else "right"
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def print_report(report: Any, console: Console) -> None:  # noqa: ANN401 - a report of any study
+    """Print the figures of a report."""
+    document = document_of(report)
+    console.print(document.about.replace("**", ""))
+    if document.cut_off is not None:
+        console.print(f"PARTIAL: {document.cut_off}", style="bold")
+    for part in document.parts:
+        if not isinstance(part, Section):
+            _print(part, console)
+        elif shown := [block for block in part.blocks if _is_shown(block)]:
+            console.print(f"\n{part.title}", style="bold")
+            for block in shown:
+                _print(block, console)
+
+
+def _is_shown(block: Block) -> bool:
+    return isinstance(block, Hero | Tiles | Items | Note) or (isinstance(block, Table) and not block.prose)
+
+
+def _print(block: Block, console: Console) -> None:
+    if isinstance(block, Hero):
+        console.print(f"{block.figure} {block.meaning}", style="bold")
+        console.print(block.text)
+    elif isinstance(block, Tiles):
+        console.print("; ".join(f"{value} {label}" for value, label in block.entries))
+    elif isinstance(block, Items):
+        console.print("\n".join(block.entries))
+    elif isinstance(block, Note):
+        console.print(f"note: {block.text}")
+    elif isinstance(block, Table):
+        print_table(console, block.header, block.rows, texts=block.texts)

@@ -1,0 +1,198 @@
+"""``fuelrail bench WORD`` and ``fuelrail plan``: each study as a command with settings, a report, its files and text.
+
+What a study needs is imported when its command runs: torch and matplotlib take seconds.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fuelrail.bench.measure.processes import exit_code
+from fuelrail.bench.planner.scenario import PlanOptions
+from fuelrail.bench.report.files import TRACE_JSON, prepare_folder, report_files
+from fuelrail.bench.report.options import OutputOptions, PlanOutput, add_dataset
+from fuelrail.bench.report.page import write_report
+from fuelrail.bench.studies.comm.report import CommOptions
+from fuelrail.bench.studies.compare.options import CompareOptions
+from fuelrail.bench.studies.diagnose.run import DiagnoseOptions, run_diagnosis
+from fuelrail.bench.studies.loader.options import LoaderOptions
+from fuelrail.bench.studies.scale.options import ScaleOptions
+from fuelrail.bench.trainer.settings import TrainOptions
+from fuelrail.pipeline.cli import Command, add_flags, from_flags, print_json
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable
+    from pathlib import Path
+
+    import msgspec
+
+
+class Study(NamedTuple):
+    """One study as a command.
+
+    ``make`` gets the argument, the options, the folder for the report (None: none is wanted) and whether a page is
+    wanted. It writes the report and returns it, and whether it was interrupted; None where another process prints it.
+    ``printed``: the fields that ``--json`` prints; all of them if empty.
+    """
+
+    help: str
+    description: str
+    options: type[msgspec.Struct]
+    make: Callable[[Any, Any, Any, bool], tuple[Any, bool]]
+    argument: Callable[[argparse.ArgumentParser], object] = add_dataset
+    printed: tuple[str, ...] = ()
+    output: type[OutputOptions] = OutputOptions
+
+
+def command(word: str, study: Study) -> Command:
+    """Return the command of a study."""
+
+    def configure(parser: argparse.ArgumentParser) -> None:
+        parser.description = study.description
+        study.argument(parser)
+        add_flags(parser, study.options, names={"resume": "continue"})
+        add_flags(parser, study.output)
+
+    def run(arguments: argparse.Namespace) -> int:
+        options, output = from_flags(arguments, study.options), from_flags(arguments, study.output)
+        out = output.folder(word)
+        report, interrupted = study.make(arguments, options, out, output.html)
+        if report is None:
+            return 0
+        if output.json:
+            print_json({name: getattr(report, name) for name in study.printed} if study.printed else report)
+        else:
+            from fuelrail.bench.report.console import print_report, report_console
+
+            console = report_console()
+            print_report(report, console)
+            if out is not None:
+                console.print("\nwritten: " + ", ".join(map(str, report_files(out, html=output.html))))
+        return exit_code(getattr(report, "cut_off", None), interrupted=interrupted)
+
+    return Command(study.help, configure, run)
+
+
+def _train(arguments: argparse.Namespace, options: TrainOptions, out: Path, html: bool) -> tuple[Any, bool]:
+    from fuelrail.bench.studies.train.run import run_training
+
+    made = run_training(arguments.dataset, options, out, html=html)
+    if options.trace:
+        sys.stderr.write(f"written: {out / TRACE_JSON}; open it in ui.perfetto.dev\n")
+    return made.reports[0], made.interrupted
+
+
+def _loader(arguments: argparse.Namespace, options: LoaderOptions, out: Path, html: bool) -> tuple[Any, bool]:
+    from fuelrail.bench.studies.loader.measure import bench_loader
+
+    report = bench_loader(arguments.dataset, options, out=out, html=html)
+    return report, report.cut_off is not None
+
+
+def _compare(arguments: argparse.Namespace, options: CompareOptions, out: Path, html: bool) -> tuple[Any, bool]:
+    from fuelrail.bench.studies.compare.session import compare
+
+    report = compare(arguments.source, options, out=out, html=html)
+    return report, report.cut_off is not None
+
+
+def _scale(arguments: argparse.Namespace, options: ScaleOptions, out: Path, html: bool) -> tuple[Any, bool]:
+    from fuelrail.bench.studies.scale.run import run_scaling
+
+    return run_scaling(arguments.dataset, options, out, html=html)
+
+
+def _diagnose(arguments: argparse.Namespace, options: DiagnoseOptions, out: Path, html: bool) -> tuple[Any, bool]:
+    return run_diagnosis(arguments.dataset, options, out, html=html)
+
+
+def _comm(_: argparse.Namespace, options: CommOptions, out: Path, html: bool) -> tuple[Any, bool]:
+    from fuelrail.bench.studies.comm.run import run_comm
+
+    return run_comm(options, out, html=html), False
+
+
+def _plan(arguments: argparse.Namespace, options: PlanOptions, out: Path | None, html: bool) -> tuple[Any, bool]:
+    from fuelrail.bench.studies.plan.run import plan
+
+    if out is not None:
+        prepare_folder(out, html=html)
+    report = plan(arguments.scenario, options)
+    if out is not None:
+        write_report(report, out, html=html)
+    return report, False
+
+
+STUDIES = {
+    "train": Study(
+        "train a model on all ranks and measure how busy the accelerators were",
+        "Trains a model, divided over the ranks as --strategy or --mesh says, and writes report.json, report.md and "
+        "report.html: occupancy, the time of each phase of the step, the loader's stages, throughput.",
+        TrainOptions,
+        _train,
+        printed=("cut_off", "window", "figures", "checkpoints", "against", "target", "warnings"),
+    ),
+    "loader": Study(
+        "measure how fast a dataset can be loaded, stage by stage, and what limits it",
+        "Runs the loader at full speed, each of its stages alone, and this machine's limits on the same bytes, all "
+        "from the page cache. Reports rates, CPU time, the time to the first batch, and the bottleneck of the loader.",
+        LoaderOptions,
+        _loader,
+        printed=("cut_off", "figures", "too_short", "warnings"),
+    ),
+    "compare": Study(
+        "compare the speed of all installed loaders on the same images, with confidence intervals",
+        "Writes the dataset's samples in the format of each loader, checks the images of every loader against the "
+        "reference, then times the loaders in turns, each in a process of its own on the same CPUs. A loader that is "
+        "not installed, or whose images differ, is left out and listed. Prepare with --rounds 0, and add rounds later "
+        "with --continue.",
+        CompareOptions,
+        _compare,
+        lambda parser: parser.add_argument(
+            "source", metavar="DATASET_OR_SOURCE", help="a Fuelrail dataset, or a source as in `shard`"
+        ),
+    ),
+    "scale": Study(
+        "measure weak and strong scaling on emulated accelerators, and simulate it to thousands of ranks",
+        "Trains with 1, 2, 4 ranks of this host on emulated accelerators: with a fixed batch per rank (weak scaling) "
+        "and with a fixed global batch (strong scaling). A simulation draws from the runs with up to 2 ranks and is "
+        "compared with all runs. It then continues to thousands of ranks, with stragglers and with a limited storage "
+        "bandwidth.",
+        ScaleOptions,
+        _scale,
+    ),
+    "diagnose": Study(
+        "find the bottleneck of a training run by switching off one part at a time, and try settings that may help",
+        "Repeats `bench train` with one part left out at a time: loading, storage, decompression, decoding, the copy, "
+        "the all-reduce. The differences name the bottleneck and the speed-up without it. Writes report.json, "
+        "report.md and report.html. Takes the arguments of `bench train`, for each run.",
+        DiagnoseOptions,
+        _diagnose,
+    ),
+    "comm": Study(
+        "measure collectives by size and axis of the mesh, and write a cluster file for `fuelrail plan`",
+        "Times all-reduce, all-gather, reduce-scatter and send/receive between ranks of this host; inside torchrun "
+        "(torchrun ... --no-python fuelrail bench comm) between the ranks of its job. Bus bandwidths are nccl-tests'.",
+        CommOptions,
+        _comm,
+        lambda _: None,
+    ),
+}
+"""The words of ``fuelrail bench``."""
+
+_PLAN = Study(
+    "say what fits, how fast it trains, what it costs, and whether the data keeps up",
+    "",
+    PlanOptions,
+    _plan,
+    lambda parser: parser.add_argument(
+        "scenario",
+        metavar="SCENARIO.yaml",
+        nargs="?",
+        help="model, cluster and batch: see configs/scenarios; without it --model, --cluster and --global-batch say it",
+    ),
+    output=PlanOutput,
+)
+COMMANDS = {"plan": command("plan", _PLAN)}
