@@ -54,20 +54,20 @@ def make_loader(
 
     On a ``mesh`` the ranks of one model-parallel group get the same batches.
     """
-    window = settings.window
-    channels = token_channel(settings.dataset, settings.model_name)
-    if channels and settings.distill is not None and settings.distill.layer is not None:
-        channels += [f"{LAYER}.{channel.name}" for channel in open_layer_data(settings.distill.layer).manifest.channels]
+    window, layer = settings.window, settings.teaching and settings.teaching.layer
+    channels = token_channel(settings.dataset, settings.model)
+    if channels and layer is not None:
+        channels += [f"{LAYER}.{channel.name}" for channel in open_layer_data(layer).manifest.channels]
     loader = _DelayedLoader(
         settings.dataset,
         settings.batch_size,
         split=settings.split,
         seed=settings.seed,
         order=None if window is None else OrderSpec(kind="windowed", seed=settings.seed, window=window),
-        num_workers=settings.num_workers,
+        num_workers=settings.workers,
         prefetch_factor=settings.prefetch_factor,
         transforms=msgspec.structs.replace(transforms_of(settings), channels=tuple(channels) or None),
-        layers=None if settings.distill is None or settings.distill.layer is None else {LAYER: settings.distill.layer},
+        layers=None if layer is None else {LAYER: layer},
         storage={
             "backend": settings.storage,
             "cache_dir": settings.cache_dir,

@@ -12,20 +12,20 @@ import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from fuelrail.bench.measure.accelerator import Accelerator, EmulatedAccelerator, without_costs
+from fuelrail.bench.measure.accelerator import EmulatedAccelerator, without_costs
 from fuelrail.bench.measure.clock import MonotonicClock
 from fuelrail.bench.measure.collectives import link_of
 from fuelrail.bench.measure.cuda import CudaAccelerator, peak_tflops
 from fuelrail.bench.measure.machine import peak_memory_bytes
 from fuelrail.bench.measure.processes import storage_bytes_read
 from fuelrail.bench.measure.records import RankEnd, RankFailure, RankHeader, RankWriter, rank_path, snapshot
-from fuelrail.bench.trainer.checkpoints.run import RunCheckpoints
+from fuelrail.bench.trainer.checkpoints.saver import RunCheckpoints
 from fuelrail.bench.trainer.checkpoints.state import parameters_digest
 from fuelrail.bench.trainer.distill.student import distilled
 from fuelrail.bench.trainer.elastic import end_with, join_world
@@ -46,14 +46,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from fuelrail.bench.trainer.models.staged import StagedModel
-    from fuelrail.bench.trainer.strategies.parallel import Parallel
+    from fuelrail.bench.measure.accelerator import Accelerator
+    from fuelrail.bench.measure.clock import Clock
     from fuelrail.loaders import DataLoader
     from fuelrail.pipeline.runtime.stages import StageClock
-
 
 # Between the first rank that gives up waiting and the last one.
 _SAY_SO_S = 3.0
@@ -74,60 +72,66 @@ def run_rank(
     is saved and restored.
     """
     clock = MonotonicClock()
-    accelerator: Accelerator
-    link: AbstractContextManager[Any] = nullcontext()
-    if settings.profile is None:
-        accelerator = CudaAccelerator(int(os.environ.get("LOCAL_RANK", "0")))
-    else:
-        emulated = EmulatedAccelerator(without_costs(settings.profile, settings.leave_out), clock)
-        accelerator, link = emulated, link_of(emulated)
-    inject = settings.inject
-    if inject.rank in (None, dist.get_rank() if dist.is_initialized() else 0):
-        accelerator = StallingAccelerator(accelerator, inject, clock)
-        if inject.data_wait:
-            batches = late_batches(batches, inject.data_wait, clock)
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    accelerator, link, device = _accelerator(settings, clock)
+    if settings.inject.rank in (None, rank):
+        accelerator = cast("Accelerator", StallingAccelerator(accelerator, settings.inject, clock))
+        batches = late_batches(batches, settings.inject.data_wait, clock) if settings.inject.data_wait else batches
     if trace is not None:
-        accelerator = TracedAccelerator(accelerator, trace)
+        accelerator = cast("Accelerator", TracedAccelerator(accelerator, trace))
 
     # The seed makes every rank start from the same weights, and runs repeatable.
-    model = build(MODELS[settings.model_name], accelerator.torch_device, settings.seed)
-    writer.write(_header(settings, model))
-    student, teacher = model, None
-    if settings.distill is not None:
+    model = build(MODELS[settings.model], accelerator.torch_device, settings.seed)
+    writer.write(
+        RankHeader(
+            rank=rank,
+            world_size=world,
+            device=device,
+            backend=dist.get_backend() if dist.is_initialized() else None,
+            model=settings.model,
+            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+            peak_tflops=None if settings.profile is not None else peak_tflops(device, settings.precision),
+        )
+    )
+    degrees = Degrees() if "all-reduce" in settings.leave_out else degrees_of(settings, world)
+    teacher = None
+    if settings.teaching is not None:
         assert loader is not None, "a teacher's layer comes with the loader"
-        tp = 1 if mesh is None or "tp" not in (mesh.mesh_dim_names or ()) else mesh["tp"].size()
-        student, teacher = distilled(model, settings.distill, loader, accelerator.torch_device, tp=tp)
-    parallel = _divide(student, settings, mesh, accelerator)
+        model, teacher = distilled(model, settings.teaching, loader, accelerator.torch_device, tp=degrees.tp)
+    global_batch = degrees.data * settings.batch_size * settings.accumulation
+    parallel = parallelise(
+        model,
+        settings,
+        degrees,
+        mesh,
+        batch_size=settings.batch_size,
+        learning_rate=scaled_rate(settings.learning_rate, settings, global_batch),
+        precision=settings.precision,
+        accelerator=accelerator,
+    )
     parallel.teacher = teacher
     checkpoints = RunCheckpoints(settings, parallel, loader, writer)
-    num_steps = 0
     read_before = storage_bytes_read()
-    noted = noting_input(batches, writer, None if settings.profile is not None else MODELS[settings.model_name])
+    noted = noting_input(batches, writer, None if settings.profile is not None else MODELS[settings.model])
+    first, accumulation = checkpoints.first_step, settings.accumulation
+    steps = train(
+        parallel, noted, accelerator, clock, num_steps=settings.steps, accumulation=accumulation, first_step=first
+    )
     if "training" in settings.leave_out:
-        steps = take(noted, clock, num_steps=settings.num_steps)
-    else:
-        steps = train(
-            parallel,
-            noted,
-            accelerator,
-            clock,
-            num_steps=settings.num_steps,
-            accumulation=settings.accumulation,
-            first_step=checkpoints.first_step,
-        )
-        if settings.memory:
-            from fuelrail.bench.measure.memory import following_memory  # parts of torch that nothing else needs
+        steps = take(noted, clock, num_steps=settings.steps)
+    elif settings.memory:
+        from fuelrail.bench.measure.memory import following_memory  # parts of torch that nothing else needs
 
-            steps = following_memory(steps, parallel.models, parallel.optimiser, writer)
+        steps = following_memory(steps, parallel.models, parallel.optimiser, writer)
+    num_steps = 0
     with link:
-        for record in steps if trace is None else trace.of_steps(steps):
+        for num_steps, record in enumerate(steps if trace is None else trace.of_steps(steps), start=1):
             writer.write(record)
-            num_steps += 1
-            checkpoints.after(checkpoints.first_step + num_steps)
-            if num_steps == settings.num_warmup_steps:
+            checkpoints.after(first + num_steps)
+            if num_steps == settings.warmup:
                 writer.write(snapshot(num_steps, stage_clocks()))
     writer.write(snapshot(num_steps, stage_clocks()))
-    checkpoints.close(checkpoints.first_step + num_steps)
+    checkpoints.after(first + num_steps, last=True)
     read_after = storage_bytes_read()
     writer.write(
         RankEnd(
@@ -140,35 +144,12 @@ def run_rank(
     )
 
 
-def _header(settings: TrainSettings, model: nn.Module) -> RankHeader:
-    distributed = dist.is_initialized()
-    device = torch.cuda.get_device_name() if settings.profile is None else settings.profile.device
-    return RankHeader(
-        rank=dist.get_rank() if distributed else 0,
-        world_size=dist.get_world_size() if distributed else 1,
-        device=device,
-        backend=dist.get_backend() if distributed else None,
-        model=settings.model_name,
-        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        peak_tflops=None if settings.profile is not None else peak_tflops(device, settings.precision),
-    )
-
-
-def _divide(model: StagedModel, settings: TrainSettings, mesh: DeviceMesh | None, accelerator: Accelerator) -> Parallel:
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    alone = "all-reduce" in settings.leave_out
-    degrees = Degrees() if alone else degrees_of(settings.parallel, world)
-    global_batch = degrees.data * settings.batch_size * settings.accumulation
-    return parallelise(
-        model,
-        settings.parallel,
-        degrees,
-        mesh,
-        batch_size=settings.batch_size,
-        learning_rate=scaled_rate(settings.learning_rate, settings.parallel, global_batch),
-        precision=settings.precision,
-        accelerator=accelerator,
-    )
+def _accelerator(settings: TrainSettings, clock: Clock) -> tuple[Accelerator, AbstractContextManager[Any], str]:
+    """Return the accelerator, its emulated link, and what it is called."""
+    if settings.profile is None:
+        return CudaAccelerator(int(os.environ.get("LOCAL_RANK", "0"))), nullcontext(), torch.cuda.get_device_name()
+    emulated = EmulatedAccelerator(without_costs(settings.profile, settings.leave_out), clock)
+    return emulated, link_of(emulated), settings.profile.device
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -180,21 +161,22 @@ def main(arguments: Sequence[str]) -> int:
         # One thread: the host's cores belong to the loader, and the stand-in is small.
         torch.set_num_threads(1)
     for number, settings in enumerate(runs):
+        device = None if settings.profile is not None else f"cuda:{os.environ['LOCAL_RANK']}"
         with RankWriter(rank_path(Path(settings.records), int(os.environ["RANK"]))) as writer:
             try:
                 if number == 0:
-                    acts = settings.profile is not None and settings.model_name in ("light", "stand-in")
-                    join_world(_device(settings), settings.timeout_s, acts=acts)
-                _run(settings, writer)
+                    acts = settings.profile is not None and settings.model in ("light", "stand-in")
+                    join_world(device, settings.timeout_s, acts=acts)
+                _run(settings, device, writer)
             except FuelrailError as error:
                 writer.write(RankFailure(kind="refused", message=str(error), at_ns=time.monotonic_ns()))
                 return 2
             except Exception as error:
-                first_line = str(error).partition("\n")[0]
-                message = f"{type(error).__name__}: {first_line}"
+                message = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 waited = "timed out" in str(error).lower()
-                kind: Literal["crashed", "timed out"] = "timed out" if waited else "crashed"
-                writer.write(RankFailure(kind=kind, message=message, at_ns=time.monotonic_ns()))
+                writer.write(
+                    RankFailure(kind="timed out" if waited else "crashed", message=message, at_ns=time.monotonic_ns())
+                )
                 if waited:
                     # The others that wait must leave their record too, before the first end ends them all: who leaves
                     # none is the one that did not answer.
@@ -205,36 +187,30 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _device(settings: TrainSettings) -> str | None:
-    return None if settings.profile is not None else f"cuda:{os.environ['LOCAL_RANK']}"
-
-
-def _mesh(settings: TrainSettings) -> DeviceMesh | None:
-    """Make the mesh, once nothing speaks against it. Raises ConfigError."""
-    name, size = settings.model_name, MODELS[settings.model_name]
-    degrees, image = degrees_of(settings.parallel, dist.get_world_size()), transforms_of(settings).image
-    check_fits(settings.parallel, degrees, size, settings.batch_size, (image.height, image.width))
-    on_gpu = settings.profile is None
-    free = torch.cuda.mem_get_info()[0] if on_gpu else available_memory_bytes() // ranks_on_host()
-    check_memory(name, settings.parallel, degrees, free, alone=on_gpu)
-    return make_mesh(degrees, "cuda" if on_gpu else "cpu")
-
-
-def _run(settings: TrainSettings, writer: RankWriter) -> None:
+def _run(settings: TrainSettings, device: str | None, writer: RankWriter) -> None:
     dist.barrier()  # a rank that is still at the run before must not have its neighbours' loaders run beside it
-    trace = None if settings.trace is None else RankTrace(Path(settings.trace), dist.get_rank())
-    recorder = None if trace is None else trace.recorder
+    trace = RankTrace(settings.traces, dist.get_rank()) if settings.trace else None
     mesh = _mesh(settings)
-    if settings.parallel.deterministic:
+    if settings.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
-    with slow_reads(settings.inject), make_loader(settings, _device(settings), recorder, mesh) as loader:
-        source = batches(loader, settings.num_epochs)
+    with slow_reads(settings.inject), make_loader(settings, device, trace and trace.recorder, mesh) as loader:
+        source = batches(loader, settings.epochs)
         if "loading" in settings.leave_out:
-            source = from_memory(source, None if settings.num_epochs is None else settings.num_epochs * len(loader))
+            source = from_memory(source, None if settings.epochs is None else settings.epochs * len(loader))
             loader.close()
         run_rank(settings, source, writer, lambda: loader.stats().stages, trace, mesh, loader)
     if trace is not None:
         trace.write()
+
+
+def _mesh(settings: TrainSettings) -> DeviceMesh | None:
+    """Make the mesh, once nothing speaks against it. Raises ConfigError."""
+    degrees, image = degrees_of(settings, dist.get_world_size()), transforms_of(settings).image
+    check_fits(settings, degrees, MODELS[settings.model], settings.batch_size, (image.height, image.width))
+    on_gpu = settings.profile is None
+    free = torch.cuda.mem_get_info()[0] if on_gpu else available_memory_bytes() // ranks_on_host()
+    check_memory(settings.model, settings, degrees, free, alone=on_gpu)
+    return make_mesh(degrees, "cuda" if on_gpu else "cpu")
 
 
 if __name__ == "__main__":

@@ -205,7 +205,7 @@ class ScalePlan:
         choice = LoaderChoice(
             split=settings.split,
             batch_size=self.batch_size,
-            num_workers=settings.num_workers or max(1, int(usable_cpus())),
+            num_workers=settings.workers or max(1, int(usable_cpus())),
             decoder=settings.decoder,
             verify=True,
             points=False,

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 _FP32 = 4
 _MOMENTS = {"adamw": 2, "sgd": 1}
-_DEGREES_TRIED = tuple(2**power for power in range(1, 13))
 
 
 def state_bytes(model: ModelSettings, settings: ParallelSettings, degrees: Degrees) -> int:
@@ -30,7 +29,7 @@ def state_bytes(model: ModelSettings, settings: ParallelSettings, degrees: Degre
     numbers: list[int] = [sum(p.numel() for p in part.parameters()) for part in (made, *made.blocks)]
     number, block = numbers[0] / degrees.tp / degrees.pp, max(numbers[1:], default=0) / degrees.tp
     moments = _MOMENTS[settings.optimiser] * number
-    if settings.strategy == "zero1" and settings.mesh is None:
+    if settings.shards_optimiser:
         moments /= degrees.data
     if degrees.dp_shard == 1:
         return round(_FP32 * (2 * number + moments))
@@ -48,20 +47,13 @@ def check_memory(name: str, settings: ParallelSettings, degrees: Degrees, availa
     needed = state_bytes(model, settings, degrees)
     if needed <= available:
         return
-    smaller = [
-        other
-        for other, size in MODELS.items()
-        if type(size) is type(model) and state_bytes(size, settings, degrees) <= available
-    ]
-    shards = [
-        degree
-        for degree in _DEGREES_TRIED
-        if alone
-        and degree > degrees.dp_shard
-        and state_bytes(model, settings, degrees._replace(dp_shard=degree)) <= available
-    ]
-    would = [f"dp_shard={shards[0]}"] if shards else []
-    would += [f"model {other}" for other in smaller[-1:]]
+
+    def fits(size: ModelSettings, dp_shard: int = degrees.dp_shard) -> bool:
+        return state_bytes(size, settings, degrees._replace(dp_shard=dp_shard)) <= available
+
+    more = (2**power for power in range(1, 13) if alone and 2**power > degrees.dp_shard)
+    would = [f"dp_shard={degree}" for degree in more if fits(model, degree)][:1]
+    would += [f"model {other}" for other, size in MODELS.items() if type(size) is type(model) and fits(size)][-1:]
     raise ConfigError(
         f"model '{name}' needs at least {needed / 2**30:.1f} GiB on each rank for weights, gradients and "
         f"{settings.optimiser}, and {available / 2**30:.1f} GiB are available ({degrees}); "

@@ -21,7 +21,7 @@ def dataset(tmp_path_factory):
 
 
 def batches(dataset, count=10, **changes):
-    settings = msgspec.structs.replace(SETTINGS, dataset=str(dataset), batch_size=2, num_workers=1, **changes)
+    settings = msgspec.structs.replace(SETTINGS, dataset=str(dataset), batch_size=2, workers=1, **changes)
     with make_loader(settings, None) as loader:
         return [
             {name: value.clone() if hasattr(value, "clone") else value for name, value in batch.items()}

@@ -85,7 +85,7 @@ def test_a_larger_batch_is_checked_by_two_short_runs(dataset, tmp_path):
     options = ("--batch-size", 2, "--check-batch", 4, "--steps", 40, "--warmup", 2, "--model", "light", "--no-html")
     assert bench(dataset, tmp_path, *options) == 0
     report = load_report(tmp_path / "report.json")
-    assert (report.options["batch_size"], report.options["num_steps"]) == (4, 20)
+    assert (report.options["batch_size"], report.options["steps"]) == (4, 20)
     assert (report.against.other, report.against.num_samples) == ("the run with batch size 2", 80)
     assert report.against.largest_difference is None
 
