@@ -6,7 +6,7 @@ from fuelrail.bench.measure.accelerator import AcceleratorProfile, ReferenceInpu
 from fuelrail.bench.measure.machine import DatasetFacts, Gpu, MachineFacts
 from fuelrail.bench.measure.records import InputFacts, RankEnd, RankHeader, RankLog, Stage, StageSnapshot, StepRecord
 from fuelrail.bench.studies.train.report import Report, build_report
-from fuelrail.bench.trainer.settings import TrainSettings
+from fuelrail.bench.studies.train.settings import TrainSettings
 
 MS = 1_000_000
 

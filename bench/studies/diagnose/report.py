@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from fuelrail.bench.studies.diagnose.judge import Bound
     from fuelrail.bench.studies.train.report import Report
-    from fuelrail.bench.trainer.settings import TrainSettings
+    from fuelrail.bench.studies.train.settings import TrainSettings
 
 SCHEMA = "fuelrail-bench-diagnose"
 

@@ -29,7 +29,7 @@ from fuelrail.bench.studies.scale.report import (
     make_curves,
 )
 from fuelrail.bench.studies.train.run import Made, TrainRun, measure_all
-from fuelrail.bench.trainer.settings import TrainOptions
+from fuelrail.bench.studies.train.settings import TrainOptions
 from fuelrail.loaders import Transforms
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.dataset import open_dataset

@@ -13,7 +13,7 @@ from fuelrail.bench.report.files import TRACE_JSON, report_files
 from fuelrail.bench.report.options import OutputOptions, add_dataset, print_partial
 from fuelrail.bench.studies.train.report import learning_sentences
 from fuelrail.bench.studies.train.run import run_training
-from fuelrail.bench.trainer.settings import TrainOptions
+from fuelrail.bench.studies.train.settings import TrainOptions
 from fuelrail.pipeline.cli import add_flags, from_flags, print_json
 
 if TYPE_CHECKING:

@@ -14,16 +14,16 @@ from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE, load_profile, pr
 from fuelrail.bench.measure.machine import CpuWatch, dataset_facts, installed_gpus, machine_facts
 from fuelrail.bench.measure.nvml import NvmlWatch
 from fuelrail.bench.measure.records import RankLog, rank_path, read_rank
+from fuelrail.bench.ranks.launch import Outcome, run_ranks
 from fuelrail.bench.report.files import REPORT_JSON, TRACE_JSON, merge_traces, prepare_folder
 from fuelrail.bench.report.options import output_folder
 from fuelrail.bench.report.page import write_report
 from fuelrail.bench.report.progress import Progress
 from fuelrail.bench.studies.train.convergence import compare_losses, global_batch, time_to
 from fuelrail.bench.studies.train.report import Report, build_report, load_report
+from fuelrail.bench.studies.train.settings import TrainOptions, TrainSettings
 from fuelrail.bench.trainer.distill.settings import DISTILL, DistillSettings, weights_of
-from fuelrail.bench.trainer.launch import Outcome, run_ranks
 from fuelrail.bench.trainer.models.settings import MODELS
-from fuelrail.bench.trainer.settings import TrainOptions, TrainSettings
 from fuelrail.bench.trainer.strategies.settings import check_fits, degrees_of
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.dataset import open_dataset
@@ -333,7 +333,7 @@ def _prepare(records: Path) -> None:
 
 
 def _launch(num_ranks: int, runs: Sequence[TrainRun], settings_file: Path) -> Outcome:
-    program = ["fuelrail.bench.trainer.worker", str(settings_file)]
+    program = ["fuelrail.bench.studies.train.worker", str(settings_file)]
     what = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
     with Progress(f"starting {what}") as progress:
 

@@ -20,16 +20,14 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from fuelrail.bench.measure.records import CheckpointRestore, CheckpointSave
 from fuelrail.bench.trainer.checkpoints.state import model_tensors, progress_of, put_back, targets_of, tensors_of
 from fuelrail.bench.trainer.checkpoints.store import DamagedError, Manifest, Store, step_of
-from fuelrail.pipeline.errors import ConfigError, FuelrailError, StateMismatchError
+from fuelrail.pipeline.errors import FuelrailError, StateMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torch.distributed.checkpoint.metadata import Metadata
 
-    from fuelrail.bench.measure.records import RankWriter
     from fuelrail.bench.trainer.checkpoints.store import Digests
-    from fuelrail.bench.trainer.settings import TrainSettings
     from fuelrail.bench.trainer.strategies.parallel import Parallel
     from fuelrail.loaders import DataLoader
 
@@ -209,47 +207,3 @@ class _KeptStager(BlockingAsyncStager):
             self.state_dict_cache = BlockingAsyncStager().stage(state_dict)
             return self.state_dict_cache
         return super().stage(state_dict)
-
-
-class RunCheckpoints:
-    """The checkpoints that a run's settings ask for: restores the newest when made, then saves every N steps.
-
-    Without a place for checkpoints, or a loader, it does nothing. ``first_step`` is the number of steps that were done
-    before. Raises what :meth:`Checkpoints.restore` raises, and ConfigError where no step is left to do.
-    """
-
-    def __init__(
-        self, settings: TrainSettings, parallel: Parallel, loader: DataLoader | None, writer: RankWriter
-    ) -> None:
-        self.first_step = self._saved_step = 0
-        self._every, self._parallel, self._writer = settings.every, parallel, writer
-        self._run: tuple[Checkpoints, DataLoader] | None = None
-        if settings.checkpoint is None or loader is None:
-            return
-        identity = {"model": settings.model, "optimiser": settings.optimiser}
-        saver = Checkpoints(settings.checkpoint, keep=settings.keep, identity=identity)
-        self._run = saver, loader
-        restored = saver.restore(parallel, loader)
-        if restored is None:
-            return
-        self.first_step = self._saved_step = restored.step
-        writer.write(restored)
-        if settings.steps is not None and restored.step >= settings.steps:
-            raise ConfigError(
-                f"the run is complete: checkpoint {restored.folder} is at step {restored.step} of "
-                f"{settings.steps}; use more steps, or another --checkpoint to start again"
-            )
-
-    def after(self, num_steps: int, *, last: bool = False) -> None:
-        """Note that this number of steps is done, those before the run included; wait for the ``last`` save."""
-        if self._run is None:
-            return
-        saver, loader = self._run
-        found = []
-        if num_steps - self._saved_step >= (1 if last else self._every):
-            found.append(saver.save(num_steps, self._parallel, loader.state_dict()))
-            self._saved_step = num_steps
-        if last:
-            found.append(saver.close())
-        for done in filter(None, found):
-            self._writer.write(done)

@@ -6,8 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from fuelrail.bench.trainer.experiment import make_loader
-from fuelrail.bench.trainer.injection import Injection
+from fuelrail.bench.ranks.injection import Injection
+from fuelrail.bench.studies.train.experiment import make_loader
 from fuelrail.pipeline.errors import ConfigError
 from support.bench_runs import SETTINGS
 from support.datasets import build_dataset

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import fuelrail
-from fuelrail.bench.trainer.launch import RankExit, run_ranks
+from fuelrail.bench.ranks.launch import RankExit, run_ranks
 
 pytestmark = pytest.mark.process
 
@@ -20,7 +20,7 @@ _PATIENCE_S = 60
 
 _PROGRAM = """
 import os, pathlib, signal, sys, time
-from fuelrail.bench.trainer.elastic import end_with
+from fuelrail.bench.ranks.elastic import end_with
 
 folder, what, launcher = sys.argv[1:]
 rank = os.environ["RANK"]
@@ -110,7 +110,7 @@ def test_sigterm_is_an_interrupt_and_the_handler_before_comes_back(program):
 def test_no_rank_outlives_a_command_that_is_killed(program):
     package_root = Path(fuelrail.__file__).parents[1]
     code = (
-        "import pathlib, sys; from fuelrail.bench.trainer.launch import run_ranks; folder = pathlib.Path(sys.argv[1]); "
+        "import pathlib, sys; from fuelrail.bench.ranks.launch import run_ranks; folder = pathlib.Path(sys.argv[1]); "
         "run_ranks(['tiny_rank', str(folder), 'sleep'], 2, folder / 'ranks.log', lambda: None)"
     )
     environment = {**os.environ, "PYTHONPATH": f"{package_root}{os.pathsep}{program}"}

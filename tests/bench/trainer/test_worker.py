@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from fuelrail.bench.measure.records import RankWriter, rank_path, read_rank
+from fuelrail.bench.studies.train.experiment import batches, from_memory
+from fuelrail.bench.studies.train.worker import run_rank
 from fuelrail.bench.trainer.checkpoints.state import parameters_digest
-from fuelrail.bench.trainer.experiment import batches, from_memory
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.parallel import Parallel, build
-from fuelrail.bench.trainer.worker import run_rank
 from fuelrail.loaders import ImageAugment
 from support.bench_runs import PROFILE, SETTINGS
 from support.datasets import build_dataset

@@ -9,10 +9,10 @@ import pytest
 
 from fuelrail.__main__ import main
 from fuelrail.bench.measure.records import RankFailure, RankLog, rank_path, read_rank
+from fuelrail.bench.ranks.launch import Outcome, RankExit
 from fuelrail.bench.studies.train import run as train_run
 from fuelrail.bench.studies.train.report import load_report
 from fuelrail.bench.studies.train.run import why_cut_off
-from fuelrail.bench.trainer.launch import Outcome, RankExit
 from fuelrail.pipeline.format.dataset import open_dataset
 from support.bench_runs import log, steps
 from support.datasets import build_dataset

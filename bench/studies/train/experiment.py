@@ -11,8 +11,8 @@ import torch
 
 from fuelrail.bench.measure.cuda import count_training_flop
 from fuelrail.bench.measure.records import InputFacts
+from fuelrail.bench.ranks.injection import Injection, delayed_stages
 from fuelrail.bench.trainer.distill.teacher import LAYER
-from fuelrail.bench.trainer.injection import Injection, delayed_stages
 from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.models.settings import MODELS, GptSettings
 from fuelrail.loaders import DataLoader, Transforms
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from fuelrail.bench.measure.records import RankWriter
+    from fuelrail.bench.studies.train.settings import TrainSettings
     from fuelrail.bench.trainer.models.settings import ModelSettings
-    from fuelrail.bench.trainer.settings import TrainSettings
     from fuelrail.pipeline.runtime.stages import Observer, Stage
 
 # Enough that the model doesn't see one batch alone, few enough to lie in memory.

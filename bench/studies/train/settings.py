@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE, AcceleratorProfile, profile_names
+from fuelrail.bench.ranks.injection import Injection
 from fuelrail.bench.trainer.distill.settings import DISTILL, DistillSettings
-from fuelrail.bench.trainer.injection import Injection
 from fuelrail.bench.trainer.models.settings import (  # noqa: TC001 (msgspec resolves the fields' types)
     Above0,
     AtLeast0,

@@ -25,22 +25,21 @@ from fuelrail.bench.measure.cuda import CudaAccelerator, peak_tflops
 from fuelrail.bench.measure.machine import peak_memory_bytes
 from fuelrail.bench.measure.processes import storage_bytes_read
 from fuelrail.bench.measure.records import RankEnd, RankFailure, RankHeader, RankWriter, rank_path, snapshot
-from fuelrail.bench.trainer.checkpoints.saver import RunCheckpoints
+from fuelrail.bench.ranks.elastic import end_with, join_world
+from fuelrail.bench.ranks.injection import StallingAccelerator, late_batches, slow_reads
+from fuelrail.bench.ranks.tracing import RankTrace, TracedAccelerator
+from fuelrail.bench.studies.train.experiment import batches, from_memory, make_loader, noting_input, transforms_of
+from fuelrail.bench.studies.train.settings import TrainSettings
+from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
 from fuelrail.bench.trainer.checkpoints.state import parameters_digest
 from fuelrail.bench.trainer.distill.student import distilled
-from fuelrail.bench.trainer.elastic import end_with, join_world
-from fuelrail.bench.trainer.experiment import batches, from_memory, make_loader, noting_input, transforms_of
-from fuelrail.bench.trainer.injection import StallingAccelerator, late_batches, slow_reads
 from fuelrail.bench.trainer.loop import take, train
 from fuelrail.bench.trainer.models.settings import MODELS
-from fuelrail.bench.trainer.settings import TrainSettings
-from fuelrail.bench.trainer.strategies.fits import check_memory
-from fuelrail.bench.trainer.strategies.optimiser import scaled_rate
+from fuelrail.bench.trainer.strategies.optimiser import check_memory, scaled_rate
 from fuelrail.bench.trainer.strategies.parallel import build, make_mesh, parallelise
 from fuelrail.bench.trainer.strategies.settings import Degrees, check_fits, degrees_of
-from fuelrail.bench.trainer.tracing import RankTrace, TracedAccelerator
 from fuelrail.loaders.config import available_memory_bytes, ranks_on_host
-from fuelrail.pipeline.errors import FuelrailError
+from fuelrail.pipeline.errors import ConfigError, FuelrailError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
 
     from fuelrail.bench.measure.accelerator import Accelerator
     from fuelrail.bench.measure.clock import Clock
+    from fuelrail.bench.trainer.strategies.parallel import Parallel
     from fuelrail.loaders import DataLoader
     from fuelrail.pipeline.runtime.stages import StageClock
 
@@ -110,7 +110,7 @@ def run_rank(
         accelerator=accelerator,
     )
     parallel.teacher = teacher
-    checkpoints = RunCheckpoints(settings, parallel, loader, writer)
+    checkpoints = _RunCheckpoints(settings, parallel, loader, writer)
     read_before = storage_bytes_read()
     noted = noting_input(batches, writer, None if settings.profile is not None else MODELS[settings.model])
     first, accumulation = checkpoints.first_step, settings.accumulation
@@ -142,6 +142,50 @@ def run_rank(
             read_bytes=None if read_before is None or read_after is None else read_after - read_before,
         )
     )
+
+
+class _RunCheckpoints:
+    """The checkpoints that a run's settings ask for: restores the newest when made, then saves every N steps.
+
+    Without a place for checkpoints, or a loader, it does nothing. ``first_step`` is the number of steps that were done
+    before. Raises what :meth:`Checkpoints.restore` raises, and ConfigError where no step is left to do.
+    """
+
+    def __init__(
+        self, settings: TrainSettings, parallel: Parallel, loader: DataLoader | None, writer: RankWriter
+    ) -> None:
+        self.first_step = self._saved_step = 0
+        self._every, self._parallel, self._writer = settings.every, parallel, writer
+        self._run: tuple[Checkpoints, DataLoader] | None = None
+        if settings.checkpoint is None or loader is None:
+            return
+        identity = {"model": settings.model, "optimiser": settings.optimiser}
+        saver = Checkpoints(settings.checkpoint, keep=settings.keep, identity=identity)
+        self._run = saver, loader
+        restored = saver.restore(parallel, loader)
+        if restored is None:
+            return
+        self.first_step = self._saved_step = restored.step
+        writer.write(restored)
+        if settings.steps is not None and restored.step >= settings.steps:
+            raise ConfigError(
+                f"the run is complete: checkpoint {restored.folder} is at step {restored.step} of "
+                f"{settings.steps}; use more steps, or another --checkpoint to start again"
+            )
+
+    def after(self, num_steps: int, *, last: bool = False) -> None:
+        """Note that this number of steps is done, those before the run included; wait for the ``last`` save."""
+        if self._run is None:
+            return
+        saver, loader = self._run
+        found = []
+        if num_steps - self._saved_step >= (1 if last else self._every):
+            found.append(saver.save(num_steps, self._parallel, loader.state_dict()))
+            self._saved_step = num_steps
+        if last:
+            found.append(saver.close())
+        for done in filter(None, found):
+            self._writer.write(done)
 
 
 def _accelerator(settings: TrainSettings, clock: Clock) -> tuple[Accelerator, AbstractContextManager[Any], str]:
