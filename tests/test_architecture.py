@@ -69,9 +69,7 @@ SMALL = {
     "bench/studies/comm/page.py": "a study's report as a document",
     "bench/studies/diff/command.py": "one command a file, in a list of commands",
     "bench/studies/order/plot.py": "imports matplotlib, which must stay optional",
-    "bench/trainer/checkpoints/run.py": "what a run's settings ask for, apart from how a checkpoint is saved",
     "bench/trainer/models": "one model a file",
-    "bench/trainer/strategies/fits.py": "arithmetic before torch starts, apart from what it decides",
     "loaders/storage/ranges.py": "pure arithmetic with property tests, apart from sessions and threads",
     "pipeline/sample/notebook.py": "HTML apart from the reading of datasets",
     "sharding/write/dictionary.py": "a step of the run that belongs to what is written",
@@ -116,7 +114,7 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "bench": [
         {"measure"},
-        {"report", "trainer"},
+        {"ranks", "report", "trainer"},
         {"peers", "planner"},
         {"studies"},
         {"commands", "gpu"},

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from fuelrail.bench.studies.train.experiment import batches
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
 from fuelrail.bench.trainer.checkpoints.store import Store
-from fuelrail.bench.trainer.experiment import batches
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.parallel import build, make_mesh, parallelise
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings, degrees_of

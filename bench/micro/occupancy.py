@@ -38,7 +38,7 @@ from fuelrail.bench.measure.rates import Interval, ratio_interval
 from fuelrail.bench.micro.datasets import made_profile
 from fuelrail.bench.report.files import publish_json
 from fuelrail.bench.studies.train.run import TrainRun, measure_all
-from fuelrail.bench.trainer.settings import TrainOptions
+from fuelrail.bench.studies.train.settings import TrainOptions
 from fuelrail.pipeline.errors import FuelrailError
 
 if TYPE_CHECKING:

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
+from fuelrail.bench.ranks.launch import run_ranks
 from fuelrail.bench.report.files import publish_json
-from fuelrail.bench.trainer.launch import run_ranks
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision, check_fits, degrees_of
 from fuelrail.pipeline.errors import FuelrailError

@@ -28,12 +28,12 @@ from fuelrail.bench.planner.choice import FP32, num_parameters
 from fuelrail.bench.planner.scenario import Scenario
 from fuelrail.bench.planner.shape import Inputs, shape_of
 from fuelrail.bench.planner.step_time import Efficiency
+from fuelrail.bench.ranks.injection import Injection
 from fuelrail.bench.report.files import publish_json
 from fuelrail.bench.studies.plan.run import plan
 from fuelrail.bench.studies.train.run import TrainRun, measure_all
-from fuelrail.bench.trainer.injection import Injection
+from fuelrail.bench.studies.train.settings import TrainOptions
 from fuelrail.bench.trainer.models.settings import MODELS, ModelName
-from fuelrail.bench.trainer.settings import TrainOptions
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings
 from fuelrail.loaders import Transforms
 from fuelrail.pipeline.errors import FuelrailError

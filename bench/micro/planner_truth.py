@@ -23,8 +23,8 @@ import msgspec
 from fuelrail.bench.measure.collectives import Collective, Counter
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.planner.shape import Inputs, private_parts, shape_of
+from fuelrail.bench.ranks.launch import run_ranks
 from fuelrail.bench.report.files import publish_json
-from fuelrail.bench.trainer.launch import run_ranks
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings, degrees_of
 from fuelrail.pipeline.errors import FuelrailError

@@ -29,8 +29,8 @@ from fuelrail.bench.measure.clock import MonotonicClock
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.measure.records import RankWriter
 from fuelrail.bench.micro.datasets import made_profile
+from fuelrail.bench.ranks.launch import run_ranks
 from fuelrail.bench.report.files import publish_json
-from fuelrail.bench.trainer.launch import run_ranks
 from fuelrail.bench.trainer.loop import train
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.parallel import build, parallelise

@@ -16,7 +16,7 @@ import numpy as np
 import simplejpeg
 
 from fuelrail.bench.peers.peer import Sample, UnavailableError, Work, load_peer, prepare_worker
-from fuelrail.bench.trainer.elastic import end_with
+from fuelrail.bench.ranks.elastic import end_with
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.dataset import open_dataset

@@ -16,7 +16,7 @@ from fuelrail.bench.planner.shape import MOMENTS, Inputs, Shape, in_flight, priv
 from fuelrail.bench.planner.step_time import StepTime, Work, step_time
 from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.models.settings import GptSettings, VitSettings, num_blocks
-from fuelrail.bench.trainer.strategies.precision import DTYPES
+from fuelrail.bench.trainer.strategies.optimiser import DTYPES
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision, degrees_of
 from fuelrail.pipeline.errors import ConfigError
 

@@ -33,8 +33,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fuelrail.bench.measure.collectives import Collective, Counter, summed
 from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.models.settings import GptSettings, VitSettings
+from fuelrail.bench.trainer.strategies.optimiser import DTYPES, autocast
 from fuelrail.bench.trainer.strategies.parallel import make_mesh, parallelise
-from fuelrail.bench.trainer.strategies.precision import DTYPES, autocast
 from fuelrail.bench.trainer.strategies.settings import Degrees, check_fits
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 

@@ -18,7 +18,7 @@ from fuelrail.bench.studies.compare.options import CompareOptions
 from fuelrail.bench.studies.diagnose.run import DiagnoseOptions, run_diagnosis
 from fuelrail.bench.studies.loader.options import LoaderOptions
 from fuelrail.bench.studies.scale.options import ScaleOptions
-from fuelrail.bench.trainer.settings import TrainOptions
+from fuelrail.bench.studies.train.settings import TrainOptions
 from fuelrail.pipeline.cli import Command, add_flags, from_flags, print_json
 
 if TYPE_CHECKING:

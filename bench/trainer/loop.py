@@ -21,26 +21,6 @@ if TYPE_CHECKING:
 _DEVICE_PHASES = ("host_to_device", "forward", "backward", "all_reduce", "optimiser")
 
 
-def take(batches: Iterable[Mapping[str, Any]], clock: Clock, *, num_steps: int | None = None) -> Iterator[StepRecord]:
-    """Take batches as fast as they come and drop them: the loader's own rate. A record a batch, all of it data wait."""
-    start_ns = clock.now_ns()
-    for step, batch in enumerate(batches):
-        rows, epoch = _real_rows([(batch["valid"], batch["cam_valid"])]), int(batch["epoch"])
-        end_ns = clock.now_ns()
-        del batch  # its buffer is free for another while we wait
-        yield _record(step, epoch, rows, 0.0, (start_ns, end_ns), end_ns - start_ns, DeviceTimes())
-        start_ns = end_ns
-        if step + 1 == num_steps:
-            return
-
-
-def _real_rows(presences: Iterable[tuple[Any, Any]]) -> tuple[int, int]:
-    """Count samples without padding, and their images without missing cameras."""
-    rows = list(presences)
-    num_images = sum(int((present != 0)[valid].sum()) for valid, present in rows)
-    return sum(int(valid.sum()) for valid, _ in rows), num_images
-
-
 def train(
     parallel: Parallel,
     batches: Iterable[Mapping[str, Any]],
@@ -64,8 +44,7 @@ def train(
     step_start_ns = clock.now_ns()
     while num_steps is None or step < num_steps:
         data_wait_ns = epoch = 0
-        losses = []
-        presences = []
+        losses, presences = [], []
         for micro in range(accumulation):
             asked_ns = clock.now_ns()
             batch = next(source, None)
@@ -79,11 +58,9 @@ def train(
                 inputs = tuple(tensor.to(accelerator.torch_device, non_blocking=True) for tensor in inputs)
 
             # Gradients are reduced once a step, in the backward pass of its last micro-batch.
-            rows, cameras = batch["img"].shape[:2]
-            last = micro == accumulation - 1
-            loss = parallel.forward_backward(
-                inputs, accelerator, (rows, rows * cameras), accumulation=accumulation, last=last
-            )
+            samples, cameras = batch["img"].shape[:2]
+            size, last = (samples, samples * cameras), micro == accumulation - 1
+            loss = parallel.forward_backward(inputs, accelerator, size, accumulation=accumulation, last=last)
             losses.append(loss)
             presences.append((batch["valid"], batch["cam_valid"]))
             # While we wait for the next batch the loader may use this one's buffer for another: no new memory.
@@ -95,27 +72,45 @@ def train(
         device = accelerator.finish_step()
         # From here on nothing is queued on the device, so reading its tensors waits for no work.
         total_loss = float(parallel.own_loss(torch.stack(losses).sum()))
-        real_rows = _real_rows(presences) if parallel.counts else (0, 0)
+        rows = _real_rows(presences if parallel.counts else [])
         step_end_ns = clock.now_ns()
-        yield _record(step, epoch, real_rows, total_loss, (step_start_ns, step_end_ns), data_wait_ns, device)
+        yield _record(step, epoch, rows, (step_start_ns, step_end_ns, data_wait_ns), total_loss, device)
         # What the caller did with the record belongs to the next step: no gap in the wall time.
         step_start_ns = step_end_ns
         step += 1
+
+
+def take(batches: Iterable[Mapping[str, Any]], clock: Clock, *, num_steps: int | None = None) -> Iterator[StepRecord]:
+    """Take batches as fast as they come and drop them: the loader's own rate. A record a batch, all of it data wait."""
+    start_ns = clock.now_ns()
+    for step, batch in enumerate(batches):
+        rows, epoch = _real_rows([(batch["valid"], batch["cam_valid"])]), int(batch["epoch"])
+        end_ns = clock.now_ns()
+        del batch  # its buffer is free for another while we wait
+        yield _record(step, epoch, rows, (start_ns, end_ns, end_ns - start_ns))
+        start_ns = end_ns
+        if step + 1 == num_steps:
+            return
+
+
+def _real_rows(presences: list[tuple[Any, Any]]) -> tuple[int, int]:
+    """Count samples without padding, and their images without missing cameras."""
+    num_images = sum(int((present != 0)[valid].sum()) for valid, present in presences)
+    return sum(int(valid.sum()) for valid, _ in presences), num_images
 
 
 def _record(
     step: int,
     epoch: int,
     rows: tuple[int, int],
-    loss: float,
-    span_ns: tuple[int, int],
-    data_wait_ns: int,
-    device: DeviceTimes,
+    times_ns: tuple[int, int, int],
+    loss: float = 0.0,
+    device: DeviceTimes | None = None,
 ) -> StepRecord:
     """Return the record of a step; what is in no phase is ``other``."""
-    start_ns, end_ns = span_ns
-    times = msgspec.structs.asdict(device)
-    in_phases_ns = data_wait_ns + sum(times[f"{phase}_ns"] for phase in _DEVICE_PHASES)
+    start_ns, end_ns, data_wait_ns = times_ns
+    phases = msgspec.structs.asdict(device or DeviceTimes())
+    in_phases_ns = data_wait_ns + sum(phases[f"{phase}_ns"] for phase in _DEVICE_PHASES)
     return StepRecord(
         step=step,
         epoch=epoch,
@@ -126,5 +121,5 @@ def _record(
         end_ns=end_ns,
         data_wait_ns=data_wait_ns,
         other_ns=end_ns - start_ns - in_phases_ns,
-        **times,
+        **phases,
     )

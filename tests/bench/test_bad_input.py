@@ -24,7 +24,7 @@ _WILD_CLOCK = f"""
 import itertools, pathlib, sys, time
 real, hours = time.time, itertools.cycle((0, {HOUR_S}, -{HOUR_S}))
 time.time = lambda: real() + next(hours)
-if "fuelrail.bench.trainer.worker" in sys.orig_argv:
+if "fuelrail.bench.studies.train.worker" in sys.orig_argv:
     pathlib.Path(__file__).with_name("a-rank-was-here").touch()
 """
 

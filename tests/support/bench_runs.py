@@ -6,7 +6,7 @@ from fuelrail.bench.measure.accelerator import AcceleratorProfile, ReferenceInpu
 from fuelrail.bench.measure.machine import DatasetFacts, Gpu, MachineFacts
 from fuelrail.bench.measure.records import InputFacts, RankEnd, RankHeader, RankLog, Stage, StageSnapshot, StepRecord
 from fuelrail.bench.studies.train.report import Report, build_report
-from fuelrail.bench.trainer.settings import TrainSettings
+from fuelrail.bench.studies.train.settings import TrainSettings
 
 MS = 1_000_000
 
@@ -25,18 +25,12 @@ PROFILE = AcceleratorProfile(
 
 SETTINGS = TrainSettings(
     dataset="/somewhere/private",
-    split="train",
     batch_size=2,
-    num_steps=20,
-    num_epochs=None,
-    num_warmup_steps=4,
-    num_workers=None,
-    decoder="auto",
-    seed=0,
-    accumulation=1,
+    steps=20,
+    warmup=4,
     precision="fp32",
     learning_rate=1e-3,
-    model_name="stand-in",
+    model="stand-in",
     profile=PROFILE,
     records="/somewhere/private/records",
 )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from fuelrail.bench.studies.train.report import Figures, Report
-    from fuelrail.bench.trainer.settings import LeaveOut
+    from fuelrail.bench.studies.train.settings import LeaveOut
 
 Bound = Literal[
     "storage",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from fuelrail.bench.studies.diagnose.judge import Bound
     from fuelrail.bench.studies.train.report import Report
-    from fuelrail.bench.trainer.settings import TrainSettings
+    from fuelrail.bench.studies.train.settings import TrainSettings
 
 SCHEMA = "fuelrail-bench-diagnose"
 
@@ -140,7 +140,7 @@ def suggestions(
     bound: Bound, settings: TrainSettings, *, num_shards: int, num_ranks: int, out: Path
 ) -> list[Suggestion]:
     """Return what may remove a bottleneck, within the options of `bench train`; empty if no option does."""
-    workers = settings.num_workers or max(1, default_num_workers() // num_ranks)
+    workers = settings.workers or max(1, default_num_workers() // num_ranks)
     more = [Suggestion(f"--workers {count}", {"workers": count}) for count in (workers + 1, 2 * workers + 1)]
     ahead = Suggestion("look_ahead_bytes=512 MiB", {"look_ahead_bytes": _LOOK_AHEAD_BYTES})
     window = [Suggestion("--window 4", {"window": 4})] if settings.window is None and num_shards > 1 else []

@@ -15,13 +15,13 @@ from fuelrail.bench.planner.step_time import fit, step_time
 from fuelrail.bench.report.files import REPORT_JSON, load_report_of
 from fuelrail.bench.studies.loader import report as loader_report
 from fuelrail.bench.studies.loader.report import LoaderReport
+from fuelrail.bench.studies.train.convergence import global_batch
 from fuelrail.bench.studies.train.report import load_report
 from fuelrail.bench.trainer.models.settings import MODELS
-from fuelrail.bench.trainer.strategies.settings import ParallelSettings, degrees_of
+from fuelrail.bench.trainer.strategies.settings import ParallelSettings
 from fuelrail.loaders import Transforms
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
-from fuelrail.pipeline.settings import convert
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,11 +63,11 @@ def _case(report: Report, path: Path, cluster: ClusterSettings) -> tuple[Work, C
             f"--calibrate '{path}' is of {report.num_ranks} ranks, and cluster '{cluster.name}' has "
             f"{cluster.num_devices} devices; give the report's own cluster"
         )
-    settings = convert(options["parallel"], ParallelSettings, str(path))
+    settings = ParallelSettings.among(options, str(path))
     image = Transforms().image
-    batch = options["batch_size"] * options["accumulation"] * degrees_of(settings, report.num_ranks).data
     run = Scenario(
-        name=path.name, model=report.model["name"], cluster=cluster.name, global_batch=batch,
+        name=path.name, model=report.model["name"], cluster=cluster.name,
+        global_batch=global_batch(options, report.num_ranks),
         micro_batch=options["batch_size"], precision=options["precision"], parallel=settings,
         cameras=max(1, len(report.dataset.cameras)), height=image.height, width=image.width,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from fuelrail.bench.planner.shape import MOMENTS, Shape, private_parts_are_there
 from fuelrail.bench.planner.step_time import Efficiency, StepTime
 from fuelrail.bench.report.files import created_now
 from fuelrail.bench.studies.plan.sweep import Planned, data_seconds
-from fuelrail.bench.trainer.checkpoints.interval import suggested_interval_s
+from fuelrail.bench.studies.train.checkpoints import suggested_interval_s
 
 if TYPE_CHECKING:
     from fuelrail.bench.planner.choice import Fit

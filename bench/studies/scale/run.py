@@ -29,7 +29,7 @@ from fuelrail.bench.studies.scale.report import (
     make_curves,
 )
 from fuelrail.bench.studies.train.run import Made, TrainRun, measure_all
-from fuelrail.bench.trainer.settings import TrainOptions
+from fuelrail.bench.studies.train.settings import TrainOptions
 from fuelrail.loaders import Transforms
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.dataset import open_dataset
@@ -205,7 +205,7 @@ class ScalePlan:
         choice = LoaderChoice(
             split=settings.split,
             batch_size=self.batch_size,
-            num_workers=settings.num_workers or max(1, int(usable_cpus())),
+            num_workers=settings.workers or max(1, int(usable_cpus())),
             decoder=settings.decoder,
             verify=True,
             points=False,

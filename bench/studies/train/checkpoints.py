@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from math import sqrt
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from fuelrail.bench.measure.clock import Summary, summarise_ns
 from fuelrail.bench.measure.records import CheckpointRestore  # noqa: TC001 (msgspec resolves the field's type)
-from fuelrail.bench.trainer.checkpoints.interval import suggested_interval_s
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fuelrail.bench.measure.records import RankLog
-    from fuelrail.bench.trainer.settings import TrainSettings
+    from fuelrail.bench.studies.train.settings import TrainSettings
+
+_S_PER_DAY = 86_400
 
 
 class CheckpointFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,7 +24,7 @@ class CheckpointFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     ``stall``: what each save took from the training, of the rank that lost most. ``save``: how long it took in the
     background, until it was visible. ``interval_s`` is the suggested time between two saves at
-    ``failures_per_day`` failures (:func:`fuelrail.bench.trainer.checkpoints.interval.suggested_interval_s`), and
+    ``failures_per_day`` failures (:func:`suggested_interval_s`), and
     ``interval_steps`` the same in steps of the measured window; None where a figure for it is missing.
     """
 
@@ -85,3 +87,19 @@ def checkpoint_figures(
         interval_s=interval_s,
         interval_steps=steps,
     )
+
+
+def suggested_interval_s(stall_s: float, save_s: float, failures_per_day: float) -> float:
+    """Return the seconds of training between two saves that lose the least time.
+
+    ``stall_s``: what one save takes from the training. ``save_s``: how long it takes in the background; saves do not
+    overlap, so the interval is at least that. ``failures_per_day``: of the whole job, more than 0.
+
+    Daly's estimate, J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future
+    Generation Computer Systems 22 (2006) 303-312, equation 37: for a cost C and a mean time M between failures
+    sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + (C / 2M) / 9) - C where C < 2 M, else M. Its first term is Young's (1974).
+    """
+    mean_s = _S_PER_DAY / failures_per_day
+    ratio = stall_s / (2 * mean_s)
+    best = mean_s if ratio >= 1 else sqrt(2 * stall_s * mean_s) * (1 + sqrt(ratio) / 3 + ratio / 9) - stall_s
+    return max(best, save_s)

@@ -167,8 +167,8 @@ class _Curve(msgspec.Struct, frozen=True):
 
 def global_batch(options: Mapping[str, Any], num_ranks: int) -> int:
     """Samples of one optimiser step over all ranks, of a report's options."""
-    parallel = msgspec.convert(options["parallel"], ParallelSettings)
-    return int(degrees_of(parallel, num_ranks).data * options["batch_size"] * options["accumulation"])
+    ranks = degrees_of(ParallelSettings.among(options, "report"), num_ranks).data
+    return int(ranks * options["batch_size"] * options["accumulation"])
 
 
 def _curve(series: Sequence[Series], batch: int) -> _Curve:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from fuelrail.bench.measure.machine import DatasetFacts
     from fuelrail.bench.measure.records import RankLog
-    from fuelrail.bench.trainer.settings import TrainSettings
+    from fuelrail.bench.studies.train.settings import TrainSettings
 
 # A run whose storage read a smaller share of its bytes was fed by the page cache.
 _FROM_STORAGE = 0.05

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from fuelrail.bench.trainer.settings import TrainSettings
+    from fuelrail.bench.studies.train.settings import TrainSettings
 
 SCHEMA = "fuelrail-bench-train"
 
@@ -56,7 +56,11 @@ VERSION = 2
 _S_PER_HOUR = 3600
 
 
-_TOLD_ELSEWHERE = {"dataset", "records", "profile", "cache_dir", "trace", "checkpoint", "transforms", "distill"}
+_TOLD_ELSEWHERE = {
+    *("dataset", "records", "profile", "accelerator", "ranks", "cache_dir", "trace", "checkpoint", "transforms"),
+    *("teacher", "teacher_layer", "distill", "temperature", "teaching", "price_per_gpu_hour"),
+    *("against", "check_batch", "target_loss"),
+}
 
 
 class Phase(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,7 +171,7 @@ def build_report(
 ) -> Report:
     """Make the report of a run of ``len(logs)`` ranks, complete or cut off."""
     steps = [log.steps for log in logs]
-    window = window_of(steps, settings.num_warmup_steps)
+    window = window_of(steps, settings.warmup)
     figures = None if window.too_short else _figures(settings, logs, window, price_per_gpu_hour)
     start_ns = min((rank[0].start_ns for rank in steps if rank), default=0)
     header = next((log.header for log in logs if log.header), None)
@@ -185,7 +189,7 @@ def build_report(
         accelerator={"kind": "cuda", "device": header.device if header else "unknown"}
         if profile is None
         else {"kind": "emulated", **msgspec.to_builtins(profile)},
-        model={"name": settings.model_name, "num_parameters": header.num_parameters if header else None},
+        model={"name": settings.model, "num_parameters": header.num_parameters if header else None},
         window=window,
         figures=figures,
         warnings=find_warnings(settings, logs, window, figures, cpu, source),
@@ -367,8 +371,8 @@ def _of_the_run(settings: TrainSettings, logs: Sequence[RankLog]) -> Iterator[st
         yield f"A newer checkpoint was damaged and is set aside; the run continued from the one before. {name}."
     if any(step.loss is None for log in logs for step in log.steps):
         yield "The loss was not finite in some steps: lower the learning rate. The times are valid."
-    if settings.parallel.deterministic:
-        yield f"The run is deterministic, with limits: {'; '.join(not_promised(settings.parallel))}."
+    if settings.deterministic:
+        yield f"The run is deterministic, with limits: {'; '.join(not_promised(settings))}."
 
 
 def _of_the_input(settings: TrainSettings, logs: Sequence[RankLog]) -> Iterator[str]:

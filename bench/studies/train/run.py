@@ -14,17 +14,17 @@ from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE, load_profile, pr
 from fuelrail.bench.measure.machine import CpuWatch, dataset_facts, installed_gpus, machine_facts
 from fuelrail.bench.measure.nvml import NvmlWatch
 from fuelrail.bench.measure.records import RankLog, rank_path, read_rank
+from fuelrail.bench.ranks.launch import Outcome, run_ranks
 from fuelrail.bench.report.files import REPORT_JSON, TRACE_JSON, merge_traces, prepare_folder
 from fuelrail.bench.report.options import output_folder
 from fuelrail.bench.report.page import write_report
 from fuelrail.bench.report.progress import Progress
 from fuelrail.bench.studies.train.convergence import compare_losses, global_batch, time_to
 from fuelrail.bench.studies.train.report import Report, build_report, load_report
+from fuelrail.bench.studies.train.settings import TrainOptions, TrainSettings
 from fuelrail.bench.trainer.distill.settings import DISTILL, DistillSettings, weights_of
-from fuelrail.bench.trainer.launch import Outcome, run_ranks
 from fuelrail.bench.trainer.models.settings import MODELS
-from fuelrail.bench.trainer.settings import TrainOptions, TrainSettings
-from fuelrail.bench.trainer.strategies.settings import ParallelSettings, check_fits, degrees_of
+from fuelrail.bench.trainer.strategies.settings import check_fits, degrees_of
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.settings import make_options
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 _SETTINGS_FILE = "settings.json"
 _LOG_FILE = "ranks.log"
 _RECORDS = "records"
-_TRACES = "trace"
 _DEFAULT_STEPS = 60
 
 
@@ -78,8 +77,9 @@ def run_training(
         if out is not None:
             write_report(made.reports[0], folder, html=html)
         if options.trace:
-            merge_traces(folder / _TRACES, folder / TRACE_JSON)
-            shutil.rmtree(folder / _TRACES, ignore_errors=True)
+            traces = runs[0].settings.traces
+            merge_traces(traces, folder / TRACE_JSON)
+            shutil.rmtree(traces, ignore_errors=True)
     return made
 
 
@@ -206,27 +206,22 @@ def _settings(dataset: str, options: TrainOptions, records: Path) -> TrainSettin
     if options.steps is not None and options.epochs is not None:
         raise ConfigError(f"steps={options.steps} and epochs={options.epochs} exclude each other: give one of them")
     profile = options.profile or _profile(options.accelerator)
-    steps = _DEFAULT_STEPS if options.steps is None and options.epochs is None else options.steps
-    same = set(TrainSettings.__struct_fields__) & set(TrainOptions.__struct_fields__)
-    values: dict[str, Any] = {name: getattr(options, name) for name in same}
-    values |= {
-        "dataset": dataset if is_url(dataset) else str(Path(dataset).absolute()),
-        "num_steps": steps,
-        "num_epochs": options.epochs,
-        "num_warmup_steps": options.warmup,
-        "num_workers": options.workers,
-        "precision": options.precision or ("fp32" if profile else "bf16"),
-        "model_name": options.model or ("stand-in" if profile else "base"),
-        "profile": profile,
-        "records": str(records.absolute()),
-        "cache_dir": None if options.cache_dir is None else str(Path(options.cache_dir).absolute()),
-        "trace": str((records.parent / _TRACES).absolute()) if options.trace else None,
-        "checkpoint": _checkpoint_place(options),
-        "transforms": None if options.transforms is None else str(Path(options.transforms).absolute()),
-        "distill": _distillation(options),
-        "parallel": ParallelSettings(**{name: getattr(options, name) for name in ParallelSettings.__struct_fields__}),
+    changes: dict[str, Any] = {
+        name: str(Path(place).absolute())
+        for name in ("cache_dir", "transforms")
+        if (place := getattr(options, name)) is not None
     }
-    return TrainSettings(**values)
+    changes |= {
+        "dataset": dataset if is_url(dataset) else str(Path(dataset).absolute()),
+        "records": str(records.absolute()),
+        "steps": _DEFAULT_STEPS if options.steps is None and options.epochs is None else options.steps,
+        "precision": options.precision or ("fp32" if profile else "bf16"),
+        "model": options.model or ("stand-in" if profile else "base"),
+        "profile": profile,
+        "checkpoint": _checkpoint_place(options),
+        "teaching": _distillation(options),
+    }
+    return TrainSettings(**{**msgspec.structs.asdict(options), **changes})
 
 
 def _distillation(options: TrainOptions) -> DistillSettings | None:
@@ -307,8 +302,8 @@ def check_decoder(settings: TrainSettings) -> None:
 
 
 def _check_world(num_ranks: int, settings: TrainSettings, dataset: DatasetFacts) -> None:
-    degrees = degrees_of(settings.parallel, num_ranks)
-    check_fits(settings.parallel, degrees, MODELS[settings.model_name], settings.batch_size)
+    degrees = degrees_of(settings, num_ranks)
+    check_fits(settings, degrees, MODELS[settings.model], settings.batch_size)
     if degrees.composed and "all-reduce" in settings.leave_out:
         raise ConfigError(f"leave_out all-reduce needs whole models on each rank, and the mesh is {degrees}; use ddp")
     global_batch = degrees.data * settings.batch_size * settings.accumulation
@@ -338,7 +333,7 @@ def _prepare(records: Path) -> None:
 
 
 def _launch(num_ranks: int, runs: Sequence[TrainRun], settings_file: Path) -> Outcome:
-    program = ["fuelrail.bench.trainer.worker", str(settings_file)]
+    program = ["fuelrail.bench.studies.train.worker", str(settings_file)]
     what = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
     with Progress(f"starting {what}") as progress:
 
@@ -348,10 +343,10 @@ def _launch(num_ranks: int, runs: Sequence[TrainRun], settings_file: Path) -> Ou
             under_way = [run for run in runs if rank_path(run.records, 0).exists()] or runs[:1]
             settings = under_way[-1].settings
             done = len(read_rank(rank_path(under_way[-1].records, 0)).steps)
-            target = f" of {settings.num_steps}" if settings.num_steps else ""
+            target = f" of {settings.steps}" if settings.steps else ""
             without = f" without {' and '.join(settings.leave_out)}" if settings.leave_out else ""
             number = f"run {len(under_way)} of {len(runs)}, " if len(runs) > 1 else ""
-            share = (len(under_way) - 1 + done / settings.num_steps) / len(runs) if settings.num_steps else 0.0
+            share = (len(under_way) - 1 + done / settings.steps) / len(runs) if settings.steps else 0.0
             progress.update(f"{number}{what}{without}: step {done}{target}", share)
 
         return run_ranks(program, num_ranks, settings_file.with_name(_LOG_FILE), show_progress)

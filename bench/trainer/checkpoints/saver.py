@@ -7,7 +7,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -18,27 +18,19 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from fuelrail.bench.measure.records import CheckpointRestore, CheckpointSave
-from fuelrail.bench.trainer.checkpoints.state import (
-    Manifest,
-    model_tensors,
-    progress_of,
-    put_back,
-    targets_of,
-    tensors_of,
-)
-from fuelrail.bench.trainer.checkpoints.store import DamagedError, Store, digests, step_of
+from fuelrail.bench.trainer.checkpoints.state import model_tensors, progress_of, put_back, targets_of, tensors_of
+from fuelrail.bench.trainer.checkpoints.store import DamagedError, Manifest, Store, step_of
 from fuelrail.pipeline.errors import FuelrailError, StateMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.metadata import Metadata
 
+    from fuelrail.bench.trainer.checkpoints.store import Digests
     from fuelrail.bench.trainer.strategies.parallel import Parallel
     from fuelrail.loaders import DataLoader
 
-_T = TypeVar("_T")
 # Saving and loading wait for storage; a rank that died must be noticed all the same.
 _TIMEOUT = timedelta(minutes=10)
 
@@ -56,7 +48,7 @@ class Checkpoints:
         # The background thread's collectives must not meet the training's.
         self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._token = self._on_first(lambda: secrets.token_hex(4))
+        self._token = self._together(partial(secrets.token_hex, 4), first=True)
         self._stager = _KeptStager(cache_staged_state_dict=True)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[CheckpointSave] | None = None
@@ -70,18 +62,14 @@ class Checkpoints:
         start_ns = time.monotonic_ns()
         done = self.wait()
         folder = self._store.folder(step, self._token)
-        writer = self._store.writer(folder)
+        writer, digests = self._store.writer(folder)
         # Where torch 2.8 looks for a stager; newer versions do too if they are given no other.
         writer.stage = self._stager.stage  # type: ignore[method-assign]
         progress = msgspec.to_builtins(progress_of(parallel, loader_state))
         written = async_save(tensors_of(parallel, self._rank), storage_writer=writer, process_group=self._group)
         assert isinstance(written, Future), "a blocking stager has finished"
-        stall_ns = time.monotonic_ns() - start_ns
-
-        def finish() -> CheckpointSave:
-            return self._finish(written, writer, folder, progress, (start_ns, stall_ns))
-
-        self._pending = self._thread.submit(finish)
+        times_ns = start_ns, time.monotonic_ns() - start_ns
+        self._pending = self._thread.submit(self._finish, folder, written, digests, progress, times_ns)
         return done
 
     def wait(self) -> CheckpointSave | None:
@@ -103,22 +91,20 @@ class Checkpoints:
         for a checkpoint of another model, dataset or version, and FuelrailError where all are damaged.
         """
 
-        def candidates() -> list[str]:
-            self._store.clean()
-            return self._store.complete()
-
         skipped: list[str] = []
-        for folder in (found := self._on_first(candidates)):
+        self._together(self._store.clean, first=True)
+        for folder in self._together(self._store.complete, first=True):
             try:
-                manifest = self._on_first(partial(self._store.read, folder))
-                self._everywhere(partial(self._check, folder, manifest))
+                manifest = self._together(partial(self._store.read, folder), first=True)
+                own = sorted(manifest.files)[self._rank :: self._world_size]
+                self._together(partial(self._store.check, folder, manifest, own))
             except DamagedError as error:
-                self._on_first(partial(self._store.hide, folder))
+                self._together(partial(self._store.hide, folder), first=True)
                 skipped.append(f"{folder}: {error}")
                 continue
             self._load(folder, manifest, parallel, loader)
             return CheckpointRestore(step=manifest.step, folder=folder, world_size=manifest.world_size, skipped=skipped)
-        if found:
+        if skipped:
             raise FuelrailError(
                 f"no checkpoint in '{self._store.shown}' is whole ({'; '.join(skipped)}): restore the files, or use "
                 "another --checkpoint to start again"
@@ -127,40 +113,30 @@ class Checkpoints:
 
     def _finish(
         self,
-        written: Future[Metadata],
-        writer: FileSystemWriter,
         folder: str,
+        written: Future[Metadata],
+        digests: Digests,
         progress: dict[str, Any],
         times_ns: tuple[int, int],
     ) -> CheckpointSave:
         """In the background: wait for all ranks' files, make them visible, remove old checkpoints."""
-        step = step_of(folder)
+        step, (start_ns, stall_ns) = step_of(folder), times_ns
         try:
             written.result()
-            parts: list[Any] = [None] * self._world_size
-            dist.all_gather_object(parts, digests(writer), group=self._group)
-            files = {name: entry for part in parts for name, entry in part.items()}
+            files = self._gathered(digests)
             manifest = Manifest(
                 step=step, world_size=self._world_size, identity=self._identity, progress=progress, files=files
             )
-            self._on_first(partial(self._store.publish, folder, manifest))
-            self._on_first(partial(self._store.prune, self._keep))
+            self._together(partial(self._store.publish, folder, manifest), first=True)
+            self._together(partial(self._store.prune, self._keep), first=True)
         except Exception as error:
             raise FuelrailError(
                 f"the checkpoint of step {step} could not be written to '{self._store.shown}': {error}; checkpoints "
                 "of earlier steps are whole"
             ) from error
-        start_ns, stall_ns = times_ns
-        return CheckpointSave(
-            step=step,
-            stall_ns=stall_ns,
-            total_ns=time.monotonic_ns() - start_ns,
-            num_bytes=sum(size for size, _ in files.values()),
-        )
-
-    def _check(self, folder: str, manifest: Manifest) -> None:
-        """Check this rank's share of the files."""
-        self._store.check(folder, manifest, sorted(manifest.files)[self._rank :: self._world_size])
+        size = sum(size for size, _ in files.values())
+        total_ns = time.monotonic_ns() - start_ns
+        return CheckpointSave(step=step, stall_ns=stall_ns, total_ns=total_ns, num_bytes=size)
 
     def _load(self, folder: str, manifest: Manifest, parallel: Parallel, loader: DataLoader) -> None:
         where = f"checkpoint '{self._store.shown}/{folder}'"
@@ -182,10 +158,7 @@ class Checkpoints:
 
     def _compare_shapes(self, where: str, saved: Metadata, parallel: Parallel) -> None:
         """Compare the model of all ranks together with the saved one."""
-        shares: list[Any] = [None] * self._world_size
-        own = {name: list(tensor.shape) for name, tensor in model_tensors(parallel).items()}
-        dist.all_gather_object(shares, own, group=self._group)
-        ours = {name: shape for share in shares for name, shape in share.items()}
+        ours = self._gathered({name: list(tensor.shape) for name, tensor in model_tensors(parallel).items()})
         theirs = {
             name: list(item.size)
             for name, item in saved.state_dict_metadata.items()
@@ -199,18 +172,26 @@ class Checkpoints:
                     "checkpoint, or another --checkpoint"
                 )
 
-    def _on_first(self, function: Callable[[], _T]) -> _T:
-        """Call a function on rank 0 and return its result, or raise its error, on all ranks."""
-        outcome: list[Any] = [_outcome(function) if self._rank == 0 else None]
-        dist.broadcast_object_list(outcome, src=0, group=self._group)
-        result: _T = _unwrap(outcome)
-        return result
+    def _gathered(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries of all ranks."""
+        parts: list[Any] = [None] * self._world_size
+        dist.all_gather_object(parts, own, group=self._group)
+        return {name: entry for part in parts for name, entry in part.items()}
 
-    def _everywhere(self, function: Callable[[], None]) -> None:
-        """Call a function on all ranks; where one raises, all raise the first one's error."""
+    def _together(self, function: Callable[[], Any], *, first: bool = False) -> Any:  # noqa: ANN401 - what it returns
+        """Call a function on all ranks, or the first; return the first's result, or raise the first error, on all."""
+        outcome: Any = None
+        try:
+            if self._rank == 0 or not first:
+                outcome = function()
+        except Exception as error:  # noqa: BLE001 - raised below, on every rank
+            outcome = error
         outcomes: list[Any] = [None] * self._world_size
-        dist.all_gather_object(outcomes, _outcome(function), group=self._group)
-        _unwrap(outcomes)
+        dist.all_gather_object(outcomes, outcome, group=self._group)
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+        return outcomes[0]
 
 
 class _KeptStager(BlockingAsyncStager):
@@ -226,17 +207,3 @@ class _KeptStager(BlockingAsyncStager):
             self.state_dict_cache = BlockingAsyncStager().stage(state_dict)
             return self.state_dict_cache
         return super().stage(state_dict)
-
-
-def _outcome(function: Callable[[], Any]) -> Any:  # noqa: ANN401 - the result, or the error
-    try:
-        return function()
-    except Exception as error:  # noqa: BLE001 - raised by _unwrap on every rank
-        return error
-
-
-def _unwrap(outcomes: list[Any]) -> Any:  # noqa: ANN401
-    for outcome in outcomes:
-        if isinstance(outcome, Exception):
-            raise outcome
-    return outcomes[0]

@@ -8,23 +8,24 @@ neither be taken for a checkpoint nor be mixed with the files of another run.
 
 from __future__ import annotations
 
-import io
 import os
 import re
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from fuelrail.bench.trainer.checkpoints.state import Manifest
 from fuelrail.pipeline.errors import FuelrailError, StateMismatchError
 from fuelrail.pipeline.storage.filesystem import READ_BYTES, filesystem, is_url, shown_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+Digests = dict[str, tuple[int, str]]
+"""Bytes and digest (xxh3) of files by name."""
 
 VERSION = 1
 _MANIFEST, _DAMAGED = "checkpoint.json", "damaged.json"
@@ -34,6 +35,20 @@ _NAME = re.compile(r"step-(\d{8,})\.[0-9a-f]{8}")
 
 class DamagedError(FuelrailError):
     """A checkpoint whose bytes are not those that were written."""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """The file ``checkpoint.json``: what is not a tensor, and the digests of all files.
+
+    ``step`` steps were done. ``identity`` says what was trained. ``progress`` holds the states of loader, schedule and
+    scaler as plain JSON, and the learning rate.
+    """
+
+    step: int
+    world_size: int
+    identity: dict[str, str]
+    progress: dict[str, Any]
+    files: Digests
 
 
 class _Sealed(msgspec.Struct, frozen=True):
@@ -58,8 +73,8 @@ class Store:
         """Name the folder of an attempt to save the step. ``token``: 8 hexadecimal digits of this run alone."""
         return f"step-{step:08d}.{token}"
 
-    def writer(self, folder: str) -> FileSystemWriter:
-        """Make torch's writer for an attempt; its :func:`digests` are known when it has finished."""
+    def writer(self, folder: str) -> tuple[FileSystemWriter, Digests]:
+        """Make torch's writer for an attempt; the digests are filled while this rank's files are written."""
         if not self._is_url:
             writer = FileSystemWriter(f"{self._root}/{folder}{_PARTIAL}")
         else:
@@ -67,8 +82,19 @@ class Store:
 
             # An object has no file number to synchronise: torch would synchronise every file system instead.
             writer = FsspecWriter(f"{self._root}/{folder}", sync_files=False)
-        writer.fs = cast("Any", _HashedFiles(writer.fs))
-        return writer
+        create, found = writer.fs.create_stream, Digests()
+
+        @contextmanager
+        def create_hashed(path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+            with create(path, mode) as stream:
+                hashed = _HashedStream(stream)
+                yield hashed
+            # torch writes its metadata under another name first.
+            name = PurePosixPath(os.fspath(path)).name.removesuffix(".tmp")
+            found[name] = hashed.num_bytes, hashed.hasher.hexdigest()
+
+        writer.fs.create_stream = create_hashed  # type: ignore[method-assign]
+        return writer, found
 
     def reader(self, folder: str) -> FileSystemReader:
         """Make torch's reader of a checkpoint."""
@@ -162,11 +188,6 @@ def step_of(folder: str) -> int:
     return int(found[1])
 
 
-def digests(writer: FileSystemWriter) -> dict[str, tuple[int, str]]:
-    """Bytes and digest of each file that a writer of :meth:`Store.writer` wrote on this rank, by name."""
-    return cast("_HashedFiles", writer.fs).digests
-
-
 def _digest(version: int, body: bytes) -> str:
     return xxhash.xxh3_64_hexdigest(f"{version}\n".encode() + body)
 
@@ -179,50 +200,18 @@ def _synchronise(folder: Path) -> None:
         os.close(descriptor)
 
 
-class _HashedFiles:
-    """Files as torch's writer uses them, which notes size and digest of what is written, as it is written."""
+class _HashedStream:
+    """A stream that counts and hashes what is written."""
 
-    def __init__(self, files: Any) -> None:  # noqa: ANN401 - torch's FileSystemBase
-        self._files = files
-        self.digests: dict[str, tuple[int, str]] = {}
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - all that does not write
-        return getattr(self._files, name)
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        with self._files.create_stream(path, mode) as stream:
-            if "w" not in mode:
-                yield stream
-                return
-            hashed = _HashedStream(stream)
-            yield hashed
-        # torch writes its metadata under another name first.
-        name = PurePosixPath(os.fspath(path)).name.removesuffix(".tmp")
-        self.digests[name] = (hashed.num_bytes, hashed.hasher.hexdigest())
-
-
-class _HashedStream(io.RawIOBase):
     def __init__(self, stream: Any) -> None:  # noqa: ANN401 - a binary file of any file system
         self._stream = stream
         self.hasher, self.num_bytes = xxhash.xxh3_64(), 0
 
-    def writable(self) -> bool:
-        return True
-
     def write(self, data: Any) -> int:  # noqa: ANN401 - any buffer
         self._stream.write(data)
         self.hasher.update(data)
-        num_bytes = memoryview(data).nbytes
-        self.num_bytes += num_bytes
-        return num_bytes
+        self.num_bytes += memoryview(data).nbytes
+        return memoryview(data).nbytes
 
-    def tell(self) -> int:
-        return self.num_bytes
-
-    def flush(self) -> None:
-        if not self._stream.closed:
-            self._stream.flush()
-
-    def fileno(self) -> int:
-        return int(self._stream.fileno())
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - all that does not write
+        return getattr(self._stream, name)

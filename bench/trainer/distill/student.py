@@ -24,13 +24,15 @@ from torch import Tensor, nn
 
 from fuelrail.bench.trainer.distill.settings import weights_of
 from fuelrail.bench.trainer.distill.teacher import Source, Teacher, of_checkpoint, of_layer
-from fuelrail.bench.trainer.models.occupancy import OccupancyModel
+from fuelrail.bench.trainer.models.bev import OccupancyModel
 from fuelrail.bench.trainer.models.settings import GptSettings, VitSettings, feature_width
-from fuelrail.bench.trainer.models.staged import StagedModel, TensorPlans, mean_over_samples
+from fuelrail.bench.trainer.models.staged import StagedModel, mean_over_samples
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from torch.distributed.tensor.parallel import ParallelStyle
 
     from fuelrail.bench.trainer.distill.settings import DistillSettings, LossWeights
     from fuelrail.loaders import DataLoader
@@ -47,7 +49,7 @@ class Distilled(StagedModel):
         super().__init__()
         self.stem, self.blocks, self.head = student.stem, student.blocks, student.head
         del student.stem, student.blocks, student.head  # it lives on for its inputs and losses
-        self.student, self.weights, self._source = student, weights, source
+        self.student, self._weights, self._source = student, weights, source
         self._temperature = temperature
         if weights.features:
             device = next(self.parameters()).device
@@ -63,9 +65,9 @@ class Distilled(StagedModel):
         """Return the student's inputs, and of a layer the teacher's tensors."""
         return (*self.student.inputs(batch), *self._source.of_batch(batch))
 
-    def tensor_plans(self) -> TensorPlans:
+    def tensor_plan(self) -> dict[str, ParallelStyle]:
         """Return the student's."""
-        return self.student.tensor_plans()
+        return self.student.tensor_plan()
 
     def losses(self, logits: Tensor, *inputs: Tensor) -> Tensor:
         """Return the student's own."""
@@ -73,27 +75,24 @@ class Distilled(StagedModel):
 
     def loss(self, logits: Any, *inputs: Tensor) -> Tensor:  # noqa: ANN401 - with features a pair
         """Return the weighted sum of the parts, the mean over the batch's real samples."""
-        own, taught = inputs[: -len(self._source.names)], inputs[-len(self._source.names) :]
-        said = dict(zip(self._source.names, taught, strict=True))
-        weights, student, total = self.weights, self.student, torch.zeros((), device=own[-1].device)
-
-        def mean(values: Tensor) -> Tensor:
-            return mean_over_samples(student.by_sample(values, *own), own[-1])
-
+        names, weights, student = self._source.names, self._weights, self.student
+        own, said = inputs[: -len(names)], dict(zip(names, inputs[-len(names) :], strict=True))
+        parts: list[tuple[float, Tensor]] = []
         if weights.features:
             logits, features = logits
             wanted = F.adaptive_avg_pool2d(said["features"].flatten(0, 1).float(), features.shape[-2:])
             difference = (features.flatten(0, 1).float() - wanted).square().mean(dim=(1, 2, 3))
-            total = total + weights.features * mean(difference.view(features.shape[:2]))
+            parts.append((weights.features, difference.view(features.shape[:2])))
         if weights.labels:
-            total = total + weights.labels * mean(student.losses(logits, *own))
+            parts.append((weights.labels, student.losses(logits, *own)))
         if weights.targets:
             detected = said["targets"] if "targets" in said else (said["logits"].flatten(1) > 0).float()
-            total = total + weights.targets * mean(student.losses(logits, *own[:-2], detected, own[-1]))
+            parts.append((weights.targets, student.losses(logits, *own[:-2], detected, own[-1])))
         if weights.logits:
             binary = isinstance(student, OccupancyModel)
-            total = total + weights.logits * mean(divergence(logits, said["logits"], self._temperature, binary=binary))
-        return total
+            parts.append((weights.logits, divergence(logits, said["logits"], self._temperature, binary=binary)))
+        means = (weight * mean_over_samples(student.by_sample(part, *own), own[-1]) for weight, part in parts)
+        return sum(means, start=torch.zeros((), device=own[-1].device))
 
 
 def divergence(logits: Tensor, teacher: Tensor, temperature: float, *, binary: bool) -> Tensor:
@@ -133,10 +132,9 @@ def distilled(
             f"distill '{settings.weights}': 'features' lie in parts on the ranks of tp={tp}; use tp=1, or a model of "
             "convolutions"
         )
-    if settings.layer is not None:
-        source = of_layer(settings.layer, size, loader.dataset, weights, loader.transforms)
-    else:
-        assert settings.checkpoints is not None, "one of them is given"
+    if settings.checkpoints is not None:
         teacher = Teacher(settings.checkpoints, device, shard=dist.is_initialized() and dist.get_world_size() > 1)
         source = of_checkpoint(teacher, size, weights, len(loader.dataset.manifest.cameras))
+    else:
+        source = of_layer(str(settings.layer), size, loader.dataset, weights, loader.transforms)
     return Distilled(student, source, weights, settings.temperature), source.of_inputs

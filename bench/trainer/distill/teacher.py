@@ -19,14 +19,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fuelrail.bench.trainer.checkpoints.store import DamagedError, Store
+from fuelrail.bench.trainer.models.bev import occupied_cells
 from fuelrail.bench.trainer.models.build import build_model
-from fuelrail.bench.trainer.models.occupancy import occupied_cells
 from fuelrail.bench.trainer.models.settings import MODELS, BevSettings, VitSettings, feature_width, predictions
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.layers import open_layer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from fuelrail.bench.trainer.distill.settings import LossWeights
     from fuelrail.bench.trainer.models.settings import ModelSettings
@@ -129,60 +129,54 @@ def of_layer(
     """
     layer = open_layer(LAYER, place, dataset)
     table = {channel.name: channel for channel in layer.channels}
-    is_fixed = layer.manifest.view.kind == "fixed"
     cameras = [camera.channel for camera in dataset.manifest.cameras]
     shape, what = predictions(student, len(cameras))
 
-    def find(
-        name: str, wanted: tuple[int | None, ...], law: str, *, ragged: bool = False, moves: bool = False
-    ) -> Channel:
+    def find(name: str, wanted: tuple[int | None, ...] | None, law: str, *, moves: bool = False) -> Channel:
+        """``wanted`` is the shape, None the boxes of one sample; ``moves``: the samples are augmented."""
         channel = table.get(f"{LAYER}.{name}")
-        sides = "boxes" if ragged else f"[{', '.join('any' if side is None else str(side) for side in wanted)}]"
-        has = f"its channels are {', '.join(sorted(table))}"
-        if channel is not None:
-            has = f"it has {list(channel.shape) or channel.kind}"
-            fits = len(channel.shape) == len(wanted) and all(
-                need in (None, side) for need, side in zip(wanted, channel.shape, strict=True)
-            )
-            if channel.law.name == law if ragged else fits:
-                if moves and is_fixed and channel.law.name == "fixed":
-                    raise ConfigError(
-                        f"teacher layer '{place}': channel '{name}' has the law 'fixed', and the samples are "
-                        f"augmented; give it the law '{law}', or make the layer with --view per_view"
-                    )
-                return channel
+        if channel is not None and (channel.law.name == law if wanted is None else _fits(channel.shape, wanted)):
+            if moves and layer.manifest.view.kind == channel.law.name == "fixed":
+                raise ConfigError(
+                    f"teacher layer '{place}': channel '{name}' has the law 'fixed', and the samples are augmented; "
+                    f"give it the law '{law}', or make the layer with --view per_view"
+                )
+            return channel
+        sides = "boxes" if wanted is None else f"[{', '.join('any' if one is None else str(one) for one in wanted)}]"
+        has = (
+            f"it has {list(channel.shape) or channel.kind}"
+            if channel
+            else f"its channels are {', '.join(sorted(table))}"
+        )
         raise ConfigError(
-            f"teacher layer '{place}' must have a channel '{name}' of {sides}, for a student of {what}; "
-            f"{has}; make the layer with a teacher of the same predictions"
+            f"teacher layer '{place}' must have a channel '{name}' of {sides}, for a student of {what}; {has}; make "
+            "the layer with a teacher of the same predictions"
         )
 
     makers: dict[str, Callable[[Mapping[str, Any]], Tensor]] = {}
     width = 0
+    of_grid, moved = isinstance(student, BevSettings | VitSettings), transforms.image.train
     has_boxes = weights.targets > 0 and f"{LAYER}.detections" in table
     if weights.logits or (weights.targets and not has_boxes):
-        of_grid = isinstance(student, BevSettings | VitSettings)
         logits = find("logits", shape, "ego_grid", moves=of_grid and transforms.ego.train)
         makers["logits"] = lambda batch: _values(batch, logits.name)
-    if has_boxes:
-        (group,) = find("detections", (), "ego_boxes", ragged=True).law.roles["boxes"]
-        size = student
-        assert isinstance(size, BevSettings | VitSettings), "targets are of models of occupancy"
-        makers["targets"] = lambda batch: occupied_cells(
-            batch[f"{LAYER}.detections"][group[0]], size.grid, size.range_m
-        )
+    if has_boxes and isinstance(student, BevSettings | VitSettings):  # of other models targets were refused
+        (group,) = find("detections", None, "ego_boxes").law.roles["boxes"]
+        grid, range_m = student.grid, student.range_m
+        makers["targets"] = lambda batch: occupied_cells(batch[f"{LAYER}.detections"][group[0]], grid, range_m)
     if weights.features and f"{LAYER}.features" in table:
-        whole = find("features", (len(cameras), None, None, None), "image", moves=transforms.image.train)
+        whole = find("features", (len(cameras), None, None, None), "image", moves=moved)
         width = whole.shape[1] or 0
         makers["features"] = lambda batch: _values(batch, whole.name)
     elif weights.features:
-        maps = [
-            find(f"features_{camera}", (None, None, None), "image", moves=transforms.image.train) for camera in cameras
-        ]
+        maps = [find(f"features_{camera}", (None, None, None), "image", moves=moved) for camera in cameras]
         width = maps[0].shape[2] or 0
-        makers["features"] = lambda batch: torch.stack(
-            [_values(batch, one.name).permute(0, 3, 1, 2) for one in maps], dim=1
-        )
+        makers["features"] = lambda batch: torch.stack([_values(batch, one.name).movedim(-1, 1) for one in maps], dim=1)
     return Source(tuple(makers), width, of_batch=lambda batch: tuple(make(batch) for make in makers.values()))
+
+
+def _fits(shape: Sequence[int | None], wanted: Sequence[int | None]) -> bool:
+    return len(shape) == len(wanted) and all(need in (None, side) for need, side in zip(wanted, shape, strict=True))
 
 
 def _values(batch: Mapping[str, Any], name: str) -> Tensor:

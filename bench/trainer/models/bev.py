@@ -1,18 +1,167 @@
-"""The bird's-eye model: a convolutional backbone, shared by all cameras, and the head of ``occupancy.py``."""
+"""The bird's-eye model, and what all camera models share: inputs, pixels, rays, and the head of an occupancy grid.
+
+Each token of a feature map carries the ray of its pixel in the ego frame (from the batch's intrinsics and extrinsics,
+as PETR embeds positions, arXiv 2203.05625); the cells of a grid around the vehicle attend to all tokens of all cameras;
+a linear layer says whether a box has its centre in the cell. The loss (binary cross-entropy) falls when images,
+geometry and boxes belong together.
+
+Letters in shape comments: B samples, N cameras, C channels, H W pixels, h w feature cells, T tokens, G grid cells.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from fuelrail.bench.trainer.models.occupancy import OccupancyHead, OccupancyModel, Pixels, head_plan
+from fuelrail.bench.trainer.models.staged import StagedModel
 
 if TYPE_CHECKING:
-    from fuelrail.bench.trainer.models.settings import BevSettings
-    from fuelrail.bench.trainer.models.staged import TensorPlans
+    from collections.abc import Mapping, Sequence
 
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    from fuelrail.bench.trainer.models.settings import BevSettings, ResNetSettings, VitSettings
+
+# ImageNet statistics of 0..255 RGB, as everybody's pretrained backbones expect.
+_MEAN = (123.675, 116.28, 103.53)
+_STD = (58.395, 57.12, 57.375)
 _STEM_STRIDE = 4
+
+
+class Pixels(nn.Module):
+    """uint8 images [B, N, 3, H, W] to normalised pixels [B * N, 3, H/s, W/s], every s-th in both directions."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, subsample: int) -> None:
+        super().__init__()
+        self.subsample = subsample
+        self.register_buffer("mean", torch.tensor(_MEAN).view(3, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(_STD).view(3, 1, 1), persistent=False)
+
+    def forward(self, img: Tensor) -> Tensor:
+        """Return normalised pixels."""
+        step = self.subsample
+        pixels = img[..., step // 2 :: step, step // 2 :: step].flatten(0, 1)
+        return (pixels.float() - self.mean) / self.std
+
+
+class CameraModel(StagedModel):
+    """A model of images, their geometry, and the grid of boxes around the vehicle."""
+
+    settings: BevSettings | VitSettings | ResNetSettings
+
+    def inputs(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """Return img, cam_valid, intrinsics, cam2ego, target, weight."""
+        return camera_inputs(batch, self.settings.grid, self.settings.range_m)
+
+
+class OccupancyModel(CameraModel):
+    """A model that ends in an :class:`OccupancyHead`; its inputs are those of :func:`camera_inputs`."""
+
+    def losses(self, logits: Tensor, *inputs: Tensor) -> Tensor:
+        """Return the binary cross-entropy of each cell [B, G]."""
+        return F.binary_cross_entropy_with_logits(logits, inputs[-2], reduction="none")
+
+
+class OccupancyHead(nn.Module):
+    """Features of all cameras and their geometry to the logits of an occupancy grid; see the module's docstring."""
+
+    def __init__(self, width: int, stride: int, grid: int) -> None:
+        super().__init__()
+        self.stride = stride
+        self.ray_embedding = nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, width))
+        self.queries = nn.Parameter(torch.randn(grid**2, width) / width**0.5)
+        self.keys_values = nn.Linear(width, 2 * width)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 1)
+
+    def forward(
+        self,
+        features: Tensor,
+        img: Tensor,
+        cam_valid: Tensor,
+        intrinsics: Tensor,
+        cam2ego: Tensor,
+        *_: Tensor,
+    ) -> Tensor:
+        """Logits of the cells, float [B, G].
+
+        features [B * N, C, h, w]; img uint8 [B, N, 3, H, W] (of which the shape is read); cam_valid [B, N]; intrinsics
+        [B, N, 3, 3] of the delivered pixels; cam2ego [B, N, 4, 4].
+        """
+        num_samples, num_cameras = img.shape[:2]
+        rays = self._rays(features.shape[-2:], intrinsics, cam2ego)  # [B*N, h*w, 6]
+        tokens = features.flatten(2).transpose(1, 2) + self.ray_embedding(rays)
+        tokens = tokens.reshape(num_samples, -1, tokens.shape[-1])  # [B, T, C] with T = N*h*w
+        keys, values = self.keys_values(tokens).chunk(2, dim=-1)
+        # Finite, not -inf: a sample without any valid camera must not turn the softmax into NaN.
+        absent = (cam_valid == 0).repeat_interleave(tokens.shape[1] // num_cameras, dim=1)
+        mask = absent.to(keys.dtype).mul(-1e4)[:, None, :]  # [B, 1, T]
+        queries = self.queries.to(keys.dtype).expand(num_samples, -1, -1)
+        cells = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)  # [B, G, C]
+        logits: Tensor = self.head(self.norm(cells + queries)).squeeze(-1).float()
+        return logits
+
+    def _rays(self, size: torch.Size, intrinsics: Tensor, cam2ego: Tensor) -> Tensor:
+        """Unit directions and origins (tens of metres) in the ego frame of the feature cells: [B*N, h*w, 6]."""
+        height, width = size
+        # Centre of a feature cell in delivered pixels, whose top-left pixel has its centre at (0, 0).
+        rows = (torch.arange(height, device=cam2ego.device) + 0.5) * self.stride - 0.5
+        columns = (torch.arange(width, device=cam2ego.device) + 0.5) * self.stride - 0.5
+        v, u = torch.meshgrid(rows, columns, indexing="ij")
+        pixels = torch.stack((u, v, torch.ones_like(u)), dim=-1).reshape(-1, 3)
+        inverse, _ = torch.linalg.inv_ex(intrinsics.flatten(0, 1).float())  # an absent camera's zeros are masked
+        inverse = inverse.nan_to_num(0, 0, 0)
+        extrinsics = cam2ego.flatten(0, 1).float()
+        # Products written out: autocast would compute matrix products in low precision, too little for geometry.
+        rotated = (extrinsics[:, :3, :3, None] * inverse[:, None]).sum(dim=2)  # [B*N, 3, 3]
+        rays = (pixels[None, :, None, :] * rotated[:, None]).sum(dim=-1)
+        origins = extrinsics[:, None, :3, 3].expand_as(rays) / 10
+        return torch.cat((F.normalize(rays, dim=-1), origins), dim=-1)
+
+
+# What tensor parallel shards of the head: the embedding of rays. Torch shards no convolutions.
+HEAD_PLAN: dict[str, ParallelStyle] = {"ray_embedding.0": ColwiseParallel(), "ray_embedding.2": RowwiseParallel()}
+
+
+def occupied_cells(boxes: Sequence[Tensor], grid: int, range_m: float) -> Tensor:
+    """Which cells of a square grid around the ego origin hold a box centre: float [B, grid * grid], 0 or 1.
+
+    ``boxes`` holds for each sample [M, 7] boxes in the ego frame, of which x (forward) and y (left), in metres, are
+    read. The grid covers -range_m to range_m in both; centres outside are left out. The result lies on the boxes'
+    device; nothing waits for it.
+    """
+    device = boxes[0].device
+    centres = torch.cat([sample[:, :2].float() for sample in boxes])
+    rows = torch.tensor([row for row, sample in enumerate(boxes) for _ in range(len(sample))], dtype=torch.long)
+    cells = torch.floor((centres + range_m) / (2 * range_m) * grid).long()
+    inside = ((cells >= 0) & (cells < grid)).all(dim=1)
+    # One cell more than there are takes the centres outside: picking the others would mean waiting for the device.
+    flat = torch.where(inside, cells[:, 0] * grid + cells[:, 1], grid * grid)
+    target = torch.zeros(len(boxes), grid * grid + 1, device=device)
+    target[rows.to(device, non_blocking=True), flat] = 1
+    return target[:, :-1]
+
+
+def camera_inputs(batch: Mapping[str, Any], grid: int, range_m: float) -> tuple[Tensor, ...]:
+    """A camera model's arguments: img, cam_valid, intrinsics, cam2ego, target [B, grid * grid], weight [B]."""
+    num_samples, device = len(batch["img"]), batch["img"].device
+    # A dataset without boxes trains towards an empty grid: its run measures time, its loss means nothing.
+    boxes = batch.get("gt_boxes_3d") or [torch.zeros(0, 7, device=device)] * num_samples
+    return (
+        batch["img"],
+        batch["cam_valid"],
+        batch["intrinsics"],
+        batch["cam2ego"],
+        occupied_cells(boxes, grid, range_m),
+        batch["valid"].float(),
+    )
 
 
 class BevOccupancy(OccupancyModel):
@@ -35,9 +184,9 @@ class BevOccupancy(OccupancyModel):
         stride = settings.subsample * _STEM_STRIDE * 2 ** (settings.num_stages - 1)
         self.head = OccupancyHead(width, stride, settings.grid)
 
-    def tensor_plans(self) -> TensorPlans:
-        """Return the head's plan: torch shards no convolutions, so each rank computes all of them."""
-        return {}, {}, head_plan()
+    def tensor_plan(self) -> dict[str, ParallelStyle]:
+        """Return the head's plan."""
+        return {f"head.{name}": style for name, style in HEAD_PLAN.items()}
 
 
 class _Stem(nn.Module):

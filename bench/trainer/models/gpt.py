@@ -10,18 +10,14 @@ import torch.nn.functional as F
 import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
-from fuelrail.bench.trainer.models.staged import StagedModel, TensorPlans
-from fuelrail.bench.trainer.models.transformer import Block, block_plan
+from fuelrail.bench.trainer.models.staged import Block, StagedModel, transformer_plan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from torch.distributed.tensor.parallel import ParallelStyle
 
     from fuelrail.bench.trainer.models.settings import GptSettings
 
@@ -53,17 +49,16 @@ class Gpt(StagedModel):
         """Return the tokens as one map of a single row [B, 1, C, 1, T]."""
         return hidden.transpose(1, 2)[:, None, :, None]
 
-    def tensor_plans(self) -> TensorPlans:
-        """Divide the vocabulary of stem and head, the tokens behind the stem, and the blocks' channels and tokens."""
-        stem = {
-            "tokens": RowwiseParallel(input_layouts=Replicate()),
-            "": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1)),
+    def tensor_plan(self) -> dict[str, ParallelStyle]:
+        """Divide tokens and channels, and the vocabulary of stem and head."""
+        vocabulary = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+        stem = RowwiseParallel(input_layouts=Replicate())
+        return {
+            "stem.tokens": stem,
+            **transformer_plan(),
+            "head.norm": SequenceParallel(),
+            "head.vocabulary": vocabulary,
         }
-        head = {
-            "norm": SequenceParallel(),
-            "vocabulary": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-        }
-        return stem, block_plan(), head
 
 
 class _Embeddings(nn.Module):

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from fuelrail.bench.trainer.models.occupancy import CameraModel, Pixels
+from fuelrail.bench.trainer.models.bev import CameraModel, Pixels
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
     from fuelrail.bench.trainer.models.settings import ResNetSettings
-    from fuelrail.bench.trainer.models.staged import TensorPlans
 
 _EXPANSION = 4
 
@@ -53,9 +54,9 @@ class ResNet(CameraModel):
         present = (inputs[1] != 0).float()
         return (losses * present).sum(dim=1) / present.sum(dim=1).clamp(min=1)
 
-    def tensor_plans(self) -> TensorPlans:
-        """Return the classifier's plan: torch shards no convolutions, so each rank computes all of them."""
-        return {}, {}, {"classes": ColwiseParallel(output_layouts=Replicate())}
+    def tensor_plan(self) -> dict[str, ParallelStyle]:
+        """Divide the classifier."""
+        return {"head.classes": ColwiseParallel(output_layouts=Replicate())}
 
 
 class _Stem(nn.Module):

@@ -1,11 +1,20 @@
-"""What all models have in common: a stem, blocks and a head, so that every strategy can be applied to each of them."""
+"""What the models have in common, so that every strategy can be applied to each; the block of both transformers."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,17 +68,70 @@ class StagedModel(nn.Module, ABC):
     def inputs(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """Return the arguments of :meth:`forward` out of a loader's batch, on the batch's device."""
 
-    def tensor_plans(self) -> TensorPlans:
-        """Return what tensor parallel shards, in the form of ``parallelize_module``: of stem, each block, and head.
+    def tensor_plan(self) -> dict[str, ParallelStyle]:
+        """Return what tensor parallel shards, as for ``parallelize_module``; ``blocks.*`` is each block.
 
-        The key "" is the part itself. What no plan names is computed by every rank of the tensor-parallel group alike.
+        What the plan does not name is computed by every rank of the tensor-parallel group alike.
         """
-        return {}, {}, {}
-
-
-TensorPlans = tuple["dict[str, ParallelStyle]", "dict[str, ParallelStyle]", "dict[str, ParallelStyle]"]
+        return {}
 
 
 def mean_over_samples(losses: Tensor, weight: Tensor) -> Tensor:
     """Mean of a loss per sample [B] over samples whose weight [B] is 1; padding has 0."""
     return (losses * weight).sum() / weight.sum().clamp(min=1)
+
+
+class Block(nn.Module):
+    """The pre-norm block of GPT-2 and ViT: attention, and a perceptron of four times the width."""
+
+    def __init__(self, width: int, heads: int, *, causal: bool) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = _Attention(width, heads, causal=causal)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Hidden states [B, T, C] to the same shape."""
+        hidden = hidden + self.attention(self.attention_norm(hidden))
+        result: Tensor = hidden + self.mlp(self.mlp_norm(hidden))
+        return result
+
+
+class _Attention(nn.Module):
+    def __init__(self, width: int, heads: int, *, causal: bool) -> None:
+        super().__init__()
+        self.head_width, self.causal = width // heads, causal
+        # Apart, not fused: tensor parallel cuts each of them between heads.
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.output = nn.Linear(width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        query, key, value = (
+            # As many heads as this rank has of them.
+            part(hidden).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for part in (self.query, self.key, self.value)
+        )
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
+        result: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        return result
+
+
+def transformer_plan() -> dict[str, ParallelStyle]:
+    """Tensor parallel with sequence parallel (arXiv 2205.05198): tokens are divided wherever channels are not."""
+    gather = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    block = {
+        "attention_norm": SequenceParallel(),
+        # Once for query, key and value: three separate inputs would reduce their gradient three times.
+        "attention": gather,
+        "attention.query": ColwiseParallel(),
+        "attention.key": ColwiseParallel(),
+        "attention.value": ColwiseParallel(),
+        "attention.output": RowwiseParallel(output_layouts=Shard(1)),
+        "mlp_norm": SequenceParallel(),
+        "mlp": gather,
+        "mlp.0": ColwiseParallel(),
+        "mlp.2": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    divide = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
+    return {"stem": divide, **{f"blocks.*.{name}": style for name, style in block.items()}}

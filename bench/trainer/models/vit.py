@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import PrepareModuleInput, PrepareModuleOutput
+from torch.distributed.tensor.parallel import PrepareModuleInput
 
-from fuelrail.bench.trainer.models.occupancy import OccupancyHead, OccupancyModel, Pixels, head_plan
-from fuelrail.bench.trainer.models.transformer import Block, block_plan
+from fuelrail.bench.trainer.models.bev import HEAD_PLAN, OccupancyHead, OccupancyModel, Pixels
+from fuelrail.bench.trainer.models.staged import Block, transformer_plan
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
     from fuelrail.bench.trainer.models.settings import VitSettings
-    from fuelrail.bench.trainer.models.staged import TensorPlans
 
 
 class MultiCameraVit(OccupancyModel):
@@ -33,13 +34,13 @@ class MultiCameraVit(OccupancyModel):
         columns = self.settings.patches_along(inputs[0].shape[-1])
         return super().feature_map(hidden.transpose(1, 2).reshape(*hidden.shape[::2], -1, columns), *inputs)
 
-    def tensor_plans(self) -> TensorPlans:
-        """Divide the tokens behind the stem, the blocks' channels and tokens, and the head's embedding."""
-        divide = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
+    def tensor_plan(self) -> dict[str, ParallelStyle]:
+        """Divide tokens and channels, and the head's embedding."""
         gather = PrepareModuleInput(
             input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=True
         )
-        return {"": divide}, block_plan(), {"norm": gather, **{f"cells.{k}": v for k, v in head_plan().items()}}
+        cells = {f"head.cells.{name}": style for name, style in HEAD_PLAN.items()}
+        return {**transformer_plan(), "head.norm": gather, **cells}
 
 
 class _Patches(nn.Module):

@@ -1,8 +1,9 @@
-"""Optimiser, learning rate and the norm of gradients, over tensors and DTensors of several meshes."""
+"""Precision, optimiser, its memory, and the norm of gradients, over tensors and DTensors of several meshes."""
 
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,20 +11,33 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import SGD, AdamW
-from torch.optim.lr_scheduler import LambdaLR
 
-from fuelrail.bench.trainer.strategies.precision import local_gradients
+from fuelrail.bench.trainer.models.build import build_model
+from fuelrail.bench.trainer.models.settings import MODELS
+from fuelrail.pipeline.errors import ConfigError, FuelrailError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
-    from fuelrail.bench.trainer.strategies.settings import ParallelSettings
+    from fuelrail.bench.trainer.models.settings import ModelSettings
+    from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_FP32 = 4
+_MOMENTS = {"adamw": 2, "sgd": 1}
 _MOMENTUM = 0.9
+# A sixteenth of torch's: most models then skip none of their first steps, and it grows.
+_FIRST_SCALE = 2.0**12
+
+
+def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:
+    """Compute in the precision what torch's autocast says can be; weights stay fp32."""
+    return nullcontext() if precision == "fp32" else torch.autocast(device.type, DTYPES[precision])
 
 
 def make_optimiser(models: Iterable[nn.Module], settings: ParallelSettings, rate: float) -> Optimizer:
@@ -31,16 +45,16 @@ def make_optimiser(models: Iterable[nn.Module], settings: ParallelSettings, rate
     kind: type[Optimizer] = AdamW if settings.optimiser == "adamw" else SGD
     options: dict[str, Any] = {"lr": rate} if kind is AdamW else {"lr": rate, "momentum": _MOMENTUM}
     parameters = [p for model in models for p in model.parameters() if p.requires_grad]
-    if settings.strategy == "zero1" and settings.mesh is None and dist.is_initialized():
+    if settings.shards_optimiser and dist.is_initialized():
         with warnings.catch_warnings():
             # Torch's own module compiles with what torch has deprecated.
             warnings.simplefilter("ignore", DeprecationWarning)
             from torch.distributed.optim import ZeroRedundancyOptimizer
         return ZeroRedundancyOptimizer(parameters, kind, **options)
-    return kind([{"params": part} for part in by_mesh(parameters)], **options)
+    return kind([{"params": part} for part in _by_mesh(parameters)], **options)
 
 
-def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Parameters of each mesh, and those of none: torch computes on lists of one kind only."""
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -48,21 +62,15 @@ def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     return list(groups.values())
 
 
-def make_schedule(optimiser: Optimizer, settings: ParallelSettings) -> LambdaLR:
-    """Linear warm-up from 0, then a constant rate."""
-    warmup = settings.rate_warmup
-    return LambdaLR(optimiser, lambda step: min(1.0, (step + 1) / warmup) if warmup else 1.0)
-
-
 def scaled_rate(rate: float, settings: ParallelSettings, global_batch: int) -> float:
     """Learning rate in proportion to the global batch (arXiv 1706.02677), where it is given for a base batch."""
     return rate if settings.base_batch is None else rate * global_batch / settings.base_batch
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], largest: float, mesh: DeviceMesh | None) -> Tensor:
-    """Scale all gradients so that their norm, over all ranks' parts, is at most ``largest``; return what it was."""
-    groups = by_mesh(p for p in parameters if p.grad is not None)
-    local_gradients(p for group in groups for p in group)  # sums what is still to be summed
+def clip_gradients(parameters: Iterable[nn.Parameter], largest: float, mesh: DeviceMesh | None) -> None:
+    """Scale all gradients so that their norm, over all ranks' parts, is at most ``largest``."""
+    groups = _by_mesh(p for p in parameters if p.grad is not None)
+    _local_gradients(p for group in groups for p in group)  # sums what is still to be summed
     square = torch.zeros(())
     for group in groups:
         norm = get_total_norm([p.grad for p in group if p.grad is not None])
@@ -70,7 +78,103 @@ def clip_gradients(parameters: Iterable[nn.Parameter], largest: float, mesh: Dev
         square = square.to(whole.device) + whole.square()
     if mesh is not None and "pp" in (mesh.mesh_dim_names or ()):
         dist.all_reduce(square, group=mesh["pp"].get_group())
-    total = square.sqrt()
     for group in groups:
-        clip_grads_with_norm_(group, largest, total)
-    return total
+        clip_grads_with_norm_(group, largest, square.sqrt())
+
+
+def _local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """This rank's parts of all gradients, summed over the ranks where that is still to be done."""
+    found = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+            if gradient.placements != parameter.placements:
+                parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
+            found.append(gradient.to_local())
+        elif gradient is not None:
+            found.append(gradient)
+    return found
+
+
+class SharedGradScaler(torch.amp.GradScaler):
+    """Torch's GradScaler for gradients that are divided over ranks, as tensors and DTensors of several meshes.
+
+    A step is skipped on all ranks if one of them has a gradient that is not finite. After ``max_skipped`` skipped steps
+    in a row :meth:`step` raises FuelrailError, which shows the scaler's state.
+    """
+
+    def __init__(self, device: str, max_skipped: int) -> None:
+        super().__init__(device, init_scale=_FIRST_SCALE)
+        self._max_skipped = max_skipped
+        self._num_skipped = 0
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step was skipped."""
+        return self._num_skipped > 0
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, *_: object
+    ) -> dict[torch.device, Tensor]:
+        gradients = _local_gradients(p for group in optimizer.param_groups for p in group["params"])
+        for gradient in gradients:
+            gradient.mul_(inv_scale.to(gradient.device))
+        norm = get_total_norm(gradients).to(found_inf.device)
+        self._found = torch.logical_not(torch.isfinite(norm)).to(found_inf.dtype)
+        if dist.is_initialized():
+            dist.all_reduce(self._found, dist.ReduceOp.MAX)
+        return {norm.device: self._found}
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:  # noqa: ANN401 - torch's
+        """Step, or skip the step. Raises FuelrailError after too many skipped ones."""
+        result = super().step(optimizer, *args, **kwargs)
+        self._num_skipped = self._num_skipped + 1 if bool(self._found) else 0
+        if self._num_skipped >= self._max_skipped:
+            raise FuelrailError(
+                f"{self._num_skipped} steps in a row had gradients that are not finite, and were skipped; the loss "
+                f"scale is {self.get_scale():g} by now; lower the learning rate, clip gradients, or use bf16"
+            )
+        return result
+
+
+def state_bytes(model: ModelSettings, settings: ParallelSettings, degrees: Degrees) -> int:
+    """Bytes of weights, gradients and optimiser state on one rank, in fp32 (arXiv 1910.02054, section 3.1).
+
+    With shards also the largest block in full, with its gradient. Activations come on top. Tensor parallel and
+    pipelines are taken to divide everything, which is the least.
+    """
+    with torch.device("meta"):
+        made = build_model(model)
+    numbers: list[int] = [sum(p.numel() for p in part.parameters()) for part in (made, *made.blocks)]
+    number, block = numbers[0] / degrees.tp / degrees.pp, max(numbers[1:], default=0) / degrees.tp
+    moments = _MOMENTS[settings.optimiser] * number
+    if settings.shards_optimiser:
+        moments /= degrees.data
+    if degrees.dp_shard == 1:
+        return round(_FP32 * (2 * number + moments))
+    kept = 0 if settings.offload else (2 * number + moments) / degrees.dp_shard
+    return round(_FP32 * (kept + 2 * block))
+
+
+def check_memory(name: str, settings: ParallelSettings, degrees: Degrees, available: int, *, alone: bool) -> None:
+    """Check that the state of a model fits in the ``available`` bytes of a rank.
+
+    ``alone``: the rank's memory is its own, as a GPU's, so that more ranks bring more of it. Raises ConfigError, which
+    says what would fit.
+    """
+    model = MODELS[name]
+    needed = state_bytes(model, settings, degrees)
+    if needed <= available:
+        return
+
+    def fits(size: ModelSettings, dp_shard: int = degrees.dp_shard) -> bool:
+        return state_bytes(size, settings, degrees._replace(dp_shard=dp_shard)) <= available
+
+    more = (2**power for power in range(1, 13) if alone and 2**power > degrees.dp_shard)
+    would = [f"dp_shard={degree}" for degree in more if fits(model, degree)][:1]
+    would += [f"model {other}" for other, size in MODELS.items() if type(size) is type(model) and fits(size)][-1:]
+    raise ConfigError(
+        f"model '{name}' needs at least {needed / 2**30:.1f} GiB on each rank for weights, gradients and "
+        f"{settings.optimiser}, and {available / 2**30:.1f} GiB are available ({degrees}); "
+        + (f"it would fit with {' or '.join(would)}" if would else "no degree of sharding makes it fit here")
+    )

@@ -7,6 +7,7 @@ copies, optimiser. :class:`Parallel` is the result, the same to the loop for all
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,18 +15,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fuelrail.bench.trainer.models.build import build_model
-from fuelrail.bench.trainer.strategies.apply import divide_tensors, recompute, shard
-from fuelrail.bench.trainer.strategies.data_parallel import data_parallel
-from fuelrail.bench.trainer.strategies.optimiser import clip_gradients, make_optimiser, make_schedule
+from fuelrail.bench.trainer.strategies.data_parallel import data_parallel, shard
+from fuelrail.bench.trainer.strategies.optimiser import SharedGradScaler, autocast, clip_gradients, make_optimiser
 from fuelrail.bench.trainer.strategies.pipeline import Pipeline, Stage, local_stages
-from fuelrail.bench.trainer.strategies.precision import SharedGradScaler, autocast
 from fuelrail.bench.trainer.strategies.settings import AXES, Degrees, stages_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
     from fuelrail.bench.trainer.models.settings import ModelSettings
     from fuelrail.bench.trainer.models.staged import StagedModel
     from fuelrail.bench.trainer.strategies.settings import ParallelSettings, Precision
+
+# Costly to compute again, for their size: matrix products, convolutions and attention.
+_KEPT = ("aten.mm", "aten.addmm", "aten.bmm", "aten.convolution", "aten._scaled_dot_product")
 
 
 class Parallel:
@@ -58,28 +63,17 @@ class Parallel:
         precision: Precision = "fp32",
         clip_norm: float | None = None,
     ) -> None:
-        self.model = model
-        self.optimiser = optimiser
-        self.inputs = inputs
-        self.schedule = schedule
-        self.scaler = scaler
-        self.mesh = mesh
-        self._pipeline = pipeline
-        self._precision: Precision = precision
-        self._clip_norm = clip_norm
+        self.model, self.optimiser, self.inputs = model, optimiser, inputs
+        self.models = model if isinstance(model, list) else [model]
+        self.schedule, self.scaler, self.mesh = schedule, scaler, mesh
+        self._pipeline, self._precision, self._clip_norm = pipeline, precision, clip_norm
         self.teacher: Callable[..., tuple[Tensor, ...]] | None = None
-
-    @property
-    def models(self) -> list[nn.Module]:
-        """The modules on this rank: one, or the stages of a pipeline."""
-        return self.model if isinstance(self.model, list) else [self.model]
 
     @property
     def counts(self) -> bool:
         """Whether this rank counts its samples: others of its model-parallel group have the same."""
-        return self.mesh is None or all(
-            self.mesh.get_local_rank(axis) == 0 for axis in self.mesh.mesh_dim_names or () if axis in ("pp", "tp")
-        )
+        axes = () if self.mesh is None else {"pp", "tp"}.intersection(self.mesh.mesh_dim_names or ())
+        return self.mesh is None or all(self.mesh.get_local_rank(axis) == 0 for axis in axes)
 
     def forward_backward(
         self,
@@ -100,18 +94,16 @@ class Parallel:
             with nullcontext() if accelerator is None else accelerator.forward(*rows), torch.no_grad(), precise:
                 inputs = (*inputs, *self.teacher(*inputs))
         if self._pipeline is not None:
-            self._pipeline.accumulation = accumulation
-            self._pipeline.scale = (
-                1.0 if self.scaler is None else self.scaler.scale(inputs[0].new_ones((), dtype=torch.float))
-            )
+            one = inputs[0].new_ones((), dtype=torch.float)
+            scale = 1.0 if self.scaler is None else self.scaler.scale(one)
             with precise:
-                return self._pipeline.run(inputs, accelerator, rows)
-        assert isinstance(self.model, nn.Module), "a list of stages has a pipeline"
-        if isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(last)
-        with self.model.no_sync() if isinstance(self.model, DistributedDataParallel) and not last else nullcontext():
+                return self._pipeline.run(inputs, accelerator, rows, scale, accumulation)
+        (model,) = self.models
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(last)
+        with model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext():
             with nullcontext() if accelerator is None else accelerator.forward(*rows), precise:
-                loss: Tensor = self.model(*inputs) / accumulation
+                loss: Tensor = model(*inputs) / accumulation
             with nullcontext() if accelerator is None else accelerator.backward():
                 (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
@@ -133,7 +125,7 @@ class Parallel:
 
     def step(self, batch: Mapping[str, Any]) -> float:
         """Train on one batch of this rank; return the loss, the mean over all ranks."""
-        device = next(parameter.device for model in self.models for parameter in model.parameters())
+        device = next(self.models[0].parameters()).device
         loss = self.forward_backward(tuple(tensor.to(device) for tensor in self.inputs(batch)))
         self.update()
         loss = self.own_loss(loss)
@@ -154,16 +146,15 @@ def make_mesh(degrees: Degrees, device_type: str, *, sharded: bool = False) -> D
 
     ``sharded`` shards over one rank too, which is how a single GPU offloads.
     """
-    if sharded and not degrees.composed:
-        return init_device_mesh(device_type, (1,), mesh_dim_names=("dp_shard",))
     if not degrees.composed:
-        return None
+        return init_device_mesh(device_type, (1,), mesh_dim_names=("dp_shard",)) if sharded else None
     # Copies of divided models are groups of FSDP, which wants both of its axes.
-    kept = [axis for axis, size in zip(AXES, degrees, strict=True) if size > 1]
-    if "dp_replicate" in kept and "dp_shard" not in kept:
-        kept.insert(kept.index("dp_replicate") + 1, "dp_shard")
-    sizes = tuple(getattr(degrees, axis) for axis in kept)
-    return init_device_mesh(device_type, sizes, mesh_dim_names=tuple(kept))
+    sizes = {
+        axis: size
+        for axis, size in zip(AXES, degrees, strict=True)
+        if size > 1 or (axis == "dp_shard" and degrees.dp_replicate > 1)
+    }
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def parallelise(
@@ -183,39 +174,37 @@ def parallelise(
     number of samples per data-parallel rank in a micro-batch. With Degrees() a rank trains alone, whatever the world.
     Of a pipeline's model the parts that are not this rank's are given up.
     """
-    device = next(model.parameters()).device
-    plans = model.tensor_plans()
+    device, plan, schedule = next(model.parameters()).device, model.tensor_plan(), settings.pipeline_schedule
     parts: list[nn.Module] = [model]
-    numbers, num_stages = [0], 1
-    if degrees.pp > 1:
-        assert mesh is not None, "a pipeline has a mesh"
-        num_stages = stages_of(settings, degrees)
-        numbers = local_stages(mesh.get_local_rank("pp"), degrees.pp, num_stages, settings.pipeline_schedule)
-        parts = [Stage(model, number, num_stages) for number in numbers]
+    stages, num_stages = [0], stages_of(settings, degrees)
+    if mesh is not None and degrees.pp > 1:
+        stages = local_stages(mesh.get_local_rank("pp"), degrees.pp, num_stages, schedule)
+        parts = [Stage(model, number, num_stages) for number in stages]
         del model.stem, model.blocks, model.head  # the model lives on for its inputs
     for part in parts:
-        if degrees.tp > 1:
-            assert mesh is not None, "tensor parallel has a mesh"
-            divide_tensors(part, plans, mesh["tp"])
-        recompute(part, settings.recompute)
-        if settings.compile != "none":
-            for block in part.get_submodule("blocks").children():
+        if mesh is not None and degrees.tp > 1:
+            there = {name for name, _ in part.named_children()}  # a stage may lack stem or head
+            styles = {name: style for name, style in plan.items() if name.split(".")[0] in there}
+            parallelize_module(part, mesh["tp"], styles)
+        for block in part.get_submodule("blocks").children():
+            if settings.recompute != "none":
+                _recompute(block, selective=settings.recompute == "selective")
+            if settings.compile != "none":
                 block.compile(backend=settings.compile)
         if mesh is not None:
             shard(part, mesh, settings, precision)
     if mesh is None and degrees.data > 1:
         parts = [data_parallel(model, accelerator, settings)]
-    optimiser = make_optimiser(parts, settings, learning_rate)
+    optimiser, warmup = make_optimiser(parts, settings, learning_rate), settings.rate_warmup
     pipeline = None
-    if degrees.pp > 1:
-        assert mesh is not None, "a pipeline has a mesh"
+    if mesh is not None and degrees.pp > 1:
         micro_batches = settings.micro_batches or batch_size
-        pipeline = Pipeline(parts, numbers, num_stages, mesh["pp"], settings.pipeline_schedule, micro_batches, device)
+        pipeline = Pipeline(parts, stages, num_stages, mesh["pp"], schedule, micro_batches, device)
     return Parallel(
         parts if degrees.pp > 1 else parts[0],
         optimiser,
         model.inputs,
-        schedule=make_schedule(optimiser, settings),
+        schedule=LambdaLR(optimiser, lambda step: min(1.0, (step + 1) / warmup) if warmup else 1.0),
         scaler=SharedGradScaler(device.type, settings.max_skipped) if precision == "fp16" else None,
         mesh=mesh,
         pipeline=pipeline,
@@ -224,13 +213,15 @@ def parallelise(
     )
 
 
-def parameters_of(models: Iterable[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """Names and parameters, by the names that they have in the undivided model."""
-    return [
-        (name.removeprefix("module.").replace("_checkpoint_wrapped_module.", ""), parameter)
-        for model in models
-        for name, parameter in model.named_parameters()
-    ]
+def _recompute(block: nn.Module, *, selective: bool) -> None:
+    """Compute a block again in the backward pass instead of keeping its activations: all of it, or what is cheap."""
+
+    def policy(_: object, operation: object, *__: Any, **___: Any) -> CheckpointPolicy:  # noqa: ANN401 - torch's
+        keep = str(operation).startswith(_KEPT)
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = {"context_fn": partial(create_selective_checkpoint_contexts, policy)} if selective else {}
+    block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **contexts)
 
 
 def build(settings: ModelSettings, device: str, seed: int) -> StagedModel:

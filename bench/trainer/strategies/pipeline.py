@@ -55,27 +55,25 @@ def local_stages(rank: int, num_ranks: int, num_stages: int, schedule: Schedule)
     return list(range(rank, num_stages, num_ranks))
 
 
-class TimedStage(PipelineStage):
+class _TimedStage(PipelineStage):
     """A stage that reports to the accelerator when it computes; what it waits for others is in no phase."""
 
-    def __init__(self, stage: nn.Module, number: int, num_stages: int, device: torch.device, mesh: DeviceMesh) -> None:
-        super().__init__(stage, number, num_stages, device, group=mesh.get_group())
-        self.accelerator: Accelerator | None = None
-        self.share = (0.0, 0.0)  # samples and images of a part of the batch, times this stage's share of the model
-        self._at_start: list[Tensor] | None = None
+    accelerator: Accelerator | None = None
+    share = (0.0, 0.0)  # samples and images of a part of the batch, times this stage's share of the model
+    at_start: list[Tensor] | None = None
 
     def note_buffers(self) -> None:
         """Note the statistics before the first step; a checkpoint may be loaded after the stage is made."""
-        if self._at_start is None:
-            self._at_start = [buffer.clone() for buffer in self.submod.buffers()]
+        if self.at_start is None:
+            self.at_start = [buffer.clone() for buffer in self.submod.buffers()]
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - torch's
         """Compute the stage's forward pass of one part of the batch."""
-        if self._at_start:
+        if self.at_start:
             # Torch found the shapes by a pass over memory of any content: it must leave no trace in statistics.
-            for buffer, value in zip(self.submod.buffers(), self._at_start, strict=True):
+            for buffer, value in zip(self.submod.buffers(), self.at_start, strict=True):
                 buffer.copy_(value)
-            self._at_start = []
+            self.at_start = []
         with nullcontext() if self.accelerator is None else self.accelerator.forward(*self.share):
             return super().forward_one_chunk(*args, **kwargs)
 
@@ -86,7 +84,7 @@ class TimedStage(PipelineStage):
 
 
 class Pipeline:
-    """The stages of one rank and the schedule that runs them with those of the others."""
+    """The stages of one rank, by their numbers, and the schedule that runs them with those of the others."""
 
     def __init__(
         self,
@@ -98,26 +96,34 @@ class Pipeline:
         micro_batches: int,
         device: torch.device,
     ) -> None:
-        self.micro_batches = micro_batches
-        self.accumulation = 1
-        self.scale: float | Tensor = 1.0  # of the loss
-        self.stages = [
-            TimedStage(module, number, num_stages, device, mesh)
+        self._micro_batches, self._parts = micro_batches, micro_batches
+        self._scale: float | Tensor = 1.0
+        self._stages = [
+            _TimedStage(module, number, num_stages, device, group=mesh.get_group())
             for module, number in zip(modules, numbers, strict=True)
         ]
         kind = get_schedule_class(schedule)
-        several = issubclass(kind, PipelineScheduleMulti)
-        self._schedule = kind(
-            self.stages if several else self.stages[0], micro_batches, loss_fn=self._share_of_loss, scale_grads=False
-        )
+        stages: Any = self._stages if issubclass(kind, PipelineScheduleMulti) else self._stages[0]
+        self._schedule = kind(stages, micro_batches, loss_fn=self._share_of_loss, scale_grads=False)
 
     def _share_of_loss(self, loss: Tensor, _: Tensor) -> Tensor:
-        return loss * self.scale / (self.micro_batches * self.accumulation)
+        return loss * self._scale / self._parts
 
-    def run(self, inputs: Sequence[Tensor], accelerator: Accelerator | None, rows: tuple[int, int]) -> Tensor:
-        """Forward and backward pass of a batch; return its loss, 0 on ranks without the last stage."""
-        share = 1 / self.micro_batches / self.stages[0].num_stages
-        for stage in self.stages:
+    def run(
+        self,
+        inputs: Sequence[Tensor],
+        accelerator: Accelerator | None,
+        rows: tuple[int, int],
+        scale: float | Tensor,
+        accumulation: int,
+    ) -> Tensor:
+        """Forward and backward pass of a batch; return its share of the loss, 0 on ranks without the last stage.
+
+        Gradients are those of the loss times ``scale``.
+        """
+        share = 1 / self._micro_batches / self._stages[0].num_stages
+        self._scale, self._parts = scale, self._micro_batches * accumulation
+        for stage in self._stages:
             stage.note_buffers()
             stage.accelerator, stage.share = accelerator, (rows[0] * share, rows[1] * share)
         losses: list[Tensor] = []
@@ -126,4 +132,4 @@ class Pipeline:
         self._schedule.step(target=inputs[-1], losses=losses, return_outputs=False, **named)
         if not losses:
             return torch.zeros((), device=inputs[0].device)
-        return torch.stack([loss.detach() for loss in losses]).sum() / self.scale
+        return torch.stack([loss.detach() for loss in losses]).sum() / scale

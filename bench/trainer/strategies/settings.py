@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
 from fuelrail.bench.trainer.models.settings import (
     Above0,
@@ -16,7 +16,10 @@ from fuelrail.bench.trainer.models.settings import (
     tensor_sizes,
 )
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import Settings, flag
+from fuelrail.pipeline.settings import Settings, convert, flag
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 Strategy = Literal["ddp", "zero1", "zero2", "fsdp2", "hsdp", "tensor", "pipeline"]
 Schedule = Literal[
@@ -71,6 +74,16 @@ class ParallelSettings(Settings, frozen=True, kw_only=True):
     ] = 25
     deterministic: Annotated[bool, flag("deterministic kernels; the report lists what stays open")] = False
 
+    @classmethod
+    def among(cls, options: Mapping[str, Any], where: str) -> Self:
+        """Return those among a report's options. Raises ConfigError."""
+        return convert({name: options[name] for name in cls.__struct_fields__ if name in options}, cls, where)
+
+    @property
+    def shards_optimiser(self) -> bool:
+        """Whether copies of the model share the optimiser's state."""
+        return self.strategy == "zero1" and self.mesh is None
+
 
 class Degrees(NamedTuple):
     """Sizes of the mesh's axes, the outermost first."""
@@ -96,34 +109,42 @@ class Degrees(NamedTuple):
 
 def degrees_of(settings: ParallelSettings, world: int) -> Degrees:
     """Return the mesh's axes for this number of ranks. Raises ConfigError, which says what would fit."""
-    if settings.mesh is None:
-        if settings.strategy == "hsdp" and world % 2:
-            raise ConfigError(
-                f"strategy 'hsdp' shards over two ranks, which do not divide {world}; use ranks={world + 1}"
-            )
-        degrees = {
-            "ddp": Degrees(dp_replicate=world),
-            "zero1": Degrees(dp_replicate=world),
-            "zero2": Degrees(dp_shard=world),
-            "fsdp2": Degrees(dp_shard=world),
-            "hsdp": Degrees(dp_replicate=world // 2, dp_shard=2),
-            "tensor": Degrees(tp=world),
-            "pipeline": Degrees(pp=world),
-        }[settings.strategy]
-    else:
-        degrees = _parse(settings.mesh)
-        size = math.prod(degrees)
-        if size != world:
-            rest = size // degrees.dp_shard
-            hint = f"ranks={size}" + (f" or dp_shard={world // rest}" if world % rest == 0 else "")
-            raise ConfigError(f"mesh '{settings.mesh}' is for {size} ranks, the run has {world}; use {hint}")
-    whole = not degrees.composed
-    for name, given in {"zero1": settings.strategy == "zero1", "compression": settings.compression != "none"}.items():
-        if given and not whole:
-            raise ConfigError(f"{name} needs whole models on each rank, and the mesh is {degrees}; use strategy=ddp")
-    if settings.offload and degrees.dp_shard == 1:
-        raise ConfigError(f"offload needs sharded parameters, and the mesh is {degrees}; use dp_shard=2 or more")
+    mesh = settings.mesh
+    degrees = _DEGREES[settings.strategy](world) if mesh is None else _parse(mesh)
+    size = math.prod(degrees)
+    rest = size // degrees.dp_shard
+    hint = f"ranks={size}" + (f" or dp_shard={world // rest}" if world % rest == 0 else "")
+    odd = f"strategy 'hsdp' shards over two ranks, which do not divide {world}; use ranks={world + 1}"
+    whole = f"needs whole models on each rank, and the mesh is {degrees}; use strategy=ddp"
+    _refuse(
+        {
+            odd if mesh is None else f"mesh '{mesh}' is for {size} ranks, the run has {world}; use {hint}": size
+            != world,
+            f"zero1 {whole}": degrees.composed and settings.strategy == "zero1",
+            f"compression {whole}": degrees.composed and settings.compression != "none",
+            f"offload needs sharded parameters, and the mesh is {degrees}; use dp_shard=2 or more": settings.offload
+            and degrees.dp_shard == 1,
+        }
+    )
     return degrees
+
+
+_DEGREES: dict[str, Callable[[int], Degrees]] = {
+    "ddp": lambda world: Degrees(dp_replicate=world),
+    "zero1": lambda world: Degrees(dp_replicate=world),
+    "zero2": lambda world: Degrees(dp_shard=world),
+    "fsdp2": lambda world: Degrees(dp_shard=world),
+    "hsdp": lambda world: Degrees(dp_replicate=world // 2, dp_shard=2),
+    "tensor": lambda world: Degrees(tp=world),
+    "pipeline": lambda world: Degrees(pp=world),
+}
+
+
+def _refuse(rules: Mapping[str, object]) -> None:
+    """Raise ConfigError with the first message whose condition is met."""
+    for message, is_wrong in rules.items():
+        if is_wrong:
+            raise ConfigError(message)
 
 
 def _parse(text: str) -> Degrees:
@@ -145,51 +166,37 @@ def stages_of(settings: ParallelSettings, degrees: Degrees) -> int:
 
 
 def check_fits(
-    settings: ParallelSettings,
-    degrees: Degrees,
-    model: ModelSettings,
-    batch_size: int,
-    image: tuple[int, int] = (0, 0),
+    settings: ParallelSettings, degrees: Degrees, model: ModelSettings, batch_size: int, image: tuple[int, int] = (0, 0)
 ) -> None:
     """Check that the degrees divide model and batch. ``image``: height and width of images; (0, 0): not checked.
 
     Raises ConfigError, which says what would fit.
     """
-    for name, size in tensor_sizes(model, image).items():
-        if size % degrees.tp:
-            raise ConfigError(
-                f"tp={degrees.tp} does not divide the {size} {name} of the model; {_divisors('tp', size)}"
-            )
-    if isinstance(model, (VitSettings, GptSettings)) and model.width % model.heads:
-        raise ConfigError(f"{model.heads} heads do not divide the model's width of {model.width}")
-    if degrees.pp == 1:
-        return
-    blocks, stages = num_blocks(model), stages_of(settings, degrees)
-    if blocks % stages and isinstance(model, (VitSettings, GptSettings)):
-        raise ConfigError(
-            f"{stages} stages ({settings.pipeline_schedule}, pp={degrees.pp}) do not divide the model's {blocks} "
-            f"layers; {_divisors('stages', blocks)}"
-        )
-    if blocks < stages:
-        raise ConfigError(
-            f"{stages} stages ({settings.pipeline_schedule}, pp={degrees.pp}) are more than the model's {blocks} "
-            "layers; use a smaller pp"
-        )
-    parts = settings.micro_batches or batch_size
-    if batch_size % parts:
-        raise ConfigError(
+    pp, tp, schedule = degrees.pp, degrees.tp, settings.pipeline_schedule
+    rules: dict[str, object] = {
+        f"tp={tp} does not divide the {size} {name} of the model; {_divisors('tp', size)}": size % tp
+        for name, size in tensor_sizes(model, image).items()
+    }
+    is_transformer = isinstance(model, (VitSettings, GptSettings))
+    if isinstance(model, (VitSettings, GptSettings)):
+        message = f"{model.heads} heads do not divide the model's width of {model.width}"
+        rules[message] = model.width % model.heads
+    if pp > 1:
+        blocks, stages, parts = num_blocks(model), stages_of(settings, degrees), settings.micro_batches or batch_size
+        least = {"1F1B": stages, "DualPipeV": stages, "GPipe": 1, "LoopedBFS": 1}.get(schedule, pp)
+        multiple = "Interleaved" in schedule
+        rules |= {
+            f"{stages} stages ({schedule}, pp={pp}) do not divide the model's {blocks} layers; "
+            f"{_divisors('stages', blocks)}": is_transformer and blocks % stages,
+            f"{stages} stages ({schedule}, pp={pp}) are more than the model's {blocks} layers; use a smaller pp": blocks
+            < stages,
             f"micro_batches={parts} does not divide the batch of {batch_size} samples per rank; "
-            f"{_divisors('micro_batches', batch_size)}"
-        )
-    least = {"1F1B": stages, "DualPipeV": stages, "GPipe": 1, "LoopedBFS": 1}.get(
-        settings.pipeline_schedule, degrees.pp
-    )
-    if parts < least or (parts % degrees.pp and "Interleaved" in settings.pipeline_schedule):
-        raise ConfigError(
-            f"{settings.pipeline_schedule} with pp={degrees.pp} needs {least} micro-batches"
-            f"{' or a multiple' if 'Interleaved' in settings.pipeline_schedule else ' or more'}, the batch of "
-            f"{batch_size} samples per rank gives {parts}; use a batch_size of {least}"
-        )
+            f"{_divisors('micro_batches', batch_size)}": batch_size % parts,
+            f"{schedule} with pp={pp} needs {least} micro-batches{' or a multiple' if multiple else ' or more'}, the "
+            f"batch of {batch_size} samples per rank gives {parts}; use a batch_size of {least}": parts < least
+            or (parts % pp and multiple),
+        }
+    _refuse(rules)
 
 
 def _divisors(name: str, size: int) -> str:
@@ -199,12 +206,11 @@ def _divisors(name: str, size: int) -> str:
 
 def not_promised(settings: ParallelSettings) -> list[str]:
     """List what a deterministic run does not promise."""
-    open_points = [
+    points = [
         "another number of ranks or another mesh sums gradients in another order: losses differ in the last digits",
         "another device, driver or version of torch computes other last digits",
         "the collective library may change its algorithm, and so the order of sums, with the ranks' placement",
         "kernels without a deterministic version run as they are, and torch warns of each in the ranks' log",
     ]
-    if settings.compile != "none":
-        open_points.append("torch.compile may choose other kernels after a change of its cache or version")
-    return open_points
+    compiled = "torch.compile may choose other kernels after a change of its cache or version"
+    return [*points, compiled] if settings.compile != "none" else points

@@ -18,7 +18,7 @@ from fuelrail.bench.studies.order.describe import DescribeOptions, describe_orde
 from fuelrail.bench.studies.scale.options import ScaleOptions
 from fuelrail.bench.studies.scale.run import scale
 from fuelrail.bench.studies.train.run import train
-from fuelrail.bench.trainer.settings import TrainOptions
+from fuelrail.bench.studies.train.settings import TrainOptions
 from fuelrail.pipeline.cli import add_flags, from_flags
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.order.spec import OrderSpec

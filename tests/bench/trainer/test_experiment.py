@@ -6,14 +6,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from fuelrail.bench.trainer.experiment import make_loader
-from fuelrail.bench.trainer.injection import Injection
+from fuelrail.bench.ranks.injection import Injection
+from fuelrail.bench.studies.train.experiment import make_loader
 from fuelrail.pipeline.errors import ConfigError
 from support.bench_runs import SETTINGS
 
 
 def batches(dataset, count=10, **changes):
-    settings = msgspec.structs.replace(SETTINGS, dataset=str(dataset), batch_size=2, num_workers=1, **changes)
+    settings = msgspec.structs.replace(SETTINGS, dataset=str(dataset), batch_size=2, workers=1, **changes)
     with make_loader(settings, None) as loader:
         return [
             {name: value.clone() if hasattr(value, "clone") else value for name, value in batch.items()}

@@ -5,8 +5,8 @@ import os
 import pytest
 
 from fuelrail.bench.measure.accelerator import EmulatedAccelerator
-from fuelrail.bench.trainer import injection
-from fuelrail.bench.trainer.injection import Injection, StallingAccelerator, delayed_stages, late_batches, slow_reads
+from fuelrail.bench.ranks import injection
+from fuelrail.bench.ranks.injection import Injection, StallingAccelerator, delayed_stages, late_batches, slow_reads
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.runtime.stages import Stage
 from support.bench_runs import MS, PROFILE, HandClock

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from fuelrail.bench.trainer.launch import RankExit, run_ranks
+from fuelrail.bench.ranks.launch import RankExit, run_ranks
 
 pytestmark = pytest.mark.process
 
 _PROGRAM = """
 import os, pathlib, signal, sys, time
-from fuelrail.bench.trainer.elastic import end_with
+from fuelrail.bench.ranks.elastic import end_with
 
 folder, what, launcher = sys.argv[1:]
 rank = os.environ["RANK"]

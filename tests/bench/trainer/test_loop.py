@@ -14,7 +14,7 @@ from fuelrail.bench.measure.accelerator import EmulatedAccelerator
 from fuelrail.bench.measure.occupancy import occupancy_of, window_of
 from fuelrail.bench.measure.records import PHASES
 from fuelrail.bench.trainer.loop import train
-from fuelrail.bench.trainer.models.occupancy import camera_inputs
+from fuelrail.bench.trainer.models.bev import camera_inputs
 from fuelrail.bench.trainer.strategies.parallel import Parallel
 from support.bench_runs import MS, PROFILE, HandClock
 

@@ -5,8 +5,8 @@ import json
 import torch
 
 from fuelrail.bench.measure.accelerator import EmulatedAccelerator
+from fuelrail.bench.ranks.tracing import RankTrace, TracedAccelerator
 from fuelrail.bench.report.files import merge_traces
-from fuelrail.bench.trainer.tracing import RankTrace, TracedAccelerator
 from support.bench_runs import PROFILE, HandClock, steps
 
 

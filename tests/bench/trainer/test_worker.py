@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from fuelrail.bench.measure.records import RankWriter, rank_path, read_rank
+from fuelrail.bench.studies.train.experiment import batches, from_memory
+from fuelrail.bench.studies.train.worker import run_rank
 from fuelrail.bench.trainer.checkpoints.state import parameters_digest
-from fuelrail.bench.trainer.experiment import batches, from_memory
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.parallel import Parallel, build
-from fuelrail.bench.trainer.worker import run_rank
 from fuelrail.loaders import ImageAugment
 from support.bench_runs import PROFILE, SETTINGS
 from support.datasets import build_dataset
@@ -49,7 +49,7 @@ def test_batches_from_memory_come_in_turns_and_end_like_the_loaders(dataset):
 
 @pytest.mark.slow
 def test_a_rank_leaves_its_whole_record(dataset, tmp_path):
-    settings = msgspec.structs.replace(SETTINGS, num_steps=6, num_warmup_steps=2, profile=QUICK)
+    settings = msgspec.structs.replace(SETTINGS, steps=6, warmup=2, profile=QUICK)
     with loader_of(dataset) as loader, RankWriter(rank_path(tmp_path, 0)) as writer:
         run_rank(settings, batches(loader, None), writer, lambda: loader.stats().stages)
     log = read_rank(rank_path(tmp_path, 0))
@@ -70,5 +70,5 @@ def test_the_seed_decides_the_weights():
 
 
 def _fresh_model(settings):
-    model = build(MODELS[settings.model_name], "cpu", settings.seed)
+    model = build(MODELS[settings.model], "cpu", settings.seed)
     return Parallel(model, torch.optim.SGD(model.parameters()), model.inputs)

@@ -17,7 +17,7 @@ from fuelrail.bench.studies.diagnose.judge import Bound, Evidence, Round, counte
 from fuelrail.bench.studies.diagnose.report import DiagnoseReport, conclusion, suggestions, verdict_on
 from fuelrail.bench.studies.diagnose.report import judge as judge_trial
 from fuelrail.bench.studies.train.report import load_report
-from fuelrail.bench.trainer.settings import TrainOptions
+from fuelrail.bench.studies.train.settings import TrainOptions
 from support.bench_runs import MS, SETTINGS, log, report_of, step
 
 

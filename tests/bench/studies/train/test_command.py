@@ -9,10 +9,10 @@ import pytest
 
 from fuelrail.__main__ import main
 from fuelrail.bench.measure.records import RankFailure, RankLog, rank_path, read_rank
+from fuelrail.bench.ranks.launch import Outcome, RankExit
 from fuelrail.bench.studies.train import run as train_run
 from fuelrail.bench.studies.train.report import load_report
 from fuelrail.bench.studies.train.run import why_cut_off
-from fuelrail.bench.trainer.launch import Outcome, RankExit
 from fuelrail.pipeline.format.dataset import open_dataset
 from support.bench_runs import log, steps
 
@@ -77,7 +77,7 @@ def test_a_larger_batch_is_checked_by_two_short_runs(dataset, tmp_path):
     options = ("--batch-size", 2, "--check-batch", 4, "--steps", 24, "--warmup", 2, "--model", "light", "--no-html")
     assert bench(dataset, tmp_path, *options) == 0
     report = load_report(tmp_path / "report.json")
-    assert (report.options["batch_size"], report.options["num_steps"]) == (4, 12)
+    assert (report.options["batch_size"], report.options["steps"]) == (4, 12)
     assert (report.against.other, report.against.num_samples) == ("the run with batch size 2", 48)
     assert report.against.largest_difference is None
 

@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuelrail.bench.trainer.models.bev import BevOccupancy
-from fuelrail.bench.trainer.models.occupancy import occupied_cells
+from fuelrail.bench.trainer.models.bev import BevOccupancy, occupied_cells
 from fuelrail.bench.trainer.models.settings import MODELS, BevSettings
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fuelrail.bench.trainer.experiment import token_channel
+from fuelrail.bench.studies.train.experiment import token_channel
 from fuelrail.bench.trainer.models.gpt import tokens_of
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.loaders import DataLoader, ImageAugment, Transforms

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from fuelrail.bench.trainer.strategies.optimiser import SharedGradScaler
 from fuelrail.bench.trainer.strategies.parallel import Parallel
-from fuelrail.bench.trainer.strategies.precision import SharedGradScaler
 from fuelrail.pipeline.errors import FuelrailError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fuelrail.bench.trainer.models.settings import MODELS, num_blocks
-from fuelrail.bench.trainer.strategies.fits import check_memory, state_bytes
+from fuelrail.bench.trainer.strategies.optimiser import check_memory, state_bytes
 from fuelrail.bench.trainer.strategies.settings import (
     Degrees,
     ParallelSettings,

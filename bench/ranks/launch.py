@@ -46,7 +46,7 @@ def run_ranks(program: Sequence[str], num_ranks: int, log: Path, on_wait: Callab
     """
     exits = log.with_name("exits.json")
     command = [
-        *(sys.executable, "-m", "fuelrail.bench.trainer.elastic"),
+        *(sys.executable, "-m", "fuelrail.bench.ranks.elastic"),
         *(str(os.getpid()), str(num_ranks), str(exits)),
         *program,
     ]

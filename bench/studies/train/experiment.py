@@ -11,8 +11,8 @@ import torch
 
 from fuelrail.bench.measure.cuda import count_training_flop
 from fuelrail.bench.measure.records import InputFacts
+from fuelrail.bench.ranks.injection import Injection, delayed_stages
 from fuelrail.bench.trainer.distill.teacher import LAYER
-from fuelrail.bench.trainer.injection import Injection, delayed_stages
 from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.models.settings import MODELS, GptSettings
 from fuelrail.loaders import DataLoader, Transforms
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from fuelrail.bench.measure.records import RankWriter
+    from fuelrail.bench.studies.train.settings import TrainSettings
     from fuelrail.bench.trainer.models.settings import ModelSettings
-    from fuelrail.bench.trainer.settings import TrainSettings
     from fuelrail.pipeline.runtime.stages import Observer, Stage
 
 # Enough that the model doesn't see one batch alone, few enough to lie in memory.
@@ -54,20 +54,20 @@ def make_loader(
 
     On a ``mesh`` the ranks of one model-parallel group get the same batches.
     """
-    window = settings.window
-    channels = token_channel(settings.dataset, settings.model_name)
-    if channels and settings.distill is not None and settings.distill.layer is not None:
-        channels += [f"{LAYER}.{channel.name}" for channel in open_layer_data(settings.distill.layer).manifest.channels]
+    window, layer = settings.window, settings.teaching and settings.teaching.layer
+    channels = token_channel(settings.dataset, settings.model)
+    if channels and layer is not None:
+        channels += [f"{LAYER}.{channel.name}" for channel in open_layer_data(layer).manifest.channels]
     loader = _DelayedLoader(
         settings.dataset,
         settings.batch_size,
         split=settings.split,
         seed=settings.seed,
         order=None if window is None else OrderSpec(kind="windowed", seed=settings.seed, window=window),
-        num_workers=settings.num_workers,
+        num_workers=settings.workers,
         prefetch_factor=settings.prefetch_factor,
         transforms=msgspec.structs.replace(transforms_of(settings), channels=tuple(channels) or None),
-        layers=None if settings.distill is None or settings.distill.layer is None else {LAYER: settings.distill.layer},
+        layers=None if layer is None else {LAYER: layer},
         storage={
             "backend": settings.storage,
             "cache_dir": settings.cache_dir,

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fuelrail.bench.trainer.checkpoints.interval import suggested_interval_s
+from fuelrail.bench.studies.train.checkpoints import suggested_interval_s
 
 
 @pytest.mark.parametrize("failures_per_day", [0.1, 1.0, 24.0, 200.0])

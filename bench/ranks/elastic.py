@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fuelrail.bench.trainer.launch import RankExit
+from fuelrail.bench.ranks.launch import RankExit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,8 +17,7 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from fuelrail.bench.measure.accelerator import Accelerator, DeviceTimes
     from fuelrail.bench.measure.clock import Clock
@@ -64,39 +63,26 @@ def delayed_stages(stages: Sequence[Stage], inject: Injection) -> list[Stage]:
 
 
 def _delayed(stage: Stage, inject: Injection) -> Stage:
-    lasts_ns = round(inject.stage_lasts.get(stage.name, 0.0) * NS_PER_MS)
-    cpu_s = inject.stage_cpu.get(stage.name, 0.0) / 1e3
-    python_s = inject.stage_python.get(stage.name, 0.0) / 1e3
-
+    kinds = (inject.stage_lasts, inject.stage_cpu, inject.stage_python)
+    lasts_ms, cpu_ms, python_ms = (kind.get(stage.name, 0.0) for kind in kinds)
     clock = MonotonicClock()
 
     def work(item: Any) -> Any:  # noqa: ANN401
         started_ns = clock.now_ns()
-        if cpu_s:
-            compute(cpu_s)
-        if python_s:
-            compute_in_python(python_s)
+        _compute(cpu_ms, lambda: hashlib.blake2b(_BLOCK))
+        _compute(python_ms, lambda: sum(range(200)))
         result = stage.work(item)
-        clock.wait_until(started_ns + lasts_ns)
+        clock.wait_until(started_ns + round(lasts_ms * NS_PER_MS))
         return result
 
     return replace(stage, work=work)
 
 
-def compute(cpu_s: float) -> None:
-    """Take that much CPU time of this thread, in C code that lets other threads run Python."""
-    until_s = time.thread_time() + cpu_s
-    while time.thread_time() < until_s:
-        hashlib.blake2b(_BLOCK)
-
-
-def compute_in_python(cpu_s: float) -> None:
-    """Take that much CPU time of this thread in Python code."""
-    until_s = time.thread_time() + cpu_s
-    number = 0
-    while time.thread_time() < until_s:
-        for _ in range(200):
-            number = (number * 31 + 7) % 1000003
+def _compute(cpu_ms: float, once: Callable[[], object]) -> None:
+    """Take that much CPU time of this thread with something that takes well under a millisecond."""
+    until_s = time.thread_time() + cpu_ms / 1e3
+    while cpu_ms and time.thread_time() < until_s:
+        once()
 
 
 @contextmanager
@@ -134,7 +120,9 @@ class StallingAccelerator:
 
     def __init__(self, inner: Accelerator, inject: Injection, clock: Clock) -> None:
         self._inner, self._inject, self._clock = inner, inject, clock
-        self.torch_device = inner.torch_device
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - the inner one's
+        return getattr(self._inner, name)
 
     @contextmanager
     def host_to_device(self, num_bytes: int) -> Iterator[None]:
@@ -151,27 +139,11 @@ class StallingAccelerator:
             yield
             self._clock.wait_until(started_ns + round(self._inject.forward * NS_PER_MS))
 
-    def backward(self) -> AbstractContextManager[None]:
-        """The inner one's."""
-        return self._inner.backward()
-
-    def optimiser(self) -> AbstractContextManager[None]:
-        """The inner one's."""
-        return self._inner.optimiser()
-
     def gradients_ready(self, share: float) -> None:
         """The inner one's; the last bucket's all-reduce starts late."""
         self._inner.gradients_ready(share)
         if share >= 1.0:
             self._stall(self._inject.all_reduce)
-
-    def all_reduce_started(self, num_bytes: int = 0) -> None:
-        """The inner one's."""
-        self._inner.all_reduce_started(num_bytes)
-
-    def all_reduce_finished(self) -> None:
-        """The inner one's."""
-        self._inner.all_reduce_finished()
 
     def finish_step(self) -> DeviceTimes:
         """The inner one's, then the stall between two steps."""

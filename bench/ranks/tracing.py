@@ -11,6 +11,7 @@ import os
 import tempfile
 import time
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +20,17 @@ import torch
 from fuelrail.pipeline.runtime.trace import NO_BATCH, TraceRecorder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
-    from fuelrail.bench.measure.accelerator import Accelerator, DeviceTimes
+    from fuelrail.bench.measure.accelerator import Accelerator
     from fuelrail.bench.measure.records import StepRecord
 
 # Steps that torch's profiler watches, behind those in which everything is still being set up.
 _STEPS_BEFORE, _STEPS_PROFILED = 4, 4
 # The profiler's processes beside ours, so that the viewer shows them apart.
 _PROFILER_PID_OFFSET = 1 << 24
+_PHASES = ("host_to_device", "forward", "backward", "optimiser")
 
 
 class RankTrace:
@@ -76,35 +79,23 @@ class TracedAccelerator:
         self._inner, self._trace = inner, trace
         self._marks = torch.cuda.is_available()
         self._reducing_since: list[float] = []
-        self.torch_device = inner.torch_device
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - the inner one's
+        method = getattr(self._inner, name)
+        return partial(self._spanned, name.replace("_", " "), method) if name in _PHASES else method
 
     @contextmanager
-    def host_to_device(self, num_bytes: int) -> Iterator[None]:
-        """The inner one's."""
-        with self._span("host to device"), self._inner.host_to_device(num_bytes):
-            yield
-
-    @contextmanager
-    def forward(self, num_samples: float, num_images: float) -> Iterator[None]:
-        """The inner one's."""
-        with self._span("forward"), self._inner.forward(num_samples, num_images):
-            yield
-
-    @contextmanager
-    def backward(self) -> Iterator[None]:
-        """The inner one's."""
-        with self._span("backward"), self._inner.backward():
-            yield
-
-    @contextmanager
-    def optimiser(self) -> Iterator[None]:
-        """The inner one's."""
-        with self._span("optimiser"), self._inner.optimiser():
-            yield
-
-    def gradients_ready(self, share: float) -> None:
-        """The inner one's."""
-        self._inner.gradients_ready(share)
+    def _spanned(self, phase: str, inner: Callable[..., AbstractContextManager[None]], *size: float) -> Iterator[None]:
+        if self._marks:
+            torch.cuda.nvtx.range_push(f"fuelrail {phase}")  # type: ignore[no-untyped-call]
+        begin_s = time.perf_counter()
+        try:
+            with inner(*size):
+                yield
+        finally:
+            self._trace.span(phase, begin_s, time.perf_counter())
+            if self._marks:
+                torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
     def all_reduce_started(self, num_bytes: int = 0) -> None:
         """The inner one's."""
@@ -115,22 +106,6 @@ class TracedAccelerator:
         """The inner one's; buckets are reduced in the order of their launches."""
         self._inner.all_reduce_finished()
         self._trace.span("all-reduce", self._reducing_since.pop(0), time.perf_counter())
-
-    def finish_step(self) -> DeviceTimes:
-        """The inner one's."""
-        return self._inner.finish_step()
-
-    @contextmanager
-    def _span(self, phase: str) -> Iterator[None]:
-        if self._marks:
-            torch.cuda.nvtx.range_push(f"fuelrail {phase}")  # type: ignore[no-untyped-call]
-        begin_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._trace.span(phase, begin_s, time.perf_counter())
-            if self._marks:
-                torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
 
 def _exported(profiler: torch.profiler.profile) -> list[dict[str, Any]]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE, AcceleratorProfile, profile_names
+from fuelrail.bench.ranks.injection import Injection
 from fuelrail.bench.trainer.distill.settings import DISTILL, DistillSettings
-from fuelrail.bench.trainer.injection import Injection
 from fuelrail.bench.trainer.models.settings import (  # noqa: TC001 (msgspec resolves the fields' types)
     Above0,
     AtLeast0,
@@ -17,7 +18,7 @@ from fuelrail.bench.trainer.models.settings import (  # noqa: TC001 (msgspec res
 )
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings, Precision
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import Settings, check_types, flag
+from fuelrail.pipeline.settings import check_types, flag
 
 # What a counterfactual run leaves out, in the order of the data's way.
 LeaveOut = Literal[
@@ -120,52 +121,23 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
         check_types(self, ConfigError)
 
 
-class TrainSettings(Settings, frozen=True):
-    """One run of the reference trainer, the same on all its ranks; made from :class:`TrainOptions`.
+class TrainSettings(TrainOptions, frozen=True, kw_only=True):
+    """One run, the same on all its ranks: options without open choices, and with absolute places.
 
-    ``num_steps`` counts optimiser steps; None runs ``num_epochs`` epochs. ``batch_size`` is the number of samples per
-    rank in a micro-batch; ``accumulation`` micro-batches make a step. ``profile`` is None on CUDA. ``leave_out`` makes
-    it a counterfactual: without ``loading`` the first batches are repeated and the loader is closed; without
-    ``storage``, ``decompression``, ``decode`` or ``transform`` the loader runs, but skips that work; without ``copy``
-    and ``launches`` the emulated device has a free bus and a fast host; without ``all-reduce`` each rank trains alone;
-    without ``training`` batches are taken as fast as they come, and dropped.
-
-    ``transform`` names the function of each sample as ``MODULE:FUNCTION``; ``trace``: folder for the ranks' traces.
-    ``checkpoint`` is the folder or URL of checkpoints; one is saved ``every`` steps and at the end. ``memory`` follows
-    the memory of the third step.
+    ``profile`` is None on CUDA. The ranks' ``records`` have a folder of their own, beside that of their traces.
+    ``leave_out`` makes a run a counterfactual: without ``loading`` the first batches are repeated and the loader is
+    closed; without ``storage``, ``decompression``, ``decode`` or ``transform`` the loader runs, but skips that work;
+    without ``copy`` and ``launches`` the emulated device has a free bus and a fast host; without ``all-reduce`` each
+    rank trains alone; without ``training`` batches are taken as fast as they come, and dropped.
     """
 
     dataset: str
-    split: str
-    batch_size: Positive
-    num_steps: Positive | None
-    num_epochs: Positive | None
-    num_warmup_steps: NotNegative
-    num_workers: Positive | None
-    decoder: str
-    seed: NotNegative
-    accumulation: Positive
-    precision: Precision
-    learning_rate: float
-    model_name: str
-    profile: AcceleratorProfile | None
     records: str
-    leave_out: tuple[LeaveOut, ...] = ()
-    prefetch_factor: Positive = 2
-    storage: str = "auto"
-    cache_dir: str | None = None
-    look_ahead_bytes: Positive | None = None
-    window: Positive | None = None
-    verify: bool = True
-    transform: str | None = None
-    inject: Injection = Injection()
-    trace: str | None = None
-    checkpoint: str | None = None
-    every: Positive = 100
-    keep: Positive = 3
-    failures_per_day: float | None = None
-    memory: bool = False
-    parallel: ParallelSettings = ParallelSettings()
-    timeout_s: Positive = 300
-    transforms: str | None = None
-    distill: DistillSettings | None = None
+    model: ModelName
+    precision: Precision
+    teaching: DistillSettings | None = None
+
+    @property
+    def traces(self) -> Path:
+        """Folder of the ranks' traces."""
+        return Path(self.records).parent / "trace"

@@ -1,0 +1,261 @@
+"""One rank: process group, loader, model, loop, and its file of records. Run by torchrun with the settings' file.
+
+The file holds a list of runs. They are run one after the other by the same processes, each with a loader and a model
+of its own, so that runs that are to be compared share the machine's state.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from fuelrail.bench.measure.accelerator import EmulatedAccelerator, without_costs
+from fuelrail.bench.measure.clock import MonotonicClock
+from fuelrail.bench.measure.collectives import link_of
+from fuelrail.bench.measure.cuda import CudaAccelerator, peak_tflops
+from fuelrail.bench.measure.machine import peak_memory_bytes
+from fuelrail.bench.measure.processes import storage_bytes_read
+from fuelrail.bench.measure.records import RankEnd, RankFailure, RankHeader, RankWriter, rank_path, snapshot
+from fuelrail.bench.ranks.elastic import end_with, join_world
+from fuelrail.bench.ranks.injection import StallingAccelerator, late_batches, slow_reads
+from fuelrail.bench.ranks.tracing import RankTrace, TracedAccelerator
+from fuelrail.bench.studies.train.experiment import batches, from_memory, make_loader, noting_input, transforms_of
+from fuelrail.bench.studies.train.settings import TrainSettings
+from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
+from fuelrail.bench.trainer.checkpoints.state import parameters_digest
+from fuelrail.bench.trainer.distill.student import distilled
+from fuelrail.bench.trainer.loop import take, train
+from fuelrail.bench.trainer.models.settings import MODELS
+from fuelrail.bench.trainer.strategies.optimiser import check_memory, scaled_rate
+from fuelrail.bench.trainer.strategies.parallel import build, make_mesh, parallelise
+from fuelrail.bench.trainer.strategies.settings import Degrees, check_fits, degrees_of
+from fuelrail.loaders.config import available_memory_bytes, ranks_on_host
+from fuelrail.pipeline.errors import ConfigError, FuelrailError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from fuelrail.bench.measure.accelerator import Accelerator
+    from fuelrail.bench.measure.clock import Clock
+    from fuelrail.bench.trainer.strategies.parallel import Parallel
+    from fuelrail.loaders import DataLoader
+    from fuelrail.pipeline.runtime.stages import StageClock
+
+# Between the first rank that gives up waiting and the last one.
+_SAY_SO_S = 3.0
+
+
+def run_rank(
+    settings: TrainSettings,
+    batches: Iterable[Mapping[str, Any]],
+    writer: RankWriter,
+    stage_clocks: Callable[[], Sequence[StageClock]],
+    trace: RankTrace | None = None,
+    mesh: DeviceMesh | None = None,
+    loader: DataLoader | None = None,
+) -> None:
+    """Train this rank on ``batches`` and write its records; with several ranks the process group is initialised.
+
+    ``mesh`` is that of a composed strategy, None otherwise. ``loader`` gives the batches; with checkpoints its position
+    is saved and restored.
+    """
+    clock = MonotonicClock()
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    accelerator, link, device = _accelerator(settings, clock)
+    if settings.inject.rank in (None, rank):
+        accelerator = cast("Accelerator", StallingAccelerator(accelerator, settings.inject, clock))
+        batches = late_batches(batches, settings.inject.data_wait, clock) if settings.inject.data_wait else batches
+    if trace is not None:
+        accelerator = cast("Accelerator", TracedAccelerator(accelerator, trace))
+
+    # The seed makes every rank start from the same weights, and runs repeatable.
+    model = build(MODELS[settings.model], accelerator.torch_device, settings.seed)
+    writer.write(
+        RankHeader(
+            rank=rank,
+            world_size=world,
+            device=device,
+            backend=dist.get_backend() if dist.is_initialized() else None,
+            model=settings.model,
+            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+            peak_tflops=None if settings.profile is not None else peak_tflops(device, settings.precision),
+        )
+    )
+    degrees = Degrees() if "all-reduce" in settings.leave_out else degrees_of(settings, world)
+    teacher = None
+    if settings.teaching is not None:
+        assert loader is not None, "a teacher's layer comes with the loader"
+        model, teacher = distilled(model, settings.teaching, loader, accelerator.torch_device, tp=degrees.tp)
+    global_batch = degrees.data * settings.batch_size * settings.accumulation
+    parallel = parallelise(
+        model,
+        settings,
+        degrees,
+        mesh,
+        batch_size=settings.batch_size,
+        learning_rate=scaled_rate(settings.learning_rate, settings, global_batch),
+        precision=settings.precision,
+        accelerator=accelerator,
+    )
+    parallel.teacher = teacher
+    checkpoints = _RunCheckpoints(settings, parallel, loader, writer)
+    read_before = storage_bytes_read()
+    noted = noting_input(batches, writer, None if settings.profile is not None else MODELS[settings.model])
+    first, accumulation = checkpoints.first_step, settings.accumulation
+    steps = train(
+        parallel, noted, accelerator, clock, num_steps=settings.steps, accumulation=accumulation, first_step=first
+    )
+    if "training" in settings.leave_out:
+        steps = take(noted, clock, num_steps=settings.steps)
+    elif settings.memory:
+        from fuelrail.bench.measure.memory import following_memory  # parts of torch that nothing else needs
+
+        steps = following_memory(steps, parallel.models, parallel.optimiser, writer)
+    num_steps = 0
+    with link:
+        for num_steps, record in enumerate(steps if trace is None else trace.of_steps(steps), start=1):
+            writer.write(record)
+            checkpoints.after(first + num_steps)
+            if num_steps == settings.warmup:
+                writer.write(snapshot(num_steps, stage_clocks()))
+    writer.write(snapshot(num_steps, stage_clocks()))
+    checkpoints.after(first + num_steps, last=True)
+    read_after = storage_bytes_read()
+    writer.write(
+        RankEnd(
+            num_steps=num_steps,
+            parameters_xxh3=parameters_digest(parallel),
+            peak_rss_bytes=peak_memory_bytes(),
+            peak_device_bytes=torch.cuda.max_memory_allocated() if settings.profile is None else None,
+            read_bytes=None if read_before is None or read_after is None else read_after - read_before,
+        )
+    )
+
+
+class _RunCheckpoints:
+    """The checkpoints that a run's settings ask for: restores the newest when made, then saves every N steps.
+
+    Without a place for checkpoints, or a loader, it does nothing. ``first_step`` is the number of steps that were done
+    before. Raises what :meth:`Checkpoints.restore` raises, and ConfigError where no step is left to do.
+    """
+
+    def __init__(
+        self, settings: TrainSettings, parallel: Parallel, loader: DataLoader | None, writer: RankWriter
+    ) -> None:
+        self.first_step = self._saved_step = 0
+        self._every, self._parallel, self._writer = settings.every, parallel, writer
+        self._run: tuple[Checkpoints, DataLoader] | None = None
+        if settings.checkpoint is None or loader is None:
+            return
+        identity = {"model": settings.model, "optimiser": settings.optimiser}
+        saver = Checkpoints(settings.checkpoint, keep=settings.keep, identity=identity)
+        self._run = saver, loader
+        restored = saver.restore(parallel, loader)
+        if restored is None:
+            return
+        self.first_step = self._saved_step = restored.step
+        writer.write(restored)
+        if settings.steps is not None and restored.step >= settings.steps:
+            raise ConfigError(
+                f"the run is complete: checkpoint {restored.folder} is at step {restored.step} of "
+                f"{settings.steps}; use more steps, or another --checkpoint to start again"
+            )
+
+    def after(self, num_steps: int, *, last: bool = False) -> None:
+        """Note that this number of steps is done, those before the run included; wait for the ``last`` save."""
+        if self._run is None:
+            return
+        saver, loader = self._run
+        found = []
+        if num_steps - self._saved_step >= (1 if last else self._every):
+            found.append(saver.save(num_steps, self._parallel, loader.state_dict()))
+            self._saved_step = num_steps
+        if last:
+            found.append(saver.close())
+        for done in filter(None, found):
+            self._writer.write(done)
+
+
+def _accelerator(settings: TrainSettings, clock: Clock) -> tuple[Accelerator, AbstractContextManager[Any], str]:
+    """Return the accelerator, its emulated link, and what it is called."""
+    if settings.profile is None:
+        return CudaAccelerator(int(os.environ.get("LOCAL_RANK", "0"))), nullcontext(), torch.cuda.get_device_name()
+    emulated = EmulatedAccelerator(without_costs(settings.profile, settings.leave_out), clock)
+    return emulated, link_of(emulated), settings.profile.device
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the rank that the environment (RANK, WORLD_SIZE, ...) says this process is: ``SETTINGS LAUNCHER_PID``."""
+    path, launcher = arguments
+    end_with(int(launcher), signal.SIGKILL)
+    runs = msgspec.json.decode(Path(path).read_bytes(), type=list[TrainSettings])
+    if runs[0].profile is not None:
+        # One thread: the host's cores belong to the loader, and the stand-in is small.
+        torch.set_num_threads(1)
+    for number, settings in enumerate(runs):
+        device = None if settings.profile is not None else f"cuda:{os.environ['LOCAL_RANK']}"
+        with RankWriter(rank_path(Path(settings.records), int(os.environ["RANK"]))) as writer:
+            try:
+                if number == 0:
+                    acts = settings.profile is not None and settings.model in ("light", "stand-in")
+                    join_world(device, settings.timeout_s, acts=acts)
+                _run(settings, device, writer)
+            except FuelrailError as error:
+                writer.write(RankFailure(kind="refused", message=str(error), at_ns=time.monotonic_ns()))
+                return 2
+            except Exception as error:
+                message = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                waited = "timed out" in str(error).lower()
+                writer.write(
+                    RankFailure(kind="timed out" if waited else "crashed", message=message, at_ns=time.monotonic_ns())
+                )
+                if waited:
+                    # The others that wait must leave their record too, before the first end ends them all: who leaves
+                    # none is the one that did not answer.
+                    time.sleep(_SAY_SO_S)
+                raise
+    # Not after a failure: leaving the group waits for ranks that may be gone.
+    dist.destroy_process_group()
+    return 0
+
+
+def _run(settings: TrainSettings, device: str | None, writer: RankWriter) -> None:
+    dist.barrier()  # a rank that is still at the run before must not have its neighbours' loaders run beside it
+    trace = RankTrace(settings.traces, dist.get_rank()) if settings.trace else None
+    mesh = _mesh(settings)
+    if settings.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    with slow_reads(settings.inject), make_loader(settings, device, trace and trace.recorder, mesh) as loader:
+        source = batches(loader, settings.epochs)
+        if "loading" in settings.leave_out:
+            source = from_memory(source, None if settings.epochs is None else settings.epochs * len(loader))
+            loader.close()
+        run_rank(settings, source, writer, lambda: loader.stats().stages, trace, mesh, loader)
+    if trace is not None:
+        trace.write()
+
+
+def _mesh(settings: TrainSettings) -> DeviceMesh | None:
+    """Make the mesh, once nothing speaks against it. Raises ConfigError."""
+    degrees, image = degrees_of(settings, dist.get_world_size()), transforms_of(settings).image
+    check_fits(settings, degrees, MODELS[settings.model], settings.batch_size, (image.height, image.width))
+    on_gpu = settings.profile is None
+    free = torch.cuda.mem_get_info()[0] if on_gpu else available_memory_bytes() // ranks_on_host()
+    check_memory(settings.model, settings, degrees, free, alone=on_gpu)
+    return make_mesh(degrees, "cuda" if on_gpu else "cpu")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
