@@ -248,4 +248,4 @@ def _moved(member: Reference, clip: int, places: dict[str, tuple[int, int]]) -> 
     if member.ref not in places:  # of a clip from which nothing is to be written
         return member
     offset, length = places[member.ref]
-    return member._replace(ref=f"{clip:06d}.bin#{offset}+{length}", bytes=length, is_estimate=False)
+    return msgspec.structs.replace(member, ref=f"{clip:06d}.bin#{offset}+{length}", bytes=length, is_estimate=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
 HEAD_BYTES: Final = (4 << 10, 64 << 10)
 """How much of an image is read for its size; the second where the first does not reach the frame header."""
-_RANGE: Final = re.compile(r"(.+)#([0-9]+)\+([0-9]+)\Z", re.DOTALL)
 
 
 MADE: Final = "made:"
@@ -42,7 +40,7 @@ NOTED: Final = "faulty"
 _EXTENSIONS: Final = {"jpg": "jpg", "jpeg": "jpg", "png": "png"}
 
 
-class Part(NamedTuple):
+class Part(msgspec.Struct, frozen=True, gc=False):
     """A file below the root, or ``length`` bytes of it from ``offset`` on."""
 
     name: str
@@ -52,11 +50,11 @@ class Part(NamedTuple):
     @classmethod
     def of(cls, ref: str) -> Part:
         """Parse a reference: ``NAME`` or ``NAME#OFFSET+LENGTH``."""
-        found = _RANGE.match(ref) if "#" in ref else None
-        if found is None:
-            return cls(ref)
-        name, offset, length = found.groups()
-        return cls(name, int(offset), int(length))
+        name, _, place = ref.rpartition("#")
+        offset, plus, length = place.partition("+")
+        if name and plus and (offset + length).isdecimal() and place.isascii() and offset and length:
+            return cls(name, int(offset), int(length))
+        return cls(ref)
 
 
 def check_inside(name: str, where: str) -> None:

@@ -112,7 +112,7 @@ class FrameMaker:
         frame = index.frame_ids.get(topic, "")
         found = next((name for name in beside if name in index.calibrations), None)
         if found is None and not given:
-            same = [name for name, ones in index.calibrations.items() if ones[0].frame_id == frame]
+            same = [name for name, ones in index.calibrations.items() if ones[0][1].frame_id == frame]
             found = same[0] if len(same) == 1 else None
         if found is None:
             known = ", ".join(sorted(index.calibrations)) or "none"
