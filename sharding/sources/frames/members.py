@@ -117,9 +117,10 @@ class MemberFinder:
             in_clip.update(frame.images)
             for own in frame.images.values():
                 if isinstance(own, Image) and not own.made:
-                    parts[own.ref] = Part.of(own.ref)
+                    ref = own.ref
+                    parts[ref] = Part.of(ref)
                     if own.width <= 0 or own.height <= 0:
-                        unsized.append(own.ref)
+                        unsized.append(ref)
             for one in frame.sweeps.values() if self.points else ():
                 if one.num_bytes is None:
                     parts[one.ref] = Part.of(one.ref)
@@ -129,17 +130,17 @@ class MemberFinder:
         facts = facts_by_name(self.files, names)
         known = _Known(parts, facts, self._sizes(where, unsized, parts, facts))
         found: list[dict[str, Found | str]] = []
-        for at, frame in enumerate(frames):
+        channels = [camera.channel for camera in self.sensors.cameras]
+        for at, (frame, placed) in enumerate(zip(frames, has_pose.tolist(), strict=True)):
             row: dict[str, Found | str] = {}
             place = f"{where}: frame {at}"
-            for number, camera in enumerate(self.sensors.cameras):
-                channel = camera.channel
+            for channel, is_placed in zip(channels, placed, strict=True):
                 image = frame.images.get(channel)
                 if image is None:
                     row[channel] = "no image" if channel in in_clip else NOT_IN_CLIP
                 elif isinstance(image, Absent):
                     row[channel] = image.reason
-                elif not has_pose[at, number]:
+                elif not is_placed:
                     row[channel] = NO_POSE
                 else:
                     row[channel] = self._image(place, channel, image, known)

@@ -188,15 +188,11 @@ def _usual_image(window: Window, place: FieldPlace) -> ImageHead | None:
     length, used = varint(head, 3)
     offset = place.start + used
     tail = window.at(offset + length, max(0, min(place.end - offset - length, _AFTER_JPEG)), MAX_HEAD)
-    if (
-        len(tail) < _LEAST_TAIL
-        or tail[:3] != _POSE_HEAD
-        or tail[3:_TAIL_POSE:9] != _POSE_KEYS
-        or tail[_TAIL_POSE] != _VELOCITY_KEY
-    ):
+    if len(tail) < _LEAST_TAIL or tail[:3] != _POSE_HEAD or tail[3:_TAIL_POSE:9] != _POSE_KEYS:
         return None
     at = _TAIL_POSE + 2 + tail[_TAIL_POSE + 1]
-    if head[1] not in CAMERAS or not length or tail[at : at + _TIMES.size : 9] != _TIMES_KEYS:
+    times_keys = tail[at : at + _TIMES.size : 9] if at + _TIMES.size <= len(tail) else b""
+    if head[1] not in CAMERAS or not length or tail[_TAIL_POSE] != _VELOCITY_KEY or times_keys != _TIMES_KEYS:
         return None
     times = _TIMES.unpack_from(tail, at)
     return ImageHead(CAMERAS[head[1]], offset, length, _POSE.unpack_from(tail, 3), *times) if times[0] > 0 else None
