@@ -56,6 +56,10 @@ class Part(msgspec.Struct, frozen=True, gc=False):
             return cls(name, int(offset), int(length))
         return cls(ref)
 
+    def read(self, files: SourceFiles) -> bytes:
+        """The bytes; fewer where the file ends before."""
+        return files.read(self.name, self.offset, self.length)
+
 
 def check_inside(name: str, where: str) -> None:
     """Raise SourceError, naming ``where``, for a file name that leads out of the source's root."""
