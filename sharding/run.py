@@ -37,8 +37,9 @@ from fuelrail.sharding.sources.scan_table import ScanTable, ScanWriter, uncompre
 from fuelrail.sharding.write.dictionary import train_or_load_dictionary
 from fuelrail.sharding.write.finish import finish
 from fuelrail.sharding.write.images import jpegtran_version, stored_channel, stored_share
+from fuelrail.sharding.write.records import is_whole, load_record
 from fuelrail.sharding.write.shard_writer import ShardDone, WriteJob
-from fuelrail.sharding.write.staging import stage_clips
+from fuelrail.sharding.write.staging import NO_BAND, Bands, stage_clips
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -140,9 +141,11 @@ def shard(
         numbers: Sequence[int] = range(num_shards)
         if manifest is not None and shards is not None:
             numbers = _damaged_shards(output, shards, num_workers)
+        bands = None
         if source.reads == "clip" and numbers:
-            job = _staged(work, scan, planned.plan, job, numbers, num_workers)
-        num_written = _make_shards(work, engine, job, numbers, planned, progress)
+            bands = Bands(numbers, work.folder / "staging")
+            job = _staged(work, scan, planned.plan, job, bands, num_workers)
+        num_written = _make_shards(work, engine, job, numbers, planned, progress, bands)
         if manifest is None:
             manifest = finish(work, job, planned.plan, scan.info, scan.table, planned.clips_by_split)
         work.remove()
@@ -271,31 +274,33 @@ def _job(work: Workspace, spec: SourceSpec, scan: _Scan, plan: Plan, dictionary:
     )
 
 
-def _staged(
-    work: Workspace, scan: _Scan, plan: Plan, job: WriteJob, numbers: Sequence[int], num_workers: int
-) -> WriteJob:
+def _staged(work: Workspace, scan: _Scan, plan: Plan, job: WriteJob, bands: Bands, num_workers: int) -> WriteJob:
     """Bring the clips of these shards into the work folder; returns the job that reads them there."""
-    shards = [job.shards[number] for number in numbers]
-    rows = np.concatenate([plan.rows[one.first_sample : one.first_sample + one.num_samples] for one in shards])
-    wanted = np.unique(scan.table.numbers("clip")[rows]).tolist()
-    folder = work.folder / "staging"
+    of_row = np.full(len(scan.table), NO_BAND, np.int8)
+    for number, band in bands.of_shard.items():
+        shard = job.shards[number]
+        of_row[plan.rows[shard.first_sample : shard.first_sample + shard.num_samples]] = band
+        if band < bands.num_done:
+            record = load_record(work.out, shard.stem)
+            if record is None or not is_whole(work.out, record):
+                bands.forget()
     with work.out.writing():
         table = stage_clips(
             job.source,
             job.scan_table,
-            job.selection,
+            of_row,
             scan.info.clips,
             scan.stamps,
-            folder,
-            wanted=wanted,
+            bands,
             num_workers=num_workers,
         )
-    return dataclasses.replace(job, scan_table=table, staging=folder)
+    return dataclasses.replace(job, scan_table=table, staging=bands.folder)
 
 
 def _make_shards(
-    work: Workspace, engine: Engine, job: WriteJob, numbers: Sequence[int], planned: _Planned, progress: Progress
-) -> int:
+    work: Workspace, engine: Engine, job: WriteJob, numbers: Sequence[int], planned: _Planned, progress: Progress,
+    bands: Bands | None,
+) -> int:  # fmt: skip
     """Make these shards; returns how many were written, since complete ones are kept."""
     making = [job.shards[number] for number in numbers]
     num_bytes = int(planned.shard_bytes[list(numbers)].sum())
@@ -305,6 +310,8 @@ def _make_shards(
         for done in engine.make_shards(job, numbers, progress.advanced):
             work.check()
             num_written -= done.kept
+            if bands is not None:
+                bands.finished(done.number)
             progress.shard_done(done)
     except SourceError as error:
         raise SourceError(

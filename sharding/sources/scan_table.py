@@ -56,7 +56,7 @@ _ATTRIBUTE_TYPES: Final = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(
 _PREFIX: Final = "attribute."
 
 
-class Reference(NamedTuple):
+class Reference(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A sensor member that lies in the source.
 
     ``name`` is the field name (``cam_front.jpg``), ``ref`` what the source's ``open`` takes, ``bytes`` the size there;
@@ -72,7 +72,7 @@ class Reference(NamedTuple):
     is_estimate: bool = False
 
 
-class ClipInfo(msgspec.Struct, frozen=True, kw_only=True):
+class ClipInfo(msgspec.Struct, kw_only=True):
     """One clip: id (part of the keys), the source's name and token for it, its run of rows in the scan table."""
 
     clip_id: str
@@ -131,10 +131,11 @@ class ScanWriter:
         self._sink = pa.OSFile(str(path), "wb")
         self._writer = pa.ipc.new_file(self._sink, self._schema)
         self._pending: list[tuple[Any, ...]] = []
-        self._pending_bytes = 0
+        self._pending_bytes, self._pending_stamps = 0, list[int]()
+        self._kinds: dict[str, tuple[int, bool]] = {}
         self._num_rows, self._last_frame = 0, -1
         self._ids: set[str] = set()
-        self._names: set[str] = set()
+        self._has_boxes = False
         self.clips: list[ClipInfo] = []
 
     def begin_clip(self, clip_id: str, clip_name: str, clip_token: str) -> None:
@@ -184,9 +185,13 @@ class ScanWriter:
                 self._pending_bytes += len(data)
                 size += tar_bytes(len(data) // 2)
         for member in members:
-            _check_cap(member.name, member.ref, member.bytes, key)
-            self._names.add(member.name)
-            size += tar_bytes(stored_estimate(member))
+            name, num_bytes = member.name, member.bytes
+            kind = self._kinds.get(name)
+            if kind is None:
+                kind = self._kinds[name] = member_cap(name), _shrinks(name)
+            if num_bytes > kind[0]:
+                _check_cap(name, member.ref, num_bytes, key)
+            size += tar_bytes(num_bytes // 2 if kind[1] else num_bytes)
         if self._pending_bytes > _MAX_PENDING_BYTES:
             raise SourceError(
                 f"the metadata, geometry and boxes of {len(self._pending) + 1} samples up to '{key}' have "
@@ -196,19 +201,18 @@ class ScanWriter:
         row = ScanRow(meta.key, number, meta.frame_idx, meta.timestamp_ns, blob, geometry, boxes, tuple(members))
         encoded = msgspec.msgpack.encode(row)
         self._pending.append((*row[:4], size, encoded, *[attributes[name] for name in self._attributes]))
-        if boxes is not None:
-            self._names.add(BOXES)
-        self.clips[-1] = msgspec.structs.replace(clip, num_samples=clip.num_samples + 1)
+        self._has_boxes |= boxes is not None
+        clip.num_samples += 1
         self._num_rows += 1
-        self._stamps.append([stamp])
+        self._pending_stamps.append(stamp)
         if len(self._pending) == ROWS_PER_BATCH:
             self._flush()
 
     def member_names(self, channels: Sequence[str]) -> list[str]:
         """All field names that occurred: meta, geometry, boxes, then the channels in rig order, then others by name."""
         rank = {channel: position for position, channel in enumerate(channels)}
-        rest = sorted(self._names - {BOXES}, key=lambda name: (rank.get(name.split(".")[0], len(rank)), name))
-        return [META, GEOMETRY, *([BOXES] if BOXES in self._names else []), *rest]
+        rest = sorted(self._kinds, key=lambda name: (rank.get(name.split(".")[0], len(rank)), name))
+        return [META, GEOMETRY, *([BOXES] if self._has_boxes else []), *rest]
 
     @property
     def stamps(self) -> NDArray[np.uint64]:
@@ -241,7 +245,8 @@ class ScanWriter:
                     name = field.name.removeprefix(_PREFIX)
                     raise SourceError(f"attribute '{name}' of a sample has {longest} bytes, at most {MAX_TEXT_BYTES}")
         self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
-        self._pending, self._pending_bytes = [], 0
+        self._stamps.append(np.array(self._pending_stamps, np.uint64))
+        self._pending, self._pending_bytes, self._pending_stamps = [], 0, []
 
 
 def _check_cap(name: str, place: str, num_bytes: int, key: str) -> None:
@@ -258,7 +263,11 @@ def tar_bytes(data_bytes: int) -> int:
 
 def stored_estimate(member: Reference) -> int:
     """Stored size of a sensor member as planning takes it: arrays shrink to about half, encoded images do not."""
-    return member.bytes // 2 if member.name.endswith((f".{POINTS_EXTENSION}", SWEEPS_FIELD)) else member.bytes
+    return member.bytes // 2 if _shrinks(member.name) else member.bytes
+
+
+def _shrinks(name: str) -> bool:
+    return name.endswith((f".{POINTS_EXTENSION}", SWEEPS_FIELD))
 
 
 def uncompressed_share(members: Sequence[Reference]) -> float:

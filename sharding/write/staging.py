@@ -1,9 +1,11 @@
 """Staging: the members of a source that reads well only clip by clip are first brought into the work folder.
 
-Each clip becomes one file, of the members of its selected samples one after the other, and a list of where each is; the
-rows of the scan table then refer to those, so that shards are written in any order. A clip is read once. One whose file
-and list are complete, and whose rows have not changed, is kept when an interrupted run is resumed. Nothing is left when
-the dataset is finished, for the work folder goes.
+Shards that follow each other in the plan are a band. Each clip becomes a file for each band, of the members that its
+shards need one after the other, and a list of where each is; the rows of the scan table then refer to those, so that
+shards are written in any order. A clip is read once. When all shards of a band are finished, its files are removed: so
+the disk holds the dataset and one band more, not all members twice. A clip whose files and list are complete, and whose
+rows have not changed, is kept when an interrupted run is resumed. Nothing is left when the dataset is finished, for the
+work folder goes.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import threading
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -31,7 +33,7 @@ from fuelrail.sharding.sources.scan_table import ROWS_PER_BATCH, ScanTable, deco
 from fuelrail.sharding.sources.source import ClipSource, Place
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -41,14 +43,58 @@ if TYPE_CHECKING:
 _MAX_THREADS: Final = 4
 _ROWS_LOOKED_AT: Final = 1000
 _SAMPLE: Final = "sample"
+_MOST_BANDS: Final = 16
+NO_BAND: Final = -1
 
 
 class _Index(msgspec.Struct, frozen=True, array_like=True):
-    """What a staged clip holds: digest of its rows, and by reference where the bytes begin and how many they are."""
+    """What a staged clip holds: digest of its rows, bytes of each band, and by reference band, offset and length."""
 
     digest: str
-    num_bytes: int
-    places: dict[str, tuple[int, int]]
+    sizes: dict[int, int]
+    places: dict[str, tuple[int, int, int]]
+
+
+class Bands:
+    """The bands of the shards that a run makes, and how many of these bands are finished; ``folder`` is of staging.
+
+    Bands are removed in their order, for a member that more than one band needs is in the last of these.
+    """
+
+    def __init__(self, numbers: Sequence[int], folder: Path) -> None:
+        """Cut the shards of these numbers into bands."""
+        self.folder, self._done = folder, folder.with_suffix(".done")
+        count = min(_MOST_BANDS, len(numbers))
+        self.of_shard = {number: at * count // len(numbers) for at, number in enumerate(numbers)}
+        self._left = [set[int]() for _ in range(count)]
+        for number, band in self.of_shard.items():
+            self._left[band].add(number)
+        with contextlib.suppress(OSError, ValueError):
+            self.num_done = min(int(self._done.read_text()), count)
+            return
+        self.num_done = 0
+
+    def forget(self) -> None:
+        """Count no band as finished: its files are staged again."""
+        self.num_done = 0
+        self._done.unlink(missing_ok=True)
+
+    def finished(self, number: int) -> None:
+        """Note that a shard is; removes what no shard needs any more."""
+        self._left[self.of_shard[number]].discard(number)
+        before = self.num_done
+        while self.num_done < len(self._left) and not self._left[self.num_done]:
+            self.num_done += 1
+        if self.num_done > before:
+            with published(self._done, sync=False) as file:
+                file.write(str(self.num_done).encode())
+            self.sweep()
+
+    def sweep(self) -> None:
+        """Remove the files of finished bands."""
+        for band in range(self.num_done):
+            for path in self.folder.glob(f"*.{band}.bin"):
+                path.unlink()
 
 
 class StageTask(NamedTuple):
@@ -63,40 +109,61 @@ class StageTask(NamedTuple):
 class Staging:
     """The clips of one source in a folder; each worker has its own."""
 
-    def __init__(self, spec: SourceSpec, scan_table: Path, selection: Path, folder: Path) -> None:
-        self._spec, self._folder, self._is_selected = spec, folder, map_npy(selection)
+    def __init__(self, spec: SourceSpec, scan_table: Path, bands: Path, folder: Path, num_done: int) -> None:
+        self._spec, self._folder, self._bands, self._num_done = spec, folder, map_npy(bands), num_done
         self._table = ScanTable(scan_table)
         source = make_source(spec)
         assert isinstance(source, ClipSource), "a source that reads by clip"
         self._source = source
 
-    def stage(self, task: StageTask) -> int:
-        """Bring one clip's members here, unless they are; returns their bytes. Raises SourceError for a missing one."""
-        digest, refs = hashlib.sha256(task.stamp.to_bytes(8)), dict[str, None]()
-        for row in _selected(task, self._is_selected):
-            encoded = self._table.encoded_row(row)
-            digest.update(encoded)
-            refs.update((member.ref, None) for member in decode_row(encoded).members)
-        path = clip_file(self._folder, task.number)
-        index = _load_index(path)
-        if index is not None and index.digest == digest.hexdigest():
-            return index.num_bytes
-        index_of(path).unlink(missing_ok=True)
-        places: dict[str, tuple[int, int]] = {}
-        with published(path, sync=False) as file:
-            at = 0
+    def is_known(self, task: StageTask) -> bool:
+        """Whether a clip was staged whole with the rows that it has now."""
+        index = _load_index(self._folder, task.number)
+        return index is not None and index.digest == self._wanted(task)[0]
+
+    def stage(self, task: StageTask) -> None:
+        """Bring one clip's members here, unless they are or their band is finished; SourceError for a missing one."""
+        digest, refs = self._wanted(task)
+        index = _load_index(self._folder, task.number)
+        places: dict[str, tuple[int, int, int]] = {}
+        if index is not None and index.digest == digest:
+            if self._has(task, index):
+                return
+            places = {ref: place for ref, place in index.places.items() if place[0] < self._num_done}
+            refs = {ref: band for ref, band in refs.items() if ref not in places}
+        path = index_of(self._folder, task.number)
+        path.unlink(missing_ok=True)
+        sizes = dict.fromkeys(sorted(set(refs.values())), 0)
+        with contextlib.ExitStack() as stack:
+            files = {
+                band: stack.enter_context(published(clip_file(self._folder, task.number, band), sync=False))
+                for band in sizes
+            }
             for ref, data in self._source.read_clip(list(refs)):
                 if ref in places or ref not in refs:
                     raise SourceError(f"the {self._spec.kind} source made '{ref}' twice, or without being asked for it")
-                num_bytes = memoryview(data).nbytes
-                file.write(data)
-                places[ref] = at, num_bytes
-                at += num_bytes
+                num_bytes, band = memoryview(data).nbytes, refs[ref]
+                files[band].write(data)
+                places[ref] = band, sizes[band], num_bytes
+                sizes[band] += num_bytes
             if missing := refs.keys() - places.keys():
                 raise SourceError(f"the {self._spec.kind} source has no bytes for '{min(missing)}'")
-        with published(index_of(path), sync=False) as file:
-            file.write(msgspec.msgpack.encode(_Index(digest.hexdigest(), at, places)))
-        return at
+        with published(path, sync=False) as file:
+            file.write(msgspec.msgpack.encode(_Index(digest, sizes, places)))
+
+    def _wanted(self, task: StageTask) -> tuple[str, dict[str, int]]:
+        """Digest of a clip's rows, and the references of their members with the last band that needs each."""
+        digest, refs = hashlib.sha256(task.stamp.to_bytes(8)), dict[str, int]()
+        for row in _selected(task, self._bands):
+            encoded, band = self._table.encoded_row(row), int(self._bands[row])
+            digest.update(band.to_bytes(1) + encoded)
+            for member in decode_row(encoded).members:
+                refs[member.ref] = max(band, refs.get(member.ref, band))
+        return digest.hexdigest(), refs
+
+    def _has(self, task: StageTask, index: _Index) -> bool:
+        found = {band: clip_file(self._folder, task.number, band) for band in index.sizes if band >= self._num_done}
+        return all(path.exists() and path.stat().st_size == index.sizes[band] for band, path in found.items())
 
 
 class StagedSource:
@@ -124,38 +191,48 @@ class StagedSource:
 
 
 def stage_clips(
-    spec: SourceSpec, scan_table: Path, selection: Path, clips: Sequence[ClipInfo], stamps: NDArray[np.uint64],
-    folder: Path, *, wanted: Iterable[int], num_workers: int,
+    spec: SourceSpec, scan_table: Path, of_row: NDArray[np.int8], clips: Sequence[ClipInfo], stamps: NDArray[np.uint64],
+    bands: Bands, *, num_workers: int,
 ) -> Path:  # fmt: skip
-    """Stage the clips of these numbers, in parallel; returns a scan table whose rows refer to what is in ``folder``.
+    """Stage the clips of these rows, in parallel; returns a scan table whose rows refer to what is staged.
 
-    ``selection`` is the mask of the rows that are in the plan, and ``stamps`` has a number for each row of the table,
+    ``of_row`` has the band of each row of the table, NO_BAND where it is not wanted, and ``stamps`` a number for each,
     which changes when a file of the row does.
     """
+    folder, path = bands.folder, bands.folder.with_suffix(".npy")
     folder.mkdir(exist_ok=True)
+    np.save(path, of_row)
     tasks = []
-    for number in sorted(set(wanted)):
-        clip = clips[number]
+    for number, clip in enumerate(clips):
+        if (of_row[clip.first_row :][: clip.num_samples] == NO_BAND).all():
+            continue
         own = stamps[clip.first_row : clip.first_row + clip.num_samples].tobytes()
         stamp = int.from_bytes(hashlib.sha256(own).digest()[:8])
         tasks.append(StageTask(number, clip.first_row, clip.num_samples, stamp))
-    rows = np.concatenate([_selected(task, map_npy(selection)) for task in tasks])
-    _check_space(ScanTable(scan_table), rows, folder)
-    for _ in _staged((spec, scan_table, selection, folder), tasks, min(num_workers, len(tasks))):
+    given = spec, scan_table, path, folder, bands.num_done
+    if bands.num_done and not all(map(Staging(*given).is_known, tasks)):  # finished shards may be made again
+        bands.forget()
+        given = *given[:4], 0
+    bands.sweep()
+    _check_space(ScanTable(scan_table), np.flatnonzero(of_row >= bands.num_done), folder)
+    for _ in _staged(given, tasks, min(num_workers, len(tasks))):
         pass
     table = folder / scan_table.name
     _rewrite(scan_table, table, folder, {task.number for task in tasks})
     return table
 
 
-def _selected(task: StageTask, selection: NDArray[np.generic]) -> list[int]:
-    """The rows of a clip that are in the plan."""
-    found: list[int] = (np.flatnonzero(selection[task.first_row :][: task.num_rows]) + task.first_row).tolist()
+def _selected(task: StageTask, bands: NDArray[np.generic]) -> list[int]:
+    """The rows of a clip that are wanted."""
+    own = bands[task.first_row :][: task.num_rows]
+    found: list[int] = (np.flatnonzero(own != NO_BAND) + task.first_row).tolist()
     return found
 
 
 def _check_space(table: ScanTable, rows: NDArray[np.int64], folder: Path) -> None:
     """Raise DatasetError where the disk of ``folder`` lacks room for these rows, by the sizes of some of them."""
+    if not len(rows):
+        return
     looked_at = rows[:: -(-len(rows) // _ROWS_LOOKED_AT)].tolist()
     mean = sum(member.bytes for row in looked_at for member in table.row(row).members) / len(looked_at)
     needed, there = int(mean * len(rows)), sum(path.stat().st_size for path in folder.glob("*.bin"))
@@ -168,7 +245,10 @@ def _check_space(table: ScanTable, rows: NDArray[np.int64], folder: Path) -> Non
         )
 
 
-def _staged(given: tuple[SourceSpec, Path, Path, Path], tasks: Sequence[StageTask], num_workers: int) -> Iterator[int]:
+_Given = tuple["SourceSpec", Path, Path, Path, int]
+
+
+def _staged(given: _Given, tasks: Sequence[StageTask], num_workers: int) -> Iterator[None]:
     if num_workers > _MAX_THREADS:
         context = get_context("spawn")
         with ProcessPoolExecutor(num_workers, context, _start_worker, given) as pool:
@@ -179,11 +259,11 @@ def _staged(given: tuple[SourceSpec, Path, Path, Path], tasks: Sequence[StageTas
         return
     own = threading.local()
 
-    def stage(task: StageTask) -> int:
+    def stage(task: StageTask) -> None:
         if not hasattr(own, "staging"):
             own.staging = Staging(*given)
         staging: Staging = own.staging
-        return staging.stage(task)
+        staging.stage(task)
 
     yield from in_threads(stage, tasks, max(num_workers, 1))
 
@@ -191,39 +271,37 @@ def _staged(given: tuple[SourceSpec, Path, Path, Path], tasks: Sequence[StageTas
 _staging: Staging
 
 
-def _start_worker(spec: SourceSpec, scan_table: Path, selection: Path, folder: Path) -> None:
+def _start_worker(*given: Any) -> None:  # noqa: ANN401 - of Staging
     global _staging
     set_up_worker()
-    _staging = Staging(spec, scan_table, selection, folder)
+    _staging = Staging(*given)
 
 
-def _stage(task: StageTask) -> int:
-    return _staging.stage(task)
+def _stage(task: StageTask) -> None:
+    _staging.stage(task)
 
 
-def clip_file(folder: Path, number: int) -> Path:
-    """The file of a clip's members."""
-    return folder / f"{number:06d}.bin"
+def clip_file(folder: Path, number: int, band: int) -> Path:
+    """The file of a clip's members for a band."""
+    return folder / f"{number:06d}.{band}.bin"
 
 
-def index_of(path: Path) -> Path:
-    """The list of what a clip's file holds."""
-    return path.with_suffix(".index")
+def index_of(folder: Path, number: int) -> Path:
+    """The list of what a clip's files hold."""
+    return folder / f"{number:06d}.index"
 
 
-def _load_index(path: Path) -> _Index | None:
-    """The list of a clip's file; None where either is not there or not whole."""
+def _load_index(folder: Path, number: int) -> _Index | None:
+    """The list of a clip's files; None where it is not there or not whole."""
     with contextlib.suppress(OSError, msgspec.DecodeError):
-        index = msgspec.msgpack.decode(index_of(path).read_bytes(), type=_Index)
-        if path.stat().st_size == index.num_bytes:
-            return index
+        return msgspec.msgpack.decode(index_of(folder, number).read_bytes(), type=_Index)
     return None
 
 
 def _rewrite(scan_table: Path, target: Path, folder: Path, staged: set[int]) -> None:
     """Copy the scan table, with references to staged clips and the sizes that members have there."""
     table = ScanTable(scan_table)
-    current, places = -1, dict[str, tuple[int, int]]()
+    current, places = -1, dict[str, tuple[int, int, int]]()
     with pa.memory_map(os.fspath(scan_table)) as mapped, pa.OSFile(os.fspath(target), "wb") as sink:
         file = pa.ipc.open_file(mapped)
         column = file.schema.get_field_index(_SAMPLE)
@@ -235,7 +313,7 @@ def _rewrite(scan_table: Path, target: Path, folder: Path, staged: set[int]) -> 
                     row = table.row(number * ROWS_PER_BATCH + at)
                     if row.clip != current:
                         current = row.clip
-                        index = _load_index(clip_file(folder, current)) if current in staged else None
+                        index = _load_index(folder, current) if current in staged else None
                         places = {} if index is None else index.places
                     members = tuple(_moved(member, current, places) for member in row.members)
                     rows.append(msgspec.msgpack.encode(row._replace(members=members)))
@@ -244,8 +322,9 @@ def _rewrite(scan_table: Path, target: Path, folder: Path, staged: set[int]) -> 
                 writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=file.schema))
 
 
-def _moved(member: Reference, clip: int, places: dict[str, tuple[int, int]]) -> Reference:
+def _moved(member: Reference, clip: int, places: dict[str, tuple[int, int, int]]) -> Reference:
     if member.ref not in places:  # of a clip from which nothing is to be written
         return member
-    offset, length = places[member.ref]
-    return member._replace(ref=f"{clip:06d}.bin#{offset}+{length}", bytes=length, is_estimate=False)
+    band, offset, length = places[member.ref]
+    ref = f"{clip:06d}.{band}.bin#{offset}+{length}"
+    return msgspec.structs.replace(member, ref=ref, bytes=length, is_estimate=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
 HEAD_BYTES: Final = (4 << 10, 64 << 10)
 """How much of an image is read for its size; the second where the first does not reach the frame header."""
-_RANGE: Final = re.compile(r"(.+)#([0-9]+)\+([0-9]+)\Z", re.DOTALL)
 
 
 MADE: Final = "made:"
@@ -42,7 +40,7 @@ NOTED: Final = "faulty"
 _EXTENSIONS: Final = {"jpg": "jpg", "jpeg": "jpg", "png": "png"}
 
 
-class Part(NamedTuple):
+class Part(msgspec.Struct, frozen=True, gc=False):
     """A file below the root, or ``length`` bytes of it from ``offset`` on."""
 
     name: str
@@ -52,11 +50,15 @@ class Part(NamedTuple):
     @classmethod
     def of(cls, ref: str) -> Part:
         """Parse a reference: ``NAME`` or ``NAME#OFFSET+LENGTH``."""
-        found = _RANGE.match(ref) if "#" in ref else None
-        if found is None:
-            return cls(ref)
-        name, offset, length = found.groups()
-        return cls(name, int(offset), int(length))
+        name, _, place = ref.rpartition("#")
+        offset, plus, length = place.partition("+")
+        if name and plus and (offset + length).isdecimal() and place.isascii() and offset and length:
+            return cls(name, int(offset), int(length))
+        return cls(ref)
+
+    def read(self, files: SourceFiles) -> bytes:
+        """The bytes; fewer where the file ends before."""
+        return files.read(self.name, self.offset, self.length)
 
 
 def check_inside(name: str, where: str) -> None:
@@ -119,9 +121,10 @@ class MemberFinder:
             in_clip.update(frame.images)
             for own in frame.images.values():
                 if isinstance(own, Image) and not own.made:
-                    parts[own.ref] = Part.of(own.ref)
+                    ref = own.ref
+                    parts[ref] = Part.of(ref)
                     if own.width <= 0 or own.height <= 0:
-                        unsized.append(own.ref)
+                        unsized.append(ref)
             for one in frame.sweeps.values() if self.points else ():
                 if one.num_bytes is None:
                     parts[one.ref] = Part.of(one.ref)
@@ -131,17 +134,17 @@ class MemberFinder:
         facts = facts_by_name(self.files, names)
         known = _Known(parts, facts, self._sizes(where, unsized, parts, facts))
         found: list[dict[str, Found | str]] = []
-        for at, frame in enumerate(frames):
+        channels = [camera.channel for camera in self.sensors.cameras]
+        for at, (frame, placed) in enumerate(zip(frames, has_pose.tolist(), strict=True)):
             row: dict[str, Found | str] = {}
             place = f"{where}: frame {at}"
-            for number, camera in enumerate(self.sensors.cameras):
-                channel = camera.channel
+            for channel, is_placed in zip(channels, placed, strict=True):
                 image = frame.images.get(channel)
                 if image is None:
                     row[channel] = "no image" if channel in in_clip else NOT_IN_CLIP
                 elif isinstance(image, Absent):
                     row[channel] = image.reason
-                elif not has_pose[at, number]:
+                elif not is_placed:
                     row[channel] = NO_POSE
                 else:
                     row[channel] = self._image(place, channel, image, known)

@@ -223,7 +223,7 @@ class FrameSource(Generic[S]):
         if ref.startswith(MADE):
             return next(self.make_images([ref.removeprefix(MADE)]))[1]
         part = Part.of(ref)
-        data = self.files.read(*part)
+        data = part.read(self.files)
         if part.length is not None and len(data) < part.length:
             raise SourceError(f"file '{self.files.shown}/{part.name}' ends before byte {part.offset + part.length}")
         return data

@@ -319,7 +319,7 @@ class Manifest(FrameSource[ManifestSettings]):
     def points(self, ref: str) -> NDArray[np.float32]:
         """Read a lidar file, or a range of a file."""
         return parse_points(
-            self.files.read(*Part.of(ref)), self.given.lidar_columns, f"lidar '{self.files.shown}/{ref}'"
+            Part.of(ref).read(self.files), self.given.lidar_columns, f"lidar '{self.files.shown}/{ref}'"
         )
 
 

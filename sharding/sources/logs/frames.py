@@ -42,7 +42,8 @@ class FrameMaker:
     def frames(self, times: NDArray[np.int64]) -> Iterator[Frame]:
         """A frame for each of these times of the reference [ns]; raises SourceError."""
         index = self._index
-        rows = {channel: self._matched(channel, topic, times) for channel, topic in self._all.items()}
+        rows = {channel: self._matched(channel, topic, times).tolist() for channel, topic in self._all.items()}
+        stamps = {topic: index.series[topic].stamps.tolist() for topic in self._cameras.values()}
         lidar2ego = {
             channel: index.tree.sensor2ego(index.frame_ids[topic].lstrip("/"), self._given.ego_frame)
             for channel, topic in self._lidars.items()
@@ -56,19 +57,19 @@ class FrameMaker:
         fixes = self._fixes(times)
         for at, time in enumerate(times.tolist()):
             images = {
-                channel: self._image(topic, int(rows[channel][at]), models[channel])
+                channel: self._image(topic, rows[channel][at], stamps[topic], models[channel])
                 for channel, topic in self._cameras.items()
                 if channel in models
             }
             sweeps = {}
             for channel, matrix in lidar2ego.items():
-                row = int(rows[channel][at])
+                row = rows[channel][at]
                 if row >= 0:
-                    stamps, items = index.series[self._lidars[channel]]
+                    swept, items = index.series[self._lidars[channel]]
                     num_bytes = 128 + items[row].num_points * 4 * len(COLUMNS)  # type: ignore[union-attr]
                     ref = Job("points", self._lidars[channel], items[row].place).ref
                     sweeps[channel] = Sweep(
-                        ref=ref, timestamp_ns=int(stamps[row]), lidar2ego=matrix, num_bytes=num_bytes
+                        ref=ref, timestamp_ns=int(swept[row]), lidar2ego=matrix, num_bytes=num_bytes
                     )
             yield Frame(timestamp_ns=time, images=images, sweeps=sweeps, attributes=fixes[at] if fixes else {})
 
@@ -112,7 +113,7 @@ class FrameMaker:
         frame = index.frame_ids.get(topic, "")
         found = next((name for name in beside if name in index.calibrations), None)
         if found is None and not given:
-            same = [name for name, ones in index.calibrations.items() if ones[0].frame_id == frame]
+            same = [name for name, ones in index.calibrations.items() if ones[0][1].frame_id == frame]
             found = same[0] if len(same) == 1 else None
         if found is None:
             known = ", ".join(sorted(index.calibrations)) or "none"
@@ -122,12 +123,10 @@ class FrameMaker:
             )
         return found
 
-    def _image(self, topic: str, row: int, models: list[CameraModel]) -> Image | Absent:
+    def _image(self, topic: str, row: int, stamps: list[int], models: list[CameraModel]) -> Image | Absent:
         if row < 0:
             return Absent("no message in time")
-        index = self._index
-        stamps, items = index.series[topic]
-        shot, stamp_ns = items[row], int(stamps[row])
+        shot, stamp_ns = self._index.series[topic].items[row], stamps[row]
         assert isinstance(shot, Shot), "a topic of pictures"
         kind = self._topics[topic].type
         if kind in VIDEOS and shot.key is None:
@@ -139,7 +138,8 @@ class FrameMaker:
         if shot.offset >= 0:
             ref, num_bytes = f"{shot.place.file}#{shot.offset}+{shot.length}", shot.length
         elif kind in VIDEOS:
-            ref, num_bytes = Job("video", topic, shot.place, shot.key, index.name).ref, shot.width * shot.height // 5
+            ref = Job("video", topic, shot.place, shot.key, self._index.name).ref
+            num_bytes = shot.width * shot.height // 5
         elif kind in RAWS:
             ref, num_bytes = Job("raw", topic, shot.place).ref, shot.width * shot.height // 2
         else:

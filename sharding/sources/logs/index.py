@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,19 +19,23 @@ from fuelrail.sharding.sources.logs.messages.records import (
     TRANSFORMS,
     VIDEOS,
     Calibration,
-    Edge,
+    Edges,
     Fix,
     Picture,
 )
 from fuelrail.sharding.sources.logs.video import is_keyframe, stream_size
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from fuelrail.sharding.sources.logs.files.log_file import Locator, LogFile, Message, Topic
     from fuelrail.sharding.sources.logs.settings import LogSettings
+
+
+_AT_ONCE: Final = 4096
+"""Messages that are kept until they are read together."""
 
 
 class Shot(msgspec.Struct, frozen=True, gc=False):
@@ -80,11 +85,14 @@ class LogIndex:
         self._only_keyframes, self._gps, self._levels = options.frames == "keyframes", gps, levels
         self.noted = Counter[str]()
         self.frame_ids: dict[str, str] = {}
-        self.calibrations: dict[str, list[Calibration]] = {}
-        self.poses: list[Edge] = []
+        self.calibrations: dict[str, list[tuple[int, Calibration]]] = {}
+        self.poses: list[Edges] = []
         self.fixes: list[Fix] = []
         self.tree = FrameTree(f"log '{name}'")
-        self._found: dict[str, list[tuple[int, Shot | Sweep]]] = {}
+        sensors = (*cameras, *lidars)
+        self._found: dict[str, list[tuple[int, int, Shot | Sweep]]] = {topic: [] for topic in sensors}
+        self._items: dict[str, list[Any]] = {topic: [] for topic in sensors}
+        self._stamped: dict[str, list[NDArray[np.int64]]] = {topic: [] for topic in sensors}
         self._keys: dict[str, Locator] = {}
         self._sizes: dict[str, tuple[int, int]] = {}
         self._heads: dict[str, EncodedHead] = {}
@@ -92,7 +100,7 @@ class LogIndex:
         for file in files:
             self._read(file, set(cameras), set(lidars), options.poses)
         self.tree.settle()
-        self.series = {topic: self._sorted(topic, self._found.get(topic, [])) for topic in (*cameras, *lidars)}
+        self.series = {topic: self._sorted(topic) for topic in sensors}
 
     def _read(self, file: LogFile, cameras: set[str], lidars: set[str], poses: str) -> None:
         topics = file.topics
@@ -105,31 +113,60 @@ class LogIndex:
             or topic.type in CALIBRATIONS | TRANSFORMS
         }
         heads, num_lost = readers.keys() & (cameras | lidars), 0
-        for message in file.walk(heads, readers.keys() - heads):
-            topic = topics[message.topic]
-            reader = readers[topic.name]
-            if topic.name in cameras:
+        pending: dict[str, list[Message]] = {name: [] for name in readers.keys() - heads}
+        num_pending = 0
+        for message in file.walk(heads, pending.keys()):
+            name = message.topic
+            if name in cameras:
                 if file.lost and sum(file.lost.values()) != num_lost:
                     num_lost = sum(file.lost.values())
                     self._keys.clear()  # a part of a video is lost: the rest of the group cannot be decoded
-                self._add(message, *self._shot(file, topic, reader, message))
-            elif topic.name in lidars:
-                stamp_ns, frame_id, number = reader.cloud_head(message)
-                self.frame_ids.setdefault(topic.name, frame_id)
-                self._add(message, self._stamp(topic, message, stamp_ns), Sweep(message.place, number))
-            elif topic.name == poses:
-                self.poses += self._edges(topic, message, [reader.pose(message)])
-            elif topic.name == self._gps:
-                fix = reader.fix(message)
-                stamp_ns = self._stamp(topic, message, fix.stamp_ns)
-                if not self._is_set_back(topic.name, message, stamp_ns):
-                    self.fixes.append(fix._replace(stamp_ns=stamp_ns))
-            elif topic.type in CALIBRATIONS:
-                self.calibrations.setdefault(topic.name, []).append(reader.calibration(message))
+                stamp_ns, shot = self._shot(file, topics[name], readers[name], message)
+                self._found[name].append((stamp_ns, message.log_ns, shot))
+            elif name in lidars:
+                stamp_ns, frame_id, number = readers[name].cloud_head(message)
+                self.frame_ids.setdefault(name, frame_id)
+                stamp_ns = self._stamp(name, message, stamp_ns)
+                self._found[name].append((stamp_ns, message.log_ns, Sweep(message.place, number)))
             else:
-                is_static, edges = topic.name.endswith("static"), reader.transforms(message)
-                self.tree.add(edges if is_static else self._edges(topic, message, edges), is_static=is_static)
+                pending[name].append(message)
+                num_pending += 1
+                if num_pending == _AT_ONCE:
+                    self._take(topics, readers, pending, poses)
+                    num_pending = 0
+        self._take(topics, readers, pending, poses)
         self.noted.update(file.lost)
+
+    def _take(
+        self, topics: Mapping[str, Topic], readers: Mapping[str, Reader], pending: Mapping[str, list[Message]],
+        poses: str,
+    ) -> None:  # fmt: skip
+        """Read the messages of each topic together, and forget them."""
+        for name, found in self._found.items():
+            stamps, log_ns = np.array([one[:2] for one in found], np.int64).reshape(-1, 2).T
+            kept = self._kept(name, stamps, log_ns, lambda at, own=found: own[at][2].place)
+            self._stamped[name].append(stamps[kept])
+            self._items[name] += [one[2] for one in itertools.compress(found, kept.tolist())]
+            found.clear()
+        for name, messages in pending.items():
+            reader = readers[name]
+            if not messages:
+                continue
+            if name == poses:
+                self.poses += self._moved(name, messages, reader.poses(messages))
+            elif name == self._gps:
+                fixes = [reader.fix(message) for message in messages]
+                stamps = self._stamps(name, messages, np.array([fix.stamp_ns for fix in fixes], np.int64))
+                log_ns = np.array([message.log_ns for message in messages], np.int64)
+                kept = self._kept(name, stamps, log_ns, lambda at, own=messages: own[at].place)
+                self.fixes += [fixes[at]._replace(stamp_ns=int(stamps[at])) for at in np.flatnonzero(kept).tolist()]
+            elif topics[name].type in CALIBRATIONS:
+                self.calibrations.setdefault(name, []).extend(reader.calibrations(messages))
+            else:
+                is_static, parts = name.endswith("static"), reader.edges(messages)
+                for part in parts if is_static else self._moved(name, messages, parts):
+                    self.tree.add(part, is_static=is_static)
+            messages.clear()
 
     def _shot(self, file: LogFile, topic: Topic, reader: Reader, message: Message) -> tuple[int, Shot]:
         picture = reader.picture(message)
@@ -138,7 +175,7 @@ class LogIndex:
             picture = reader.picture(message)  # protobuf may have the stamp behind the picture
         if picture.frame_id:  # where it is behind the picture, that of the calibration counts
             self.frame_ids.setdefault(topic.name, picture.frame_id)
-        stamp_ns = self._stamp(topic, message, picture.stamp_ns)
+        stamp_ns = self._stamp(topic.name, message, picture.stamp_ns)
         start, length = picture.offset, picture.length
         known, offset = self._heads.get(topic.name), message.offset + start if message.offset >= 0 else -1
         is_whole = 0 < length <= message.length - start
@@ -182,35 +219,44 @@ class LogIndex:
             found = self._codecs[topic.name] = Reader(topic).video_format(file.read(message.place))
         return found
 
-    def _add(self, message: Message, stamp_ns: int, item: Shot | Sweep) -> None:
-        if not self._is_set_back(message.topic, message, stamp_ns):
-            self._found.setdefault(message.topic, []).append((stamp_ns, item))
-
-    def _is_set_back(self, what: str, message: Message, stamp_ns: int) -> bool:
-        """Whether a message is before others of its topic by a clock that was set; raises SourceError if an error.
+    def _kept(
+        self, what: str, stamps: NDArray[np.int64], log_ns: NDArray[np.int64], place: Callable[[int], Locator]
+    ) -> NDArray[np.bool_]:
+        """Which messages (N,) of a topic are not before others by a clock that was set; raises SourceError if an error.
 
         A clock that was set forward, so that stamps went on by more than the recording did, is a gap, and noted.
+        ``place`` says where a message is.
         """
-        latest, recorded_ns = self._latest.get(what, (stamp_ns, message.log_ns))
-        passed_ns = stamp_ns - latest
-        if passed_ns >= -self._max_gap_ns:
-            if passed_ns > self._max_gap_ns and 0 < message.log_ns - recorded_ns < passed_ns - self._max_gap_ns:
-                self.noted[f"{what}: clock set forward"] += 1
-            if passed_ns >= 0:
-                self._latest[what] = stamp_ns, message.log_ns
-            return False
+        if not len(stamps):
+            return np.ones(0, np.bool_)
+        latest, recorded_ns = self._latest.get(what, (int(stamps[0]), int(log_ns[0])))
+        passed_ns = stamps - np.maximum.accumulate(np.concatenate([[latest], stamps]))[:-1]
+        newest = np.flatnonzero(passed_ns >= 0)
+        jumps = np.flatnonzero(passed_ns > self._max_gap_ns)
+        if len(jumps):
+            before = np.searchsorted(newest, jumps) - 1
+            since_ns = log_ns[jumps] - np.where(before < 0, recorded_ns, log_ns[newest[before]])
+            if number := np.count_nonzero((since_ns > 0) & (since_ns < passed_ns[jumps] - self._max_gap_ns)):
+                self.noted[f"{what}: clock set forward"] += number
+        if len(newest):
+            self._latest[what] = int(stamps[newest[-1]]), int(log_ns[newest[-1]])
+        kept = np.asarray(passed_ns >= -self._max_gap_ns)
+        if kept.all():
+            return kept
         if self._clock_jumps == "error":
+            at = int(np.argmin(kept))
             raise SourceError(
-                f"log '{self.name}': topic '{what}' goes back in time by {-passed_ns / 1e9:.3f} s at {message.place}: "
+                f"log '{self.name}': topic '{what}' goes back in time by {-passed_ns[at] / 1e9:.3f} s at {place(at)}: "
                 "its clock was set; cut the log there, or try the options clock_jumps=drop or clock=log_time"
             )
-        self.noted[f"{what}: messages after the clock was set back"] += 1
-        return True
+        self.noted[f"{what}: messages after the clock was set back"] += int(np.count_nonzero(~kept))
+        return kept
 
-    def _sorted(self, topic: str, found: list[tuple[int, Shot | Sweep]]) -> Series:
+    def _sorted(self, topic: str) -> Series:
+        items, stamps = self._items.pop(topic), np.concatenate([np.empty(0, np.int64), *self._stamped.pop(topic)])
         if self._only_keyframes and topic in self._codecs:
-            found = [(stamp, one) for stamp, one in found if isinstance(one, Shot) and one.key == one.place]
-        stamps = np.array([stamp for stamp, _ in found], np.int64)
+            keys = [isinstance(one, Shot) and one.key == one.place for one in items]
+            items, stamps = list(itertools.compress(items, keys)), stamps[np.array(keys, np.bool_)]
         times, first = np.unique(stamps, return_index=True)
         for what, number in (
             ("out of order", int(np.count_nonzero(np.diff(stamps) < 0))),
@@ -218,23 +264,34 @@ class LogIndex:
         ):
             if number:
                 self.noted[f"{topic}: messages {what}"] = number
-        return Series(times, [found[at][1] for at in first.tolist()])
+        return Series(times, [items[at] for at in first.tolist()])
 
-    def _edges(self, topic: Topic, message: Message, edges: Sequence[Edge]) -> list[Edge]:
-        """Those of a message that are not of a clock that was set back: frames of a topic have clocks of their own."""
+    def _moved(self, topic: str, messages: Sequence[Message], parts: Sequence[Edges]) -> list[Edges]:
+        """Without those of a clock that was set back: frames of a topic have clocks of their own."""
         found = []
-        for edge in edges:
-            stamp_ns = self._stamp(topic, message, edge.stamp_ns)
-            if not self._is_set_back(f"{topic.name} ({edge.child})", message, stamp_ns):
-                found.append(edge if edge.stamp_ns == stamp_ns else edge._replace(stamp_ns=stamp_ns))
+        for part in parts:
+            own = [messages[row] for row in part.row.tolist()]
+            stamps = self._stamps(topic, own, part.stamp_ns)
+            log_ns = np.array([message.log_ns for message in own], np.int64)
+            kept = self._kept(f"{topic} ({part.child})", stamps, log_ns, lambda at, own=own: own[at].place)
+            if kept.any():
+                found.append(part._replace(stamp_ns=stamps).rows(kept))
         return found
 
-    def _stamp(self, topic: Topic, message: Message, stamp_ns: int) -> int:
+    def _stamps(self, topic: str, messages: Sequence[Message], stamp_ns: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The times that count (N,) [ns]; raises SourceError for a stamp of 0 where stamps count."""
+        if self._clock == "log_time":
+            return np.array([message.log_ns for message in messages], np.int64)
+        if not stamp_ns.all():
+            self._stamp(topic, messages[int(np.argmin(stamp_ns != 0))], 0)
+        return stamp_ns
+
+    def _stamp(self, topic: str, message: Message, stamp_ns: int) -> int:
         if self._clock == "log_time":
             return message.log_ns
         if not stamp_ns:
             raise SourceError(
-                f"log '{self.name}': topic '{topic.name}' has a message without a stamp ({message.place}); the option "
+                f"log '{self.name}': topic '{topic}' has a message without a stamp ({message.place}); the option "
                 "clock=log_time takes the times of the recording"
             )
         return stamp_ns

@@ -91,12 +91,11 @@ class LogSource(FrameSource[LogSettings]):
             return None
         if given.poses == "tf":
             return index.tree.trajectory(given.ego_frame, given.global_frame, given.max_gap_s)
-        child = next((edge.child for edge in index.poses), "").lstrip("/")
-        edges = index.poses
-        moved = edges_trajectory(edges, f"log '{clip.log_id}': {given.poses}", given.max_gap_s)
+        child = next((part.child for part in index.poses), "").lstrip("/")
+        moved = edges_trajectory(index.poses, f"log '{clip.log_id}': {given.poses}", given.max_gap_s)
         if child in ("", given.ego_frame):
             return moved
-        times = np.unique(np.array([edge.stamp_ns for edge in edges], np.int64))
+        times = np.unique(np.concatenate([part.stamp_ns for part in index.poses]))
         ego2child = index.tree.sensor2ego(given.ego_frame, child)
         return Trajectory(times, moved.at(times) @ ego2child, clip.name, max_gap_s=given.max_gap_s)
 

@@ -54,14 +54,10 @@ def matched(reference_ns: I64, stamps_ns: I64, offset_ns: int, tolerance_ns: int
         return found
     rows = nearest(stamps_ns, reference_ns + offset_ns)
     away = np.abs(stamps_ns[rows] - reference_ns - offset_ns)
-    best: dict[int, int] = {}
-    for at in np.flatnonzero(away <= tolerance_ns).tolist():
-        row = int(rows[at])
-        other = best.get(row)
-        if other is None or away[at] < away[other]:
-            best[row] = at
-    for row, at in best.items():
-        found[at] = row
+    near = np.flatnonzero(away <= tolerance_ns)
+    near = near[np.lexsort((away[near], rows[near]))]
+    one_each = near[np.diff(rows[near], prepend=-1) != 0]
+    found[one_each] = rows[one_each]
     return found
 
 

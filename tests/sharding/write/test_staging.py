@@ -80,7 +80,7 @@ def num_made_and_run(source: Path, out: Path) -> None:
 
 def complete_clips(out: Path) -> int:
     staging = out / WORK / "staging"
-    return sum(path.with_suffix(".bin").exists() for path in staging.glob("*.index")) if staging.exists() else 0
+    return len(list(staging.glob("*.index")))
 
 
 def bytes_in(folder: Path) -> int:
@@ -124,6 +124,21 @@ def test_a_disk_without_room_is_refused_before_anything_is_staged(source, tmp_pa
     with pytest.raises(DatasetError, match=r"takes about 0\.\d GB.*0\.0 GB are free"):
         run(source, tmp_path / "out")
     assert Neutral.num_made == 0
+
+
+def test_staged_members_go_when_their_shards_are_finished(source, tmp_path):
+    left = []
+
+    class Watch(Quiet):
+        def shard_done(self, shard):
+            left.append(sum(path.stat().st_size for path in (tmp_path / "out" / WORK / "staging").glob("*.bin")))
+
+    spec = SourceSpec("neutral_by_clip", str(source), {"images": "made"})
+    recipe = make_recipe(seed=7, shard_size_bytes=1 << 16, splits={"train": 1.0})
+    shard(spec, tmp_path / "out", recipe, 1, Watch(), LocalEngine(1))
+    assert len(left) > 1
+    assert left == sorted(set(left), reverse=True)
+    assert not left[-1]
 
 
 def test_samples_that_are_not_selected_are_not_staged(source, tmp_path):

@@ -54,6 +54,7 @@ class McapFile:
         self._skip_damaged, self._check_all = skip_damaged, check_all
         self._channels = Channels()
         self._chunk: tuple[int, Buffer] = (-1, b"")
+        self._lengths: dict[str, int] = {}
         self.num_decompressed = 0
         self.lost = Counter[str]()
 
@@ -73,7 +74,7 @@ class McapFile:
         """Topics by name."""
         if self._summary is not None:
             return {topic.name: topic for topic in self._summary.channels.values()}
-        for _ in self._walk_records(frozenset()):
+        for _ in self._walk_records(frozenset(), frozenset()):
             pass
         return {topic.name: topic for topic in self._channels.topics.values()}
 
@@ -89,7 +90,7 @@ class McapFile:
         wanted = frozenset(heads) | frozenset(whole)
         self.lost.clear()
         if summary is None:
-            yield from self._walk_records(wanted)
+            yield from self._walk_records(wanted, frozenset(whole))
             return
         self._channels.topics = summary.channels
         with opened(self._files, self._name) as window:
@@ -98,13 +99,13 @@ class McapFile:
                 if chunk.is_plain and not self._check_all:
                     yield from self._walk_index(window, chunk, wanted, frozenset(whole))
                 else:
-                    yield from self._walk_chunk(chunk, wanted)
+                    yield from self._walk_chunk(chunk, wanted, frozenset(whole))
 
     def places(self, topic: str) -> list[Locator]:
         """Where the messages of a topic are, in the order of their recording; by an index nothing is decompressed."""
         summary, found = self._summary, []
         if summary is None:
-            return [message.place for message in self._walk_records(frozenset([topic]))]
+            return [message.place for message in self._walk_records(frozenset([topic]), frozenset())]
         for chunk in summary.chunks:
             index = self._files.read(self._name, chunk.index_at, chunk.index_length)
             offsets = [
@@ -142,21 +143,25 @@ class McapFile:
         end, data_at = chunk.at + chunk.length, chunk.data_at
         index = self._files.read(self._name, chunk.index_at, chunk.index_length)
         for offset, topic in message_offsets(index, self._channels.topics, wanted, self._of(chunk)):
-            at = data_at + offset
-            head = window.at(at, MESSAGE.size, HEAD_BYTES)
+            at, name = data_at + offset, topic.name
+            head = window.at(at, MESSAGE.size + self._lengths.get(name, 0), HEAD_BYTES)
             if len(head) < MESSAGE.size or head[0] != MESSAGE_OP:
                 raise SourceError(f"{self._where}: the index names a message at byte {at}, where there is none")
             _, size, _, _, log_ns, _ = MESSAGE.unpack_from(head)
             length, start = size - _HEAD, at + MESSAGE.size
             if start + length > end:
                 raise SourceError(f"{self._where}: the message at byte {at} has {length} bytes, more than its chunk")
-            data = window.at(start, length if topic.name in whole else min(length, HEAD_BYTES))
-            yield Message(topic.name, log_ns, Locator(self._name, -1, at), data, length, start)
+            most = length if length <= HEAD_BYTES or name in whole else HEAD_BYTES
+            data = head[MESSAGE.size : MESSAGE.size + most]
+            if len(data) < most:
+                data = window.at(start, most)
+                self._lengths[name] = min(most, HEAD_BYTES)  # those of a topic are about as long: one look for the next
+            yield Message(name, log_ns, Locator(self._name, -1, at), data, length, start)
 
-    def _walk_chunk(self, chunk: Chunk, wanted: frozenset[str]) -> Iterator[Message]:
+    def _walk_chunk(self, chunk: Chunk, wanted: frozenset[str], whole: frozenset[str]) -> Iterator[Message]:
         """Messages of a chunk, which is read whole; schemas and channels on the way are taken."""
         try:
-            data = memoryview(self._whole(chunk))
+            data = bytes(self._whole(chunk))
         except SourceError:
             if not self._skip_damaged:
                 raise
@@ -171,13 +176,15 @@ class McapFile:
                 topic = self._channels.topics.get(channel)
                 if topic is not None and topic.name in wanted:
                     offset = chunk.data_at + start if chunk.is_plain else -1
-                    place = self._place(chunk, position)
-                    yield Message(topic.name, log_ns, place, data[start:end], end - start, offset)
+                    most = end if topic.name in whole else min(end, start + HEAD_BYTES)
+                    yield Message(
+                        topic.name, log_ns, self._place(chunk, position), data[start:most], end - start, offset
+                    )
             else:
                 self._channels.take(op, bytes(data[position + RECORD.size : end]))
             position = end
 
-    def _walk_records(self, wanted: frozenset[str]) -> Iterator[Message]:
+    def _walk_records(self, wanted: frozenset[str], whole: frozenset[str]) -> Iterator[Message]:
         """Messages of a file without a summary, and its schemas and channels; its end may be cut off."""
         at = len(MAGIC)
         while at < self._size:
@@ -188,7 +195,7 @@ class McapFile:
             if not op or at + RECORD.size + length > self._size:
                 break
             if op == CHUNK_OP:
-                yield from self._walk_chunk(self._chunk_at(at, head), wanted)
+                yield from self._walk_chunk(self._chunk_at(at, head), wanted, whole)
             elif op == MESSAGE_OP:
                 _, _, channel, _, log_ns, _ = MESSAGE.unpack_from(head)
                 topic, start = self._channels.topics.get(channel), at + MESSAGE.size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import struct
 import zlib
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fuelrail.pipeline.errors import SourceError
@@ -140,7 +141,8 @@ def message_offsets(
                 (offset, topic) for _, offset in _PAIR.iter_unpack(pairs[: len(pairs) // _PAIR.size * _PAIR.size])
             ]
         at += RECORD.size + length
-    return sorted(found, key=lambda pair: pair[0])
+    found.sort(key=itemgetter(0))
+    return found
 
 
 def chunk_data(record: bytes, where: str) -> Buffer:

@@ -7,6 +7,7 @@ comments of ``sensor_msgs/CameraInfo``.
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -52,14 +53,15 @@ def camera_models(index: LogIndex, channel: str, topic: str, info_topic: str, eg
     """A camera's models in the order of time; raises SourceError for a lens that is not known."""
     where = f"log '{index.name}', {channel}: {info_topic}"
     is_rectified = any("rect" in part for part in topic.split("/"))
-    frame = index.frame_ids.get(topic) or index.calibrations[info_topic][0].frame_id
+    frame = index.frame_ids.get(topic) or index.calibrations[info_topic][0][1].frame_id
     cam2ego = index.tree.sensor2ego(frame.lstrip("/"), ego)
     found: list[CameraModel] = []
     before: Calibration | None = None
-    for one in sorted(index.calibrations[info_topic], key=lambda one: one.stamp_ns):
-        if before is None or one[1:] != before[1:]:
-            found.append(_model(where, one, cam2ego, is_rectified=is_rectified))
-            before = one
+    for stamp_ns, one in sorted(index.calibrations[info_topic], key=itemgetter(0)):
+        if before is None or (one is not before and one[1:] != before[1:]):
+            model = _model(where, one, cam2ego, is_rectified=is_rectified)
+            found.append(model._replace(stamp_ns=stamp_ns))
+        before = one
     return found
 
 

@@ -11,11 +11,11 @@ from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.sharding.sources.frames.poses import Trajectory, pose
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from fuelrail.sharding.sources.logs.messages.records import Edge
+    from fuelrail.sharding.sources.logs.messages.records import Edges
 
     F64 = NDArray[np.float64]
 
@@ -28,29 +28,29 @@ class FrameTree:
     def __init__(self, where: str) -> None:
         self._where = where
         self._fixed: dict[str, tuple[str, F64]] = {}
-        self._moving: dict[str, list[Edge]] = {}
+        self._moving: dict[str, list[Edges]] = {}
         self._parents: dict[str, str] = {}
 
-    def add(self, edges: Iterable[Edge], *, is_static: bool) -> None:
-        """Add transforms of one message; raises SourceError for a frame that gets another parent."""
-        for edge in edges:
-            parent, child = edge.parent.lstrip("/"), edge.child.lstrip("/")
-            if self._parents.setdefault(child, parent) != parent:
-                raise SourceError(
-                    f"{self._where}: the frame '{child}' has the parents '{self._parents[child]}' and '{parent}'"
-                )
-            if is_static:
-                matrix = pose(edge.wxyz, edge.xyz, f"{self._where}: transform '{parent}' to '{child}'")
-                self._fixed[child] = parent, matrix
-            else:
-                self._moving.setdefault(child, []).append(edge)
+    def add(self, edges: Edges, *, is_static: bool) -> None:
+        """Add transforms; raises SourceError for a frame that gets another parent."""
+        parent, child = edges.parent.lstrip("/"), edges.child.lstrip("/")
+        if self._parents.setdefault(child, parent) != parent:
+            raise SourceError(
+                f"{self._where}: the frame '{child}' has the parents '{self._parents[child]}' and '{parent}'"
+            )
+        if is_static:
+            matrices = pose(edges.wxyz, edges.xyz, f"{self._where}: transform '{parent}' to '{child}'")
+            self._fixed[child] = parent, matrices[-1]
+        else:
+            self._moving.setdefault(child, []).append(edges)
 
     def settle(self) -> None:
         """Take as static what was said once, as logs without a topic for static transforms have it."""
-        for child, edges in list(self._moving.items()):
-            if len({edge.stamp_ns for edge in edges}) == 1:
+        for child, parts in list(self._moving.items()):
+            stamps = np.concatenate([part.stamp_ns for part in parts])
+            if (stamps == stamps[0]).all():
                 del self._moving[child]
-                self.add(edges[:1], is_static=True)
+                self.add(parts[0].rows(np.arange(1)), is_static=True)
 
     def sensor2ego(self, frame: str, ego: str) -> F64:
         """(4, 4): by static transforms; raises SourceError where they do not connect the two."""
@@ -80,7 +80,9 @@ class FrameTree:
             )
         children = chain[: chain.index(top)]
         first = next(child for child in children if child in self._moving)
-        times = np.unique(np.array([edge.stamp_ns for edge in self._moving[first]], np.int64))
+        if children == [first]:
+            return edges_trajectory(self._moving[first], f"{self._where}: {first}", max_gap_s)
+        times = np.unique(np.concatenate([part.stamp_ns for part in self._moving[first]]))
         found = np.broadcast_to(np.eye(4), (len(times), 4, 4))
         for child in children:
             if child in self._moving:
@@ -109,10 +111,10 @@ class FrameTree:
         return frame, found
 
 
-def edges_trajectory(edges: Sequence[Edge], where: str, max_gap_s: float) -> Trajectory:
+def edges_trajectory(parts: Sequence[Edges], where: str, max_gap_s: float) -> Trajectory:
     """The trajectory of one moving frame: in time order, and the first of those with the same stamp."""
-    stamps = np.array([edge.stamp_ns for edge in edges], np.int64)
-    times, first = np.unique(stamps, return_index=True)
-    rows = [edges[at] for at in first.tolist()]
-    matrices = pose([edge.wxyz for edge in rows], [edge.xyz for edge in rows], where) if rows else np.empty((0, 4, 4))
-    return Trajectory(times, matrices, where, max_gap_s=max_gap_s)
+    if not parts:
+        return Trajectory(np.empty(0, np.int64), np.empty((0, 4, 4)), where, max_gap_s=max_gap_s)
+    stamp_ns, wxyz, xyz = map(np.concatenate, zip(*(part[3:] for part in parts), strict=True))
+    times, first = np.unique(stamp_ns, return_index=True)
+    return Trajectory(times, pose(wxyz[first], xyz[first], where), where, max_gap_s=max_gap_s)

@@ -6,10 +6,12 @@ import functools
 from typing import TYPE_CHECKING, Final
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.logs.messages.records import Calibration, Cloud, Edge, Picture, PointField
+from fuelrail.sharding.sources.logs.messages.records import Calibration, Cloud, Edge, Edges, Picture, PointField
 from fuelrail.sharding.sources.logs.messages.wire import Names, Proto, descriptor
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.logs.files.log_file import Topic
 
@@ -45,6 +47,10 @@ class Foxglove:
         width, height, model = one.number("width"), one.number("height"), one.text("distortion_model")
         return Calibration(one.stamp_ns, one.text("frame_id"), width, height, model, d, k, r, p)
 
+    def calibrations(self, messages: Sequence[Buffer]) -> Iterator[tuple[int, Calibration]]:
+        """With their stamps."""
+        return ((one.stamp_ns, one) for one in map(self.calibration, messages))
+
     def transforms(self, data: Buffer) -> list[Edge]:
         """A FrameTransform or FrameTransforms."""
         one = self._read(data)
@@ -55,6 +61,10 @@ class Foxglove:
             )
             for edge in (one.messages("transforms") if self._topic.type.endswith("FrameTransforms") else [one])
         ]  # fmt: skip
+
+    def edges(self, messages: Sequence[Buffer]) -> list[Edges]:
+        """The transforms of many messages."""
+        return Edges.of((row, edge) for row, data in enumerate(messages) for edge in self.transforms(data))
 
     def pose(self, data: Buffer) -> Edge:  # noqa: ARG002 - of ROS's types alone
         """None of foxglove's types is one."""

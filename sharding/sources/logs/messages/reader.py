@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, TypeVar
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.logs.messages.foxglove import Foxglove
+from fuelrail.sharding.sources.logs.messages.records import Edges
 from fuelrail.sharding.sources.logs.messages.ros import Ros
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.logs.files.log_file import Message, Topic
     from fuelrail.sharding.sources.logs.messages.records import Calibration, Cloud, Edge, Fix, Picture
 
+D = TypeVar("D")
 T = TypeVar("T")
 
 
@@ -44,6 +45,18 @@ class Reader:
         """A whole CameraInfo or CameraCalibration."""
         return self._guard(self._form.calibration, message.data)
 
+    def calibrations(self, messages: Sequence[Message]) -> list[tuple[int, Calibration]]:
+        """Calibrations with their stamps; those that follow each other and say the same may be one record."""
+        return self._guard(lambda data: list(self._form.calibrations(data)), [one.data for one in messages])
+
+    def edges(self, messages: Sequence[Message]) -> list[Edges]:
+        """Whole transforms of many messages, by parent and child."""
+        return self._guard(self._form.edges, [one.data for one in messages])
+
+    def poses(self, messages: Sequence[Message]) -> list[Edges]:
+        """Whole Odometry or PoseStamped messages; the child frame of a PoseStamped is ""."""
+        return Edges.of(enumerate(map(self.pose, messages)))
+
     def transforms(self, message: Message) -> list[Edge]:
         """Whole transforms."""
         return self._guard(self._form.transforms, message.data)
@@ -65,7 +78,7 @@ class Reader:
         """Stamp, frame and number of points; protobuf has no number: that of the message's 16-byte points."""
         return self._guard(lambda data: self._form.cloud_head(data, message.length), message.data)
 
-    def _guard(self, read: Callable[[Buffer], T], data: Buffer) -> T:
+    def _guard(self, read: Callable[[D], T], data: D) -> T:
         try:
             return read(data)
         except _errors() as error:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import msgspec
+import numpy as np
+
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import NDArray
+
     from fuelrail.pipeline.sample.arrays import Buffer
 
 VIDEOS: Final = frozenset({"foxglove_msgs/CompressedVideo", "foxglove.CompressedVideo"})
@@ -29,7 +36,7 @@ FIXES: Final = frozenset({"sensor_msgs/NavSatFix"})
 CLOUDS: Final = frozenset({"sensor_msgs/PointCloud2", "foxglove.PointCloud"})
 
 
-class Picture(NamedTuple):
+class Picture(msgspec.Struct, frozen=True, gc=False):
     """The head of a picture: its bytes are ``length`` from ``offset`` on in the message.
 
     ``encoding``, ``width``, ``height`` and ``step`` are of a raw one: "", 0, 0 and 0 of others;
@@ -71,6 +78,50 @@ class Edge(NamedTuple):
     stamp_ns: int
     wxyz: tuple[float, float, float, float]
     xyz: tuple[float, float, float]
+
+
+class Edges(NamedTuple):
+    """Edges of one parent and child, as columns of N in the order of recording; ``row`` numbers their messages."""
+
+    parent: str
+    child: str
+    row: NDArray[np.int64]
+    stamp_ns: NDArray[np.int64]
+    wxyz: NDArray[np.float64]
+    xyz: NDArray[np.float64]
+
+    def rows(self, chosen: NDArray[np.intp] | NDArray[np.bool_]) -> Edges:
+        """Some of them."""
+        return Edges(self.parent, self.child, *(column[chosen] for column in self[2:]))
+
+    @classmethod
+    def of(cls, edges: Iterable[tuple[int, Edge]]) -> list[Edges]:
+        """Columns of edges with the numbers of their messages, by parent and child."""
+        by_frames: dict[tuple[str, str], list[tuple[int, Edge]]] = {}
+        for row, edge in edges:
+            by_frames.setdefault(edge[:2], []).append((row, edge))
+        return [
+            cls(
+                *frames,
+                np.array([row for row, _ in own], np.int64),
+                np.array([edge.stamp_ns for _, edge in own], np.int64),
+                np.array([edge.wxyz for _, edge in own], np.float64),
+                np.array([edge.xyz for _, edge in own], np.float64),
+            )
+            for frames, own in by_frames.items()
+        ]
+
+    @classmethod
+    def joined(cls, parts: Iterable[Edges]) -> list[Edges]:
+        """Those of the same parent and child as one, in the order of recording."""
+        by_frames: dict[tuple[str, str], list[Edges]] = {}
+        for part in parts:
+            by_frames.setdefault(part[:2], []).append(part)
+        whole = [
+            cls(*frames, *map(np.concatenate, zip(*(part[2:] for part in own), strict=True)))
+            for frames, own in by_frames.items()
+        ]
+        return [one.rows(np.argsort(one.row, kind="stable")) for one in whole]
 
 
 class Fix(NamedTuple):

@@ -7,10 +7,21 @@ import math
 import struct
 from typing import TYPE_CHECKING, Any, Final
 
-from fuelrail.sharding.sources.logs.messages.records import RAWS, Calibration, Cloud, Edge, Fix, Picture, PointField
+import numpy as np
+
+from fuelrail.sharding.sources.logs.messages.records import (
+    RAWS,
+    Calibration,
+    Cloud,
+    Edge,
+    Edges,
+    Fix,
+    Picture,
+    PointField,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.logs.files.log_file import Topic
@@ -32,23 +43,24 @@ class Ros:
     def __init__(self, topic: Topic) -> None:
         self._topic = topic
         self._type = topic.type.replace("/", "/msg/")
-        self._calibrated: tuple[bytes, Calibration] | None = None
-        self._pictured: tuple[bytes, Picture] | None = None
-        self._moved: tuple[bytes, Edge, int] | None = None
+        self._calibrated: tuple[Buffer, Calibration] | None = None
+        self._pictured: tuple[Buffer, Buffer, Picture] = b"", b"", Picture(0, "", 0, 0)
 
     def _read(self, data: Buffer) -> Any:  # noqa: ANN401 - rosbags
         return _store(self._type, self._topic.schema).deserialize_cdr(bytes(data), self._type)
 
     def picture(self, data: Buffer) -> Picture:
         """The head of a picture; one that differs from the last in stamp and length alone is not parsed again."""
-        if self._pictured is not None:
-            text, last = self._pictured
-            at = last.offset - 4
-            if _without(data, _STAMP, at) == text:
-                (length,) = _readers(data)[0](data, at)
-                return Picture(_stamp_ns(data, _STAMP.start), last.frame_id, last.offset, length, *last[4:])
+        order, text, last = self._pictured
+        at = last.offset - 4
+        if data[_STAMP.stop : at] == text and data[: _STAMP.start] == order:
+            (length,) = _readers(data)[0](data, at)
+            return Picture(
+                _stamp_ns(data, _STAMP.start), last.frame_id, last.offset, length, last.encoding, last.width,
+                last.height, last.step, last.big_endian,
+            )  # fmt: skip
         found = self._picture(data)
-        self._pictured = _without(data, _STAMP, found.offset - 4), found
+        self._pictured = data[: _STAMP.start], data[_STAMP.stop : found.offset - 4], found
         return found
 
     def _picture(self, data: Buffer) -> Picture:
@@ -69,14 +81,16 @@ class Ros:
         """The codec."""
         return str(self._read(data).format)
 
-    def calibration(self, data: Buffer) -> Calibration:
-        """A CameraInfo, or foxglove's CameraCalibration: one that says the same as the last is not parsed again."""
-        rest = _without(data, _STAMP, len(data))
-        if self._calibrated is None or self._calibrated[0] != rest:
-            self._calibrated = rest, self._calibration(data)
-        return Calibration(_stamp_ns(data, _STAMP.start), *self._calibrated[1][1:])
+    def calibrations(self, messages: Sequence[Buffer]) -> Iterator[tuple[int, Calibration]]:
+        """With their stamps; one that says the same as the one before it is the same record."""
+        for data in messages:
+            text = data[_STAMP.stop :]
+            if self._calibrated is None or self._calibrated[0] != text:
+                self._calibrated = text, self.calibration(data)
+            yield _stamp_ns(data, _STAMP.start), self._calibrated[1]
 
-    def _calibration(self, data: Buffer) -> Calibration:
+    def calibration(self, data: Buffer) -> Calibration:
+        """A CameraInfo, or foxglove's CameraCalibration."""
         info = self._read(data)
         size = info.width, info.height, info.distortion_model
         is_foxglove = self._topic.type != "sensor_msgs/CameraInfo"
@@ -89,22 +103,12 @@ class Ros:
         return Calibration(_time_ns(info.header.stamp), info.header.frame_id, *size, d, k, r, p, binning, part)
 
     def transforms(self, data: Buffer) -> list[Edge]:
-        """A TFMessage, or foxglove's FrameTransform and FrameTransforms.
-
-        The names of frames in a TFMessage of one transform are not parsed again where they are those of the last.
-        """
+        """A TFMessage, or foxglove's FrameTransform and FrameTransforms."""
         if self._topic.type == "tf2_msgs/TFMessage":
-            if self._moved is not None:
-                text, last, at = self._moved
-                if 0 <= len(data) - at - _POSE_BYTES <= _PADDING and _without(data, _FIRST_STAMP, at) == text:
-                    return [_edge(last.parent, last.child, data, _FIRST_STAMP.start, at)]
             cdr = _Cdr(data)
             edges = [cdr.edge() for _ in range(cdr.u32())]
             if len(data) - cdr.at > _PADDING:
                 raise ValueError(f"{len(data) - cdr.at} bytes are left after {len(edges)} transforms")
-            if len(edges) == 1:
-                at = cdr.at - _POSE_BYTES
-                self._moved = _without(data, _FIRST_STAMP, at), edges[0], at
             return edges
         one = self._read(data)
         return [
@@ -114,6 +118,33 @@ class Ros:
             )
             for edge in getattr(one, "transforms", [one])
         ]  # fmt: skip
+
+    def edges(self, messages: Sequence[Buffer]) -> list[Edges]:
+        """The transforms of many messages.
+
+        TFMessages of one transform that differ in stamp and pose alone are read together.
+        """
+        alike: dict[tuple[int, bytes], list[int]] = {}
+        for row, data in enumerate(messages):
+            at = _last_pose(data)
+            key = (len(data), bytes(data[: _FIRST_STAMP.start]) + bytes(data[_FIRST_STAMP.stop : at]))
+            alike.setdefault(key, []).append(row)
+        found: list[Edges] = []
+        loose: list[tuple[int, Edge]] = []
+        for rows in alike.values():
+            edges = self.transforms(messages[rows[0]])
+            if len(edges) != 1 or self._topic.type != "tf2_msgs/TFMessage":
+                loose += [(row, edge) for row in rows for edge in self.transforms(messages[row])]
+                continue
+            data = messages[rows[0]]
+            at, order = _last_pose(data), "<" if data[1] & 1 else ">"
+            table = np.frombuffer(b"".join([messages[row] for row in rows]), np.uint8).reshape(len(rows), -1)
+            stamps = np.ascontiguousarray(table[:, _FIRST_STAMP]).view(f"{order}u4").astype(np.int64)
+            poses = np.ascontiguousarray(table[:, at : at + _POSE_BYTES]).view(f"{order}f8").astype(np.float64)
+            stamp_ns = stamps @ np.array([1_000_000_000, 1])
+            own = np.array(rows)
+            found.append(Edges(edges[0].parent, edges[0].child, own, stamp_ns, poses[:, [6, 3, 4, 5]], poses[:, :3]))
+        return Edges.joined([*found, *Edges.of(loose)])
 
     def pose(self, data: Buffer) -> Edge:
         """An Odometry, a PoseStamped, or one with covariance."""
@@ -199,27 +230,22 @@ class _Cdr:
         parent, child = self.text(), self.text()
         at = self.at + (4 - self.at) % 8
         self.at = at + _POSE_BYTES
-        return _edge(parent, child, self._data, stamp_at, at)
+        x, y, z, qx, qy, qz, w = _readers(self._data)[2](self._data, at)
+        return Edge(parent, child, _stamp_ns(self._data, stamp_at), (w, qx, qy, qz), (x, y, z))
 
 
 def _readers(data: Buffer) -> tuple[Callable[..., tuple[Any, ...]], ...]:
     return _LITTLE if data[1] & 1 else _BIG
 
 
-def _without(data: Buffer, stamp: slice, end: int) -> bytes:
-    """A message up to ``end``, without its stamp."""
-    return bytes(data[: stamp.start]) + bytes(data[stamp.stop : end])
+def _last_pose(data: Buffer) -> int:
+    """Where the last transform of a TFMessage has its translation: what follows it is padding to 4 bytes."""
+    return len(data) - _POSE_BYTES - (len(data) - 4) % 8
 
 
 def _stamp_ns(data: Buffer, at: int) -> int:
     seconds, rest = _readers(data)[1](data, at)
     return int(seconds * 1_000_000_000 + rest)
-
-
-def _edge(parent: str, child: str, data: Buffer, stamp_at: int, at: int) -> Edge:
-    """A transform whose translation and rotation begin at ``at``."""
-    x, y, z, qx, qy, qz, w = _readers(data)[2](data, at)
-    return Edge(parent, child, _stamp_ns(data, stamp_at), (w, qx, qy, qz), (x, y, z))
 
 
 def _time_ns(time: Any) -> int:  # noqa: ANN401 - rosbags

@@ -6,7 +6,7 @@ Numbers of fields are those of ``dataset.proto`` and ``label.proto`` (github.com
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 import msgspec
 import numpy as np
@@ -15,19 +15,23 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.research.waymo.records import (
     BYTES,
     FIXED64,
+    MAX_HEAD,
     VARINT,
+    alike,
     doubles,
     field_places,
     fields,
+    numbers,
+    varint,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
     from fuelrail.sharding.sources.files import Window
-    from fuelrail.sharding.sources.research.waymo.records import FieldPlace, Record
+    from fuelrail.sharding.sources.research.waymo.records import Fail, FieldPlace, Record
 
 CAMERAS: Final = {1: "FRONT", 2: "FRONT_LEFT", 3: "FRONT_RIGHT", 4: "SIDE_LEFT", 5: "SIDE_RIGHT"}
 LABEL_TYPES: Final = ("unknown", "vehicle", "pedestrian", "sign", "cyclist")
@@ -38,11 +42,16 @@ OPTICAL: Final = np.array([[0.0, 0, 1, 0], [-1, 0, 0, 0], [0, -1, 0, 0], [0, 0, 
 _FRAME_CONTEXT, _FRAME_TIME, _FRAME_POSE, _FRAME_IMAGES, _FRAME_LASERS, _FRAME_LABELS = range(1, 7)
 _FRAME_CAMERA_LABELS: Final = 8
 _IMAGE_NAME, _IMAGE_JPEG, _IMAGE_POSE, _, _IMAGE_TIME, _IMAGE_SHUTTER, _IMAGE_TRIGGER, _IMAGE_DONE = range(1, 9)
-_BOX: Final = struct.Struct("<" + "xd" * 7)
-_BOX_KEYS: Final = bytes(number << 3 | FIXED64 for number in range(1, 8))
+_BOX_KEYS: Final = np.array([number << 3 | FIXED64 for number in range(1, 8)], np.uint8)
 _POSE: Final = struct.Struct("<" + "xd" * 16)
 _POSE_KEYS: Final = bytes([1 << 3 | FIXED64]) * 16
 _DOUBLE: Final = struct.Struct("<d")
+_POSE_HEAD: Final = bytes([_IMAGE_POSE << 3 | BYTES, 0x80 | _POSE.size & 0x7F, _POSE.size >> 7])
+_VELOCITY_KEY: Final = _IMAGE_POSE + 1 << 3 | BYTES
+_TIMES: Final = struct.Struct("<" + "xd" * 4)
+_TIMES_KEYS: Final = bytes(at << 3 | FIXED64 for at in (_IMAGE_TIME, _IMAGE_SHUTTER, _IMAGE_TRIGGER, _IMAGE_DONE))
+_TAIL_POSE: Final = 3 + _POSE.size
+_LEAST_TAIL: Final = _TAIL_POSE + 2 + _TIMES.size
 _CONTEXT_BEGIN: Final = 44
 _AFTER_JPEG: Final = 320
 _LABELS_AHEAD: Final = 1024
@@ -150,6 +159,8 @@ def _expect(field: FieldPlace, wire: int, name: str) -> None:
 def _image(window: Window, place: FieldPlace) -> ImageHead | None:
     """None for a camera that is not known, and for one without a picture."""
     name, offset, num_bytes, pose = 0, 0, 0, None
+    if (usual := _usual_image(window, place)) is not None:
+        return usual
     times = dict.fromkeys((_IMAGE_TIME, _IMAGE_SHUTTER, _IMAGE_TRIGGER, _IMAGE_DONE), float("nan"))
     for number, wire, value in _image_fields(window, place):
         if number == _IMAGE_NAME and isinstance(value, int):
@@ -167,6 +178,24 @@ def _image(window: Window, place: FieldPlace) -> ImageHead | None:
     if not times[_IMAGE_TIME] > 0:
         raise ValueError(f"the image of {CAMERAS[name]} has no pose_timestamp")
     return ImageHead(CAMERAS[name], offset, num_bytes, pose, *times.values())
+
+
+def _usual_image(window: Window, place: FieldPlace) -> ImageHead | None:
+    """An image whose fields are those of the dataset's own files, in their order; None for another."""
+    head = window.at(place.start, MAX_HEAD)
+    if len(head) < MAX_HEAD or head[0] != _IMAGE_NAME << 3 or head[2] != _IMAGE_JPEG << 3 | BYTES:
+        return None
+    length, used = varint(head, 3)
+    offset = place.start + used
+    tail = window.at(offset + length, max(0, min(place.end - offset - length, _AFTER_JPEG)), MAX_HEAD)
+    if len(tail) < _LEAST_TAIL or tail[:3] != _POSE_HEAD or tail[3:_TAIL_POSE:9] != _POSE_KEYS:
+        return None
+    at = _TAIL_POSE + 2 + tail[_TAIL_POSE + 1]
+    times_keys = tail[at : at + _TIMES.size : 9] if at + _TIMES.size <= len(tail) else b""
+    if head[1] not in CAMERAS or not length or tail[_TAIL_POSE] != _VELOCITY_KEY or times_keys != _TIMES_KEYS:
+        return None
+    times = _TIMES.unpack_from(tail, at)
+    return ImageHead(CAMERAS[head[1]], offset, length, _POSE.unpack_from(tail, 3), *times) if times[0] > 0 else None
 
 
 def _image_fields(window: Window, place: FieldPlace) -> Iterator[tuple[int, int, int | bytes | tuple[int, int]]]:
@@ -245,26 +274,43 @@ class LabelColumns(NamedTuple):
     num_points: list[int]
 
 
-def read_labels(labels: Sequence[bytes], *, camera_synced: bool) -> LabelColumns:
-    """Boxes of ``laser_labels``; with ``camera_synced`` those that a camera sees, when it sees them.
+def read_labels(frames: Sequence[Sequence[bytes]], where: str, *, camera_synced: bool) -> Iterator[LabelColumns]:
+    """Boxes of the ``laser_labels`` of each frame; with ``camera_synced`` those that a camera sees, when it sees them.
 
-    Raises ValueError for what is no label.
+    Raises SourceError, naming ``where`` and the record, for what is no label.
     """
-    boxes, category, track, num_points = [], [], [], []
-    number_of_box = 12 if camera_synced else 1
-    for label in labels:
-        found: dict[int, Any] = {number: value for number, _, value in fields(label)}
-        box = found.get(number_of_box)
-        if box is None:
-            if camera_synced:
-                continue
-            raise ValueError("a label without a box")
-        boxes.append(_box(box))
-        kind = found.get(3, 0)
-        category.append(LABEL_TYPES[kind] if kind < len(LABEL_TYPES) else f"type {kind}")
-        track.append(found[4].decode() if 4 in found else "")
-        num_points.append(found.get(7, -1))
-    return LabelColumns(np.array(boxes, np.float64).reshape(-1, 7), category, track, num_points)
+    counts = [len(labels) for labels in frames]
+    flat, frame = [label for labels in frames for label in labels], np.repeat(np.arange(len(frames)), counts)
+    boxes, kinds = np.zeros((len(flat), 7)), np.zeros(len(flat), np.int64)
+    num_points, track = np.full(len(flat), -1), [""] * len(flat)
+    seen = np.zeros(len(flat), np.bool_)
+
+    def fail(row: int, error: str) -> NoReturn:
+        raise SourceError(f"{where}: record {frame[row]}: {error}")
+
+    for rows, table, places in alike(flat, fail):
+        place = places.get(12 if camera_synced else 1)
+        if place is None:
+            if not camera_synced:
+                fail(int(rows[0]), "a label without a box")
+            continue
+        seen[rows] = True
+        boxes[rows] = _boxes(table[:, place], lambda at, error, rows=rows: fail(int(rows[at]), error))
+        if 3 in places:
+            kinds[rows] = numbers(table[:, places[3]])
+        if 7 in places:
+            num_points[rows] = numbers(table[:, places[7]])
+        for row in rows.tolist() if 4 in places else ():
+            track[row] = flat[row][places[4]].decode()
+    category = [LABEL_TYPES[kind] if 0 <= kind < len(LABEL_TYPES) else f"type {kind}" for kind in kinds.tolist()]
+    first = 0
+    for count in counts:
+        own = np.flatnonzero(seen[first : first + count]) + first
+        rows_of = own.tolist()
+        yield LabelColumns(
+            boxes[own], [category[row] for row in rows_of], [track[row] for row in rows_of], num_points[own].tolist()
+        )
+        first += count
 
 
 class ImageLabels(NamedTuple):
@@ -298,10 +344,17 @@ def read_camera_labels(data: bytes) -> ImageLabels:
     return ImageLabels(CAMERAS[name], np.array(boxes, np.float64).reshape(-1, 4), category, track)
 
 
-def _box(data: bytes) -> tuple[float, ...]:
-    if len(data) == _BOX.size and data[::9] == _BOX_KEYS:
-        return _BOX.unpack(data)
-    values: Mapping[int, Any] = {number: value for number, wire, value in fields(data) if wire == FIXED64}
-    if missing := [number for number in range(1, 8) if number not in values]:
-        raise ValueError(f"a box without field {missing[0]}")
-    return tuple(_DOUBLE.unpack(values[number])[0] for number in range(1, 8))
+def _boxes(data: NDArray[np.uint8], fail: Fail) -> NDArray[np.float64]:
+    """Boxes (N, 7) of the messages (N, B)."""
+    if data.shape[1] == len(_BOX_KEYS) * 9 and (data[:, ::9] == _BOX_KEYS).all():
+        return np.ascontiguousarray(data.reshape(len(data), -1, 9)[:, :, 1:]).view("<f8")[..., 0]
+    found = np.empty((len(data), len(_BOX_KEYS)))
+    for at, row in enumerate(data):
+        try:
+            values = {number: value for number, wire, value in fields(row.tobytes()) if wire == FIXED64}
+            found[at] = [_DOUBLE.unpack(values[number])[0] for number in range(1, 8)]
+        except ValueError as error:
+            fail(at, str(error))
+        except KeyError as error:
+            fail(at, f"a box without field {error}")
+    return found

@@ -7,15 +7,18 @@ A record is its length (u64), the masked CRC32C of that (u32), its bytes, and th
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, TypeAlias
 
 import msgspec
+import numpy as np
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.files import LFS_MAGIC
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
+
+    from numpy.typing import NDArray
 
     from fuelrail.sharding.sources.files import Window
 
@@ -24,6 +27,8 @@ FIXED64: Final = 1
 BYTES: Final = 2
 FIXED32: Final = 5
 
+Fail: TypeAlias = "Callable[[int, str], NoReturn]"
+"""Raises an error for what has this number."""
 MAX_HEAD: Final = 20
 """Bytes of the longest key with the longest length."""
 _HEAD: Final = struct.Struct("<QI")
@@ -85,18 +90,54 @@ def masked(crc: int) -> int:
 
 def varint(data: bytes, at: int) -> tuple[int, int]:
     """A number, and where the next byte is; raises ValueError where it does not end."""
-    value = shift = 0
-    for byte in data[at : at + 10]:
-        at += 1
-        value |= (byte & 0x7F) << shift
+    value = 0
+    for number, byte in enumerate(data[at : at + 10]):
         if byte < 0x80:
-            return value, at
-        shift += 7
+            return value | byte << 7 * number, at + number + 1
+        value |= (byte & 0x7F) << 7 * number
     raise ValueError("a number that does not end")
 
 
 def fields(data: bytes) -> Iterator[tuple[int, int, int | bytes]]:
     """Number, wire type and value of each field of a message; raises ValueError where it is not one."""
+    for number, wire, start, end in spans(data):
+        yield number, wire, varint(data, start)[0] if wire == VARINT else data[start:end]
+
+
+def alike(
+    messages: Sequence[bytes], fail: Fail
+) -> Iterator[tuple[NDArray[np.intp], NDArray[np.uint8], dict[int, slice]]]:
+    """Yield the messages that have the same fields of the same lengths together, so that they are read as columns.
+
+    Of each such group of N: their numbers (N,), their bytes (N, L), and where in these the value of each field is, the
+    last one of those that are repeated. ``fail`` takes the number of what is no message, and why.
+    """
+    by_length: dict[int, list[int]] = {}
+    for row, data in enumerate(messages):
+        by_length.setdefault(len(data), []).append(row)
+    for own in by_length.values():
+        rows = np.array(own)
+        table = np.frombuffer(b"".join([messages[row] for row in own]), np.uint8).reshape(len(own), -1)
+        while len(rows):
+            fixed, places = np.full(table.shape[1], 0xFF, np.uint8), dict[int, slice]()
+            try:
+                for number, wire, start, end in spans(messages[rows[0]]):
+                    fixed[start:end] = 0x80 if wire == VARINT else 0  # whether a number goes on
+                    places[number] = slice(start, end)
+            except ValueError as error:
+                fail(int(rows[0]), str(error))
+            same = ((table ^ table[0]) & fixed == 0).all(1)
+            yield rows[same], table[same], places
+            rows, table = rows[~same], table[~same]
+
+
+def numbers(columns: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """The varints (N,) whose bytes are the rows of (N, B)."""
+    return (columns & 0x7F).astype(np.int64) @ (1 << 7 * np.arange(columns.shape[1]))
+
+
+def spans(data: bytes) -> Iterator[tuple[int, int, int, int]]:
+    """Number and wire type of each field of a message, and where its value begins and ends."""
     at, end = 0, len(data)
     while at < end:
         key = data[at]
@@ -106,15 +147,15 @@ def fields(data: bytes) -> Iterator[tuple[int, int, int | bytes]]:
             length = 8
         elif wire in (BYTES, VARINT):
             length = data[at] if at < end else 0x80
-            length, at = (length, at + 1) if length < 0x80 else varint(data, at)
+            start, (length, at) = at, (length, at + 1) if length < 0x80 else varint(data, at)
             if wire == VARINT:
-                yield key >> 3, wire, length
+                yield key >> 3, wire, start, at
                 continue
         else:
             length = _fixed(wire)
         if at + length > end:
             raise ValueError(f"field {key >> 3} has {length} bytes, {end - at} are left")
-        yield key >> 3, wire, data[at : at + length]
+        yield key >> 3, wire, at, at + length
         at += length
 
 

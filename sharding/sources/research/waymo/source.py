@@ -45,6 +45,7 @@ SPLITS: Final = {"training": "train", "validation": "val", "testing": "test"}
 """Folder to split."""
 _SEGMENT: Final = re.compile(r"(?:individual_files_\w+?_)?segment-(.+?)(?:_with_camera_labels)?\Z")
 _SUFFIX: Final = ".tfrecord"
+_IDENTITY: Final = np.eye(4)
 
 
 class WaymoSettings(FrameSettings, frozen=True, kw_only=True):
@@ -115,6 +116,7 @@ class Waymo(FrameSource[WaymoFileSettings]):
         (name,) = clip.files
         at_url = self.files.path(name) is None
         frames: list[Frame] = []
+        labels: list[list[bytes]] = []
         with opened(self.files, name) as window:
             context, first, place = None, "", window.where
             cameras: dict[str, CameraCalibration] = {}
@@ -130,12 +132,15 @@ class Waymo(FrameSource[WaymoFileSettings]):
                             )
                         first, context = segment, head.context
                     frames.append(self._frame(name, record, head, cameras, stats))
+                    labels.append(head.labels)
                 except ValueError as error:
                     raise SourceError(f"{place}: record {record.number}: {error}") from error
         if not any(frame.images for frame in frames):
             raise SourceError(f"{place}: none of the {len(frames)} frames has an image")
-        is_labelled = any(frame.boxes is not None and len(frame.boxes.category) for frame in frames)
-        return iter(frames if is_labelled else [msgspec.structs.replace(frame, boxes=None) for frame in frames])
+        found = list(read_labels(labels, place, camera_synced=self.given.boxes == "camera_synced"))
+        is_labelled = any(columns.category for columns in found)
+        for frame, columns in zip(frames, found, strict=True):
+            yield msgspec.structs.replace(frame, boxes=box_rows(columns) if is_labelled else None)
 
     def points(self, ref: str) -> NDArray[np.float32]:
         """(P, 5) first returns of all lidars; reads the whole record."""
@@ -171,11 +176,10 @@ class Waymo(FrameSource[WaymoFileSettings]):
                 exposure_ns=exposure_ns,
                 readout_ns=readout_ns,
             )
-        labels = read_labels(head.labels, camera_synced=self.given.boxes == "camera_synced")
         sweep = Sweep(
             ref=f"{file}#{record.start}+{record.end - record.start}",
             timestamp_ns=head.timestamp_us * 1000,
-            lidar2ego=np.eye(4),
+            lidar2ego=_IDENTITY,
             ego2global=pose,
             num_bytes=head.laser_bytes,
         )
@@ -184,7 +188,6 @@ class Waymo(FrameSource[WaymoFileSettings]):
             ego2global=pose,
             images=images,
             sweeps={LIDAR: sweep} if head.laser_bytes else {},
-            boxes=box_rows(labels),
             boxes2d=_image_boxes(head) if self.given.boxes2d else {},
             attributes=weather_columns(stats),
         )
