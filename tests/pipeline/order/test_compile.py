@@ -116,23 +116,6 @@ def test_a_subset_is_the_keys_of_a_file(dataset, tmp_path, name):
     assert str(tmp_path) not in str(order.identity)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_come_out_as_expected_within_one_copy(dataset, kind):
-    spec = OrderSpec(**kind, seed=2, filter="num_car > 0", weights=(NIGHT,), epoch_length=333)
-    order = compile_order(spec, dataset)
-    selected = np.flatnonzero(attribute(dataset, "num_car") > 0)
-    weights = np.where(attribute(dataset, "night")[selected], 3.0, 1.0)
-    assert order.expected_counts() == pytest.approx(333 * weights / weights.sum(), rel=1e-6)
-    totals = np.zeros(NUM)
-    for epoch in range(200):
-        counts = np.bincount(whole(order, epoch), minlength=NUM)
-        assert counts.sum() == order.epoch_length == 333
-        assert (np.abs(counts[selected] - order.expected_counts()) < 1).all()
-        totals += counts
-    # A copy more or less by chance: at most 0.5 standard deviation an epoch.
-    assert np.abs(totals[selected] / 200 - order.expected_counts()).max() < 4 * 0.5 / np.sqrt(200)
-
-
 def test_class_balance_has_its_own_epoch_length(dataset):
     order = compile_order(OrderSpec(weights=(ClassBalance(classes=("num_car", "num_bus")),)), dataset)
     held = (attribute(dataset, "num_car") > 0).sum() + (attribute(dataset, "num_bus") > 0).sum()
