@@ -84,18 +84,6 @@ def test_a_filter_selects_exactly_and_each_comes_once(dataset, kind):
         assert np.array_equal(whole(order), expected)
 
 
-def test_a_filtered_window_still_holds_whole_shards(by_frame):
-    order = compile_order(OrderSpec(kind="windowed", window=2, filter="num_car > 0"), by_frame)
-    shards = whole(order) // 8
-    assert len(set(shards.tolist())) == 13
-    left = np.bincount(shards, minlength=13)
-    seen: list[int] = []
-    for shard in shards.tolist():  # never more than the two shards of the window are under way
-        left[shard] -= 1
-        seen.append(shard)
-        assert sum(1 for other in set(seen) if left[other]) <= 2
-
-
 def test_the_index_is_among_the_attributes(dataset):
     frames = dataset.index.column("frame")
     order = compile_order(OrderSpec(kind="sequential", filter="frame % 5 == 0 and clip_id != 'clip-0000007'"), dataset)
