@@ -16,15 +16,11 @@ TITLE = "\x1b]0;HACKED\x07"
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("plain äöü 漢字", "plain äöü 漢字"),
-        (TITLE, "\\x1b]0;HACKED\\x07"),
-        ("a\nfuelrail: all is well\r", "a\\nfuelrail: all is well\\r"),
-        ("\x9b2J", "\\x9b2J"),
-        ("\u202egnp.exe", "\\u202egnp.exe"),
-        ("\ud800", "\\ud800"),
-        ("\U000e0041", "\\U000e0041"),
+        ("plain äöü 漢字", "plain äöü 漢字"), (TITLE, "\\x1b]0;HACKED\\x07"),
+        ("a\nfuelrail: all is well\r", "a\\nfuelrail: all is well\\r"), ("\x9b2J", "\\x9b2J"),
+        ("\u202egnp.exe", "\\u202egnp.exe"), ("\ud800", "\\ud800"), ("\U000e0041", "\\U000e0041"),
     ],
-)
+)  # fmt: skip
 def test_l4_characters_that_do_not_print_are_escaped(text, wanted) -> None:
     assert escaped(text) == wanted
     assert escaped(wanted) == wanted

@@ -81,13 +81,10 @@ def test_exif_orientation_of_both_byte_orders(order: str, orientation: int) -> N
 @pytest.mark.parametrize(
     "broken",
     [
-        exif("<", 9),
-        exif("<", 0),
-        exif("<", 6)[:16],
-        b"Exif\0\0XX*\0" + b"\0" * 20,
+        exif("<", 9), exif("<", 0), exif("<", 6)[:16], b"Exif\0\0XX*\0" + b"\0" * 20,
         b"Exif\0\0II*\0\xff\xff\xff\xff" + b"\0" * 8,
     ],
-)
+)  # fmt: skip
 def test_broken_exif_counts_as_none(broken: bytes) -> None:
     assert probe(encode(PICTURE, exif=broken)).orientation == 1
 
