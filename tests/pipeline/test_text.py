@@ -36,15 +36,13 @@ def test_l5_values_and_messages_have_a_limit() -> None:
     assert message(long) == long
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        ConfigError(TITLE),
-        ShardError(TITLE, shard=TITLE, key=TITLE),
-        MemberError(TITLE, key=TITLE, member=TITLE),
-        SchemaError("x" * 10_000_000),
-    ],
-)
+ERRORS = [
+    ConfigError(TITLE), ShardError(TITLE, shard=TITLE, key=TITLE), MemberError(TITLE, key=TITLE, member=TITLE),
+    SchemaError("x" * 10_000_000),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("error", ERRORS)
 def test_l4_no_error_brings_escapes_into_a_log(error) -> None:
     for one in (error, pickle.loads(pickle.dumps(error))):
         assert str(one).isprintable()

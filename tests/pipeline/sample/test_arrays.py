@@ -95,15 +95,7 @@ def test_equal_headers_are_parsed_once() -> None:
 
 
 STRUCTURED = np.dtype([("x", "<f4"), ("ring", "u1"), ("t", "<i8")])
-NPY_DTYPES = [
-    *DTYPES,
-    np.dtype(">f4"),
-    np.dtype("<c8"),
-    np.dtype("<M8[ns]"),
-    np.dtype("S3"),
-    np.dtype("<U2"),
-    STRUCTURED,
-]
+NPY_DTYPES = [*DTYPES, *map(np.dtype, (">f4", "<c8", "<M8[ns]", "S3", "<U2")), STRUCTURED]
 
 
 @given(st.sampled_from(NPY_DTYPES), SHAPES, st.data())
