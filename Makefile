@@ -14,6 +14,8 @@ DALI := $(shell test "$(DRIVER)" -ge 580 2>/dev/null && echo dali-cu13 || echo d
 # Its own requirements pin numpy below 2 though it runs with 2, so it is installed without them (the tests use it as an oracle).
 DEVKIT := nuscenes-devkit==1.2.0
 
+PYTEST := $(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile
+
 # What codespell reads; its settings are in pyproject.toml.
 SPELLED := *.md bench configs docs loaders pipeline sharding tests .src/fuelrail/*.py
 
@@ -68,14 +70,14 @@ pictures: demo
 		--screenshot=docs/assets/report.png "file://$(abspath $(DEMO))/bench/report.html"
 	$(BIN)/python -m fuelrail.bench.studies.compare.plots bench/results/compare.json docs/assets/compare.svg
 
-test: setup
-	$(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile
+test: coverage
+	$(PYTEST) -m "not unit"
 
 test-fast: setup
-	$(BIN)/python -m pytest -q -m unit --numprocesses auto --maxprocesses 4 --dist loadfile
+	$(PYTEST) -m unit
 
 coverage: setup
-	$(BIN)/python -m pytest -q -m unit --numprocesses auto --maxprocesses 4 --dist loadfile --cov --cov-report=
+	$(PYTEST) -m unit --cov --cov-report=
 	@for hall in pipeline sharding loaders bench; do \
 		echo "$$hall: $$($(BIN)/python -m coverage report --include="$$hall/*" --format=total) % of the lines by the unit lane"; \
 	done
