@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import random
 import tarfile
 import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -219,6 +220,13 @@ def test_a_flipped_byte_is_an_error_or_read_as_others_read_it(forms, name, data)
     damaged, end = bytearray(forms[name].good), len(forms[name].good) - 1
     damaged[data.draw(st.integers(0, end) | st.integers(max(0, end - 60), end))] ^= data.draw(st.integers(1, 255))
     check(forms[name], bytes(damaged))
+
+
+@pytest.mark.slow
+def test_a_third_of_all_flips_of_an_index_never_end_the_process(forms) -> None:
+    good, rng = forms["index"].good, random.Random(7)
+    for at in rng.sample(range(len(good)), len(good) // 3):
+        check(forms["index"], good[:at] + bytes([good[at] ^ rng.randrange(1, 256)]) + good[at + 1 :])
 
 
 @pytest.mark.parametrize("name", FORMS)
