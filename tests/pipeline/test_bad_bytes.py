@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import random
 import tarfile
 import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,6 +27,7 @@ from fuelrail.pipeline.errors import (
     SchemaError,
     ShardError,
     TarFormatError,
+    TruncatedShardError,
 )
 from fuelrail.pipeline.format import codecs
 from fuelrail.pipeline.format.dataset import open_dataset, read_members
@@ -215,9 +217,16 @@ def check(form: Form, data: bytes, *, must_fail: bool = False) -> None:
 @settings(max_examples=60)
 @given(st.data())
 def test_a_flipped_byte_is_an_error_or_read_as_others_read_it(forms, name, data) -> None:
-    damaged = bytearray(forms[name].good)
-    damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= data.draw(st.integers(1, 255))
+    damaged, end = bytearray(forms[name].good), len(forms[name].good) - 1
+    damaged[data.draw(st.integers(0, end) | st.integers(max(0, end - 60), end))] ^= data.draw(st.integers(1, 255))
     check(forms[name], bytes(damaged))
+
+
+@pytest.mark.slow
+def test_a_third_of_all_flips_of_an_index_never_end_the_process(forms) -> None:
+    good, rng = forms["index"].good, random.Random(7)
+    for at in rng.sample(range(len(good)), len(good) // 3):
+        check(forms["index"], good[:at] + bytes([good[at] ^ rng.randrange(1, 256)]) + good[at + 1 :])
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -268,7 +277,8 @@ ROWS: list[tuple[str, bytes | Callable[[bytes], bytes], type[FuelrailError], str
     *(("npy", data, SchemaError, ".npy") for data in (
         b"", b"\x93NUMPY\x01\x00\x00", b"\x93NUMPY\x02\x00" + bytes(20), npy(""), npy("[1]"), npy("{}"),
         npy("{'descr': '<f4', 'shape': (1,)}", bytes(4)), npy_of("'|O'", data=bytes(8)), npy_of("[('a', '|O')]"),
-        npy_of("None", shape="(0,)"), npy_of("'|S0'", data=b""), npy_of("'no type'"), npy_of(fortran_order="True"),
+        npy_of("None", shape="(0,)"), npy_of("'|S0'", data=b""), npy_of("'no type'"),
+        npy_of("'<f4' '"), npy_of(fortran_order="True"),
         npy_of(fortran_order="0"), npy_of(shape="[1]"), npy_of(shape="1"), npy_of(shape="(True,)"),
         npy_of(shape="(-1,)"), npy_of(shape="(1.0,)"), npy_of(shape="(2,)"), npy_of(data=bytes(8)),
         npy_of(shape=f"({10**30},)"), npy_of(shape=f"(0, {10**30})", data=b""), npy_of(shape="(" + "1," * 70 + ")"),
@@ -303,6 +313,9 @@ ROWS: list[tuple[str, bytes | Callable[[bytes], bytes], type[FuelrailError], str
         encode_frame(bytes(512), 3), zstandard.ZstdCompressor(write_content_size=False).compress(bytes(512)),
     )),
     ("frame", zstandard.ZstdCompressor().compress(bytes(1 << 24)), FrameError, "states 16777216 bytes, wanted are"),
+    ("seek table", lambda good: good[:-1] + b"\0", TruncatedShardError, "no seek table at the end"),
+    ("seek table", lambda good: good[:-5] + b"\1" + good[-4:], FrameError, "frames, descriptor 1"),
+    ("seek table", lambda good: good[:-9] + bytes([good[-9] + 1]) + good[-8:], FrameError, "its footer says"),
     ("seek table", b"abcd" + encode_seek_table([(3, 1)]), FrameError, "the seek table's frames end at 3, not at 4"),
     *((name, lambda good, more=more: good + (more or good), CodecError, "unused data")
       for name in ZSTD for more in (b"x", b"")),

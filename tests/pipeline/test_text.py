@@ -16,15 +16,11 @@ TITLE = "\x1b]0;HACKED\x07"
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("plain äöü 漢字", "plain äöü 漢字"),
-        (TITLE, "\\x1b]0;HACKED\\x07"),
-        ("a\nfuelrail: all is well\r", "a\\nfuelrail: all is well\\r"),
-        ("\x9b2J", "\\x9b2J"),
-        ("\u202egnp.exe", "\\u202egnp.exe"),
-        ("\ud800", "\\ud800"),
-        ("\U000e0041", "\\U000e0041"),
+        ("plain äöü 漢字", "plain äöü 漢字"), (TITLE, "\\x1b]0;HACKED\\x07"),
+        ("a\nfuelrail: all is well\r", "a\\nfuelrail: all is well\\r"), ("\x9b2J", "\\x9b2J"),
+        ("\u202egnp.exe", "\\u202egnp.exe"), ("\ud800", "\\ud800"), ("\U000e0041", "\\U000e0041"),
     ],
-)
+)  # fmt: skip
 def test_l4_characters_that_do_not_print_are_escaped(text, wanted) -> None:
     assert escaped(text) == wanted
     assert escaped(wanted) == wanted
@@ -40,15 +36,13 @@ def test_l5_values_and_messages_have_a_limit() -> None:
     assert message(long) == long
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        ConfigError(TITLE),
-        ShardError(TITLE, shard=TITLE, key=TITLE),
-        MemberError(TITLE, key=TITLE, member=TITLE),
-        SchemaError("x" * 10_000_000),
-    ],
-)
+ERRORS = [
+    ConfigError(TITLE), ShardError(TITLE, shard=TITLE, key=TITLE), MemberError(TITLE, key=TITLE, member=TITLE),
+    SchemaError("x" * 10_000_000),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("error", ERRORS)
 def test_l4_no_error_brings_escapes_into_a_log(error) -> None:
     for one in (error, pickle.loads(pickle.dumps(error))):
         assert str(one).isprintable()

@@ -67,18 +67,6 @@ class SampleParts:
     key: str | None = None
 
 
-def _same_span(_: int, span: bytes) -> bytes:
-    return span
-
-
-def _same_table(table: pa.Table) -> pa.Table:
-    return table
-
-
-def _nothing(_: Path) -> None:
-    pass
-
-
 @dataclass
 class Parts:
     """A dataset taken apart. The functions edit what is made of the parts before them."""
@@ -87,13 +75,13 @@ class Parts:
     manifest: dict[str, Any]
     shards: list[str]
     samples: list[SampleParts]
-    edit_span: Callable[[int, bytes], bytes] = _same_span
+    edit_span: Callable[[int, bytes], bytes] = lambda _, span: span
     edit_rows: Callable[[list[IndexRow]], list[IndexRow]] = list
-    edit_table: Callable[[pa.Table], pa.Table] = _same_table
+    edit_table: Callable[[pa.Table], pa.Table] = lambda table: table
     num_bytes: object = None
     edit_shards: Callable[[list[ShardEntry]], list[ShardEntry]] = list
     edit_files: dict[str, Callable[[bytes], bytes]] = field(default_factory=dict)
-    edit_folder: Callable[[Path], object] = _nothing
+    edit_folder: Callable[[Path], object] = lambda _: None
 
 
 def small_dataset(root: Path) -> Path:

@@ -281,6 +281,7 @@ def test_boxes_hold_the_corners_of_the_augmented_world(seed) -> None:
     pairs = np.linalg.norm(of_box[:, None] - wanted[None], axis=-1)
     assert pairs.min(0).max() < 1e-3
     assert pairs.min(1).max() < 1e-3
+    assert abs(box[6]) <= np.float32(math.pi)
     heading = matrix[:3, :3] @ rotation_matrices(q)[:, 0] / ego.scale
     np.testing.assert_allclose(turned[:, 0], heading, atol=1e-9)
     np.testing.assert_allclose((math.cos(box[6]), math.sin(box[6])), heading[:2], atol=1e-5)

@@ -124,14 +124,11 @@ def test_names_that_would_read_as_another_codec_are_refused(name, codec) -> None
 @pytest.mark.parametrize(
     ("stored", "expected"),
     [
-        ("meta.json.zst", ("meta.json", "zstd")),
-        ("lidar_top.npy.p20.zst", ("lidar_top.npy", "zstd-p20")),
-        ("cam_front.jpg", ("cam_front.jpg", "raw")),
-        ("x_a.p4097.zst", ("x_a.p4097", "zstd")),
-        ("x_a.p020.zst", ("x_a.p020", "zstd")),
-        ("x_a.p20.zst.bin", ("x_a.p20.zst.bin", "raw")),
+        ("meta.json.zst", ("meta.json", "zstd")), ("lidar_top.npy.p20.zst", ("lidar_top.npy", "zstd-p20")),
+        ("cam_front.jpg", ("cam_front.jpg", "raw")), ("x_a.p4097.zst", ("x_a.p4097", "zstd")),
+        ("x_a.p020.zst", ("x_a.p020", "zstd")), ("x_a.p20.zst.bin", ("x_a.p20.zst.bin", "raw")),
     ],
-)
+)  # fmt: skip
 def test_split_name(stored, expected) -> None:
     assert codecs.split_name(stored) == expected
 

@@ -139,22 +139,20 @@ class TestDamage:
                 read_row(dataset, 1)
             assert (caught.value.shard, caught.value.offset, caught.value.key) == (path.name, row.offset, row.key)
 
-    @pytest.mark.parametrize("name", [MANIFEST_FILE, INDEX_FILE])
-    def test_any_flip_in_the_other_files_is_an_error_of_ours_or_the_same_members(self, built, copy, name) -> None:
-        root, raw = built
-        good = (root / name).read_bytes()
+    def test_any_flip_in_the_index_is_an_error_of_ours_or_the_same_members(self, built, copy) -> None:
+        good = (copy / INDEX_FILE).read_bytes()
         rng = random.Random(5)
-        for at in rng.sample(range(len(good)), min(len(good), 400)):
+        for at in rng.sample(range(len(good)), 250):
             damaged = bytearray(good)
             damaged[at] ^= rng.randrange(1, 256)
-            (copy / name).write_bytes(damaged)
+            (copy / INDEX_FILE).write_bytes(damaged)
             try:
                 found = read_all(copy)
             except FuelrailError as error:
                 assert str(error)
                 continue
-            assert found.keys() == raw.keys()
-            assert all(found[key].items() <= raw[key].items() for key in raw)
+            assert found.keys() == built.raw.keys()
+            assert all(found[key].items() <= built.raw[key].items() for key in found)
 
     @pytest.mark.parametrize("name", [MANIFEST_FILE, INDEX_FILE, "shards.arrow", "blocks.sha256"])
     def test_cut_files_are_found_when_opened(self, copy, name) -> None:

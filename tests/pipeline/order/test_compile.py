@@ -84,18 +84,6 @@ def test_a_filter_selects_exactly_and_each_comes_once(dataset, kind):
         assert np.array_equal(whole(order), expected)
 
 
-def test_a_filtered_window_still_holds_whole_shards(by_frame):
-    order = compile_order(OrderSpec(kind="windowed", window=2, filter="num_car > 0"), by_frame)
-    shards = whole(order) // 8
-    assert len(set(shards.tolist())) == 13
-    left = np.bincount(shards, minlength=13)
-    seen: list[int] = []
-    for shard in shards.tolist():  # never more than the two shards of the window are under way
-        left[shard] -= 1
-        seen.append(shard)
-        assert sum(1 for other in set(seen) if left[other]) <= 2
-
-
 def test_the_index_is_among_the_attributes(dataset):
     frames = dataset.index.column("frame")
     order = compile_order(OrderSpec(kind="sequential", filter="frame % 5 == 0 and clip_id != 'clip-0000007'"), dataset)
@@ -114,23 +102,6 @@ def test_a_subset_is_the_keys_of_a_file(dataset, tmp_path, name):
     order = compile_order(OrderSpec(kind="sequential", subset=str(tmp_path / name)), dataset)
     assert whole(order).tolist() == [3, 20, 50, 77]
     assert str(tmp_path) not in str(order.identity)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_come_out_as_expected_within_one_copy(dataset, kind):
-    spec = OrderSpec(**kind, seed=2, filter="num_car > 0", weights=(NIGHT,), epoch_length=333)
-    order = compile_order(spec, dataset)
-    selected = np.flatnonzero(attribute(dataset, "num_car") > 0)
-    weights = np.where(attribute(dataset, "night")[selected], 3.0, 1.0)
-    assert order.expected_counts() == pytest.approx(333 * weights / weights.sum(), rel=1e-6)
-    totals = np.zeros(NUM)
-    for epoch in range(200):
-        counts = np.bincount(whole(order, epoch), minlength=NUM)
-        assert counts.sum() == order.epoch_length == 333
-        assert (np.abs(counts[selected] - order.expected_counts()) < 1).all()
-        totals += counts
-    # A copy more or less by chance: at most 0.5 standard deviation an epoch.
-    assert np.abs(totals[selected] / 200 - order.expected_counts()).max() < 4 * 0.5 / np.sqrt(200)
 
 
 def test_class_balance_has_its_own_epoch_length(dataset):

@@ -25,15 +25,6 @@ def test_an_epoch_lasts_until_every_sample_has_come():
     assert len(mix.epoch(0)) == mix.epoch_length == 10
 
 
-def test_arrangements_are_shuffled_block_by_block():
-    mix = make([(4000, 2), (4000, 2)])
-    parts = mix.epoch(0).entries(np.arange(mix.epoch_length)).parts.reshape(-1, 4)
-    kinds, counts = np.unique(parts, axis=0, return_counts=True)
-    assert len(kinds) == 6
-    assert counts.min() > 2000 / 6 * 0.7  # 333 expected of each of the six arrangements
-    assert not np.array_equal(parts, mix.epoch(1).entries(np.arange(mix.epoch_length)).parts.reshape(-1, 4))
-
-
 def test_billions_are_mixed_from_any_position():
     mix = MixedOrder([order(10**9), order(10**6, seed=1)], [9, 1])
     entries = mix.epoch(3).entries(mix.epoch_length - 1 - np.arange(1000))

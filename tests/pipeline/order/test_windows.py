@@ -62,28 +62,6 @@ def test_windows_are_those_found_by_looking(pairs, window):
     assert np.array_equal(lookup.complete(), present.all(axis=1))
 
 
-@given(stored_clips(), frame_windows())
-def test_windows_stay_in_their_clip_and_hold_the_sample_itself(pairs, window):
-    rows, present = WindowLookup(table(pairs), window)(np.arange(len(pairs)))
-    clip = np.array([clip for clip, _ in pairs])
-    assert (clip[rows] == clip[:, None]).all()
-    own = window.frames.index(0)
-    assert np.array_equal(rows[:, own], np.arange(len(pairs)))
-    assert present[:, own].all()
-
-
-def test_the_padding_policies_at_a_clip_start():
-    pairs = [(0, frame) for frame in range(4)] + [(1, frame) for frame in range(3)]
-    rows = {
-        pad: WindowLookup(table(pairs), FrameWindow(frames=(-3, -1, 0), pad=pad))([5]).samples.tolist() for pad in PADS
-    }
-    assert rows["repeat_edge"] == [[4, 4, 5]]
-    assert rows["repeat_current"] == rows["mask"] == rows["drop"] == [[5, 4, 5]]
-    assert WindowLookup(table(pairs), FrameWindow(frames=(-3, -1, 0), pad="mask"))([5]).present.tolist() == [
-        [False, True, True]
-    ]
-
-
 def test_a_split_of_more_clips_than_a_chunk_is_complete_everywhere_but_at_starts():
     lengths = [30] * 3000
     clips = np.repeat(np.arange(3000), lengths)

@@ -333,8 +333,8 @@ import sys, threading
 from fuelrail.pipeline.runtime.stages import Pipeline, Stage
 gate = threading.Event()
 pipeline = Pipeline(iter([1]), [Stage("a", lambda v: gate.wait(0.5) or gate.wait(60), 1, 1)], name="test")
-print("ready", flush=True)
 try:
+    print("ready", flush=True)
     next(pipeline)
 except KeyboardInterrupt:
     gate.set()

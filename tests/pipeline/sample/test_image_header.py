@@ -81,13 +81,10 @@ def test_exif_orientation_of_both_byte_orders(order: str, orientation: int) -> N
 @pytest.mark.parametrize(
     "broken",
     [
-        exif("<", 9),
-        exif("<", 0),
-        exif("<", 6)[:16],
-        b"Exif\0\0XX*\0" + b"\0" * 20,
+        exif("<", 9), exif("<", 0), exif("<", 6)[:16], b"Exif\0\0XX*\0" + b"\0" * 20,
         b"Exif\0\0II*\0\xff\xff\xff\xff" + b"\0" * 8,
     ],
-)
+)  # fmt: skip
 def test_broken_exif_counts_as_none(broken: bytes) -> None:
     assert probe(encode(PICTURE, exif=broken)).orientation == 1
 
@@ -128,6 +125,7 @@ TWO = b"\xff\xc0" + struct.pack(">HBHHB", 14, 8, 8, 8, 2) + b"\x01\x11\0\x02\x11
         (png(60000, 60000, 8, 2), "60000x60000 pixels is over the limit"),
         (b"II*\0" + b"\0" * 20, "TIFF; JPEG and PNG are supported"),
         (b"\xff\x0a" + b"\0" * 20, "JPEG XL"),
+        (b"\0" * 30, "image starts with zero bytes"),
         (b"\xff\xd8" + TWO + b"\xff\xda\0\x04\0\0", "2 components is not supported"),
         (b"\xff\xd8" + TWO + TWO + b"\xff\xda\0\x04\0\0", "a second frame header"),
         (encode(PICTURE, progressive=True) + b"\xff\xda\0\x02" * 200, f"more than {MAX_SCANS}: refused as hostile"),

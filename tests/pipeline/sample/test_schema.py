@@ -146,17 +146,11 @@ class TestPoints:
 
 def members(**changes: bytes) -> dict[str, bytes]:
     return {
-        META: encode_meta(meta()),
-        GEOMETRY: encode_arrays(geometry()),
-        BOXES: encode_arrays(boxes()),
-        "cam_front.jpg": b"jpeg",
-        "cam_back.png": b"png",
+        META: encode_meta(meta()), GEOMETRY: encode_arrays(geometry()), BOXES: encode_arrays(boxes()),
+        "cam_front.jpg": b"jpeg", "cam_back.png": b"png",
         "lidar_top.npy": encode_points(np.ones((3, 5), np.float32)),
-        "x_note.json": b"not JSON",
-        "x_array.npy": b"not an array",
-        "odd.bin": b"odd",
-        **changes,
-    }
+        "x_note.json": b"not JSON", "x_array.npy": b"not an array", "odd.bin": b"odd", **changes,
+    }  # fmt: skip
 
 
 class TestSample:
@@ -251,12 +245,8 @@ class TestGeometry:
 
     def test_stacked_samples_keep_the_lidars_that_all_have(self) -> None:
         rig = geometry()
-        without = replace(
-            rig,
-            lidar2ego=rig.lidar2ego[:0],
-            lidar_ego2global=rig.lidar_ego2global[:0],
-            lidar_timestamp_ns=rig.lidar_timestamp_ns[:0],
-        )
+        lidars = ("lidar2ego", "lidar_ego2global", "lidar_timestamp_ns")
+        without = replace(rig, **{name: getattr(rig, name)[:0] for name in lidars})
         assert Geometry.stack([rig, rig]).lidar2ego.shape == (2, 1, 4, 4)
         assert Geometry.stack([rig, without], 2, 1).lidar2ego.shape == (2, 1, 0, 4, 4)
 

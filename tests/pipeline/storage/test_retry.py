@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fuelrail.pipeline.errors import ChecksumError
+from fuelrail.pipeline.storage import retry
 from fuelrail.pipeline.storage.retry import Fault, RetryPolicy, call_with_retries, fault_of, redacted
 
 yarl = pytest.importorskip("yarl")
@@ -109,17 +111,20 @@ class TestCalls:
             call_with_retries(work, self.POLICY, lambda fault, pause: told.append(fault))
         assert [fault.kind for fault in told] == ["refused"]
 
-    def test_the_deadline_ends_it(self):
-        pauses = []
+    def test_the_deadline_ends_it(self, monkeypatch):
+        pauses, now_s = [], [0.0]
+        clock = SimpleNamespace(monotonic=lambda: now_s[0], sleep=lambda pause_s: now_s.append(now_s.pop() + pause_s))
+        monkeypatch.setattr(retry, "time", clock)
 
         def work() -> None:
             raise OSError("down")
 
         with pytest.raises(OSError, match="down"):
             call_with_retries(work, self.POLICY, lambda fault, pause: pauses.append(pause))
-        assert len(pauses) > 10
         assert pauses[-1] is None
-        assert None not in pauses[:-1]
+        assert len(pauses) > 10
+        assert now_s[0] == pytest.approx(sum(pauses[:-1]))
+        assert 0.198 <= now_s[0] <= 0.2  # the longest pause is 0.002 s
 
     def test_errors_of_ours_are_not_tried_again(self):
         calls = []

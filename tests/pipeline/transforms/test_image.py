@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import math
 
 import msgspec
@@ -80,11 +79,6 @@ def test_scope_says_who_shares_a_draw() -> None:
     assert mixed[1].source_wh == (1550, 2048)
 
 
-def test_every_epoch_and_sample_draws_again() -> None:
-    addresses = itertools.product(range(3), repeat=3)
-    assert len({BEVDET.draw(RIG[:1], seed=s, epoch=e, sample=n)[0] for s, e, n in addresses}) == 27
-
-
 @pytest.mark.parametrize(
     ("augment", "wh", "resized", "left_top"),
     [
@@ -161,18 +155,6 @@ def test_legacy_matrices_follow_the_factor_and_pixels_the_truth(resize, train: b
     # Building on keeps the truth alone.
     assert legacy.flip().published is None
     assert legacy.of_rows(10, 100).published is None
-
-
-def test_draws_cover_their_ranges() -> None:
-    maps = [m for sample in range(300) for m in BEVDET.draw(RIG, seed=0, epoch=0, sample=sample)]
-    scale = np.array([np.sqrt(abs(np.linalg.det(m.matrix[:, :2]))) for m in maps])
-    assert scale.min() == pytest.approx(0.38, abs=0.003)
-    assert scale.max() == pytest.approx(0.55, abs=0.003)
-    flipped = np.array([np.linalg.det(m.matrix[:, :2]) < 0 for m in maps])
-    assert 0.46 < flipped.mean() < 0.54
-    angle = np.degrees([np.arctan2(m.matrix[0, 1], m.matrix[1, 1]) for m in maps])
-    assert angle.min() == pytest.approx(-5.4, abs=0.05)
-    assert angle.max() == pytest.approx(5.4, abs=0.05)
 
 
 def test_settings_read_from_a_file_say_what_is_allowed() -> None:
