@@ -365,7 +365,7 @@ class DaliDecoder:
                     raise
         pipeline = pipelines[key]
         try:
-            for name, values in inputs(jobs).items():
+            for name, values in inputs(jobs, is_whole=self._on_gpu).items():
                 pipeline.feed_input(name, values)
             # Complete when it returns, since it is given no stream: until then it reads the encoded images in place.
             outputs = pipeline.run()

@@ -190,16 +190,19 @@ def _make_job(at: int, data: Buffer, image_map: ImageMap) -> Job | None:
     return Job(at, data, (top, left, bottom, right), box, matrix, is_aligned)
 
 
-def inputs(jobs: Sequence[Job]) -> dict[str, Any]:
-    """Return what the graph's inputs are fed for a run: one array for all images, but for the images themselves."""
+def inputs(jobs: Sequence[Job], *, is_whole: bool) -> dict[str, Any]:
+    """Return what the graph's inputs are fed for a run: one array for all images, but for the images themselves.
+
+    A graph with ``is_whole`` decodes whole images, so for two views it has no window to decode.
+    """
     from nvidia.dali.tensors import TensorCPU  # which DALI makes of other kinds of arrays in twice the time
 
     fed: dict[str, Any] = {"encoded": [TensorCPU(job.encoded) for job in jobs]}
     views = list(zip(*(job.views for job in jobs), strict=True))
     windows = [np.array([job.window for job in of_view], np.int32) for of_view in views]
-    fed["window"] = np.concatenate(
-        [np.min([one[:, :2] for one in windows], axis=0), np.max([one[:, 2:] for one in windows], axis=0)], axis=1
-    )
+    if len(views) == 1 or not is_whole:
+        first, last = np.min(windows, axis=0)[:, :2], np.max(windows, axis=0)[:, 2:]
+        fed["window"] = np.concatenate([first, last], axis=1)
     for number, of_view in enumerate(views):
         if len(views) > 1:
             fed[f"window{number}"] = windows[number]
