@@ -128,10 +128,11 @@ def prepare(
         if job is None:
             found.black.append(at)
             continue
-        number = decodes.setdefault((image, job.is_aligned), len(found.jobs))
-        if number < len(found.jobs) and found.jobs[number].other is None:
-            found.jobs[number] = found.jobs[number]._replace(other=job)
+        partner = decodes.pop((image, job.is_aligned), None)
+        if partner is not None:
+            found.jobs[partner] = found.jobs[partner]._replace(other=job)
             continue
+        decodes[image, job.is_aligned] = len(found.jobs)
         if info.restart_interval:
             cuttable[len(found.jobs)] = info
         found.jobs.append(job)
