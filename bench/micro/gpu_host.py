@@ -66,14 +66,14 @@ def empty_graph(*, is_aligned: bool) -> Any:  # noqa: ANN401 - DALI's pipeline
     """Return a built pipeline that takes a run's inputs, and hands out the sizes of the images and the rest."""
     from nvidia.dali import Pipeline, fn, types
 
-    kinds: dict[str, Any] = {"encoded": types.UINT8, "window": types.INT32, "box": types.FLOAT}
+    kinds: dict[str, Any] = {"encoded": types.UINT8, "window": types.INT32, "box0": types.FLOAT}
     if not is_aligned:
-        kinds["matrix"] = types.FLOAT
+        kinds["matrix0"] = types.FLOAT
     pipeline = Pipeline(batch_size=NUM_IMAGES, num_threads=1, device_id=None, prefetch_queue_depth=1)
     with pipeline:
         fed = {
             name: fn.external_source(
-                name=name, dtype=kind, ndim=2 if name == "matrix" else 1, no_copy=name == "encoded"
+                name=name, dtype=kind, ndim=2 if name == "matrix0" else 1, no_copy=name == "encoded"
             )
             for name, kind in kinds.items()
         }
@@ -94,7 +94,7 @@ def host_work(images: Sequence[bytes], maps: Sequence[ImageMap]) -> Callable[[],
 
     def work() -> tuple[float, float]:
         start_s, start_cpu_s = time.perf_counter(), time.thread_time()
-        for name, values in inputs(prepare(images, maps, scratch, library).jobs).items():
+        for name, values in inputs(prepare(images, maps, scratch, library).jobs, is_whole=True).items():
             pipeline.feed_input(name, values)
         took = time.perf_counter() - start_s, time.thread_time() - start_cpu_s
         pipeline.run()

@@ -19,6 +19,7 @@ import atexit
 import logging
 import threading
 import weakref
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from fuelrail.loaders.decode.dali_jobs import (
     black_out_unseen,
     inputs,
     known_good_job,
+    lens_views,
     prepare,
     psnr_of_means,
     stretches,
@@ -227,15 +229,12 @@ class DaliDecoder:
                 self.device,
             )
         refused: list[int] = []
-        for is_aligned in (True, False):
-            group = [job for job in found.jobs if job.is_aligned is is_aligned]
-            for first in range(0, len(group), self._max_run):
-                refused += self._run_or_split(group[first : first + self._max_run], image_maps, out, interpolation)
-        # Views of an image with a lens come from one decode.
-        views: dict[tuple[int, int], list[int]] = {}
-        for at in found.by_turbo + refused:
-            views.setdefault((id(encoded[at]), -1 if image_maps[at].lens is not None else at), []).append(at)
-        for places in views.values():
+        for is_aligned, num_views in product((True, False), (1, 2)):
+            group = [job for job in found.jobs if job.is_aligned is is_aligned and len(job.views) == num_views]
+            size = -(-self._max_run // num_views)
+            for first in range(0, len(group), size):
+                refused += self._run_or_split(group[first : first + size], image_maps, out, interpolation)
+        for places in lens_views(found.by_turbo + refused, encoded, image_maps):
             pictures, data = np.empty((len(places), *out.shape[1:]), np.uint8), encoded[places[0]]
             assert data is not None
             try:
@@ -244,7 +243,7 @@ class DaliDecoder:
                 else:
                     self._turbo.decode_views(data, [image_maps[at] for at in places], list(pictures), interpolation)
             except ImageError as error:
-                found.errors |= dict.fromkeys(places, error)
+                found.errors.update(dict.fromkeys(places, error))
                 continue
             for at, picture in zip(places, pictures, strict=True):
                 out[at] = torch.from_numpy(picture).to(out.device)
@@ -256,10 +255,8 @@ class DaliDecoder:
         self._note_refused([at for at in refused if at not in found.errors])
         if self._check_every:
             self._local.state.wait()
-            failed = set(refused)
-            self._compare_some(
-                [job.at for job in found.jobs if job.at not in failed], encoded, image_maps, out, interpolation
-            )
+            good = [view.at for job in found.jobs for view in job.views if view.at not in refused]
+            self._compare_some(good, encoded, image_maps, out, interpolation)
         return [found.errors.get(at) for at in range(len(encoded))]
 
     def _compare_some(
@@ -315,12 +312,12 @@ class DaliDecoder:
         """Decode the jobs; return the places of the images that DALI cannot decode, each tried alone in the end."""
         if self._run(jobs, out, interpolation):
             if not jobs[0].is_aligned:
-                black_out_unseen(jobs, image_maps, out)
+                black_out_unseen([view for job in jobs for view in job.views], image_maps, out)
             return []
         if len(jobs) == 1:
             # After a CUDA error every image is reported as bad.
             self._run_known_good(Key.of(jobs, out, interpolation), 1)
-            return [jobs[0].at]
+            return [view.at for view in jobs[0].views]
         half = len(jobs) // 2
         first = self._run_or_split(jobs[:half], image_maps, out, interpolation)
         return first + self._run_or_split(jobs[half:], image_maps, out, interpolation)
@@ -329,23 +326,24 @@ class DaliDecoder:
         """Decode the jobs by one run of a pipeline. False, and nothing written, if it failed."""
         key = Key.of(jobs, out, interpolation)
         try:
-            pictures = self._run_pipeline(key, jobs)
+            outputs = self._run_pipeline(key, jobs)
         except RuntimeError as error:
             self._reason = str(error)
             if not dali_install.is_about_an_image(self._reason):
                 self._local.state.pipelines.pop(key, None)
                 raise DecoderError(dali_install.explain_failure(self._reason)) from error
             return False
-        made = torch.utils.dlpack.from_dlpack(pictures.as_tensor())
         # Copied, for a thousandth of the decoding's time: `record_stream`, ours as well as a trainer's, skips memory
         # that torch's allocator did not make. So nothing would keep it from the next run while a kernel still reads it.
-        for where, part in stretches(jobs):
-            out[where] = made[part]
-        self._local.state.hold(made)
+        for number, pictures in enumerate(outputs):
+            made = torch.utils.dlpack.from_dlpack(pictures.as_tensor())
+            for where, part in stretches([job.views[number] for job in jobs]):
+                out[where] = made[part]
+            self._local.state.hold(made)
         return True
 
     def _run_pipeline(self, key: Key, jobs: Sequence[Job]) -> Any:  # noqa: ANN401 - DALI's list of tensors
-        """Return the outputs of one run, complete, of this thread's pipeline; raises RuntimeError if the run fails.
+        """Return one run's outputs, one for each view, complete, of this thread's pipeline; raises RuntimeError.
 
         Keep runs host-synchronous and one deep: nvJPEG's batched hardware decoding on H100 writes its output when it is
         called, ahead of the work already queued on its stream, and events on the device do not help (torchcodec PR
@@ -361,32 +359,32 @@ class DaliDecoder:
             if self._on_gpu:
                 # nvImageCodec computes from the first batch how many images of every later one go to the hardware.
                 try:
-                    self._run_known_good(key, self._max_run)
+                    self._run_known_good(key, -(-self._max_run // key.num_views))
                 except DecoderError:
                     pipelines.pop(key, None)
                     raise
         pipeline = pipelines[key]
         try:
-            for name, values in inputs(jobs).items():
+            for name, values in inputs(jobs, is_whole=self._on_gpu).items():
                 pipeline.feed_input(name, values)
             # Complete when it returns, since it is given no stream: until then it reads the encoded images in place.
-            (pictures,) = pipeline.run()
+            outputs = pipeline.run()
         except RuntimeError as error:
             if "operator" not in str(error):  # not an operator's complaint about its input, but the pipeline's own
                 pipelines.pop(key, None)
             raise
-        return pictures
+        return outputs
 
     def _run_known_good(self, key: Key, count: int) -> None:
         """Decode ``count`` images that are known to be good; raises DecoderError if that fails."""
-        job = known_good_job(self._facts.largest_wh, (key.width, key.height), key.is_aligned)
+        job = known_good_job(self._facts.largest_wh, key)
         try:
             self._run_pipeline(key, [job] * count)
         except RuntimeError as error:
             raise DecoderError(dali_install.explain_failure(str(error))) from error
 
-    def _build(self, interpolation: str, is_aligned: bool, out_width: int, out_height: int) -> Pipeline:
-        """Return a built pipeline: inputs as in `Job`, output uint8 (3, height, width) on the device."""
+    def _build(self, interpolation: str, is_aligned: bool, width: int, height: int, num_views: int = 1) -> Pipeline:
+        """Return a built pipeline: inputs as in `Job`, outputs uint8 (3, height, width) on the device, one a view."""
         kind = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC}[interpolation]
         # DALI's default executor: after a failed run the next one works, and the memory of the failed one comes back.
         pipeline = Pipeline(
@@ -398,22 +396,29 @@ class DaliDecoder:
         with pipeline:
             encoded = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1, no_copy=True)
             window = fn.external_source(name="window", dtype=types.INT32, ndim=1)
-            box = fn.external_source(name="box", dtype=types.FLOAT, ndim=1)
-            start, end, size = box[0:2], box[2:4], box[4:6]
             if self._on_gpu:
-                pictures = fn.decoders.image(encoded, **_DECODING, **self._gpu_options())
-                start, end = start + window[0:2], end + window[0:2]
+                decoded = fn.decoders.image(encoded, **_DECODING, **self._gpu_options())
             else:
-                pictures = fn.decoders.image_slice(
+                decoded = fn.decoders.image_slice(
                     encoded, start=window[0:2], end=window[2:4], axis_names="HW", **_DECODING
                 )
-            pictures = fn.resize(pictures, roi_start=start, roi_end=end, size=size, interp_type=kind, antialias=True)
-            if not is_aligned:
-                matrix = fn.external_source(name="matrix", dtype=types.FLOAT, ndim=2)
-                pictures = fn.warp_affine(
-                    pictures, matrix=matrix, size=(out_height, out_width), interp_type=types.INTERP_LINEAR
-                )
-            pipeline.set_outputs(fn.transpose(pictures, perm=[2, 0, 1]))
+            outputs = []
+            for number in range(num_views):
+                box = fn.external_source(name=f"box{number}", dtype=types.FLOAT, ndim=1)
+                start, end, size, image, own = box[0:2], box[2:4], box[4:6], decoded, window
+                if num_views > 1:
+                    own = fn.external_source(name=f"window{number}", dtype=types.INT32, ndim=1)
+                if self._on_gpu:
+                    start, end = start + own[0:2], end + own[0:2]
+                elif num_views > 1:
+                    first, last = own[0:2] - window[0:2], own[2:4] - window[0:2]
+                    image = fn.slice(image, start=first, end=last, axis_names="HW")
+                image = fn.resize(image, roi_start=start, roi_end=end, size=size, interp_type=kind, antialias=True)
+                if not is_aligned:
+                    matrix = fn.external_source(name=f"matrix{number}", dtype=types.FLOAT, ndim=2)
+                    image = fn.warp_affine(image, matrix=matrix, size=(height, width), interp_type=types.INTERP_LINEAR)
+                outputs.append(fn.transpose(image, perm=[2, 0, 1]))
+            pipeline.set_outputs(*outputs)
         pipeline.build()
         return pipeline
 

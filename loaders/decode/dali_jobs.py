@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fuelrail.loaders.decode.native import CameraJpeg
+    from fuelrail.loaders.decode.splice import SplicedRows
     from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.pipeline.sample.image_header import ImageInfo
     from fuelrail.pipeline.transforms.image_map import ImageMap
 
 _REACH_PX = 3.0
@@ -40,6 +42,7 @@ class Job(NamedTuple):
 
     ``window`` is the region to decode: top, left, bottom, right. ``box`` is what is seen, within the window, in the
     same order, and the size to resize it to: height, width. ``matrix`` is the transform after that, row by row.
+    ``other`` is the same image under another map, which comes from the same decode.
     """
 
     at: int
@@ -48,6 +51,12 @@ class Job(NamedTuple):
     box: tuple[float, ...]
     matrix: tuple[float, ...]
     is_aligned: bool
+    other: Job | None = None
+
+    @property
+    def views(self) -> tuple[Job, ...]:
+        """Return what is made of the decoded image: one picture, or two."""
+        return (self,) if self.other is None else (self, self.other)
 
 
 class Key(NamedTuple):
@@ -57,11 +66,12 @@ class Key(NamedTuple):
     is_aligned: bool
     width: int
     height: int
+    num_views: int = 1
 
     @classmethod
     def of(cls, jobs: Sequence[Job], out: torch.Tensor, interpolation: str) -> Key:
         """Return that of jobs, which must be alike, and an output [B, 3, height, width]."""
-        return cls(interpolation, jobs[0].is_aligned, int(out.shape[3]), int(out.shape[2]))
+        return cls(interpolation, jobs[0].is_aligned, int(out.shape[3]), int(out.shape[2]), len(jobs[0].views))
 
 
 class Prepared(NamedTuple):
@@ -89,13 +99,14 @@ def prepare(
     """
     found = Prepared([], [], [], [], {})
     known: dict[tuple[int, int], int] = {}
-    wanted: list[RowsWanted] = []
-    cuttable: list[int] = []
+    decodes: dict[tuple[int, bool], int] = {}
+    cuttable: dict[int, ImageInfo] = {}
     for at, (data, image_map) in enumerate(zip(encoded, image_maps, strict=True)):
         if data is None:
             found.black.append(at)
             continue
-        earlier = known.setdefault((id(data), id(image_map)), at)
+        image = id(data)
+        earlier = known.setdefault((image, id(image_map)), at)
         if earlier != at:
             found.copies.append((at, earlier))
             continue
@@ -117,16 +128,40 @@ def prepare(
         if job is None:
             found.black.append(at)
             continue
+        partner = decodes.pop((image, job.is_aligned), None)
+        if partner is not None:
+            found.jobs[partner] = found.jobs[partner]._replace(other=job)
+            continue
+        decodes[image, job.is_aligned] = len(found.jobs)
         if info.restart_interval:
-            cuttable.append(len(found.jobs))
-            wanted.append(RowsWanted(data, info, job.window[0], job.window[2]))
+            cuttable[len(found.jobs)] = info
         found.jobs.append(job)
+    wanted = []
+    for number, info in cuttable.items():
+        windows = [view.window for view in found.jobs[number].views]
+        rows = min(window[0] for window in windows), max(window[2] for window in windows)
+        wanted.append(RowsWanted(found.jobs[number].encoded, info, *rows))
     for number, spliced in zip(cuttable, splice_batch(wanted, scratch, native), strict=True):
         if spliced is not None:
-            at, _, (top, left, bottom, right), box, matrix, is_aligned = found.jobs[number]
-            window = (top - spliced.top, left, bottom - spliced.top, right)
-            found.jobs[number] = Job(at, spliced.encoded, window, box, matrix, is_aligned)
+            first, *others = (_of_rows(view, spliced) for view in found.jobs[number].views)
+            found.jobs[number] = first._replace(other=others[0] if others else None)
     return found
+
+
+def _of_rows(job: Job, spliced: SplicedRows) -> Job:
+    """Return the job for some rows of its image."""
+    top, left, bottom, right = job.window
+    return job._replace(encoded=spliced.encoded, window=(top - spliced.top, left, bottom - spliced.top, right))
+
+
+def lens_views(
+    places: Sequence[int], encoded: Sequence[Buffer | None], image_maps: Sequence[ImageMap]
+) -> list[list[int]]:
+    """Return places that libjpeg-turbo decodes, those of one image with a lens together: they come from one decode."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for at in places:
+        found.setdefault((id(encoded[at]), at if image_maps[at].lens is None else -1), []).append(at)
+    return list(found.values())
 
 
 def _make_job(at: int, data: Buffer, image_map: ImageMap) -> Job | None:
@@ -156,33 +191,42 @@ def _make_job(at: int, data: Buffer, image_map: ImageMap) -> Job | None:
     return Job(at, data, (top, left, bottom, right), box, matrix, is_aligned)
 
 
-def inputs(jobs: Sequence[Job]) -> dict[str, Any]:
-    """Return what the graph's inputs are fed for a run: one array for all images, but for the images themselves."""
+def inputs(jobs: Sequence[Job], *, is_whole: bool) -> dict[str, Any]:
+    """Return what the graph's inputs are fed for a run: one array for all images, but for the images themselves.
+
+    A graph with ``is_whole`` decodes whole images, so for two views it has no window to decode.
+    """
     from nvidia.dali.tensors import TensorCPU  # which DALI makes of other kinds of arrays in twice the time
 
-    fed: dict[str, Any] = {
-        "encoded": [TensorCPU(job.encoded) for job in jobs],
-        "window": np.array([job.window for job in jobs], np.int32),
-        "box": np.array([job.box for job in jobs], np.float32),
-    }
-    if not jobs[0].is_aligned:
-        fed["matrix"] = np.array([job.matrix for job in jobs], np.float32).reshape(-1, 2, 3)
+    fed: dict[str, Any] = {"encoded": [TensorCPU(job.encoded) for job in jobs]}
+    views = list(zip(*(job.views for job in jobs), strict=True))
+    windows = [np.array([job.window for job in of_view], np.int32) for of_view in views]
+    if len(views) == 1 or not is_whole:
+        first, last = np.min(windows, axis=0)[:, :2], np.max(windows, axis=0)[:, 2:]
+        fed["window"] = np.concatenate([first, last], axis=1)
+    for number, of_view in enumerate(views):
+        if len(views) > 1:
+            fed[f"window{number}"] = windows[number]
+        fed[f"box{number}"] = np.array([job.box for job in of_view], np.float32)
+        if not jobs[0].is_aligned:
+            fed[f"matrix{number}"] = np.array([job.matrix for job in of_view], np.float32).reshape(-1, 2, 3)
     return fed
 
 
 @functools.lru_cache(maxsize=8)
-def known_good_job(largest_wh: tuple[int, int], out_wh: tuple[int, int], is_aligned: bool) -> Job:
+def known_good_job(largest_wh: tuple[int, int], key: Key) -> Job:
     """Return a baseline 4:2:0 JPEG of that size (of any if it is 0 x 0), resized to the output."""
     width, height = largest_wh if all(largest_wh) else (640, 384)
     black = np.zeros((height, width, 3), np.uint8)
-    return Job(
+    job = Job(
         0,
         simplejpeg.encode_jpeg(black, colorsubsampling="420"),
         (0, 0, height, width),
-        (0.0, 0.0, height, width, *out_wh[::-1]),
+        (0.0, 0.0, height, width, key.height, key.width),
         (1.0, 0.0, 0.0, 0.0, 1.0, 0.0),
-        is_aligned,
+        key.is_aligned,
     )
+    return job if key.num_views == 1 else job._replace(other=job)
 
 
 def psnr_of_means(first: torch.Tensor, second: torch.Tensor) -> float:

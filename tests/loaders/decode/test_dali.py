@@ -499,6 +499,25 @@ def test_bad_images_are_named_and_the_others_come() -> None:
     assert torch.equal(again, expected)
 
 
+@pytest.mark.parametrize("restart", [0, 1])
+@pytest.mark.parametrize("augment", [AUGMENT, AUGMENT.evaluation()])
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_two_views_of_images_are_one_decode_and_equal_those_of_two(augment, restart, is_whole, monkeypatch, as_on_gpu):
+    encoded = [encode(natural(320, 180, seed=n), restart_marker_rows=restart, quality=90) for n in range(4)]
+    maps = [image_map for n in (0, 1) for image_map in augment.draw([(320, 180)] * 4, seed=7, epoch=0, sample=n)]
+    if augment is not AUGMENT:
+        maps = [dataclasses.replace(image_map) for image_map in maps]
+    decoder = as_on_gpu(check_every=0) if is_whole else make_decoder("dali")
+    runs = Runs(monkeypatch, lambda fed: None)
+    both, alone = torch.zeros((2, 8, 3, 48, 64), dtype=torch.uint8)
+    assert decoder.decode_batch(encoded * 2, maps, both) == [None] * 8
+    assert sum(size for size in runs.sizes if size <= 4) == 4  # larger ones warm a pipeline up
+    for first in (0, 4):
+        decoder.decode_batch(encoded, maps[first : first + 4], alone[first : first + 4])
+    # With rows cut out, the whole graph's places are rounded on another grid.
+    assert (both.int() - alone.int()).abs().max() <= int(is_whole and restart)
+
+
 def test_failed_runs_cost_no_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     built = []
     build = dali.DaliDecoder._build

@@ -196,7 +196,7 @@ def test_f17_a_batch_is_cut_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(native, "cut_rows", lambda table: calls.append(len(table)) or cut_rows(table))
     encoded = [with_restarts(*NUSCENES_WH, quality=90)] * 1 + [encode(natural(*NUSCENES_WH))]
     maps = [ImageAugment(height=256, width=704).draw([NUSCENES_WH], seed=0, epoch=0, sample=n)[0] for n in range(8)]
-    found = prepare([encoded[n % 2] for n in range(8)], maps, Scratch(), native)
+    found = prepare([bytes(bytearray(encoded[n % 2])) for n in range(8)], maps, Scratch(), native)
     assert calls == [4]
     assert [probe(job.encoded).height < 700 for job in found.jobs] == [True, False] * 4
 
