@@ -95,7 +95,6 @@ BoxFrame: TypeAlias = Literal["ego", "lidar"]
 
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
-
 _MEMORY_SHARE: Final = 0.25
 
 

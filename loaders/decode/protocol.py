@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 Interpolation: TypeAlias = Literal["bilinear", "bicubic"]
 
-
 INTERPOLATIONS: tuple[str, ...] = get_args(Interpolation)
 
 

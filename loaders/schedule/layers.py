@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from fuelrail.loaders.schedule.state import sample_settings, settings_that_differ
@@ -12,8 +12,6 @@ from fuelrail.pipeline.format.layers import Layer, Missing, open_layer
 from fuelrail.pipeline.settings import PathText, Settings, as_settings, check_types, must_be, resolve_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.order.windows import FrameWindow
 

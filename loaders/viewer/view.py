@@ -24,7 +24,7 @@ from fuelrail.pipeline.channels.laws import LAWS, Motion
 from fuelrail.pipeline.channels.selection import select
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.attributes import ClipTable
-from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.format.layers import NO_ROW, open_layer
 from fuelrail.pipeline.order.windows import FrameWindow, WindowLookup
 from fuelrail.pipeline.settings import Settings, check_types, flag, make_options, resolve_fields
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
     from fuelrail.pipeline.channels.sensors import LidarEntry
     from fuelrail.pipeline.channels.table import Channel
-    from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.sample.schema import Sample
 
 

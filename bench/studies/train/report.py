@@ -49,12 +49,9 @@ if TYPE_CHECKING:
 
 SCHEMA = "fuelrail-bench-train"
 
-
 VERSION = 2
 
-
 _S_PER_HOUR = 3600
-
 
 _TOLD_ELSEWHERE = {"dataset", "records", "profile", "cache_dir", "trace", "checkpoint", "transforms", "distill"}
 
@@ -326,7 +323,6 @@ def _rank_facts(rank: int, log: RankLog) -> RankFacts:
 
 # Shares of the wall time or of the steps below which there is no warning.
 _NOISE = 0.01
-
 
 _NOTABLE = 0.02
 
