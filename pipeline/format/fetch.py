@@ -24,13 +24,7 @@ from fuelrail.pipeline.format.manifest import (
     decode_manifest,
 )
 from fuelrail.pipeline.storage.files import published
-from fuelrail.pipeline.storage.filesystem import (
-    DISK_FULL,
-    READ_BYTES,
-    default_cache_folder,
-    filesystem,
-    shown_url,
-)
+from fuelrail.pipeline.storage.filesystem import DISK_FULL, READ_BYTES, default_cache_folder, filesystem, shown_url
 from fuelrail.pipeline.storage.private import make_folder, open_file
 from fuelrail.pipeline.storage.retry import Fault, RetryPolicy, call_with_retries
 

@@ -18,12 +18,7 @@ from fuelrail.bench.report.options import output_folder
 from fuelrail.bench.report.page import write_report
 from fuelrail.bench.report.progress import Progress
 from fuelrail.bench.studies.compare.options import CompareOptions
-from fuelrail.bench.studies.compare.report import (
-    CompareReport,
-    build_compare_report,
-    load_compare_report,
-    make_run,
-)
+from fuelrail.bench.studies.compare.report import CompareReport, build_compare_report, load_compare_report, make_run
 from fuelrail.bench.studies.compare.report import Contestant as Entry
 from fuelrail.bench.studies.compare.run import Measured, Workshop, affinity
 from fuelrail.pipeline.errors import ConfigError

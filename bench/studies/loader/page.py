@@ -6,19 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fuelrail.bench.report.page import (
-    GIB,
-    Block,
-    Document,
-    Figure,
-    Hero,
-    Note,
-    Section,
-    Table,
-    Text,
-    Tiles,
-    document,
-)
+from fuelrail.bench.report.page import GIB, Block, Document, Figure, Hero, Note, Section, Table, Text, Tiles, document
 from fuelrail.bench.studies.loader.report import LoaderFigures, LoaderReport, step_cells
 
 if TYPE_CHECKING:

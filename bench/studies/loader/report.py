@@ -11,11 +11,7 @@ from fuelrail.bench.measure.machine import (
     DatasetFacts,  # noqa: TC001 (likewise)
     MachineFacts,  # noqa: TC001 (msgspec resolves the field's type)
 )
-from fuelrail.bench.measure.rates import (
-    Interval,
-    Rate,
-    interval_of,
-)
+from fuelrail.bench.measure.rates import Interval, Rate, interval_of
 from fuelrail.bench.report.files import ReportHeader, created_now
 from fuelrail.bench.studies.loader.run import MIN_STEADY_BATCHES, LoaderRun
 

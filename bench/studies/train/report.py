@@ -23,14 +23,7 @@ from fuelrail.bench.measure.occupancy import (
     rank_paces,
     window_of,
 )
-from fuelrail.bench.measure.records import (
-    PHASES,
-    MemoryLine,
-    RankLog,
-    Stage,
-    StageSnapshot,
-    StepRecord,
-)
+from fuelrail.bench.measure.records import PHASES, MemoryLine, RankLog, Stage, StageSnapshot, StepRecord
 from fuelrail.bench.report.files import ReportHeader, created_now, load_report_of
 from fuelrail.bench.studies.train.checkpoints import CheckpointFigures, checkpoint_figures
 from fuelrail.bench.studies.train.convergence import (
