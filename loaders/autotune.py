@@ -14,13 +14,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from fuelrail.loaders.config import default_memory_bytes, default_num_workers
+from fuelrail.loaders.config import Budget, default_memory_bytes, default_num_workers
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from fuelrail.loaders.config import Budget
     from fuelrail.pipeline.runtime.stages import StageClock
 
 _LOG = logging.getLogger(__name__)

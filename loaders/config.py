@@ -22,6 +22,7 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.order.spec import OrderSpec  # noqa: TC001 - msgspec resolves it
 from fuelrail.pipeline.order.windows import FrameWindow
 from fuelrail.pipeline.settings import (
+    CheckedSettings,
     PathText,
     Settings,
     check_types,
@@ -95,11 +96,10 @@ BoxFrame: TypeAlias = Literal["ego", "lidar"]
 
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
-
 _MEMORY_SHARE: Final = 0.25
 
 
-class Budget(Settings, frozen=True):
+class Budget(CheckedSettings, frozen=True):
     """Limits for ``num_workers="auto"``; given as ``num_workers`` itself it means "auto" within these limits.
 
     Attributes:
@@ -116,12 +116,8 @@ class Budget(Settings, frozen=True):
         None
     )
 
-    def __post_init__(self) -> None:
-        """Refuse values out of range."""
-        check_types(self, ConfigError)
 
-
-class StaticBatches(Settings, frozen=True):
+class StaticBatches(CheckedSettings, frozen=True):
     """Batches of fixed shapes at fixed addresses, for CUDA graphs and torch.compile; see docs/loader.md.
 
     Attributes:
@@ -137,10 +133,6 @@ class StaticBatches(Settings, frozen=True):
     max_boxes: Annotated[int, Meta(ge=1), must_be("an integer >= 1")] = 256
     max_points: Annotated[Annotated[int, Meta(ge=1)] | None, must_be("an integer >= 1, or None")] = None
     buffers: Annotated[int, Meta(ge=1), must_be("an integer >= 1")] = 2
-
-    def __post_init__(self) -> None:
-        """Refuse values out of range."""
-        check_types(self, ConfigError)
 
 
 _DEFAULT_IMAGE: Final = ImageAugment(height=256, width=704)
@@ -241,7 +233,7 @@ class Transforms(Settings, frozen=True):
         }
 
 
-class StorageOptions(Settings, frozen=True):
+class StorageOptions(CheckedSettings, frozen=True):
     """How shards are read and cached.
 
     Attributes:
@@ -268,11 +260,6 @@ class StorageOptions(Settings, frozen=True):
     look_ahead_bytes: Annotated[Annotated[int, Meta(ge=1)] | None, must_be("an integer >= 1, or None")] = None
     retry: RetryPolicy | None = None
     verify: Annotated[bool, must_be("True or False")] = True
-
-    def __post_init__(self) -> None:
-        """Read dicts and files of settings; refuse values that are not allowed."""
-        resolve_fields(self)
-        check_types(self, ConfigError)
 
     def __repr__(self) -> str:
         """Return all fields, without the values in ``options``, which may be credentials."""

@@ -26,14 +26,13 @@ import xxhash
 from torch.utils.data import get_worker_info
 
 from fuelrail.pipeline.errors import WorldError
-from fuelrail.pipeline.order.batching import World
+from fuelrail.pipeline.order.batching import WorkerShard, World
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from torch.distributed.device_mesh import DeviceMesh
 
-    from fuelrail.pipeline.order.batching import WorkerShard
 
 DATA_AXES: Final = frozenset(
     {

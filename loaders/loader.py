@@ -6,52 +6,43 @@ import math
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Never
 
 import msgspec
 
-from fuelrail.loaders.autotune import Tuning, batches_in_flight, make_tuner
+from fuelrail.loaders.autotune import Autotuner, Tuning, batches_in_flight, make_tuner
 from fuelrail.loaders.batch import buffer_pool, user
 from fuelrail.loaders.batch.channels import choose_channels
-from fuelrail.loaders.batch.counterfactual import LeftOut, leave_out
-from fuelrail.loaders.batch.points import choose_points
+from fuelrail.loaders.batch.counterfactual import LeftOut, LoaderPart, leave_out
+from fuelrail.loaders.batch.points import Points, choose_points
 from fuelrail.loaders.batch.stages import BatchPipeline, LoaderStats, Runner, make_batch_pipeline
 from fuelrail.loaders.batch.transfer import make_transfer, require_cuda
-from fuelrail.loaders.config import Arguments, StorageOptions, Transforms, refuse_unknown
+from fuelrail.loaders.config import Arguments, Budget, StorageOptions, Transforms, refuse_unknown
 from fuelrail.loaders.decode import BatchDecoder, decodes_on_device
 from fuelrail.loaders.decode.protocol import MAX_LANES, MIN_LANES
 from fuelrail.loaders.distributed import check_ranks_agree, detect_world, resolve_world, warn_of_workers
 from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy, BadSamples
-from fuelrail.loaders.schedule.datasets import open_all, require_lidar
+from fuelrail.loaders.schedule.datasets import DatasetLike, open_all, require_lidar
 from fuelrail.loaders.schedule.layers import check_epoch, check_views, open_layers
 from fuelrail.loaders.schedule.prefetch import prefetch
-from fuelrail.loaders.schedule.schedule import ScheduleRequest, make_schedule
+from fuelrail.loaders.schedule.schedule import Schedule, ScheduleRequest, make_schedule
 from fuelrail.loaders.schedule.state import STATE_VERSION, LoaderState, decode_state, encode_state, sample_settings
 from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.storage.protocol import add_stats
 from fuelrail.loaders.viewer.batch import LoaderDisplay
 from fuelrail.pipeline.errors import FuelrailError, WorldError
-from fuelrail.pipeline.format.dataset import open_dataset
-from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, WorkerShard
+from fuelrail.pipeline.format.dataset import Dataset, open_dataset
+from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, WorkerShard, World
 from fuelrail.pipeline.order.spec import OrderSpec
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Collection, Iterator, Mapping
     from types import TracebackType
-    from typing import Never
 
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from fuelrail.loaders.autotune import Autotuner
-    from fuelrail.loaders.batch.counterfactual import LoaderPart
-    from fuelrail.loaders.batch.points import Points
-    from fuelrail.loaders.config import Budget
-    from fuelrail.loaders.schedule.datasets import DatasetLike
-    from fuelrail.loaders.schedule.schedule import Schedule
-    from fuelrail.pipeline.format.dataset import Dataset
-    from fuelrail.pipeline.order.batching import World
     from fuelrail.pipeline.order.windows import FrameWindow
     from fuelrail.pipeline.runtime.stages import Observer, Pipeline, Stage
 

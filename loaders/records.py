@@ -18,18 +18,16 @@ The ``str`` of a record is what an error message names. A substituted bad sample
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, TypedDict, get_type_hints
 
 import torch
 
 from fuelrail.pipeline.order.epoch import NO_FLAGS
-from fuelrail.pipeline.transforms.ego import IDENTITY
+from fuelrail.pipeline.transforms.ego import IDENTITY, BevMap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     import numpy as np
     from numpy.typing import NDArray
 
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.sample.schema import Sample
-    from fuelrail.pipeline.transforms.ego import BevMap
     from fuelrail.pipeline.transforms.image import ImageAugment
     from fuelrail.pipeline.transforms.image_map import ImageMap
     from fuelrail.pipeline.transforms.pixels import PixelChange

@@ -72,6 +72,17 @@ class Settings(
         return load_yaml(known[name], cls)
 
 
+class CheckedSettings(Settings, frozen=True):
+    """Settings that are checked when they are made, not only when they are read; a dict or a file of settings is read.
+
+    Raises ConfigError.
+    """
+
+    def __post_init__(self) -> None:
+        resolve_fields(self)
+        check_types(self, ConfigError)
+
+
 # `configs/` is beside `pipeline/` in a checkout (whose package is a link, hence resolve) and in an installed package.
 _CONFIGS: Final = Path(__file__).resolve().parents[1] / "configs"
 _PRESETS: Final = {"ImageAugment": "images", "BevAugment": "bev", "PixelAugment": "pixels", "OrderSpec": "orders"}

@@ -41,7 +41,7 @@ from fuelrail.pipeline.storage.columns import Disk
 from fuelrail.pipeline.storage.files import open_file
 from fuelrail.pipeline.storage.filesystem import filesystem
 from fuelrail.pipeline.text import shown
-from fuelrail.sharding.output.folder import FolderOutput, check_out, link_file, manifest_in, open_output
+from fuelrail.sharding.output.folder import FolderOutput, Output, check_out, link_file, manifest_in, open_output
 from fuelrail.sharding.output.resume import check_same_recipe, recipe_of
 from fuelrail.sharding.output.url import UrlOutput
 from fuelrail.sharding.output.workspace import RunState, Workspace
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from fuelrail.sharding.output.folder import Output
     from fuelrail.sharding.run import Progress
 
 _COPY_BYTES: Final = 8 << 20

@@ -21,7 +21,7 @@ from fuelrail.pipeline.format.manifest import MANIFEST_FILE, Manifest, load_mani
 from fuelrail.pipeline.format.rules import Rig
 from fuelrail.pipeline.runtime.workers import in_threads
 from fuelrail.sharding.engines.local import LocalEngine
-from fuelrail.sharding.output.folder import check_out, manifest_in, open_output
+from fuelrail.sharding.output.folder import Output, check_out, manifest_in, open_output
 from fuelrail.sharding.output.resume import (
     check_same_recipe,
     check_same_samples,
@@ -31,7 +31,7 @@ from fuelrail.sharding.output.resume import (
     shards_of,
 )
 from fuelrail.sharding.output.workspace import RunState, Workspace
-from fuelrail.sharding.planning.plan import assign_splits, make_plan, select_rows, selection
+from fuelrail.sharding.planning.plan import Plan, assign_splits, make_plan, select_rows, selection
 from fuelrail.sharding.sources.registry import SourceSpec, make_source, parse_source
 from fuelrail.sharding.sources.scan_table import ScanTable, ScanWriter, uncompressed_share
 from fuelrail.sharding.write.dictionary import train_or_load_dictionary
@@ -48,8 +48,6 @@ if TYPE_CHECKING:
 
     from fuelrail.pipeline.format.codecs import Dictionary
     from fuelrail.sharding.engines import Engine
-    from fuelrail.sharding.output.folder import Output
-    from fuelrail.sharding.planning.plan import Plan
     from fuelrail.sharding.planning.recipe import Recipe
     from fuelrail.sharding.sources.scan_report import ScanReport
     from fuelrail.sharding.sources.source import ScanInfo, Source

@@ -65,8 +65,6 @@ WIDE = {
 
 # Modules under MIN_MODULE_LINES with a single importer, each with the reason why it is a module of its own.
 SMALL = {
-    "bench/peers": "plug-ins, one loader a file",
-    "bench/studies/comm/page.py": "a study's report as a document",
     "bench/studies/diff/command.py": "one command a file, in a list of commands",
     "bench/studies/order/plot.py": "imports matplotlib, which must stay optional",
     "bench/trainer/models": "one model a file",

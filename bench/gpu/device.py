@@ -6,12 +6,13 @@ import itertools
 import shutil
 import subprocess
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from fuelrail.bench.gpu.base import (
+    Bench,
     CheckFailed,
     cycles_per_ms,
     endless,
@@ -30,9 +31,6 @@ from fuelrail.bench.measure.nvml import NvmlWatch
 from fuelrail.loaders import Transforms
 from fuelrail.loaders.batch.transfer import make_transfer, map_tensors
 from fuelrail.loaders.decode import dali_install, make_decoder
-
-if TYPE_CHECKING:
-    from fuelrail.bench.gpu.base import Bench
 
 _BATCH_SIZE = 2
 _MAX_BATCHES = 16

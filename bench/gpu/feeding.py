@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fuelrail.bench.gpu.base import (
+    Bench,
     CheckFailed,
     Mark,
     cycles_per_ms,
@@ -30,7 +31,6 @@ from fuelrail.loaders import StaticBatches, Transforms
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from fuelrail.bench.gpu.base import Bench
 
 _WORKERS = {"turbo": (1, 2, 4, 8, 16), "dali": (2, 8)}  # with DALI workers parse, and more of them add decode lanes
 _STEPS_MS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from fuelrail.bench.gpu.base import CheckFailed, keep_busy, require_dali
+from fuelrail.bench.gpu.base import Bench, CheckFailed, keep_busy, require_dali
 from fuelrail.bench.gpu.cameras import SOURCE_WH
 from fuelrail.bench.gpu.images import KINDS, bad_jpegs, jpeg
 from fuelrail.loaders import ImageAugment, Transforms
@@ -18,7 +18,6 @@ from fuelrail.loaders.decode.protocol import BatchDecoder
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fuelrail.bench.gpu.base import Bench
     from fuelrail.pipeline.transforms.image_map import ImageMap
 
 _MIN_PSNR_DB = 35.0

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from fuelrail.bench.gpu.base import CheckFailed, endless, make_loader, require_dali, train
+from fuelrail.bench.gpu.base import Bench, CheckFailed, endless, make_loader, require_dali, train
 from fuelrail.bench.gpu.images import cameras
 from fuelrail.bench.gpu.training_modes import measure_modes
 from fuelrail.bench.studies.annotate.run import annotate
@@ -32,7 +32,6 @@ from fuelrail.bench.trainer.models.settings import MODELS
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fuelrail.bench.gpu.base import Bench
     from fuelrail.bench.studies.train.report import Report
 
 MIN_OCCUPANCY = 0.98

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from fuelrail.bench.measure.cuda import count_training_flop, peak_tflops
 from fuelrail.bench.trainer.models.build import build_model
-from fuelrail.bench.trainer.models.settings import MODELS, GptSettings
+from fuelrail.bench.trainer.models.settings import MODELS, GptSettings, ModelSettings
 from fuelrail.bench.trainer.strategies.parallel import build, make_mesh, parallelise
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from fuelrail.bench.trainer.models.settings import ModelSettings
 
 _IMAGE = (256, 704)
 _NUM_WARMUP, _NUM_STEPS = 2, 8

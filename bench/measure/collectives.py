@@ -10,7 +10,7 @@ what a device would hide of them is not modelled.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -24,7 +24,6 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from contextlib import AbstractContextManager
 
     from torch.distributed.device_mesh import DeviceMesh
 

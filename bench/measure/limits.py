@@ -20,9 +20,9 @@ import simplejpeg
 import xxhash
 
 from fuelrail.bench.measure.rates import Rate, measure_rate
-from fuelrail.loaders.storage import open_storage
+from fuelrail.loaders.storage import Storage, open_storage
 from fuelrail.pipeline.format import codecs
-from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.format.zstd_frames import is_framed, open_span
 from fuelrail.pipeline.sample.image_header import probe
 
@@ -32,12 +32,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.loaders.records import Fetched, Parsed
-    from fuelrail.loaders.storage import Storage
-    from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.sample.arrays import Buffer
 
 HOST_TO_DEVICE = "host to device"
-
 
 _JPEG_SCALES = (1, 2, 4, 8)
 

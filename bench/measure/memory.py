@@ -17,14 +17,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from fuelrail.bench.measure.records import MemoryLine
+from fuelrail.bench.measure.records import MemoryLine, RankWriter, StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
-    from fuelrail.bench.measure.records import RankWriter, StepRecord
 
 KINDS: Final = (
     "parameters", "buffers", "optimiser", "gradients", "activations", "temporary", "communication", "other"

@@ -23,12 +23,11 @@ import msgspec
 import numpy as np
 
 from fuelrail.bench.measure.clock import NS_PER_MS, NS_PER_S
-from fuelrail.bench.measure.records import PHASES
+from fuelrail.bench.measure.records import PHASES, StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fuelrail.bench.measure.records import StepRecord
 
 MIN_MEASURED_STEPS = 8
 
@@ -115,7 +114,6 @@ def rolling_occupancy(steps: Sequence[StepRecord], num_steps: int) -> list[float
 
 # A rank is called slow if its own part is longer than the others' by this share, and longest in most steps.
 SLOWER, MOSTLY = 0.05, 0.75
-
 
 _OWN = tuple(phase for phase in PHASES if phase != "all_reduce")
 

@@ -82,9 +82,7 @@ def _each(root: int, of: Callable[[Any], _T]) -> Iterator[_T]:
 
 FAILED: Final = 1
 
-
 INTERRUPTED: Final = 130
-
 
 NOTHING_MEASURED: Final = "before anything was measured whole: no report was written"
 """Message of a KeyboardInterrupt that ends a command too early for a partial report."""

@@ -85,9 +85,7 @@ _T_975 = (
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 )  # fmt: skip
 
-
 _NUM_RESAMPLES = 2000
-
 
 MIN_REPEATS = 3
 """Fewer repeats of a measurement give no interval: two values do not show how far a third may lie."""

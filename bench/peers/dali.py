@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fuelrail.bench.peers import wds
-from fuelrail.bench.peers.peer import Batch, seen_box
+from fuelrail.bench.peers.peer import Batch, Sample, Work, seen_box
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-    from fuelrail.bench.peers.peer import Sample, Work
 
 _SHUFFLE_BUFFER = 100
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fuelrail.bench.peers import wds
-from fuelrail.bench.peers.peer import Batch, new_sample, prepare_worker, unpack_number
+from fuelrail.bench.peers.peer import Batch, Sample, Work, new_sample, prepare_worker, unpack_number
 from fuelrail.bench.peers.torch_workers import stack
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from fuelrail.bench.peers.peer import Sample, Work
 
 _SHUFFLE_BUFFER = 100
 _DATASET = "__module__: megatron.energon\n__class__: CrudeWebdataset\ndecoder: null\n"

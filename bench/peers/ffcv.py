@@ -9,7 +9,7 @@ import cv2
 import numpy as np
 import torch
 
-from fuelrail.bench.peers.peer import Batch, seen_box
+from fuelrail.bench.peers.peer import Batch, Sample, Work, seen_box
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fuelrail.bench.peers.peer import Sample, Work
 
 _FILE = "train.beton"
 _QUALITY = 80  # about the bytes of the original

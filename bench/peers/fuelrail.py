@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fuelrail.bench.peers.peer import Batch
+from fuelrail.bench.peers.peer import Batch, Sample, Work
 from fuelrail.loaders import DataLoader, Transforms, World
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.transforms.image import ImageAugment
@@ -12,8 +12,6 @@ from fuelrail.pipeline.transforms.image import ImageAugment
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
-
-    from fuelrail.bench.peers.peer import Sample, Work
 
 
 class Fuelrail:

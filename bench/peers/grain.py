@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from fuelrail.bench.peers.peer import Batch, decode_sample, prepare_worker
+from fuelrail.bench.peers.peer import Batch, Sample, Work, decode_sample, prepare_worker
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
-
-    from fuelrail.bench.peers.peer import Sample, Work
 
 
 _DECODER = msgspec.msgpack.Decoder(tuple[int, list[memoryview]])

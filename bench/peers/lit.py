@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fuelrail.bench.peers.peer import new_sample
+from fuelrail.bench.peers.peer import Batch, Sample, Work, new_sample
 from fuelrail.bench.peers.torch_workers import endless, stack, worker_options
 
 if TYPE_CHECKING:
@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     import numpy as np
     from numpy.typing import NDArray
-
-    from fuelrail.bench.peers.peer import Batch, Sample, Work
 
 
 class Lit:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fuelrail.bench.peers.peer import new_sample
+from fuelrail.bench.peers.peer import Batch, Sample, Work, new_sample
 from fuelrail.bench.peers.torch_workers import endless, stack, worker_options
 
 if TYPE_CHECKING:
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     import numpy as np
     from numpy.typing import NDArray
-
-    from fuelrail.bench.peers.peer import Batch, Sample, Work
 
 
 class Loose:

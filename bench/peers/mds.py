@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fuelrail.bench.peers.peer import new_sample
+from fuelrail.bench.peers.peer import Batch, Sample, Work, new_sample
 from fuelrail.bench.peers.torch_workers import endless, stack, worker_options
 
 if TYPE_CHECKING:
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     import numpy as np
     from numpy.typing import NDArray
-
-    from fuelrail.bench.peers.peer import Batch, Sample, Work
 
 
 class Mds:

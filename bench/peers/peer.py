@@ -103,9 +103,7 @@ def unpack_number(data: bytes) -> int:
 
 OURS = "fuelrail"
 
-
 TOPPAD = "toppad"
-
 
 MALLOC = {
     "MALLOC_TOP_PAD_": "268435456",
@@ -230,7 +228,6 @@ _REDUCED = {
     4: cv2.IMREAD_REDUCED_COLOR_4,
     8: cv2.IMREAD_REDUCED_COLOR_8,
 }
-
 
 _SCRATCH = threading.local()
 

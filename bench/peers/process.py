@@ -15,11 +15,11 @@ import msgspec
 import numpy as np
 import simplejpeg
 
-from fuelrail.bench.peers.peer import Sample, UnavailableError, Work, load_peer, prepare_worker
+from fuelrail.bench.peers.peer import Peer, Sample, UnavailableError, Work, load_peer, prepare_worker
 from fuelrail.bench.ranks.elastic import end_with
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
-from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.settings import Settings
 from fuelrail.pipeline.storage.files import published
 
@@ -28,22 +28,16 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fuelrail.bench.peers.peer import Peer
-    from fuelrail.pipeline.format.dataset import Dataset
 
 _NUM_BATCHES_CHECKED = 6
 
-
 _NUM_IMAGES_CHECKED = 36
-
 
 # What may be missing from an epoch: what is in flight of each worker, and what a shuffle buffer that continues over the
 # epoch's end holds back.
 _MAX_MISSING_BATCHES = 2
 
-
 _MAX_MISSING_SHARE = 0.25
-
 
 Action = Literal["write", "check", "time"]
 

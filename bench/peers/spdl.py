@@ -12,7 +12,7 @@ import cv2
 import numpy as np
 
 from fuelrail.bench.peers import wds
-from fuelrail.bench.peers.peer import Batch, decode_sample, prepare_worker, unpack_number
+from fuelrail.bench.peers.peer import Batch, Sample, Work, decode_sample, prepare_worker, unpack_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fuelrail.bench.peers.peer import Sample, Work
 
 _SHUFFLE_BUFFER = 100
 

@@ -11,11 +11,11 @@ import torch
 from fuelrail.bench.measure.collectives import Collective, summed
 from fuelrail.bench.planner.closed import closed_shape
 from fuelrail.bench.planner.formulas import bubble, sent_bytes, zero_state_bytes
-from fuelrail.bench.planner.hardware import GIB
+from fuelrail.bench.planner.hardware import GIB, ClusterSettings
 from fuelrail.bench.planner.shape import MOMENTS, Inputs, Shape, in_flight, private_parts_are_there, shape_of
 from fuelrail.bench.planner.step_time import StepTime, Work, step_time
 from fuelrail.bench.trainer.models.build import build_model
-from fuelrail.bench.trainer.models.settings import GptSettings, VitSettings, num_blocks
+from fuelrail.bench.trainer.models.settings import GptSettings, ModelSettings, VitSettings, num_blocks
 from fuelrail.bench.trainer.strategies.optimiser import DTYPES
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision, degrees_of
 from fuelrail.pipeline.errors import ConfigError
@@ -23,9 +23,7 @@ from fuelrail.pipeline.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fuelrail.bench.planner.hardware import ClusterSettings
     from fuelrail.bench.planner.scenario import Recompute, Scenario
-    from fuelrail.bench.trainer.models.settings import ModelSettings
 
 USABLE = 0.9
 """Share of a device's memory; the rest is for the collective library, the allocator's gaps and scratch memory."""

@@ -17,13 +17,11 @@ from fuelrail.bench.planner.formulas import (
     parameters,
     zero_state_bytes,
 )
-from fuelrail.bench.planner.shape import MOMENTS, Shape, check_schedule, in_flight
-from fuelrail.bench.trainer.models.settings import GptSettings
+from fuelrail.bench.planner.shape import MOMENTS, Inputs, Shape, check_schedule, in_flight
+from fuelrail.bench.trainer.models.settings import GptSettings, ModelSettings
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fuelrail.bench.planner.shape import Inputs
-    from fuelrail.bench.trainer.models.settings import ModelSettings
     from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings
 
 _FP32 = 4

@@ -17,7 +17,7 @@ import numpy as np
 
 from fuelrail.bench.measure.collectives import Collective
 from fuelrail.bench.planner.shape import MOMENTS, Inputs, Line, Shape, in_flight, shape_of
-from fuelrail.bench.trainer.models.settings import GptSettings, VitSettings, num_blocks
+from fuelrail.bench.trainer.models.settings import GptSettings, ModelSettings, VitSettings, num_blocks
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fuelrail.bench.trainer.models.settings import ModelSettings
 
 _BLOCKS = (2, 3)
 _ROWS = 16777259  # a prime, and more than the bytes that a step's smallest collectives send whatever the micro-batch

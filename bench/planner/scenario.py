@@ -8,14 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from fuelrail.bench.planner.step_time import Efficiency
-from fuelrail.bench.trainer.models.settings import (
-    MODELS,
-    GptSettings,
-    ModelName,
-    ModelSettings,
-    Positive,
-    predictions,
-)
+from fuelrail.bench.trainer.models.settings import MODELS, GptSettings, ModelName, ModelSettings, Positive, predictions
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings, Precision, Schedule, Strategy
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings, flag

@@ -14,7 +14,7 @@ so.
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
 from types import SimpleNamespace
@@ -32,20 +32,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuelrail.bench.measure.collectives import Collective, Counter, summed
 from fuelrail.bench.trainer.models.build import build_model
-from fuelrail.bench.trainer.models.settings import GptSettings, VitSettings
+from fuelrail.bench.trainer.models.settings import GptSettings, ModelSettings, VitSettings
 from fuelrail.bench.trainer.strategies.optimiser import DTYPES, autocast
-from fuelrail.bench.trainer.strategies.parallel import make_mesh, parallelise
-from fuelrail.bench.trainer.strategies.settings import Degrees, check_fits
+from fuelrail.bench.trainer.strategies.parallel import Parallel, make_mesh, parallelise
+from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision, check_fits
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
-    from fuelrail.bench.trainer.models.settings import ModelSettings
     from fuelrail.bench.trainer.models.staged import StagedModel
-    from fuelrail.bench.trainer.strategies.parallel import Parallel
-    from fuelrail.bench.trainer.strategies.settings import ParallelSettings, Precision
 
 MOMENTS = {"adamw": 2, "sgd": 1}
 _FP32 = 4

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from fuelrail.bench.report.page import Hero, Items, Note, Section, Table, Tiles, document_of
+from fuelrail.bench.report.page import Block, Hero, Items, Note, Section, Table, Tiles, document_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from fuelrail.bench.report.page import Block
 
 _WIDE = 200
 

@@ -48,13 +48,10 @@ REPORT_JSON, REPORT_HTML, REPORT_MARKDOWN = "report.json", "report.html", "repor
 
 _R = TypeVar("_R", bound=msgspec.Struct)
 
-
 TRACE_JSON = "trace.json"
-
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 """The measurements that README and RESULTS.md cite."""
-
 
 _MAX_REPORT_BYTES = 256 << 20
 

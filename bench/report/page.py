@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from fuelrail.bench.report.files import REPORT_HTML, REPORT_JSON, REPORT_MARKDOWN, publish, publish_json
+from fuelrail.bench.report.files import REPORT_HTML, REPORT_JSON, REPORT_MARKDOWN, ReportHeader, publish, publish_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import msgspec
 
-    from fuelrail.bench.report.files import ReportHeader
 
 GIB = 2**30
 _FOLDER = Path(__file__).parent

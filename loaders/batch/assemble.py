@@ -72,7 +72,7 @@ from fuelrail.loaders.batch.channels import SelectedChannels
 from fuelrail.loaders.batch.temporal import Frames, frame_facts
 from fuelrail.pipeline.errors import SchemaError
 from fuelrail.pipeline.rigid import invert_rigid, rotation_matrices
-from fuelrail.pipeline.sample.schema import Geometry
+from fuelrail.pipeline.sample.schema import Boxes, Geometry, Sample
 from fuelrail.pipeline.transforms.image_map import apply_to_intrinsics, apply_to_projection, ida_mats
 
 if TYPE_CHECKING:
@@ -83,7 +83,6 @@ if TYPE_CHECKING:
     from fuelrail.loaders.config import BoxFrame
     from fuelrail.loaders.records import DecodedSample
     from fuelrail.pipeline.channels.sensors import LidarEntry
-    from fuelrail.pipeline.sample.schema import Boxes, Sample
     from fuelrail.pipeline.transforms.ego import BevMap
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from fuelrail.loaders.records import BatchSlot, FrameTask, Task
+from fuelrail.loaders.records import BatchSlot, CameraImages, FrameTask, Requested, Source, Task
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fuelrail.loaders.records import CameraImages, Requested, Source
     from fuelrail.loaders.storage.protocol import PendingSample
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.order.windows import FrameWindow

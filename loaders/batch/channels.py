@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 import torch
 
-from fuelrail.pipeline.channels.kinds import KINDS, Packed
+from fuelrail.pipeline.channels.kinds import KINDS, Packed, Value
 from fuelrail.pipeline.channels.laws import LAWS, Motion
 from fuelrail.pipeline.channels.selection import decode_values, select
 from fuelrail.pipeline.channels.sensors import LIDAR
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
     from fuelrail.loaders.batch.temporal import Frames
     from fuelrail.loaders.records import DecodedSample, Parsed
-    from fuelrail.pipeline.channels.kinds import Value
     from fuelrail.pipeline.channels.sensors import LidarEntry
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.dataset import Dataset

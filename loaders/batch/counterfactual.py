@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from fuelrail.loaders.decode import decodes_on_device
-from fuelrail.loaders.records import Fetched
-from fuelrail.loaders.storage.protocol import LayeredSpan
+from fuelrail.loaders.records import DecodedSample, Fetched, Parsed, Source, Task
+from fuelrail.loaders.storage.protocol import LayeredSpan, PendingSample, SampleStorage, Span, StorageStats
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,10 +17,8 @@ if TYPE_CHECKING:
     import torch
 
     from fuelrail.loaders.batch.stages import BatchPipeline
-    from fuelrail.loaders.records import DecodedSample, Parsed, Source, Task
     from fuelrail.loaders.schedule.schedule import Schedule
     from fuelrail.loaders.storage.cache.future_uses import FutureUses
-    from fuelrail.loaders.storage.protocol import PendingSample, SampleStorage, Span, StorageStats
     from fuelrail.loaders.storage.reader import FetchedSpan
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.runtime.stages import Stage

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from fuelrail.pipeline.errors import ConfigError, SchemaError
-from fuelrail.pipeline.sample.schema import SWEEPS_FIELD
+from fuelrail.pipeline.sample.schema import SWEEPS_FIELD, Sample
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.sensors import LidarEntry
     from fuelrail.pipeline.format.dataset import Dataset
-    from fuelrail.pipeline.sample.schema import Sample
     from fuelrail.pipeline.transforms.points import PointSweeps
 
 

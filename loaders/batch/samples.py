@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from fuelrail.loaders.batch.channels import moved_frames
 from fuelrail.loaders.batch.temporal import hidden
-from fuelrail.loaders.decode import decode_views
+from fuelrail.loaders.decode import ImageDecoder, decode_views
 from fuelrail.loaders.decode.pixels import change_pixels
-from fuelrail.loaders.records import CameraImages, DecodedSample, Fetched, Parsed
-from fuelrail.loaders.schedule.bad_samples import BAD_SAMPLE
+from fuelrail.loaders.records import CameraImages, DecodedSample, Fetched, Parsed, Task
+from fuelrail.loaders.schedule.bad_samples import BAD_SAMPLE, BadSamples
 from fuelrail.loaders.storage.reader import FetchedSpan
 from fuelrail.pipeline.errors import ConfigError, ImageError
 from fuelrail.pipeline.transforms.randomness import second_view
@@ -25,10 +25,7 @@ if TYPE_CHECKING:
 
     from fuelrail.loaders.batch.points import Accumulation
     from fuelrail.loaders.config import Transforms
-    from fuelrail.loaders.decode import ImageDecoder
     from fuelrail.loaders.decode.lens import Undistort
-    from fuelrail.loaders.records import Task
-    from fuelrail.loaders.schedule.bad_samples import BadSamples
     from fuelrail.pipeline.order.windows import FrameWindow
     from fuelrail.pipeline.sample.schema import Sample
     from fuelrail.pipeline.transforms.ego import BevAugment

@@ -9,27 +9,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fuelrail.loaders.autotune import decode_ahead
+from fuelrail.loaders.autotune import Autotuner, Tuning, decode_ahead
 from fuelrail.loaders.batch import samples, static, user
 from fuelrail.loaders.batch.assemble import assemble
 from fuelrail.loaders.batch.channels import SelectedChannels
 from fuelrail.loaders.batch.samples import fetch
-from fuelrail.loaders.decode import BatchDecoder, decodes_on_device, make_decoder
+from fuelrail.loaders.decode import BatchDecoder, ImageDecoder, decodes_on_device, make_decoder
 from fuelrail.loaders.decode.pixels import change_pixels
 from fuelrail.loaders.decode.protocol import MAX_LANES, MIN_LANES
 from fuelrail.loaders.schedule.datasets import have_poses, image_facts
 from fuelrail.pipeline.errors import ConfigError, ImageError
-from fuelrail.pipeline.runtime.stages import Pipeline, Stage, add_clocks
+from fuelrail.pipeline.runtime.stages import Observer, Pipeline, Stage, StageClock, add_clocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from fuelrail.loaders.autotune import Autotuner, Tuning
     from fuelrail.loaders.batch.points import Points
     from fuelrail.loaders.batch.static import FixedBuffers
     from fuelrail.loaders.batch.transfer import CudaTransfer
     from fuelrail.loaders.config import Arguments, BoxFrame, Normalize, StaticBatches
-    from fuelrail.loaders.decode import ImageDecoder
     from fuelrail.loaders.records import CameraImages, DecodedSample, Fetched, Parsed, Source
     from fuelrail.loaders.schedule.bad_samples import BadSamples
     from fuelrail.loaders.schedule.prefetch import RequestStream
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.channels.sensors import LidarEntry
     from fuelrail.pipeline.order.batching import Cursor
     from fuelrail.pipeline.order.windows import FrameWindow
-    from fuelrail.pipeline.runtime.stages import Observer, StageClock
     from fuelrail.pipeline.transforms.pixels import PixelAugment
 
 

@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from fuelrail.loaders.batch.assemble import NO_CHANNELS, assemble
-from fuelrail.loaders.batch.channels import of_one
+from fuelrail.loaders.batch.channels import SelectedChannels, of_one
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, second_view, uniforms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from fuelrail.loaders.batch.channels import SelectedChannels
     from fuelrail.loaders.config import BoxFrame
     from fuelrail.loaders.records import BatchSlot, DecodedSample
     from fuelrail.pipeline.channels.sensors import LidarEntry

@@ -5,7 +5,15 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
-from fuelrail.loaders.decode.protocol import INTERPOLATIONS, BatchDecoder, ImageDecoder, Interpolation, ViewsDecoder
+from fuelrail.loaders.decode.protocol import (
+    INTERPOLATIONS,
+    BatchDecoder,
+    DaliOptions,
+    ImageDecoder,
+    ImageFacts,
+    Interpolation,
+    ViewsDecoder,
+)
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.sample.image_header import ImageInfo, probe
 
@@ -16,7 +24,6 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from fuelrail.loaders.decode.protocol import DaliOptions, ImageFacts
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.transforms.image_map import ImageMap
 

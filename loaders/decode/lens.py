@@ -16,7 +16,7 @@ import numpy as np
 
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings
-from fuelrail.pipeline.transforms.lens import UNBENT, read_lens, source_places
+from fuelrail.pipeline.transforms.lens import UNBENT, Lens, Matrix3, read_lens, source_places
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from fuelrail.pipeline.sample.schema import Sample
     from fuelrail.pipeline.transforms.image_map import ImageMap
-    from fuelrail.pipeline.transforms.lens import Lens, Matrix3
 
 _COARSE_PX = 16
 """Distance of the places at which the local scale is looked at."""

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import cv2
 import numpy as np
 
-from fuelrail.loaders.decode.jpeg import Scratch, UnusualSamplingError, decode_jpeg
+from fuelrail.loaders.decode.jpeg import Picture, Scratch, UnusualSamplingError, decode_jpeg
 from fuelrail.loaders.decode.lens import largest_scale, sampling, source_rows
 from fuelrail.loaders.decode.protocol import Interpolation, black_out_unseen, check_output, check_source
 from fuelrail.loaders.decode.resample import two_steps
 from fuelrail.loaders.decode.splice import splice_rows, splice_views
 from fuelrail.pipeline.errors import ConfigError, ImageError
-from fuelrail.pipeline.sample.image_header import probe, unpack_png
+from fuelrail.pipeline.sample.image_header import ImageInfo, probe, unpack_png
 
 try:
     from PIL import Image, JpegImagePlugin, PngImagePlugin
@@ -32,9 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL import ImageFile
 
-    from fuelrail.loaders.decode.jpeg import Picture
     from fuelrail.pipeline.sample.arrays import Buffer
-    from fuelrail.pipeline.sample.image_header import ImageInfo
     from fuelrail.pipeline.transforms.image_map import ImageMap
 
 _FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}

@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING
 import cv2
 import numpy as np
 
-from fuelrail.loaders.decode.jpeg import Scratch
-from fuelrail.pipeline.transforms.pixels import NO_CHANGE
+from fuelrail.loaders.decode.jpeg import Picture, Scratch
+from fuelrail.pipeline.transforms.pixels import NO_CHANGE, GridHoles, PixelChange
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from fuelrail.loaders.decode.jpeg import Picture
-    from fuelrail.pipeline.transforms.pixels import GridHoles, PixelChange
 
 _scratch = Scratch()
 

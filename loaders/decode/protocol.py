@@ -9,7 +9,7 @@ import torch
 from msgspec import Meta
 
 from fuelrail.pipeline.errors import ConfigError, ImageError
-from fuelrail.pipeline.settings import Settings, check_types, must_be
+from fuelrail.pipeline.settings import CheckedSettings, must_be
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.transforms.image_map import ImageMap
 
 Interpolation: TypeAlias = Literal["bilinear", "bicubic"]
-
 
 INTERPOLATIONS: tuple[str, ...] = get_args(Interpolation)
 
@@ -175,7 +174,7 @@ MIN_LANES, MAX_LANES = 3, 4
 headers and one takes results while a third one's images are decoded."""
 
 
-class DaliOptions(Settings, frozen=True):
+class DaliOptions(CheckedSettings, frozen=True):
     """How decoder="dali" works on a GPU; on the CPU nothing of it applies.
 
     Attributes:
@@ -191,10 +190,6 @@ class DaliOptions(Settings, frozen=True):
 
     hardware_share: Annotated[float, Meta(ge=0.0, le=1.0), must_be("a number from 0 to 1")] = 1.0
     check_every: Annotated[int, Meta(ge=0), must_be("an integer >= 0")] = 1000
-
-    def __post_init__(self) -> None:
-        """Refuse values out of range."""
-        check_types(self, ConfigError)
 
 
 def wait_on_host(stream: torch.cuda.Stream) -> None:

@@ -16,7 +16,6 @@ _MAX_SHIFT_PX = 0.02
 
 _GOOD_SHIFT_PX = 0.01
 
-
 _MAX_EXTRA = 128
 """Source rows or columns searched for a place where the output's grid meets the source's."""
 

@@ -22,12 +22,13 @@ import numpy as np
 
 from fuelrail.loaders.decode.jpeg import Picture, Scratch, decode_jpeg
 from fuelrail.loaders.decode.lens import largest_scale, sampling, source_rows
+from fuelrail.loaders.decode.native import CameraJpeg
 from fuelrail.loaders.decode.native import load as load_native
 from fuelrail.loaders.decode.protocol import Interpolation, black_out_unseen, check_output, check_source
-from fuelrail.loaders.decode.resample import REACH, bilinear_rows, resize_grid
+from fuelrail.loaders.decode.resample import REACH, ResizeGrid, bilinear_rows, resize_grid
 from fuelrail.loaders.decode.splice import SplicedViews, splice_rows, splice_views
 from fuelrail.pipeline.errors import ImageError
-from fuelrail.pipeline.sample.image_header import probe, unpack_png
+from fuelrail.pipeline.sample.image_header import ImageInfo, probe, unpack_png
 from fuelrail.pipeline.transforms.image_map import ImageMap, scaled_size
 
 if TYPE_CHECKING:
@@ -35,10 +36,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fuelrail.loaders.decode.native import CameraJpeg
-    from fuelrail.loaders.decode.resample import ResizeGrid
     from fuelrail.pipeline.sample.arrays import Buffer
-    from fuelrail.pipeline.sample.image_header import ImageInfo
     from fuelrail.pipeline.transforms.lens import Lens
 
 _FILTERS = {"bilinear": cv2.INTER_LINEAR, "bicubic": cv2.INTER_CUBIC}

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 from torch.utils.data import Dataset as TorchDataset
 
-from fuelrail.loaders.decode import make_decoder, probe
+from fuelrail.loaders.decode import ImageDecoder, make_decoder, probe
 from fuelrail.pipeline.transforms.image_map import ImageMap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
-    from typing import SupportsIndex
 
     from numpy.typing import NDArray
 
-    from fuelrail.loaders.decode import ImageDecoder
     from fuelrail.pipeline.format.dataset import Dataset
 
 

@@ -29,7 +29,7 @@ import torch
 from mmengine.hooks import Hook
 from mmengine.logging import HistoryBuffer
 from mmengine.registry import DATASETS, FUNCTIONS, HOOKS, LOOPS
-from mmengine.runner import IterBasedTrainLoop
+from mmengine.runner import IterBasedTrainLoop, Runner
 
 from fuelrail.loaders.integrations.iterable import IterableView
 from fuelrail.loaders.loader import DataLoader
@@ -37,7 +37,6 @@ from fuelrail.loaders.loader import DataLoader
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from mmengine.runner import Runner
 
 _STATE = "fuelrail_loader"
 _STATISTICS = ("min", "max", "current", "mean")

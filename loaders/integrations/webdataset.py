@@ -28,18 +28,13 @@ It gives webdataset's order and resumption, not Fuelrail's; use it to look into 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import webdataset
 
 from fuelrail.pipeline.errors import ImageError
-from fuelrail.pipeline.format.codecs import decode, split_name
-from fuelrail.pipeline.sample.arrays import read_tensors
-
-if TYPE_CHECKING:
-    from fuelrail.pipeline.format.codecs import Dictionary
-    from fuelrail.pipeline.sample.arrays import Buffer
-
+from fuelrail.pipeline.format.codecs import Dictionary, decode, split_name
+from fuelrail.pipeline.sample.arrays import Buffer, read_tensors
 
 _IMAGE_STARTS: Final = {".jpg": b"\xff\xd8\xff", ".png": b"\x89PNG\r\n\x1a\n"}
 

@@ -24,14 +24,13 @@ from msgspec import Meta
 from fuelrail.pipeline.errors import (
     BadSamplesError,
     ChecksumError,
-    ConfigError,
     FrameError,
     MemberError,
     ShardError,
     TarFormatError,
     TruncatedShardError,
 )
-from fuelrail.pipeline.settings import PathText, Settings, check_types, must_be, resolve_fields
+from fuelrail.pipeline.settings import CheckedSettings, PathText, must_be
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,7 +44,7 @@ BAD_SAMPLE: Final = (ChecksumError, TruncatedShardError, TarFormatError, FrameEr
 """What makes a sample bad."""
 
 
-class BadSamplePolicy(Settings, frozen=True):
+class BadSamplePolicy(CheckedSettings, frozen=True):
     """What to do with bad samples: wrong digest, cut off, not decodable.
 
     Attributes:
@@ -60,10 +59,6 @@ class BadSamplePolicy(Settings, frozen=True):
     on_error: Annotated[Literal["raise", "substitute"], must_be("one of raise, substitute")] = "raise"
     max_bad: Annotated[int, Meta(ge=0), must_be("an integer >= 0")] = 100
     file: Annotated[PathText | None, must_be("a path or None")] = "fuelrail-quarantine.jsonl"
-
-    def __post_init__(self) -> None:
-        resolve_fields(self)
-        check_types(self, ConfigError)
 
 
 class BadSamples:

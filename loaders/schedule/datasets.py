@@ -5,8 +5,8 @@ A batch may hold samples of several datasets, so they must have the same rig and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
 
@@ -21,7 +21,6 @@ from fuelrail.pipeline.sample.schema import BOXES
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Sequence
 
     from fuelrail.loaders.storage import Storage
     from fuelrail.pipeline.channels.table import Channel
@@ -31,8 +30,7 @@ if TYPE_CHECKING:
 
 _STORED_ONLY: Final = frozenset({"field", "codec", "optional", "sizes", "source_name", "description"})
 
-if TYPE_CHECKING:
-    DatasetLike = str | os.PathLike[str] | Dataset
+DatasetLike: TypeAlias = "str | os.PathLike[str] | Dataset"
 
 
 def open_all(

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from fuelrail.loaders.schedule.state import sample_settings, settings_that_differ
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.layers import Layer, Missing, open_layer
-from fuelrail.pipeline.settings import PathText, Settings, as_settings, check_types, must_be, resolve_fields
+from fuelrail.pipeline.settings import CheckedSettings, PathText, as_settings, must_be
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.order.windows import FrameWindow
 
@@ -26,7 +24,7 @@ _OF_A_VIEW = ("image", "camera_groups", "ego", "pixels", "undistort", "two_views
 _FORM: Final = 'layers={!r:.200} must map names to folders, URLs or LayerOptions: {{"teacher": PATH}}'
 
 
-class LayerOptions(Settings, frozen=True):
+class LayerOptions(CheckedSettings, frozen=True):
     """A layer of a loader.
 
     Attributes:
@@ -39,10 +37,6 @@ class LayerOptions(Settings, frozen=True):
 
     path: Annotated[PathText, must_be("a folder or a URL")]
     missing: Annotated[Missing, must_be("one of error, mask, drop")] = "error"
-
-    def __post_init__(self) -> None:
-        resolve_fields(self)
-        check_types(self, ConfigError)
 
 
 def open_layers(

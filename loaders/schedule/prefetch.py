@@ -6,13 +6,12 @@ import collections
 from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
 
-from fuelrail.loaders.records import Requested
+from fuelrail.loaders.records import Requested, Scheduled
 from fuelrail.pipeline.errors import FuelrailError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from fuelrail.loaders.records import Scheduled
     from fuelrail.loaders.storage.cache.future_uses import RequestNumbers
     from fuelrail.loaders.storage.protocol import PendingSample, SampleSession
     from fuelrail.loaders.storage.reader import SampleReader
@@ -22,7 +21,6 @@ MAX_SAMPLES: Final = 512
 """Number of samples that are outstanding at most, however small they are."""
 
 FIRST_BUNDLE: Final = 16
-
 
 EARLY_BUNDLE: Final = 4
 """Samples in the first bundle, and in those that follow until the window is nearly full for once: the first batch

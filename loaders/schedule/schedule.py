@@ -8,30 +8,27 @@ import msgspec
 import numpy as np
 
 from fuelrail.loaders.schedule.datasets import check_compatible, make_sources, require_poses
-from fuelrail.loaders.schedule.layers import fingerprints_of
+from fuelrail.loaders.schedule.layers import Layers, fingerprints_of
 from fuelrail.loaders.schedule.positions import Part, PositionIndex
 from fuelrail.loaders.schedule.prefetch import RequestStream
 from fuelrail.loaders.schedule.state import Identity
-from fuelrail.loaders.storage.cache.future_uses import Range, RequestNumbers, build_future_uses
+from fuelrail.loaders.storage.cache.future_uses import FutureUses, Range, RequestNumbers, build_future_uses
 from fuelrail.loaders.storage.layers import LayeredStorage
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.format.attributes import ClipTable
 from fuelrail.pipeline.order.compile import compile_mix, compile_order
-from fuelrail.pipeline.order.windows import WindowLookup
+from fuelrail.pipeline.order.windows import FrameWindow, WindowLookup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from fuelrail.loaders.records import Source
-    from fuelrail.loaders.schedule.layers import Layers
     from fuelrail.loaders.storage import Storage
-    from fuelrail.loaders.storage.cache.future_uses import FutureUses
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.order.batching import Walk
     from fuelrail.pipeline.order.epoch import EndlessOrder
     from fuelrail.pipeline.order.spec import OrderSpec
-    from fuelrail.pipeline.order.windows import FrameWindow
 
 _SEARCHED_AT_A_TIME = 1 << 16
 

@@ -10,29 +10,28 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from fuelrail.loaders.storage.cache.future_uses import RequestNumbers
-from fuelrail.loaders.storage.protocol import LayeredSpan, StoredRow, add_stats
+from fuelrail.loaders.storage.cache.future_uses import FutureUses, RequestNumbers
+from fuelrail.loaders.storage.protocol import (
+    LayeredSpan,
+    PendingSample,
+    PendingSpan,
+    SampleStorage,
+    Session,
+    Span,
+    Storage,
+    StorageStats,
+    StoredRow,
+    add_stats,
+)
 from fuelrail.pipeline.errors import FuelrailError, IndexFileError, OrderError, ShardError
-from fuelrail.pipeline.format.dataset import read_members
-from fuelrail.pipeline.format.layers import NO_ROW
+from fuelrail.pipeline.format.dataset import Dataset, read_members
+from fuelrail.pipeline.format.layers import NO_ROW, Layer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from fuelrail.loaders.storage.cache.future_uses import FutureUses
-    from fuelrail.loaders.storage.protocol import (
-        PendingSample,
-        PendingSpan,
-        SampleStorage,
-        Session,
-        Span,
-        Storage,
-        StorageStats,
-    )
     from fuelrail.pipeline.channels.table import Channel
-    from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.index.row import IndexRow
-    from fuelrail.pipeline.format.layers import Layer
 
 
 class LayerPart(NamedTuple):

@@ -38,41 +38,33 @@ from typing import TYPE_CHECKING, Final
 
 from fuelrail.loaders.storage.files import OpenShards, ShardFile, explained, middle, open_files_limit
 from fuelrail.loaders.storage.guard import Faults, GuardedMap, IndexGuard, is_guarding
-from fuelrail.loaders.storage.protocol import StorageStats
+from fuelrail.loaders.storage.protocol import PendingSpan, StorageStats
 from fuelrail.pipeline.errors import ShardError, StorageError, TruncatedShardError
-from fuelrail.pipeline.format.dataset import check_span
+from fuelrail.pipeline.format.dataset import Dataset, check_span
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fuelrail.loaders.storage.cache.future_uses import FutureUses
-    from fuelrail.loaders.storage.protocol import PendingSpan
-    from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.index.row import IndexRow
 
 _MADV_POPULATE_READ: Final = 22
 
-
 _SURE_AFTER: Final = 32
-
 
 _PROBE_EVERY: Final = 8
 """After this number of spans in a row that were in memory only each eighth is looked up ahead, until one is not.
 Looking up costs a twentieth of checking a span, and is done again when it is taken.
 """
 
-
 _NUM_READERS: Final = 4
 """Threads that read huge pages ahead: one waits for one page at a time, and disks like several requests at once."""
 
 _libc = ctypes.CDLL(None, use_errno=True)  # releases the GIL during a call, as mmap.madvise does not
 
-
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
-
 _mincore = ctypes.PyDLL(None).mincore  # does not release the GIL: takes less than that would
-
 
 _mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.POINTER(ctypes.c_ubyte))
 

@@ -23,10 +23,10 @@ import numpy as np
 
 from fuelrail.loaders.storage.files import OpenShards, ShardFile, explained, middle, open_files_limit
 from fuelrail.loaders.storage.mapped import Residency
-from fuelrail.loaders.storage.protocol import StorageStats
+from fuelrail.loaders.storage.protocol import PendingSpan, StorageStats
 from fuelrail.pipeline.errors import ChecksumError, ShardError, StorageError, TruncatedShardError
-from fuelrail.pipeline.format.dataset import check_span
-from fuelrail.pipeline.storage.retry import RetryPolicy, call_with_retries
+from fuelrail.pipeline.format.dataset import Dataset, check_span
+from fuelrail.pipeline.storage.retry import Fault, RetryPolicy, call_with_retries
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,10 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.loaders.storage.cache.future_uses import FutureUses
-    from fuelrail.loaders.storage.protocol import PendingSpan
-    from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.index.row import IndexRow
-    from fuelrail.pipeline.storage.retry import Fault
 
 _LOG = logging.getLogger(__name__)
 
@@ -47,7 +44,6 @@ _NETWORK_FILE_SYSTEMS: Final = frozenset(
         *("wekafs", "vastnfs", "pvfs2", "virtiofs"),
     }
 )
-
 
 _KEEP_BUFFERS_BYTES: Final = 64 << 20
 

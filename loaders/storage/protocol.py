@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from fuelrail.loaders.storage.cache.future_uses import FutureUses
     from fuelrail.pipeline.format.index.row import IndexRow
 
-    PendingSpan: TypeAlias = Callable[[], memoryview]
-    """Waits for one span's bytes. Raises ShardError; called once."""
-    Span: TypeAlias = "memoryview | LayeredSpan"
-    """A sample's bytes; of a dataset with layers also those of its rows in them."""
-    PendingSample: TypeAlias = Callable[[], Span]
-    """The same for a sample that may have rows in layers."""
+PendingSpan: TypeAlias = "Callable[[], memoryview]"
+"""Waits for one span's bytes. Raises ShardError; called once."""
+Span: TypeAlias = "memoryview | LayeredSpan"
+"""A sample's bytes; of a dataset with layers also those of its rows in them."""
+PendingSample: TypeAlias = "Callable[[], Span]"
+"""The same for a sample that may have rows in layers."""
 
 
 class StoredRow(NamedTuple):

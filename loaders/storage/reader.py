@@ -8,9 +8,9 @@ import numpy as np
 
 from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.storage.layers import LayeredStorage
-from fuelrail.loaders.storage.protocol import LayeredSpan
+from fuelrail.loaders.storage.protocol import LayeredSpan, SampleStorage, Span, StoredRow
 from fuelrail.pipeline.errors import OrderError, SchemaError
-from fuelrail.pipeline.format.dataset import read_members
+from fuelrail.pipeline.format.dataset import Dataset, read_members
 from fuelrail.pipeline.format.rules import Rig, check_arrays
 from fuelrail.pipeline.format.zstd_frames import is_framed
 from fuelrail.pipeline.sample.schema import GEOMETRY, SWEEPS_FIELD, Sample, decode_sample, lidar_channel
@@ -18,9 +18,7 @@ from fuelrail.pipeline.sample.schema import GEOMETRY, SWEEPS_FIELD, Sample, deco
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fuelrail.loaders.storage.protocol import SampleStorage, Span, StoredRow
     from fuelrail.pipeline.channels.table import Channel
-    from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.index.row import IndexRow
 
 

@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fuelrail.loaders.storage.files import replaced
-from fuelrail.loaders.storage.protocol import StorageStats
+from fuelrail.loaders.storage.protocol import PendingSpan, StorageStats
 from fuelrail.loaders.storage.ranges import WantedSpan, plan_ranges
 from fuelrail.loaders.storage.requests import Concurrency, FetchFailedError, HedgePolicy, Requester
 from fuelrail.pipeline.errors import (
@@ -31,11 +31,11 @@ from fuelrail.pipeline.errors import (
     StorageError,
     TruncatedShardError,
 )
-from fuelrail.pipeline.format.dataset import check_span
+from fuelrail.pipeline.format.dataset import Dataset, check_span
 from fuelrail.pipeline.format.fetch import read_fingerprint
 from fuelrail.pipeline.format.layers import EITHER
 from fuelrail.pipeline.storage.filesystem import shown_url
-from fuelrail.pipeline.storage.retry import RetryPolicy
+from fuelrail.pipeline.storage.retry import Fault, RetryPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -43,10 +43,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.storage.cache.future_uses import FutureUses
     from fuelrail.loaders.storage.cache.span_cache import CachedSpan, SpanCache
     from fuelrail.loaders.storage.clients import RangeClient
-    from fuelrail.loaders.storage.protocol import PendingSpan
-    from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.index.row import IndexRow
-    from fuelrail.pipeline.storage.retry import Fault
 
 _LOG = logging.getLogger(__name__)
 _EXPLAIN = RetryPolicy(deadline_s=5.0, attempt_timeout_s=5.0)

@@ -25,17 +25,15 @@ import bisect
 import collections
 import contextlib
 import random
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from fuelrail.pipeline.settings import Settings
-from fuelrail.pipeline.storage.retry import Fault, RetryPolicy, fault_of
+from fuelrail.pipeline.storage.retry import Fault, FaultKind, RetryPolicy, fault_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-    from typing import Any
 
     from fuelrail.pipeline.sample.arrays import Buffer
-    from fuelrail.pipeline.storage.retry import FaultKind
 
 _RECENT: Final = 200
 _ENOUGH: Final = 20

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import torch
 
-from fuelrail.loaders.records import describe_batch
+from fuelrail.loaders.records import BatchDescription, describe_batch
 from fuelrail.loaders.viewer.drawing import DrawnBoxes, DrawnFrame, contact_sheet, png, stack
 from fuelrail.pipeline.channels.kinds import Packed
 from fuelrail.pipeline.errors import ConfigError
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from fuelrail.loaders.batch.stages import LoaderStats
     from fuelrail.loaders.config import BoxFrame, Normalize, Transforms
-    from fuelrail.loaders.records import BatchDescription
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.order.spec import OrderSpec

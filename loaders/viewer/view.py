@@ -24,10 +24,10 @@ from fuelrail.pipeline.channels.laws import LAWS, Motion
 from fuelrail.pipeline.channels.selection import select
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.attributes import ClipTable
-from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.format.layers import NO_ROW, open_layer
 from fuelrail.pipeline.order.windows import FrameWindow, WindowLookup
-from fuelrail.pipeline.settings import Settings, check_types, flag, make_options, resolve_fields
+from fuelrail.pipeline.settings import CheckedSettings, flag, make_options
 from fuelrail.pipeline.text import shown
 from fuelrail.pipeline.transforms.image import ImageAugment  # noqa: TC001 - msgspec resolves it
 
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
     from fuelrail.pipeline.channels.sensors import LidarEntry
     from fuelrail.pipeline.channels.table import Channel
-    from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.sample.schema import Sample
 
 
@@ -50,7 +49,7 @@ def _parse_layers(text: str) -> dict[str, str]:
     return {name: place for name, _, place in pairs}
 
 
-class ViewOptions(Settings, frozen=True, kw_only=True):
+class ViewOptions(CheckedSettings, frozen=True, kw_only=True):
     """Options of `fuelrail.view`, and the flags of ``fuelrail view``."""
 
     image: Annotated[
@@ -65,10 +64,6 @@ class ViewOptions(Settings, frozen=True, kw_only=True):
         dict[str, str] | None, flag("layers to draw, too", parse=_parse_layers, metavar="NAME=PATH,...")
     ] = None
     output: Annotated[str | None, flag("picture to write (default: contact_sheet.png)", metavar="PNG")] = None
-
-    def __post_init__(self) -> None:
-        resolve_fields(self)
-        check_types(self, ConfigError)
 
 
 class ViewReport(NamedTuple):

@@ -27,7 +27,7 @@ import numpy as np
 from fuelrail.pipeline.channels.plugins import Registry
 from fuelrail.pipeline.channels.table import Channel, check_shape, little_endian, not_finite
 from fuelrail.pipeline.errors import ImageError, SchemaError
-from fuelrail.pipeline.sample.arrays import read_npy, read_tensors, write_npy, write_tensors
+from fuelrail.pipeline.sample.arrays import Buffer, read_npy, read_tensors, write_npy, write_tensors
 from fuelrail.pipeline.sample.image_header import probe, unpack_png
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fuelrail.pipeline.sample.arrays import Buffer
 
 Value = Any
 """What a kind decodes to: the table above."""

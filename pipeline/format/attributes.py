@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 TEXTS: Final = ("key", "clip_id")
 """Columns of texts that the index has too."""
 
-
 _INDEX_NUMBERS: Final = ("frame", "timestamp_ns")
 
 
@@ -85,7 +84,6 @@ def no_attribute(name: str, known: Collection[str]) -> str:
 
 
 _FRAME_BITS: Final = 32
-
 
 FRAME_LIMIT: Final = 2**31
 """Frame numbers lie in [0, FRAME_LIMIT), so that half of a key's frame bits keep clips apart."""

@@ -47,30 +47,23 @@ _CAPS: Final = {META: 1 << 20, GEOMETRY: 1 << 20, BOXES: 4 << 20}
 
 MAX_ZSTD_LEVEL: Final = zstandard.MAX_COMPRESSION_LEVEL
 
-
 DEFAULT_ZSTD_LEVEL: Final = 3
 """Level 9 saves 2 % more on lidar for 3.6 times the time; level 1 loses 2 to 3 %."""
 
 RAW: Final = "raw"
 
-
 ZSTD: Final = "zstd"
-
 
 ZSTD_DICT: Final = "zstd-dict"
 
 MAX_ROW_BYTES: Final = 4096
 """Of rows that the codec ``zstd-pR`` takes."""
 
-
 _PLANES = re.compile(r"zstd-p([1-9][0-9]{0,3})\Z")
-
 
 _DICT_SUFFIX: Final = ".dict.zst"
 
-
 _PLANES_SUFFIX = re.compile(r"\.p([1-9][0-9]{0,3})\.zst\Z")
-
 
 _local = threading.local()
 
@@ -256,18 +249,14 @@ def _decompressor() -> zstandard.ZstdDecompressor:
 
 DICTIONARY_FILE: Final = "zstd.dict"
 
-
 MIN_DICTIONARY_BYTES: Final = 1 << 10
-
 
 MAX_DICTIONARY_BYTES: Final = 1 << 20
 
 # All of fastCover's parameters are given: left open, the library searches, and its next version may do so otherwise.
 _SEGMENT_BYTES: Final = 512
 
-
 _MATCH_BYTES: Final = 8
-
 
 _LOG2_FREQUENCIES: Final = 20
 

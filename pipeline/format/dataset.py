@@ -33,33 +33,29 @@ from fuelrail.pipeline.errors import (
 )
 from fuelrail.pipeline.format import codecs
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE, MAX_DICTIONARY_BYTES, Dictionary
-from fuelrail.pipeline.format.fetch import fetch_dataset
+from fuelrail.pipeline.format.fetch import RemoteFolder, fetch_dataset
 from fuelrail.pipeline.format.index.row import IndexRow
 from fuelrail.pipeline.format.index.tables import open_attributes, open_tables
-from fuelrail.pipeline.format.manifest import DATASETS, Manifest, SplitEntry, load_manifest
+from fuelrail.pipeline.format.manifest import DATASETS, Kinds, Manifest, SplitEntry, load_manifest
 from fuelrail.pipeline.format.rules import Rig, check_arrays
 from fuelrail.pipeline.format.tar import BLOCK_BYTES, are_members
 from fuelrail.pipeline.format.zstd_frames import is_framed, open_span
 from fuelrail.pipeline.sample.notebook import dataset_html
-from fuelrail.pipeline.sample.schema import decode_member, decode_sample
+from fuelrail.pipeline.sample.schema import Sample, decode_member, decode_sample
 from fuelrail.pipeline.storage.files import open_file, read_file
 from fuelrail.pipeline.storage.filesystem import filesystem, is_url, shown_url
-from fuelrail.pipeline.storage.retry import redacted
+from fuelrail.pipeline.storage.retry import RetryPolicy, redacted
 from fuelrail.pipeline.text import shown
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Collection, Mapping
 
-    from fuelrail.pipeline.format.fetch import RemoteFolder
     from fuelrail.pipeline.format.index.attributes_file import AttributesFile
     from fuelrail.pipeline.format.index.keys import KeyTable
     from fuelrail.pipeline.format.index.samples import SampleIndex
     from fuelrail.pipeline.format.index.shards import ShardTable
-    from fuelrail.pipeline.format.manifest import Kinds
     from fuelrail.pipeline.sample.arrays import Buffer
-    from fuelrail.pipeline.sample.schema import Sample
-    from fuelrail.pipeline.storage.retry import RetryPolicy
 
 
 _NOT_THE_FILE: Final = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES)

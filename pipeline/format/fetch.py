@@ -14,24 +14,23 @@ from fuelrail.pipeline.format.index.blocks import BLOCKS_FILE
 from fuelrail.pipeline.format.index.samples import INDEX_FILE
 from fuelrail.pipeline.format.index.shards import SHARDS_FILE
 from fuelrail.pipeline.format.index.tables import WHOLE_BYTES
-from fuelrail.pipeline.format.manifest import DATASETS, MANIFEST_FILE, MAX_MANIFEST_BYTES, FileEntry, decode_manifest
-from fuelrail.pipeline.storage.files import published
-from fuelrail.pipeline.storage.filesystem import (
-    DISK_FULL,
-    READ_BYTES,
-    default_cache_folder,
-    filesystem,
-    shown_url,
+from fuelrail.pipeline.format.manifest import (
+    DATASETS,
+    MANIFEST_FILE,
+    MAX_MANIFEST_BYTES,
+    FileEntry,
+    Kinds,
+    Manifest,
+    decode_manifest,
 )
+from fuelrail.pipeline.storage.files import published
+from fuelrail.pipeline.storage.filesystem import DISK_FULL, READ_BYTES, default_cache_folder, filesystem, shown_url
 from fuelrail.pipeline.storage.private import make_folder, open_file
-from fuelrail.pipeline.storage.retry import RetryPolicy, call_with_retries
+from fuelrail.pipeline.storage.retry import Fault, RetryPolicy, call_with_retries
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
-
-    from fuelrail.pipeline.format.manifest import Kinds, Manifest
-    from fuelrail.pipeline.storage.retry import Fault
 
 
 _LOG = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from fuelrail.pipeline.channels.table import Channel, Law
 from fuelrail.pipeline.errors import ConfigError, IndexFileError, ManifestError, OrderError, SchemaError
 from fuelrail.pipeline.format.attributes import Attributes
 from fuelrail.pipeline.format.dataset import Dataset, open_kind
-from fuelrail.pipeline.format.manifest import DATASETS, Manifest
+from fuelrail.pipeline.format.manifest import DATASETS, Kinds, Manifest
 from fuelrail.pipeline.sample.arrays import map_npy
 from fuelrail.pipeline.sample.schema import GEOMETRY, META
 from fuelrail.pipeline.settings import Settings, must_be
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fuelrail.pipeline.format.manifest import Kinds
     from fuelrail.pipeline.storage.retry import RetryPolicy
 
 LAYER_FORMAT: Final = "fuelrail-layer"

@@ -22,6 +22,11 @@ from fuelrail.pipeline.sample.schema import (
     META,
     POINTS_EXTENSION,
     SWEEPS_FIELD,
+    Boxes,
+    Geometry,
+    Meta,
+    Sample,
+    Sweeps,
     lidar_channel,
 )
 from fuelrail.pipeline.transforms.lens import MODELS, UNBENT
@@ -34,7 +39,6 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.channels.sensors import LidarEntry
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.manifest import Manifest
-    from fuelrail.pipeline.sample.schema import Boxes, Geometry, Meta, Sample, Sweeps
 
 
 LARGEST: Final = 1e9
@@ -80,7 +84,6 @@ _K_LOW, _K_HIGH = np.array(
 ).transpose(2, 0, 1)  # fmt: skip
 _BOX_LOW, _BOX_HIGH = np.array(((-LARGEST_BOX, LARGEST_BOX),) * 3 + ((1e-6, LARGEST_BOX),) * 3 + ((-7.0, 7.0),)).T
 _LAST_ROW: Final = np.array((0.0, 0.0, 0.0, 1.0))
-
 
 A = TypeVar("A", "Geometry", "Boxes")
 

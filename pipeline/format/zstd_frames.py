@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 import threading
 from operator import add
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, Final, NamedTuple
 
 import zstandard
 
@@ -20,7 +20,6 @@ from fuelrail.pipeline.format.tar import BLOCK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import BinaryIO
 
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.sample.arrays import Buffer

@@ -26,8 +26,8 @@ import pyarrow.compute as pc
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.format.attributes import Attributes, ClipTable
-from fuelrail.pipeline.format.layers import JoinedAttributes, check_present, present_samples
-from fuelrail.pipeline.order.epoch import MappedEpoch
+from fuelrail.pipeline.format.layers import JoinedAttributes, Layer, check_present, present_samples
+from fuelrail.pipeline.order.epoch import EndlessOrder, MappedEpoch
 from fuelrail.pipeline.order.lanes import LaneOrder
 from fuelrail.pipeline.order.mix import MAX_BLOCK, Mix, MixedOrder
 from fuelrail.pipeline.order.permutation import derive_key
@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.format.dataset import Dataset
-    from fuelrail.pipeline.format.layers import Layer
-    from fuelrail.pipeline.order.epoch import EndlessOrder
 
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from fuelrail.pipeline.errors import OrderError
-from fuelrail.pipeline.order.epoch import Entries
+from fuelrail.pipeline.order.epoch import EndlessOrder, Entries, Epoch
 from fuelrail.pipeline.order.permutation import MAX_LENGTH, KeyedPermutation, as_positions, derive_key
 from fuelrail.pipeline.settings import Settings, check_types
 
@@ -24,11 +24,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike, NDArray
 
-    from fuelrail.pipeline.order.epoch import EndlessOrder, Epoch
 
 MAX_BLOCK: Final = 1024
 """Largest sum of the ratios: finding a place in a block costs time in proportion to it."""
-
 
 _CHUNK: Final = 16384  # positions at a time, as in `fuelrail.pipeline.order.spec`
 

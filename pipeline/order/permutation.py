@@ -42,18 +42,13 @@ NUM_ROUNDS: Final = 8
 
 _KEY_BYTES: Final = 16
 
-
 _CHUNK: Final = 16384  # positions at a time: four buffers of 128 KiB stay in a core's second-level cache
-
 
 _FMIX_1: Final = np.uint64(0xFF51AFD7ED558CCD)
 
-
 _FMIX_2: Final = np.uint64(0xC4CEB9FE1A85EC53)
 
-
 _S32: Final = np.uint64(32)
-
 
 _S33: Final = np.uint64(33)
 

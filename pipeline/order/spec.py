@@ -17,7 +17,7 @@ import numpy as np
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.mix import Mix  # noqa: TC001, msgspec reads the annotation
-from fuelrail.pipeline.order.permutation import MAX_LENGTH, KeyedPermutation, as_positions, derive_key
+from fuelrail.pipeline.order.permutation import MAX_LENGTH, KeyedPermutation, PositionMap, as_positions, derive_key
 from fuelrail.pipeline.order.weights import Weighting  # noqa: TC001, msgspec reads the annotation
 from fuelrail.pipeline.settings import Settings, check_types, flag
 
@@ -27,11 +27,9 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
     from fuelrail.pipeline.format.dataset import Dataset
-    from fuelrail.pipeline.order.permutation import PositionMap
 
 ORDER_VERSION: Final = 1
 """Increases when any order changes for the same arguments; a saved position is valid for one version only."""
-
 
 _CHUNK: Final = 16384  # positions at a time: what they need stays in a core's second-level cache
 

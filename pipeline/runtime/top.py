@@ -9,21 +9,18 @@ import urllib.request
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from msgspec import Meta
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.runtime.metrics import parse
+from fuelrail.pipeline.runtime.metrics import Metric, parse
 from fuelrail.pipeline.settings import Settings, flag, make_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from rich.console import RenderableType
-
-    from fuelrail.pipeline.runtime.metrics import Metric
 
 TIMEOUT_S = 5.0
 _BAR = 10

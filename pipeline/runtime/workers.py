@@ -24,9 +24,7 @@ LARGE_BYTES: Final = 64 << 20
 
 A = TypeVar("A")
 
-
 B = TypeVar("B")
-
 
 _large = threading.Lock()
 

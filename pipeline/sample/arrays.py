@@ -37,29 +37,21 @@ _DTYPES: Final = {
     }.items()
 }  # fmt: skip
 
-
 _LITTLE: Final = "<|=" if sys.byteorder == "little" else "<|"
-
 
 _MAX_HEADER_BYTES: Final = 1 << 20
 
-
 _MAX_KNOWN_HEADER_BYTES: Final = 1 << 12  # bounds the memory of the layouts that are kept
-
 
 _MAX_NPY_HEADER_BYTES: Final = 10_000  # numpy's own bound on what it evaluates as a literal
 
-
 _NPY_MAGIC: Final = b"\x93NUMPY\x01\x00"
-
 
 _NPY_HEADER: Final = re.compile(
     rb"\{'descr': (.{1,9000}), 'fortran_order': (True|False), 'shape': \(([\d, ]{0,600})\), \} *\n"
 )
 
-
 _SIZE: Final = re.compile(rb"0|[1-9]\d{0,17}")
-
 
 _Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 

@@ -25,12 +25,20 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import MemberError, SchemaError
 from fuelrail.pipeline.rigid import homogeneous, invert_rigid, rotation_matrices
-from fuelrail.pipeline.sample.arrays import read_layout, read_npy, write_npy, write_parts, write_stacked, write_tensors
+from fuelrail.pipeline.sample.arrays import (
+    Buffer,
+    TensorSpec,
+    read_layout,
+    read_npy,
+    write_npy,
+    write_parts,
+    write_stacked,
+    write_tensors,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from fuelrail.pipeline.sample.arrays import Buffer, TensorSpec
 
 SCHEMA: Final = "fuelrail/1"
 META: Final = "meta.json"

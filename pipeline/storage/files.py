@@ -13,12 +13,11 @@ import os
 import stat
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from io import BufferedReader
-    from typing import BinaryIO
 
 
 def open_descriptor(path: str | os.PathLike[str]) -> int:

@@ -25,13 +25,10 @@ _EXTRAS: Final = {
     "http": "http", "https": "http", "hf": "hf",
 }  # fmt: skip
 
-
 _VERSIONS: Final = ("ETag", "etag", "e_tag", "md5Hash", "generation", "blob_id")
-
 
 DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a disk that is full."""
-
 
 READ_BYTES: Final = 1 << 20
 

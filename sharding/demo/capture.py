@@ -18,7 +18,7 @@ from fuelrail.sharding.demo.channels import (
 from fuelrail.sharding.demo.lidar import cast, points_in_box
 from fuelrail.sharding.demo.picture.camera import render
 from fuelrail.sharding.demo.rig import LIDAR_CHANNEL
-from fuelrail.sharding.demo.solids import solids_near, visible_shares
+from fuelrail.sharding.demo.solids import Solid, solids_near, visible_shares
 from fuelrail.sharding.demo.world import Capture, Clip, WorldSpec, log_facts, make_clip, sample_token
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fuelrail.sharding.demo.solids import Solid
 
 # As in nuScenes' own files, by their quantisation tables.
 JPEG_QUALITY: Final = 80

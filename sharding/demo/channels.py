@@ -16,7 +16,7 @@ from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.sharding.demo.lidar import crossings
 from fuelrail.sharding.demo.picture.raster import NEAR_M
 from fuelrail.sharding.demo.picture.shapes import shape_of
-from fuelrail.sharding.demo.rig import stream
+from fuelrail.sharding.demo.rig import Camera, Rig, stream
 from fuelrail.sharding.sources.nuscenes.channels import channel_file
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fuelrail.sharding.demo.rig import Camera, Rig
     from fuelrail.sharding.demo.solids import Solid
     from fuelrail.sharding.demo.world import Clip
 

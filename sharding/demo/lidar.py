@@ -12,13 +12,12 @@ import numpy as np
 
 from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.sharding.demo.picture.raster import normal_of
-from fuelrail.sharding.demo.picture.shapes import shape_of
+from fuelrail.sharding.demo.picture.shapes import Part, shape_of
 from fuelrail.sharding.demo.rig import stream
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from fuelrail.sharding.demo.picture.shapes import Part
     from fuelrail.sharding.demo.solids import Solid
     from fuelrail.sharding.demo.world import Clip
 

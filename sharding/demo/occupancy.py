@@ -25,12 +25,11 @@ from fuelrail.pipeline.sample.schema import (
 )
 from fuelrail.sharding.demo.channels import write_channel
 from fuelrail.sharding.sources.nuscenes.source import NuScenesSource
-from fuelrail.sharding.sources.scan_table import ScanTable, ScanWriter
+from fuelrail.sharding.sources.scan_table import ScanRow, ScanTable, ScanWriter
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from fuelrail.sharding.sources.scan_table import ScanRow
 
 FREE: Final = 0
 STATIC: Final = 1

@@ -12,13 +12,12 @@ import numpy as np
 from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.sharding.demo.picture.raster import NEAR_M, clip_depth
 from fuelrail.sharding.demo.picture.shapes import shape_of
-from fuelrail.sharding.demo.street import corners
+from fuelrail.sharding.demo.street import Prop, corners
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.sharding.demo.rig import Camera
-    from fuelrail.sharding.demo.street import Prop
     from fuelrail.sharding.demo.world import Clip
 
 TRUNK_WIDTH_M: Final = 0.3

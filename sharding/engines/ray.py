@@ -34,28 +34,20 @@ if TYPE_CHECKING:
 TASK_MEMORY_BYTES: Final = 512 << 20
 """Memory that a task requests: a sample's bytes, the rows of one shard's record, and the interpreter."""
 
-
 _MAX_RETRIES: Final = 10
-
 
 _POLL_S: Final = 0.5
 
-
 _STOP_S: Final = 30.0
-
 
 _PROBE_S: Final = 10.0
 
-
 _TASKS_AHEAD: Final = 2  # submitted for each CPU of the cluster, so that none waits for the next one
-
 
 _LOOK_S: Final = 5.0
 
-
 NO_NODE_S: Final = 300.0
 """Longest time without a node that a task fits on, while a lost one is replaced or the cluster scales up."""
-
 
 _RESULT_S: Final = 120.0  # for the line of result of a task that is done
 
@@ -247,9 +239,7 @@ def _no_pulse(num_bytes: int) -> None:
 
 _INPUTS: Final = f"{WORK_FOLDER}/inputs"
 
-
 _RUN: Final = "run"
-
 
 _FIELDS: Final = ("scan_table", "plan_rows", "selection")
 

@@ -16,16 +16,14 @@ import pyarrow as pa
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.order.permutation import KeyedPermutation, derive_key
 from fuelrail.pipeline.order.select import Filter
-from fuelrail.sharding.planning.recipe import unit_frames
-from fuelrail.sharding.sources.scan_table import CLIP_NUMBER
+from fuelrail.sharding.planning.recipe import Recipe, Splits, unit_frames
+from fuelrail.sharding.sources.scan_table import CLIP_NUMBER, ClipInfo, ScanTable
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from fuelrail.sharding.planning.recipe import Recipe, Splits
-    from fuelrail.sharding.sources.scan_table import ClipInfo, ScanTable
 
 DEFAULT_SPLIT = "train"
 

@@ -40,9 +40,7 @@ if TYPE_CHECKING:
 
 DEFAULT_QUALITY: Final = 92
 
-
 FORM: Final = "resize=FACTOR or size=WIDTHxHEIGHT, and quality=1..100, joined by a comma"
-
 
 _PACKAGES: Final = ("simplejpeg", "opencv-python-headless")
 
@@ -81,12 +79,9 @@ def parse_images(text: str) -> ImageRecipe:
 
 DEFAULT_SHARD_BYTES: Final = 256 << 20
 
-
 MIN_SHARD_BYTES: Final = 1 << 10
 
-
 ORDERS: Final = "frame, clip, window:N"
-
 
 SMALL_MEMBERS: Final = (META, GEOMETRY, BOXES)
 
@@ -96,12 +91,9 @@ _LABELS: Final = {
     "dictionary_bytes": "dictionary size",
 }
 
-
 _POINT_BYTES: Final = 4  # points are float32 (schema.encode_points)
 
-
 _UNITS: Final = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
-
 
 _SPLIT_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,31}\Z")
 

@@ -30,7 +30,7 @@ from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
 from fuelrail.pipeline.format.index.blocks import BLOCKS_FILE, TABLE_FILES, block_digests
 from fuelrail.pipeline.format.index.keys import KEYS_FILE
 from fuelrail.pipeline.format.index.samples import INDEX_FILE
-from fuelrail.pipeline.format.index.shards import SHARDS_FILE
+from fuelrail.pipeline.format.index.shards import SHARDS_FILE, ShardEntry
 from fuelrail.pipeline.format.index.tables import open_shards, open_tables
 from fuelrail.pipeline.format.layers import EITHER, NO_ROW, ROWS_FILE, LayerManifest, read_rows
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, FileEntry, load_manifest
@@ -45,7 +45,6 @@ from fuelrail.sharding.verify.shard import Fault, ShardCheck, make_check
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from fuelrail.pipeline.format.index.shards import ShardEntry
 
 _ROWS_AT_ONCE: Final = 1 << 16
 

@@ -20,7 +20,7 @@ from fuelrail.pipeline.format.rules import Rig, broken_rules, unsafe_ending
 from fuelrail.pipeline.format.tar import END_OF_ARCHIVE, FoundMember, StoredMember, check_key, iter_members
 from fuelrail.pipeline.format.zstd_frames import Frame, decode_frame, is_framed, open_span, read_seek_table, span_bytes
 from fuelrail.pipeline.runtime.workers import one_at_a_time
-from fuelrail.pipeline.sample.schema import IMAGE_EXTENSIONS, decode_sample
+from fuelrail.pipeline.sample.schema import IMAGE_EXTENSIONS, Meta, decode_sample
 from fuelrail.pipeline.storage.files import open_file, read_file
 from fuelrail.sharding.write.images import check_pixels
 from fuelrail.sharding.write.packer import IndexText
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.format.index.shards import ShardEntry
     from fuelrail.pipeline.format.manifest import Manifest
-    from fuelrail.pipeline.sample.schema import Meta
 
 
 class Fault(msgspec.Struct, frozen=True):

@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import io
 import os
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, BinaryIO, Final
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.format.tar import BLOCK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import BinaryIO
 
     from fuelrail.pipeline.sample.arrays import Buffer
 
 IO_BLOCK_BYTES: Final = 2 << 20
-
 
 _MOST_PIECES: Final = os.sysconf("SC_IOV_MAX") - 1
 
@@ -78,9 +76,7 @@ class BlockWriter:
 
 _FIRST_BYTES: Final = 4 << 20
 
-
 _FRONT_BYTES: Final = 64 << 10  # for the members in front of the first file: metadata, geometry, boxes
-
 
 _SMALL_BYTES: Final = 16 << 10  # what is smaller is copied to where it belongs
 

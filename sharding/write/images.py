@@ -34,12 +34,9 @@ if TYPE_CHECKING:
 
 _STARTS: Final = {"jpg": b"\xff\xd8", "png": b"\x89PNG\r\n\x1a\n"}
 
-
 _NAMES: Final = {"jpg": "JPEG", "png": "PNG"}
 
-
 _PNG_END: Final = b"\x00\x00\x00\x00IEND\xaeB`\x82"
-
 
 _END_OF_IMAGE: Final = b"\xff\xd9"
 
@@ -228,7 +225,6 @@ def scale_meta(meta: Meta, recipe: ImageRecipe) -> Meta:
 
 
 _PROGRAM = "jpegtran"
-
 
 _TIMEOUT_S = 60.0
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 from fuelrail.pipeline.channels.selection import check_members
 from fuelrail.pipeline.errors import MemberError, SourceError
 from fuelrail.pipeline.format.rules import (
+    Rig,
     are_sound,
     broken_boxes,
     broken_calibration,
@@ -29,6 +30,7 @@ from fuelrail.pipeline.sample.schema import (
     SWEEPS_FIELD,
     Boxes,
     Geometry,
+    Meta,
     decode_arrays,
     decode_points,
     decode_sweeps,
@@ -39,9 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from fuelrail.pipeline.channels.table import Channel
-    from fuelrail.pipeline.format.rules import Rig
     from fuelrail.pipeline.sample.arrays import Buffer
-    from fuelrail.pipeline.sample.schema import Meta
 
 _AT_ONCE: Final = 64
 """Samples whose geometry and boxes are checked together."""

@@ -15,13 +15,13 @@ The packer runs the last step (:mod:`fuelrail.sharding.write.packer`), with the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from fuelrail.pipeline.errors import ImageError, MemberError, SourceError
 from fuelrail.pipeline.sample.schema import IMAGE_EXTENSIONS
-from fuelrail.sharding.planning.recipe import codec_of
-from fuelrail.sharding.sources.source import PlacedSource
+from fuelrail.sharding.planning.recipe import Recipe, codec_of
+from fuelrail.sharding.sources.source import MemberSource, PlacedSource
 from fuelrail.sharding.write.images import (
     image_size,
     scale_value,
@@ -34,14 +34,10 @@ from fuelrail.sharding.write.images import (
 from fuelrail.sharding.write.packer import RawMember
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from fuelrail.pipeline.channels.sensors import LidarEntry
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.sample.arrays import Buffer
-    from fuelrail.sharding.planning.recipe import Recipe
     from fuelrail.sharding.sources.scan_table import Reference
-    from fuelrail.sharding.sources.source import MemberSource
     from fuelrail.sharding.write.blocks import ReadBuffer
 
 Sizes = dict[str, tuple[int, int]]

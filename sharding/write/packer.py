@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import xxhash
 
 from fuelrail.pipeline.errors import MemberTooLargeError
 from fuelrail.pipeline.format import codecs
 from fuelrail.pipeline.format.index.row import IndexRow, MemberEntry
-from fuelrail.pipeline.format.tar import END_OF_ARCHIVE, StoredMember, pack_sample
+from fuelrail.pipeline.format.tar import END_OF_ARCHIVE, PackedSpan, StoredMember, pack_sample
 from fuelrail.pipeline.format.zstd_frames import encode_frame, encode_seek_table
-from fuelrail.sharding.write.blocks import BlockWriter
+from fuelrail.sharding.write.blocks import BlockWriter, ReadBuffer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import BinaryIO
 
     from fuelrail.pipeline.format.codecs import Dictionary
-    from fuelrail.pipeline.format.tar import PackedSpan
     from fuelrail.pipeline.sample.arrays import Buffer
-    from fuelrail.sharding.write.blocks import ReadBuffer
 
 _stored_name = functools.lru_cache(maxsize=1024)(codecs.stored_name)
 

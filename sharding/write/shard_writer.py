@@ -16,7 +16,7 @@ import msgspec
 from fuelrail.pipeline.errors import FuelrailError
 from fuelrail.pipeline.format.zstd_frames import FRAMED_SUFFIX, SHARD_SUFFIX
 from fuelrail.pipeline.runtime.workers import one_at_a_time
-from fuelrail.pipeline.sample.arrays import map_npy
+from fuelrail.pipeline.sample.arrays import Buffer, map_npy
 from fuelrail.pipeline.sample.schema import (
     BOXES,
     GEOMETRY,
@@ -29,13 +29,9 @@ from fuelrail.pipeline.sample.schema import (
 )
 from fuelrail.sharding.output.folder import open_output
 from fuelrail.sharding.sources.registry import SourceSpec, make_source
-from fuelrail.sharding.sources.scan_table import ScanTable, decode_row
+from fuelrail.sharding.sources.scan_table import ScanRow, ScanTable, decode_row
 from fuelrail.sharding.write.blocks import ReadBuffer
-from fuelrail.sharding.write.images import (
-    scale_geometry,
-    scale_meta,
-    stored_channel,
-)
+from fuelrail.sharding.write.images import scale_geometry, scale_meta, stored_channel
 from fuelrail.sharding.write.member_check import MemberCheck
 from fuelrail.sharding.write.members import Members
 from fuelrail.sharding.write.packer import FramedPacker, RawMember, ShardPacker
@@ -56,10 +52,8 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.codecs import Dictionary
     from fuelrail.pipeline.format.rules import Rig
-    from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.planning.plan import PlannedShard
     from fuelrail.sharding.planning.recipe import Recipe
-    from fuelrail.sharding.sources.scan_table import ScanRow
 
 
 class RunStoppedError(FuelrailError):

@@ -28,8 +28,8 @@ from fuelrail.pipeline.errors import DatasetError, SourceError
 from fuelrail.pipeline.runtime.workers import in_threads, set_up_worker
 from fuelrail.pipeline.sample.arrays import map_npy
 from fuelrail.pipeline.storage.files import published
-from fuelrail.sharding.sources.registry import make_source
-from fuelrail.sharding.sources.scan_table import ROWS_PER_BATCH, ScanTable, decode_row
+from fuelrail.sharding.sources.registry import SourceSpec, make_source
+from fuelrail.sharding.sources.scan_table import ROWS_PER_BATCH, ClipInfo, Reference, ScanTable, decode_row
 from fuelrail.sharding.sources.source import ClipSource, Place
 
 if TYPE_CHECKING:
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fuelrail.sharding.sources.registry import SourceSpec
-    from fuelrail.sharding.sources.scan_table import ClipInfo, Reference
 
 _MAX_THREADS: Final = 4
 _ROWS_LOOKED_AT: Final = 1000

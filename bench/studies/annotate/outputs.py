@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import yaml
 
-from fuelrail.pipeline.channels.table import DTYPES
+from fuelrail.pipeline.channels.table import DTYPES, Channel
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import read_text
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fuelrail.pipeline.channels.table import Channel
 
 _MOST_INT8: Final = 127
 _SCALE: Final = "_scale"

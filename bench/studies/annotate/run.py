@@ -26,7 +26,7 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.format.layers import LayerView
 from fuelrail.pipeline.order.batching import World
-from fuelrail.pipeline.settings import PathText, Settings, check_types, flag, make_options, resolve_fields
+from fuelrail.pipeline.settings import CheckedSettings, PathText, flag, make_options
 from fuelrail.pipeline.text import escaped
 from fuelrail.sharding.write.layers.writer import LayerWriter
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _LAUNCHER_RANK: Final = "LOCAL_RANK"
 
 
-class AnnotateOptions(Settings, frozen=True, kw_only=True):
+class AnnotateOptions(CheckedSettings, frozen=True, kw_only=True):
     """Options of `fuelrail.annotate`, and flags of ``fuelrail annotate``."""
 
     batch_size: Annotated[int, Meta(ge=1), flag("samples that the model gets at a time")] = 8
@@ -57,10 +57,6 @@ class AnnotateOptions(Settings, frozen=True, kw_only=True):
     transforms: Annotated[Transforms | None, flag("size, augmentation, points, channels, ...")] = None
     device: Annotated[str | None, flag("device of the batches, such as cuda (of this local rank)")] = None
     workers: Annotated[Annotated[int, Meta(ge=1)] | None, flag("decoding threads (default: this rank's CPUs)")] = None
-
-    def __post_init__(self) -> None:
-        resolve_fields(self)
-        check_types(self, ConfigError)
 
 
 class AnnotateReport(msgspec.Struct, frozen=True, kw_only=True):

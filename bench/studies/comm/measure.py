@@ -15,14 +15,13 @@ import torch.distributed as dist
 
 from fuelrail.bench.measure.machine import machine_facts
 from fuelrail.bench.report.files import created_now
-from fuelrail.bench.studies.comm.report import KINDS, SCHEMA, VERSION, CommOptions, CommReport, Timed, timed
+from fuelrail.bench.studies.comm.report import KINDS, SCHEMA, VERSION, CommOptions, CommReport, Kind, Timed, timed
 from fuelrail.bench.trainer.strategies.parallel import make_mesh
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings, degrees_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from fuelrail.bench.studies.comm.report import Kind
 
 _STEP = 8  # from one size to the next
 

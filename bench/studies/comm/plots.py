@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from fuelrail.bench.report.plots import legend_above, new_figure, style, to_svg
-from fuelrail.bench.studies.comm.report import KINDS
-
-if TYPE_CHECKING:
-    from fuelrail.bench.studies.comm.report import CommReport
+from fuelrail.bench.studies.comm.report import KINDS, CommReport
 
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # of the kinds
 

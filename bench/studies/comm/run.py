@@ -5,21 +5,17 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import yaml
 
-from fuelrail.bench.planner.hardware import Sourced, load_cluster
+from fuelrail.bench.planner.hardware import ClusterSettings, Sourced, load_cluster
 from fuelrail.bench.ranks.launch import run_ranks
 from fuelrail.bench.report.files import prepare_folder, publish
 from fuelrail.bench.report.page import write_report
 from fuelrail.bench.studies.comm.report import CommOptions, CommReport, link_of
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings, degrees_of
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
-
-if TYPE_CHECKING:
-    from fuelrail.bench.planner.hardware import ClusterSettings
 
 CLUSTER_YAML = "cluster.yaml"
 

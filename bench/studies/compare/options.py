@@ -7,11 +7,10 @@ from typing import Annotated
 import msgspec
 
 from fuelrail.bench.trainer.models.settings import NotNegative, Positive  # noqa: TC001 (msgspec resolves the fields' types)
-from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import Settings, check_types, flag
+from fuelrail.pipeline.settings import CheckedSettings, flag
 
 
-class CompareOptions(Settings, frozen=True, kw_only=True):
+class CompareOptions(CheckedSettings, frozen=True, kw_only=True):
     """Options of `fuelrail.compare`, and the flags of ``fuelrail bench compare``."""
 
     only: Annotated[
@@ -48,6 +47,3 @@ class CompareOptions(Settings, frozen=True, kw_only=True):
     psnr: Annotated[float, msgspec.Meta(le=1e9), flag("lowest acceptable PSNR in dB")] = 36.0
     seed: Annotated[NotNegative, flag("random seed for the orders")] = 0
     resume: Annotated[bool, flag("add rounds to the report in --out, if there is one")] = False
-
-    def __post_init__(self) -> None:
-        check_types(self, ConfigError)

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 from fuelrail.bench.peers.peer import OURS, PEERS
 from fuelrail.bench.report.files import load_report_of
 from fuelrail.bench.report.plots import BLUE, new_figure, style, to_svg
-from fuelrail.bench.studies.compare.report import SCHEMA, VERSION, CompareReport, ranking
+from fuelrail.bench.studies.compare.report import SCHEMA, VERSION, CompareReport, Contestant, ranking
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fuelrail.bench.studies.compare.report import Contestant
 
 _GREEN = "#009e73"
 _BARS = "Images a second of each loader"

@@ -13,10 +13,7 @@ from fuelrail.bench.measure.machine import (
     MachineFacts,  # noqa: TC001 (likewise)
 )
 from fuelrail.bench.measure.rates import Interval, interval_of, ratio_interval
-from fuelrail.bench.peers.peer import (
-    OURS,
-    Work,
-)
+from fuelrail.bench.peers.peer import OURS, Work
 from fuelrail.bench.peers.process import Check  # noqa: TC001 (likewise)
 from fuelrail.bench.report.files import ReportHeader, created_now, load_report_of
 from fuelrail.bench.studies.loader.report import CLOCK_JUMP_S

@@ -15,11 +15,7 @@ import msgspec
 
 import fuelrail
 from fuelrail.bench.measure.processes import process_group
-from fuelrail.bench.peers.peer import (
-    OURS,
-    PEERS,
-    Work,
-)
+from fuelrail.bench.peers.peer import OURS, PEERS, Contestant, Work
 from fuelrail.bench.peers.process import Action, Answer, Check, Failure, Task, Written
 from fuelrail.bench.studies.compare.laps import LapProcess, Timed, read_through
 from fuelrail.bench.studies.compare.report import REFERENCE
@@ -28,7 +24,6 @@ from fuelrail.pipeline.errors import ConfigError, FuelrailError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from fuelrail.bench.peers.peer import Contestant
     from fuelrail.pipeline.format.dataset import Dataset
 
 RESTART = "restart"

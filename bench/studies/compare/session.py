@@ -5,39 +5,29 @@ from __future__ import annotations
 import importlib.metadata
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from rich.console import Console
 
 from fuelrail.bench.measure.machine import dataset_facts, machine_facts
-from fuelrail.bench.peers.peer import PEERS, contestants, is_there
+from fuelrail.bench.peers.peer import PEERS, Contestant, Work, contestants, is_there
 from fuelrail.bench.peers.process import describe_work
 from fuelrail.bench.report.files import REPORT_JSON, prepare_folder
 from fuelrail.bench.report.options import output_folder
 from fuelrail.bench.report.page import write_report
 from fuelrail.bench.report.progress import Progress
 from fuelrail.bench.studies.compare.options import CompareOptions
-from fuelrail.bench.studies.compare.report import (
-    CompareReport,
-    build_compare_report,
-    load_compare_report,
-    make_run,
-)
+from fuelrail.bench.studies.compare.report import CompareReport, build_compare_report, load_compare_report, make_run
 from fuelrail.bench.studies.compare.report import Contestant as Entry
-from fuelrail.bench.studies.compare.run import Workshop, affinity
+from fuelrail.bench.studies.compare.run import Measured, Workshop, affinity
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.settings import make_options
 from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import make_progress
 from fuelrail.sharding.run import shard
 from fuelrail.sharding.sources.registry import parse_source
-
-if TYPE_CHECKING:
-    from fuelrail.bench.peers.peer import Contestant, Work
-    from fuelrail.bench.studies.compare.run import Measured
-    from fuelrail.pipeline.format.dataset import Dataset
 
 _UNDER_WAY = "the run is under way, or was killed"
 

@@ -6,12 +6,18 @@ from typing import TYPE_CHECKING
 
 from fuelrail.bench.report.files import REPORT_HTML
 from fuelrail.bench.report.page import Block, Document, Figure, Hero, Items, Note, Section, Table, Text, document
-from fuelrail.bench.studies.diagnose.report import RUNS_HEADER, TRIED_HEADER, conclusion, run_rows, tried_rows
+from fuelrail.bench.studies.diagnose.report import (
+    RUNS_HEADER,
+    TRIED_HEADER,
+    DiagnoseReport,
+    conclusion,
+    run_rows,
+    tried_rows,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from fuelrail.bench.studies.diagnose.report import DiagnoseReport
 
 _METHOD = (
     "The baseline is run first. Then one part is left out in each run, and the baseline is repeated. The gain of a run "

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fuelrail.bench.report.plots import BLUE, GREY, PercentFormatter, new_figure, style, to_svg
-from fuelrail.bench.studies.diagnose.report import title_of
+from fuelrail.bench.studies.diagnose.report import DiagnoseReport, title_of
 
 if TYPE_CHECKING:
     from fuelrail.bench.studies.diagnose.judge import Diagnosis
-    from fuelrail.bench.studies.diagnose.report import DiagnoseReport
 
 
 def plots(report: DiagnoseReport) -> dict[str, str]:

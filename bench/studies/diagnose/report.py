@@ -7,23 +7,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from fuelrail.bench.report.files import ReportHeader
-from fuelrail.bench.studies.diagnose.judge import (
-    Counterfactual,
-    Diagnosis,
-    counterfactual,
-)
+from fuelrail.bench.studies.diagnose.judge import Bound, Counterfactual, Diagnosis, counterfactual
 from fuelrail.loaders.config import default_num_workers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from fuelrail.bench.studies.diagnose.judge import Bound
     from fuelrail.bench.studies.train.report import Report
     from fuelrail.bench.studies.train.settings import TrainSettings
 
 SCHEMA = "fuelrail-bench-diagnose"
-
 
 VERSION = 5
 
@@ -49,7 +43,6 @@ class DiagnoseReport(ReportHeader, frozen=True, kw_only=True):
 
 
 RUNS_HEADER = ("run", "step ms", "faster by", "95 % interval")
-
 
 TRIED_HEADER = ("settings tried", "samples/s", "faster by", "95 % interval", "")
 
@@ -103,7 +96,6 @@ def conclusion(tried: Sequence[Tried] | None) -> str:
 
 
 _LOOK_AHEAD_BYTES = 512 << 20
-
 
 # Gains below this are not worth a changed setting.
 _WORTH = 0.02

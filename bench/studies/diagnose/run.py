@@ -24,7 +24,7 @@ from fuelrail.bench.studies.diagnose.report import (
     suggestions,
 )
 from fuelrail.bench.studies.train.run import TrainRun, measure_all
-from fuelrail.bench.studies.train.settings import LeaveOut, TrainOptions
+from fuelrail.bench.studies.train.settings import LeaveOut, TrainOptions, TrainSettings
 from fuelrail.bench.trainer.models.settings import Positive  # noqa: TC001 (msgspec resolves the fields' types)
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.settings import flag, make_options
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from fuelrail.bench.studies.train.report import Report
-    from fuelrail.bench.studies.train.settings import TrainSettings
 
 _AS_IT_IS, _AGAIN = "as-it-is", "as-it-is-again"
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fuelrail.bench.measure.rates import bootstrap_means
+from fuelrail.bench.measure.rates import Interval, bootstrap_means
 from fuelrail.bench.studies.compare.report import CompareReport
 from fuelrail.bench.studies.loader.report import LoaderReport
 from fuelrail.bench.studies.scale.report import ScaleReport
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fuelrail.bench.measure.rates import Interval
 
 Comparable = Report | LoaderReport | CompareReport | ScaleReport
 

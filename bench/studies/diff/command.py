@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fuelrail.bench.report.console import print_table, report_console
-from fuelrail.bench.studies.diff.compare import DiffOptions, diff
+from fuelrail.bench.studies.diff.compare import Comparison, DiffOptions, diff
 from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, print_json
 
 if TYPE_CHECKING:
     import argparse
 
     from fuelrail.bench.studies.diff.changes import Change
-    from fuelrail.bench.studies.diff.compare import Comparison
 
 _HELP = "compare two reports, and fail if the second is worse beyond noise"
 _DESCRIPTION = (

@@ -10,21 +10,17 @@ import msgspec
 from fuelrail.bench.report.files import REPORT_JSON
 from fuelrail.bench.studies.diff.changes import Change, Comparable, compare, differences, refuse_other_data
 from fuelrail.bench.studies.diff.kinds import load_comparable
-from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import Settings, check_types, flag, make_options
+from fuelrail.pipeline.settings import CheckedSettings, flag, make_options
 
 if TYPE_CHECKING:
     import os
 
 
-class DiffOptions(Settings, frozen=True, kw_only=True):
+class DiffOptions(CheckedSettings, frozen=True, kw_only=True):
     """Options of `fuelrail.diff`, and the flags of ``fuelrail bench diff``."""
 
     threshold: Annotated[float, msgspec.Meta(ge=0, lt=1), flag("tolerated slowdown (0.02 = 2 %)")] = 0.02
     other_dataset: Annotated[bool, flag("compare reports of different datasets or splits; refused otherwise")] = False
-
-    def __post_init__(self) -> None:
-        check_types(self, ConfigError)
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,12 +7,11 @@ from typing import Annotated
 import msgspec
 
 from fuelrail.bench.trainer.models.settings import NotNegative, Positive  # noqa: TC001 (msgspec resolves the fields' types)
-from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import Settings, check_types, flag, resolve_fields
+from fuelrail.pipeline.settings import CheckedSettings, flag
 from fuelrail.pipeline.transforms.image import ImageAugment  # noqa: TC001 (msgspec resolves the fields' types)
 
 
-class LoaderOptions(Settings, frozen=True, kw_only=True):
+class LoaderOptions(CheckedSettings, frozen=True, kw_only=True):
     """Options of `fuelrail.bench_loader`, and the flags of ``fuelrail bench loader``."""
 
     split: Annotated[str, flag("split to load")] = "train"
@@ -27,7 +26,3 @@ class LoaderOptions(Settings, frozen=True, kw_only=True):
     seed: Annotated[NotNegative, flag("random seed for the order")] = 0
     repeats: Annotated[Positive, flag("rounds of measurement")] = 5
     seconds: Annotated[float, msgspec.Meta(gt=0, le=1e9), flag("seconds of one run of the loader")] = 3.0
-
-    def __post_init__(self) -> None:
-        resolve_fields(self)
-        check_types(self, ConfigError)

@@ -6,26 +6,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fuelrail.bench.report.page import (
-    GIB,
-    Block,
-    Document,
-    Figure,
-    Hero,
-    Note,
-    Section,
-    Table,
-    Text,
-    Tiles,
-    document,
-)
-from fuelrail.bench.studies.loader.report import step_cells
+from fuelrail.bench.report.page import GIB, Block, Document, Figure, Hero, Note, Section, Table, Text, Tiles, document
+from fuelrail.bench.studies.loader.report import LoaderFigures, LoaderReport, step_cells
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from fuelrail.bench.measure.rates import Interval, Rate
-    from fuelrail.bench.studies.loader.report import LoaderFigures, LoaderReport
 
 _METHOD = (
     "Rounds alternate between the whole loader, each of its stages alone, and this machine's limits, so that a "
@@ -34,7 +21,6 @@ _METHOD = (
     "rounds that is a 94% confidence interval of the median, for any distribution. The consumer does nothing with the "
     "batches."
 )
-
 
 _ALONE = (
     "Stages and limits work on samples that are in memory. The limits are what the libraries take for the same bytes "

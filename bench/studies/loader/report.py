@@ -11,11 +11,7 @@ from fuelrail.bench.measure.machine import (
     DatasetFacts,  # noqa: TC001 (likewise)
     MachineFacts,  # noqa: TC001 (msgspec resolves the field's type)
 )
-from fuelrail.bench.measure.rates import (
-    Interval,
-    Rate,
-    interval_of,
-)
+from fuelrail.bench.measure.rates import Interval, Rate, interval_of
 from fuelrail.bench.report.files import ReportHeader, created_now
 from fuelrail.bench.studies.loader.run import MIN_STEADY_BATCHES, LoaderRun
 
@@ -27,17 +23,13 @@ if TYPE_CHECKING:
 
 SCHEMA = "fuelrail-bench-loader"
 
-
 VERSION = 3
-
 
 # A few pages are read again by any process.
 _MANY_FAULTS = 100
 
-
 # A step that is faster than the one before it by more than this share is above its limit.
 _ABOVE = 0.02
-
 
 CLOCK_JUMP_S = 0.25
 """A run whose wall clock and monotonic clock differ by more is left out."""
@@ -268,9 +260,7 @@ Kind = Literal["cpu", "threads", "single thread", "storage", "waiting", "hand-ov
 # Shares from which a resource counts as used up, and a thread as always busy.
 _USED_UP = 0.85
 
-
 _ALWAYS_BUSY = 0.9
-
 
 # A thread that computes for less than this share of its busy time mostly waits.
 _COMPUTING = 0.5

@@ -10,24 +10,27 @@ import msgspec
 
 from fuelrail.bench.measure.clock import clock_jump_s
 from fuelrail.bench.measure.cuda import pinned_copy
-from fuelrail.bench.measure.limits import measure_limits, sample_sizes
+from fuelrail.bench.measure.limits import SampleSizes, measure_limits, sample_sizes
 from fuelrail.bench.measure.machine import CpuUse, CpuWatch, peak_memory_bytes
 from fuelrail.bench.measure.processes import NOTHING_MEASURED
-from fuelrail.bench.measure.rates import warm_up_length
+from fuelrail.bench.measure.rates import Rate, warm_up_length
 from fuelrail.bench.measure.records import Stage, snapshot
-from fuelrail.bench.studies.loader.stages import make_loader, measure_stacked, measure_stages, record_stages
+from fuelrail.bench.studies.loader.stages import (
+    LoaderChoice,
+    Recorded,
+    make_loader,
+    measure_stacked,
+    measure_stages,
+    record_stages,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fuelrail.bench.measure.limits import SampleSizes
-    from fuelrail.bench.measure.rates import Rate
-    from fuelrail.bench.studies.loader.stages import LoaderChoice, Recorded
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.transforms.image import ImageAugment
 
 MIN_STEADY_BATCHES = 8
-
 
 _QUEUE_EVERY_S = 0.02
 
@@ -102,7 +105,6 @@ def _storage_faults() -> int:
 
 
 _NUM_BATCHES_KEPT = 3
-
 
 _NUM_SAMPLES_KEPT = 12
 

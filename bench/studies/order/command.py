@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fuelrail.bench.report.console import print_table, report_console
 from fuelrail.bench.report.options import add_dataset
-from fuelrail.bench.studies.order.describe import DescribeOptions, describe_order
+from fuelrail.bench.studies.order.describe import DescribeOptions, Description, describe_order
 from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, given_flags, print_json
 from fuelrail.pipeline.order.spec import OrderSpec
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from fuelrail.bench.studies.order.describe import Description
     from fuelrail.bench.studies.order.report import OrderFigures
 
 DESCRIPTION = (

@@ -20,7 +20,7 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.compile import compile_order
 from fuelrail.pipeline.order.spec import Layout, OrderSpec
-from fuelrail.pipeline.settings import Settings, check_types, flag, make_options, resolve_fields
+from fuelrail.pipeline.settings import CheckedSettings, flag, make_options
 from fuelrail.pipeline.text import shown
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _EPOCHS = 1000
 _SHUFFLED_IN_ALL = 2_000_000
 
 
-class DescribeOptions(Settings, frozen=True, kw_only=True):
+class DescribeOptions(CheckedSettings, frozen=True, kw_only=True):
     """Options of `fuelrail.describe_order`, and flags of ``fuelrail order describe``."""
 
     split: Annotated[str, flag("split to describe")] = "train"
@@ -49,10 +49,6 @@ class DescribeOptions(Settings, frozen=True, kw_only=True):
         None
     )
     plot: Annotated[str | None, flag("draw the orders: .png, .svg or .pdf", metavar="FILE")] = None
-
-    def __post_init__(self) -> None:
-        resolve_fields(self)
-        check_types(self, ConfigError)
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):

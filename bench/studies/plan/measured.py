@@ -10,13 +10,13 @@ import msgspec
 
 from fuelrail.bench.measure.machine import dataset_facts
 from fuelrail.bench.planner.choice import fit as shape_and_time
-from fuelrail.bench.planner.scenario import Scenario
-from fuelrail.bench.planner.step_time import fit, step_time
+from fuelrail.bench.planner.scenario import Data, Scenario
+from fuelrail.bench.planner.step_time import Work, fit, step_time
 from fuelrail.bench.report.files import REPORT_JSON, load_report_of
 from fuelrail.bench.studies.loader import report as loader_report
 from fuelrail.bench.studies.loader.report import LoaderReport
 from fuelrail.bench.studies.train.convergence import global_batch
-from fuelrail.bench.studies.train.report import load_report
+from fuelrail.bench.studies.train.report import Report, load_report
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings
 from fuelrail.loaders import Transforms
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fuelrail.bench.planner.hardware import ClusterSettings, ComputeType
-    from fuelrail.bench.planner.scenario import Data
-    from fuelrail.bench.planner.step_time import Work
-    from fuelrail.bench.studies.train.report import Report
 
 
 def calibrated(asked: Scenario, cluster: ClusterSettings, reports: Sequence[str]) -> tuple[Scenario, list[str]]:

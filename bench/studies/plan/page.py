@@ -5,19 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fuelrail.bench.planner.hardware import GIB
-from fuelrail.bench.report.page import (
-    Block,
-    Document,
-    Figure,
-    Hero,
-    Note,
-    Section,
-    Table,
-    Text,
-    Tiles,
-    as_text,
-    when,
-)
+from fuelrail.bench.report.page import Block, Document, Figure, Hero, Note, Section, Table, Text, Tiles, as_text, when
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
-from fuelrail.bench.planner.choice import FP32, USABLE, named, peak, taught
-from fuelrail.bench.planner.hardware import GIB
+from fuelrail.bench.planner.choice import FP32, USABLE, Fit, named, peak, taught
+from fuelrail.bench.planner.hardware import GIB, ClusterSettings
 from fuelrail.bench.planner.scaling import Curve  # noqa: TC001 (msgspec resolves the field's type)
 from fuelrail.bench.planner.scenario import Data, Scenario, questions
 from fuelrail.bench.planner.shape import MOMENTS, Shape, private_parts_are_there, schedule_order
@@ -15,10 +15,6 @@ from fuelrail.bench.planner.step_time import Efficiency, StepTime
 from fuelrail.bench.report.files import created_now
 from fuelrail.bench.studies.plan.sweep import Planned, data_seconds
 from fuelrail.bench.studies.train.checkpoints import suggested_interval_s
-
-if TYPE_CHECKING:
-    from fuelrail.bench.planner.choice import Fit
-    from fuelrail.bench.planner.hardware import ClusterSettings
 
 SCHEMA = "fuelrail-plan"
 VERSION = 1

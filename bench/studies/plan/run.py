@@ -7,22 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fuelrail.bench.planner.choice import candidates, fit, named, peak
-from fuelrail.bench.planner.hardware import GIB, load_cluster
+from fuelrail.bench.planner.choice import Fit, candidates, fit, named, peak
+from fuelrail.bench.planner.hardware import GIB, ClusterSettings, load_cluster
 from fuelrail.bench.planner.scaling import scaling_curves
 from fuelrail.bench.planner.scenario import Data, PlanOptions, Scenario, check, with_options
 from fuelrail.bench.studies.plan.measured import calibrated, with_data, with_loader
-from fuelrail.bench.studies.plan.report import Tried, build_report
+from fuelrail.bench.studies.plan.report import PlanReport, Tried, build_report
 from fuelrail.bench.studies.plan.sweep import sweep
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import load_yaml, make_options
 
 if TYPE_CHECKING:
     import os
-
-    from fuelrail.bench.planner.choice import Fit
-    from fuelrail.bench.planner.hardware import ClusterSettings
-    from fuelrail.bench.studies.plan.report import PlanReport
 
 
 def plan(

@@ -17,20 +17,18 @@ from fuelrail.bench.planner.choice import (
     stages,
     work_of,
 )
-from fuelrail.bench.planner.hardware import GIB
+from fuelrail.bench.planner.hardware import GIB, ClusterSettings
 from fuelrail.bench.planner.quick import can_be_quick, quick_stages
 from fuelrail.bench.planner.shape import private_parts_are_there
 from fuelrail.bench.planner.step_time import step_time
-from fuelrail.bench.trainer.strategies.settings import ParallelSettings, check_fits, degrees_of
+from fuelrail.bench.trainer.strategies.settings import ParallelSettings, Strategy, check_fits, degrees_of
 from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fuelrail.bench.planner.hardware import ClusterSettings
     from fuelrail.bench.planner.scenario import Data, Recompute, Scenario
-    from fuelrail.bench.trainer.strategies.settings import Strategy
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "full")

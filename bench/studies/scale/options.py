@@ -8,7 +8,7 @@ import msgspec
 
 from fuelrail.bench.trainer.models.settings import NotNegative, Positive  # noqa: TC001 (msgspec resolves the fields' types)
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import Settings, check_types, flag
+from fuelrail.pipeline.settings import CheckedSettings, flag
 
 _LARGE = 1e9  # msgspec knows no "finite"
 
@@ -21,7 +21,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     return tuple(map(int, words))
 
 
-class ScaleOptions(Settings, frozen=True, kw_only=True):
+class ScaleOptions(CheckedSettings, frozen=True, kw_only=True):
     """Options of `fuelrail.scale`, and the flags of ``fuelrail bench scale``."""
 
     ranks: Annotated[
@@ -51,6 +51,3 @@ class ScaleOptions(Settings, frozen=True, kw_only=True):
         float, msgspec.Meta(ge=0, le=_LARGE), flag("extra compute time of slow ranks (0.2 = 20 %)")
     ] = 0.2
     storage_gb_per_s: Annotated[float, msgspec.Meta(ge=0, le=_LARGE), flag("total storage bandwidth in GB/s")] = 10.0
-
-    def __post_init__(self) -> None:
-        check_types(self, ConfigError)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from fuelrail.bench.report.plots import PercentFormatter, legend_above, new_figure, style, to_svg
-from fuelrail.bench.studies.scale.report import Scaling
-
-if TYPE_CHECKING:
-    from fuelrail.bench.studies.scale.report import ScaleReport
+from fuelrail.bench.studies.scale.report import ScaleReport, Scaling
 
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 

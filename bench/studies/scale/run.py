@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE
+from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE, AcceleratorProfile
 from fuelrail.bench.measure.machine import usable_cpus
 from fuelrail.bench.measure.processes import NOTHING_MEASURED
 from fuelrail.bench.measure.rates import bootstrap_means
@@ -24,6 +24,7 @@ from fuelrail.bench.studies.scale.report import (
     FITTED_RANKS,
     Conditions,
     Measured,
+    ScaleReport,
     Scaling,
     build_scale_report,
     make_curves,
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fuelrail.bench.measure.accelerator import AcceleratorProfile
-    from fuelrail.bench.studies.scale.report import ScaleReport
     from fuelrail.bench.studies.train.report import Report
 
 

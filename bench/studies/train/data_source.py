@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 # A run whose storage read a smaller share of its bytes was fed by the page cache.
 _FROM_STORAGE = 0.05
 
-
 _FROM_CACHE = 0.5
 
 

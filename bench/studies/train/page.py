@@ -18,13 +18,12 @@ from fuelrail.bench.report.page import (
     Tiles,
     document,
 )
-from fuelrail.bench.studies.train.report import learning_sentences
+from fuelrail.bench.studies.train.report import Figures, Report, learning_sentences
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from fuelrail.bench.measure.clock import Summary
-    from fuelrail.bench.studies.train.report import Figures, Report
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart: work in blues and greens, waiting in orange.
 PHASE_COLOURS = {
@@ -57,14 +56,12 @@ _EMULATION = (
     "keep such an accelerator fed, not how fast it trains."
 )
 
-
 _OCCUPANCY = (
     "**Occupancy** is the time in which the accelerator computes forward, backward and optimiser, divided by wall "
     "time, over all steps after warm-up: MLPerf Storage’s accelerator utilisation (AU = total compute time / total "
     "running time), mean over ranks. Stricter than there: exposed all-reduce doesn’t count as busy, because a rank "
     "that waits in it for a starved neighbour does no work; the column “with all-reduce” includes it."
 )
-
 
 _PHASES = (
     "**Data wait** runs from asking the loader for the next batch to getting it, **host to device** from then "
@@ -75,13 +72,11 @@ _PHASES = (
     "out."
 )
 
-
 _ON_A_GPU = (
     "On a GPU the phases come from CUDA events on the compute stream. The loader copies images on a stream of its own, "
     "ahead of the trainer: that time is its **transfer** stage, and **host to device** is only what the step "
     "still had to wait for."
 )
-
 
 _EMULATED_PHASES = (
     "In the emulation a phase is the emulated time, and only that counts as busy. What the stand-in’s real work takes "

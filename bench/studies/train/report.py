@@ -23,14 +23,7 @@ from fuelrail.bench.measure.occupancy import (
     rank_paces,
     window_of,
 )
-from fuelrail.bench.measure.records import (
-    PHASES,
-    MemoryLine,
-    RankLog,
-    Stage,
-    StageSnapshot,
-    StepRecord,
-)
+from fuelrail.bench.measure.records import PHASES, MemoryLine, RankLog, Stage, StageSnapshot, StepRecord
 from fuelrail.bench.report.files import ReportHeader, created_now, load_report_of
 from fuelrail.bench.studies.train.checkpoints import CheckpointFigures, checkpoint_figures
 from fuelrail.bench.studies.train.convergence import (
@@ -49,9 +42,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "fuelrail-bench-train"
 
-
 VERSION = 2
-
 
 _S_PER_HOUR = 3600
 
@@ -330,7 +321,6 @@ def _rank_facts(rank: int, log: RankLog) -> RankFacts:
 
 # Shares of the wall time or of the steps below which there is no warning.
 _NOISE = 0.01
-
 
 _NOTABLE = 0.02
 

@@ -10,9 +10,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE, load_profile, profile_names
-from fuelrail.bench.measure.machine import CpuWatch, dataset_facts, installed_gpus, machine_facts
-from fuelrail.bench.measure.nvml import NvmlWatch
+from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE, AcceleratorProfile, load_profile, profile_names
+from fuelrail.bench.measure.machine import (
+    CpuUse,
+    CpuWatch,
+    DatasetFacts,
+    MachineFacts,
+    dataset_facts,
+    installed_gpus,
+    machine_facts,
+)
+from fuelrail.bench.measure.nvml import GpuUse, NvmlWatch
 from fuelrail.bench.measure.records import RankLog, rank_path, read_rank
 from fuelrail.bench.ranks.launch import Outcome, run_ranks
 from fuelrail.bench.report.files import REPORT_JSON, TRACE_JSON, merge_traces, prepare_folder
@@ -33,9 +41,6 @@ from fuelrail.pipeline.storage.filesystem import filesystem, is_url
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fuelrail.bench.measure.accelerator import AcceleratorProfile
-    from fuelrail.bench.measure.machine import CpuUse, DatasetFacts, MachineFacts
-    from fuelrail.bench.measure.nvml import GpuUse
 
 _SETTINGS_FILE = "settings.json"
 _LOG_FILE = "ranks.log"

@@ -8,12 +8,11 @@ import msgspec
 
 from fuelrail.bench.measure.clock import NS_PER_MS, NS_PER_S
 from fuelrail.bench.measure.occupancy import rolling_occupancy
-from fuelrail.bench.measure.records import PHASES
+from fuelrail.bench.measure.records import PHASES, StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fuelrail.bench.measure.records import StepRecord
 
 ROLLING_STEPS = 5
 

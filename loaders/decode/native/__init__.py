@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fuelrail.loaders.decode.native.build import FOLDER, LIBRARY_NAME, source_crc
-from fuelrail.pipeline.transforms.image_map import scaled_size
+from fuelrail.pipeline.transforms.image_map import ImageMap, scaled_size
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from fuelrail.loaders.decode.jpeg import Picture, Scratch
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.sample.image_header import ImageInfo
-    from fuelrail.pipeline.transforms.image_map import ImageMap
 
 REBUILD = "python -m fuelrail.loaders.decode.native"
 

@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import numpy as np
 
-from fuelrail.pipeline.order.batching import EVERY_STEP
+from fuelrail.pipeline.order.batching import EVERY_STEP, Walk, World
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from numpy.typing import NDArray
 
-    from fuelrail.pipeline.order.batching import Walk, World
 
 NEVER: Final = int(np.iinfo(np.int64).max)
 """Not used again within the horizon."""

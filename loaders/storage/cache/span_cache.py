@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Self
 import numpy as np
 
 from fuelrail.loaders.storage.cache.folder import CacheFolder
-from fuelrail.loaders.storage.cache.future_uses import NEVER, FarthestFirst
+from fuelrail.loaders.storage.cache.future_uses import NEVER, FarthestFirst, FutureUses
 from fuelrail.loaders.storage.pread import SpanBuffers
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.storage.filesystem import DISK_FULL
@@ -27,14 +27,12 @@ from fuelrail.pipeline.storage.private import make_folder, open_file
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fuelrail.loaders.storage.cache.future_uses import FutureUses
     from fuelrail.loaders.storage.protocol import StorageStats
     from fuelrail.pipeline.format.dataset import Dataset
 
 _LOG = logging.getLogger(__name__)
 
 _OPEN_FILES: Final = 128
-
 
 _KEEP_BUFFERS_BYTES: Final = 64 << 20
 
@@ -268,7 +266,6 @@ class SpanCache:
 
 
 _PART_OF_FREE_SPACE: Final = 0.8
-
 
 _UNITS: Final = {
     "": 1,

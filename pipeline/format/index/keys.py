@@ -11,7 +11,7 @@ import pyarrow as pa
 import xxhash
 
 from fuelrail.pipeline.errors import IndexFileError
-from fuelrail.pipeline.format.index.blocks import HEAD_BYTES, FixedColumns
+from fuelrail.pipeline.format.index.blocks import HEAD_BYTES, BlockFile, FixedColumns
 from fuelrail.pipeline.storage.columns import Disk
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fuelrail.pipeline.format.index.blocks import BlockFile
     from fuelrail.pipeline.format.index.samples import SampleIndex
 
 KEYS_FILE: Final = "keys.arrow"

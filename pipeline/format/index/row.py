@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple, Protocol, overload
+from typing import NamedTuple, Protocol, overload
 
 from fuelrail.pipeline.format.codecs import suffix
 from fuelrail.pipeline.format.tar import BLOCK_BYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
 
 
 class MemberEntry(NamedTuple):

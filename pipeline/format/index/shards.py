@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, overload
 
 import numpy as np
@@ -13,7 +13,6 @@ from fuelrail.pipeline.errors import ManifestError
 from fuelrail.pipeline.format.index.blocks import BlockFile, FixedColumns
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from numpy.typing import NDArray

@@ -29,14 +29,13 @@ from fuelrail.sharding.demo.picture.raster import (
     window_of,
 )
 from fuelrail.sharding.demo.picture.shapes import Face, Part, painting_order, shape_of
-from fuelrail.sharding.demo.rig import stream
+from fuelrail.sharding.demo.rig import Camera, stream
 from fuelrail.sharding.demo.solids import Solid, far_to_near
 from fuelrail.sharding.demo.street import FACADE_M, KERB_M, LANE_WIDTH_M
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from fuelrail.sharding.demo.rig import Camera
     from fuelrail.sharding.demo.world import Clip, Weather
 
     Floats = NDArray[np.floating[Any]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -12,15 +11,12 @@ import pyarrow.compute as pc
 
 from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.errors import ConfigError, DatasetError
-from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.format.layers import NO_ROW, ROWS_FILE, BaseEntry, LayerManifest, open_layer_data
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, decode_manifest, encode_manifest
 from fuelrail.pipeline.text import escaped
 from fuelrail.sharding.output.folder import FolderOutput, check_out, link_file
 from fuelrail.sharding.write.layers.finish import rows_file
-
-if TYPE_CHECKING:
-    from fuelrail.pipeline.format.dataset import Dataset
 
 _LISTED_KEYS = 1000
 

@@ -24,6 +24,7 @@ from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.format.layers import (
     NO_ROW,
     BaseEntry,
+    LayerManifest,
     LayerView,
     check_layer_table,
     open_layer_data,
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fuelrail.pipeline.format.layers import LayerManifest
 
 _RUN_FILE: Final = f"{WORK_FOLDER}/layer.json"
 
