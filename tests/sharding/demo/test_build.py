@@ -58,11 +58,6 @@ def test_the_same_world_is_left_as_it_is(small_spec: WorldSpec, small_world: Pat
     assert {path: path.stat().st_mtime_ns for path in small_world.rglob("*")} == before
 
 
-def test_another_world_is_not_touched(small_spec: WorldSpec, small_world: Path) -> None:
-    with pytest.raises(DatasetExistsError, match=r"another synthetic world \(seed 5, not 6\)"):
-        build(msgspec.structs.replace(small_spec, seed=6), small_world, 1)
-
-
 def test_a_folder_with_other_files_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(DatasetExistsError, match="isn't empty and holds no synthetic world"):
