@@ -18,7 +18,7 @@ from fuelrail.sharding.engines.local import LocalEngine
 from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import JsonLines
 from fuelrail.sharding.write.shard_writer import ShardDone
-from support.sharding import ENVIRONMENT, digests
+from support.sharding import digests, environment
 
 TWO = ("CAM_FRONT", "CAM_BACK")
 
@@ -135,7 +135,7 @@ def test_a_script_without_a_main_guard_gets_a_sentence(source, tmp_path):
     script.write_text(
         f"import fuelrail\nfuelrail.shard({source!r}, {str(tmp_path / 'out')!r}, workers=2, engine='processes')\n"
     )
-    done = subprocess.run([sys.executable, script], env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, script], env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert f"ConfigError: {script}:2: this call starts worker processes" in done.stderr
     assert "FuelrailError: a worker process died" in done.stderr.splitlines()[-1]

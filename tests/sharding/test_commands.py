@@ -15,7 +15,7 @@ import pytest
 
 from fuelrail.__main__ import main
 from fuelrail.pipeline.format.manifest import WORK_FOLDER
-from support.sharding import ENVIRONMENT, digests, flip, shard_command
+from support.sharding import digests, environment, flip, shard_command
 from support.shared_data import shared_data
 
 TWO = ("CAM_FRONT", "CAM_BACK")
@@ -109,8 +109,8 @@ def test_a_terminal_gets_a_bar(source, tmp_path, monkeypatch):
 
     main_end, child_end = pty.openpty()
     command = shard_command(f"nuscenes:{source.root}", tmp_path / "out", "--workers", "1")
-    environment = {**ENVIRONMENT, "TERM": "xterm", "COLUMNS": "120"}
-    process = subprocess.Popen(command, stderr=child_end, stdout=subprocess.PIPE, env=environment)
+    variables = {**environment(), "TERM": "xterm", "COLUMNS": "120"}
+    process = subprocess.Popen(command, stderr=child_end, stdout=subprocess.PIPE, env=variables)
     os.close(child_end)
     shown = b""
     with contextlib.suppress(OSError):  # the end of a pseudo terminal is an error

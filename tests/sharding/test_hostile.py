@@ -34,7 +34,7 @@ from fuelrail.sharding.write.packer import RawMember, ShardPacker
 from support.hostile import Member, edited, small_dataset
 from support.hostile_cases import cases, zeros
 from support.loaders import make_loader
-from support.sharding import ENVIRONMENT, Interrupt, digests, reshard, shard_nuscenes
+from support.sharding import Interrupt, digests, environment, reshard, shard_nuscenes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -75,7 +75,7 @@ for words in json.loads(sys.argv[1]):
 print(peak() - began, file=sys.stderr)
 """
     line = [sys.executable, "-c", program, json.dumps(commands)]
-    done = subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=240)
     assert "Traceback" not in done.stderr
     return int(done.stderr.strip().splitlines()[-1]) << 10, done.stdout + done.stderr
 
@@ -161,7 +161,9 @@ def test_l1_l7_reshard_under_a_limit_of_address_space_ends_in_a_sentence(case, t
     """Of the first not even OpenCV can be imported."""
     words = ["reshard", str(case(f"zstd/{BOXES}-1024")), str(tmp_path / "out"), "--workers", "2"]
     line = f'ulimit -v {num_bytes}; exec "$0" -m fuelrail "$@"'
-    done = subprocess.run(["bash", "-c", line, sys.executable, *words], env=ENVIRONMENT, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-c", line, sys.executable, *words], env=environment(), capture_output=True, text=True
+    )
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert "over the cap" in done.stderr or num_bytes == 1_500_000

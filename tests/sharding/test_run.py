@@ -19,7 +19,7 @@ from fuelrail.pipeline.format.manifest import WORK_FOLDER
 from fuelrail.sharding.engines.local import LocalEngine
 from fuelrail.sharding.sources.nuscenes.source import NuScenesSource
 from support.nuscenes_tables import build_nuscenes, encode_image
-from support.sharding import ENVIRONMENT, Interrupt, digests, flip, members_of, shard_command, shard_nuscenes
+from support.sharding import Interrupt, digests, environment, flip, members_of, shard_command, shard_nuscenes
 from support.source_world import samples_of
 
 CLIPS = "a4 b5 c3 d4"
@@ -229,7 +229,7 @@ def test_every_rename_may_be_the_last_thing_a_run_does(source, tmp_path):
     small = build_nuscenes(tmp_path / "source", {"a": 2, "b": 2}, cameras=("CAM_FRONT", "CAM_BACK"), num_points=20)
     (tmp_path / "scratch").mkdir()
     program = [sys.executable, "-m", "support.crash_at_every_rename", str(small.root), str(tmp_path / "scratch")]
-    done = subprocess.run(program, env=ENVIRONMENT, capture_output=True, text=True)
+    done = subprocess.run(program, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 10
 
@@ -244,7 +244,7 @@ def test_killed_at_any_time_the_same_command_finishes(source, expected, tmp_path
     times = []
     for _ in range(3):
         start_s = time.monotonic()
-        process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         # The first is let run until work begins, so that its length is known and the others die in the middle.
         while not times and process.poll() is None and not list(out.glob("*.tar")):
             time.sleep(0.002)
@@ -256,7 +256,7 @@ def test_killed_at_any_time_the_same_command_finishes(source, expected, tmp_path
         process.communicate()
         present = {name: digest for name, digest in digests(out).items() if not name.startswith(WORK_FOLDER)}
         assert present.items() <= digests(expected).items()
-    finished = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+    finished = subprocess.run(command, env=environment(), capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     assert digests(out) == digests(expected)
 
@@ -277,7 +277,7 @@ def test_ctrl_c_and_sigterm_end_cleanly(dataroot, tmp_path, number, to_all, work
     made = dataroot("a300", images=[encode_image(1, 48, 32)], cameras=("CAM_FRONT",), num_tracks=0)
     out = tmp_path / "out"
     command = shard_command(f"nuscenes:{made.root}", out, "--shard-size", "5kB", *workers)
-    process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True)
     while process.poll() is None and not list(out.glob("*.tar")):
         time.sleep(0.002)
     (os.killpg if to_all else os.kill)(process.pid, number)

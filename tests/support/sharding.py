@@ -28,8 +28,11 @@ if TYPE_CHECKING:
 
 
 _OF_SOURCE = ("version", "missing_camera", "points", "sweeps")
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-"""For commands in processes of their own."""
+
+
+def environment() -> dict[str, str]:
+    """The variables of this process as it is now, for commands in processes of their own."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def shard_nuscenes(

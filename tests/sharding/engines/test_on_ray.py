@@ -15,7 +15,7 @@ from fuelrail.sharding.engines import ray
 from fuelrail.sharding.engines.ray import RayEngine
 from fuelrail.sharding.progress import Quiet
 from support.ray_cluster import ray_cluster
-from support.sharding import ENVIRONMENT, digests, shard_command, shard_nuscenes
+from support.sharding import digests, environment, shard_command, shard_nuscenes
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'fuelrail[ray]'")
 
@@ -80,8 +80,8 @@ def test_a_driver_that_is_killed_continues_with_the_same_command(source, expecte
     out = tmp_path / "out"
     words = ("--seed", "7", "--shard-size", "30000", "--splits", "train=0.75,val=0.25", "--engine", "ray")
     command = shard_command(f"nuscenes:{source.root}", out, *words, "--ray-address", cluster.address)
-    environment = {**ENVIRONMENT, "RAY_USAGE_STATS_ENABLED": "0"}
-    run = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    variables = {**environment(), "RAY_USAGE_STATS_ENABLED": "0"}
+    run = subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while len(list(out.glob("*.tar"))) < 2 and run.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -89,7 +89,7 @@ def test_a_driver_that_is_killed_continues_with_the_same_command(source, expecte
     assert run.wait() == -signal.SIGKILL
     there = {path.name: path.stat().st_ino for path in out.glob("*.tar")}
     assert len(there) >= 2
-    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command, env=variables, check=True, stdout=subprocess.DEVNULL)
     assert digests(out) == expected
     # Workers of the run that was killed may have finished a shard more; none that was there is another file now.
     assert all((out / name).stat().st_ino == inode for name, inode in there.items())

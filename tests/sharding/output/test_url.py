@@ -25,7 +25,7 @@ from fuelrail.sharding.verify.dataset import verify
 from support.cloud_emulators import emulated
 from support.loaders import make_loader
 from support.s3_server import s3_server
-from support.sharding import ENVIRONMENT, Interrupt, digests, reshard, shard_command, shard_nuscenes, write_job
+from support.sharding import Interrupt, digests, environment, reshard, shard_command, shard_nuscenes, write_job
 
 pytestmark = pytest.mark.network
 
@@ -110,7 +110,7 @@ def test_verify_at_a_url(source, bucket, url, capsys, tmp_path):
 def test_killed_in_the_middle_the_same_command_finishes(source, expected, bucket, url, tmp_path):
     words = ("--seed", "7", "--shard-size", "50000", "--splits", "train=0.75,val=0.25", "--workers", "2")
     command = shard_command(f"nuscenes:{source.root}", url, *words)
-    run = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
+    run = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 100
     prefix = url.removeprefix("s3://")
     while time.monotonic() < deadline and run.poll() is None:
