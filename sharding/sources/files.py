@@ -155,7 +155,7 @@ class FolderFiles:
 class UrlFiles:
     """Files under a prefix of an object store. Facts come from listings, one for each top folder, kept on disk.
 
-    They are there, and the listings are, while :meth:`fetched` is open.
+    The listings are there while :meth:`fetched` is open; without one the store is asked about each file.
     """
 
     def __init__(self, url: str) -> None:
@@ -190,9 +190,11 @@ class UrlFiles:
 
     def facts(self, name: str) -> FileFacts | None:
         """Size and ETag."""
+        if self._listings is None:  # of one file, while samples are written
+            found = self._try(name, functools.partial(self._fs.info, self._path(name)))
+            return FileFacts(found["size"], stated_version(found))
         top, in_folder, _ = name.partition("/")
         top = top if in_folder else ""
-        assert self._listings is not None, "facts are known while the tables are here"
         if top not in self._listings.folders:
             self._listings.add(top, self._pages(top) if in_folder else [self._in_root()])
         return self._listings.facts(name)

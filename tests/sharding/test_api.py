@@ -1,40 +1,36 @@
-"""The functions behind the commands: what the command line does, three lines of Python do."""
+"""The functions behind the commands: what the command line does, three lines of Python do; what a run reports."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from fuelrail.__main__ import main
 from fuelrail.pipeline.errors import ConfigError, DatasetExistsError, FuelrailError
 from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.sharding import progress as module
 from fuelrail.sharding.api import inspect, reshard, shard, verify
-from fuelrail.sharding.demo.synth import synth
+from fuelrail.sharding.append import append
 from fuelrail.sharding.engines.local import LocalEngine
 from fuelrail.sharding.planning.recipe import make_recipe
-from fuelrail.sharding.progress import Quiet
-from support.nuscenes_tables import build_nuscenes
-from support.sharding import digests
+from fuelrail.sharding.progress import JsonLines
+from fuelrail.sharding.write.shard_writer import ShardDone
+from support.sharding import digests, environment
 
 TWO = ("CAM_FRONT", "CAM_BACK")
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    root = build_nuscenes(tmp_path_factory.mktemp("source"), {"a": 3, "b": 3}, cameras=TWO).root
-    return f"nuscenes:{root}"
+def source(dataroot):
+    return f"nuscenes:{dataroot('a3 b3', cameras=TWO).root}"
 
 
 @pytest.fixture(scope="module")
-def out(source, tmp_path_factory):
-    made = tmp_path_factory.mktemp("api") / "out"
-    shard(source, made, seed=7, splits={"train": 0.5, "val": 0.5}, workers=1)
-    return made
+def out(dataroot, sharded):
+    return sharded(dataroot("a3 b3", cameras=TWO), splits={"train": 0.5, "val": 0.5})
 
 
 def test_shard_makes_what_the_command_makes(source, out, tmp_path, capsys):
@@ -58,17 +54,6 @@ def test_the_report_of_a_run(source, tmp_path):
     assert "in 1 shard (1 reused), " in again.as_text()
 
 
-def test_progress_gets_what_happens(source, tmp_path):
-    seen = []
-
-    class Watch(Quiet):
-        def shard_done(self, shard):
-            seen.append(shard.name)
-
-    shard(source, tmp_path / "out", workers=1, progress=Watch())
-    assert seen == ["train-000000.tar"]
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -89,17 +74,16 @@ def test_wrong_options_are_errors_of_ours(source, tmp_path, options, said):
     assert not (tmp_path / "out").exists()
 
 
-def test_reshard_merges_and_appends(source, out, tmp_path):
+def test_reshard_merges_and_appends(out, dataroot, sharded, tmp_path):
     merged = reshard(out, tmp_path / "merged", seed=3, workers=1)
     assert (merged.num_samples, merged.num_shards, merged.samples_by_split) == (6, 2, {"train": 3, "val": 3})
-    other = build_nuscenes(tmp_path / "source", {"c": 2}, cameras=TWO).root
-    shard(f"nuscenes:{other}", tmp_path / "other", workers=1)
-    both = reshard([out, tmp_path / "other"], tmp_path / "both", append=True)
+    other = sharded(dataroot("c2", cameras=TWO))
+    both = reshard([out, other], tmp_path / "both", append=True)
     assert (both.num_samples, both.num_clips, both.num_written, both.num_kept) == (8, 3, 0, 3)
     assert not verify(tmp_path / "both", deep=True).faults
     for options, name in (({"seed": 3}, "seed"), ({"points": False}, "points"), ({"workers": 2}, "workers")):
         with pytest.raises(ConfigError, match=f"append=True reuses shards .* combined with {name}"):
-            reshard([out, tmp_path / "other"], tmp_path / "more", append=True, **options)
+            reshard([out, other], tmp_path / "more", append=True, **options)
     with pytest.raises(ConfigError, match="input and output are the same folder"):
         reshard(out, out)
     with pytest.raises(ConfigError, match="is already a Fuelrail dataset: use `fuelrail reshard"):
@@ -136,23 +120,6 @@ def test_inspect_describes(out):
         inspect(out, "x")
 
 
-@pytest.mark.slow
-def test_synth_renders(tmp_path):
-    seen = []
-    report = synth(
-        tmp_path / "world", seed=7, clips=1, frames=2, size=(64, 36), workers=1, lidar_sweeps=0,
-        progress=lambda done, total: seen.append((done, total)),
-    )  # fmt: skip
-    assert (report.num_clips, report.num_frames, report.num_images, report.reused) == (1, 2, 12, False)
-    assert seen[-1] == (2, 2)
-    assert report.as_text().startswith("wrote: ")
-    assert synth(tmp_path / "world", seed=7, clips=1, frames=2, size=(64, 36), lidar_sweeps=0).reused
-    with pytest.raises(ConfigError, match="unknown field `clip`"):
-        synth(tmp_path / "other", clip=1)
-    with pytest.raises(ConfigError, match="number of clips: got 0"):
-        synth(tmp_path / "other", clips=0)
-
-
 def test_a_nuscenes_root_is_no_dataset(source, tmp_path):
     with pytest.raises(
         FuelrailError, match=r"is a nuScenes root, not a Fuelrail dataset; convert it with `fuelrail shard"
@@ -168,9 +135,46 @@ def test_a_script_without_a_main_guard_gets_a_sentence(source, tmp_path):
     script.write_text(
         f"import fuelrail\nfuelrail.shard({source!r}, {str(tmp_path / 'out')!r}, workers=2, engine='processes')\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2] / ".src")}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, script], env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert f"ConfigError: {script}:2: this call starts worker processes" in done.stderr
     assert "FuelrailError: a worker process died" in done.stderr.splitlines()[-1]
     assert "another run" not in done.stderr
+
+
+def events_of(capsys):
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_bytes_rate_time_to_go_and_the_current_shard(capsys, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    lines = JsonLines()
+    lines.planned(30, ["train-000000", "train-000001", "val-000000"], 4000)
+    for num_bytes, seconds in ((600, 0.5), (400, 1.5)):
+        now[0] += seconds
+        lines.advanced(num_bytes)
+    lines.shard_done(ShardDone(1, "train-000001.tar.zst", 700, kept=False))
+    lines.shard_done(ShardDone(0, "train-000000.tar.zst", 300, kept=True))
+    now[0] += 2
+    lines.advanced(0)
+    planned, first, *_, last = events_of(capsys)
+    assert planned == {"event": "planned", "samples": 30, "shards": 3, "bytes": 4000}
+    assert first == {
+        "event": "progress", "bytes": 1000, "total_bytes": 4000, "bytes_per_s": 500, "eta_s": 6.0, "shards": 0,
+        "total_shards": 3, "current": "train-000000",
+    }  # fmt: skip
+    assert (last["shards"], last["current"], last["bytes_per_s"], last["eta_s"]) == (2, "val-000000", 250, 12.0)
+
+
+def test_appending_shows_its_shards_too(dataroot, sharded, tmp_path, capsys):
+    both = [sharded(dataroot(clips, cameras=TWO), name="d") for clips in ("a2", "b2")]
+    with JsonLines() as lines:
+        append([str(one) for one in both], tmp_path / "both", lines)
+    planned, *shards = events_of(capsys)
+    sizes = [(one / "train-000000.tar").stat().st_size for one in both]
+    assert planned == {"event": "planned", "samples": 4, "shards": 2, "bytes": sum(sizes)}
+    assert shards == [
+        {"event": "shard", "name": f"train-00000{number}.tar", "bytes": size, "kept": False}
+        for number, size in enumerate(sizes)
+    ]

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from typing import TYPE_CHECKING, Any
 
+import cv2
 import msgspec
 import numpy as np
 import pytest
-import webdataset
-from tests.support.edits import reseal
 
-from fuelrail.loaders import DataLoader, ImageAugment, Transforms, World
-from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.selection import decode_values, select
 from fuelrail.pipeline.channels.sensors import BOXES_CHANNEL
 from fuelrail.pipeline.errors import ManifestError, SourceError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.rigid import rotation_matrices
+from fuelrail.pipeline.sample.arrays import read_npy, write_npy
 from fuelrail.sharding.api import reshard, shard, verify
 from fuelrail.sharding.demo.synth import synth
 from fuelrail.sharding.verify.inspect import describe_dataset, describe_sample
+from support.edits import reseal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -136,56 +134,12 @@ def test_depth_is_that_of_the_lidar_points_and_of_the_ground(drive) -> None:
     assert compared > 1000
 
 
-@pytest.mark.process
-@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # webdataset leaves its files to the collector
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_other_tools_read_the_shards(drive) -> None:
-    out = drive / "out"
-    dataset = open_dataset(out)
-    (name, *_) = (entry.name for entry in dataset.shards)
-    listed = subprocess.run(["tar", "tf", str(out / name)], check=True, capture_output=True, text=True).stdout.split()
-    row = dataset.index.row(0)
-    assert listed[: len(row.members)] == [f"{row.key}.{member.name}" for member in row.members]
-    order = [channel.field for channel in dataset.manifest.channels]
-    assert [member.name for member in row.members if member.name in order] == [
-        BOXES_CHANNEL.field, *(field for field in order if field != BOXES_CHANNEL.field)
-    ]  # fmt: skip
-    number = 0
-    for number, sample in enumerate(webdataset.WebDataset(str(out / name), shardshuffle=False), 1):
-        own = dataset[number - 1]
-        assert sample["__key__"] == own.key
-        assert sample["radar.npy"] == bytes(own.extra["radar.npy"])
-        assert sample["instances_cam_front.png"] == bytes(own.extra["instances_cam_front.png"])
-    assert number == dataset.shards[0].num_samples
-
-
 def test_inspect_shows_the_channels(drive) -> None:
     text = describe_dataset(drive / "packed").as_text()
     assert "radar                      points  float32[any, 7] x y z vx vy rcs instance" in text
     assert "float32[45, 80]" in text
     key = open_dataset(drive / "packed").index.row(0).key
     assert "instances_cam_back.png" in describe_sample(drive / "packed", key).as_text()
-
-
-def test_a_loader_that_selects_nothing_reads_nothing_of_them(drive, tmp_path) -> None:
-    synth(tmp_path / "plain", **WORLD)
-    shard(f"nuscenes:{tmp_path / 'plain'}", tmp_path / "out", workers=1, layout="none")
-    plain = open_dataset(tmp_path / "out").manifest
-    assert plain.extra_channels == ()
-    assert plain.channels == tuple(
-        one for one in open_dataset(drive / "out").manifest.channels if one in plain.channels
-    )
-    batches = []
-    for root in (tmp_path / "out", drive / "out"):
-        transforms = Transforms(image=ImageAugment(height=32, width=64))
-        with DataLoader(
-            root, batch_size=2, split="train", transforms=transforms, world=World(), device="cpu"
-        ) as loader:
-            batches.append(next(iter(loader)))
-    ours, theirs = batches
-    assert ours.keys() == theirs.keys()
-    assert ours["sample_key"] == theirs["sample_key"]
-    assert bool((ours["img"] == theirs["img"]).all())
 
 
 def test_reshard_and_append_carry_them(drive, tmp_path) -> None:
@@ -215,6 +169,16 @@ def test_datasets_of_other_channels_do_not_become_one(drive, tmp_path) -> None:
             reshard([drive / "packed", tmp_path / "new"], tmp_path / "both", **options)
 
 
+def edit_manifest(out: Path, name: str, **changes: object) -> None:
+    """Change a channel of the manifest."""
+
+    def edit(manifest: Any) -> Any:
+        table = [entry | (changes if entry["name"] == name else {}) for entry in msgspec.to_builtins(manifest.channels)]
+        return msgspec.structs.replace(manifest, channels=msgspec.convert(table, type=tuple[type(BOXES_CHANNEL), ...]))
+
+    reseal(out, edit)
+
+
 def edit_table(drive: Path, channel: str, **changes: object) -> None:
     path = drive / "v1.0-mini" / "channels.json"
     table = json.loads(path.read_text())
@@ -226,17 +190,11 @@ def edit_table(drive: Path, channel: str, **changes: object) -> None:
 
 def rewrite(drive: Path, name: str, change: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]) -> None:
     """Change the first file of a channel, with no regard to the table."""
-    from fuelrail.pipeline.sample.arrays import read_npy, write_npy
-
     path = min((drive / "channels" / name).iterdir())
     if path.suffix == ".npy":
         path.write_bytes(write_npy(change(read_npy(path.read_bytes()).copy())))
     else:
-        entry = msgspec.convert({"name": name, "kind": "image", "field": path.name, "law": {"name": "fixed"},
-                                 "dtype": "uint16", "axes": ["height", "width"], "shape": [None, None]},
-                                type(BOXES_CHANNEL))  # fmt: skip
-        entry = msgspec.structs.replace(entry, field=f"{name}.png")
-        path.write_bytes(KINDS["image"].encode(change(KINDS["image"].decode(path.read_bytes(), entry)), entry))
+        cv2.imwrite(str(path), change(cv2.imread(str(path), cv2.IMREAD_UNCHANGED)))
 
 
 def with_nan(points: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -312,13 +270,7 @@ def test_what_lies_on_images_is_scaled_with_them(drive, tmp_path, images) -> Non
 def test_a_channel_of_an_unknown_kind_is_refused_only_where_it_is_selected(drive, tmp_path) -> None:
     shutil.copytree(drive / "out", tmp_path / "out")
 
-    def unknown(manifest: Any) -> Any:
-        channels = [
-            msgspec.structs.replace(one, kind="voxels") if one.name == "radar" else one for one in manifest.channels
-        ]
-        return msgspec.structs.replace(manifest, channels=tuple(channels))
-
-    reseal(tmp_path / "out", unknown)
+    edit_manifest(tmp_path / "out", "radar", kind="voxels")
     dataset = open_dataset(tmp_path / "out")
     assert dataset[0].extra.keys() == open_dataset(drive / "out")[0].extra.keys()
     with pytest.raises(ManifestError, match="channel 'radar': its kind 'voxels' is unknown"):
@@ -329,11 +281,7 @@ def test_a_channel_of_an_unknown_kind_is_refused_only_where_it_is_selected(drive
 @pytest.mark.parametrize(
     ("name", "changes", "says"),
     [
-        (
-            "cam_front",
-            {"dtype": "uint16", "field": "cam_front.png"},
-            "'cam_front' is not as the format has camera",
-        ),
+        ("cam_front", {"dtype": "uint16", "field": "cam_front.png"}, "'cam_front' is not as the format has camera"),
         ("lidar_top", {"allows_nan": False}, "channel 'lidar_top' is not as the format has lidar: allows_nan differ"),
         ("boxes", {"frame": "global"}, "channel 'boxes': law 'ego_boxes' needs the frame 'ego'"),
         ("boxes", {"optional": False}, "channel 'boxes' is not as the format has boxes: optional differ"),
@@ -342,13 +290,7 @@ def test_a_channel_of_an_unknown_kind_is_refused_only_where_it_is_selected(drive
 )
 def test_a_table_that_does_not_hold_together_is_refused(drive, tmp_path, name, changes, says) -> None:
     shutil.copytree(drive / "out", tmp_path / "out")
-
-    def edit(manifest: Any) -> Any:
-        table = msgspec.to_builtins(manifest.channels)
-        table = [entry | changes if entry["name"] == name else entry for entry in table]
-        return msgspec.structs.replace(manifest, channels=msgspec.convert(table, type=tuple[type(BOXES_CHANNEL), ...]))
-
-    reseal(tmp_path / "out", edit)
+    edit_manifest(tmp_path / "out", name, **changes)
     with pytest.raises(ManifestError) as caught:
         open_dataset(tmp_path / "out")
     assert says in str(caught.value)
@@ -356,17 +298,8 @@ def test_a_table_that_does_not_hold_together_is_refused(drive, tmp_path, name, c
 
 def test_verify_reports_members_that_are_not_as_the_table_says(drive, tmp_path) -> None:
     shutil.copytree(drive / "out", tmp_path / "out")
-
-    def edit(manifest: Any) -> Any:
-        channels = [
-            msgspec.structs.replace(one, shape=(None, 6), columns=one.columns[:6], units=one.units[:6])
-            if one.name == "radar"
-            else one
-            for one in manifest.channels
-        ]
-        return msgspec.structs.replace(manifest, channels=tuple(channels))
-
-    reseal(tmp_path / "out", edit)
+    radar = next(one for one in open_dataset(tmp_path / "out").manifest.channels if one.name == "radar")
+    edit_manifest(tmp_path / "out", "radar", shape=(None, 6), columns=radar.columns[:6], units=radar.units[:6])
     found = faults(tmp_path / "out")
     assert len(found) == len(open_dataset(drive / "out"))
     assert all("member 'radar.npy': channel 'radar' is float32[" in text for text in found)

@@ -15,14 +15,21 @@ import pytest
 
 from fuelrail.__main__ import main
 from fuelrail.pipeline.format.manifest import WORK_FOLDER
-from support.nuscenes_tables import build_nuscenes
-from support.sharding import digests
+from support.sharding import digests, environment, flip, shard_command
 from support.shared_data import shared_data
+
+TWO = ("CAM_FRONT", "CAM_BACK")
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    return build_nuscenes(tmp_path_factory.mktemp("source"), {"a": 3, "b": 3}, cameras=("CAM_FRONT", "CAM_BACK"))
+def source(dataroot):
+    return dataroot("a3 b3", cameras=TWO)
+
+
+@pytest.fixture
+def copy(source, tmp_path):
+    """A dataroot to spoil."""
+    return shutil.copytree(source.root, tmp_path / "source")
 
 
 @pytest.fixture
@@ -74,13 +81,12 @@ def test_shard_verify_inspect(run, source, tmp_path):
     assert (code, "(2 reused)" in said) == (0, True)
 
 
-def test_clips_that_no_split_names_are_reported(run, source, tmp_path):
-    shutil.copytree(source.root, tmp_path / "source")
-    (tmp_path / "source" / "v1.0-mini" / "splits.json").write_text('{"train": ["b"]}')
-    code, said, _ = shard(run, tmp_path / "source", tmp_path / "out")
+def test_clips_that_no_split_names_are_reported(run, copy, tmp_path):
+    (copy / "v1.0-mini" / "splits.json").write_text('{"train": ["b"]}')
+    code, said, _ = shard(run, copy, tmp_path / "out")
     assert code == 0
     assert said.splitlines()[1] == "left out: 1 clip of the source that no split names; assign them with --splits"
-    code, said, _ = shard(run, tmp_path / "source", tmp_path / "asked", "--select", "clip_id == 'b'")
+    code, said, _ = shard(run, copy, tmp_path / "asked", "--select", "clip_id == 'b'")
     assert (code, "left out" in said) == (0, False)
 
 
@@ -100,21 +106,11 @@ def test_progress_for_machines(run, source, tmp_path):
 @pytest.mark.process
 def test_a_terminal_gets_a_bar(source, tmp_path, monkeypatch):
     import pty
-    import sys
 
     main_end, child_end = pty.openpty()
-    command = [
-        sys.executable,
-        "-m",
-        "fuelrail",
-        "shard",
-        f"nuscenes:{source.root}",
-        str(tmp_path / "out"),
-        "--workers",
-        "1",
-    ]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm", "COLUMNS": "120"}
-    process = subprocess.Popen(command, stderr=child_end, stdout=subprocess.PIPE, env=environment)
+    command = shard_command(f"nuscenes:{source.root}", tmp_path / "out", "--workers", "1")
+    variables = {**environment(), "TERM": "xterm", "COLUMNS": "120"}
+    process = subprocess.Popen(command, stderr=child_end, stdout=subprocess.PIPE, env=variables)
     os.close(child_end)
     shown = b""
     with contextlib.suppress(OSError):  # the end of a pseudo terminal is an error
@@ -141,31 +137,26 @@ def test_ctrl_c_says_how_to_continue(run, source, tmp_path, monkeypatch):
 
 
 def test_unknown_options(run, source, tmp_path):
-    code, _, err = shard(run, source.root, tmp_path / "out", "--colour", "red")
-    assert code == 2
-    assert "unrecognized arguments: --colour red" in err
-    code, _, err = shard(run, source.root, tmp_path / "out", "--layout", "zip")
-    assert code == 2
-    assert "'zip'" in err
-    assert "invalid int value: 'x'" in run("shard", "nuscenes:x", "out", "--seed", "x")[2]
-    assert "unknown kind 'nuplan'; known kinds: argoverse2, " in refused(run("shard", "nuplan:/data", tmp_path / "out"))
-    assert "known: frame, clip, window:N" in refused(shard(run, source.root, tmp_path / "out", "--order", "random"))
-    assert "--zstd-level 99: Expected" in refused(shard(run, source.root, tmp_path / "out", "--zstd-level", "99"))
-    assert "--shard-size '1': a size must be 1024" in refused(
-        shard(run, source.root, tmp_path / "out", "--shard-size", "1")
-    )
-    assert "--splits '': it is empty" in refused(shard(run, source.root, tmp_path / "out", "--splits", ""))
+    out = tmp_path / "out"
+    for words, says in (
+        (["--colour", "red"], "unrecognized arguments: --colour red"),
+        (["--layout", "zip"], "'zip'"),
+        (["--seed", "x"], "invalid int value: 'x'"),
+    ):
+        code, _, err = shard(run, source.root, out, *words)
+        assert code == 2
+        assert says in err
+    for words, says in (
+        (["--order", "random"], "known: frame, clip, window:N"),
+        (["--zstd-level", "99"], "--zstd-level 99: Expected"),
+        (["--shard-size", "1"], "--shard-size '1': a size must be 1024"),
+        (["--splits", ""], "--splits '': it is empty"),
+        (["--workers", "-1"], "--workers -1: Expected `int` >= 0"),
+    ):
+        assert says in refused(shard(run, source.root, out, *words))
+    assert "unknown kind 'nuplan'; known kinds: argoverse2, " in refused(run("shard", "nuplan:/data", out))
     assert "output folder has no name" in refused(shard(run, source.root, ""))
-    assert "--workers -1: Expected `int` >= 0" in refused(shard(run, source.root, tmp_path / "out", "--workers", "-1"))
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_missing_table(run, source, tmp_path):
-    shutil.copytree(source.root, tmp_path / "source")
-    (tmp_path / "source" / "v1.0-mini" / "ego_pose.json").unlink()
-    sentence = refused(shard(run, tmp_path / "source", tmp_path / "out"))
-    assert "ego_pose.json missing" in sentence
-    assert not (tmp_path / "out").exists()
+    assert not out.exists()
 
 
 @pytest.mark.real
@@ -174,17 +165,6 @@ def test_the_real_mini_tables_without_three_of_them(run, tmp_path):
     sentence = refused(shard(run, root, tmp_path / "out", "-o", "version=v1.0-mini"))
     assert "ego_pose.json, sample_annotation.json, sample_data.json missing" in sentence
     assert "there are: v1.0-derived, v1.0-mini" in refused(shard(run, root, tmp_path / "out"))
-
-
-@pytest.mark.real
-def test_pointers_instead_of_tables(run, tmp_path):
-    root = shared_data("lfs-pointers")
-    folder = next(root.rglob("scene.json")).parent
-    (tmp_path / "source").mkdir()
-    shutil.copytree(folder, tmp_path / "source" / "v1.0-mini")
-    sentence = refused(shard(run, tmp_path / "source", tmp_path / "out"))
-    assert "git-LFS pointer" in sentence
-    assert "git lfs pull" in sentence
 
 
 def test_pointers_instead_of_sensor_files(run, source, tmp_path):
@@ -200,37 +180,30 @@ def test_pointers_instead_of_sensor_files(run, source, tmp_path):
         assert "git lfs pull" in sentence
 
 
-def test_a_missing_camera_file(run, source, tmp_path):
-    shutil.copytree(source.root, tmp_path / "source")
-    gone = next((tmp_path / "source" / "samples" / "CAM_BACK").iterdir())
-    gone.unlink()
-    assert gone.name in refused(shard(run, tmp_path / "source", tmp_path / "out"))
-    assert not (tmp_path / "out").exists()
-    code, _, _ = shard(run, tmp_path / "source", tmp_path / "out", "-o", "missing_camera=mask")
-    assert code == 0
-    assert run("verify", tmp_path / "out", "--deep")[0] == 0
-
-
-def test_a_truncated_jpeg(run, source, tmp_path):
-    shutil.copytree(source.root, tmp_path / "source")
-    victim = next((tmp_path / "source" / "samples" / "CAM_BACK").iterdir())
+def test_a_truncated_and_a_missing_camera_file(run, copy, tmp_path):
+    victim, out = next((copy / "samples" / "CAM_BACK").iterdir()), tmp_path / "out"
     victim.write_bytes(victim.read_bytes()[:-100])
-    sentence = refused(shard(run, tmp_path / "source", tmp_path / "out"))
+    sentence = refused(shard(run, copy, out))
     assert f"samples/CAM_BACK/{victim.name}" in sentence
     assert "truncated JPEG" in sentence
     assert sentence.endswith("; finished shards are kept: fix the source and run the same command again to resume\n")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == [WORK_FOLDER]
+    assert [path.name for path in out.iterdir()] == [WORK_FOLDER]
+    shutil.rmtree(out)
+    victim.unlink()
+    assert victim.name in refused(shard(run, copy, out))
+    assert not out.exists()
+    code, _, _ = shard(run, copy, out, "-o", "missing_camera=mask")
+    assert code == 0
+    assert run("verify", out, "--deep")[0] == 0
 
 
-def test_an_output_that_holds_something_else(run, source, tmp_path):
+def test_an_output_that_holds_something_else(run, source, dataroot, tmp_path):
     out = tmp_path / "out"
     assert shard(run, source.root, out)[0] == 0
     before = digests(out)
     sentence = refused(run("shard", f"nuscenes:{source.root}", out, "--seed", "8"))
     assert "holds another dataset: seed is 7 there and 8 here" in sentence
-    other = build_nuscenes(tmp_path / "other", {"z": 2})
-    sentence = refused(shard(run, other.root, out))
-    assert "the source's content" in sentence
+    assert "the source's content" in refused(shard(run, dataroot("z2").root, out))
     assert digests(out) == before
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("")
@@ -286,9 +259,9 @@ def test_a_source_file_that_may_not_be_read(run, source):
         assert "cannot be read: Permission denied" in text
 
 
-def test_a_file_that_may_not_grow(run, tmp_path):
+def test_a_file_that_may_not_grow(run, dataroot, tmp_path):
     # What a full disk does, short of one: the system refuses to write on in the middle of a shard.
-    source = build_nuscenes(tmp_path / "source", {"a": 6}, cameras=("CAM_FRONT", "CAM_BACK"), size=(320, 240))
+    source = dataroot("a6", cameras=TWO, size=(320, 240))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
@@ -301,37 +274,6 @@ def test_a_file_that_may_not_grow(run, tmp_path):
     assert run("verify", tmp_path / "out")[0] == 0
 
 
-@pytest.mark.process
-def test_a_full_disk(run, source, tmp_path):
-    (tmp_path / "small").mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=80k", "none", tmp_path / "small"], capture_output=True
-    )
-    if mounted.returncode:
-        pytest.skip("a small file system cannot be mounted here")
-    out = tmp_path / "small" / "out"
-    try:
-        result = shard(run, source.root, out, "--shard-size", "20kB")
-        assert "No space left on device; finished shards are kept; run the same command again to resume" in refused(
-            result
-        )
-        assert not (out / "dataset.json").exists()
-        left = {name: digest for name, digest in digests(out).items() if name.endswith(".tar")}
-        subprocess.run(["mount", "-o", "remount,size=4M", tmp_path / "small"], check=True)
-        assert shard(run, source.root, out, "--shard-size", "20kB")[0] == 0
-        assert left.items() <= digests(out).items()
-        assert run("verify", out)[0] == 0
-    finally:
-        subprocess.run(["umount", "--lazy", tmp_path / "small"], check=True)  # others may be looking at it
-
-
-def test_unicode_and_blanks_in_paths(run, source, tmp_path):
-    root, out = tmp_path / "Füße und ελ 数据", tmp_path / "aus gabe ü"
-    shutil.copytree(source.root, root)
-    assert shard(run, root, out)[0] == 0
-    assert run("verify", out, "--deep")[0] == 0
-
-
 def test_what_is_no_dataset(run, tmp_path):
     for word in ("verify", "inspect"):
         assert "has no dataset.json" in refused(run(word, tmp_path))
@@ -341,10 +283,7 @@ def test_what_is_no_dataset(run, tmp_path):
 def test_verify_ends_with_1_where_something_is_wrong(run, source, tmp_path):
     out = tmp_path / "out"
     shard(run, source.root, out)
-    path = out / "train-000000.tar"
-    data = bytearray(path.read_bytes())
-    data[700] ^= 1
-    path.write_bytes(data)
+    flip(out / "train-000000.tar", 700)
     code, said, _ = run("verify", out)
     assert code == 1
     assert "train-000000.tar, offset 0, sample" in said
@@ -354,16 +293,15 @@ def test_verify_ends_with_1_where_something_is_wrong(run, source, tmp_path):
     assert json.loads(said)["faults"][1]["offset"] == 0
 
 
-def test_verify_repairs_from_the_source(run, source, tmp_path):
+def test_verify_repairs_from_the_source(run, source, dataroot, tmp_path):
     out = tmp_path / "out"
     shard(run, source.root, out, "--shard-size", "20kB", "--order", "clip")
     before = digests(out)
     (out / "train-000000.tar").write_bytes(b"gone")
     (out / "train-000001.idx").unlink()
-    other = build_nuscenes(tmp_path / "other", {"a": 3, "b": 3}, seed=5)
-    sentence = run("verify", out, "--repair", f"nuscenes:{other.root}")
-    assert sentence[0] == 2
-    assert "the source's content" in sentence[2]
+    code, _, err = run("verify", out, "--repair", f"nuscenes:{dataroot('a3 b3', seed=5).root}")
+    assert code == 2
+    assert "the source's content" in err
     code, said, err = run("verify", out, "--repair", f"nuscenes:{source.root}")
     assert "train-000000.tar: has 4 bytes" in err
     assert (code, said.splitlines()[-1].endswith("OK, no errors found")) == (0, True)

@@ -7,7 +7,6 @@ import json
 
 import numpy as np
 import pytest
-import simplejpeg
 
 from fuelrail.pipeline.format import codecs
 from fuelrail.pipeline.format.dataset import open_dataset
@@ -81,27 +80,3 @@ def test_it_hands_out_the_stored_bytes_of_every_member(tmp_path, layout, with_in
     fields = list(expected[0])
     assert fields[-2:] == [f"weights.npy{'.p4.zst' if layout == 'member' else ''}", "scan.pcd"]
     assert members_by_dali(tmp_path / "out", fields, len(expected), with_index=with_index) == expected
-
-
-def test_it_decodes_the_images(tmp_path):
-    build_nuscenes(tmp_path / "source", {"a": 3})
-    shard_nuscenes(tmp_path / "source", tmp_path / "out", layout="none")
-    expected = members_by_fuelrail(tmp_path / "out")
-    field = next(name for name in expected[0] if name.endswith(".jpg"))
-
-    @pipeline_def(batch_size=3, num_threads=2, device_id=None)
-    def reading():
-        encoded = fn.readers.webdataset(
-            paths=[str(tmp_path / "out" / "train-000000.tar")],
-            index_paths=[str(tmp_path / "out" / "train-000000.idx")],
-            ext=[field],
-        )
-        return fn.decoders.image(encoded, device="cpu")
-
-    pipe = reading()
-    pipe.build()
-    (images,) = pipe.run()
-    for at in range(3):
-        own = simplejpeg.decode_jpeg(expected[at][field])
-        assert np.asarray(images[at]).shape == own.shape
-        assert np.abs(np.asarray(images[at]).astype(int) - own).mean() < 2

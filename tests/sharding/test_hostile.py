@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import http.server
 import io
+import json
 import os
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
+from fuelrail.__main__ import main
 from fuelrail.loaders import ImageAugment
 from fuelrail.pipeline.errors import FuelrailError, IndexFileError, SourceError
 from fuelrail.pipeline.format.codecs import MAX_SAMPLE_BYTES
@@ -32,6 +34,7 @@ from fuelrail.sharding.write.packer import RawMember, ShardPacker
 from support.hostile import Member, edited, small_dataset
 from support.hostile_cases import cases, zeros
 from support.loaders import make_loader
+from support.sharding import Interrupt, digests, environment, reshard, shard_nuscenes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,7 +42,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.process
 
 GIB = 1 << 30
-SECONDS = 120
 
 
 @pytest.fixture(scope="module")
@@ -51,41 +53,29 @@ def small(tmp_path_factory) -> Path:
 def case(small, tmp_path):
     """Makes the dataset of a case."""
 
-    def make(name: str) -> Path:
-        with edited(small, tmp_path / "DS") as parts:
+    def make(name: str, folder: str = "DS") -> Path:
+        with edited(small, tmp_path / folder) as parts:
             cases()[name](parts)
-        return tmp_path / "DS"
+        return tmp_path / folder
 
     return make
 
 
-def reshard(place: Path, out: Path, num_workers: int = 1) -> None:
-    shard(SourceSpec("fuelrail", str(place), {}), out, make_recipe(seed=1), num_workers, Quiet())
-
-
-def command(*words: str, prefix: str = "", timeout: float = SECONDS) -> subprocess.CompletedProcess[str]:
-    program = "import sys; from fuelrail.__main__ import main; sys.exit(main())"
-    line = f'{prefix}exec "$0" -c "{program}" "$@"'
-    return subprocess.run(
-        ["bash", "-c", line, sys.executable, *words], capture_output=True, text=True, timeout=timeout, check=False
-    )  # fmt: skip
-
-
-def peak_bytes(*words: str) -> tuple[int, str]:
-    """The peak memory of a command, beyond what its modules take [bytes], and what it printed."""
+def peak_bytes(*commands: list[str]) -> tuple[int, str]:
+    """The peak memory of commands in one process, beyond what their modules take [bytes], and what they printed."""
     program = """
-import sys
+import json, sys
 from fuelrail.__main__ import main
 import cv2, pyarrow.parquet
 def peak():
     return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
 began = peak()
-main(sys.argv[1:])
+for words in json.loads(sys.argv[1]):
+    main(words)
 print(peak() - began, file=sys.stderr)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=SECONDS, check=False
-    )
+    line = [sys.executable, "-c", program, json.dumps(commands)]
+    done = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=240)
     assert "Traceback" not in done.stderr
     return int(done.stderr.strip().splitlines()[-1]) << 10, done.stdout + done.stderr
 
@@ -112,21 +102,18 @@ class TestMemory:
         ):
             open_dataset(tmp_path / "DS").index.row(0)
 
-    @pytest.mark.parametrize(
-        "words", ["verify --deep DS", "inspect DS clip-0000-000000", "view DS --output s.png", "reshard DS OUT"]
-    )
-    def test_m2_four_members_of_480_mib_stay_within_a_gibibyte(self, case, tmp_path, words):
-        place = case("zstd/four-allowed")
-        names = {"DS": str(place), "OUT": str(tmp_path / "out"), "s.png": str(tmp_path / "s.png")}
-        taken, _ = peak_bytes(*(names.get(word, word) for word in words.split()))
-        assert 100 << 20 < taken < GIB
-
-    @pytest.mark.parametrize("codec", ["zstd", "lz4"])
-    def test_m2_a_compressed_index_is_refused_before_it_is_decoded(self, case, codec):
-        place = case(f"arrow/{codec}")
-        taken, said = peak_bytes("inspect", str(place))
-        assert "its buffers are compressed" in said
+    def test_m2_commands_stay_within_a_gibibyte(self, case, tmp_path):
+        """Four members of 120 MiB; and an index that is refused before its compressed buffers are decoded."""
+        place = str(case("zstd/four-allowed"))
+        compressed = [["inspect", str(case(f"arrow/{codec}", codec))] for codec in ("zstd", "lz4")]
+        taken, said = peak_bytes(*compressed)
+        assert said.count("its buffers are compressed") == 2
         assert taken < GIB // 4
+        taken, _ = peak_bytes(
+            ["verify", "--deep", place], ["inspect", place, "clip-0000-000000"],
+            ["view", place, "--output", str(tmp_path / "s.png")], ["reshard", place, str(tmp_path / "out")],
+        )  # fmt: skip
+        assert 100 << 20 < taken < GIB
 
     @pytest.mark.parametrize("name", ["offset-1=1099511627776", "length-2=1099511627776", "offset-9=-1"])
     def test_m2_index_buffers_outside_the_file_are_refused(self, case, name):
@@ -168,11 +155,18 @@ class TestMemory:
         with pytest.raises(SourceError, match="attribute 'note' of a sample has 4 bytes, at most 3"):
             reshard(tmp_path / "DS", tmp_path / "out")
 
-    def test_l7_found_later_reshard_under_a_limit_of_address_space_ends_in_a_sentence(self, case, tmp_path):
-        place = case(f"zstd/{BOXES}-1024")
-        done = command("reshard", str(place), str(tmp_path / "out"), prefix="ulimit -v 4000000; ")
-        assert done.returncode == 2
-        assert "over the cap" in done.stderr
+
+@pytest.mark.parametrize("num_bytes", [1_500_000, 4_000_000])
+def test_l1_l7_reshard_under_a_limit_of_address_space_ends_in_a_sentence(case, tmp_path, num_bytes):
+    """Of the first not even OpenCV can be imported."""
+    words = ["reshard", str(case(f"zstd/{BOXES}-1024")), str(tmp_path / "out"), "--workers", "2"]
+    line = f'ulimit -v {num_bytes}; exec "$0" -m fuelrail "$@"'
+    done = subprocess.run(
+        ["bash", "-c", line, sys.executable, *words], env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "over the cap" in done.stderr or num_bytes == 1_500_000
 
 
 def test_l7_reshard_does_not_pass_on_points_that_are_none(small, tmp_path):
@@ -189,10 +183,50 @@ def test_l1_a_shard_number_that_is_not_there(case):
 
 
 @pytest.mark.parametrize("name", ["name=-1", "codec=-1", "name=2147483647", "codec=4611686018427387904"])
-def test_l1_inspect_refuses_names_and_codecs_that_are_not_there(case, name):
-    done = command("inspect", str(case(f"rows/member-{name}")))
-    assert done.returncode == 2
-    assert "no such name or codec" in done.stderr
+def test_l1_inspect_refuses_names_and_codecs_that_are_not_there(case, capfd, name):
+    assert main(["inspect", str(case(f"rows/member-{name}"))]) == 2
+    assert "no such name or codec" in capfd.readouterr().err
+
+
+def test_l1_paths_and_lists_that_cannot_be(tmp_path, capfd):
+    for words, says in (
+        (
+            [f"nuscenes:{tmp_path}", "/dev/null"],
+            "output folder '/dev/null' cannot be made: '/dev/null' is not a folder",
+        ),
+        ([f"nuscenes:{'a' * 5000}", str(tmp_path / "out")], "cannot be read: File name too long"),
+        ([f"nuscenes:{tmp_path}", str(tmp_path / "out"), "--splits=/dev/zero"], "more than 16777216 bytes"),
+    ):
+        assert main(["shard", *words]) == 2
+        error = capfd.readouterr().err
+        assert says in error
+        assert len(error) < 400
+
+
+def test_l4_l5_reports_print_no_escapes(case, capfd):
+    for name in ("names/key4", "manifest/name=escape", "parquet/escape"):
+        place = case(name)
+        for words in (["verify", "--deep"], ["inspect"], ["verify", "--json"], ["inspect", "--json"]):
+            main([*words, str(place)])
+            said = "".join(capfd.readouterr())
+            assert said.replace("\n", "").isprintable(), (name, words)
+            assert "\nfuelrail: all is well" not in said
+        shutil.rmtree(place)
+
+
+def test_l6_a_cut_run_json_costs_no_shards(small, tmp_path):
+    out = tmp_path / "out"
+    reshard(small, tmp_path / "whole", seed=1, name="whole")
+    spec, recipe = SourceSpec("fuelrail", str(small), {}), make_recipe(seed=1, name="whole")
+    with pytest.raises(KeyboardInterrupt):
+        shard(spec, out, recipe, 1, Interrupt(1))
+    state = out / ".fuelrail" / "run.json"
+    os.truncate(state, 20)
+    with pytest.raises(FuelrailError, match=r"run\.json' is cut or damaged .*: remove this one file"):
+        shard(spec, out, recipe, 1, Quiet())
+    state.unlink()
+    shard(spec, out, recipe, 1, Quiet())
+    assert digests(out) == digests(tmp_path / "whole")
 
 
 def test_l1_a_key_twice_is_a_sentence(case, tmp_path):
@@ -211,52 +245,20 @@ def test_l1_attributes_that_are_none(case, tmp_path, name):
 
 
 @pytest.mark.parametrize(("name", "says"), [("numbers", "do not fit together"), ("list", "not text or numbers")])
-def test_l1_append_of_attributes_of_other_types(case, tmp_path, name, says):
+def test_l1_append_of_attributes_of_other_types(case, tmp_path, capfd, name, says):
     with edited(small_dataset(tmp_path / "first"), tmp_path / "other") as parts:
         for sample in parts.samples:
             sample.key = sample.row.key.replace("clip", "other")
         parts.edit_rows = lambda rows: [row._replace(clip_id=row.clip_id.replace("clip", "other")) for row in rows]
-    done = command("reshard", "--append", str(tmp_path / "other"), str(case(f"parquet/{name}")), str(tmp_path / "out"))
-    assert (done.returncode, "Traceback" in done.stderr, says in done.stderr) == (2, False, True)
+    assert (
+        main(["reshard", "--append", str(tmp_path / "other"), str(case(f"parquet/{name}")), str(tmp_path / "o")]) == 2
+    )
+    assert says in capfd.readouterr().err
 
 
 def test_l1_a_rig_without_cameras(case, tmp_path):
     with pytest.raises(SourceError, match="the manifest has no sensor 'cam_front'"):
         reshard(case("manifest/channels=[]"), tmp_path / "out")
-
-
-def test_l1_an_output_that_is_a_device(tmp_path):
-    done = command("shard", f"nuscenes:{tmp_path}", "/dev/null")
-    assert done.stderr == "fuelrail: error: output folder '/dev/null' cannot be made: '/dev/null' is not a folder\n"
-
-
-def test_l1_a_path_of_5000_characters(tmp_path):
-    done = command("shard", f"nuscenes:{'a' * 5000}", str(tmp_path / "out"))
-    assert done.returncode == 2
-    assert "cannot be read: File name too long" in done.stderr
-    assert len(done.stderr) < 400
-
-
-def test_l1_splits_from_a_device_without_end(tmp_path):
-    done = command("shard", f"nuscenes:{tmp_path}", str(tmp_path / "out"), "--splits=/dev/zero")
-    assert done.returncode == 2
-    assert "more than 16777216 bytes" in done.stderr
-
-
-def test_l1_shard_without_the_address_space_for_opencv(small, tmp_path):
-    done = command("reshard", str(small), str(tmp_path / "out"), "--workers", "2", prefix="ulimit -v 1500000; ")
-    assert done.returncode in (0, 2)
-    assert "Traceback" not in done.stderr
-
-
-def test_l4_l5_reports_print_no_escapes(case):
-    for name in ("names/key4", "manifest/name=escape", "parquet/escape"):
-        place = case(name)
-        for words in (["verify", "--deep"], ["inspect"], ["verify", "--json"], ["inspect", "--json"]):
-            done = command(*words, str(place))
-            assert (done.stdout + done.stderr).replace("\n", "").isprintable(), (name, words)
-            assert "\nfuelrail: all is well" not in done.stdout + done.stderr
-        shutil.rmtree(place)
 
 
 def test_l6_no_address_space_for_the_index_is_not_called_damage(small, tmp_path):
@@ -283,36 +285,12 @@ try:
 except IndexFileError as error:
     print(error)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "DS")], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "DS")], capture_output=True, text=True)
     assert "index.arrow' cannot be opened: Cannot allocate memory" in done.stdout
     assert "--repair" not in done.stdout
 
 
-def test_l6_a_cut_run_json_costs_no_shards(small, tmp_path):
-    out = tmp_path / "out"
-    reshard(small, out)
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
-    shutil.rmtree(out)
-
-    class Stop(Quiet):
-        def shard_done(self, _):
-            raise KeyboardInterrupt
-
-    spec, recipe = SourceSpec("fuelrail", str(small), {}), make_recipe(seed=1)
-    with pytest.raises(KeyboardInterrupt):
-        shard(spec, out, recipe, 1, Stop())
-    begun = out / ".fuelrail" / "run.json"
-    os.truncate(begun, 20)
-    with pytest.raises(FuelrailError, match=r"run\.json' is cut or damaged .*: remove this one file"):
-        shard(spec, out, recipe, 1, Quiet())
-    begun.unlink()
-    shard(spec, out, recipe, 1, Quiet())
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-
-
-def test_l6_a_full_shared_memory_is_named(small, tmp_path, monkeypatch):
+def test_l6_a_full_shared_memory_is_named(dataroot, tmp_path, monkeypatch):
     from fuelrail.sharding.engines import local
 
     def full(*_):
@@ -320,8 +298,7 @@ def test_l6_a_full_shared_memory_is_named(small, tmp_path, monkeypatch):
 
     monkeypatch.setattr(local, "ProcessPoolExecutor", full)
     with pytest.raises(FuelrailError, match="No space left on device; they need some shared memory") as caught:
-        engine = local.LocalEngine(2, "processes")
-        shard(SourceSpec("fuelrail", str(small), {}), tmp_path / "out", make_recipe(seed=1), 2, Quiet(), engine)
+        shard_nuscenes(dataroot("a3 b3").root, tmp_path / "out", engine=local.LocalEngine(2, "processes"))
     assert "output folder" not in str(caught.value)
 
 

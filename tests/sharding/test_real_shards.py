@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import tarfile
 
 import numpy as np
 import pytest
 
-from fuelrail.pipeline.format import codecs
-from fuelrail.pipeline.format.dataset import check_span, open_dataset, read_members
-from fuelrail.pipeline.sample.schema import Geometry, decode_arrays, decode_sample
+from fuelrail.pipeline.format.dataset import open_dataset
 from support.sharding import shard_nuscenes
 from support.shared_data import shared_data
+from support.source_world import samples_of
 
 pytestmark = pytest.mark.real
 
@@ -51,14 +48,10 @@ def keyframe_files(tables, sample_token):
 
 
 def test_every_member_is_the_sources(root, out, tables):
-    dataset = open_dataset(out)
-    assert len(dataset.index) == 3
+    dataset, samples = open_dataset(out), samples_of(out).values()
+    assert len(samples) == 3
     num_images = 0
-    for position in range(3):
-        row = dataset.index.row(position)
-        data = dataset.shard_path(row).read_bytes()[row.offset : row.offset + row.length]
-        check_span(row, data, "shard")
-        sample = decode_sample(row.key, read_members(row, data, dataset.shard_path(row).name))
+    for sample in samples:
         files = keyframe_files(tables, sample.meta.sample_token)
         assert set(sample.images) | set(sample.points) == set(files)
         for channel, image in sample.images.items():
@@ -77,60 +70,3 @@ def test_every_member_is_the_sources(root, out, tables):
         assert sample.meta.dataset == f"nuscenes-{VERSION}"
         assert sample.meta.split == ("val" if sample.meta.clip_name == "scene-0061" else "train")
     assert num_images == 18
-
-
-@pytest.mark.process
-def test_gnu_tar_lists_and_extracts(root, out, tables, tmp_path):
-    dataset = open_dataset(out)
-    for shard in dataset.shards:
-        listed = subprocess.run(["tar", "tf", out / shard.name], check=True, capture_output=True, text=True)
-        assert listed.stderr == ""
-        plain = out / shard.name
-        if plain.suffix == ".zst":  # Python's tarfile learns it in 3.14
-            plain = tmp_path / "plain.tar"
-            subprocess.run(["zstd", "-dqf", out / shard.name, "-o", plain], check=True)
-        with tarfile.open(plain) as tar:
-            assert listed.stdout.split() == tar.getnames()
-        done = subprocess.run(
-            ["tar", "xf", out / shard.name, "-C", tmp_path], check=True, capture_output=True, text=True
-        )
-        assert done.stderr == ""
-    first = dataset.index.row(0)
-    meta = json.loads(bytes(_raw(tmp_path, first.key, "meta.json")))
-    for channel, data in keyframe_files(tables, meta["sample_token"]).items():
-        if channel.startswith("cam"):
-            extracted = (tmp_path / f"{first.key}.{channel}.jpg").read_bytes()
-            assert extracted == (root / data["filename"]).read_bytes()
-    geometry = decode_arrays(_raw(tmp_path, first.key, "geometry.safetensors"), Geometry)
-    assert geometry.cam_valid.tolist() == [1] * 6
-    assert (tmp_path / f"{first.key}.cam_front.jpg").stat().st_mtime == 0
-
-
-def _raw(folder, key, field):
-    path = next(folder.glob(f"{key}.{field}*"))
-    name, codec = codecs.split_name(path.name.removeprefix(f"{key}."))
-    assert name == field
-    return codecs.decode(codec, path.read_bytes())
-
-
-@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # webdataset leaves its files to the collector
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_the_webdataset_library_reads_the_shards(root, out, tables):
-    webdataset = pytest.importorskip("webdataset")
-    dataset = open_dataset(out)
-    seen = []
-    for shard in dataset.shards:
-        path = out / shard.name
-        url = f"pipe:zstd -dcq {path}" if path.suffix == ".zst" else str(path)
-        for sample in webdataset.WebDataset(url, shardshuffle=False):
-            seen.append(sample["__key__"])
-            stored = {name: data for name, data in sample.items() if not name.startswith("__")}
-            raw = {}
-            for name, data in stored.items():
-                field, codec = codecs.split_name(name)
-                raw[field] = codecs.decode(codec, data)
-            decoded = decode_sample(sample["__key__"], raw)
-            files = keyframe_files(tables, decoded.meta.sample_token)
-            for channel, image in decoded.images.items():
-                assert image == (root / files[channel]["filename"]).read_bytes()
-    assert seen == dataset.index.strings("key")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 
@@ -12,54 +11,24 @@ import pytest
 
 from fuelrail.__main__ import main
 from fuelrail.pipeline.errors import ConfigError, DatasetExistsError, SourceError
-from fuelrail.pipeline.format.dataset import open_dataset, read_members
+from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.sharding.append import append
-from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
-from fuelrail.sharding.run import repair, shard
-from fuelrail.sharding.sources.registry import SourceSpec
+from fuelrail.sharding.run import repair
 from fuelrail.sharding.verify.dataset import verify
-from support.nuscenes_tables import build_nuscenes
-from support.sharding import digests, shard_nuscenes
+from support.sharding import digests, flip, members_of, reshard
 
-OPTIONS = {"shard_size_bytes": 40_000, "splits": {"train": 0.5, "val": 0.5}}
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return tmp_path_factory.mktemp("base")
+SMALL = {"shard_size_bytes": 40_000}
 
 
 @pytest.fixture(scope="module")
-def old(base):
-    shard_nuscenes(build_nuscenes(base / "s1", {"a": 4, "b": 5}).root, base / "old", license="CC0-1.0", **OPTIONS)
-    return base / "old"
+def old(dataroot, sharded):
+    return sharded(dataroot("a4 b5"), license="CC0-1.0", splits={"train": 0.5, "val": 0.5}, **SMALL)
 
 
 @pytest.fixture(scope="module")
-def new(base):
-    shard_nuscenes(build_nuscenes(base / "s2", {"c": 3, "d": 4}).root, base / "new", **{**OPTIONS, "splits": None})
-    return base / "new"
-
-
-def members_of(out):
-    """Every sample's members by key; of the metadata, what does not depend on the dataset that it is in."""
-    dataset, found = open_dataset(out), {}
-    for at in range(len(dataset.index)):
-        row = dataset.index.row(at)
-        path = dataset.shard_path(row)
-        members = read_members(row, path.read_bytes()[row.offset :][: row.length], path.name)
-        meta = json.loads(bytes(members["meta.json"]))
-        found[row.key] = {
-            **{name: bytes(data) for name, data in members.items()},
-            "meta.json": {name: meta[name] for name in meta if name not in ("dataset", "split", "license")},
-        }
-    return found
-
-
-def reshard(sources, out, **values):
-    spec = SourceSpec("fuelrail", "\n".join(map(str, sources)), {})
-    return shard(spec, out, make_recipe(**values), 1, Quiet()).manifest
+def new(dataroot, sharded):
+    return sharded(dataroot("c3 d4"), **SMALL)
 
 
 def test_two_datasets_become_one(old, new, tmp_path):
@@ -102,15 +71,12 @@ def test_a_new_version_takes_the_shards_that_are_there(old, new, tmp_path):
     )
 
 
-def test_a_version_of_a_version_and_without_the_old_one(old, new, base, tmp_path):
+def test_a_version_of_a_version_and_without_the_old_one(old, new, dataroot, sharded, tmp_path):
     shutil.copytree(old, tmp_path / "v1")
     append([str(tmp_path / "v1"), str(new)], tmp_path / "v2")
-    third = shard_nuscenes(
-        build_nuscenes(tmp_path / "s3", {"e": 2}).root, tmp_path / "e", **{**OPTIONS, "splits": None}
-    )
     shutil.rmtree(tmp_path / "v1")
-    manifest = append([str(tmp_path / "v2"), str(tmp_path / "e")], tmp_path / "v3")
-    assert manifest.num_samples == 16 + third.manifest.num_samples
+    manifest = append([str(tmp_path / "v2"), str(sharded(dataroot("e2"), **SMALL))], tmp_path / "v3")
+    assert manifest.num_samples == 16 + 2
     assert verify(tmp_path / "v3", deep=True, num_threads=2).faults == []
 
 
@@ -137,34 +103,27 @@ def test_across_file_systems_shards_are_copied_and_checked(old, new, tmp_path, m
     shutil.copytree(old, tmp_path / "v1")
     append([str(tmp_path / "v1"), str(new)], tmp_path / "v2")
     assert verify(tmp_path / "v2", deep=False, num_threads=1).faults == []
-    victim = tmp_path / "v1" / "train-000000.tar"
-    data = bytearray(victim.read_bytes())
-    data[3000] ^= 255
-    victim.write_bytes(data)
+    flip(tmp_path / "v1" / "train-000000.tar", 3000, 255)
     with pytest.raises(SourceError, match=r"train-000000\.tar' is not the file that its manifest describes"):
         append([str(tmp_path / "v1"), str(new)], tmp_path / "v3")
     assert not (tmp_path / "v3" / "dataset.json").exists()
 
 
-def test_what_does_not_fit_together(old, new, tmp_path):
+def test_what_does_not_fit_together(old, new, dataroot, sharded, tmp_path):
     with pytest.raises(ConfigError, match="append needs at least two datasets"):
         append([str(old)], tmp_path / "out")
-    with pytest.raises(SourceError, match=r"clip '.*' is in '.*old' and in '.*copy'"):
-        shutil.copytree(old, tmp_path / "copy")
-        append([str(old), str(tmp_path / "copy")], tmp_path / "out")
-    with pytest.raises(SourceError, match=r"clip '.*' is in '.*old' and in '.*copy'"):
-        reshard([old, tmp_path / "copy"], tmp_path / "out")
-    for way in (append, reshard):
-        with pytest.raises(SourceError, match=r"the dataset '.*old' is named twice"):
-            way([str(old), str(old)], tmp_path / "out")
-    rig = build_nuscenes(tmp_path / "s", {"x": 2}, cameras=("CAM_FRONT", "CAM_BACK"))
-    shard_nuscenes(rig.root, tmp_path / "rig", **{**OPTIONS, "splits": None})
+    shutil.copytree(old, tmp_path / "copy")
+    rig = sharded(dataroot("x2", cameras=("CAM_FRONT", "CAM_BACK")))
     says = r"the cameras of the first are cam_front \(CAM_FRONT\), .*, of the second cam_front \(CAM_FRONT\), cam_back"
     for way in (append, reshard):
+        with pytest.raises(SourceError, match=r"clip '.*' is in '.*out' and in '.*copy'"):
+            way([str(old), str(tmp_path / "copy")], tmp_path / "out")
+        with pytest.raises(SourceError, match=r"the dataset '.*out' is named twice"):
+            way([str(old), str(old)], tmp_path / "out")
         with pytest.raises(SourceError, match=says):
-            way([str(old), str(tmp_path / "rig")], tmp_path / "out")
+            way([str(old), str(rig)], tmp_path / "out")
     reshard([new], tmp_path / "none", layout="none")
-    with pytest.raises(SourceError, match=r"layout of '.*old' is member, that of '.*none' none"):
+    with pytest.raises(SourceError, match=r"layout of '.*out' is member, that of '.*none' none"):
         append([str(old), str(tmp_path / "none")], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

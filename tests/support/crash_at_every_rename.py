@@ -1,7 +1,8 @@
 """Run as a program: shard a source, killed at every rename there is, before and after it; each time resume and compare.
 
 Arguments: dataroot, an empty folder. Prints the number of deaths; exits with 1 where the bytes differ. The renames are
-the moments at which a run's state on disk changes for good; each death is a real SIGKILL of a forked process.
+the moments at which a run's state on disk changes for good; each death is a real SIGKILL of a forked process. Odd ones
+die before the rename and even ones after it; with FUELRAIL_ATTACK=all each dies both ways.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from support.sharding import digests, shard_nuscenes
 
+EVERY_DEATH = os.environ.get("FUELRAIL_ATTACK") == "all"
 OPTIONS = {"shard_size_bytes": 50_000, "splits": {"train": 0.5, "val": 0.5}}
 
 
@@ -54,7 +56,7 @@ def main(root: Path, scratch: Path) -> int:
     expected = digests(expected_folder)
     deaths = 0
     for number in range(1, 1000):
-        for after in (False, True):
+        for after in (False, True) if EVERY_DEATH else (number % 2 == 0,):
             out = scratch / "out"
 
             def dying(out=out, number=number, after=after):

@@ -11,6 +11,8 @@ import numpy as np
 import simplejpeg
 from scipy.spatial.transform import Rotation
 
+from fuelrail.sharding.sources.registry import SourceSpec
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
@@ -147,6 +149,19 @@ def video_messages(world: World, clip: WorldClip) -> list[Sent]:
     return sent
 
 
+def with_raw_pictures(
+    sent: Iterable[Sent], name: str, encoding: str, size: tuple[int, int], rows: np.ndarray, *, big: bool = False
+) -> list[Sent]:
+    """The messages, the pictures of a camera replaced by uncompressed ones; ``rows`` (H, row bytes) uint8."""
+    ros, found = Ros(), []
+    for one in sent:
+        if one.topic == f"/{name}/image_raw/compressed":
+            given = (one.message.header, size[1], size[0], encoding, int(big), rows.shape[1], rows.ravel())
+            one = one._replace(message=ros.of("sensor_msgs/Image", *given), type="sensor_msgs/Image")
+        found.append(one)
+    return found
+
+
 def encoded(jpegs: list[bytes]) -> list[bytes]:
     """One packet of Annex B for each picture."""
     options = {"g": "3", "bf": "0", "tune": "zerolatency", "x264-params": "scenecut=0:repeat-headers=1:annexb=1"}
@@ -186,6 +201,12 @@ def write_mcap(
                 data = bytes(types.serialize_cdr(data, data.__msgtype__))
             writer.add_message(channels[one.topic], one.stamp_ns + LAG_NS, data, one.stamp_ns)
         writer.finish()
+
+
+def logged(folder: Path, sent: Iterable[Sent], source_options: dict | None = None, **options) -> SourceSpec:
+    """A source of one log of these messages; ``options`` are those of `write_mcap`."""
+    write_mcap(folder / "log.mcap", sent, **options)
+    return SourceSpec("mcap", str(folder / "log.mcap"), source_options or {})
 
 
 def definition(types, message) -> bytes:

@@ -6,9 +6,10 @@ import hashlib
 import json
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 import simplejpeg
 
 if TYPE_CHECKING:
@@ -52,6 +53,12 @@ class Dataroot:
         """The keyframe files of one channel, in time order."""
         rows = [row for row in self.tables["sample_data"] if row["is_key_frame"] and f"/{channel}/" in row["filename"]]
         return [self.root / row["filename"] for row in sorted(rows, key=lambda row: row["timestamp"])]
+
+
+def opened_by_devkit(root: Path, version: str = "v1.0-mini") -> Any:
+    """The dataroot as the official devkit opens it; skips the test where that is not installed."""
+    module = pytest.importorskip("nuscenes.nuscenes", reason="nuscenes-devkit is not installed")
+    return module.NuScenes(version=version, dataroot=str(root), verbose=False)
 
 
 def encode_image(seed: int, width: int, height: int) -> bytes:

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from fuelrail.pipeline.format.dataset import check_span, open_dataset, read_members
+from fuelrail.pipeline.format.rules import Rig
 from fuelrail.pipeline.sample.schema import META, decode_meta
 from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.run import Outcome, shard
 from fuelrail.sharding.sources.registry import SourceSpec, make_source
 from fuelrail.sharding.sources.scan_table import ScanTable, ScanWriter
+from fuelrail.sharding.write.shard_writer import WriteJob
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,8 +28,11 @@ if TYPE_CHECKING:
 
 
 _OF_SOURCE = ("version", "missing_camera", "points", "sweeps")
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-"""For commands in processes of their own."""
+
+
+def environment() -> dict[str, str]:
+    """The variables of this process as it is now, for commands in processes of their own."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def shard_nuscenes(
@@ -55,6 +60,18 @@ def reshard(sources: Path | str | list, out: Path, num_workers: int = 1, **value
 def shard_command(location: str, out: Path | str, *more: str) -> list[str]:
     """The command that shards in a process of its own."""
     return [sys.executable, "-m", "fuelrail", "shard", location, str(out), *more]
+
+
+def write_job(work: Path, out: str, source: str) -> WriteJob:
+    """What workers are given, without shards; its files are in the new folder ``work``."""
+    work.mkdir(parents=True)
+    for name in ("scan.arrow", "plan.npy", "selection.npy"):
+        (work / name).write_bytes(name.encode())
+    return WriteJob(
+        out=out, scan_table=work / "scan.arrow", plan_rows=work / "plan.npy", selection=work / "selection.npy",
+        shards=(), stamps=(), source=SourceSpec("nuscenes", source, {}), recipe=make_recipe(), dataset="d",
+        rig=Rig.make((), (), (), ()), license=None, lidars=(), clip_ids=(), dictionary=None,
+    )  # fmt: skip
 
 
 class Scanned(NamedTuple):

@@ -106,11 +106,6 @@ def test_what_moved_on_leaves_no_trail() -> None:
     assert (occupancy_grid(points, age_s, None)[tuple(cells.T)] == STATIC).all()
 
 
-def test_a_box_beside_the_grid_changes_nothing() -> None:
-    far = one_box(boxes3d=np.array([[70.0, 4.0, 0.6, 4.4, 1.9, 1.6, 0.0]], np.float32))
-    assert not occupancy_grid(np.empty((0, 3)), np.empty(0), far).any()
-
-
 @pytest.mark.parametrize(
     "ego",
     [BevMap(flip_y=True), BevMap(flip_x=True), BevMap(flip_x=True, flip_y=True), BevMap(rotation_rad=math.pi / 2)],

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import cv2
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.sharding.demo.picture.camera import render
-from fuelrail.sharding.demo.picture.raster import clip_depth, coverage, window_of
-from fuelrail.sharding.demo.picture.shapes import shape_of
 from fuelrail.sharding.demo.solids import Solid, solids_near
-from fuelrail.sharding.demo.street import KINDS
 from fuelrail.sharding.demo.world import Clip, WorldSpec, captures, make_clip
 
 if TYPE_CHECKING:
     from fuelrail.sharding.demo.rig import Camera
+
+pytestmark = pytest.mark.slow
 
 SPEC = WorldSpec(seed=4, num_frames=4, width_px=800, height_px=450)
 CLEAR, RAIN, DUSK, NIGHT = range(4)
@@ -67,7 +63,6 @@ def _inside(shot: _Shot, corners: np.ndarray) -> bool:
     return bool((low > 3).all() and high[0] < shot.camera.width_px - 4 and high[1] < shot.camera.height_px - 4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("index", "channel"),
     [
@@ -95,7 +90,6 @@ def test_pixels_of_every_object_lie_in_its_projected_box(index: int, channel: st
     assert num_checked >= 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("index", [CLEAR, DUSK])
 def test_unhidden_objects_fill_their_projected_boxes_to_the_edges(index: int) -> None:
     shot = _shot(index, "CAM_FRONT")
@@ -124,7 +118,6 @@ def test_unhidden_objects_fill_their_projected_boxes_to_the_edges(index: int) ->
     assert num_checked >= 8
 
 
-@pytest.mark.slow
 def test_taking_an_object_away_changes_its_box_and_nothing_else() -> None:
     # Independent of who is said to own a pixel: compare two pictures. Overcast, so shadows stay under their objects.
     shot = _shot(DUSK, "CAM_FRONT")
@@ -143,50 +136,3 @@ def test_taking_an_object_away_changes_its_box_and_nothing_else() -> None:
         assert not (changed & ~_hull_mask(shot, corners, 5.0)).any(), solid
         own = owners == solid.actor
         assert changed[own].mean() > 0.7, solid
-
-
-@given(st.floats(20.0, 60.0), st.floats(20.0, 60.0), st.floats(0.0, math.pi), st.floats(8.0, 30.0))
-def test_coverage_sums_to_the_area(x: float, y: float, turn: float, size: float) -> None:
-    angles = turn + np.arange(4) * math.pi / 2
-    square = np.column_stack([x + size / math.sqrt(2) * np.cos(angles), y + size / math.sqrt(2) * np.sin(angles)])
-    window = window_of(square, 100, 100)
-    assert window is not None
-    # Within a twentieth of a pixel along the sides, and a pixel at each corner.
-    assert coverage(square, window).sum() == pytest.approx(size * size, abs=0.05 * 4 * size + 4)
-    assert coverage(square[::-1], window).sum() == pytest.approx(size * size, abs=0.05 * 4 * size + 4)
-
-
-def test_clip_depth_cuts_where_the_plane_is() -> None:
-    square = np.array([[0.0, 0, -1], [2.0, 0, -1], [2.0, 0, 3], [0.0, 0, 3]])
-    kept = clip_depth(square, 1.0)
-    assert kept[:, 2].min() == pytest.approx(1.0)
-    assert sorted(kept[np.isclose(kept[:, 2], 1.0)][:, 0]) == pytest.approx([0.0, 2.0])
-    assert len(clip_depth(square, 5.0)) == 0
-    np.testing.assert_array_equal(clip_depth(square, -2.0), square)
-
-
-ALL = [*KINDS, "bicycle", "building", "tree", "crown"]
-
-
-@pytest.mark.parametrize("kind", ALL)
-def test_shapes_stay_in_the_unit_box_and_reach_its_ends(kind: str) -> None:
-    vertices = np.concatenate([part.vertices for part in shape_of(kind)])
-    assert (np.abs(vertices[:, :2]) <= 0.5 + 1e-12).all()
-    assert vertices[:, 2].min() >= 0.0
-    assert vertices[:, 2].max() <= 1.0
-    np.testing.assert_allclose(np.ptp(vertices, axis=0), [1.0, 1.0, 1.0], atol=1e-9)
-
-
-@pytest.mark.parametrize("kind", [*ALL, "post"])
-def test_bodies_are_closed_convex_and_face_outwards(kind: str) -> None:
-    for part in shape_of(kind):
-        middle = part.vertices.mean(0)
-        edges = []
-        for face in part.faces:
-            corners = part.vertices[list(face.vertices)]
-            normal = np.cross(corners[1] - corners[0], corners[2] - corners[1])
-            assert normal @ (corners[0] - middle) > 0
-            beyond = (part.vertices - corners[0]) @ normal / np.linalg.norm(normal)
-            assert beyond.max() < 1e-9, "every vertex lies behind or in every face"
-            edges += list(zip(face.vertices, (*face.vertices[1:], face.vertices[0]), strict=True))
-        assert sorted(edges) == sorted((b, a) for a, b in edges), "each edge is used once each way"

@@ -1,22 +1,21 @@
-"""Engines by name: the same bytes from each, and what is said where one is not available."""
+"""Engines by name: the same bytes from each; what is said where one is not available, or a node does not see files."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 import pytest
 
-from fuelrail.__main__ import main
-from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.errors import ConfigError, DatasetError
 from fuelrail.sharding.engines import LOCAL_ENGINES, EngineOptions, make_engine
-from support.nuscenes_tables import build_nuscenes
-from support.sharding import digests, shard_nuscenes
-
-pytestmark = pytest.mark.process
+from fuelrail.sharding.engines.ray import inputs_here, share_inputs
+from support.sharding import digests, shard_nuscenes, write_job
 
 
-def test_each_local_engine_gives_the_same_bytes(tmp_path):
-    source = build_nuscenes(tmp_path / "source", {"a": 4, "b": 4}, cameras=("CAM_FRONT", "CAM_BACK"))
+@pytest.mark.process
+def test_each_local_engine_gives_the_same_bytes(dataroot, tmp_path):
+    source = dataroot("a4 b4", cameras=("CAM_FRONT", "CAM_BACK"))
     made = []
     for name in LOCAL_ENGINES:
         for num_workers in (1, 2):
@@ -34,6 +33,29 @@ def test_without_ray_it_says_what_to_install(monkeypatch):
         make_engine(EngineOptions(engine="ray"))
 
 
-def test_an_address_without_ray_is_a_mistake(tmp_path, capsys):
-    assert main(["shard", "nuscenes:x", str(tmp_path / "out"), "--ray-address", "auto"]) == 2
-    assert "a Ray address needs the engine ray, got address 'auto' without it" in capsys.readouterr().err
+@pytest.fixture
+def job(tmp_path):
+    (tmp_path / "source").mkdir()
+    return write_job(tmp_path / "out" / ".fuelrail", str(tmp_path / "out"), str(tmp_path / "source"))
+
+
+def test_in_a_shared_folder_they_are_there(job):
+    share_inputs(job, "run1")
+    assert inputs_here(job, "run1", "1.2.3.4") is job
+
+
+def test_a_node_that_does_not_see_the_output_says_so(job, tmp_path):
+    share_inputs(job, "run1")
+    elsewhere = dataclasses.replace(job, scan_table=tmp_path / "elsewhere" / "scan.arrow")
+    says = r"node 1\.2\.3\.4 cannot read the output folder .*a file system that all nodes share.*or at a URL"
+    with pytest.raises(DatasetError, match=says):
+        inputs_here(elsewhere, "run1", "1.2.3.4")
+    with pytest.raises(DatasetError, match=says):  # a folder of the same name, of another machine or run
+        inputs_here(job, "run2", "1.2.3.4")
+
+
+def test_a_node_that_does_not_see_the_source_says_so(job, tmp_path):
+    share_inputs(job, "run1")
+    elsewhere = dataclasses.replace(job, source=job.source._replace(location=str(tmp_path / "elsewhere")))
+    with pytest.raises(ConfigError, match=r"node 1\.2\.3\.4 cannot read the source .*elsewhere"):
+        inputs_here(elsewhere, "run1", "1.2.3.4")

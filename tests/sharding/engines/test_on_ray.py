@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
@@ -16,19 +14,12 @@ from fuelrail.pipeline.format.manifest import WORK_FOLDER
 from fuelrail.sharding.engines import ray
 from fuelrail.sharding.engines.ray import RayEngine
 from fuelrail.sharding.progress import Quiet
-from support.nuscenes_tables import build_nuscenes
 from support.ray_cluster import ray_cluster
-from support.sharding import digests, shard_nuscenes
+from support.sharding import digests, environment, shard_command, shard_nuscenes
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'fuelrail[ray]'")
 
-CLIPS = {"a": 6, "b": 6, "c": 6, "d": 6}
 OPTIONS = {"shard_size_bytes": 30_000, "splits": {"train": 0.75, "val": 0.25}}
-ENVIRONMENT = {
-    **os.environ,
-    "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-    "RAY_USAGE_STATS_ENABLED": "0",
-}
 pytestmark = [
     pytest.mark.process,
     pytest.mark.filterwarnings("ignore"),  # Ray's own, of its dependencies
@@ -36,15 +27,13 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    return build_nuscenes(tmp_path_factory.mktemp("source"), CLIPS)
+def source(dataroot):
+    return dataroot("a6 b6 c6 d6")
 
 
 @pytest.fixture(scope="module")
-def expected(source, tmp_path_factory):
-    out = tmp_path_factory.mktemp("expected") / "out"
-    shard_nuscenes(source.root, out, **OPTIONS)
-    return digests(out)
+def expected(source, sharded):
+    return digests(sharded(source, **OPTIONS))
 
 
 @pytest.fixture(scope="module")
@@ -89,11 +78,10 @@ def test_a_cluster_without_a_node_for_the_tasks_is_not_waited_for_for_ever(sourc
 
 def test_a_driver_that_is_killed_continues_with_the_same_command(source, expected, cluster, tmp_path):
     out = tmp_path / "out"
-    command = [
-        sys.executable, "-m", "fuelrail", "shard", f"nuscenes:{source.root}", str(out), "--seed", "7", "--shard-size",
-        "30000", "--splits", "train=0.75,val=0.25", "--engine", "ray", "--ray-address", cluster.address,
-    ]  # fmt: skip
-    run = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    words = ("--seed", "7", "--shard-size", "30000", "--splits", "train=0.75,val=0.25", "--engine", "ray")
+    command = shard_command(f"nuscenes:{source.root}", out, *words, "--ray-address", cluster.address)
+    variables = {**environment(), "RAY_USAGE_STATS_ENABLED": "0"}
+    run = subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while len(list(out.glob("*.tar"))) < 2 and run.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -101,7 +89,7 @@ def test_a_driver_that_is_killed_continues_with_the_same_command(source, expecte
     assert run.wait() == -signal.SIGKILL
     there = {path.name: path.stat().st_ino for path in out.glob("*.tar")}
     assert len(there) >= 2
-    subprocess.run(command, env=ENVIRONMENT, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command, env=variables, check=True, stdout=subprocess.DEVNULL)
     assert digests(out) == expected
     # Workers of the run that was killed may have finished a shard more; none that was there is another file now.
     assert all((out / name).stat().st_ino == inode for name, inode in there.items())

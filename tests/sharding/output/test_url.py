@@ -1,43 +1,47 @@
-"""Datasets written to an object store: a real S3 server on loopback, runs that die, runs that meet."""
+"""Datasets written to object stores, S3's, Google's and Azure's, on loopback: runs that die, runs that meet."""
 
 from __future__ import annotations
 
-import os
+import contextlib
 import shutil
 import signal
 import subprocess
-import sys
 import time
 
+import fsspec
 import pytest
 
 from fuelrail.__main__ import main
 from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetExistsError, DatasetNotReadyError, SourceError
 from fuelrail.pipeline.format.dataset import open_dataset
-from fuelrail.pipeline.format.manifest import WORK_FOLDER
-from fuelrail.pipeline.format.rules import Rig
+from fuelrail.pipeline.format.manifest import MANIFEST_FILE, WORK_FOLDER
 from fuelrail.sharding.append import append
 from fuelrail.sharding.engines.ray import forget_inputs, inputs_here, share_inputs
 from fuelrail.sharding.output import lock as object_lock
 from fuelrail.sharding.output import url as url_output
 from fuelrail.sharding.output.folder import open_output
 from fuelrail.sharding.output.workspace import Workspace
-from fuelrail.sharding.planning.recipe import make_recipe
-from fuelrail.sharding.progress import Quiet
-from fuelrail.sharding.run import shard
-from fuelrail.sharding.sources.registry import SourceSpec
 from fuelrail.sharding.verify.dataset import verify
-from fuelrail.sharding.write.shard_writer import WriteJob
-from support.nuscenes_tables import build_nuscenes
+from support.cloud_emulators import emulated
+from support.loaders import make_loader
 from support.s3_server import s3_server
-from support.sharding import Interrupt, digests, shard_nuscenes
+from support.sharding import Interrupt, digests, environment, reshard, shard_command, shard_nuscenes, write_job
 
 pytestmark = pytest.mark.network
 
 s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'fuelrail[s3]'")
 
-CLIPS = {"a": 4, "b": 5, "c": 3, "d": 4}
 OPTIONS = {"shard_size_bytes": 50_000, "splits": {"train": 0.75, "val": 0.25}}
+
+
+@pytest.fixture(scope="module")
+def source(dataroot):
+    return dataroot("a4 b5 c3 d4")
+
+
+@pytest.fixture(scope="module")
+def expected(source, sharded):
+    return digests(sharded(source, **OPTIONS))
 
 
 @pytest.fixture(scope="module")
@@ -54,18 +58,6 @@ def url(bucket, request):
     return f"s3://drives/{request.node.name.replace('[', '-').replace(']', '')}"
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    return build_nuscenes(tmp_path_factory.mktemp("source"), CLIPS)
-
-
-@pytest.fixture(scope="module")
-def expected(source, tmp_path_factory):
-    out = tmp_path_factory.mktemp("expected") / "out"
-    shard_nuscenes(source.root, out, **OPTIONS)
-    return digests(out)
-
-
 def fetched(fs, url, folder):
     """Digests of what lies at the URL."""
     fs.invalidate_cache()
@@ -78,9 +70,8 @@ def uploads(fs):
     return fs.call_s3("list_multipart_uploads", Bucket="drives").get("Uploads", [])
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
-def test_a_url_gets_the_same_bytes_as_a_folder(source, expected, bucket, url, tmp_path, num_workers):
-    outcome = shard_nuscenes(source.root, url, num_workers=num_workers, **OPTIONS)
+def test_a_url_gets_the_same_bytes_as_a_folder(source, expected, bucket, url, tmp_path):
+    outcome = shard_nuscenes(source.root, url, num_workers=3, **OPTIONS)
     assert fetched(bucket, url, tmp_path / "got") == expected
     assert open_dataset(url, cache_dir=tmp_path / "cache").manifest == outcome.manifest
     assert uploads(bucket) == []
@@ -115,20 +106,11 @@ def test_verify_at_a_url(source, bucket, url, capsys, tmp_path):
     assert "has no dataset.json" in capsys.readouterr().err
 
 
-def command(source, url, *more):
-    return [
-        sys.executable, "-m", "fuelrail", "shard", f"nuscenes:{source.root}", url, "--seed", "7", "--shard-size",
-        "50000", "--splits", "train=0.75,val=0.25", *more,
-    ]  # fmt: skip
-
-
-def environment():
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-
-
 @pytest.mark.process
 def test_killed_in_the_middle_the_same_command_finishes(source, expected, bucket, url, tmp_path):
-    run = subprocess.Popen(command(source, url, "--workers", "2"), env=environment(), stdout=subprocess.DEVNULL)
+    words = ("--seed", "7", "--shard-size", "50000", "--splits", "train=0.75,val=0.25", "--workers", "2")
+    command = shard_command(f"nuscenes:{source.root}", url, *words)
+    run = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 100
     prefix = url.removeprefix("s3://")
     while time.monotonic() < deadline and run.poll() is None:
@@ -167,6 +149,8 @@ def test_killed_in_the_middle_the_same_command_finishes(source, expected, bucket
 def test_finished_shards_are_believed_by_their_seal_or_read(source, expected, bucket, url, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         shard_nuscenes(source.root, url, progress=Interrupt(3), **OPTIONS)
+    with pytest.raises(DatasetExistsError, match="seed is 7 there and 8 here"):
+        shard_nuscenes(source.root, url, **{**OPTIONS, "seed": 8})
     bucket.invalidate_cache()
     assert not bucket.exists(f"{url}/{WORK_FOLDER}/lock.json")
     shards = sorted(bucket.glob(f"{url.removeprefix('s3://')}/*.tar"))
@@ -227,17 +211,10 @@ def test_two_runs_at_once_are_refused_also_from_another_machine(bucket, url, tmp
     assert not bucket.exists(f"{url}/{WORK_FOLDER}/lock.json")
 
 
-def test_another_seed_and_foreign_objects_are_refused(source, bucket, url):
-    with pytest.raises(KeyboardInterrupt):
-        shard_nuscenes(source.root, url, progress=Interrupt(2), **OPTIONS)
-    with pytest.raises(DatasetExistsError, match="seed is 7 there and 8 here"):
-        shard_nuscenes(source.root, url, seed=8, **OPTIONS)
-    bucket.pipe_file(f"{url}-2/thesis.tex", b"")
+def test_a_bucket_that_is_not_there_and_foreign_objects(source, bucket, url):
+    bucket.pipe_file(f"{url}/thesis.tex", b"")
     with pytest.raises(DatasetExistsError, match=r"thesis\.tex"):
-        shard_nuscenes(source.root, f"{url}-2", **OPTIONS)
-
-
-def test_a_bucket_that_is_not_there(source, bucket):
+        shard_nuscenes(source.root, url, **OPTIONS)
     with pytest.raises(DatasetError, match=r"output 's3://nowhere/x' cannot be written: the bucket is not there"):
         shard_nuscenes(source.root, "s3://nowhere/x", **OPTIONS)
 
@@ -253,27 +230,17 @@ def test_a_source_at_a_url_gives_the_same_bytes(source, expected, bucket, url, t
         shard_nuscenes(f"{url}/samples", tmp_path / "out2", **OPTIONS)
 
 
-def test_datasets_at_urls_are_merged_and_appended(source, bucket, url, tmp_path):
+def test_datasets_at_urls_are_merged_and_appended(source, dataroot, sharded, bucket, url, tmp_path):
     shard_nuscenes(source.root, f"{url}/v1", shard_size_bytes=200_000)
-    more = build_nuscenes(tmp_path / "more", {"e": 2})
-    shard_nuscenes(more.root, tmp_path / "more-out")
-    append([f"{url}/v1", str(tmp_path / "more-out")], f"{url}/v2")
-    shard(SourceSpec("fuelrail", f"{url}/v2", {}), tmp_path / "local", make_recipe(), 1, Quiet())
+    append([f"{url}/v1", str(sharded(dataroot("e2")))], f"{url}/v2")
+    reshard(f"{url}/v2", tmp_path / "local")
     assert verify(tmp_path / "local", deep=True, num_threads=1).faults == []
     assert open_dataset(tmp_path / "local").manifest.num_samples == 18
 
 
 def test_a_node_with_another_file_system_fetches_the_inputs_of_its_tasks(source, bucket, url, tmp_path, monkeypatch):
     work = tmp_path / "driver"
-    work.mkdir()
-    for name in ("scan.arrow", "plan.npy", "selection.npy"):
-        (work / name).write_bytes(name.encode())
-    job = WriteJob(
-        out=url, scan_table=work / "scan.arrow", plan_rows=work / "plan.npy", selection=work / "selection.npy",
-        shards=(), stamps=(), source=SourceSpec("nuscenes", str(source.root), {}), recipe=make_recipe(), dataset="d",
-        rig=Rig.make((), (), (), ()),
-        license=None, lidars=(), clip_ids=(), dictionary=None,
-    )  # fmt: skip
+    job = write_job(work, url, str(source.root))
     share_inputs(job, "run1")
     assert inputs_here(job, "run1", "node") is job
     (work / "run").unlink()
@@ -287,3 +254,59 @@ def test_a_node_with_another_file_system_fetches_the_inputs_of_its_tasks(source,
     assert [path.name for path in here.scan_table.parent.parent.iterdir() if path.is_dir()] == ["run2"]
     forget_inputs(url)
     assert not here.scan_table.exists()
+
+
+@pytest.fixture(params=["gs", "az", "memory"])
+def store(request, tmp_path, monkeypatch):
+    """URL of an empty bucket whose options fsspec knows by itself, as it does from the environment."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    kind = request.param
+    with contextlib.ExitStack() as stack:
+        if kind != "memory":
+            folder = tmp_path / "emulator"
+            folder.mkdir()
+            options, _ = stack.enter_context(emulated(kind, folder))
+            monkeypatch.setitem(fsspec.config.conf, kind, options)
+        else:
+            fsspec.filesystem("memory").mkdir("/datasets")
+        yield f"{kind}://datasets"
+        if kind == "memory":
+            fsspec.filesystem("memory").rm("/datasets", recursive=True)
+
+
+def test_a_whole_run_at_any_store(source, expected, store, tmp_path):
+    """Source and output at the store, interrupted and resumed: the bytes of a run in folders."""
+    fs, root = fsspec.core.url_to_fs(f"{store}/source")
+    fs.put(str(source.root), root, recursive=True)
+    out = f"{store}/out"
+    with pytest.raises(KeyboardInterrupt):
+        shard_nuscenes(f"{store}/source", out, progress=Interrupt(2), **OPTIONS)
+    fs.invalidate_cache()
+    names = {path.rpartition("/")[2] for path in fs.ls(f"{root[:-6]}out", detail=False)}
+    assert len([name for name in names if name.endswith(".tar")]) == 2
+    assert MANIFEST_FILE not in names
+    assert shard_nuscenes(f"{store}/source", out, **OPTIONS).num_kept == 2
+    fs.invalidate_cache()
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in fs.ls(f"{root[:-6]}out", detail=False):
+        fs.get_file(path, str(copy / path.rpartition("/")[2]))
+    assert digests(copy) == expected
+    options = {"split": "train", "cache_dir": tmp_path / "loader", "seed": 1, "num_workers": 1}
+    with make_loader(out, 2, **options) as remote, make_loader(copy, 2, **options) as local:
+        assert [batch["sample_key"] for batch in remote] == [batch["sample_key"] for batch in local]
+
+
+@pytest.mark.parametrize("store", ["gs", "az"], indirect=True)  # memory:// shows a file from when it is opened
+def test_what_fails_leaves_no_object(store):
+    """A file that is half-written when something fails never gets its name."""
+    out = open_output(f"{store}/out")
+    with pytest.raises(RuntimeError, match="something fails"), out.publish("half.tar") as file:
+        file.write(b"x" * 100_000)
+        raise RuntimeError("something fails")
+    assert out.size("half.tar") is None
+    with out.publish("whole.tar") as file:
+        file.write(b"x" * 100_000)
+    assert out.size("whole.tar") == 100_000
+    out.remove("whole.tar")
+    assert out.names() == []

@@ -65,18 +65,6 @@ def test_the_lock_of_a_dead_process_is_stale(tmp_path):
 _SRC = os.pathsep.join(path for path in sys.path if path)
 
 
-def test_what_was_made_for_nothing_is_removed(tmp_path):
-    out = tmp_path / "a" / "b" / "out"
-    with workspace(out):
-        assert out.is_dir()
-    assert list(tmp_path.iterdir()) == []
-    out.mkdir(parents=True)
-    with workspace(out):
-        pass
-    assert out.is_dir()
-    assert list(out.iterdir()) == []
-
-
 def test_started_work_stays(tmp_path):
     out = tmp_path / "out"
     with workspace(out) as work:
@@ -104,12 +92,3 @@ def test_foreign_files_are_not_touched(tmp_path):
         check_out(FolderOutput(str(tmp_path)))
     with pytest.raises(DatasetExistsError, match=r"thesis\.tex' is a file"):
         check_out(FolderOutput(str(tmp_path / "thesis.tex")))
-
-
-def test_the_systems_errors_become_one_sentence(tmp_path):
-    says = r"'/x' cannot be written: No space left on device; finished shards are kept"
-    with pytest.raises(DatasetError, match=says), FolderOutput("/x").writing():
-        raise OSError(28, "No space left on device")
-    with pytest.raises(DatasetError, match="cannot be written: Not a directory"), FolderOutput(str(tmp_path)).writing():
-        (tmp_path / "file").write_text("")
-        workspace(tmp_path / "file" / "out")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuelrail.pipeline.errors import ConfigError
@@ -25,10 +25,6 @@ def clip_infos(lengths):
     ]
 
 
-def recipe(**values):
-    return make_recipe(**values)
-
-
 def columns(lengths, size=1000):
     clip = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
     frame = np.concatenate([np.arange(n, dtype=np.int32) for n in lengths])
@@ -36,12 +32,13 @@ def columns(lengths, size=1000):
 
 
 def plan_of(lengths, size=1000, **values):
-    chosen = recipe(**values)
+    chosen = make_recipe(**values)
     clips_by_split = assign_splits(clip_infos(lengths), chosen, None)
     clip, frame, sizes = columns(lengths, size)
     return make_plan(np.arange(len(clip)), clip, frame, sizes, clips_by_split, chosen), clips_by_split
 
 
+@settings(max_examples=50)
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=2, max_size=12),
     seed=st.integers(0, 2**62),
@@ -84,7 +81,7 @@ def test_shards_are_as_few_as_the_size_allows_and_of_equal_size(sizes, target):
     clip, frame, _ = columns([len(sizes)])
     size_bytes = np.array(sizes, np.int64)
     rows = np.arange(len(sizes))
-    plan = make_plan(rows, clip, frame, size_bytes, {"train": [0]}, recipe(shard_size_bytes=target))
+    plan = make_plan(rows, clip, frame, size_bytes, {"train": [0]}, make_recipe(shard_size_bytes=target))
     taken = [int(size_bytes[plan.rows[s.first_sample : s.first_sample + s.num_samples]].sum()) for s in plan.shards]
     assert len(taken) <= -(-sum(sizes) // target)
     assert max(taken) < target + max(sizes)
@@ -96,13 +93,10 @@ def test_the_order_depends_on_the_seed_and_is_pinned():
     assert plan.rows.tolist() == [4, 5, 7, 2, 6, 3, 0, 1]
     plan, _ = plan_of([2, 1, 2, 1, 3], seed=7, order="clip")
     assert plan.rows.tolist() == [3, 4, 5, 6, 7, 8, 2, 0, 1]
+    plan, _ = plan_of([30, 30], seed=7, splits={"train": ["clip-0"], "val": ["clip-1"]})
+    assert plan.rows[:30].tolist() != (plan.rows[30:] - 30).tolist(), "two splits are not shuffled alike"
     orders = {tuple(plan_of([30], seed=seed)[0].rows.tolist()) for seed in range(20)}
     assert len(orders) == 20
-
-
-def test_two_splits_are_not_shuffled_alike():
-    plan, _ = plan_of([30, 30], seed=7, splits={"train": ["clip-0"], "val": ["clip-1"]})
-    assert plan.rows[:30].tolist() != (plan.rows[30:] - 30).tolist()
 
 
 @pytest.mark.parametrize(
@@ -117,68 +111,65 @@ def test_two_splits_are_not_shuffled_alike():
     ],
 )
 def test_shares_count_clips(count, shares, expected):
-    clips_by_split = assign_splits(clip_infos([1] * count), recipe(splits=shares), None)
+    clips_by_split = assign_splits(clip_infos([1] * count), make_recipe(splits=shares), None)
     assert [len(clips) for clips in clips_by_split.values()] == expected
     assert list(clips_by_split) == list(shares)
+    with pytest.raises(ConfigError, match="0 clips cannot be split into"):
+        assign_splits([], make_recipe(splits=shares), None)
 
 
 def test_shares_depend_on_the_split_seed_alone():
     clips = clip_infos([1] * 40)
     halves = {"train": 0.5, "val": 0.5}
-    one = assign_splits(clips, recipe(splits=halves, seed=1), None)
-    assert one == assign_splits(clips, recipe(splits=halves, seed=2), None)
-    assert one != assign_splits(clips, recipe(splits=halves, split_seed=1), None)
+    one = assign_splits(clips, make_recipe(splits=halves, seed=1), None)
+    assert one == assign_splits(clips, make_recipe(splits=halves, seed=2), None)
+    assert one != assign_splits(clips, make_recipe(splits=halves, split_seed=1), None)
 
 
 def test_more_clips_move_few_of_the_old_ones():
     shares = {"train": 0.8, "val": 0.2}
-    before = assign_splits(clip_infos([1] * 100), recipe(splits=shares), None)
-    after = assign_splits(clip_infos([1] * 110), recipe(splits=shares), None)
+    before = assign_splits(clip_infos([1] * 100), make_recipe(splits=shares), None)
+    after = assign_splits(clip_infos([1] * 110), make_recipe(splits=shares), None)
     assert len(set(before["val"]) - set(after["val"])) <= 4
-
-
-def test_too_few_clips_for_the_splits():
-    with pytest.raises(ConfigError, match="1 clips cannot be split into train, val"):
-        assign_splits(clip_infos([5]), recipe(splits={"train": 0.5, "val": 0.5}), None)
 
 
 def test_own_splits_of_the_source():
     clips = clip_infos([1, 1, 1, 1])
     own = {"val": ["Clip 2"], "train": ["Clip 0", "Clip 3", "elsewhere"], "test": ["nowhere"]}
-    assert assign_splits(clips, recipe(), own) == {"val": [2], "train": [0, 3]}
-    assert assign_splits(clips, recipe(), None) == {"train": [0, 1, 2, 3]}
+    assert assign_splits(clips, make_recipe(), own) == {"val": [2], "train": [0, 3]}
+    assert assign_splits(clips, make_recipe(), None) == {"train": [0, 1, 2, 3]}
     with pytest.raises(ConfigError, match="none of the 4 clips is in one of the splits train"):
-        assign_splits(clips, recipe(), {"train": ["nowhere"]})
+        assign_splits(clips, make_recipe(), {"train": ["nowhere"]})
 
 
 def test_lists_of_the_user_must_be_right():
     clips = clip_infos([1, 1])
-    assert assign_splits(clips, recipe(splits={"a": ["clip-1"], "b": ["Clip 0"]}), None) == {"a": [1], "b": [0]}
+    assert assign_splits(clips, make_recipe(splits={"a": ["clip-1"], "b": ["Clip 0"]}), None) == {"a": [1], "b": [0]}
     with pytest.raises(ConfigError, match="names clip 'clip-9', which is not in the source"):
-        assign_splits(clips, recipe(splits={"a": ["clip-9"]}), None)
+        assign_splits(clips, make_recipe(splits={"a": ["clip-9"]}), None)
     with pytest.raises(ConfigError, match="'clip-1' is in two splits, a and b"):
-        assign_splits(clips, recipe(splits={"a": ["clip-1"], "b": ["clip-1"]}), None)
+        assign_splits(clips, make_recipe(splits={"a": ["clip-1"], "b": ["clip-1"]}), None)
     with pytest.raises(ConfigError, match="in two splits"):
-        assign_splits(clips, recipe(splits={"a": ["clip-1"], "b": ["Clip 1"]}), None)
+        assign_splits(clips, make_recipe(splits={"a": ["clip-1"], "b": ["Clip 1"]}), None)
 
 
 def test_clips_without_selected_samples_are_not_dealt():
     clips = clip_infos([1] * 10)
     present = [1, 4, 7, 8]
-    assert assign_splits(clips, recipe(), None, present) == {"train": present}
-    shares = assign_splits(clips, recipe(splits={"train": 0.5, "val": 0.5}), None, present)
+    assert assign_splits(clips, make_recipe(), None, present) == {"train": present}
+    shares = assign_splits(clips, make_recipe(splits={"train": 0.5, "val": 0.5}), None, present)
     assert sorted([*shares["train"], *shares["val"]]) == present
     assert len(shares["train"]) == 2
     lists = {"a": ["clip-0", "clip-1"], "b": ["clip-2"], "c": ["clip-8"]}
-    assert assign_splits(clips, recipe(splits=lists), None, present) == {"a": [1], "c": [8]}
+    assert assign_splits(clips, make_recipe(splits=lists), None, present) == {"a": [1], "c": [8]}
     with pytest.raises(ConfigError, match="none of the 4 clips"):
-        assign_splits(clips, recipe(splits={"b": ["clip-2"]}), None, present)
+        assign_splits(clips, make_recipe(splits={"b": ["clip-2"]}), None, present)
 
 
 def test_a_plan_of_some_rows():
     clip, frame, sizes = columns([5, 5])
     rows = np.array([1, 2, 4, 5, 9])
-    chosen = recipe(order="window:2", splits={"train": ["clip-0"], "val": ["clip-1"]})
+    chosen = make_recipe(order="window:2", splits={"train": ["clip-0"], "val": ["clip-1"]})
     clips_by_split = assign_splits(clip_infos([5, 5]), chosen, None)
     plan = make_plan(rows, clip[rows], frame[rows], sizes[rows], clips_by_split, chosen)
     assert sorted(plan.rows[:3].tolist()) == [1, 2, 4]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import fsspec
 import pytest
 
 from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources import files as module
 from fuelrail.sharding.sources.files import FileFacts, looks, source_files
 from support.listing_server import OBJECT_BYTES, listing_server, object_name
 
@@ -26,12 +29,8 @@ def test_folders_of_a_store_that_is_not_s3():
     fs = fsspec.filesystem("memory")
     url = "memory://test_files/made"
     try:
-        for name, size in {
-            "samples/a/b/x.jpg": 3,
-            "samples/a/y.jpg": 2,
-            "samples/z.jpg": 1,
-            "tables/t.json": 5,
-        }.items():
+        sizes = {"samples/a/b/x.jpg": 3, "samples/a/y.jpg": 2, "samples/z.jpg": 1, "tables/t.json": 5}
+        for name, size in sizes.items():
             fs.pipe_file(f"/test_files/made/{name}", b"x" * size)
         files = source_files(url)
         with files.fetched("tables", ("t.json", "other.json")) as folder:
@@ -55,33 +54,27 @@ def test_a_listing_that_is_refused(monkeypatch):
         files.facts("samples/x.jpg")
 
 
-def test_many_looks_at_a_slow_file_system_are_made_at_once():
-    """Where a look takes a millisecond, 2,000 take a fiftieth of the time that one after the other takes."""
-    import threading
-    import time
-
-    lock, at_once, most = threading.Lock(), 0, 0
+def test_many_looks_at_a_slow_file_system_are_made_at_once(monkeypatch):
+    """Each of the first 50 in threads waits until all of them are under way; a fast disk needs no threads."""
+    lock, together, names = threading.Lock(), threading.Event(), []
 
     def look(number):
-        nonlocal at_once, most
-        with lock:
-            at_once += 1
-            most = max(most, at_once)
-        time.sleep(0.001)
-        with lock:
-            at_once -= 1
+        name = threading.current_thread().name
+        if name.startswith("look"):
+            with lock:
+                names.append(name)
+            if len(names) >= 50:
+                together.set()
+            assert together.wait(60)
         return number
 
-    assert looks(look, range(2000)) == list(range(2000))
-    assert most >= 50
-
-
-def test_looks_at_a_fast_disk_need_no_threads():
-    import threading
-
-    names = {thread.name for thread in threading.enumerate()}
-    found = looks(lambda _: threading.current_thread().name, range(100))
-    assert set(found) <= names
+    monkeypatch.setattr(module, "_SLOW_LOOK_S", 0.0)
+    assert looks(look, range(200)) == list(range(200))
+    assert len(set(names)) >= 50
+    monkeypatch.setattr(module, "_SLOW_LOOK_S", 1000.0)
+    names.clear()
+    assert looks(look, range(200)) == list(range(200))
+    assert not names
 
 
 def test_ranges_and_listings(tmp_path):

@@ -47,11 +47,6 @@ def test_links(database, whole):
         resolve(["a", "b", ""], may_be_empty=False)
 
 
-def test_a_token_twice(database):
-    with pytest.raises(SourceError, match="table 'log' has the token 'a' twice"):
-        Tokens("log", database, ["a", "b", "a"])
-
-
 def test_an_empty_table_has_no_token(database):
     tokens = Tokens("log", database, [])
     tokens.check_unique()

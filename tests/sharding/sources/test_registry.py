@@ -42,6 +42,10 @@ def test_an_unknown_kind_names_the_known_ones():
     with pytest.raises(ConfigError, match=r"unknown kind 'nuscene'; known kinds: .*neutral.*did you mean 'nuscenes'"):
         parse_source("nuscene:/data", {})
     assert main(["sources", "nuscene"]) == 2
+    assert parse_source("nuscenes:C:/x", {"a": 1}) == SourceSpec("nuscenes", "C:/x", {"a": 1})
+    for text in ("/data", "nuscenes", "nuscenes:", ":x"):
+        with pytest.raises(ConfigError, match=r"KIND:PATH|unknown kind"):
+            parse_source(text, {})
 
 
 def test_what_is_to_be_installed_is_named(monkeypatch, tmp_path):

@@ -116,19 +116,6 @@ def test_size_is_what_the_sample_takes_in_a_tar(tmp_path):
     assert (tar_bytes(0), tar_bytes(1), tar_bytes(512), tar_bytes(513)) == (512, 1024, 1024, 1536)
 
 
-def test_the_same_rows_are_the_same_bytes(tmp_path):
-    for name in ("one", "two"):
-        fill(tmp_path / name, {"a": 3, "b": 2})
-    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
-
-
-def test_field_names_in_the_order_of_the_rig(tmp_path):
-    out = fill(tmp_path / "scan.arrow", {"a": 1})
-    assert out.member_names(["l", "cam_front"]) == [
-        "meta.json", "geometry.safetensors", "boxes.safetensors", "l.npy", "cam_front.jpg",
-    ]  # fmt: skip
-
-
 def test_clip_ids_are_unique_and_legal(tmp_path):
     with ScanWriter(tmp_path / "scan.arrow", {}) as out:
         out.begin_clip("a", "A", "")
@@ -136,9 +123,3 @@ def test_clip_ids_are_unique_and_legal(tmp_path):
             out.begin_clip("a", "other", "")
         with pytest.raises(ConfigError, match="not allowed"):
             out.begin_clip("a.b", "other", "")
-
-
-def test_a_table_without_rows(tmp_path):
-    with ScanWriter(tmp_path / "scan.arrow", {}):
-        pass
-    assert len(ScanTable(tmp_path / "scan.arrow")) == 0

@@ -14,25 +14,18 @@ from fuelrail.sharding.verify.catalogue import read_tags
 from support.datasets import build_dataset
 from support.edits import rewrite
 from support.layers import TABLE, values_of, write_layer
-from support.nuscenes_tables import build_nuscenes
-from support.sharding import shard_nuscenes
 
 
 @pytest.fixture(scope="module")
-def old(tmp_path_factory):
-    base = tmp_path_factory.mktemp("catalogue")
-    build_nuscenes(base / "source", {"a": 3, "b": 3}, num_points=31)
-    shard_nuscenes(base / "source", base / "old", name="drive")
-    return base / "old"
+def old(dataroot, sharded):
+    return sharded(dataroot("a3 b3"), name="drive")
 
 
 @pytest.fixture(scope="module")
-def appended(old, tmp_path_factory):
-    base = tmp_path_factory.mktemp("catalogue")
-    build_nuscenes(base / "source", {"c": 2}, num_points=31)
-    shard_nuscenes(base / "source", base / "new", name="more")
-    fr.reshard([old, base / "new"], base / "both", append=True)
-    return base / "new", base / "both"
+def appended(old, dataroot, sharded, tmp_path_factory):
+    new, both = sharded(dataroot("c2"), name="more"), tmp_path_factory.mktemp("catalogue") / "both"
+    fr.reshard([old, new], both, append=True)
+    return new, both
 
 
 def test_the_log_names_parents_and_their_parents(old, appended, tmp_path) -> None:

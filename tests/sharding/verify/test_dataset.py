@@ -14,16 +14,13 @@ from fuelrail.pipeline.format.index.samples import INDEX_FILE
 from fuelrail.pipeline.format.tar import END_OF_ARCHIVE
 from fuelrail.sharding.verify.dataset import verify
 from support.edits import replace_index, reseal, rewrite
-from support.nuscenes_tables import build_nuscenes
-from support.sharding import shard_nuscenes
+from support.sharding import flip
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory):
-    base = tmp_path_factory.mktemp("verify")
-    build_nuscenes(base / "source", {"a": 3, "b": 3}, cameras=("CAM_FRONT", "CAM_BACK"))
-    shard_nuscenes(base / "source", base / "out", shard_size_bytes=15_000, splits={"train": 0.5, "val": 0.5})
-    return base / "out"
+def original(dataroot, sharded):
+    source = dataroot("a3 b3", cameras=("CAM_FRONT", "CAM_BACK"))
+    return sharded(source, shard_size_bytes=15_000, splits={"train": 0.5, "val": 0.5})
 
 
 @pytest.fixture
@@ -36,10 +33,14 @@ def faults(out, *, deep=False):
     return verify(out, deep=deep, num_threads=2).faults
 
 
-def edit(path, at, value=None):
-    data = bytearray(path.read_bytes())
-    data[at] = data[at] ^ 0x55 if value is None else value
-    path.write_bytes(data)
+def change_row(out, position, change):
+    """Change a row of the index, all digests right; return it as it was."""
+    dataset = open_dataset(out)
+    rows = [dataset.index.row(at) for at in range(6)]
+    old, rows[position] = rows[position], change(rows[position])
+    replace_index(out, dataset, rows)
+    reseal(out)
+    return old
 
 
 def test_a_good_dataset(original):
@@ -55,7 +56,7 @@ def test_every_flipped_byte_of_a_shard_is_found(out):
     whole = path.read_bytes()
     rows = [open_dataset(out).index.row(at) for at in range(6)]
     for at in [0, 100, 156, 300, 511, 512, 600, len(whole) // 2, len(whole) - 1025, len(whole) - 1024, len(whole) - 1]:
-        edit(path, at)
+        flip(path, at, 0x55)
         found = faults(out)
         assert found[0].file == path.name
         assert found[0].text == "SHA-256 does not match the manifest"
@@ -92,7 +93,7 @@ def test_damaged_files(out, name, harm, says):
     if harm == "gone":
         path.unlink()
     elif harm == "flipped":
-        edit(path, len(data) // 2)
+        flip(path)
     else:
         path.write_bytes({"empty": b"", "cut": data[: len(data) // 2], "longer": data + bytes(512)}[harm])
     found = faults(out)
@@ -104,7 +105,7 @@ def test_damaged_files(out, name, harm, says):
 def test_a_flipped_index_is_found_and_what_it_says_is_not_trusted(out):
     whole = (out / INDEX_FILE).read_bytes()
     for at in range(64, len(whole) - 64, max(len(whole) // 40, 1)):
-        edit(out / INDEX_FILE, at)
+        flip(out / INDEX_FILE, at, 0x55)
         assert INDEX_FILE in {fault.file for fault in faults(out, deep=True)}
         (out / INDEX_FILE).write_bytes(whole)
 
@@ -112,56 +113,42 @@ def test_a_flipped_index_is_found_and_what_it_says_is_not_trusted(out):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (
-            {"name": "boxes.safetensors"},
-            "the index says '{key}.boxes.safetensors.zst' of {size} bytes at {at}; ",
-        ),
+        ({"name": "boxes.safetensors"}, "the index says '{key}.boxes.safetensors.zst' of {size} bytes at {at}; "),
         ({"stored_bytes": 99}, "the index says '{key}.geometry.safetensors.zst' of 99 bytes at {at}; the tar has"),
         ({"codec": "raw"}, "the index says '{key}.geometry.safetensors' of {size} bytes at {at}; the tar has"),
     ],
 )
 def test_members_that_differ_from_the_index(out, change, says):
-    dataset = open_dataset(out)
-    rows = [dataset.index.row(at) for at in range(6)]
-    old = rows[1].members[1]
-    rows[1] = rows[1]._replace(members=(rows[1].members[0], old._replace(**change), *rows[1].members[2:]))
-    replace_index(out, dataset, rows)
-    reseal(out)
-    found = faults(out)
-    assert len(found) == 1
-    assert (found[0].key, found[0].offset) == (rows[1].key, rows[1].offset)
-    said = says.format(key=rows[1].key, size=old.stored_bytes, at=rows[1].offset + old.offset)
-    assert found[0].text.startswith(said), found[0].text
+    def edit(row):
+        first, second, *others = row.members
+        return row._replace(members=(first, second._replace(**change), *others))
+
+    row = change_row(out, 1, edit)
+    (fault,) = faults(out)
+    assert (fault.key, fault.offset) == (row.key, row.offset)
+    said = says.format(key=row.key, size=row.members[1].stored_bytes, at=row.offset + row.members[1].offset)
+    assert fault.text.startswith(said), fault.text
 
 
 def test_a_member_whose_digest_in_the_index_is_another(out):
-    dataset = open_dataset(out)
-    rows = [dataset.index.row(at) for at in range(len(dataset.index))]
-    *members, last = rows[1].members
-    rows[1] = rows[1]._replace(members=(*members, last._replace(xxh3=last.xxh3 ^ 1)))
-    replace_index(out, dataset, rows)
-    reseal(out)
+    def edit(row):
+        *members, last = row.members
+        return row._replace(members=(*members, last._replace(xxh3=last.xxh3 ^ 1)))
+
+    row = change_row(out, 1, edit)
     (fault,) = faults(out, deep=True)
-    assert f"member '{last.name}': checksum mismatch" in fault.text
-    assert fault.key == rows[1].key
+    assert f"member '{row.members[-1].name}': checksum mismatch" in fault.text
+    assert fault.key == row.key
 
 
 def test_a_member_that_the_index_does_not_know(out):
-    dataset = open_dataset(out)
-    rows = [dataset.index.row(at) for at in range(6)]
-    rows[1] = rows[1]._replace(members=rows[1].members[:-1])
-    replace_index(out, dataset, rows)
-    reseal(out)
-    assert f"member '{rows[1].key}.lidar_top.npy.p20.zst' is not in the index" in [fault.text for fault in faults(out)]
+    row = change_row(out, 1, lambda row: row._replace(members=row.members[:-1]))
+    assert f"member '{row.key}.lidar_top.npy.p20.zst' is not in the index" in [fault.text for fault in faults(out)]
 
 
 def test_spans_that_do_not_tile_the_shard(out):
-    dataset = open_dataset(out)
-    rows = [dataset.index.row(at) for at in range(6)]
-    last = dataset.manifest.splits["train"].num_samples - 1
-    rows[last] = rows[last]._replace(offset=rows[last].offset + 512)
-    replace_index(out, dataset, rows)
-    reseal(out)
+    last = open_dataset(out).manifest.splits["train"].num_samples - 1
+    change_row(out, last, lambda row: row._replace(offset=row.offset + 512))
     assert any("the index has it in shard number" in fault.text for fault in faults(out))
 
 
@@ -172,13 +159,10 @@ def test_listings_that_are_of_another_shard(out):
 
 
 def test_a_key_twice_and_a_clip_in_two_splits(out):
-    dataset = open_dataset(out)
-    rows = [dataset.index.row(at) for at in range(6)]
-    rows[5] = rows[5]._replace(clip_id=rows[0].clip_id)
-    replace_index(out, dataset, rows)
-    reseal(out)
+    clip = open_dataset(out).index.row(0).clip_id
+    change_row(out, 5, lambda row: row._replace(clip_id=clip))
     assert [fault.text for fault in faults(out)] == [
-        f"clip '{rows[0].clip_id}' is in the splits train and val",
+        f"clip '{clip}' is in the splits train and val",
         "row 5 has the clip_id a, the index has b",
     ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import tarfile
 
 import pytest
 import zstandard
@@ -14,9 +15,9 @@ from fuelrail.pipeline.errors import MemberTooLargeError
 from fuelrail.pipeline.format import zstd_frames
 from fuelrail.pipeline.format.codecs import RAW, ZSTD, ZSTD_DICT, planes, stored_name, train_dictionary
 from fuelrail.pipeline.format.dataset import check_span, read_members
-from fuelrail.pipeline.format.tar import iter_members
+from fuelrail.pipeline.format.tar import StoredMember, iter_members
 from fuelrail.sharding.write.blocks import ReadBuffer
-from fuelrail.sharding.write.packer import FramedPacker, RawMember, ShardPacker
+from fuelrail.sharding.write.packer import FramedPacker, IndexText, RawMember, ShardPacker
 
 DICTIONARY = train_dictionary([b'{"key": "%06d", "schema": "fuelrail/1"}' % number for number in range(500)], 1024, 3)
 CODECS = st.sampled_from([RAW, ZSTD, ZSTD_DICT, planes(4), planes(20)])
@@ -39,7 +40,7 @@ def pack(samples, *, framed):
 
 
 @given(samples=SAMPLES, framed=st.booleans())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40)
 def test_arbitrary_samples_come_back(samples, framed):
     if framed:
         samples = {key: {name: (RAW, raw) for name, (_, raw) in fields.items()} for key, fields in samples.items()}
@@ -73,3 +74,28 @@ def test_a_sample_that_a_frame_cannot_hold_is_named(monkeypatch):
     ) as it:
         pack({"a-0": {"x_a.b": (RAW, b"1")}, "a-1": {"x_a.b": (RAW, bytes(5000))}}, framed=True)
     assert it.value.key == "a-1"
+
+
+def test_lines_of_an_index():
+    text = IndexText()
+    text.add("k-0", 0, [StoredMember("a.json", b"123"), StoredMember("b.jpg", b"")], [512, 1536])
+    text.add("k-1", 2048, [StoredMember("a.json", b"1234")], [512])
+    assert text.encode() == b"v1.2 2\na.json 512 3 k-0.a.json b.jpg 1536 0 k-0.b.jpg\na.json 2560 4 k-1.a.json\n"
+
+
+def test_indices_say_what_dali_s_own_indexer_would_say_of_the_tar(dataroot, sharded):
+    # What wds2idx does: walk the members, split names at the first dot, a line for each run of one base name.
+    shards = sorted(sharded(dataroot("a4 b5"), shard_size_bytes=20_000).glob("*.tar"))
+    assert len(shards) > 1
+    for shard in shards:
+        lines: list[list[str]] = []
+        last = None
+        with tarfile.open(shard) as tar:
+            for member in tar:
+                key, _, field = member.name.partition(".")
+                if key != last:
+                    lines.append([])
+                last = key
+                lines[-1].append(f"{field} {member.offset_data} {member.size} {member.name}")
+        expected = "".join(f"{line}\n" for line in [f"v1.2 {len(lines)}", *map(" ".join, lines)])
+        assert shard.with_suffix(".idx").read_text() == expected

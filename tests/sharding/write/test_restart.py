@@ -18,14 +18,16 @@ from fuelrail.pipeline.errors import ConfigError, DatasetExistsError, ImageError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.sharding.write import images
 from support.loaders import make_loader
-from support.nuscenes_tables import build_nuscenes
 from support.pictures import encode, natural
 from support.sharding import digests, shard_nuscenes
 
 if shutil.which("jpegtran") is None:
     pytest.skip("jpegtran is not installed", allow_module_level=True)
 
-CLIPS = {"a": 3, "b": 3}
+
+@pytest.fixture(scope="module")
+def source(dataroot):
+    return dataroot("a3 b3")
 
 
 @pytest.mark.parametrize(
@@ -51,8 +53,7 @@ def test_broken_files_are_refused() -> None:
             images.with_restart_rows(broken)
 
 
-def test_without_the_program_the_run_does_not_begin(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = build_nuscenes(tmp_path / "source", CLIPS)
+def test_without_the_program_the_run_does_not_begin(source, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images.shutil, "which", lambda name: None)
     with pytest.raises(ConfigError, match="libjpeg-turbo-progs"):
         shard_nuscenes(source.root, tmp_path / "out", jpeg="restart")
@@ -60,19 +61,14 @@ def test_without_the_program_the_run_does_not_begin(tmp_path, monkeypatch: pytes
 
 
 @pytest.fixture(scope="module")
-def datasets(tmp_path_factory):
-    root = tmp_path_factory.mktemp("restart")
-    source = build_nuscenes(root / "source", CLIPS)
-    for name, options in {"plain": {}, "one": {"jpeg": "restart"}}.items():
-        shard_nuscenes(source.root, root / name, **options)
-    shard_nuscenes(source.root, root / "three", num_workers=3, jpeg="restart")
-    return root, source
+def datasets(source, sharded):
+    return sharded(source), sharded(source, jpeg="restart")
 
 
-def test_datasets_hold_the_same_pixels_and_the_same_bytes_each_time(datasets) -> None:
-    root, source = datasets
-    assert digests(root / "one") == digests(root / "three")
-    plain, prepared = (SampleReader(open_dataset(root / name)) for name in ("plain", "one"))
+def test_datasets_hold_the_same_pixels_and_the_same_bytes_each_time(source, datasets, tmp_path) -> None:
+    shard_nuscenes(source.root, tmp_path / "three", num_workers=3, jpeg="restart")
+    assert digests(datasets[1]) == digests(tmp_path / "three")
+    plain, prepared = (SampleReader(open_dataset(out)) for out in datasets)
     for row in range(6):
         a, b = plain.sample(row), prepared.sample(row)
         assert a.key == b.key
@@ -81,45 +77,44 @@ def test_datasets_hold_the_same_pixels_and_the_same_bytes_each_time(datasets) ->
             pixels = [np.asarray(Image.open(io.BytesIO(bytes(data)))) for data in (encoded, b.images[channel])]
             assert np.array_equal(*pixels)
     with pytest.raises(DatasetExistsError, match="jpeg"):
-        shard_nuscenes(source.root, root / "plain", jpeg="restart")
-    recipe = open_dataset(root / "one").manifest.provenance["recipe"]
+        shard_nuscenes(source.root, datasets[0], jpeg="restart")
+    recipe = open_dataset(datasets[1]).manifest.provenance["recipe"]
     assert recipe["jpegtran"].startswith("libjpeg-turbo version ")
 
 
 def test_loaders_give_the_same_batches(datasets) -> None:
-    root, _ = datasets
     image = ImageAugment(height=24, width=80, train=True, resize_range=(0.5, 0.9), flip_prob=0.5)
-    for split in open_dataset(root / "one").manifest.splits:
-        loaders = [make_loader(root / n, 1, image=image, split=split, seed=1, num_workers=1) for n in ("plain", "one")]
-        for a, b in zip(*loaders, strict=True):
-            assert a["sample_key"] == b["sample_key"]
-            assert torch.equal(a["img"], b["img"])
+    loaders = [make_loader(out, 1, image=image, seed=1, num_workers=1) for out in datasets]
+    for a, b in zip(*loaders, strict=True):
+        assert a["sample_key"] == b["sample_key"]
+        assert torch.equal(a["img"], b["img"])
 
 
 @pytest.mark.slow
-def test_a_program_that_hangs_is_stopped_and_the_picture_named(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = build_nuscenes(tmp_path / "source", CLIPS)
+def test_a_program_that_hangs_is_stopped_and_the_picture_named(
+    source, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = tmp_path / "jpegtran"
     program.write_text(f'#!/bin/sh\n[ "$1" = -version ] && exec {shutil.which("jpegtran")} -version\nexec sleep 60\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(images, "_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(images, "_TIMEOUT_S", 1.0)
     says = (
-        r"image 'samples/CAM_.*\.jpg' of nuscenes:.*\(sample [ab]-00000\d\): jpegtran has not rewritten its .* in 2 s"
+        r"image 'samples/CAM_.*\.jpg' of nuscenes:.*\(sample [ab]-00000\d\): jpegtran has not rewritten its .* in 1 s"
     )
     with pytest.raises(SourceError, match=says):
         shard_nuscenes(source.root, tmp_path / "out", jpeg="restart")
     program.write_text("#!/bin/sh\nexec sleep 60\n")
-    with pytest.raises(ConfigError, match="jpegtran -version has not answered in 2 s"):
+    with pytest.raises(ConfigError, match="jpegtran -version has not answered in 1 s"):
         shard_nuscenes(source.root, tmp_path / "other", jpeg="restart")
 
 
-def test_a_damaged_picture_is_named(tmp_path) -> None:
-    source = build_nuscenes(tmp_path / "source", CLIPS)
-    victim = min(source.root.rglob("*.jpg"))
+def test_a_damaged_picture_is_named(source, tmp_path) -> None:
+    root = shutil.copytree(source.root, tmp_path / "source")
+    victim = min(root.rglob("*.jpg"))
     data = bytearray(victim.read_bytes())
     at = data.index(b"\xff\xc4") + 5
     data[at] = 0xFF  # a Huffman table with more codes than fit
     victim.write_bytes(data)
     with pytest.raises(SourceError, match=f"{victim.name}.*jpegtran cannot rewrite it"):
-        shard_nuscenes(source.root, tmp_path / "out", jpeg="restart")
+        shard_nuscenes(root, tmp_path / "out", jpeg="restart")

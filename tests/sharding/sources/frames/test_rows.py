@@ -13,9 +13,9 @@ from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.pipeline.sample.schema import decode_meta
 from fuelrail.sharding.run import scan_source
 from fuelrail.sharding.sources.frames.frame import Clip
-from fuelrail.sharding.sources.registry import SourceSpec, make_source
-from fuelrail.sharding.sources.scan_table import ScanTable, ScanWriter
+from fuelrail.sharding.sources.registry import SourceSpec
 from support.neutral_source import Neutral, write_neutral
+from support.sharding import scanned
 from support.source_world import make_world, samples_of
 
 
@@ -46,10 +46,7 @@ def test_a_missing_file_by_policy(root, tmp_path):
     assert (masked.samples, masked.masked, masked.dropped_samples) == (8, {"cam_left": {"no file": 1}}, {})
     dropped = scan(root, missing_camera="drop").report
     assert (dropped.samples, dropped.dropped_samples) == (7, {"cam_left: no file": 1})
-    source = make_source(SourceSpec("neutral", str(root), {"missing_camera": "drop"}))
-    with ScanWriter(tmp_path / "scan.arrow", source.attribute_types) as out:
-        source.scan(out)
-    table = ScanTable(tmp_path / "scan.arrow")
+    table = scanned("neutral", root, tmp_path, missing_camera="drop").table
     metas = [decode_meta(table.row(number).meta) for number in range(3)]
     assert [(meta.key, meta.prev_key, meta.next_key) for meta in metas] == [
         ("drive-0-000000", None, None),
@@ -119,19 +116,6 @@ def test_a_camera_that_one_clip_lacks_is_masked_there(root):
 
     change(root, without)
     assert scan(root).report.masked == {"cam_back": {"not in the clip": 4}}
-
-
-def test_frames_without_an_ego_pose_are_dropped(root):
-    def cut(world):
-        for row in world["clips"][0]["frames"]:
-            for image in row["images"].values():
-                image["pose"] = row["pose"]
-        del world["clips"][0]["frames"][0]["images"]["cam_front"]  # its time is the first that has a pose
-
-    change(root, cut)
-    report = scan(root, missing_camera="mask").report
-    assert report.samples == 8
-    assert report.max_offset_ms == {"cam_back": 9.0, "cam_front": 5.0, "cam_left": 2.0}
 
 
 def test_classes(root, tmp_path):

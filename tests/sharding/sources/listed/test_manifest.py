@@ -8,18 +8,19 @@ import json
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import csv, parquet
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.sample.schema import Geometry, decode_arrays
 from fuelrail.sharding.run import scan_source
+from fuelrail.sharding.sources.listed import tables
 from fuelrail.sharding.sources.listed.matching import nearest
 from fuelrail.sharding.sources.listed.points import parse_points
 from fuelrail.sharding.sources.registry import SourceSpec, make_source
-from fuelrail.sharding.sources.scan_table import ScanTable, ScanWriter
 from support.manifest_world import write_long, write_table, write_wide
+from support.sharding import scanned
 from support.source_world import make_world
 
 OPTIONS = {"boxes_in": "global", "lidar_columns": ["x", "y", "z", "intensity", "ring"]}
@@ -30,10 +31,7 @@ def scan(root, **options):
 
 
 def geometries(root, tmp_path, **options):
-    source = make_source(SourceSpec("manifest", str(root), {**OPTIONS, **options}))
-    with ScanWriter(tmp_path / "scan.arrow", source.attribute_types) as out:
-        source.scan(out)
-    table = ScanTable(tmp_path / "scan.arrow")
+    table = scanned("manifest", root, tmp_path, **{**OPTIONS, **options}).table
     return [decode_arrays(table.row(number).geometry, Geometry) for number in range(len(table))]
 
 
@@ -175,10 +173,7 @@ def test_floats_cannot_hold_nanoseconds(tmp_path):
     table = parquet.read_table(root / "frames.parquet")
     floats = table["timestamp_ns"].cast(pa.float64(), safe=False)
     at = table.schema.get_field_index("timestamp_ns")
-    parquet.write_table(
-        table.set_column(at, "timestamp_ns", floats),
-        root / "frames.parquet",
-    )
+    parquet.write_table(table.set_column(at, "timestamp_ns", floats), root / "frames.parquet")
     with pytest.raises(SourceError, match="cannot hold nanoseconds"):
         scan(root)
 
@@ -236,10 +231,7 @@ def test_a_frame_without_a_path_has_no_image(wide):
 
 def test_measurements_too_far_from_the_frame_are_left_out(long):
     report = scan(long, tolerance_ms=4.0, missing_camera="mask").report
-    assert report.masked == {
-        "cam_back": {"no image within 4 ms": 8},
-        "cam_front": {"no image within 4 ms": 8},
-    }
+    assert report.masked == {"cam_back": {"no image within 4 ms": 8}, "cam_front": {"no image within 4 ms": 8}}
     (long / "boxes.jsonl").unlink()
     assert scan(long, reference="cam_back", tolerance_ms=20.0, missing_camera="mask", points=False).report.samples == 8
 
@@ -254,10 +246,7 @@ def test_labels_of_some_frames_only(long, tmp_path):
         return [*kept, empty]
 
     edit(long, change, "boxes")
-    source = make_source(SourceSpec("manifest", str(long), OPTIONS))
-    with ScanWriter(tmp_path / "scan.arrow", source.attribute_types) as out:
-        source.scan(out)
-    table = ScanTable(tmp_path / "scan.arrow")
+    table = scanned("manifest", long, tmp_path, **OPTIONS).table
     assert [table.row(number).boxes is None for number in range(4)] == [False, False, True, True]
 
 
@@ -274,24 +263,25 @@ def test_one_file_is_a_location_too(wide):
     assert scan(wide / "mine.jsonl").num_samples == 8
 
 
-@pytest.mark.slow
-def test_a_table_longer_than_a_batch(tmp_path):
+def test_a_table_longer_than_a_batch(tmp_path, monkeypatch):
     """Rows of a clip lie in several batches, and clips begin inside of one."""
+    monkeypatch.setattr(tables, "_ROWS", 102)
     root = tmp_path / "source"
     root.mkdir()
     write_wide(make_world(1, 1), root, "jsonl")
     (row,) = map(json.loads, (root / "frames.jsonl").read_text().splitlines())
     rows = []
-    for number in range(2500):
-        own = {**row, "clip_id": f"c{number // 700}", "timestamp_ns": row["timestamp_ns"] + number * 100_000_000}
+    for number in range(250):
+        own = {**row, "clip_id": f"c{number // 70}", "timestamp_ns": row["timestamp_ns"] + number * 100_000_000}
         rows.append({name: value for name, value in own.items() if not name.endswith("timestamp_us")})
     for form in ("jsonl", "parquet"):
         (root / "frames.jsonl").unlink(missing_ok=True)
         write_table(root, "frames", rows, form)
         info = scan(root)
-        assert [clip.num_samples for clip in info.clips] == [700, 700, 700, 400]
+        assert [clip.num_samples for clip in info.clips] == [70, 70, 70, 40]
 
 
+@settings(max_examples=50)
 @given(
     st.lists(st.integers(0, 1000), max_size=30, unique=True).map(sorted),
     st.lists(st.integers(0, 1000), max_size=30, unique=True).map(sorted),

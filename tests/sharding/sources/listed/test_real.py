@@ -8,19 +8,11 @@ import numpy as np
 import pytest
 
 from fuelrail.pipeline.sample.schema import Geometry, decode_arrays
-from fuelrail.sharding.sources.registry import SourceSpec, make_source
-from fuelrail.sharding.sources.scan_table import ScanTable, ScanWriter
 from support.manifest_world import write_table
+from support.sharding import scanned
 from support.shared_data import shared_data
 
 pytestmark = pytest.mark.real
-
-
-def scan(spec, path):
-    source = make_source(spec)
-    with ScanWriter(path, source.attribute_types) as out:
-        source.scan(out)
-    return source, ScanTable(path)
 
 
 def test_real_keyframes_by_a_manifest_are_those_of_the_adapter(tmp_path):
@@ -55,9 +47,9 @@ def test_real_keyframes_by_a_manifest_are_those_of_the_adapter(tmp_path):
             f"cam.{channel}.ego2global.q_wxyz": pose["rotation"],
         }  # fmt: skip
     write_table(tmp_path, "frames", sorted(frames.values(), key=lambda one: one["clip_id"]), "jsonl")
-    ours, table = scan(SourceSpec("manifest", str(tmp_path), {}), tmp_path / "ours.arrow")
-    options = {"version": "v1.0-derived", "points": False}
-    theirs, wanted = scan(SourceSpec("nuscenes", str(root), options), tmp_path / "theirs.arrow")
+    ours, _, table = scanned("manifest", tmp_path, tmp_path)
+    (tmp_path / "theirs").mkdir()
+    theirs, _, wanted = scanned("nuscenes", root, tmp_path / "theirs", version="v1.0-derived", points=False)
     assert len(table) == len(wanted) == 3
     by_time = {wanted.row(number).timestamp_ns: wanted.row(number) for number in range(3)}
     for number in range(3):

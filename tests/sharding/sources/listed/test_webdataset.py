@@ -10,7 +10,6 @@ import tarfile
 from pathlib import Path
 from typing import ClassVar
 
-import fsspec
 import numpy as np
 import pytest
 import zstandard
@@ -19,10 +18,10 @@ from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.sharding.run import scan_source
 from fuelrail.sharding.sources.files import source_files
 from fuelrail.sharding.sources.listed.tars import tar_members
-from fuelrail.sharding.sources.registry import SourceSpec, make_source
-from fuelrail.sharding.sources.scan_table import ScanTable, ScanWriter
-from support.manifest_world import write_wide
+from fuelrail.sharding.sources.registry import SourceSpec
+from support.sharding import scanned
 from support.shared_data import shared_data
+from support.source_at_url import AtUrl
 from support.source_suite import SourceSuite
 from support.source_world import make_world, samples_of
 
@@ -52,7 +51,7 @@ def write_tars(world, root, ending="tar"):
     return str(root)
 
 
-class TestTars(SourceSuite):
+class TestTars(AtUrl, SourceSuite):
     """Images share their frame's time and pose in these tars, so samples are compared by a test of its own."""
 
     kind = "webdataset"
@@ -69,12 +68,10 @@ class TestTars(SourceSuite):
     def write(self, world, root):
         return write_tars(world, root, self.ending)
 
-    def test_samples_are_those_of_the_world(self, tmp_path):
-        world = self.world()
-        self.make(self.spec(tmp_path, world), tmp_path / "out")
-        samples = {(one.meta.clip_name, one.meta.timestamp_ns): one for one in samples_of(tmp_path / "out").values()}
+    def test_samples_are_those_of_the_world(self, made):
+        samples = {(one.meta.clip_name, one.meta.timestamp_ns): one for one in samples_of(made.folder / "out").values()}
         assert len(samples) == 8
-        for clip, number, frame in world.frames():
+        for clip, number, frame in made.world.frames():
             sample = samples[clip.name, frame.timestamp_ns]
             assert sample.meta.sample_token == f"{clip.name}/{number:04d}"
             np.testing.assert_allclose(sample.geometry.ego2global, frame.ego2global, atol=1e-6)
@@ -234,10 +231,7 @@ def test_samples_of_real_tars_are_those_of_webdataset(name, tmp_path):
         with pytest.raises(SourceError, match="no tars with images"):
             scan(tmp_path)
         return
-    source = make_source(SourceSpec("webdataset", str(tmp_path), {"missing_camera": "mask"}))
-    with ScanWriter(tmp_path / "scan.arrow", source.attribute_types) as out:
-        source.scan(out)
-    table = ScanTable(tmp_path / "scan.arrow")
+    source, _, table = scanned("webdataset", tmp_path, tmp_path, missing_camera="mask")
     by_key = {sample["__key__"]: sample for sample in wanted}
     num_images = 0
     for number in range(len(table)):
@@ -249,26 +243,3 @@ def test_samples_of_real_tars_are_those_of_webdataset(name, tmp_path):
             assert bytes(source.open(member.ref)) == theirs
             num_images += 1
     assert num_images == len(images)
-
-
-def test_tars_at_a_url(tars, tmp_path):
-    """Headers are read by ranges; files directly under the prefix are found."""
-    memory = fsspec.filesystem("memory")
-    for file in tars.iterdir():
-        memory.pipe_file(f"/tars-at-a-url/{file.name}", file.read_bytes())
-    TestTars().make(SourceSpec("webdataset", "memory://tars-at-a-url", {}), tmp_path / "url")
-    TestTars().make(SourceSpec("webdataset", str(tars), {}), tmp_path / "folder")
-    ours, theirs = samples_of(tmp_path / "url"), samples_of(tmp_path / "folder")
-    assert ours.keys() == theirs.keys()
-    for key, sample in ours.items():
-        assert sample.images.keys() == theirs[key].images.keys()
-        assert all(bytes(data) == bytes(theirs[key].images[name]) for name, data in sample.images.items())
-
-
-def test_a_manifest_at_a_url(tmp_path):
-    write_wide(make_world(), tmp_path, "parquet", "range")
-    memory = fsspec.filesystem("memory")
-    for file in tmp_path.iterdir():
-        memory.pipe_file(f"/manifest-at-a-url/{file.name}", file.read_bytes())
-    options = {"boxes_in": "global", "lidar_columns": ["x", "y", "z", "intensity", "ring"]}
-    assert scan_source(SourceSpec("manifest", "memory://manifest-at-a-url", options)).num_samples == 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import simplejpeg
 
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.sharding.run import scan_source
@@ -14,7 +15,7 @@ from fuelrail.sharding.sources.logs.files.mcap_file import McapFile
 from fuelrail.sharding.sources.logs.messages.clouds import points_of
 from fuelrail.sharding.sources.logs.messages.reader import Reader
 from fuelrail.sharding.sources.registry import SourceSpec, make_source
-from support.log_world import Ros, Sent, ros_messages, store, write_mcap, write_rosbag2
+from support.log_world import Ros, Sent, logged, ros_messages, store, with_raw_pictures, write_mcap, write_rosbag2
 from support.source_suite import SourceSuite
 from support.source_world import make_world, samples_of
 
@@ -212,8 +213,7 @@ def test_poses_of_an_odometry_topic(tmp_path, world):
             with_covariance = ros.of("geometry_msgs/PoseWithCovariance", pose, np.zeros(36))
             odometry = ros.of("nav_msgs/Odometry", edge.header, "base_link", with_covariance, twist)
             sent.append(Sent("/odom", "nav_msgs/Odometry", one.stamp_ns, odometry))
-    write_mcap(tmp_path / "log.mcap", sent)
-    SourceSuite().make(SourceSpec("mcap", str(tmp_path / "log.mcap"), {"poses": "/odom"}), tmp_path / "out")
+    SourceSuite().make(logged(tmp_path, sent, {"poses": "/odom"}), tmp_path / "out")
     for sample in samples_of(tmp_path / "out").values():
         frame = next(one for one in world.clips[0].frames if one.timestamp_ns == sample.meta.timestamp_ns)
         np.testing.assert_allclose(sample.geometry.ego2global, frame.ego2global, atol=1e-6)
@@ -236,9 +236,7 @@ def test_options_that_name_nothing_are_refused(tmp_path, world):
     ("encoding", "pixels"), [("rgb8", 3), ("bgr8", 3), ("mono8", 1), ("bayer_rggb8", 1), ("yuv422", 2)]
 )
 def test_raw_pictures_have_their_colours(tmp_path, world, encoding, pixels):
-    import simplejpeg
-
-    ros, (width, height) = Ros(), (64, 48)
+    width, height = 64, 48
     colour = (180, 90, 40)
     values = {
         "rgb8": colour, "bgr8": colour[::-1], "mono8": (111,), "bayer_rggb8": None,
@@ -250,14 +248,8 @@ def test_raw_pictures_have_their_colours(tmp_path, world, encoding, pixels):
     else:
         rows = np.tile(np.array(values, np.uint8), width * pixels // len(values) * height).reshape(height, -1)
 
-    def raw(_, message):
-        step = width * pixels + 4
-        data = np.pad(rows, ((0, 0), (0, 4))).ravel()
-        return ros.of("sensor_msgs/Image", message.header, height, width, encoding, 0, step, data)
-
-    sent = changed(sent_of(world), CAMERA, raw)
-    write_mcap(tmp_path / "log.mcap", sent, compression="NONE")
-    SourceSuite().make(SourceSpec("mcap", str(tmp_path / "log.mcap"), {}), tmp_path / "out")
+    sent = with_raw_pictures(sent_of(world), "cam_front", encoding, (64, 48), np.pad(rows, ((0, 0), (0, 4))))
+    SourceSuite().make(logged(tmp_path, sent, compression="NONE"), tmp_path / "out")
     sample = next(iter(samples_of(tmp_path / "out").values()))
     found = simplejpeg.decode_jpeg(sample.images["cam_front"])[8:-8, 8:-8].reshape(-1, 3).mean(0)
     np.testing.assert_allclose(found, (111, 111, 111) if encoding == "mono8" else colour, atol=6)
@@ -314,6 +306,7 @@ def test_delays_are_estimated_and_each_message_used_once():
         found = sync.estimated_offset_ns(reference, stamps)
         assert abs(found - delay * 1_000_000) < 1_000_000
         assert sync.matched(reference, stamps, found, 5_000_000).tolist() == list(range(20))
+    assert sync.matched(np.array([0, 100]), np.array([40]), 0, 100).tolist() == [0, -1], "the nearer frame has it"
     slow = reference[::2] + 3_000_000
     rows = sync.matched(reference, slow, 0, 200_000_000)
     assert sorted(rows[rows >= 0].tolist()) == list(range(10))

@@ -14,7 +14,7 @@ from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.sharding.run import scan_source
 from fuelrail.sharding.sources.logs.members import Members
 from fuelrail.sharding.sources.registry import SourceSpec
-from support.log_world import Ros, Sent, definition, ros_messages, store, video_messages, write_mcap
+from support.log_world import Ros, Sent, logged, ros_messages, video_messages, with_raw_pictures, write_mcap
 from support.source_suite import SourceSuite, bytes_read
 from support.source_world import make_world, samples_of
 
@@ -31,8 +31,7 @@ def test_positions_become_attributes(tmp_path):
         fix = ros.of("sensor_msgs/NavSatFix", ros.header(stamp_ns, "gps"), status, *place, np.zeros(9), 0)
         sent.append(Sent("/gps/fix", "sensor_msgs/NavSatFix", stamp_ns, fix))
     sent.sort(key=lambda one: one.stamp_ns)
-    write_mcap(tmp_path / "log.mcap", sent)
-    spec = SourceSpec("mcap", str(tmp_path / "log.mcap"), {"max_gap_s": 0.15, "poses": "none"})
+    spec = logged(tmp_path, sent, {"max_gap_s": 0.15, "poses": "none"})
     SourceSuite().make(spec, tmp_path / "out")
     rows = pq.read_table(tmp_path / "out" / "attributes.parquet").sort_by("key").to_pylist()
     found = [(row["latitude"], row["longitude"], row["altitude_m"]) for row in rows]
@@ -54,8 +53,7 @@ def test_messages_after_a_clock_was_set_back_are_dropped_and_counted(tmp_path):
         elif one.topic == "/tf" and elapsed_ns > 950_000_000:
             one.message.transforms[0].header.stamp = ros.time(one.stamp_ns - 800_000_000)
         sent.append(one)
-    write_mcap(tmp_path / "log.mcap", sent)
-    spec = SourceSpec("mcap", str(tmp_path / "log.mcap"), {"missing_camera": "mask"})
+    spec = logged(tmp_path, sent, {"missing_camera": "mask"})
     with pytest.raises(SourceError, match=r"cam_front.*goes back in time by 99.* s.*clock_jumps=drop"):
         scan_source(spec)
     with pytest.raises(SourceError, match=r"topic '/tf \(base_link\)' goes back in time by 0.[67]"):
@@ -114,16 +112,9 @@ def test_keyframes_alone_take_one_decode_each(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("encoding", ["mono16", "16UC1", "bayer_rggb16", "32FC1"])
 def test_raw_pictures_of_over_8_bits_are_refused_by_name(tmp_path, encoding):
-    world, ros = make_world(1, 4), Ros()
-    sent = [
-        one._replace(
-            message=ros.of("sensor_msgs/Image", one.message.header, 48, 64, encoding, 0, 128, np.zeros(6144, np.uint8)),
-            type="sensor_msgs/Image",
-        )
-        if one.topic == "/cam_front/image_raw/compressed"
-        else one
-        for one in ros_messages(world, world.clips[0])
-    ]
+    world = make_world(1, 4)
+    rows = np.zeros((48, 128), np.uint8)
+    sent = with_raw_pictures(ros_messages(world, world.clips[0]), "cam_front", encoding, (64, 48), rows)
     write_mcap(tmp_path / "log.mcap", sent)
     said = "; raw pictures are read of rgb8" if encoding == "32FC1" else " of 16 bits.*the option levels"
     spec = SourceSpec("mcap", str(tmp_path / "log.mcap"), {})
@@ -137,25 +128,12 @@ def test_raw_pictures_of_over_8_bits_are_refused_by_name(tmp_path, encoding):
 @pytest.mark.parametrize(("encoding", "order"), [("mono16", "<"), ("16UC1", ">"), ("bayer_rggb16", "<")])
 def test_levels_make_8_bits_of_16(tmp_path, encoding, order):
     """A ramp from below black to above white, in rows with padding."""
-    world, ros = make_world(1, 4), Ros()
+    world = make_world(1, 4)
     ramp = np.broadcast_to(np.linspace(0, 1200, 66).astype(f"{order}u2"), (48, 66)).copy()
     ramp[:, 64:] = 65_535
-    sent = []
-    for one in ros_messages(world, world.clips[0]):
-        if one.topic == "/cam_front/image_raw/compressed":
-            given = (
-                one.message.header,
-                48,
-                64,
-                encoding,
-                int(order == ">"),
-                132,
-                np.frombuffer(ramp.tobytes(), np.uint8),
-            )
-            one = one._replace(message=ros.of("sensor_msgs/Image", *given), type="sensor_msgs/Image")
-        sent.append(one)
-    write_mcap(tmp_path / "log.mcap", sent)
-    spec = SourceSpec("mcap", str(tmp_path / "log.mcap"), {"levels": {"cam_front": [200, 1000]}})
+    sent = ros_messages(world, world.clips[0])
+    sent = with_raw_pictures(sent, "cam_front", encoding, (64, 48), ramp.view(np.uint8), big=order == ">")
+    spec = logged(tmp_path, sent, {"levels": {"cam_front": [200, 1000]}})
     SourceSuite().make(spec, tmp_path / "out")
     sample = next(iter(samples_of(tmp_path / "out").values()))
     wanted = np.clip((ramp[:, :64].astype(np.float64) - 200) * 255 / 800, 0, 255)
@@ -185,8 +163,7 @@ def test_types_may_be_spelled_without_msg(tmp_path, monkeypatch):
         return register(self, name.replace("/msg/", "/"), encoding, data)
 
     monkeypatch.setattr(Writer, "register_schema", plain)
-    write_mcap(tmp_path / "log.mcap", ros_messages(world, world.clips[0]))
-    SourceSuite().make(SourceSpec("mcap", str(tmp_path / "log.mcap"), {}), tmp_path / "out")
+    SourceSuite().make(logged(tmp_path, ros_messages(world, world.clips[0])), tmp_path / "out")
     assert len(samples_of(tmp_path / "out")) == 4
 
 
@@ -201,23 +178,13 @@ def test_frames_of_video_before_the_first_keyframe_are_absent(tmp_path):
     assert report.masked["cam_left"] == {"no keyframe before it": 2, "no message in time": 1}
 
 
-def test_a_transform_that_is_cut_off_is_named(tmp_path):
-    world = make_world(1, 4)
-    sent = ros_messages(world, world.clips[0])
-    types = store()
-    path = tmp_path / "log.mcap"
-    with path.open("wb") as file:
-        writer = Writer(file)
-        writer.start("ros2")
-        channels = {}
-        for one in sent:
-            name = one.message.__msgtype__
-            if one.topic not in channels:
-                schema = writer.register_schema(name, "ros2msg", definition(types, one.message))
-                channels[one.topic] = writer.register_channel(one.topic, "cdr", schema)
-            data = bytes(types.serialize_cdr(one.message, name))
-            data = data[:-9] if one.topic == "/tf" else data
-            writer.add_message(channels[one.topic], one.stamp_ns, data, one.stamp_ns)
-        writer.finish()
+def test_a_transform_that_is_cut_off_is_named(tmp_path, monkeypatch):
+    world, add = make_world(1, 4), Writer.add_message
+
+    def cut(self, channel, log_time, data, *times):
+        add(self, channel, log_time, data[:-9] if b"map\0" in data else data, *times)
+
+    monkeypatch.setattr(Writer, "add_message", cut)
+    write_mcap(tmp_path / "log.mcap", ros_messages(world, world.clips[0]))
     with pytest.raises(SourceError, match=r"topic '/tf': a message is no tf2_msgs/TFMessage"):
-        scan_source(SourceSpec("mcap", str(path), {}))
+        scan_source(SourceSpec("mcap", str(tmp_path / "log.mcap"), {}))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import av
 import cv2
 import numpy as np
@@ -13,7 +11,6 @@ from av.video.reformatter import ColorRange, Colorspace
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.logs.video import StreamDecoder, VideoFile, is_keyframe, stream_size, video_frames
-from support.shared_data import shared_data
 
 SIZE = (96, 64)
 PERIODS = [10, 8, 12, 10, 9, 11]
@@ -78,12 +75,6 @@ def test_frame_n_is_frame_n_and_each_is_decoded_once(tmp_path, case):
         assert video.num_decoded <= 30
 
 
-def test_groups_that_are_not_wanted_are_skipped(tmp_path):
-    video = VideoFile(write_video(tmp_path / "a.mp4", options={"g": "5", "bf": "0", "x264-params": "scenecut=0"}))
-    assert [number for number, _ in video.jpegs([1, 27])] == [1, 27]
-    assert video.num_decoded < 12
-
-
 @pytest.mark.parametrize(("codec", "container"), [("libx264", "h264"), ("libx265", "hevc")])
 def test_frames_of_a_raw_stream_are_counted(tmp_path, codec, container):
     options = {"x265-params": "log-level=none:bframes=2:keyint=10"} if codec == "libx265" else {"bf": "2", "g": "10"}
@@ -95,19 +86,6 @@ def test_frames_of_a_raw_stream_are_counted(tmp_path, codec, container):
     ]
     with pytest.raises(SourceError, match="has 30 frames, and no frame 30"):
         list(video_frames(path, [30]))
-
-
-@pytest.mark.parametrize("name", ["front_h264_bframes_vfr.mp4", "left_h264_intra.mp4"])
-@pytest.mark.real
-def test_made_video_of_real_pictures(name):
-    root = shared_data("video-made")
-    truth = json.loads((root / "truth.json").read_text())[name]
-    found = dict(video_frames(str(root / name), range(truth["num_frames"])))
-    for number, jpeg in found.items():
-        image = simplejpeg.decode_jpeg(jpeg, "GRAY")[..., 0]
-        assert sum(int(image[4:12, bit * 16 + 4 : bit * 16 + 12].mean() > 127) << bit for bit in range(5)) == number
-    with pytest.raises(SourceError, match=r"front_cut_without_moov.*cut off"):
-        VideoFile(str(root / "front_cut_without_moov.mp4")).facts()
 
 
 def seen(luma, blue, red, matrix, *, full) -> np.ndarray:

@@ -11,10 +11,10 @@ import fuelrail as fr
 from fuelrail.pipeline.sample.schema import Geometry, Sweeps, decode_arrays, decode_points
 from fuelrail.sharding.run import scan_source
 from fuelrail.sharding.sources.files import FolderFiles
-from fuelrail.sharding.sources.registry import SourceSpec, make_source
-from fuelrail.sharding.sources.scan_table import ScanTable, ScanWriter
+from fuelrail.sharding.sources.registry import SourceSpec
 from support.nuscenes_radar import add_radar_files
 from support.nuscenes_tables import Dataroot, build_nuscenes, token
+from support.sharding import scanned
 
 LIDARS = ("LIDAR_TOP", "LIDAR_FRONT_LEFT", "LIDAR_REAR")
 
@@ -75,10 +75,7 @@ def test_every_lidar_of_a_rig_is_in_batches(tmp_path) -> None:
 def test_every_lidar_of_a_rig_is_stored_with_its_sweeps(tmp_path) -> None:
     made = build_nuscenes(tmp_path / "root", {"scene-0061": 3}, cameras=("CAM_FRONT",))
     written = with_more_lidars(made)
-    source = make_source(SourceSpec("nuscenes", str(made.root), {"sweeps": 1}))
-    with ScanWriter(tmp_path / "scan.arrow", source.attribute_types) as out:
-        info = source.scan(out)
-    table = ScanTable(tmp_path / "scan.arrow")
+    source, info, table = scanned("nuscenes", made.root, tmp_path, sweeps=1)
     names = ("lidar_top", "lidar_front_left", "lidar_rear")
     assert [lidar.channel for lidar in info.lidars] == list(names)
     for number in range(3):

@@ -1,11 +1,10 @@
-"""The nuScenes adapter against the tables themselves and against the official devkit."""
+"""The nuScenes adapter against the tables themselves and against the official devkit; its splits."""
 
 from __future__ import annotations
 
+import copy as copying
 import os
 import shutil
-import subprocess
-import tarfile
 
 import numpy as np
 import pytest
@@ -13,11 +12,9 @@ import pytest
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.pipeline.sample.schema import Boxes, Geometry, decode_arrays, decode_meta, decode_points
 from fuelrail.sharding.sources.nuscenes.boxes import CLASSES
-from fuelrail.sharding.sources.registry import SourceSpec, make_source, parse_source
-from fuelrail.sharding.sources.scan_table import ScanTable, ScanWriter
-from fuelrail.sharding.verify.dataset import verify
-from support.nuscenes_tables import CAMERAS, build_nuscenes, token
-from support.sharding import shard_nuscenes
+from fuelrail.sharding.sources.nuscenes.source import source_splits
+from support.nuscenes_tables import CAMERAS, build_nuscenes, opened_by_devkit, token
+from support.sharding import scanned
 from support.shared_data import shared_data
 
 CLIPS = {"scene-0061": 3, "scene-0103": 2, "scene-0916": 1}
@@ -31,29 +28,13 @@ def made(tmp_path_factory):
 @pytest.fixture
 def copy(made, tmp_path):
     """A dataroot of its own, for tests that break it."""
-    shutil.copytree(made.root, tmp_path / "copy")
-    return build_copy(made, tmp_path / "copy")
-
-
-def build_copy(made, root):
-    import copy as copying
-
     fresh = copying.deepcopy(made)
-    fresh.root = root
+    fresh.root = shutil.copytree(made.root, tmp_path / "copy")
     return fresh
 
 
 def scan(root, tmp_path, **options):
-    source = make_source(SourceSpec("nuscenes", str(root), options))
-    path = tmp_path / "scan.arrow"
-    with ScanWriter(path, source.attribute_types) as out:
-        info = source.scan(out)
-    return source, info, ScanTable(path)
-
-
-def opened_by_devkit(root, version):
-    module = pytest.importorskip("nuscenes.nuscenes", reason="nuscenes-devkit is not installed")
-    return module.NuScenes(version=version, dataroot=str(root), verbose=False)
+    return scanned("nuscenes", root, tmp_path, **options)
 
 
 def transform(record):
@@ -198,6 +179,8 @@ def test_attributes(made, tmp_path):
 
 
 def test_a_source_without_annotations_or_lidar(tmp_path):
+    with pytest.raises(SourceError, match="no rows: nothing to shard"):
+        scan(build_nuscenes(tmp_path / "empty", {}).root, tmp_path)
     made = build_nuscenes(tmp_path / "root", {"a": 2}, num_points=0, num_tracks=0, cameras=("CAM_BACK", "CAM_FRONT"))
     _, info, table = scan(made.root, tmp_path)
     assert [camera.channel for camera in info.cameras] == ["cam_front", "cam_back"]
@@ -298,6 +281,9 @@ BREAKS = {
     "an absolute file": ("sample_data", 0, {"filename": "/etc/passwd"}, "not inside the dataroot"),
     "another kind of file": ("sample_data", 0, {"filename": "v1.0-mini/map.json"}, "a kind this adapter does not read"),
     "no size": ("sample_data", 0, {"width": 0}, "the size 0 x 32"),
+    "a channel with a dot": ("sensor", 3, {"channel": "CAM.BACK"}, "'CAM.BACK' has other characters"),
+    "a channel without a name": ("sensor", 3, {"channel": ""}, "'' has other characters"),
+    "two cases": ("sensor", 3, {"channel": "cam_front"}, "'CAM_FRONT' and 'cam_front' differ in case alone"),
 }
 
 
@@ -310,39 +296,6 @@ def test_tables_that_are_wrong(copy, tmp_path, case):
         says = "ego_pose.json' is not JSON"
     with pytest.raises(SourceError, match=says):
         scan(copy.root, tmp_path)
-
-
-def rename_channel(copy, old, new):
-    for sensor in copy.tables["sensor"]:
-        if sensor["channel"] == old:
-            sensor["channel"] = new
-    copy.write("sensor")
-
-
-@pytest.mark.parametrize(
-    ("channel", "says"),
-    [
-        ("CAM.BACK", "'CAM.BACK' has other characters"),
-        ("", "'' has other characters"),
-        ("cam_front", "'CAM_FRONT' and 'cam_front' differ in case alone"),
-    ],
-)
-def test_channels_that_are_no_names(copy, tmp_path, channel, says):
-    rename_channel(copy, "CAM_BACK", channel)
-    with pytest.raises(SourceError, match=says):
-        scan(copy.root, tmp_path)
-
-
-@pytest.mark.process
-def test_names_over_100_bytes(tmp_path):
-    made = build_nuscenes(tmp_path / "root", {"x" * 64: 2}, cameras=("CAM_FRONT", "CAM_" + "Y" * 60))
-    shard_nuscenes(made.root, tmp_path / "out")
-    assert verify(tmp_path / "out", deep=True, num_threads=1).faults == []
-    with tarfile.open(tmp_path / "out" / "train-000000.tar") as tar:
-        names = tar.getnames()
-    assert f"{'x' * 64}-000000.cam_{'y' * 60}.jpg" in names
-    listed = subprocess.run(["tar", "tf", tmp_path / "out" / "train-000000.tar"], check=True, capture_output=True)
-    assert listed.stdout.decode().split() == names
 
 
 def test_a_file_over_the_cap(copy, tmp_path):
@@ -360,15 +313,8 @@ def test_two_keyframes_of_one_camera(copy, tmp_path):
         scan(copy.root, tmp_path)
 
 
-def test_a_source_without_samples(tmp_path):
-    made = build_nuscenes(tmp_path / "root", {})
-    with pytest.raises(SourceError, match="no rows: nothing to shard"):
-        scan(made.root, tmp_path)
-
-
 def test_names_that_are_no_keys_become_slugs(tmp_path):
-    clips = {"2021.05.12/Drive Ä": 1, "scene-0001": 1, "x" * 90: 1}
-    made = build_nuscenes(tmp_path / "root", {name.replace("/", "_"): count for name, count in clips.items()})
+    made = build_nuscenes(tmp_path / "root", {"drive": 1, "scene-0001": 1, "x" * 90: 1})
     made.tables["scene"][0]["name"] = "2021.05.12/Drive Ä"
     made.write("scene")
     _, info, table = scan(made.root, tmp_path)
@@ -380,11 +326,32 @@ def test_names_that_are_no_keys_become_slugs(tmp_path):
     assert len(f"{table.row(2).key}.geometry.safetensors.zst") <= 100
 
 
-def test_sources_by_name():
-    assert parse_source("nuscenes:/data", {"a": 1}) == SourceSpec("nuscenes", "/data", {"a": 1})
-    assert parse_source("nuscenes:C:/x", {}).location == "C:/x"
-    for text in ("/data", "nuscenes", "nuscenes:", "kitty:/data", ":x"):
-        with pytest.raises(ConfigError, match=r"KIND:PATH|unknown kind"):
-            parse_source(text, {})
-    with pytest.raises(ConfigError, match=r"colour.*allowed here: version, missing_camera, points"):
-        make_source(SourceSpec("nuscenes", "/data", {"colour": 1}))
+def names(*numbers):
+    return [f"scene-{number:04d}" for number in numbers]
+
+
+def test_official_lists(tmp_path):
+    splits = pytest.importorskip("nuscenes.utils.splits", reason="nuscenes-devkit is not installed")
+    found = source_splits(tmp_path / "v1.0-trainval", [*splits.val, *splits.train])
+    assert {name: set(scenes) for name, scenes in found.items()} == {"train": set(splits.train), "val": set(splits.val)}
+    found = source_splits(tmp_path / "v1.0-mini", [*splits.mini_train, *splits.mini_val])
+    assert found == {"train": splits.mini_train, "val": splits.mini_val}
+    assert source_splits(tmp_path / "v1.0-test", splits.test) == {"test": splits.test}
+
+
+def test_other_tables_have_none(tmp_path):
+    assert source_splits(tmp_path / "v1.0-derived", names(61, 103)) is None
+    assert source_splits(tmp_path / "v1.0-mini", names(61, 62)) is None
+    assert source_splits(tmp_path / "v1.0-mini", names(9001, 9002)) is None
+    assert source_splits(tmp_path / "v1.0-trainval", ["scene-0001", "my-drive"]) is None
+
+
+def test_a_file_beside_the_tables_comes_first(tmp_path):
+    folder = tmp_path / "v1.0-mini"
+    folder.mkdir()
+    (folder / "splits.json").write_text('{"train": ["scene-0103"], "val": ["scene-0061"]}')
+    assert source_splits(folder, names(61, 103)) == {"train": ["scene-0103"], "val": ["scene-0061"]}
+    for bad in ('{"train": "scene-0103"}', "[]", "{"):
+        (folder / "splits.json").write_text(bad)
+        with pytest.raises(SourceError, match=r"splits\.json"):
+            source_splits(folder, names(61, 103))

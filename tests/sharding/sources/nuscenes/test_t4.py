@@ -12,13 +12,13 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.sample.schema import Boxes, Geometry, decode_arrays, decode_meta
 from fuelrail.sharding.run import scan_source
-from fuelrail.sharding.sources.registry import SourceSpec, make_source
-from fuelrail.sharding.sources.scan_table import ScanTable, ScanWriter
+from fuelrail.sharding.sources.registry import SourceSpec
 from support.nuscenes_radar import pcd, radar_rows
 from support.nuscenes_world import transform, write_nuscenes
+from support.sharding import scanned
 from support.shared_data import shared_data
 from support.source_suite import SourceSuite
-from support.source_world import World, make_world, samples_of, turn
+from support.source_world import World, samples_of, turn
 
 
 def write_t4(world, root):
@@ -48,13 +48,6 @@ def root(tmp_path):
     return folder
 
 
-def scan(root, tmp_path, **options):
-    source = make_source(SourceSpec("t4", str(root), options))
-    with ScanWriter(tmp_path / "scan.arrow", source.attribute_types) as out:
-        info = source.scan(out)
-    return info, ScanTable(tmp_path / "scan.arrow")
-
-
 def change(root, table, edit):
     file = root / "drive-0" / "0" / "annotation" / f"{table}.json"
     rows = json.loads(file.read_text())
@@ -76,7 +69,7 @@ def test_what_t4_has_beyond_nuscenes(root, tmp_path):
         next(row for row in rows if row["filename"].endswith(".jpg")).update(is_valid=False)
 
     change(root, "sample_data", spoil)
-    info, table = scan(root, tmp_path)
+    _, info, table = scanned("t4", root, tmp_path)
     assert info.attributes == ["vehicle.parked"]
     assert info.report.masked == {"cam_front": {"marked as not valid": 1}}
     boxes = decode_arrays(table.row(0).boxes, Boxes)
@@ -88,7 +81,7 @@ def test_what_t4_has_beyond_nuscenes(root, tmp_path):
     assert decode_meta(table.row(1).meta).cameras["cam_front"].dist_model == "opencv_rational"
     assert [clip.clip_name for clip in info.clips] == ["drive-0", "drive-1"]
     with pytest.raises(SourceError, match=r"marked as not valid"):
-        scan(root, tmp_path, missing_camera="error")
+        scanned("t4", root, tmp_path, missing_camera="error")
 
 
 def add_radar(root) -> np.ndarray:
@@ -124,9 +117,9 @@ def test_radars_are_channels(root, tmp_path):
     spec = SourceSpec("t4", str(root), {"radars": True})
     SourceSuite().make(spec, tmp_path / "out")
     assert "radar_front" in [channel.name for channel in open_dataset(tmp_path / "out").manifest.channels]
-    info, _ = scan(root, tmp_path, radars=True)
+    _, info, _ = scanned("t4", root, tmp_path, radars=True)
     assert info.report.noted == {"RADAR_FRONT: radar files of JSON, not read": 1}
-    (first, *_), without = sorted(samples_of(tmp_path / "out").items()), scan(root, tmp_path)[0]
+    (first, *_), without = sorted(samples_of(tmp_path / "out").items()), scanned("t4", root, tmp_path).info
     assert without.channels == ()
     points = first[1].points["radar_front"]
     assert points.shape == (7, 19)
@@ -138,7 +131,7 @@ def test_radars_are_channels(root, tmp_path):
     np.testing.assert_allclose(points[:, 18], 0.02, atol=1e-6)
     (root / "drive-0" / "0" / "data" / "2.pcd").unlink()
     with pytest.raises(SourceError, match=r"file '.*data/2.pcd' is not there"):
-        scan(root, tmp_path, radars=True)
+        scanned("t4", root, tmp_path, radars=True)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +156,7 @@ def test_bad_tables_are_named(root, table, edit, match):
 @pytest.mark.real
 def test_a_real_dataset_against_its_tables(tmp_path):
     root = shared_data("t4-sample")
-    info, table = scan(root, tmp_path)
+    _, info, table = scanned("t4", root, tmp_path)
     tables = {name: json.loads((root / "annotation" / f"{name}.json").read_text())
               for name in ("sample", "sample_data", "ego_pose", "sample_annotation", "calibrated_sensor")}  # fmt: skip
     assert info.num_samples == len(tables["sample"]) == 3
@@ -181,8 +174,3 @@ def test_a_real_dataset_against_its_tables(tmp_path):
         back = boxes.boxes3d[:, :3] @ geometry.ego2global[:3, :3].T + geometry.ego2global[:3, 3]
         centres = np.array([one["translation"] for one in wanted]).reshape(-1, 3)
         np.testing.assert_allclose(back, centres, atol=1e-4)
-
-
-def test_an_unlabelled_world(tmp_path):
-    write_t4(make_world(1, 2, num_boxes=0), tmp_path)
-    assert scan_source(SourceSpec("t4", str(tmp_path), {})).report.boxes == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 
-import numpy as np
 import pytest
 
 from fuelrail.pipeline.channels.kinds import KINDS
@@ -16,10 +15,10 @@ from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.run import scan_source, shard
 from fuelrail.sharding.sources.frames.boxes import stable_id
-from fuelrail.sharding.sources.registry import SourceSpec, make_source
-from fuelrail.sharding.sources.scan_table import ScanTable, ScanWriter
+from fuelrail.sharding.sources.registry import SourceSpec
 from fuelrail.sharding.verify.dataset import verify
 from support.kitti_files import as_kitti, write_object
+from support.sharding import scanned
 from support.shared_data import shared_data
 from support.source_world import make_world
 from support.waymo_files import CAMERAS, write_segment
@@ -28,10 +27,8 @@ from support.waymo_tables import write_segment as write_tables
 
 def found_in(tmp_path, kind, root, **options):
     """Classes, and by frame and camera the 2-D boxes; the dataset that is made of it is sound."""
-    source = make_source(SourceSpec(kind, str(root), {"boxes2d": True, **options}))
-    with ScanWriter(tmp_path / "scan.arrow", source.attribute_types) as out:
-        info = source.scan(out)
-    table, frames = ScanTable(tmp_path / "scan.arrow"), []
+    source, info, table = scanned(kind, root, tmp_path, boxes2d=True, **options)
+    frames = []
     channels = {channel.field: channel for channel in info.channels}
     for number in range(len(table)):
         members = {one.name: bytes(source.open(one.ref)) for one in table.row(number).members if one.name in channels}
@@ -119,21 +116,13 @@ def test_t4_s_annotations_in_images(tmp_path):
                 assert (stable_id(tracks[row]) if row >= 0 else -1) in (track, -1)
 
 
-def test_boxes_in_the_wrong_order_are_named(tmp_path):
+def test_boxes_in_the_wrong_order_or_not_finite_are_named(tmp_path):
     kitti(tmp_path / "source")
     label = tmp_path / "source" / "training" / "label_2" / "000001.txt"
-    label.write_text(label.read_text().replace(" 0 2.5 3 4.25 ", " 3 2.5 0 4.25 "))
-    spec = SourceSpec("kitti_object", str(tmp_path / "source"), {"boxes2d": True})
-    with pytest.raises(SourceError, match=r"frame 0: 2-D box 0 of image_2 is \[3.0, 2.5, 0.0, 4.25\]"):
-        scan_source(spec)
+    spec, text = SourceSpec("kitti_object", str(tmp_path / "source"), {"boxes2d": True}), label.read_text()
+    for box, shown in ((" 3 2.5 0 4.25 ", r"\[3.0, 2.5, 0.0, 4.25\]"), (" nan 2.5 3 4.25 ", r"\[nan")):
+        label.write_text(text.replace(" 0 2.5 3 4.25 ", box))
+        with pytest.raises(SourceError, match=rf"frame 0: 2-D box 0 of image_2 is {shown}"):
+            scan_source(spec)
     shutil.rmtree(tmp_path / "source" / "training" / "label_2")
     assert scan_source(spec).channels, "images without labels have no boxes; the channel is optional"
-
-
-def test_values_that_are_not_finite_are_named(tmp_path):
-    kitti(tmp_path / "source")
-    label = tmp_path / "source" / "training" / "label_2" / "000001.txt"
-    label.write_text(label.read_text().replace(" 0 2.5 3 4.25 ", " nan 2.5 3 4.25 "))
-    with pytest.raises(SourceError, match=r"2-D box 0 of image_2"):
-        scan_source(SourceSpec("kitti_object", str(tmp_path / "source"), {"boxes2d": True}))
-    assert np.isfinite(scan_source(SourceSpec("kitti_object", str(tmp_path / "source"), {})).num_samples)

@@ -19,6 +19,7 @@ from support.shared_data import shared_data
 from support.source_at_url import AtUrl
 from support.source_suite import SourceSuite
 from support.source_world import make_world, samples_of, turn
+from support.spoil import LFS_POINTER, content, gone
 
 SIZES = {"image_02": (64, 48), "image_03": (64, 48)}
 
@@ -54,14 +55,12 @@ class TestKittiObject(AtUrl, SourceSuite):
             write_object(root / "training", number, frame)
         return str(root)
 
-    def test_boxes_and_points_project_as_in_the_world(self, tmp_path):
-        world = self.world()
-        self.make(self.spec(tmp_path, world), tmp_path / "out")
-        samples = samples_of(tmp_path / "out")
+    def test_boxes_and_points_project_as_in_the_world(self, made):
+        samples = samples_of(made.folder / "out")
         assert len(samples) == 8
         for sample in samples.values():
             number = int(sample.meta.clip_name.rpartition("-")[2])
-            _, _, frame = list(world.frames())[number]
+            _, _, frame = list(made.world.frames())[number]
             assert sample.meta.timestamp_ns == number + 1
             np.testing.assert_array_equal(sample.geometry.ego2global, np.eye(4))
             np.testing.assert_array_equal(sample.points["velodyne"], frame.sweeps["velodyne"].points)
@@ -107,63 +106,41 @@ def one_drive(tmp_path):
     return root / FIRST / world.clips[0].name, SourceSpec("kitti", str(root), {})
 
 
-def rewrite(path, old, new) -> None:
-    path.write_text(path.read_text().replace(old, new))
+def first_line(name, text):
+    return content(name, lambda data: text.encode() + data[data.index(b"\n") + 1 :])
 
 
-def first_line(path, text) -> None:
-    path.write_text("".join([text, *path.read_text().splitlines(keepends=True)[1:]]))
-
-
+CAMERAS, VELO = "../calib_cam_to_cam.txt", "../calib_velo_to_cam.txt"
 BAD = {
-    "no calibration": (
-        lambda drive: (drive.parent / "calib_cam_to_cam.txt").unlink(), r"drive_0001_sync has no calibration: .*nowhere"
-    ),
-    "a file of calibration missing": (
-        lambda drive: (drive.parent / "calib_imu_to_velo.txt").unlink(), r"calib_imu_to_velo\.txt"
-    ),
+    "no calibration": (gone(CAMERAS), r"drive_0001_sync has no calibration: .*nowhere"),
+    "a file of calibration missing": (gone("../calib_imu_to_velo.txt"), r"calib_imu_to_velo\.txt"),
     "a line of calibration missing": (
-        lambda drive: rewrite(drive.parent / "calib_cam_to_cam.txt", "P_rect_03", "P_rect_04"),
+        content(CAMERAS, lambda data: data.replace(b"P_rect_03", b"P_rect_04")),
         r"calib_cam_to_cam\.txt' has no line 'P_rect_03:'; it has R_rect_00, P_rect_02",
     ),
     "a rotation that is none": (
-        lambda drive: first_line(drive.parent / "calib_velo_to_cam.txt", "R: 2 0 0 0 2 0 0 0 2\nX: "),
-        r"calib_velo_to_cam\.txt': .* is not a rotation",
+        first_line(VELO, "R: 2 0 0 0 2 0 0 0 2\nX: "), r"calib_velo_to_cam\.txt': .* is not a rotation"
     ),
-    "too few numbers": (
-        lambda drive: first_line(drive.parent / "calib_velo_to_cam.txt", "R: 1 0 0\nX: "), r"'R' is \[.*wanted are 9"
-    ),
-    "no oxts": (lambda drive: shutil.rmtree(drive / "oxts" / "data"), r"oxts/data' has no rows of oxts"),
-    "oxts cut off": (
-        lambda drive: (drive / "oxts" / "data" / "0000000001.txt").write_text("49.0 8.4 11"),
-        r"0000000001\.txt' has not 30 finite numbers",
-    ),
-    "oxts not numbers": (
-        lambda drive: (drive / "oxts" / "data" / "0000000001.txt").write_text("nan " * 30), r"has not 30 finite numbers"
-    ),
-    "times that are none": (
-        lambda drive: first_line(drive / "image_02" / "timestamps.txt", "noon\n"), r"image_02/timestamps\.txt': .*noon"
-    ),
+    "too few numbers": (first_line(VELO, "R: 1 0 0\nX: "), r"'R' is \[.*wanted are 9"),
+    "no oxts": (gone("oxts/data"), r"oxts/data' has no rows of oxts"),
+    "oxts cut off": (content("oxts/data/0000000001.txt", b"49.0 8.4 11"), r"1\.txt' has not 30 finite numbers"),
+    "oxts not numbers": (content("oxts/data/0000000001.txt", b"nan " * 30), r"has not 30 finite numbers"),
+    "times that are none": (first_line("image_02/timestamps.txt", "noon\n"), r"image_02/timestamps\.txt': .*noon"),
     "too few times": (
-        lambda drive: (drive / "image_03" / "timestamps.txt").write_text("2011-09-26 13:02:25.951199337\n"),
+        content("image_03/timestamps.txt", b"2011-09-26 13:02:25.951199337\n"),
         r"image_03/timestamps\.txt' has 1 rows, the sensor has a file of number 3",
     ),
     "times that go back": (
-        lambda drive: first_line(drive / "oxts" / "timestamps.txt", "2031-09-26 13:02:25.951199337\n"),
+        first_line("oxts/timestamps.txt", "2031-09-26 13:02:25.951199337\n"),
         r"oxts/data': row \d has the time \d+, not later",
     ),
-    "no images": (
-        lambda drive: [shutil.rmtree(drive / name) for name in SIZES], r"has no images in image_02 or image_03"
-    ),
-    "one image missing": (
-        lambda drive: (drive / "image_02" / "data" / "0000000002.png").unlink(), r"frame 2 has no image of image_02"
-    ),
+    "no images": (gone(*SIZES), r"has no images in image_02 or image_03"),
+    "one image missing": (gone("image_02/data/0000000002.png"), r"frame 2 has no image of image_02"),
     "LFS pointer as image": (
-        lambda drive: (drive / "image_02" / "data" / "0000000002.png").write_bytes(b"version https://git-lfs\n" * 6),
-        r"image '.*image_02/data/0000000002\.png'",
+        content("image_02/data/0000000002.png", LFS_POINTER * 6), r"image '.*image_02/data/0000000002\.png'"
     ),
     "tracklets cut off": (
-        lambda drive: (drive / "tracklet_labels.xml").write_text("<boost_serialization><tracklets>"),
+        content("tracklet_labels.xml", b"<boost_serialization><tracklets>"),
         r"tracklet_labels\.xml' is not as tracklets are",
     ),
 }  # fmt: skip

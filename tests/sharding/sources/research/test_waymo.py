@@ -52,16 +52,14 @@ class TestWaymo(AtUrl, SourceSuite):
             write_segment(folder / f"segment-{clip.name}_with_camera_labels.tfrecord", clip)
         return str(root)
 
-    def test_metadata_and_attributes(self, tmp_path):
-        world = self.world()
-        self.make(self.spec(tmp_path, world), tmp_path / "out")
-        sample = next(iter(samples_of(tmp_path / "out").values()))
+    def test_metadata_and_attributes(self, made):
+        sample = next(iter(samples_of(made.folder / "out").values()))
         np.testing.assert_allclose(sample.geometry.dist[0][:5], [0.04, -0.3, 1e-3, -1e-3, 0])
         front = sample.meta.cameras["cam_front"]
         assert (front.dist_model, front.rolling_shutter) == ("opencv_radtan", "left_to_right")
         assert front.exposure_ns == 2_500_000
         assert abs(front.readout_ns - 42_500_000) < 2000
-        rows = pq.read_table(tmp_path / "out" / "attributes.parquet").to_pylist()
+        rows = pq.read_table(made.folder / "out" / "attributes.parquet").to_pylist()
         assert {(row["night"], row["rain"], row["location"]) for row in rows} == {(True, True, "location_sf")}
 
 
@@ -107,18 +105,6 @@ def bytes_read(file, monkeypatch) -> int:
     monkeypatch.undo()
     assert numbers
     return sum(numbers)
-
-
-def test_pictures_reach_the_shard_without_a_copy(tmp_path):
-    file, world = one_segment(tmp_path)
-    source = make_source(SourceSpec("waymo", str(file), {}))
-    (clip,) = source.clips()
-    for frame, wanted in zip(source.frames(clip), world.clips[0].frames, strict=True):
-        for name, image in frame.images.items():
-            place = source.place(image.ref)
-            assert place.path == str(file)
-            data = file.read_bytes()[place.offset : place.offset + place.length]
-            assert data == wanted.images[name].jpeg
 
 
 def test_boxes_when_a_camera_sees_them(tmp_path):

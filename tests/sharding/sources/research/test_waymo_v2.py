@@ -14,9 +14,11 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.run import scan_source
 from fuelrail.sharding.sources.registry import SourceSpec, make_source
 from fuelrail.sharding.sources.research.waymo import parquet_lidar
+from support.sharding import scanned
 from support.shared_data import shared_data
 from support.source_at_url import AtUrl
 from support.source_suite import SourceSuite
+from support.spoil import column, content, gone
 from support.waymo_files import CAMERAS, add_sweep
 from support.waymo_tables import write_lidar, write_segment
 
@@ -37,12 +39,10 @@ class TestWaymoParquet(AtUrl, SourceSuite):
             write_segment(root / ("training", "validation")[number % 2], clip)
         return str(root)
 
-    def test_attributes_and_splits(self, tmp_path):
-        self.make(self.spec(tmp_path), tmp_path / "out")
-        rows = pq.read_table(tmp_path / "out" / "attributes.parquet").to_pylist()
+    def test_attributes_and_splits(self, made):
+        rows = pq.read_table(made.folder / "out" / "attributes.parquet").to_pylist()
         assert {(row["night"], row["rain"], row["location"]) for row in rows} == {(False, False, "location_phx")}
-        _, info, _ = self.scan(SourceSpec("waymo_v2", str(tmp_path / "source"), {}), tmp_path)
-        assert info.splits == {"train": ["drive-0"], "val": ["drive-1"]}
+        assert made.scan.info.splits == {"train": ["drive-0"], "val": ["drive-1"]}
 
 
 class TestWithLidar(TestWaymoParquet):
@@ -78,14 +78,13 @@ class TestWithLidar(TestWaymoParquet):
         root = tmp_path / "source" / "training"
         part = "[LiDARComponent].range_image_return1"
         shapes = pq.read_table(root / "lidar" / "drive-0.parquet").column(f"{part}.shape").to_pylist()
-        source = make_source(spec)
-        _, _, table = self.scan(spec, tmp_path)
+        source, _, table = scanned(spec.kind, spec.location, tmp_path)
         (ref,) = [one.ref for one in table.row(0).members if one.name == "lidar.npy"]
         for values, message in (
-            ([[2, *shape[1:]] for shape in shapes], r"drive-0.parquet': lidar \d: .*\d+ numbers"),
+            ([[[2, *shape[1:]] for shape in shapes]], r"drive-0.parquet': lidar \d: .*\d+ numbers"),
             (None, r"has no column '\[LiDARComponent\].range_image_return1.shape'"),
         ):
-            change(root, "lidar", f"{part}.shape", values)
+            column(file("lidar"), f"{part}.shape", values)(root)
             with pytest.raises(SourceError, match=message):
                 source.open(ref)
         (root / "lidar_calibration" / "drive-0.parquet").unlink()
@@ -101,57 +100,42 @@ def one_segment(tmp_path):
     return tmp_path / "source", SourceSpec("waymo_v2", str(tmp_path / "source"), {})
 
 
-def change(root, component, name, values) -> None:
-    """Write a component with another column; None takes it out."""
-    path = root / component / "drive-0.parquet"
-    table = pq.read_table(path)
-    at = table.column_names.index(name)
-    pq.write_table(table.remove_column(at) if values is None else table.set_column(at, name, [values]), path)
+def file(component: str) -> str:
+    return f"{component}/drive-0.parquet"
 
 
+POSE = "[VehiclePoseComponent].world_from_vehicle.transform"
+TIME, CAMERA = "key.frame_timestamp_micros", "key.camera_name"
 BAD = {
-    "no images": (lambda root: shutil.rmtree(root / "camera_image"), r"camera_image/drive-0\.parquet' is not there"),
-    "no calibration": (
-        lambda root: shutil.rmtree(root / "camera_calibration"), r"camera_calibration/drive-0\.parquet' is not there"
-    ),
-    "not Parquet": (
-        lambda root: (root / "stats" / "drive-0.parquet").write_bytes(b"PAR1" * 9),
-        r"stats/drive-0\.parquet' cannot be read as Parquet",
-    ),
+    "no images": (gone("camera_image"), r"camera_image/drive-0\.parquet' is not there"),
+    "no calibration": (gone("camera_calibration"), r"camera_calibration/drive-0\.parquet' is not there"),
+    "not Parquet": (content(file("stats"), b"PAR1" * 9), r"stats/drive-0\.parquet' cannot be read as Parquet"),
     "column missing": (
-        lambda root: change(root, "camera_image", "[CameraImageComponent].pose_timestamp", None),
+        column(file("camera_image"), "[CameraImageComponent].pose_timestamp", None),
         r"camera_image/drive-0\.parquet' has no column '\[CameraImageComponent\]\.pose_timestamp'; it has key\.segment",
     ),
     "times as floats": (
-        lambda root: change(root, "vehicle_pose", "key.frame_timestamp_micros", pa.array([1.6e15] * 4)),
+        column(file("vehicle_pose"), TIME, [pa.array([1.6e15] * 4)]),
         r"column 'key\.frame_timestamp_micros' is double, expected int64",
     ),
     "a camera as text": (
-        lambda root: change(root, "camera_calibration", "key.camera_name", pa.array(list("abcde"))),
+        column(file("camera_calibration"), CAMERA, [pa.array(list("abcde"))]),
         r"column 'key\.camera_name' is string, expected int64",
     ),
     "two rows for a camera": (
-        lambda root: change(root, "camera_image", "key.camera_name", pa.array([1] * 20)),
-        r"camera_image/drive-0\.parquet' has two rows for time and camera",
+        column(file("camera_image"), CAMERA, [pa.array([1] * 20)]), r"has two rows for time and camera"
     ),
     "a camera without calibration": (
-        lambda root: change(root, "camera_calibration", "key.camera_name", pa.array([1, 2, 3, 4, 6])),
+        column(file("camera_calibration"), CAMERA, [pa.array([1, 2, 3, 4, 6])]),
         r"has images of camera 5 \(SIDE_RIGHT\), which has no calibration",
     ),
     "two frames of a time": (
-        lambda root: change(root, "vehicle_pose", "key.frame_timestamp_micros", pa.array([1_600_000_000_000_000] * 4)),
+        column(file("vehicle_pose"), TIME, [pa.array([1_600_000_000_000_000] * 4)]),
         r"has no pose at \d+ us, where there are images",
     ),
-    "no rotation": (
-        lambda root: change(
-            root, "vehicle_pose", "[VehiclePoseComponent].world_from_vehicle.transform", pa.array([[2.0] * 16] * 4)
-        ),
-        r"is not a rotation",
-    ),
+    "no rotation": (column(file("vehicle_pose"), POSE, [pa.array([[2.0] * 16] * 4)]), r"is not a rotation"),
     "matrices of another size": (
-        lambda root: change(
-            root, "vehicle_pose", "[VehiclePoseComponent].world_from_vehicle.transform", pa.array([[2.0] * 12] * 4)
-        ),
+        column(file("vehicle_pose"), POSE, [pa.array([[2.0] * 12] * 4)]),
         r"world_from_vehicle\.transform' is list<.*expected fixed_size_list",
     ),
 }  # fmt: skip
@@ -168,9 +152,7 @@ def test_what_is_wrong_with_a_segment_is_named(tmp_path, name):
 
 def test_single_precision_and_boxes_when_a_camera_sees_them(tmp_path):
     root, spec = one_segment(tmp_path)
-    name = "[VehiclePoseComponent].world_from_vehicle.transform"
-    values = pq.read_table(root / "vehicle_pose" / "drive-0.parquet")[name].cast(pa.list_(pa.float32(), 16))
-    change(root, "vehicle_pose", name, values)
+    column(file("vehicle_pose"), POSE, lambda values: values.cast(pa.list_(pa.float32(), 16)))(root)
     assert scan_source(spec).report.boxes == 12
     assert scan_source(spec._replace(options={"boxes": "camera_synced"})).report.boxes == 11
     shutil.rmtree(root / "lidar_box")
@@ -193,8 +175,7 @@ def test_a_real_file_of_poses():
         scan_source(SourceSpec("waymo_v2", str(root), {}))
     source = make_source(SourceSpec("waymo_v2", str(root), {}))
     (clip,) = source.clips()
-    name = "[VehiclePoseComponent].world_from_vehicle.transform"
-    rows = source._read(clip.files[2], {"key.frame_timestamp_micros": pa.int64(), name: pa.list_(pa.float64(), 16)})
+    rows = source._read(clip.files[2], {TIME: pa.int64(), POSE: pa.list_(pa.float64(), 16)})
     wanted = pq.read_table(next(root.rglob("*.parquet"))).to_pylist()
-    assert rows["key.frame_timestamp_micros"].tolist() == [row["key.frame_timestamp_micros"] for row in wanted]
-    np.testing.assert_array_equal(rows[name], [row[name] for row in wanted])
+    assert rows[TIME].tolist() == [row[TIME] for row in wanted]
+    np.testing.assert_array_equal(rows[POSE], [row[POSE] for row in wanted])

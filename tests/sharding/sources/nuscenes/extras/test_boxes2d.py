@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cv2
 import numpy as np
 import pytest
 
 from fuelrail.pipeline.channels.kinds import KINDS
+from fuelrail.pipeline.channels.selection import decode_values
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.sample.schema import Boxes, decode_arrays, decode_meta
 from fuelrail.sharding.api import shard, verify
 from fuelrail.sharding.sources.nuscenes.extras.boxes2d import _FACES, image_bounds
-from fuelrail.sharding.sources.registry import SourceSpec, make_source
-from fuelrail.sharding.sources.scan_table import ScanTable, ScanWriter
-from support.nuscenes_tables import build_nuscenes
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from support.nuscenes_radar import add_radar_files
+from support.nuscenes_tables import build_nuscenes, opened_by_devkit
+from support.sharding import scanned
 
 CAMERAS = ("CAM_FRONT", "CAM_FRONT_RIGHT", "CAM_FRONT_LEFT")
 K = np.array([[400.0, 0.0, 320.0], [0.0, 410.0, 180.0], [0.0, 0.0, 1.0]])
@@ -31,13 +29,6 @@ SIZE = (640, 360)
 def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
     root = tmp_path_factory.mktemp("boxes2d") / "root"
     return build_nuscenes(root, {"scene-0061": 3, "scene-0103": 2}, cameras=CAMERAS, size=(640, 480), num_tracks=9)
-
-
-def scan(root: Path, tmp_path: Path, **options: Any) -> Any:
-    source = make_source(SourceSpec("nuscenes", str(root), options))
-    with ScanWriter(tmp_path / "scan.arrow", source.attribute_types) as out:
-        info = source.scan(out)
-    return source, info, ScanTable(tmp_path / "scan.arrow")
 
 
 def values(source: Any, info: Any, row: Any) -> dict[str, Any]:
@@ -57,11 +48,10 @@ def random_corners(rng: np.random.Generator, number: int) -> np.ndarray:
 
 
 def test_whole_boxes_are_those_of_nuscenes_devkit(made, tmp_path) -> None:
-    module = pytest.importorskip("nuscenes.nuscenes", reason="nuscenes-devkit is not installed")
+    devkit = opened_by_devkit(made.root)
     from nuscenes.utils.geometry_utils import BoxVisibility, view_points
 
-    devkit = module.NuScenes(version=made.version, dataroot=str(made.root), verbose=False)
-    source, info, table = scan(made.root, tmp_path, channels=["boxes2d"])
+    source, info, table = scanned("nuscenes", made.root, tmp_path, channels=["boxes2d"])
     seen = 0
     for number in range(len(table)):
         row = table.row(number)
@@ -133,7 +123,7 @@ def test_boxes_around_the_camera_bound_their_visible_sides() -> None:
 
 
 def test_tokens_are_those_of_the_tables_in_the_order_of_boxes(made, tmp_path) -> None:
-    source, info, table = scan(made.root, tmp_path, channels=["tokens", "description"])
+    source, info, table = scanned("nuscenes", made.root, tmp_path, channels=["tokens", "description"])
     of = {row["token"]: row for row in made.tables["sample_annotation"]}
     scenes = {row["name"]: row["description"] for row in made.tables["scene"]}
     ids: dict[str, int] = {}
@@ -154,22 +144,28 @@ def test_tokens_are_those_of_the_tables_in_the_order_of_boxes(made, tmp_path) ->
 
 
 def test_a_dataset_with_all_groups_is_sound(made, tmp_path) -> None:
-    groups = ["boxes2d", "tokens", "trajectories", "description"]
-    shard(f"nuscenes:{made.root}", tmp_path / "out", workers=1, options={"channels": groups})
+    add_radar_files(made)
+    options = {"channels": ["boxes2d", "tokens", "trajectories", "description", "radar"], "radar_sweeps": 1}
+    shard(f"nuscenes:{made.root}", tmp_path / "out", workers=1, options=options)
     assert verify(tmp_path / "out", deep=True, workers=1).faults == []
     dataset = open_dataset(tmp_path / "out")
     names = [channel.name for channel in dataset.manifest.extra_channels]
     assert names == [
-        "boxes2d_cam_front", "boxes2d_cam_front_right", "boxes2d_cam_front_left", "box_tokens", "ego_trajectory",
-        "agent_trajectories", "description",
+        "radar_front", "boxes2d_cam_front", "boxes2d_cam_front_right", "boxes2d_cam_front_left", "box_tokens",
+        "ego_trajectory", "agent_trajectories", "description",
     ]  # fmt: skip
+    channel = dataset.manifest.extra_channels[0]
+    assert (channel.sensor, channel.frame) == ("radar", "ego")
+    value = decode_values(dataset[1].extra, (channel,), dataset[1].key)["radar_front"]
+    assert value.shape[1] == 19
+    assert set(np.unique(value[:, 18] > 0.05)) == {False, True}  # a keyframe's own sweep, and an earlier one
     shard(f"nuscenes:{made.root}", tmp_path / "plain", workers=1)
     assert set(dataset[0].extra) > set(open_dataset(tmp_path / "plain")[0].extra)
 
 
 def test_without_annotations_there_are_no_channels_of_boxes(tmp_path) -> None:
     made = build_nuscenes(tmp_path / "root", {"scene-0061": 2}, cameras=("CAM_FRONT",), num_tracks=0)
-    _, info, table = scan(made.root, tmp_path, channels=["boxes2d", "tokens", "trajectories"])
+    _, info, table = scanned("nuscenes", made.root, tmp_path, channels=["boxes2d", "tokens", "trajectories"])
     assert [channel.name for channel in info.channels] == ["ego_trajectory"]
     assert [member.name for member in table.row(0).members][-1] == "ego_trajectory.npy"
 
@@ -179,7 +175,7 @@ def test_images_that_are_not_rectified_are_refused(tmp_path) -> None:
     made.tables["calibrated_sensor"][0]["camera_distortion"] = [0.1, 0.0, 0.0, 0.0, 0.0]
     made.write("calibrated_sensor")
     with pytest.raises(SourceError, match=r"'cam_front' is not rectified.*leave out 'boxes2d'"):
-        scan(made.root, tmp_path, channels=["boxes2d"])
+        scanned("nuscenes", made.root, tmp_path, channels=["boxes2d"])
 
 
 def test_a_channel_of_the_same_name_beside_the_tables_is_refused(tmp_path) -> None:
@@ -193,4 +189,4 @@ def test_a_channel_of_the_same_name_beside_the_tables_is_refused(tmp_path) -> No
     }
     (made.folder / "channels.json").write_text(json.dumps([entry]))
     with pytest.raises(SourceError, match=r"channels\.json' has the channel 'description', which the option channels"):
-        scan(made.root, tmp_path, channels=["description"])
+        scanned("nuscenes", made.root, tmp_path, channels=["description"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,20 +15,9 @@ from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.sample.schema import decode_meta
 from fuelrail.sharding.api import shard, verify
 from fuelrail.sharding.sources.nuscenes.extras.can import MESSAGES, can_channel, parse_can
-from fuelrail.sharding.sources.registry import SourceSpec, make_source
-from fuelrail.sharding.sources.scan_table import ScanTable, ScanWriter
 from support.nuscenes_tables import build_nuscenes
+from support.sharding import scanned
 from support.shared_data import shared_data
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-
-def scan(root: Path, tmp_path: Path, **options: Any) -> Any:
-    source = make_source(SourceSpec("nuscenes", str(root), options))
-    with ScanWriter(tmp_path / "scan.arrow", source.attribute_types) as out:
-        info = source.scan(out)
-    return source, info, ScanTable(tmp_path / "scan.arrow")
 
 
 def flat(record: dict[str, Any], message: str) -> list[float]:
@@ -44,7 +33,7 @@ def test_real_messages_are_those_of_nuscenes_devkit(tmp_path) -> None:
     api = pytest.importorskip("nuscenes.can_bus.can_bus_api", reason="nuscenes-devkit is not installed")
     root = shared_data("nuscenes-mini")
     devkit = api.NuScenesCanBus(dataroot=str(root))
-    source, info, table = scan(root, tmp_path, version="v1.0-derived", channels=["can"])
+    source, info, table = scanned("nuscenes", root, tmp_path, version="v1.0-derived", channels=["can"])
     assert [channel.name for channel in info.channels] == ["can_pose"]
     num_rows = []
     for number in range(len(table)):
@@ -92,7 +81,7 @@ def test_every_message_of_a_scene_is_stored_once(tmp_path) -> None:
             for utime in range(times[0] - 400_000, times[-1] + 300_000, 37_000)
         ]
         (made.root / "can_bus" / f"scene-0061_{message}.json").write_text(json.dumps(records[message]))
-    source, info, table = scan(made.root, tmp_path, channels=["can", "map"])
+    source, info, table = scanned("nuscenes", made.root, tmp_path, channels=["can", "map"])
     assert info.report.noted == {"samples without files of channels=[map]": 6}
     assert [channel.name for channel in info.channels] == [f"can_{message}" for message in MESSAGES]
     assert [len(table.row(number).members) - 2 for number in range(6)] == [6, 6, 6, 6, 0, 0]
@@ -143,4 +132,4 @@ def test_a_hostile_file_is_a_named_error(text, wanted) -> None:
 def test_a_hostile_scene_name_leads_nowhere(tmp_path) -> None:
     made = build_nuscenes(tmp_path / "root", {"../../evil": 1}, cameras=("CAM_FRONT",))
     with pytest.raises(SourceError, match="not inside the dataroot"):
-        scan(made.root, tmp_path, channels=["can"])
+        scanned("nuscenes", made.root, tmp_path, channels=["can"])

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
 from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.laws import LAWS, Motion
-from fuelrail.pipeline.channels.selection import decode_values
 from fuelrail.pipeline.errors import ConfigError, SourceError
-from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.sample.schema import Geometry, decode_arrays, decode_meta
 from fuelrail.pipeline.transforms.ego import BevMap
-from fuelrail.sharding.api import shard, verify
 from fuelrail.sharding.sources.nuscenes.extras.radar import FIELDS, parse_pcd
-from fuelrail.sharding.sources.registry import SourceSpec, make_source
-from fuelrail.sharding.sources.scan_table import ScanTable, ScanWriter
 from support.nuscenes_radar import ROW, add_radar_files, pcd, radar_rows
-from support.nuscenes_tables import build_nuscenes
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from support.nuscenes_tables import build_nuscenes, opened_by_devkit
+from support.sharding import scanned
 
 CAMERAS = ("CAM_FRONT",)
 
@@ -42,13 +35,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return built
 
 
-def scan(root: Path, tmp_path: Path, **options: Any) -> Any:
-    source = make_source(SourceSpec("nuscenes", str(root), options))
-    with ScanWriter(tmp_path / "scan.arrow", source.attribute_types) as out:
-        info = source.scan(out)
-    return source, info, ScanTable(tmp_path / "scan.arrow")
-
-
 def points_of(source: Any, info: Any, row: Any) -> np.ndarray | None:
     (channel,) = info.channels
     for member in row.members:
@@ -59,11 +45,10 @@ def points_of(source: Any, info: Any, row: Any) -> np.ndarray | None:
 
 @pytest.mark.parametrize("num_sweeps", [0, 2])
 def test_radar_points_are_those_of_nuscenes_devkit(made, tmp_path, num_sweeps) -> None:
-    module = pytest.importorskip("nuscenes.nuscenes", reason="nuscenes-devkit is not installed")
+    devkit = opened_by_devkit(made.root)
     from nuscenes.utils.data_classes import RadarPointCloud
 
-    devkit = module.NuScenes(version=made.version, dataroot=str(made.root), verbose=False)
-    source, info, table = scan(made.root, tmp_path, channels=["radar"], radar_sweeps=num_sweeps)
+    source, info, table = scanned("nuscenes", made.root, tmp_path, channels=["radar"], radar_sweeps=num_sweeps)
     assert [channel.name for channel in info.channels] == ["radar_front"]
     RadarPointCloud.disable_filters()
     try:
@@ -88,7 +73,7 @@ def test_radar_points_are_those_of_nuscenes_devkit(made, tmp_path, num_sweeps) -
 
 
 def test_velocities_turn_with_the_points(made, tmp_path) -> None:
-    source, info, table = scan(made.root, tmp_path, channels=["radar"])
+    source, info, table = scanned("nuscenes", made.root, tmp_path, channels=["radar"])
     row = table.row(1)
     points = points_of(source, info, row)
     tables = made.tables
@@ -111,20 +96,6 @@ def test_velocities_turn_with_the_points(made, tmp_path) -> None:
     np.testing.assert_allclose(moved[:, list(FIELDS).index("vy_comp")], -points[:, list(FIELDS).index("vy_comp")])
 
 
-def test_a_dataset_stores_radars_and_is_sound(made, tmp_path) -> None:
-    out = tmp_path / "out"
-    shard(f"nuscenes:{made.root}", out, workers=1, options={"channels": ["radar"], "radar_sweeps": 1})
-    dataset = open_dataset(out)
-    (channel,) = dataset.manifest.extra_channels
-    assert (channel.name, channel.sensor, channel.frame) == ("radar_front", "radar", "ego")
-    assert verify(out, deep=True, workers=1).faults == []
-    value = decode_values(dataset[1].extra, (channel,), dataset[1].key)["radar_front"]
-    assert value.shape[1] == 19
-    assert set(np.unique(value[:, 18] > 0.05)) == {False, True}  # a keyframe's own sweep, and an earlier one
-    shard(f"nuscenes:{made.root}", tmp_path / "plain", workers=1)
-    assert open_dataset(tmp_path / "plain").manifest.extra_channels == ()
-
-
 def test_a_radar_marked_as_not_valid_is_left_out(made, tmp_path) -> None:
     shutil.copytree(made.root, tmp_path / "root")
     import copy
@@ -134,7 +105,7 @@ def test_a_radar_marked_as_not_valid_is_left_out(made, tmp_path) -> None:
     own = next(r for r in rows if r["is_key_frame"] and "/RADAR" in r["filename"])
     own["is_valid"] = False
     (tmp_path / "root" / made.version / "sample_data.json").write_text(json.dumps(rows))
-    source, info, table = scan(tmp_path / "root", tmp_path, channels=["radar"])
+    source, info, table = scanned("nuscenes", tmp_path / "root", tmp_path, channels=["radar"])
     there = [points_of(source, info, table.row(number)) is not None for number in range(len(table))]
     assert there.count(False) == 1
 
@@ -146,14 +117,14 @@ def test_a_radar_file_that_is_absent_is_named(made, tmp_path, key) -> None:
     (tmp_path / "root" / rows[1]["filename"]).unlink()
     hint = "leave out 'radar'" if key else "radar_sweeps=0"
     with pytest.raises(SourceError, match=f"{rows[1]['filename']}.*{hint}"):
-        scan(tmp_path / "root", tmp_path, channels=["radar"], radar_sweeps=2)
+        scanned("nuscenes", tmp_path / "root", tmp_path, channels=["radar"], radar_sweeps=2)
 
 
 def test_sweeps_without_radar_are_refused(made, tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"radar_sweeps=2 must be 0 or more, and 0 without channels=\[radar\]"):
-        scan(made.root, tmp_path, radar_sweeps=2)
+        scanned("nuscenes", made.root, tmp_path, radar_sweeps=2)
     with pytest.raises(ConfigError, match="channels"):
-        scan(made.root, tmp_path, channels=["sonar"])
+        scanned("nuscenes", made.root, tmp_path, channels=["sonar"])
 
 
 def test_a_first_point_of_nan_means_no_points() -> None:
@@ -194,6 +165,6 @@ def test_infinite_points_are_refused(made, tmp_path) -> None:
     broken["y"][1] = np.inf
     for name in made.files_of_radar:
         (tmp_path / "root" / name).write_bytes(pcd(broken))
-    source, info, table = scan(tmp_path / "root", tmp_path, channels=["radar"])
+    source, info, table = scanned("nuscenes", tmp_path / "root", tmp_path, channels=["radar"])
     with pytest.raises(SourceError, match="not finite"):
         points_of(source, info, table.row(0))

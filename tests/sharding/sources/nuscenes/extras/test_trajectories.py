@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
 from fuelrail.pipeline.channels.kinds import KINDS
-from fuelrail.pipeline.channels.laws import LAWS, Motion
 from fuelrail.pipeline.sample.schema import Boxes, Geometry, decode_arrays, decode_meta
-from fuelrail.pipeline.transforms.ego import BevMap
 from fuelrail.sharding.sources.nuscenes.extras.trajectories import AGENTS, EGO, PAST, STEPS
-from fuelrail.sharding.sources.registry import SourceSpec, make_source
-from fuelrail.sharding.sources.scan_table import ScanTable, ScanWriter
-from support.nuscenes_tables import build_nuscenes
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from support.nuscenes_tables import build_nuscenes, opened_by_devkit
+from support.sharding import scanned
 
 CLIPS = {"scene-0061": 16, "scene-0103": 2}
 
@@ -28,11 +22,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return build_nuscenes(tmp_path_factory.mktemp("paths") / "root", CLIPS, cameras=("CAM_FRONT",), num_points=4)
 
 
-def scan(root: Path, tmp_path: Path) -> Any:
-    source = make_source(SourceSpec("nuscenes", str(root), {"channels": ["trajectories", "tokens"]}))
-    with ScanWriter(tmp_path / "scan.arrow", source.attribute_types) as out:
-        source.scan(out)
-    return source, ScanTable(tmp_path / "scan.arrow")
+def scan(made: Any, tmp_path: Any) -> Any:
+    return scanned("nuscenes", made.root, tmp_path, channels=["trajectories", "tokens"])
 
 
 def value(source: Any, row: Any, channel: Any) -> Any:
@@ -41,11 +32,10 @@ def value(source: Any, row: Any, channel: Any) -> Any:
 
 
 def test_agents_are_where_nuscenes_devkit_predicts_from(made, tmp_path) -> None:
-    module = pytest.importorskip("nuscenes.nuscenes", reason="nuscenes-devkit is not installed")
     helper = pytest.importorskip("nuscenes.prediction.helper", reason="nuscenes-devkit lacks a module")
-    devkit = module.NuScenes(version=made.version, dataroot=str(made.root), verbose=False)
+    devkit = opened_by_devkit(made.root)
     predict = helper.PredictHelper(devkit)
-    source, table = scan(made.root, tmp_path)
+    source, _, table = scan(made, tmp_path)
     num_future = 0
     for number in range(0, len(table), 3):
         row = table.row(number)
@@ -70,7 +60,7 @@ def test_agents_are_where_nuscenes_devkit_predicts_from(made, tmp_path) -> None:
 
 
 def test_the_step_of_the_sample_is_its_boxes(made, tmp_path) -> None:
-    source, table = scan(made.root, tmp_path)
+    source, _, table = scan(made, tmp_path)
     for number in (0, 7, 17):
         row = table.row(number)
         boxes, found = decode_arrays(row.boxes, Boxes), value(source, row, AGENTS)
@@ -81,7 +71,7 @@ def test_the_step_of_the_sample_is_its_boxes(made, tmp_path) -> None:
 
 
 def test_the_ego_vehicle_is_where_its_poses_are(made, tmp_path) -> None:
-    source, table = scan(made.root, tmp_path)
+    source, _, table = scan(made, tmp_path)
     poses = [decode_arrays(table.row(number).geometry, Geometry).ego2global for number in range(len(table))]
     times = [table.row(number).timestamp_ns for number in range(len(table))]
     for number in range(len(table)):
@@ -99,17 +89,6 @@ def test_the_ego_vehicle_is_where_its_poses_are(made, tmp_path) -> None:
                 assert np.isnan(found[step, :5]).all()
 
 
-def test_augmentation_moves_paths_with_their_boxes(made, tmp_path) -> None:
-    source, table = scan(made.root, tmp_path)
-    row = table.row(5)
-    motion = Motion(ego=BevMap(rotation_rad=0.4, scale=1.1, flip_y=True))
-    moved = LAWS[AGENTS.law.name].move(value(source, row, AGENTS), AGENTS, motion)
-    boxes = motion.ego.boxes3d(decode_arrays(row.boxes, Boxes).boxes3d.astype(np.float64))
-    np.testing.assert_allclose(moved["position"][:, PAST], boxes[:, :3], atol=1e-4)
-    np.testing.assert_allclose(np.exp(1j * moved["yaw"][:, PAST, 0]), np.exp(1j * boxes[:, 6]), atol=1e-5)
-    assert np.isnan(moved["position"]).any()
-
-
 def test_a_track_that_leaves_keyframes_out_keeps_its_times(tmp_path) -> None:
     made = build_nuscenes(tmp_path / "root", {"scene-0061": 4}, cameras=("CAM_FRONT",), num_tracks=1)
     rows = made.tables["sample_annotation"]
@@ -117,7 +96,7 @@ def test_a_track_that_leaves_keyframes_out_keeps_its_times(tmp_path) -> None:
     rows[0]["next"], rows[1]["prev"] = gone["next"], gone["prev"]
     made.tables["instance"][0]["nbr_annotations"] = 3
     made.write("sample_annotation", "instance")
-    source, table = scan(made.root, tmp_path)
+    source, _, table = scan(made, tmp_path)
     assert value(source, table.row(0), AGENTS)["valid"][0].tolist() == [0] * PAST + [1, 0, 1, 1] + [0] * 9
     assert value(source, table.row(1), AGENTS)["valid"].shape == (0, STEPS)
 
@@ -128,6 +107,6 @@ def test_links_in_a_circle_end(tmp_path) -> None:
     rows[0]["next"] = rows[0]["token"]
     rows[1]["next"] = rows[2]["token"]  # of another scene
     made.write("sample_annotation")
-    source, table = scan(made.root, tmp_path)
+    source, _, table = scan(made, tmp_path)
     assert value(source, table.row(0), AGENTS)["valid"].sum() == 1
     assert value(source, table.row(1), AGENTS)["valid"].sum() == 2

@@ -36,16 +36,8 @@ def reseal(root, data):
     edits.reseal(root)
 
 
-def test_a_good_dataset(pristine):
-    root, _, _ = pristine
-    report = verify(root, deep=True, num_threads=2)
-    assert report.faults == []
-    assert (report.num_samples, report.num_images, report.num_shards) == (8, 16, 2)
-    assert "8 samples in 2 shards" in report.as_text()
-
-
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30)
 def test_every_flipped_bit_is_found_and_named(pristine, data):
     root, whole, rows = pristine
     at = data.draw(st.integers(0, len(whole) - 1))
@@ -68,7 +60,7 @@ def test_every_flipped_bit_is_found_and_named(pristine, data):
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30)
 def test_every_cut_is_found_and_every_sample_it_hits_is_named(pristine, data):
     root, whole, rows = pristine
     length = data.draw(st.integers(1, len(whole) - 1))
