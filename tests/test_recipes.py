@@ -39,7 +39,8 @@ def strict(schema):
 
 def schema_of(kind, version):
     packed = shared_data("k8s-crds") / f"{SCHEMAS[kind]}.yaml.gz"
-    versions = yaml.safe_load(gzip.decompress(packed.read_bytes()))["spec"]["versions"]
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # tens of thousands of lines
+    versions = yaml.load(gzip.decompress(packed.read_bytes()), Loader=loader)["spec"]["versions"]
     schema = next(one for one in versions if one["name"] == version)["schema"]["openAPIV3Schema"]
     found = strict(schema)
     found["properties"]["metadata"] = {"type": "object"}  # the API server's own

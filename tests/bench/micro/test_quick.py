@@ -271,11 +271,11 @@ def test_loops_with_and_without_a_save(tmp_path):
 def test_runs_survive_a_few_kills(quick, tmp_path, monkeypatch):
     """Hundreds of kills on all meshes are in ``bench/results/checkpoint_kills.json`` and ``..._strategies.json``."""
     monkeypatch.setattr(checkpoint_kills, "_PATIENCE_S", 280)  # a busy machine is no fault
-    meshes = ["one", "fsdp2", "pipeline2tensor2"]
+    meshes = ["one", "fsdp2", "pipeline2"]
     monkeypatch.setattr(checkpoint_kills, "MESHES", {name: checkpoint_kills.MESHES[name] for name in meshes})
     build_dataset(tmp_path / "data", {"train": (16, 16, 16)})
-    report, _ = quick(checkpoint_kills.main, tmp_path / "work", tmp_path / "data", "--kills", 4)
-    assert report["kills"] == 4
+    report, _ = quick(checkpoint_kills.main, tmp_path / "work", tmp_path / "data", "--kills", 3)
+    assert report["kills"] == 3
     assert report["resumed_on_another_mesh"] > 0
     assert report["checkpoints_checked"] > 0
     assert report["wrong_samples"] == report["damaged_checkpoints"] == report["older_than_newest"] == 0

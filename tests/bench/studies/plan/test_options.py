@@ -68,13 +68,13 @@ def test_a_plan_by_flags_alone_and_its_files(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_sweep_says_what_fits_and_how_fast_by_a_few_small_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep, "_MICRO_BATCHES", (1, 3, 8))
+    monkeypatch.setattr(sweep, "_MICRO_BATCHES", (1, 3, 8, 16, 32))
     monkeypatch.setattr(sweep, "_RECOMPUTE", ("none",))
     monkeypatch.setattr(sweep, "_SIMPLE", ("ddp", "fsdp2"))
     pair = (CLUSTERS / "1x8-h100.yaml").read_text().replace("devices_per_node: 8", "devices_per_node: 2")
-    (tmp_path / "pair.yaml").write_text(pair)
+    (tmp_path / "pair.yaml").write_text(pair.replace("memory_gib: {value: 80,", "memory_gib: {value: 0.009,"))
     cluster = load_cluster(str(tmp_path / "pair.yaml"))
-    asked = Scenario(name="n", model="gpt-tiny", cluster="pair", global_batch=16, precision="fp32")
+    asked = Scenario(name="n", model="gpt-tiny", cluster="pair", global_batch=64, precision="fp32")
     data = Data(images_per_node_s=1.0, images_source="none", storage_gb_per_s=1.0, storage_source="none")
     quick._small.cache_clear()
     found = {(one.strategy, one.micro_batch): one for one in sweep.sweep(asked, cluster, data)}
@@ -83,7 +83,10 @@ def test_a_sweep_says_what_fits_and_how_fast_by_a_few_small_runs(tmp_path, monke
     assert {strategy for strategy, _ in found} == {"ddp", "fsdp2", "pp=2", "tp=2"}
     assert found["ddp", 1].peak_gib < found["ddp", 8].peak_gib
     assert found["ddp", 8].samples_per_s > found["ddp", 1].samples_per_s
-    assert "do not divide the global batch of 16" in found["fsdp2", 3].fails
+    assert "do not divide the global batch of 64" in found["fsdp2", 3].fails
+    assert found["ddp", 16].fails.startswith("needs 0.0 GiB, and 0.0 GiB of a device are usable")
+    assert found["ddp", 32].fails == f"a smaller micro-batch {found['ddp', 16].fails}", "it is not tried"
+    assert found["tp=2", 16].fails is None
     # What ranks share does not lie on each of them.
     assert found["fsdp2", 1].peak_gib < found["ddp", 1].peak_gib
 

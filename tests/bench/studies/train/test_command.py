@@ -20,13 +20,14 @@ pytestmark = pytest.mark.process
 
 
 def bench(dataset, out, *options):
-    return main(["bench", "train", str(dataset), "--out", str(out), *map(str, options)])
+    fast = ("--accelerator", "emulated:resnet50-224-h100")
+    return main(["bench", "train", str(dataset), "--out", str(out), *fast, *map(str, options)])
 
 
 def test_two_ranks_train_on_the_whole_epoch_and_are_reported(dataset, tmp_path, capsys):
     out = tmp_path / "out"
     options = ("--ranks", 2, "--batch-size", 1, "--steps", 14, "--warmup", 3, "--workers", 1, "--price-per-gpu-hour", 2)
-    assert bench(dataset, out, *options, "--accelerator", "emulated:resnet50-224-h100") == 0
+    assert bench(dataset, out, *options) == 0
     report = load_report(out / "report.json")
     assert report.cut_off is None
     assert not report.ranks_disagree
