@@ -144,9 +144,10 @@ class StorageSuite:
         rows = rows_of(dataset)
         assert bytes(storage.span(*rows[5])) == expected[5]
         with (own / "train-000001.tar").open("r+b") as file:
-            file.truncate(rows[9][1].offset)
-        with pytest.raises(TruncatedShardError, match=rows[11][1].key):
-            storage.span(*rows[11])
+            file.truncate(rows[9][1].offset + 100)
+        for index, row in (rows[9], rows[11]):
+            with pytest.raises(TruncatedShardError, match=row.key):
+                storage.span(index, row)
 
     def test_a_dataset_replaced_while_in_use_names_both_fingerprints(self, opened, own):
         dataset, storage = opened(own)
