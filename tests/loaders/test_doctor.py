@@ -30,6 +30,13 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
     monkeypatch.setattr(importlib.metadata, "requires", lambda package: [])
 
 
+def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int, name: str, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+
+
 def about(subject: str) -> commands.Finding:
     return next(finding for finding in commands.doctor().findings if finding.subject == subject)
 
@@ -118,20 +125,10 @@ CUDA13 = {"nvidia_dali_cuda130": "2.4.0", "nvidia_nvjpeg": "13.3.2.43", "nvidia_
     ],
 )  # fmt: skip
 def test_what_decodes_on_a_gpu_is_named_with_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-    installed: dict[str, str | None],
-    gpu: str,
-    capability: tuple[int, int],
-    driver: str | None,
-    loads: bool,
-    state: str,
-    advice: str,
+    monkeypatch, installed, gpu, capability, driver, loads, state, advice
 ) -> None:
     pretend(monkeypatch, simplejpeg="1.9.0", **{name: version for name, version in installed.items() if version})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: gpu)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    pretend_gpus(monkeypatch, 1, gpu, capability)
     monkeypatch.setattr(dali_install, "driver_version", lambda: driver)
     monkeypatch.setattr(dali_install, "has_libnvcuvid", lambda: loads)
     found = about("GPU decoding")
@@ -144,10 +141,7 @@ def test_what_decodes_on_a_gpu_is_named_with_what_to_install(
 
 
 def test_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H100")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    pretend_gpus(monkeypatch, 2, "NVIDIA H100", (9, 0))
     assert about("GPU").state == "2 for torch: NVIDIA H100"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert about("GPU").state.startswith("none that torch can use")

@@ -148,6 +148,7 @@ class TestSameBatches:
         # hits in 360 runs on a busy machine, 25 in one more. LRU would find a tenth.
         assert sum(one.cache_hits for one in stats) >= 5 * 21 * 0.2
 
+    @pytest.mark.process
     def test_a_disk_that_fills_up_stops_the_cache_and_not_the_run(self, tiny, tmp_path):
         """On a real small file system, which takes a user namespace to mount."""
         code = """

@@ -18,8 +18,6 @@ from support.datasets import build_dataset
 from support.layers import write_layer
 from support.storage_suite import spoil
 
-pytestmark = pytest.mark.slow
-
 TRAIN = ImageAugment(height=24, width=32, train=True, resize_range=(0.4, 0.6), flip_prob=0.5, rotate_deg=(-5, 5))
 AUGMENTED = {
     "image": TRAIN, "ego": BevAugment(train=True, rotate_deg=(-30, 30), scale=(0.9, 1.1), flip_y_prob=0.5),
@@ -115,15 +113,19 @@ def arguments(roots, case, tmp_path):
     return root, options
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+QUICK = ("shuffled", "windows", "two datasets")
+EACH_CASE = [
+    pytest.param(case, id=name, marks=[] if name in QUICK else pytest.mark.slow) for name, case in CASES.items()
+]
+
+
+@pytest.mark.parametrize("case", EACH_CASE)
 def test_ranks_threads_and_restarts_change_nothing(roots, case, tmp_path):
     root, options = arguments(roots, case, tmp_path)
     check_one_sequence(lambda batch_size, **where: load(root, batch_size, **{**where, **options}))
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, id=name) for name, case in CASES.items() if "transform" not in case]
-)
+@pytest.mark.parametrize("case", [case for case in EACH_CASE if "transform" not in case.values[0]])
 def test_a_transform_that_changes_nothing_changes_nothing(roots, case, tmp_path):
     """Single samples, joined, are the batch that is made at once: windows, lanes, views, groups and channels too."""
     root, options = arguments(roots, case, tmp_path)
@@ -134,6 +136,7 @@ def test_a_transform_that_changes_nothing_changes_nothing(roots, case, tmp_path)
     assert unlike(joined, plain) == []
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(before=st.integers(1, 3), after=st.integers(1, 3), sizes=st.tuples(st.integers(1, 3), st.integers(1, 3)),
        data=st.data())  # fmt: skip

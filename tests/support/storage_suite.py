@@ -6,9 +6,11 @@ import gc
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar
 
 import pytest
 
+from fuelrail.loaders.storage import open_storage
 from fuelrail.pipeline.errors import ChecksumError, ShardError, StorageError, TruncatedShardError
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from support.datasets import build_dataset
@@ -41,11 +43,18 @@ def spoil(root, row, at=None, *, keep_mtime=False):
 
 
 class StorageSuite:
-    """Inherit, and define ``opened(root, **options) -> (dataset, storage)``; the root is a local folder."""
+    """Inherit, and state how storage is opened, or define ``opened(root, **options) -> (dataset, storage)`` again."""
+
+    how: ClassVar[dict[str, Any]] = {}
+    """Arguments of `open_storage`."""
 
     @pytest.fixture
     def opened(self):
-        raise NotImplementedError
+        def made(root, **options):
+            dataset = open_dataset(root)
+            return dataset, open_storage(dataset, **self.how, **options)
+
+        return made
 
     def test_spans_one_by_one(self, opened, pristine):
         dataset, storage = opened(pristine)
@@ -135,9 +144,10 @@ class StorageSuite:
         rows = rows_of(dataset)
         assert bytes(storage.span(*rows[5])) == expected[5]
         with (own / "train-000001.tar").open("r+b") as file:
-            file.truncate(rows[9][1].offset)
-        with pytest.raises(TruncatedShardError, match=rows[11][1].key):
-            storage.span(*rows[11])
+            file.truncate(rows[9][1].offset + 100)
+        for index, row in (rows[9], rows[11]):
+            with pytest.raises(TruncatedShardError, match=row.key):
+                storage.span(index, row)
 
     def test_a_dataset_replaced_while_in_use_names_both_fingerprints(self, opened, own):
         dataset, storage = opened(own)

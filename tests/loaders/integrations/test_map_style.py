@@ -9,13 +9,11 @@ import torch
 
 from fuelrail.loaders.integrations.map_style import MapView
 from fuelrail.pipeline.format.dataset import open_dataset
-from support.datasets import build_dataset
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    root = tmp_path_factory.mktemp("map") / "d"
-    return root, build_dataset(root, {"train": (4, 3)}, size=(64, 48))
+def built(made):
+    return made({"train": (4, 3)}, size=(64, 48))
 
 
 def front(item):

@@ -11,14 +11,11 @@ from fuelrail.__main__ import main
 from fuelrail.loaders.integrations.rerun import record_clip
 from fuelrail.pipeline.errors import ConfigError, OrderError
 from fuelrail.pipeline.format.dataset import open_dataset
-from support.datasets import build_dataset
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("rerun") / "d"
-    build_dataset(folder, {"train": (3, 4)}, size=(64, 48))
-    return folder
+def root(made):
+    return made({"train": (3, 4)}, size=(64, 48))[0]
 
 
 def rrd(*words: str) -> str:

@@ -14,11 +14,10 @@ def facts_of(*roots, verify: bool = True):
     return image_facts(make_sources(datasets, "train", partial(open_storage, verify=verify), **options))
 
 
-def test_sizes_are_the_largest_of_all_manifests(tmp_path) -> None:
-    build_dataset(tmp_path / "wide", {"train": (12,)}, size=(80, 48))
-    build_dataset(tmp_path / "high", {"train": (4,)}, size=(64, 72))
-    assert facts_of(tmp_path / "wide")[:2] == ((80, 48), 1.0)
-    assert facts_of(tmp_path / "wide", tmp_path / "high")[:2] == ((80, 72), 1.0)
+def test_sizes_are_the_largest_of_all_manifests(made) -> None:
+    (wide, _), (high, _) = made({"train": (12,)}, size=(80, 48)), made({"train": (4,)}, size=(64, 72))
+    assert facts_of(wide)[:2] == ((80, 48), 1.0)
+    assert facts_of(wide, high)[:2] == ((80, 72), 1.0)
 
 
 def test_progressive_images_are_counted_and_bad_samples_left_out(tmp_path) -> None:

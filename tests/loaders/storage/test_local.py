@@ -7,6 +7,7 @@ import mmap
 import os
 import resource
 import threading
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -46,13 +47,7 @@ def drop_from_memory(root):
 
 
 class TestMapped(StorageSuite):
-    @pytest.fixture
-    def opened(self):
-        def made(root, **options):
-            dataset = open_dataset(root)
-            return dataset, open_storage(dataset, "mapped", **options)
-
-        return made
+    how: ClassVar = {"backend": "mapped"}
 
     def test_no_byte_is_copied(self, opened, pristine):
         dataset, storage = opened(pristine)
@@ -136,13 +131,7 @@ class TestMapped(StorageSuite):
 
 
 class TestPread(StorageSuite):
-    @pytest.fixture
-    def opened(self):
-        def made(root, **options):
-            dataset = open_dataset(root)
-            return dataset, open_storage(dataset, "pread", **options)
-
-        return made
+    how: ClassVar = {"backend": "pread"}
 
     def test_beyond_memory_used_pages_go_but_for_a_part_that_stays_the_same(self, tmp_path):
         root = tmp_path / "large"

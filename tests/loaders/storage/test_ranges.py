@@ -54,6 +54,7 @@ def test_neighbours_are_joined_over_a_gap_and_strangers_are_not():
     assert plan_ranges(wanted, max_gap_bytes=50, max_range_bytes=1000) == [
         PlannedRange(0, 900, 1000, (0,)), PlannedRange(0, 0, 200, (1, 2)), PlannedRange(1, 0, 10, (3,)),
     ]  # fmt: skip
+    assert len(plan_ranges(wanted, max_gap_bytes=50, max_range_bytes=199)) == 4, "the two together are 200"
     assert plan_ranges([]) == []
 
 

@@ -14,16 +14,15 @@ from fuelrail.loaders.storage.reader import FetchedSpan, SampleReader
 from fuelrail.pipeline.errors import OrderError, SchemaError
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.sample.schema import GEOMETRY, Geometry, decode_arrays, encode_arrays
-from support.datasets import CAMERAS, LIDAR, build_dataset
+from support.datasets import CAMERAS, LIDAR
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.format.index.row import IndexRow
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    root = tmp_path_factory.mktemp("reader") / "tiny"
-    return root, build_dataset(root, {"train": (4,), "val": (2,)}, missing=frozenset({(1, "cam_back")}))
+def built(made):
+    return made({"train": (4,), "val": (2,)}, missing=frozenset({(1, "cam_back")}))
 
 
 @pytest.fixture(scope="module")

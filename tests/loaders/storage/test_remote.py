@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 import tracemalloc
+from typing import ClassVar
 
 import pytest
 
@@ -109,13 +110,7 @@ class TestHttp(StorageSuite):
 
 
 class TestFileUrl(StorageSuite):
-    @pytest.fixture
-    def opened(self):
-        def made(root, **options):
-            dataset = open_dataset(root)
-            return dataset, open_storage(dataset, "remote", retry=QUICK, **options)
-
-        return made
+    how: ClassVar = {"backend": "remote", "retry": QUICK}
 
 
 FAULTS = {

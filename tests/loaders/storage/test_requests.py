@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import selectors
 
 import pytest
@@ -38,6 +39,16 @@ class Loop(asyncio.SelectorEventLoop):
 def run(work):
     with asyncio.Runner(loop_factory=Loop) as runner:
         return runner.run(work)
+
+
+def on_that_loop(test):
+    """Make a test of a coroutine."""
+
+    @functools.wraps(test)
+    def run_it(*arguments):
+        run(test(*arguments))
+
+    return run_it
 
 
 def requester(retry=RETRY, hedge=HEDGE, **options):
@@ -115,19 +126,17 @@ class TestRetries:
         assert error.fault.kind == "transient"
         assert error.num_attempts > 5
 
-    def test_a_retry_that_comes_too_late_to_its_turn_tells_the_last_fault(self):
+    @on_that_loop
+    async def test_a_retry_that_comes_too_late_to_its_turn_tells_the_last_fault(self):
         made = requester(RetryPolicy(deadline_s=0.05, attempt_timeout_s=2.0), start=1, at_most=1)
         server = Server(OSError("x"), OSError("y"))
 
-        async def work():
-            async def in_its_way():
-                async with made.concurrency.place():
-                    await asyncio.sleep(0.2)
+        async def in_its_way():
+            async with made.concurrency.place():
+                await asyncio.sleep(0.2)
 
-            both = server.fetched(made), in_its_way()
-            return (await asyncio.gather(*both, return_exceptions=True))[0]
-
-        error = run(work())
+        both = server.fetched(made), in_its_way()
+        error = (await asyncio.gather(*both, return_exceptions=True))[0]
         assert (error.fault.text, error.num_attempts, server.calls) == ("OSError: x", 1, 1)
 
     def test_waiting_for_ones_turn_does_not_count(self):
@@ -148,18 +157,16 @@ class TestRetries:
         answers = fetch(requester(patient, start=64), Server(*[OSError("down")] * 50), 50)
         assert 10 <= sum(isinstance(answer, bytes) for answer in answers) <= 15
 
-    def test_a_retry_goes_ahead_of_those_that_wait_for_their_first(self):
+    @on_that_loop
+    async def test_a_retry_goes_ahead_of_those_that_wait_for_their_first(self):
         made, answered = requester(start=1, at_most=1), []
 
-        async def work():
-            async def one(name, server):
-                await server.fetched(made)
-                answered.append(name)
+        async def one(name, server):
+            await server.fetched(made)
+            answered.append(name)
 
-            servers = [Server(OSError("x")), *(Server(0.001) for _ in range(5))]
-            await asyncio.gather(*(one(*pair) for pair in enumerate(servers)))
-
-        run(work())
+        servers = [Server(OSError("x")), *(Server(0.001) for _ in range(5))]
+        await asyncio.gather(*(one(*pair) for pair in enumerate(servers)))
         assert answered.index(0) <= 1  # one was let in while the first found out
 
     def test_a_stall_ends_with_the_attempts_time(self):
@@ -180,81 +187,61 @@ class TestRetries:
 
 
 class TestHedging:
-    def test_a_stalled_request_is_overtaken_by_a_second_one(self):
+    @on_that_loop
+    async def test_a_stalled_request_is_overtaken_by_a_second_one(self):
         made = requester()
-
-        async def work():
-            await get_used_to(made)
-            server = Server(None)
-            return await server.fetched(made), server
-
-        data, server = run(work())
-        assert data == DATA
+        await get_used_to(made)
+        server = Server(None)
+        assert await server.fetched(made) == DATA
+        await asyncio.sleep(0)
         assert (server.calls, server.cancelled) == (2, 1)
         assert (made.hedges, made.hedges_won, made.retries) == (1, 1, 0)
 
-    def test_a_first_that_comes_after_all_counts_and_ends_the_second(self):
+    @on_that_loop
+    async def test_a_first_that_comes_after_all_counts_and_ends_the_second(self):
         made = requester(hedge=HedgePolicy(min_delay_s=0.1))
-
-        async def work():
-            await get_used_to(made)
-            server = Server(0.2, None)
-            await server.fetched(made)
-            await asyncio.sleep(0)
-            return server
-
-        server = run(work())
+        await get_used_to(made)
+        server = Server(0.2, None)
+        await server.fetched(made)
+        await asyncio.sleep(0)
         assert (server.calls, server.cancelled, server.at_once) == (2, 1, 0)
         assert (made.hedges, made.hedges_won) == (1, 0)
 
-    def test_a_storage_that_is_slow_as_a_whole_is_not_asked_twice_as_much(self):
+    @on_that_loop
+    async def test_a_storage_that_is_slow_as_a_whole_is_not_asked_twice_as_much(self):
         made = requester(start=64)
-
-        async def work():
-            await get_used_to(made)
-            slow = Server(*[0.05] * 2000)
-            await asyncio.gather(*(slow.fetched(made) for _ in range(200)))
-            return slow
-
-        slow = run(work())
+        await get_used_to(made)
+        slow = Server(*[0.05] * 2000)
+        await asyncio.gather(*(slow.fetched(made) for _ in range(200)))
         assert made.hedges <= 10 + 0.1 * 231
         assert slow.calls <= 200 + made.hedges
 
-    def test_a_hedge_can_stall_too(self):
+    @on_that_loop
+    async def test_a_hedge_can_stall_too(self):
         made = requester()
-
-        async def work():
-            await get_used_to(made)
-            return await Server(None, None, None).fetched(made)
-
-        assert run(work()) == DATA
+        await get_used_to(made)
+        assert await Server(None, None, None).fetched(made) == DATA
         assert (made.hedges, made.hedges_won, made.retries) == (3, 1, 0)
 
-    def test_without_budget_it_waits_for_the_others_to_be_done(self):
+    @on_that_loop
+    async def test_without_budget_it_waits_for_the_others_to_be_done(self):
         made = requester(start=8)
         made._extra = -1e9
-
-        async def work():
-            await get_used_to(made)
-            stalled, busy = Server(None), Server(*[0.1] * 7)
-            one = asyncio.create_task(stalled.fetched(made))
-            await asyncio.gather(*(busy.fetched(made) for _ in range(7)))
-            calls = stalled.calls
-            await one
-            return calls, busy.calls
-
-        assert run(work()) == (1, 7)
+        await get_used_to(made)
+        stalled, busy = Server(None), Server(*[0.1] * 7)
+        one = asyncio.create_task(stalled.fetched(made))
+        await asyncio.gather(*(busy.fetched(made) for _ in range(7)))
+        calls = stalled.calls
+        await one
+        assert (calls, busy.calls) == (1, 7)
         assert (made.hedges, made.hedges_won) == (1, 1)
 
-    def test_a_stall_at_the_start_is_seen_as_soon_as_it_is_known_what_is_usual(self):
+    @on_that_loop
+    async def test_a_stall_at_the_start_is_seen_as_soon_as_it_is_known_what_is_usual(self):
         made = requester(RetryPolicy(deadline_s=5.0, attempt_timeout_s=2.0))
-
-        async def work():
-            stalled = asyncio.create_task(Server(None).fetched(made))
-            await get_used_to(made)
-            await stalled
-
-        run(work())
+        stalled = asyncio.create_task(Server(None).fetched(made))
+        await get_used_to(made)
+        await stalled
         assert (made.hedges, made.hedges_won, made.retries) == (1, 1, 0)
 
     def test_a_fault_does_not_wait_for_the_hedge(self):
@@ -300,26 +287,24 @@ class TestConcurrency:
             (gate.throttled if number % 50 == 0 else lambda now: gate.answered(10, now))(float(number))
         assert gate.width >= 16
 
-    def test_who_gives_up_waiting_leaves_no_hole(self):
-        async def work():
-            gate = Concurrency(start=1, at_most=1)
-            passed = []
+    @on_that_loop
+    async def test_who_gives_up_waiting_leaves_no_hole(self):
+        gate = Concurrency(start=1, at_most=1)
+        passed = []
 
-            async def through(name, hold_s):
-                async with gate.place():
-                    passed.append(name)
-                    await asyncio.sleep(hold_s)
+        async def through(name, hold_s):
+            async with gate.place():
+                passed.append(name)
+                await asyncio.sleep(hold_s)
 
-            first = asyncio.create_task(through("first", 0.02))
-            await asyncio.sleep(0)
-            waiting = [asyncio.create_task(through(number, 0)) for number in range(4)]
-            await asyncio.sleep(0)
-            waiting[1].cancel()
-            waiting[3].cancel()
-            await asyncio.gather(first, *waiting, return_exceptions=True)
-            return passed, gate.in_flight
-
-        assert run(work()) == (["first", 0, 2], 0)
+        first = asyncio.create_task(through("first", 0.02))
+        await asyncio.sleep(0)
+        waiting = [asyncio.create_task(through(number, 0)) for number in range(4)]
+        await asyncio.sleep(0)
+        waiting[1].cancel()
+        waiting[3].cancel()
+        await asyncio.gather(first, *waiting, return_exceptions=True)
+        assert (passed, gate.in_flight) == (["first", 0, 2], 0)
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, KeyError])

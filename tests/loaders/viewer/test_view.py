@@ -17,15 +17,12 @@ from fuelrail.loaders import ImageAugment, World
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.loaders.viewer.view import decode_single
 from fuelrail.pipeline.format.dataset import open_dataset
-from support.datasets import build_dataset
 from support.loaders import make_loader
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    root = tmp_path_factory.mktemp("view") / "tiny"
-    build_dataset(root, {"train": (6,)})
-    return root
+def root(made):
+    return made({"train": (6,)})[0]
 
 
 def test_the_augmentation_is_the_loaders(root):
@@ -95,17 +92,8 @@ class TestCommand:
             "resource.setrlimit(resource.RLIMIT_AS, (now + (300 << 20),) * 2);"
             "sys.exit(main(sys.argv[1:]))"
         )
-        command = [
-            sys.executable,
-            "-c",
-            code,
-            "view",
-            str(root),
-            "--image",
-            str(settings),
-            "--output",
-            str(tmp_path / "x.png"),
-        ]
+        words = ["view", root, "--image", settings, "--output", tmp_path / "x.png"]
+        command = [sys.executable, "-c", code, *map(str, words)]
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3] / ".src")}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
         assert done.returncode == 2, done.stderr

@@ -72,9 +72,7 @@ class TestContent:
         cache = cache_at(tmp_path)
         assert [cache.put(index, span(index)) for index in range(12)] == [True] * 10 + [False] * 2
         assert files(tmp_path) == list(range(10))
-
-    def test_what_is_larger_than_the_cache_is_not_kept(self, tmp_path):
-        assert not cache_at(tmp_path).put(0, memoryview(bytes(20 * BYTES)))
+        assert not cache.put(20, memoryview(bytes(20 * BYTES))), "larger than the cache"
 
     @pytest.mark.parametrize(("later", "kept"), [([1, 2, 0], [1, 2]), ([0, 1, 2], [0, 1])])
     def test_it_evicts_or_does_not_admit_what_is_needed_last(self, tmp_path, later, kept):
@@ -393,18 +391,12 @@ class TestH2:
         assert SpanCache.open_for(dataset, tmp_path, None).folder.holds(3)
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [(5, 5), ("5", 5), ("5B", 5), ("2kb", 2000), ("1.5 GiB", 3 << 29), ("500GB", 500 * 10**9), ("1TiB", 1 << 40)],
-)
-def test_sizes(text, size):
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GB", "5 bananas", "-5", 0, -1, "0", "5i"])
-def test_sizes_that_are_none(text):
-    with pytest.raises(ConfigError, match="cache_size"):
-        parse_size(text)
+def test_sizes():
+    sizes = {5: 5, "5": 5, "5B": 5, "2kb": 2000, "1.5 GiB": 3 << 29, "500GB": 500 * 10**9, "1TiB": 1 << 40}
+    assert {text: parse_size(text) for text in sizes} == sizes
+    for text in ("", "GB", "5 bananas", "-5", 0, -1, "0", "5i"):
+        with pytest.raises(ConfigError, match="cache_size"):
+            parse_size(text)
 
 
 class TestCachedStorage(StorageSuite):
