@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from fuelrail.bench.studies.scale.options import ScaleOptions as ScaleOptions
     from fuelrail.bench.studies.scale.run import scale as scale
     from fuelrail.bench.studies.train.run import train as train
-    from fuelrail.bench.trainer.settings import TrainOptions as TrainOptions
+    from fuelrail.bench.studies.train.settings import TrainOptions as TrainOptions
     from fuelrail.loaders.commands import DoctorReport as DoctorReport
     from fuelrail.loaders.commands import doctor as doctor
     from fuelrail.loaders.config import Budget as Budget
@@ -147,7 +147,7 @@ _PUBLIC: Final = {
     "scale": "fuelrail.bench.studies.scale.run",
     "ScaleOptions": "fuelrail.bench.studies.scale.options",
     "train": "fuelrail.bench.studies.train.run",
-    "TrainOptions": "fuelrail.bench.trainer.settings",
+    "TrainOptions": "fuelrail.bench.studies.train.settings",
     # loaders
     "BadSamplePolicy": "fuelrail.loaders.schedule.bad_samples",
     "LayerOptions": "fuelrail.loaders.schedule.layers",

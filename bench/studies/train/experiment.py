@@ -54,7 +54,7 @@ def make_loader(
 
     On a ``mesh`` the ranks of one model-parallel group get the same batches.
     """
-    window, layer = settings.window, settings.teaching and settings.teaching.layer
+    window, layer = settings.window, None if settings.teaching is None else settings.teaching.layer
     channels = token_channel(settings.dataset, settings.model)
     if channels and layer is not None:
         channels += [f"{LAYER}.{channel.name}" for channel in open_layer_data(layer).manifest.channels]
