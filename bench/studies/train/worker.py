@@ -28,12 +28,12 @@ from fuelrail.bench.measure.records import RankEnd, RankFailure, RankHeader, Ran
 from fuelrail.bench.ranks.elastic import end_with, join_world
 from fuelrail.bench.ranks.injection import StallingAccelerator, late_batches, slow_reads
 from fuelrail.bench.ranks.tracing import RankTrace, TracedAccelerator
-from fuelrail.bench.studies.train.experiment import batches, from_memory, make_loader, noting_input, transforms_of
+from fuelrail.bench.studies.train.experiment import batches, from_memory, make_loader, noting_input, take, transforms_of
 from fuelrail.bench.studies.train.settings import TrainSettings
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
 from fuelrail.bench.trainer.checkpoints.state import parameters_digest
 from fuelrail.bench.trainer.distill.student import distilled
-from fuelrail.bench.trainer.loop import take, train
+from fuelrail.bench.trainer.loop import train
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.optimiser import check_memory, scaled_rate
 from fuelrail.bench.trainer.strategies.parallel import build, make_mesh, parallelise
