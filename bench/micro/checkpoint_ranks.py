@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, MutableSequence
 
     from fuelrail.bench.measure.records import CheckpointSave
-    from fuelrail.bench.trainer.checkpoints.state import Manifest
+    from fuelrail.bench.trainer.checkpoints.store import Manifest
     from fuelrail.bench.trainer.strategies.parallel import Parallel
     from fuelrail.bench.trainer.strategies.settings import Strategy
 

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from fuelrail.bench.measure.accelerator import DeviceTimes
 from fuelrail.bench.measure.records import StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from fuelrail.bench.measure.accelerator import Accelerator
+    from fuelrail.bench.measure.accelerator import Accelerator, DeviceTimes
     from fuelrail.bench.measure.clock import Clock
     from fuelrail.bench.trainer.strategies.parallel import Parallel
 
@@ -72,44 +71,31 @@ def train(
         device = accelerator.finish_step()
         # From here on nothing is queued on the device, so reading its tensors waits for no work.
         total_loss = float(parallel.own_loss(torch.stack(losses).sum()))
-        rows = _real_rows(presences if parallel.counts else [])
+        rows = real_rows(presences if parallel.counts else [])
         step_end_ns = clock.now_ns()
-        yield _record(step, epoch, rows, (step_start_ns, step_end_ns, data_wait_ns), total_loss, device)
+        yield record_of(step, epoch, rows, (step_start_ns, step_end_ns, data_wait_ns), total_loss, device)
         # What the caller did with the record belongs to the next step: no gap in the wall time.
         step_start_ns = step_end_ns
         step += 1
 
 
-def take(batches: Iterable[Mapping[str, Any]], clock: Clock, *, num_steps: int | None = None) -> Iterator[StepRecord]:
-    """Take batches as fast as they come and drop them: the loader's own rate. A record a batch, all of it data wait."""
-    start_ns = clock.now_ns()
-    for step, batch in enumerate(batches):
-        rows, epoch = _real_rows([(batch["valid"], batch["cam_valid"])]), int(batch["epoch"])
-        end_ns = clock.now_ns()
-        del batch  # its buffer is free for another while we wait
-        yield _record(step, epoch, rows, (start_ns, end_ns, end_ns - start_ns))
-        start_ns = end_ns
-        if step + 1 == num_steps:
-            return
-
-
-def _real_rows(presences: list[tuple[Any, Any]]) -> tuple[int, int]:
+def real_rows(presences: list[tuple[Any, Any]]) -> tuple[int, int]:
     """Count samples without padding, and their images without missing cameras."""
     num_images = sum(int((present != 0)[valid].sum()) for valid, present in presences)
     return sum(int(valid.sum()) for valid, _ in presences), num_images
 
 
-def _record(
+def record_of(
     step: int,
     epoch: int,
     rows: tuple[int, int],
     times_ns: tuple[int, int, int],
-    loss: float = 0.0,
-    device: DeviceTimes | None = None,
+    loss: float,
+    device: DeviceTimes,
 ) -> StepRecord:
-    """Return the record of a step; what is in no phase is ``other``."""
+    """Return the record of a step from its start, end and data wait; what is in no phase is ``other``."""
     start_ns, end_ns, data_wait_ns = times_ns
-    phases = msgspec.structs.asdict(device or DeviceTimes())
+    phases = msgspec.structs.asdict(device)
     in_phases_ns = data_wait_ns + sum(phases[f"{phase}_ns"] for phase in _DEVICE_PHASES)
     return StepRecord(
         step=step,

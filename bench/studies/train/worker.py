@@ -28,12 +28,12 @@ from fuelrail.bench.measure.records import RankEnd, RankFailure, RankHeader, Ran
 from fuelrail.bench.ranks.elastic import end_with, join_world
 from fuelrail.bench.ranks.injection import StallingAccelerator, late_batches, slow_reads
 from fuelrail.bench.ranks.tracing import RankTrace, TracedAccelerator
-from fuelrail.bench.studies.train.experiment import batches, from_memory, make_loader, noting_input, transforms_of
+from fuelrail.bench.studies.train.experiment import batches, from_memory, make_loader, noting_input, take, transforms_of
 from fuelrail.bench.studies.train.settings import TrainSettings
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
 from fuelrail.bench.trainer.checkpoints.state import parameters_digest
 from fuelrail.bench.trainer.distill.student import distilled
-from fuelrail.bench.trainer.loop import take, train
+from fuelrail.bench.trainer.loop import train
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.optimiser import check_memory, scaled_rate
 from fuelrail.bench.trainer.strategies.parallel import build, make_mesh, parallelise
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
     from fuelrail.bench.measure.accelerator import Accelerator
     from fuelrail.bench.measure.clock import Clock
+    from fuelrail.bench.trainer.models.staged import StagedModel
     from fuelrail.bench.trainer.strategies.parallel import Parallel
     from fuelrail.loaders import DataLoader
     from fuelrail.pipeline.runtime.stages import StageClock
@@ -93,23 +94,7 @@ def run_rank(
             peak_tflops=None if settings.profile is not None else peak_tflops(device, settings.precision),
         )
     )
-    degrees = Degrees() if "all-reduce" in settings.leave_out else degrees_of(settings, world)
-    teacher = None
-    if settings.teaching is not None:
-        assert loader is not None, "a teacher's layer comes with the loader"
-        model, teacher = distilled(model, settings.teaching, loader, accelerator.torch_device, tp=degrees.tp)
-    global_batch = degrees.data * settings.batch_size * settings.accumulation
-    parallel = parallelise(
-        model,
-        settings,
-        degrees,
-        mesh,
-        batch_size=settings.batch_size,
-        learning_rate=scaled_rate(settings.learning_rate, settings, global_batch),
-        precision=settings.precision,
-        accelerator=accelerator,
-    )
-    parallel.teacher = teacher
+    parallel = _divided(model, settings, mesh, accelerator, loader)
     checkpoints = _RunCheckpoints(settings, parallel, loader, writer)
     read_before = storage_bytes_read()
     noted = noting_input(batches, writer, None if settings.profile is not None else MODELS[settings.model])
@@ -144,6 +129,35 @@ def run_rank(
     )
 
 
+def _divided(
+    model: StagedModel,
+    settings: TrainSettings,
+    mesh: DeviceMesh | None,
+    accelerator: Accelerator,
+    loader: DataLoader | None,
+) -> Parallel:
+    """Divide the model over the ranks, with its teacher."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    degrees = Degrees() if "all-reduce" in settings.leave_out else degrees_of(settings, world)
+    teacher = None
+    if settings.teaching is not None:
+        assert loader is not None, "a teacher's layer comes with the loader"
+        model, teacher = distilled(model, settings.teaching, loader, accelerator.torch_device, tp=degrees.tp)
+    global_batch = degrees.data * settings.batch_size * settings.accumulation
+    parallel = parallelise(
+        model,
+        settings,
+        degrees,
+        mesh,
+        batch_size=settings.batch_size,
+        learning_rate=scaled_rate(settings.learning_rate, settings, global_batch),
+        precision=settings.precision,
+        accelerator=accelerator,
+    )
+    parallel.teacher = teacher
+    return parallel
+
+
 class _RunCheckpoints:
     """The checkpoints that a run's settings ask for: restores the newest when made, then saves every N steps.
 
@@ -168,6 +182,7 @@ class _RunCheckpoints:
         self.first_step = self._saved_step = restored.step
         writer.write(restored)
         if settings.steps is not None and restored.step >= settings.steps:
+            saver.close()
             raise ConfigError(
                 f"the run is complete: checkpoint {restored.folder} is at step {restored.step} of "
                 f"{settings.steps}; use more steps, or another --checkpoint to start again"
@@ -237,7 +252,8 @@ def _run(settings: TrainSettings, device: str | None, writer: RankWriter) -> Non
     mesh = _mesh(settings)
     if settings.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
-    with slow_reads(settings.inject), make_loader(settings, device, trace and trace.recorder, mesh) as loader:
+    recorder = None if trace is None else trace.recorder
+    with slow_reads(settings.inject), make_loader(settings, device, recorder, mesh) as loader:
         source = batches(loader, settings.epochs)
         if "loading" in settings.leave_out:
             source = from_memory(source, None if settings.epochs is None else settings.epochs * len(loader))

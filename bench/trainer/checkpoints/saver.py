@@ -90,7 +90,6 @@ class Checkpoints:
         One whose bytes changed is set aside, and the one before is taken. Raises StateMismatchError, with both sides,
         for a checkpoint of another model, dataset or version, and FuelrailError where all are damaged.
         """
-
         skipped: list[str] = []
         self._together(self._store.clean, first=True)
         for folder in self._together(self._store.complete, first=True):

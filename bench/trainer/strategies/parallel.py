@@ -220,7 +220,9 @@ def _recompute(block: nn.Module, *, selective: bool) -> None:
         keep = str(operation).startswith(_KEPT)
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
-    contexts = {"context_fn": partial(create_selective_checkpoint_contexts, policy)} if selective else {}
+    contexts: dict[str, Any] = (
+        {"context_fn": partial(create_selective_checkpoint_contexts, policy)} if selective else {}
+    )
     block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **contexts)
 
 

@@ -140,7 +140,7 @@ def test_steps_of_other_sizes_are_compared_by_sample():
 
 @pytest.mark.parametrize(("num_workers", "options"), [(1, ["--workers 2"]), (3, ["--workers 1", "--workers 4"])])
 def test_nothing_is_tried_that_changes_nothing(num_workers, options, tmp_path):
-    settings = msgspec.structs.replace(SETTINGS, num_workers=num_workers)
+    settings = msgspec.structs.replace(SETTINGS, workers=num_workers)
     found = suggestions("Python", settings, num_shards=4, num_ranks=2, out=tmp_path)
     assert [trial.options for trial in found] == options
 
