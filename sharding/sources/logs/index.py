@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.logs.settings import LogSettings
 
 
+_Signals: TypeAlias = "tuple[NDArray[np.int64], NDArray[np.float64]]"
 _AT_ONCE: Final = 4096
 """Messages that are kept until they are read together."""
 
@@ -73,7 +74,7 @@ class LogIndex:
 
     ``cameras`` and ``lidars`` are topics, and ``gps`` is one of positions, or "". ``levels`` are topics whose
     pictures may have 16 bits. ``options`` are the source's: its
-    ``poses``, ``clock``, ``clock_jumps``, ``frames`` and ``max_gap_s`` count here. Raises SourceError.
+    ``poses``, ``signals``, ``clock``, ``clock_jumps``, ``frames`` and ``max_gap_s`` count here. Raises SourceError.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class LogIndex:
         self.calibrations: dict[str, list[tuple[int, Calibration]]] = {}
         self.poses: list[Edges] = []
         self.fixes: list[Fix] = []
+        self.signals = {topic: list[_Signals]() for topic in options.signals.values()}
         self.tree = FrameTree(f"log '{name}'")
         sensors = (*cameras, *lidars)
         self._found: dict[str, list[tuple[int, int, Shot | Sweep]]] = {topic: [] for topic in sensors}
@@ -110,6 +112,7 @@ class LogIndex:
             if name in cameras
             or name in lidars
             or name in (poses, self._gps)
+            or name in self.signals
             or topic.type in CALIBRATIONS | TRANSFORMS
         }
         heads, num_lost = readers.keys() & (cameras | lidars), 0
@@ -152,17 +155,20 @@ class LogIndex:
             reader = readers[name]
             if not messages:
                 continue
+            if name in self.signals:
+                stamps, values = reader.signals(messages)
+                kept = self._kept_of(name, messages, stamps := self._stamps(name, messages, stamps), " (signals)")
+                self.signals[name].append((stamps[kept], values[kept]))
             if name == poses:
                 self.poses += self._moved(name, messages, reader.poses(messages))
             elif name == self._gps:
                 fixes = [reader.fix(message) for message in messages]
                 stamps = self._stamps(name, messages, np.array([fix.stamp_ns for fix in fixes], np.int64))
-                log_ns = np.array([message.log_ns for message in messages], np.int64)
-                kept = self._kept(name, stamps, log_ns, lambda at, own=messages: own[at].place)
+                kept = self._kept_of(name, messages, stamps)
                 self.fixes += [fixes[at]._replace(stamp_ns=int(stamps[at])) for at in np.flatnonzero(kept).tolist()]
             elif topics[name].type in CALIBRATIONS:
                 self.calibrations.setdefault(name, []).extend(reader.calibrations(messages))
-            else:
+            elif topics[name].type in TRANSFORMS:
                 is_static, parts = name.endswith("static"), reader.edges(messages)
                 for part in parts if is_static else self._moved(name, messages, parts):
                     self.tree.add(part, is_static=is_static)
@@ -252,6 +258,13 @@ class LogIndex:
         self.noted[f"{what}: messages after the clock was set back"] += int(np.count_nonzero(~kept))
         return kept
 
+    def _kept_of(
+        self, topic: str, messages: Sequence[Message], stamps: NDArray[np.int64], part: str = ""
+    ) -> NDArray[np.bool_]:
+        """:meth:`_kept` of messages with these stamps."""
+        log_ns = np.array([message.log_ns for message in messages], np.int64)
+        return self._kept(topic + part, stamps, log_ns, lambda at: messages[at].place)
+
     def _sorted(self, topic: str) -> Series:
         items, stamps = self._items.pop(topic), np.concatenate([np.empty(0, np.int64), *self._stamped.pop(topic)])
         if self._only_keyframes and topic in self._codecs:
@@ -272,8 +285,7 @@ class LogIndex:
         for part in parts:
             own = [messages[row] for row in part.row.tolist()]
             stamps = self._stamps(topic, own, part.stamp_ns)
-            log_ns = np.array([message.log_ns for message in own], np.int64)
-            kept = self._kept(f"{topic} ({part.child})", stamps, log_ns, lambda at, own=own: own[at].place)
+            kept = self._kept_of(topic, own, stamps, f" ({part.child})")
             if kept.any():
                 found.append(part._replace(stamp_ns=stamps).rows(kept))
         return found

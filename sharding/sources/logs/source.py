@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from fuelrail.pipeline.errors import ConfigError, SourceError
+from fuelrail.sharding.sources.frames.channels import signals_channel
 from fuelrail.sharding.sources.frames.frame import Clip, Frame, Sensors
 from fuelrail.sharding.sources.frames.poses import Trajectory
 from fuelrail.sharding.sources.frames.source import FrameSource
@@ -18,6 +19,7 @@ from fuelrail.sharding.sources.logs.geometry.transforms import edges_trajectory
 from fuelrail.sharding.sources.logs.index import LogIndex
 from fuelrail.sharding.sources.logs.members import Job, Members
 from fuelrail.sharding.sources.logs.messages.clouds import COLUMNS
+from fuelrail.sharding.sources.logs.messages.reader import Reader
 from fuelrail.sharding.sources.logs.messages.records import CLOUDS, FIXES, PICTURES, POSES, VIDEOS
 from fuelrail.sharding.sources.logs.settings import LogSettings, check_decoder, libraries_of
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.source import Reads
 
@@ -104,7 +107,7 @@ class LogSource(FrameSource[LogSettings]):
         log, times = self._cuts[clip.name]
         maker = FrameMaker(
             self._indexed(log), self.given, self.recordings.topics, self.camera_topics, self.lidar_topics,
-            self.reference, self.noted,
+            self.reference, self.noted, self.channels,
         )  # fmt: skip
         return maker.frames(times)
 
@@ -142,6 +145,18 @@ class LogSource(FrameSource[LogSettings]):
     def columns(self) -> dict[str, type]:  # type: ignore[override]  # of these logs, not of the kind
         """Of the position, where it is recorded."""
         return dict.fromkeys(FIX_COLUMNS, float) if _gps(self) else {}
+
+    @cached_property
+    def channels(self) -> tuple[Channel, ...]:  # type: ignore[override]  # of these logs, not of the kind
+        """Of the signals."""
+        topics, found = self.recordings.topics, []
+        for name, topic in self.given.signals.items():
+            if topic not in topics or topic in (*self.camera_topics.values(), *self.lidar_topics.values()):
+                listed = ", ".join(sorted(topics))
+                raise ConfigError(f"signals: '{topic}' of {name} is no topic of messages of numbers; topics: {listed}")
+            units = {path.replace(".", "_"): "" for path in Reader(topics[topic]).columns}
+            found.append(signals_channel(f"can_{name}", units, topic))
+        return tuple(found)
 
     @property
     def reference(self) -> str:
