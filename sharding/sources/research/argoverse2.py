@@ -8,31 +8,41 @@ compensated for its motion. Images are rectified: ``k1`` to ``k3`` describe the 
 from __future__ import annotations
 
 import re
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 from msgspec import Meta
 
+from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.frames.frame import BoxRows, Clip, Frame, Image, Sensors, Sweep
+from fuelrail.sharding.sources.frames.members import OWN
 from fuelrail.sharding.sources.frames.poses import Trajectory, pose
 from fuelrail.sharding.sources.frames.source import FrameSettings, FrameSource
+from fuelrail.sharding.sources.frames.vector_maps import WINDOW_BYTES, window
+from fuelrail.sharding.sources.research.argoverse2_map import MAP, parse_map
 from fuelrail.sharding.sources.research.tables import (
     QUATERNION,
     TRANSLATION,
     check_unique,
     names_in,
     read_feather,
+    read_file,
     stacked,
 )
+from fuelrail.sharding.sources.scan_table import Reference
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
+    from fuelrail.pipeline.channels.table import Channel
     from fuelrail.sharding.sources.frames.frame import F64
+    from fuelrail.sharding.sources.frames.vector_maps import VectorMap
 
 RING: Final = (
     "ring_front_center", "ring_front_left", "ring_front_right", "ring_side_left", "ring_side_right", "ring_rear_left",
@@ -88,6 +98,7 @@ class Argoverse2Settings(FrameSettings, frozen=True, kw_only=True):
     ] = "forward"
     stereo: Annotated[bool, Meta(description="true takes the two stereo cameras too, which run at 5 Hz")] = False
     boxes: Annotated[bool, Meta(description="false leaves boxes out; train and val must have them otherwise")] = True
+    map: Annotated[bool, Meta(description="true stores the vector map about ego as the channel map")] = False
 
 
 class Argoverse2(FrameSource[Argoverse2Settings]):
@@ -108,6 +119,11 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
     @property
     def _cameras(self) -> tuple[str, ...]:
         return (*RING, *STEREO) if self.given.stereo else RING
+
+    @property
+    def channels(self) -> tuple[Channel, ...]:  # type: ignore[override]  # by the options
+        """The map, with the option."""
+        return (MAP,) if self.given.map else ()
 
     def category_names(self) -> tuple[str, ...]:
         """The 30 names of the dataset."""
@@ -130,7 +146,8 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
                 continue
             cities = [found[1] for name in names_in(self.files, folder, "map") if (found := _CITY.search(name))]
             city = {"location": cities[0]} if cities else {}
-            yield Clip(name=log, split=split, tags=city, attributes=city, files=tuple(f"{folder}/{n}" for n in _TABLES))
+            files = tuple(f"{folder}/{name}" for name in (*_TABLES, *self._maps(folder)))
+            yield Clip(name=log, split=split, tags=city, attributes=city, files=files)
 
     def poses(self, clip: Clip) -> Trajectory:
         """Of ``city_SE3_egovehicle``: exact at the times of sensors, which have a row each."""
@@ -152,6 +169,7 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
         images = self._images(folder, times)
         boxes = None if labels is None else _box_rows(labels, times)
         is_swept = np.isin(times, stamps).tolist()
+        windows = self._windows(clip, times)
         for at, time in enumerate(times.tolist()):
             name = f"{folder}/sensors/lidar/{time}.feather"
             yield Frame(
@@ -159,7 +177,39 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
                 images=images[at],
                 sweeps={LIDAR: Sweep(ref=name, timestamp_ns=time, lidar2ego=np.eye(4))} if is_swept[at] else {},
                 boxes=None if boxes is None else boxes[at],
+                members=windows[at],
             )
+
+    def _maps(self, folder: str) -> list[str]:
+        """The log's vector map, where it is wanted and there."""
+        names = names_in(self.files, folder, "map") if self.given.map else []
+        return [f"map/{name}" for name in names if name.startswith("log_map_archive_")][:1]
+
+    def _windows(self, clip: Clip, times: NDArray[np.int64]) -> list[list[Reference]]:
+        """The map about ego at each time, made by the worker that writes it."""
+        names = self._maps(_folder(clip))
+        if self.given.map and not names:
+            self.noted["logs without a vector map"] += 1
+        if not names:
+            return [[] for _ in times]
+        poses = self.poses(clip).at(times)[:, :3].reshape(-1, 12).tolist()
+        refs = [msgspec.json.encode((f"{_folder(clip)}/{names[0]}", one)).decode() for one in poses]
+        return [
+            [] if np.isnan(one[0]) else [Reference(MAP.field, OWN + ref, WINDOW_BYTES, is_estimate=True)]
+            for one, ref in zip(poses, refs, strict=True)
+        ]
+
+    def member(self, ref: str) -> bytes:
+        """The part of a map about an ego pose."""
+        name, ego2global = msgspec.json.decode(ref)
+        return KINDS[MAP.kind].encode(window(self._map(name), np.array(ego2global).reshape(3, 4)), MAP)
+
+    @cached_property
+    def _map(self) -> Callable[[str], VectorMap]:
+        """A map by its file; the last ones are kept."""
+        return lru_cache(maxsize=4)(
+            lambda name: parse_map(read_file(self.files, name), f"map '{self.files.shown}/{name}'")
+        )
 
     def points(self, ref: str) -> NDArray[np.float32]:
         """(P, 6): x, y, z [m] in ego at the sweep's time, intensity 0 to 255, laser 0 to 63, time since then [s].

@@ -57,7 +57,7 @@ _AXES: Final = {3: "xyz", 4: "wxyz"}
 
 def can_channel(message: str) -> Channel:
     """The entry of the table for one kind of message."""
-    units = {}
+    units: dict[str, str] = {}
     for field, (length, unit) in MESSAGES[message].items():
         names = [field] if length == 1 else [f"{field}_{axis}" for axis in _AXES[length]]
         units |= dict.fromkeys(names, unit)
