@@ -74,7 +74,7 @@ class FrameMaker:
                 row = rows[channel][at]
                 if row >= 0:
                     swept, items = index.series[self._lidars[channel]]
-                    num_bytes = 128 + items[row].num_points * 4 * len(COLUMNS)  # type: ignore[union-attr]
+                    num_bytes = 128 + items[row].num_points * 4 * len(COLUMNS)
                     ref = Job("points", self._lidars[channel], items[row].place).ref
                     sweeps[channel] = Sweep(
                         ref=ref, timestamp_ns=int(swept[row]), lidar2ego=matrix, num_bytes=num_bytes

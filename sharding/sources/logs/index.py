@@ -26,7 +26,7 @@ from fuelrail.sharding.sources.logs.messages.records import (
 from fuelrail.sharding.sources.logs.video import is_keyframe, stream_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -147,7 +147,7 @@ class LogIndex:
         """Read the messages of each topic together, and forget them."""
         for name, found in self._found.items():
             stamps, log_ns = np.array([one[:2] for one in found], np.int64).reshape(-1, 2).T
-            kept = self._kept(name, stamps, log_ns, lambda at, own=found: own[at][2].place)
+            kept = self._kept(name, stamps, log_ns, [one[2].place for one in found])
             self._stamped[name].append(stamps[kept])
             self._items[name] += [one[2] for one in itertools.compress(found, kept.tolist())]
             found.clear()
@@ -226,12 +226,11 @@ class LogIndex:
         return found
 
     def _kept(
-        self, what: str, stamps: NDArray[np.int64], log_ns: NDArray[np.int64], place: Callable[[int], Locator]
+        self, what: str, stamps: NDArray[np.int64], log_ns: NDArray[np.int64], places: Sequence[Locator]
     ) -> NDArray[np.bool_]:
         """Which messages (N,) of a topic are not before others by a clock that was set; raises SourceError if an error.
 
         A clock that was set forward, so that stamps went on by more than the recording did, is a gap, and noted.
-        ``place`` says where a message is.
         """
         if not len(stamps):
             return np.ones(0, np.bool_)
@@ -242,7 +241,8 @@ class LogIndex:
         if len(jumps):
             before = np.searchsorted(newest, jumps) - 1
             since_ns = log_ns[jumps] - np.where(before < 0, recorded_ns, log_ns[newest[before]])
-            if number := np.count_nonzero((since_ns > 0) & (since_ns < passed_ns[jumps] - self._max_gap_ns)):
+            number = int(np.count_nonzero((since_ns > 0) & (since_ns < passed_ns[jumps] - self._max_gap_ns)))
+            if number:
                 self.noted[f"{what}: clock set forward"] += number
         if len(newest):
             self._latest[what] = int(stamps[newest[-1]]), int(log_ns[newest[-1]])
@@ -252,7 +252,7 @@ class LogIndex:
         if self._clock_jumps == "error":
             at = int(np.argmin(kept))
             raise SourceError(
-                f"log '{self.name}': topic '{what}' goes back in time by {-passed_ns[at] / 1e9:.3f} s at {place(at)}: "
+                f"log '{self.name}': topic '{what}' goes back in time by {-passed_ns[at] / 1e9:.3f} s at {places[at]}: "
                 "its clock was set; cut the log there, or try the options clock_jumps=drop or clock=log_time"
             )
         self.noted[f"{what}: messages after the clock was set back"] += int(np.count_nonzero(~kept))
@@ -263,7 +263,7 @@ class LogIndex:
     ) -> NDArray[np.bool_]:
         """:meth:`_kept` of messages with these stamps."""
         log_ns = np.array([message.log_ns for message in messages], np.int64)
-        return self._kept(topic + part, stamps, log_ns, lambda at: messages[at].place)
+        return self._kept(topic + part, stamps, log_ns, [message.place for message in messages])
 
     def _sorted(self, topic: str) -> Series:
         items, stamps = self._items.pop(topic), np.concatenate([np.empty(0, np.int64), *self._stamped.pop(topic)])
