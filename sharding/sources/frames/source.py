@@ -138,10 +138,6 @@ class FrameSource(Generic[S]):
         """
         raise NotImplementedError
 
-    def member(self, ref: str) -> Buffer:
-        """Make a member of the source's own ``channels``, whose reference begins with :data:`OWN`."""
-        raise NotImplementedError
-
     # The protocol of Source.
 
     @property
@@ -222,8 +218,6 @@ class FrameSource(Generic[S]):
         """The bytes of a member: an image, points as ``.npy``, or what the scan computed."""
         if ref.startswith(COMPUTED):
             return computed_bytes(ref)
-        if ref.startswith(OWN):
-            return self.member(ref.removeprefix(OWN))
         if ref.startswith(POINTS):
             return encode_points(self.points(ref.removeprefix(POINTS)))
         if ref.startswith(MADE):

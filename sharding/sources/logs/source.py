@@ -73,7 +73,7 @@ class LogSource(FrameSource[LogSettings]):
         """The parts of each log: cut at gaps of the reference, and after ``clip_seconds``."""
         given = self.given
         _check_channels(self)
-        reference = self.reference
+        reference = _reference(self)
         for name, files in self.recordings.logs:
             index = self._indexed(name)
             topic = {**self.camera_topics, **self.lidar_topics}[reference]
@@ -107,7 +107,7 @@ class LogSource(FrameSource[LogSettings]):
         log, times = self._cuts[clip.name]
         maker = FrameMaker(
             self._indexed(log), self.given, self.recordings.topics, self.camera_topics, self.lidar_topics,
-            self.reference, self.noted, self.channels,
+            _reference(self), self.noted, self.channels,
         )  # fmt: skip
         return maker.frames(times)
 
@@ -158,11 +158,6 @@ class LogSource(FrameSource[LogSettings]):
             found.append(signals_channel(f"can_{name}", units, topic))
         return tuple(found)
 
-    @property
-    def reference(self) -> str:
-        """The channel that makes the frames."""
-        return self.given.reference or next(iter(self.lidar_topics), "") or next(iter(self.camera_topics))
-
     def _indexed(self, log: str) -> LogIndex:
         """What is known of a log; that of the last one is kept."""
         if self._index is None or self._index.name != log:
@@ -190,6 +185,11 @@ class Rosbag2Source(LogSource):
 
     kind = "rosbag2"
     suffixes: ClassVar[tuple[str, ...]] = (".db3", ".mcap")
+
+
+def _reference(source: LogSource) -> str:
+    """The channel that makes the frames."""
+    return source.given.reference or next(iter(source.lidar_topics), "") or next(iter(source.camera_topics))
 
 
 def _has_video(source: LogSource) -> bool:
@@ -226,8 +226,8 @@ def _check_channels(source: LogSource) -> None:
         for channel in getattr(source.given, option):
             if channel not in known:
                 raise ConfigError(f"{option}: there is no channel '{channel}'; channels: {', '.join(known)}")
-    if source.reference not in known:
-        raise ConfigError(f"reference: there is no channel '{source.reference}'; channels: {', '.join(known)}")
+    if _reference(source) not in known:
+        raise ConfigError(f"reference: there is no channel '{_reference(source)}'; channels: {', '.join(known)}")
     if source.given.poses not in ("tf", "none"):
         topic = source.recordings.topics.get(source.given.poses)
         if topic is None or topic.type not in POSES:

@@ -22,8 +22,7 @@ from fuelrail.sharding.sources.frames.frame import BoxRows, Clip, Frame, Image, 
 from fuelrail.sharding.sources.frames.members import OWN
 from fuelrail.sharding.sources.frames.poses import Trajectory, pose
 from fuelrail.sharding.sources.frames.source import FrameSettings, FrameSource
-from fuelrail.sharding.sources.frames.vector_maps import WINDOW_BYTES, window
-from fuelrail.sharding.sources.research.argoverse2_map import MAP, parse_map
+from fuelrail.sharding.sources.frames.vector_maps import WINDOW_BYTES, VectorMap, map_channel, window
 from fuelrail.sharding.sources.research.tables import (
     QUATERNION,
     TRANSLATION,
@@ -41,8 +40,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.channels.table import Channel
+    from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.frames.frame import F64
-    from fuelrail.sharding.sources.frames.vector_maps import VectorMap
 
 RING: Final = (
     "ring_front_center", "ring_front_left", "ring_front_right", "ring_side_left", "ring_side_right", "ring_rear_left",
@@ -84,6 +83,10 @@ _TABLES: Final = (
     "calibration/intrinsics.feather", "calibration/egovehicle_SE3_sensor.feather", "city_SE3_egovehicle.feather",
 )  # fmt: skip
 _CITY: Final = re.compile(r"____([A-Z]+)_city_")
+MAP_LAYERS: Final = ("drivable_area", "ped_crossing", "lane_marking", "lane_border")
+"""``lane_marking`` is painted, ``lane_border`` is where a lane ends without paint."""
+MAP: Final = map_channel(MAP_LAYERS)
+_UNPAINTED: Final = ("NONE", "UNKNOWN")
 
 
 class Argoverse2Settings(FrameSettings, frozen=True, kw_only=True):
@@ -199,9 +202,11 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
             for one, ref in zip(poses, refs, strict=True)
         ]
 
-    def member(self, ref: str) -> bytes:
-        """The part of a map about an ego pose."""
-        name, ego2global = msgspec.json.decode(ref)
+    def open(self, ref: str) -> Buffer:
+        """The bytes of a member; of the map the part about an ego pose."""
+        if not ref.startswith(OWN):
+            return super().open(ref)
+        name, ego2global = msgspec.json.decode(ref.removeprefix(OWN))
         return KINDS[MAP.kind].encode(window(self._map(name), np.array(ego2global).reshape(3, 4)), MAP)
 
     @cached_property
@@ -333,3 +338,46 @@ def _box_rows(table: dict[str, NDArray[Any]], times: NDArray[np.int64]) -> list[
         )
         for start, stop in zip(first, last, strict=True)
     ]
+
+
+class _Point(msgspec.Struct, frozen=True, gc=False):
+    x: float
+    y: float
+
+
+class _Lane(msgspec.Struct, frozen=True):
+    left_lane_boundary: list[_Point]
+    right_lane_boundary: list[_Point]
+    left_lane_mark_type: str = "UNKNOWN"
+    right_lane_mark_type: str = "UNKNOWN"
+
+
+class _Crossing(msgspec.Struct, frozen=True):
+    edge1: list[_Point]
+    edge2: list[_Point]
+
+
+class _Area(msgspec.Struct, frozen=True):
+    area_boundary: list[_Point]
+
+
+class _File(msgspec.Struct, frozen=True):
+    drivable_areas: dict[str, _Area]
+    pedestrian_crossings: dict[str, _Crossing]
+    lane_segments: dict[str, _Lane]
+
+
+def parse_map(data: bytes, where: str) -> VectorMap:
+    """The lines of a log's map; a border that two lanes share is one. Raises SourceError, naming ``where``."""
+    try:
+        found = msgspec.json.decode(data, type=_File)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise SourceError(f"{where} is no vector map of Argoverse 2: {error}") from error
+    outlines = [(0, [*one.area_boundary, *one.area_boundary[:1]]) for one in found.drivable_areas.values()]
+    outlines += [(1, [*one.edge1, *reversed(one.edge2), *one.edge1[:1]]) for one in found.pedestrian_crossings.values()]
+    for lane in found.lane_segments.values():
+        outlines.append((3 if lane.left_lane_mark_type in _UNPAINTED else 2, lane.left_lane_boundary))
+        outlines.append((3 if lane.right_lane_mark_type in _UNPAINTED else 2, lane.right_lane_boundary))
+    lines = dict.fromkeys((layer, tuple((one.x, one.y) for one in points)) for layer, points in outlines)
+    kept = [(layer, points) for layer, points in lines if len(points) > 1]
+    return VectorMap.of([np.array(points) for _, points in kept], [layer for layer, _ in kept])
