@@ -1,4 +1,4 @@
-"""2-D boxes of images as channels, and members that the scan computes: their bytes stand in the reference."""
+"""2-D boxes and signals as channels, and members that the scan computes: their bytes stand in the reference."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from fuelrail.sharding.sources.scan_table import Reference
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from numpy.typing import NDArray
+
     from fuelrail.sharding.sources.frames.classes import ClassMap
     from fuelrail.sharding.sources.frames.frame import ImageBoxRows
 
 COMPUTED: Final = "computed:"
 """Begins the reference of a member that the scan computed."""
+_FIRST_NS: Final = 500_000_000
 
 
 def boxes2d_channel(camera: str, description: str) -> Channel:
@@ -41,6 +44,44 @@ def boxes2d_channel(camera: str, description: str) -> Channel:
         optional=True,
         description=description,
     )
+
+
+def signals_channel(name: str, units: Mapping[str, str], source_name: str) -> Channel:
+    """The entry of the table for messages of numbers, such as CAN's: columns to units, after ``dt_s``.
+
+    A member has the messages since the sample before it, as :func:`signals` makes it.
+    """
+    return Channel(
+        name=name,
+        kind="points",
+        field=f"{name}.npy",
+        law=Law("fixed"),
+        dtype="float64",
+        axes=("message", "column"),
+        shape=(None, len(units) + 1),
+        columns=("dt_s", *units),
+        units=("s", *units.values()),
+        optional=True,
+        source_name=source_name,
+        description="as measured, not moved by augmentation; time of a message is dt_s before the sample; rows ascend "
+        "in time, the last is the latest at or before it",
+    )
+
+
+def signals(
+    channel: Channel, stamp_ns: NDArray[np.int64], values: NDArray[np.float64], times_ns: Sequence[int]
+) -> list[list[Reference]]:
+    """The members of samples at these times, ascending: messages (N, C) with stamps (N,) of a :func:`signals_channel`.
+
+    Of the first sample they are those of the last 0.5 s. A sample without a message has no member.
+    """
+    ends = np.searchsorted(stamp_ns, times_ns, "right").tolist()
+    first = int(np.searchsorted(stamp_ns, times_ns[0] - _FIRST_NS, "right"))
+    found: list[list[Reference]] = []
+    for begin, end, time_ns in zip([first, *ends], ends, times_ns, strict=False):
+        rows = np.concatenate([(time_ns - stamp_ns[begin:end, None]) * 1e-9, values[begin:end]], 1)
+        found.append([computed(channel, KINDS[channel.kind].encode(rows, channel))] if begin < end else [])
+    return found
 
 
 def image_boxes(

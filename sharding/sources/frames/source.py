@@ -20,7 +20,7 @@ from fuelrail.pipeline.storage.filesystem import is_url
 from fuelrail.sharding.sources.files import source_files
 from fuelrail.sharding.sources.frames.channels import COMPUTED, boxes2d_channel, computed_bytes
 from fuelrail.sharding.sources.frames.classes import SOURCE, ClassMap, ClassOption, loaded
-from fuelrail.sharding.sources.frames.members import MADE, POINTS, Part
+from fuelrail.sharding.sources.frames.members import MADE, OWN, POINTS, Part
 from fuelrail.sharding.sources.frames.rows import ClipRows, attribute_types
 from fuelrail.sharding.sources.scan_report import Findings, ScanReport
 from fuelrail.sharding.sources.source import Place, ScanInfo
@@ -208,7 +208,7 @@ class FrameSource(Generic[S]):
 
     def place(self, ref: str) -> Place | None:
         """Where an image's bytes are, if they are in a file of this machine as they are."""
-        if ref.startswith((MADE, POINTS, COMPUTED)):
+        if ref.startswith((MADE, POINTS, OWN, COMPUTED)):
             return None
         part = Part.of(ref)
         path = self.files.path(part.name)

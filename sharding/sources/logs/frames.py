@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.frames.channels import signals
 from fuelrail.sharding.sources.frames.frame import Absent, Frame, Image, Sweep
 from fuelrail.sharding.sources.logs import sync
 from fuelrail.sharding.sources.logs.geometry.calibration import CameraModel, camera_models
@@ -16,12 +17,14 @@ from fuelrail.sharding.sources.logs.messages.clouds import COLUMNS
 from fuelrail.sharding.sources.logs.messages.records import RAWS, VIDEOS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
+    from fuelrail.pipeline.channels.table import Channel
     from fuelrail.sharding.sources.logs.files.log_file import Topic
     from fuelrail.sharding.sources.logs.settings import LogSettings
+    from fuelrail.sharding.sources.scan_table import Reference
 
 
 FIX_COLUMNS: Final = ("latitude", "longitude", "altitude_m")
@@ -29,12 +32,16 @@ FIX_COLUMNS: Final = ("latitude", "longitude", "altitude_m")
 
 
 class FrameMaker:
-    """Makes frames of one log. ``cameras`` and ``lidars`` map channel to topic; ``noted`` takes estimated delays."""
+    """Makes frames of one log. ``cameras`` and ``lidars`` map channel to topic; ``noted`` takes estimated delays.
+
+    ``channels`` are those of signals.
+    """
 
     def __init__(
         self, index: LogIndex, given: LogSettings, topics: Mapping[str, Topic], cameras: Mapping[str, str],
-        lidars: Mapping[str, str], reference: str, noted: dict[str, int],
+        lidars: Mapping[str, str], reference: str, noted: dict[str, int], channels: Sequence[Channel],
     ) -> None:  # fmt: skip
+        self._channels = channels
         self._index, self._given, self._topics, self._noted = index, given, topics, noted
         self._cameras, self._lidars, self._reference = cameras, lidars, reference
         self._all = {**cameras, **lidars}
@@ -55,6 +62,7 @@ class FrameMaker:
             if len(index.series[topic].stamps)
         }
         fixes = self._fixes(times)
+        members = self._members(times.tolist())
         for at, time in enumerate(times.tolist()):
             images = {
                 channel: self._image(topic, rows[channel][at], stamps[topic], models[channel])
@@ -66,12 +74,25 @@ class FrameMaker:
                 row = rows[channel][at]
                 if row >= 0:
                     swept, items = index.series[self._lidars[channel]]
-                    num_bytes = 128 + items[row].num_points * 4 * len(COLUMNS)  # type: ignore[union-attr]
+                    num_bytes = 128 + items[row].num_points * 4 * len(COLUMNS)
                     ref = Job("points", self._lidars[channel], items[row].place).ref
                     sweeps[channel] = Sweep(
                         ref=ref, timestamp_ns=int(swept[row]), lidar2ego=matrix, num_bytes=num_bytes
                     )
-            yield Frame(timestamp_ns=time, images=images, sweeps=sweeps, attributes=fixes[at] if fixes else {})
+            yield Frame(
+                timestamp_ns=time, images=images, sweeps=sweeps, attributes=fixes[at] if fixes else {},
+                members=members[at],
+            )  # fmt: skip
+
+    def _members(self, times: Sequence[int]) -> list[list[Reference]]:
+        """The members of each time's signals."""
+        found: list[list[Reference]] = [[] for _ in times]
+        for channel in self._channels:
+            stamps, values = map(np.concatenate, zip(*self._index.signals[channel.source_name], strict=True))
+            order = np.argsort(stamps, kind="stable")
+            for own, more in zip(found, signals(channel, stamps[order], values[order], times), strict=True):
+                own += more
+        return found
 
     def _fixes(self, times: NDArray[np.int64]) -> list[dict[str, float | None]]:
         """The position nearest to each time, at most ``max_gap_s`` away; None where there is none."""

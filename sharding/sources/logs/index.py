@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -26,7 +26,7 @@ from fuelrail.sharding.sources.logs.messages.records import (
 from fuelrail.sharding.sources.logs.video import is_keyframe, stream_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.logs.settings import LogSettings
 
 
+_Signals: TypeAlias = "tuple[NDArray[np.int64], NDArray[np.float64]]"
 _AT_ONCE: Final = 4096
 """Messages that are kept until they are read together."""
 
@@ -73,7 +74,7 @@ class LogIndex:
 
     ``cameras`` and ``lidars`` are topics, and ``gps`` is one of positions, or "". ``levels`` are topics whose
     pictures may have 16 bits. ``options`` are the source's: its
-    ``poses``, ``clock``, ``clock_jumps``, ``frames`` and ``max_gap_s`` count here. Raises SourceError.
+    ``poses``, ``signals``, ``clock``, ``clock_jumps``, ``frames`` and ``max_gap_s`` count here. Raises SourceError.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class LogIndex:
         self.calibrations: dict[str, list[tuple[int, Calibration]]] = {}
         self.poses: list[Edges] = []
         self.fixes: list[Fix] = []
+        self.signals = {topic: list[_Signals]() for topic in options.signals.values()}
         self.tree = FrameTree(f"log '{name}'")
         sensors = (*cameras, *lidars)
         self._found: dict[str, list[tuple[int, int, Shot | Sweep]]] = {topic: [] for topic in sensors}
@@ -110,6 +112,7 @@ class LogIndex:
             if name in cameras
             or name in lidars
             or name in (poses, self._gps)
+            or name in self.signals
             or topic.type in CALIBRATIONS | TRANSFORMS
         }
         heads, num_lost = readers.keys() & (cameras | lidars), 0
@@ -144,7 +147,7 @@ class LogIndex:
         """Read the messages of each topic together, and forget them."""
         for name, found in self._found.items():
             stamps, log_ns = np.array([one[:2] for one in found], np.int64).reshape(-1, 2).T
-            kept = self._kept(name, stamps, log_ns, lambda at, own=found: own[at][2].place)
+            kept = self._kept(name, stamps, log_ns, [one[2].place for one in found])
             self._stamped[name].append(stamps[kept])
             self._items[name] += [one[2] for one in itertools.compress(found, kept.tolist())]
             found.clear()
@@ -152,17 +155,20 @@ class LogIndex:
             reader = readers[name]
             if not messages:
                 continue
+            if name in self.signals:
+                stamps, values = reader.signals(messages)
+                kept = self._kept_of(name, messages, stamps := self._stamps(name, messages, stamps), " (signals)")
+                self.signals[name].append((stamps[kept], values[kept]))
             if name == poses:
                 self.poses += self._moved(name, messages, reader.poses(messages))
             elif name == self._gps:
                 fixes = [reader.fix(message) for message in messages]
                 stamps = self._stamps(name, messages, np.array([fix.stamp_ns for fix in fixes], np.int64))
-                log_ns = np.array([message.log_ns for message in messages], np.int64)
-                kept = self._kept(name, stamps, log_ns, lambda at, own=messages: own[at].place)
+                kept = self._kept_of(name, messages, stamps)
                 self.fixes += [fixes[at]._replace(stamp_ns=int(stamps[at])) for at in np.flatnonzero(kept).tolist()]
             elif topics[name].type in CALIBRATIONS:
                 self.calibrations.setdefault(name, []).extend(reader.calibrations(messages))
-            else:
+            elif topics[name].type in TRANSFORMS:
                 is_static, parts = name.endswith("static"), reader.edges(messages)
                 for part in parts if is_static else self._moved(name, messages, parts):
                     self.tree.add(part, is_static=is_static)
@@ -220,12 +226,11 @@ class LogIndex:
         return found
 
     def _kept(
-        self, what: str, stamps: NDArray[np.int64], log_ns: NDArray[np.int64], place: Callable[[int], Locator]
+        self, what: str, stamps: NDArray[np.int64], log_ns: NDArray[np.int64], places: Sequence[Locator]
     ) -> NDArray[np.bool_]:
         """Which messages (N,) of a topic are not before others by a clock that was set; raises SourceError if an error.
 
         A clock that was set forward, so that stamps went on by more than the recording did, is a gap, and noted.
-        ``place`` says where a message is.
         """
         if not len(stamps):
             return np.ones(0, np.bool_)
@@ -236,7 +241,8 @@ class LogIndex:
         if len(jumps):
             before = np.searchsorted(newest, jumps) - 1
             since_ns = log_ns[jumps] - np.where(before < 0, recorded_ns, log_ns[newest[before]])
-            if number := np.count_nonzero((since_ns > 0) & (since_ns < passed_ns[jumps] - self._max_gap_ns)):
+            number = int(np.count_nonzero((since_ns > 0) & (since_ns < passed_ns[jumps] - self._max_gap_ns)))
+            if number:
                 self.noted[f"{what}: clock set forward"] += number
         if len(newest):
             self._latest[what] = int(stamps[newest[-1]]), int(log_ns[newest[-1]])
@@ -246,11 +252,18 @@ class LogIndex:
         if self._clock_jumps == "error":
             at = int(np.argmin(kept))
             raise SourceError(
-                f"log '{self.name}': topic '{what}' goes back in time by {-passed_ns[at] / 1e9:.3f} s at {place(at)}: "
+                f"log '{self.name}': topic '{what}' goes back in time by {-passed_ns[at] / 1e9:.3f} s at {places[at]}: "
                 "its clock was set; cut the log there, or try the options clock_jumps=drop or clock=log_time"
             )
         self.noted[f"{what}: messages after the clock was set back"] += int(np.count_nonzero(~kept))
         return kept
+
+    def _kept_of(
+        self, topic: str, messages: Sequence[Message], stamps: NDArray[np.int64], part: str = ""
+    ) -> NDArray[np.bool_]:
+        """:meth:`_kept` of messages with these stamps."""
+        log_ns = np.array([message.log_ns for message in messages], np.int64)
+        return self._kept(topic + part, stamps, log_ns, [message.place for message in messages])
 
     def _sorted(self, topic: str) -> Series:
         items, stamps = self._items.pop(topic), np.concatenate([np.empty(0, np.int64), *self._stamped.pop(topic)])
@@ -272,8 +285,7 @@ class LogIndex:
         for part in parts:
             own = [messages[row] for row in part.row.tolist()]
             stamps = self._stamps(topic, own, part.stamp_ns)
-            log_ns = np.array([message.log_ns for message in own], np.int64)
-            kept = self._kept(f"{topic} ({part.child})", stamps, log_ns, lambda at, own=own: own[at].place)
+            kept = self._kept_of(topic, own, stamps, f" ({part.child})")
             if kept.any():
                 found.append(part._replace(stamp_ns=stamps).rows(kept))
         return found

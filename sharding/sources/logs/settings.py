@@ -86,6 +86,13 @@ class LogSettings(VideoSettings, frozen=True, kw_only=True):
     gps: Annotated[
         str, Meta(description="topic of NavSatFix for the attributes latitude, longitude, altitude_m; empty: the first")
     ] = ""
+    signals: Annotated[
+        dict[str, str],
+        Meta(
+            description="name to topic of messages of numbers, such as Imu, Odometry, TwistStamped: {imu: /imu/data} "
+            "stores the channel can_imu"
+        ),
+    ] = msgspec.field(default_factory=dict)
     clock: Annotated[Literal["header", "log_time"], Meta(description="times of the messages, or of the recording")] = (
         "header"
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from fuelrail.pipeline.errors import ConfigError, SourceError
+from fuelrail.sharding.sources.frames.channels import signals_channel
 from fuelrail.sharding.sources.frames.frame import Clip, Frame, Sensors
 from fuelrail.sharding.sources.frames.poses import Trajectory
 from fuelrail.sharding.sources.frames.source import FrameSource
@@ -18,6 +19,7 @@ from fuelrail.sharding.sources.logs.geometry.transforms import edges_trajectory
 from fuelrail.sharding.sources.logs.index import LogIndex
 from fuelrail.sharding.sources.logs.members import Job, Members
 from fuelrail.sharding.sources.logs.messages.clouds import COLUMNS
+from fuelrail.sharding.sources.logs.messages.reader import Reader
 from fuelrail.sharding.sources.logs.messages.records import CLOUDS, FIXES, PICTURES, POSES, VIDEOS
 from fuelrail.sharding.sources.logs.settings import LogSettings, check_decoder, libraries_of
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.source import Reads
 
@@ -70,7 +73,7 @@ class LogSource(FrameSource[LogSettings]):
         """The parts of each log: cut at gaps of the reference, and after ``clip_seconds``."""
         given = self.given
         _check_channels(self)
-        reference = self.reference
+        reference = _reference(self)
         for name, files in self.recordings.logs:
             index = self._indexed(name)
             topic = {**self.camera_topics, **self.lidar_topics}[reference]
@@ -104,7 +107,7 @@ class LogSource(FrameSource[LogSettings]):
         log, times = self._cuts[clip.name]
         maker = FrameMaker(
             self._indexed(log), self.given, self.recordings.topics, self.camera_topics, self.lidar_topics,
-            self.reference, self.noted,
+            _reference(self), self.noted, self.channels,
         )  # fmt: skip
         return maker.frames(times)
 
@@ -143,10 +146,17 @@ class LogSource(FrameSource[LogSettings]):
         """Of the position, where it is recorded."""
         return dict.fromkeys(FIX_COLUMNS, float) if _gps(self) else {}
 
-    @property
-    def reference(self) -> str:
-        """The channel that makes the frames."""
-        return self.given.reference or next(iter(self.lidar_topics), "") or next(iter(self.camera_topics))
+    @cached_property
+    def channels(self) -> tuple[Channel, ...]:  # type: ignore[override]  # of these logs, not of the kind
+        """Of the signals."""
+        topics, found = self.recordings.topics, []
+        for name, topic in self.given.signals.items():
+            if topic not in topics or topic in (*self.camera_topics.values(), *self.lidar_topics.values()):
+                listed = ", ".join(sorted(topics))
+                raise ConfigError(f"signals: '{topic}' of {name} is no topic of messages of numbers; topics: {listed}")
+            units = {path.replace(".", "_"): "" for path in Reader(topics[topic]).columns}
+            found.append(signals_channel(f"can_{name}", units, topic))
+        return tuple(found)
 
     def _indexed(self, log: str) -> LogIndex:
         """What is known of a log; that of the last one is kept."""
@@ -175,6 +185,11 @@ class Rosbag2Source(LogSource):
 
     kind = "rosbag2"
     suffixes: ClassVar[tuple[str, ...]] = (".db3", ".mcap")
+
+
+def _reference(source: LogSource) -> str:
+    """The channel that makes the frames."""
+    return source.given.reference or next(iter(source.lidar_topics), "") or next(iter(source.camera_topics))
 
 
 def _has_video(source: LogSource) -> bool:
@@ -211,8 +226,8 @@ def _check_channels(source: LogSource) -> None:
         for channel in getattr(source.given, option):
             if channel not in known:
                 raise ConfigError(f"{option}: there is no channel '{channel}'; channels: {', '.join(known)}")
-    if source.reference not in known:
-        raise ConfigError(f"reference: there is no channel '{source.reference}'; channels: {', '.join(known)}")
+    if _reference(source) not in known:
+        raise ConfigError(f"reference: there is no channel '{_reference(source)}'; channels: {', '.join(known)}")
     if source.given.poses not in ("tf", "none"):
         topic = source.recordings.topics.get(source.given.poses)
         if topic is None or topic.type not in POSES:

@@ -8,30 +8,39 @@ compensated for its motion. Images are rectified: ``k1`` to ``k3`` describe the 
 from __future__ import annotations
 
 import re
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 from msgspec import Meta
 
+from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.frames.frame import BoxRows, Clip, Frame, Image, Sensors, Sweep
+from fuelrail.sharding.sources.frames.members import OWN
 from fuelrail.sharding.sources.frames.poses import Trajectory, pose
 from fuelrail.sharding.sources.frames.source import FrameSettings, FrameSource
+from fuelrail.sharding.sources.frames.vector_maps import WINDOW_BYTES, VectorMap, map_channel, window
 from fuelrail.sharding.sources.research.tables import (
     QUATERNION,
     TRANSLATION,
     check_unique,
     names_in,
     read_feather,
+    read_file,
     stacked,
 )
+from fuelrail.sharding.sources.scan_table import Reference
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
+    from fuelrail.pipeline.channels.table import Channel
+    from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.frames.frame import F64
 
 RING: Final = (
@@ -74,6 +83,10 @@ _TABLES: Final = (
     "calibration/intrinsics.feather", "calibration/egovehicle_SE3_sensor.feather", "city_SE3_egovehicle.feather",
 )  # fmt: skip
 _CITY: Final = re.compile(r"____([A-Z]+)_city_")
+MAP_LAYERS: Final = ("drivable_area", "ped_crossing", "lane_marking", "lane_border")
+"""``lane_marking`` is painted, ``lane_border`` is where a lane ends without paint."""
+MAP: Final = map_channel(MAP_LAYERS)
+_UNPAINTED: Final = ("NONE", "UNKNOWN")
 
 
 class Argoverse2Settings(FrameSettings, frozen=True, kw_only=True):
@@ -88,6 +101,7 @@ class Argoverse2Settings(FrameSettings, frozen=True, kw_only=True):
     ] = "forward"
     stereo: Annotated[bool, Meta(description="true takes the two stereo cameras too, which run at 5 Hz")] = False
     boxes: Annotated[bool, Meta(description="false leaves boxes out; train and val must have them otherwise")] = True
+    map: Annotated[bool, Meta(description="true stores the vector map about ego as the channel map")] = False
 
 
 class Argoverse2(FrameSource[Argoverse2Settings]):
@@ -108,6 +122,11 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
     @property
     def _cameras(self) -> tuple[str, ...]:
         return (*RING, *STEREO) if self.given.stereo else RING
+
+    @property
+    def channels(self) -> tuple[Channel, ...]:  # type: ignore[override]  # by the options
+        """The map, with the option."""
+        return (MAP,) if self.given.map else ()
 
     def category_names(self) -> tuple[str, ...]:
         """The 30 names of the dataset."""
@@ -130,7 +149,8 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
                 continue
             cities = [found[1] for name in names_in(self.files, folder, "map") if (found := _CITY.search(name))]
             city = {"location": cities[0]} if cities else {}
-            yield Clip(name=log, split=split, tags=city, attributes=city, files=tuple(f"{folder}/{n}" for n in _TABLES))
+            files = tuple(f"{folder}/{name}" for name in (*_TABLES, *self._maps(folder)))
+            yield Clip(name=log, split=split, tags=city, attributes=city, files=files)
 
     def poses(self, clip: Clip) -> Trajectory:
         """Of ``city_SE3_egovehicle``: exact at the times of sensors, which have a row each."""
@@ -152,6 +172,7 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
         images = self._images(folder, times)
         boxes = None if labels is None else _box_rows(labels, times)
         is_swept = np.isin(times, stamps).tolist()
+        windows = self._windows(clip, times)
         for at, time in enumerate(times.tolist()):
             name = f"{folder}/sensors/lidar/{time}.feather"
             yield Frame(
@@ -159,7 +180,41 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
                 images=images[at],
                 sweeps={LIDAR: Sweep(ref=name, timestamp_ns=time, lidar2ego=np.eye(4))} if is_swept[at] else {},
                 boxes=None if boxes is None else boxes[at],
+                members=windows[at],
             )
+
+    def _maps(self, folder: str) -> list[str]:
+        """The log's vector map, where it is wanted and there."""
+        names = names_in(self.files, folder, "map") if self.given.map else []
+        return [f"map/{name}" for name in names if name.startswith("log_map_archive_")][:1]
+
+    def _windows(self, clip: Clip, times: NDArray[np.int64]) -> list[list[Reference]]:
+        """The map about ego at each time, made by the worker that writes it."""
+        names = self._maps(_folder(clip))
+        if self.given.map and not names:
+            self.noted["logs without a vector map"] += 1
+        if not names:
+            return [[] for _ in times]
+        poses = self.poses(clip).at(times)[:, :3].reshape(-1, 12).tolist()
+        refs = [msgspec.json.encode((f"{_folder(clip)}/{names[0]}", one)).decode() for one in poses]
+        return [
+            [] if np.isnan(one[0]) else [Reference(MAP.field, OWN + ref, WINDOW_BYTES, is_estimate=True)]
+            for one, ref in zip(poses, refs, strict=True)
+        ]
+
+    def open(self, ref: str) -> Buffer:
+        """The bytes of a member; of the map the part about an ego pose."""
+        if not ref.startswith(OWN):
+            return super().open(ref)
+        name, ego2global = msgspec.json.decode(ref.removeprefix(OWN))
+        return KINDS[MAP.kind].encode(window(self._map(name), np.array(ego2global).reshape(3, 4)), MAP)
+
+    @cached_property
+    def _map(self) -> Callable[[str], VectorMap]:
+        """A map by its file; the last ones are kept."""
+        return lru_cache(maxsize=4)(
+            lambda name: parse_map(read_file(self.files, name), f"map '{self.files.shown}/{name}'")
+        )
 
     def points(self, ref: str) -> NDArray[np.float32]:
         """(P, 6): x, y, z [m] in ego at the sweep's time, intensity 0 to 255, laser 0 to 63, time since then [s].
@@ -283,3 +338,46 @@ def _box_rows(table: dict[str, NDArray[Any]], times: NDArray[np.int64]) -> list[
         )
         for start, stop in zip(first, last, strict=True)
     ]
+
+
+class _Point(msgspec.Struct, frozen=True, gc=False):
+    x: float
+    y: float
+
+
+class _Lane(msgspec.Struct, frozen=True):
+    left_lane_boundary: list[_Point]
+    right_lane_boundary: list[_Point]
+    left_lane_mark_type: str = "UNKNOWN"
+    right_lane_mark_type: str = "UNKNOWN"
+
+
+class _Crossing(msgspec.Struct, frozen=True):
+    edge1: list[_Point]
+    edge2: list[_Point]
+
+
+class _Area(msgspec.Struct, frozen=True):
+    area_boundary: list[_Point]
+
+
+class _File(msgspec.Struct, frozen=True):
+    drivable_areas: dict[str, _Area]
+    pedestrian_crossings: dict[str, _Crossing]
+    lane_segments: dict[str, _Lane]
+
+
+def parse_map(data: bytes, where: str) -> VectorMap:
+    """The lines of a log's map; a border that two lanes share is one. Raises SourceError, naming ``where``."""
+    try:
+        found = msgspec.json.decode(data, type=_File)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise SourceError(f"{where} is no vector map of Argoverse 2: {error}") from error
+    outlines = [(0, [*one.area_boundary, *one.area_boundary[:1]]) for one in found.drivable_areas.values()]
+    outlines += [(1, [*one.edge1, *reversed(one.edge2), *one.edge1[:1]]) for one in found.pedestrian_crossings.values()]
+    for lane in found.lane_segments.values():
+        outlines.append((3 if lane.left_lane_mark_type in _UNPAINTED else 2, lane.left_lane_boundary))
+        outlines.append((3 if lane.right_lane_mark_type in _UNPAINTED else 2, lane.right_lane_boundary))
+    lines = dict.fromkeys((layer, tuple((one.x, one.y) for one in points)) for layer, points in outlines)
+    kept = [(layer, points) for layer, points in lines if len(points) > 1]
+    return VectorMap.of([np.array(points) for _, points in kept], [layer for layer, _ in kept])

@@ -14,6 +14,9 @@ from fuelrail.sharding.sources.logs.messages.ros import Ros
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from fuelrail.sharding.sources.logs.files.log_file import Message, Topic
     from fuelrail.sharding.sources.logs.messages.records import Calibration, Cloud, Edge, Fix, Picture
 
@@ -70,6 +73,21 @@ class Reader:
         assert isinstance(self._form, Ros), "a type of ROS"
         return self._guard(self._form.fix, message.data)
 
+    @property
+    def columns(self) -> list[str]:
+        """Where in a message of ROS its single numbers are; raises SourceError where it has none, or no stamp."""
+        names = self._form.columns if isinstance(self._form, Ros) else []
+        if not names:
+            raise SourceError(
+                f"topic '{self._topic.name}' has the type {self._topic.type}, which is no message of ROS 2 with numbers"
+            )
+        return names
+
+    def signals(self, messages: Sequence[Message]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Stamps (N,) [ns], and the numbers (N, C) of :attr:`columns`."""
+        assert isinstance(self._form, Ros), "a type of ROS"
+        return self._guard(self._form.signals, [one.data for one in messages])
+
     def cloud(self, message: Message) -> Cloud:
         """A whole point cloud."""
         return self._guard(self._form.cloud, message.data)
@@ -90,4 +108,4 @@ def _errors() -> tuple[type[Exception], ...]:
     """What a message that is not of its type raises."""
     from rosbags.serde import SerdeError
 
-    return struct.error, IndexError, KeyError, ValueError, AssertionError, SerdeError
+    return struct.error, AttributeError, IndexError, KeyError, ValueError, AssertionError, SerdeError

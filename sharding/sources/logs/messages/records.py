@@ -92,7 +92,9 @@ class Edges(NamedTuple):
 
     def rows(self, chosen: NDArray[np.intp] | NDArray[np.bool_]) -> Edges:
         """Some of them."""
-        return Edges(self.parent, self.child, *(column[chosen] for column in self[2:]))
+        return Edges(
+            self.parent, self.child, self.row[chosen], self.stamp_ns[chosen], self.wxyz[chosen], self.xyz[chosen]
+        )
 
     @classmethod
     def of(cls, edges: Iterable[tuple[int, Edge]]) -> list[Edges]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import struct
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,11 +24,14 @@ from fuelrail.sharding.sources.logs.messages.records import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from numpy.typing import NDArray
+
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.logs.files.log_file import Topic
 
 _LITTLE, _BIG = (tuple(struct.Struct(order + kind).unpack_from for kind in ("I", "II", "7d")) for order in ("<", ">"))
 """What reads a u32, a stamp, and a translation with a rotation, by the order of bytes."""
+_TIMES: Final = ("std_msgs/msg/Header", "builtin_interfaces/msg/Time", "builtin_interfaces/msg/Duration")
 _POSE_BYTES: Final = 56
 _STAMP: Final = slice(4, 12)
 """Where the stamp of a message is that begins with one."""
@@ -159,6 +163,27 @@ class Ros:
         one = self._read(data)
         place = (one.latitude, one.longitude, one.altitude) if one.status.status >= 0 else (math.nan,) * 3
         return Fix(_time_ns(one.header.stamp), *map(float, place))
+
+    @functools.cached_property
+    def columns(self) -> list[str]:
+        """Where the single numbers of a message are, such as ``twist.linear.x``: not in lists, as of covariances."""
+        fields = _store(self._type, self._topic.schema).fielddefs
+
+        def paths(kind: str) -> Iterator[str]:
+            for name, (node, own) in fields[kind][1]:
+                if node.name == "NAME" and own not in _TIMES:
+                    yield from (f"{name}.{path}" for path in paths(own))
+                elif node.name == "BASE" and own[0] != "string":
+                    yield name
+
+        return list(paths(self._type))
+
+    def signals(self, messages: Sequence[Buffer]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Stamps (N,) [ns], and the numbers (N, C) of :attr:`columns`."""
+        read = [operator.attrgetter(path) for path in self.columns]
+        found = [self._read(data) for data in messages]
+        stamps = [_time_ns(one.header.stamp if hasattr(one, "header") else one.stamp) for one in found]
+        return np.array(stamps, np.int64), np.array([[get(one) for get in read] for one in found], np.float64)
 
     def cloud_head(self, data: Buffer, length: int) -> tuple[int, str, int]:  # noqa: ARG002 - foxglove's needs it
         """Stamp, frame and number of points."""

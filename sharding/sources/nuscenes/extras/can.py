@@ -14,9 +14,9 @@ import numpy as np
 from msgspec import Meta
 
 from fuelrail.pipeline.channels.kinds import KINDS
-from fuelrail.pipeline.channels.table import Channel, Law
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.files import check_no_pointer
+from fuelrail.sharding.sources.frames.channels import signals_channel
 from fuelrail.sharding.sources.scan_table import Reference
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from fuelrail.pipeline.channels.table import Channel
     from fuelrail.sharding.sources.nuscenes.extras.batch import Batch
 
 FOLDER: Final = "can_bus"
@@ -52,33 +53,15 @@ MESSAGES: Final[dict[str, dict[str, tuple[int, str]]]] = {
 """Message to fields in the order of the columns: number of values and unit."""
 _FIRST_S: Final = 0.5
 _AXES: Final = {3: "xyz", 4: "wxyz"}
-_NAMES: Final = (
-    "time of a message is dt_s before the sample; rows ascend in time, the last is the latest at or before it"
-)
 
 
 def can_channel(message: str) -> Channel:
     """The entry of the table for one kind of message."""
-    columns, units = ["dt_s"], ["s"]
+    units: dict[str, str] = {}
     for field, (length, unit) in MESSAGES[message].items():
         names = [field] if length == 1 else [f"{field}_{axis}" for axis in _AXES[length]]
-        columns += names
-        units += [unit] * length
-    name = f"can_{message}"
-    return Channel(
-        name=name,
-        kind="points",
-        field=f"{name}.npy",
-        law=Law("fixed"),
-        dtype="float64",
-        axes=("message", "column"),
-        shape=(None, len(columns)),
-        columns=tuple(columns),
-        units=tuple(units),
-        optional=True,
-        source_name=message,
-        description=f"CAN bus as measured, not moved by augmentation; {_NAMES}",
-    )
+        units |= dict.fromkeys(names, unit)
+    return signals_channel(f"can_{message}", units, message)
 
 
 class CanMessages(msgspec.Struct, frozen=True, tag="can"):

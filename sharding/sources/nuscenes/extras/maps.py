@@ -6,41 +6,29 @@ Layout of the files: https://www.nuscenes.org/nuscenes#map-expansion and ``NuSce
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
 
 from fuelrail.pipeline.channels.kinds import KINDS
-from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.files import check_no_pointer
+from fuelrail.sharding.sources.frames.vector_maps import VectorMap, map_channel, window
 from fuelrail.sharding.sources.scan_table import Reference
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-    from numpy.typing import NDArray
-
+    from fuelrail.pipeline.channels.table import Channel
     from fuelrail.sharding.sources.nuscenes.extras.batch import Batch
 
 FOLDER: Final = "maps/expansion"
-HALF_M: Final = 51.2
 LAYERS: Final = (
     "drivable_area", "road_segment", "road_block", "lane", "ped_crossing", "walkway", "stop_line", "carpark_area",
     "road_divider", "lane_divider",
 )  # fmt: skip
-MAP: Final = Channel(
-    name="map",
-    kind="ragged",
-    field="map.safetensors",
-    law=Law("ego_points", roles={"positions": (("point",),)}),
-    arrays=(ArraySpec("point", "float32", (2,), "m"), ArraySpec("line", "int32"), ArraySpec("layer", "uint8")),
-    frame="ego",
-    optional=True,
-    description=f"vertices of lines and outlines, cut at x, y = +-{HALF_M} m; line counts lines; layer is of: "
-    + ", ".join(LAYERS),
-)
+MAP: Final = map_channel(LAYERS)
 
 
 class _Node(msgspec.Struct, frozen=True, gc=False):
@@ -86,14 +74,6 @@ class _File(msgspec.Struct, frozen=True):
     carpark_area: list[_Element] = []
     road_divider: list[_Element] = []
     lane_divider: list[_Element] = []
-
-
-class VectorMap(NamedTuple):
-    """Lines of a map: points (N, 2) in global, number of the layer, bounds (L, 4) of each."""
-
-    lines: list[NDArray[np.float64]]
-    layers: list[int]
-    bounds: NDArray[np.float64]
 
 
 class MapWindow(msgspec.Struct, frozen=True, tag="map"):
@@ -169,45 +149,4 @@ def parse_map(data: bytes, file: str) -> VectorMap:
                 kept = [chain for chain in chains if len(chain) > 1]
                 lines += kept
                 layers += [number] * len(kept)
-    bounds = np.array([(*line.min(0), *line.max(0)) for line in lines]).reshape(-1, 4)
-    return VectorMap(lines, layers, bounds)
-
-
-def window(whole: VectorMap, ego2global: NDArray[np.float64]) -> dict[str, NDArray[np.generic]]:
-    """The part of a map about an ego pose (3, 4), as the channel `MAP` has it. The map lies in the ego's own height."""
-    place, reach = ego2global[:2, 3], HALF_M * 2**0.5 * 1.1
-    near = (whole.bounds[:, :2] <= place + reach).all(1) & (whole.bounds[:, 2:] >= place - reach).all(1)
-    points, layers = [], []
-    for row in np.flatnonzero(near).tolist():
-        in_ego = (whole.lines[row] - place) @ ego2global[:2, :2]
-        for piece in cut(in_ego):
-            points.append(piece)
-            layers.append(whole.layers[row])
-    counts = [len(piece) for piece in points]
-    return {
-        "point": np.concatenate([np.empty((0, 2)), *points]).astype(np.float32),
-        "line": np.repeat(np.arange(len(points)), counts).astype(np.int32),
-        "layer": np.repeat(np.array(layers, np.uint8), counts),
-    }
-
-
-def cut(line: NDArray[np.float64]) -> Iterator[NDArray[np.float64]]:
-    """Yield the pieces (K, 2) of a line (N, 2) within the window, in its order: Liang and Barsky, 1984."""
-    start, step = line[:-1], np.diff(line, axis=0)
-    first, last = np.zeros(len(start)), np.ones(len(start))
-    for axis in (0, 1):
-        for sign in (1.0, -1.0):
-            speed, room = sign * step[:, axis], HALF_M - sign * start[:, axis]
-            share = np.divide(room, speed, out=np.zeros_like(room), where=speed != 0)
-            last = np.where(speed > 0, np.minimum(last, share), last)
-            first = np.where(speed < 0, np.maximum(first, share), first)
-            last = np.where((speed == 0) & (room < 0), -1.0, last)
-    piece: list[NDArray[np.float64]] = []
-    for at in np.flatnonzero(first < last).tolist():
-        begin, end = (start[at] + share * step[at] for share in (first[at], last[at]))
-        if piece and (first[at] > 0 or last[at - 1] < 1 or first[at - 1] >= last[at - 1]):
-            yield np.stack(piece)
-            piece = []
-        piece += [end] if piece else [begin, end]
-    if piece:
-        yield np.stack(piece)
+    return VectorMap.of(lines, layers)

@@ -7,7 +7,7 @@ local, without a zone, so the time base is none of 1970.
 from __future__ import annotations
 
 import re
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 from xml.etree import ElementTree
@@ -18,6 +18,7 @@ from msgspec import Meta
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid, rotation_matrices
 from fuelrail.sharding.sources.files import looks
+from fuelrail.sharding.sources.frames.channels import signals, signals_channel
 from fuelrail.sharding.sources.frames.frame import BoxRows, Clip, Frame, Image, Sensors, Sweep
 from fuelrail.sharding.sources.frames.poses import Trajectory, quaternions
 from fuelrail.sharding.sources.frames.source import FrameSettings, FrameSource
@@ -34,12 +35,14 @@ from fuelrail.sharding.sources.research.kitti.calibration import (
 from fuelrail.sharding.sources.research.tables import names_in, read_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
+    from fuelrail.pipeline.channels.table import Channel
     from fuelrail.sharding.sources.frames.frame import F64
     from fuelrail.sharding.sources.research.kitti.calibration import Camera
+    from fuelrail.sharding.sources.scan_table import Reference
 
 COLOUR: Final = ("image_02", "image_03")
 GRAY: Final = ("image_00", "image_01")
@@ -50,7 +53,16 @@ _DATE: Final = re.compile(r"[0-9]{4}_[0-9]{2}_[0-9]{2}")
 _DRIVE: Final = re.compile(r"[0-9]{4}_[0-9]{2}_[0-9]{2}_drive_[0-9]{4}_sync\Z")
 _CALIBRATION: Final = ("calib_cam_to_cam.txt", "calib_velo_to_cam.txt", "calib_imu_to_velo.txt")
 _DEPTH: Final = 4
-_OXTS: Final = 30
+_OXTS: Final = {
+    "lat": "deg", "lon": "deg", "alt": "m", "roll": "rad", "pitch": "rad", "yaw": "rad",
+    **dict.fromkeys(("vn", "ve", "vf", "vl", "vu"), "m/s"),
+    **dict.fromkeys(("ax", "ay", "az", "af", "al", "au"), "m/s^2"),
+    **dict.fromkeys(("wx", "wy", "wz", "wf", "wl", "wu"), "rad/s"),
+    "pos_accuracy": "m", "vel_accuracy": "m/s", "navstat": "", "numsats": "", "posmode": "", "velmode": "",
+    "orimode": "",
+}  # fmt: skip
+"""Columns and units, after ``dataformat.txt`` of the development kit."""
+CAN: Final = signals_channel("can_oxts", _OXTS, "oxts")
 _TRACKLETS: Final = "tracklet_labels.xml"
 
 
@@ -58,6 +70,7 @@ class KittiSettings(FrameSettings, frozen=True, kw_only=True):
     """Options of the source."""
 
     gray: Annotated[bool, Meta(description="true takes the two gray cameras too")] = False
+    oxts: Annotated[bool, Meta(description="true stores the rows of oxts as the channel can_oxts")] = False
 
 
 class _Layout(NamedTuple):
@@ -132,13 +145,21 @@ class Kitti(FrameSource[KittiSettings]):
         One row more at each end, 0.1 s away by the measured velocity: sensors fire up to 0.1 s before the first row.
         """
         folder = self._layout.drives[clip.name]
+        times, rows = self._oxts_of(folder)
+        return Trajectory(*with_edges(times, rows, oxts_poses(rows)), f"'{self.files.shown}/{folder}/oxts/data'")
+
+    @cached_property
+    def _oxts_of(self) -> Callable[[str], tuple[NDArray[np.int64], F64]]:
+        """Times (P,) and rows (P, 30) of a drive's oxts; those of the last one are kept."""
+        return lru_cache(maxsize=1)(self._read_oxts)
+
+    def _read_oxts(self, folder: str) -> tuple[NDArray[np.int64], F64]:
         name = f"{folder}/oxts/data"
         numbers = numbers_of(names_in(self.files, folder, "oxts", "data"), ["txt"])
         if not numbers:
             raise SourceError(f"'{self.files.shown}/{name}' has no rows of oxts")
         times = self._times(f"{folder}/oxts/timestamps.txt", max(numbers))[sorted(numbers)]
-        rows = np.array(looks(lambda n: self._oxts(f"{name}/{numbers[n]}"), sorted(numbers)))
-        return Trajectory(*with_edges(times, rows, oxts_poses(rows)), f"'{self.files.shown}/{name}'")
+        return times, np.array(looks(lambda n: self._oxts(f"{name}/{numbers[n]}"), sorted(numbers)))
 
     def _oxts(self, name: str) -> list[float]:
         text = read_file(self.files, name)
@@ -146,8 +167,8 @@ class Kitti(FrameSource[KittiSettings]):
             found = [float(one) for one in text.split()]
         except ValueError:
             found = []
-        if len(found) != _OXTS or not np.isfinite(found).all():
-            raise SourceError(f"file '{self.files.shown}/{name}' has not {_OXTS} finite numbers: {text[:60]!r}")
+        if len(found) != len(_OXTS) or not np.isfinite(found).all():
+            raise SourceError(f"file '{self.files.shown}/{name}' has not {len(_OXTS)} finite numbers: {text[:60]!r}")
         return found
 
     def _times(self, name: str, last: int) -> NDArray[np.int64]:
@@ -182,7 +203,10 @@ class Kitti(FrameSource[KittiSettings]):
         elif numbers[-1] >= len(reference):
             raise SourceError(f"drive '{self.files.shown}/{folder}' has no time of frame {numbers[-1]}")
         boxes = self._tracklets(folder, invert_rigid(rig.lidar2ego))
-        for number in numbers:
+        members: list[list[Reference]] = [[] for _ in numbers]
+        if self.given.oxts:
+            members = signals(CAN, *self._oxts_of(folder), reference[numbers].tolist())
+        for at, number in enumerate(numbers):
             time = int(reference[number])
             sweep = Sweep(
                 ref=f"{folder}/velodyne_points/data/{scans.get(number)}", timestamp_ns=time, lidar2ego=rig.lidar2ego
@@ -201,7 +225,13 @@ class Kitti(FrameSource[KittiSettings]):
                 },
                 sweeps={LIDAR: sweep} if number in scans else {},
                 boxes=None if boxes is None else boxes.get(number, _NO_BOXES),
+                members=members[at],
             )
+
+    @property
+    def channels(self) -> tuple[Channel, ...]:  # type: ignore[override]  # by the options
+        """Of oxts, with the option."""
+        return (CAN,) if self.given.oxts else ()
 
     def points(self, ref: str) -> NDArray[np.float32]:
         """(P, 4), not compensated for ego's motion during the sweep."""

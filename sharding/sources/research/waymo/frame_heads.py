@@ -295,7 +295,7 @@ def read_labels(frames: Sequence[Sequence[bytes]], where: str, *, camera_synced:
                 fail(int(rows[0]), "a label without a box")
             continue
         seen[rows] = True
-        boxes[rows] = _boxes(table[:, place], lambda at, error, rows=rows: fail(int(rows[at]), error))
+        boxes[rows] = _boxes(table[:, place], rows, fail)
         if 3 in places:
             kinds[rows] = numbers(table[:, places[3]])
         if 7 in places:
@@ -344,17 +344,17 @@ def read_camera_labels(data: bytes) -> ImageLabels:
     return ImageLabels(CAMERAS[name], np.array(boxes, np.float64).reshape(-1, 4), category, track)
 
 
-def _boxes(data: NDArray[np.uint8], fail: Fail) -> NDArray[np.float64]:
-    """Boxes (N, 7) of the messages (N, B)."""
+def _boxes(data: NDArray[np.uint8], rows: NDArray[np.intp], fail: Fail) -> NDArray[np.float64]:
+    """Boxes (N, 7) of the messages (N, B), whose numbers for ``fail`` are ``rows`` (N,)."""
     if data.shape[1] == len(_BOX_KEYS) * 9 and (data[:, ::9] == _BOX_KEYS).all():
         return np.ascontiguousarray(data.reshape(len(data), -1, 9)[:, :, 1:]).view("<f8")[..., 0]
     found = np.empty((len(data), len(_BOX_KEYS)))
     for at, row in enumerate(data):
         try:
-            values = {number: value for number, wire, value in fields(row.tobytes()) if wire == FIXED64}
-            found[at] = [_DOUBLE.unpack(values[number])[0] for number in range(1, 8)]
+            values = {number: doubles(row.tobytes(), number) for number in range(1, 8)}
         except ValueError as error:
-            fail(at, str(error))
-        except KeyError as error:
-            fail(at, f"a box without field {error}")
+            fail(int(rows[at]), str(error))
+        if missing := [number for number, value in values.items() if not value]:
+            fail(int(rows[at]), f"a box without field {missing[0]}")
+        found[at] = [value[-1] for value in values.values()]
     return found

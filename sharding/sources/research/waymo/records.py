@@ -122,7 +122,7 @@ def alike(
             fixed, places = np.full(table.shape[1], 0xFF, np.uint8), dict[int, slice]()
             try:
                 for number, wire, start, end in spans(messages[rows[0]]):
-                    fixed[start:end] = 0x80 if wire == VARINT else 0  # whether a number goes on
+                    fixed[start:end] = 0x80 if wire == VARINT else 0  # whether a number continues
                     places[number] = slice(start, end)
             except ValueError as error:
                 fail(int(rows[0]), str(error))

@@ -10,7 +10,9 @@ import pytest
 import simplejpeg
 from mcap.writer import Writer
 
+from fuelrail.pipeline.channels.selection import decode_values
 from fuelrail.pipeline.errors import ConfigError, SourceError
+from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.sharding.run import scan_source
 from fuelrail.sharding.sources.logs.members import Members
 from fuelrail.sharding.sources.registry import SourceSpec
@@ -188,3 +190,31 @@ def test_a_transform_that_is_cut_off_is_named(tmp_path, monkeypatch):
     write_mcap(tmp_path / "log.mcap", ros_messages(world, world.clips[0]))
     with pytest.raises(SourceError, match=r"topic '/tf': a message is no tf2_msgs/TFMessage"):
         scan_source(SourceSpec("mcap", str(tmp_path / "log.mcap"), {}))
+
+
+def test_signals_are_stored_between_samples(tmp_path):
+    world, ros = make_world(1, 4), Ros()
+    sent = ros_messages(world, world.clips[0])
+    first = world.clips[0].frames[0].timestamp_ns
+    times = range(first - 60_000_000, first + 300_000_000, 20_000_000)
+    for number, time_ns in enumerate(times):
+        linear, angular = (ros.of("geometry_msgs/Vector3", *np.arange(3.0) + number + at) for at in (0, 10))
+        twist = ros.of("geometry_msgs/Twist", linear, angular)
+        message = ros.of("geometry_msgs/TwistStamped", ros.header(time_ns, "base_link"), twist)
+        sent.append(Sent("/speed", "geometry_msgs/TwistStamped", time_ns, message))
+    write_mcap(tmp_path / "log.mcap", sorted(sent, key=lambda one: one.stamp_ns))
+    spec = SourceSpec("mcap", str(tmp_path / "log.mcap"), {"signals": {"speed": "/speed"}})
+    SourceSuite().make(spec, tmp_path / "out")
+    dataset = open_dataset(tmp_path / "out")
+    (channel,) = dataset.manifest.extra_channels
+    assert channel.columns == ("dt_s", *(f"twist_{what}_{axis}" for what in ("linear", "angular") for axis in "xyz"))
+    samples = sorted(map(dataset.__getitem__, range(len(dataset))), key=lambda sample: sample.meta.timestamp_ns)
+    rows = [decode_values(sample.extra, (channel,), sample.key)["can_speed"] for sample in samples]
+    assert [len(one) for one in rows] == [4, 5, 5, 4]
+    np.testing.assert_allclose(rows[0][:, 0], [0.06, 0.04, 0.02, 0], atol=1e-9)
+    np.testing.assert_array_equal(np.concatenate(rows)[:, 1], np.arange(len(times)))
+    np.testing.assert_array_equal(np.concatenate(rows)[:, 6], np.arange(len(times)) + 12)
+    with pytest.raises(ConfigError, match="'/x' of speed is no topic of messages of numbers; topics: /cam"):
+        scan_source(spec._replace(options={"signals": {"speed": "/x"}}))
+    with pytest.raises(SourceError, match="no message of ROS 2 with numbers"):
+        scan_source(spec._replace(options={"signals": {"speed": "/tf"}}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from typing import ClassVar
 
@@ -13,6 +14,7 @@ from pyarrow import feather
 from scipy.spatial.transform import Rotation
 
 import fuelrail as fr
+from fuelrail.pipeline.channels.selection import decode_values
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.sharding.run import scan_source
@@ -264,3 +266,43 @@ def matrix(row):
     found[:3, :3] = Rotation.from_quat([row[name] for name in ("qx", "qy", "qz", "qw")]).as_matrix()
     found[:3, 3] = [row[name] for name in ("tx_m", "ty_m", "tz_m")]
     return found
+
+
+def test_the_vector_map_is_a_channel(tmp_path):
+    world = TestArgoverse2().world(num_clips=1)
+    TestArgoverse2().write(world, tmp_path / "source")
+    place = world.clips[0].frames[0].ego2global
+
+    def line(*in_ego):
+        points = np.c_[np.array(in_ego, float), np.zeros((len(in_ego), 1))] @ place[:3, :3].T + place[:3, 3]
+        return [dict(zip("xyz", point, strict=True)) for point in points.tolist()]
+
+    shared = line((0, 2), (40, 2))
+    lane = {"left_lane_mark_type": "SOLID_WHITE", "right_lane_mark_type": "NONE"}
+    content = {
+        "drivable_areas": {"1": {"area_boundary": line((-5, -5), (5, -5), (5, 5))}},
+        "pedestrian_crossings": {"2": {"edge1": line((10, -3), (10, 3)), "edge2": line((12, -3), (12, 3))}},
+        "lane_segments": {
+            "3": {**lane, "left_lane_boundary": shared, "right_lane_boundary": line((0, -2), (90, -2))},
+            "4": {**lane, "left_lane_boundary": line((0, 6), (40, 6)), "right_lane_boundary": shared,
+                  "right_lane_mark_type": "SOLID_WHITE"},
+        },
+    }  # fmt: skip
+    (file,) = (tmp_path / "source").rglob("log_map_archive*")
+    file.write_text(json.dumps(content))
+    spec = SourceSpec("argoverse2", str(tmp_path / "source"), {"match": "nearest", "map": True})
+    TestArgoverse2().make(spec, tmp_path / "out")
+    dataset = open_dataset(tmp_path / "out")
+    (channel,) = dataset.manifest.extra_channels
+    samples = sorted(map(dataset.__getitem__, range(len(dataset))), key=lambda sample: sample.meta.timestamp_ns)
+    found = decode_values(samples[0].extra, (channel,), samples[0].key)["map"]
+    assert np.bincount(found["line"]).tolist() == [4, 5, 2, 2, 2]
+    first = np.flatnonzero(np.diff(found["line"], prepend=-1))
+    assert found["layer"][first].tolist() == [0, 1, 2, 3, 2]
+    np.testing.assert_allclose(found["point"][4:9], [(10, -3), (10, 3), (12, 3), (12, -3), (10, -3)], atol=0.02)
+    np.testing.assert_allclose(found["point"][11:13], [(0, -2), (51.2, -2)], atol=0.02)  # cut
+    file.write_text("{}")
+    with pytest.raises(SourceError, match="is no vector map of Argoverse 2: Object missing required field"):
+        TestArgoverse2().make(spec, tmp_path / "other")
+    file.unlink()
+    assert scan_source(spec).report.noted == {"logs without a vector map": 1}

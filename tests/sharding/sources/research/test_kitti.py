@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 
 import fuelrail as fr
+from fuelrail.pipeline.channels.selection import decode_values
 from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.sharding.run import scan_source
 from fuelrail.sharding.sources.registry import SourceSpec
 from fuelrail.sharding.sources.research.kitti.raw import EDGE_NS, with_edges
+from fuelrail.sharding.verify.dataset import verify
 from support.kitti_files import FIRST, as_kitti, write_drive, write_object
 from support.shared_data import shared_data
 from support.source_at_url import AtUrl
@@ -285,3 +288,20 @@ def test_real_frames_and_labels(tmp_path):
             np.testing.assert_allclose([u.min(), v.min(), u.max(), v.max()], labelled, atol=3)
             num_seen += 1
     assert num_seen > 10
+
+
+def test_oxts_is_a_channel(tmp_path):
+    world = kitti_world(num_clips=1)
+    write_drive(tmp_path / "source", 0, world.clips[0])
+    spec = SourceSpec("kitti", str(tmp_path / "source"), {"oxts": True})
+    TestKitti().make(spec, tmp_path / "out")
+    assert verify(tmp_path / "out", deep=True, num_threads=1).faults == []
+    dataset = open_dataset(tmp_path / "out")
+    (channel,) = dataset.manifest.extra_channels
+    assert (channel.name, len(channel.columns), channel.units[-9]) == ("can_oxts", 31, "rad/s")
+    samples = sorted(map(dataset.__getitem__, range(len(dataset))), key=lambda sample: sample.meta.timestamp_ns)
+    rows = np.concatenate([decode_values(one.extra, (channel,), one.key)["can_oxts"] for one in samples])
+    (folder,) = (tmp_path / "source").rglob("oxts/data")
+    files = [np.loadtxt(path) for path in sorted(folder.iterdir())]
+    np.testing.assert_array_equal(rows[:, 1:], files[: len(rows)])
+    assert len(rows) >= len(samples)
