@@ -182,7 +182,7 @@ class TestTrouble:
     def test_a_place_that_cannot_be_used_is_named(self, tmp_path, pristine):
         (tmp_path / "file").write_bytes(b"")
         with pytest.raises(ConfigError, match="cannot be used as a cache"):
-            SpanCache.open_for(open_dataset(pristine), tmp_path / "file", None)
+            open_storage(open_dataset(pristine), cache_dir=tmp_path / "file")
 
     def test_leftovers_are_cleared_by_the_first_who_comes(self, tmp_path):
         cache = cache_at(tmp_path)
