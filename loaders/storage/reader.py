@@ -61,8 +61,6 @@ class SampleReader:
         self.channels = tuple(channels)
         self._fields = frozenset(channel.field for channel in channels)
         self._layers = self.storage.parts if isinstance(self.storage, LayeredStorage) else ()
-        whole = self.storage.needs_whole_spans
-        self._left_out = frozenset() if whole else frozenset(self._rig.fields) - self._fields
         self.needs_lidar = False
         """Whether a sample is bad where the first lidar has no pose."""
         self._wanted = frozenset(
@@ -73,6 +71,8 @@ class SampleReader:
             and (extra or not name.startswith("x_"))
             and (name not in self._rig.fields or name in self._fields)
         )
+        whole = self.storage.needs_whole_spans
+        self._left_out = frozenset() if whole else frozenset(dataset.index.names) - self._wanted
 
     def fetch(self, index: int) -> FetchedSpan:
         """Return a sample's stored bytes; raises OrderError outside the dataset, ShardError for bad bytes."""
@@ -82,7 +82,7 @@ class SampleReader:
     def row(self, index: int) -> IndexRow:
         """The row of the index for the part of a sample that is read; raises OrderError outside the dataset.
 
-        Channels that are not selected are not in it: its span ends with the last member that may be read.
+        Lidars and channels that are not selected are not in it: its span ends with the last member that may be read.
         """
         row = self._dataset.index.row(index)
         if not self._left_out or is_framed(self._shard_name(row)):
