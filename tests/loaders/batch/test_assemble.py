@@ -29,7 +29,7 @@ TOP = LidarEntry(channel=LIDAR, source_name="LIDAR_TOP", columns=("x", "y", "z",
 
 def make_sample(number: int, *, labelled: bool = True, lidars: int = 1) -> Sample:
     rng = np.random.default_rng(number)
-    raw = _sample(rng, number, f"clip-0-{number:06d}", "train", SIZE, frozenset(), False)
+    raw = _sample(rng, number, f"clip-0-{number:06d}", "train", SIZE, frozenset(), False, ("none", []), None)
     geometry = make_geometry(rng, *SIZE, 10**18 + number, (1, number % 2))
     turn = rigid(np.array([1.0, 0.02, -0.01, 0.1]), np.array([0.1, 0.2, 0.0]))
     geometry = replace(
