@@ -2,9 +2,10 @@
 
 Their micro-batch is a large prime, which says of each size whether and how it grows with the micro-batch: FLOP, hidden
 tensors and each block of memory either are multiples of it or do not grow. Memory after each operator is a line over
-the micro-batch, so its peak is the largest of many lines. Over blocks, the peaks of the forward pass, and of the
-earlier and the later half of the backward pass, are linear, as FLOP, parameters, collectives and what a pass keeps are.
-What ranks share is divided by their number. Padding of small shards is not in it.
+the micro-batch, so its peak is the largest of many lines. Over blocks, the peaks of the forward pass and of the first
+and the last operators of the backward pass (as many as the smaller run has in each half) are linear, as FLOP,
+parameters, collectives and what a pass keeps are. What ranks share is divided by their number. Padding of small shards
+is not in it.
 """
 
 from __future__ import annotations
@@ -15,13 +16,23 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 
-from fuelrail.bench.measure.collectives import Collective
-from fuelrail.bench.planner.shape import MOMENTS, Inputs, Line, Shape, in_flight, shape_of
+from fuelrail.bench.measure.collectives import Collective, summed
+from fuelrail.bench.planner.shape import (
+    MOMENTS,
+    Inputs,
+    Line,
+    Shape,
+    in_flight,
+    is_gather_of_weights,
+    passes_of,
+    schedule_order,
+    shape_of,
+)
 from fuelrail.bench.trainer.models.settings import GptSettings, ModelSettings, VitSettings, num_blocks
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -33,10 +44,14 @@ _FP32 = 4
 
 
 class _Run(NamedTuple):
-    """``phases``: bytes [operator, 2] in memory, the second of them for each sample; ``kept`` [2] likewise."""
+    """``phases``: bytes [operator, 2] in memory, the second of them for each sample; ``kept`` [2] likewise.
+
+    ``sent``: collectives of a forward pass, a backward pass and a step, in this order.
+    """
 
     shape: Shape
     kept: tuple[int, int]
+    sent: tuple[list[Collective], ...]
     phases: tuple[NDArray[np.float64], ...]
 
 
@@ -60,14 +75,20 @@ def quick_stages(
 def _small(
     model: ModelSettings, settings: ParallelSettings, degrees: Degrees, inputs: Inputs, precision: Precision, rank: int
 ) -> list[_Run]:
-    found = []
+    found: list[_Run] = []
+    early = late = 0
     for blocks in _BLOCKS:
         line = Line(_ROWS)
         size = msgspec.structs.replace(model, depth=blocks * degrees.pp)
         shape = shape_of(size, settings, degrees, inputs, rank=rank, precision=precision, line=line)
-        middle = len(line.backward) // 2
-        phases = (line.forward, line.backward[:middle], line.backward[middle:])
-        found.append(_Run(shape, line.kept, tuple(np.asarray(one, dtype=np.float64) for one in phases)))
+        if not found:
+            early = len(line.backward) // 2
+            late = len(line.backward) - early
+        phases = (line.forward, line.backward[:early], line.backward[-late:])
+        sent = line.sent if degrees.pp * degrees.dp_shard * degrees.tp > 1 else ([], [], shape.collectives)
+        found.append(
+            _Run(shape, line.kept, tuple(map(summed, sent)), tuple(np.asarray(one, dtype=np.float64) for one in phases))
+        )
     return found
 
 
@@ -96,9 +117,11 @@ def _scaled(
     own, flop = at(lambda run: run.shape.parameters), at(lambda run: run.shape.flop // _ROWS * rows)
     divided = own * small.dp_shard // degrees.dp_shard
     kept, flying = at(lambda run: run.kept[0] + rows * run.kept[1]), 1
+    order = [f"{way}{number}" for number in range(inputs.micro_batches) for way in "FB"]
     if degrees.pp > 1:
         stage = degrees.pp - 1 if last else 0
         flying = in_flight(settings.pipeline_schedule, degrees.pp, stage, inputs.micro_batches)
+        order = schedule_order(settings.pipeline_schedule, degrees.pp, inputs.micro_batches)[stage]
     moments = _FP32 * MOMENTS[settings.optimiser] * divided
     if settings.strategy == "zero1" and settings.mesh is None:
         moments //= degrees.data
@@ -116,7 +139,7 @@ def _scaled(
         rank=0, stage=degrees.pp - 1 if last else 0, parameters=divided, memory=memory,
         peak_bytes=sum(memory.values()), kept_bytes=kept, in_flight=flying, flop=flop,
         hidden_bytes=at(lambda run: run.shape.hidden_bytes // _ROWS * rows), micro_batches=inputs.micro_batches,
-        collectives=_collectives(runs, at, degrees, inputs), repeated=[],
+        collectives=_collectives(runs, at, degrees, inputs, order, own * small.dp_shard), repeated=[],
     )  # fmt: skip
 
 
@@ -125,27 +148,35 @@ def _largest(phase: NDArray[np.float64], rows: int) -> float:
 
 
 def _collectives(
-    runs: list[_Run], at: Callable[[Callable[[_Run], float]], int], degrees: Degrees, inputs: Inputs
-) -> list[Collective]:
-    """Those of a step: a reduction of gradients once, everything else with each micro-batch."""
+    runs: list[_Run], at: Callable[[Callable[[_Run], float]], int], degrees: Degrees, inputs: Inputs,
+    order: Sequence[str], whole: int,
+) -> list[Collective]:  # fmt: skip
+    """Those of a step of ``order``: gradients are reduced once, of ``whole`` parameters before they are sharded."""
     found = []
-    for one in runs[0].shape.collectives:
-        of_data = one.axis.startswith("dp_")
-        times = 1.0 if of_data and one.kind != "all_gather" else inputs.micro_batches / 2
+    for part, way in enumerate(("F", "B", "")):
+        every, gathering = passes_of(order, way) if way else (1, 1)
+        for one in runs[0].sent[part]:
+            of_data = one.axis.startswith("dp_")
+            times = 1 if of_data else every
+            if is_gather_of_weights(one):  # without stages each pass gathers
+                times = gathering if degrees.pp > 1 else every
 
-        def of(run: _Run, like: Collective = one) -> Collective:
-            return next(each for each in run.shape.collectives if (each.kind, each.axis) == (like.kind, like.axis))
+            def of(run: _Run, like: Collective = one, part: int = part) -> Collective:
+                return next(each for each in run.sent[part] if (each.kind, each.axis) == (like.kind, like.axis))
 
-        def size(run: _Run, of: Callable[[_Run], Collective] = of, of_data: bool = of_data) -> int:
-            grows, fixed = divmod(of(run).bytes, _ROWS)
-            return of(run).bytes if of_data else fixed + grows * inputs.micro_batch
+            def size(run: _Run, of: Callable[[_Run], Collective] = of, of_data: bool = of_data) -> int:
+                grows, fixed = divmod(of(run).bytes, _ROWS)
+                return of(run).bytes if of_data else fixed + grows * inputs.micro_batch
 
-        ranks = {"dp_shard": degrees.dp_shard, "dp_replicate": degrees.dp_replicate}.get(one.axis, one.ranks)
+            count = times * at(lambda run, of=of: of(run).count)  # type: ignore[misc]
+            ranks = {"dp_shard": degrees.dp_shard, "dp_replicate": degrees.dp_replicate}.get(one.axis, one.ranks)
+            found.append(Collective(kind=one.kind, axis=one.axis, ranks=ranks, count=count, bytes=times * at(size)))
+    if degrees.dp_shard > 1 and degrees.dp_replicate > 1:  # which the small runs do not have
+        count = sum(one.count for one in found if (one.kind, one.axis) == ("reduce_scatter", "dp_shard"))
+        size_of_shards = _FP32 * whole // degrees.dp_shard
         found.append(
             Collective(
-                kind=one.kind, axis=one.axis, ranks=ranks,
-                count=round(times * at(lambda run, of=of: of(run).count)),  # type: ignore[misc]
-                bytes=round(times * at(size)),
+                kind="all_reduce", axis="dp_replicate", ranks=degrees.dp_replicate, count=count, bytes=size_of_shards
             )
-        )  # fmt: skip
-    return found
+        )
+    return summed(found)

@@ -93,6 +93,8 @@ class Line:
         self.forward: list[tuple[int, int]] = []
         self.backward: list[tuple[int, int]] = []
         self.kept = (0, 0)
+        self.sent: tuple[list[Collective], list[Collective], list[Collective]] = ([], [], [])
+        """Collectives of a forward pass, of a backward pass, and of what closes a pipeline's step."""
 
     def watch(self, tracker: Any) -> None:  # noqa: ANN401 - torch's
         """Let the tracker count what grows with the rows as another device's, and look for no peaks: it takes long."""
@@ -395,6 +397,15 @@ class _Passes:
         parts = [forward.collectives(), backward.collectives(), closing.collectives()]
         if not self.counted:
             self._forward, self._backward = parts[:2]
+        elif (
+            line is not None
+        ):  # DTensors found placements in the first pass, which alone gathered all of a stage's weights
+            self._forward, self._backward = (
+                [one for one in was if is_gather_of_weights(one)]
+                + [one for one in now if not is_gather_of_weights(one)]
+                for was, now in zip((self._forward, self._backward), parts, strict=False)
+            )
+            line.sent = (self._forward, self._backward, parts[2])
         self.flop = forward.flop + backward.flop  # of the last pass: in the first one DTensors may find placements
         self._closing = parts[2]
         self.counted.append([one for found in parts for one in found])
@@ -412,17 +423,27 @@ class _Passes:
         return result
 
     def of_order(self, order: Sequence[str]) -> list[Collective]:
-        """Return the collectives of a stage's whole order of work, reduction of gradients included.
-
-        Weights are gathered by what follows their release: a forward pass releases them, a backward pass does not.
-        """
+        """Return the collectives of a stage's whole order of work, reduction of gradients included."""
         found = []
-        for at, work in enumerate(order):
-            held = at > 0 and order[at - 1][0] == "B"
-            sent = self._forward if work[0] == "F" else self._backward
-            weights = [one for one in sent if one.kind == "all_gather" and one.axis.startswith("dp_")]
-            found += [one for one in sent if not held or one not in weights]
+        for way, sent in (("F", self._forward), ("B", self._backward)):
+            every, gathering = passes_of(order, way)
+            for one in sent:
+                found += [one] * (gathering if is_gather_of_weights(one) else every)
         return found + self._closing
+
+
+def is_gather_of_weights(one: Collective) -> bool:
+    """Whether a collective gathers what the ranks of a sharded model hold."""
+    return one.kind == "all_gather" and one.axis.startswith("dp_")
+
+
+def passes_of(order: Sequence[str], way: str) -> tuple[int, int]:
+    """Count the passes of one way, F or B, in a stage's order of work, and those of them that gather weights.
+
+    Weights are gathered by what follows their release: a forward pass releases them, a backward pass does not.
+    """
+    places = [at for at, work in enumerate(order) if work[0] == way]
+    return len(places), sum(at == 0 or order[at - 1][0] == "F" for at in places)
 
 
 def _into_bucket(parameter: Tensor, bucket: Tensor) -> None:

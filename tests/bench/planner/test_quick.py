@@ -19,8 +19,9 @@ pytestmark = pytest.mark.slow  # each shape takes about a second
         (8, ParallelSettings(strategy="fsdp2"), 8, 3),
         (4, ParallelSettings(strategy="zero1", recompute="full"), 1, 2),
         (8, ParallelSettings(mesh="pp=2,dp_shard=2,tp=2", micro_batches=4), 4, 4),
+        (32, ParallelSettings(mesh="pp=4,dp_replicate=2,dp_shard=2,tp=2", micro_batches=8, recompute="full"), 4, 8),
     ],
-    ids=["sharded", "copies", "stages"],
+    ids=["sharded", "copies", "stages", "all of them"],
 )
 def test_a_scaled_shape_is_the_whole_models(world, parallel, rows, count):
     model, degrees = MODELS["gpt-tiny"], degrees_of(parallel, world)
@@ -29,6 +30,7 @@ def test_a_scaled_shape_is_the_whole_models(world, parallel, rows, count):
     found = quick_stages(model, parallel, degrees, inputs, "fp32")
     for quick, exact in ((found[0], whole[0]), (found[-1], whole[-1])):
         assert (quick.flop, quick.parameters, quick.in_flight) == (exact.flop, exact.parameters, exact.in_flight)
+        assert quick.collectives == exact.collectives
         assert quick.kept_bytes == pytest.approx(exact.kept_bytes, rel=0.01)
         # Sharded gradients are taken at the size that the small runs have.
         assert quick.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.05)
