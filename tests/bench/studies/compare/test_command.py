@@ -52,8 +52,7 @@ def test_loaders_are_checked_then_timed_then_timed_again(dataset, tmp_path, caps
         assert entry.check.num_missing == 0
         assert entry.runs[0].peak_memory_bytes > 50 << 20
         (run,) = entry.runs
-        assert run.doubt or run.images_per_s > 0  # a machine that stands still meanwhile is no fault of ours
-        assert run.num_batches > 0
+        assert run.doubt or run.images_per_s > 0 < run.num_batches  # a machine that stands still is no fault of ours
     assert (report.cut_off, report.num_rounds) == (None, 1)
     assert str(dataset) not in (out / "report.json").read_text()
     assert "speed-up of fuelrail:turbo" in capsys.readouterr().out
