@@ -206,7 +206,8 @@ def test_the_loader_refuses_it(broken):
 def test_the_loader_substitutes_it(broken, tmp_path):
     out, key, says = broken
     log = tmp_path / "bad.jsonl"
-    loader = make_loader(out, 1, image=IMAGE, world=World(), shuffle=False, on_error="substitute", file=log)
+    options = {"image": IMAGE, "points": True, "on_error": "substitute", "file": log}
+    loader = make_loader(out, 1, world=World(), shuffle=False, **options)
     seen = [batch["sample_key"][0] for batch in loader]
     assert len(seen) == 6
     assert key not in seen

@@ -10,9 +10,9 @@ import torch
 
 from fuelrail.bench.measure.collectives import Collective, summed
 from fuelrail.bench.planner.closed import closed_shape
-from fuelrail.bench.planner.formulas import bubble, sent_bytes, zero_state_bytes
+from fuelrail.bench.planner.formulas import bubble, in_flight, sent_bytes, zero_state_bytes
 from fuelrail.bench.planner.hardware import GIB, ClusterSettings
-from fuelrail.bench.planner.shape import MOMENTS, Inputs, Shape, in_flight, private_parts_are_there, shape_of
+from fuelrail.bench.planner.shape import MOMENTS, Inputs, Shape, private_parts_are_there, shape_of
 from fuelrail.bench.planner.step_time import StepTime, Work, step_time
 from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.models.settings import GptSettings, ModelSettings, VitSettings, num_blocks

@@ -13,11 +13,12 @@ from fuelrail.bench.measure.collectives import Collective
 from fuelrail.bench.planner.formulas import (
     Transformer,
     hardware_flop,
+    in_flight,
     layer_activation_bytes,
     parameters,
     zero_state_bytes,
 )
-from fuelrail.bench.planner.shape import MOMENTS, Inputs, Shape, check_schedule, in_flight
+from fuelrail.bench.planner.shape import MOMENTS, Inputs, Shape, check_schedule
 from fuelrail.bench.trainer.models.settings import GptSettings, ModelSettings
 from fuelrail.pipeline.errors import ConfigError
 

@@ -6,9 +6,12 @@ sequence, t tensor-parallel and p pipeline ranks, v virtual stages a rank, V voc
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 SECONDS_PER_DAY = 86400
 Recompute = Literal["none", "selective", "full"]
@@ -116,3 +119,31 @@ def bubble(pp: int, micro_batches: int, virtual_stages: int = 1) -> float:
 def training_days(parameters: float, tokens: float, devices: int, flops_per_device: float) -> float:
     """Days of training with full recomputation, 8 T N / (n X) (arXiv 2104.04473, equation 4)."""
     return 8 * parameters * tokens / (devices * flops_per_device) / SECONDS_PER_DAY
+
+
+def in_flight(schedule: str, pp: int, stage: int, micro_batches: int) -> int:
+    """Return the number of micro-batches whose activations a stage holds at once, in GPipe and 1F1B."""
+    return min(micro_batches, micro_batches if schedule == "GPipe" and pp > 1 else pp - stage)
+
+
+def schedule_order(schedule: str, pp: int, micro_batches: int) -> list[list[str]]:
+    """Return each stage's order of work in GPipe or 1F1B: F and B with the number of a micro-batch."""
+    found = []
+    for stage in range(pp):
+        ahead = in_flight(schedule, pp, stage, micro_batches)
+        order = [f"F{number}" for number in range(ahead)]
+        for number in range(micro_batches):
+            order.append(f"B{number}")
+            if number + ahead < micro_batches:
+                order.append(f"F{number + ahead}")
+        found.append(order)
+    return found
+
+
+def passes_of(order: Sequence[str], way: str) -> tuple[int, int]:
+    """Count the passes of one way, F or B, in a stage's order of work, and those of them that gather weights.
+
+    Weights are gathered by what follows their release: a forward pass releases them, a backward pass does not.
+    """
+    places = [at for at, work in enumerate(order) if work[0] == way]
+    return len(places), sum(at == 0 or order[at - 1][0] == "F" for at in places)

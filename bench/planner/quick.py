@@ -17,17 +17,8 @@ import msgspec
 import numpy as np
 
 from fuelrail.bench.measure.collectives import Collective, summed
-from fuelrail.bench.planner.shape import (
-    MOMENTS,
-    Inputs,
-    Line,
-    Shape,
-    in_flight,
-    is_gather_of_weights,
-    passes_of,
-    schedule_order,
-    shape_of,
-)
+from fuelrail.bench.planner.formulas import in_flight, passes_of, schedule_order
+from fuelrail.bench.planner.shape import MOMENTS, Inputs, Line, Shape, is_gather_of_weights, shape_of
 from fuelrail.bench.trainer.models.settings import GptSettings, ModelSettings, VitSettings, num_blocks
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision
 

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuelrail.bench.measure.collectives import Collective, Counter, summed
+from fuelrail.bench.planner.formulas import in_flight, passes_of, schedule_order
 from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.models.settings import GptSettings, ModelSettings, VitSettings
 from fuelrail.bench.trainer.strategies.optimiser import DTYPES, autocast
@@ -215,25 +216,6 @@ def check_schedule(settings: ParallelSettings, degrees: Degrees) -> None:
             f"pipeline_schedule {settings.pipeline_schedule} gives each rank two stages, and the planner shapes one a "
             f"rank: it would misjudge activations and bubble; use {' or '.join(_PLANNED_SCHEDULES)}"
         )
-
-
-def in_flight(schedule: str, pp: int, stage: int, micro_batches: int) -> int:
-    """Return the number of micro-batches whose activations a stage holds at once, in GPipe and 1F1B."""
-    return min(micro_batches, micro_batches if schedule == "GPipe" and pp > 1 else pp - stage)
-
-
-def schedule_order(schedule: str, pp: int, micro_batches: int) -> list[list[str]]:
-    """Return each stage's order of work in GPipe or 1F1B: F and B with the number of a micro-batch."""
-    found = []
-    for stage in range(pp):
-        ahead = in_flight(schedule, pp, stage, micro_batches)
-        order = [f"F{number}" for number in range(ahead)]
-        for number in range(micro_batches):
-            order.append(f"B{number}")
-            if number + ahead < micro_batches:
-                order.append(f"F{number + ahead}")
-        found.append(order)
-    return found
 
 
 @contextmanager
@@ -435,15 +417,6 @@ class _Passes:
 def is_gather_of_weights(one: Collective) -> bool:
     """Whether a collective gathers what the ranks of a sharded model hold."""
     return one.kind == "all_gather" and one.axis.startswith("dp_")
-
-
-def passes_of(order: Sequence[str], way: str) -> tuple[int, int]:
-    """Count the passes of one way, F or B, in a stage's order of work, and those of them that gather weights.
-
-    Weights are gathered by what follows their release: a forward pass releases them, a backward pass does not.
-    """
-    places = [at for at, work in enumerate(order) if work[0] == way]
-    return len(places), sum(at == 0 or order[at - 1][0] == "F" for at in places)
 
 
 def _into_bucket(parameter: Tensor, bucket: Tensor) -> None:
