@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+import weakref
 from collections import Counter
 from functools import cached_property
 from pathlib import Path
@@ -37,7 +38,9 @@ class SqliteFile:
         if not self._path.is_file():
             raise SourceError(f"{self._where} is not there")
         uri = f"{self._path.absolute().as_uri()}?mode=ro&immutable=1"
-        return sqlite3.connect(uri, uri=True, check_same_thread=False)
+        database = sqlite3.connect(uri, uri=True, check_same_thread=False)
+        weakref.finalize(self, database.close)  # one that goes unclosed is a warning from Python 3.13 on
+        return database
 
     def _rows(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
         try:
