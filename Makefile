@@ -23,7 +23,7 @@ SPELLED := *.md bench configs docs loaders pipeline sharding tests .src/fuelrail
 
 help:
 	@echo "make demo       set up, synthesise, shard, verify, draw a sample, train on 2 ranks, write the report"
-	@echo "make test       set up and run the whole test suite: about 16 minutes on two cores"
+	@echo "make test       set up and run the whole test suite: about 11 minutes on two cores"
 	@echo "make test-fast  set up and run the unit lane: about 75 seconds on two cores"
 	@echo "make coverage   the unit lane, and the share of each hall's lines that it runs: about 2.5 minutes"
 	@echo "make test-dali  DALI's own tests, on the CPU and on fake devices: about a minute"

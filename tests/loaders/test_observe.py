@@ -73,13 +73,13 @@ def test_the_trace_has_every_stage_of_every_batch(tiny, tmp_path):
 
 class TestRanges:
     def test_they_open_and_close_around_the_work_whatever_it_does(self):
-        told = []
-        decode = Stage("decode", lambda value: told.append("work") or 1 // value, 1, 1)
-        stage = with_ranges(decode, told.append, lambda: told.append("pop"))
+        calls = []
+        decode = Stage("decode", lambda value: calls.append("work") or 1 // value, 1, 1)
+        stage = with_ranges(decode, calls.append, lambda: calls.append("pop"))
         assert stage.work(1) == 1
         with pytest.raises(ZeroDivisionError):
             stage.work(0)
-        assert told == ["fuelrail decode", "work", "pop"] * 2
+        assert calls == ["fuelrail decode", "work", "pop"] * 2
 
     @pytest.mark.gpu
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA here")

@@ -94,9 +94,9 @@ class TestRanks:
             WorldError, match=r"made as World\(rank=0, size=1\), but the process is World\(rank=1, size=2\)"
         ):
             iter(loader)
-        told = DataLoader(tiny, 2, world=World(0, 1))
-        assert len(next(iter(told))["sample_key"]) == 2
-        told.close()
+        given = DataLoader(tiny, 2, world=World(0, 1))
+        assert len(next(iter(given))["sample_key"]) == 2
+        given.close()
 
     def test_a_batch_larger_than_the_dataset(self, tiny):
         with pytest.raises(WorldError, match=r"an epoch of 21 samples has no full global batch of 64.*drop_last=False"):

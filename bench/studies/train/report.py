@@ -47,7 +47,7 @@ VERSION = 2
 _S_PER_HOUR = 3600
 
 
-_TOLD_ELSEWHERE = {
+_SHOWN_ELSEWHERE = {
     *("dataset", "records", "profile", "accelerator", "ranks", "cache_dir", "trace", "checkpoint", "transforms"),
     *("teacher", "teacher_layer", "distill", "temperature", "teaching", "price_per_gpu_hour"),
     *("against", "check_batch", "target_loss"),
@@ -209,7 +209,7 @@ def load_report(path: Path) -> Report:
 def _options(settings: TrainSettings) -> dict[str, Any]:
     """Return the run's settings, without those reported elsewhere and paths of this machine."""
     options: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(settings))
-    return {key: value for key, value in options.items() if key not in _TOLD_ELSEWHERE}
+    return {key: value for key, value in options.items() if key not in _SHOWN_ELSEWHERE}
 
 
 def _figures(

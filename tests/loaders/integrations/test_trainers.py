@@ -39,7 +39,7 @@ def expected(root, world):
         return [(step, b["epoch"], b["sample_key"]) for step, b in enumerate(islice(batches, NUM_STEPS))]
 
 
-def told(text, rank):
+def output_of(text, rank):
     """What an example reported of one rank, and the losses."""
     lines = re.findall(rf"^.*rank {rank} step (\d+) epoch (\d+)(?: loss (\S+))? samples (.+)$", text, re.MULTILINE)
     return [(int(step), int(epoch), keys.split()) for step, epoch, _, keys in lines], [loss for *_, loss, _ in lines]
@@ -59,7 +59,7 @@ SAME_BATCHES = (World(0, 1), World(0, 1))
 
 def assert_samples(root, texts, worlds):
     for rank, (text, world) in enumerate(zip(texts, worlds, strict=True)):
-        assert told(text, rank)[0] == expected(root, world)
+        assert output_of(text, rank)[0] == expected(root, world)
 
 
 def test_what_torch_brings(tiny, tmp_path):
@@ -70,7 +70,7 @@ def test_what_torch_brings(tiny, tmp_path):
     assert_samples(tiny, reports["pipeline_parallel"], SAME_BATCHES)
     for rank in range(2):
         # Sharded or not, it is the same training: nothing was lost over checkpoint and resume either.
-        ddp, fsdp2 = (told(reports[name][rank], rank)[1] for name in ("ddp", "fsdp2"))
+        ddp, fsdp2 = (output_of(reports[name][rank], rank)[1] for name in ("ddp", "fsdp2"))
         assert [float(loss) for loss in fsdp2] == pytest.approx([float(loss) for loss in ddp], abs=2e-3)
 
 
@@ -107,7 +107,7 @@ def test_mmengine_resumes_as_its_page_says(tiny, tmp_path):
         )
     )
     for rank, world in enumerate(DATA_PARALLEL):
-        assert told(first, rank)[0] + told(second, rank)[0] == expected(tiny, world)
+        assert output_of(first, rank)[0] + output_of(second, rank)[0] == expected(tiny, world)
 
 
 class _Calls:
@@ -147,7 +147,7 @@ def test_ray_train_continues_after_its_workers_died(tiny, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     for rank, world in enumerate(DATA_PARALLEL):
-        reported = told(done.stdout + done.stderr, rank)[0]
+        reported = output_of(done.stdout + done.stderr, rank)[0]
         again = [entry for entry in reported if entry[0] >= 4]
         assert sorted({entry[0] for entry in reported}) == list(range(NUM_STEPS))
         for step, epoch, keys in reported:

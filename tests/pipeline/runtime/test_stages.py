@@ -154,15 +154,15 @@ class TestFailures:
             next(pipeline)
 
     def test_a_failure_waits_neither_for_the_rest_of_its_group_nor_for_what_is_under_way(self):
-        told, in_time = threading.Event(), []
+        reported, in_time = threading.Event(), []
         stages = [
-            Stage("a", lambda v: refuse(v) if v == 0 else in_time.append(told.wait(20)), 2, 3),
+            Stage("a", lambda v: refuse(v) if v == 0 else in_time.append(reported.wait(20)), 2, 3),
             Stage("g", list, 1, 2, group=3),
         ]
         pipeline = Pipeline(iter(range(9)), stages, name="test")
         with pytest.raises(StageError, match="on 0"):
             next(pipeline)
-        told.set()
+        reported.set()
         assert next(pipeline, None) is None
         pipeline.close()
         assert all(in_time)
@@ -197,7 +197,7 @@ class TestClocks:
     def test_the_observer_sees_every_item_with_the_batch_it_becomes_a_part_of(self):
         seen = []
         stages = [Stage("a", int, 3, 4), Stage("g", list, 1, 2, group=4), Stage("t", list, 1, 2)]
-        run(range(10), *stages, observer=lambda *told: seen.append(told))
+        run(range(10), *stages, observer=lambda *reported: seen.append(reported))
         assert all(begin <= end for _, _, _, begin, end in seen)
         assert sorted((stage, item, batch) for stage, item, batch, _, _ in seen) == sorted(
             [("a", n, n // 4) for n in range(10)] + [(stage, n, n) for stage in ("g", "t", "wait") for n in range(3)]
@@ -375,7 +375,7 @@ class TestForeignCode:
 
     @pytest.mark.timeout(30)
     def test_an_observer_that_fails_does_not_hide_the_stages_own_failure(self):
-        def observer(*told):
+        def observer(*reported):
             raise RefusalError("observer")
 
         with pytest.raises(StageError, match="stage 'refuse' failed on 0: RefusalError: not 0"):
@@ -383,7 +383,7 @@ class TestForeignCode:
 
     @pytest.mark.timeout(30)
     def test_an_observer_that_fails_on_the_consumers_thread(self):
-        def observer(stage, *told):
+        def observer(stage, *reported):
             if stage == "wait":
                 raise RefusalError("here")
 

@@ -31,10 +31,10 @@ def test_items_are_taken_as_they_are_needed():
 
 
 def test_an_error_ends_the_rest():
-    begun, release = [], threading.Event()
+    started, release = [], threading.Event()
 
     def work(number):
-        begun.append(number)
+        started.append(number)
         if number == 0:
             raise ValueError("first")
         release.wait(10)
@@ -43,14 +43,14 @@ def test_an_error_ends_the_rest():
     threading.Timer(0.05, release.set).start()
     with pytest.raises(ValueError, match="first"):
         next(results)
-    assert len(begun) <= 4
+    assert len(started) <= 4
 
 
 def test_a_signal_that_another_thread_gets_waits_for_the_end_too():
-    begun, sent = threading.Event(), threading.Event()
+    started, sent = threading.Event(), threading.Event()
 
     def another() -> None:
-        begun.wait(20)
+        started.wait(20)
         signal.pthread_kill(threading.get_ident(), signal.SIGINT)
         sent.set()
 
@@ -59,7 +59,7 @@ def test_a_signal_that_another_thread_gets_waits_for_the_end_too():
     before = signal.getsignal(signal.SIGINT)
     done = False
     with pytest.raises(KeyboardInterrupt), ctrl_c_waits():
-        begun.set()
+        started.set()
         sent.wait(20)
         thread.join()
         done = True

@@ -91,25 +91,25 @@ class TestCalls:
     POLICY = RetryPolicy(deadline_s=0.2, first_delay_s=0.001, max_delay_s=0.002)
 
     def test_what_fails_now_and_then_comes_through(self):
-        errors, told = [OSError("a"), TimeoutError("b")], []
+        errors, calls = [OSError("a"), TimeoutError("b")], []
 
         def work() -> int:
             if errors:
                 raise errors.pop()
             return 7
 
-        assert call_with_retries(work, self.POLICY, lambda fault, pause: told.append((fault.kind, pause is None))) == 7
-        assert told == [("transient", False), ("transient", False)]
+        assert call_with_retries(work, self.POLICY, lambda fault, pause: calls.append((fault.kind, pause is None))) == 7
+        assert calls == [("transient", False), ("transient", False)]
 
     def test_what_cannot_be_helped_is_reported_at_once(self):
-        told: list[Fault] = []
+        calls: list[Fault] = []
 
         def work() -> None:
             raise PermissionError("no")
 
         with pytest.raises(PermissionError):
-            call_with_retries(work, self.POLICY, lambda fault, pause: told.append(fault))
-        assert [fault.kind for fault in told] == ["refused"]
+            call_with_retries(work, self.POLICY, lambda fault, pause: calls.append(fault))
+        assert [fault.kind for fault in calls] == ["refused"]
 
     def test_the_deadline_ends_it(self, monkeypatch):
         pauses, now_s = [], [0.0]
