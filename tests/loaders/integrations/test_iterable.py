@@ -86,6 +86,9 @@ class TestL8WorkersWithoutTheView:
         with pytest.raises(UserWarning, match=r"gives every batch, 2 times in all; wrap it in .*IterableView"):
             next(iter(outer))
 
+    def test_l8_the_view_does_not_warn(self, tiny):
+        assert keys(TorchLoader(IterableView(load(tiny, 2)), batch_size=None, num_workers=2)) == keys(load(tiny, 2))
+
 
 class TestPickle:
     def test_rank_arguments_and_position_travel(self, tiny):

@@ -179,6 +179,7 @@ REFUSED = [
     (signed(compression={"codecs": 5}), "compression.codecs does not map"),
     (signed(provenance={"a": "x" * (5 << 20)}), "bytes, at most 4194304 are read"),
     (signed(lineage=Lineage(ancestors=(ANCESTOR,) * 129)), "129 ancestors, at most 128"),
+    (signed() + b" " * (16 << 20), "more than a manifest may have"),
 ]  # fmt: skip
 
 

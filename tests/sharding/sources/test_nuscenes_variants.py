@@ -7,20 +7,27 @@ from __future__ import annotations
 
 import json
 
+import cv2
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
+import simplejpeg
 
 from fuelrail.__main__ import main
+from fuelrail.loaders import ImageAugment, Undistort
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.format.manifest import load_manifest
+from fuelrail.pipeline.order.select import Filter
 from fuelrail.pipeline.sample.schema import Boxes, Geometry, decode_arrays, decode_meta
 from fuelrail.pipeline.transforms.lens import read_lens
 from fuelrail.sharding.planning.recipe import parse_images
 from fuelrail.sharding.sources.nuscenes.boxes import CLASSES
 from fuelrail.sharding.sources.scan_report import ScanReport
 from fuelrail.sharding.verify.dataset import verify
+from support.loaders import make_loader
 from support.nuscenes_sweeps import add_sweeps
 from support.nuscenes_tables import build_nuscenes, token
+from support.pictures import psnr_db
 from support.sharding import scanned, shard_nuscenes
 from support.shared_data import shared_data
 
@@ -155,6 +162,26 @@ def test_nuscenes_f3_camera_distortion(made, tmp_path, stated, model):
         assert info.report.distorted == {"cam_front": 7}
 
 
+def test_nuscenes_f3_the_loader_rectifies_what_the_table_states(tmp_path):
+    ramp = np.linspace(0, 6, 96)[None, :, None] + np.linspace(0, 4, 64)[:, None, None] + np.arange(3)
+    picture = (127 + 100 * np.sin(ramp)).astype(np.uint8)
+    images = [simplejpeg.encode_jpeg(picture, 98, "RGB", "444")]
+    made = build_nuscenes(tmp_path / "root", {"a": 2}, cameras=TWO, size=(96, 64), images=images)
+    camera = np.array([[90.0, 0, 47.5], [0, 90, 31.5], [0, 0, 1]])
+    made.tables["calibrated_sensor"][0].update(camera_intrinsic=camera.tolist(), camera_distortion=RADTAN)
+    made.write("calibrated_sensor")
+    shard_nuscenes(made.root, tmp_path / "out")
+    stored = simplejpeg.decode_jpeg(images[0])
+    expected = cv2.undistort(stored, camera, np.array(RADTAN)).transpose(2, 0, 1)
+    image = ImageAugment(height=64, width=96, resize="stretch")
+    with make_loader(tmp_path / "out", 2, image=image, undistort=Undistort(), num_workers=1) as loader:
+        found = next(iter(loader))["img"].numpy()
+    where = np.zeros((64, 96), bool)
+    where[8:-8, 12:-12] = True
+    assert psnr_db(found[0, 0], expected, where) > 40 > psnr_db(stored.transpose(2, 0, 1), expected, where)
+    assert psnr_db(found[0, 1], stored.transpose(2, 0, 1), where) > 40  # the other camera is a pinhole
+
+
 @pytest.mark.parametrize("length", [1, 3, 6, 7, 13, 15, 1000])
 def test_nuscenes_f3_a_length_that_no_lens_has_is_refused(made, tmp_path, length):
     made.tables["calibrated_sensor"][1]["camera_distortion"] = [0.1] * length
@@ -244,6 +271,18 @@ def test_nuscenes_f4_night_and_rain_are_unknown_unless_stated(made, tmp_path, te
     assert (attributes["night"], attributes["rain"]) == known
 
 
+def test_nuscenes_f4_an_unknown_condition_is_selected_neither_way(made, tmp_path):
+    made.tables["scene"][0]["description"] = "derived"
+    made.tables["scene"][1]["description"] = "Night"
+    made.write("scene")
+    shard_nuscenes(made.root, tmp_path / "out")
+    table = pq.read_table(tmp_path / "out" / "attributes.parquet")
+    assert table.column("night").null_count == 4
+    chosen = {text: len(Filter(text, table.column_names).select(table)) for text in
+              ("night", "not night", "night is None", "night or num_boxes > 0")}  # fmt: skip
+    assert chosen == {"night": 3, "not night": 0, "night is None": 4, "night or num_boxes > 0": 7}
+
+
 def test_nuscenes_f5_a_sample_without_any_image_is_dropped(made, tmp_path):
     for channel in TWO:
         for row in data_rows(made, channel, [2, 4, 5, 6]):  # one of clip a, all of clip b
@@ -265,6 +304,17 @@ def test_nuscenes_f5_a_sample_without_any_image_is_dropped(made, tmp_path):
     outcome = shard_nuscenes(made.root, tmp_path / "out", missing_camera="mask")
     assert outcome.manifest.num_samples == 3
     assert verify(tmp_path / "out", deep=True, num_threads=1).faults == []
+
+
+def test_nuscenes_f5_a_sample_of_images_marked_as_not_valid_is_dropped(made, tmp_path):
+    for row in (*data_rows(made, "CAM_FRONT", [0, 1]), *data_rows(made, "CAM_BACK", [0])):
+        row["is_valid"] = False
+    made.write("sample_data")
+    _, info, table = scan(made, tmp_path)
+    assert info.report.dropped_samples == {"no camera image": 1}
+    assert info.report.masked == {"cam_front": {"marked as not valid": 1}}
+    assert decode_meta(table.row(0).meta).key == "a-000001"
+    assert decode_meta(table.row(0).meta).prev_key is None
 
 
 def test_nuscenes_f5_a_source_without_any_image_is_refused(made, tmp_path):
