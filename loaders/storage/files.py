@@ -54,6 +54,11 @@ class OpenShards(Generic[T]):
                 self._shards.move_to_end(number)
             return shard
 
+    def opened(self) -> list[T]:
+        """Return those that are open; none where others may have been forgotten."""
+        with self._lock:
+            return list(self._shards.values()) if len(self._shards) < self._limit else []
+
     def drop(self, number: int) -> None:
         """Forget one, so that the next use opens it again."""
         with self._lock:

@@ -175,18 +175,16 @@ class MappedShards:
         That costs one look at the size and the time of change of each file. Where these are others, the digests are
         computed again.
         """
-        unchanged: set[int] = set()
+        files = self._files.opened()
+        if 0 < len(files) <= len(indices) and not self._faults.are_any and not any(one.was_written() for one in files):
+            return
         for index in indices:
-            if self._dataset.index.place(index)[0] in unchanged:
-                continue
             row, file = self._dataset.index.row(index), None
             try:
                 file = self._files[row.shard]
                 self._check_faults(file, row)
                 if self._verify and file.was_written():
                     check_span(row, self._view(file, row), file.name)
-                elif not self._faults.are_any:
-                    unchanged.add(row.shard)
             except ShardError as error:
                 raise explained(self._dataset, row, error, file) from error
 
