@@ -7,7 +7,6 @@ import contextlib
 from html import escape
 from typing import TYPE_CHECKING, Final
 
-import cv2
 import numpy as np
 
 from fuelrail.pipeline.errors import ImageError
@@ -22,6 +21,8 @@ _WIDTH: Final = 200
 
 def thumbnail(encoded: bytes, width: int = _WIDTH) -> bytes:
     """A small JPEG of an encoded image, ``width`` pixels wide; raises ImageError for what is no image to us."""
+    import cv2
+
     info = probe(encoded)
     image = cv2.imdecode(np.frombuffer(encoded, np.uint8), cv2.IMREAD_COLOR)
     if image is None:
