@@ -32,6 +32,7 @@ import errno
 import mmap
 import os
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -43,8 +44,6 @@ from fuelrail.pipeline.errors import ShardError, StorageError, TruncatedShardErr
 from fuelrail.pipeline.format.dataset import Dataset, check_span
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fuelrail.loaders.storage.cache.future_uses import FutureUses
     from fuelrail.pipeline.format.index.row import IndexRow
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from fuelrail.pipeline.errors import ImageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from fuelrail.pipeline.sample.arrays import Buffer
 
 MAX_PIXELS = 1 << 26

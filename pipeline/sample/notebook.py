@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import base64
 import contextlib
+from collections.abc import Iterable, Mapping
 from html import escape
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
 from fuelrail.pipeline.errors import ImageError
 from fuelrail.pipeline.sample.image_header import probe
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 _WIDTH: Final = 200
 """Of a thumbnail [px]."""

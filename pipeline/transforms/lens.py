@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 Kind: TypeAlias = Literal["pinhole", "fisheye"]
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
@@ -31,10 +34,6 @@ from fuelrail.pipeline.settings import flag, make_options
 from fuelrail.pipeline.storage.filesystem import is_url
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Mapping
-    from pathlib import Path
-
     from fuelrail.bench.studies.train.report import Report
 
 _AS_IT_IS, _AGAIN = "as-it-is", "as-it-is-again"
