@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from torch.distributed.checkpoint.metadata import Metadata
 
-    from fuelrail.bench.trainer.checkpoints.store import Digests
     from fuelrail.bench.trainer.strategies.parallel import Parallel
     from fuelrail.loaders import DataLoader
 
@@ -62,14 +61,14 @@ class Checkpoints:
         start_ns = time.monotonic_ns()
         done = self.wait()
         folder = self._store.folder(step, self._token)
-        writer, digests = self._store.writer(folder)
+        writer = self._store.writer(folder)
         # Where torch 2.8 looks for a stager; newer versions do too if they are given no other.
         writer.stage = self._stager.stage  # type: ignore[method-assign]
         progress = msgspec.to_builtins(progress_of(parallel, loader_state))
         written = async_save(tensors_of(parallel, self._rank), storage_writer=writer, process_group=self._group)
         assert isinstance(written, Future), "a blocking stager has finished"
         times_ns = start_ns, time.monotonic_ns() - start_ns
-        self._pending = self._thread.submit(self._finish, folder, written, digests, progress, times_ns)
+        self._pending = self._thread.submit(self._finish, folder, written, progress, times_ns)
         return done
 
     def wait(self) -> CheckpointSave | None:
@@ -114,7 +113,6 @@ class Checkpoints:
         self,
         folder: str,
         written: Future[Metadata],
-        digests: Digests,
         progress: dict[str, Any],
         times_ns: tuple[int, int],
     ) -> CheckpointSave:
@@ -122,7 +120,8 @@ class Checkpoints:
         step, (start_ns, stall_ns) = step_of(folder), times_ns
         try:
             written.result()
-            files = self._gathered(digests)
+            own = self._store.names(folder)[self._rank :: self._world_size]
+            files = self._gathered({name: self._store.digest(folder, name) for name in own})
             manifest = Manifest(
                 step=step, world_size=self._world_size, identity=self._identity, progress=progress, files=files
             )
