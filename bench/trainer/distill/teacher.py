@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from fuelrail.bench.trainer.checkpoints.store import DamagedError, Store
 from fuelrail.bench.trainer.models.bev import occupied_cells
 from fuelrail.bench.trainer.models.build import build_model
-from fuelrail.bench.trainer.models.settings import MODELS, BevSettings, VitSettings, feature_width, predictions
+from fuelrail.bench.trainer.models.settings import MODELS, GridSettings, feature_width, predictions
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.layers import open_layer
 
@@ -155,12 +155,12 @@ def of_layer(
 
     makers: dict[str, Callable[[Mapping[str, Any]], Tensor]] = {}
     width = 0
-    of_grid, moved = isinstance(student, BevSettings | VitSettings), transforms.image.train
+    of_grid, moved = isinstance(student, GridSettings), transforms.image.train
     has_boxes = weights.targets > 0 and f"{LAYER}.detections" in table
     if weights.logits or (weights.targets and not has_boxes):
         logits = find("logits", shape, "ego_grid", moves=of_grid and transforms.ego.train)
         makers["logits"] = lambda batch: _values(batch, logits.name)
-    if has_boxes and isinstance(student, BevSettings | VitSettings):  # of other models targets were refused
+    if has_boxes and isinstance(student, GridSettings):  # of other models targets were refused
         (group,) = find("detections", None, "ego_boxes").law.roles["boxes"]
         grid, range_m = student.grid, student.range_m
         makers["targets"] = lambda batch: occupied_cells(batch[f"{LAYER}.detections"][group[0]], grid, range_m)

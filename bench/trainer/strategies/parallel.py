@@ -174,7 +174,7 @@ def parallelise(
     number of samples per data-parallel rank in a micro-batch. With Degrees() a rank trains alone, whatever the world.
     Of a pipeline's model the parts that are not this rank's are given up.
     """
-    device, plan, schedule = next(model.parameters()).device, model.tensor_plan(), settings.pipeline_schedule
+    device, plan, schedule = next(model.parameters()).device, model.plan, settings.pipeline_schedule
     parts: list[nn.Module] = [model]
     stages, num_stages = [0], stages_of(settings, degrees)
     if mesh is not None and degrees.pp > 1:
