@@ -77,19 +77,16 @@ class Store:
         """Make torch's reader of a checkpoint."""
         return FsspecReader(f"{self._root}/{folder}")
 
-    def names(self, folder: str) -> list[str]:
-        """Names of the files of an attempt, in order."""
+    def digests(self, folder: str, share: slice) -> dict[str, tuple[int, str]]:
+        """Read a share of the files of an attempt, in order; return bytes and digest of each by name."""
         self._fs.invalidate_cache()
-        return sorted(PurePosixPath(path).name for path in self._fs.ls(f"{self._path}/{folder}", detail=False))
+        names = sorted(PurePosixPath(path).name for path in self._fs.ls(f"{self._path}/{folder}", detail=False))
+        return {name: self._digest_of(folder, name) for name in names[share]}
 
-    def digest(self, folder: str, name: str) -> tuple[int, str]:
-        """Read a file; return its number of bytes and its digest. Raises DamagedError where it is missing."""
+    def _digest_of(self, folder: str, name: str) -> tuple[int, str]:
         path = f"{self._path}/{folder}/{name}"
-        try:
-            with self._fs.open(path, "rb") as file:
-                return self._fs.size(path), hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
-        except FileNotFoundError as error:
-            raise DamagedError(f"{name} is missing") from error
+        with self._fs.open(path, "rb") as file:
+            return self._fs.size(path), hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
 
     def publish(self, folder: str, manifest: Manifest) -> None:
         """Make a written checkpoint visible, in one step."""
@@ -128,7 +125,11 @@ class Store:
     def check(self, folder: str, manifest: Manifest, names: Iterable[str]) -> None:
         """Compare files of a checkpoint with the manifest. Raises DamagedError."""
         for name in names:
-            (size, digest), (num_bytes, found) = manifest.files[name], self.digest(folder, name)
+            size, digest = manifest.files[name]
+            try:
+                num_bytes, found = self._digest_of(folder, name)
+            except FileNotFoundError as error:
+                raise DamagedError(f"{name} is missing") from error
             if num_bytes != size:
                 raise DamagedError(f"{name} has {num_bytes} bytes, {size} were written")
             if found != digest:

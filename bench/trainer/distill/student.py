@@ -128,7 +128,7 @@ def distilled(
         )
     if settings.checkpoints is not None:
         teacher = Teacher(settings.checkpoints, device, shard=dist.is_initialized() and dist.get_world_size() > 1)
-        source = of_checkpoint(teacher, size, weights, len(loader.dataset.manifest.cameras))
+        source = of_checkpoint(teacher, size, len(loader.dataset.manifest.cameras))
     else:
         source = of_layer(str(settings.layer), size, loader.dataset, weights, loader.transforms)
     return Distilled(student, source, weights, settings.temperature), source.of_inputs

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import msgspec
 
+from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 Positive = Annotated[int, msgspec.Meta(gt=0)]
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
@@ -92,6 +97,7 @@ MODELS: dict[str, ModelSettings] = {
     "gpt-100b": GptSettings(width=10240, depth=80, heads=80, context=2048),
 }
 
+_N = TypeVar("_N", int, float)
 if TYPE_CHECKING:
     ModelName = str
 else:
@@ -133,3 +139,16 @@ def feature_width(settings: ModelSettings) -> int:
     if isinstance(settings, ResNetSettings):
         return 4 * settings.width << (len(settings.blocks) - 1)
     return settings.width
+
+
+def read_pairs(what: str, text: str, names: Sequence[str], number: Callable[[str], _N], rule: str) -> dict[str, _N]:
+    """Read ``NAME=NUMBER,...`` with numbers above 0. Raises ConfigError, which says ``rule``."""
+    found: dict[str, _N] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        with suppress(ValueError):
+            if name in names and name not in found and 0 < number(value) <= _LARGE:
+                found[name] = number(value)
+                continue
+        raise ConfigError(f"{what} '{text}' has the part '{part}'; write {rule}: {', '.join(names)}")
+    return found
