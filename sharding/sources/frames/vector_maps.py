@@ -60,7 +60,7 @@ class MapWindows:
         refs = [MAP + msgspec.json.encode((place, one)).decode() for one in poses.tolist()]
         return [
             [Reference(self.channel.field, ref, WINDOW_BYTES, is_estimate=True)] if known else []
-            for ref, known in zip(refs, np.isfinite(poses).all(1).tolist(), strict=True)
+            for ref, known in zip(refs, np.isfinite(poses[:, 0]).tolist(), strict=True)
         ]
 
     def made(self, place: str, ego2global: NDArray[np.float64]) -> Reference:
