@@ -14,6 +14,7 @@ so.
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
@@ -233,6 +234,7 @@ def _fake_group(rank: int, world: int) -> Iterator[None]:
         with _disable_current_modes():
             return find(*args)
 
+    hook = sys.excepthook  # to which each group adds its rank
     dist.init_process_group("fake", rank=rank, world_size=world, store=parts.fake_store())
     parts.propagator._propagate_tensor_meta_non_cached = unseen  # noqa: SLF001
     try:
@@ -240,6 +242,7 @@ def _fake_group(rank: int, world: int) -> Iterator[None]:
     finally:
         parts.propagator._propagate_tensor_meta_non_cached = find  # noqa: SLF001
         dist.destroy_process_group()
+        sys.excepthook = hook
         # They know meshes by their ranks, and would bring this one's groups to the next of the same ranks.
         for forget in parts.forget:
             forget()
@@ -373,15 +376,15 @@ class _Passes:
         elif sharded is not None:
             sharded.set_requires_gradient_sync(last)
         with (
-            Counter(mesh) as forward,
             _noting(tracker, line, "forward"),
+            Counter(mesh) as forward,
             autocast(torch.device("cpu"), self._precision),
         ):
             result = self._result()
         kept = 0 if tracker is None else _by_kind(tracker.get_tracker_snapshot("current")).get("Activation", 0)
         if line is not None:
             line.kept = line.parts(tracker, "Activation")
-        with Counter(mesh) as backward, _noting(tracker, line, "backward"):
+        with _noting(tracker, line, "backward"), Counter(mesh) as backward:
             torch.autograd.backward(result, None if result.dim() == 0 else torch.empty_like(result))
         with Counter(mesh) as closing:
             if last and self._pipeline:
