@@ -247,23 +247,8 @@ class Dataset:
         return entry
 
     def shard_path(self, row: IndexRow) -> Path:
-        """The file that holds a sample; raises what :meth:`shard_name` raises."""
-        return self.root / self.shard_name(row)
-
-    def shard_name(self, row: IndexRow) -> str:
-        """The shard that holds a sample; raises IndexFileError where the index points outside the manifest's shards."""
-        if not 0 <= row.shard < len(self.shards):
-            raise IndexFileError(
-                f"the index of '{self.root}' puts sample {row.key} into shard number {row.shard}, "
-                f"but the manifest has {len(self.shards)}"
-            )
-        name, num_bytes = self.shards.place(row.shard)
-        if not 0 <= row.offset <= row.offset + row.length <= num_bytes:
-            raise IndexFileError(
-                f"the index of '{self.root}' puts sample {row.key} at bytes {row.offset} to {row.offset + row.length} "
-                f"of shard {name}, which has {num_bytes}"
-            )
-        return name
+        """The file that holds a sample; raises IndexFileError where the index points outside the manifest's shards."""
+        return self.root / self.shards.name_of(row)
 
     def find(self, key: str) -> int | None:
         """The row of a key, None where there is none; raises IndexFileError where the tables are damaged."""
