@@ -46,9 +46,7 @@ def boxes2d_channel(camera: str, description: str) -> Channel:
     )
 
 
-def signals_channel(
-    name: str, units: Mapping[str, str], source_name: str, *, has_unknown: bool = False
-) -> Channel:  # fmt: skip
+def signals_channel(name: str, units: Mapping[str, str], source_name: str, *, has_unknown: bool = False) -> Channel:
     """The entry of the table for messages of numbers, such as CAN's: columns to units, after ``dt_s``.
 
     With ``has_unknown`` numbers may be NaN, or infinite, as they were measured. A member has the messages since the
