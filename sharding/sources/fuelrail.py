@@ -66,7 +66,7 @@ class FuelrailOptions(Settings, frozen=True):
 
 
 class FuelrailSource:
-    """Dataset folders or URLs, joined by :data:`SEPARATOR`."""
+    """A dataset of Fuelrail: its folder or URL, or several that are joined by line breaks."""
 
     kind = "fuelrail"
     settings = FuelrailOptions
