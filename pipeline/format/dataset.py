@@ -107,12 +107,13 @@ class Dataset:
         """Read some channels of one sample, by number or key: one range of its shard, and no more.
 
         ``channels`` are ``meta``, ``geometry``, ``boxes``, ``{lidar}_sweeps``, the names of the manifest's table, and
-        the user's ``x_...``; None: all. Returns channel to Meta, Geometry, Boxes, the encoded image of a camera, points
-        (P, C) as float32 in the lidar's axes, Sweeps, the value of the channel's kind, or bytes; a channel that the
-        sample lacks is absent. A sample is checked against its digest, a part by those of its members. Raises
-        ConfigError for a channel that no sample has, ManifestError for a named channel of an unknown kind, else what
-        ``dataset[key]`` raises.
+        the user's ``x_...``, or one of them; None: all. Returns channel to Meta, Geometry, Boxes, the encoded image of
+        a camera, points (P, C) as float32 in the lidar's axes, Sweeps, the value of the channel's kind, or bytes; a
+        channel that the sample lacks is absent. A sample is checked against its digest, a part by those of its members.
+        Raises ConfigError for a channel that no sample has, ManifestError for a named channel of an unknown kind, else
+        what ``dataset[key]`` raises.
         """
+        channels = (channels,) if isinstance(channels, str) else channels
         known = dict.fromkeys(name.partition(".")[0] for name in self.index.names)
         if unknown := [channel for channel in channels or () if channel not in known]:
             raise ConfigError(

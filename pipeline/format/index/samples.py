@@ -335,7 +335,7 @@ class SampleIndex:
         totals = np.zeros((3, len(self.names), len(self.codecs)))
         for number in range(len(self._batches)):
             name, codec, _, stored, raw, _ = map(np.asarray, self._batch(number).row_members.columns)
-            for total, numbers in zip(totals, (1, stored, raw), strict=True):
+            for total, numbers in zip(totals, (np.ones(1), stored, raw), strict=True):
                 np.add.at(total, (name, codec), numbers)
         return totals
 

@@ -262,6 +262,7 @@ def test_a_layer_of_another_dataset_and_of_an_older_version_is_refused_and_rebas
     assert (tmp_path / "rebased" / "layer-000000.tar").samefile(layer / "layer-000000.tar")
     rebased = open_layer("teacher", tmp_path / "rebased", open_dataset(newer), "mask")
     assert rebased.rows is not None
+    assert rebased.manifest.lineage.parents == (open_layer("teacher", layer, open_dataset(base)).manifest.fingerprint,)
     keys = [open_dataset(newer).index.row(at).key for at in range(14)]
     found = [None if row < 0 else rebased.data.index.row(row).key for row in rebased.rows.tolist()]
     assert found == [*keys[:12], None, None]
