@@ -18,7 +18,7 @@ from fuelrail.bench.studies.loader.run import MIN_STEADY_BATCHES, LoaderRun
 
 if TYPE_CHECKING:
     from fuelrail.bench.measure.machine import CpuUse
-    from fuelrail.bench.measure.records import Stage
+    from fuelrail.pipeline.runtime.stages import StageClock
 
 SCHEMA = "fuelrail-bench-loader"
 
@@ -283,7 +283,7 @@ def find_bound(
     samples_per_s: float,
     cpu_ms_per_sample: float,
     cpu: CpuUse,
-    clocks: Sequence[Stage],
+    clocks: Sequence[StageClock],
     alone: Sequence[Rate],
     jpeg: Rate | None,
 ) -> Bound:
@@ -363,7 +363,7 @@ def _cpu_bound(cpu_ms_per_sample: float, cpu: CpuUse, free: float, alone: Sequen
     )
 
 
-def _waiting(stage: Stage, computing: float) -> Bound:
+def _waiting(stage: StageClock, computing: float) -> Bound:
     if stage.name == "fetch":
         return Bound(
             kind="storage",
@@ -383,6 +383,6 @@ def _waiting(stage: Stage, computing: float) -> Bound:
     )
 
 
-def _busy_share(stage: Stage) -> float:
+def _busy_share(stage: StageClock) -> float:
     total_s = stage.busy_s + stage.starved_s + stage.blocked_s
     return stage.busy_s / total_s if total_s else 0.0

@@ -23,7 +23,7 @@ from fuelrail.bench.measure.occupancy import (
     rank_paces,
     window_of,
 )
-from fuelrail.bench.measure.records import PHASES, MemoryLine, RankLog, Stage, StageSnapshot, StepRecord
+from fuelrail.bench.measure.records import PHASES, MemoryLine, RankLog, StageSnapshot, StepRecord
 from fuelrail.bench.report.files import ReportHeader, created_now, load_report_of
 from fuelrail.bench.studies.train.checkpoints import CheckpointFigures, checkpoint_figures
 from fuelrail.bench.studies.train.convergence import (
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from fuelrail.bench.studies.train.settings import TrainSettings
+    from fuelrail.pipeline.runtime.stages import StageClock
 
 SCHEMA = "fuelrail-bench-train"
 
@@ -290,7 +291,7 @@ def _stage_figures(snapshots: Sequence[Sequence[StageSnapshot]], wall_s: float) 
     figures = []
     for columns in zip(*(zip(first.stages, last.stages, strict=True) for first, last in snapshots), strict=True):
 
-        def gain(name: str, columns: tuple[tuple[Stage, Stage], ...] = columns) -> float:
+        def gain(name: str, columns: tuple[tuple[StageClock, StageClock], ...] = columns) -> float:
             return float(sum(getattr(last, name) - getattr(first, name) for first, last in columns))
 
         thread_s = sum(gain(name) for name in ("busy_s", "starved_s", "blocked_s")) or 1.0

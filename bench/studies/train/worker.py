@@ -24,7 +24,7 @@ from fuelrail.bench.measure.collectives import link_of
 from fuelrail.bench.measure.cuda import CudaAccelerator, peak_tflops
 from fuelrail.bench.measure.machine import peak_memory_bytes
 from fuelrail.bench.measure.processes import storage_bytes_read
-from fuelrail.bench.measure.records import RankEnd, RankFailure, RankHeader, RankWriter, rank_path, snapshot
+from fuelrail.bench.measure.records import RankEnd, RankFailure, RankHeader, RankWriter, StageSnapshot, rank_path
 from fuelrail.bench.ranks.elastic import end_with, join_world
 from fuelrail.bench.ranks.injection import StallingAccelerator, late_batches, slow_reads
 from fuelrail.bench.ranks.tracing import RankTrace, TracedAccelerator
@@ -114,8 +114,8 @@ def run_rank(
             writer.write(record)
             checkpoints.after(first + num_steps)
             if num_steps == settings.warmup:
-                writer.write(snapshot(num_steps, stage_clocks()))
-    writer.write(snapshot(num_steps, stage_clocks()))
+                writer.write(StageSnapshot(num_steps=num_steps, stages=list(stage_clocks())))
+    writer.write(StageSnapshot(num_steps=num_steps, stages=list(stage_clocks())))
     checkpoints.after(first + num_steps, last=True)
     read_after = storage_bytes_read()
     writer.write(
