@@ -26,11 +26,11 @@ from fuelrail.bench.gpu.images import jpeg
 from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE, Accelerator, EmulatedAccelerator, load_profile
 from fuelrail.bench.measure.clock import NS_PER_MS, MonotonicClock
 from fuelrail.bench.measure.cuda import CudaAccelerator
-from fuelrail.bench.measure.machine import usable_cpus
 from fuelrail.bench.measure.nvml import NvmlWatch
 from fuelrail.loaders import Transforms
 from fuelrail.loaders.batch.transfer import make_transfer, map_tensors
 from fuelrail.loaders.decode import dali_install, make_decoder
+from fuelrail.pipeline.runtime.host import usable_cpus
 
 _BATCH_SIZE = 2
 _MAX_BATCHES = 16

@@ -23,10 +23,11 @@ from fuelrail.bench.gpu.base import (
     raise_clock,
 )
 from fuelrail.bench.gpu.images import cameras
-from fuelrail.bench.measure.machine import peak_memory_bytes, usable_cpus
+from fuelrail.bench.measure.machine import peak_memory_bytes
 from fuelrail.bench.trainer.models.resnet import ResNet
 from fuelrail.bench.trainer.models.settings import ResNetSettings
 from fuelrail.loaders import StaticBatches, Transforms
+from fuelrail.pipeline.runtime.host import usable_cpus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -38,8 +38,9 @@ from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.optimiser import check_memory, scaled_rate
 from fuelrail.bench.trainer.strategies.parallel import build, make_mesh, parallelise
 from fuelrail.bench.trainer.strategies.settings import Degrees, check_fits, degrees_of
-from fuelrail.loaders.config import available_memory_bytes, ranks_on_host
+from fuelrail.loaders.config import ranks_on_host
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
+from fuelrail.pipeline.runtime.host import available_memory_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
