@@ -45,7 +45,6 @@ MANY_PARAMETERS = {
 }
 # Private names of other libraries that are used because there is no public way: ruff's SLF001, switched off there.
 PRIVATE_REACH = {
-    "bench/gpu/base.py",
     "bench/measure/memory.py",
     "bench/peers/torch_workers.py",
     "bench/planner/shape.py",
@@ -115,7 +114,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"ranks", "report", "trainer"},
         {"peers", "planner"},
         {"studies"},
-        {"commands", "gpu"},
+        {"commands"},
         {"micro"},
     ],
 }

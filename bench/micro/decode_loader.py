@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from fuelrail.bench.gpu.cameras import SOURCE_WH
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.decode import NUM_THREADS, OUT_WH, bare, pillow_box
 from fuelrail.bench.report.files import publish_json
 from fuelrail.loaders import DataLoader, ImageAugment, Transforms
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.format.dataset import open_dataset
+from support.cameras import SOURCE_WH
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from fuelrail.bench.gpu.cameras import SOURCE_WH, made_image
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.decode import OUT_WH, load_images, with_restart_rows
 from fuelrail.bench.report.files import publish_json
@@ -25,6 +24,7 @@ from fuelrail.loaders.decode.dali_jobs import inputs, prepare
 from fuelrail.loaders.decode.jpeg import Scratch
 from fuelrail.loaders.decode.native import load as load_native
 from fuelrail.pipeline.transforms.image import ImageAugment
+from support.cameras import SOURCE_WH, made_image
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -75,7 +75,7 @@ class PreadShards:
         A read that fails, comes short or brings wrong bytes is made again on a newly opened file. Raises
         TruncatedShardError, ChecksumError, StorageError (after the retry policy's deadline) and ShardError.
         """
-        self._dataset.shard_path(row)
+        self._dataset.shard_name(row)
 
         def give_up(fault: Fault, pause_s: float | None) -> None:
             name = self._dataset.shards.name(row.shard)
@@ -95,7 +95,7 @@ class PreadShards:
         self._span_bytes += row.length
         return span
 
-    def recheck(self, index: int) -> None:
+    def recheck(self, indices: Sequence[int]) -> None:
         """Do nothing: a span is a copy, which cannot change."""
 
     def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> _PreadSession:  # noqa: ARG002

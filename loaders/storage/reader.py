@@ -123,4 +123,4 @@ class SampleReader:
         return index
 
     def _shard_name(self, row: IndexRow) -> str:
-        return self._dataset.shard_path(row).name
+        return self._dataset.shard_name(row)

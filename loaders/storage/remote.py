@@ -101,7 +101,7 @@ class RemoteShards:
         self._ensure_process()
         return _RemoteSession(self).request([(index, row)])[0]()
 
-    def recheck(self, index: int) -> None:
+    def recheck(self, indices: Sequence[int]) -> None:
         """Do nothing: a span is a copy, which cannot change."""
 
     def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> _RemoteSession:
@@ -180,7 +180,7 @@ class RemoteShards:
 
     def shard_name(self, row: IndexRow) -> str:
         """Return the file that holds a sample."""
-        return self.dataset.shard_path(row).name
+        return self.dataset.shard_name(row)
 
     def _explain(self, row: IndexRow, kind: type[ShardError], what: str) -> NoReturn:
         """Raise ``kind``, saying whether the dataset at the URL is another one by now."""

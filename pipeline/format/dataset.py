@@ -247,7 +247,11 @@ class Dataset:
         return entry
 
     def shard_path(self, row: IndexRow) -> Path:
-        """The file that holds a sample; raises IndexFileError where the index points outside the manifest's shards."""
+        """The file that holds a sample; raises what :meth:`shard_name` raises."""
+        return self.root / self.shard_name(row)
+
+    def shard_name(self, row: IndexRow) -> str:
+        """The shard that holds a sample; raises IndexFileError where the index points outside the manifest's shards."""
         if not 0 <= row.shard < len(self.shards):
             raise IndexFileError(
                 f"the index of '{self.root}' puts sample {row.key} into shard number {row.shard}, "
@@ -259,7 +263,7 @@ class Dataset:
                 f"the index of '{self.root}' puts sample {row.key} at bytes {row.offset} to {row.offset + row.length} "
                 f"of shard {name}, which has {num_bytes}"
             )
-        return self.root / name
+        return name
 
     def find(self, key: str) -> int | None:
         """The row of a key, None where there is none; raises IndexFileError where the tables are damaged."""
@@ -277,10 +281,11 @@ def open_dataset(
     """Open a dataset folder, or a dataset at a URL that fsspec knows; in constant time, whatever its size.
 
     Of a dataset at a URL the manifest is fetched, and unless they are here already tables and attributes, into
-    ``cache_dir`` (None: the user's cache folder), tried again as ``retry`` says. Files of more than 64 MiB are fetched
-    when they are needed, the tables by blocks of 1 MiB. Raises DatasetNotReadyError,
-    ManifestError, IndexFileError; at a URL also DatasetError where storage refuses or does not answer, and ConfigError.
-    Contents are not read: that is what `fuelrail verify` does.
+    ``cache_dir`` (None: the user's cache folder), tried again as ``retry`` says. Files of more than 64 MiB
+    (``keys.arrow``: 4 MiB) are fetched when they are needed, the tables by blocks of 1 MiB.
+
+    Raises DatasetNotReadyError, ManifestError, IndexFileError; at a URL also DatasetError where storage refuses or does
+    not answer, and ConfigError. Contents are not read: that is what `fuelrail verify` does.
     """
     return open_kind(root, DATASETS, storage_options=storage_options, cache_dir=cache_dir, retry=retry)
 

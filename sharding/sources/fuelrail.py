@@ -280,7 +280,7 @@ class DatasetPart:
         if self._read[0] != at or field not in self._read[1]:
             row = self._row(at)
             span = self._read_bytes(row, row.length)
-            shard = self.dataset.shard_path(row).name
+            shard = self.dataset.shard_name(row)
             try:
                 check_span(row, span, shard)
                 members = read_members(row, span, shard, dictionary=self.dataset.dictionary)
@@ -323,7 +323,7 @@ class DatasetPart:
 
     def _read_head(self, row: IndexRow, num_bytes: int) -> bytes:
         """The first bytes of a span, decoded if it is a frame."""
-        name = self.dataset.shard_path(row).name
+        name = self.dataset.shard_name(row)
         if not is_framed(name):
             return self._read_bytes(row, num_bytes)
         try:

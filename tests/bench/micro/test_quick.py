@@ -11,7 +11,6 @@ import pytest
 import safetensors.numpy
 import torch.distributed as dist
 
-from fuelrail.bench.gpu.cameras import CHANNELS, KEY, NUM_BOXES, SOURCE_WH, made_image, sample_members
 from fuelrail.bench.micro import (
     checkpoint_kills,
     checkpoint_stall,
@@ -36,6 +35,7 @@ from fuelrail.pipeline.format.tar import iter_members
 from fuelrail.pipeline.sample.schema import GEOMETRY, META, decode_sample
 from fuelrail.pipeline.transforms.image import ImageAugment
 from support.backends import needs_dali
+from support.cameras import CHANNELS, KEY, NUM_BOXES, SOURCE_WH, made_image, sample_members
 from support.datasets import build_dataset
 from support.manifest_world import write_wide
 from support.pictures import psnr_db

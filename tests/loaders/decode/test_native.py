@@ -18,7 +18,7 @@ from fuelrail.loaders.decode.turbo import TurboDecoder
 from fuelrail.pipeline.errors import ImageError
 from fuelrail.pipeline.transforms.image import ImageAugment
 from fuelrail.pipeline.transforms.image_map import ImageMap, scaled_size
-from support.decoder_suite import ALL_MAPS
+from support.image_maps import ALL_MAPS
 from support.pictures import encode, natural, psnr_db, shift_px
 from support.shared_data import shared_data
 
