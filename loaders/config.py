@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from msgspec import Meta
 
-from fuelrail.loaders.decode.lens import Undistort  # noqa: TC001 - msgspec resolves it
+from fuelrail.loaders.decode.lens import Undistort
 from fuelrail.loaders.decode.protocol import DaliOptions
 from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy
 from fuelrail.loaders.storage import BACKENDS, Backend
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.order.spec import OrderSpec  # noqa: TC001 - msgspec resolves it
+from fuelrail.pipeline.order.spec import OrderSpec
 from fuelrail.pipeline.order.windows import FrameWindow
 from fuelrail.pipeline.runtime.host import available_memory_bytes, usable_cpus
 from fuelrail.pipeline.settings import (
@@ -30,11 +30,11 @@ from fuelrail.pipeline.settings import (
     must_be,
     resolve_fields,
 )
-from fuelrail.pipeline.storage.retry import RetryPolicy  # noqa: TC001 - msgspec resolves it
+from fuelrail.pipeline.storage.retry import RetryPolicy
 from fuelrail.pipeline.transforms.ego import BevAugment
 from fuelrail.pipeline.transforms.image import CameraGroup, ImageAugment
 from fuelrail.pipeline.transforms.pixels import PixelAugment
-from fuelrail.pipeline.transforms.points import PointSweeps  # noqa: TC001 - msgspec resolves it
+from fuelrail.pipeline.transforms.points import PointSweeps
 
 
 @functools.lru_cache(maxsize=64)

@@ -12,7 +12,7 @@ from typing import Literal, Self
 
 import msgspec
 
-from fuelrail.pipeline.runtime.stages import StageClock  # noqa: TC001 (msgspec resolves the field's type)
+from fuelrail.pipeline.runtime.stages import StageClock
 
 # In the order in which they follow each other in a step. `all_reduce` is the exposed part only.
 PHASES = ("data_wait", "host_to_device", "forward", "backward", "all_reduce", "optimiser", "other")

@@ -20,8 +20,8 @@ import msgspec
 from fuelrail.pipeline.errors import DatasetError, DatasetExistsError
 from fuelrail.pipeline.format.manifest import WORK_FOLDER
 from fuelrail.pipeline.storage.filesystem import is_url
-from fuelrail.sharding.planning.plan import PlannedShard  # noqa: TC001 - msgspec reads the annotation
-from fuelrail.sharding.planning.recipe import Recipe  # noqa: TC001 - msgspec reads the annotation
+from fuelrail.sharding.planning.plan import PlannedShard
+from fuelrail.sharding.planning.recipe import Recipe
 
 if TYPE_CHECKING:
     from fuelrail.sharding.output.folder import Output

@@ -8,16 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from fuelrail.bench.measure.limits import SampleSizes, device_limit, jpeg_limit
-from fuelrail.bench.measure.machine import (
-    DatasetFacts,  # noqa: TC001 (likewise)
-    MachineFacts,  # noqa: TC001 (msgspec resolves the field's type)
-)
 from fuelrail.bench.measure.rates import Interval, Rate, interval_of
 from fuelrail.bench.report.files import ReportHeader, created_now
 from fuelrail.bench.studies.loader.run import MIN_STEADY_BATCHES, LoaderRun
 
 if TYPE_CHECKING:
-    from fuelrail.bench.measure.machine import CpuUse
+    from fuelrail.bench.measure.machine import CpuUse, DatasetFacts, MachineFacts
     from fuelrail.pipeline.runtime.stages import StageClock
 
 SCHEMA = "fuelrail-bench-loader"

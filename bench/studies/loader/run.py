@@ -23,7 +23,7 @@ from fuelrail.bench.studies.loader.stages import (
     measure_stages,
     record_stages,
 )
-from fuelrail.pipeline.runtime.stages import StageClock  # noqa: TC001 (msgspec resolves the field's type)
+from fuelrail.pipeline.runtime.stages import StageClock
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.format.dataset import Dataset

@@ -8,12 +8,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fuelrail.bench.measure.clock import NS_PER_S, Summary, summarise_ns
-from fuelrail.bench.measure.machine import (
-    CpuUse,  # noqa: TC001 (msgspec resolves the field's type)
-    DatasetFacts,  # noqa: TC001 (likewise)
-    MachineFacts,  # noqa: TC001 (msgspec resolves the field's type)
-)
-from fuelrail.bench.measure.nvml import GpuUse  # noqa: TC001 (msgspec resolves the field's type)
+from fuelrail.bench.measure.machine import CpuUse, DatasetFacts, MachineFacts
+from fuelrail.bench.measure.nvml import GpuUse
 from fuelrail.bench.measure.occupancy import (
     Occupancy,
     RankPace,
@@ -26,10 +22,7 @@ from fuelrail.bench.measure.occupancy import (
 from fuelrail.bench.measure.records import PHASES, MemoryLine, RankLog, StageSnapshot, StepRecord
 from fuelrail.bench.report.files import ReportHeader, created_now, load_report_of
 from fuelrail.bench.studies.train.checkpoints import CheckpointFigures, checkpoint_figures
-from fuelrail.bench.studies.train.convergence import (
-    LossComparison,  # noqa: TC001 (msgspec resolves the field's type)
-    Target,  # noqa: TC001 (likewise)
-)
+from fuelrail.bench.studies.train.convergence import LossComparison, Target
 from fuelrail.bench.studies.train.data_source import DataSource, data_source, warnings_of_source
 from fuelrail.bench.studies.train.series import Series, series_of
 from fuelrail.bench.trainer.strategies.settings import not_promised
