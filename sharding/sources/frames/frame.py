@@ -11,6 +11,7 @@ such a file, which go to the shard as they are; or, of an image that is ``made``
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -18,12 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.sensors import LidarEntry
+from fuelrail.sharding.sources.scan_table import Reference
 from fuelrail.sharding.sources.source import Camera
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable
 
-    from fuelrail.sharding.sources.scan_table import Reference
 
 F64: TypeAlias = NDArray[np.float64]
 Vectors: TypeAlias = Any
