@@ -112,11 +112,9 @@ wheel: setup
 
 bench: export PYTHONPATH = tests
 bench: setup
-	$(BIN)/python -m fuelrail.bench.micro.order
 	$(BIN)/python -m fuelrail.bench.micro.decode
 	$(BIN)/python -m fuelrail.bench.micro.metadata
-	$(BIN)/python -m fuelrail.bench.micro.storage
-	@test ! -d $(DEMO)/dataset || $(BIN)/python -m fuelrail.bench.micro.compression $(DEMO)/dataset
+	$(BIN)/python -m fuelrail.bench.micro.loader_overhead $(DEMO)/overhead
 
 dali: setup
 	$(BIN)/pip install -qq -c constraints.txt -e ".[dev,$(DALI),nvml]"
