@@ -124,7 +124,7 @@ test-dali: dali
 		tests/loaders/decode/test_dali_install.py tests/loaders/decode/test_splice.py tests/sharding/test_dali_reader.py
 
 gpu-check: dali
-	$(BIN)/python -m pytest -m gpu tests/gpu --out gpu-check.json $(CHECK)
+	$(BIN)/python -m pytest -v -m gpu tests/gpu --out gpu-check.json $(CHECK)
 
 clean:
 	rm -rf "$(DEMO)" .pytest_cache .mypy_cache .ruff_cache .hypothesis
