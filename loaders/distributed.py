@@ -16,6 +16,7 @@ import math
 import os
 import sys
 import warnings
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -29,8 +30,6 @@ from fuelrail.pipeline.errors import WorldError
 from fuelrail.pipeline.order.batching import WorkerShard, World
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-
     from torch.distributed.device_mesh import DeviceMesh
 
 

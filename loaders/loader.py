@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import islice
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Never
 
 import msgspec
@@ -36,10 +39,6 @@ from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, WorkerShard
 from fuelrail.pipeline.order.spec import OrderSpec
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Collection, Iterator, Mapping
-    from types import TracebackType
-
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 

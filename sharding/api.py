@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -32,8 +33,6 @@ from fuelrail.sharding.verify.dataset import verify as verify_dataset
 from fuelrail.sharding.verify.inspect import Description, describe_dataset, describe_sample
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from fuelrail.pipeline.format.manifest import Manifest
 
     Location = str | os.PathLike[str]

@@ -12,6 +12,9 @@ covers all of them; state of a loader that ran over the old one is refused, beca
 from __future__ import annotations
 
 import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
@@ -52,10 +55,6 @@ from fuelrail.sharding.write.finish import ROWS_PER_GROUP
 from fuelrail.sharding.write.shard_writer import ShardDone
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Sequence
-    from pathlib import Path
-
     from fuelrail.sharding.run import Progress
 
 _COPY_BYTES: Final = 8 << 20

@@ -6,15 +6,14 @@ import contextlib
 import json
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.format.zstd_frames import shard_stem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from types import TracebackType
-
     from fuelrail.pipeline.format.index.shards import ShardEntry
     from fuelrail.sharding.sources.source import ScanInfo
     from fuelrail.sharding.write.shard_writer import ShardDone

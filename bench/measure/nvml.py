@@ -6,12 +6,10 @@ import importlib
 import logging
 import os
 import threading
-from typing import TYPE_CHECKING, Any, Self
+from types import TracebackType
+from typing import Any, Self
 
 import msgspec
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 _LOG = logging.getLogger(__name__)
 

@@ -7,15 +7,14 @@ or a :class:`RankFailure`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-    from types import TracebackType
-
     from fuelrail.pipeline.runtime.stages import StageClock
 
 # In the order in which they follow each other in a step. `all_reduce` is the exposed part only.

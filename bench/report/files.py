@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -17,9 +18,6 @@ from fuelrail.bench.measure.machine import (
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import convert
 from fuelrail.pipeline.storage.files import published
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 class ReportHeader(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Self
+from types import TracebackType
+from typing import Self
 
 from rich.console import Console
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 _FRESH_S = 10.0
 

@@ -5,6 +5,7 @@ A batch may hold samples of several datasets, so they must have the same rig and
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -20,8 +21,6 @@ from fuelrail.pipeline.sample.image_header import probe
 from fuelrail.pipeline.sample.schema import BOXES
 
 if TYPE_CHECKING:
-    import os
-
     from fuelrail.loaders.storage import Storage
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.layers import Layer

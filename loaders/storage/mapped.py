@@ -32,6 +32,7 @@ import errno
 import mmap
 import os
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -43,8 +44,6 @@ from fuelrail.pipeline.errors import ShardError, StorageError, TruncatedShardErr
 from fuelrail.pipeline.format.dataset import Dataset, check_span
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fuelrail.loaders.storage.cache.future_uses import FutureUses
     from fuelrail.pipeline.format.index.row import IndexRow
 
@@ -153,7 +152,7 @@ class MappedShards:
         from those written, StorageError where it cannot be read, ShardError where it is not the manifest's file.
         """
         if not 0 <= row.shard < self._num_shards:
-            self._dataset.shard_path(row)  # says what is wrong
+            self._dataset.shards.name_of(row)  # says what is wrong
         file = None
         try:
             file = self._files[row.shard]
@@ -169,20 +168,26 @@ class MappedShards:
         self._span_bytes += row.length
         return span
 
-    def recheck(self, index: int) -> None:
-        """See that what was made of a span was made of the bytes that were checked; raises what :meth:`span` does.
+    def recheck(self, indices: Sequence[int]) -> None:
+        """See that what was made of spans was made of the bytes that were checked; raises what :meth:`span` does.
 
-        That costs one look at the file's size and time of change. Where these are others, the digest is computed again.
+        That costs one look at the size and the time of change of each file. Where these are others, the digests are
+        computed again.
         """
-        row = self._dataset.index.row(index)
-        file = None
-        try:
-            file = self._files[row.shard]
-            self._check_faults(file, row)
-            if self._verify and file.was_written():
-                check_span(row, self._view(file, row), file.name)
-        except ShardError as error:
-            raise explained(self._dataset, row, error, file) from error
+        unchanged: set[int] = set()
+        for index in indices:
+            if self._dataset.index.place(index)[0] in unchanged:
+                continue
+            row, file = self._dataset.index.row(index), None
+            try:
+                file = self._files[row.shard]
+                self._check_faults(file, row)
+                if self._verify and file.was_written():
+                    check_span(row, self._view(file, row), file.name)
+                elif not self._faults.are_any:
+                    unchanged.add(row.shard)
+            except ShardError as error:
+                raise explained(self._dataset, row, error, file) from error
 
     def _check_faults(self, file: _MappedFile, row: IndexRow) -> None:
         if self._faults.has_hit(row.shard, row.offset, row.offset + row.length):

@@ -7,7 +7,9 @@ the base. FORMAT.md has the rules, section 10.
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypeAlias, cast
@@ -16,6 +18,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 from msgspec import Meta
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.selection import check_table
 from fuelrail.pipeline.channels.sensors import BOXES_CHANNEL, CAMERA, LIDAR
@@ -29,11 +32,6 @@ from fuelrail.pipeline.sample.schema import GEOMETRY, META
 from fuelrail.pipeline.settings import Settings, must_be
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Mapping, Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.storage.retry import RetryPolicy
 
 LAYER_FORMAT: Final = "fuelrail-layer"

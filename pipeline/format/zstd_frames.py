@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 import threading
+from collections.abc import Sequence
 from operator import add
 from typing import TYPE_CHECKING, BinaryIO, Final, NamedTuple
 
@@ -19,8 +20,6 @@ from fuelrail.pipeline.format.codecs import MAX_SAMPLE_BYTES, check_level
 from fuelrail.pipeline.format.tar import BLOCK_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.sample.arrays import Buffer
 

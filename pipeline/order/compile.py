@@ -14,6 +14,7 @@ Memory: nothing for a whole split, 4 bytes for each selected sample, 16 more wit
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -23,6 +24,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.format.attributes import Attributes, ClipTable
@@ -44,10 +46,6 @@ from fuelrail.pipeline.order.weights import (
 from fuelrail.pipeline.order.windows import FrameWindow, WindowLookup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.format.dataset import Dataset
 
 

@@ -7,6 +7,7 @@ which positions is decided in `fuelrail.pipeline.order.batching`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
@@ -14,6 +15,7 @@ from operator import index
 from typing import TYPE_CHECKING, Annotated, Final, Literal, get_args
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.mix import Mix  # noqa: TC001, msgspec reads the annotation
@@ -22,10 +24,6 @@ from fuelrail.pipeline.order.weights import Weighting  # noqa: TC001, msgspec re
 from fuelrail.pipeline.settings import Settings, check_types, flag
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from numpy.typing import ArrayLike, NDArray
-
     from fuelrail.pipeline.format.dataset import Dataset
 
 ORDER_VERSION: Final = 1

@@ -21,14 +21,12 @@ import threading
 import time
 import traceback
 import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from fuelrail.pipeline.errors import FuelrailError, StageError
 from fuelrail.pipeline.runtime.links import END, Failure, Link, Source
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 _JOIN_TIMEOUT_S: Final = 10.0
 _LOG = logging.getLogger(__name__)

@@ -12,6 +12,8 @@ import fcntl
 import os
 import shutil
 import uuid
+from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
 import msgspec
@@ -23,9 +25,6 @@ from fuelrail.sharding.planning.plan import PlannedShard  # noqa: TC001 - msgspe
 from fuelrail.sharding.planning.recipe import Recipe  # noqa: TC001 - msgspec reads the annotation
 
 if TYPE_CHECKING:
-    from pathlib import Path
-    from types import TracebackType
-
     from fuelrail.sharding.output.folder import Output
     from fuelrail.sharding.output.lock import ObjectLock
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -25,9 +27,6 @@ from fuelrail.pipeline.storage.filesystem import is_url, shown_url
 from fuelrail.pipeline.text import json_text, shown
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Sequence
-
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.index.row import IndexRow
 

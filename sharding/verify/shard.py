@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import mmap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -26,9 +28,6 @@ from fuelrail.sharding.write.images import check_pixels
 from fuelrail.sharding.write.packer import IndexText
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
-
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.format.index.shards import ShardEntry
     from fuelrail.pipeline.format.manifest import Manifest

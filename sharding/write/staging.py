@@ -15,14 +15,16 @@ import hashlib
 import os
 import shutil
 import threading
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import DatasetError, SourceError
 from fuelrail.pipeline.runtime.workers import in_threads, set_up_worker
@@ -31,12 +33,6 @@ from fuelrail.pipeline.storage.files import published
 from fuelrail.sharding.sources.registry import SourceSpec, make_source
 from fuelrail.sharding.sources.scan_table import ROWS_PER_BATCH, ClipInfo, Reference, ScanTable, decode_row
 from fuelrail.sharding.sources.source import ClipSource, Place
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from numpy.typing import NDArray
-
 
 _MAX_THREADS: Final = 4
 _ROWS_LOOKED_AT: Final = 1000

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,9 +21,6 @@ from fuelrail.bench.report.files import ReportHeader, created_now, load_report_o
 from fuelrail.bench.studies.loader.report import CLOCK_JUMP_S
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
     from fuelrail.bench.studies.compare.laps import Timed
 
 SCHEMA = "fuelrail-bench-compare"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -21,9 +22,6 @@ from fuelrail.loaders.decode import make_decoder
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.settings import make_options
-
-if TYPE_CHECKING:
-    import os
 
 
 def bench_loader(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -16,8 +17,6 @@ from fuelrail.bench.report.files import ReportHeader, created_now
 from fuelrail.bench.studies.loader.run import MIN_STEADY_BATCHES, LoaderRun
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fuelrail.bench.measure.machine import CpuUse
     from fuelrail.bench.measure.records import Stage
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -25,8 +26,6 @@ from fuelrail.bench.studies.loader.stages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.transforms.image import ImageAugment
 

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.strategies.data_parallel import data_parallel, shard
 from fuelrail.bench.trainer.strategies.optimiser import SharedGradScaler, autocast, clip_gradients, make_optimiser
-from fuelrail.bench.trainer.strategies.pipeline import Pipeline, Stage, local_stages
+from fuelrail.bench.trainer.strategies.pipeline import V_SHAPED, Pipeline, Stage
 from fuelrail.bench.trainer.strategies.settings import AXES, Degrees, stages_of
 
 if TYPE_CHECKING:
@@ -174,11 +174,14 @@ def parallelise(
     number of samples per data-parallel rank in a micro-batch. With Degrees() a rank trains alone, whatever the world.
     Of a pipeline's model the parts that are not this rank's are given up.
     """
-    device, plan, schedule = next(model.parameters()).device, model.tensor_plan(), settings.pipeline_schedule
+    device, plan, schedule = next(model.parameters()).device, model.plan, settings.pipeline_schedule
     parts: list[nn.Module] = [model]
     stages, num_stages = [0], stages_of(settings, degrees)
     if mesh is not None and degrees.pp > 1:
-        stages = local_stages(mesh.get_local_rank("pp"), degrees.pp, num_stages, schedule)
+        rank = mesh.get_local_rank("pp")
+        stages = list(range(rank, num_stages, degrees.pp))
+        if schedule in V_SHAPED:
+            stages = [rank, num_stages - 1 - rank]
         parts = [Stage(model, number, num_stages) for number in stages]
         del model.stem, model.blocks, model.head  # the model lives on for its inputs
     for part in parts:

@@ -8,7 +8,7 @@ https://github.com/tier4/tier4_perception_dataset/blob/main/docs/t4_format_3d_de
 from __future__ import annotations
 
 import re
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
@@ -22,8 +22,10 @@ from fuelrail.sharding.sources.frames.frame import Absent, BoxRows, Clip, Frame,
 from fuelrail.sharding.sources.frames.members import POINTS
 from fuelrail.sharding.sources.frames.poses import pose
 from fuelrail.sharding.sources.frames.source import FrameSettings, FrameSource
+from fuelrail.sharding.sources.frames.vector_maps import MapWindows, VectorMap
 from fuelrail.sharding.sources.listed.points import parse_points
 from fuelrail.sharding.sources.nuscenes.boxes import VISIBILITY
+from fuelrail.sharding.sources.nuscenes.extras import lanelet2
 from fuelrail.sharding.sources.nuscenes.extras.radar import RadarFiles, radar_channel
 from fuelrail.sharding.sources.nuscenes.geometry import LENS_OF_LENGTH, NS_PER_US, RIG
 from fuelrail.sharding.sources.nuscenes.tables import (
@@ -88,6 +90,7 @@ class T4Settings(FrameSettings, frozen=True, kw_only=True):
     boxes2d: Annotated[
         bool, Meta(description="true stores the boxes of table object_ann as channels boxes2d_CAMERA")
     ] = False
+    map: Annotated[bool, Meta(description="true stores the Lanelet2 map about ego as the channel map")] = False
     radars: Annotated[
         bool, Meta(description="true stores radars (PCD with nuScenes' 18 fields) as channels of their names")
     ] = False
@@ -104,6 +107,7 @@ class T4(FrameSource[T4Settings]):
         super().__init__(location, options)
         self._table = lru_cache(maxsize=16)(self._read_table)
         self._radars = lru_cache(maxsize=1)(self._radar_rows)
+        self.maps = MapWindows(lanelet2.MAP_LAYERS, partial(_read_map, self)) if self.given.map else None
 
     def _datasets(self) -> list[str]:
         """Folders of datasets below the root, with a slash at the end; of several versions of one the last."""
@@ -171,7 +175,7 @@ class T4(FrameSource[T4Settings]):
             yield Clip(
                 name=dataset.partition("/")[0] or scene.name, token=dataset or scene.token, log_id=log.logfile,
                 vehicle=log.vehicle, tags={"description": scene.description, "location": log.location},
-                files=tuple(f"{dataset}{row.filename}" for _, row in self._radars(dataset)),
+                files=(*_map_file(self, dataset), *(f"{dataset}{row.filename}" for _, row in self._radars(dataset))),
             )  # fmt: skip
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
@@ -189,6 +193,9 @@ class T4(FrameSource[T4Settings]):
         for name, row in self._radars(dataset):
             radars.setdefault(row.sample_token, []).append((name, row))
         samples = sorted(self._table(dataset, "sample", SampleRecord), key=lambda record: record.timestamp)
+        windows = self.maps if clip.files[:1] == (f"{dataset}{lanelet2.FILE}",) else None
+        if self.maps is not None and windows is None:
+            self.noted["datasets without a map"] += 1
         for sample in samples:
             check_time(sample.timestamp, sample.token)
             images: dict[str, Image | Absent] = {}
@@ -225,6 +232,8 @@ class T4(FrameSource[T4Settings]):
                 made = RadarFiles(name, [f"{dataset}{row.filename}"], [age_s], [sensor2key])
                 ref = POINTS + msgspec.json.encode(made).decode()
                 members.append(Reference(radar_channel(name).field, ref, _RADAR_BYTES, is_estimate=True))
+            if windows is not None and ego2global is not None:
+                members.append(windows.made(dataset, ego2global))
             yield Frame(
                 timestamp_ns=sample.timestamp * NS_PER_US, ego2global=ego2global, images=images, sweeps=sweeps,
                 boxes=_box_rows(own_boxes), boxes2d=boxes2d, members=members, token=sample.token,
@@ -322,6 +331,21 @@ def _inside(files: SourceFiles, folder: str) -> list[str]:
         return files.listed(folder)
     except SourceError:
         return []  # a file
+
+
+def _map_file(source: T4, dataset: str) -> list[str]:
+    """The map of a dataset, where it is wanted and there."""
+    folder, _, name = lanelet2.FILE.partition("/")
+    is_there = source.given.map and name in _inside(source.files, f"{dataset}{folder}")
+    return [f"{dataset}{lanelet2.FILE}"] if is_there else []
+
+
+def _read_map(source: T4, dataset: str) -> VectorMap:
+    name = f"{dataset}{lanelet2.FILE}"
+    found, num_others = lanelet2.parse_map(source.files.read(name), f"map '{source.files.shown}/{name}'")
+    if num_others:
+        source.noted["lines of maps whose type is not stored"] += num_others
+    return found
 
 
 def _box_rows(rows: list[tuple[_Annotation, str, int, int]]) -> BoxRows:

@@ -170,9 +170,13 @@ def test_overlapping_writers_are_refused_where_they_disagree(base, tmp_path) -> 
 
 def test_a_writer_with_another_table_base_or_view_is_refused_with_both_sides(base, tmp_path) -> None:
     LayerWriter(base, tmp_path / "teacher", channels=TABLE)
-    with pytest.raises(DatasetExistsError, match=r"channels: .* there, .* here"):
+    with pytest.raises(DatasetExistsError, match=r"layer: channels\.loss: {.* there, none here; channels\.caption"):
         LayerWriter(base, tmp_path / "teacher", channels=TABLE[:1])
-    with pytest.raises(DatasetExistsError, match=r"view: .* there"):
+    with pytest.raises(DatasetExistsError, match=r"layer: channels\.logits\.shape: \[10\] there, \[9\] here; choose"):
+        LayerWriter(base, tmp_path / "teacher", channels=[{**TABLE[0], "shape": [9]}, *TABLE[1:]])
+    with pytest.raises(DatasetExistsError, match="the order of its channels is another"):
+        LayerWriter(base, tmp_path / "teacher", channels=TABLE[::-1])
+    with pytest.raises(DatasetExistsError, match=r'view\.kind: none there, "per_view" here'):
         LayerWriter(base, tmp_path / "teacher", channels=TABLE, view=LayerView(kind="per_view", epoch=1))
 
 
