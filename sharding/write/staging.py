@@ -239,8 +239,9 @@ def _check_space(table: ScanTable, rows: NDArray[np.int64], folder: Path) -> Non
     if needed > free + there:
         raise DatasetError(
             f"the source reads well only clip by clip, so images and sweeps are first brought into '{folder}', which "
-            f"takes with the shards about {needed / 1e9:,.1f} GB (images of video as JPEG take several times the video's "
-            f"bytes), and {free / 1e9:,.1f} GB are free; free some, give an output on a larger disk, or select fewer samples"
+            f"takes with the shards about {needed / 1e9:,.1f} GB (images of video as JPEG take several times the "
+            f"video's bytes), and {free / 1e9:,.1f} GB are free; free some, give an output on a larger disk, or select "
+            "fewer samples"
         )
 
 
