@@ -10,6 +10,7 @@ what a device would hide of them is not modelled.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from torch.distributed.device_mesh import DeviceMesh
 
     from fuelrail.bench.measure.accelerator import EmulatedAccelerator
@@ -109,6 +108,8 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run and count an operator."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its local operators and collectives come here by themselves
+        if func is torch.ops.prim.device.default:  # half of all calls under fake tensors, and no other mode's business
+            return args[0].device
         result = func(*args, **(kwargs or {}))
         name = str(func)
         moved = collective_of(func, args)

@@ -2,10 +2,11 @@
 
 Every pair of model and strategy trains real steps, alone or on 2, 4 and 8 ranks of this host. Memory: the allocator's
 peak in a step, by the profiler's memory events, beyond what lay there before, plus weights, buffers, inputs and DDP's
-buckets. Two things are left out, for they belong to this host's kernels and not to the model: what gloo's own threads
-allocate for a collective, and what a convolution's kernel allocates and frees itself (the result file has the peak with
-that too). It is the least of five steps, as a late thread of gloo holds a block for longer. Bytes: those of all
-collectives of a step, by kind and axis of the mesh. The planner shapes the same ranks in this process, and sees no run.
+buckets. Two things are left out, for they belong to this host's kernels and not to the model: what gloo itself
+allocates for a collective, and what a convolution's kernel allocates and frees itself (the result file has the peak
+with that too). It is the least of five steps, as a late thread of gloo holds a block for longer. Bytes: those of all
+collectives of a step, by kind and axis of the mesh. The planner shapes the same ranks in this process, and sees no
+run.
 
     python -m fuelrail.bench.micro.planner_truth --out bench/results/planner_truth.json
 """
@@ -161,26 +162,31 @@ def real(pair: Pair, rank: int) -> Real:
 
 
 def _peak(tree: Sequence[Any], *, scratch: bool) -> int:
-    """Most bytes at once of what this thread allocated; what gloo's own threads allocate for a collective is not in it.
+    """Most bytes at once of what this thread allocated, without gloo's own copies of what a collective sends.
 
     ``tree``: the profiler's events. ``scratch``: with what a convolution's kernel allocates and frees itself. A block
-    that was there before and is freed meanwhile counts as negative.
+    that was there before and is freed meanwhile counts as negative. The profiler does not see what a thread of gloo
+    frees: such a block ends where its address is allocated again.
     """
     found: list[tuple[int, int, int, bool, int]] = []  # time, address, size, ours, number of the convolution within
-    waiting = [(event, 0) for event in tree]
+    waiting = [(event, 0, event.start_tid == 1) for event in tree]
     while waiting:
-        event, within = waiting.pop()
+        event, within, mine = waiting.pop()
         if within == 0 and event.name.startswith("aten::conv"):
             within = event.id
-        waiting += [(child, within) for child in event.children]
+        mine = mine and event.start_tid == 1 and not event.name.startswith("c10d::")
+        waiting += [(child, within, mine) for child in event.children]
         if event.name == "[memory]":
             fields = event.extra_fields
-            found.append((event.start_time_ns, fields.ptr, fields.alloc_size, event.start_tid == 1, within))
+            found.append((event.start_time_ns, fields.ptr, fields.alloc_size, mine, within))
     found.sort()
     left_out: set[int] = set()  # events of blocks that are not counted
+    unseen: dict[int, int] = {}  # bytes that were freed without an event before one
     live: dict[int, int] = {}  # address to the event that allocated it
     for number, (_, address, size, mine, within) in enumerate(found):
         if size > 0:
+            if (start := live.get(address)) is not None and start not in left_out:
+                unseen[number] = found[start][2]
             live[address] = number
             if not mine:
                 left_out.add(number)
@@ -190,7 +196,7 @@ def _peak(tree: Sequence[Any], *, scratch: bool) -> int:
             left_out |= {start, number}
     now = peak = 0
     for number, (_, _, size, _, _) in enumerate(found):
-        now += 0 if number in left_out else size
+        now += (0 if number in left_out else size) - unseen.get(number, 0)
         peak = max(peak, now)
     return peak
 

@@ -14,6 +14,7 @@ so.
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
@@ -28,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fuelrail.bench.measure.collectives import Collective, Counter, summed
 from fuelrail.bench.planner.formulas import in_flight, passes_of, schedule_order
@@ -142,11 +143,12 @@ def _noting(tracker: Any, line: Line | None, way: str) -> AbstractContextManager
 
 
 class PrivateParts(NamedTuple):
-    """What of torch is private: the fake store, two memory trackers, and what forgets DTensor's caches."""
+    """What of torch is private: the fake store, two memory trackers, how DTensors find placements, their caches."""
 
     fake_store: Any
     tracker: Any
     sharded_tracker: Any
+    propagator: Any
     forget: tuple[Callable[[], None], ...]
 
 
@@ -157,17 +159,19 @@ def private_parts() -> PrivateParts:
         from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
         from torch.distributed._tools.mem_tracker import MemTracker
         from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
+        from torch.distributed.tensor._sharding_prop import ShardingPropagator
         from torch.distributed.tensor.debug import _clear_python_sharding_prop_cache as forget_python
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         attrgetter("_update_snap", "_update_peak_stats")(MemTracker)  # which Line replaces
+        attrgetter("_propagate_tensor_meta_non_cached")(ShardingPropagator)
     except (ImportError, AttributeError) as error:
         raise FuelrailError(
             f"torch {torch.__version__} has moved a part that the planner runs ({error}); it was tested with torch "
             "2.13; `fuelrail plan` then plans GPT models by closed formulas"
         ) from error
     forget = (forget_native, forget_python, clear_redistribute_planner_cache, _gen_transform_infos.cache_clear)
-    return PrivateParts(FakeStore, MemTracker, FSDPMemTracker, forget)
+    return PrivateParts(FakeStore, MemTracker, FSDPMemTracker, ShardingPropagator, forget)
 
 
 def private_parts_are_there() -> bool:
@@ -223,11 +227,22 @@ def _fake_group(rank: int, world: int) -> Iterator[None]:
     if dist.is_initialized():
         raise FuelrailError("the planner needs a process without a process group; call it in one of its own")
     parts = private_parts()
+    find = parts.propagator._propagate_tensor_meta_non_cached  # noqa: SLF001 - torch's
+
+    def unseen(*args: Any) -> Any:  # noqa: ANN401 - torch's
+        """Let DTensors find placements, by operators at global sizes, where neither tracker nor counter looks."""
+        with _disable_current_modes():
+            return find(*args)
+
+    hook = sys.excepthook  # to which each group adds its rank
     dist.init_process_group("fake", rank=rank, world_size=world, store=parts.fake_store())
+    parts.propagator._propagate_tensor_meta_non_cached = unseen  # noqa: SLF001
     try:
         yield
     finally:
+        parts.propagator._propagate_tensor_meta_non_cached = find  # noqa: SLF001
         dist.destroy_process_group()
+        sys.excepthook = hook
         # They know meshes by their ranks, and would bring this one's groups to the next of the same ranks.
         for forget in parts.forget:
             forget()
@@ -279,15 +294,13 @@ def _run(
         if hidden is not None:
             low = degrees.dp_shard > 1 and isinstance(model, (GptSettings, VitSettings))
             received = torch.empty(hidden.shape, dtype=DTYPES[precision] if low else torch.float32)
-        if degrees.tp > 1 and line is None:
-            # DTensors find their placements in the first pass by running operators at global sizes: not this rank's.
-            _Passes(parallel, part, (given, received), precision, pipeline=False).run(None, last=True)
-            parallel.optimiser.zero_grad()
         tracker = parts.sharded_tracker(part) if degrees.dp_shard > 1 else parts.tracker()
         if line is not None:
             line.watch(tracker)
         if degrees.dp_shard == 1:
-            tracker.track_external(part)
+            tracker.track_external(part, *given)
+        else:
+            tracker.track_inputs(given)
         copied = degrees.data > 1 and not degrees.composed
         learnt = [parameter for parameter in part.parameters() if parameter.requires_grad]
         buckets = [torch.empty_like(parameter) for parameter in learnt] if copied else []
@@ -363,15 +376,15 @@ class _Passes:
         elif sharded is not None:
             sharded.set_requires_gradient_sync(last)
         with (
-            Counter(mesh) as forward,
             _noting(tracker, line, "forward"),
+            Counter(mesh) as forward,
             autocast(torch.device("cpu"), self._precision),
         ):
             result = self._result()
         kept = 0 if tracker is None else _by_kind(tracker.get_tracker_snapshot("current")).get("Activation", 0)
         if line is not None:
             line.kept = line.parts(tracker, "Activation")
-        with Counter(mesh) as backward, _noting(tracker, line, "backward"):
+        with _noting(tracker, line, "backward"), Counter(mesh) as backward:
             torch.autograd.backward(result, None if result.dim() == 0 else torch.empty_like(result))
         with Counter(mesh) as closing:
             if last and self._pipeline:
@@ -379,16 +392,14 @@ class _Passes:
         parts = [forward.collectives(), backward.collectives(), closing.collectives()]
         if not self.counted:
             self._forward, self._backward = parts[:2]
-        elif (
-            line is not None
-        ):  # DTensors found placements in the first pass, which alone gathered all of a stage's weights
+        elif line is not None:  # the first pass alone gathered all of a stage's weights
             self._forward, self._backward = (
                 [one for one in was if is_gather_of_weights(one)]
                 + [one for one in now if not is_gather_of_weights(one)]
                 for was, now in zip((self._forward, self._backward), parts, strict=False)
             )
             line.sent = (self._forward, self._backward, parts[2])
-        self.flop = forward.flop + backward.flop  # of the last pass: in the first one DTensors may find placements
+        self.flop = forward.flop + backward.flop
         self._closing = parts[2]
         self.counted.append([one for found in parts for one in found])
         return kept
@@ -428,7 +439,7 @@ def _by_kind(snapshot: Mapping[Any, Mapping[Any, int]]) -> dict[str, int]:
     found: dict[str, int] = {}
     for device in snapshot.values():
         for kind, size in device.items():
-            name = str(getattr(kind, "value", kind))
+            name = str(getattr(kind, "value", kind)).replace("Other", "Inputs and buckets")
             if name != "Total" and size:
                 found[name] = found.get(name, 0) + size
     return found

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -33,8 +34,6 @@ from fuelrail.pipeline.errors import (
 from fuelrail.pipeline.settings import CheckedSettings, PathText, must_be
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fuelrail.loaders.records import DecodedSample, Source, Task
     from fuelrail.loaders.schedule.positions import PositionIndex
 

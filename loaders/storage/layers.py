@@ -7,6 +7,7 @@ uses of the base, by which a cache evicts, are translated.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,8 +29,6 @@ from fuelrail.pipeline.format.dataset import Dataset, read_members
 from fuelrail.pipeline.format.layers import NO_ROW, Layer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
-
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.index.row import IndexRow
 

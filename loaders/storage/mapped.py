@@ -32,6 +32,7 @@ import errno
 import mmap
 import os
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -41,10 +42,9 @@ from fuelrail.loaders.storage.guard import Faults, GuardedMap, IndexGuard, is_gu
 from fuelrail.loaders.storage.protocol import PendingSpan, StorageStats
 from fuelrail.pipeline.errors import ShardError, StorageError, TruncatedShardError
 from fuelrail.pipeline.format.dataset import Dataset, check_span
+from fuelrail.pipeline.runtime.host import free_memory_bytes, memory_limit_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fuelrail.loaders.storage.cache.future_uses import FutureUses
     from fuelrail.pipeline.format.index.row import IndexRow
 
@@ -325,15 +325,5 @@ class Residency:
 
 
 def page_cache_room_bytes() -> int:
-    """Memory that the page cache may take: what the kernel calls available, or the control group's limit."""
-    available = sys.maxsize
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-        if limit != "max":
-            available = min(available, int(limit))
-    except (OSError, ValueError):
-        pass  # not Linux, or no control groups of version 2
-    return available
+    """Memory that the page cache may take: what the kernel calls available, or the container's limit."""
+    return min(free_memory_bytes(), memory_limit_bytes() or sys.maxsize)

@@ -15,11 +15,13 @@ import contextlib
 import logging
 import os
 import threading
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.loaders.storage.files import OpenShards, ShardFile, explained, middle, open_files_limit
 from fuelrail.loaders.storage.mapped import Residency
@@ -29,10 +31,6 @@ from fuelrail.pipeline.format.dataset import Dataset, check_span
 from fuelrail.pipeline.storage.retry import Fault, RetryPolicy, call_with_retries
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.loaders.storage.cache.future_uses import FutureUses
     from fuelrail.pipeline.format.index.row import IndexRow
 

@@ -16,6 +16,7 @@ import logging
 import os
 import threading
 import weakref
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -38,8 +39,6 @@ from fuelrail.pipeline.storage.filesystem import shown_url
 from fuelrail.pipeline.storage.retry import Fault, RetryPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from fuelrail.loaders.storage.cache.future_uses import FutureUses
     from fuelrail.loaders.storage.cache.span_cache import CachedSpan, SpanCache
     from fuelrail.loaders.storage.clients import RangeClient

@@ -18,19 +18,17 @@ from __future__ import annotations
 import functools
 import re
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import zstandard
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import CodecError, ConfigError, MemberTooLargeError
 from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, META
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.sample.arrays import Buffer
 
 MAX_MEMBER_BYTES: Final = 128 << 20

@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import hashlib
 import operator
+import os
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,9 +50,6 @@ from fuelrail.pipeline.storage.retry import RetryPolicy, redacted
 from fuelrail.pipeline.text import shown
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Collection, Mapping
-
     from fuelrail.pipeline.format.index.attributes_file import AttributesFile
     from fuelrail.pipeline.format.index.keys import KeyTable
     from fuelrail.pipeline.format.index.samples import SampleIndex

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from pathlib import Path
+from typing import Any, Final, NoReturn
 
 from fuelrail.pipeline.errors import DatasetError, DatasetNotReadyError, ManifestError
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE
@@ -28,11 +30,6 @@ from fuelrail.pipeline.storage.files import published
 from fuelrail.pipeline.storage.filesystem import DISK_FULL, READ_BYTES, default_cache_folder, filesystem, shown_url
 from fuelrail.pipeline.storage.private import make_folder, open_file
 from fuelrail.pipeline.storage.retry import Fault, RetryPolicy, call_with_retries
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
-
 
 _LOG = logging.getLogger(__name__)
 _SIDE_FILES: Final = (SHARDS_FILE, INDEX_FILE, KEYS_FILE, BLOCKS_FILE, "attributes.parquet", DICTIONARY_FILE)
@@ -197,12 +194,12 @@ class _Source:
         )
 
     def _on_fault(self, name: str) -> Callable[[Fault, float | None], None]:
-        def told(fault: Fault, pause_s: float | None) -> None:
+        def report(fault: Fault, pause_s: float | None) -> None:
             if pause_s is None:
                 self._fail(name, fault)
             _LOG.warning("%s/%s: %s; trying again in %.1f s", self.shown, name, fault.text, pause_s)
 
-        return told
+        return report
 
     def _fail(self, name: str, fault: Fault) -> NoReturn:
         if fault.kind == "missing" and name == MANIFEST_FILE:

@@ -10,6 +10,7 @@ import importlib
 import os
 import sys
 import time
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
@@ -31,8 +32,6 @@ from fuelrail.pipeline.text import escaped
 from fuelrail.sharding.write.layers.writer import LayerWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     Model = Callable[[dict[str, Any]], Mapping[str, Any]]
 
 _LAUNCHER_RANK: Final = "LOCAL_RANK"

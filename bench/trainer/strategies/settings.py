@@ -13,6 +13,7 @@ from fuelrail.bench.trainer.models.settings import (
     Positive,
     VitSettings,
     num_blocks,
+    read_pairs,
     tensor_sizes,
 )
 from fuelrail.pipeline.errors import ConfigError
@@ -29,6 +30,8 @@ Precision = Literal["fp32", "bf16", "fp16"]
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 # Of which a rank has one stage; of the others two.
 _ONE_STAGE = ("GPipe", "1F1B")
+# They compute gradients of weights apart, with `torch.autograd.grad`, of which FSDP's hooks see nothing: it loses them.
+_APART = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
 class ParallelSettings(Settings, frozen=True, kw_only=True):
@@ -110,7 +113,10 @@ class Degrees(NamedTuple):
 def degrees_of(settings: ParallelSettings, world: int) -> Degrees:
     """Return the mesh's axes for this number of ranks. Raises ConfigError, which says what would fit."""
     mesh = settings.mesh
-    degrees = _DEGREES[settings.strategy](world) if mesh is None else _parse(mesh)
+    if mesh is None:
+        degrees = _DEGREES[settings.strategy](world)
+    else:
+        degrees = Degrees(**read_pairs("mesh", mesh, AXES, int, "AXIS=N with N of at least 1, each axis once; axes"))
     size = math.prod(degrees)
     rest = size // degrees.dp_shard
     hint = f"ranks={size}" + (f" or dp_shard={world // rest}" if world % rest == 0 else "")
@@ -147,19 +153,6 @@ def _refuse(rules: Mapping[str, object]) -> None:
             raise ConfigError(message)
 
 
-def _parse(text: str) -> Degrees:
-    found: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, value = part.strip().partition("=")
-        if name not in AXES or name in found or not value.isdecimal() or int(value) < 1:
-            raise ConfigError(
-                f"mesh '{text}' has the part '{part}'; write AXIS=N with N of at least 1, each axis once; axes: "
-                f"{', '.join(AXES)}"
-            )
-        found[name] = int(value)
-    return Degrees(**found)
-
-
 def stages_of(settings: ParallelSettings, degrees: Degrees) -> int:
     """Return the number of stages of the whole pipeline."""
     return degrees.pp * (1 if settings.pipeline_schedule in _ONE_STAGE else 2)
@@ -190,6 +183,9 @@ def check_fits(
             f"{_divisors('stages', blocks)}": is_transformer and blocks % stages,
             f"{stages} stages ({schedule}, pp={pp}) are more than the model's {blocks} layers; use a smaller pp": blocks
             < stages,
+            f"{schedule} loses gradients where data-parallel ranks share a pipeline (dp_shard={degrees.dp_shard}, "
+            f"dp_replicate={degrees.dp_replicate}); use Interleaved1F1B, or pp and tp alone": schedule in _APART
+            and degrees.data > 1,
             f"micro_batches={parts} does not divide the batch of {batch_size} samples per rank; "
             f"{_divisors('micro_batches', batch_size)}": batch_size % parts,
             f"{schedule} with pp={pp} needs {least} micro-batches{' or a multiple' if multiple else ' or more'}, the "
