@@ -210,6 +210,9 @@ def _radar_channels(source: LogSource) -> list[Channel]:
     if not source.given.radars:
         return []
     topics = source.recordings.chosen("radars", source.given.radars, CLOUDS)
+    taken = {*source.camera_topics, *source.lidar_topics}
+    if bad := [name for name in source.given.radars if name in taken or name not in topics]:
+        raise ConfigError(f"radars: '{bad[0]}' must be in lower case, and no other channel: {', '.join(sorted(taken))}")
     found = []
     for channel, name in topics.items():
         files = (source.recordings.log_file(file) for _, files in source.recordings.logs for file in files)

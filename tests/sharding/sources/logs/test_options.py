@@ -268,6 +268,9 @@ def test_radars_are_channels_with_all_their_columns(tmp_path):
     (ref,) = [one.ref for one in table.row(0).members if one.name == channel.field]
     (point,) = decode_points(source.open(ref))
     np.testing.assert_allclose(point[:3], (mount @ (10, -2, 0, 1))[:3], atol=1e-4)
+    for name in ("Radar", "cam_front", "lidar_top"):
+        with pytest.raises(ConfigError, match=rf"radars: '{name}' must be in lower case, and no other channel: cam_"):
+            scan_source(spec._replace(options={"radars": {name: "/radar"}}))
     for radars, said in (({"radar_front": "/tf"}, "has the type"), ({"radar_front": "/none"}, "is not there")):
         with pytest.raises(SourceError, match=rf"the option radars: topic '/\w+' of radar_front {said}"):
             scan_source(spec._replace(options={"radars": radars}))
