@@ -6,7 +6,6 @@ import importlib
 import logging
 import os
 import threading
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -56,9 +55,7 @@ class NvmlWatch:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._thread is not None:
             self._stop.set()
             self._thread.join()

@@ -11,10 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from fuelrail.bench.measure.machine import (
-    DatasetFacts,  # noqa: TC001 (msgspec resolves the field's type)
-    MachineFacts,  # noqa: TC001 (likewise)
-)
+from fuelrail.bench.measure.machine import DatasetFacts, MachineFacts
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import convert
 from fuelrail.pipeline.storage.files import published

@@ -42,6 +42,7 @@ from fuelrail.loaders.storage.guard import Faults, GuardedMap, IndexGuard, is_gu
 from fuelrail.loaders.storage.protocol import PendingSpan, StorageStats
 from fuelrail.pipeline.errors import ShardError, StorageError, TruncatedShardError
 from fuelrail.pipeline.format.dataset import Dataset, check_span
+from fuelrail.pipeline.runtime.host import free_memory_bytes, memory_limit_bytes
 
 if TYPE_CHECKING:
     from fuelrail.loaders.storage.cache.future_uses import FutureUses
@@ -152,7 +153,7 @@ class MappedShards:
         from those written, StorageError where it cannot be read, ShardError where it is not the manifest's file.
         """
         if not 0 <= row.shard < self._num_shards:
-            self._dataset.shard_name(row)  # says what is wrong
+            self._dataset.shards.name_of(row)  # says what is wrong
         file = None
         try:
             file = self._files[row.shard]
@@ -176,16 +177,16 @@ class MappedShards:
         """
         unchanged: set[int] = set()
         for index in indices:
-            if (shard := self._dataset.index.place(index)[0]) in unchanged:
+            if self._dataset.index.place(index)[0] in unchanged:
                 continue
             row, file = self._dataset.index.row(index), None
             try:
-                file = self._files[shard]
+                file = self._files[row.shard]
                 self._check_faults(file, row)
                 if self._verify and file.was_written():
                     check_span(row, self._view(file, row), file.name)
                 elif not self._faults.are_any:
-                    unchanged.add(shard)
+                    unchanged.add(row.shard)
             except ShardError as error:
                 raise explained(self._dataset, row, error, file) from error
 
@@ -326,15 +327,5 @@ class Residency:
 
 
 def page_cache_room_bytes() -> int:
-    """Memory that the page cache may take: what the kernel calls available, or the control group's limit."""
-    available = sys.maxsize
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-        if limit != "max":
-            available = min(available, int(limit))
-    except (OSError, ValueError):
-        pass  # not Linux, or no control groups of version 2
-    return available
+    """Memory that the page cache may take: what the kernel calls available, or the container's limit."""
+    return min(free_memory_bytes(), memory_limit_bytes() or sys.maxsize)

@@ -32,7 +32,7 @@ from fuelrail.pipeline.format.layers import NO_ROW, open_layer
 from fuelrail.pipeline.order.windows import FrameWindow, WindowLookup
 from fuelrail.pipeline.settings import CheckedSettings, flag, make_options
 from fuelrail.pipeline.text import shown
-from fuelrail.pipeline.transforms.image import ImageAugment  # noqa: TC001 - msgspec resolves it
+from fuelrail.pipeline.transforms.image import ImageAugment
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.sensors import LidarEntry

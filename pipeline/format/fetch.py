@@ -194,12 +194,12 @@ class _Source:
         )
 
     def _on_fault(self, name: str) -> Callable[[Fault, float | None], None]:
-        def told(fault: Fault, pause_s: float | None) -> None:
+        def report(fault: Fault, pause_s: float | None) -> None:
             if pause_s is None:
                 self._fail(name, fault)
             _LOG.warning("%s/%s: %s; trying again in %.1f s", self.shown, name, fault.text, pause_s)
 
-        return told
+        return report
 
     def _fail(self, name: str, fault: Fault) -> NoReturn:
         if fault.kind == "missing" and name == MANIFEST_FILE:

@@ -88,8 +88,8 @@ def decode_frame(stored: Buffer, raw_bytes: int, *, shard: str, offset: int, key
     try:
         stated = zstandard.frame_content_size(stored)
         if stated != raw_bytes:
-            said = "does not state its size" if stated < 0 else f"states {stated} bytes"
-            raise FrameError(f"the zstd frame {said}, wanted are {raw_bytes}", shard=shard, offset=offset, key=key)
+            text = "does not state its size" if stated < 0 else f"states {stated} bytes"
+            raise FrameError(f"the zstd frame {text}, wanted are {raw_bytes}", shard=shard, offset=offset, key=key)
         raw: bytes = _decompressor().decompress(stored, max_output_size=raw_bytes, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise FrameError(f"damaged zstd frame: {error}", shard=shard, offset=offset, key=key) from error

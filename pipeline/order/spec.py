@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fuelrail.pipeline.errors import OrderError
-from fuelrail.pipeline.order.mix import Mix  # noqa: TC001, msgspec reads the annotation
+from fuelrail.pipeline.order.mix import Mix
 from fuelrail.pipeline.order.permutation import MAX_LENGTH, KeyedPermutation, PositionMap, as_positions, derive_key
-from fuelrail.pipeline.order.weights import Weighting  # noqa: TC001, msgspec reads the annotation
+from fuelrail.pipeline.order.weights import Weighting
 from fuelrail.pipeline.settings import Settings, check_types, flag
 
 if TYPE_CHECKING:

@@ -133,8 +133,8 @@ def _already_there(spec: WorldSpec, out: Path) -> Built | None:
 
 
 def _differences(marker: _Marker, spec: WorldSpec) -> str:
-    theirs, ours = msgspec.structs.asdict(marker.spec), msgspec.structs.asdict(spec)
-    found = [f"{name} {theirs[name]}, not {ours[name]}" for name in ours if theirs[name] != ours[name]]
+    other, current = msgspec.structs.asdict(marker.spec), msgspec.structs.asdict(spec)
+    found = [f"{name} {other[name]}, not {current[name]}" for name in current if other[name] != current[name]]
     return ", ".join(found) or "of another version of this program"
 
 

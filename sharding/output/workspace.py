@@ -13,7 +13,6 @@ import os
 import shutil
 import uuid
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
 import msgspec
@@ -21,8 +20,8 @@ import msgspec
 from fuelrail.pipeline.errors import DatasetError, DatasetExistsError
 from fuelrail.pipeline.format.manifest import WORK_FOLDER
 from fuelrail.pipeline.storage.filesystem import is_url
-from fuelrail.sharding.planning.plan import PlannedShard  # noqa: TC001 - msgspec reads the annotation
-from fuelrail.sharding.planning.recipe import Recipe  # noqa: TC001 - msgspec reads the annotation
+from fuelrail.sharding.planning.plan import PlannedShard
+from fuelrail.sharding.planning.recipe import Recipe
 
 if TYPE_CHECKING:
     from fuelrail.sharding.output.folder import Output
@@ -134,9 +133,7 @@ class Workspace:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _acquire(self) -> int:

@@ -19,7 +19,7 @@ from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.errors import ConfigError, DatasetError
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset, open_kind
 from fuelrail.pipeline.format.layers import EITHER, LayerManifest
-from fuelrail.pipeline.format.manifest import Ancestor  # noqa: TC001 - msgspec reads the annotation
+from fuelrail.pipeline.format.manifest import Ancestor
 from fuelrail.pipeline.settings import Settings, flag
 from fuelrail.pipeline.storage.files import published, read_file
 from fuelrail.pipeline.storage.filesystem import filesystem, is_url

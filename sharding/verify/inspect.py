@@ -319,8 +319,8 @@ def _values_said(counts: Counter[Any]) -> str:
     if not values:
         return "unknown"
     if all(isinstance(value, bool) for value in values):
-        said = [f"{'true' if value else 'false'} ({counts[value]:,})" for value in sorted(values, reverse=True)]
-        return ", ".join([*said, *([f"unknown ({counts[None]:,})"] if counts[None] else [])])
+        text = [f"{'true' if value else 'false'} ({counts[value]:,})" for value in sorted(values, reverse=True)]
+        return ", ".join([*text, *([f"unknown ({counts[None]:,})"] if counts[None] else [])])
     if all(isinstance(value, int | float) for value in values):
         low, high = min(values), max(values)
         return str(low) if low == high else f"{low} to {high}"

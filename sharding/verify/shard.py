@@ -226,8 +226,8 @@ class _FramedCheck(ShardCheck):
                 return
             stored, frame = view[at : at + row.length], Frame(row.offset, row.length, span_bytes(row))
             if table is not None and (number >= len(table) or table[number] != frame):
-                said = f"{table[number]}" if number < len(table) else "no such frame"
-                self._fault(f"the index has {frame}, the seek table {said}", at, row.key)
+                text = f"{table[number]}" if number < len(table) else "no such frame"
+                self._fault(f"the index has {frame}, the seek table {text}", at, row.key)
             if self._is_intact(row, stored):
                 with one_at_a_time(frame.raw_bytes):
                     found = self._found(stored, frame, row.key)

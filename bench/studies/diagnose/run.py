@@ -28,7 +28,7 @@ from fuelrail.bench.studies.diagnose.report import (
 )
 from fuelrail.bench.studies.train.run import TrainRun, measure_all
 from fuelrail.bench.studies.train.settings import LeaveOut, TrainOptions, TrainSettings
-from fuelrail.bench.trainer.models.settings import Positive  # noqa: TC001 (msgspec resolves the fields' types)
+from fuelrail.bench.trainer.models.settings import Positive
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.settings import flag, make_options
 from fuelrail.pipeline.storage.filesystem import is_url

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.logs.files.log_file import Locator
 from fuelrail.sharding.sources.logs.geometry.transforms import FrameTree
 from fuelrail.sharding.sources.logs.messages.pictures import EncodedHead, check_encoding, encoded_head
 from fuelrail.sharding.sources.logs.messages.reader import Reader
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fuelrail.sharding.sources.logs.files.log_file import Locator, LogFile, Message, Topic
+    from fuelrail.sharding.sources.logs.files.log_file import LogFile, Message, Topic
     from fuelrail.sharding.sources.logs.settings import LogSettings
 
 
