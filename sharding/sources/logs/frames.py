@@ -4,28 +4,33 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 import numpy as np
 
 from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.sharding.sources.frames.channels import signals
 from fuelrail.sharding.sources.frames.frame import Absent, Frame, Image, ImageBoxRows, Sweep
+from fuelrail.sharding.sources.frames.members import POINTS
 from fuelrail.sharding.sources.logs import sync
 from fuelrail.sharding.sources.logs.geometry.calibration import CameraModel, camera_models
 from fuelrail.sharding.sources.logs.index import LogIndex, Shot
+from fuelrail.sharding.sources.logs.index import Sweep as LidarSweep
 from fuelrail.sharding.sources.logs.members import Job
-from fuelrail.sharding.sources.logs.messages.clouds import COLUMNS
+from fuelrail.sharding.sources.logs.messages.clouds import COLUMNS, RadarSweep
 from fuelrail.sharding.sources.logs.messages.records import RAWS, VIDEOS
+from fuelrail.sharding.sources.scan_table import Reference
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.channels.table import Channel
+    from fuelrail.sharding.sources.frames.poses import Trajectory
     from fuelrail.sharding.sources.logs.files.log_file import Topic
     from fuelrail.sharding.sources.logs.messages.records import Marks
     from fuelrail.sharding.sources.logs.settings import LogSettings
-    from fuelrail.sharding.sources.scan_table import Reference
 
 
 FIX_COLUMNS: Final = ("latitude", "longitude", "altitude_m")
@@ -35,17 +40,18 @@ FIX_COLUMNS: Final = ("latitude", "longitude", "altitude_m")
 class FrameMaker:
     """Makes frames of one log. ``cameras`` and ``lidars`` map channel to topic; ``noted`` takes estimated delays.
 
-    ``channels`` are those of signals.
+    ``channels`` are those of signals and radars, ``poses`` the clip's, None without any.
     """
 
     def __init__(
         self, index: LogIndex, given: LogSettings, topics: Mapping[str, Topic], cameras: Mapping[str, str],
         lidars: Mapping[str, str], reference: str, noted: dict[str, int], channels: Sequence[Channel],
+        poses: Trajectory | None,
     ) -> None:  # fmt: skip
-        self._channels = channels
+        self._channels, self._poses = channels, poses
         self._index, self._given, self._topics, self._noted = index, given, topics, noted
         self._cameras, self._lidars, self._reference = cameras, lidars, reference
-        self._all = {**cameras, **lidars}
+        self._all = {**cameras, **lidars, **given.radars}
 
     def frames(self, times: NDArray[np.int64]) -> Iterator[Frame]:
         """A frame for each of these times of the reference [ns]; raises SourceError."""
@@ -64,7 +70,7 @@ class FrameMaker:
         }
         marks = {channel: self._marks(channel) for channel in self._given.boxes2d}
         fixes = self._fixes(times)
-        members = self._members(times.tolist())
+        members = self._members(times.tolist(), rows)
         for at, time in enumerate(times.tolist()):
             images = {
                 channel: self._image(topic, rows[channel][at], stamps[topic], models[channel])
@@ -89,13 +95,18 @@ class FrameMaker:
                 members=members[at],
             )  # fmt: skip
 
-    def _members(self, times: Sequence[int]) -> list[list[Reference]]:
-        """The members of each time's signals."""
+    def _members(self, times: Sequence[int], rows: Mapping[str, Sequence[int]]) -> list[list[Reference]]:
+        """The members of each time's radars, whose rows are by channel, and signals."""
         found: list[list[Reference]] = [[] for _ in times]
         for channel in self._channels:
-            stamps, values = map(np.concatenate, zip(*self._index.signals[channel.source_name], strict=True))
-            order = np.argsort(stamps, kind="stable")
-            for own, more in zip(found, signals(channel, stamps[order], values[order], times), strict=True):
+            parts: Iterable[list[Reference]]
+            if channel.name in self._given.radars:
+                parts = self._radar(channel, rows[channel.name], times)
+            else:
+                stamps, values = map(np.concatenate, zip(*self._index.signals[channel.source_name], strict=True))
+                order = np.argsort(stamps, kind="stable")
+                parts = signals(channel, stamps[order], values[order], times)
+            for own, more in zip(found, parts, strict=True):
                 own += more
         return found
 
@@ -106,6 +117,25 @@ class FrameMaker:
             round(delay_ms * 1e6) for delay_ms in (given.offsets_ms.get(f"boxes2d_{channel}", 0), given.tolerance_ms)
         )
         return self._index.marks_of(self._cameras[channel], given.boxes2d[channel], offset_ns, tolerance_ns)
+
+    def _radar(self, channel: Channel, rows: Sequence[int], times: Sequence[int]) -> Iterator[list[Reference]]:
+        """The member of a radar at each time: moved to ego there by the poses at both times, without any as it is."""
+        index, topic, vectors = self._index, channel.source_name, channel.law.roles.get("vectors", ())
+        stamps, items = index.series[topic]
+        frame_id = index.frame_ids.get(topic, "").lstrip("/")
+        mount = index.tree.sensor2ego(frame_id, self._given.ego_frame) if len(stamps) else np.eye(4)
+        for row, time in zip(rows, times, strict=True):
+            item, sensor2ego = items[row] if row >= 0 else None, mount
+            if item is not None and self._poses is not None:
+                measured, sampled = self._poses.at(np.array([stamps[row], time]))
+                sensor2ego = invert_rigid(sampled) @ measured @ mount
+            if not isinstance(item, LidarSweep) or np.isnan(sensor2ego).any():
+                yield []
+                continue
+            made = RadarSweep(channel.columns, vectors, (time - int(stamps[row])) * 1e-9, sensor2ego.ravel().tolist())
+            job = Job("radar", topic, item.place, None, msgspec.json.encode(made).decode())
+            num_bytes = 128 + item.num_points * 4 * len(channel.columns)
+            yield [Reference(channel.field, POINTS + job.ref, num_bytes, is_estimate=True)]
 
     def _fixes(self, times: NDArray[np.int64]) -> list[dict[str, float | None]]:
         """The position nearest to each time, at most ``max_gap_s`` away; None where there is none."""

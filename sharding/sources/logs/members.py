@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.sample.schema import encode_points
 from fuelrail.sharding.sources.frames.members import MADE, POINTS
 from fuelrail.sharding.sources.logs.files.log_file import Locator
-from fuelrail.sharding.sources.logs.messages.clouds import points_of
+from fuelrail.sharding.sources.logs.messages.clouds import RadarSweep, points_of, radar_points
 from fuelrail.sharding.sources.logs.messages.pictures import FULL, raw_jpeg
 from fuelrail.sharding.sources.logs.messages.reader import Reader
 from fuelrail.sharding.sources.logs.video import StreamDecoder
@@ -28,7 +30,10 @@ if TYPE_CHECKING:
 
 
 class Job(NamedTuple):
-    """What a member is made of: ``kind`` is "bytes", "raw", "video" or "points"; ``key`` and ``log`` are of video."""
+    """What a member is made of: ``kind`` is "bytes", "raw", "video", "points" or "radar".
+
+    ``key`` and ``log`` are of video; ``log`` of a radar is a :class:`RadarSweep` in JSON.
+    """
 
     kind: str
     topic: str
@@ -39,14 +44,14 @@ class Job(NamedTuple):
     @property
     def ref(self) -> str:
         """As a reference."""
-        video = f"|{self.key}|{self.log}" if self.key is not None else ""
-        return f"{self.kind}|{self.topic}|{self.place}{video}"
+        more = f"|{self.key or ''}|{self.log}" if self.log else ""
+        return f"{self.kind}|{self.topic}|{self.place}{more}"
 
     @classmethod
     def of(cls, ref: str) -> Job:
         """Parse a reference."""
-        kind, topic, place, *video = ref.split("|")
-        return cls(kind, topic, Locator.of(place), *((Locator.of(video[0]), video[1]) if video else ()))
+        kind, topic, place, key, log = (*ref.split("|", 4), "", "")[:5]
+        return cls(kind, topic, Locator.of(place), Locator.of(key) if key else None, log)
 
 
 class _Group(NamedTuple):
@@ -87,9 +92,12 @@ class Members:
         return jobs, rest
 
     def points(self, job: Job) -> NDArray[np.float32]:
-        """Read a sweep: (P, 6)."""
-        message = self._file(job.place.file).read(job.place)
-        return points_of(self._reader(job.topic).cloud(message), f"topic '{job.topic}', message {job.place}")
+        """Read a sweep: (P, 6), or that of a radar."""
+        where, message = f"topic '{job.topic}', message {job.place}", self._file(job.place.file).read(job.place)
+        cloud = self._reader(job.topic).cloud(message)
+        if job.kind == "points":
+            return points_of(cloud, where)
+        return radar_points(cloud, msgspec.json.decode(job.log, type=RadarSweep), where)
 
     def read(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Buffer]]:
         """Yield each member with its job, in the order of the recording."""
@@ -110,7 +118,7 @@ class Members:
                     yield from self._decoded(*one, decoders)
 
     def _member(self, job: Job) -> Buffer:
-        if job.kind == "points":
+        if job.kind in ("points", "radar"):
             return encode_points(self.points(job))
         message = self._file(job.place.file).read(job.place)
         picture = self._reader(job.topic).picture(message)

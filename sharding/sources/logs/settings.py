@@ -60,6 +60,13 @@ class LogSettings(VideoSettings, frozen=True, kw_only=True):
     lidars: Annotated[dict[str, str], Meta(description="channel to topic; empty: all topics of point clouds")] = (
         msgspec.field(default_factory=dict)
     )
+    radars: Annotated[
+        dict[str, str],
+        Meta(
+            description="channel to topic of point clouds: {radar_front: /radar} stores the channel radar_front, with "
+            "all columns of the cloud"
+        ),
+    ] = msgspec.field(default_factory=dict)
     camera_infos: Annotated[
         dict[str, str], Meta(description="channel to topic of its calibration; else camera_info beside the pictures")
     ] = msgspec.field(default_factory=dict)

@@ -18,7 +18,7 @@ from fuelrail.sharding.sources.logs.frames import FIX_COLUMNS, FrameMaker
 from fuelrail.sharding.sources.logs.geometry.transforms import edges_trajectory
 from fuelrail.sharding.sources.logs.index import LogIndex
 from fuelrail.sharding.sources.logs.members import Job, Members
-from fuelrail.sharding.sources.logs.messages.clouds import COLUMNS
+from fuelrail.sharding.sources.logs.messages.clouds import COLUMNS, radar_channel
 from fuelrail.sharding.sources.logs.messages.reader import Reader
 from fuelrail.sharding.sources.logs.messages.records import CLOUDS, FIXES, MARKS, PICTURES, POSES, VIDEOS
 from fuelrail.sharding.sources.logs.settings import LogSettings, check_decoder, libraries_of
@@ -108,7 +108,7 @@ class LogSource(FrameSource[LogSettings]):
         log, times = self._cuts[clip.name]
         maker = FrameMaker(
             self._indexed(log), self.given, self.recordings.topics, self.camera_topics, self.lidar_topics,
-            _reference(self), self.noted, self.channels,
+            _reference(self), self.noted, self.channels, self.poses(clip) if self.given.radars else None,
         )  # fmt: skip
         return maker.frames(times)
 
@@ -140,7 +140,9 @@ class LogSource(FrameSource[LogSettings]):
     @cached_property
     def lidar_topics(self) -> dict[str, str]:
         """Channel to topic."""
-        return self.recordings.chosen("lidars", self.given.lidars, CLOUDS)
+        found = self.recordings.chosen("lidars", self.given.lidars, CLOUDS)
+        radars = self.given.radars.values()
+        return {channel: topic for channel, topic in found.items() if topic not in radars}
 
     @property
     def columns(self) -> dict[str, type]:  # type: ignore[override]  # of these logs, not of the kind
@@ -149,7 +151,7 @@ class LogSource(FrameSource[LogSettings]):
 
     @cached_property
     def channels(self) -> tuple[Channel, ...]:  # type: ignore[override]  # of these logs, not of the kind
-        """Of the signals."""
+        """Of the signals, and of radars."""
         topics, found = self.recordings.topics, []
         for name, topic in self.given.signals.items():
             if topic not in topics or topic in (*self.camera_topics.values(), *self.lidar_topics.values()):
@@ -157,7 +159,7 @@ class LogSource(FrameSource[LogSettings]):
                 raise ConfigError(f"signals: '{topic}' of {name} is no topic of messages of numbers; topics: {listed}")
             units = {path.replace(".", "_"): "" for path in Reader(topics[topic]).columns}
             found.append(signals_channel(f"can_{name}", units, topic, has_unknown=True))
-        return tuple(found)
+        return (*found, *_radar_channels(self))
 
     def _indexed(self, log: str) -> LogIndex:
         """What is known of a log; that of the last one is kept."""
@@ -165,7 +167,8 @@ class LogSource(FrameSource[LogSettings]):
             files = next(files for name, files in self.recordings.logs if name == log)
             self._index = LogIndex(
                 log, [self.recordings.log_file(name) for name in files],
-                cameras=list(self.camera_topics.values()), lidars=list(self.lidar_topics.values()),
+                cameras=list(self.camera_topics.values()),
+                lidars=[*self.lidar_topics.values(), *self.given.radars.values()],
                 gps=_gps(self), levels=_levels(self), options=self.given,
             )  # fmt: skip
         return self._index
@@ -202,6 +205,25 @@ def _levels(source: LogSource) -> dict[str, tuple[int, int]]:
     return {source.camera_topics[channel]: levels for channel, levels in source.given.levels.items()}
 
 
+def _radar_channels(source: LogSource) -> list[Channel]:
+    """By the first message of each topic; raises SourceError where there is none."""
+    if not source.given.radars:
+        return []
+    topics = source.recordings.chosen("radars", source.given.radars, CLOUDS)
+    taken = {*source.camera_topics, *source.lidar_topics}
+    if bad := [name for name in source.given.radars if name in taken or name not in topics]:
+        raise ConfigError(f"radars: '{bad[0]}' must be in lower case, and no other channel: {', '.join(sorted(taken))}")
+    found = []
+    for channel, name in topics.items():
+        files = (source.recordings.log_file(file) for _, files in source.recordings.logs for file in files)
+        first = next(((file, place) for file in files for place in file.places(name)[:1]), None)
+        if first is None:
+            raise SourceError(f"radars: topic '{name}' of {channel} has no messages")
+        file, place = first
+        found.append(radar_channel(channel, Reader(source.recordings.topics[name]).cloud(file.read(place)), name))
+    return found
+
+
 def _gps(source: LogSource) -> str:
     """The topic of positions; empty: there is none. Raises ConfigError for another one that is asked for."""
     topics = sorted(name for name, topic in source.recordings.topics.items() if topic.type in FIXES)
@@ -223,7 +245,7 @@ def _check_channels(source: LogSource) -> None:
                 f"boxes2d: '{name}' of {channel} must be a topic of boxes, and of a camera; such topics: "
                 f"{', '.join(of_boxes) or 'none'}; cameras: {', '.join(source.camera_topics)}"
             )
-    known = [*source.camera_topics, *source.lidar_topics]
+    known = [*source.camera_topics, *source.lidar_topics, *source.given.radars]
     for channel, (black, white) in source.given.levels.items():
         if channel not in source.camera_topics or not black < white:
             listed = ", ".join(source.camera_topics)
@@ -234,7 +256,7 @@ def _check_channels(source: LogSource) -> None:
         for channel in getattr(source.given, option):
             if channel not in (*known, *(f"boxes2d_{camera}" for camera in source.given.boxes2d)):
                 raise ConfigError(f"{option}: there is no channel '{channel}'; channels: {', '.join(known)}")
-    if _reference(source) not in known:
+    if _reference(source) not in known or _reference(source) in source.given.radars:
         raise ConfigError(f"reference: there is no channel '{_reference(source)}'; channels: {', '.join(known)}")
     if source.given.poses not in ("tf", "none"):
         topic = source.recordings.topics.get(source.given.poses)

@@ -1,11 +1,13 @@
-"""Point clouds of any layout as columns x, y, z, intensity, ring, time."""
+"""Point clouds of any layout as columns: of lidars x, y, z, intensity, ring, time; of radars those that they have."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 import numpy as np
 
+from fuelrail.pipeline.channels.table import Channel, Law
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.frames.poses import pose
 
@@ -24,6 +26,63 @@ _NAMES: Final = {
     "time": ("time", "t", "time_stamp", "timestamp", "time_offset", "offset_time", "timeOffset"),
 }
 
+_AXES: Final = ("x", "y", "z")
+_VECTORS: Final = (("vx", "vy", "vz"), ("vx", "vy"), ("vx_comp", "vy_comp"), ("velocity_x", "velocity_y"))
+"""Columns that turn with the points; of those with the same first one, the first that is there counts."""
+
+
+def radar_channel(name: str, cloud: Cloud, topic: str) -> Channel:
+    """The entry of the table for a radar whose clouds have these columns, without their times, and ``dt_s``."""
+    times = {one.lower() for one in _NAMES["time"]}
+    more = [one.name for one in cloud.fields if one.name not in _AXES and one.name.lower() not in times]
+    columns = (*_AXES, *more, "dt_s")
+    vectors = {group[0]: group for group in reversed(_VECTORS) if set(group) <= set(more)}
+    return Channel(
+        name=name,
+        kind="points",
+        field=f"{name}.npy",
+        law=Law("ego_points", roles={"positions": (_AXES,), "vectors": tuple(vectors.values())}),
+        dtype="float32",
+        axes=("point", "column"),
+        shape=(None, len(columns)),
+        columns=columns,
+        units=("m", "m", "m", *("" for _ in more), "s"),
+        frame="ego",
+        sensor="radar",
+        allows_nan=True,
+        allows_inf=True,
+        optional=True,
+        source_name=topic,
+        description="in ego at the sample's time, as are vectors; other columns are as measured; dt_s since measured",
+    )
+
+
+class RadarSweep(msgspec.Struct, frozen=True):
+    """What a radar's member needs beyond its cloud: ``sensor2ego`` are 16 numbers, of ego at the sample's time."""
+
+    columns: tuple[str, ...]
+    vectors: tuple[tuple[str, ...], ...]
+    dt_s: float
+    sensor2ego: list[float]
+
+
+def radar_points(cloud: Cloud, made: RadarSweep, where: str) -> NDArray[np.float32]:
+    """Points (P, C) of a :func:`radar_channel`; NaN for a column that the cloud lacks; raises SourceError."""
+    rows, sensor2ego = _rows(cloud, where), np.array(made.sensor2ego).reshape(4, 4)
+    found = np.full((len(rows), len(made.columns)), np.nan)
+    for at, column in enumerate(made.columns):
+        if column in (rows.dtype.names or ()):
+            found[:, at] = rows[column]
+    found = found[np.isfinite(found[:, :3]).all(1)]
+    if cloud.pose is not None:
+        sensor2ego = sensor2ego @ pose(cloud.pose.wxyz, cloud.pose.xyz, where)
+    found[:, :3] = found[:, :3] @ sensor2ego[:3, :3].T + sensor2ego[:3, 3]
+    for group in made.vectors:
+        own, size = [made.columns.index(name) for name in group], len(group)
+        found[:, own] = found[:, own] @ sensor2ego[:size, :size].T
+    found[:, -1] = made.dt_s
+    return np.asarray(found, np.float32)
+
 
 def points_of(cloud: Cloud, where: str) -> NDArray[np.float32]:
     """Points (P, 6) in the cloud's frame; NaN for a column that it lacks. Points without a position are left out.
@@ -32,6 +91,21 @@ def points_of(cloud: Cloud, where: str) -> NDArray[np.float32]:
     1970).
     Raises SourceError, naming ``where``, for a layout that contradicts itself.
     """
+    rows = _rows(cloud, where)
+    found = np.full((len(rows), len(COLUMNS)), np.nan, np.float32)
+    for at, column in enumerate(COLUMNS):
+        name = next((name for name in _NAMES[column] if name in (rows.dtype.names or ())), None)
+        if name is not None:
+            found[:, at] = _seconds(rows[name], cloud.stamp_ns) if column == "time" else rows[name]
+    found = found[np.isfinite(found[:, :3]).all(1)]
+    if cloud.pose is not None:
+        moved = pose(cloud.pose.wxyz, cloud.pose.xyz, where)
+        found[:, :3] = found[:, :3] @ moved[:3, :3].T + moved[:3, 3]
+    return found
+
+
+def _rows(cloud: Cloud, where: str) -> NDArray[np.void]:
+    """The points as records (P,); raises SourceError for a layout that contradicts itself."""
     fields = {field.name: field for field in cloud.fields}
     order = ">" if cloud.big_endian else "<"
     inside = all(field.offset + np.dtype(field.kind).itemsize <= cloud.step for field in cloud.fields)
@@ -52,17 +126,7 @@ def points_of(cloud: Cloud, where: str) -> NDArray[np.float32]:
             "itemsize": cloud.step,
         }
     )
-    rows = np.ndarray((cloud.height, cloud.width), dtype, cloud.data, strides=(row_step, cloud.step)).reshape(-1)
-    found = np.full((len(rows), len(COLUMNS)), np.nan, np.float32)
-    for at, column in enumerate(COLUMNS):
-        name = next((name for name in _NAMES[column] if name in fields), None)
-        if name is not None:
-            found[:, at] = _seconds(rows[name], cloud.stamp_ns) if column == "time" else rows[name]
-    found = found[np.isfinite(found[:, :3]).all(1)]
-    if cloud.pose is not None:
-        moved = pose(cloud.pose.wxyz, cloud.pose.xyz, where)
-        found[:, :3] = found[:, :3] @ moved[:3, :3].T + moved[:3, 3]
-    return found
+    return np.ndarray((cloud.height, cloud.width), dtype, cloud.data, strides=(row_step, cloud.step)).reshape(-1)
 
 
 def _seconds(values: NDArray[np.generic], stamp_ns: int) -> NDArray[np.float64]:

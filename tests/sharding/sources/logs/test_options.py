@@ -13,12 +13,14 @@ from mcap.writer import Writer
 from fuelrail.pipeline.channels.selection import decode_values
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.sample.schema import decode_points
 from fuelrail.sharding.run import scan_source
 from fuelrail.sharding.sources.logs.members import Members
 from fuelrail.sharding.sources.registry import SourceSpec
 from support.log_world import Ros, Sent, logged, ros_messages, video_messages, with_raw_pictures, write_mcap
+from support.sharding import scanned
 from support.source_suite import SourceSuite, bytes_read
-from support.source_world import make_world, samples_of
+from support.source_world import ego_at, make_world, samples_of, turn
 
 
 def test_positions_become_attributes(tmp_path):
@@ -220,3 +222,55 @@ def test_signals_are_stored_between_samples(tmp_path):
         scan_source(spec._replace(options={"signals": {"speed": "/x"}}))
     with pytest.raises(SourceError, match="no message of ROS 2 with numbers"):
         scan_source(spec._replace(options={"signals": {"speed": "/tf"}}))
+
+
+def test_radars_are_channels_with_all_their_columns(tmp_path):
+    """In ego at the sample's time, by the poses at both times; velocities turn with the points."""
+    world, ros = make_world(1, 4), Ros()
+    sent, late_ns, mount = ros_messages(world, world.clips[0]), 30_000_000, np.eye(4)
+    mount[:3, :3], mount[:3, 3] = turn(0.4, "z"), (3.5, 0.2, 0.6)
+    sent.append(Sent("/tf_static", "tf2_msgs/TFMessage", sent[0].stamp_ns,
+                     ros.tf([("base_link", "radar", sent[0].stamp_ns, mount)])))  # fmt: skip
+    names, types = ("x", "y", "z", "vx", "vy", "id", "timestamp"), (7, 7, 7, 7, 7, 4, 8)
+    sizes = {7: "<f4", 4: "<u2", 8: "<f8"}
+    dtype = np.dtype([(name, sizes[kind]) for name, kind in zip(names, types, strict=True)])
+    rows = np.zeros(2, dtype)
+    for name, values in (("x", (10, np.nan)), ("y", (-2, 1)), ("vx", (5, 0)), ("vy", (2, 0)), ("id", (9, 1))):
+        rows[name] = values
+    fields = [ros.of("sensor_msgs/PointField", name, dtype.fields[name][1], kind, 1)
+              for name, kind in zip(names, types, strict=True)]  # fmt: skip
+    data = np.frombuffer(rows.tobytes(), np.uint8)
+    for frame in world.clips[0].frames[:-1]:
+        stamp_ns = frame.timestamp_ns + late_ns
+        cloud = ros.of("sensor_msgs/PointCloud2", ros.header(stamp_ns, "radar"), 1, 2, fields, False, dtype.itemsize,
+                       2 * dtype.itemsize, data, True)  # fmt: skip
+        sent.append(Sent("/radar", "sensor_msgs/PointCloud2", stamp_ns, cloud))
+        sent.append(
+            Sent("/tf", "tf2_msgs/TFMessage", stamp_ns, ros.tf([("map", "base_link", stamp_ns, ego_at(0, stamp_ns))]))
+        )
+    spec = logged(tmp_path, sorted(sent, key=lambda one: one.stamp_ns), {"radars": {"radar_front": "/radar"}})
+    SourceSuite().make(spec, tmp_path / "out")
+    dataset = open_dataset(tmp_path / "out")
+    assert [one.channel for one in dataset.manifest.lidars] == ["lidar_top"]
+    (channel,) = (one for one in dataset.manifest.channels if one.name == "radar_front")
+    assert channel.columns == ("x", "y", "z", "vx", "vy", "id", "dt_s"), "times are dt_s"
+    assert channel.law.roles["vectors"] == (("vx", "vy"),)
+    samples = sorted(samples_of(tmp_path / "out").values(), key=lambda sample: sample.meta.timestamp_ns)
+    assert ["radar_front" in sample.points for sample in samples] == [True, True, True, False]
+    for sample in samples[:3]:
+        (point,) = sample.points["radar_front"].astype(np.float64)
+        time_ns = sample.meta.timestamp_ns
+        moved = np.linalg.inv(ego_at(0, time_ns)) @ ego_at(0, time_ns + late_ns) @ mount
+        np.testing.assert_allclose(point[:3], (moved @ (10, -2, 0, 1))[:3], atol=1e-4)
+        np.testing.assert_allclose(point[3:6], [*(moved[:2, :2] @ (5, 2)), 9], atol=1e-4)
+        assert abs(point[6] + 0.03) < 1e-6
+    source, _, table = scanned("mcap", spec.location, tmp_path, **spec.options, poses="none")
+    (ref,) = [one.ref for one in table.row(0).members if one.name == channel.field]
+    (point,) = decode_points(source.open(ref))
+    np.testing.assert_allclose(point[:3], (mount @ (10, -2, 0, 1))[:3], atol=1e-4)
+    for name in ("Radar", "cam_front", "lidar_top"):
+        with pytest.raises(ConfigError, match=rf"radars: '{name}' must be in lower case, and no other channel: cam_"):
+            scan_source(spec._replace(options={"radars": {name: "/radar"}}))
+    for radars, said in (({"radar_front": "/tf"}, "has the type"), ({"radar_front": "/none"}, "is not there")):
+        with pytest.raises(SourceError, match=rf"the option radars: topic '/\w+' of radar_front {said}"):
+            scan_source(spec._replace(options={"radars": radars}))
