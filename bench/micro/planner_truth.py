@@ -3,9 +3,10 @@
 Every pair of model and strategy trains real steps, alone or on 2, 4 and 8 ranks of this host. Memory: the allocator's
 peak in a step, by the profiler's memory events, beyond what lay there before, plus weights, buffers, inputs and DDP's
 buckets. Two things are left out, for they belong to this host's kernels and not to the model: what gloo itself
-allocates for a collective, and what a convolution's kernel allocates and frees itself (the result file has the peak with
-that too). It is the least of five steps, as a late thread of gloo holds a block for longer. Bytes: those of all
-collectives of a step, by kind and axis of the mesh. The planner shapes the same ranks in this process, and sees no run.
+allocates for a collective, and what a convolution's kernel allocates and frees itself (the result file has the peak
+with that too). It is the least of five steps, as a late thread of gloo holds a block for longer. Bytes: those of all
+collectives of a step, by kind and axis of the mesh. The planner shapes the same ranks in this process, and sees no
+run.
 
     python -m fuelrail.bench.micro.planner_truth --out bench/results/planner_truth.json
 """

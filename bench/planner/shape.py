@@ -392,9 +392,7 @@ class _Passes:
         parts = [forward.collectives(), backward.collectives(), closing.collectives()]
         if not self.counted:
             self._forward, self._backward = parts[:2]
-        elif (
-            line is not None
-        ):  # DTensors found placements in the first pass, which alone gathered all of a stage's weights
+        elif line is not None:  # the first pass alone gathered all of a stage's weights
             self._forward, self._backward = (
                 [one for one in was if is_gather_of_weights(one)]
                 + [one for one in now if not is_gather_of_weights(one)]
@@ -441,7 +439,7 @@ def _by_kind(snapshot: Mapping[Any, Mapping[Any, int]]) -> dict[str, int]:
     found: dict[str, int] = {}
     for device in snapshot.values():
         for kind, size in device.items():
-            name = str(getattr(kind, "value", kind))
+            name = str(getattr(kind, "value", kind)).replace("Other", "Inputs and buckets")
             if name != "Total" and size:
                 found[name] = found.get(name, 0) + size
     return found

@@ -64,7 +64,7 @@ class LayerPart(NamedTuple):
     def members(self, stored: StoredRow) -> dict[str, memoryview]:
         """The raw members of a stored row, by the names that a loader has for them; raises MemberError."""
         data = self.layer.data
-        shard = data.shard_name(stored.row)
+        shard = data.shards.name_of(stored.row)
         found = read_members(stored.row, stored.span, shard, self.fields, dictionary=data.dictionary)
         return {f"{self.layer.name}.{field}": content for field, content in found.items()}
 

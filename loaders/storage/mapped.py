@@ -153,7 +153,7 @@ class MappedShards:
         from those written, StorageError where it cannot be read, ShardError where it is not the manifest's file.
         """
         if not 0 <= row.shard < self._num_shards:
-            self._dataset.shard_name(row)  # says what is wrong
+            self._dataset.shards.name_of(row)  # says what is wrong
         file = None
         try:
             file = self._files[row.shard]
@@ -177,16 +177,16 @@ class MappedShards:
         """
         unchanged: set[int] = set()
         for index in indices:
-            if (shard := self._dataset.index.place(index)[0]) in unchanged:
+            if self._dataset.index.place(index)[0] in unchanged:
                 continue
             row, file = self._dataset.index.row(index), None
             try:
-                file = self._files[shard]
+                file = self._files[row.shard]
                 self._check_faults(file, row)
                 if self._verify and file.was_written():
                     check_span(row, self._view(file, row), file.name)
                 elif not self._faults.are_any:
-                    unchanged.add(shard)
+                    unchanged.add(row.shard)
             except ShardError as error:
                 raise explained(self._dataset, row, error, file) from error
 

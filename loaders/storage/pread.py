@@ -75,7 +75,7 @@ class PreadShards:
         A read that fails, comes short or brings wrong bytes is made again on a newly opened file. Raises
         TruncatedShardError, ChecksumError, StorageError (after the retry policy's deadline) and ShardError.
         """
-        self._dataset.shard_name(row)
+        self._dataset.shards.name_of(row)
 
         def give_up(fault: Fault, pause_s: float | None) -> None:
             name = self._dataset.shards.name(row.shard)

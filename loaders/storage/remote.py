@@ -180,7 +180,7 @@ class RemoteShards:
 
     def shard_name(self, row: IndexRow) -> str:
         """Return the file that holds a sample."""
-        return self.dataset.shard_name(row)
+        return self.dataset.shards.name_of(row)
 
     def _explain(self, row: IndexRow, kind: type[ShardError], what: str) -> NoReturn:
         """Raise ``kind``, saying whether the dataset at the URL is another one by now."""

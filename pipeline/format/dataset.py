@@ -107,12 +107,13 @@ class Dataset:
         """Read some channels of one sample, by number or key: one range of its shard, and no more.
 
         ``channels`` are ``meta``, ``geometry``, ``boxes``, ``{lidar}_sweeps``, the names of the manifest's table, and
-        the user's ``x_...``; None: all. Returns channel to Meta, Geometry, Boxes, the encoded image of a camera, points
-        (P, C) as float32 in the lidar's axes, Sweeps, the value of the channel's kind, or bytes; a channel that the
-        sample lacks is absent. A sample is checked against its digest, a part by those of its members. Raises
-        ConfigError for a channel that no sample has, ManifestError for a named channel of an unknown kind, else what
-        ``dataset[key]`` raises.
+        the user's ``x_...``, or one of them; None: all. Returns channel to Meta, Geometry, Boxes, the encoded image of
+        a camera, points (P, C) as float32 in the lidar's axes, Sweeps, the value of the channel's kind, or bytes; a
+        channel that the sample lacks is absent. A sample is checked against its digest, a part by those of its members.
+        Raises ConfigError for a channel that no sample has, ManifestError for a named channel of an unknown kind, else
+        what ``dataset[key]`` raises.
         """
+        channels = (channels,) if isinstance(channels, str) else channels
         known = dict.fromkeys(name.partition(".")[0] for name in self.index.names)
         if unknown := [channel for channel in channels or () if channel not in known]:
             raise ConfigError(
@@ -247,23 +248,8 @@ class Dataset:
         return entry
 
     def shard_path(self, row: IndexRow) -> Path:
-        """The file that holds a sample; raises what :meth:`shard_name` raises."""
-        return self.root / self.shard_name(row)
-
-    def shard_name(self, row: IndexRow) -> str:
-        """The shard that holds a sample; raises IndexFileError where the index points outside the manifest's shards."""
-        if not 0 <= row.shard < len(self.shards):
-            raise IndexFileError(
-                f"the index of '{self.root}' puts sample {row.key} into shard number {row.shard}, "
-                f"but the manifest has {len(self.shards)}"
-            )
-        name, num_bytes = self.shards.place(row.shard)
-        if not 0 <= row.offset <= row.offset + row.length <= num_bytes:
-            raise IndexFileError(
-                f"the index of '{self.root}' puts sample {row.key} at bytes {row.offset} to {row.offset + row.length} "
-                f"of shard {name}, which has {num_bytes}"
-            )
-        return name
+        """The file that holds a sample; raises IndexFileError where the index points outside the manifest's shards."""
+        return self.root / self.shards.name_of(row)
 
     def find(self, key: str) -> int | None:
         """The row of a key, None where there is none; raises IndexFileError where the tables are damaged."""

@@ -229,13 +229,15 @@ def _check_space(table: ScanTable, rows: NDArray[np.int64], folder: Path) -> Non
         return
     looked_at = rows[:: -(-len(rows) // _ROWS_LOOKED_AT)].tolist()
     mean = sum(member.bytes for row in looked_at for member in table.row(row).members) / len(looked_at)
-    needed, there = int(mean * len(rows)), sum(path.stat().st_size for path in folder.glob("*.bin"))
+    needed = int(mean * len(rows) * (1 + 1 / _MOST_BANDS))  # a band goes when its shards are there
+    there = sum(path.stat().st_size for path in folder.glob("*.bin"))
     free = shutil.disk_usage(folder).free
     if needed > free + there:
         raise DatasetError(
             f"the source reads well only clip by clip, so images and sweeps are first brought into '{folder}', which "
-            f"takes about {needed / 1e9:,.1f} GB (images of video as JPEG take several times the video's bytes), and "
-            f"{free / 1e9:,.1f} GB are free; free some, give an output on a larger disk, or select fewer samples"
+            f"takes with the shards about {needed / 1e9:,.1f} GB (images of video as JPEG take several times the "
+            f"video's bytes), and {free / 1e9:,.1f} GB are free; free some, give an output on a larger disk, or select "
+            "fewer samples"
         )
 
 

@@ -99,6 +99,7 @@ def _quantised(value: NDArray[Any]) -> tuple[NDArray[np.int8], np.float32]:
 
 def _split(name: str, output: object, num_rows: int) -> list[Any]:
     """The rows of an output; tensors as arrays in host memory, bfloat16 as float32."""
+    kind = type(output).__name__
     if isinstance(output, torch.Tensor):
         host = output.detach().cpu()
         output = (host.float() if host.dtype == torch.bfloat16 else host).numpy()
@@ -106,8 +107,8 @@ def _split(name: str, output: object, num_rows: int) -> list[Any]:
     length = len(output) if has_rows else -1  # type: ignore[arg-type]
     if length != num_rows:
         raise ConfigError(
-            f"output {name!r} is {type(output).__name__} of length {length if length >= 0 else 'none'}; it must be a "
-            f"tensor [B, ...] or a list, with a row for each of the batch's {num_rows} samples"
+            f"output {name!r} is a {kind} {f'of {length} rows' if has_rows else 'without rows'}; it must be a tensor "
+            f"[B, ...] or a list, with a row for each of the batch's {num_rows} samples"
         )
     rows: list[Any] = list(output)  # type: ignore[call-overload]
     return [_array(row) for row in rows]

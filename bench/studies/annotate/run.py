@@ -57,6 +57,16 @@ class AnnotateOptions(CheckedSettings, frozen=True, kw_only=True):
     device: Annotated[str | None, flag("device of the batches, such as cuda (of this local rank)")] = None
     workers: Annotated[Annotated[int, Meta(ge=1)] | None, flag("decoding threads (default: this rank's CPUs)")] = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.view == "fixed" and (self.seed or self.epoch):
+            raise ConfigError(
+                f"seed={self.seed}, epoch={self.epoch} draw an augmentation, and view='fixed' shows samples without "
+                "any: leave them out, or give view='per_view'"
+            )
+        if self.channels is not None and self.store != "as_is":
+            raise ConfigError(f"store={self.store!r} is for values without a table: '{self.channels}' has their dtypes")
+
 
 class AnnotateReport(msgspec.Struct, frozen=True, kw_only=True):
     """What this rank did: rows written by it, rows that were there before, and the layer where it is finished."""

@@ -242,7 +242,8 @@ def main(arguments: Sequence[str]) -> int:
                     # none is the one that did not answer.
                     time.sleep(_SAY_SO_S)
                 raise
-    # Not after a failure: leaving the group waits for ranks that may be gone.
+    # Not after a failure: leaving the group waits for ranks that may be gone. Gloo may abort a rank that others left.
+    dist.barrier()
     dist.destroy_process_group()
     return 0
 

@@ -30,6 +30,8 @@ Precision = Literal["fp32", "bf16", "fp16"]
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 # Of which a rank has one stage; of the others two.
 _ONE_STAGE = ("GPipe", "1F1B")
+# They compute gradients of weights apart, with `torch.autograd.grad`, of which FSDP's hooks see nothing: it loses them.
+_APART = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
 class ParallelSettings(Settings, frozen=True, kw_only=True):
@@ -181,6 +183,9 @@ def check_fits(
             f"{_divisors('stages', blocks)}": is_transformer and blocks % stages,
             f"{stages} stages ({schedule}, pp={pp}) are more than the model's {blocks} layers; use a smaller pp": blocks
             < stages,
+            f"{schedule} loses gradients where data-parallel ranks share a pipeline (dp_shard={degrees.dp_shard}, "
+            f"dp_replicate={degrees.dp_replicate}); use Interleaved1F1B, or pp and tp alone": schedule in _APART
+            and degrees.data > 1,
             f"micro_batches={parts} does not divide the batch of {batch_size} samples per rank; "
             f"{_divisors('micro_batches', batch_size)}": batch_size % parts,
             f"{schedule} with pp={pp} needs {least} micro-batches{' or a multiple' if multiple else ' or more'}, the "

@@ -12,7 +12,7 @@ such a file, which go to the shard as they are; or, of an image that is ``made``
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -150,6 +150,10 @@ class BoxRows(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     visibility: Vectors | None = None
     attribute: Vectors | None = None
     in_global: bool = False
+
+
+NO_BOXES: Final = BoxRows(centre=np.empty((0, 3)), size_lwh=np.empty((0, 3)), category=(), yaw=np.empty(0))
+"""Of a frame that is labelled, and has no box."""
 
 
 class ImageBoxRows(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -187,7 +187,7 @@ class LogIndex:
         if self._clock == "header":
             stamped = [at for at, one in enumerate(marks) if one.stamp_ns or one.box]
             if len(stamped) < len(marks):
-                self.noted[f"{topic}: messages without boxes and without a stamp"] += len(marks) - len(stamped)
+                self.noted[f"{topic}: messages without boxes or stamp"] += len(marks) - len(stamped)
             messages, marks = [messages[at] for at in stamped], [marks[at] for at in stamped]
         stamps = self._stamps(topic, messages, np.array([one.stamp_ns for one in marks], np.int64))
         kept = self._kept_of(topic, messages, stamps)

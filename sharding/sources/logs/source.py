@@ -156,7 +156,7 @@ class LogSource(FrameSource[LogSettings]):
                 listed = ", ".join(sorted(topics))
                 raise ConfigError(f"signals: '{topic}' of {name} is no topic of messages of numbers; topics: {listed}")
             units = {path.replace(".", "_"): "" for path in Reader(topics[topic]).columns}
-            found.append(signals_channel(f"can_{name}", units, topic))
+            found.append(signals_channel(f"can_{name}", units, topic, has_unknown=True))
         return tuple(found)
 
     def _indexed(self, log: str) -> LogIndex:

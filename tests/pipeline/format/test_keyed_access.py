@@ -50,6 +50,7 @@ def test_any_channels_of_any_sample(built, data) -> None:
     wanted = {"meta": sample.meta, "geometry": sample.geometry, "boxes": sample.boxes, **sample.images, **sample.points}
     assert set(found) == {name for name in wanted if channels is None or name in channels}
     assert "cam_back" not in dataset.read(2)
+    assert set(dataset.read(number, "meta")) == {"meta"}
     for name, value in found.items():
         if name in CAMERAS:
             assert value == raw[sample.key][f"{name}.jpg"]

@@ -20,7 +20,7 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid, rotation_matrices
 from fuelrail.sharding.sources.files import looks
 from fuelrail.sharding.sources.frames.channels import signals, signals_channel
-from fuelrail.sharding.sources.frames.frame import BoxRows, Clip, Frame, Image, Sensors, Sweep
+from fuelrail.sharding.sources.frames.frame import NO_BOXES, BoxRows, Clip, Frame, Image, Sensors, Sweep
 from fuelrail.sharding.sources.frames.poses import Trajectory, quaternions
 from fuelrail.sharding.sources.frames.source import FrameSettings, FrameSource
 from fuelrail.sharding.sources.research.kitti.calibration import (
@@ -225,7 +225,7 @@ class Kitti(FrameSource[KittiSettings]):
                     if number in found
                 },
                 sweeps={LIDAR: sweep} if number in scans else {},
-                boxes=None if boxes is None else boxes.get(number, _NO_BOXES),
+                boxes=None if boxes is None else boxes.get(number, NO_BOXES),
                 members=members[at],
             )
 
@@ -269,9 +269,6 @@ class Kitti(FrameSource[KittiSettings]):
         except (ElementTree.ParseError, ValueError) as error:
             raise SourceError(f"file '{self.files.shown}/{name}' is not as tracklets are: {error}") from error
         return _boxes(tracks, invert_rigid(ego2lidar))
-
-
-_NO_BOXES: Final = BoxRows(centre=np.empty((0, 3)), size_lwh=np.empty((0, 3)), category=(), yaw=np.empty(0))
 
 
 def _boxes(tracks: list[tuple[str, NDArray[np.int64], F64]], lidar2ego: F64) -> dict[int, BoxRows]:

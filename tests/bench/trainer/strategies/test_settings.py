@@ -64,6 +64,7 @@ def test_degrees_that_do_not_make_the_world_are_refused(options, world, message)
         ("gpt-tiny", Degrees(pp=2), {"micro_batches": 3}, 4, "does not divide the batch of 4 .* of 1, 2, 4 would"),
         ("gpt-tiny", Degrees(pp=4), {}, 2, "1F1B with pp=4 needs 4 micro-batches or more, .* gives 2"),
         ("gpt-tiny", Degrees(pp=2), {"pipeline_schedule": "Interleaved1F1B"}, 3, "2 micro-batches or a multiple"),
+        ("gpt-tiny", Degrees(pp=2, dp_shard=2), {"pipeline_schedule": "DualPipeV"}, 4, "loses gradients .*dp_shard=2"),
     ],
 )
 def test_degrees_that_do_not_divide_model_or_batch_are_refused(model, degrees, options, batch_size, message):
