@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,7 +77,7 @@ def machine_facts() -> MachineFacts:
         fuelrail=fuelrail.__version__,
         commit=commit,
         uncommitted_changes=changed,
-        packages=_package_versions(),
+        packages=package_versions(_PACKAGES),
     )
 
 
@@ -108,9 +109,10 @@ def installed_gpus() -> list[Gpu]:
     ]
 
 
-def _package_versions() -> dict[str, str]:
+def package_versions(names: Iterable[str]) -> dict[str, str]:
+    """Return the versions of those packages that are installed."""
     versions = {}
-    for name in _PACKAGES:
+    for name in names:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -178,13 +178,6 @@ def pack_sample(key: str, members: Sequence[StoredMember]) -> PackedSpan:
     return PackedSpan(pieces, offsets, position)
 
 
-def split_member_name(name: str) -> tuple[str, str]:
-    """Split a member's full name at the first dot of its base name, as webdataset does: (key, field)."""
-    folder, slash, base = name.rpartition("/")
-    stem, _, field = base.partition(".")
-    return folder + slash + stem, field
-
-
 def iter_members(data: Buffer, *, shard: str, closed: bool = True) -> Iterator[FoundMember]:
     """Yield the members of a whole normalised tar held in ``data``, strictly; not ``closed``: of a span alone.
 

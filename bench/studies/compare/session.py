@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 from rich.console import Console
 
-from fuelrail.bench.measure.machine import dataset_facts, machine_facts
+from fuelrail.bench.measure.machine import dataset_facts, machine_facts, package_versions
 from fuelrail.bench.peers.peer import PEERS, Contestant, Work, contestants, is_there
 from fuelrail.bench.peers.process import describe_work
 from fuelrail.bench.report.files import REPORT_JSON, prepare_folder
@@ -98,7 +97,7 @@ class _Session:
         before = load_compare_report(path) if options.resume and path.exists() else None
         self._facts, self._machine = dataset_facts(dataset, next(iter(dataset.manifest.splits))), machine_facts()
         self._options: dict[str, Any] = {"seconds": options.seconds, "psnr_db": options.psnr, "cpus": list(cpus)}
-        self._packages = _versions()
+        self._packages = package_versions(sorted({name for peer in PEERS.values() for name in peer.packages}))
         self._rounds = before.num_rounds if before else 0
         self._entries = {entry.name: entry for entry in before.contestants} if before else {}
         self._cut_off: str | None = None
@@ -213,13 +212,3 @@ def _one_split(dataset: Dataset, split: str, data: Path) -> Dataset:
     with make_progress(as_json=False) as progress:
         shard(source, out, make_recipe(splits={split: clips}), 1, progress)
     return open_dataset(out)
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for package in sorted({package for entry in PEERS.values() for package in entry.packages}):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions

@@ -78,7 +78,7 @@ def rank_correlation(order: NDArray[np.int64]) -> float:
 
     Kendall and Gibbons, "Rank Correlation Methods", chapter 4.
     """
-    return _correlation(np.arange(len(order), dtype=np.float64), order.astype(np.float64))
+    return float(np.corrcoef(np.arange(len(order)), order)[0, 1])
 
 
 def serial_correlation(order: NDArray[np.int64]) -> float:
@@ -86,13 +86,7 @@ def serial_correlation(order: NDArray[np.int64]) -> float:
 
     Wald and Wolfowitz, "An Exact Test for Randomness in the Non-Parametric Case Based on Serial Correlation", 1943.
     """
-    values = order.astype(np.float64)
-    return _correlation(values, np.roll(values, -1))
-
-
-def _correlation(x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
-    x, y = x - x.mean(), y - y.mean()
-    return float((x @ y) / math.sqrt((x @ x) * (y @ y)))
+    return float(np.corrcoef(order, np.roll(order, -1))[0, 1])
 
 
 def neighbour_distance(order: NDArray[np.int64]) -> float:
@@ -130,24 +124,3 @@ def bucket_chi_square(order: NDArray[np.int64], num_buckets: int | None = None) 
     expected = np.outer(sizes, sizes) / n
     statistic = float((np.square(table - expected) / expected).sum())
     return ChiSquare(statistic * (n - 1) / n, (k - 1) ** 2)
-
-
-def equal_chance(orders: ArrayLike) -> ChiSquare:
-    """Chi-square of the table position x sample over many orders (m, n), one for each seed.
-
-    Has every sample the same chance of every position? Permutation matrices less their mean span (n - 1)^2
-    dimensions and a uniform one has variance 1 / (n - 1) in each, so the plain statistic is n / (n - 1) times a
-    chi-square with (n - 1)^2 degrees of freedom; the factor is divided out. Wants m of at least 5 n.
-    """
-    array = np.asarray(orders, dtype=np.int64)
-    if array.ndim != 2 or array.shape[1] < 2:
-        raise OrderError(f"equal chance needs orders of shape (num_orders, n >= 2), got {array.shape}")
-    m, n = array.shape
-    if array.min() < 0 or array.max() >= n:
-        raise OrderError(f"orders of length {n} must hold 0 .. {n - 1}, got {array.min()} .. {array.max()}")
-    cells = np.zeros(n * n, dtype=np.int64)
-    for row in array:  # one order at a time: the flat table of all of them would need m * n more integers
-        cells[np.arange(n) * n + row] += 1
-    expected = m / n
-    statistic = float((np.square(cells - expected) / expected).sum())
-    return ChiSquare(statistic * (n - 1) / n, (n - 1) ** 2)

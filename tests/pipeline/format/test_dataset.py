@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from webdataset.tariterators import base_plus_ext
 
 from fuelrail.pipeline.errors import (
     ChecksumError,
@@ -26,7 +27,7 @@ from fuelrail.pipeline.errors import (
 from fuelrail.pipeline.format.dataset import Dataset, check_span, open_dataset, read_members
 from fuelrail.pipeline.format.index.samples import INDEX_FILE
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, encode_manifest, load_manifest
-from fuelrail.pipeline.format.tar import iter_members, split_member_name
+from fuelrail.pipeline.format.tar import iter_members
 from fuelrail.pipeline.sample.schema import META, decode_sample
 from support.fault_server import FaultServer
 
@@ -74,7 +75,7 @@ def test_index_and_tars_tell_the_same(built) -> None:
     dataset = open_dataset(root)
     for number, shard in enumerate(dataset.shards):
         rows = [dataset.index.row(i) for i in range(shard.first_sample, shard.first_sample + shard.num_samples)]
-        found = [(*split_member_name(f.name), f.offset, f.length)
+        found = [(*base_plus_ext(f.name), f.offset, f.length)
                  for f in iter_members((root / shard.name).read_bytes(), shard=shard.name)]  # fmt: skip
         stated = [(row.key, row.offset + m.offset, m.stored_bytes) for row in rows for m in row.members]
         assert [(key, offset, length) for key, _, offset, length in found] == stated
