@@ -131,11 +131,8 @@ def of_layer(
         channel = table.get(f"{LAYER}.{name}")
         sides = f"[{', '.join('any' if one is None else str(one) for one in wanted)}]" if wanted else "boxes"
         if channel is None or not (_fits(wanted, channel.shape) if wanted else channel.law.name == law):
-            has = (
-                f"it has {list(channel.shape) or channel.kind}"
-                if channel
-                else f"its channels are {', '.join(sorted(table))}"
-            )
+            known = ", ".join(sorted(table))
+            has = f"it has {list(channel.shape) or channel.kind}" if channel else f"its channels are {known}"
             raise ConfigError(
                 f"teacher layer '{place}' must have a channel '{name}' of {sides}, for a student of {what}; {has}; "
                 "make the layer with a teacher of the same predictions"
