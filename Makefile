@@ -112,11 +112,9 @@ wheel: setup
 
 bench: export PYTHONPATH = tests
 bench: setup
-	$(BIN)/python -m fuelrail.bench.micro.order
 	$(BIN)/python -m fuelrail.bench.micro.decode
 	$(BIN)/python -m fuelrail.bench.micro.metadata
-	$(BIN)/python -m fuelrail.bench.micro.storage
-	@test ! -d $(DEMO)/dataset || $(BIN)/python -m fuelrail.bench.micro.compression $(DEMO)/dataset
+	$(BIN)/python -m fuelrail.bench.micro.loader_overhead $(DEMO)/overhead
 
 dali: setup
 	$(BIN)/pip install -qq -c constraints.txt -e ".[dev,$(DALI),nvml]"
@@ -126,7 +124,7 @@ test-dali: dali
 		tests/loaders/decode/test_dali_install.py tests/loaders/decode/test_splice.py tests/sharding/test_dali_reader.py
 
 gpu-check: dali
-	$(BIN)/python -m fuelrail.bench.gpu.check $(CHECK)
+	$(BIN)/python -m pytest -v -m gpu tests/gpu --out gpu-check.json $(CHECK)
 
 clean:
 	rm -rf "$(DEMO)" .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -12,14 +12,13 @@ The order of samples and every byte of a batch are the same whatever it picks. C
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from fuelrail.loaders.config import Budget, default_memory_bytes, default_num_workers
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from fuelrail.pipeline.runtime.stages import StageClock
 
 _LOG = logging.getLogger(__name__)

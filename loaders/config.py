@@ -6,7 +6,6 @@ import functools
 import math
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
@@ -14,13 +13,14 @@ import numpy as np
 import torch
 from msgspec import Meta
 
-from fuelrail.loaders.decode.lens import Undistort  # noqa: TC001 - msgspec resolves it
+from fuelrail.loaders.decode.lens import Undistort
 from fuelrail.loaders.decode.protocol import DaliOptions
 from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy
 from fuelrail.loaders.storage import BACKENDS, Backend
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.order.spec import OrderSpec  # noqa: TC001 - msgspec resolves it
+from fuelrail.pipeline.order.spec import OrderSpec
 from fuelrail.pipeline.order.windows import FrameWindow
+from fuelrail.pipeline.runtime.host import available_memory_bytes, usable_cpus
 from fuelrail.pipeline.settings import (
     CheckedSettings,
     PathText,
@@ -30,11 +30,11 @@ from fuelrail.pipeline.settings import (
     must_be,
     resolve_fields,
 )
-from fuelrail.pipeline.storage.retry import RetryPolicy  # noqa: TC001 - msgspec resolves it
+from fuelrail.pipeline.storage.retry import RetryPolicy
 from fuelrail.pipeline.transforms.ego import BevAugment
 from fuelrail.pipeline.transforms.image import CameraGroup, ImageAugment
 from fuelrail.pipeline.transforms.pixels import PixelAugment
-from fuelrail.pipeline.transforms.points import PointSweeps  # noqa: TC001 - msgspec resolves it
+from fuelrail.pipeline.transforms.points import PointSweeps
 
 
 @functools.lru_cache(maxsize=64)
@@ -94,7 +94,6 @@ class Normalize(Settings, frozen=True):
 BoxFrame: TypeAlias = Literal["ego", "lidar"]
 """Frames of reference that boxes can be in."""
 
-_CGROUP: Final = Path("/sys/fs/cgroup")
 
 _MEMORY_SHARE: Final = 0.25
 
@@ -379,24 +378,6 @@ def refuse_unknown(given: Mapping[str, object]) -> None:
         raise TypeError(f"DataLoader has no argument {name!r}{did_you_mean(name, known)}; it has: {', '.join(known)}")
 
 
-def available_cpus(cgroup: Path = _CGROUP) -> int:
-    """CPUs that this process may use: its affinity mask, cut to its container's quota; at least 1."""
-    allowed = len(os.sched_getaffinity(0))
-    quota = _cpu_quota(cgroup)
-    return allowed if quota is None else max(1, min(allowed, math.ceil(quota)))
-
-
-def available_memory_bytes(cgroup: Path = _CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Memory that can be taken now without swapping: the host's, cut to what is left of the container's limit."""
-    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    free = int(lines["MemAvailable"].split()[0]) * 1024
-    limit = _read(cgroup / "memory.max")
-    if limit is not None and limit != "max":
-        used = _read(cgroup / "memory.current")
-        free = min(free, max(0, int(limit) - int(used or 0)))
-    return free
-
-
 def ranks_on_host() -> int:
     """Ranks that share this host, as the launcher says (LOCAL_WORLD_SIZE), else 1."""
     stated = os.environ.get("LOCAL_WORLD_SIZE", "")
@@ -405,27 +386,9 @@ def ranks_on_host() -> int:
 
 def default_num_workers() -> int:
     """Decoding threads for this rank: its share of the CPUs that the process may use."""
-    return max(1, available_cpus() // ranks_on_host())
+    return max(1, math.ceil(usable_cpus()) // ranks_on_host())
 
 
 def default_memory_bytes() -> int:
     """Default memory for batch buffers of this rank."""
     return int(available_memory_bytes() * _MEMORY_SHARE) // ranks_on_host()
-
-
-def _cpu_quota(cgroup: Path) -> float | None:
-    """CPUs by the cgroup's bandwidth limit (version 2, then 1), None without one."""
-    stated = _read(cgroup / "cpu.max")
-    if stated is not None:
-        quota, period = stated.split()
-    else:
-        quota = _read(cgroup / "cpu" / "cpu.cfs_quota_us") or "max"
-        period = _read(cgroup / "cpu" / "cpu.cfs_period_us") or "100000"
-    return None if quota in ("max", "-1") else int(quota) / int(period)
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text().strip()
-    except OSError:  # not mounted, or not for us to see: then there is no limit that we could keep to
-        return None

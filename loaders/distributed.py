@@ -16,6 +16,7 @@ import math
 import os
 import sys
 import warnings
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -29,8 +30,6 @@ from fuelrail.pipeline.errors import WorldError
 from fuelrail.pipeline.order.batching import WorkerShard, World
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-
     from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -152,9 +151,9 @@ def check_ranks_agree(settings: Mapping[str, Any], world: World, batch: object) 
     claims = _gather(_Claim(world.rank, world.size, _signed(xxhash.xxh3_64_intdigest(encoded)), batch_digest(batch)))
     # Every process holds the same claims, so all of them take the same way from here on.
     if len({(claim.settings, claim.size) for claim in claims}) > 1:
-        told: list[dict[str, Any]] = [{}] * len(claims)
-        dist.all_gather_object(told, {"world size": world.size, **settings})
-        raise WorldError(f"ranks have different loader settings; {_differences(told)}")
+        stated: list[dict[str, Any]] = [{}] * len(claims)
+        dist.all_gather_object(stated, {"world size": world.size, **settings})
+        raise WorldError(f"ranks have different loader settings; {_differences(stated)}")
     first: dict[int, int] = {}
     for process, claim in enumerate(claims):
         other = first.setdefault(claim.rank, process)
@@ -211,11 +210,11 @@ def _gather(mine: _Claim) -> list[_Claim]:
     return [_Claim(*claim.tolist()) for claim in everyone]
 
 
-def _differences(told: list[dict[str, Any]]) -> str:
+def _differences(stated: list[dict[str, Any]]) -> str:
     lines = []
-    for name in told[0]:
+    for name in stated[0]:
         values: dict[str, list[int]] = {}
-        for process, settings in enumerate(told):
+        for process, settings in enumerate(stated):
             values.setdefault(repr(settings.get(name)), []).append(process)
         if len(values) > 1:
             sides = [f"{value} on {_processes(processes)}" for value, processes in values.items()]

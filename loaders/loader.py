@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import islice
@@ -36,10 +38,6 @@ from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, WorkerShard
 from fuelrail.pipeline.order.spec import OrderSpec
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Collection, Iterator, Mapping
-    from types import TracebackType
-
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -158,8 +156,8 @@ class DataLoader(LoaderDisplay, AbstractContextManager["DataLoader"]):
         """The dataset; of a mix the first one, whose rig and classes all others share."""
         self.order = options.order or OrderSpec(kind="shuffled" if shuffle else "sequential", seed=options.seed)
         points_of, *_ = [choose_points(one, options.transforms.points) for one in self.datasets.values()]
-        self._supply, self._batching = _choose_samples(options, self.datasets, self.order, points_of, self.world)
-        sources, where = self._supply.sources, self._supply.where
+        self._schedule, self._batching = _choose_samples(options, self.datasets, self.order, points_of, self.world)
+        sources, where = self._schedule.sources, self._schedule.where
         self._look_ahead_bytes = options.storage.look_ahead_bytes or max(
             source.storage.look_ahead_bytes for source in sources
         )
@@ -169,7 +167,7 @@ class DataLoader(LoaderDisplay, AbstractContextManager["DataLoader"]):
         self.selected = self._make.channels.channels
         chosen = [channel.name for channel in self.selected] or None
         content = sample_settings(options.seed, **options.transforms.content(), channels=chosen)
-        self._identity = msgspec.structs.replace(self._supply.identity, settings=content)
+        self._identity = msgspec.structs.replace(self._schedule.identity, settings=content)
         self._num_images = where.frames * len(self._make.cameras)
         axes = () if self._window is None else (where.frames,)
         axes = (self.batch_size * (1 + options.transforms.two_views), *axes)
@@ -192,7 +190,7 @@ class DataLoader(LoaderDisplay, AbstractContextManager["DataLoader"]):
     def __repr__(self) -> str:
         names = "+".join(self.datasets)
         return (
-            f"DataLoader({names}, split {self._arguments.split}, {self._supply.where.epoch_length} samples, "
+            f"DataLoader({names}, split {self._arguments.split}, {self._schedule.where.epoch_length} samples, "
             f"{len(self)} batches of {self.batch_size}, rank {self.world.rank} of {self.world.size}, "
             f"decoder {self.transforms.decoder})"
         )
@@ -217,14 +215,14 @@ class DataLoader(LoaderDisplay, AbstractContextManager["DataLoader"]):
         if not self._epoch_is_set:
             # Restored at an epoch's very end: there the next epoch comes, unless set_epoch asks for that one's rest.
             self._start = self._start.rolled(self._batching)
-        check_epoch(self._supply.layers, self._start.epoch)
+        check_epoch(self._schedule.layers, self._start.epoch)
         self._position = self._start
         walk = Walk(self._start, self._batching, self._share)
         if not (self._runner.is_running and self._runner.idle_at(self._start)):
             self.close()
-            streams = self._supply.streams(walk)
-            requested = prefetch(self._supply.where.scheduled(walk), streams, self._look_ahead_bytes)
-            made = buffer_pool.tasks(requested, self._supply.sources, self._buffers, self._window, self._make.groups)
+            streams = self._schedule.streams(walk)
+            requested = prefetch(self._schedule.where.scheduled(walk), streams, self._look_ahead_bytes)
+            made = buffer_pool.tasks(requested, self._schedule.sources, self._buffers, self._window, self._make.groups)
             self._runner.start(made, self._left_out.stages(self.stages()), streams)
         return self._drain(self._runner.take(), walk)
 
@@ -266,7 +264,7 @@ class DataLoader(LoaderDisplay, AbstractContextManager["DataLoader"]):
     def stats(self) -> LoaderStats:
         """Return the stages' clocks and the counts since the loader was made; empty before the first iteration."""
         runner, samples = self._runner, self._batches * self.batch_size
-        storage = add_stats([source.storage.stats() for source in self._supply.sources])
+        storage = add_stats([source.storage.stats() for source in self._schedule.sources])
         return LoaderStats(
             stages=runner.clocks(),
             batches=self._batches,
@@ -301,9 +299,7 @@ class DataLoader(LoaderDisplay, AbstractContextManager["DataLoader"]):
         arguments = msgspec.structs.replace(self._arguments, dataset=None, world=self.world)
         return _unpickle, (arguments, datasets, self.state_dict(), self._start.epoch if self._epoch_is_set else None)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _drain(self, pipeline: Pipeline, walk: Walk) -> Iterator[dict[str, Any]]:
@@ -357,7 +353,7 @@ class DataLoader(LoaderDisplay, AbstractContextManager["DataLoader"]):
 
     def leave_out(self, parts: Collection[LoaderPart]) -> None:
         """Leave out the work of parts to measure its cost, from the first iteration on; batches keep their shape."""
-        self._left_out, self._supply, self._make = leave_out(parts, self._supply, self._make)
+        self._left_out, self._schedule, self._make = leave_out(parts, self._schedule, self._make)
 
 
 def _rank_settings(state: dict[str, Any], batch_size: int) -> dict[str, Any]:
@@ -384,7 +380,7 @@ def _choose_samples(
         },
         layers=layers,
     )  # fmt: skip
-    supply = make_schedule(
+    schedule = make_schedule(
         choice,
         partial(
             open_storage,
@@ -399,8 +395,8 @@ def _choose_samples(
         drop_last=options.drop_last,
     )
     if transforms.box_frame == "lidar":
-        require_lidar(supply.sources)
-    return supply, Batching(supply.where.epoch_length, global_batch, world, drop_last=options.drop_last)
+        require_lidar(schedule.sources)
+    return schedule, Batching(schedule.where.epoch_length, global_batch, world, drop_last=options.drop_last)
 
 
 def _choose_tuner(options: Arguments, batch_bytes: int, make: BatchPipeline) -> Autotuner | None:

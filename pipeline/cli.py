@@ -6,17 +6,15 @@ import argparse
 import contextlib
 import re
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import inspect
 
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings, convert, flag, load_yaml, preset_files, presets
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
 
 
 class Command(NamedTuple):

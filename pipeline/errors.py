@@ -31,12 +31,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from fuelrail.pipeline.text import message as fit_to_print
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 class FuelrailError(Exception):

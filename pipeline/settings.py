@@ -255,8 +255,8 @@ def _forms(kind: type) -> str:
 
 
 def _short(value: object) -> str:
-    said = repr(value)
-    return said if len(said) <= MAX_VALUE else f"{said[:MAX_VALUE]}..."
+    text = repr(value)
+    return text if len(text) <= MAX_VALUE else f"{text[:MAX_VALUE]}..."
 
 
 @cache

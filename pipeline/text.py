@@ -6,7 +6,12 @@ have put into a text is printed with control characters escaped, and never at fu
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
 
 MAX_VALUE: Final = 200
 """Characters of one value (a key, a name) that are printed."""
@@ -14,6 +19,7 @@ MAX_MESSAGE: Final = 2000
 """Characters of one message that are printed; its end, which says what to do, among them."""
 
 _MESSAGE_END: Final = 400
+_MAX_SIDE: Final = 80
 
 
 def escaped(text: str) -> str:
@@ -32,6 +38,22 @@ def shown(value: object, limit: int = MAX_VALUE) -> str:
     return escaped(text) if len(text) <= limit else f"{escaped(text[:limit])}... ({len(text)} characters)"
 
 
+def differing(one: Mapping[str, Any], two: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Both sides of every entry that differs, None where one lacks it; of entries in objects that both have by path."""
+    for name in {**one, **two}:
+        a, b = one.get(name), two.get(name)
+        if isinstance(a, dict) and isinstance(b, dict):
+            yield from ((f"{name}.{inner}", *sides) for inner, *sides in differing(a, b))
+        elif a != b:
+            yield name, a, b
+
+
+def differences(one: Mapping[str, Any], two: Mapping[str, Any], first: str, second: str) -> str:
+    """What differs between two JSON objects as text; ``first`` and ``second`` say whose a side is."""
+    found = [(name, [_value(side) for side in sides]) for name, *sides in differing(one, two)]
+    return "; ".join(f"{name}: {a} {first}, {b} {second}" for name, (a, b) in found)
+
+
 def message(text: str) -> str:
     """A whole message, escaped; of one that is too long the middle is left out. A message so made stays as it is."""
     text = escaped(text)
@@ -45,6 +67,10 @@ def json_text(document: str) -> str:
     """A JSON document that prints as itself: what does not is written as JSON's own escapes, line feeds stay."""
     lines = document.split("\n")
     return "\n".join("".join(c if c.isprintable() else _json_code(c) for c in line) for line in lines)
+
+
+def _value(value: object) -> str:
+    return "none" if value is None else shown(msgspec.json.encode(value).decode(), _MAX_SIDE)
 
 
 def _code(char: str) -> str:

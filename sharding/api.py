@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -26,14 +27,12 @@ from fuelrail.sharding.run import repair as repair_dataset
 from fuelrail.sharding.run import shard as run_shard
 from fuelrail.sharding.sources.fuelrail import SEPARATOR
 from fuelrail.sharding.sources.registry import SourceKind, SourceSpec, parse_source, source_kinds
-from fuelrail.sharding.sources.scan_report import ScanReport  # noqa: TC001 - msgspec reads the annotation
+from fuelrail.sharding.sources.scan_report import ScanReport
 from fuelrail.sharding.verify.dataset import Checked, VerifyReport, ignore
 from fuelrail.sharding.verify.dataset import verify as verify_dataset
 from fuelrail.sharding.verify.inspect import Description, describe_dataset, describe_sample
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from fuelrail.pipeline.format.manifest import Manifest
 
     Location = str | os.PathLike[str]

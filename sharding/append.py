@@ -12,6 +12,9 @@ covers all of them; state of a loader that ran over the old one is refused, beca
 from __future__ import annotations
 
 import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
@@ -52,10 +55,6 @@ from fuelrail.sharding.write.finish import ROWS_PER_GROUP
 from fuelrail.sharding.write.shard_writer import ShardDone
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Sequence
-    from pathlib import Path
-
     from fuelrail.sharding.run import Progress
 
 _COPY_BYTES: Final = 8 << 20
@@ -124,14 +123,14 @@ def _check(datasets: Sequence[Dataset]) -> None:
     check_disjoint([(dataset.location, dataset.index.clip_ids()) for dataset in datasets])
     first = datasets[0]
     for other in datasets[1:]:
-        for what, ours, theirs in (
+        for what, wanted, found in (
             ("layout", first.manifest.compression.get("layout"), other.manifest.compression.get("layout")),
             ("order unit", first.manifest.order_unit, other.manifest.order_unit),
             ("zstd dictionary (SHA-256)", _dictionary(first), _dictionary(other)),
         ):
-            if ours != theirs:
+            if wanted != found:
                 raise SourceError(
-                    f"the {what} of '{first.location}' is {ours}, that of '{other.location}' {theirs}: their shards "
+                    f"the {what} of '{first.location}' is {wanted}, that of '{other.location}' {found}: their shards "
                     "cannot be reused in one dataset; without --append they are written again"
                 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, given_flags, print_json
@@ -12,7 +13,6 @@ from fuelrail.pipeline.runtime.workers import sigterm_interrupts
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable
 
     from fuelrail.sharding.api import ShardReport
     from fuelrail.sharding.progress import Quiet

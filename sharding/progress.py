@@ -6,15 +6,13 @@ import contextlib
 import json
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.format.zstd_frames import shard_stem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from types import TracebackType
-
     from fuelrail.pipeline.format.index.shards import ShardEntry
     from fuelrail.sharding.sources.source import ScanInfo
     from fuelrail.sharding.write.shard_writer import ShardDone
@@ -40,9 +38,7 @@ class Quiet:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Take the display down."""
 
 
@@ -170,9 +166,7 @@ class Bar(_Counting):
         self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Take the bar down."""
         self._bar.stop()
 

@@ -6,11 +6,13 @@ import dataclasses
 import hashlib
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.selection import check_table
 from fuelrail.pipeline.channels.sensors import CameraEntry, channel_table
@@ -42,10 +44,6 @@ from fuelrail.sharding.write.shard_writer import ShardDone, WriteJob
 from fuelrail.sharding.write.staging import NO_BAND, Bands, stage_clips
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.format.codecs import Dictionary
     from fuelrail.sharding.engines import Engine
     from fuelrail.sharding.planning.recipe import Recipe

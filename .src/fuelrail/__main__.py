@@ -8,14 +8,13 @@ import importlib
 import os
 import re
 import sys
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from fuelrail import __version__
 from fuelrail.pipeline.errors import FuelrailError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from fuelrail.pipeline.cli import Command
 
 

@@ -24,19 +24,16 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
 from fuelrail.bench.measure.clock import NS_PER_MS, Clock
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings, load_yaml
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
-
 
 # `configs/` is beside `bench/` in a checkout (whose package is a link, hence resolve) and in an installed package.
 PROFILES = Path(__file__).resolve().parents[2] / "configs" / "accelerators"

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 NS_PER_S = 1_000_000_000
 NS_PER_MS = 1_000_000

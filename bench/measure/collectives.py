@@ -10,6 +10,7 @@ what a device would hide of them is not modelled.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from torch.distributed.device_mesh import DeviceMesh
 
     from fuelrail.bench.measure.accelerator import EmulatedAccelerator

@@ -9,6 +9,7 @@ times: the kernel-level view is NVML's and the profiler's.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -22,8 +23,6 @@ from fuelrail.bench.measure.accelerator import DeviceTimes
 from fuelrail.bench.measure.clock import NS_PER_MS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from torch import Tensor, nn
     from torch.cuda import Event
 

@@ -10,6 +10,7 @@ import itertools
 import math
 import threading
 import time
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ import msgspec
 import numpy as np
 import simplejpeg
 import xxhash
+from numpy.typing import NDArray
 
 from fuelrail.bench.measure.rates import Rate, measure_rate
 from fuelrail.loaders.storage import Storage, open_storage
@@ -27,10 +29,6 @@ from fuelrail.pipeline.format.zstd_frames import is_framed, open_span
 from fuelrail.pipeline.sample.image_header import probe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.loaders.records import Fetched, Parsed
     from fuelrail.pipeline.sample.arrays import Buffer
 

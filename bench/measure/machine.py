@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 import fuelrail
+from fuelrail.pipeline.runtime.host import memory_limit_bytes, usable_cpus
 from fuelrail.pipeline.text import shown
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def machine_facts() -> MachineFacts:
         cpu=_cpu_model(),
         num_cpus=usable_cpus(),
         num_cpus_installed=os.cpu_count() or 1,
-        memory_bytes=_memory_bytes(),
+        memory_bytes=min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), memory_limit_bytes() or sys.maxsize),
         gpus=installed_gpus(),
         system=_system(),
         python=platform.python_version(),
@@ -79,16 +80,6 @@ def machine_facts() -> MachineFacts:
     )
 
 
-def usable_cpus() -> float:
-    """CPUs this process may use: the affinity mask, capped by a cgroup v2 quota where one is set."""
-    count = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-    except (OSError, ValueError):
-        return count
-    return count if quota == "max" else min(count, int(quota) / int(period))
-
-
 def _cpu_model() -> str:
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
@@ -96,15 +87,6 @@ def _cpu_model() -> str:
         return platform.processor() or "unknown"
     found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     return f"{found.group(1).strip() if found else 'unknown'} ({platform.machine()})"
-
-
-def _memory_bytes() -> int:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-    except OSError:
-        return total
-    return total if limit == "max" else min(total, int(limit))
 
 
 def _system() -> str:

@@ -6,6 +6,7 @@ Both are private parts of torch: ``tests/bench/measure/test_memory_line.py`` say
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
@@ -20,8 +21,6 @@ from torch.utils._pytree import tree_leaves
 from fuelrail.bench.measure.records import MemoryLine, RankWriter, StepRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
     from torch import Tensor, nn
 
 

@@ -6,12 +6,9 @@ import importlib
 import logging
 import os
 import threading
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import msgspec
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 _LOG = logging.getLogger(__name__)
 
@@ -58,9 +55,7 @@ class NvmlWatch:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._thread is not None:
             self._stop.set()
             self._thread.join()

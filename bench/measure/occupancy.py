@@ -17,17 +17,13 @@ all-reduce does not count as busy, since a rank that waits in it for a straggler
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 
 from fuelrail.bench.measure.clock import NS_PER_MS, NS_PER_S
 from fuelrail.bench.measure.records import PHASES, StepRecord
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 MIN_MEASURED_STEPS = 8
 

@@ -7,15 +7,12 @@ import math
 import statistics
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from numpy.typing import NDArray
+from numpy.typing import NDArray
 
 
 class Rate(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,12 +75,6 @@ def measure_rate(name: str, work: Callable[[int], Any], num_threads: int, second
     cpu_s = sum(cpu for *_, cpu in laps)
     return Rate(name=name, num_threads=num_threads, samples_per_s=samples_per_s, cpu_ms_per_sample=1e3 * cpu_s / total)
 
-
-# Two-sided 97.5 % points of Student's t for 1 to 30 degrees of freedom (any table); beyond, the normal's 1.96 is near.
-_T_975 = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
-    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
 
 _NUM_RESAMPLES = 2000
 
@@ -155,13 +146,12 @@ def ratio_interval(ratios: Sequence[float]) -> Interval:
     What disturbs a whole round cancels in its ratio; what is left multiplies, hence the logarithm. One ratio alone has
     no interval: low and high are the value, with a confidence of 0.
     """
+    from scipy.special import stdtrit  # of the extra `bench`
+
     assert ratios, "no ratios"
     logs = np.log(np.asarray(ratios, dtype=np.float64))
     count = len(logs)
-    half = 0.0
-    if count > 1:
-        t = _T_975[count - 2] if count - 2 < len(_T_975) else 1.96
-        half = t * float(logs.std(ddof=1)) / math.sqrt(count)
+    half = 0.0 if count == 1 else float(stdtrit(count - 1, 0.975) * logs.std(ddof=1)) / math.sqrt(count)
     centre = float(logs.mean())
     return Interval(
         median=math.exp(centre),
@@ -175,7 +165,8 @@ def ratio_interval(ratios: Sequence[float]) -> Interval:
 def bootstrap_means(values: NDArray[np.float64], seed: int) -> NDArray[np.float64]:
     """Means of 2,000 resamples made of blocks of consecutive values: circular block bootstrap, block length n^(1/3).
 
-    Steps are alike but not independent (epochs turn, queues drain), so blocks of them are drawn.
+    Steps are alike but not independent (epochs turn, queues drain), so blocks of them are drawn; scipy's bootstrap has
+    no blocks.
     """
     count = len(values)
     length = max(1, round(count ** (1 / 3)))

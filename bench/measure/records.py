@@ -7,16 +7,12 @@ or a :class:`RankFailure`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Self
+from pathlib import Path
+from typing import Literal, Self
 
 import msgspec
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-    from types import TracebackType
-
-    from fuelrail.pipeline.runtime.stages import StageClock
+from fuelrail.pipeline.runtime.stages import StageClock
 
 # In the order in which they follow each other in a step. `all_reduce` is the exposed part only.
 PHASES = ("data_wait", "host_to_device", "forward", "backward", "all_reduce", "optimiser", "other")
@@ -77,27 +73,11 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
         return value
 
 
-class Stage(msgspec.Struct, frozen=True, kw_only=True):
-    """One loader stage's clock: thread-seconds since the loader started, summed over the stage's threads.
-
-    ``waiting`` of at most ``capacity`` results were queued after the stage at that moment.
-    """
-
-    name: str
-    num_threads: int
-    items: int
-    busy_s: float
-    starved_s: float
-    blocked_s: float
-    waiting: int
-    capacity: int
-
-
 class StageSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="stages"):
     """The loader's stage clocks after ``num_steps`` steps."""
 
     num_steps: int
-    stages: list[Stage]
+    stages: list[StageClock]
 
 
 class RankHeader(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
@@ -193,11 +173,6 @@ _DECODER = msgspec.json.Decoder(Record)
 _ENCODER = msgspec.json.Encoder()
 
 
-def snapshot(num_steps: int, clocks: Sequence[StageClock]) -> StageSnapshot:
-    """Copy a loader's stage clocks."""
-    return StageSnapshot(num_steps=num_steps, stages=[Stage(**clock._asdict()) for clock in clocks])
-
-
 class RankWriter:
     """Appends records to a rank's file; each is handed to the operating system at once, so a killed rank loses none."""
 
@@ -211,9 +186,7 @@ class RankWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
 

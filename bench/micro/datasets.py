@@ -14,7 +14,6 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import parquet as pq
 
-from fuelrail.bench.gpu.cameras import MadeSample, write_made_dataset, write_manifest
 from fuelrail.bench.measure.accelerator import AcceleratorProfile, ReferenceInput
 from fuelrail.pipeline.format.codecs import RAW
 from fuelrail.pipeline.format.dataset import open_dataset
@@ -22,6 +21,7 @@ from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
 from fuelrail.pipeline.format.index.row import IndexRow, MemberEntry
 from fuelrail.pipeline.format.index.samples import INDEX_FILE, write_index
 from fuelrail.sharding.write.packer import RawMember
+from support.cameras import MadeSample, write_made_dataset, write_manifest
 
 if TYPE_CHECKING:
     import os

@@ -26,12 +26,12 @@ import numpy as np
 import simplejpeg
 from PIL import Image
 
-from fuelrail.bench.gpu.cameras import SOURCE_WH, made_image
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.timing import QUICK, Comparison, Effort, Report, compare, render
 from fuelrail.bench.report.files import publish_json
 from fuelrail.loaders.decode import make_decoder
 from fuelrail.pipeline.transforms.image import ImageAugment
+from support.cameras import SOURCE_WH, made_image
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

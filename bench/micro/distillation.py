@@ -123,7 +123,8 @@ def loss_on(inputs: tuple[Tensor, ...], parallel: Parallel) -> float:
     (model,) = parallel.models
     assert isinstance(model, StagedModel), "one rank trains whole models"
     model.eval()
-    logits = [model.predict(*part)[1] for part in zip(*(torch.split(tensor, _BATCH) for tensor in inputs), strict=True)]
+    said = (model.predict(*part)[1] for part in zip(*(torch.split(tensor, _BATCH) for tensor in inputs), strict=True))
+    logits = [one[0] if isinstance(one, tuple) else one for one in said]  # learning features, the head returns them too
     return float(F.binary_cross_entropy_with_logits(torch.cat(logits), inputs[-2]))
 
 

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import numpy as np
 
-from fuelrail.bench.gpu.cameras import write_cameras
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.report.files import publish_json
 from fuelrail.loaders import DataLoader
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.sharding.write.layers.writer import LayerWriter
+from support.cameras import write_cameras
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fuelrail.bench.gpu.cameras import write_cameras
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.report.files import publish_json
 from fuelrail.loaders import DataLoader, TraceRecorder
+from support.cameras import write_cameras
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

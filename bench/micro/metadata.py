@@ -19,7 +19,6 @@ import numpy as np
 import pyarrow as pa
 import safetensors.numpy
 
-from fuelrail.bench.gpu.cameras import CHANNELS, KEY, NUM_BOXES, sample_members
 from fuelrail.bench.micro.timing import Comparison, Effort, compare, main
 from fuelrail.pipeline.format.index.row import IndexRow, MemberEntry
 from fuelrail.pipeline.format.index.samples import ROWS_PER_BATCH, SampleIndex, write_index
@@ -31,6 +30,7 @@ from fuelrail.pipeline.sample.schema import (
     decode_sample,
     encode_points,
 )
+from support.cameras import CHANNELS, KEY, NUM_BOXES, sample_members
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from fuelrail.bench.gpu.cameras import write_cameras
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.measure.rates import Interval, ratio_interval
 from fuelrail.bench.micro.datasets import made_profile
@@ -40,6 +39,7 @@ from fuelrail.bench.report.files import publish_json
 from fuelrail.bench.studies.train.run import TrainRun, measure_all
 from fuelrail.bench.studies.train.settings import TrainOptions
 from fuelrail.pipeline.errors import FuelrailError
+from support.cameras import write_cameras
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

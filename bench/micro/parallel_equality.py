@@ -254,7 +254,7 @@ def run_rank(cases: Path, dataset: str, out: Path) -> None:
 
 def measure(worlds: Mapping[int, Sequence[Case]], folder: Path) -> list[Compared]:
     """Run each world's cases. Raises FuelrailError where a world ends early."""
-    from fuelrail.bench.gpu.cameras import write_cameras
+    from support.cameras import write_cameras
 
     count = GLOBAL_BATCH * max(map(_num_batches, worlds.values()))
     write_cameras(folder / "cameras", count, channels=("cam_front", "cam_front_right"))

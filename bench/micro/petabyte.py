@@ -25,7 +25,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
-from fuelrail.bench.gpu.cameras import dataset_manifest
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.report.files import publish_json
 from fuelrail.pipeline.format.dataset import open_dataset
@@ -37,6 +36,7 @@ from fuelrail.pipeline.format.index.tables import seal_tables
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, SplitEntry, encode_manifest
 from fuelrail.pipeline.order.compile import compile_order
 from fuelrail.pipeline.order.spec import OrderSpec
+from support.cameras import dataset_manifest
 from support.fault_server import FaultServer
 
 if TYPE_CHECKING:

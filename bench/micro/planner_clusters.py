@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import yaml
 
-from fuelrail.bench.gpu.cameras import write_cameras
 from fuelrail.bench.measure.machine import MachineFacts, dataset_facts, machine_facts
 from fuelrail.bench.micro.datasets import made_profile
 from fuelrail.bench.planner.choice import FP32, num_parameters
@@ -37,6 +36,7 @@ from fuelrail.bench.trainer.models.settings import MODELS, ModelName
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings
 from fuelrail.loaders import Transforms
 from fuelrail.pipeline.errors import FuelrailError
+from support.cameras import write_cameras
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

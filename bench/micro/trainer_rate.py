@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from fuelrail.bench.gpu.cameras import write_cameras
 from fuelrail.bench.measure.accelerator import EmulatedAccelerator
 from fuelrail.bench.measure.clock import MonotonicClock
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
@@ -37,6 +36,7 @@ from fuelrail.bench.trainer.strategies.parallel import build, parallelise
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings
 from fuelrail.loaders import DataLoader, ImageAugment, Transforms
 from fuelrail.pipeline.errors import FuelrailError
+from support.cameras import write_cameras
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from importlib import import_module
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 
 from fuelrail.bench.peers import wds
 from fuelrail.bench.peers.peer import Batch, Sample, Work, seen_box
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from pathlib import Path
-
 
 _SHUFFLE_BUFFER = 100
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,9 +15,6 @@ from fuelrail.bench.peers.peer import Batch, Sample, Work, new_sample, prepare_w
 from fuelrail.bench.peers.torch_workers import stack
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from pathlib import Path
-
     import numpy as np
     from numpy.typing import NDArray
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from fuelrail.bench.peers.peer import Batch, Sample, Work
 from fuelrail.loaders import DataLoader, Transforms, World
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.transforms.image import ImageAugment
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from pathlib import Path
 
 
 class Fuelrail:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from fuelrail.bench.peers.peer import Batch, Sample, Work, decode_sample, prepare_worker
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-    from pathlib import Path
-
 
 _DECODER = msgspec.msgpack.Decoder(tuple[int, list[memoryview]])
 _BATCHES_AHEAD = 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,9 +12,6 @@ from fuelrail.bench.peers.peer import Batch, Sample, Work, new_sample
 from fuelrail.bench.peers.torch_workers import endless, stack, worker_options
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from pathlib import Path
-
     import numpy as np
     from numpy.typing import NDArray
 

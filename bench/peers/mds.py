@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,9 +13,6 @@ from fuelrail.bench.peers.peer import Batch, Sample, Work, new_sample
 from fuelrail.bench.peers.torch_workers import endless, stack, worker_options
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from pathlib import Path
-
     import numpy as np
     from numpy.typing import NDArray
 

@@ -7,23 +7,21 @@ import importlib.util
 import io
 import struct
 import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol
 
 import cv2
 import msgspec
 import numpy as np
 import simplejpeg
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.sample.arrays import Buffer
 
 Count = Annotated[int, msgspec.Meta(gt=0)]

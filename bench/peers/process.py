@@ -7,13 +7,15 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import cv2
 import msgspec
 import numpy as np
 import simplejpeg
+from numpy.typing import NDArray
 
 from fuelrail.bench.peers.peer import Peer, Sample, UnavailableError, Work, load_peer, prepare_worker
 from fuelrail.bench.ranks.elastic import end_with
@@ -22,12 +24,6 @@ from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.settings import Settings
 from fuelrail.pipeline.storage.files import published
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from numpy.typing import NDArray
-
 
 _NUM_BATCHES_CHECKED = 6
 

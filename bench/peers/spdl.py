@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import mmap
 import random
+from collections.abc import Iterable, Iterator
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import cv2
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.bench.peers import wds
 from fuelrail.bench.peers.peer import Batch, Sample, Work, decode_sample, prepare_worker, unpack_number
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
 
 _SHUFFLE_BUFFER = 100
 

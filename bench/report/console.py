@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table as RichTable
 
 from fuelrail.bench.report.page import Block, Hero, Items, Note, Section, Table, Tiles, document_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
 
 _WIDE = 200
 

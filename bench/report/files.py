@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
-from fuelrail.bench.measure.machine import (
-    DatasetFacts,  # noqa: TC001 (msgspec resolves the field's type)
-    MachineFacts,  # noqa: TC001 (likewise)
-)
+from fuelrail.bench.measure.machine import DatasetFacts, MachineFacts
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import convert
 from fuelrail.pipeline.storage.files import published
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 class ReportHeader(msgspec.Struct, frozen=True, kw_only=True):

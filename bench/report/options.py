@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,8 +14,6 @@ from fuelrail.pipeline.settings import flag
 
 if TYPE_CHECKING:
     import argparse
-    import os
-    from collections.abc import Iterator
 
 
 class OutputOptions(PrintOptions, frozen=True, kw_only=True):

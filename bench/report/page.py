@@ -7,6 +7,7 @@ a link. A page is one file that loads nothing else, for a browser and for paper.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
@@ -20,8 +21,6 @@ import jinja2
 from fuelrail.bench.report.files import REPORT_HTML, REPORT_JSON, REPORT_MARKDOWN, ReportHeader, publish, publish_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
     import msgspec
 
 

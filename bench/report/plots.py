@@ -19,8 +19,9 @@ except ImportError as error:
         "report.html needs matplotlib, which is not installed: pip install 'fuelrail[view]', or run with --no-html"
     ) from error
 
+from collections.abc import Sequence
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
     from matplotlib.axes import Axes

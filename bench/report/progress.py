@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from rich.console import Console
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 _FRESH_S = 10.0
 
@@ -53,9 +50,7 @@ class Progress:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._status.stop()
         self._ended.set()
         if self._thread.ident is not None:

@@ -6,6 +6,8 @@ What a study needs is imported when its command runs: torch and matplotlib take 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fuelrail.bench.measure.processes import exit_code
@@ -23,8 +25,6 @@ from fuelrail.pipeline.cli import Command, add_flags, from_flags, print_json
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable
-    from pathlib import Path
 
     import msgspec
 

@@ -24,6 +24,7 @@ lack all channels.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -55,6 +56,10 @@ OWN_NAMES: Final = frozenset(
     }
 )
 """Names that a batch, or a sample before ``transform``, has of its own."""
+_SMALL_BYTES: Final = 256 << 10
+_SMALL_KINDS: Final = frozenset({"array", "points", "ragged", "text", "tokens", "bytes"})
+_SMALL_LAWS: Final = frozenset({"fixed", "classes", "image_points", "ego_points", "ego_boxes", "ego_poses"})
+"""Kinds and laws whose work is in proportion to the values, and no decoding or warping of pixels."""
 
 
 def choose_channels(
@@ -145,6 +150,17 @@ class SelectedChannels(NamedTuple):
 
     channels: tuple[Channel, ...] = ()
     cameras: tuple[str, ...] = ()
+
+    @property
+    def are_large(self) -> bool:
+        """Whether more threads decode and move them faster, and not only take the interpreter's lock in turns."""
+        num_bytes = sum(
+            one.numpy_dtype.itemsize * math.prod(side or 1 for side in one.shape) for one in self.channels if one.dtype
+        )
+        return num_bytes > _SMALL_BYTES or any(
+            one.kind not in _SMALL_KINDS or one.law.name not in _SMALL_LAWS or one.sensor == LIDAR
+            for one in self.channels
+        )
 
     def entries(self, decoded: Sequence[DecodedSample], frames: Frames) -> dict[str, Any]:
         """Return the entries of a batch of these samples; see the module's tables.

@@ -66,8 +66,8 @@ class BatchPipeline(NamedTuple):
 
     @property
     def parses_hard(self) -> bool:
-        """Whether parsing is real work: it puts sweeps together, or decodes and moves channels."""
-        return self.augments.accumulation is not None or bool(self.channels.channels)
+        """Whether parsing is real work, done mostly without the interpreter's lock."""
+        return self.augments.accumulation is not None or self.channels.are_large
 
     def hand_over(self, made: Any) -> Any:  # noqa: ANN401
         """Return the batch that the last stage made, for the consumer, on whose thread this must be called."""
@@ -83,7 +83,6 @@ class BatchPipeline(NamedTuple):
         fill = self.augments.pixels.grid_mask_fill
         stages = [
             Stage("fetch", partial(samples.fetch, self.bad), 1, 2 * num_workers),
-            # That work is done mostly without the interpreter's lock.
             Stage("parse", parse, num_workers if self.parses_hard else 1, 2 * num_workers),
         ]
         group: int | None = self.batch_size

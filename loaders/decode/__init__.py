@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
@@ -18,8 +19,6 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.sample.image_header import ImageInfo, probe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     import numpy as np
     import torch
     from numpy.typing import NDArray

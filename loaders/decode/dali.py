@@ -62,11 +62,11 @@ except ImportError as error:
     problem = found.problem or f"{found.package} is installed without a package that it imports"
     raise ConfigError(f"decoder='dali': {problem} ({error}); {found.advice}") from error
 
+from collections.abc import Sequence
+
+from numpy.typing import NDArray
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.transforms.image_map import ImageMap
 

@@ -225,8 +225,8 @@ def explain_failure(text: str) -> str:
 
 def short(text: str) -> str:
     """Return DALI's message without its stack of operators."""
-    said = text.split("encountered:")[-1].replace("Current pipeline object is no longer valid.", "")
-    return " ".join(said.split())[:500]
+    reason = text.split("encountered:")[-1].replace("Current pipeline object is no longer valid.", "")
+    return " ".join(reason.split())[:500]
 
 
 def _old_driver(found: InstalledDali, driver: str) -> tuple[str, str]:

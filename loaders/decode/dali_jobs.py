@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cv2
@@ -25,7 +26,6 @@ from fuelrail.pipeline.sample.image_header import check_jpeg_end, probe, unpack_
 
 if TYPE_CHECKING:
     import weakref
-    from collections.abc import Sequence
 
     from fuelrail.loaders.decode.native import CameraJpeg
     from fuelrail.loaders.decode.splice import SplicedRows

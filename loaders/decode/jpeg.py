@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import simplejpeg
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ImageError
 from fuelrail.pipeline.transforms.image_map import scaled_size
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.sample.image_header import ImageInfo
 

@@ -26,10 +26,11 @@ try:
 except ImportError as error:
     raise ConfigError("decoder='pillow' needs Pillow: pip install pillow (or pillow-simd, which is faster)") from error
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from collections.abc import Sequence
 
-    from numpy.typing import NDArray
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
     from PIL import ImageFile
 
     from fuelrail.pipeline.sample.arrays import Buffer

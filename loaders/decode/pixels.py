@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import cv2
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.loaders.decode.jpeg import Picture, Scratch
 from fuelrail.pipeline.transforms.pixels import NO_CHANGE, GridHoles, PixelChange
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 
 _scratch = Scratch()
 

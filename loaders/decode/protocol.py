@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, Protocol, TypeAlias, get_args, runtime_checkable
 
 import numpy as np
 import torch
 from msgspec import Meta
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError, ImageError
 from fuelrail.pipeline.settings import CheckedSettings, must_be
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.sample.image_header import ImageInfo
     from fuelrail.pipeline.transforms.image_map import ImageMap

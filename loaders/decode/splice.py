@@ -10,15 +10,13 @@ ITU-T T.81: restart markers D0 to D7 count modulo 8 from D0 (B.2.1, E.1.4); size
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.loaders.decode.jpeg import Scratch
     from fuelrail.loaders.decode.native import CameraJpeg
     from fuelrail.pipeline.sample.arrays import Buffer

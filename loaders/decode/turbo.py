@@ -15,10 +15,12 @@ from __future__ import annotations
 import math
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import cv2
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.loaders.decode.jpeg import Picture, Scratch, decode_jpeg
 from fuelrail.loaders.decode.lens import largest_scale, sampling, source_rows
@@ -32,10 +34,6 @@ from fuelrail.pipeline.sample.image_header import ImageInfo, probe, unpack_png
 from fuelrail.pipeline.transforms.image_map import ImageMap, scaled_size
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.transforms.lens import Lens
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     from fuelrail.loaders.loader import DataLoader
 
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import Dataset as TorchDataset
 
 from fuelrail.loaders.decode import ImageDecoder, make_decoder, probe
 from fuelrail.pipeline.transforms.image_map import ImageMap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.format.dataset import Dataset
 
 

@@ -19,6 +19,7 @@ Sources: mmdetection3d 1.4, ``structures/bbox_3d/base_box3d.py`` (rows and origi
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,8 +27,6 @@ import torch
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from fuelrail.loaders.config import BoxFrame
 
 

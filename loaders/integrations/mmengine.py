@@ -22,7 +22,8 @@ torch's safe loading. A checkpoint with any other Python object is still refused
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,10 +34,6 @@ from mmengine.runner import IterBasedTrainLoop, Runner
 
 from fuelrail.loaders.integrations.iterable import IterableView
 from fuelrail.loaders.loader import DataLoader
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 _STATE = "fuelrail_loader"
 _STATISTICS = ("min", "max", "current", "mean")

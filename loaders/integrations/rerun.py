@@ -11,10 +11,12 @@ ego, so that float32, which Rerun draws with, has no large coordinates.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.errors import ConfigError
@@ -23,10 +25,6 @@ from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.pipeline.settings import Settings, flag
 
 if TYPE_CHECKING:
-    import os
-
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.sample.schema import Sample
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -33,8 +34,6 @@ from fuelrail.pipeline.errors import (
 from fuelrail.pipeline.settings import CheckedSettings, PathText, must_be
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fuelrail.loaders.records import DecodedSample, Source, Task
     from fuelrail.loaders.schedule.positions import PositionIndex
 
@@ -114,15 +113,16 @@ class BadSamples:
 
         It is too late then to put others in their place.
         """
-        by_name = {source.name: source.storage for source in self._sources}
+        rows: dict[str | None, list[int]] = {source.name: [] for source in self._sources}
         for sample in decoded:
-            for row in (sample.row,) if sample.window is None else sample.window.rows:
-                by_name[sample.dataset].recheck(row)
+            rows[sample.dataset] += (sample.row,) if sample.window is None else sample.window.rows
+        for source in self._sources:
+            source.storage.recheck(rows[source.name])
 
     def _cause(self, task: Task, frame: int, error: Exception) -> Exception:
         """Return the error, or the change of the shard during the run that explains it."""
         try:
-            task.source.storage.recheck(task.frames[frame].row)
+            task.source.storage.recheck([task.frames[frame].row])
         except ShardError as cause:
             return error if isinstance(error, ShardError) else cause
         return error

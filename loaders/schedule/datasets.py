@@ -5,6 +5,7 @@ A batch may hold samples of several datasets, so they must have the same rig and
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -20,8 +21,6 @@ from fuelrail.pipeline.sample.image_header import probe
 from fuelrail.pipeline.sample.schema import BOXES
 
 if TYPE_CHECKING:
-    import os
-
     from fuelrail.loaders.storage import Storage
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.layers import Layer
@@ -107,11 +106,11 @@ def _facts(one: Dataset, other: Dataset, *, points: bool) -> dict[str, tuple[obj
     return {**facts, "lidars' columns": both(columns)} if points else facts
 
 
-def _channel_facts(ours: Sequence[Channel], others: Sequence[Channel]) -> dict[str, tuple[object, object]]:
+def _channel_facts(current: Sequence[Channel], others: Sequence[Channel]) -> dict[str, tuple[object, object]]:
     """Return what differs in the entries of the same channels; what only says how they are stored may differ."""
     by_name = {channel.name: channel for channel in others}
     facts: dict[str, tuple[object, object]] = {}
-    for channel in ours:
+    for channel in current:
         both = [msgspec.json.decode(msgspec.json.encode(one)) for one in (channel, by_name[channel.name])]
         for key in sorted({*both[0], *both[1]} - _STORED_ONLY):
             facts[f"channels '{channel.name}' ({key})"] = both[0].get(key), both[1].get(key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
 
@@ -10,8 +11,6 @@ from fuelrail.loaders.records import Requested, Scheduled
 from fuelrail.pipeline.errors import FuelrailError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from fuelrail.loaders.storage.cache.future_uses import RequestNumbers
     from fuelrail.loaders.storage.protocol import PendingSample, SampleSession
     from fuelrail.loaders.storage.reader import SampleReader

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -20,8 +21,6 @@ from fuelrail.pipeline.order.compile import compile_mix, compile_order
 from fuelrail.pipeline.order.windows import FrameWindow, WindowLookup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from fuelrail.loaders.records import Source
     from fuelrail.loaders.storage import Storage
     from fuelrail.pipeline.channels.table import Channel

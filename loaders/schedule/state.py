@@ -106,9 +106,9 @@ def decode_state(encoded: object, expected: Identity, *, strict: bool = True) ->
         raise StateMismatchError(f"not a Fuelrail loader state: {error}") from error
     _check_numbers(state)
     differing = [
-        f"{name}: state has {theirs!r}, loader has {ours!r}"
+        f"{name}: state has {other!r}, loader has {current!r}"
         for name in Identity.__struct_fields__
-        if name != "settings" and (theirs := getattr(state.identity, name)) != (ours := getattr(expected, name))
+        if name != "settings" and (other := getattr(state.identity, name)) != (current := getattr(expected, name))
     ]
     if differing:
         raise StateMismatchError(f"loader state belongs to another training sequence; {'; '.join(differing)}")
@@ -133,11 +133,11 @@ def _check_numbers(state: LoaderState) -> None:
         )
 
 
-def settings_that_differ(theirs: Mapping[str, Any] | None, ours: Mapping[str, Any], whose: str) -> str:
+def settings_that_differ(other: Mapping[str, Any] | None, current: Mapping[str, Any], whose: str) -> str:
     """Return both sides of each setting, and of a struct of each entry, that differs; ``whose`` are the first ones."""
-    if theirs is None:
+    if other is None:
         return f"settings: {whose} names none"
-    left, right = _flat(theirs), _flat(ours)
+    left, right = _flat(other), _flat(current)
     names = [name for name in {**left, **right} if left.get(name, _NONE) != right.get(name, _NONE)]
     shown = [name for name in names if name != "digest"] or names
     return "; ".join(

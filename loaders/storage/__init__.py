@@ -12,6 +12,8 @@ remote     any fsspec URL; local paths with a cache    coalesced concurrent rang
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
@@ -21,9 +23,6 @@ from fuelrail.loaders.storage.protocol import Session, Storage, StorageStats
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Mapping
-
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.storage.retry import RetryPolicy
 

@@ -11,6 +11,7 @@ import asyncio
 import concurrent.futures
 import logging
 import os
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -18,8 +19,6 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.storage.filesystem import filesystem, shown_url
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from fuelrail.pipeline.sample.arrays import Buffer
 
 _LOG = logging.getLogger(__name__)

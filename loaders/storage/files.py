@@ -6,6 +6,8 @@ import collections
 import os
 import resource
 import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from fuelrail.pipeline.errors import DatasetError, ShardError, TruncatedShardError
@@ -14,9 +16,6 @@ from fuelrail.pipeline.format.manifest import load_manifest
 from fuelrail.pipeline.storage.files import open_descriptor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.index.row import IndexRow
 

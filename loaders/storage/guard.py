@@ -65,9 +65,14 @@ class Faults:
         mapped.guard(shard, self._gone)
         self._maps.add(mapped)
 
+    @property
+    def are_any(self) -> bool:
+        """Whether a page of any guarded map was replaced in this process."""
+        return bool(self._count.value)
+
     def has_hit(self, shard: int, start: int, end: int) -> bool:
         """Return whether bytes ``start`` to ``end - 1`` of a shard may have been read as zeros in any map of it."""
-        if not self._count.value:
+        if not self.are_any:
             return False
         hulls = [*self._gone, *(mapped.hull() for mapped in list(self._maps))]
         return any(number == shard and low < end and start < high for number, low, high in hulls)

@@ -7,6 +7,7 @@ uses of the base, by which a cache evicts, are translated.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,8 +29,6 @@ from fuelrail.pipeline.format.dataset import Dataset, read_members
 from fuelrail.pipeline.format.layers import NO_ROW, Layer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
-
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.index.row import IndexRow
 
@@ -65,7 +64,7 @@ class LayerPart(NamedTuple):
     def members(self, stored: StoredRow) -> dict[str, memoryview]:
         """The raw members of a stored row, by the names that a loader has for them; raises MemberError."""
         data = self.layer.data
-        shard = data.shard_path(stored.row).name
+        shard = data.shards.name_of(stored.row)
         found = read_members(stored.row, stored.span, shard, self.fields, dictionary=data.dictionary)
         return {f"{self.layer.name}.{field}": content for field, content in found.items()}
 
@@ -112,15 +111,13 @@ class LayeredStorage:
     def num_bytes(self, index: int) -> int:
         """The bytes that layers add to the span of a sample."""
         numbers = [(part, part.layer.row(index)) for part in self.parts]
-        return sum([part.layer.data.index.row(number).length for part, number in numbers if number != NO_ROW])
+        return sum([part.layer.data.index.place(number)[2] for part, number in numbers if number != NO_ROW])
 
-    def recheck(self, index: int) -> None:
-        """Raise ShardError where what was made of a span may not have been made of the bytes that were checked."""
-        self._base.recheck(index)
+    def recheck(self, indices: Sequence[int]) -> None:
+        """Raise ShardError where what was made of spans may not have been made of the bytes that were checked."""
+        self._base.recheck(indices)
         for part in self.parts:
-            number = part.layer.row(index)
-            if number != NO_ROW:
-                part.storage.recheck(number)
+            part.storage.recheck([number for number in map(part.layer.row, indices) if number != NO_ROW])
 
     def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> _LayeredSession:
         """Start a stream of requests to the base and to all layers."""

@@ -32,6 +32,7 @@ import errno
 import mmap
 import os
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -41,10 +42,9 @@ from fuelrail.loaders.storage.guard import Faults, GuardedMap, IndexGuard, is_gu
 from fuelrail.loaders.storage.protocol import PendingSpan, StorageStats
 from fuelrail.pipeline.errors import ShardError, StorageError, TruncatedShardError
 from fuelrail.pipeline.format.dataset import Dataset, check_span
+from fuelrail.pipeline.runtime.host import free_memory_bytes, memory_limit_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fuelrail.loaders.storage.cache.future_uses import FutureUses
     from fuelrail.pipeline.format.index.row import IndexRow
 
@@ -153,7 +153,7 @@ class MappedShards:
         from those written, StorageError where it cannot be read, ShardError where it is not the manifest's file.
         """
         if not 0 <= row.shard < self._num_shards:
-            self._dataset.shard_path(row)  # says what is wrong
+            self._dataset.shards.name_of(row)  # says what is wrong
         file = None
         try:
             file = self._files[row.shard]
@@ -169,20 +169,26 @@ class MappedShards:
         self._span_bytes += row.length
         return span
 
-    def recheck(self, index: int) -> None:
-        """See that what was made of a span was made of the bytes that were checked; raises what :meth:`span` does.
+    def recheck(self, indices: Sequence[int]) -> None:
+        """See that what was made of spans was made of the bytes that were checked; raises what :meth:`span` does.
 
-        That costs one look at the file's size and time of change. Where these are others, the digest is computed again.
+        That costs one look at the size and the time of change of each file. Where these are others, the digests are
+        computed again.
         """
-        row = self._dataset.index.row(index)
-        file = None
-        try:
-            file = self._files[row.shard]
-            self._check_faults(file, row)
-            if self._verify and file.was_written():
-                check_span(row, self._view(file, row), file.name)
-        except ShardError as error:
-            raise explained(self._dataset, row, error, file) from error
+        unchanged: set[int] = set()
+        for index in indices:
+            if self._dataset.index.place(index)[0] in unchanged:
+                continue
+            row, file = self._dataset.index.row(index), None
+            try:
+                file = self._files[row.shard]
+                self._check_faults(file, row)
+                if self._verify and file.was_written():
+                    check_span(row, self._view(file, row), file.name)
+                elif not self._faults.are_any:
+                    unchanged.add(row.shard)
+            except ShardError as error:
+                raise explained(self._dataset, row, error, file) from error
 
     def _check_faults(self, file: _MappedFile, row: IndexRow) -> None:
         if self._faults.has_hit(row.shard, row.offset, row.offset + row.length):
@@ -321,15 +327,5 @@ class Residency:
 
 
 def page_cache_room_bytes() -> int:
-    """Memory that the page cache may take: what the kernel calls available, or the control group's limit."""
-    available = sys.maxsize
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-        if limit != "max":
-            available = min(available, int(limit))
-    except (OSError, ValueError):
-        pass  # not Linux, or no control groups of version 2
-    return available
+    """Memory that the page cache may take: what the kernel calls available, or the container's limit."""
+    return min(free_memory_bytes(), memory_limit_bytes() or sys.maxsize)

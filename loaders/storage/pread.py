@@ -15,11 +15,13 @@ import contextlib
 import logging
 import os
 import threading
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.loaders.storage.files import OpenShards, ShardFile, explained, middle, open_files_limit
 from fuelrail.loaders.storage.mapped import Residency
@@ -29,10 +31,6 @@ from fuelrail.pipeline.format.dataset import Dataset, check_span
 from fuelrail.pipeline.storage.retry import Fault, RetryPolicy, call_with_retries
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.loaders.storage.cache.future_uses import FutureUses
     from fuelrail.pipeline.format.index.row import IndexRow
 
@@ -77,7 +75,7 @@ class PreadShards:
         A read that fails, comes short or brings wrong bytes is made again on a newly opened file. Raises
         TruncatedShardError, ChecksumError, StorageError (after the retry policy's deadline) and ShardError.
         """
-        self._dataset.shard_path(row)
+        self._dataset.shards.name_of(row)
 
         def give_up(fault: Fault, pause_s: float | None) -> None:
             name = self._dataset.shards.name(row.shard)
@@ -97,7 +95,7 @@ class PreadShards:
         self._span_bytes += row.length
         return span
 
-    def recheck(self, index: int) -> None:
+    def recheck(self, indices: Sequence[int]) -> None:
         """Do nothing: a span is a copy, which cannot change."""
 
     def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> _PreadSession:  # noqa: ARG002

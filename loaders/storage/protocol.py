@@ -8,11 +8,10 @@ taken are bounded by the look-ahead of who asks.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from fuelrail.loaders.storage.cache.future_uses import FutureUses
     from fuelrail.pipeline.format.index.row import IndexRow
 
@@ -99,8 +98,8 @@ class Storage(Protocol):
     def span(self, index: int, row: IndexRow) -> memoryview:
         """One sample's bytes, now, read-only. Raises ShardError with shard, offset and key."""
 
-    def recheck(self, index: int) -> None:
-        """Raise ShardError where what was made of a span may not have been made of the bytes that were checked."""
+    def recheck(self, indices: Sequence[int]) -> None:
+        """Raise ShardError where what was made of spans may not have been made of the bytes that were checked."""
 
     def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> Session:
         """Start a stream of requests, made in the order of ``future_uses``, by which a cache evicts.
@@ -134,8 +133,8 @@ class SampleStorage(Protocol):
     def span(self, index: int, row: IndexRow) -> Span:
         """One sample's bytes, now. Raises ShardError with shard, offset and key."""
 
-    def recheck(self, index: int) -> None:
-        """Raise ShardError where what was made of a span may not have been made of the bytes that were checked."""
+    def recheck(self, indices: Sequence[int]) -> None:
+        """Raise ShardError where what was made of spans may not have been made of the bytes that were checked."""
 
     def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> SampleSession:
         """Start a stream of requests."""

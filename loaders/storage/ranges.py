@@ -8,12 +8,10 @@ connections, and the first sample of a range waits for its last byte).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 from fuelrail.pipeline.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 MAX_GAP_BYTES: Final = 256 << 10
 MAX_RANGE_BYTES: Final = 8 << 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -16,8 +17,6 @@ from fuelrail.pipeline.format.zstd_frames import is_framed
 from fuelrail.pipeline.sample.schema import GEOMETRY, SWEEPS_FIELD, Sample, decode_sample, lidar_channel
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.index.row import IndexRow
 
@@ -85,7 +84,7 @@ class SampleReader:
         Lidars and channels that are not selected are not in it: its span ends with the last member that may be read.
         """
         row = self._dataset.index.row(index)
-        if not self._left_out or is_framed(self._shard_name(row)):
+        if not self._left_out or is_framed(self._dataset.shards.name_of(row)):
             return row
         return row.without(self._left_out)
 
@@ -97,7 +96,9 @@ class SampleReader:
         """
         row, span = fetched.row, fetched.base
         layers: Sequence[StoredRow | None] = fetched.span.layers if isinstance(fetched.span, LayeredSpan) else ()
-        members = read_members(row, span, self._shard_name(row), self._wanted, dictionary=self._dataset.dictionary)
+        members = read_members(
+            row, span, self._dataset.shards.name_of(row), self._wanted, dictionary=self._dataset.dictionary
+        )
         for part, stored in zip(self._layers, layers, strict=False):
             if stored is not None:
                 members |= part.members(stored)
@@ -122,6 +123,3 @@ class SampleReader:
             there = f"the first of its {len(self._dataset.index)} is '{self._dataset.index.row(0).key}'"
             raise OrderError(f"dataset '{self._dataset.root}' has no sample '{key}'; {there}")
         return index
-
-    def _shard_name(self, row: IndexRow) -> str:
-        return self._dataset.shard_path(row).name

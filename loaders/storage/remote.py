@@ -16,6 +16,7 @@ import logging
 import os
 import threading
 import weakref
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -38,8 +39,6 @@ from fuelrail.pipeline.storage.filesystem import shown_url
 from fuelrail.pipeline.storage.retry import Fault, RetryPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from fuelrail.loaders.storage.cache.future_uses import FutureUses
     from fuelrail.loaders.storage.cache.span_cache import CachedSpan, SpanCache
     from fuelrail.loaders.storage.clients import RangeClient
@@ -102,7 +101,7 @@ class RemoteShards:
         self._ensure_process()
         return _RemoteSession(self).request([(index, row)])[0]()
 
-    def recheck(self, index: int) -> None:
+    def recheck(self, indices: Sequence[int]) -> None:
         """Do nothing: a span is a copy, which cannot change."""
 
     def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> _RemoteSession:
@@ -181,7 +180,7 @@ class RemoteShards:
 
     def shard_name(self, row: IndexRow) -> str:
         """Return the file that holds a sample."""
-        return self.dataset.shard_path(row).name
+        return self.dataset.shards.name_of(row)
 
     def _explain(self, row: IndexRow, kind: type[ShardError], what: str) -> NoReturn:
         """Raise ``kind``, saying whether the dataset at the URL is another one by now."""

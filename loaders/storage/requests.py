@@ -25,14 +25,13 @@ import bisect
 import collections
 import contextlib
 import random
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from fuelrail.pipeline.settings import Settings
 from fuelrail.pipeline.storage.retry import Fault, FaultKind, RetryPolicy, fault_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-
     from fuelrail.pipeline.sample.arrays import Buffer
 
 _RECENT: Final = 200

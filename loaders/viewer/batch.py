@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fuelrail.loaders.records import BatchDescription, describe_batch
 from fuelrail.loaders.viewer.drawing import DrawnBoxes, DrawnFrame, contact_sheet, png, stack
@@ -18,11 +21,6 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.sample.schema import box_corners
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.loaders.batch.stages import LoaderStats
     from fuelrail.loaders.config import BoxFrame, Normalize, Transforms
     from fuelrail.pipeline.channels.table import Channel

@@ -6,12 +6,15 @@ colours, boxes and points of law ``image_points``. All others are named below, w
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
 
 from fuelrail.loaders.batch.assemble import assemble
 from fuelrail.loaders.config import Transforms
@@ -29,14 +32,9 @@ from fuelrail.pipeline.format.layers import NO_ROW, open_layer
 from fuelrail.pipeline.order.windows import FrameWindow, WindowLookup
 from fuelrail.pipeline.settings import CheckedSettings, flag, make_options
 from fuelrail.pipeline.text import shown
-from fuelrail.pipeline.transforms.image import ImageAugment  # noqa: TC001 - msgspec resolves it
+from fuelrail.pipeline.transforms.image import ImageAugment
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.channels.sensors import LidarEntry
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.sample.schema import Sample

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import ArrayLike, NDArray
 
 from fuelrail.pipeline.errors import IndexFileError, OrderError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
-    from numpy.typing import ArrayLike, NDArray
-
     from fuelrail.pipeline.format.dataset import Dataset
 
 TEXTS: Final = ("key", "clip_id")

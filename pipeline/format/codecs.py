@@ -18,19 +18,17 @@ from __future__ import annotations
 import functools
 import re
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import zstandard
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import CodecError, ConfigError, MemberTooLargeError
 from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, META
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.sample.arrays import Buffer
 
 MAX_MEMBER_BYTES: Final = 128 << 20
@@ -224,7 +222,10 @@ def _transpose(source: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
     try:
         import cv2
 
-        cv2.transpose(source, dst=out)
+        if len(source) in (2, 4):  # planes of float16 and float32, which this interleaves 3 to 4 times as fast
+            cv2.merge(list(source[:, None]), dst=out[None])
+        else:
+            cv2.transpose(source, dst=out)
     except (ImportError, AttributeError) as error:  # the latter: another thread's import of it failed half-way
         raise ConfigError(
             f"OpenCV cannot be loaded ({error}): it needs the package opencv-python-headless and some 1 GiB of address "

@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import hashlib
 import operator
+import os
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,9 +50,6 @@ from fuelrail.pipeline.storage.retry import RetryPolicy, redacted
 from fuelrail.pipeline.text import shown
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Collection, Mapping
-
     from fuelrail.pipeline.format.index.attributes_file import AttributesFile
     from fuelrail.pipeline.format.index.keys import KeyTable
     from fuelrail.pipeline.format.index.samples import SampleIndex
@@ -108,12 +107,13 @@ class Dataset:
         """Read some channels of one sample, by number or key: one range of its shard, and no more.
 
         ``channels`` are ``meta``, ``geometry``, ``boxes``, ``{lidar}_sweeps``, the names of the manifest's table, and
-        the user's ``x_...``; None: all. Returns channel to Meta, Geometry, Boxes, the encoded image of a camera, points
-        (P, C) as float32 in the lidar's axes, Sweeps, the value of the channel's kind, or bytes; a channel that the
-        sample lacks is absent. A sample is checked against its digest, a part by those of its members. Raises
-        ConfigError for a channel that no sample has, ManifestError for a named channel of an unknown kind, else what
-        ``dataset[key]`` raises.
+        the user's ``x_...``, or one of them; None: all. Returns channel to Meta, Geometry, Boxes, the encoded image of
+        a camera, points (P, C) as float32 in the lidar's axes, Sweeps, the value of the channel's kind, or bytes; a
+        channel that the sample lacks is absent. A sample is checked against its digest, a part by those of its members.
+        Raises ConfigError for a channel that no sample has, ManifestError for a named channel of an unknown kind, else
+        what ``dataset[key]`` raises.
         """
+        channels = (channels,) if isinstance(channels, str) else channels
         known = dict.fromkeys(name.partition(".")[0] for name in self.index.names)
         if unknown := [channel for channel in channels or () if channel not in known]:
             raise ConfigError(
@@ -249,18 +249,7 @@ class Dataset:
 
     def shard_path(self, row: IndexRow) -> Path:
         """The file that holds a sample; raises IndexFileError where the index points outside the manifest's shards."""
-        if not 0 <= row.shard < len(self.shards):
-            raise IndexFileError(
-                f"the index of '{self.root}' puts sample {row.key} into shard number {row.shard}, "
-                f"but the manifest has {len(self.shards)}"
-            )
-        name, num_bytes = self.shards.place(row.shard)
-        if not 0 <= row.offset <= row.offset + row.length <= num_bytes:
-            raise IndexFileError(
-                f"the index of '{self.root}' puts sample {row.key} at bytes {row.offset} to {row.offset + row.length} "
-                f"of shard {name}, which has {num_bytes}"
-            )
-        return self.root / name
+        return self.root / self.shards.name_of(row)
 
     def find(self, key: str) -> int | None:
         """The row of a key, None where there is none; raises IndexFileError where the tables are damaged."""
@@ -278,10 +267,11 @@ def open_dataset(
     """Open a dataset folder, or a dataset at a URL that fsspec knows; in constant time, whatever its size.
 
     Of a dataset at a URL the manifest is fetched, and unless they are here already tables and attributes, into
-    ``cache_dir`` (None: the user's cache folder), tried again as ``retry`` says. Files of more than 64 MiB are fetched
-    when they are needed, the tables by blocks of 1 MiB. Raises DatasetNotReadyError,
-    ManifestError, IndexFileError; at a URL also DatasetError where storage refuses or does not answer, and ConfigError.
-    Contents are not read: that is what `fuelrail verify` does.
+    ``cache_dir`` (None: the user's cache folder), tried again as ``retry`` says. Files of more than 64 MiB
+    (``keys.arrow``: 4 MiB) are fetched when they are needed, the tables by blocks of 1 MiB.
+
+    Raises DatasetNotReadyError, ManifestError, IndexFileError; at a URL also DatasetError where storage refuses or does
+    not answer, and ConfigError. Contents are not read: that is what `fuelrail verify` does.
     """
     return open_kind(root, DATASETS, storage_options=storage_options, cache_dir=cache_dir, retry=retry)
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from pathlib import Path
+from typing import Any, Final, NoReturn
 
 from fuelrail.pipeline.errors import DatasetError, DatasetNotReadyError, ManifestError
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE
 from fuelrail.pipeline.format.index.blocks import BLOCKS_FILE
+from fuelrail.pipeline.format.index.keys import KEYS_FILE
 from fuelrail.pipeline.format.index.samples import INDEX_FILE
 from fuelrail.pipeline.format.index.shards import SHARDS_FILE
-from fuelrail.pipeline.format.index.tables import WHOLE_BYTES
+from fuelrail.pipeline.format.index.tables import comes_whole
 from fuelrail.pipeline.format.manifest import (
     DATASETS,
     MANIFEST_FILE,
@@ -28,13 +31,8 @@ from fuelrail.pipeline.storage.filesystem import DISK_FULL, READ_BYTES, default_
 from fuelrail.pipeline.storage.private import make_folder, open_file
 from fuelrail.pipeline.storage.retry import Fault, RetryPolicy, call_with_retries
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
-
-
 _LOG = logging.getLogger(__name__)
-_SIDE_FILES: Final = (SHARDS_FILE, INDEX_FILE, BLOCKS_FILE, "attributes.parquet", DICTIONARY_FILE)
+_SIDE_FILES: Final = (SHARDS_FILE, INDEX_FILE, KEYS_FILE, BLOCKS_FILE, "attributes.parquet", DICTIONARY_FILE)
 """Fetched at opening, if they are small, all at once."""
 
 
@@ -49,11 +47,12 @@ def fetch_dataset(
 
     ``kinds`` are the formats that are taken.
 
-    Files of more than 64 MiB are left there, for the origin to fetch when they are needed. Files that are here already
-    are used if their SHA-256 is the manifest's. Where ``cache_folder``'s disk is full they go to the user's cache
-    folder, with a warning. Raises DatasetNotReadyError where there is no ``dataset.json``, DatasetError where access is
-    refused or storage does not answer, ManifestError, and ConfigError (also for a folder that belongs to another user
-    or is a link).
+    Files of more than 64 MiB (``keys.arrow``: 4 MiB) are left there, for the origin to fetch when they are needed.
+    Files that are here already are used if their SHA-256 is the manifest's. Where ``cache_folder``'s disk is full they
+    go to the user's cache folder, with a warning.
+
+    Raises DatasetNotReadyError where there is no ``dataset.json``, DatasetError where access is refused or storage does
+    not answer, ManifestError, and ConfigError (also for a folder that belongs to another user or is a link).
     """
     fs, path = filesystem(url, storage_options)
     source = _Source(fs, path, shown_url(url), storage_options, retry or RetryPolicy())
@@ -113,7 +112,7 @@ def _store(source: _Source, manifest: Manifest, data: bytes, folder: Path) -> No
     make_folder(folder)
 
     def bring(entry: FileEntry) -> None:
-        if entry.name in _SIDE_FILES and entry.bytes <= WHOLE_BYTES and not _is_here(folder / entry.name, entry):
+        if entry.name in _SIDE_FILES and comes_whole(entry) and not _is_here(folder / entry.name, entry):
             _publish(folder / entry.name, source.checked(entry))
 
     with ThreadPoolExecutor(len(_SIDE_FILES)) as pool:
@@ -195,12 +194,12 @@ class _Source:
         )
 
     def _on_fault(self, name: str) -> Callable[[Fault, float | None], None]:
-        def told(fault: Fault, pause_s: float | None) -> None:
+        def report(fault: Fault, pause_s: float | None) -> None:
             if pause_s is None:
                 self._fail(name, fault)
             _LOG.warning("%s/%s: %s; trying again in %.1f s", self.shown, name, fault.text, pause_s)
 
-        return told
+        return report
 
     def _fail(self, name: str, fault: Fault) -> NoReturn:
         if fault.kind == "missing" and name == MANIFEST_FILE:

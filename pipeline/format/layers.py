@@ -7,7 +7,9 @@ the base. FORMAT.md has the rules, section 10.
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypeAlias, cast
@@ -16,6 +18,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 from msgspec import Meta
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.selection import check_table
 from fuelrail.pipeline.channels.sensors import BOXES_CHANNEL, CAMERA, LIDAR
@@ -29,11 +32,6 @@ from fuelrail.pipeline.sample.schema import GEOMETRY, META
 from fuelrail.pipeline.settings import Settings, must_be
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Mapping, Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.storage.retry import RetryPolicy
 
 LAYER_FORMAT: Final = "fuelrail-layer"
@@ -252,12 +250,12 @@ def check_base(layer: Layer, base: Dataset) -> None:
         f"{entry.fingerprint[:16]}), not to '{base.location}', '{manifest.name}' of {manifest.num_samples} samples "
         f"({manifest.fingerprint[:16]})"
     )
-    ours = base.index.texts("key")
-    theirs = pa.chunked_array(layer.data.index.texts("key").chunks, pa.string())
-    known = pa.compute.is_in(theirs, value_set=ours.combine_chunks())
-    if not len(theirs) or not pa.compute.all(known).as_py():
+    base_keys = base.index.texts("key")
+    layer_keys = pa.chunked_array(layer.data.index.texts("key").chunks, pa.string())
+    known = pa.compute.is_in(layer_keys, value_set=base_keys.combine_chunks())
+    if not len(layer_keys) or not pa.compute.all(known).as_py():
         raise ManifestError(f"{sides}; give the dataset that it was made for, or make the layer again")
-    lacking = ours.filter(pa.compute.invert(pa.compute.is_in(ours, value_set=theirs.combine_chunks())))
+    lacking = base_keys.filter(pa.compute.invert(pa.compute.is_in(base_keys, value_set=layer_keys.combine_chunks())))
     shown = ", ".join(lacking.slice(0, _SHOWN_KEYS).to_pylist())
     rest = f"{len(lacking)} samples have no value: {shown}{', ...' if len(lacking) > _SHOWN_KEYS else ''}"
     raise ManifestError(

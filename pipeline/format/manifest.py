@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import re
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -27,10 +29,6 @@ from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, IMAGE_EXTENSIONS, M
 from fuelrail.pipeline.settings import Settings
 from fuelrail.pipeline.storage.files import read_file
 from fuelrail.pipeline.text import shown
-
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Mapping, Sequence
 
 MANIFEST_FILE: Final = "dataset.json"
 FORMAT: Final = "fuelrail-dataset"

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError, SchemaError
 from fuelrail.pipeline.format.tar import check_field
@@ -32,10 +34,6 @@ from fuelrail.pipeline.sample.schema import (
 from fuelrail.pipeline.transforms.lens import MODELS, UNBENT
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.channels.sensors import LidarEntry
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.manifest import Manifest

@@ -12,14 +12,13 @@ from __future__ import annotations
 import functools
 import re
 import tarfile
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from fuelrail.pipeline.errors import ConfigError, MemberTooLargeError, TarFormatError, TruncatedShardError
 from fuelrail.pipeline.text import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from fuelrail.pipeline.sample.arrays import Buffer
 
 BLOCK_BYTES: Final = 512

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 import threading
+from collections.abc import Sequence
 from operator import add
 from typing import TYPE_CHECKING, BinaryIO, Final, NamedTuple
 
@@ -19,8 +20,6 @@ from fuelrail.pipeline.format.codecs import MAX_SAMPLE_BYTES, check_level
 from fuelrail.pipeline.format.tar import BLOCK_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.sample.arrays import Buffer
 
@@ -89,8 +88,8 @@ def decode_frame(stored: Buffer, raw_bytes: int, *, shard: str, offset: int, key
     try:
         stated = zstandard.frame_content_size(stored)
         if stated != raw_bytes:
-            said = "does not state its size" if stated < 0 else f"states {stated} bytes"
-            raise FrameError(f"the zstd frame {said}, wanted are {raw_bytes}", shard=shard, offset=offset, key=key)
+            text = "does not state its size" if stated < 0 else f"states {stated} bytes"
+            raise FrameError(f"the zstd frame {text}, wanted are {raw_bytes}", shard=shard, offset=offset, key=key)
         raw: bytes = _decompressor().decompress(stored, max_output_size=raw_bytes, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise FrameError(f"damaged zstd frame: {error}", shard=shard, offset=offset, key=key) from error

@@ -14,6 +14,7 @@ Memory: nothing for a whole split, 4 bytes for each selected sample, 16 more wit
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -23,6 +24,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.format.attributes import Attributes, ClipTable
@@ -44,10 +46,6 @@ from fuelrail.pipeline.order.weights import (
 from fuelrail.pipeline.order.windows import FrameWindow, WindowLookup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.format.dataset import Dataset
 
 
@@ -155,8 +153,8 @@ def _mixed(
         seed = derive_key("order mix part", spec.seed, at) % 2**63
         part = msgspec.structs.replace(spec, seed=seed, filter=None, subset=None, mix=None, epoch_length=None)
         sampling = None if weights is None else SystematicSampling(weights[inside], len(own))
-        said = f"{len(own)} samples {_digest(own)}" + ("" if sampling is None else f", {_said(sampling)}")
-        parts.append(CompiledOrder(part, {value: said}, shard_lengths, own, sampling))
+        text = f"{len(own)} samples {_digest(own)}" + ("" if sampling is None else f", {_said(sampling)}")
+        parts.append(CompiledOrder(part, {value: text}, shard_lengths, own, sampling))
     mixed = MixedOrder(
         parts, tuple(mix.ratios.values()), seed=spec.seed, epoch_length=spec.epoch_length, is_one_split=True
     )
@@ -243,8 +241,8 @@ def read_keys(file: str, known: pa.ChunkedArray) -> Rows:
 def _as_said(spec: OrderSpec) -> dict[str, Any]:
     """Kind, seed, and what else differs from the defaults: a state outlives the fields that later releases add."""
     # Through JSON and back: a state that was saved as JSON has lists where the specification has tuples.
-    said, defaults = (msgspec.json.decode(msgspec.json.encode(each)) for each in (spec, OrderSpec()))
-    return {name: value for name, value in said.items() if name in ("kind", "seed") or value != defaults[name]}
+    stated, defaults = (msgspec.json.decode(msgspec.json.encode(each)) for each in (spec, OrderSpec()))
+    return {name: value for name, value in stated.items() if name in ("kind", "seed") or value != defaults[name]}
 
 
 def _narrow(selected: Rows | None, among: Rows, what: str) -> Rows:

@@ -6,16 +6,14 @@ An *order* (shuffled, windowed, sequential, weighted, mixed, lanes) has epochs o
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from numpy.typing import ArrayLike, NDArray
-
     from fuelrail.pipeline.order.permutation import PositionMap
 
 NO_FLAGS: Final[Mapping[str, NDArray[Any]]] = MappingProxyType({})

@@ -19,14 +19,13 @@ import heapq
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.epoch import Entries
 from fuelrail.pipeline.order.permutation import KeyedPermutation, as_positions, derive_key
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, NDArray
-
     from fuelrail.pipeline.format.attributes import ClipTable
 
 
@@ -105,12 +104,12 @@ class LaneOrder:
 def _deal(lengths: NDArray[np.int64], num_lanes: int) -> NDArray[np.int64]:
     """Return the lane of each piece, lengths descending: the lane with the least frames, the lowest of equals."""
     lanes = [(0, lane) for lane in range(num_lanes)]
-    dealt = np.empty(len(lengths), dtype=np.int64)
+    lane_of = np.empty(len(lengths), dtype=np.int64)
     for slot, length in enumerate(lengths.tolist()):
         load, lane = lanes[0]
-        dealt[slot] = lane
+        lane_of[slot] = lane
         heapq.heapreplace(lanes, (load + length, lane))
-    return dealt
+    return lane_of
 
 
 class LaneEpoch:

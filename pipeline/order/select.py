@@ -15,20 +15,17 @@ unknown, and a sample for which the whole expression is unknown is not selected,
 from __future__ import annotations
 
 import ast
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Collection
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as pads
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.format.attributes import no_attribute
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-
-    from numpy.typing import NDArray
 
 MAX_LENGTH: Final = 10_000
 """Longest expression [characters]."""

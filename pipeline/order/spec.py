@@ -7,6 +7,7 @@ which positions is decided in `fuelrail.pipeline.order.batching`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
@@ -14,18 +15,15 @@ from operator import index
 from typing import TYPE_CHECKING, Annotated, Final, Literal, get_args
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from fuelrail.pipeline.errors import OrderError
-from fuelrail.pipeline.order.mix import Mix  # noqa: TC001, msgspec reads the annotation
+from fuelrail.pipeline.order.mix import Mix
 from fuelrail.pipeline.order.permutation import MAX_LENGTH, KeyedPermutation, PositionMap, as_positions, derive_key
-from fuelrail.pipeline.order.weights import Weighting  # noqa: TC001, msgspec reads the annotation
+from fuelrail.pipeline.order.weights import Weighting
 from fuelrail.pipeline.settings import Settings, check_types, flag
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from numpy.typing import ArrayLike, NDArray
-
     from fuelrail.pipeline.format.dataset import Dataset
 
 ORDER_VERSION: Final = 1

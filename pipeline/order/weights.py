@@ -10,23 +10,20 @@ a position points to is arithmetic on one array of cumulated weights (8 bytes a 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import ArrayLike, NDArray
 from pyarrow import csv
 from pyarrow import parquet as pq
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.permutation import as_positions
 from fuelrail.pipeline.settings import Settings
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import ArrayLike, NDArray
 
 MAX_POSITIONS: Final = 2**31
 """Longest weighted epoch: products of two such numbers stay under 2**62."""

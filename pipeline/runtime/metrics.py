@@ -38,6 +38,7 @@ Occupancy as the loader sees it is ``1 - rate(fuelrail_wait_seconds_total) / rat
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, Self
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -48,9 +49,6 @@ from prometheus_client.registry import Collector
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-    from types import TracebackType
-
     from fuelrail.pipeline.runtime.stages import StageClock
 
 _STORAGE: Final = {
@@ -203,7 +201,5 @@ class MetricsServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -21,14 +21,14 @@ import threading
 import time
 import traceback
 import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
+
+import msgspec
 
 from fuelrail.pipeline.errors import FuelrailError, StageError
 from fuelrail.pipeline.runtime.links import END, Failure, Link, Source
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 _JOIN_TIMEOUT_S: Final = 10.0
 _LOG = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Stage:
         assert self.group is None or self.num_threads == 1, "a grouping stage has one thread"
 
 
-class StageClock(NamedTuple):
+class StageClock(msgspec.Struct, frozen=True):
     """What a stage did so far, summed over its threads; times in seconds of wall clock, up to this moment.
 
     ``items`` counts finished work calls, ``waiting`` the results that wait after the stage at this moment.
@@ -180,7 +180,8 @@ def add_clocks(before: Sequence[StageClock], now: Sequence[StageClock]) -> tuple
     if not before:
         return tuple(now)
     return tuple(
-        new._replace(
+        msgspec.structs.replace(
+            new,
             items=old.items + new.items,
             busy_s=old.busy_s + new.busy_s,
             starved_s=old.starved_s + new.starved_s,

@@ -6,7 +6,8 @@ import http.client
 import time
 import urllib.error
 import urllib.request
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
 
 from msgspec import Meta
 from rich.console import Console, Group, RenderableType
@@ -17,10 +18,6 @@ from rich.text import Text
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.runtime.metrics import Metric, parse
 from fuelrail.pipeline.settings import Settings, flag, make_options
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
 
 TIMEOUT_S = 5.0
 _BAR = 10

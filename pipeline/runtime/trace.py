@@ -11,10 +11,8 @@ import json
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 MAX_SPANS: Final = 1_000_000
 """Spans that a recorder keeps, the latest ones; about 150 bytes each."""

@@ -9,15 +9,15 @@ import os
 import signal
 import threading
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import FrameType
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
     from contextlib import AbstractContextManager
-    from types import FrameType
 
 LARGE_BYTES: Final = 64 << 20
 """A sample of more is worked on by one thread of a process at a time."""

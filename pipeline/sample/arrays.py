@@ -15,19 +15,16 @@ import math
 import mmap
 import re
 import sys
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, TypeAlias
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 from safetensors.numpy import save as _save
 
 from fuelrail.pipeline.errors import SchemaError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from numpy.typing import NDArray
 
 _DTYPES: Final = {
     name: np.dtype(code)

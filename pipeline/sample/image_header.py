@@ -7,15 +7,15 @@ JPEG after ITU-T T.81 annex B; Exif orientation after TIFF 6.0; PNG after the W3
 
 from __future__ import annotations
 
+import functools
 import struct
 import zlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from fuelrail.pipeline.errors import ImageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from fuelrail.pipeline.sample.arrays import Buffer
 
 MAX_PIXELS = 1 << 26
@@ -47,7 +47,11 @@ _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _PNG_CHANNELS = {0: 1, 2: 3, 4: 2, 6: 4}
 _ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
 """The passes of an interlaced PNG: first column, first row, and the steps between columns and between rows."""
+_FACTORS = frozenset(16 * across + down for across in range(1, 5) for down in range(1, 5))
 _U16 = struct.Struct(">H").unpack_from
+_SEGMENT = struct.Struct(">HH").unpack_from
+_PASSED_OVER = frozenset({0xFFC4, 0xFFDB, 0xFFFE, *range(0xFFE0, 0xFFF0)} - {0xFFE1})
+"""Markers of tables, comments and applications: most of a header's segments, of which the length alone counts."""
 _SOF = struct.Struct(">BHHB").unpack_from
 
 
@@ -115,31 +119,33 @@ def _probe_jpeg(encoded: Buffer) -> ImageInfo:
     while True:
         if at + 4 > end:
             raise ImageError(f"JPEG of {end} bytes ends inside its header: the file was cut")
-        if encoded[at] != 0xFF:
-            raise ImageError(f"JPEG header is broken: expected a marker at byte {at}, found 0x{encoded[at]:02x}")
-        marker = encoded[at + 1]
-        if marker == 0xFF:  # fill byte
+        marker, length = _SEGMENT(encoded, at)
+        if marker in _PASSED_OVER and 2 <= length <= end - at - 2:
+            at += 2 + length
+            continue
+        if marker < 0xFF00:
+            raise ImageError(f"JPEG header is broken: expected a marker at byte {at}, found 0x{marker >> 8:02x}")
+        if marker == 0xFFFF:  # fill byte
             at += 1
             continue
-        if not 0xC0 <= marker <= 0xFE or 0xD0 <= marker <= 0xD9:
-            raise ImageError(f"JPEG header is broken: marker 0xff{marker:02x} at byte {at} is not allowed there")
-        (length,) = _U16(encoded, at + 2)
+        if not 0xFFC0 <= marker <= 0xFFFE or 0xFFD0 <= marker <= 0xFFD9:
+            raise ImageError(f"JPEG header is broken: marker 0x{marker:04x} at byte {at} is not allowed there")
         if length < 2 or at + 2 + length > end:
-            raise ImageError(f"JPEG header is broken: segment 0xff{marker:02x} at byte {at} claims {length} bytes")
-        if marker == 0xDA:
+            raise ImageError(f"JPEG header is broken: segment 0x{marker:04x} at byte {at} claims {length} bytes")
+        if marker == 0xFFDA:
             break
-        if marker == 0xDD and length == 4:
+        if marker == 0xFFDD and length == 4:
             (restart_interval,) = _U16(encoded, at + 4)
-        elif marker == 0xE1 and length >= 16 and encoded[at + 4 : at + 10] == b"Exif\0\0":
+        elif marker == 0xFFE1 and length >= 16 and encoded[at + 4 : at + 10] == b"Exif\0\0":
             orientation = _exif_orientation(bytes(encoded[at + 10 : at + 2 + length]))
-        elif marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+        elif marker <= 0xFFCF and marker not in (0xFFC8, 0xFFCC):
             if sof is not None:
                 raise ImageError(f"JPEG header is broken: a second frame header at byte {at}")
             precision, height, width, count = _SOF(encoded, at + 4) if length >= 8 else (0, 0, 0, 0)
             if length != 8 + 3 * count:
                 raise ImageError(f"JPEG header is broken: frame header of {length} bytes for {count} components")
             frame_at = at
-            sof = (marker - 0xC0, precision, height, width, count, bytes(encoded[at + 11 : at + 10 + 3 * count : 3]))
+            sof = (marker - 0xFFC0, precision, height, width, count, bytes(encoded[at + 11 : at + 10 + 3 * count : 3]))
         at += 2 + length
     if sof is None:
         raise ImageError("JPEG header is broken: pixel data start without a frame header")
@@ -152,7 +158,7 @@ def _probe_jpeg(encoded: Buffer) -> ImageInfo:
         raise ImageError(f"JPEG header gives a size of {width}x{height} pixels")
     if count not in _COLOR_SPACES:
         raise ImageError(f"JPEG of {count} components is not supported: 1 (gray), 3 (color) or 4 (CMYK) are")
-    if any(not (1 <= factor >> 4 <= 4 and 1 <= factor & 15 <= 4) for factor in factors):
+    if not _FACTORS.issuperset(factors):
         raise ImageError(f"JPEG header is broken: sampling factors {factors.hex(' ')}")
     if kind == 2 or encoded[at + 4] != count:
         _check_scans(encoded, width, height)
@@ -171,6 +177,7 @@ def _probe_jpeg(encoded: Buffer) -> ImageInfo:
     )
 
 
+@functools.lru_cache(256)
 def _subsampling(factors: bytes) -> str:
     """Name the chroma subsampling of 0xHV sampling factors."""
     if len(factors) == 1:

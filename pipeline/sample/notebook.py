@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import base64
 import contextlib
+from collections.abc import Iterable, Mapping
 from html import escape
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-import cv2
 import numpy as np
 
 from fuelrail.pipeline.errors import ImageError
 from fuelrail.pipeline.sample.image_header import probe
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 _WIDTH: Final = 200
 """Of a thumbnail [px]."""
@@ -22,6 +19,8 @@ _WIDTH: Final = 200
 
 def thumbnail(encoded: bytes, width: int = _WIDTH) -> bytes:
     """A small JPEG of an encoded image, ``width`` pixels wide; raises ImageError for what is no image to us."""
+    import cv2
+
     info = probe(encoded)
     image = cv2.imdecode(np.frombuffer(encoded, np.uint8), cv2.IMREAD_COLOR)
     if image is None:

@@ -16,8 +16,9 @@ dtype and shape in their annotations, and those are what encoding and decoding c
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, TypeVar, get_type_hints
+from typing import Annotated, Any, Final, TypeAlias, TypeVar, get_type_hints
 
 import msgspec
 import numpy as np
@@ -35,10 +36,6 @@ from fuelrail.pipeline.sample.arrays import (
     write_stacked,
     write_tensors,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
-
 
 SCHEMA: Final = "fuelrail/1"
 META: Final = "meta.json"

@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import itertools
 import mmap
+import os
 import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import IO, Any, Final
 
 import numpy as np
 import pyarrow as pa
-
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike, NDArray
 
 _ROWS_BETWEEN: Final = 1 << 15
 ROWS_AT_ONCE: Final = 1 << 16

@@ -12,11 +12,11 @@ import errno
 import os
 import stat
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from io import BufferedReader
 
 

@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.storage.retry import redacted
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 
 _EXTRAS: Final = {
     "s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "az", "abfs": "az", "abfss": "az",

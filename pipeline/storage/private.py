@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import os
 import stat
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from fuelrail.pipeline.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def open_folder(path: Path, parent_fd: int | None = None, *, restrict: bool = True) -> int:

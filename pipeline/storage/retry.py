@@ -17,13 +17,11 @@ from __future__ import annotations
 import random
 import re
 import time
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 from fuelrail.pipeline.errors import FuelrailError
 from fuelrail.pipeline.settings import Settings
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 FaultKind = Literal["missing", "refused", "invalid", "cut", "throttled", "transient"]
 T = TypeVar("T")

@@ -16,17 +16,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings, check_types
 from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, uniforms
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 STREAM = "bev-augment"
 """Name of the random stream; its columns are rotation, scale, flip x, flip y, then six for the translation."""

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
@@ -20,9 +21,6 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings, check_types, resolve_fields
 from fuelrail.pipeline.transforms.image_map import ImageMap
 from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, uniforms
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 STREAM = "image-augment"
 """Name of the random stream; its columns are resize, crop x, crop y, flip, rotate, in this order."""

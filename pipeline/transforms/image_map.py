@@ -13,18 +13,16 @@ So intrinsics' = M @ intrinsics and ego2img' = M4 @ ego2img point at the very pi
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.transforms.lens import Lens
 
 Coefficients: TypeAlias = tuple[float, float, float, float, float, float]

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
-import cv2
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 Kind: TypeAlias = Literal["pinhole", "fisheye"]
 
@@ -76,6 +73,8 @@ def source_places(
 
     Float32 (height, width) each, centre-origin; ``wh`` is the output's width and height.
     """
+    import cv2
+
     camera, coefficients = np.array(lens.stored), np.array(lens.coefficients)
     to_output = matrix @ np.array(lens.rectified)
     make = cv2.fisheye.initUndistortRectifyMap if lens.kind == "fisheye" else cv2.initUndistortRectifyMap
@@ -88,6 +87,8 @@ def rectified_places(places: NDArray[np.float64], lens: Lens) -> NDArray[np.floa
 
     By OpenCV's iterative inverse of the lens.
     """
+    import cv2
+
     if not len(places):
         return places.copy()
     camera, coefficients = np.array(lens.stored), np.array(lens.coefficients)

@@ -7,16 +7,14 @@ the grid mask is that of PETR and StreamPETR. Nothing here moves a pixel, so no 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings, check_types
 from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, uniforms
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 STREAM = "pixel-augment"
 """Name of the random stream; its columns are, each switch before its amount: brightness, contrast, saturation, hue,

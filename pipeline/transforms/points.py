@@ -9,9 +9,11 @@ ego-motion is compensated.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError, SchemaError
 from fuelrail.pipeline.rigid import invert_rigid
@@ -19,10 +21,6 @@ from fuelrail.pipeline.settings import Settings
 from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, uniforms
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.sample.schema import Sweeps
 
 STREAM = "lidar-sweeps"

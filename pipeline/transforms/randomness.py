@@ -14,17 +14,13 @@ microsecond a camera, less than numpy's own counter-based generators cost to con
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
 
 ALL_CAMERAS = -1
 """The camera to name for a draw that all cameras of a sample share."""

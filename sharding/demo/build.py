@@ -7,10 +7,11 @@ import multiprocessing
 import os
 import shutil
 import tempfile
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import cv2
 import msgspec
@@ -25,9 +26,6 @@ from fuelrail.sharding.demo.rig import CAMERA_CHANNELS, LIDAR_CHANNEL
 from fuelrail.sharding.demo.tables import make_tables, map_filename, splits
 from fuelrail.sharding.demo.world import Capture, WorldSpec, captures, make_clip
 from fuelrail.sharding.sources.nuscenes.channels import CHANNELS_FILE, CHANNELS_FOLDER
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 MARKER: Final = "synth.json"
 _RENDERING: Final = 2  # raised when the same spec gives other bytes
@@ -135,8 +133,8 @@ def _already_there(spec: WorldSpec, out: Path) -> Built | None:
 
 
 def _differences(marker: _Marker, spec: WorldSpec) -> str:
-    theirs, ours = msgspec.structs.asdict(marker.spec), msgspec.structs.asdict(spec)
-    found = [f"{name} {theirs[name]}, not {ours[name]}" for name in ours if theirs[name] != ours[name]]
+    other, current = msgspec.structs.asdict(marker.spec), msgspec.structs.asdict(spec)
+    found = [f"{name} {other[name]}, not {current[name]}" for name in current if other[name] != current[name]]
     return ", ".join(found) or "of another version of this program"
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from pathlib import Path
+from typing import Final, NamedTuple
 
 import numpy as np
 import simplejpeg
+from numpy.typing import NDArray
 
 from fuelrail.sharding.demo.channels import (
     RADAR,
@@ -20,12 +22,6 @@ from fuelrail.sharding.demo.picture.camera import render
 from fuelrail.sharding.demo.rig import LIDAR_CHANNEL
 from fuelrail.sharding.demo.solids import Solid, solids_near, visible_shares
 from fuelrail.sharding.demo.world import Capture, Clip, WorldSpec, log_facts, make_clip, sample_token
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
 
 # As in nuScenes' own files, by their quantisation tables.
 JPEG_QUALITY: Final = 80

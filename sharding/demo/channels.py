@@ -6,9 +6,11 @@ the tables, as for every nuScenes source (``-o channels=[boxes2d]``).
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.table import Channel, Law, Vocabulary
@@ -20,10 +22,6 @@ from fuelrail.sharding.demo.rig import Camera, Rig, stream
 from fuelrail.sharding.sources.nuscenes.channels import channel_file
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
     from fuelrail.sharding.demo.solids import Solid
     from fuelrail.sharding.demo.world import Clip
 

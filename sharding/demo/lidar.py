@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.sharding.demo.picture.raster import normal_of
@@ -16,8 +17,6 @@ from fuelrail.sharding.demo.picture.shapes import Part, shape_of
 from fuelrail.sharding.demo.rig import stream
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from fuelrail.sharding.demo.solids import Solid
     from fuelrail.sharding.demo.world import Clip
 

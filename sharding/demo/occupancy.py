@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.table import Channel, Law
 from fuelrail.pipeline.rigid import invert_rigid, rotation_matrices
@@ -26,10 +27,6 @@ from fuelrail.pipeline.sample.schema import (
 from fuelrail.sharding.demo.channels import write_channel
 from fuelrail.sharding.sources.nuscenes.source import NuScenesSource
 from fuelrail.sharding.sources.scan_table import ScanRow, ScanTable, ScanWriter
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 
 FREE: Final = 0
 STATIC: Final = 1

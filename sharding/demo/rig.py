@@ -10,15 +10,13 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.rigid import rigid
 from fuelrail.sharding.sources.frames.poses import quaternions
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 QUATERNION_DECIMALS: Final = 12
 METRE_DECIMALS: Final = 6  # of what ends up in a table: it is rounded first, so what is rendered is what they say

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import cv2
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.sharding.demo.picture.raster import NEAR_M, clip_depth
@@ -15,8 +16,6 @@ from fuelrail.sharding.demo.picture.shapes import shape_of
 from fuelrail.sharding.demo.street import Prop, corners
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from fuelrail.sharding.demo.rig import Camera
     from fuelrail.sharding.demo.world import Clip
 

@@ -6,17 +6,14 @@ Places on the road are ``(along, left)`` in metres: arc length of the centre lin
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.sharding.demo.rig import METRE_DECIMALS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from numpy.typing import NDArray
 
 LANE_WIDTH_M: Final = 3.5
 PARKING_M: Final = 8.25  # centre of the parked cars, left or right of the centre line

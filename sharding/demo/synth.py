@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
@@ -12,9 +13,6 @@ from msgspec import Meta
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.runtime.workers import check_main_guard
 from fuelrail.pipeline.settings import Settings, convert, flag
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _MOST_WORKERS: Final = 8  # by default: each takes some 600 MB
 

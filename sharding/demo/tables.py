@@ -6,15 +6,13 @@ Layout: https://github.com/nutonomy/nuscenes-devkit/blob/master/docs/schema_nusc
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
 
 from fuelrail.sharding.demo.capture import Recorded, Sighting, filename
 from fuelrail.sharding.demo.rig import CAMERA_CHANNELS, LIDAR_CHANNEL, yaw_quaternion
 from fuelrail.sharding.demo.solids import VISIBILITY_LEVELS, visibility_level
 from fuelrail.sharding.demo.world import Capture, Clip, WorldSpec, captures, log_facts, make_clip, token
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 Row = dict[str, Any]
 

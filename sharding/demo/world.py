@@ -15,17 +15,15 @@ import math
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.rigid import rigid
 from fuelrail.sharding.demo.rig import METRE_DECIMALS, Rig, make_rig, stream, yaw_quaternion
 from fuelrail.sharding.demo.street import LANE_WIDTH_M, Actor, Prop, Road, check_times, corners, line_the_road, populate
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 KEYFRAME_US: Final = 500_000
 _EPOCH_S: Final = 1_893_456_000  # 2030-01-01 00:00 UTC: nobody can take these drives for recorded ones

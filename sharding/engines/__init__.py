@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Final, Literal, Protocol
 
 from msgspec import Meta
@@ -11,8 +12,6 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings, flag
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from fuelrail.sharding.write.shard_writer import ShardDone, WriteJob
 
 LOCAL_ENGINES: Final = ("threads", "processes")

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import multiprocessing.dummy
 import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.runtime.workers import ctrl_c_waits, set_up_worker
 from fuelrail.sharding.write.shard_writer import RunStoppedError, ShardDone, ShardWriter, WriteJob
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 MAX_THREADS: Final = 4
 """Workers that are threads where the options do not say; more of them are processes."""

@@ -19,17 +19,15 @@ import shutil
 import socket
 import time
 import uuid
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from fuelrail.pipeline.errors import ConfigError, DatasetError, FuelrailError, SourceError
 from fuelrail.pipeline.format.manifest import WORK_FOLDER
 from fuelrail.pipeline.storage.filesystem import default_cache_folder, is_url
 from fuelrail.sharding.output.folder import open_output
 from fuelrail.sharding.write.shard_writer import ShardDone, ShardWriter, WriteJob
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 TASK_MEMORY_BYTES: Final = 512 << 20
 """Memory that a task requests: a sample's bytes, the rows of one shard's record, and the interpreter."""

@@ -18,6 +18,7 @@ import hashlib
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final, Protocol
 
@@ -28,7 +29,6 @@ from fuelrail.pipeline.storage.filesystem import is_url
 from fuelrail.sharding.output.url import UrlOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
 _NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT)

@@ -12,6 +12,7 @@ manifest alone, so its source may be gone.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import DatasetExistsError
 from fuelrail.pipeline.settings import convert
@@ -27,10 +29,6 @@ from fuelrail.sharding.planning.plan import Plan, PlannedShard
 from fuelrail.sharding.planning.recipe import Recipe, differences
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.format.index.shards import ShardEntry
     from fuelrail.pipeline.format.manifest import Manifest
     from fuelrail.sharding.sources.scan_table import ClipInfo, ScanTable

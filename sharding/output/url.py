@@ -12,16 +12,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import shutil
-from typing import TYPE_CHECKING, Any, BinaryIO, Final
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Final
 
 from fuelrail.pipeline.errors import DatasetError, FuelrailError
 from fuelrail.pipeline.format.manifest import WORK_FOLDER
 from fuelrail.pipeline.storage.filesystem import default_cache_folder, filesystem, shown_url, stated_version
 from fuelrail.pipeline.storage.retry import fault_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 PART_BYTES: Final = 32 << 20
 _COPY_BYTES: Final = 8 << 20

@@ -12,6 +12,7 @@ import fcntl
 import os
 import shutil
 import uuid
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 import msgspec
@@ -19,13 +20,10 @@ import msgspec
 from fuelrail.pipeline.errors import DatasetError, DatasetExistsError
 from fuelrail.pipeline.format.manifest import WORK_FOLDER
 from fuelrail.pipeline.storage.filesystem import is_url
-from fuelrail.sharding.planning.plan import PlannedShard  # noqa: TC001 - msgspec reads the annotation
-from fuelrail.sharding.planning.recipe import Recipe  # noqa: TC001 - msgspec reads the annotation
+from fuelrail.sharding.planning.plan import PlannedShard
+from fuelrail.sharding.planning.recipe import Recipe
 
 if TYPE_CHECKING:
-    from pathlib import Path
-    from types import TracebackType
-
     from fuelrail.sharding.output.folder import Output
     from fuelrail.sharding.output.lock import ObjectLock
 
@@ -135,9 +133,7 @@ class Workspace:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _acquire(self) -> int:

@@ -8,22 +8,18 @@ unit.
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.order.permutation import KeyedPermutation, derive_key
 from fuelrail.pipeline.order.select import Filter
 from fuelrail.sharding.planning.recipe import Recipe, Splits, unit_frames
 from fuelrail.sharding.sources.scan_table import CLIP_NUMBER, ClipInfo, ScanTable
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
-
-    from numpy.typing import NDArray
-
 
 DEFAULT_SPLIT = "train"
 

@@ -33,6 +33,7 @@ from fuelrail.pipeline.format.codecs import (
 )
 from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, META, POINTS_EXTENSION, SWEEPS_FIELD, lidar_channel
 from fuelrail.pipeline.settings import Settings, convert, flag, read_text
+from fuelrail.pipeline.text import differing
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.sensors import LidarEntry
@@ -263,15 +264,12 @@ def check_recipe(recipe: Recipe) -> None:
 
 def differences(stored: Recipe, current: Recipe) -> str:
     """Return every field that differs with both its values, as text; empty where the two are equal."""
-    sides = [
-        (
-            _LABELS.get(field.name, field.name.replace("_", " ")),
-            getattr(stored, field.name),
-            getattr(current, field.name),
-        )
-        for field in msgspec.structs.fields(Recipe)
-    ]
-    return "; ".join(f"{name} is {_short(old)} there and {_short(new)} here" for name, old, new in sides if old != new)
+    there, here = (
+        {_LABELS.get(name, name.replace("_", " ")): getattr(recipe, name) for name in Recipe.__struct_fields__}
+        for recipe in (stored, current)
+    )
+    sides = differing(there, here)
+    return "; ".join(f"{name} is {_short(old)} there and {_short(new)} here" for name, old, new in sides)
 
 
 def _short(value: object) -> str:

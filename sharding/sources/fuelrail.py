@@ -15,7 +15,6 @@ import numpy as np
 import pyarrow as pa
 from msgspec import Meta
 
-from fuelrail.pipeline.channels.table import Channel
 from fuelrail.pipeline.errors import ConfigError, DatasetError, MemberError, SchemaError, ShardError, SourceError
 from fuelrail.pipeline.format import codecs
 from fuelrail.pipeline.format.dataset import check_span, open_dataset, read_members
@@ -35,7 +34,7 @@ from fuelrail.pipeline.settings import Settings, convert
 from fuelrail.pipeline.storage.files import open_file
 from fuelrail.pipeline.storage.filesystem import filesystem
 from fuelrail.pipeline.storage.retry import fault_of
-from fuelrail.pipeline.text import shown
+from fuelrail.pipeline.text import differences, shown
 from fuelrail.sharding.sources.scan_table import Reference, frame_key
 from fuelrail.sharding.sources.source import Camera, ScanInfo
 
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.sample.schema import Sample as DecodedSample
@@ -61,12 +61,12 @@ class FuelrailOptions(Settings, frozen=True):
     The fingerprints of several datasets are joined by ``+``.
     """
 
-    points: Annotated[bool, Meta(description="leave lidar sweeps out")] = True
+    points: Annotated[bool, Meta(description="false leaves lidar sweeps out")] = True
     fingerprint: str | None = None
 
 
 class FuelrailSource:
-    """Dataset folders or URLs, joined by :data:`SEPARATOR`."""
+    """Fuelrail datasets: a folder or a URL, or several, each on a line of its own."""
 
     kind = "fuelrail"
     settings = FuelrailOptions
@@ -280,7 +280,7 @@ class DatasetPart:
         if self._read[0] != at or field not in self._read[1]:
             row = self._row(at)
             span = self._read_bytes(row, row.length)
-            shard = self.dataset.shard_path(row).name
+            shard = self.dataset.shards.name_of(row)
             try:
                 check_span(row, span, shard)
                 members = read_members(row, span, shard, dictionary=self.dataset.dictionary)
@@ -323,7 +323,7 @@ class DatasetPart:
 
     def _read_head(self, row: IndexRow, num_bytes: int) -> bytes:
         """The first bytes of a span, decoded if it is a frame."""
-        name = self.dataset.shard_path(row).name
+        name = self.dataset.shards.name_of(row)
         if not is_framed(name):
             return self._read_bytes(row, num_bytes)
         try:
@@ -362,7 +362,7 @@ def _python_type(field: pa.Field) -> type:
 
 
 _ALIKE: Final = {
-    "cameras": "cameras", "lidars": "lidars", "extra_channels": "other channels",
+    "cameras": "cameras", "lidars": "lidars",
     "classes": "classes", "attributes": "attributes of boxes",
     "time_base": "time base", "ego_origin": "origin of ego",
 }  # fmt: skip
@@ -372,13 +372,17 @@ def check_alike(datasets: Sequence[Dataset]) -> None:
     """Raise SourceError, showing both sides, unless rig, classes and conventions of all datasets are the same."""
     first = datasets[0]
     for other in datasets[1:]:
+        both = f"'{first.location}' and '{other.location}'"
         for name, what in _ALIKE.items():
             ours, theirs = (_shown(getattr(dataset.manifest, name)) for dataset in (first, other))
             if ours != theirs:
                 raise SourceError(
-                    f"'{first.location}' and '{other.location}' cannot become one dataset: the {what} of the first are "
-                    f"{ours}, of the second {theirs}"
+                    f"{both} cannot become one dataset: the {what} of the first are {ours}, of the second {theirs}"
                 )
+        one, two = (_table(dataset.manifest.extra_channels) for dataset in (first, other))
+        if list(one.items()) != list(two.items()):
+            sides = differences(one, two, "in the first", "in the second") or "they are in another order"
+            raise SourceError(f"{both} cannot become one dataset: their channels differ: {sides}")
 
 
 def check_disjoint(clips: Sequence[tuple[str, Sequence[str]]]) -> None:
@@ -414,18 +418,16 @@ def joined_types(tables: Sequence[Mapping[str, type]]) -> dict[str, type]:
 
 
 def _shown(value: Any) -> str:  # noqa: ANN401 - whatever a manifest holds
-    if isinstance(value, tuple) and value and isinstance(value[0], Channel):
-        return ", ".join(_entry(channel) for channel in value)
     if isinstance(value, tuple) and value and not isinstance(value[0], str):
         parts = [f"{entry.channel} ({entry.source_name}{_columns(entry)})" for entry in value]
         return ", ".join(parts)
     return ", ".join(value) if isinstance(value, tuple) else str(value)
 
 
-def _entry(channel: Channel) -> str:
-    """An entry of the table as text, whatever may differ between two datasets that become one."""
-    alike = msgspec.structs.replace(channel, codec="", description="", source_name="")
-    return f"{channel.name} {msgspec.json.encode(alike).decode()}"
+def _table(channels: Sequence[Channel]) -> dict[str, Any]:
+    """The entries by name, without what may differ between two datasets that become one."""
+    alike = [msgspec.structs.replace(channel, codec="", description="", source_name="") for channel in channels]
+    return {channel.name: msgspec.to_builtins(channel) for channel in alike}
 
 
 def _columns(entry: Any) -> str:  # noqa: ANN401 - CameraEntry or LidarEntry; sizes of images may differ

@@ -154,7 +154,7 @@ def _options(settings: type[msgspec.Struct]) -> list[SourceOption]:
     for field in info.fields:
         about: dict[str, Any] = {}
         shown = " or ".join(dict.fromkeys(_type_name(field.type, about)))
-        default = "none" if field.default in (None, msgspec.NODEFAULT) else f"{field.default}"
+        default = "none" if field.default in (None, msgspec.NODEFAULT, "", ()) else f"{field.default}"
         described = str(about.get("description", ""))
         found.append(SourceOption(name=field.name, type=shown, default=default.lower(), description=described))
     return [option for option in found if option.description]

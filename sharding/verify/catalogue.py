@@ -5,28 +5,25 @@ A tag is a name for people, in ``tags.json`` beside the dataset. It is no part o
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.errors import ConfigError, DatasetError
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset, open_kind
 from fuelrail.pipeline.format.layers import EITHER, LayerManifest
-from fuelrail.pipeline.format.manifest import Ancestor  # noqa: TC001 - msgspec reads the annotation
+from fuelrail.pipeline.format.manifest import Ancestor
 from fuelrail.pipeline.settings import Settings, flag
 from fuelrail.pipeline.storage.files import published, read_file
 from fuelrail.pipeline.storage.filesystem import filesystem, is_url
 from fuelrail.pipeline.text import escaped, json_text
-
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Mapping
-
-    from numpy.typing import NDArray
 
 TAGS_FILE: Final = "tags.json"
 

@@ -11,10 +11,11 @@ import contextlib
 import os
 import tempfile
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 import msgspec
 import numpy as np
@@ -41,10 +42,6 @@ from fuelrail.pipeline.text import escaped, json_text, message, shown
 from fuelrail.sharding.output.folder import file_is
 from fuelrail.sharding.output.url import UrlOutput
 from fuelrail.sharding.verify.shard import Fault, ShardCheck, make_check
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
 
 _ROWS_AT_ONCE: Final = 1 << 16
 

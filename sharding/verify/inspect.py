@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -25,9 +27,6 @@ from fuelrail.pipeline.storage.filesystem import is_url, shown_url
 from fuelrail.pipeline.text import json_text, shown
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Sequence
-
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.index.row import IndexRow
 
@@ -320,8 +319,8 @@ def _values_said(counts: Counter[Any]) -> str:
     if not values:
         return "unknown"
     if all(isinstance(value, bool) for value in values):
-        said = [f"{'true' if value else 'false'} ({counts[value]:,})" for value in sorted(values, reverse=True)]
-        return ", ".join([*said, *([f"unknown ({counts[None]:,})"] if counts[None] else [])])
+        text = [f"{'true' if value else 'false'} ({counts[value]:,})" for value in sorted(values, reverse=True)]
+        return ", ".join([*text, *([f"unknown ({counts[None]:,})"] if counts[None] else [])])
     if all(isinstance(value, int | float) for value in values):
         low, high = min(values), max(values)
         return str(low) if low == high else f"{low} to {high}"

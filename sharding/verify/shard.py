@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import mmap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -26,9 +28,6 @@ from fuelrail.sharding.write.images import check_pixels
 from fuelrail.sharding.write.packer import IndexText
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
-
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.format.index.shards import ShardEntry
     from fuelrail.pipeline.format.manifest import Manifest
@@ -227,8 +226,8 @@ class _FramedCheck(ShardCheck):
                 return
             stored, frame = view[at : at + row.length], Frame(row.offset, row.length, span_bytes(row))
             if table is not None and (number >= len(table) or table[number] != frame):
-                said = f"{table[number]}" if number < len(table) else "no such frame"
-                self._fault(f"the index has {frame}, the seek table {said}", at, row.key)
+                text = f"{table[number]}" if number < len(table) else "no such frame"
+                self._fault(f"the index has {frame}, the seek table {text}", at, row.key)
             if self._is_intact(row, stored):
                 with one_at_a_time(frame.raw_bytes):
                     found = self._found(stored, frame, row.key)

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, BinaryIO, Final
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.format.tar import BLOCK_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fuelrail.pipeline.sample.arrays import Buffer
 
 IO_BLOCK_BYTES: Final = 2 << 20

@@ -11,13 +11,12 @@ import hashlib
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import CodecError, DatasetExistsError
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE, Dictionary, train_dictionary
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.format.manifest import Manifest
     from fuelrail.sharding.output.folder import Output
     from fuelrail.sharding.planning.recipe import Recipe

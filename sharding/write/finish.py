@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
@@ -34,9 +36,6 @@ from fuelrail.sharding.write.images import stored_channel, stored_field
 from fuelrail.sharding.write.records import load_record
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
     from fuelrail.sharding.output.workspace import Workspace
     from fuelrail.sharding.planning.plan import Plan
     from fuelrail.sharding.sources.source import ScanInfo

@@ -10,6 +10,7 @@ import math
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -23,8 +24,6 @@ from fuelrail.pipeline.transforms.image_map import ImageMap, apply_to_intrinsics
 from fuelrail.sharding.sources.files import LFS_MAGIC
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.sample.schema import Geometry, Meta

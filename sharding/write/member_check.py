@@ -6,6 +6,7 @@ geometry and boxes of many samples at once, which takes a sixth of the time.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from fuelrail.pipeline.channels.selection import check_members
@@ -38,8 +39,6 @@ from fuelrail.pipeline.sample.schema import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.sample.arrays import Buffer
 

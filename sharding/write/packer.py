@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import xxhash
@@ -16,8 +17,6 @@ from fuelrail.pipeline.format.zstd_frames import encode_frame, encode_seek_table
 from fuelrail.sharding.write.blocks import BlockWriter, ReadBuffer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fuelrail.pipeline.format.codecs import Dictionary
     from fuelrail.pipeline.sample.arrays import Buffer
 

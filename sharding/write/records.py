@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from fuelrail.pipeline.format.index.row import IndexRow  # noqa: TC001 - msgspec reads the annotation
+from fuelrail.pipeline.format.index.row import IndexRow
 from fuelrail.pipeline.format.manifest import WORK_FOLDER
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -46,8 +47,6 @@ from fuelrail.sharding.write.records import (
 from fuelrail.sharding.write.staging import StagedSource
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from fuelrail.pipeline.channels.sensors import LidarEntry
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.codecs import Dictionary

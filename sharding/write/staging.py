@@ -15,14 +15,16 @@ import hashlib
 import os
 import shutil
 import threading
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import DatasetError, SourceError
 from fuelrail.pipeline.runtime.workers import in_threads, set_up_worker
@@ -31,12 +33,6 @@ from fuelrail.pipeline.storage.files import published
 from fuelrail.sharding.sources.registry import SourceSpec, make_source
 from fuelrail.sharding.sources.scan_table import ROWS_PER_BATCH, ClipInfo, Reference, ScanTable, decode_row
 from fuelrail.sharding.sources.source import ClipSource, Place
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from numpy.typing import NDArray
-
 
 _MAX_THREADS: Final = 4
 _ROWS_LOOKED_AT: Final = 1000
@@ -233,13 +229,15 @@ def _check_space(table: ScanTable, rows: NDArray[np.int64], folder: Path) -> Non
         return
     looked_at = rows[:: -(-len(rows) // _ROWS_LOOKED_AT)].tolist()
     mean = sum(member.bytes for row in looked_at for member in table.row(row).members) / len(looked_at)
-    needed, there = int(mean * len(rows)), sum(path.stat().st_size for path in folder.glob("*.bin"))
+    needed = int(mean * len(rows) * (1 + 1 / _MOST_BANDS))  # a band goes when its shards are there
+    there = sum(path.stat().st_size for path in folder.glob("*.bin"))
     free = shutil.disk_usage(folder).free
     if needed > free + there:
         raise DatasetError(
             f"the source reads well only clip by clip, so images and sweeps are first brought into '{folder}', which "
-            f"takes about {needed / 1e9:,.1f} GB (images of video as JPEG take several times the video's bytes), and "
-            f"{free / 1e9:,.1f} GB are free; free some, give an output on a larger disk, or select fewer samples"
+            f"takes with the shards about {needed / 1e9:,.1f} GB (images of video as JPEG take several times the "
+            f"video's bytes), and {free / 1e9:,.1f} GB are free; free some, give an output on a larger disk, or select "
+            "fewer samples"
         )
 
 

@@ -7,6 +7,7 @@ import os
 import pytest
 
 from fuelrail.loaders import config
+from fuelrail.pipeline.runtime import host
 
 
 @pytest.fixture
@@ -28,20 +29,20 @@ def files(root, **contents):
     [
         ({}, 8),
         ({"cpu_dot_max": "max 100000\n"}, 8),
-        ({"cpu_dot_max": "350000 100000\n"}, 4),
-        ({"cpu_dot_max": "10000 100000\n"}, 1),
+        ({"cpu_dot_max": "350000 100000\n"}, 3.5),
+        ({"cpu_dot_max": "10000 100000\n"}, 0.1),
         ({"cpu_dot_max": "1600000 100000\n"}, 8),
         ({"cpu__cpu_dot_cfs_quota_us": "200000", "cpu__cpu_dot_cfs_period_us": "100000"}, 2),
         ({"cpu__cpu_dot_cfs_quota_us": "-1"}, 8),
     ],
 )
 def test_a_containers_quota_bounds_the_cpus(eight, tmp_path, contents, cpus):
-    assert config.available_cpus(files(tmp_path, **contents)) == cpus
+    assert host.usable_cpus(files(tmp_path, **contents)) == cpus
 
 
 @pytest.mark.parametrize(("local", "workers"), [("", 8), ("1", 8), ("3", 2), ("16", 1), ("x", 8), ("0", 8)])
 def test_ranks_share_the_host(eight, monkeypatch, local, workers):
-    monkeypatch.setattr(config, "available_cpus", lambda: 8)
+    monkeypatch.setattr(config, "usable_cpus", lambda: 8.0)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
     assert config.default_num_workers() == workers
 
@@ -49,13 +50,13 @@ def test_ranks_share_the_host(eight, monkeypatch, local, workers):
 def test_memory_is_what_host_and_container_leave(tmp_path):
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable:    4000 kB\n")
-    assert config.available_memory_bytes(tmp_path, meminfo) == 4000 * 1024
+    assert host.available_memory_bytes(tmp_path, meminfo) == 4000 * 1024
     files(tmp_path, memory_dot_max="max")
-    assert config.available_memory_bytes(tmp_path, meminfo) == 4000 * 1024
+    assert host.available_memory_bytes(tmp_path, meminfo) == 4000 * 1024
     files(tmp_path, memory_dot_max="1000000", memory_dot_current="400000")
-    assert config.available_memory_bytes(tmp_path, meminfo) == 600000
+    assert host.available_memory_bytes(tmp_path, meminfo) == 600000
 
 
 def test_this_host_has_some():
-    assert config.available_cpus() >= 1
+    assert config.default_num_workers() >= 1
     assert config.default_memory_bytes() > 0

@@ -12,7 +12,7 @@ import torch
 
 from fuelrail.loaders import BevAugment, DataLoader, FrameWindow, ImageAugment, OrderSpec, Transforms, World
 from fuelrail.loaders.batch import assemble, temporal
-from fuelrail.loaders.batch.channels import OWN_NAMES, choose_channels
+from fuelrail.loaders.batch.channels import OWN_NAMES, SelectedChannels, choose_channels
 from fuelrail.loaders.records import Batch
 from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.storage.reader import SampleReader
@@ -119,6 +119,16 @@ def loader(root: Any, size: int = 4, **options: Any) -> DataLoader:
 def batches(made: DataLoader) -> list[dict[str, Any]]:
     with made:
         return list(made)
+
+
+def test_channels_of_little_work_are_parsed_by_one_thread_which_leaves_the_others_to_images() -> None:
+    by_name = {channel.name: channel for channel in CHANNELS}
+    large = [name for name in by_name if SelectedChannels((by_name[name],)).are_large]
+    assert large == ["mask", "occupancy"], "decoded, and warped"
+    score = msgspec.structs.replace(by_name["score"], axes=("x",), shape=(128 << 10,))
+    assert not SelectedChannels((score,)).are_large
+    assert SelectedChannels((score, by_name["topics"])).are_large, "beyond 256 KiB"
+    assert SelectedChannels((msgspec.structs.replace(by_name["radar"], sensor="lidar"),)).are_large
 
 
 def test_each_kind_is_collated_as_documented(root) -> None:

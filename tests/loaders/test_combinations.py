@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from fuelrail.bench.micro.decode_fuzz import mutate
 from fuelrail.loaders import BevAugment, ImageAugment, Undistort
 from fuelrail.loaders.decode import make_decoder
 from fuelrail.loaders.storage.reader import SampleReader
@@ -21,6 +20,7 @@ from fuelrail.sharding.write.images import with_restart_rows
 from support.backends import BACKENDS
 from support.batches import batches, keys
 from support.datasets import CAMERAS, build_dataset
+from support.decode_fuzz import mutate
 from support.pictures import open_with_pillow, psnr_db
 
 WH = (192, 160)

@@ -118,15 +118,15 @@ def test_each_cache_has_the_future_uses_of_its_own_rows(roots, tmp_path):
     plain = make(roots)
     expected = [named(plain) for _ in range(3)]
     with make(roots, backend="remote", cache_dir=tmp_path, look_ahead_bytes=30_000, num_workers=1) as loader:
-        supply = loader._supply
+        schedule = loader._schedule
         assert [named(loader) for _ in range(3)] == expected
         stats = loader.stats().storage
         assert stats.backend == "fsspec"
         assert stats.cache_misses <= 18 + 7
         assert stats.cache_hits >= 3 * 28 - 25 - 4
     first = [entry for batch in expected[0] for entry in batch]
-    for source in supply.sources:
-        future_uses = supply._future_uses(source, Walk(Cursor(), loader._batching), RequestNumbers())[0]
+    for source in schedule.sources:
+        future_uses = schedule._future_uses(source, Walk(Cursor(), loader._batching), RequestNumbers())[0]
         assert isinstance(future_uses, FutureUses)
         uses = [(time, row) for time, (name, row) in enumerate(first) if name == source.name]
         assert future_uses.used(0, len(first)).tolist() == [row for _, row in uses]

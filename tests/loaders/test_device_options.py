@@ -19,7 +19,8 @@ from support import batched_turbo
 from support.backends import HAS_DALI, dali_on_host, needs_dali
 from support.batches import unlike
 from support.datasets import build_dataset
-from support.fake_cuda import FakeCuda, FakeEvent, FakeStream
+from support.fake_cuda import FakeCuda
+from support.fake_streams import FakeEvent, FakeStream
 from support.pictures import encode, natural
 
 BATCH = 3

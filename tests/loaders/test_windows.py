@@ -192,7 +192,7 @@ def test_a_state_of_another_window_is_refused_showing_both(root, other):
 def test_future_uses_and_requests_know_all_frames(root, tmp_path, monkeypatch):
     options = {"backend": "remote", "cache_dir": tmp_path / "cache", "look_ahead_bytes": 30_000}
     with load(root, 4, frames=[-1, 0], seed=2, **options) as loader:
-        where, storage = loader._supply.where, loader._supply.sources[0].storage
+        where, storage = loader._schedule.where, loader._schedule.sources[0].storage
         asked, session_of = [], storage.session
 
         def session(*arguments):

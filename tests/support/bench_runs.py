@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from fuelrail.bench.measure.accelerator import AcceleratorProfile, ReferenceInput
 from fuelrail.bench.measure.machine import DatasetFacts, Gpu, MachineFacts
-from fuelrail.bench.measure.records import InputFacts, RankEnd, RankHeader, RankLog, Stage, StageSnapshot, StepRecord
+from fuelrail.bench.measure.records import InputFacts, RankEnd, RankHeader, RankLog, StageSnapshot, StepRecord
 from fuelrail.bench.studies.train.report import Report, build_report
 from fuelrail.bench.studies.train.settings import TrainSettings
+from fuelrail.pipeline.runtime.stages import StageClock
 
 MS = 1_000_000
 
@@ -131,8 +132,10 @@ def report_of(logs, *, settings=SETTINGS, cut_off=None, price=None) -> Report:
     return build_report(settings, logs, machine=MACHINE, dataset=DATASET, cut_off=cut_off, price_per_gpu_hour=price)
 
 
-def _stages(busy_s: float, items: int) -> list[Stage]:
+def _stages(busy_s: float, items: int) -> list[StageClock]:
     return [
-        Stage(name=name, num_threads=1, items=items, busy_s=busy_s, starved_s=0.0, blocked_s=1.0, waiting=0, capacity=2)
+        StageClock(
+            name=name, num_threads=1, items=items, busy_s=busy_s, starved_s=0.0, blocked_s=1.0, waiting=0, capacity=2
+        )
         for name in ("decode", "collate")
     ]

@@ -18,10 +18,8 @@ of different devices.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import types
-import weakref
 import zlib
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -29,28 +27,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import torch
 from torch.utils import _pytree as pytree
 
+from support.fake_streams import Access, Block, FakeEvent, FakeStream, join
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     import pytest
 
-Clock = dict[int, int]
-"""How many operations of each stream, by its number, are known to be complete."""
-
+    from support.fake_streams import Clock
 _MAY_MIX = {"copy_", "index", "index_put_", "_index_put_impl_", "_to_copy", "index_put"}
 _HOST_WAITS = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "is_nonzero", "unique_consecutive"}
 _FACTORIES = (
     "empty", "zeros", "ones", "full", "arange", "tensor", "as_tensor", "rand", "randn", "eye", "empty_strided",
 )  # fmt: skip
 _MADE_ON_HOST = {"tensor", "as_tensor"}
-
-
-class Access(NamedTuple):
-    """One use of a block: by which stream, its how manieth operation, and what it was."""
-
-    stream: FakeStream
-    tick: int
-    what: str
 
 
 class Copy(NamedTuple):
@@ -60,75 +50,6 @@ class Copy(NamedTuple):
     is_pinned: bool
     waits: bool
     what: str
-
-
-class Block:
-    """Memory of a device, from one allocation to its release."""
-
-    def __init__(self, fake: FakeCuda, home: FakeStream | None, label: str) -> None:
-        self.home, self.label = home, label
-        self.reads: list[Access] = []
-        self.writes: list[Access] = []
-        self.recorded: set[int] = set()
-        weakref.finalize(self, fake.released, home, label, self.reads, self.writes, self.recorded).atexit = False
-
-
-class FakeStream:
-    """In the place of `torch.cuda.Stream`."""
-
-    numbers = itertools.count(1)
-    fake: FakeCuda
-
-    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
-        self.stream_id = self.cuda_stream = next(self.numbers)
-        self.device = self.fake.device(device)
-        self.device_index, self.priority = self.device.index, priority
-        self.clock: Clock = {}
-        self.fake.streams.append(self)
-
-    def __repr__(self) -> str:
-        return f"stream {self.stream_id} of {self.device}"
-
-    def synchronize(self) -> None:
-        self.fake.host_learns(self.clock)
-
-    def query(self) -> bool:
-        return all(self.fake.host.get(number, 0) >= tick for number, tick in self.clock.items())
-
-    def wait_stream(self, other: FakeStream) -> None:
-        _join(self.clock, other.clock)
-
-    def wait_event(self, event: FakeEvent) -> None:
-        _join(self.clock, event.clock)
-
-    def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
-        event = event or FakeEvent()
-        event.record(self)
-        return event
-
-
-class FakeEvent:
-    """In the place of `torch.cuda.Event`."""
-
-    fake: FakeCuda
-
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
-        self.clock: Clock = {}
-
-    def record(self, stream: FakeStream | None = None) -> None:
-        self.clock = dict((stream or self.fake.current_stream()).clock)
-
-    def wait(self, stream: FakeStream | None = None) -> None:
-        _join((stream or self.fake.current_stream()).clock, self.clock)
-
-    def synchronize(self) -> None:
-        self.fake.host_learns(self.clock)
-
-    def query(self) -> bool:
-        return all(self.fake.host.get(number, 0) >= tick for number, tick in self.clock.items())
-
-    def elapsed_time(self, other: FakeEvent) -> float:
-        return 1.0
 
 
 class DeviceTensor(torch.Tensor):
@@ -230,7 +151,7 @@ class FakeCuda:
     def host_learns(self, clock: Clock) -> None:
         """The host has waited for all that the clock counts."""
         with self._lock:
-            _join(self.host, clock)
+            join(self.host, clock)
             waiting, self._pending = self._pending, []
             for access, source, digest in waiting:
                 if self.host.get(access.stream.stream_id, 0) < access.tick:
@@ -327,7 +248,7 @@ class FakeCuda:
             self._require(block.writes, stream, f"{what} on {stream} reads", block)
         for block in targets:
             self._require([*block.writes, *block.reads], stream, f"{what} on {stream} writes", block)
-        _join(stream.clock, self.host)
+        join(stream.clock, self.host)
         tick = stream.clock.get(stream.stream_id, 0) + 1
         stream.clock[stream.stream_id] = tick
         access = Access(stream, tick, what)
@@ -478,11 +399,6 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
             value = args[number] if number < len(args) else kwargs.get(argument.name)
             found += [one for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor)]
     return found
-
-
-def _join(clock: Clock, other: Clock) -> None:
-    for number, tick in list(other.items()):
-        clock[number] = max(tick, clock.get(number, 0))
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,26 +1,21 @@
 """An HTTP file server on loopback that fails on request: latency, errors, stalls, cuts, wrong bytes, absence.
 
-For tests and benchmarks of storage. It serves the files of one folder with byte ranges and keep-alive, and asks its
-``misbehave`` function about each request what is to go wrong. It runs on an event loop in a thread of its own, or,
-so that it takes no interpreter time from the client, as a process: ``python -m support.fault_server``.
+It serves the files of one folder with byte ranges and keep-alive, and asks its ``misbehave`` function about each
+request what is to go wrong. It runs on an event loop in a thread of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import os
 import random
 import re
-import subprocess
-import sys
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
     from types import TracebackType
 
 _REASONS = {200: "OK", 206: "Partial Content", 403: "Forbidden", 404: "Not Found", 416: "Range Not Satisfiable"}
@@ -227,33 +222,3 @@ class FaultServer:
             writer.write(body)
         await writer.drain()
         return True
-
-
-class FaultServerProcess:
-    """The server as a process of its own, with the faults of :func:`faulty`; use as a context manager."""
-
-    def __init__(self, folder: Path, *, latency_s: float = 0.0, part: float = 0.0, stall_s: float = 60.0) -> None:
-        faults = {"latency_s": latency_s, "part": part, "seed": 0, "stall_s": stall_s}
-        self._command = [sys.executable, "-m", "support.fault_server", str(folder), json.dumps(faults)]
-        self._process: subprocess.Popen[str] | None = None
-        self.url = ""
-        self.pid = 0
-
-    def __enter__(self) -> Self:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # it finds what this process found
-        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True, env=environment)
-        self.pid = self._process.pid
-        assert self._process.stdout is not None
-        self.url = f"http://127.0.0.1:{int(self._process.stdout.readline())}"
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._process is not None
-        self._process.kill()
-        self._process.communicate()
-
-
-if __name__ == "__main__":
-    FaultServer(Path(sys.argv[1]), faulty(**json.loads(sys.argv[2]))).serve()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from fuelrail.bench.measure.limits import SampleSizes
 from fuelrail.bench.measure.machine import CpuUse
 from fuelrail.bench.measure.rates import Rate
-from fuelrail.bench.measure.records import Stage
 from fuelrail.bench.studies.loader.report import LoaderReport, build_loader_report
 from fuelrail.bench.studies.loader.run import LoaderRun, QueueDepths
+from fuelrail.pipeline.runtime.stages import StageClock
 from support.bench_runs import DATASET, MACHINE
 
 STAGES = [
@@ -31,7 +31,7 @@ def loader_run(samples_per_s=125.0, **changes) -> LoaderRun:
     """A run at this rate, of two samples a batch; None: it did not become steady."""
     batch_s = 2 / (samples_per_s or 10.0)
     stages = [
-        Stage(
+        StageClock(
             name=rate.name, num_threads=rate.num_threads, items=400, busy_s=2.0 if rate.name == "decode" else 0.1,
             starved_s=0.0, blocked_s=0.1, waiting=1, capacity=2,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from fractions import Fraction
 from typing import TYPE_CHECKING, NamedTuple
@@ -32,14 +33,39 @@ class Sent(NamedTuple):
     message: object
 
 
+@functools.cache
 def store():
-    """The types of ROS 2, and foxglove's video."""
+    """The types of ROS 2, foxglove's and those of boxes in images."""
     from rosbags.typesys import Stores, get_types_from_msg, get_typestore
 
     found = get_typestore(Stores.ROS2_HUMBLE)
-    text = "builtin_interfaces/Time timestamp\nstring frame_id\nuint8[] data\nstring format\n"
-    found.register(get_types_from_msg(text, "foxglove_msgs/msg/CompressedVideo"))
+    for name, text in {**OTHERS, **VISION}.items():
+        found.register(get_types_from_msg(text, name.replace("/", "/msg/")))
     return found
+
+
+OTHERS = {
+    "foxglove_msgs/CompressedVideo": (
+        "builtin_interfaces/Time timestamp\nstring frame_id\nuint8[] data\nstring format\n"
+    ),
+    "foxglove_msgs/Point2": "float64 x\nfloat64 y\n",
+    "foxglove_msgs/PointsAnnotation": "builtin_interfaces/Time timestamp\nuint8 type\nfoxglove_msgs/Point2[] points\n",
+    "foxglove_msgs/TextAnnotation": "builtin_interfaces/Time timestamp\nfoxglove_msgs/Point2 position\nstring text\n",
+    "foxglove_msgs/ImageAnnotations": "foxglove_msgs/PointsAnnotation[] points\nfoxglove_msgs/TextAnnotation[] texts\n",
+}
+"""Definitions that are none of ROS 2's own; of annotations the fields that matter."""
+VISION = {
+    "vision_msgs/ObjectHypothesis": "string class_id\nfloat64 score\n",
+    "vision_msgs/ObjectHypothesisWithPose": "ObjectHypothesis hypothesis\ngeometry_msgs/PoseWithCovariance pose\n",
+    "vision_msgs/Point2D": "float64 x\nfloat64 y\n",
+    "vision_msgs/Pose2D": "Point2D position\nfloat64 theta\n",
+    "vision_msgs/BoundingBox2D": "Pose2D center\nfloat64 size_x\nfloat64 size_y\n",
+    "vision_msgs/Detection2D": (
+        "std_msgs/Header header\nObjectHypothesisWithPose[] results\nBoundingBox2D bbox\nstring id\n"
+    ),
+    "vision_msgs/Detection2DArray": "std_msgs/Header header\nDetection2D[] detections\n",
+}
+"""Version 4, of ROS 2 Humble and later."""
 
 
 class Ros:
@@ -268,6 +294,18 @@ _TYPES = {
     "foxglove.Vector3": ["x", "y", "z"],
     "foxglove.Quaternion": ["x", "y", "z", "w"],
     "foxglove.Pose": [("position", "foxglove.Vector3"), ("orientation", "foxglove.Quaternion")],
+    "foxglove.Point2": ["x", "y"],
+    "foxglove.KeyValuePair": ["key", "value"],
+    "foxglove.PointsAnnotation": [
+        ("timestamp", "google.protobuf.Timestamp"), "type", ("points", "foxglove.Point2"), "outline_color",
+        "outline_colors", "fill_color", "thickness", ("metadata", "foxglove.KeyValuePair"),
+    ],
+    "foxglove.TextAnnotation": [
+        ("timestamp", "google.protobuf.Timestamp"), ("position", "foxglove.Point2"), "text",
+    ],
+    "foxglove.ImageAnnotations": [
+        "circles", ("points", "foxglove.PointsAnnotation"), ("texts", "foxglove.TextAnnotation"),
+    ],
     "foxglove.PackedElementField": ["name", "offset", "type"],
     "foxglove.CompressedImage": [("timestamp", "google.protobuf.Timestamp"), "data", "format", "frame_id"],
     "foxglove.CameraCalibration": [
@@ -345,3 +383,56 @@ def foxglove_messages(world: World, clip: WorldClip) -> list[Sent]:
             sent.append(Sent(f"/{name}/points", "foxglove.PointCloud", sweep.timestamp_ns, data))
     sent += [transform("map", "base_link", stamp_ns, pose) for stamp_ns, pose in poses.items()]
     return sorted(sent, key=lambda one: one.stamp_ns)
+
+
+Box = tuple[float, float, float, float, str, str]
+"""Left, top, right, bottom [px], where 0 is the left edge of the first pixel; category, track."""
+
+
+def detections(stamp_ns: int, boxes: Iterable[Box]):
+    """A Detection2DArray of version 4; of each box's hypotheses, the second has the better score."""
+    ros, found = Ros(), []
+    point, turned = ros.of("geometry_msgs/Point", 0, 0, 0), ros.of("geometry_msgs/Quaternion", 0, 0, 0, 1)
+    pose = ros.of("geometry_msgs/PoseWithCovariance", ros.of("geometry_msgs/Pose", point, turned), np.zeros(36))
+    for left, top, right, bottom, category, track in boxes:
+        names = (("other", 0.2), (category, 0.7)) if category else ()
+        results = [
+            ros.of("vision_msgs/ObjectHypothesisWithPose", ros.of("vision_msgs/ObjectHypothesis", *name), pose)
+            for name in names
+        ]
+        centre = ros.of("vision_msgs/Point2D", (left + right) / 2, (top + bottom) / 2)
+        box = ros.of("vision_msgs/BoundingBox2D", ros.of("vision_msgs/Pose2D", centre, 0.0), right - left, bottom - top)
+        found.append(ros.of("vision_msgs/Detection2D", ros.header(stamp_ns, "camera"), results, box, track))
+    return ros.of("vision_msgs/Detection2DArray", ros.header(stamp_ns, "camera"), found)
+
+
+def annotations(stamp_ns: int, boxes: Iterable[Box]):
+    """An ImageAnnotations of ROS 2: a loop and a text for each box, and lines that are no boxes."""
+    ros, boxes = Ros(), list(boxes)
+    stamp, texts = ros.time(stamp_ns), []
+    loops = (
+        [ros.of("foxglove_msgs/PointsAnnotation", stamp, 3, [ros.of("foxglove_msgs/Point2", 1, 1)] * 2)]
+        if boxes
+        else []
+    )
+    for *sides, category, _ in boxes:
+        points = [ros.of("foxglove_msgs/Point2", *one) for one in corners(sides)]
+        loops.append(ros.of("foxglove_msgs/PointsAnnotation", stamp, 2, points))
+        texts.append(ros.of("foxglove_msgs/TextAnnotation", stamp, points[0], category))
+    return ros.of("foxglove_msgs/ImageAnnotations", loops, texts)
+
+
+def proto_annotations(stamp_ns: int, boxes: Iterable[Box]) -> bytes:
+    """The same as protobuf, with categories and tracks in metadata."""
+    found = b""
+    for *sides, category, track in boxes:
+        points = b"".join(part(3, _xyz(*one)) for one in corners(sides))
+        about = {"category": category, "track": track}.items()
+        pairs = b"".join(part(8, part(1, key) + part(2, value)) for key, value in about if value)
+        found += part(2, _stamp(stamp_ns) + _key(2, 0) + _varint(2) + points + pairs)
+    return found
+
+
+def corners(sides) -> list[tuple[float, float]]:
+    left, top, right, bottom = sides
+    return [(left, top), (right, top), (right, bottom), (left, bottom)]

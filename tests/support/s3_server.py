@@ -1,36 +1,19 @@
-"""S3 servers on loopback, for tests and benchmarks of storage.
-
-moto answers all that S3 does, in Python: slower than its clients. Where nginx is installed, reading is measured against
-that: objects by their paths, with byte ranges; it lists nothing and looks at no signature.
-"""
+"""An S3 server on loopback, for tests of storage: moto answers all that S3 does, in Python, slower than its clients."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from unittest import mock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-_NGINX_CONF = """
-daemon off; master_process off; worker_processes 1; pid {folder}/pid; error_log /dev/null;
-events {{ worker_connections 512; }}
-http {{
-  access_log off; sendfile on; tcp_nopush on; keepalive_requests 1000000; default_type application/octet-stream;
-  client_body_temp_path {folder}/1; proxy_temp_path {folder}/2; fastcgi_temp_path {folder}/3;
-  uwsgi_temp_path {folder}/4; scgi_temp_path {folder}/5;
-  server {{ listen 127.0.0.1:{port}; root {folder}/buckets; }}
-}}
-"""
+    from pathlib import Path
 
 
 class S3Server(NamedTuple):
@@ -48,22 +31,6 @@ def s3_server() -> Iterator[S3Server]:
     code = f"from moto.server import main; main(['-H', '127.0.0.1', '-p', '{port}'])"
     with _serving("moto", [sys.executable, "-c", code], port) as server:
         yield server
-
-
-@contextlib.contextmanager
-def nginx_server(source: Path, bucket: str) -> Iterator[S3Server]:
-    """An nginx, as one process, that serves the files of a folder as ``s3://BUCKET/dataset/...``; see above."""
-    nginx = shutil.which("nginx")
-    assert nginx is not None
-    with tempfile.TemporaryDirectory(prefix="fuelrail-nginx-") as temporary:
-        folder = Path(temporary)
-        (folder / "buckets" / bucket).mkdir(parents=True)
-        (folder / "buckets" / bucket / "dataset").symlink_to(source.absolute())
-        port = _free_port()
-        (folder / "conf").write_text(_NGINX_CONF.format(folder=folder, port=port))
-        folder.chmod(0o755)  # it may change its user
-        with _serving("nginx", [nginx, "-p", str(folder), "-c", str(folder / "conf")], port) as server:
-            yield server
 
 
 def upload(source: Path, bucket: str) -> str:

@@ -163,7 +163,27 @@ def frame_message(name, frame, *, boxes=True, **options) -> bytes:
         *((4, image_message(camera, image)) for camera, image in frame.images.items()),
         *((5, laser) for laser in getattr(frame, "lasers", ())), *((6, label) for label in labels),
         *((8, camera_labels(camera, found)) for camera, found in IMAGE_BOXES.items() if boxes), (9, bytes(500)),
+        *((10, feature) for feature in getattr(frame, "map_features", ())),
+        *([(11, map_point(frame.map_offset))] if hasattr(frame, "map_offset") else []),
     )  # fmt: skip
+
+
+MAP_KINDS = {"lane": (3, 8), "road_line": (4, 2), "road_edge": (5, 2), "stop_sign": (7, 2), "crosswalk": (8, 1),
+             "speed_bump": (9, 1), "driveway": (10, 1)}  # fmt: skip
+"""Of a feature its field, and that of its points."""
+
+
+def map_point(xyz) -> bytes:
+    return message(*((number, float(value)) for number, value in enumerate(xyz, 1)))
+
+
+def map_feature(number, kind, points) -> bytes:
+    """A feature of the map; a lane has fields before and behind its points, as in the dataset."""
+    at, own = MAP_KINDS[kind]
+    before, behind = ((1, 25.0), (2, 2)), ((9, varint(7)), (13, message((1, 0), (2, 5), (3, 9))))
+    is_lane = kind == "lane"
+    pairs = (*(before if is_lane else ()), *((own, map_point(one)) for one in points), *(behind if is_lane else ()))
+    return message((1, number), (at, message(*pairs)))
 
 
 def write_segment(path, clip, **options) -> None:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 import yaml
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.table import DTYPES, Channel
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import read_text
-
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Mapping, Sequence
-
-    from numpy.typing import NDArray
-
 
 _MOST_INT8: Final = 127
 _SCALE: Final = "_scale"
@@ -103,6 +99,7 @@ def _quantised(value: NDArray[Any]) -> tuple[NDArray[np.int8], np.float32]:
 
 def _split(name: str, output: object, num_rows: int) -> list[Any]:
     """The rows of an output; tensors as arrays in host memory, bfloat16 as float32."""
+    kind = type(output).__name__
     if isinstance(output, torch.Tensor):
         host = output.detach().cpu()
         output = (host.float() if host.dtype == torch.bfloat16 else host).numpy()
@@ -110,8 +107,8 @@ def _split(name: str, output: object, num_rows: int) -> list[Any]:
     length = len(output) if has_rows else -1  # type: ignore[arg-type]
     if length != num_rows:
         raise ConfigError(
-            f"output {name!r} is {type(output).__name__} of length {length if length >= 0 else 'none'}; it must be a "
-            f"tensor [B, ...] or a list, with a row for each of the batch's {num_rows} samples"
+            f"output {name!r} is a {kind} {f'of {length} rows' if has_rows else 'without rows'}; it must be a tensor "
+            f"[B, ...] or a list, with a row for each of the batch's {num_rows} samples"
         )
     rows: list[Any] = list(output)  # type: ignore[call-overload]
     return [_array(row) for row in rows]

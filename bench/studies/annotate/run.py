@@ -10,6 +10,7 @@ import importlib
 import os
 import sys
 import time
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
@@ -31,8 +32,6 @@ from fuelrail.pipeline.text import escaped
 from fuelrail.sharding.write.layers.writer import LayerWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     Model = Callable[[dict[str, Any]], Mapping[str, Any]]
 
 _LAUNCHER_RANK: Final = "LOCAL_RANK"
@@ -57,6 +56,16 @@ class AnnotateOptions(CheckedSettings, frozen=True, kw_only=True):
     transforms: Annotated[Transforms | None, flag("size, augmentation, points, channels, ...")] = None
     device: Annotated[str | None, flag("device of the batches, such as cuda (of this local rank)")] = None
     workers: Annotated[Annotated[int, Meta(ge=1)] | None, flag("decoding threads (default: this rank's CPUs)")] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.view == "fixed" and (self.seed or self.epoch):
+            raise ConfigError(
+                f"seed={self.seed}, epoch={self.epoch} draw an augmentation, and view='fixed' shows samples without "
+                "any: leave them out, or give view='per_view'"
+            )
+        if self.channels is not None and self.store != "as_is":
+            raise ConfigError(f"store={self.store!r} is for values without a table: '{self.channels}' has their dtypes")
 
 
 class AnnotateReport(msgspec.Struct, frozen=True, kw_only=True):

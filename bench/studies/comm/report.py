@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
-from fuelrail.bench.measure.machine import MachineFacts  # noqa: TC001 (msgspec resolves the field's type)
+from fuelrail.bench.measure.machine import MachineFacts
 from fuelrail.bench.planner.formulas import sent_bytes
-from fuelrail.bench.trainer.models.settings import NotNegative, Positive  # noqa: TC001 (likewise)
+from fuelrail.bench.trainer.models.settings import NotNegative, Positive
 from fuelrail.pipeline.settings import Settings, flag
 
 if TYPE_CHECKING:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import array
 import signal
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from fuelrail.bench.measure.clock import clock_jump_s
@@ -18,8 +20,6 @@ from fuelrail.bench.measure.processes import signal_group, tree_cpu_s, tree_memo
 
 if TYPE_CHECKING:
     import subprocess
-    from collections.abc import Sequence
-    from pathlib import Path
 
 _POLL_S = 0.02
 _READ_THROUGH_LIMIT_BYTES = 4 << 30

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from fuelrail.bench.trainer.models.settings import NotNegative, Positive  # noqa: TC001 (msgspec resolves the fields' types)
+from fuelrail.bench.trainer.models.settings import NotNegative, Positive
 from fuelrail.pipeline.settings import CheckedSettings, flag
 
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
 
 from fuelrail.bench.peers.peer import OURS, Work
 from fuelrail.bench.report.page import Block, Document, Figure, Hero, Items, Section, Table, Text, document
 from fuelrail.bench.studies.compare.report import REFERENCE, CompareReport, Contestant, ranking
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
 
 HEADER = (
     "loader:recipe", "images/s", "lowest to highest", f"speed-up of {REFERENCE}", "95 % interval",

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fuelrail.bench.peers.peer import OURS, PEERS
 from fuelrail.bench.report.files import load_report_of
 from fuelrail.bench.report.plots import BLUE, new_figure, style, to_svg
 from fuelrail.bench.studies.compare.report import SCHEMA, VERSION, CompareReport, Contestant, ranking
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 _GREEN = "#009e73"
 _BARS = "Images a second of each loader"

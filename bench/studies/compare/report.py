@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
-from fuelrail.bench.measure.machine import (
-    DatasetFacts,  # noqa: TC001 (msgspec resolves the field's type)
-    MachineFacts,  # noqa: TC001 (likewise)
-)
 from fuelrail.bench.measure.rates import Interval, interval_of, ratio_interval
 from fuelrail.bench.peers.peer import OURS, Work
-from fuelrail.bench.peers.process import Check  # noqa: TC001 (likewise)
+from fuelrail.bench.peers.process import Check
 from fuelrail.bench.report.files import ReportHeader, created_now, load_report_of
 from fuelrail.bench.studies.loader.report import CLOCK_JUMP_S
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
+    from fuelrail.bench.measure.machine import DatasetFacts, MachineFacts
     from fuelrail.bench.studies.compare.laps import Timed
 
 SCHEMA = "fuelrail-bench-compare"

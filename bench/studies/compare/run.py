@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,8 +23,6 @@ from fuelrail.bench.studies.compare.report import REFERENCE
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from fuelrail.pipeline.format.dataset import Dataset
 
 RESTART = "restart"

@@ -67,7 +67,7 @@ def compare(
             seed=options.seed,
         )
         session = _Session(options, output, dataset, work, cpus)
-        prepare_folder(folder, html=output.html, needs=("psutil",))
+        prepare_folder(folder, html=output.html, needs=("psutil", "scipy"))
         workshop = Workshop(samples, dataset, work, cpus, options.seconds)
         cut_off: str | None = "the command failed"
         try:

@@ -7,6 +7,7 @@ was it the first time that its bytes were read, do reads of other shards add up)
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
@@ -15,8 +16,6 @@ from fuelrail.bench.measure.rates import MIN_REPEATS, ratio_interval
 from fuelrail.bench.studies.diff.changes import compare
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from fuelrail.bench.studies.train.report import Figures, Report
     from fuelrail.bench.studies.train.settings import LeaveOut
 

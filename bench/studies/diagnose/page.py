@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from fuelrail.bench.report.files import REPORT_HTML
 from fuelrail.bench.report.page import Block, Document, Figure, Hero, Items, Note, Section, Table, Text, document
@@ -14,10 +14,6 @@ from fuelrail.bench.studies.diagnose.report import (
     run_rows,
     tried_rows,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 
 _METHOD = (
     "The baseline is run first. Then one part is left out in each run, and the baseline is repeated. The gain of a run "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -11,9 +13,6 @@ from fuelrail.bench.studies.diagnose.judge import Bound, Counterfactual, Diagnos
 from fuelrail.loaders.config import default_num_workers
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
     from fuelrail.bench.studies.train.report import Report
     from fuelrail.bench.studies.train.settings import TrainSettings
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
@@ -25,16 +28,12 @@ from fuelrail.bench.studies.diagnose.report import (
 )
 from fuelrail.bench.studies.train.run import TrainRun, measure_all
 from fuelrail.bench.studies.train.settings import LeaveOut, TrainOptions, TrainSettings
-from fuelrail.bench.trainer.models.settings import Positive  # noqa: TC001 (msgspec resolves the fields' types)
+from fuelrail.bench.trainer.models.settings import Positive
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.settings import flag, make_options
 from fuelrail.pipeline.storage.filesystem import is_url
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Mapping
-    from pathlib import Path
-
     from fuelrail.bench.studies.train.report import Report
 
 _AS_IT_IS, _AGAIN = "as-it-is", "as-it-is-again"
@@ -116,7 +115,7 @@ class _Examination:
     def run(self) -> Examined:
         """Make the runs, judge them and write the report; see :func:`diagnose`."""
         first_round = self._round("")  # checks all settings before the first run
-        prepare_folder(self._out, html=self._html)
+        prepare_folder(self._out, html=self._html, needs=("scipy",))
         diagnosis, tried, cut_off, interrupted = None, None, None, False
         try:
             self._measure(first_round)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.bench.measure.rates import Interval, bootstrap_means
 from fuelrail.bench.studies.compare.report import CompareReport
@@ -12,12 +14,6 @@ from fuelrail.bench.studies.loader.report import LoaderReport
 from fuelrail.bench.studies.scale.report import ScaleReport
 from fuelrail.bench.studies.train.report import Report
 from fuelrail.pipeline.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from numpy.typing import NDArray
-
 
 Comparable = Report | LoaderReport | CompareReport | ScaleReport
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -11,9 +12,6 @@ from fuelrail.bench.report.files import REPORT_JSON
 from fuelrail.bench.studies.diff.changes import Change, Comparable, compare, differences, refuse_other_data
 from fuelrail.bench.studies.diff.kinds import load_comparable
 from fuelrail.pipeline.settings import CheckedSettings, flag, make_options
-
-if TYPE_CHECKING:
-    import os
 
 
 class DiffOptions(CheckedSettings, frozen=True, kw_only=True):

@@ -8,8 +8,9 @@ JSON Schemas; ``make docs`` puts them on the site.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -26,10 +27,6 @@ from fuelrail.bench.studies.scale.report import ScaleReport
 from fuelrail.bench.studies.train import report as train_report
 from fuelrail.bench.studies.train.report import Report
 from fuelrail.pipeline.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 AnyReport = Comparable | DiagnoseReport
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
-from fuelrail.bench.measure.machine import dataset_facts, machine_facts, usable_cpus
+from fuelrail.bench.measure.machine import dataset_facts, machine_facts
 from fuelrail.bench.measure.rates import median_rates
 from fuelrail.bench.report.files import prepare_folder
 from fuelrail.bench.report.page import write_report
@@ -20,10 +21,8 @@ from fuelrail.loaders import Transforms
 from fuelrail.loaders.decode import make_decoder
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.runtime.host import usable_cpus
 from fuelrail.pipeline.settings import make_options
-
-if TYPE_CHECKING:
-    import os
 
 
 def bench_loader(

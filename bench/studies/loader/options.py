@@ -6,9 +6,9 @@ from typing import Annotated
 
 import msgspec
 
-from fuelrail.bench.trainer.models.settings import NotNegative, Positive  # noqa: TC001 (msgspec resolves the fields' types)
+from fuelrail.bench.trainer.models.settings import NotNegative, Positive
 from fuelrail.pipeline.settings import CheckedSettings, flag
-from fuelrail.pipeline.transforms.image import ImageAugment  # noqa: TC001 (msgspec resolves the fields' types)
+from fuelrail.pipeline.transforms.image import ImageAugment
 
 
 class LoaderOptions(CheckedSettings, frozen=True, kw_only=True):

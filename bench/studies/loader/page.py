@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -10,8 +11,6 @@ from fuelrail.bench.report.page import GIB, Block, Document, Figure, Hero, Note,
 from fuelrail.bench.studies.loader.report import LoaderFigures, LoaderReport, step_cells
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from fuelrail.bench.measure.rates import Interval, Rate
 
 _METHOD = (

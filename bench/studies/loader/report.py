@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from fuelrail.bench.measure.limits import SampleSizes, device_limit, jpeg_limit
-from fuelrail.bench.measure.machine import (
-    DatasetFacts,  # noqa: TC001 (likewise)
-    MachineFacts,  # noqa: TC001 (msgspec resolves the field's type)
-)
 from fuelrail.bench.measure.rates import Interval, Rate, interval_of
 from fuelrail.bench.report.files import ReportHeader, created_now
 from fuelrail.bench.studies.loader.run import MIN_STEADY_BATCHES, LoaderRun
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from fuelrail.bench.measure.machine import CpuUse
-    from fuelrail.bench.measure.records import Stage
+    from fuelrail.bench.measure.machine import CpuUse, DatasetFacts, MachineFacts
+    from fuelrail.pipeline.runtime.stages import StageClock
 
 SCHEMA = "fuelrail-bench-loader"
 
@@ -284,7 +279,7 @@ def find_bound(
     samples_per_s: float,
     cpu_ms_per_sample: float,
     cpu: CpuUse,
-    clocks: Sequence[Stage],
+    clocks: Sequence[StageClock],
     alone: Sequence[Rate],
     jpeg: Rate | None,
 ) -> Bound:
@@ -364,7 +359,7 @@ def _cpu_bound(cpu_ms_per_sample: float, cpu: CpuUse, free: float, alone: Sequen
     )
 
 
-def _waiting(stage: Stage, computing: float) -> Bound:
+def _waiting(stage: StageClock, computing: float) -> Bound:
     if stage.name == "fetch":
         return Bound(
             kind="storage",
@@ -384,6 +379,6 @@ def _waiting(stage: Stage, computing: float) -> Bound:
     )
 
 
-def _busy_share(stage: Stage) -> float:
+def _busy_share(stage: StageClock) -> float:
     total_s = stage.busy_s + stage.starved_s + stage.blocked_s
     return stage.busy_s / total_s if total_s else 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -14,7 +15,6 @@ from fuelrail.bench.measure.limits import SampleSizes, measure_limits, sample_si
 from fuelrail.bench.measure.machine import CpuUse, CpuWatch, peak_memory_bytes
 from fuelrail.bench.measure.processes import NOTHING_MEASURED
 from fuelrail.bench.measure.rates import Rate, warm_up_length
-from fuelrail.bench.measure.records import Stage, snapshot
 from fuelrail.bench.studies.loader.stages import (
     LoaderChoice,
     Recorded,
@@ -23,10 +23,9 @@ from fuelrail.bench.studies.loader.stages import (
     measure_stages,
     record_stages,
 )
+from fuelrail.pipeline.runtime.stages import StageClock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.transforms.image import ImageAugment
 
@@ -57,7 +56,7 @@ class LoaderRun(msgspec.Struct, frozen=True, kw_only=True):
     samples_per_s: float | None
     cpu_ms_per_sample: float
     cpu: CpuUse
-    stages: list[Stage]
+    stages: list[StageClock]
     num_storage_faults: int
     queues: list[QueueDepths]
     clock_jump_s: float
@@ -80,7 +79,7 @@ def run_loader(dataset: Dataset, image: ImageAugment, choice: LoaderChoice, seco
                     queues.append(QueueDepths(at_s=now_s - started_s, waiting=waiting))
                 if now_s - started_s >= seconds:
                     break
-        stages = snapshot(len(batch_s), loader.stats().stages).stages
+        stages = list(loader.stats().stages)
     cpu = watch.use()
     # The first batch waits for threads to start and queues to fill; it is reported separately.
     warm_up = 1 + warm_up_length(batch_s[1:])

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -14,8 +15,6 @@ from fuelrail.loaders import DataLoader, StorageOptions, Transforms, World
 from fuelrail.pipeline.settings import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.runtime.stages import Stage
     from fuelrail.pipeline.transforms.image import ImageAugment

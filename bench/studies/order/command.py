@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fuelrail.bench.report.console import print_table, report_console
@@ -13,7 +14,6 @@ from fuelrail.pipeline.order.spec import OrderSpec
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
 
     from fuelrail.bench.studies.order.report import OrderFigures
 

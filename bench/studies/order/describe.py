@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.bench.studies.order.report import (
     WEBDATASET_SAMPLE_BUFFER,
@@ -24,10 +26,6 @@ from fuelrail.pipeline.settings import CheckedSettings, flag, make_options
 from fuelrail.pipeline.text import shown
 
 if TYPE_CHECKING:
-    import os
-
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.order.epoch import EndlessOrder
 
 _MAX: Final = 1_000_000_000

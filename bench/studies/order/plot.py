@@ -15,10 +15,10 @@ except ImportError as error:
         "a plot needs matplotlib, which is not installed: pip install 'fuelrail[view]', or leave out --plot"
     ) from error
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
+from collections.abc import Sequence
+from pathlib import Path
 
+if TYPE_CHECKING:
     from fuelrail.bench.studies.order.report import OrderFigures, Placed
 
 _MAX_POINTS: Final = 20_000

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterator, Sequence
+from typing import Final
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.bench.studies.order.shuffle_quality import ChiSquare, ShuffleQuality, measure
 from fuelrail.pipeline.errors import OrderError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from numpy.typing import NDArray
 
 MAX_POSITIONS: Final = 10_000_000
 """Longest epoch that is measured whole: every figure needs all of it in memory."""

@@ -9,7 +9,7 @@ import msgspec
 from fuelrail.bench.planner.choice import FP32, USABLE, Fit, named, peak, taught
 from fuelrail.bench.planner.formulas import schedule_order
 from fuelrail.bench.planner.hardware import GIB, ClusterSettings
-from fuelrail.bench.planner.scaling import Curve  # noqa: TC001 (msgspec resolves the field's type)
+from fuelrail.bench.planner.scaling import Curve
 from fuelrail.bench.planner.scenario import Data, Scenario, questions
 from fuelrail.bench.planner.shape import MOMENTS, Shape, private_parts_are_there
 from fuelrail.bench.planner.step_time import Efficiency, StepTime

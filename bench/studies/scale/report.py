@@ -6,16 +6,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from fuelrail.bench.measure.machine import (
-    DatasetFacts,  # noqa: TC001 (msgspec resolves the field's type)
-    MachineFacts,  # noqa: TC001 (likewise)
-)
 from fuelrail.bench.planner.scale_model import Cluster, Fit, Simulated, simulate
 from fuelrail.bench.report.files import ReportHeader, created_now, load_report_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+    from fuelrail.bench.measure.machine import DatasetFacts, MachineFacts
 
 SCHEMA = "fuelrail-bench-scale"
 VERSION = 1

@@ -9,7 +9,6 @@ import msgspec
 import numpy as np
 
 from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE, AcceleratorProfile
-from fuelrail.bench.measure.machine import usable_cpus
 from fuelrail.bench.measure.processes import NOTHING_MEASURED
 from fuelrail.bench.measure.rates import bootstrap_means
 from fuelrail.bench.planner.scale_model import Fit, Overhead
@@ -34,6 +33,7 @@ from fuelrail.bench.studies.train.settings import TrainOptions
 from fuelrail.loaders import Transforms
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.runtime.host import usable_cpus
 from fuelrail.pipeline.settings import make_options
 
 if TYPE_CHECKING:

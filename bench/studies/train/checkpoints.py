@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fuelrail.bench.measure.clock import Summary, summarise_ns
-from fuelrail.bench.measure.records import CheckpointRestore  # noqa: TC001 (msgspec resolves the field's type)
+from fuelrail.bench.measure.records import CheckpointRestore
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

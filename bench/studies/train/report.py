@@ -8,12 +8,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fuelrail.bench.measure.clock import NS_PER_S, Summary, summarise_ns
-from fuelrail.bench.measure.machine import (
-    CpuUse,  # noqa: TC001 (msgspec resolves the field's type)
-    DatasetFacts,  # noqa: TC001 (likewise)
-    MachineFacts,  # noqa: TC001 (msgspec resolves the field's type)
-)
-from fuelrail.bench.measure.nvml import GpuUse  # noqa: TC001 (msgspec resolves the field's type)
+from fuelrail.bench.measure.machine import CpuUse, DatasetFacts, MachineFacts
+from fuelrail.bench.measure.nvml import GpuUse
 from fuelrail.bench.measure.occupancy import (
     Occupancy,
     RankPace,
@@ -23,13 +19,10 @@ from fuelrail.bench.measure.occupancy import (
     rank_paces,
     window_of,
 )
-from fuelrail.bench.measure.records import PHASES, MemoryLine, RankLog, Stage, StageSnapshot, StepRecord
+from fuelrail.bench.measure.records import PHASES, MemoryLine, RankLog, StageSnapshot, StepRecord
 from fuelrail.bench.report.files import ReportHeader, created_now, load_report_of
 from fuelrail.bench.studies.train.checkpoints import CheckpointFigures, checkpoint_figures
-from fuelrail.bench.studies.train.convergence import (
-    LossComparison,  # noqa: TC001 (msgspec resolves the field's type)
-    Target,  # noqa: TC001 (likewise)
-)
+from fuelrail.bench.studies.train.convergence import LossComparison, Target
 from fuelrail.bench.studies.train.data_source import DataSource, data_source, warnings_of_source
 from fuelrail.bench.studies.train.series import Series, series_of
 from fuelrail.bench.trainer.strategies.settings import not_promised
@@ -39,6 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from fuelrail.bench.studies.train.settings import TrainSettings
+    from fuelrail.pipeline.runtime.stages import StageClock
 
 SCHEMA = "fuelrail-bench-train"
 
@@ -290,7 +284,7 @@ def _stage_figures(snapshots: Sequence[Sequence[StageSnapshot]], wall_s: float) 
     figures = []
     for columns in zip(*(zip(first.stages, last.stages, strict=True) for first, last in snapshots), strict=True):
 
-        def gain(name: str, columns: tuple[tuple[Stage, Stage], ...] = columns) -> float:
+        def gain(name: str, columns: tuple[tuple[StageClock, StageClock], ...] = columns) -> float:
             return float(sum(getattr(last, name) - getattr(first, name) for first, last in columns))
 
         thread_s = sum(gain(name) for name in ("busy_s", "starved_s", "blocked_s")) or 1.0

@@ -97,6 +97,10 @@ def _larger_batch(options: TrainOptions, batch_size: int) -> TrainOptions:
     """The same number of samples in steps of another size; the learning rate is scaled with it (Goyal et al. 2017)."""
     if options.checkpoint is not None or options.against is not None:
         raise ConfigError("check_batch makes two runs of its own: leave out checkpoint and against")
+    if batch_size <= options.batch_size:
+        raise ConfigError(
+            f"check_batch={batch_size} must be above batch_size={options.batch_size}, which it is compared with"
+        )
     scale = batch_size / options.batch_size
     steps = None if options.epochs is not None else int((options.steps or _DEFAULT_STEPS) / scale)
     if steps == 0:

@@ -24,7 +24,7 @@ from fuelrail.bench.measure.collectives import link_of
 from fuelrail.bench.measure.cuda import CudaAccelerator, peak_tflops
 from fuelrail.bench.measure.machine import peak_memory_bytes
 from fuelrail.bench.measure.processes import storage_bytes_read
-from fuelrail.bench.measure.records import RankEnd, RankFailure, RankHeader, RankWriter, rank_path, snapshot
+from fuelrail.bench.measure.records import RankEnd, RankFailure, RankHeader, RankWriter, StageSnapshot, rank_path
 from fuelrail.bench.ranks.elastic import end_with, join_world
 from fuelrail.bench.ranks.injection import StallingAccelerator, late_batches, slow_reads
 from fuelrail.bench.ranks.tracing import RankTrace, TracedAccelerator
@@ -38,8 +38,9 @@ from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.optimiser import check_memory, scaled_rate
 from fuelrail.bench.trainer.strategies.parallel import build, make_mesh, parallelise
 from fuelrail.bench.trainer.strategies.settings import Degrees, check_fits, degrees_of
-from fuelrail.loaders.config import available_memory_bytes, ranks_on_host
+from fuelrail.loaders.config import ranks_on_host
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
+from fuelrail.pipeline.runtime.host import available_memory_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -114,8 +115,8 @@ def run_rank(
             writer.write(record)
             checkpoints.after(first + num_steps)
             if num_steps == settings.warmup:
-                writer.write(snapshot(num_steps, stage_clocks()))
-    writer.write(snapshot(num_steps, stage_clocks()))
+                writer.write(StageSnapshot(num_steps=num_steps, stages=list(stage_clocks())))
+    writer.write(StageSnapshot(num_steps=num_steps, stages=list(stage_clocks())))
     checkpoints.after(first + num_steps, last=True)
     read_after = storage_bytes_read()
     writer.write(
@@ -241,7 +242,8 @@ def main(arguments: Sequence[str]) -> int:
                     # none is the one that did not answer.
                     time.sleep(_SAY_SO_S)
                 raise
-    # Not after a failure: leaving the group waits for ranks that may be gone.
+    # Not after a failure: leaving the group waits for ranks that may be gone. Gloo may abort a rank that others left.
+    dist.barrier()
     dist.destroy_process_group()
     return 0
 

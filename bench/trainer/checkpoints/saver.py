@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from torch.distributed.checkpoint.metadata import Metadata
 
-    from fuelrail.bench.trainer.checkpoints.store import Digests
     from fuelrail.bench.trainer.strategies.parallel import Parallel
     from fuelrail.loaders import DataLoader
 
@@ -48,7 +47,8 @@ class Checkpoints:
         # The background thread's collectives must not meet the training's.
         self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._token = self._together(partial(secrets.token_hex, 4), first=True)
+        self._share = slice(self._rank, None, self._world_size)  # of a checkpoint's files in order
+        self._token = self._on_first(partial(secrets.token_hex, 4))
         self._stager = _KeptStager(cache_staged_state_dict=True)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[CheckpointSave] | None = None
@@ -62,14 +62,14 @@ class Checkpoints:
         start_ns = time.monotonic_ns()
         done = self.wait()
         folder = self._store.folder(step, self._token)
-        writer, digests = self._store.writer(folder)
+        writer = self._store.writer(folder)
         # Where torch 2.8 looks for a stager; newer versions do too if they are given no other.
         writer.stage = self._stager.stage  # type: ignore[method-assign]
         progress = msgspec.to_builtins(progress_of(parallel, loader_state))
         written = async_save(tensors_of(parallel, self._rank), storage_writer=writer, process_group=self._group)
         assert isinstance(written, Future), "a blocking stager has finished"
         times_ns = start_ns, time.monotonic_ns() - start_ns
-        self._pending = self._thread.submit(self._finish, folder, written, digests, progress, times_ns)
+        self._pending = self._thread.submit(self._finish, folder, written, progress, times_ns)
         return done
 
     def wait(self) -> CheckpointSave | None:
@@ -91,14 +91,14 @@ class Checkpoints:
         for a checkpoint of another model, dataset or version, and FuelrailError where all are damaged.
         """
         skipped: list[str] = []
-        self._together(self._store.clean, first=True)
-        for folder in self._together(self._store.complete, first=True):
+        self._on_first(self._store.clean)
+        for folder in self._on_first(self._store.complete):
             try:
-                manifest = self._together(partial(self._store.read, folder), first=True)
-                own = sorted(manifest.files)[self._rank :: self._world_size]
-                self._together(partial(self._store.check, folder, manifest, own))
+                manifest = self._on_first(partial(self._store.read, folder))
+                own = sorted(manifest.files)[self._share]
+                self._on_all(partial(self._store.check, folder, manifest, own))
             except DamagedError as error:
-                self._together(partial(self._store.hide, folder), first=True)
+                self._on_first(partial(self._store.hide, folder))
                 skipped.append(f"{folder}: {error}")
                 continue
             self._load(folder, manifest, parallel, loader)
@@ -114,7 +114,6 @@ class Checkpoints:
         self,
         folder: str,
         written: Future[Metadata],
-        digests: Digests,
         progress: dict[str, Any],
         times_ns: tuple[int, int],
     ) -> CheckpointSave:
@@ -122,12 +121,12 @@ class Checkpoints:
         step, (start_ns, stall_ns) = step_of(folder), times_ns
         try:
             written.result()
-            files = self._gathered(digests)
+            files = self._merged(partial(self._store.digests, folder, self._share))
             manifest = Manifest(
                 step=step, world_size=self._world_size, identity=self._identity, progress=progress, files=files
             )
-            self._together(partial(self._store.publish, folder, manifest), first=True)
-            self._together(partial(self._store.prune, self._keep), first=True)
+            self._on_first(partial(self._store.publish, folder, manifest))
+            self._on_first(partial(self._store.prune, self._keep))
         except Exception as error:
             raise FuelrailError(
                 f"the checkpoint of step {step} could not be written to '{self._store.shown}': {error}; checkpoints "
@@ -157,7 +156,7 @@ class Checkpoints:
 
     def _compare_shapes(self, where: str, saved: Metadata, parallel: Parallel) -> None:
         """Compare the model of all ranks together with the saved one."""
-        ours = self._gathered({name: list(tensor.shape) for name, tensor in model_tensors(parallel).items()})
+        ours = self._merged(lambda: {name: list(tensor.shape) for name, tensor in model_tensors(parallel).items()})
         theirs = {
             name: list(item.size)
             for name, item in saved.state_dict_metadata.items()
@@ -171,18 +170,11 @@ class Checkpoints:
                     "checkpoint, or another --checkpoint"
                 )
 
-    def _gathered(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries of all ranks."""
-        parts: list[Any] = [None] * self._world_size
-        dist.all_gather_object(parts, own, group=self._group)
-        return {name: entry for part in parts for name, entry in part.items()}
-
-    def _together(self, function: Callable[[], Any], *, first: bool = False) -> Any:  # noqa: ANN401 - what it returns
-        """Call a function on all ranks, or the first; return the first's result, or raise the first error, on all."""
+    def _on_all(self, function: Callable[[], Any]) -> list[Any]:
+        """Call a function on all ranks; return all results, or raise the first error, on all."""
         outcome: Any = None
         try:
-            if self._rank == 0 or not first:
-                outcome = function()
+            outcome = function()
         except Exception as error:  # noqa: BLE001 - raised below, on every rank
             outcome = error
         outcomes: list[Any] = [None] * self._world_size
@@ -190,7 +182,15 @@ class Checkpoints:
         for outcome in outcomes:
             if isinstance(outcome, Exception):
                 raise outcome
-        return outcomes[0]
+        return outcomes
+
+    def _on_first(self, function: Callable[[], Any]) -> Any:  # noqa: ANN401 - what it returns
+        """Call a function on the first rank; return its result, or raise its error, on all."""
+        return self._on_all(lambda: function() if self._rank == 0 else None)[0]
+
+    def _merged(self, function: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        """Call a function on all ranks; return the entries of all results."""
+        return {name: entry for part in self._on_all(function) for name, entry in part.items()}
 
 
 class _KeptStager(BlockingAsyncStager):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from fuelrail.bench.trainer.models.settings import read_pairs
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings
 
 DISTILL = "labels=1,logits=1"
-_MOST = 1e9
 
 
 class DistillSettings(Settings, frozen=True, kw_only=True):
@@ -34,19 +34,8 @@ class LossWeights(NamedTuple):
 
 def weights_of(text: str) -> LossWeights:
     """Read ``PART=WEIGHT,...``. Raises ConfigError."""
-    found: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, value = part.strip().partition("=")
-        try:
-            weight = float(value)
-        except ValueError:
-            weight = 0.0
-        if name not in LossWeights._fields or name in found or not 0 < weight <= _MOST:
-            raise ConfigError(
-                f"distill '{text}' has the part '{part}'; write PART=WEIGHT with a weight above 0, each part once; "
-                f"parts: {', '.join(LossWeights._fields)}"
-            )
-        found[name] = weight
-    if found.keys() <= {"labels"}:
+    rule = "PART=WEIGHT with a weight above 0, each part once; parts"
+    weights = LossWeights(**read_pairs("distill", text, LossWeights._fields, float, rule))
+    if weights == LossWeights(labels=weights.labels):
         raise ConfigError(f"distill '{text}' takes nothing from the teacher; add logits=1, features=1 or targets=1")
-    return LossWeights(**found)
+    return weights

@@ -24,15 +24,12 @@ from torch import Tensor, nn
 
 from fuelrail.bench.trainer.distill.settings import weights_of
 from fuelrail.bench.trainer.distill.teacher import Source, Teacher, of_checkpoint, of_layer
-from fuelrail.bench.trainer.models.bev import OccupancyModel
-from fuelrail.bench.trainer.models.settings import GptSettings, VitSettings, feature_width
+from fuelrail.bench.trainer.models.settings import GptSettings, GridSettings, VitSettings, feature_width
 from fuelrail.bench.trainer.models.staged import StagedModel, mean_over_samples
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
-    from torch.distributed.tensor.parallel import ParallelStyle
 
     from fuelrail.bench.trainer.distill.settings import DistillSettings, LossWeights
     from fuelrail.loaders import DataLoader
@@ -49,6 +46,7 @@ class Distilled(StagedModel):
         super().__init__()
         self.stem, self.blocks, self.head = student.stem, student.blocks, student.head
         del student.stem, student.blocks, student.head  # it lives on for its inputs and losses
+        self.plan = student.plan
         self.student, self._weights, self._source = student, weights, source
         self._temperature = temperature
         if weights.features:
@@ -64,10 +62,6 @@ class Distilled(StagedModel):
     def inputs(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """Return the student's inputs, and of a layer the teacher's tensors."""
         return (*self.student.inputs(batch), *self._source.of_batch(batch))
-
-    def tensor_plan(self) -> dict[str, ParallelStyle]:
-        """Return the student's."""
-        return self.student.tensor_plan()
 
     def losses(self, logits: Tensor, *inputs: Tensor) -> Tensor:
         """Return the student's own."""
@@ -89,7 +83,7 @@ class Distilled(StagedModel):
             detected = said["targets"] if "targets" in said else (said["logits"].flatten(1) > 0).float()
             parts.append((weights.targets, student.losses(logits, *own[:-2], detected, own[-1])))
         if weights.logits:
-            binary = isinstance(student, OccupancyModel)
+            binary = isinstance(student.settings, GridSettings)
             parts.append((weights.logits, divergence(logits, said["logits"], self._temperature, binary=binary)))
         means = (weight * mean_over_samples(student.by_sample(part, *own), own[-1]) for weight, part in parts)
         return sum(means, start=torch.zeros((), device=own[-1].device))
@@ -122,7 +116,7 @@ def distilled(
     :class:`Teacher` and `open_layer` raise.
     """
     weights, size = weights_of(settings.weights), student.settings
-    if weights.targets and not isinstance(student, OccupancyModel):
+    if weights.targets and not isinstance(student.settings, GridSettings):
         raise ConfigError(
             f"distill '{settings.weights}': 'targets' are detections, which this model does not learn; use a model of "
             "occupancy, or 'logits'"
@@ -134,7 +128,7 @@ def distilled(
         )
     if settings.checkpoints is not None:
         teacher = Teacher(settings.checkpoints, device, shard=dist.is_initialized() and dist.get_world_size() > 1)
-        source = of_checkpoint(teacher, size, weights, len(loader.dataset.manifest.cameras))
+        source = of_checkpoint(teacher, size, len(loader.dataset.manifest.cameras))
     else:
         source = of_layer(str(settings.layer), size, loader.dataset, weights, loader.transforms)
     return Distilled(student, source, weights, settings.temperature), source.of_inputs

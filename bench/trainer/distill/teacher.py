@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from fuelrail.bench.trainer.checkpoints.store import DamagedError, Store
 from fuelrail.bench.trainer.models.bev import occupied_cells
 from fuelrail.bench.trainer.models.build import build_model
-from fuelrail.bench.trainer.models.settings import MODELS, BevSettings, VitSettings, feature_width, predictions
+from fuelrail.bench.trainer.models.settings import MODELS, GridSettings, feature_width, predictions
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.layers import open_layer
 
@@ -103,7 +103,7 @@ class Source(NamedTuple):
     of_inputs: Callable[..., tuple[Tensor, ...]] | None = None
 
 
-def of_checkpoint(teacher: Teacher, student: ModelSettings, weights: LossWeights, num_cameras: int) -> Source:
+def of_checkpoint(teacher: Teacher, student: ModelSettings, num_cameras: int) -> Source:
     """A teacher beside the student. Raises ConfigError where they predict different things."""
     (own, ours), (its, theirs) = (predictions(size, num_cameras) for size in (student, teacher.settings))
     if (own, ours) != (its, theirs):
@@ -111,13 +111,7 @@ def of_checkpoint(teacher: Teacher, student: ModelSettings, weights: LossWeights
             f"teacher '{teacher.name}' predicts {list(its)} ({theirs}), the student {list(own)} ({ours}); use a "
             "teacher of the same predictions"
         )
-    names = ("logits", "features") if weights.features else ("logits",)
-
-    def predict(*inputs: Tensor) -> tuple[Tensor, ...]:
-        result: tuple[Tensor, ...] = teacher(*inputs)
-        return result[: len(names)]
-
-    return Source(names, feature_width(teacher.settings), of_inputs=predict)
+    return Source(("logits", "features"), feature_width(teacher.settings), of_inputs=teacher)
 
 
 def of_layer(
@@ -132,54 +126,53 @@ def of_layer(
     cameras = [camera.channel for camera in dataset.manifest.cameras]
     shape, what = predictions(student, len(cameras))
 
-    def find(name: str, wanted: tuple[int | None, ...] | None, law: str, *, moves: bool = False) -> Channel:
-        """``wanted`` is the shape, None the boxes of one sample; ``moves``: the samples are augmented."""
+    def find(name: str, wanted: tuple[int | None, ...], law: str, *, moves: bool = False) -> Channel:
+        """Find the channel of a shape (None: any size; no axes: boxes). ``moves``: the samples are augmented."""
         channel = table.get(f"{LAYER}.{name}")
-        if channel is not None and (channel.law.name == law if wanted is None else _fits(channel.shape, wanted)):
-            if moves and layer.manifest.view.kind == channel.law.name == "fixed":
-                raise ConfigError(
-                    f"teacher layer '{place}': channel '{name}' has the law 'fixed', and the samples are augmented; "
-                    f"give it the law '{law}', or make the layer with --view per_view"
-                )
-            return channel
-        sides = "boxes" if wanted is None else f"[{', '.join('any' if one is None else str(one) for one in wanted)}]"
-        has = (
-            f"it has {list(channel.shape) or channel.kind}"
-            if channel
-            else f"its channels are {', '.join(sorted(table))}"
-        )
-        raise ConfigError(
-            f"teacher layer '{place}' must have a channel '{name}' of {sides}, for a student of {what}; {has}; make "
-            "the layer with a teacher of the same predictions"
-        )
+        sides = f"[{', '.join('any' if one is None else str(one) for one in wanted)}]" if wanted else "boxes"
+        if channel is None or not (_fits(wanted, channel.shape) if wanted else channel.law.name == law):
+            has = (
+                f"it has {list(channel.shape) or channel.kind}"
+                if channel
+                else f"its channels are {', '.join(sorted(table))}"
+            )
+            raise ConfigError(
+                f"teacher layer '{place}' must have a channel '{name}' of {sides}, for a student of {what}; {has}; "
+                "make the layer with a teacher of the same predictions"
+            )
+        if moves and layer.manifest.view.kind == channel.law.name == "fixed":
+            raise ConfigError(
+                f"teacher layer '{place}': channel '{name}' has the law 'fixed', and the samples are augmented; "
+                f"give it the law '{law}', or make the layer with --view per_view"
+            )
+        return channel
 
     makers: dict[str, Callable[[Mapping[str, Any]], Tensor]] = {}
-    width = 0
-    of_grid, moved = isinstance(student, BevSettings | VitSettings), transforms.image.train
+    width, moved = 0, transforms.image.train
     has_boxes = weights.targets > 0 and f"{LAYER}.detections" in table
     if weights.logits or (weights.targets and not has_boxes):
-        logits = find("logits", shape, "ego_grid", moves=of_grid and transforms.ego.train)
-        makers["logits"] = lambda batch: _values(batch, logits.name)
-    if has_boxes and isinstance(student, BevSettings | VitSettings):  # of other models targets were refused
-        (group,) = find("detections", None, "ego_boxes").law.roles["boxes"]
+        logits = find("logits", shape, "ego_grid", moves=isinstance(student, GridSettings) and transforms.ego.train)
+        makers["logits"] = lambda batch: _values(batch, logits)
+    if has_boxes and isinstance(student, GridSettings):  # of other models targets were refused
+        (group,) = find("detections", (), "ego_boxes").law.roles["boxes"]
         grid, range_m = student.grid, student.range_m
         makers["targets"] = lambda batch: occupied_cells(batch[f"{LAYER}.detections"][group[0]], grid, range_m)
     if weights.features and f"{LAYER}.features" in table:
         whole = find("features", (len(cameras), None, None, None), "image", moves=moved)
         width = whole.shape[1] or 0
-        makers["features"] = lambda batch: _values(batch, whole.name)
+        makers["features"] = lambda batch: _values(batch, whole)
     elif weights.features:
         maps = [find(f"features_{camera}", (None, None, None), "image", moves=moved) for camera in cameras]
         width = maps[0].shape[2] or 0
-        makers["features"] = lambda batch: torch.stack([_values(batch, one.name).movedim(-1, 1) for one in maps], dim=1)
+        makers["features"] = lambda batch: torch.stack([_values(batch, one).movedim(-1, 1) for one in maps], dim=1)
     return Source(tuple(makers), width, of_batch=lambda batch: tuple(make(batch) for make in makers.values()))
 
 
-def _fits(shape: Sequence[int | None], wanted: Sequence[int | None]) -> bool:
-    return len(shape) == len(wanted) and all(need in (None, side) for need, side in zip(wanted, shape, strict=True))
+def _fits(wanted: Sequence[int | None], shape: Sequence[int | None]) -> bool:
+    return len(wanted) == len(shape) and all(one in (None, size) for one, size in zip(wanted, shape, strict=True))
 
 
-def _values(batch: Mapping[str, Any], name: str) -> Tensor:
-    values: Tensor = batch[name].float()
-    scale = batch.get(f"{name}_scale")
+def _values(batch: Mapping[str, Any], channel: Channel) -> Tensor:
+    values: Tensor = batch[channel.name].float()
+    scale = batch.get(f"{channel.name}_scale")
     return values if scale is None else values * scale.view(-1, *[1] * (values.ndim - 1))

@@ -32,37 +32,42 @@ _STD = (58.395, 57.12, 57.375)
 _STEM_STRIDE = 4
 
 
-class Pixels(nn.Module):
-    """uint8 images [B, N, 3, H, W] to normalised pixels [B * N, 3, H/s, W/s], every s-th in both directions."""
+class ImageStem(nn.Module):
+    """uint8 images [B, N, 3, H, W] to features [B * N, C, h, w]: every n-th pixel, normalised, through the layers."""
 
     mean: Tensor
     std: Tensor
 
-    def __init__(self, subsample: int) -> None:
+    def __init__(
+        self, subsample: int, *layers: nn.Module, layout: torch.memory_format = torch.contiguous_format
+    ) -> None:
         super().__init__()
-        self.subsample = subsample
+        self.subsample, self.layout = subsample, layout
         self.register_buffer("mean", torch.tensor(_MEAN).view(3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(_STD).view(3, 1, 1), persistent=False)
+        self.layers = nn.Sequential(*layers)
 
-    def forward(self, img: Tensor) -> Tensor:
-        """Return normalised pixels."""
+    def forward(self, img: Tensor, *_: Tensor) -> Tensor:
+        """Return the features."""
         step = self.subsample
         pixels = img[..., step // 2 :: step, step // 2 :: step].flatten(0, 1)
-        return (pixels.float() - self.mean) / self.std
+        normalised = (pixels.float() - self.mean) / self.std
+        features: Tensor = self.layers(normalised.contiguous(memory_format=self.layout))
+        return features
 
 
 class CameraModel(StagedModel):
-    """A model of images, their geometry, and the grid of boxes around the vehicle."""
+    """A model of images, their geometry, and the grid of boxes around the vehicle; its head says what is occupied."""
 
     settings: BevSettings | VitSettings | ResNetSettings
 
     def inputs(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        """Return img, cam_valid, intrinsics, cam2ego, target, weight."""
-        return camera_inputs(batch, self.settings.grid, self.settings.range_m)
-
-
-class OccupancyModel(CameraModel):
-    """A model that ends in an :class:`OccupancyHead`; its inputs are those of :func:`camera_inputs`."""
+        """Return img, cam_valid, intrinsics, cam2ego, target [B, grid * grid], weight [B]."""
+        img = batch["img"]
+        # A dataset without boxes trains towards an empty grid: its run measures time, its loss means nothing.
+        boxes = batch.get("gt_boxes_3d") or [torch.zeros(0, 7, device=img.device)] * len(img)
+        target = occupied_cells(boxes, self.settings.grid, self.settings.range_m)
+        return img, batch["cam_valid"], batch["intrinsics"], batch["cam2ego"], target, batch["valid"].float()
 
     def losses(self, logits: Tensor, *inputs: Tensor) -> Tensor:
         """Return the binary cross-entropy of each cell [B, G]."""
@@ -149,31 +154,18 @@ def occupied_cells(boxes: Sequence[Tensor], grid: int, range_m: float) -> Tensor
     return target[:, :-1]
 
 
-def camera_inputs(batch: Mapping[str, Any], grid: int, range_m: float) -> tuple[Tensor, ...]:
-    """A camera model's arguments: img, cam_valid, intrinsics, cam2ego, target [B, grid * grid], weight [B]."""
-    num_samples, device = len(batch["img"]), batch["img"].device
-    # A dataset without boxes trains towards an empty grid: its run measures time, its loss means nothing.
-    boxes = batch.get("gt_boxes_3d") or [torch.zeros(0, 7, device=device)] * num_samples
-    return (
-        batch["img"],
-        batch["cam_valid"],
-        batch["intrinsics"],
-        batch["cam2ego"],
-        occupied_cells(boxes, grid, range_m),
-        batch["valid"].float(),
-    )
-
-
-class BevOccupancy(OccupancyModel):
+class BevOccupancy(CameraModel):
     """Multi-camera images and their geometry to the loss of an occupancy grid, by convolutions."""
 
     settings: BevSettings
+    plan: Mapping[str, ParallelStyle] = {f"head.{name}": style for name, style in HEAD_PLAN.items()}
 
     def __init__(self, settings: BevSettings) -> None:
         super().__init__()
         self.settings = settings
         width = settings.width
-        self.stem = _Stem(settings)
+        convolutions = _convolution(3, width, stride=2), _convolution(width, width, stride=2)
+        self.stem = ImageStem(settings.subsample, *convolutions)
         blocks: list[nn.Module] = []
         for _ in range(settings.num_stages - 1):
             blocks += [_Residual(width) for _ in range(settings.blocks_per_stage)]
@@ -183,22 +175,6 @@ class BevOccupancy(OccupancyModel):
         self.blocks = nn.ModuleList(blocks)
         stride = settings.subsample * _STEM_STRIDE * 2 ** (settings.num_stages - 1)
         self.head = OccupancyHead(width, stride, settings.grid)
-
-    def tensor_plan(self) -> dict[str, ParallelStyle]:
-        """Return the head's plan."""
-        return {f"head.{name}": style for name, style in HEAD_PLAN.items()}
-
-
-class _Stem(nn.Module):
-    def __init__(self, settings: BevSettings) -> None:
-        super().__init__()
-        width = settings.width
-        self.pixels = Pixels(settings.subsample)
-        self.body = nn.Sequential(_convolution(3, width, stride=2), _convolution(width, width, stride=2))
-
-    def forward(self, img: Tensor, *_: Tensor) -> Tensor:
-        features: Tensor = self.body(self.pixels(img))
-        return features
 
 
 class _Residual(nn.Module):

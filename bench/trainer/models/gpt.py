@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
-from fuelrail.bench.trainer.models.staged import Block, StagedModel, transformer_plan
+from fuelrail.bench.trainer.models.staged import TRANSFORMER_PLAN, Block, StagedModel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,6 +28,12 @@ class Gpt(StagedModel):
     """Tokens to the mean loss of predicting each of them from those before it."""
 
     settings: GptSettings
+    plan: Mapping[str, ParallelStyle] = {
+        "stem.tokens": RowwiseParallel(input_layouts=Replicate()),
+        **TRANSFORMER_PLAN,
+        "head.norm": SequenceParallel(),
+        "head.vocabulary": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
 
     def __init__(self, settings: GptSettings) -> None:
         super().__init__()
@@ -48,17 +54,6 @@ class Gpt(StagedModel):
     def feature_map(self, hidden: Tensor, *inputs: Tensor) -> Tensor:  # noqa: ARG002 - there is no image
         """Return the tokens as one map of a single row [B, 1, C, 1, T]."""
         return hidden.transpose(1, 2)[:, None, :, None]
-
-    def tensor_plan(self) -> dict[str, ParallelStyle]:
-        """Divide tokens and channels, and the vocabulary of stem and head."""
-        vocabulary = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
-        stem = RowwiseParallel(input_layouts=Replicate())
-        return {
-            "stem.tokens": stem,
-            **transformer_plan(),
-            "head.norm": SequenceParallel(),
-            "head.vocabulary": vocabulary,
-        }
 
 
 class _Embeddings(nn.Module):

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from fuelrail.bench.trainer.models.bev import CameraModel, Pixels
+from fuelrail.bench.trainer.models.bev import CameraModel, ImageStem
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch.distributed.tensor.parallel import ParallelStyle
 
     from fuelrail.bench.trainer.models.settings import ResNetSettings
@@ -28,11 +30,14 @@ class ResNet(CameraModel):
     """A classifier of images; takes the inputs of all camera models, and uses images and targets."""
 
     settings: ResNetSettings
+    plan: Mapping[str, ParallelStyle] = {"head.classes": ColwiseParallel(output_layouts=Replicate())}
 
     def __init__(self, settings: ResNetSettings) -> None:
         super().__init__()
         self.settings = settings
-        self.stem = _Stem(settings)
+        convolution = _convolution(3, settings.width, 7, 2)
+        pool = nn.MaxPool2d(3, 2, 1)
+        self.stem = ImageStem(settings.subsample, *convolution, nn.ReLU(inplace=True), pool, layout=torch.channels_last)
         blocks: list[nn.Module] = []
         inputs = settings.width
         for stage, count in enumerate(settings.blocks):
@@ -53,23 +58,6 @@ class ResNet(CameraModel):
         """Return the mean over the sample's present images [B]."""
         present = (inputs[1] != 0).float()
         return (losses * present).sum(dim=1) / present.sum(dim=1).clamp(min=1)
-
-    def tensor_plan(self) -> dict[str, ParallelStyle]:
-        """Divide the classifier."""
-        return {"head.classes": ColwiseParallel(output_layouts=Replicate())}
-
-
-class _Stem(nn.Module):
-    def __init__(self, settings: ResNetSettings) -> None:
-        super().__init__()
-        self.pixels = Pixels(settings.subsample)
-        self.body = nn.Sequential(
-            *_convolution(3, settings.width, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
-        )  # fmt: skip
-
-    def forward(self, img: Tensor, *_: Tensor) -> Tensor:
-        features: Tensor = self.body(self.pixels(img).contiguous(memory_format=torch.channels_last))
-        return features
 
 
 class _Classifier(nn.Module):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import msgspec
 
+from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 Positive = Annotated[int, msgspec.Meta(gt=0)]
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
@@ -17,43 +22,42 @@ AtLeast0 = Annotated[float, msgspec.Meta(ge=0, le=_LARGE)]
 Above0 = Annotated[float, msgspec.Meta(gt=0, le=_LARGE)]
 
 
-class BevSettings(Settings, frozen=True):
-    """Size of the bird's-eye model: convolutions, then a grid of queries.
+class CameraSettings(Settings, frozen=True, kw_only=True):
+    """What all camera models have.
 
     ``subsample`` takes every n-th pixel in both directions before the first layer: the emulated accelerator's stand-in
     looks at little of the image, so that the host's time is left to the loader. The grid has ``grid`` cells a side and
     covers -``range_m`` to ``range_m`` metres around the vehicle.
     """
 
-    width: Positive
-    num_stages: Positive
-    blocks_per_stage: NotNegative
-    subsample: Positive
-    grid: Positive = 16
-    range_m: float = 51.2
-
-
-class ResNetSettings(Settings, frozen=True):
-    """Size of a bottleneck ResNet: ``width`` channels and ``blocks`` per stage; 64 and (3, 4, 6, 3) is ResNet-50."""
-
-    width: Positive = 64
-    blocks: tuple[Positive, ...] = (3, 4, 6, 3)
-    classes: Positive = 10
     subsample: Positive = 1
     grid: Positive = 16
     range_m: float = 51.2
 
 
-class VitSettings(Settings, frozen=True):
+class BevSettings(CameraSettings, frozen=True, kw_only=True):
+    """Size of the bird's-eye model: convolutions, then a grid of queries."""
+
+    width: Positive
+    num_stages: Positive
+    blocks_per_stage: NotNegative
+
+
+class ResNetSettings(CameraSettings, frozen=True, kw_only=True):
+    """Size of a bottleneck ResNet: ``width`` channels and ``blocks`` per stage; 64 and (3, 4, 6, 3) is ResNet-50."""
+
+    width: Positive = 64
+    blocks: tuple[Positive, ...] = (3, 4, 6, 3)
+    classes: Positive = 10
+
+
+class VitSettings(CameraSettings, frozen=True, kw_only=True):
     """Size of the multi-camera ViT: ``depth`` blocks of ``width`` channels over patches of ``patch`` pixels a side."""
 
     width: Positive
     depth: Positive
     heads: Positive
     patch: Positive = 16
-    subsample: Positive = 1
-    grid: Positive = 16
-    range_m: float = 51.2
 
     def patches_along(self, pixels: int) -> int:
         """Return the number of whole patches along a side of an image of that many pixels."""
@@ -70,6 +74,7 @@ class GptSettings(Settings, frozen=True):
     context: Positive = 1024
 
 
+GridSettings = BevSettings | VitSettings  # of models that say which cells are occupied
 ModelSettings = BevSettings | ResNetSettings | VitSettings | GptSettings
 # `light` costs a host CPU two milliseconds a step and a fifth of one a sample, `stand-in` a few a sample; `base` is a
 # ResNet-like backbone at full resolution. vit-base and vit-large have the sizes of arXiv 2010.11929; vit-2b, of 2.03
@@ -78,20 +83,21 @@ ModelSettings = BevSettings | ResNetSettings | VitSettings | GptSettings
 MODELS: dict[str, ModelSettings] = {
     "light": BevSettings(width=8, num_stages=2, blocks_per_stage=0, subsample=32, grid=8),
     "stand-in": BevSettings(width=16, num_stages=2, blocks_per_stage=0, subsample=8),
-    "base": BevSettings(width=64, num_stages=4, blocks_per_stage=2, subsample=1, grid=48),
+    "base": BevSettings(width=64, num_stages=4, blocks_per_stage=2, grid=48),
     "bev-tiny": BevSettings(width=8, num_stages=3, blocks_per_stage=2, subsample=8, grid=8),
     "resnet50": ResNetSettings(),
     "resnet-tiny": ResNetSettings(width=8, blocks=(2, 2, 2, 2), classes=16, subsample=2),
     "vit-tiny": VitSettings(width=32, depth=8, heads=8, patch=4, subsample=4, grid=8),
     "vit-base": VitSettings(width=768, depth=12, heads=12, grid=48),
     "vit-large": VitSettings(width=1024, depth=24, heads=16, grid=48),
-    "vit-2b": VitSettings(width=2048, depth=40, heads=16, patch=16, grid=48),
+    "vit-2b": VitSettings(width=2048, depth=40, heads=16, grid=48),
     "gpt-tiny": GptSettings(width=32, depth=8, heads=8, vocabulary=64, context=32),
     "gpt2": GptSettings(width=768, depth=12, heads=12),
     "gpt-1.3b": GptSettings(width=2048, depth=24, heads=16, context=2048),
     "gpt-100b": GptSettings(width=10240, depth=80, heads=80, context=2048),
 }
 
+_N = TypeVar("_N", int, float)
 if TYPE_CHECKING:
     ModelName = str
 else:
@@ -133,3 +139,16 @@ def feature_width(settings: ModelSettings) -> int:
     if isinstance(settings, ResNetSettings):
         return 4 * settings.width << (len(settings.blocks) - 1)
     return settings.width
+
+
+def read_pairs(what: str, text: str, names: Sequence[str], number: Callable[[str], _N], rule: str) -> dict[str, _N]:
+    """Read ``NAME=NUMBER,...`` with numbers above 0. Raises ConfigError, which says ``rule``."""
+    found: dict[str, _N] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        with suppress(ValueError):
+            if name in names and name not in found and 0 < number(value) <= _LARGE:
+                found[name] = number(value)
+                continue
+        raise ConfigError(f"{what} '{text}' has the part '{part}'; write {rule}: {', '.join(names)}")
+    return found

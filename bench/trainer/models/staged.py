@@ -36,6 +36,9 @@ class StagedModel(nn.Module, ABC):
     stem: nn.Module
     blocks: nn.ModuleList
     head: nn.Module
+    # What tensor parallel shards, as for `parallelize_module`; `blocks.*` is each block. What is not named is computed
+    # by every rank of the tensor-parallel group alike.
+    plan: Mapping[str, ParallelStyle] = {}
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Return the mean loss over the batch's real samples."""
@@ -67,13 +70,6 @@ class StagedModel(nn.Module, ABC):
     @abstractmethod
     def inputs(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """Return the arguments of :meth:`forward` out of a loader's batch, on the batch's device."""
-
-    def tensor_plan(self) -> dict[str, ParallelStyle]:
-        """Return what tensor parallel shards, as for ``parallelize_module``; ``blocks.*`` is each block.
-
-        What the plan does not name is computed by every rank of the tensor-parallel group alike.
-        """
-        return {}
 
 
 def mean_over_samples(losses: Tensor, weight: Tensor) -> Tensor:
@@ -117,21 +113,22 @@ class _Attention(nn.Module):
         return result
 
 
-def transformer_plan() -> dict[str, ParallelStyle]:
-    """Tensor parallel with sequence parallel (arXiv 2205.05198): tokens are divided wherever channels are not."""
-    gather = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
-    block = {
-        "attention_norm": SequenceParallel(),
-        # Once for query, key and value: three separate inputs would reduce their gradient three times.
-        "attention": gather,
-        "attention.query": ColwiseParallel(),
-        "attention.key": ColwiseParallel(),
-        "attention.value": ColwiseParallel(),
-        "attention.output": RowwiseParallel(output_layouts=Shard(1)),
-        "mlp_norm": SequenceParallel(),
-        "mlp": gather,
-        "mlp.0": ColwiseParallel(),
-        "mlp.2": RowwiseParallel(output_layouts=Shard(1)),
-    }
-    divide = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
-    return {"stem": divide, **{f"blocks.*.{name}": style for name, style in block.items()}}
+# Tensor parallel with sequence parallel (arXiv 2205.05198): tokens are divided wherever channels are not.
+_GATHER = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+_BLOCK_PLAN: dict[str, ParallelStyle] = {
+    "attention_norm": SequenceParallel(),
+    # Once for query, key and value: three separate inputs would reduce their gradient three times.
+    "attention": _GATHER,
+    "attention.query": ColwiseParallel(),
+    "attention.key": ColwiseParallel(),
+    "attention.value": ColwiseParallel(),
+    "attention.output": RowwiseParallel(output_layouts=Shard(1)),
+    "mlp_norm": SequenceParallel(),
+    "mlp": _GATHER,
+    "mlp.0": ColwiseParallel(),
+    "mlp.2": RowwiseParallel(output_layouts=Shard(1)),
+}
+TRANSFORMER_PLAN: dict[str, ParallelStyle] = {
+    "stem": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1)),
+    **{f"blocks.*.{name}": style for name, style in _BLOCK_PLAN.items()},
+}

@@ -8,19 +8,28 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import PrepareModuleInput
 
-from fuelrail.bench.trainer.models.bev import HEAD_PLAN, OccupancyHead, OccupancyModel, Pixels
-from fuelrail.bench.trainer.models.staged import Block, transformer_plan
+from fuelrail.bench.trainer.models.bev import HEAD_PLAN, CameraModel, ImageStem, OccupancyHead
+from fuelrail.bench.trainer.models.staged import TRANSFORMER_PLAN, Block
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch.distributed.tensor.parallel import ParallelStyle
 
     from fuelrail.bench.trainer.models.settings import VitSettings
 
 
-class MultiCameraVit(OccupancyModel):
+class MultiCameraVit(CameraModel):
     """Multi-camera images and their geometry to the loss of an occupancy grid, by a transformer over each image."""
 
     settings: VitSettings
+    plan: Mapping[str, ParallelStyle] = {
+        **TRANSFORMER_PLAN,
+        "head.norm": PrepareModuleInput(
+            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=True
+        ),
+        **{f"head.cells.{name}": style for name, style in HEAD_PLAN.items()},
+    }
 
     def __init__(self, settings: VitSettings) -> None:
         super().__init__()
@@ -34,27 +43,18 @@ class MultiCameraVit(OccupancyModel):
         columns = self.settings.patches_along(inputs[0].shape[-1])
         return super().feature_map(hidden.transpose(1, 2).reshape(*hidden.shape[::2], -1, columns), *inputs)
 
-    def tensor_plan(self) -> dict[str, ParallelStyle]:
-        """Divide tokens and channels, and the head's embedding."""
-        gather = PrepareModuleInput(
-            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=True
-        )
-        cells = {f"head.cells.{name}": style for name, style in HEAD_PLAN.items()}
-        return {**transformer_plan(), "head.norm": gather, **cells}
 
-
-class _Patches(nn.Module):
+class _Patches(ImageStem):
     """Images to tokens [B * N, T, C]; where a token is in the world is the head's to say, within its image here."""
 
     def __init__(self, settings: VitSettings) -> None:
-        super().__init__()
-        self.pixels = Pixels(settings.subsample)
-        self.patches = nn.Conv2d(3, settings.width, settings.patch, settings.patch)
+        width = settings.width
+        super().__init__(settings.subsample, nn.Conv2d(3, width, settings.patch, settings.patch))
         # Relative to neighbours, and for any size of image (arXiv 2102.10882).
-        self.positions = nn.Conv2d(settings.width, settings.width, 3, padding=1, groups=settings.width)
+        self.positions = nn.Conv2d(width, width, 3, padding=1, groups=width)
 
     def forward(self, img: Tensor, *_: Tensor) -> Tensor:
-        patches = self.patches(self.pixels(img))
+        patches = super().forward(img)
         tokens: Tensor = (patches + self.positions(patches)).flatten(2).transpose(1, 2)
         return tokens
 

@@ -7,6 +7,7 @@ copies, optimiser. :class:`Parallel` is the result, the same to the loop for all
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.strategies.data_parallel import data_parallel, shard
 from fuelrail.bench.trainer.strategies.optimiser import SharedGradScaler, autocast, clip_gradients, make_optimiser
-from fuelrail.bench.trainer.strategies.pipeline import Pipeline, Stage, local_stages
+from fuelrail.bench.trainer.strategies.pipeline import V_SHAPED, Pipeline, Stage
 from fuelrail.bench.trainer.strategies.settings import AXES, Degrees, stages_of
 
 if TYPE_CHECKING:
@@ -42,32 +43,31 @@ if TYPE_CHECKING:
 _KEPT = ("aten.mm", "aten.addmm", "aten.bmm", "aten.convolution", "aten._scaled_dot_product")
 
 
+@dataclass(eq=False)
 class Parallel:
     """This rank's part of a model with what trains it.
 
-    ``model`` is the module, or the list of a pipeline's stages on this rank; ``mesh`` is None without a composed
-    strategy. Gradients of a step are the mean over its micro-batches and over the data-parallel ranks. ``teacher``, set
-    later, adds to the inputs what it makes of them.
+    ``model`` is the module, or the list of a pipeline's stages on this rank; ``inputs`` makes its arguments of a batch;
+    ``mesh`` is None without a composed strategy. Gradients of a step are the mean over its micro-batches and over the
+    data-parallel ranks. ``teacher`` adds to the inputs what it makes of them.
     """
 
-    def __init__(
-        self,
-        model: nn.Module | list[nn.Module],
-        optimiser: Optimizer,
-        inputs: Callable[[Mapping[str, Any]], tuple[Tensor, ...]],
-        *,
-        schedule: LRScheduler | None = None,
-        scaler: SharedGradScaler | None = None,
-        mesh: DeviceMesh | None = None,
-        pipeline: Pipeline | None = None,
-        precision: Precision = "fp32",
-        clip_norm: float | None = None,
-    ) -> None:
-        self.model, self.optimiser, self.inputs = model, optimiser, inputs
-        self.models = model if isinstance(model, list) else [model]
-        self.schedule, self.scaler, self.mesh = schedule, scaler, mesh
-        self._pipeline, self._precision, self._clip_norm = pipeline, precision, clip_norm
-        self.teacher: Callable[..., tuple[Tensor, ...]] | None = None
+    model: nn.Module | list[nn.Module]
+    optimiser: Optimizer
+    inputs: Callable[[Mapping[str, Any]], tuple[Tensor, ...]]
+    _: KW_ONLY
+    schedule: LRScheduler | None = None
+    scaler: SharedGradScaler | None = None
+    mesh: DeviceMesh | None = None
+    pipeline: Pipeline | None = None
+    precision: Precision = "fp32"
+    clip_norm: float | None = None
+    teacher: Callable[..., tuple[Tensor, ...]] | None = None
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The modules of this rank."""
+        return self.model if isinstance(self.model, list) else [self.model]
 
     @property
     def counts(self) -> bool:
@@ -89,15 +89,15 @@ class Parallel:
         ``inputs`` are what :meth:`inputs` returned, on the model's device; ``rows`` are its numbers of samples and
         images, for the accelerator. Gradients are reduced over the ranks with the ``last`` micro-batch of a step.
         """
-        precise = autocast(inputs[0].device, self._precision)
+        precise = autocast(inputs[0].device, self.precision)
         if self.teacher is not None:
             with nullcontext() if accelerator is None else accelerator.forward(*rows), torch.no_grad(), precise:
                 inputs = (*inputs, *self.teacher(*inputs))
-        if self._pipeline is not None:
+        if self.pipeline is not None:
             one = inputs[0].new_ones((), dtype=torch.float)
             scale = 1.0 if self.scaler is None else self.scaler.scale(one)
             with precise:
-                return self._pipeline.run(inputs, accelerator, rows, scale, accumulation)
+                return self.pipeline.run(inputs, accelerator, rows, scale, accumulation)
         (model,) = self.models
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(last)
@@ -112,8 +112,8 @@ class Parallel:
         """Clip the gradients, let the optimiser step, unless fp16 overflowed, and forget the gradients."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimiser)
-        if self._clip_norm is not None:
-            clip_gradients((p for model in self.models for p in model.parameters()), self._clip_norm, self.mesh)
+        if self.clip_norm is not None:
+            clip_gradients((p for model in self.models for p in model.parameters()), self.clip_norm, self.mesh)
         if self.scaler is None:
             self.optimiser.step()
         else:
@@ -136,7 +136,7 @@ class Parallel:
 
     def own_loss(self, loss: Tensor) -> Tensor:
         """Loss of this rank's samples: a pipeline has it on the rank of its last stage, and sends it to the others."""
-        if self._pipeline is not None and self.mesh is not None:
+        if self.pipeline is not None and self.mesh is not None:
             dist.all_reduce(loss, group=self.mesh["pp"].get_group())
         return loss
 
@@ -174,11 +174,14 @@ def parallelise(
     number of samples per data-parallel rank in a micro-batch. With Degrees() a rank trains alone, whatever the world.
     Of a pipeline's model the parts that are not this rank's are given up.
     """
-    device, plan, schedule = next(model.parameters()).device, model.tensor_plan(), settings.pipeline_schedule
+    device, plan, schedule = next(model.parameters()).device, model.plan, settings.pipeline_schedule
     parts: list[nn.Module] = [model]
     stages, num_stages = [0], stages_of(settings, degrees)
     if mesh is not None and degrees.pp > 1:
-        stages = local_stages(mesh.get_local_rank("pp"), degrees.pp, num_stages, schedule)
+        rank = mesh.get_local_rank("pp")
+        stages = list(range(rank, num_stages, degrees.pp))
+        if schedule in V_SHAPED:
+            stages = [rank, num_stages - 1 - rank]
         parts = [Stage(model, number, num_stages) for number in stages]
         del model.stem, model.blocks, model.head  # the model lives on for its inputs
     for part in parts:

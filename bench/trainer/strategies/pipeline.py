@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fuelrail.bench.trainer.strategies.settings import Schedule
 
 # Schedules whose way through the stages turns at the last rank: rank r has the stages r and 2 p - 1 - r.
-_V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 
 
 class Stage(nn.Module):
@@ -46,13 +46,6 @@ class Stage(nn.Module):
             value = block(value)
         # Convolutions may leave another layout, which cannot be sent.
         return value.contiguous() if self.head is None else self._loss(self.head(value, *inputs), *inputs)
-
-
-def local_stages(rank: int, num_ranks: int, num_stages: int, schedule: Schedule) -> list[int]:
-    """Numbers of the stages that a rank of the pipeline has."""
-    if schedule in _V_SHAPED:
-        return [rank, num_stages - 1 - rank]
-    return list(range(rank, num_stages, num_ranks))
 
 
 class _TimedStage(PipelineStage):

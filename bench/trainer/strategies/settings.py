@@ -13,6 +13,7 @@ from fuelrail.bench.trainer.models.settings import (
     Positive,
     VitSettings,
     num_blocks,
+    read_pairs,
     tensor_sizes,
 )
 from fuelrail.pipeline.errors import ConfigError
@@ -112,7 +113,10 @@ class Degrees(NamedTuple):
 def degrees_of(settings: ParallelSettings, world: int) -> Degrees:
     """Return the mesh's axes for this number of ranks. Raises ConfigError, which says what would fit."""
     mesh = settings.mesh
-    degrees = _DEGREES[settings.strategy](world) if mesh is None else _parse(mesh)
+    if mesh is None:
+        degrees = _DEGREES[settings.strategy](world)
+    else:
+        degrees = Degrees(**read_pairs("mesh", mesh, AXES, int, "AXIS=N with N of at least 1, each axis once; axes"))
     size = math.prod(degrees)
     rest = size // degrees.dp_shard
     hint = f"ranks={size}" + (f" or dp_shard={world // rest}" if world % rest == 0 else "")
@@ -147,19 +151,6 @@ def _refuse(rules: Mapping[str, object]) -> None:
     for message, is_wrong in rules.items():
         if is_wrong:
             raise ConfigError(message)
-
-
-def _parse(text: str) -> Degrees:
-    found: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, value = part.strip().partition("=")
-        if name not in AXES or name in found or not value.isdecimal() or int(value) < 1:
-            raise ConfigError(
-                f"mesh '{text}' has the part '{part}'; write AXIS=N with N of at least 1, each axis once; axes: "
-                f"{', '.join(AXES)}"
-            )
-        found[name] = int(value)
-    return Degrees(**found)
 
 
 def stages_of(settings: ParallelSettings, degrees: Degrees) -> int:

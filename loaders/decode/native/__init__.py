@@ -10,18 +10,16 @@ from __future__ import annotations
 import ctypes
 import threading
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.loaders.decode.native.build import FOLDER, LIBRARY_NAME, source_crc
 from fuelrail.pipeline.transforms.image_map import ImageMap, scaled_size
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
     from fuelrail.loaders.decode.jpeg import Picture, Scratch
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.sample.image_header import ImageInfo

@@ -30,17 +30,15 @@ import re
 import secrets
 import threading
 import weakref
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
 
 import msgspec
 import numpy as np
 
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.storage.private import make_folder, open_file, open_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 _FORMAT: Final = "fuelrail-span-cache"
 _VERSION: Final = 1

@@ -13,18 +13,14 @@ from __future__ import annotations
 import collections
 import heapq
 import os
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.order.batching import EVERY_STEP, Walk, World
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from numpy.typing import NDArray
-
 
 NEVER: Final = int(np.iinfo(np.int64).max)
 """Not used again within the horizon."""

@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
@@ -25,8 +26,6 @@ from fuelrail.pipeline.storage.filesystem import DISK_FULL
 from fuelrail.pipeline.storage.private import make_folder, open_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from fuelrail.loaders.storage.protocol import StorageStats
     from fuelrail.pipeline.format.dataset import Dataset
 

@@ -183,12 +183,13 @@ class BlockFile:
         except (OSError, ValueError, pa.ArrowException, IndexFileError) as error:
             raise IndexFileError(f"index '{self.path}' cannot be opened: {error}") from error
 
+    def has(self, first: int, end: int) -> bool:
+        """Whether bytes ``first`` to ``end - 1`` are here, so that :meth:`need` fetches nothing."""
+        return self._read is None or not self._missing(range(first // BLOCK_BYTES, num_blocks(end)))
+
     def has_batch(self, number: int) -> bool:
         """Whether the whole of a record batch is here, so that :meth:`need_batch` fetches nothing."""
-        if self._read is None:
-            return True
-        first, end = batch_range(self._view, number)
-        return not self._missing(range(first // BLOCK_BYTES, num_blocks(end)))
+        return self._read is None or self.has(*batch_range(self._view, number))
 
     def need_batch(self, number: int) -> None:
         """Have the whole of a record batch here, if blocks of it can be missing."""

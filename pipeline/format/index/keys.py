@@ -31,6 +31,8 @@ _SCHEMA: Final = pa.schema(
 )
 _ROWS_AT_ONCE: Final = 1 << 16
 _BUCKET_ROWS: Final = 1 << 20
+_REST_BYTES: Final = 64 << 20
+"""Of a table at a URL of up to this size the second look-up that lacks its part fetches all that is not here."""
 
 
 class KeyEntry(NamedTuple):
@@ -154,10 +156,13 @@ class KeyTable:
         wanted, total = key_hash(key), self._num_samples
         width = 2 * math.isqrt(total) + 64
         guess = (wanted * total) >> 64
+        end = len(self._file.map)
+        low, high = (min(max(guess + side, 0) * ENTRY.itemsize, end - 1) for side in (-width, width))
+        needed = low, min(high + HEAD_BYTES, end)
         if "_columns" not in self.__dict__:  # the file's beginning and end too, which say where the entries are
-            end = len(self._file.map)
-            low, high = (min(max(guess + side, 0) * ENTRY.itemsize, end - 1) for side in (-width, width))
-            self._file.need_parts((0, 1), (low, min(high + HEAD_BYTES, end)), (end - 1, end))
+            self._file.need_parts((0, 1), needed, (end - 1, end))
+        elif end <= _REST_BYTES and not self._file.has(*needed):  # then all that follow find their part here
+            self._file.need_parts((0, end))
         while True:
             low, high = max(guess - width, 0), min(guess + width, total)
             part: Any = self._columns.read("entry", low, high)

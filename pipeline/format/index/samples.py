@@ -28,7 +28,6 @@ from fuelrail.pipeline.storage.columns import Disk, numpy_dtype
 from fuelrail.pipeline.text import shown
 
 if TYPE_CHECKING:
-    import mmap
     import os
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from types import TracebackType
@@ -246,7 +245,7 @@ class SampleIndex:
         self._path, self._num_shards = str(path), num_shards
         self._lock = threading.Lock()
         self._source = file or BlockFile(Path(path))
-        self._map = self._source.map
+        self.mapped = self._source.map
         self._file = self._source.open_arrow()
         metadata = self._file.schema.metadata or {}
         version = metadata.get(_VERSION_KEY, b"none").decode(errors="replace")
@@ -287,6 +286,14 @@ class SampleIndex:
             Members(members, starts[at], starts[at + 1]), False,
         ))  # fmt: skip
 
+    def place(self, index: int) -> tuple[int, int, int]:
+        """Return shard, offset and length of sample ``index``: what :meth:`row` has of them, in half the time."""
+        if not 0 <= index < self._length:
+            raise OrderError(f"sample {index} is outside the index of {self._length} samples")
+        number, at = divmod(index, ROWS_PER_BATCH)
+        _, _, shard, offset, length, _ = (self._batches[number] or self._batch(number)).row_scalars
+        return shard[at], offset[at], length[at]
+
     def has_row(self, index: int) -> bool:
         """Whether nothing has to be fetched to read a row."""
         return self._source.has_batch(index // ROWS_PER_BATCH)
@@ -323,19 +330,13 @@ class SampleIndex:
         numbers: NDArray[np.int32] = encoded.indices.to_numpy(zero_copy_only=False)
         return numbers
 
-    @property
-    def mapped(self) -> mmap.mmap:
-        """The map of the whole file."""
-        return self._map
-
     def member_totals(self) -> NDArray[np.float64]:
         """[3, names, codecs]: number, stored bytes and raw bytes of all members of each name and codec."""
         totals = np.zeros((3, len(self.names), len(self.codecs)))
         for number in range(len(self._batches)):
             name, codec, _, stored, raw, _ = map(np.asarray, self._batch(number).row_members.columns)
-            np.add.at(totals[0], (name, codec), 1)
-            np.add.at(totals[1], (name, codec), stored)
-            np.add.at(totals[2], (name, codec), raw)
+            for total, numbers in zip(totals, (np.ones(1), stored, raw), strict=True):
+                np.add.at(total, (name, codec), numbers)
         return totals
 
     def release(self) -> None:
@@ -376,7 +377,7 @@ class SampleIndex:
     def _record_batch(self, number: int) -> pa.RecordBatch:
         """Map one record batch, unchecked but for its number of rows; raises IndexFileError."""
         with _damaged_at(self._path, number):
-            check_plain(memoryview(self._map), number)
+            check_plain(memoryview(self.mapped), number)
             record = self._file.get_batch(number)
         wanted = 1 if number == len(self._batches) - 1 else ROWS_PER_BATCH
         if not wanted <= record.num_rows <= ROWS_PER_BATCH:
@@ -414,8 +415,7 @@ class SampleIndex:
             if codes.size and not 0 <= codes.min() <= codes.max() < len(known):
                 raise IndexFileError("no such name or codec")
         check_caps(starts, parts, self.names, self.codecs)
-        columns = dict(zip(_SCALARS, batch.scalars, strict=True))
-        check_spans(num_shards=self._num_shards, **columns)
+        check_spans(num_shards=self._num_shards, **dict(zip(_SCALARS, batch.scalars, strict=True)))
 
 
 def _vocabulary(metadata: Mapping[bytes, bytes], entry: bytes, path: str) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, overload
 import numpy as np
 import pyarrow as pa
 
-from fuelrail.pipeline.errors import ManifestError
+from fuelrail.pipeline.errors import IndexFileError, ManifestError
 from fuelrail.pipeline.format.index.blocks import BlockFile, FixedColumns
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.format.manifest import Manifest
 
 SHARDS_FILE: Final = "shards.arrow"
@@ -100,6 +101,7 @@ class ShardTable(Sequence[ShardEntry]):
     def __init__(self, file: BlockFile, manifest: Manifest) -> None:
         """Check the table's length and the beginnings of the splits; raises ManifestError and IndexFileError."""
         self._file, self._columns = file, FixedColumns(file, SHARDS_SCHEMA, _DTYPES)
+        self.mapped = file.map
         self._num_samples = manifest.num_samples
         self._places: dict[int, tuple[str, int]] = {}
         splits = sorted((entry.first_shard, name) for name, entry in manifest.splits.items() if entry.num_shards)
@@ -119,11 +121,6 @@ class ShardTable(Sequence[ShardEntry]):
                     f"number {entry.first_shard}, at {found}"
                 )
 
-    @property
-    def mapped(self) -> Any:  # noqa: ANN401 - mmap.mmap
-        """The map of the whole file."""
-        return self._file.map
-
     def __len__(self) -> int:
         return self._length
 
@@ -136,6 +133,18 @@ class ShardTable(Sequence[ShardEntry]):
     def size(self, number: int) -> int:
         """The size of a shard [bytes]; raises ManifestError for one below 0."""
         return self._at_least("bytes", number, 0)
+
+    def name_of(self, row: IndexRow) -> str:
+        """The name of the shard that holds a sample; raises IndexFileError where none has the bytes of the row."""
+        name, num_bytes = self.place(row.shard) if 0 <= row.shard < self._length else ("", -1)
+        if 0 <= row.offset <= row.offset + row.length <= num_bytes:
+            return name
+        where = f"the index of '{self._file.path.parent}' puts sample {row.key}"
+        if not name:
+            raise IndexFileError(f"{where} into shard number {row.shard}, but the manifest has {self._length}")
+        raise IndexFileError(
+            f"{where} at bytes {row.offset} to {row.offset + row.length} of shard {name}, which has {num_bytes}"
+        )
 
     def place(self, number: int) -> tuple[str, int]:
         """The name of a shard and its size [bytes], remembered: every sample that is read asks for them."""

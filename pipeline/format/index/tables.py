@@ -28,10 +28,15 @@ if TYPE_CHECKING:
 
 WHOLE_BYTES: Final = 64 << 20
 """Tables at a URL of up to this size are fetched as a whole, larger ones by blocks."""
-_WHOLE_KEYS_BYTES: Final = 4 << 20
-"""As that, of the table of keys: a look-up needs a block or two of it."""
+WHOLE_KEYS_BYTES: Final = 4 << 20
+"""As that, of the table of keys: 131,072 samples. Most loaders never ask for a key."""
 MAX_BLOCKS_BYTES: Final = 64 << 20
 """Of ``blocks.sha256``: the digests of 2 TiB of tables."""
+
+
+def comes_whole(entry: FileEntry) -> bool:
+    """Whether a file at a URL is fetched as a whole."""
+    return entry.bytes <= (min(WHOLE_BYTES, WHOLE_KEYS_BYTES) if entry.name == KEYS_FILE else WHOLE_BYTES)
 
 
 class Origin(Protocol):
@@ -79,8 +84,7 @@ class _Opener:
     def table(self, name: str) -> BlockFile:
         """A table. At a URL it comes as a whole or by blocks; here the blocks of ``shards.arrow`` are checked."""
         entry, path = self._entry(name), self._folder / name
-        whole = min(WHOLE_BYTES, _WHOLE_KEYS_BYTES) if name == KEYS_FILE else WHOLE_BYTES
-        if self._origin is not None and entry.bytes > whole:
+        if self._origin is not None and not comes_whole(entry):
             read: Callable[[int, int], bytes] = partial(self._origin.read, name)
             return open_sparse(path, entry.bytes, self._digests(name), read)
         if self._origin is not None:
@@ -118,7 +122,7 @@ def open_attributes(folder: Path, manifest: Manifest, origin: Origin | None = No
     entry, path = manifest.file(ATTRIBUTES_FILE), folder / ATTRIBUTES_FILE
     if origin is None or entry is None:
         return AttributesFile(path)
-    if entry.bytes > WHOLE_BYTES:
+    if not comes_whole(entry):
         return AttributesFile(path, _Opener(folder, manifest, origin).table(ATTRIBUTES_FILE))
     origin.whole(entry)
     return AttributesFile(path)

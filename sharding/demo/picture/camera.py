@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import cv2
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.sharding.demo.picture.materials import texture, tile, to_pixels
@@ -34,8 +35,6 @@ from fuelrail.sharding.demo.solids import Solid, far_to_near
 from fuelrail.sharding.demo.street import FACADE_M, KERB_M, LANE_WIDTH_M
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from fuelrail.sharding.demo.world import Clip, Weather
 
     Floats = NDArray[np.floating[Any]]

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Final
 
 import cv2
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.sharding.demo.rig import stream
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     Image = NDArray[np.uint8]
     Colour = tuple[int, int, int]
 

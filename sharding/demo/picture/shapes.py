@@ -11,10 +11,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     Span = tuple[float, float]
 
 # Bottom left, bottom right, top right and top left corner of each side, seen from outside; vertices 0 to 3 are the

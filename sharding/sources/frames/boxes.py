@@ -58,8 +58,7 @@ def clip_boxes(
         return _column(own, len(frame), name, shape, unknown).astype(kind)
 
     in_global = np.repeat(np.array([one.in_global for _, one in own], np.bool_), counts)
-    turn = ego2global[frame]
-    to_ego = invert_rigid(turn)
+    to_ego = invert_rigid(ego2global)[frame]
     centre, size = column("centre", np.float64, 3), column("size_lwh", np.float64, 3)
     stated2ego = np.where(in_global[:, None, None], to_ego[:, :3, :3], np.eye(3))
     moved = np.einsum("mij,mj->mi", to_ego[:, :3, :3], centre) + to_ego[:, :3, 3]
@@ -74,15 +73,18 @@ def clip_boxes(
             "its rotation is not of unit length; wanted are finite numbers, sizes over 0, unit quaternions w, x, y, z"
         )
     track = [name for _, one in own for name in (one.track or [""] * len(one.category))]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(track))}
+    tracks = np.fromiter(map(numbers.__getitem__, track), np.int64, len(track))
     velocity = np.einsum("mij,mj->mi", stated2ego, column("velocity", np.float64, 3))
     is_unstated = np.array([one.velocity is None for _, one in own], np.bool_)
-    follow = np.array([bool(name) for name in track], np.bool_) & np.repeat(is_unstated, counts)
+    follow = (tracks != numbers.get("", -1)) & np.repeat(is_unstated, counts)
     if follow.any():
+        turn = ego2global[frame]
         in_world = np.einsum("mij,mj->mi", turn[:, :3, :3], centre) + turn[:, :3, 3]
         in_world[in_global] = centre[in_global]
-        speed = velocities(in_world, timestamp_ns[frame] // 1000, *_neighbours(track))
+        speed = velocities(in_world, timestamp_ns[frame] // 1000, *_neighbours(tracks))
         velocity[follow] = np.einsum("mij,mj->mi", to_ego[:, :3, :3], speed)[follow]
-    ids = {name: stable_id(name) if name else -1 for name in set(track)}
+    ids = np.array([stable_id(name) if name else -1 for name in numbers], np.int64)
     quaternion = quaternions(rotation)
     quaternion = np.where(quaternion[:, :1] < 0, -quaternion, quaternion)
     lidar, radar = (column(name, np.int32, unknown=-1) for name in ("num_lidar_pts", "num_radar_pts"))
@@ -93,7 +95,7 @@ def clip_boxes(
         "rotation_wxyz": quaternion.astype(np.float32),
         "velocity": velocity.astype(np.float32),
         "label": classes.labels([name for _, one in own for name in one.category]),
-        "instance_id": np.array([ids[name] for name in track], np.int64),
+        "instance_id": ids[tracks],
         "num_lidar_pts": lidar,
         "num_radar_pts": radar,
         "visibility": column("visibility", np.int8, unknown=-1),
@@ -139,15 +141,13 @@ def _rotations(wxyz: F64, yaw: F64) -> F64:
     return np.where(is_yaw[:, None, None], of_yaw, full)
 
 
-def _neighbours(track: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _neighbours(tracks: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """For each row the rows before and after in its track, -1 for none."""
-    before, after = np.full((2, len(track)), -1, np.int64)
-    last: dict[str, int] = {}
-    for row, name in enumerate(track):
-        at = last.get(name)
-        if at is not None and name:
-            before[row], after[at] = at, row
-        last[name] = row
+    before, after = np.full((2, len(tracks)), -1, np.int64)
+    order = np.argsort(tracks, kind="stable")
+    first, last = order[:-1], order[1:]
+    same = tracks[first] == tracks[last]
+    before[last[same]], after[first[same]] = first[same], last[same]
     return before, after
 
 

@@ -46,10 +46,11 @@ def boxes2d_channel(camera: str, description: str) -> Channel:
     )
 
 
-def signals_channel(name: str, units: Mapping[str, str], source_name: str) -> Channel:
+def signals_channel(name: str, units: Mapping[str, str], source_name: str, *, has_unknown: bool = False) -> Channel:
     """The entry of the table for messages of numbers, such as CAN's: columns to units, after ``dt_s``.
 
-    A member has the messages since the sample before it, as :func:`signals` makes it.
+    With ``has_unknown`` numbers may be NaN, or infinite, as they were measured. A member has the messages since the
+    sample before it, as :func:`signals` makes it.
     """
     return Channel(
         name=name,
@@ -62,6 +63,8 @@ def signals_channel(name: str, units: Mapping[str, str], source_name: str) -> Ch
         columns=("dt_s", *units),
         units=("s", *units.values()),
         optional=True,
+        allows_nan=has_unknown,
+        allows_inf=has_unknown,
         source_name=source_name,
         description="as measured, not moved by augmentation; time of a message is dt_s before the sample; rows ascend "
         "in time, the last is the latest at or before it",

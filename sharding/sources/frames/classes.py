@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -88,19 +89,17 @@ class ClassMap:
         else:
             self.names = list(dict.fromkeys(known)) if self._is_open else list(CLASSES)
         self._labels: dict[str, int] = {}
-        self._counts: dict[str, int] = {}
+        self._counts = Counter[str]()
 
     def labels(self, categories: Sequence[str], *, counted: bool = True) -> NDArray[np.int16]:
         """Numbers of the classes (M,), -1 for none; boxes in space are ``counted``, those in images are not."""
-        known, counts = self._labels, self._counts if counted else {}
-        found = np.empty(len(categories), np.int16)
-        for at, name in enumerate(categories):
-            label = known.get(name)
-            if label is None:
-                label = known[name] = self._label(name)
-            found[at] = label
-            counts[name] = counts.get(name, 0) + 1
-        return found
+        known = self._labels
+        for name in dict.fromkeys(categories):
+            if name not in known:
+                known[name] = self._label(name)
+        if counted:
+            self._counts.update(categories)
+        return np.fromiter(map(known.__getitem__, categories), np.int16, len(categories))
 
     def _label(self, category: str) -> int:
         if self._is_open:

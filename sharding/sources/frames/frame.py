@@ -11,19 +11,20 @@ such a file, which go to the shard as they are; or, of an image that is ``made``
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.sensors import LidarEntry
+from fuelrail.sharding.sources.scan_table import Reference
 from fuelrail.sharding.sources.source import Camera
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable
 
-    from fuelrail.sharding.sources.scan_table import Reference
 
 F64: TypeAlias = NDArray[np.float64]
 Vectors: TypeAlias = Any
@@ -149,6 +150,10 @@ class BoxRows(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     visibility: Vectors | None = None
     attribute: Vectors | None = None
     in_global: bool = False
+
+
+NO_BOXES: Final = BoxRows(centre=np.empty((0, 3)), size_lwh=np.empty((0, 3)), category=(), yaw=np.empty(0))
+"""Of a frame that is labelled, and has no box."""
 
 
 class ImageBoxRows(msgspec.Struct, frozen=True, kw_only=True, gc=False):

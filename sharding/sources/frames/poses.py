@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MAX_SKEW: Final = 1e-3
 """How far a rotation of a file may be from orthonormal, and a quaternion from unit length."""
 _ROUNDED: Final = 1e-9
-_LAST_ROW: Final = np.array([0.0, 0.0, 0.0, 1.0])
+_LAST_ROW: Final = np.array([[0.0], [0.0], [0.0], [1.0]])
 
 
 def pose(rotation_wxyz: Any, translation: Any, where: str) -> F64:  # noqa: ANN401 - what numpy makes arrays of
@@ -53,13 +53,12 @@ def nearest_rigid(matrices: F64) -> tuple[F64, NDArray[np.bool_]]:
         matrices, sound = nearest_rigid(matrices[:1])
         return np.repeat(matrices, number, 0), np.repeat(sound, number)
     with np.errstate(all="ignore"):
-        rotation = matrices[:, :3, :3]
-        skew = np.abs(rotation @ rotation.transpose(0, 2, 1) - np.eye(3)).max((1, 2))
+        numbers = np.moveaxis(matrices, 0, -1).copy()  # numpy is slow where the last axis is short
+        rotation = a, b, c = numbers[:3, :3]
+        skew = np.abs(np.einsum("ijp,kjp->ikp", rotation, rotation) - np.eye(3)[..., None]).max((0, 1))
+        determinant = (a * (b[[1, 2, 0]] * c[[2, 0, 1]] - b[[2, 0, 1]] * c[[1, 2, 0]])).sum(0)
         sound = (
-            (skew <= MAX_SKEW)
-            & (np.linalg.det(rotation) > 0)
-            & np.isfinite(matrices).all((1, 2))
-            & (matrices[:, 3] == _LAST_ROW).all(1)
+            (skew <= MAX_SKEW) & (determinant > 0) & np.isfinite(numbers).all((0, 1)) & (numbers[3] == _LAST_ROW).all(0)
         )
         rounded = sound & (skew > _ROUNDED)
     if rounded.any():

@@ -20,8 +20,9 @@ from fuelrail.pipeline.storage.filesystem import is_url
 from fuelrail.sharding.sources.files import source_files
 from fuelrail.sharding.sources.frames.channels import COMPUTED, boxes2d_channel, computed_bytes
 from fuelrail.sharding.sources.frames.classes import SOURCE, ClassMap, ClassOption, loaded
-from fuelrail.sharding.sources.frames.members import MADE, OWN, POINTS, Part
+from fuelrail.sharding.sources.frames.members import MADE, POINTS, Part
 from fuelrail.sharding.sources.frames.rows import ClipRows, attribute_types
+from fuelrail.sharding.sources.frames.vector_maps import MAP
 from fuelrail.sharding.sources.scan_report import Findings, ScanReport
 from fuelrail.sharding.sources.source import Place, ScanInfo
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.frames.frame import Clip, Frame, Sensors
     from fuelrail.sharding.sources.frames.poses import Trajectory
+    from fuelrail.sharding.sources.frames.vector_maps import MapWindows
     from fuelrail.sharding.sources.scan_table import ScanWriter
     from fuelrail.sharding.sources.source import Reads
 
@@ -72,6 +74,7 @@ class FrameSource(Generic[S]):
         has_poses: false where the source knows no ego poses: all are the identity, and the manifest says so.
         columns: columns of attributes of the source's own: name to bool, int, float or str.
         image_boxes: cameras whose 2-D boxes frames have, to what these are; each becomes the channel boxes2d_CAMERA.
+        maps: the vector maps of the source; they become the channel map, whose members frames name.
         channels: further channels of the source's own, whose members frames name.
         box_attributes: names that ``BoxRows.attribute`` counts.
         license: of the data, where the source states it.
@@ -89,6 +92,7 @@ class FrameSource(Generic[S]):
     has_poses: bool = True
     columns: Mapping[str, type] = {}
     image_boxes: Mapping[str, str] = {}
+    maps: MapWindows | None = None
     channels: Sequence[Channel] = ()
     box_attributes: Sequence[str] = ()
     license: str | None = None
@@ -164,7 +168,7 @@ class FrameSource(Generic[S]):
         sensors, classes, report, findings = self.sensors(), self._classes(), ScanReport(), Findings()
         columns = list(attribute_types(classes.names, self.columns))
         boxes2d = (boxes2d_channel(camera, text) for camera, text in self.image_boxes.items())
-        channels = (*self.channels, *boxes2d)
+        channels = (*self.channels, *boxes2d, *([self.maps.channel] if self.maps is not None else ()))
         rows = ClipRows(
             out=out, files=self.files, sensors=sensors, classes=classes, report=report, findings=findings,
             columns=columns, missing_camera=self.given.missing_camera, points=self.given.points,
@@ -208,7 +212,7 @@ class FrameSource(Generic[S]):
 
     def place(self, ref: str) -> Place | None:
         """Where an image's bytes are, if they are in a file of this machine as they are."""
-        if ref.startswith((MADE, POINTS, OWN, COMPUTED)):
+        if ref.startswith((MADE, POINTS, MAP, COMPUTED)):
             return None
         part = Part.of(ref)
         path = self.files.path(part.name)
@@ -218,6 +222,9 @@ class FrameSource(Generic[S]):
         """The bytes of a member: an image, points as ``.npy``, or what the scan computed."""
         if ref.startswith(COMPUTED):
             return computed_bytes(ref)
+        if ref.startswith(MAP):
+            assert self.maps is not None, "the scan has named it"
+            return self.maps.member(ref)
         if ref.startswith(POINTS):
             return encode_points(self.points(ref.removeprefix(POINTS)))
         if ref.startswith(MADE):

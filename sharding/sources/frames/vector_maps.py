@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import msgspec
 import numpy as np
 
+from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.frames.channels import computed
+from fuelrail.sharding.sources.scan_table import Reference
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
+MAP: Final = "map:"
+"""Begins the reference of a window of a map."""
 HALF_M: Final = 51.2
 WINDOW_BYTES: Final = 1 << 15
 """About those of a window; its file has up to tens of megabytes."""
@@ -26,9 +34,44 @@ class VectorMap(NamedTuple):
     bounds: NDArray[np.float64]
 
     @classmethod
-    def of(cls, lines: list[NDArray[np.float64]], layers: list[int]) -> VectorMap:
-        """Lines with their bounds."""
-        return cls(lines, layers, np.array([(*line.min(0), *line.max(0)) for line in lines]).reshape(-1, 4))
+    def of(cls, lines: list[NDArray[np.float64]], layers: list[int], where: str) -> VectorMap:
+        """Lines with their bounds; raises SourceError, naming ``where``, for a place that is not finite."""
+        if not lines:
+            return cls([], [], np.empty((0, 4)))
+        points, starts = np.concatenate(lines), np.cumsum([0, *map(len, lines[:-1])])
+        bounds = np.concatenate([np.minimum.reduceat(points, starts), np.maximum.reduceat(points, starts)], 1)
+        if not (finite := np.isfinite(bounds).all(1)).all():
+            at = int(np.argmin(finite))
+            bad = lines[at][~np.isfinite(lines[at]).all(1)][0]
+            raise SourceError(f"{where}: line {at} has a vertex at {bad.tolist()}; wanted are finite numbers [m]")
+        return cls(lines, layers, bounds)
+
+
+class MapWindows:
+    """Windows of a source's maps as members: ``read`` reads the map at a place, which is any text."""
+
+    def __init__(self, layers: Sequence[str], read: Callable[[str], VectorMap]) -> None:
+        self.channel = map_channel(layers)
+        self._whole = lru_cache(maxsize=4)(read)
+
+    def references(self, place: str, ego2global: NDArray[np.float64]) -> list[list[Reference]]:
+        """The member at each of these poses (F, 4, 4), made by the worker that writes it; none where a pose is NaN."""
+        poses = ego2global[:, :3].reshape(-1, 12)
+        refs = [MAP + msgspec.json.encode((place, one)).decode() for one in poses.tolist()]
+        return [
+            [Reference(self.channel.field, ref, WINDOW_BYTES, is_estimate=True)] if known else []
+            for ref, known in zip(refs, np.isfinite(poses[:, 0]).tolist(), strict=True)
+        ]
+
+    def made(self, place: str, ego2global: NDArray[np.float64]) -> Reference:
+        """The member at a pose (4, 4), made now, as is best of maps that take long to read."""
+        data = encoded_window(self._whole(place), ego2global[:3].ravel().tolist(), self.channel)
+        return computed(self.channel, data)
+
+    def member(self, ref: str) -> bytes:
+        """The bytes of a member; raises SourceError."""
+        place, ego2global = msgspec.json.decode(ref.removeprefix(MAP))
+        return encoded_window(self._whole(place), ego2global, self.channel)
 
 
 def map_channel(layers: Sequence[str]) -> Channel:
@@ -44,6 +87,11 @@ def map_channel(layers: Sequence[str]) -> Channel:
         description=f"vertices of lines and outlines, cut at x, y = +-{HALF_M} m; line counts lines; layer is of: "
         + ", ".join(layers),
     )
+
+
+def encoded_window(whole: VectorMap, ego2global: Sequence[float], channel: Channel) -> bytes:
+    """The bytes of a :func:`window` about an ego pose of 12 numbers, row by row."""
+    return KINDS[channel.kind].encode(window(whole, np.array(ego2global).reshape(3, 4)), channel)
 
 
 def window(whole: VectorMap, ego2global: NDArray[np.float64]) -> dict[str, NDArray[np.generic]]:
@@ -65,7 +113,13 @@ def window(whole: VectorMap, ego2global: NDArray[np.float64]) -> dict[str, NDArr
 
 
 def cut(line: NDArray[np.float64]) -> Iterator[NDArray[np.float64]]:
-    """Yield the pieces (K, 2) of a line (N, 2) within the window, in its order: Liang and Barsky, 1984."""
+    """Yield the pieces (K, 2) of a line (N, 2) within the window, in its order: Liang and Barsky, 1984.
+
+    A line may be one vertex, such as a sign.
+    """
+    if (np.abs(line) <= HALF_M).all():
+        yield line
+        return
     start, step = line[:-1], np.diff(line, axis=0)
     first, last = np.zeros(len(start)), np.ones(len(start))
     for axis in (0, 1):

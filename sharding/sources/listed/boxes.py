@@ -10,8 +10,8 @@ import pyarrow.compute as pc
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.settings import did_you_mean
-from fuelrail.sharding.sources.frames.frame import BoxRows
-from fuelrail.sharding.sources.listed.values import TIME_COLUMNS, Rows
+from fuelrail.sharding.sources.frames.frame import NO_BOXES, BoxRows
+from fuelrail.sharding.sources.listed.values import TIME_COLUMNS, Rows, is_list
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,9 +50,12 @@ def listed_boxes(rows: Rows, *, in_global: bool) -> list[BoxRows | None]:
     column = rows.column("boxes")
     if pa.types.is_null(column.type):
         return [None] * len(rows)
-    if not pa.types.is_nested(column.type) or not pa.types.is_struct(column.type.value_type):
+    is_typed = is_list(column.type) and pa.types.is_struct(column.type.value_type)
+    if not is_typed and not (is_list(column.type) and not len(column.flatten())):
         raise SourceError(f"table '{rows.table}', column boxes is {column.type}, expected a list of structs")
     labelled = column.is_valid().to_pylist()
+    if not is_typed:  # lists of JSON lines, of which none has a box
+        return [NO_BOXES if is_labelled else None for is_labelled in labelled]
     ends = np.cumsum(pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)).tolist()
     flat = column.flatten()
     names = [field.name for field in flat.type]

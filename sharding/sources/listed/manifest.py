@@ -23,7 +23,7 @@ from fuelrail.sharding.sources.frames.poses import Trajectory
 from fuelrail.sharding.sources.frames.rows import attribute_types
 from fuelrail.sharding.sources.frames.source import FrameSource
 from fuelrail.sharding.sources.listed.boxes import box_type, boxes_of_frames, check_box_columns
-from fuelrail.sharding.sources.listed.calibration import Calibrations, read_calibration
+from fuelrail.sharding.sources.listed.calibration import Calibrations, read_calibration, shared
 from fuelrail.sharding.sources.listed.columns import (
     OF_CLIP,
     SENSOR,
@@ -285,7 +285,7 @@ class Manifest(FrameSource[ManifestSettings]):
         if sensors is not None:
             into = [(images[at], sweeps[at]) for at in order.tolist()]
             sensors.add(times[order], self.given.tolerance_ms, into)
-        stated = None if rows is None else rows.poses("ego2global")
+        stated = [None] * len(times) if rows is None else shared(rows.poses("ego2global"), len(times))
         table = self._tables.get("boxes")
         boxes = boxes_of_frames(
             rows, None if table is None else table.rows(clip.name), times, order,
@@ -293,10 +293,9 @@ class Manifest(FrameSource[ManifestSettings]):
         )  # fmt: skip
         free = {} if rows is None else {name: rows.column(name).to_pylist() for name in self._free}
         for number, at in enumerate(order.tolist()):
-            has_pose = stated is not None and not np.isnan(stated[at, 0, 0])
             yield Frame(
                 timestamp_ns=int(times[at]),
-                ego2global=stated[at] if stated is not None and has_pose else None,
+                ego2global=stated[at],
                 images=images[at],
                 sweeps=sweeps[at],
                 boxes=boxes[number],

@@ -10,6 +10,7 @@ import numpy as np
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.frames.frame import Absent, Image, Sweep
 from fuelrail.sharding.sources.frames.members import check_inside
+from fuelrail.sharding.sources.listed.calibration import shared
 from fuelrail.sharding.sources.listed.columns import is_path
 from fuelrail.sharding.sources.listed.tars import Tars
 from fuelrail.sharding.sources.logs.video import VideoFacts, VideoFile
@@ -126,7 +127,7 @@ class RowFiles:
         self._where, self.rows, self.times = where, rows, times
         self._paths = rows.texts(f"{prefix}path")
         self._times_ns: list[int] = times.tolist()
-        self._poses = rows.poses(f"{prefix}ego2global")
+        self._poses = shared(rows.poses(f"{prefix}ego2global"), len(rows))
         self._bytes = rows.integers(f"{prefix}num_bytes", unknown=-1).tolist() if f"{prefix}num_bytes" in rows else None
         self._ranges = None
         if f"{prefix}byte_offset" in rows:
@@ -143,9 +144,6 @@ class RowFiles:
         if "#" in path or path.startswith(("/", "tar:")):
             return self._where.reference(self.rows, row, path)
         return path
-
-    def _pose(self, row: int) -> NDArray[np.float64] | None:
-        return None if self._poses is None or np.isnan(self._poses[row, 0, 0]) else self._poses[row]
 
     def image(self, row: int, found: Calibration, calibrated: int) -> Image | Absent:
         """Return the image of a row; absent where it has no path. ``calibrated`` is the row of its calibration."""
@@ -164,7 +162,7 @@ class RowFiles:
         name = path.partition("#")[2] if path.startswith("tar:") else path
         return Image(
             ref=self._ref(row, path), timestamp_ns=self._times_ns[row], intrinsics=intrinsics, cam2ego=cam2ego,
-            ego2global=self._pose(row), width=found.width[calibrated], height=found.height[calibrated],
+            ego2global=self._poses[row], width=found.width[calibrated], height=found.height[calibrated],
             num_bytes=None if num_bytes < 0 else num_bytes, dist=found.dist[calibrated],
             dist_model=found.dist_model[calibrated], extension=_EXTENSIONS.get(name[-4:].lower(), ""),
         )  # fmt: skip
@@ -183,7 +181,7 @@ class RowFiles:
             )
         return Image(
             ref=ref, timestamp_ns=self._times_ns[row], intrinsics=found.intrinsics[calibrated],
-            cam2ego=found.sensor2ego[calibrated], ego2global=self._pose(row), width=facts.width, height=facts.height,
+            cam2ego=found.sensor2ego[calibrated], ego2global=self._poses[row], width=facts.width, height=facts.height,
             num_bytes=max(facts.width * facts.height // 5, 1), made=True, dist=found.dist[calibrated],
             dist_model=found.dist_model[calibrated], extension="jpg",
         )  # fmt: skip
@@ -199,7 +197,7 @@ class RowFiles:
         if lidar2ego is None:
             raise SourceError(f"{where}: the lidar of '{path}' has no pose in ego (lidar2ego, or sensor2ego)")
         ref = self._ref(row, path)
-        return Sweep(ref=ref, timestamp_ns=self._times_ns[row], lidar2ego=lidar2ego, ego2global=self._pose(row))
+        return Sweep(ref=ref, timestamp_ns=self._times_ns[row], lidar2ego=lidar2ego, ego2global=self._poses[row])
 
 
 def add_columns(

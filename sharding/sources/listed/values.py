@@ -94,7 +94,7 @@ class Rows:
         empty = column.is_null().to_numpy(zero_copy_only=False)
         found = np.full((len(self), width), np.nan)
         counts = np.ones(len(self), np.int64)
-        while _is_list(values.type):
+        while is_list(values.type):
             lengths = np.asarray(pc.fill_null(pc.list_value_length(values), 0).to_numpy(zero_copy_only=False), np.int64)
             sums, ends = np.concatenate([[0], np.cumsum(lengths)]), np.cumsum(counts)
             counts = sums[ends] - sums[ends - counts]
@@ -225,5 +225,6 @@ class Rows:
         return found
 
 
-def _is_list(kind: pa.DataType) -> bool:
+def is_list(kind: pa.DataType) -> bool:
+    """Return whether a column of this type has lists."""
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))

@@ -8,7 +8,7 @@ import numpy as np
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.frames.channels import signals
-from fuelrail.sharding.sources.frames.frame import Absent, Frame, Image, Sweep
+from fuelrail.sharding.sources.frames.frame import Absent, Frame, Image, ImageBoxRows, Sweep
 from fuelrail.sharding.sources.logs import sync
 from fuelrail.sharding.sources.logs.geometry.calibration import CameraModel, camera_models
 from fuelrail.sharding.sources.logs.index import LogIndex, Shot
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.sharding.sources.logs.files.log_file import Topic
+    from fuelrail.sharding.sources.logs.messages.records import Marks
     from fuelrail.sharding.sources.logs.settings import LogSettings
     from fuelrail.sharding.sources.scan_table import Reference
 
@@ -61,6 +62,7 @@ class FrameMaker:
             for channel, topic in self._cameras.items()
             if len(index.series[topic].stamps)
         }
+        marks = {channel: self._marks(channel) for channel in self._given.boxes2d}
         fixes = self._fixes(times)
         members = self._members(times.tolist())
         for at, time in enumerate(times.tolist()):
@@ -79,8 +81,11 @@ class FrameMaker:
                     sweeps[channel] = Sweep(
                         ref=ref, timestamp_ns=int(swept[row]), lidar2ego=matrix, num_bytes=num_bytes
                     )
+            boxes2d = {
+                channel: _image_boxes(own[row]) for channel, own in marks.items() if (row := rows[channel][at]) in own
+            }
             yield Frame(
-                timestamp_ns=time, images=images, sweeps=sweeps, attributes=fixes[at] if fixes else {},
+                timestamp_ns=time, images=images, boxes2d=boxes2d, sweeps=sweeps, attributes=fixes[at] if fixes else {},
                 members=members[at],
             )  # fmt: skip
 
@@ -93,6 +98,14 @@ class FrameMaker:
             for own, more in zip(found, signals(channel, stamps[order], values[order], times), strict=True):
                 own += more
         return found
+
+    def _marks(self, channel: str) -> dict[int, Marks]:
+        """By row of a camera's pictures the boxes in them."""
+        given = self._given
+        offset_ns, tolerance_ns = (
+            round(delay_ms * 1e6) for delay_ms in (given.offsets_ms.get(f"boxes2d_{channel}", 0), given.tolerance_ms)
+        )
+        return self._index.marks_of(self._cameras[channel], given.boxes2d[channel], offset_ns, tolerance_ns)
 
     def _fixes(self, times: NDArray[np.int64]) -> list[dict[str, float | None]]:
         """The position nearest to each time, at most ``max_gap_s`` away; None where there is none."""
@@ -170,3 +183,8 @@ class FrameMaker:
             height=shot.height, num_bytes=max(num_bytes, 1), made=shot.offset < 0, extension=shot.extension or "jpg",
             dist=model.dist, dist_model=model.dist_model,
         )  # fmt: skip
+
+
+def _image_boxes(marks: Marks) -> ImageBoxRows:
+    """With the centre of the first pixel at 0: in messages, that is its left edge."""
+    return ImageBoxRows(box=np.array(marks.box).reshape(-1, 4) - 0.5, category=marks.category, track=marks.track)

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.logs.files.log_file import Locator
 from fuelrail.sharding.sources.logs.geometry.transforms import FrameTree
 from fuelrail.sharding.sources.logs.messages.pictures import EncodedHead, check_encoding, encoded_head
 from fuelrail.sharding.sources.logs.messages.reader import Reader
@@ -21,8 +22,10 @@ from fuelrail.sharding.sources.logs.messages.records import (
     Calibration,
     Edges,
     Fix,
+    Marks,
     Picture,
 )
+from fuelrail.sharding.sources.logs.sync import matched
 from fuelrail.sharding.sources.logs.video import is_keyframe, stream_size
 
 if TYPE_CHECKING:
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fuelrail.sharding.sources.logs.files.log_file import Locator, LogFile, Message, Topic
+    from fuelrail.sharding.sources.logs.files.log_file import LogFile, Message, Topic
     from fuelrail.sharding.sources.logs.settings import LogSettings
 
 
@@ -89,6 +92,8 @@ class LogIndex:
         self.calibrations: dict[str, list[tuple[int, Calibration]]] = {}
         self.poses: list[Edges] = []
         self.fixes: list[Fix] = []
+        self.marks = {topic: list[Marks]() for topic in options.boxes2d.values()}
+        self._marked = dict[tuple[str, str], dict[int, Marks]]()
         self.signals = {topic: list[_Signals]() for topic in options.signals.values()}
         self.tree = FrameTree(f"log '{name}'")
         sensors = (*cameras, *lidars)
@@ -113,6 +118,7 @@ class LogIndex:
             or name in lidars
             or name in (poses, self._gps)
             or name in self.signals
+            or name in self.marks
             or topic.type in CALIBRATIONS | TRANSFORMS
         }
         heads, num_lost = readers.keys() & (cameras | lidars), 0
@@ -159,7 +165,9 @@ class LogIndex:
                 stamps, values = reader.signals(messages)
                 kept = self._kept_of(name, messages, stamps := self._stamps(name, messages, stamps), " (signals)")
                 self.signals[name].append((stamps[kept], values[kept]))
-            if name == poses:
+            if name in self.marks:
+                self._mark(name, messages, [reader.marks(message) for message in messages])
+            elif name == poses:
                 self.poses += self._moved(name, messages, reader.poses(messages))
             elif name == self._gps:
                 fixes = [reader.fix(message) for message in messages]
@@ -173,6 +181,30 @@ class LogIndex:
                 for part in parts if is_static else self._moved(name, messages, parts):
                     self.tree.add(part, is_static=is_static)
             messages.clear()
+
+    def _mark(self, topic: str, messages: Sequence[Message], marks: Sequence[Marks]) -> None:
+        """Keep boxes in pictures; of annotations, those without boxes may have no stamp."""
+        if self._clock == "header":
+            stamped = [at for at, one in enumerate(marks) if one.stamp_ns or one.box]
+            if len(stamped) < len(marks):
+                self.noted[f"{topic}: messages without boxes or stamp"] += len(marks) - len(stamped)
+            messages, marks = [messages[at] for at in stamped], [marks[at] for at in stamped]
+        stamps = self._stamps(topic, messages, np.array([one.stamp_ns for one in marks], np.int64))
+        kept = self._kept_of(topic, messages, stamps)
+        self.marks[topic] += [marks[at]._replace(stamp_ns=int(stamps[at])) for at in np.flatnonzero(kept).tolist()]
+
+    def marks_of(self, pictures: str, topic: str, offset_ns: int, tolerance_ns: int) -> dict[int, Marks]:
+        """By row of the pictures' series their boxes: each message is of the picture nearest to it, less its delay."""
+        found = self._marked.get((pictures, topic))
+        if found is None:
+            by_time = {one.stamp_ns: one for one in self.marks[topic]}
+            stamps = np.array(sorted(by_time), np.int64)
+            rows = matched(self.series[pictures].stamps, stamps, offset_ns, tolerance_ns).tolist()
+            found = {at: by_time[int(stamps[row])] for at, row in enumerate(rows) if row >= 0}
+            if number := len(self.marks[topic]) - len(found):
+                self.noted[f"{topic}: messages of no picture"] = number
+            self._marked[pictures, topic] = found
+        return found
 
     def _shot(self, file: LogFile, topic: Topic, reader: Reader, message: Message) -> tuple[int, Shot]:
         picture = reader.picture(message)

@@ -93,6 +93,13 @@ class LogSettings(VideoSettings, frozen=True, kw_only=True):
             "stores the channel can_imu"
         ),
     ] = msgspec.field(default_factory=dict)
+    boxes2d: Annotated[
+        dict[str, str],
+        Meta(
+            description="camera to topic of boxes in its pictures (Detection2DArray, ImageAnnotations): "
+            "{cam_front: /front/detections} stores the channel boxes2d_cam_front"
+        ),
+    ] = msgspec.field(default_factory=dict)
     clock: Annotated[Literal["header", "log_time"], Meta(description="times of the messages, or of the recording")] = (
         "header"
     )

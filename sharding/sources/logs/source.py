@@ -20,7 +20,7 @@ from fuelrail.sharding.sources.logs.index import LogIndex
 from fuelrail.sharding.sources.logs.members import Job, Members
 from fuelrail.sharding.sources.logs.messages.clouds import COLUMNS
 from fuelrail.sharding.sources.logs.messages.reader import Reader
-from fuelrail.sharding.sources.logs.messages.records import CLOUDS, FIXES, PICTURES, POSES, VIDEOS
+from fuelrail.sharding.sources.logs.messages.records import CLOUDS, FIXES, MARKS, PICTURES, POSES, VIDEOS
 from fuelrail.sharding.sources.logs.settings import LogSettings, check_decoder, libraries_of
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ class LogSource(FrameSource[LogSettings]):
 
     def sensors(self) -> Sensors:
         """Cameras and lidars by their channels; a lidar has the columns x, y, z, intensity, ring, time."""
+        self.image_boxes = {channel: f"of topic {topic}; row is -1" for channel, topic in self.given.boxes2d.items()}
         return Sensors.of(self.camera_topics, dict.fromkeys(self.lidar_topics, COLUMNS))
 
     def clips(self) -> Iterator[Clip]:
@@ -155,7 +156,7 @@ class LogSource(FrameSource[LogSettings]):
                 listed = ", ".join(sorted(topics))
                 raise ConfigError(f"signals: '{topic}' of {name} is no topic of messages of numbers; topics: {listed}")
             units = {path.replace(".", "_"): "" for path in Reader(topics[topic]).columns}
-            found.append(signals_channel(f"can_{name}", units, topic))
+            found.append(signals_channel(f"can_{name}", units, topic, has_unknown=True))
         return tuple(found)
 
     def _indexed(self, log: str) -> LogIndex:
@@ -215,6 +216,13 @@ def _check_channels(source: LogSource) -> None:
             ", ".join(sorted(f"{topic.name} ({topic.type})" for topic in source.recordings.topics.values())) or "none"
         )
         raise SourceError(f"the {source.kind} source '{source.files.shown}' has no image topic; topics: {listed}")
+    of_boxes = sorted(name for name, one in source.recordings.topics.items() if one.type in MARKS)
+    for channel, name in source.given.boxes2d.items():
+        if channel not in source.camera_topics or name not in of_boxes:
+            raise ConfigError(
+                f"boxes2d: '{name}' of {channel} must be a topic of boxes, and of a camera; such topics: "
+                f"{', '.join(of_boxes) or 'none'}; cameras: {', '.join(source.camera_topics)}"
+            )
     known = [*source.camera_topics, *source.lidar_topics]
     for channel, (black, white) in source.given.levels.items():
         if channel not in source.camera_topics or not black < white:
@@ -224,7 +232,7 @@ def _check_channels(source: LogSource) -> None:
             )
     for option in ("offsets_ms", "camera_infos"):
         for channel in getattr(source.given, option):
-            if channel not in known:
+            if channel not in (*known, *(f"boxes2d_{camera}" for camera in source.given.boxes2d)):
                 raise ConfigError(f"{option}: there is no channel '{channel}'; channels: {', '.join(known)}")
     if _reference(source) not in known:
         raise ConfigError(f"reference: there is no channel '{_reference(source)}'; channels: {', '.join(known)}")

@@ -8,7 +8,7 @@ https://github.com/tier4/tier4_perception_dataset/blob/main/docs/t4_format_3d_de
 from __future__ import annotations
 
 import re
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
@@ -22,8 +22,10 @@ from fuelrail.sharding.sources.frames.frame import Absent, BoxRows, Clip, Frame,
 from fuelrail.sharding.sources.frames.members import POINTS
 from fuelrail.sharding.sources.frames.poses import pose
 from fuelrail.sharding.sources.frames.source import FrameSettings, FrameSource
+from fuelrail.sharding.sources.frames.vector_maps import MapWindows, VectorMap
 from fuelrail.sharding.sources.listed.points import parse_points
 from fuelrail.sharding.sources.nuscenes.boxes import VISIBILITY
+from fuelrail.sharding.sources.nuscenes.extras import lanelet2, vehicle_state
 from fuelrail.sharding.sources.nuscenes.extras.radar import RadarFiles, radar_channel
 from fuelrail.sharding.sources.nuscenes.geometry import LENS_OF_LENGTH, NS_PER_US, RIG
 from fuelrail.sharding.sources.nuscenes.tables import (
@@ -88,6 +90,10 @@ class T4Settings(FrameSettings, frozen=True, kw_only=True):
     boxes2d: Annotated[
         bool, Meta(description="true stores the boxes of table object_ann as channels boxes2d_CAMERA")
     ] = False
+    vehicle_state: Annotated[
+        bool, Meta(description="true stores pedals, steering, indicators and speed as the channel can_vehicle_state")
+    ] = False
+    map: Annotated[bool, Meta(description="true stores the Lanelet2 map about ego as the channel map")] = False
     radars: Annotated[
         bool, Meta(description="true stores radars (PCD with nuScenes' 18 fields) as channels of their names")
     ] = False
@@ -104,6 +110,7 @@ class T4(FrameSource[T4Settings]):
         super().__init__(location, options)
         self._table = lru_cache(maxsize=16)(self._read_table)
         self._radars = lru_cache(maxsize=1)(self._radar_rows)
+        self.maps = MapWindows(lanelet2.MAP_LAYERS, partial(_read_map, self)) if self.given.map else None
 
     def _datasets(self) -> list[str]:
         """Folders of datasets below the root, with a slash at the end; of several versions of one the last."""
@@ -157,6 +164,7 @@ class T4(FrameSource[T4Settings]):
         self.box_attributes = list(attributes)
         self.image_boxes = {name.lower(): _BOXES2D for name in cameras} if self.given.boxes2d else {}
         self.channels = tuple(map(radar_channel, sorted(radars))) if self.given.radars else ()
+        self.channels += (vehicle_state.CHANNEL,) if self.given.vehicle_state else ()
         ranked = sorted(cameras, key=lambda name: (RIG.index(name) if name in RIG else len(RIG), name))
         return Sensors.of(ranked, dict.fromkeys(sorted(lidars), _COLUMNS))
 
@@ -171,7 +179,7 @@ class T4(FrameSource[T4Settings]):
             yield Clip(
                 name=dataset.partition("/")[0] or scene.name, token=dataset or scene.token, log_id=log.logfile,
                 vehicle=log.vehicle, tags={"description": scene.description, "location": log.location},
-                files=tuple(f"{dataset}{row.filename}" for _, row in self._radars(dataset)),
+                files=(*_map_file(self, dataset), *(f"{dataset}{row.filename}" for _, row in self._radars(dataset))),
             )  # fmt: skip
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
@@ -189,8 +197,13 @@ class T4(FrameSource[T4Settings]):
         for name, row in self._radars(dataset):
             radars.setdefault(row.sample_token, []).append((name, row))
         samples = sorted(self._table(dataset, "sample", SampleRecord), key=lambda record: record.timestamp)
+        windows = self.maps if clip.files[:1] == (f"{dataset}{lanelet2.FILE}",) else None
+        if self.maps is not None and windows is None:
+            self.noted["datasets without a map"] += 1
         for sample in samples:
             check_time(sample.timestamp, sample.token)
+        states = self._states(dataset, [sample.timestamp * NS_PER_US for sample in samples])
+        for sample, state in zip(samples, states, strict=True):
             images: dict[str, Image | Absent] = {}
             boxes2d: dict[str, ImageBoxRows] = {}
             own_boxes = boxes.get(sample.token, [])
@@ -198,8 +211,8 @@ class T4(FrameSource[T4Settings]):
             reference: tuple[bool, int] | None = None
             ego2global = None
             for row in rows.get(sample.token, ()):
-                sensor, record, sensor2ego = self._found_in(calibrated, row.calibrated_sensor_token, row.token)
-                own = self._found_in(poses, row.ego_pose_token, row.token)
+                sensor, record, sensor2ego = _found_in(calibrated, row.calibrated_sensor_token, row.token)
+                own = _found_in(poses, row.ego_pose_token, row.token)
                 rank = (sensor.modality != "lidar", abs(row.timestamp - sample.timestamp))
                 if reference is None or rank < reference:
                     reference, ego2global = rank, own
@@ -215,25 +228,31 @@ class T4(FrameSource[T4Settings]):
                 elif sensor.modality == "lidar" and row.is_valid:
                     ref = f"{dataset}{row.filename}"
                     sweeps[channel] = Sweep(ref=ref, timestamp_ns=time_ns, lidar2ego=sensor2ego, ego2global=own)
-            members = []
+            members = list(state)
             for name, row in radars.get(sample.token, ()):
                 assert ego2global is not None, "the radar's own row has one"
-                _, _, sensor2ego = self._found_in(calibrated, row.calibrated_sensor_token, row.token)
-                own = self._found_in(poses, row.ego_pose_token, row.token)
+                _, _, sensor2ego = _found_in(calibrated, row.calibrated_sensor_token, row.token)
+                own = _found_in(poses, row.ego_pose_token, row.token)
                 sensor2key = (invert_rigid(ego2global) @ own @ sensor2ego)[:3].ravel().tolist()
                 age_s = (sample.timestamp - row.timestamp) * 1e-6
                 made = RadarFiles(name, [f"{dataset}{row.filename}"], [age_s], [sensor2key])
                 ref = POINTS + msgspec.json.encode(made).decode()
                 members.append(Reference(radar_channel(name).field, ref, _RADAR_BYTES, is_estimate=True))
+            if windows is not None and ego2global is not None:
+                members.append(windows.made(dataset, ego2global))
             yield Frame(
                 timestamp_ns=sample.timestamp * NS_PER_US, ego2global=ego2global, images=images, sweeps=sweeps,
                 boxes=_box_rows(own_boxes), boxes2d=boxes2d, members=members, token=sample.token,
             )  # fmt: skip
 
-    def _found_in(self, records: dict[str, Any], token: str, owner: str) -> Any:  # noqa: ANN401 - of any table
-        if token not in records:
-            raise SourceError(f"table 'sample_data': row '{owner}' refers to '{token}', which is not there")
-        return records[token]
+    def _states(self, dataset: str, times_ns: list[int]) -> list[list[Reference]]:
+        """The members of the vehicle's states at these times, with the option; a dataset without them is noted."""
+        rows = []
+        if self.given.vehicle_state and f"{vehicle_state.TABLE}.json" in self.files.listed(f"{dataset}{_FOLDER}"):
+            rows = self._table(dataset, vehicle_state.TABLE, vehicle_state.VehicleState)
+        if self.given.vehicle_state and not rows:
+            self.noted[f"datasets without {vehicle_state.TABLE}"] += 1
+        return vehicle_state.state_members(rows, times_ns)
 
     def _radar_rows(self, dataset: str) -> list[tuple[str, SampleData]]:
         """Channel and row of each PCD file of a radar at a sample; files of JSON are noted, and left out."""
@@ -242,7 +261,7 @@ class T4(FrameSource[T4Settings]):
         calibrated = self._calibrations(dataset)
         found: dict[tuple[str, str], SampleData] = {}
         for row in self._table(dataset, "sample_data", SampleData):
-            sensor, _, _ = self._found_in(calibrated, row.calibrated_sensor_token, row.token)
+            sensor, _, _ = _found_in(calibrated, row.calibrated_sensor_token, row.token)
             if sensor.modality == "radar" and row.is_key_frame and row.is_valid:
                 if row.filename.endswith(".json"):
                     self.noted[f"{sensor.channel}: radar files of JSON, not read"] += 1
@@ -322,6 +341,27 @@ def _inside(files: SourceFiles, folder: str) -> list[str]:
         return files.listed(folder)
     except SourceError:
         return []  # a file
+
+
+def _found_in(records: dict[str, Any], token: str, owner: str) -> Any:  # noqa: ANN401 - of any table
+    if token not in records:
+        raise SourceError(f"table 'sample_data': row '{owner}' refers to '{token}', which is not there")
+    return records[token]
+
+
+def _map_file(source: T4, dataset: str) -> list[str]:
+    """The map of a dataset, where it is wanted and there."""
+    folder, _, name = lanelet2.FILE.partition("/")
+    is_there = source.given.map and name in _inside(source.files, f"{dataset}{folder}")
+    return [f"{dataset}{lanelet2.FILE}"] if is_there else []
+
+
+def _read_map(source: T4, dataset: str) -> VectorMap:
+    name = f"{dataset}{lanelet2.FILE}"
+    found, num_others = lanelet2.parse_map(source.files.read(name), f"map '{source.files.shown}/{name}'")
+    if num_others:
+        source.noted["lines of maps whose type is not stored"] += num_others
+    return found
 
 
 def _box_rows(rows: list[tuple[_Annotation, str, int, int]]) -> BoxRows:

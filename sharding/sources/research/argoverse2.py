@@ -8,7 +8,7 @@ compensated for its motion. Images are rectified: ``k1`` to ``k3`` describe the 
 from __future__ import annotations
 
 import re
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
@@ -16,13 +16,11 @@ import numpy as np
 import pyarrow as pa
 from msgspec import Meta
 
-from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.frames.frame import BoxRows, Clip, Frame, Image, Sensors, Sweep
-from fuelrail.sharding.sources.frames.members import OWN
 from fuelrail.sharding.sources.frames.poses import Trajectory, pose
 from fuelrail.sharding.sources.frames.source import FrameSettings, FrameSource
-from fuelrail.sharding.sources.frames.vector_maps import WINDOW_BYTES, VectorMap, map_channel, window
+from fuelrail.sharding.sources.frames.vector_maps import MapWindows, VectorMap
 from fuelrail.sharding.sources.research.tables import (
     QUATERNION,
     TRANSLATION,
@@ -32,16 +30,14 @@ from fuelrail.sharding.sources.research.tables import (
     read_file,
     stacked,
 )
-from fuelrail.sharding.sources.scan_table import Reference
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
-    from fuelrail.pipeline.channels.table import Channel
-    from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.frames.frame import F64
+    from fuelrail.sharding.sources.scan_table import Reference
 
 RING: Final = (
     "ring_front_center", "ring_front_left", "ring_front_right", "ring_side_left", "ring_side_right", "ring_rear_left",
@@ -85,7 +81,6 @@ _TABLES: Final = (
 _CITY: Final = re.compile(r"____([A-Z]+)_city_")
 MAP_LAYERS: Final = ("drivable_area", "ped_crossing", "lane_marking", "lane_border")
 """``lane_marking`` is painted, ``lane_border`` is where a lane ends without paint."""
-MAP: Final = map_channel(MAP_LAYERS)
 _UNPAINTED: Final = ("NONE", "UNKNOWN")
 
 
@@ -123,10 +118,10 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
     def _cameras(self) -> tuple[str, ...]:
         return (*RING, *STEREO) if self.given.stereo else RING
 
-    @property
-    def channels(self) -> tuple[Channel, ...]:  # type: ignore[override]  # by the options
-        """The map, with the option."""
-        return (MAP,) if self.given.map else ()
+    @cached_property
+    def maps(self) -> MapWindows | None:  # type: ignore[override]  # by the options
+        """The vector maps of logs, with the option."""
+        return MapWindows(MAP_LAYERS, self._map) if self.given.map else None
 
     def category_names(self) -> tuple[str, ...]:
         """The 30 names of the dataset."""
@@ -189,32 +184,16 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
         return [f"map/{name}" for name in names if name.startswith("log_map_archive_")][:1]
 
     def _windows(self, clip: Clip, times: NDArray[np.int64]) -> list[list[Reference]]:
-        """The map about ego at each time, made by the worker that writes it."""
+        """The map about ego at each time."""
         names = self._maps(_folder(clip))
-        if self.given.map and not names:
+        if self.maps is not None and not names:
             self.noted["logs without a vector map"] += 1
-        if not names:
+        if self.maps is None or not names:
             return [[] for _ in times]
-        poses = self.poses(clip).at(times)[:, :3].reshape(-1, 12).tolist()
-        refs = [msgspec.json.encode((f"{_folder(clip)}/{names[0]}", one)).decode() for one in poses]
-        return [
-            [] if np.isnan(one[0]) else [Reference(MAP.field, OWN + ref, WINDOW_BYTES, is_estimate=True)]
-            for one, ref in zip(poses, refs, strict=True)
-        ]
+        return self.maps.references(f"{_folder(clip)}/{names[0]}", self.poses(clip).at(times))
 
-    def open(self, ref: str) -> Buffer:
-        """The bytes of a member; of the map the part about an ego pose."""
-        if not ref.startswith(OWN):
-            return super().open(ref)
-        name, ego2global = msgspec.json.decode(ref.removeprefix(OWN))
-        return KINDS[MAP.kind].encode(window(self._map(name), np.array(ego2global).reshape(3, 4)), MAP)
-
-    @cached_property
-    def _map(self) -> Callable[[str], VectorMap]:
-        """A map by its file; the last ones are kept."""
-        return lru_cache(maxsize=4)(
-            lambda name: parse_map(read_file(self.files, name), f"map '{self.files.shown}/{name}'")
-        )
+    def _map(self, name: str) -> VectorMap:
+        return parse_map(read_file(self.files, name), f"map '{self.files.shown}/{name}'")
 
     def points(self, ref: str) -> NDArray[np.float32]:
         """(P, 6): x, y, z [m] in ego at the sweep's time, intensity 0 to 255, laser 0 to 63, time since then [s].
@@ -380,4 +359,4 @@ def parse_map(data: bytes, where: str) -> VectorMap:
         outlines.append((3 if lane.right_lane_mark_type in _UNPAINTED else 2, lane.right_lane_boundary))
     lines = dict.fromkeys((layer, tuple((one.x, one.y) for one in points)) for layer, points in outlines)
     kept = [(layer, points) for layer, points in lines if len(points) > 1]
-    return VectorMap.of([np.array(points) for _, points in kept], [layer for layer, _ in kept])
+    return VectorMap.of([np.array(points) for _, points in kept], [layer for layer, _ in kept], where)

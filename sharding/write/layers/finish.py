@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fuelrail import __version__
-from fuelrail.pipeline.channels.table import Channel  # noqa: TC001 - msgspec resolves it
+from fuelrail.pipeline.channels.table import Channel
 from fuelrail.pipeline.errors import DatasetError
 from fuelrail.pipeline.format.codecs import DEFAULT_ZSTD_LEVEL, suffix
 from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE

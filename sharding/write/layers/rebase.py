@@ -13,7 +13,7 @@ from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.errors import ConfigError, DatasetError
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.format.layers import NO_ROW, ROWS_FILE, BaseEntry, LayerManifest, open_layer_data
-from fuelrail.pipeline.format.manifest import MANIFEST_FILE, decode_manifest, encode_manifest
+from fuelrail.pipeline.format.manifest import MANIFEST_FILE, Lineage, decode_manifest, encode_manifest
 from fuelrail.pipeline.text import escaped
 from fuelrail.sharding.output.folder import FolderOutput, check_out, link_file
 from fuelrail.sharding.write.layers.finish import rows_file
@@ -82,7 +82,9 @@ def rebase_layer(
         made = rows_file(target.temporary, rows)
         for entry in made:
             target.publish_file(entry.name, target.temporary / entry.name)
-        bound = msgspec.structs.replace(manifest, base=BaseEntry.of(new_base), files=(*own, *made), digest="")
+        bound = msgspec.structs.replace(
+            manifest, base=BaseEntry.of(new_base), files=(*own, *made), digest="", lineage=Lineage.of([manifest])
+        )
         encoded = encode_manifest(bound)
         with target.publish(MANIFEST_FILE) as manifest_file:
             manifest_file.write(encoded)

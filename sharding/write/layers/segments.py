@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from fuelrail.pipeline.errors import DatasetError
-from fuelrail.pipeline.format.index.row import IndexRow  # noqa: TC001 - msgspec reads the annotation
+from fuelrail.pipeline.format.index.row import IndexRow
 from fuelrail.pipeline.format.manifest import WORK_FOLDER
 from fuelrail.pipeline.storage.files import published
 

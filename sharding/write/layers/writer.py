@@ -32,6 +32,7 @@ from fuelrail.pipeline.format.layers import (
 )
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, WORK_FOLDER
 from fuelrail.pipeline.settings import convert
+from fuelrail.pipeline.text import differences
 from fuelrail.sharding.output.folder import check_out, open_output
 from fuelrail.sharding.planning.recipe import channel_codec
 from fuelrail.sharding.write.blocks import ReadBuffer
@@ -242,11 +243,12 @@ class LayerWriter:
             found = LayerRun(
                 name=manifest.name, base=manifest.base, channels=manifest.channels, view=manifest.view, zstd=zstd
             )
-        own = self._run
-        if differing := [name for name in own.__struct_fields__ if getattr(found, name) != getattr(own, name)]:
-            sides = "; ".join(
-                f"{name}: {_shown(found, own, name)} there, {_shown(own, found, name)} here" for name in differing
+        if found != self._run:
+            there, here = (
+                {**msgspec.to_builtins(run), "channels": {one.name: msgspec.to_builtins(one) for one in run.channels}}
+                for run in (found, self._run)
             )
+            sides = differences(there, here, "there", "here") or "the order of its channels is another"
             raise DatasetExistsError(f"'{self._out.shown}' holds another layer: {sides:.2000}; choose another folder")
 
     @contextlib.contextmanager
@@ -287,10 +289,3 @@ def _plain(value: Any) -> bool | int | float:  # noqa: ANN401
 def _versions() -> str:
     """The version of zstd, which the stored bytes depend on."""
     return ".".join(map(str, zstandard.ZSTD_VERSION))
-
-
-def _shown(run: LayerRun, other: LayerRun, name: str) -> str:
-    value = getattr(run, name)
-    if name == "channels":
-        value = [one for one in value if one not in other.channels] or [one.name for one in value]
-    return value.fingerprint if isinstance(value, BaseEntry) else msgspec.json.encode(value).decode()

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from fuelrail.bench.measure import machine
-from fuelrail.bench.measure.machine import installed_gpus, machine_facts, usable_cpus
+from fuelrail.bench.measure.machine import installed_gpus, machine_facts
+from fuelrail.pipeline.runtime.host import usable_cpus
 
 
 def test_facts_are_there_and_name_no_place_and_no_person():

@@ -11,31 +11,22 @@ import pytest
 import safetensors.numpy
 import torch.distributed as dist
 
-from fuelrail.bench.gpu.cameras import CHANNELS, KEY, NUM_BOXES, SOURCE_WH, made_image, sample_members
 from fuelrail.bench.micro import (
     checkpoint_kills,
     checkpoint_stall,
-    compression,
     decode,
-    gpu_host,
     layers,
     loader_overhead,
     metadata,
-    order,
     sharding,
     sharding_listed,
     sharding_memory,
-    storage,
     timing,
 )
-from fuelrail.bench.micro.datasets import make_dataset
-from fuelrail.bench.micro.storage_remote import stream
-from fuelrail.loaders.storage import open_storage
 from fuelrail.pipeline.format.index.samples import SampleIndex, write_index
-from fuelrail.pipeline.format.tar import iter_members
 from fuelrail.pipeline.sample.schema import GEOMETRY, META, decode_sample
 from fuelrail.pipeline.transforms.image import ImageAugment
-from support.backends import needs_dali
+from support.cameras import CHANNELS, KEY, NUM_BOXES, SOURCE_WH, made_image, sample_members
 from support.datasets import build_dataset
 from support.manifest_world import write_wide
 from support.pictures import psnr_db
@@ -56,21 +47,6 @@ def quick(tmp_path, capsys):
         return json.loads(out.read_text()), capsys.readouterr().out
 
     return run
-
-
-def test_orders(quick):
-    report, printed = quick(order.main, "--quick")
-    assert report["num_positions"] == 10_000
-    names = [entry["name"] for entry in report["comparisons"][0]["entries"]]
-    assert names[0] == "numpy Generator.permutation"
-    assert set(report["positions_per_s"]) == set(names)
-    measured = {(entry["kind"], entry["num_samples"]) for entry in report["memory"]}
-    assert measured == {(kind, count) for kind in ("shuffled", "windowed") for count in (1_000, 10**9)}
-    small, large = (entry["peak_rss_bytes"] for entry in report["memory"][:2])
-    assert large - small < 50_000_000
-    assert "million positions/s" in printed
-    assert len(order.make_order("windowed", 10**9)) == 10**9
-    assert len(order.make_order("shuffled", 1_000)) == 1_000
 
 
 def test_sharding_and_a_case_that_is_measured_again(quick, tmp_path, capsys):
@@ -133,40 +109,6 @@ def test_memory_of_plans_and_runs(quick, tmp_path):
     assert "plan, 5,000 samples" in printed
 
 
-@pytest.mark.network
-@pytest.mark.parametrize("part", storage.PARTS)
-def test_storage(part, quick, tmp_path):
-    for name in {"http": ["aiohttp"], "s3": ["moto", "flask", "s3fs"]}.get(part, []):
-        pytest.importorskip(name)
-    (tmp_path / "report").mkdir()
-    report, printed = quick(storage.main, "--quick", "--parts", part, "--folder", tmp_path / "report")
-    if part == "cache":
-        rates = report["hit_rates"]
-        assert rates["run"] == rates["simulated"]
-        assert rates["lru_run"] == rates["lru_simulated"]
-        assert rates["lru_run"]["by_bytes"] < rates["run"]["by_bytes"] <= rates["bound_by_bytes"]
-    else:
-        assert report["comparisons"]
-        for comparison in report["comparisons"]:
-            assert comparison["title"] in printed
-            assert all(entry["speedup"] > 0 for entry in comparison["entries"])
-    if part == "http":
-        assert report["faults"]["order_kept_nothing_lost"]
-
-
-def test_the_dataset_of_the_storage_benchmark_is_one(tmp_path):
-    dataset = make_dataset(tmp_path / "made", 7, 3, scale=0.01)
-    assert [shard.num_samples for shard in dataset.shards] == [3, 3, 1]
-    opened = open_storage(dataset)
-    for index in range(7):
-        opened.span(index, dataset.index.row(index))
-    for shard in dataset.shards:
-        data = (dataset.root / shard.name).read_bytes()
-        assert len(list(iter_members(data, shard=shard.name))) == 9 * shard.num_samples
-    for look_ahead in (1, 2, 64):
-        assert stream(dataset, "pread", look_ahead).spans == 7
-
-
 def test_metadata(quick, monkeypatch):
     monkeypatch.setattr(metadata, "ROWS_PER_BATCH", 40)
     report, printed = quick(lambda words: timing.main(words, "metadata", metadata.measure), "--quick")
@@ -197,19 +139,6 @@ def test_both_readers_of_metadata_find_the_same(tmp_path):
             assert metadata.pyarrow_row(table, number, index.names, index.codecs) | {"is_part": False} == stored
 
 
-def test_compression(quick, tmp_path):
-    build_dataset(tmp_path / "tiny", {"train": (8, 8)}, size=(48, 32))
-    report, printed = quick(compression.main, tmp_path / "tiny", "--quick")
-    lidar, small, whole = ([way["name"] for way in table["ways"]] for table in report["tables"])
-    assert lidar == [f"{codec}, level {level}" for codec in ("zstd", "zstd-p20") for level in (1, 3, 9)]
-    assert small[0] == "zstd, level 3"
-    assert whole == ["layout none", "layout member", "layout frame"]
-    shares = {way["name"]: way["stored_share"] for way in report["tables"][2]["ways"]}
-    assert shares["layout none"] > 1 > shares["layout frame"]  # tar headers and padding, small images
-    assert all(way["decode_mb_s"] > 0 for table in report["tables"] for way in table["ways"])
-    assert "lidar sweeps: 12, " in printed
-
-
 def test_decoders(quick, tmp_path):
     report, printed = quick(decode.main, "--quick")
     assert "images/s  fuelrail turbo" in printed
@@ -229,14 +158,6 @@ def test_all_decoders_do_the_same_work():
         work(encoded, pictures[name])
     reference = pictures["fuelrail pillow (full decode, antialiased)"]
     assert [name for name, picture in pictures.items() if psnr_db(picture, reference) <= 32.0] == []
-
-
-@needs_dali
-def test_the_host_beside_a_gpu(quick):
-    report, printed = quick(gpu_host.main, "--quick")
-    assert "at best  plain, evaluation maps" in printed
-    assert {"plain, evaluation maps", "plain, training maps"} <= set(report["per_image"])
-    assert all(0.0 < value["cpu_us"] < 1e5 for value in report["per_image"].values())
 
 
 def test_layers(quick, tmp_path):

@@ -14,7 +14,8 @@ from fuelrail.bench.measure.accelerator import EmulatedAccelerator
 from fuelrail.bench.measure.occupancy import occupancy_of, window_of
 from fuelrail.bench.measure.records import PHASES
 from fuelrail.bench.trainer.loop import train
-from fuelrail.bench.trainer.models.bev import camera_inputs
+from fuelrail.bench.trainer.models.bev import BevOccupancy
+from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.parallel import Parallel
 from support.bench_runs import MS, PROFILE, HandClock
 
@@ -33,7 +34,7 @@ class Slow(nn.Module):
 
 
 def parallel(model):
-    return Parallel(model, torch.optim.AdamW(model.parameters()), lambda made: camera_inputs(made, 2, 51.2))
+    return Parallel(model, torch.optim.AdamW(model.parameters()), BevOccupancy(MODELS["light"]).inputs)
 
 
 def batch(number, *, samples=2, cameras=2):

@@ -11,7 +11,8 @@ import torch
 from fuelrail.loaders.batch.transfer import make_transfer
 from support import batched_turbo
 from support.batches import SMALL, batches, load, unlike
-from support.fake_cuda import FakeCuda, FakeEvent
+from support.fake_cuda import FakeCuda
+from support.fake_streams import FakeEvent
 
 DEVICE = {"device": "cuda:0", "seed": 3}
 

@@ -15,7 +15,8 @@ from fuelrail.loaders.decode.protocol import UNKNOWN, ImageFacts
 from fuelrail.pipeline.transforms.image_map import ImageMap
 from fuelrail.pipeline.transforms.lens import Lens
 from support.backends import HAS_DALI
-from support.decoder_suite import ALL_MAPS, DecoderSuite, photograph
+from support.decoder_suite import DecoderSuite
+from support.image_maps import ALL_MAPS, photograph
 from support.pictures import encode, natural, psnr_db, seen, shift_px
 
 if not HAS_DALI:

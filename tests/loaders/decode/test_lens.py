@@ -19,7 +19,7 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.transforms.image_map import ImageMap
 from fuelrail.pipeline.transforms.lens import Lens, read_lens
 from support.backends import BACKENDS, needs_dali
-from support.decoder_suite import EVERY_PRESET, NUSCENES_WH, photograph, preset_map
+from support.image_maps import EVERY_PRESET, NUSCENES_WH, photograph, preset_map
 from support.pictures import encode, natural, psnr_db, seen, shift_px
 
 pytestmark = pytest.mark.slow

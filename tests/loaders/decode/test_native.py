@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import shutil
 import subprocess
 import sys
@@ -18,7 +20,8 @@ from fuelrail.loaders.decode.turbo import TurboDecoder
 from fuelrail.pipeline.errors import ImageError
 from fuelrail.pipeline.transforms.image import ImageAugment
 from fuelrail.pipeline.transforms.image_map import ImageMap, scaled_size
-from support.decoder_suite import ALL_MAPS
+from support.decode_fuzz import sanitized_library
+from support.image_maps import ALL_MAPS
 from support.pictures import encode, natural, psnr_db, shift_px
 from support.shared_data import shared_data
 
@@ -324,3 +327,25 @@ class TestLibrary:
         )
         command = [sys.executable, "-c", code, str(native.FOLDER / "build.py")]
         assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "False False\n"
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitize", [False, True])
+def test_l3_mutations_are_the_same_with_and_without_the_native_decoder(sanitize, tmp_path):
+    """A small share: 200,000 with sanitizers are in `docs/measured/decoders.md`."""
+    if isinstance(native.load(), str) or (sanitize and shutil.which("gcc") is None):
+        pytest.skip("needs the native decoder, and gcc to build it with sanitizers")
+    images = [tmp_path / "a.jpg", tmp_path / "b.png"]
+    images[0].write_bytes(encode(natural(160, 120), subsampling="4:2:0"))
+    images[1].write_bytes(encode(natural(64, 48), "png"))
+    preload = sanitized_library(tmp_path) if sanitize else {}
+    library = (tmp_path if sanitize else build.FOLDER) / build.LIBRARY_NAME
+    done = subprocess.run(
+        [sys.executable, "-m", "support.decode_fuzz", library, "200", *images], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **preload}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert found["compared"] > 20
+    assert found["decoded"] > 20

@@ -9,7 +9,8 @@ from numpy.testing import assert_allclose
 from fuelrail.loaders.decode import decode_views, make_decoder, pillow
 from fuelrail.loaders.decode.resample import two_steps
 from fuelrail.pipeline.transforms.image_map import ImageMap
-from support.decoder_suite import NUSCENES_WH, START, DecoderSuite, preset_map
+from support.decoder_suite import DecoderSuite
+from support.image_maps import NUSCENES_WH, START, preset_map
 from support.pictures import encode, natural, seen
 
 pytestmark = pytest.mark.slow

@@ -19,7 +19,7 @@ from fuelrail.pipeline.transforms.image import STREAM, ImageAugment
 from fuelrail.pipeline.transforms.pixels import PixelAugment
 from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, uniforms
 from support.backends import BACKENDS
-from support.decoder_suite import photograph
+from support.image_maps import photograph
 from support.pictures import open_with_pillow, psnr_db, seen
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"

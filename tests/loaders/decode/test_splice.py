@@ -18,7 +18,7 @@ from fuelrail.loaders.decode.splice import RowsWanted, splice_batch, splice_rows
 from fuelrail.pipeline.errors import ImageError
 from fuelrail.pipeline.transforms.image import ImageAugment
 from fuelrail.pipeline.transforms.image_map import ImageMap
-from support.decoder_suite import ALL_MAPS, NUSCENES_WH
+from support.image_maps import ALL_MAPS, NUSCENES_WH
 from support.pictures import encode, natural, open_with_pillow, psnr_db
 from support.shared_data import shared_data
 

@@ -99,16 +99,16 @@ class TestMappedShards:
         storage = MappedShards(dataset)
         index, row = rows_of(dataset)[7]
         view = storage.span(index, row)
-        storage.recheck(index)
+        storage.recheck([index])
         os.truncate(own / "train-000000.tar", row.offset)
         assert len(bytes(view)) == row.length  # no signal
         for _ in range(2):
             with pytest.raises(TruncatedShardError, match=r"cut .*in use.*train-000000\.tar, offset .*clip-") as caught:
-                storage.recheck(index)
+                storage.recheck([index])
             assert (caught.value.offset, caught.value.key) == (row.offset, row.key)
         other, good = rows_of(dataset)[12]
         assert bytes(storage.span(other, good)) == spans_of(own)[12]
-        storage.recheck(other)
+        storage.recheck([other])
 
     def test_m1_a_shard_that_is_whole_again_is_read_again(self, own, pristine):
         dataset = open_dataset(own)
@@ -147,14 +147,14 @@ class TestMappedShards:
         index, row = rows_of(dataset)[7]
         view = storage.span(index, row)
         os.utime(own / "train-000000.tar", ns=(1, 1))  # touched, not changed
-        storage.recheck(index)
+        storage.recheck([index])
         with (own / "train-000000.tar").open("r+b") as file:
             file.seek(row.offset + row.length // 2)
             file.write(b"other")
         assert bytes(view) != spans_of(own)[6]
         with pytest.raises(ChecksumError, match="written to while in use"):
-            storage.recheck(index)
-        MappedShards(dataset, verify=False).recheck(index)
+            storage.recheck([index])
+        MappedShards(dataset, verify=False).recheck([index])
 
     def test_without_the_library_auto_reads_into_memory_of_its_own(self, pristine, monkeypatch):
         assert isinstance(open_storage(open_dataset(pristine)), MappedShards)
@@ -165,7 +165,7 @@ class TestMappedShards:
         storage = MappedShards(dataset)
         index, row = rows_of(dataset)[7]
         assert bytes(storage.span(index, row)) == spans_of(pristine)[7]
-        storage.recheck(index)
+        storage.recheck([index])
 
 
 FOREIGN = """

@@ -234,7 +234,7 @@ class TestOpening:
             assert dataset.location == server.url + "/"
         first, *tables, last = [request.name for request in server.requests]
         assert (first, last) == ("dataset.json", "dataset.json")
-        assert sorted(tables) == ["blocks.sha256", "index.arrow", "shards.arrow"]
+        assert sorted(tables) == ["blocks.sha256", "index.arrow", "keys.arrow", "shards.arrow"]
         assert not [path for path in dataset.root.iterdir() if path.name.startswith(".")]
 
     def test_a_damaged_local_index_is_fetched_again(self, serve, pristine, tmp_path):

@@ -50,6 +50,7 @@ def test_any_channels_of_any_sample(built, data) -> None:
     wanted = {"meta": sample.meta, "geometry": sample.geometry, "boxes": sample.boxes, **sample.images, **sample.points}
     assert set(found) == {name for name in wanted if channels is None or name in channels}
     assert "cam_back" not in dataset.read(2)
+    assert set(dataset.read(number, "meta")) == {"meta"}
     for name, value in found.items():
         if name in CAMERAS:
             assert value == raw[sample.key][f"{name}.jpg"]
@@ -105,7 +106,7 @@ def test_one_range_request_for_one_camera(tiny_dataset, tmp_path) -> None:
         dataset = open_dataset(server.url, cache_dir=tmp_path / "cache")
         before = len(server.requests)
         assert dataset["clip-0000-000002"].key == "clip-0000-000002"
-        assert [request.name for request in server.requests[before:]] == ["keys.arrow", "train-000000.tar"]
+        assert [request.name for request in server.requests[before:]] == ["train-000000.tar"]
         copy = pickle.loads(pickle.dumps(dataset))
         assert (copy.url, copy.root, copy[1].key) == (dataset.url, dataset.root, here[1].key)
 
@@ -113,8 +114,7 @@ def test_one_range_request_for_one_camera(tiny_dataset, tmp_path) -> None:
 @pytest.mark.network
 def test_one_request_for_a_sample_whose_tables_are_here(tiny_dataset, tmp_path, monkeypatch) -> None:
     root = tiny_dataset({"train": (4,)}, size=(64, 48)).root
-    for module in (fetch, tables):
-        monkeypatch.setattr(module, "WHOLE_BYTES", 0)  # as of a large dataset: tables come by blocks
+    monkeypatch.setattr(tables, "WHOLE_BYTES", 0)  # as of a large dataset: tables come by blocks
     with FaultServer(root) as server:
 
         def requested(which, **options) -> list[str]:
@@ -133,8 +133,7 @@ def test_one_request_for_a_sample_whose_tables_are_here(tiny_dataset, tmp_path, 
 @pytest.mark.network
 def test_two_round_trips_for_a_key_of_which_nothing_is_here(tiny_dataset, tmp_path, monkeypatch) -> None:
     """The table of keys says where the sample is: its row and its bytes are asked for at the same time."""
-    for module in (fetch, tables):
-        monkeypatch.setattr(module, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(tables, "WHOLE_BYTES", 0)
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 512)
     monkeypatch.setattr(samples, "ROWS_PER_BATCH", 4)
     root = tiny_dataset({"train": (8, 8)}, size=(64, 48)).root

@@ -15,6 +15,11 @@ from fuelrail.sharding.sources.joins import Database, Tokens
 LINK = {"table": "scene", "column": "log_token", "owners": ["x", "y", "z"]}
 
 
+@pytest.fixture(autouse=True)
+def _by_duckdb(monkeypatch):
+    monkeypatch.setattr(module, "_FEW_ROWS", -1)
+
+
 @pytest.fixture(scope="module")
 def database(tmp_path_factory):
     folder = tmp_path_factory.mktemp("joins")
@@ -63,10 +68,13 @@ def test_rows_are_numbered_over_all_parts_of_a_column(database, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("rows_of_part", [7, 1 << 18], ids=["in parts", "at once"])
+@pytest.mark.parametrize(
+    ("few_rows", "rows_of_part"), [(-1, 7), (-1, 1 << 18), (1 << 12, 7)], ids=["in parts", "at once", "in memory"]
+)
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(table=st.lists(st.text(max_size=4), max_size=60), wanted=st.lists(st.text(max_size=4), max_size=60))
-def test_both_ways_find_the_same_rows(database, monkeypatch, rows_of_part, table, wanted):
+def test_both_ways_find_the_same_rows(database, monkeypatch, few_rows, rows_of_part, table, wanted):
+    monkeypatch.setattr(module, "_FEW_ROWS", few_rows)
     monkeypatch.setattr(module, "_ROWS_OF_PART", rows_of_part)
     tokens = Tokens("log", database)
     tokens.append(table)

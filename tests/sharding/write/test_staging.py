@@ -19,6 +19,7 @@ from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.run import shard
 from fuelrail.sharding.sources.registry import SourceSpec
+from fuelrail.sharding.write.staging import Bands
 from support.forked import fork, join
 from support.manifest_world import as_video, write_wide
 from support.neutral_source import Neutral, install_plugin, write_neutral
@@ -121,24 +122,32 @@ def test_a_disk_without_room_is_refused_before_anything_is_staged(source, tmp_pa
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     Neutral.num_made = 0
-    with pytest.raises(DatasetError, match=r"takes about 0\.\d GB.*0\.0 GB are free"):
+    with pytest.raises(DatasetError, match=r"takes with the shards about 0\.\d GB.*0\.0 GB are free"):
         run(source, tmp_path / "out")
     assert Neutral.num_made == 0
 
 
-def test_staged_members_go_when_their_shards_are_finished(source, tmp_path):
-    left = []
+def test_staged_members_go_when_their_shards_are_finished(source, tmp_path, monkeypatch):
+    left, on_disk = [], []
+    out, finished = tmp_path / "out", Bands.finished
 
     class Watch(Quiet):
         def shard_done(self, shard):
-            left.append(sum(path.stat().st_size for path in (tmp_path / "out" / WORK / "staging").glob("*.bin")))
+            left.append(sum(path.stat().st_size for path in (out / WORK / "staging").glob("*.bin")))
 
+    def watched(self, number):
+        on_disk.append(sum(path.stat().st_size for path in out.rglob("*") if path.suffix in (".tar", ".bin")))
+        finished(self, number)
+
+    monkeypatch.setattr(Bands, "finished", watched)
     spec = SourceSpec("neutral_by_clip", str(source), {"images": "made"})
     recipe = make_recipe(seed=7, shard_size_bytes=1 << 16, splits={"train": 1.0})
-    shard(spec, tmp_path / "out", recipe, 1, Watch(), LocalEngine(1))
+    shard(spec, out, recipe, 1, Watch(), LocalEngine(1))
     assert len(left) > 1
     assert left == sorted(set(left), reverse=True)
     assert not left[-1]
+    shards = [path.stat().st_size for path in out.glob("*.tar")]
+    assert max(on_disk) < sum(shards) + max(shards), "a shard more than the dataset, for each is a band here"
 
 
 def test_samples_that_are_not_selected_are_not_staged(source, tmp_path):

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 import msgspec
 
 from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.sample.arrays import Buffer
 
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Collection, Iterator
 
-    from fuelrail.pipeline.sample.arrays import Buffer
 
 HEAD_BYTES: Final = 1024
 """How much of a message is read for its stamp and its layout; the headers of most JPEGs are in it too."""

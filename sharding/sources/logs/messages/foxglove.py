@@ -6,7 +6,16 @@ import functools
 from typing import TYPE_CHECKING, Final
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.logs.messages.records import Calibration, Cloud, Edge, Edges, Picture, PointField
+from fuelrail.sharding.sources.logs.messages.records import (
+    Calibration,
+    Cloud,
+    Edge,
+    Edges,
+    Marks,
+    Picture,
+    PointField,
+    Shape,
+)
 from fuelrail.sharding.sources.logs.messages.wire import Names, Proto, descriptor
 
 if TYPE_CHECKING:
@@ -69,6 +78,19 @@ class Foxglove:
     def pose(self, data: Buffer) -> Edge:  # noqa: ARG002 - of ROS's types alone
         """None of foxglove's types is one."""
         raise SourceError(f"topic '{self._topic.name}' has the type {self._topic.type}, which has no ego pose")
+
+    def marks(self, data: Buffer) -> Marks:
+        """An ImageAnnotations."""
+        one = self._read(data)
+        shapes = [
+            Shape(
+                shape.stamp_ns, shape.number("type"), [point.double("x") for point in shape.messages("points")],
+                [point.double("y") for point in shape.messages("points")],
+                {pair.text("key"): pair.text("value") for pair in shape.messages("metadata")},
+            )
+            for shape in one.messages("points")
+        ]  # fmt: skip
+        return Marks.of_shapes(one.stamp_ns, shapes, [text.text("text") for text in one.messages("texts")])
 
     def cloud_head(self, data: Buffer, length: int) -> tuple[int, str, int]:
         """Stamp, frame and number of points, by the length of the message."""

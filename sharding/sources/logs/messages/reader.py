@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.sharding.sources.logs.files.log_file import Message, Topic
-    from fuelrail.sharding.sources.logs.messages.records import Calibration, Cloud, Edge, Fix, Picture
+    from fuelrail.sharding.sources.logs.messages.records import Calibration, Cloud, Edge, Fix, Marks, Picture
 
 D = TypeVar("D")
 T = TypeVar("T")
@@ -72,6 +72,10 @@ class Reader:
         """A whole NavSatFix."""
         assert isinstance(self._form, Ros), "a type of ROS"
         return self._guard(self._form.fix, message.data)
+
+    def marks(self, message: Message) -> Marks:
+        """Whole boxes in a picture."""
+        return self._guard(self._form.marks, message.data)
 
     @property
     def columns(self) -> list[str]:

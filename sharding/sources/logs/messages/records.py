@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -33,6 +33,11 @@ TRANSFORMS: Final = frozenset(
 )
 POSES: Final = frozenset({"nav_msgs/Odometry", "geometry_msgs/PoseStamped", "geometry_msgs/PoseWithCovarianceStamped"})
 FIXES: Final = frozenset({"sensor_msgs/NavSatFix"})
+MARKS: Final = frozenset(
+    {"vision_msgs/Detection2DArray", "foxglove_msgs/ImageAnnotations", "foxglove.ImageAnnotations"}
+)
+UNKNOWN: Final = "unknown"
+_LINE_LOOP: Final = 2
 CLOUDS: Final = frozenset({"sensor_msgs/PointCloud2", "foxglove.PointCloud"})
 
 
@@ -133,6 +138,45 @@ class Fix(NamedTuple):
     latitude: float
     longitude: float
     altitude: float
+
+
+class Marks(NamedTuple):
+    """Boxes in a picture: left, top, right, bottom [px], where 0 is the left edge of the first pixel; category, track.
+
+    A category that is not stated is "unknown", and a track "".
+    """
+
+    stamp_ns: int
+    box: list[tuple[float, float, float, float]]
+    category: list[str]
+    track: list[str]
+
+    @classmethod
+    def of_shapes(cls, stamp_ns: int, shapes: Sequence[Shape], texts: Sequence[str]) -> Marks:
+        """The bounds of closed lines; where there are as many texts, these name what has no category of its own."""
+        loops = [shape for shape in shapes if shape.kind == _LINE_LOOP and shape.x]
+        names = texts if len(texts) == len(loops) else [""] * len(loops)
+        box = [(min(one.x), min(one.y), max(one.x), max(one.y)) for one in loops]
+
+        def said(one: Shape, keys: tuple[str, ...]) -> str:
+            return next((one.about[key] for key in keys if one.about.get(key)), "")
+
+        category = [said(one, ("category", "class", "label")) or name for one, name in zip(loops, names, strict=True)]
+        stamps = (stamp_ns, *(one.stamp_ns for one in shapes))
+        return cls(
+            next(filter(None, stamps), 0), box, [name or UNKNOWN for name in category],
+            [said(one, ("track", "track_id", "id")) for one in loops],
+        )  # fmt: skip
+
+
+class Shape(NamedTuple):
+    """A PointsAnnotation of foxglove: kind, vertices [px], and its metadata."""
+
+    stamp_ns: int
+    kind: int
+    x: list[float]
+    y: list[float]
+    about: dict[str, str]
 
 
 class PointField(NamedTuple):

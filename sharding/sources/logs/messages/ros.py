@@ -10,15 +10,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.logs.messages.records import (
     RAWS,
+    UNKNOWN,
     Calibration,
     Cloud,
     Edge,
     Edges,
     Fix,
+    Marks,
     Picture,
     PointField,
+    Shape,
 )
 
 if TYPE_CHECKING:
@@ -185,6 +189,36 @@ class Ros:
         stamps = [_time_ns(one.header.stamp if hasattr(one, "header") else one.stamp) for one in found]
         return np.array(stamps, np.int64), np.array([[get(one) for get in read] for one in found], np.float64)
 
+    def marks(self, data: Buffer) -> Marks:
+        """A Detection2DArray of any version, or foxglove's ImageAnnotations.
+
+        The bounds of a box that is turned, and the category of the best score.
+        """
+        one = self._read(data)
+        if self._topic.type != "vision_msgs/Detection2DArray":
+            shapes = [
+                Shape(
+                    _time_ns(shape.timestamp), shape.type, [point.x for point in shape.points],
+                    [point.y for point in shape.points],
+                    {pair.key: pair.value for pair in getattr(shape, "metadata", ())},
+                )
+                for shape in one.points
+            ]  # fmt: skip
+            stamp_ns = _time_ns(one.timestamp) if hasattr(one, "timestamp") else 0
+            return Marks.of_shapes(stamp_ns, shapes, [text.text for text in getattr(one, "texts", ())])
+        found = Marks(_time_ns(one.header.stamp), [], [], [])
+        for detection in one.detections:
+            centre, size = detection.bbox.center, (detection.bbox.size_x / 2, detection.bbox.size_y / 2)
+            place, c, s = getattr(centre, "position", centre), abs(math.cos(centre.theta)), abs(math.sin(centre.theta))
+            half = size[0] * c + size[1] * s, size[0] * s + size[1] * c
+            found.box.append((place.x - half[0], place.y - half[1], place.x + half[0], place.y + half[1]))
+            results = [getattr(result, "hypothesis", result) for result in detection.results]
+            best = max(results, key=lambda result: result.score, default=None)
+            name = "" if best is None else str(getattr(best, "class_id", getattr(best, "id", "")))
+            found.category.append(name or UNKNOWN)
+            found.track.append(getattr(detection, "id", "") or getattr(detection, "tracking_id", ""))
+        return found
+
     def cloud_head(self, data: Buffer, length: int) -> tuple[int, str, int]:  # noqa: ARG002 - foxglove's needs it
         """Stamp, frame and number of points."""
         cdr = _Cdr(data)
@@ -215,6 +249,11 @@ def _store(name: str, schema: bytes) -> Any:  # noqa: ANN401 - rosbags
 
     if name in _standard().types:
         return _standard()
+    if not schema:
+        raise SourceError(
+            f"the log has no definition of the type {name}, which is none of ROS 2's own; `ros2 bag convert` of ROS 2 "
+            "Iron or later writes one that has"
+        )
     found = get_typestore(Stores.ROS2_HUMBLE)
     found.register(get_types_from_msg(schema.decode(), name))
     return found

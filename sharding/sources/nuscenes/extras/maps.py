@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
-from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.files import check_no_pointer
-from fuelrail.sharding.sources.frames.vector_maps import VectorMap, map_channel, window
+from fuelrail.sharding.sources.frames.vector_maps import VectorMap, encoded_window, map_channel
 from fuelrail.sharding.sources.scan_table import Reference
 
 if TYPE_CHECKING:
@@ -84,7 +83,7 @@ class MapWindow(msgspec.Struct, frozen=True, tag="map"):
 
     def member(self, read: Callable[[str], bytes]) -> bytes:
         """The member's bytes; raises SourceError."""
-        return KINDS[MAP.kind].encode(window(_parsed(read, self.file), np.array(self.ego2global).reshape(3, 4)), MAP)
+        return encoded_window(_parsed(read, self.file), self.ego2global, MAP)
 
 
 class Maps:
@@ -149,4 +148,4 @@ def parse_map(data: bytes, file: str) -> VectorMap:
                 kept = [chain for chain in chains if len(chain) > 1]
                 lines += kept
                 layers += [number] * len(kept)
-    return VectorMap.of(lines, layers)
+    return VectorMap.of(lines, layers, f"map file '{file}'")

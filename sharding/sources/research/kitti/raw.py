@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from functools import cached_property, lru_cache
+from math import isfinite
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 from xml.etree import ElementTree
@@ -19,7 +20,7 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid, rotation_matrices
 from fuelrail.sharding.sources.files import looks
 from fuelrail.sharding.sources.frames.channels import signals, signals_channel
-from fuelrail.sharding.sources.frames.frame import BoxRows, Clip, Frame, Image, Sensors, Sweep
+from fuelrail.sharding.sources.frames.frame import NO_BOXES, BoxRows, Clip, Frame, Image, Sensors, Sweep
 from fuelrail.sharding.sources.frames.poses import Trajectory, quaternions
 from fuelrail.sharding.sources.frames.source import FrameSettings, FrameSource
 from fuelrail.sharding.sources.research.kitti.calibration import (
@@ -164,10 +165,10 @@ class Kitti(FrameSource[KittiSettings]):
     def _oxts(self, name: str) -> list[float]:
         text = read_file(self.files, name)
         try:
-            found = [float(one) for one in text.split()]
+            found = list(map(float, text.split()))
         except ValueError:
             found = []
-        if len(found) != len(_OXTS) or not np.isfinite(found).all():
+        if len(found) != len(_OXTS) or not all(map(isfinite, found)):
             raise SourceError(f"file '{self.files.shown}/{name}' has not {len(_OXTS)} finite numbers: {text[:60]!r}")
         return found
 
@@ -224,7 +225,7 @@ class Kitti(FrameSource[KittiSettings]):
                     if number in found
                 },
                 sweeps={LIDAR: sweep} if number in scans else {},
-                boxes=None if boxes is None else boxes.get(number, _NO_BOXES),
+                boxes=None if boxes is None else boxes.get(number, NO_BOXES),
                 members=members[at],
             )
 
@@ -256,43 +257,43 @@ class Kitti(FrameSource[KittiSettings]):
         if _TRACKLETS not in self.files.listed(folder):
             return None
         name = f"{folder}/{_TRACKLETS}"
-        rows: dict[int, list[tuple[str, str, list[float]]]] = {}
+        tracks = []
         try:
             root = ElementTree.fromstring(read_file(self.files, name))
-            for number, item in enumerate(root.iterfind("tracklets/item")):
-                size = [float(item.findtext(tag, "")) for tag in ("l", "w", "h")]
+            for item in root.iterfind("tracklets/item"):
+                poses = item.findall("poses/item")
+                place = [[float(one.findtext(tag, "")) for one in poses] for tag in ("tx", "ty", "tz", "rz")]
+                size = [[float(item.findtext(tag, ""))] * len(poses) for tag in ("l", "w", "h")]
                 first, kind = int(item.findtext("first_frame", "")), category(item.findtext("objectType", "unknown"))
-                for at, one in enumerate(item.iterfind("poses/item"), first):
-                    place = [float(one.findtext(tag, "")) for tag in ("tx", "ty", "tz", "rz")]
-                    rows.setdefault(at, []).append((kind, f"{number}", [*place, *size]))
+                tracks.append((kind, np.arange(first, first + len(poses)), np.array(place + size)))
         except (ElementTree.ParseError, ValueError) as error:
             raise SourceError(f"file '{self.files.shown}/{name}' is not as tracklets are: {error}") from error
-        return _boxes(rows, invert_rigid(ego2lidar))
+        return _boxes(tracks, invert_rigid(ego2lidar))
 
 
-_NO_BOXES: Final = BoxRows(centre=np.empty((0, 3)), size_lwh=np.empty((0, 3)), category=(), yaw=np.empty(0))
-
-
-def _boxes(rows: dict[int, list[tuple[str, str, list[float]]]], lidar2ego: F64) -> dict[int, BoxRows]:
-    """Boxes by number of the frame; their numbers are worked out for the whole drive at once."""
-    if not rows:
+def _boxes(tracks: list[tuple[str, NDArray[np.int64], F64]], lidar2ego: F64) -> dict[int, BoxRows]:
+    """Boxes by number of the frame, of tracks: category, numbers of frames, and place, yaw and size in each."""
+    if not tracks:
         return {}
-    x, y, z, yaw, length, width, height = np.array([numbers for own in rows.values() for _, _, numbers in own]).T
+    x, y, z, yaw, length, width, height = np.concatenate([numbers for _, _, numbers in tracks], 1)
     half, none = yaw / 2, np.zeros(len(x))
     turned = lidar2ego[:3, :3] @ rotation_matrices(np.stack([np.cos(half), none, none, np.sin(half)], 1))
     centre = np.stack([x, y, z + height / 2], 1) @ lidar2ego[:3, :3].T + lidar2ego[:3, 3]
     size, rotation = np.stack([length, width, height], 1), quaternions(turned)
-    found, end = {}, 0
-    for at, own in rows.items():
-        part = slice(end, end := end + len(own))
-        found[at] = BoxRows(
+    frames = np.concatenate([own for _, own, _ in tracks])
+    order = np.argsort(frames, kind="stable")
+    found, starts = np.unique(frames[order], return_index=True)
+    names = [(kind, f"{number}") for number, (kind, own, _) in enumerate(tracks) for _ in own]
+    return {
+        at: BoxRows(
             centre=centre[part],
             size_lwh=size[part],
             rotation_wxyz=rotation[part],
-            category=[kind for kind, _, _ in own],
-            track=[track for _, track, _ in own],
+            category=[names[row][0] for row in part.tolist()],
+            track=[names[row][1] for row in part.tolist()],
         )
-    return found
+        for at, part in zip(found.tolist(), np.split(order, starts[1:]), strict=True)
+    }
 
 
 def oxts_poses(rows: F64) -> F64:

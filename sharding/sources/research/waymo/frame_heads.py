@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.research.waymo.maps import FRAME_MAP, FRAME_MAP_OFFSET, place
 from fuelrail.sharding.sources.research.waymo.records import (
     BYTES,
     FIXED64,
@@ -84,7 +85,8 @@ class ImageHead(msgspec.Struct, frozen=True, gc=False):
 class FrameHead(NamedTuple):
     """A frame; ``context`` are the bytes of the message, ``labels`` a message each; bytes of all range images.
 
-    ``camera_labels`` are a message for each camera that has labels in its image.
+    ``camera_labels`` are a message for each camera that has labels in its image. ``map_span`` is where in the file the
+    features of the map are, None without; ``map_offset`` [m] is to be added to places in global for those of the map.
     """
 
     timestamp_us: int
@@ -94,18 +96,22 @@ class FrameHead(NamedTuple):
     labels: list[bytes]
     laser_bytes: int
     camera_labels: list[bytes]
+    map_span: tuple[int, int] | None = None
+    map_offset: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
-def read_frame(window: Window, record: Record, context: bytes | None, *, boxes2d: bool = False) -> FrameHead:
+def read_frame(
+    window: Window, record: Record, context: bytes | None, *, boxes2d: bool = False, has_map: bool = False
+) -> FrameHead:
     """Read a record that is a frame; ``context`` of the frame before it is not read again where it is the same.
 
-    Labels in images are read with ``boxes2d`` alone.
+    Labels in images are read with ``boxes2d`` alone, and what is of the map with ``has_map``.
 
     Raises SourceError for what is no frame.
     """
     place = f"{window.where}: record {record.number}"
     try:
-        head = _read(window, record, context, boxes2d=boxes2d)
+        head = _read(window, record, context, boxes2d=boxes2d, has_map=has_map)
     except (ValueError, struct.error) as error:
         raise SourceError(
             f"{place} is not a Frame of the Waymo Open Dataset: {error}; files of the motion dataset (Scenario) and of "
@@ -117,8 +123,9 @@ def read_frame(window: Window, record: Record, context: bytes | None, *, boxes2d
     return head
 
 
-def _read(window: Window, record: Record, context: bytes | None, *, boxes2d: bool) -> FrameHead:
+def _read(window: Window, record: Record, context: bytes | None, *, boxes2d: bool, has_map: bool) -> FrameHead:
     time, pose, images, labels, laser_bytes, camera_labels = -1, None, [], [], 0, []
+    map_span, map_offset = None, (0.0, 0.0, 0.0)
     for field in field_places(window, record.start, record.end):
         if field.number == _FRAME_CONTEXT:
             _expect(field, BYTES, "context")
@@ -145,10 +152,16 @@ def _read(window: Window, record: Record, context: bytes | None, *, boxes2d: boo
         elif field.number == _FRAME_CAMERA_LABELS and boxes2d:
             _expect(field, BYTES, "camera_labels")
             camera_labels.append(window.at(field.start, field.end - field.start))
+        elif field.number == FRAME_MAP and has_map:
+            key = field.start - 1 - max(-(-(field.end - field.start).bit_length() // 7), 1)  # and the length
+            map_span = key if map_span is None else map_span[0], field.end
+        elif field.number == FRAME_MAP_OFFSET and has_map:
+            _expect(field, BYTES, "map_pose_offset")
+            map_offset = place(window.at(field.start, field.end - field.start))
     if context is None or time <= 0 or pose is None:
         missing = "context" if context is None else "timestamp_micros" if time <= 0 else "pose"
         raise ValueError(f"it has no {missing}")
-    return FrameHead(time, pose, context, images, labels, laser_bytes, camera_labels)
+    return FrameHead(time, pose, context, images, labels, laser_bytes, camera_labels, map_span, map_offset)
 
 
 def _expect(field: FieldPlace, wire: int, name: str) -> None:

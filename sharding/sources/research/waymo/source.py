@@ -8,6 +8,7 @@ its time is the sweep's start: the dataset gives no other.
 from __future__ import annotations
 
 import re
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import msgspec
@@ -18,7 +19,9 @@ from fuelrail.pipeline.channels.sensors import LidarEntry
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.files import opened
 from fuelrail.sharding.sources.frames.frame import BoxRows, Clip, Frame, Image, ImageBoxRows, Sensors, Sweep
+from fuelrail.sharding.sources.frames.members import Part
 from fuelrail.sharding.sources.frames.source import FrameSettings, FrameSource
+from fuelrail.sharding.sources.frames.vector_maps import MapWindows, VectorMap
 from fuelrail.sharding.sources.research.waymo.frame_heads import (
     CAMERAS,
     LABEL_TYPES,
@@ -28,6 +31,7 @@ from fuelrail.sharding.sources.research.waymo.frame_heads import (
     read_frame,
     read_labels,
 )
+from fuelrail.sharding.sources.research.waymo.maps import MAP_LAYERS, parse_map
 from fuelrail.sharding.sources.research.waymo.range_images import POINT_COLUMNS, frame_points
 from fuelrail.sharding.sources.research.waymo.records import records
 from fuelrail.sharding.sources.source import Camera
@@ -39,6 +43,7 @@ if TYPE_CHECKING:
 
     from fuelrail.sharding.sources.research.waymo.frame_heads import CameraCalibration, FrameHead
     from fuelrail.sharding.sources.research.waymo.records import Record
+    from fuelrail.sharding.sources.scan_table import Reference
 
 LIDAR: Final = "lidar"
 SPLITS: Final = {"training": "train", "validation": "val", "testing": "test"}
@@ -66,6 +71,7 @@ class WaymoSettings(FrameSettings, frozen=True, kw_only=True):
 class WaymoFileSettings(WaymoSettings, frozen=True, kw_only=True):
     """Options of the source of TFRecord files."""
 
+    map: Annotated[bool, Meta(description="true stores the vector map about ego as the channel map")] = False
     payload_crc: Annotated[
         bool, Meta(description="true checks the CRC32C of each record, which reads all bytes of all files")
     ] = False
@@ -89,6 +95,11 @@ class Waymo(FrameSource[WaymoFileSettings]):
     def image_boxes(self) -> dict[str, str]:  # type: ignore[override]  # by the options
         """All cameras, with the option."""
         return labelled_cameras() if self.given.boxes2d else {}
+
+    @cached_property
+    def maps(self) -> MapWindows | None:  # type: ignore[override]  # by the options
+        """The features of the map, with the option."""
+        return MapWindows(MAP_LAYERS, self._map) if self.given.map else None
 
     def category_names(self) -> tuple[str, ...]:
         """Types of labels, without the unknown one."""
@@ -117,12 +128,14 @@ class Waymo(FrameSource[WaymoFileSettings]):
         at_url = self.files.path(name) is None
         frames: list[Frame] = []
         labels: list[list[bytes]] = []
+        offsets: list[tuple[float, float, float]] = []
+        span: tuple[int, int] | None = None
         with opened(self.files, name) as window:
             context, first, place = None, "", window.where
             cameras: dict[str, CameraCalibration] = {}
             stats: dict[str, str] = {}
             for record in records(window, whole=at_url, payloads=self.given.payload_crc):
-                head = read_frame(window, record, context, boxes2d=self.given.boxes2d)
+                head = read_frame(window, record, context, boxes2d=self.given.boxes2d, has_map=self.given.map)
                 try:
                     if head.context is not context:
                         segment, cameras, stats = read_context(head.context)
@@ -133,14 +146,32 @@ class Waymo(FrameSource[WaymoFileSettings]):
                         first, context = segment, head.context
                     frames.append(self._frame(name, record, head, cameras, stats))
                     labels.append(head.labels)
+                    offsets.append(head.map_offset)
+                    span = span or head.map_span
                 except ValueError as error:
                     raise SourceError(f"{place}: record {record.number}: {error}") from error
         if not any(frame.images for frame in frames):
             raise SourceError(f"{place}: none of the {len(frames)} frames has an image")
         found = list(read_labels(labels, place, camera_synced=self.given.boxes == "camera_synced"))
         is_labelled = any(columns.category for columns in found)
-        for frame, columns in zip(frames, found, strict=True):
-            yield msgspec.structs.replace(frame, boxes=box_rows(columns) if is_labelled else None)
+        windows = self._windows(name, span, frames, offsets)
+        for frame, columns, members in zip(frames, found, windows, strict=True):
+            yield msgspec.structs.replace(frame, boxes=box_rows(columns) if is_labelled else None, members=members)
+
+    def _windows(
+        self, name: str, span: tuple[int, int] | None, frames: list[Frame], offsets: list[tuple[float, float, float]]
+    ) -> list[list[Reference]]:
+        """The map about ego at each frame's pose: moved by the frame's offset, it is in the map's frame."""
+        if self.maps is not None and span is None:
+            self.noted["segments without a map"] += 1
+        if self.maps is None or span is None:
+            return [[] for _ in frames]
+        ego2map = np.array([frame.ego2global for frame in frames])
+        ego2map[:, :3, 3] += offsets
+        return self.maps.references(f"{name}#{span[0]}+{span[1] - span[0]}", ego2map)
+
+    def _map(self, place: str) -> VectorMap:
+        return parse_map(Part.of(place).read(self.files), f"file '{self.files.shown}/{place}'")
 
     def points(self, ref: str) -> NDArray[np.float32]:
         """(P, 5) first returns of all lidars; reads the whole record."""

@@ -138,6 +138,18 @@ def test_a_model_that_does_not_fit_is_refused(base, tmp_path, model, message) ->
         run(base, tmp_path / "layer", model)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seed": 5}, "view='fixed' shows samples without any"),
+        ({"store": "int8", "channels": "table.yaml"}, r"store='int8' is for values without a table: 'table\.yaml'"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(base, tmp_path, options, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        annotate(base, tmp_path / "layer", "math:sqrt", **options)
+
+
 def test_groups_of_cameras_are_shown_unaugmented_and_two_views_are_refused(base, tmp_path) -> None:
     image = {"height": 32, "width": 64, "train": True, "rotate_deg": (-20.0, 20.0)}
     groups = {name: {"cameras": [f"cam_{name}"], "image": image} for name in ("back", "front")}

@@ -71,7 +71,7 @@ def test_where_the_reference_was_disturbed_there_is_a_rate_and_no_ratio():
 
 def test_the_interval_of_ratios_is_students():
     interval = ratio_interval([1.0, 1.1, 1.21])
-    half = 4.303 * np.log(1.1) / np.sqrt(3)
+    half = 4.302653 * np.log(1.1) / np.sqrt(3)
     assert (interval.median, interval.low) == pytest.approx((1.1, 1.1 * np.exp(-half)))
     assert interval.high == pytest.approx(1.1 * np.exp(half))
     assert (ratio_interval([2.0]).low, ratio_interval([2.0]).confidence) == (2.0, 0.0)

@@ -8,8 +8,8 @@ import pytest
 
 from fuelrail.bench.measure.machine import CpuUse
 from fuelrail.bench.measure.rates import Rate
-from fuelrail.bench.measure.records import Stage
 from fuelrail.bench.studies.loader.report import find_bound
+from fuelrail.pipeline.runtime.stages import StageClock
 
 SECONDS = 10.0
 CPU_MS = {"fetch": 0.5, "parse": 0.5, "decode": 20.0, "collate": 0.2}
@@ -19,7 +19,7 @@ def judge(*, samples_per_s, busy, threads=None, cpu_ms=CPU_MS, usable=4.0, other
     """``busy`` gives each stage's busy share, the rest is starved; CPU in use follows from rate and CPU time."""
     count = dict.fromkeys(busy, 1) | {"decode": 4} | (threads or {})
     clocks = [
-        Stage(
+        StageClock(
             name=name, num_threads=count[name], items=int(samples_per_s * SECONDS), waiting=0, capacity=2,
             blocked_s=0.0, busy_s=share * count[name] * SECONDS, starved_s=(1 - share) * count[name] * SECONDS,
         )

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
-from fuelrail.bench.trainer.distill.settings import DistillSettings, weights_of
+from fuelrail.bench.trainer.distill.settings import DistillSettings
 from fuelrail.bench.trainer.distill.student import distilled
 from fuelrail.bench.trainer.distill.teacher import Teacher, of_checkpoint
 from fuelrail.bench.trainer.models.settings import MODELS
@@ -41,7 +41,7 @@ def losses(folder, *, sharded):
         size, cameras = MODELS["bev-tiny"], len(loader.dataset.manifest.cameras)
         model, teaches = distilled(build(size, "cpu", 0), settings, loader, "cpu")
         if not sharded:
-            teaches = of_checkpoint(Teacher(settings.checkpoints), size, weights_of(PARTS), cameras).of_inputs
+            teaches = of_checkpoint(Teacher(settings.checkpoints), size, cameras).of_inputs
         parallel = parallelise(model, ParallelSettings(), Degrees(dp_replicate=RANKS), None, batch_size=2)
         parallel.teacher = teaches
         assert isinstance(parallel.model, DistributedDataParallel)

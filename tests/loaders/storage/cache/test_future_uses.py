@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuelrail.bench.micro.storage_cache import lru_hits
 from fuelrail.loaders.storage.cache.future_uses import NEVER, FarthestFirst, FutureUses, build_future_uses, coming_rows
 from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, WorkerShard, World
 from fuelrail.pipeline.order.spec import Layout, Order, OrderSpec
+from support.cache_policies import lru_hits
 
 
 def future_uses_of(sequence, horizon=None):

@@ -15,12 +15,12 @@ from functools import partial
 import numpy as np
 import pytest
 
-from fuelrail.bench.micro.storage_cache import Hindsight, farthest_first_hits, lru_hits
 from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.storage.cache.future_uses import FutureUses
 from fuelrail.loaders.storage.cache.span_cache import SpanCache, parse_size
 from fuelrail.pipeline.errors import ChecksumError, ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
+from support.cache_policies import Hindsight, farthest_first_hits, lru_hits
 from support.forked import fork, join
 from support.storage_suite import StorageSuite, rows_of, spans_of, spoil
 

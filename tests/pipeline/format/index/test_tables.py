@@ -15,7 +15,7 @@ from fuelrail.bench.micro.datasets import write_synthetic_index
 from fuelrail.pipeline.errors import DatasetError, FuelrailError, IndexFileError, ManifestError
 from fuelrail.pipeline.format.attributes import Attributes
 from fuelrail.pipeline.format.dataset import open_dataset
-from fuelrail.pipeline.format.index import blocks, keys, samples
+from fuelrail.pipeline.format.index import blocks, keys, samples, tables
 from fuelrail.pipeline.format.index.blocks import BlockFile, split_digests
 from fuelrail.pipeline.format.index.keys import KeyTable
 from fuelrail.pipeline.format.index.shards import ShardTable, shard_name
@@ -146,7 +146,14 @@ class TestKeys:
 
         opened = blocks.open_sparse(tmp_path / "keys.arrow", len(data), blocks.block_digests(path), read)
         middle = int(keys.sorted_entries(index, tmp_path)["row"][10_000])
-        assert [entry.row for entry in KeyTable(lambda: opened, len(index)).find(index.row(middle).key)] == [middle]
+        table = KeyTable(lambda: opened, len(index))
+        assert [entry.row for entry in table.find(index.row(middle).key)] == [middle]
+        rest = list[tuple[int, int]]()
+        monkeypatch.setattr(opened, "_read", lambda first, end: rest.append((first, end)) or data[first:end])
+        assert [entry.row for entry in table.find(index.row(0).key)] == [0]
+        assert len(rest) == 6, "all other blocks come with the second look-up, in runs of 16 at most"
+        assert [table.find(index.row(row).key)[0].row for row in range(0, 20_000, 99)] == [*range(0, 20_000, 99)]
+        assert len(rest) == 6
 
     def test_rows_outside_the_index_are_refused(self, tiny_dataset, tmp_path) -> None:
         tiny_dataset({"train": (3,)}, size=(32, 24), copy_to=tmp_path / "d")
@@ -202,8 +209,7 @@ class TestBlocksAtAUrl:
     def served(self, tmp_path, monkeypatch):
         monkeypatch.setattr(blocks, "BLOCK_BYTES", 4096)
         monkeypatch.setattr(samples, "ROWS_PER_BATCH", 64)
-        for module in ("index.tables", "fetch"):
-            monkeypatch.setattr(f"fuelrail.pipeline.format.{module}.WHOLE_BYTES", 0)
+        monkeypatch.setattr(tables, "WHOLE_BYTES", 0)
         write_synthetic_index(tmp_path / "d", [40] * 50, shuffle_seed=1)
         with FaultServer(tmp_path / "d") as server:
             yield server, open_dataset(tmp_path / "d"), tmp_path / "cache"
@@ -221,7 +227,10 @@ class TestBlocksAtAUrl:
         assert dataset.find(here.index.row(1002).key) == 1002
         before = len(server.requests)
         assert dataset.find(here.index.row(1003).key) == 1003
-        assert len(server.requests) <= before + 1
+        assert {request.name for request in server.requests[before:]} == {"keys.arrow"}
+        before = len(server.requests)
+        assert [dataset.find(here.index.row(at).key) for at in range(2000)] == list(range(2000))
+        assert {request.name for request in server.requests[before:]} == {"index.arrow"}
         assert [dataset.index.row(at) for at in range(2000)] == [here.index.row(at) for at in range(2000)]
         before = len(server.requests)
         again = open_dataset(server.url, cache_dir=cache)
@@ -230,8 +239,7 @@ class TestBlocksAtAUrl:
 
     def test_a_filter_reads_its_columns_of_the_split_alone(self, tmp_path, monkeypatch) -> None:
         monkeypatch.setattr(blocks, "BLOCK_BYTES", 4096)
-        for module in ("index.tables", "fetch"):
-            monkeypatch.setattr(f"fuelrail.pipeline.format.{module}.WHOLE_BYTES", 0)
+        monkeypatch.setattr(tables, "WHOLE_BYTES", 0)
         noise = {f"score{n}": one for n, one in enumerate(np.random.default_rng(0).random((12, 9000)))}
         table = {**noise, "night": np.arange(9000) % 10 == 0}
         monkeypatch.setattr(pq, "write_table", partial(pq.write_table, row_group_size=2000))

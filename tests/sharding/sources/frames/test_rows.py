@@ -109,6 +109,20 @@ def test_bad_input_is_named(root, edit, match):
     assert "drive-0" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "data", "match"),
+    [
+        ("cam_left/1.jpg", b"", r"frame 1, cam_left: image '.*1.jpg' has 0 bytes"),
+        ("cam_left/1.jpg", b"\xff\xd8\xff\xdb\0\x43", r"1.jpg': JPEG header is broken: segment 0xffdb .* 67 bytes"),
+        ("lidar_top-1.npy", b"", r"lidar file '.*lidar_top-1.npy' is empty; the option points=false"),
+    ],
+)
+def test_an_empty_or_cut_file_is_named(root, name, data, match):
+    (root / "drive-0" / name).write_bytes(data)
+    with pytest.raises(SourceError, match=match):
+        scan(root)
+
+
 def test_a_camera_that_one_clip_lacks_is_masked_there(root):
     def without(world):
         for row in world["clips"][1]["frames"]:

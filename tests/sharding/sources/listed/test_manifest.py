@@ -110,6 +110,7 @@ BAD_WIDE = {
     "unknown column": (put(0, cam__cam_left__pth="a"), r"cam.cam_left.pth is not known.*did you mean.*path"),
     "list as attribute": (put(0, ego2gobal=[1.0]), r"ego2gobal.*attributes are numbers.*did you mean.*ego2global"),
     "attribute of ours": (put(0, speed_mps=3.0), r"speed_mps"),
+    "a struct for boxes": (lambda rows: [{**row, "boxes": {"yaw": 1.0}} for row in rows], "expected a list of structs"),
     "box column": (put(0, boxes=[{"category": "car", "heading": 1.0}]), r"boxes have no column heading"),
     "two splits": (put(1, split="val"), r"row 1, column split"),
     "plain q": (lambda rows: [{**row, "ego2global.q": [1, 0, 0, 0]} for row in rows], r"q_wxyz or ego2global.q_xyzw"),
@@ -248,6 +249,12 @@ def test_labels_of_some_frames_only(long, tmp_path):
     edit(long, change, "boxes")
     table = scanned("manifest", long, tmp_path, **OPTIONS).table
     assert [table.row(number).boxes is None for number in range(4)] == [False, False, True, True]
+
+
+def test_lists_without_a_box_say_that_frames_are_labelled(wide, tmp_path):
+    edit(wide, lambda rows: [{**row, "boxes": [] if at else None} for at, row in enumerate(rows)])
+    table = scanned("manifest", wide, tmp_path, **OPTIONS).table
+    assert [table.row(number).boxes is None for number in range(3)] == [True, False, False]
 
 
 def test_free_columns_are_attributes_and_the_split_is_the_source_s(wide, tmp_path):

@@ -199,6 +199,7 @@ def test_signals_are_stored_between_samples(tmp_path):
     times = range(first - 60_000_000, first + 300_000_000, 20_000_000)
     for number, time_ns in enumerate(times):
         linear, angular = (ros.of("geometry_msgs/Vector3", *np.arange(3.0) + number + at) for at in (0, 10))
+        linear.z = np.nan  # not measured
         twist = ros.of("geometry_msgs/Twist", linear, angular)
         message = ros.of("geometry_msgs/TwistStamped", ros.header(time_ns, "base_link"), twist)
         sent.append(Sent("/speed", "geometry_msgs/TwistStamped", time_ns, message))
@@ -213,6 +214,7 @@ def test_signals_are_stored_between_samples(tmp_path):
     assert [len(one) for one in rows] == [4, 5, 5, 4]
     np.testing.assert_allclose(rows[0][:, 0], [0.06, 0.04, 0.02, 0], atol=1e-9)
     np.testing.assert_array_equal(np.concatenate(rows)[:, 1], np.arange(len(times)))
+    assert np.isnan(np.concatenate(rows)[:, 3]).all()
     np.testing.assert_array_equal(np.concatenate(rows)[:, 6], np.arange(len(times)) + 12)
     with pytest.raises(ConfigError, match="'/x' of speed is no topic of messages of numbers; topics: /cam"):
         scan_source(spec._replace(options={"signals": {"speed": "/x"}}))

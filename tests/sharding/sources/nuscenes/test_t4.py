@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 
+from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.sample.schema import Boxes, Geometry, decode_arrays, decode_meta
@@ -132,6 +133,30 @@ def test_radars_are_channels(root, tmp_path):
     (root / "drive-0" / "0" / "data" / "2.pcd").unlink()
     with pytest.raises(SourceError, match=r"file '.*data/2.pcd' is not there"):
         scanned("t4", root, tmp_path, radars=True)
+
+
+def test_states_of_the_vehicle_are_signals(root, tmp_path):
+    """Those since the sample before; null is not known."""
+    folder = root / "drive-0" / "0" / "annotation"
+    first_us = min(row["timestamp"] for row in json.loads((folder / "sample.json").read_text()))
+    rows = [{"token": f"s{at}", "timestamp": first_us + at * 40_000, "accel_pedal": 10.0 * at, "shift_state": "PARK",
+             "indicators": {"left": "on", "right": "off", "hazard": None}, "additional_info": {"speed": 36.0}}
+            for at in (3, 0, 1, 2)]  # fmt: skip
+    (folder / "vehicle_state.json").write_text(json.dumps(rows))
+    source, info, table = scanned("t4", root, tmp_path, vehicle_state=True)
+    (channel,) = info.channels
+    assert channel.columns[1] == "accel_pedal"
+    assert channel.columns[-4:] == ("indicator_left", "indicator_right", "indicator_hazard", "speed")
+    members = [[one for one in table.row(at).members if one.name == channel.field] for at in range(8)]
+    assert [len(one) for one in members] == [1, 1, 1, 0, 0, 0, 0, 0]
+    found = KINDS["points"].decode(source.open(members[1][0].ref), channel)
+    np.testing.assert_allclose(found[:, :2], [(0.06, 10), (0.02, 20)], atol=1e-9)
+    np.testing.assert_array_equal(found[:, 2:], [[np.nan] * 4 + [1, 0, np.nan, 36]] * 2)
+    assert info.report.noted == {"datasets without vehicle_state": 1}
+    SourceSuite().make(SourceSpec("t4", str(root), {"vehicle_state": True}), tmp_path / "out")
+    (folder / "vehicle_state.json").write_text(json.dumps([{"token": "s", "timestamp": "noon"}]))
+    with pytest.raises(SourceError, match=r"vehicle_state\.json.*Expected `int`"):
+        scanned("t4", root, tmp_path, vehicle_state=True)
 
 
 @pytest.mark.parametrize(

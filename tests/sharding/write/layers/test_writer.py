@@ -170,9 +170,13 @@ def test_overlapping_writers_are_refused_where_they_disagree(base, tmp_path) -> 
 
 def test_a_writer_with_another_table_base_or_view_is_refused_with_both_sides(base, tmp_path) -> None:
     LayerWriter(base, tmp_path / "teacher", channels=TABLE)
-    with pytest.raises(DatasetExistsError, match=r"channels: .* there, .* here"):
+    with pytest.raises(DatasetExistsError, match=r"layer: channels\.loss: {.* there, none here; channels\.caption"):
         LayerWriter(base, tmp_path / "teacher", channels=TABLE[:1])
-    with pytest.raises(DatasetExistsError, match=r"view: .* there"):
+    with pytest.raises(DatasetExistsError, match=r"layer: channels\.logits\.shape: \[10\] there, \[9\] here; choose"):
+        LayerWriter(base, tmp_path / "teacher", channels=[{**TABLE[0], "shape": [9]}, *TABLE[1:]])
+    with pytest.raises(DatasetExistsError, match="the order of its channels is another"):
+        LayerWriter(base, tmp_path / "teacher", channels=TABLE[::-1])
+    with pytest.raises(DatasetExistsError, match=r'view\.kind: none there, "per_view" here'):
         LayerWriter(base, tmp_path / "teacher", channels=TABLE, view=LayerView(kind="per_view", epoch=1))
 
 
@@ -258,6 +262,7 @@ def test_a_layer_of_another_dataset_and_of_an_older_version_is_refused_and_rebas
     assert (tmp_path / "rebased" / "layer-000000.tar").samefile(layer / "layer-000000.tar")
     rebased = open_layer("teacher", tmp_path / "rebased", open_dataset(newer), "mask")
     assert rebased.rows is not None
+    assert rebased.manifest.lineage.parents == (open_layer("teacher", layer, open_dataset(base)).manifest.fingerprint,)
     keys = [open_dataset(newer).index.row(at).key for at in range(14)]
     found = [None if row < 0 else rebased.data.index.row(row).key for row in rebased.rows.tolist()]
     assert found == [*keys[:12], None, None]

@@ -1,48 +1,15 @@
-"""Hit rates of the span cache over shuffled epochs, and of the same cache when it evicts as LRU does.
-
-Both in a run (spans fetched, files written, evicted and read) and in a simulation of the same budget and lengths.
-"""
+"""What a span cache hits in a simulation, by all future uses and by LRU, and LRU given to a cache as future uses."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 
-from fuelrail.bench.micro.datasets import make_dataset
-from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.storage.cache.future_uses import NEVER, FarthestFirst, FutureUses
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from numpy.typing import NDArray
-
-    from fuelrail.pipeline.format.dataset import Dataset
-
-
-class HitRate(msgspec.Struct, frozen=True, kw_only=True):
-    """Hits over reads, counted in samples and in bytes."""
-
-    by_samples: float
-    by_bytes: float
-
-
-class HitRates(msgspec.Struct, frozen=True, kw_only=True):
-    """From the second epoch on. ``bound_by_bytes`` is what no policy exceeds.
-
-    In shuffled epochs every sample is read once an epoch, so a hit must have lain in the cache when the epoch began;
-    and all that lay there is no more than its capacity. By samples the bound is higher: many small ones fit.
-    """
-
-    capacity_bytes: int
-    epochs: int
-    bound_by_bytes: float
-    run: HitRate
-    simulated: HitRate
-    lru_run: HitRate
-    lru_simulated: HitRate
 
 
 class Hindsight(FutureUses):
@@ -57,46 +24,6 @@ class Hindsight(FutureUses):
         self._see(after)
         last = [int(self._uses[row][np.searchsorted(self._uses[row], after, "right") - 1]) for row in rows.tolist()]
         return NEVER - 1 - np.array(last, np.int64)
-
-
-def measure_cache(folder: Path, num_samples: int, num_epochs: int = 5) -> HitRates:
-    """Hit rates of a cache of a quarter of the dataset's bytes over shuffled epochs."""
-    dataset = make_dataset(folder / "source", num_samples, 50, scale=0.02)
-    lengths = dataset.index.column("length").astype(np.int64)
-    rng = np.random.default_rng(3)
-    sequence = np.concatenate([rng.permutation(num_samples) for _ in range(num_epochs)])
-    capacity = int(lengths.sum()) // 4
-
-    def sees(first: int, count: int, /) -> NDArray[np.int64]:
-        return sequence[first : first + count]
-
-    def rate(hits: NDArray[np.bool_]) -> HitRate:
-        later, sizes = hits[num_samples:], lengths[sequence[num_samples:]]
-        return HitRate(by_samples=float(later.mean()), by_bytes=float(sizes[later].sum() / sizes.sum()))
-
-    return HitRates(
-        capacity_bytes=capacity,
-        epochs=num_epochs,
-        bound_by_bytes=capacity / int(lengths.sum()),
-        run=rate(_run_hits(dataset, sequence, FutureUses(sees, 2 * num_samples), folder / "cache", capacity)),
-        simulated=rate(farthest_first_hits(sequence, lengths, capacity)),
-        lru_run=rate(_run_hits(dataset, sequence, Hindsight(sequence), folder / "lru", capacity)),
-        lru_simulated=rate(lru_hits(sequence, lengths, capacity)),
-    )
-
-
-def _run_hits(
-    dataset: Dataset, sequence: NDArray[np.int64], future_uses: FutureUses, cache_dir: Path, capacity: int
-) -> NDArray[np.bool_]:
-    """Which reads the cache answered."""
-    storage = open_storage(dataset, cache_dir=cache_dir, cache_size=capacity)
-    session = storage.session(future_uses, 1)
-    hits = [0]
-    for index in sequence.tolist():
-        session.request([(index, dataset.index.row(index))])[0]()
-        hits.append(storage.stats().cache_hits)
-    storage.close()
-    return np.diff(hits).astype(bool)
 
 
 def farthest_first_hits(sequence: NDArray[np.int64], lengths: NDArray[np.int64], capacity: int) -> NDArray[np.bool_]:

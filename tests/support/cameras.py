@@ -91,7 +91,7 @@ def sample_members() -> dict[str, bytes]:
     time_ns = 1_532_402_927_647_951_000
     unknown = np.full(3, np.nan)
 
-    def poses(number: int) -> Any:  # noqa: ANN401
+    def poses(number: int) -> Any:
         return rigid(rng.normal(size=(number, 4)), rng.uniform(-1000, 1000, (number, 3)))
 
     meta = Meta(

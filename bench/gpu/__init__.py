@@ -1,1 +1,0 @@
-"""Checks that need a GPU (`make gpu-check`)."""

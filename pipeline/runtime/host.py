@@ -1,0 +1,47 @@
+"""CPUs and memory that this process may use: the machine's, cut to its container's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+_CGROUP: Final = Path("/sys/fs/cgroup")
+_MEMINFO: Final = Path("/proc/meminfo")
+
+
+def usable_cpus(cgroup: Path = _CGROUP) -> float:
+    """CPUs that this process may use: its affinity mask, cut to its container's quota (cgroup version 2, then 1)."""
+    allowed = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    stated = _read(cgroup / "cpu.max")
+    if stated is not None:
+        quota, period = stated.split()
+    else:
+        quota = _read(cgroup / "cpu" / "cpu.cfs_quota_us") or "max"
+        period = _read(cgroup / "cpu" / "cpu.cfs_period_us") or "100000"
+    return allowed if quota in ("max", "-1") else min(allowed, int(quota) / int(period))
+
+
+def memory_limit_bytes(cgroup: Path = _CGROUP) -> int | None:
+    """Memory that the container may take, files in the page cache included; None without a limit."""
+    limit = _read(cgroup / "memory.max")
+    return None if limit in (None, "max") else int(limit)
+
+
+def free_memory_bytes(meminfo: Path = _MEMINFO) -> int:
+    """Memory of the machine that can be taken now without swapping, as the kernel states it."""
+    lines = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines())
+    return int(lines["MemAvailable"].split()[0]) * 1024
+
+
+def available_memory_bytes(cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO) -> int:
+    """Memory that can be taken now without swapping: the machine's, cut to what is left of the container's limit."""
+    free, limit = free_memory_bytes(meminfo), memory_limit_bytes(cgroup)
+    return free if limit is None else min(free, max(0, limit - int(_read(cgroup / "memory.current") or 0)))
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except OSError:  # not mounted, or not for us to see: then there is no limit that we could keep to
+        return None

@@ -1,0 +1,135 @@
+"""Lanelet2 maps of T4 datasets: OSM's XML with the tags of Autoware, as lines in the frame of the map.
+
+A node has its place in the tags ``local_x`` and ``local_y`` [m], a way is a line of nodes, and a relation of type
+``lanelet`` has a left and a right way (Poggenhans et al., ITSC 2018). Types of lines and lanelets:
+https://docs.ros.org/en/ros2_packages/rolling/api/lanelet2_core/doc/LinestringTagging.html
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NoReturn
+from xml.parsers import expat
+
+import numpy as np
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.files import check_no_pointer
+from fuelrail.sharding.sources.frames.vector_maps import VectorMap
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+FILE: Final = "map/lanelet2_map.osm"
+MAP_LAYERS: Final = ("lane", "ped_crossing", "walkway", "lane_marking", "lane_border", "road_border", "stop_line")
+"""Outlines of lanelets, then lines: ``lane_marking`` is painted, ``lane_border`` is where a lane ends without paint."""
+_LANELETS: Final = {
+    "crosswalk": "ped_crossing", "walkway": "walkway", "shared_walkway": "walkway", "stairs": "walkway",
+    "pedestrian_lane": "walkway",
+}  # fmt: skip
+"""Subtype to layer; others are lanes."""
+_WAYS: Final = {
+    "line_thin": "lane_marking", "line_thick": "lane_marking", "virtual": "lane_border", "road_border": "road_border",
+    "curbstone": "road_border", "guard_rail": "road_border", "wall": "road_border", "fence": "road_border",
+    "stop_line": "stop_line",
+}  # fmt: skip
+"""Type to layer; others are left out."""
+
+
+def parse_map(data: bytes, where: str) -> tuple[VectorMap, int]:
+    """The lines of a map, and the number of ways that are of no layer; raises SourceError, naming ``where``."""
+    check_no_pointer(data, where)
+    found = _Elements(data, where)
+    lines: list[NDArray[np.float64]] = []
+    layers: list[int] = []
+
+    def add(line: NDArray[np.float64], layer: str) -> None:
+        if len(line) > 1:
+            lines.append(line)
+            layers.append(MAP_LAYERS.index(layer))
+
+    bounds = set()
+    for name, tags in found.tags["relation"].items():
+        if tags.get("type") == "lanelet":
+            roles = dict(found.members[name])
+            if missing := {"left", "right"} - roles.keys():
+                raise SourceError(f"{where}: lanelet {name} has no {' and no '.join(sorted(missing))} way")
+            left, right = (found.line(roles[side], f"lanelet {name}") for side in ("left", "right"))
+            bounds |= {roles["left"], roles["right"]}
+            add(outline(left, right), _LANELETS.get(tags.get("subtype", ""), "lane"))
+    num_others = 0
+    for name, tags in found.tags["way"].items():
+        layer = _WAYS.get(tags.get("type", ""))
+        if layer is not None:
+            add(found.line(name, "the map"), layer)
+        elif name not in bounds:
+            num_others += 1
+    return VectorMap.of(lines, layers, where), num_others
+
+
+def outline(left: NDArray[np.float64], right: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The closed outline (N, 2) of a lanelet, whose bounds may run either way."""
+    if min(map(len, (left, right))) < 1:
+        return np.empty((0, 2))
+    ends = np.linalg.norm(right[[0, -1]] - left[-1], axis=1)
+    return np.concatenate([left, right if ends[0] < ends[1] else right[::-1], left[:1]])
+
+
+class _Elements:
+    """The elements of a file: tags, nodes of ways, and members of relations by the id of each.
+
+    Document types are refused, and with them entities, external ones and those that grow without bound.
+    """
+
+    def __init__(self, data: bytes, where: str) -> None:
+        self._where = where
+        self._places: dict[str, dict[str, float]] = {"local_x": {}, "local_y": {}}
+        self._nodes: dict[str, list[str]] = {}
+        self.tags: dict[str, dict[str, dict[str, str]]] = {"way": {}, "relation": {}}
+        self.members: dict[str, list[tuple[str, str]]] = {}
+        self._element, self._kind, self._name = "", "", ""
+        parser = expat.ParserCreate()
+        parser.StartElementHandler = self._start
+        parser.StartDoctypeDeclHandler = self._doctype
+        try:
+            parser.Parse(data, True)
+        except (expat.ExpatError, LookupError, ValueError) as error:
+            text = f"'{self._element}' has no {error}" if isinstance(error, KeyError) else str(error)
+            line = parser.CurrentLineNumber
+            raise SourceError(f"{where} is no Lanelet2 map, or it is cut off: line {line}: {text}") from error
+
+    def _doctype(self, *_given: object) -> NoReturn:
+        raise SourceError(f"{self._where} has a document type, which a Lanelet2 map has not; remove it")
+
+    def _start(self, element: str, given: dict[str, str]) -> None:
+        if not self._element and element != "osm":
+            raise ValueError(f"its first element is '{element}', wanted is 'osm'")
+        self._element = element
+        if element in ("node", "way", "relation"):
+            self._kind, self._name = element, given["id"]
+            if given.get("action") == "delete":  # as the editor JOSM leaves it
+                self._kind = ""
+            elif element != "node":
+                self.tags[element][self._name] = {}
+                (self._nodes if element == "way" else self.members)[self._name] = []
+        elif element == "tag":
+            if self._kind == "node" and given["k"] in self._places:
+                self._places[given["k"]][self._name] = float(given["v"])
+            elif self._kind in self.tags and given["k"] in ("type", "subtype"):
+                self.tags[self._kind][self._name][given["k"]] = given["v"]
+        elif element == "nd" and self._kind == "way":
+            self._nodes[self._name].append(given["ref"])
+        elif element == "member" and self._kind == "relation" and given["type"] == "way":
+            self.members[self._name].append((given["role"], given["ref"]))
+
+    def line(self, way: str, owner: str) -> NDArray[np.float64]:
+        """The vertices (N, 2) of a way; raises SourceError where it, or a node of it, is missing."""
+        x, y = self._places.values()
+        if way not in self._nodes:
+            raise SourceError(f"{self._where}: {owner} refers to way {way}, which is not in the file")
+        try:
+            return np.array([(x[node], y[node]) for node in self._nodes[way]]).reshape(-1, 2)
+        except KeyError as error:
+            raise SourceError(
+                f"{self._where}: way {way} refers to node {error}, which is not in the file with local_x and local_y; "
+                "where nodes have latitude and longitude alone, write the map with Autoware's tools first"
+            ) from error

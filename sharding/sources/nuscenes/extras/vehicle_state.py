@@ -1,0 +1,82 @@
+"""Table ``vehicle_state`` of T4 datasets: pedals, steering, indicators and speed of the ego vehicle, as signals.
+
+Layout: https://github.com/tier4/tier4_perception_dataset/blob/main/docs/t4_format_3d_detailed.md (vehicle_state.json)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import numpy as np
+
+from fuelrail.sharding.sources.frames.channels import signals, signals_channel
+from fuelrail.sharding.sources.nuscenes.geometry import NS_PER_US
+from fuelrail.sharding.sources.nuscenes.tables import Record, check_time
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fuelrail.sharding.sources.scan_table import Reference
+
+TABLE: Final = "vehicle_state"
+CHANNEL: Final = signals_channel(
+    f"can_{TABLE}",
+    {
+        "accel_pedal": "%",
+        "brake_pedal": "%",
+        "steer_pedal": "%",
+        "steering_tire_angle": "rad",
+        "steering_wheel_angle": "rad",
+        "indicator_left": "",
+        "indicator_right": "",
+        "indicator_hazard": "",
+        "speed": "km/h",
+    },
+    TABLE,
+    has_unknown=True,
+)
+_LIGHT: Final = {"on": 1.0, "off": 0.0}
+
+
+class _Indicators(msgspec.Struct, frozen=True, gc=False):
+    left: str | None = None
+    right: str | None = None
+    hazard: str | None = None
+
+
+class _More(msgspec.Struct, frozen=True, gc=False):
+    speed: float | None = None
+
+
+class VehicleState(Record, frozen=True, gc=False):
+    """A row of the table; what is null is not known, and NaN in the channel. The state of the gears is no number."""
+
+    timestamp: int
+    accel_pedal: float | None = None
+    brake_pedal: float | None = None
+    steer_pedal: float | None = None
+    steering_tire_angle: float | None = None
+    steering_wheel_angle: float | None = None
+    indicators: _Indicators | None = None
+    additional_info: _More | None = None
+
+    @property
+    def numbers(self) -> list[float | None]:
+        """In the order of the columns; an indicator is 1 for on, and 0 for off."""
+        lights = msgspec.structs.astuple(self.indicators or _Indicators())
+        return [
+            self.accel_pedal, self.brake_pedal, self.steer_pedal, self.steering_tire_angle, self.steering_wheel_angle,
+            *(_LIGHT.get(light or "") for light in lights), (self.additional_info or _More()).speed,
+        ]  # fmt: skip
+
+
+def state_members(rows: Sequence[VehicleState], times_ns: Sequence[int]) -> list[list[Reference]]:
+    """The members of samples at these times, ascending; raises SourceError for a time that is none of microseconds."""
+    rows = sorted(rows, key=lambda row: row.timestamp)
+    for row in rows:
+        check_time(row.timestamp, row.token)
+    if not rows or not times_ns:
+        return [[] for _ in times_ns]
+    stamps = np.array([row.timestamp for row in rows], np.int64) * NS_PER_US
+    return signals(CHANNEL, stamps, np.array([row.numbers for row in rows], np.float64), times_ns)
