@@ -65,12 +65,14 @@ def plan(
 
 
 def choose(asked: Scenario, cluster: ClusterSettings) -> tuple[Fit, list[Tried]]:
-    """Return the simplest strategy that fits, and all that were tried. Raises ConfigError where none does."""
+    """Return the simplest strategy that fits, or the asked one, and all that were tried. Raises ConfigError."""
     tried: list[Tried] = []
     for settings in candidates(asked, cluster):
         try:
             found = fit(asked, cluster, settings)
         except ConfigError as error:
+            if asked.parallel != "auto":
+                raise ConfigError(f"strategy {named(settings)}: {error}") from error
             tried.append(Tried(strategy=named(settings), fails=str(error)))
             continue
         rate = asked.global_batch / found.time.total

@@ -141,6 +141,9 @@ def test_stages_hold_what_the_schedule_leaves_in_flight():
     options = {"strategy": "pipeline", "micro_batches": 8}
     stages = [shape("gpt-tiny", 4, rank, inputs, **options) for rank in range(4)]
     assert [stage.in_flight for stage in stages] == [4, 3, 2, 1]
+    # Also a stage that reads the targets alone has all inputs.
+    own = [stage.memory["Inputs and buckets"] for stage in stages]
+    assert own == [stage.memory["inputs of other micro-batches"] // 7 for stage in stages] == [own[0]] * 4
     assert sum(stage.parameters for stage in stages) == shape("gpt-tiny").parameters
     assert stages[1].hidden_bytes == GPT.context * GPT.width * 4
     assert sum(stage.flop for stage in stages) == shape("gpt-tiny").flop / 4
