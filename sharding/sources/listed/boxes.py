@@ -104,11 +104,7 @@ def _values(rows: Rows) -> dict[str, Any]:
     """All columns of boxes as arrays, those that are absent as None."""
 
     def vector(name: str, parts: Sequence[str]) -> NDArray[np.float64] | None:
-        if name in rows:
-            return rows.vectors(name, len(parts))
-        if any(part in rows for part in parts):
-            return np.stack([rows.numbers(part) for part in parts], 1)
-        return None
+        return rows.vector(name, parts) if any(part in rows for part in (name, *parts)) else None
 
     def needed(name: str, parts: Sequence[str]) -> NDArray[np.float64]:
         value = vector(name, parts)
@@ -116,17 +112,14 @@ def _values(rows: Rows) -> dict[str, Any]:
             raise SourceError(f"table '{rows.table}' has no {name}, nor {', '.join(parts)}")
         return value
 
-    turned = "yaw" if "yaw" in rows else next((name for name in _ROTATIONS if name in rows), None)
-    if turned is None:
+    has_quaternions = any(name in rows for name in _ROTATIONS)
+    if not has_quaternions and "yaw" not in rows:
         raise SourceError(f"table '{rows.table}' has neither yaw nor {', '.join(_ROTATIONS)}")
-    rotation = rows.vectors("q_xyzw", 4)[:, [3, 0, 1, 2]] if "q_xyzw" in rows else None
-    if rotation is None and turned != "yaw":
-        rotation = vector("q_wxyz", ("qw", "qx", "qy", "qz"))
     return {
         "centre": needed("centre", ("x", "y", "z")),
         "size_lwh": needed("size_lwh", ("length", "width", "height")),
-        "rotation_wxyz": rotation,
-        "yaw": rows.numbers("yaw") if turned == "yaw" else None,
+        "rotation_wxyz": rows.rotation() if has_quaternions else None,
+        "yaw": rows.numbers("yaw") if "yaw" in rows else None,
         "velocity": vector("velocity", ("vx", "vy", "vz")),
         "category": [name or "" for name in rows.texts("category")],
         "track": [name or "" for name in rows.texts("track")] if "track" in rows else None,
