@@ -39,7 +39,7 @@ class Rows:
         return int(self.batch.num_rows)
 
     def __contains__(self, column: str) -> bool:
-        return column in self.batch.schema.names
+        return bool(self.batch.schema.get_field_index(column) >= 0)
 
     def fail(self, row: int, column: str, text: str) -> NoReturn:
         """Raise SourceError for one value."""
