@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.settings import did_you_mean
+from fuelrail.sharding.sources.frames.boxes import rows_by_key
 from fuelrail.sharding.sources.frames.frame import NO_BOXES, BoxRows
 from fuelrail.sharding.sources.listed.values import TIME_COLUMNS, Rows, is_list
 
@@ -88,16 +89,10 @@ def boxes_by_time(
         row = int(np.argmax(astray))
         rows.fail(row, "timestamp", f"{times[row]} ns is the time of no frame of the clip")
     values = _values(rows)
-    order = np.argsort(at, kind="stable")
     is_box = np.array([bool(name) for name in values["category"]])
-    for frame, part in zip(*_runs(at[order], order), strict=True):
+    for frame, part in rows_by_key(at).items():
         found[frame] = _rows(values, part[is_box[part]], in_global=in_global)
     return found
-
-
-def _runs(sorted_at: NDArray[np.intp], order: NDArray[np.intp]) -> tuple[list[int], list[NDArray[np.intp]]]:
-    frames, starts = np.unique(sorted_at, return_index=True)
-    return frames.tolist(), np.split(order, starts[1:])
 
 
 def _values(rows: Rows) -> dict[str, Any]:
