@@ -151,6 +151,13 @@ def _neighbours(tracks: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[n
     return before, after
 
 
+def rows_by_key(keys: NDArray[np.integer[Any]]) -> dict[int, NDArray[np.intp]]:
+    """The numbers of the rows with each key, ascending, by key."""
+    order = np.argsort(keys, kind="stable")
+    found, starts = np.unique(keys[order], return_index=True)
+    return dict(zip(found.tolist(), np.split(order, starts)[1:], strict=True))
+
+
 def velocities(
     centre: NDArray[np.float64], timestamp_us: NDArray[np.int64], prev: NDArray[np.int64], following: NDArray[np.int64]
 ) -> NDArray[np.float64]:

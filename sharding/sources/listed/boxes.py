@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.settings import did_you_mean
+from fuelrail.sharding.sources.frames.boxes import rows_by_key
 from fuelrail.sharding.sources.frames.frame import NO_BOXES, BoxRows
 from fuelrail.sharding.sources.listed.values import TIME_COLUMNS, Rows, is_list
 
@@ -88,27 +89,17 @@ def boxes_by_time(
         row = int(np.argmax(astray))
         rows.fail(row, "timestamp", f"{times[row]} ns is the time of no frame of the clip")
     values = _values(rows)
-    order = np.argsort(at, kind="stable")
     is_box = np.array([bool(name) for name in values["category"]])
-    for frame, part in zip(*_runs(at[order], order), strict=True):
+    for frame, part in rows_by_key(at).items():
         found[frame] = _rows(values, part[is_box[part]], in_global=in_global)
     return found
-
-
-def _runs(sorted_at: NDArray[np.intp], order: NDArray[np.intp]) -> tuple[list[int], list[NDArray[np.intp]]]:
-    frames, starts = np.unique(sorted_at, return_index=True)
-    return frames.tolist(), np.split(order, starts[1:])
 
 
 def _values(rows: Rows) -> dict[str, Any]:
     """All columns of boxes as arrays, those that are absent as None."""
 
     def vector(name: str, parts: Sequence[str]) -> NDArray[np.float64] | None:
-        if name in rows:
-            return rows.vectors(name, len(parts))
-        if any(part in rows for part in parts):
-            return np.stack([rows.numbers(part) for part in parts], 1)
-        return None
+        return rows.vector(name, parts) if any(part in rows for part in (name, *parts)) else None
 
     def needed(name: str, parts: Sequence[str]) -> NDArray[np.float64]:
         value = vector(name, parts)
@@ -116,17 +107,14 @@ def _values(rows: Rows) -> dict[str, Any]:
             raise SourceError(f"table '{rows.table}' has no {name}, nor {', '.join(parts)}")
         return value
 
-    turned = "yaw" if "yaw" in rows else next((name for name in _ROTATIONS if name in rows), None)
-    if turned is None:
+    has_quaternions = any(name in rows for name in _ROTATIONS)
+    if not has_quaternions and "yaw" not in rows:
         raise SourceError(f"table '{rows.table}' has neither yaw nor {', '.join(_ROTATIONS)}")
-    rotation = rows.vectors("q_xyzw", 4)[:, [3, 0, 1, 2]] if "q_xyzw" in rows else None
-    if rotation is None and turned != "yaw":
-        rotation = vector("q_wxyz", ("qw", "qx", "qy", "qz"))
     return {
         "centre": needed("centre", ("x", "y", "z")),
         "size_lwh": needed("size_lwh", ("length", "width", "height")),
-        "rotation_wxyz": rotation,
-        "yaw": rows.numbers("yaw") if turned == "yaw" else None,
+        "rotation_wxyz": rows.rotation() if has_quaternions else None,
+        "yaw": rows.numbers("yaw") if "yaw" in rows else None,
         "velocity": vector("velocity", ("vx", "vy", "vz")),
         "category": [name or "" for name in rows.texts("category")],
         "track": [name or "" for name in rows.texts("track")] if "track" in rows else None,

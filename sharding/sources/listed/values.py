@@ -13,6 +13,8 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.frames.poses import MAX_SKEW, nearest_rigid, pose
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     F64 = NDArray[np.float64]
@@ -37,7 +39,7 @@ class Rows:
         return int(self.batch.num_rows)
 
     def __contains__(self, column: str) -> bool:
-        return column in self.batch.schema.names
+        return bool(self.batch.schema.get_field_index(column) >= 0)
 
     def fail(self, row: int, column: str, text: str) -> NoReturn:
         """Raise SourceError for one value."""
@@ -165,7 +167,8 @@ class Rows:
             return self._matrices(prefix)
         if not any(f"{prefix}.{part}" in self for part in POSE_PARTS):
             return None
-        q, t = self._rotation(prefix), self._translation(prefix)
+        q = self.rotation(f"{prefix}.")
+        t = self.vector(f"{prefix}.t", [f"{prefix}.{part}" for part in ("tx", "ty", "tz")])
         found = np.full((len(self), 4, 4), np.nan)
         known = ~(np.isnan(q).all(1) & np.isnan(t).all(1))
         bad = known & ~(np.isfinite(t).all(1) & (np.abs(np.linalg.norm(q, axis=1) - 1) <= MAX_SKEW))
@@ -178,18 +181,17 @@ class Rows:
             found[known] = pose(q[known], t[known], prefix)
         return found
 
-    def _rotation(self, prefix: str) -> F64:
-        """Quaternions w, x, y, z (R, 4)."""
-        if f"{prefix}.q_wxyz" in self:
-            return self.vectors(f"{prefix}.q_wxyz", 4)
-        if f"{prefix}.q_xyzw" in self:
-            return self.vectors(f"{prefix}.q_xyzw", 4)[:, _XYZW]
-        return np.stack([self.numbers(f"{prefix}.{part}") for part in ("qw", "qx", "qy", "qz")], 1)
+    def vector(self, name: str, parts: Sequence[str]) -> F64:
+        """Vectors (R, N) by a column of lists, or by a column for each number; NaN for null."""
+        if name in self:
+            return self.vectors(name, len(parts))
+        return np.stack([self.numbers(part) for part in parts], 1)
 
-    def _translation(self, prefix: str) -> F64:
-        if f"{prefix}.t" in self:
-            return self.vectors(f"{prefix}.t", 3)
-        return np.stack([self.numbers(f"{prefix}.{part}") for part in ("tx", "ty", "tz")], 1)
+    def rotation(self, prefix: str = "") -> F64:
+        """Quaternions w, x, y, z (R, 4) by the columns whose names begin with ``prefix``; NaN for null."""
+        if f"{prefix}q_wxyz" not in self and f"{prefix}q_xyzw" in self:
+            return self.vectors(f"{prefix}q_xyzw", 4)[:, _XYZW]
+        return self.vector(f"{prefix}q_wxyz", [f"{prefix}{part}" for part in ("qw", "qx", "qy", "qz")])
 
     def _matrices(self, name: str) -> F64:
         flat = self.vectors(name, 16).reshape(-1, 4, 4)

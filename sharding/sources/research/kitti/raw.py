@@ -19,6 +19,7 @@ from msgspec import Meta
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid, rotation_matrices
 from fuelrail.sharding.sources.files import looks
+from fuelrail.sharding.sources.frames.boxes import rows_by_key
 from fuelrail.sharding.sources.frames.channels import signals, signals_channel
 from fuelrail.sharding.sources.frames.frame import NO_BOXES, BoxRows, Clip, Frame, Image, Sensors, Sweep
 from fuelrail.sharding.sources.frames.poses import Trajectory, quaternions
@@ -280,9 +281,6 @@ def _boxes(tracks: list[tuple[str, NDArray[np.int64], F64]], lidar2ego: F64) -> 
     turned = lidar2ego[:3, :3] @ rotation_matrices(np.stack([np.cos(half), none, none, np.sin(half)], 1))
     centre = np.stack([x, y, z + height / 2], 1) @ lidar2ego[:3, :3].T + lidar2ego[:3, 3]
     size, rotation = np.stack([length, width, height], 1), quaternions(turned)
-    frames = np.concatenate([own for _, own, _ in tracks])
-    order = np.argsort(frames, kind="stable")
-    found, starts = np.unique(frames[order], return_index=True)
     names = [(kind, f"{number}") for number, (kind, own, _) in enumerate(tracks) for _ in own]
     return {
         at: BoxRows(
@@ -292,7 +290,7 @@ def _boxes(tracks: list[tuple[str, NDArray[np.int64], F64]], lidar2ego: F64) -> 
             category=[names[row][0] for row in part.tolist()],
             track=[names[row][1] for row in part.tolist()],
         )
-        for at, part in zip(found.tolist(), np.split(order, starts[1:]), strict=True)
+        for at, part in rows_by_key(np.concatenate([own for _, own, _ in tracks])).items()
     }
 
 

@@ -168,6 +168,10 @@ def test_a_cut_sweep_is_named(tmp_path):
 def test_holes_in_the_lidar_and_drives_without_tracklets(tmp_path):
     drive, spec = one_drive(tmp_path)
     (drive / "velodyne_points" / "data" / "0000000001.bin").unlink()
+    item = "<objectType>Car</objectType><h>1</h><w>1</w><l>1</l><first_frame>0</first_frame><poses/>"
+    (drive / "tracklet_labels.xml").write_text(f"<a><tracklets><item>{item}</item></tracklets></a>")
+    info = scan_source(spec)
+    assert ("boxes.safetensors" in info.names, info.report.boxes) == (True, 0), "labelled, and no track has a pose"
     (drive / "tracklet_labels.xml").unlink()
     info = scan_source(spec)
     assert info.report.masked == {"velodyne": {"no sweep": 1}}
