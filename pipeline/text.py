@@ -6,12 +6,10 @@ have put into a text is printed with control characters escaped, and never at fu
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
 import msgspec
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 MAX_VALUE: Final = 200
 """Characters of one value (a key, a name) that are printed."""

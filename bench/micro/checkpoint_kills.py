@@ -20,9 +20,10 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import xxhash
@@ -30,9 +31,6 @@ import xxhash
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.checkpoint_ranks import KEEP, MESHES, NUM_STEPS, PHASES, run_rank
 from fuelrail.bench.report.files import publish_json
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 MAX_LOSS_DIFFERENCE = 2e-6
 _MODULE = "fuelrail.bench.micro.checkpoint_ranks"

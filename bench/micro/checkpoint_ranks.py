@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable, Mapping, MutableSequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,8 +26,6 @@ from fuelrail.bench.trainer.strategies.settings import ParallelSettings, degrees
 from fuelrail.loaders import DataLoader, ImageAugment, Transforms
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, MutableSequence
-
     from fuelrail.bench.measure.records import CheckpointSave
     from fuelrail.bench.trainer.checkpoints.store import Manifest
     from fuelrail.bench.trainer.strategies.parallel import Parallel

@@ -17,9 +17,10 @@ import argparse
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
 import torch
@@ -31,9 +32,6 @@ from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.report.files import publish_json
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
 from fuelrail.bench.trainer.strategies.parallel import Parallel
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _STEP_S = 0.02
 _WIDTH = 1024

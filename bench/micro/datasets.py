@@ -7,6 +7,8 @@ read and not to decode.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +26,6 @@ from fuelrail.sharding.write.packer import RawMember
 from support.cameras import MadeSample, write_made_dataset, write_manifest
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterator, Mapping, Sequence
-
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.manifest import Manifest
 

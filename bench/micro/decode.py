@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ import cv2
 import msgspec
 import numpy as np
 import simplejpeg
+from numpy.typing import NDArray
 from PIL import Image
 
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
@@ -34,10 +36,6 @@ from fuelrail.pipeline.transforms.image import ImageAugment
 from support.cameras import SOURCE_WH, made_image
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.transforms.image_map import ImageMap
 
     Decode = Callable[[bytes, NDArray[np.uint8]], object]

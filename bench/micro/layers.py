@@ -10,9 +10,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -23,9 +24,6 @@ from fuelrail.loaders import DataLoader
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.sharding.write.layers.writer import LayerWriter
 from support.cameras import write_cameras
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _FIXED: Final = {"name": "fixed"}
 _TABLES: Final[dict[str, list[dict[str, Any]]]] = {

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -24,8 +25,6 @@ from fuelrail.loaders import DataLoader, TraceRecorder
 from support.cameras import write_cameras
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.transforms.image_map import ImageMap

@@ -12,8 +12,9 @@ import itertools
 import json
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -31,9 +32,6 @@ from fuelrail.pipeline.sample.schema import (
     encode_points,
 )
 from support.cameras import CHANNELS, KEY, NUM_BOXES, sample_members
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 NUM_POINTS = 34_720  # of one sweep there
 _FIELDS = (META, GEOMETRY, BOXES, *(f"{channel}.jpg" for channel in CHANNELS), "lidar_top.npy")

@@ -27,6 +27,7 @@ import argparse
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -42,8 +43,6 @@ from fuelrail.pipeline.errors import FuelrailError
 from support.cameras import write_cameras
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fuelrail.bench.measure.machine import CpuUse
     from fuelrail.bench.studies.train.report import Report
 

@@ -23,8 +23,9 @@ import itertools
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -34,9 +35,6 @@ from fuelrail.bench.report.files import publish_json
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision, check_fits, degrees_of
 from fuelrail.pipeline.errors import FuelrailError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
 
 GLOBAL_BATCH = 16
 EXACT, LOW = 2e-6, 0.01

@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +41,6 @@ from support.cameras import dataset_manifest
 from support.fault_server import FaultServer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from fuelrail.pipeline.format.dataset import Dataset
 
 WHOLE_ROWS = 10_000_000

@@ -15,8 +15,9 @@ import argparse
 import random
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import yaml
@@ -37,9 +38,6 @@ from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings
 from fuelrail.loaders import Transforms
 from fuelrail.pipeline.errors import FuelrailError
 from support.cameras import write_cameras
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 WITHIN = 0.1
 _MODEL: ModelName = "light"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +35,6 @@ from fuelrail.bench.planner.step_time import Efficiency, Work, fit, step_time
 from fuelrail.bench.report.files import publish_json
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from fuelrail.bench.planner.hardware import ClusterSettings, ComputeType
 
 _ADAM_BYTES = 28  # moved per parameter: weight, gradient and two moments read, three of them written, in fp32

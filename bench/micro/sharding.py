@@ -25,6 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -40,8 +41,6 @@ from fuelrail.pipeline.runtime.workers import in_threads
 from fuelrail.sharding.write.images import with_restart_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from fuelrail.bench.micro.sharding_source import Files
 
 NUM_REWRITTEN = 200

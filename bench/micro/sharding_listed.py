@@ -24,8 +24,9 @@ import sys
 import tarfile
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -41,9 +42,6 @@ from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.run import scan_source, shard
 from fuelrail.sharding.sources.registry import SourceSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 CAMERAS = ("front", "front_left", "front_right", "back", "back_left", "back_right")
 FRAMES_PER_CLIP = 200

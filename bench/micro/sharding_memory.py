@@ -22,8 +22,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -51,9 +51,6 @@ from fuelrail.sharding.sources.scan_table import (
     frame_keys,
 )
 from support.listing_server import OBJECT_BYTES, listing_server, object_name
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 FRAMES_PER_CLIP = 40
 NUM_ROWS = 10_000_000

@@ -8,16 +8,14 @@ sweeps between keyframes are the rest), 34 of ``sample_annotation`` and 2 of ``i
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import simplejpeg
 
 from fuelrail.pipeline.format import codecs
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 CAMERAS = ("CAM_FRONT", "CAM_FRONT_RIGHT", "CAM_FRONT_LEFT", "CAM_BACK", "CAM_BACK_LEFT", "CAM_BACK_RIGHT")
 NUM_POINTS = 34_720

@@ -20,8 +20,10 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -36,9 +38,6 @@ from fuelrail.sharding.sources.registry import SourceSpec
 from fuelrail.sharding.write.blocks import BlockWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
-    from pathlib import Path
-
     from fuelrail.bench.micro.sharding_source import Files
 
 SHARD_BYTES = 64 << 20

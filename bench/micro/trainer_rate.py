@@ -15,8 +15,9 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -37,9 +38,6 @@ from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings
 from fuelrail.loaders import DataLoader, ImageAugment, Transforms
 from fuelrail.pipeline.errors import FuelrailError
 from support.cameras import write_cameras
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
 
 AT_LEAST = 0.98
 _MODEL, _NUM_RANKS, _BATCH_SIZE = "vit-tiny", 2, 8

@@ -6,12 +6,10 @@ sequence, t tensor-parallel and p pipeline ranks, v virtual stages a rank, V voc
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 SECONDS_PER_DAY = 86400
 Recompute = Literal["none", "selective", "full"]

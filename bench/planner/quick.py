@@ -10,23 +10,19 @@ is not in it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.bench.measure.collectives import Collective, summed
 from fuelrail.bench.planner.formulas import in_flight, passes_of, schedule_order
 from fuelrail.bench.planner.shape import MOMENTS, Inputs, Line, Shape, is_gather_of_weights, shape_of
 from fuelrail.bench.trainer.models.settings import GptSettings, ModelSettings, VitSettings, num_blocks
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from numpy.typing import NDArray
-
 
 _BLOCKS = (2, 3)
 _ROWS = 16777259  # a prime, and more than the bytes that a step's smallest collectives send whatever the micro-batch

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fuelrail.bench.planner.hardware import ClusterSettings, ComputeType
 
 _SHARES = [0.2 + 0.01 * step for step in range(76)]

@@ -12,16 +12,13 @@ import os
 import signal
 import sys
 import uuid
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from fuelrail.bench.ranks.launch import RankExit
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _PR_SET_PDEATHSIG = 1
 _MONITOR_INTERVAL_S = 0.1

@@ -6,16 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 import fuelrail
 from fuelrail.pipeline.runtime.workers import sigterm_interrupts
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 _POLL_S = 0.2
 # Torch elastic itself gives its ranks 30 s to end before it kills them.

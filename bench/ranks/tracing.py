@@ -10,6 +10,7 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,6 @@ import torch
 from fuelrail.pipeline.runtime.trace import NO_BATCH, TraceRecorder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
     from fuelrail.bench.measure.accelerator import Accelerator

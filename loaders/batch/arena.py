@@ -7,14 +7,12 @@ batch of 16 samples with labels had 95.
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 import torch
 
 from fuelrail.loaders.batch.buffer_pool import BufferPool
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 ALIGNMENT: Final = 64
 """Bytes: of a cache line, and a multiple of every element's size."""

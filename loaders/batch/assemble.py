@@ -63,10 +63,12 @@ Selected channels add entries of their own: :mod:`fuelrail.loaders.batch.channel
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fuelrail.loaders.batch.channels import SelectedChannels
 from fuelrail.loaders.batch.temporal import Frames, frame_facts
@@ -76,10 +78,6 @@ from fuelrail.pipeline.sample.schema import Boxes, Geometry, Sample
 from fuelrail.pipeline.transforms.image_map import apply_to_intrinsics, apply_to_projection, ida_mats
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.loaders.config import BoxFrame
     from fuelrail.loaders.records import DecodedSample
     from fuelrail.pipeline.channels.sensors import LidarEntry

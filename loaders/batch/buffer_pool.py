@@ -6,19 +6,17 @@ import collections
 import math
 import threading
 import weakref
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fuelrail.loaders.records import BatchSlot, CameraImages, FrameTask, Requested, Source, Task
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.loaders.storage.protocol import PendingSample
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.order.windows import FrameWindow

@@ -25,6 +25,7 @@ lack all channels.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -37,8 +38,6 @@ from fuelrail.pipeline.channels.sensors import LIDAR
 from fuelrail.pipeline.errors import ConfigError, MemberError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from fuelrail.loaders.batch.temporal import Frames
     from fuelrail.loaders.records import DecodedSample, Parsed
     from fuelrail.pipeline.channels.sensors import LidarEntry

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -12,8 +13,6 @@ from fuelrail.loaders.storage.protocol import LayeredSpan, PendingSample, Sample
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
-
     import torch
 
     from fuelrail.loaders.batch.stages import BatchPipeline

@@ -5,6 +5,7 @@ Nothing here refers to the loader itself, so that dropping the loader stops its 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from fuelrail.loaders.batch.channels import moved_frames
@@ -18,8 +19,6 @@ from fuelrail.pipeline.errors import ConfigError, ImageError
 from fuelrail.pipeline.transforms.randomness import second_view
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
     import numpy as np
     from numpy.typing import NDArray
 

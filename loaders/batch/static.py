@@ -6,6 +6,7 @@ At hand-over the batch is copied into one of a few sets of buffers, in turn.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -13,8 +14,6 @@ import torch
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fuelrail.loaders.config import StaticBatches
 
 _BOX_FILL: Final = {

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
 from fuelrail.loaders.batch.arena import Arena, is_packed
 from fuelrail.loaders.decode.protocol import wait_on_host
 from fuelrail.pipeline.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def require_cuda(what: str) -> None:

@@ -14,6 +14,7 @@ any number of ranks and after a resume.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -24,8 +25,6 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, second_view, uniforms
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from fuelrail.loaders.config import BoxFrame
     from fuelrail.loaders.records import BatchSlot, DecodedSample
     from fuelrail.pipeline.channels.sensors import LidarEntry

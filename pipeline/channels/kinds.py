@@ -18,23 +18,18 @@ bytes     bytes                          list
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-import cv2
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.plugins import Registry
 from fuelrail.pipeline.channels.table import Channel, check_shape, little_endian, not_finite
 from fuelrail.pipeline.errors import ImageError, SchemaError
 from fuelrail.pipeline.sample.arrays import Buffer, read_npy, read_tensors, write_npy, write_tensors
 from fuelrail.pipeline.sample.image_header import probe, unpack_png
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from numpy.typing import NDArray
-
 
 Value = Any
 """What a kind decodes to: the table above."""
@@ -274,6 +269,8 @@ def image_size(data: Buffer, channel: Channel) -> tuple[int, int]:
 
 
 def _decode_image(data: Buffer, channel: Channel) -> NDArray[np.generic]:
+    import cv2
+
     _check_image(data, channel)
     whole = unpack_png(data, bits=(_PNG_BITS[channel.dtype],)) if channel.extension == "png" else data
     flags = cv2.IMREAD_UNCHANGED | cv2.IMREAD_IGNORE_ORIENTATION
@@ -284,6 +281,8 @@ def _decode_image(data: Buffer, channel: Channel) -> NDArray[np.generic]:
 
 
 def _encode_image(value: Value, channel: Channel) -> bytes:
+    import cv2
+
     pixels: NDArray[Any] = _checked(np.asarray(value), channel)
     done, encoded = cv2.imencode(f".{channel.extension}", pixels if pixels.ndim == 2 else pixels[..., ::-1])
     if not done:

@@ -30,10 +30,12 @@ ego_poses       rotations                     as above
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.plugins import Registry
 from fuelrail.pipeline.channels.warp import warp_grid, warp_image
@@ -42,10 +44,6 @@ from fuelrail.pipeline.transforms.ego import IDENTITY, BevMap
 from fuelrail.pipeline.transforms.lens import rectified_places
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.channels.kinds import Value
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.transforms.image_map import ImageMap

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fuelrail.pipeline.channels.kinds import KINDS, image_size
@@ -11,8 +12,6 @@ from fuelrail.pipeline.channels.table import MAX_CHANNELS, Channel, broken_entry
 from fuelrail.pipeline.errors import ConfigError, ManifestError, MemberError, SchemaError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
     from fuelrail.pipeline.sample.arrays import Buffer
 
 

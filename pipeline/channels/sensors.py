@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
 from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law
 from fuelrail.pipeline.sample.schema import BOXES, POINTS_EXTENSION, Boxes, array_specs
 from fuelrail.pipeline.settings import Settings
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 CAMERA: Final = "camera"
 LIDAR: Final = "lidar"

@@ -8,18 +8,16 @@ are computed in float64.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SchemaError
 from fuelrail.pipeline.transforms.lens import source_places
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.transforms.ego import BevMap
     from fuelrail.pipeline.transforms.image_map import ImageMap
 

@@ -8,6 +8,7 @@ import os
 import sqlite3
 import tempfile
 import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Protocol, TypeVar
@@ -18,8 +19,6 @@ from fuelrail.pipeline.storage.retry import RetryPolicy, call_with_retries
 from fuelrail.pipeline.text import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-
     from fuelrail.pipeline.storage.retry import Fault
 
 A = TypeVar("A")

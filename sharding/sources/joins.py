@@ -7,21 +7,18 @@ share of memory: so a join takes no memory for its rows. Tables of few rows are 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.storage.columns import ROWS_AT_ONCE, Disk, Texts
 from fuelrail.sharding.sources.scan_report import Findings
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from numpy.typing import NDArray
 
 _MEMORY: Final = "128MB"
 _ROWS_OF_PART: Final = 1 << 18

@@ -9,6 +9,7 @@ A plug-in's package names its class there::
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -21,8 +22,6 @@ from fuelrail.pipeline.settings import did_you_mean
 from fuelrail.pipeline.text import json_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from fuelrail.sharding.sources.source import Source
 
 GROUP: Final = "fuelrail.sources"

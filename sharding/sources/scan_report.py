@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import msgspec
 
 from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.errors import SourceError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
 
 _MOST_NAMES: Final = 12
 _MOST_CHARACTERS: Final = 60

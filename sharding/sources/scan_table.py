@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from types import TracebackType
+from typing import Any, Final, NamedTuple, Self
 
 import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.format.codecs import member_cap
@@ -26,12 +29,6 @@ from fuelrail.pipeline.format.tar import check_key
 from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, META, POINTS_EXTENSION, SWEEPS_FIELD, Meta, encode_meta
 from fuelrail.pipeline.storage.columns import numpy_dtype
 from fuelrail.sharding.sources.joins import Database
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from types import TracebackType
-
-    from numpy.typing import NDArray
 
 ROWS_PER_BATCH: Final = 1024
 ROWS_PER_PART: Final = 16 * ROWS_PER_BATCH

@@ -6,8 +6,8 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -18,10 +18,6 @@ from fuelrail.bench.report.files import created_now
 from fuelrail.bench.studies.comm.report import KINDS, SCHEMA, VERSION, CommOptions, CommReport, Kind, Timed, timed
 from fuelrail.bench.trainer.strategies.parallel import make_mesh
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings, degrees_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
 
 _STEP = 8  # from one size to the next
 

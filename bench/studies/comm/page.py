@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from fuelrail.bench.report.page import Block, Document, Figure, Hero, Note, Section, Table, when
 from fuelrail.bench.studies.comm.report import CommReport, link_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 
 HEADER = ("collective", "axis", "ranks", "bytes", "us", "algorithm GB/s", "bus GB/s")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -10,9 +11,6 @@ from fuelrail.bench.measure.machine import MachineFacts
 from fuelrail.bench.planner.formulas import sent_bytes
 from fuelrail.bench.trainer.models.settings import NotNegative, Positive
 from fuelrail.pipeline.settings import Settings, flag
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 SCHEMA = "fuelrail-bench-comm"
 VERSION = 1

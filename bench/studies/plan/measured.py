@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,8 +25,6 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fuelrail.bench.planner.hardware import ClusterSettings, ComputeType
 
 

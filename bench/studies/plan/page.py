@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fuelrail.bench.planner.hardware import GIB
 from fuelrail.bench.report.page import Block, Document, Figure, Hero, Note, Section, Table, Text, Tiles, as_text, when
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from fuelrail.bench.studies.plan.report import PlanReport
 
 TRIED_HEADER = ("strategy", "peak GiB", "samples/s", "why not")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -16,9 +17,6 @@ from fuelrail.bench.studies.plan.report import PlanReport, Tried, build_report
 from fuelrail.bench.studies.plan.sweep import sweep
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import load_yaml, make_options
-
-if TYPE_CHECKING:
-    import os
 
 
 def plan(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -26,8 +27,6 @@ from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from fuelrail.bench.planner.scenario import Data, Recompute, Scenario
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, get_args
+from collections.abc import Mapping
+from typing import get_args
 
 from fuelrail.bench.report.page import Block, Document, Figure, Hero, Section, Table, Text, document
 from fuelrail.bench.studies.scale.report import ScaleReport, Scaling
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 
 MEASURED_HEADER = (
     "ranks", "batch a rank", "step ms", "p99 ms", "samples/s", "weak", "strong", "occupancy", "simulated ms",

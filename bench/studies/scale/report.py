@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -10,9 +12,6 @@ from fuelrail.bench.planner.scale_model import Cluster, Fit, Simulated, simulate
 from fuelrail.bench.report.files import ReportHeader, created_now, load_report_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
     from fuelrail.bench.measure.machine import DatasetFacts, MachineFacts
 
 SCHEMA = "fuelrail-bench-scale"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE, AcceleratorProfile
 from fuelrail.bench.measure.processes import NOTHING_MEASURED
@@ -37,12 +41,6 @@ from fuelrail.pipeline.runtime.host import usable_cpus
 from fuelrail.pipeline.settings import make_options
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
     from fuelrail.bench.studies.train.report import Report
 
 

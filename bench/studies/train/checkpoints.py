@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import sqrt
 from typing import TYPE_CHECKING
 
@@ -11,8 +12,6 @@ from fuelrail.bench.measure.clock import Summary, summarise_ns
 from fuelrail.bench.measure.records import CheckpointRestore
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fuelrail.bench.measure.records import RankLog
     from fuelrail.bench.studies.train.settings import TrainSettings
 

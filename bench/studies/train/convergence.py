@@ -7,19 +7,17 @@ Annals of Mathematical Statistics 12 (1941) 367-395).
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings, degrees_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.bench.studies.train.series import Series
 
 _NUM_WINDOWS = 20

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from fuelrail.bench.measure.machine import DatasetFacts
     from fuelrail.bench.measure.records import RankLog
     from fuelrail.bench.studies.train.settings import TrainSettings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
@@ -26,8 +27,6 @@ from fuelrail.pipeline.order.spec import OrderSpec
 from fuelrail.pipeline.settings import as_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-
     from torch.distributed.device_mesh import DeviceMesh
 
     from fuelrail.bench.measure.clock import Clock

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fuelrail.bench.report.page import (
@@ -21,8 +22,6 @@ from fuelrail.bench.report.page import (
 from fuelrail.bench.studies.train.report import Figures, Report, learning_sentences
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from fuelrail.bench.measure.clock import Summary
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart: work in blues and greens, waiting in orange.

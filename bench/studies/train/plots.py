@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.bench.report.plots import (
     FuncFormatter,
@@ -19,10 +21,7 @@ from fuelrail.bench.report.plots import (
 from fuelrail.bench.studies.train.page import PHASE_COLOURS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from matplotlib.axes import Axes
-    from numpy.typing import NDArray
 
     from fuelrail.bench.measure.records import MemoryLine
     from fuelrail.bench.studies.train.report import Report

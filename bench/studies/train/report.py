@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -28,9 +30,6 @@ from fuelrail.bench.studies.train.series import Series, series_of
 from fuelrail.bench.trainer.strategies.settings import not_promised
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
     from fuelrail.bench.studies.train.settings import TrainSettings
     from fuelrail.pipeline.runtime.stages import StageClock
 

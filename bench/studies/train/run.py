@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -37,10 +38,6 @@ from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.settings import make_options
 from fuelrail.pipeline.storage.filesystem import filesystem, is_url
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 _SETTINGS_FILE = "settings.json"
 _LOG_FILE = "ranks.log"

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import msgspec
 
 from fuelrail.bench.measure.clock import NS_PER_MS, NS_PER_S
 from fuelrail.bench.measure.occupancy import rolling_occupancy
 from fuelrail.bench.measure.records import PHASES, StepRecord
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 ROLLING_STEPS = 5
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -23,8 +24,6 @@ from fuelrail.bench.trainer.checkpoints.store import DamagedError, Manifest, Sto
 from fuelrail.pipeline.errors import FuelrailError, StateMismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from torch.distributed.checkpoint.metadata import Metadata
 
     from fuelrail.bench.trainer.strategies.parallel import Parallel

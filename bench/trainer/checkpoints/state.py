@@ -6,6 +6,7 @@ restores on any other; each rank loads the tensors, or the parts of DTensors, th
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,8 +18,6 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     from torch.distributed.checkpoint.metadata import Metadata
 
     from fuelrail.bench.trainer.strategies.parallel import Parallel

@@ -15,6 +15,7 @@ targets    the student's own loss, with the teacher's detections in place of the
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,8 +30,6 @@ from fuelrail.bench.trainer.models.staged import StagedModel, mean_over_samples
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from fuelrail.bench.trainer.distill.settings import DistillSettings, LossWeights
     from fuelrail.loaders import DataLoader
 

@@ -9,6 +9,7 @@ An int8 channel is multiplied by the channel ``{name}_scale``.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,8 +27,6 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.layers import open_layer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from fuelrail.bench.trainer.distill.settings import LossWeights
     from fuelrail.bench.trainer.models.settings import ModelSettings
     from fuelrail.loaders import Transforms

@@ -10,6 +10,7 @@ Letters in shape comments: B samples, N cameras, C channels, H W pixels, h w fea
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +21,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from fuelrail.bench.trainer.models.staged import StagedModel
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from torch.distributed.tensor.parallel import ParallelStyle
 
     from fuelrail.bench.trainer.models.settings import BevSettings, ResNetSettings, VitSettings

@@ -6,6 +6,7 @@ measures time: the network is the one that storage benchmarks and accelerators' 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,8 +18,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from fuelrail.bench.trainer.models.bev import CameraModel, ImageStem
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch.distributed.tensor.parallel import ParallelStyle
 
     from fuelrail.bench.trainer.models.settings import ResNetSettings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
@@ -17,8 +18,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch.distributed.tensor.parallel import ParallelStyle
 
     from fuelrail.bench.trainer.models.settings import ModelSettings

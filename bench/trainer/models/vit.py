@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -12,8 +13,6 @@ from fuelrail.bench.trainer.models.bev import HEAD_PLAN, CameraModel, ImageStem,
 from fuelrail.bench.trainer.models.staged import TRANSFORMER_PLAN, Block
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch.distributed.tensor.parallel import ParallelStyle
 
     from fuelrail.bench.trainer.models.settings import VitSettings

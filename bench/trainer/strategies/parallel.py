@@ -6,6 +6,7 @@ copies, optimiser. :class:`Parallel` is the result, the same to the loop for all
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -28,8 +29,6 @@ from fuelrail.bench.trainer.strategies.pipeline import V_SHAPED, Pipeline, Stage
 from fuelrail.bench.trainer.strategies.settings import AXES, Degrees, stages_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler

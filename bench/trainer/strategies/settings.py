@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from fuelrail.bench.trainer.models.settings import (
     Above0,
@@ -18,9 +19,6 @@ from fuelrail.bench.trainer.models.settings import (
 )
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings, convert, flag
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 Strategy = Literal["ddp", "zero1", "zero2", "fsdp2", "hsdp", "tensor", "pipeline"]
 Schedule = Literal[

@@ -6,6 +6,8 @@ import contextlib
 import itertools
 import os
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
@@ -17,9 +19,7 @@ from fuelrail.pipeline.storage.files import open_file
 from fuelrail.pipeline.text import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
     from io import BufferedReader, RawIOBase
-    from pathlib import Path
 
     from fuelrail.pipeline.format.index.blocks import BlockFile
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from io import RawIOBase
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import DatasetError, IndexFileError
 from fuelrail.pipeline.format.index.checks import batch_range, check_plain, footer_range
@@ -23,11 +26,6 @@ from fuelrail.pipeline.storage.files import open_file
 from fuelrail.pipeline.storage.private import open_file as open_private
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
     Read = Callable[[int, int], bytes]
 
 BLOCKS_FILE: Final = "blocks.sha256"

@@ -7,19 +7,18 @@ checks are on whole columns, so that reading a row later costs nothing more.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import IndexFileError
 from fuelrail.pipeline.format.codecs import MAX_MEMBER_BYTES, MAX_MEMBERS, MAX_SAMPLE_BYTES, RAW, member_cap
 from fuelrail.pipeline.format.tar import MAX_KEY_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     import pyarrow as pa
-    from numpy.typing import NDArray
 
 _END: Final = b"ARROW1"
 _TAIL_BYTES: Final = 10

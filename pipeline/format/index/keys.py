@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import xxhash
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import IndexFileError
 from fuelrail.pipeline.format.index.blocks import HEAD_BYTES, BlockFile, FixedColumns
 from fuelrail.pipeline.storage.columns import Disk
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.format.index.samples import SampleIndex
 
 KEYS_FILE: Final = "keys.arrow"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from pathlib import Path
+from typing import Final, NamedTuple, Protocol
 
 from fuelrail.pipeline.errors import IndexFileError, ManifestError
 from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE, AttributesFile
@@ -21,10 +23,6 @@ from fuelrail.pipeline.format.index.samples import INDEX_FILE, SampleIndex
 from fuelrail.pipeline.format.index.shards import SHARDS_FILE, ShardEntry, ShardTable, write_shards
 from fuelrail.pipeline.format.manifest import FileEntry, Manifest
 from fuelrail.pipeline.storage.files import read_file
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from pathlib import Path
 
 WHOLE_BYTES: Final = 64 << 20
 """Tables at a URL of up to this size are fetched as a whole, larger ones by blocks."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.sample.schema import NUM_DIST, Geometry
@@ -12,10 +14,6 @@ from fuelrail.sharding.sources.frames.frame import Image
 from fuelrail.sharding.sources.frames.poses import nearest_rigid
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.sharding.sources.frames.frame import Frame, Sensors
     from fuelrail.sharding.sources.frames.poses import Trajectory
 

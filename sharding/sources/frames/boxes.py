@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid, rotation_matrices
@@ -13,10 +15,6 @@ from fuelrail.pipeline.sample.schema import Boxes, encode_parts
 from fuelrail.sharding.sources.frames.poses import MAX_SKEW, quaternions
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.sharding.sources.frames.classes import ClassMap
     from fuelrail.sharding.sources.frames.frame import BoxRows
     from fuelrail.sharding.sources.scan_report import ScanReport

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law
@@ -14,10 +16,6 @@ from fuelrail.sharding.sources.frames.boxes import stable_id
 from fuelrail.sharding.sources.scan_table import Reference
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.sharding.sources.frames.classes import ClassMap
     from fuelrail.sharding.sources.frames.frame import ImageBoxRows
 

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
 import yaml
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.pipeline.settings import read_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.sharding.sources.scan_report import ScanReport
 
 SOURCE: Final = "source"

@@ -11,8 +11,8 @@ such a file, which go to the shard as they are; or, of an image that is ``made``
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -21,10 +21,6 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.channels.sensors import LidarEntry
 from fuelrail.sharding.sources.scan_table import Reference
 from fuelrail.sharding.sources.source import Camera
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 
 F64: TypeAlias = NDArray[np.float64]
 Vectors: TypeAlias = Any

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import rigid
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     F64 = NDArray[np.float64]
 
 MAX_SKEW: Final = 1e-3

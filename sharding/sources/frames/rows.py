@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.sample.schema import SCHEMA, CameraMeta, Meta, encode_stacked
@@ -30,10 +32,6 @@ from fuelrail.sharding.sources.frames.members import (
 from fuelrail.sharding.sources.scan_table import frame_key
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.sharding.sources.files import SourceFiles
     from fuelrail.sharding.sources.frames.arrays import ClipArrays

@@ -7,6 +7,7 @@ mostly :meth:`FrameSource.poses`; the rest is here. It is registered under the e
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
@@ -27,8 +28,6 @@ from fuelrail.sharding.sources.scan_report import Findings, ScanReport
 from fuelrail.sharding.sources.source import Place, ScanInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
     import numpy as np
     from numpy.typing import NDArray
 

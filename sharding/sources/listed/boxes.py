@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Sequence
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.settings import did_you_mean
 from fuelrail.sharding.sources.frames.boxes import rows_by_key
 from fuelrail.sharding.sources.frames.frame import NO_BOXES, BoxRows
 from fuelrail.sharding.sources.listed.values import TIME_COLUMNS, Rows, is_list
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
 
 _ROTATIONS: Final = ("q_wxyz", "q_xyzw", "qw", "qx", "qy", "qz")
 _FLOATS: Final = ("x", "y", "z", "length", "width", "height", "yaw", "qw", "qx", "qy", "qz", "vx", "vy", "vz")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable
+from typing import Any, Final
 
 import pyarrow as pa
 
@@ -13,9 +14,6 @@ from fuelrail.sharding.sources.frames.rows import attribute_types
 from fuelrail.sharding.sources.listed.calibration import CALIBRATION
 from fuelrail.sharding.sources.listed.tables import CLIP
 from fuelrail.sharding.sources.listed.values import POSE_PARTS, TIME_COLUMNS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 SENSOR: Final = re.compile(r"(cam|lidar)\.([A-Za-z0-9_]+)\.(.+)")
 _FILE: Final = ("path", "byte_offset", "byte_length", *TIME_COLUMNS, "ego2global")

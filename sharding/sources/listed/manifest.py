@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import re
 import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.settings import did_you_mean
@@ -41,10 +43,6 @@ from fuelrail.sharding.sources.listed.values import TIME_COLUMNS, Rows
 from fuelrail.sharding.sources.logs.settings import VideoSettings, check_decoder, libraries_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.listed.calibration import Calibration
     from fuelrail.sharding.sources.scan_table import ScanWriter

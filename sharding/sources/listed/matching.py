@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.settings import did_you_mean
 from fuelrail.sharding.sources.frames.frame import Absent
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.sharding.sources.frames.frame import Image, Sweep
     from fuelrail.sharding.sources.listed.calibration import Calibrations
     from fuelrail.sharding.sources.listed.members import RowFiles

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.frames.frame import Absent, Image, Sweep
@@ -16,10 +18,6 @@ from fuelrail.sharding.sources.listed.tars import Tars
 from fuelrail.sharding.sources.logs.video import VideoFacts, VideoFile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.sharding.sources.files import SourceFiles
     from fuelrail.sharding.sources.listed.calibration import Calibration
     from fuelrail.sharding.sources.listed.values import Rows

@@ -7,6 +7,8 @@ rows of any clip are read alone, so memory does not grow with the table.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -19,9 +21,6 @@ from fuelrail.sharding.sources.files import LFS_MAGIC, check_no_pointer
 from fuelrail.sharding.sources.listed.values import Rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
     from fuelrail.sharding.sources.files import SourceFiles
 
     TypeOf = Callable[[str], pa.DataType | None]

@@ -6,6 +6,7 @@ import gzip
 import io
 import tarfile
 import zlib
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple
 
 import zstandard
@@ -13,8 +14,6 @@ import zstandard
 from fuelrail.pipeline.errors import SourceError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
-
     from fuelrail.sharding.sources.files import SourceFiles
 
 _BLOCK: Final = 512

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NoReturn
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.frames.poses import MAX_SKEW, nearest_rigid, pose
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
     F64 = NDArray[np.float64]
 
 _TIMES: Final = {"timestamp_ns": 1, "timestamp_us": 1_000, "timestamp_s": 1_000_000_000}

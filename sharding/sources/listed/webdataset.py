@@ -8,11 +8,13 @@ are read from front to back, once by the scan and once when each clip is staged.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError, ImageError, SourceError
 from fuelrail.pipeline.sample.image_header import probe
@@ -22,10 +24,6 @@ from fuelrail.sharding.sources.frames.source import FrameSettings, FrameSource
 from fuelrail.sharding.sources.listed.tars import COMPRESSED, Member, compressed_members, tar_members
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.sharding.sources.source import Reads
 
 _NAME: Final = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)\Z", re.DOTALL)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid
@@ -22,10 +24,6 @@ from fuelrail.sharding.sources.logs.messages.records import RAWS, VIDEOS
 from fuelrail.sharding.sources.scan_table import Reference
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.sharding.sources.frames.poses import Trajectory
     from fuelrail.sharding.sources.logs.files.log_file import Topic

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.sharding.sources.frames.channels import signals_channel
@@ -24,10 +26,6 @@ from fuelrail.sharding.sources.logs.messages.records import CLOUDS, FIXES, MARKS
 from fuelrail.sharding.sources.logs.settings import LogSettings, check_decoder, libraries_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.source import Reads

@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import cv2
 import numpy as np
 import simplejpeg
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.sample.arrays import Buffer
 
 QUALITY: Final = 90

@@ -7,9 +7,12 @@ devkit's ``NuScenes.box_velocity`` has it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.rigid import rotation_matrices
 from fuelrail.pipeline.sample.schema import Boxes
@@ -29,11 +32,6 @@ from fuelrail.sharding.sources.nuscenes.tables import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
     from fuelrail.sharding.sources.frames.classes import ClassOption
     from fuelrail.sharding.sources.joins import Cut, Database
     from fuelrail.sharding.sources.scan_report import ScanReport

@@ -6,17 +6,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
 
 import msgspec
 
 from fuelrail.pipeline.channels.table import Channel
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.scan_table import Reference
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 CHANNELS_FILE: Final = "channels.json"
 CHANNELS_FOLDER: Final = "channels"

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import rigid
@@ -38,11 +41,6 @@ from fuelrail.sharding.sources.nuscenes.tables import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.sample.schema import Boxes
     from fuelrail.pipeline.storage.columns import Texts
     from fuelrail.sharding.sources.frames.classes import ClassOption

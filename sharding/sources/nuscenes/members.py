@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Final
 
 from fuelrail.pipeline.errors import SourceError
@@ -10,8 +11,6 @@ from fuelrail.sharding.sources.scan_report import Findings
 from fuelrail.sharding.sources.scan_table import Reference
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     from fuelrail.sharding.sources.files import FileFacts, SourceFiles
     from fuelrail.sharding.sources.nuscenes.geometry import Frame, Keyframes, SensorRow
     from fuelrail.sharding.sources.nuscenes.sweeps import LidarSweeps, SweepList

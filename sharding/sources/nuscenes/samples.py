@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.sample.schema import SCHEMA, CameraMeta, Meta
 from fuelrail.sharding.sources.frames.classes import count_column
@@ -14,10 +16,6 @@ from fuelrail.sharding.sources.nuscenes.geometry import NS_PER_US
 from fuelrail.sharding.sources.scan_table import frame_key
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.sample.schema import Boxes
     from fuelrail.sharding.sources.nuscenes.geometry import Frame
     from fuelrail.sharding.sources.nuscenes.tables import Log, Scene

@@ -8,6 +8,7 @@ devkit's ``utils/splits.py``, written as runs of scene numbers.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
@@ -16,6 +17,7 @@ import msgspec
 import numpy as np
 import xxhash
 from msgspec import Meta
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.sensors import LidarEntry
 from fuelrail.pipeline.errors import ConfigError, SourceError
@@ -42,10 +44,6 @@ from fuelrail.sharding.sources.scan_report import ScanReport
 from fuelrail.sharding.sources.source import Camera, Place, ScanInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.sample.schema import Geometry
     from fuelrail.sharding.sources.nuscenes.geometry import Frame

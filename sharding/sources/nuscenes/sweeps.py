@@ -7,10 +7,13 @@ the options ask for sweeps or radars.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.sample.schema import Sweeps, encode_arrays
@@ -19,11 +22,6 @@ from fuelrail.sharding.sources.nuscenes.geometry import Calibrations, Poses
 from fuelrail.sharding.sources.nuscenes.tables import SampleData, read_table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.storage.columns import Texts
     from fuelrail.sharding.sources.joins import Database
 

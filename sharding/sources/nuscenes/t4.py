@@ -8,12 +8,14 @@ https://github.com/tier4/tier4_perception_dataset/blob/main/docs/t4_format_3d_de
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid
@@ -47,10 +49,6 @@ from fuelrail.sharding.sources.nuscenes.tables import (
 from fuelrail.sharding.sources.scan_table import Reference
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import NDArray
-
     from fuelrail.sharding.sources.files import SourceFiles
 
 R = TypeVar("R", bound=Record)

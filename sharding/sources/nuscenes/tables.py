@@ -12,20 +12,19 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.files import check_no_pointer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
     from typing import BinaryIO
-
-    from numpy.typing import NDArray
 
     from fuelrail.sharding.sources.joins import Owners
 

@@ -8,6 +8,7 @@ compensated for its motion. Images are rectified: ``k1`` to ``k3`` describe the 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -15,6 +16,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 from msgspec import Meta
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.frames.frame import BoxRows, Clip, Frame, Image, Sensors, Sweep
@@ -32,10 +34,6 @@ from fuelrail.sharding.sources.research.tables import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import NDArray
-
     from fuelrail.sharding.sources.frames.frame import F64
     from fuelrail.sharding.sources.scan_table import Reference
 

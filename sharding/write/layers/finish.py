@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from fuelrail import __version__
 from fuelrail.pipeline.channels.table import Channel
@@ -44,11 +47,6 @@ from fuelrail.sharding.write.layers.segments import SegmentRow, Segments
 from fuelrail.sharding.write.packer import IndexText
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.sharding.output.folder import Output

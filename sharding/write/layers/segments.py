@@ -11,12 +11,14 @@ the end of this head (int64 each), the blobs (msgpack of `SegmentRow`). Little-e
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import DatasetError
 from fuelrail.pipeline.format.index.row import IndexRow
@@ -24,10 +26,6 @@ from fuelrail.pipeline.format.manifest import WORK_FOLDER
 from fuelrail.pipeline.storage.files import published
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.sharding.output.folder import Output
 
 SEGMENTS: Final = f"{WORK_FOLDER}/segments"

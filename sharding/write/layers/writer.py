@@ -10,11 +10,14 @@ import contextlib
 import fcntl
 import io
 import os
-from typing import TYPE_CHECKING, Any, Final, Self
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Final, Self
 
 import msgspec
 import numpy as np
 import zstandard
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.table import Channel
@@ -46,13 +49,6 @@ from fuelrail.sharding.write.layers.segments import (
     publish_segment,
 )
 from fuelrail.sharding.write.packer import RawMember, ShardPacker
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from types import TracebackType
-
-    from numpy.typing import NDArray
-
 
 _RUN_FILE: Final = f"{WORK_FOLDER}/layer.json"
 

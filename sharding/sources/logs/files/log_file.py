@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import msgspec
@@ -11,7 +12,6 @@ from fuelrail.pipeline.sample.arrays import Buffer
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Collection, Iterator
 
 
 HEAD_BYTES: Final = 1024

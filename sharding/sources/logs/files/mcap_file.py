@@ -8,6 +8,7 @@ leaves it that was killed, is walked from its beginning, and its whole chunks ar
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -33,8 +34,6 @@ from fuelrail.sharding.sources.logs.files.mcap_records import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
-
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.files import SourceFiles, Window
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import struct
 import zlib
+from collections.abc import Mapping
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -12,8 +13,6 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.logs.files.log_file import Topic, check_compression, plain_type
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.files import SourceFiles
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
@@ -13,8 +14,6 @@ from fuelrail.sharding.sources.logs.files.mcap_file import McapFile
 from fuelrail.sharding.sources.logs.files.sqlite_file import SqliteFile
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from fuelrail.sharding.sources.files import SourceFiles
     from fuelrail.sharding.sources.logs.files.log_file import LogFile, Topic
 

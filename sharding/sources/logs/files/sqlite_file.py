@@ -6,6 +6,7 @@ import sqlite3
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,6 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.logs.files.log_file import HEAD_BYTES, Locator, Message, Topic, plain_type
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
-
     from fuelrail.sharding.sources.files import SourceFiles
 
 

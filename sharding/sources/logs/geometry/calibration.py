@@ -11,12 +11,11 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from fuelrail.sharding.sources.logs.index import LogIndex
     from fuelrail.sharding.sources.logs.messages.records import Calibration
 

@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.table import Channel, Law
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.frames.poses import pose
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from fuelrail.sharding.sources.logs.messages.records import Cloud
 
 COLUMNS: Final = ("x", "y", "z", "intensity", "ring", "time")

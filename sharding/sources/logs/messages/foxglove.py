@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from fuelrail.pipeline.errors import SourceError
@@ -19,8 +20,6 @@ from fuelrail.sharding.sources.logs.messages.records import (
 from fuelrail.sharding.sources.logs.messages.wire import Names, Proto, descriptor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.logs.files.log_file import Topic
 

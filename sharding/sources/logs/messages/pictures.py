@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import cv2
@@ -12,8 +13,6 @@ from fuelrail.pipeline.errors import ImageError, SourceError
 from fuelrail.pipeline.sample.image_header import probe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.logs.messages.records import Picture
 

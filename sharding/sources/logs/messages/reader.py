@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import struct
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from fuelrail.pipeline.errors import SourceError
@@ -12,8 +13,6 @@ from fuelrail.sharding.sources.logs.messages.records import Edges
 from fuelrail.sharding.sources.logs.messages.ros import Ros
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     import numpy as np
     from numpy.typing import NDArray
 

@@ -6,12 +6,14 @@ https://github.com/nutonomy/nuscenes-devkit/blob/master/python-sdk/nuscenes/can_
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
 import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.errors import SourceError
@@ -20,10 +22,6 @@ from fuelrail.sharding.sources.frames.channels import signals_channel
 from fuelrail.sharding.sources.scan_table import Reference
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.sharding.sources.nuscenes.extras.batch import Batch
 

@@ -5,6 +5,8 @@ A reference of theirs is JSON: everything that the member's bytes depend on but 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 import msgspec
@@ -19,9 +21,6 @@ from fuelrail.sharding.sources.nuscenes.extras.radar import RadarFiles, Radars
 from fuelrail.sharding.sources.nuscenes.extras.trajectories import Trajectories
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
     from fuelrail.sharding.sources.joins import Database
     from fuelrail.sharding.sources.nuscenes.extras.batch import Batch
     from fuelrail.sharding.sources.nuscenes.geometry import Keyframes

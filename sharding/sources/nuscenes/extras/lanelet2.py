@@ -7,17 +7,15 @@ https://docs.ros.org/en/ros2_packages/rolling/api/lanelet2_core/doc/LinestringTa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import Final, NoReturn
 from xml.parsers import expat
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.files import check_no_pointer
 from fuelrail.sharding.sources.frames.vector_maps import VectorMap
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 FILE: Final = "map/lanelet2_map.osm"
 MAP_LAYERS: Final = ("lane", "ped_crossing", "walkway", "lane_marking", "lane_border", "road_border", "stop_line")

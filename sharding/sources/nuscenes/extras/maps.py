@@ -5,6 +5,7 @@ Layout of the files: https://www.nuscenes.org/nuscenes#map-expansion and ``NuSce
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
@@ -17,8 +18,6 @@ from fuelrail.sharding.sources.frames.vector_maps import VectorMap, encoded_wind
 from fuelrail.sharding.sources.scan_table import Reference
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.sharding.sources.nuscenes.extras.batch import Batch
 

@@ -5,6 +5,7 @@ Layout: https://github.com/tier4/tier4_perception_dataset/blob/main/docs/t4_form
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -15,8 +16,6 @@ from fuelrail.sharding.sources.nuscenes.geometry import NS_PER_US
 from fuelrail.sharding.sources.nuscenes.tables import Record, check_time
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fuelrail.sharding.sources.scan_table import Reference
 
 TABLE: Final = "vehicle_state"

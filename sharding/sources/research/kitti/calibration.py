@@ -7,9 +7,11 @@ the camera is K^-1 p away from that of camera 0. Ego is the IMU: x forward, y le
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import homogeneous, invert_rigid
@@ -17,10 +19,6 @@ from fuelrail.sharding.sources.frames.poses import nearest_rigid
 from fuelrail.sharding.sources.research.tables import read_file
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.sharding.sources.files import SourceFiles
     from fuelrail.sharding.sources.frames.frame import F64
 

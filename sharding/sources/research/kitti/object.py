@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Final
 
 import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid
@@ -24,10 +26,6 @@ from fuelrail.sharding.sources.research.kitti.calibration import (
 from fuelrail.sharding.sources.research.tables import read_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import NDArray
-
     from fuelrail.sharding.sources.frames.frame import F64
 
 SPLITS: Final = {"training": "train", "testing": "test"}

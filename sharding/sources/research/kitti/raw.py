@@ -7,6 +7,7 @@ local, without a zone, so the time base is none of 1970.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 from functools import cached_property, lru_cache
 from math import isfinite
 from pathlib import PurePosixPath
@@ -15,6 +16,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid, rotation_matrices
@@ -37,10 +39,6 @@ from fuelrail.sharding.sources.research.kitti.calibration import (
 from fuelrail.sharding.sources.research.tables import names_in, read_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.sharding.sources.frames.frame import F64
     from fuelrail.sharding.sources.research.kitti.calibration import Camera

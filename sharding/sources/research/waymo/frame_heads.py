@@ -6,10 +6,12 @@ Numbers of fields are those of ``dataset.proto`` and ``label.proto`` (github.com
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.research.waymo.maps import FRAME_MAP, FRAME_MAP_OFFSET, place
@@ -27,10 +29,6 @@ from fuelrail.sharding.sources.research.waymo.records import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.sharding.sources.files import Window
     from fuelrail.sharding.sources.research.waymo.records import Fail, FieldPlace, Record
 

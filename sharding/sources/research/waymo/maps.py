@@ -5,16 +5,14 @@ Numbers of fields are those of ``map.proto`` (github.com/waymo-research/waymo-op
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.frames.vector_maps import VectorMap
 from fuelrail.sharding.sources.research.waymo.records import BYTES, FIXED64, doubles, fields, spans
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 FRAME_MAP: Final = 10
 FRAME_MAP_OFFSET: Final = 11

@@ -7,10 +7,12 @@ are taken by name and cast: files of one release differ in types. Conventions ar
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.sensors import LidarEntry
 from fuelrail.pipeline.errors import SourceError
@@ -37,10 +39,6 @@ from fuelrail.sharding.sources.research.waymo.source import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.research.waymo.frame_heads import CameraCalibration
 

@@ -6,20 +6,18 @@ vehicle's pose at each pixel. What the numbers mean is as in version 1.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.research.tables import check_unique, open_parquet, read_parquet
 from fuelrail.sharding.sources.research.waymo.range_images import POINT_COLUMNS, Inclination, first_returns
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
-
-    from numpy.typing import NDArray
-
     from fuelrail.sharding.sources.files import SourceFiles
 
 _TIME, _LASER = "key.frame_timestamp_micros", "key.laser_name"

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import struct
 import zlib
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.sharding.sources.research.waymo.frame_heads import transform
 from fuelrail.sharding.sources.research.waymo.records import doubles, fields
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
 
 POINT_COLUMNS: Final = ("x", "y", "z", "intensity", "elongation")
 _MAX_BYTES: Final = 1 << 27

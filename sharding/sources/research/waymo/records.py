@@ -7,19 +7,17 @@ A record is its length (u64), the masked CRC32C of that (u32), its bytes, and th
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, TypeAlias
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.files import LFS_MAGIC
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from numpy.typing import NDArray
-
     from fuelrail.sharding.sources.files import Window
 
 VARINT: Final = 0

@@ -8,12 +8,14 @@ its time is the sweep's start: the dataset gives no other.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import msgspec
 import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.sensors import LidarEntry
 from fuelrail.pipeline.errors import SourceError
@@ -37,10 +39,6 @@ from fuelrail.sharding.sources.research.waymo.records import records
 from fuelrail.sharding.sources.source import Camera
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import NDArray
-
     from fuelrail.sharding.sources.research.waymo.frame_heads import CameraCalibration, FrameHead
     from fuelrail.sharding.sources.research.waymo.records import Record
     from fuelrail.sharding.sources.scan_table import Reference
