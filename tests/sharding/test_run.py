@@ -128,7 +128,7 @@ def test_a_damaged_manifest_is_named(source, expected, tmp_path):
         ({"shard_size_bytes": 40_000}, "shard size is 30000 there and 40000 here"),
         ({"splits": None}, r"splits is \{'train': 0.75, 'val': 0.25\} there and None here"),
         ({"layout": "none"}, "layout is 'member' there and 'none' here"),
-        ({"points": False}, "source options is"),
+        ({"points": False}, "source options.points is True there and False here"),
         ({"name": "other"}, "name is None there and 'other' here"),
     ],
 )

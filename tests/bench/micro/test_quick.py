@@ -190,7 +190,7 @@ def test_loops_with_and_without_a_save(tmp_path):
 
 
 def test_runs_survive_a_few_kills(quick, tmp_path, monkeypatch):
-    """Hundreds of kills on all meshes are in ``bench/results/checkpoint_kills.json`` and ``..._strategies.json``."""
+    """Hundreds of kills on all meshes are in ``bench/results/checkpoint_kills.json``."""
     monkeypatch.setattr(checkpoint_kills, "_PATIENCE_S", 280)  # a busy machine is no fault
     meshes = ["one", "fsdp2", "pipeline2"]
     monkeypatch.setattr(checkpoint_kills, "MESHES", {name: checkpoint_kills.MESHES[name] for name in meshes})
