@@ -42,9 +42,9 @@ def test_rounds_of_a_demand_are_judged_together_and_each_against_its_own_theory(
 def test_the_committed_sweep_holds_everywhere(tmp_path):
     result = msgspec.json.decode((RESULTS / "occupancy.json").read_bytes(), type=OccupancySweep)
     assert {level.asked for level in result.levels} == set(occupancy.DEMANDS)
-    # The committed intervals have a t rounded to seven digits.
+    # The committed intervals are of rounded quantiles of t.
     for level, again in zip(result.levels, levels_of(result.points), strict=True):
-        assert astuple(level.of_theory) == pytest.approx(astuple(again.of_theory), rel=1e-6)
+        assert astuple(level.of_theory) == pytest.approx(astuple(again.of_theory), rel=1e-5)
         assert replace(level, of_theory=again.of_theory) == again
     assert [level.asked for level in result.levels if level.verdict not in ("holds", "")] == []
     rendered = occupancy.render(result)
