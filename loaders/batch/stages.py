@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.order.batching import Cursor
     from fuelrail.pipeline.order.windows import FrameWindow
     from fuelrail.pipeline.transforms.pixels import PixelAugment
+
+_LEAST_AHEAD: Final = 8
+"""Fetched and parsed samples that may wait at least, half of which are made in a row."""
 
 
 class BatchPipeline(NamedTuple):
@@ -80,9 +83,10 @@ class BatchPipeline(NamedTuple):
         num_workers = tuning.num_workers
         parse = partial(samples.parse, self.augments, self.bad, self.window)
         fill = self.augments.pixels.grid_mask_fill
+        ahead = max(_LEAST_AHEAD, 2 * num_workers)
         stages = [
-            Stage("fetch", partial(samples.fetch, self.bad), 1, 2 * num_workers),
-            Stage("parse", parse, num_workers if self.parses_hard else 1, 2 * num_workers),
+            Stage("fetch", partial(samples.fetch, self.bad), 1, ahead, in_bursts=True),
+            Stage("parse", parse, num_workers if self.parses_hard else 1, ahead, in_bursts=True),
         ]
         group: int | None = self.batch_size
         if isinstance(self.decoder, BatchDecoder):

@@ -39,7 +39,7 @@ class Stage:
     """One stage: ``work(item) -> item``, run by ``num_threads`` threads; ``capacity`` items may wait behind it.
 
     With ``group`` the work takes a list of that many consecutive items (the last list may be shorter);
-    such a stage has one thread.
+    such a stage has one thread. With ``in_bursts`` a thread that waits for room continues when half of it is free.
     """
 
     name: str
@@ -47,6 +47,7 @@ class Stage:
     num_threads: int
     capacity: int
     group: int | None = None
+    in_bursts: bool = False
 
     def __post_init__(self) -> None:
         assert self.num_threads >= 1, "a stage needs a thread"
@@ -205,7 +206,7 @@ class Pipeline:
         name: str = "fuelrail",
         observer: Observer | None = None,
     ) -> None:
-        self._links = [Link(stage.capacity) for stage in stages]
+        self._links = [Link(stage.capacity, in_bursts=stage.in_bursts) for stage in stages]
         head = Source(source)
         inboxes: list[Source | Link] = [head, *self._links[:-1]]
         # Threads know their crew, never this object: dropping the last reference to it stops them.

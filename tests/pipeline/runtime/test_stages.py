@@ -58,10 +58,15 @@ class TestOrder:
         num_items=st.integers(0, 40),
         threads=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6)), min_size=1, max_size=4),
         group=st.none() | st.integers(1, 7),
+        in_bursts=st.booleans(),
     )
-    @settings(max_examples=40, deadline=None)
-    def test_results_come_in_the_sources_order_under_any_threads_and_capacities(self, num_items, threads, group):
-        stages = [Stage(f"s{n}", jitter, count, capacity) for n, (count, capacity) in enumerate(threads)]
+    @settings(max_examples=60, deadline=None)
+    def test_results_come_in_the_sources_order_under_any_threads_and_capacities(
+        self, num_items, threads, group, in_bursts
+    ):
+        stages = [
+            Stage(f"s{n}", jitter, count, capacity, in_bursts=in_bursts) for n, (count, capacity) in enumerate(threads)
+        ]
         expected = list(range(num_items))
         if group is not None:
             stages.append(Stage("group", list, 1, 1, group=group))
@@ -72,7 +77,8 @@ class TestOrder:
     @given(changes=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 5)), min_size=1, max_size=12))
     @settings(max_examples=25, deadline=None)
     def test_nor_does_changing_them_while_it_runs(self, changes):
-        pipeline = Pipeline(iter(range(60)), [Stage("a", jitter, 2, 2), Stage("b", jitter, 1, 3)], name="test")
+        stages = [Stage("a", jitter, 2, 2, in_bursts=True), Stage("b", jitter, 1, 3)]
+        pipeline = Pipeline(iter(range(60)), stages, name="test")
         got = []
         for value, (threads, capacity) in zip(pipeline, itertools.cycle(changes), strict=False):
             got.append(value)
@@ -97,6 +103,19 @@ class TestOrder:
         wait_until(lambda: len(pulled) == 9)
         time.sleep(0.05)
         assert len(pulled) == 9
+        pipeline.close()
+
+    def test_a_thread_that_waited_makes_half_of_what_there_is_room_for_in_a_row(self):
+        made = []
+        work = [Stage("a", lambda item: made.append(item) or item, 1, 6, in_bursts=True)]
+        pipeline = Pipeline(iter(range(20)), work, name="test")
+        # The one after those that have room is made, too, and waits.
+        for taken, number in ((0, 7), (2, 7), (3, 10), (5, 10), (6, 13)):
+            while pipeline._taken < taken:
+                next(pipeline)
+            wait_until(lambda number=number: len(made) >= number)
+            time.sleep(0.02)
+            assert len(made) == number
         pipeline.close()
 
 
