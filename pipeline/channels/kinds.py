@@ -312,7 +312,7 @@ KINDS: Final = Registry(
         ),
         "text": Kind(
             ("txt",), _nothing_broken, lambda value, _: str(value).encode(), _decode_text,
-            _check_text, _collate_list, lambda _: 0,
+            _check_text, _collate_list, lambda _: None,
         ),
         "tokens": Kind(
             ("npy",), _broken_tokens, _encode_tokens, _decode_array, _check_tokens, _collate_tokens, _of_values

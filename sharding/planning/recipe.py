@@ -9,6 +9,7 @@ workers are not part of it. Fields with a description are the user's options: fl
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
@@ -31,6 +32,7 @@ from fuelrail.pipeline.format.codecs import (
     ZSTD_DICT,
     planes,
 )
+from fuelrail.pipeline.format.tar import BLOCK_BYTES
 from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, META, POINTS_EXTENSION, SWEEPS_FIELD, lidar_channel
 from fuelrail.pipeline.settings import Settings, convert, flag, read_text
 from fuelrail.pipeline.text import differing
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
 DEFAULT_QUALITY: Final = 92
 
 FORM: Final = "resize=FACTOR or size=WIDTHxHEIGHT, and quality=1..100, joined by a comma"
+
+_NPY_HEADER_BYTES: Final = 128
 
 _PACKAGES: Final = ("simplejpeg", "opencv-python-headless")
 
@@ -278,7 +282,14 @@ def _short(value: object) -> str:
 
 
 def channel_codec(channel: Channel) -> str:
-    """Return the codec of a channel's members where what shrinks is compressed."""
+    """Return the codec of a channel's members where what shrinks is compressed.
+
+    Arrays that fit into one block of a tar stay raw: they take a block either way.
+    """
+    if channel.dtype and None not in channel.shape:
+        num_bytes = channel.numpy_dtype.itemsize * math.prod(side or 1 for side in channel.shape)
+        if _NPY_HEADER_BYTES + num_bytes <= BLOCK_BYTES:
+            return RAW
     row_bytes = KINDS[channel.kind].row_bytes(channel)
     if not row_bytes or row_bytes > MAX_ROW_BYTES:
         return RAW if row_bytes is None else ZSTD

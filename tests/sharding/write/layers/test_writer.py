@@ -111,7 +111,7 @@ def test_other_tools_and_commands_know_layers(base, tmp_path) -> None:
     assert "row 3" in describe_sample(layer, key).text
     shard = layer / "layer-000000.tar"
     with tarfile.open(shard) as tar:
-        assert f"{key}.caption.txt.zst" in tar.getnames()
+        assert f"{key}.caption.txt" in tar.getnames()
     some = write_layer(base, tmp_path / "some", positions=[1, 5, 7])
     flip(shard, 700)
     flip(some / "rows.npy", -8)  # now two samples have one row
