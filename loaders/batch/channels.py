@@ -115,25 +115,27 @@ def moved_frames(parsed: Parsed, *, hides: bool) -> tuple[Parsed, tuple[int, Exc
             continue
         if frame.row not in known:
             try:
-                known[frame.row] = _moved(parsed, number, reader.channels)
+                known[frame.row] = _moved(parsed, number)
             except Exception as error:  # noqa: BLE001 - any, of a shard that changes; what is not bad is raised again
                 return parsed, (number, error)
         extra.append(known[frame.row])
     return parsed._replace(extra=tuple(extra)), None
 
 
-def _moved(parsed: Parsed, number: int, channels: Sequence[Channel]) -> dict[str, Value | None]:
+def _moved(parsed: Parsed, number: int) -> dict[str, Value | None]:
     """Return the values of one frame by name, moved as the sample is; None where the frame lacks one."""
     sample, reader = parsed.samples[number], parsed.task.source.reader
+    values = decode_values(sample.extra, reader.channels, sample.key)
+    if not reader.moving:
+        return values
     lidar2ego = {}
     for at, lidar in enumerate(reader.lidars):
-        if any(channel.frame == f"sensor:{lidar}" for channel in channels):
+        if any(channel.frame == f"sensor:{lidar}" for channel in reader.moving):
             matrix = sample.geometry.lidar2keyego(at)
             if np.isfinite(matrix).all():
                 lidar2ego[lidar] = matrix
     motion = Motion(dict(zip(reader.cameras, parsed.maps[number], strict=True)), parsed.bev, lidar2ego)
-    values = decode_values(sample.extra, channels, sample.key)
-    for channel in channels:
+    for channel in reader.moving:
         value = values[channel.name]
         if value is None:
             continue

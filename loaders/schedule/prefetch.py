@@ -32,7 +32,7 @@ class RequestStream(NamedTuple):
     rows: SampleReader
     session: SampleSession
     numbers: RequestNumbers | None = None
-    more_bytes: Callable[[int], int] | None = None
+    more_bytes: Callable[[int, IndexRow], int] | None = None
     """The bytes that layers add to the span of a row; None without layers."""
 
 
@@ -62,7 +62,7 @@ def prefetch(coming: Iterator[Scheduled], streams: Sequence[RequestStream], max_
                         entries = tuple([index.row(row) for row in scheduled.rows])
                         length = sum([entry.length for entry in entries])
                         if more_bytes is not None:
-                            length += sum([more_bytes(row) for row in scheduled.rows])
+                            length += sum(map(more_bytes, scheduled.rows, entries))
                     except FuelrailError as failure:
                         # Raised when its turn comes, so that the outcome does not depend on the look-ahead.
                         broken, more = (scheduled, failure), False

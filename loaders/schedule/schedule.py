@@ -14,7 +14,7 @@ from fuelrail.loaders.schedule.positions import Part, PositionIndex
 from fuelrail.loaders.schedule.prefetch import RequestStream
 from fuelrail.loaders.schedule.state import Identity
 from fuelrail.loaders.storage.cache.future_uses import FutureUses, Range, RequestNumbers, build_future_uses
-from fuelrail.loaders.storage.layers import LayeredStorage
+from fuelrail.loaders.storage.layers import LayeredSession
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.format.attributes import ClipTable
 from fuelrail.pipeline.order.compile import compile_mix, compile_order
@@ -65,8 +65,9 @@ class Schedule(NamedTuple):
         numbers = RequestNumbers() if len(self.sources) > 1 else None
         future_uses, uses_per_step = self._future_uses(source, walk, numbers)
         storage = source.storage
-        more_bytes = storage.num_bytes if isinstance(storage, LayeredStorage) else None
-        return RequestStream(source.reader, storage.session(future_uses, uses_per_step), numbers, more_bytes)
+        session = storage.session(future_uses, uses_per_step)
+        more_bytes = session.look_up if isinstance(session, LayeredSession) else None
+        return RequestStream(source.reader, session, numbers, more_bytes)
 
     def _future_uses(self, source: Source, walk: Walk, numbers: RequestNumbers | None) -> tuple[FutureUses, int]:
         """Return the future uses of one dataset; of several, its requests' ``numbers`` among all are needed."""

@@ -7,7 +7,7 @@ uses of the base, by which a cache evicts, are translated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,7 +17,6 @@ from fuelrail.loaders.storage.protocol import (
     PendingSample,
     PendingSpan,
     SampleStorage,
-    Session,
     Span,
     Storage,
     StorageStats,
@@ -34,11 +33,11 @@ if TYPE_CHECKING:
 
 
 class LayerPart(NamedTuple):
-    """A layer that is read: its storage, and the field names that are decoded, as the layer stores them."""
+    """A layer that is read: its storage, and the decoded fields by the names that it stores, with those of a loader."""
 
     layer: Layer
     storage: Storage
-    fields: Collection[str]
+    fields: Mapping[str, str]
 
     def row_of(self, position: int, key: str) -> tuple[int, IndexRow] | None:
         """The layer's row of a sample of the base, None where it has none.
@@ -61,17 +60,23 @@ class LayerPart(NamedTuple):
             )
         return number, row
 
+    def find(self, position: int, key: str) -> _Found:
+        """What :meth:`row_of` returns or raises: raised at the sample's turn, however far ahead this is called."""
+        try:
+            return self.row_of(position, key)
+        except FuelrailError as error:
+            return error
+
     def members(self, stored: StoredRow) -> dict[str, memoryview]:
         """The raw members of a stored row, by the names that a loader has for them; raises MemberError."""
-        data = self.layer.data
-        shard = data.shards.name_of(stored.row)
-        found = read_members(stored.row, stored.span, shard, self.fields, dictionary=data.dictionary)
-        return {f"{self.layer.name}.{field}": content for field, content in found.items()}
+        data, row = self.layer.data, stored.row
+        found = read_members(row, stored.span, data.shards.name_of(row), self.fields, dictionary=data.dictionary)
+        return {self.fields[field]: content for field, content in found.items()}
 
-    def named(self, read: PendingSpan) -> memoryview:
-        """What ``read`` returns; an error of a shard says which layer's shard it is."""
+    def stored(self, row: IndexRow, read: PendingSpan) -> StoredRow:
+        """A row with what ``read`` returns; an error of a shard says which layer's shard it is."""
         try:
-            return read()
+            return StoredRow(row, read())
         except ShardError as error:
             message = f"layer '{self.layer.name}': {error.message}"
             raise type(error)(message, shard=error.shard, offset=error.offset, key=error.key) from error
@@ -85,9 +90,9 @@ def with_layers(
     parts = []
     for layer in layers:
         both = zip(layer.manifest.channels, layer.channels, strict=True)
-        fields = [own.field for own, joined in both if joined.name in chosen]
+        fields = {own.field: joined.field for own, joined in both if joined.name in chosen}
         if fields:
-            parts.append(LayerPart(layer, open_storage(layer.data), frozenset(fields)))
+            parts.append(LayerPart(layer, open_storage(layer.data), fields))
     return LayeredStorage(base, parts) if parts else base
 
 
@@ -104,25 +109,19 @@ class LayeredStorage:
         layers = []
         for part in self.parts:
             found = part.row_of(index, row.key)
-            read = None if found is None else partial(part.storage.span, *found)
-            layers.append(None if found is None or read is None else StoredRow(found[1], part.named(read)))
+            layers.append(None if found is None else part.stored(found[1], partial(part.storage.span, *found)))
         return LayeredSpan(base, tuple(layers))
-
-    def num_bytes(self, index: int) -> int:
-        """The bytes that layers add to the span of a sample."""
-        numbers = [(part, part.layer.row(index)) for part in self.parts]
-        return sum([part.layer.data.index.place(number)[2] for part, number in numbers if number != NO_ROW])
 
     def recheck(self, indices: Sequence[int]) -> None:
         """Raise ShardError where what was made of spans may not have been made of the bytes that were checked."""
         self._base.recheck(indices)
         for part in self.parts:
-            part.storage.recheck([number for number in map(part.layer.row, indices) if number != NO_ROW])
+            rows = part.layer.rows
+            part.storage.recheck(indices if rows is None else [n for n in rows[indices].tolist() if n != NO_ROW])
 
-    def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> _LayeredSession:
+    def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> LayeredSession:
         """Start a stream of requests to the base and to all layers."""
-        base = self._base.session(future_uses, uses_per_step)
-        return _LayeredSession(base, [_PartSession(part, future_uses, uses_per_step) for part in self.parts])
+        return LayeredSession(self._base, self.parts, future_uses, uses_per_step)
 
     def stats(self) -> StorageStats:
         """Return the counters of the base and of all layers together."""
@@ -135,6 +134,45 @@ class LayeredStorage:
             part.storage.close()
 
 
+_Found = tuple[int, "IndexRow"] | FuelrailError | None
+"""A layer's row of a sample; None where it has none; or the error to raise when it is the sample's turn."""
+
+
+class LayeredSession:
+    """One iteration's requests to a base and its layers."""
+
+    def __init__(
+        self, base: Storage, parts: Sequence[LayerPart], future_uses: FutureUses | None, uses_per_step: int
+    ) -> None:
+        self._base = base.session(future_uses, uses_per_step)
+        self._parts = [_PartSession(part, future_uses, uses_per_step) for part in parts]
+        self._found: dict[int, list[_Found]] = {}
+        self._num_requested = 0
+
+    def look_up(self, index: int, row: IndexRow) -> int:
+        """Find the layers' rows for a sample that will be requested; return the number of their bytes."""
+        found = self._found[index] = [one.part.find(index, row.key) for one in self._parts]
+        return sum([one[1].length for one in found if isinstance(one, tuple)])
+
+    def request(self, rows: Sequence[tuple[int, IndexRow]]) -> list[PendingSample]:
+        """Ask for the spans of the base and of the layers' rows for these samples."""
+        base = self._base.request(rows)
+        found = [
+            self._found.pop(index, None) or [one.part.find(index, row.key) for one in self._parts]
+            for index, row in rows
+        ]
+        both = zip(self._parts, zip(*found, strict=True), strict=True) if found else ()
+        layers = [one.request(of_layer, self._num_requested) for one, of_layer in both]
+        self._num_requested += len(rows)
+        return [partial(_take, *one) for one in zip(base, *layers, strict=True)]
+
+    def close(self) -> None:
+        """Cancel what was requested of the base and of the layers."""
+        self._base.close()
+        for one in self._parts:
+            one.session.close()
+
+
 class _PartSession:
     """The requests to one layer."""
 
@@ -145,60 +183,23 @@ class _PartSession:
         uses = None if future_uses is None else future_uses.of_other_rows(part.layer.rows_at, self._numbers)
         self.session = part.storage.session(uses, uses_per_step)
 
-    def request(self, rows: Sequence[tuple[int, IndexRow]], first: int) -> list[_Asked]:
-        """Ask for the rows of these samples; ``first`` is the number of the first among the base's requests."""
-        found: list[tuple[int, IndexRow] | FuelrailError | None] = []
-        for number, (index, row) in enumerate(rows):
-            try:
-                found.append(own := self.part.row_of(index, row.key))
-            except FuelrailError as error:  # raised at its turn, so that the outcome does not depend on the look-ahead
-                found.append(error)
-                continue
-            if own is not None and self._numbers is not None:
-                self._numbers.note(first + number)
-        pending = iter(self.session.request([own for own in found if isinstance(own, tuple)]))
+    def request(self, found: Sequence[_Found], first: int) -> list[Callable[[], StoredRow | None]]:
+        """Ask for these rows; ``first`` is the number of the first among the base's requests."""
+        if self._numbers is not None:
+            for number, one in enumerate(found, first):
+                if isinstance(one, tuple):
+                    self._numbers.note(number)
+        pending = iter(self.session.request([one for one in found if isinstance(one, tuple)]))
         return [
-            _Asked(self.part, own[1], next(pending)) if isinstance(own, tuple) else _Asked(self.part, None, None, own)
-            for own in found
+            partial(self.part.stored, one[1], next(pending)) if isinstance(one, tuple) else partial(_raise_if, one)
+            for one in found
         ]
 
 
-class _Asked(NamedTuple):
-    """What was asked of a layer for one sample: a row and what waits for it; nothing; or an error to raise."""
-
-    part: LayerPart
-    row: IndexRow | None
-    pending: PendingSpan | None
-    error: FuelrailError | None = None
-
-    def take(self) -> StoredRow | None:
-        if self.error is not None:
-            raise self.error
-        if self.row is None or self.pending is None:
-            return None
-        return StoredRow(self.row, self.part.named(self.pending))
+def _raise_if(error: FuelrailError | None) -> None:
+    if error is not None:
+        raise error
 
 
-class _LayeredSession:
-    """One iteration's requests to a base and its layers."""
-
-    def __init__(self, base: Session, parts: Sequence[_PartSession]) -> None:
-        self._base, self._parts = base, parts
-        self._num_requested = 0
-
-    def request(self, rows: Sequence[tuple[int, IndexRow]]) -> list[PendingSample]:
-        """Ask for the spans of the base and of the layers' rows for these samples."""
-        base = self._base.request(rows)
-        asked = [part.request(rows, self._num_requested) for part in self._parts]
-        self._num_requested += len(rows)
-        return [partial(_take, *one) for one in zip(base, *asked, strict=True)]
-
-    def close(self) -> None:
-        """Cancel what was requested of the base and of the layers."""
-        self._base.close()
-        for part in self._parts:
-            part.session.close()
-
-
-def _take(base: PendingSpan, *layers: _Asked) -> LayeredSpan:
-    return LayeredSpan(base(), tuple([asked.take() for asked in layers]))
+def _take(base: PendingSpan, *layers: Callable[[], StoredRow | None]) -> LayeredSpan:
+    return LayeredSpan(base(), tuple([stored() for stored in layers]))

@@ -158,7 +158,8 @@ class MappedShards:
         try:
             file = self._files[row.shard]
             span = self._view(file, row)
-            self._check_faults(file, row)
+            if self._faults.are_any:
+                self._check_faults(file, row)
         except ShardError as failure:
             error = failure
             if file is not None and self._faults.has_hit(row.shard, row.offset, row.offset + row.length):

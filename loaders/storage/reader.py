@@ -10,6 +10,7 @@ import numpy as np
 from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.storage.layers import LayeredStorage
 from fuelrail.loaders.storage.protocol import LayeredSpan, SampleStorage, Span, StoredRow
+from fuelrail.pipeline.channels.laws import LAWS
 from fuelrail.pipeline.errors import OrderError, SchemaError
 from fuelrail.pipeline.format.dataset import Dataset, read_members
 from fuelrail.pipeline.format.rules import Rig, check_arrays
@@ -58,6 +59,8 @@ class SampleReader:
         self.cameras = [camera.channel for camera in dataset.manifest.cameras]
         self.lidars = [lidar.channel for lidar in dataset.manifest.lidars]
         self.channels = tuple(channels)
+        self.moving = tuple(channel for channel in channels if LAWS[channel.law.name].moves)
+        """Those whose values follow the augmentation."""
         self._fields = frozenset(channel.field for channel in channels)
         self._layers = self.storage.parts if isinstance(self.storage, LayeredStorage) else ()
         self.needs_lidar = False

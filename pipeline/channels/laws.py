@@ -82,6 +82,11 @@ class LawCode:
     move: Callable[[Value, Channel, Motion], Value]
     shape: Callable[[tuple[int, ...], Channel, Motion], tuple[int, ...]] = lambda shape, _, __: shape
 
+    @property
+    def moves(self) -> bool:
+        """Whether it changes values at all."""
+        return self.move is not _stays
+
 
 ROLES: Final[dict[str, dict[str, tuple[int, ...]]]] = {
     "image_points": {"points": (2,), "boxes": (4,), "visible": (1,)},

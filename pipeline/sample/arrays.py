@@ -221,8 +221,8 @@ def read_npy(data: Buffer, *, any_order: bool = False) -> NDArray[np.generic]:
     Raises SchemaError for anything else, object arrays included. ``numpy.load`` evaluates each header as a Python
     literal, which in CPython 3.11 may fail in threads (https://github.com/python/cpython/issues/106905); this does not.
     """
-    view = memoryview(data)
-    if bytes(view[:8]) != _NPY_MAGIC or len(view) < 10:
+    view = memoryview(data).toreadonly()
+    if view[:8] != _NPY_MAGIC or len(view) < 10:
         raise SchemaError("not a .npy file of version 1.0")
     start = 10 + int.from_bytes(view[8:10], "little")
     if start > min(len(view), _MAX_NPY_HEADER_BYTES):
@@ -231,12 +231,11 @@ def read_npy(data: Buffer, *, any_order: bool = False) -> NDArray[np.generic]:
         dtype, shape, order = _npy_header(bytes(view[10:start]))
         if order == "F" and not any_order:
             raise ValueError("Fortran order is refused")
-        array = np.frombuffer(view, dtype, math.prod(shape), start).reshape(shape, order=order)
+        array: NDArray[np.generic] = np.ndarray(shape, dtype, view, start, order=order)
     except (ValueError, TypeError, OverflowError, MemoryError) as error:
         raise SchemaError(f".npy header: {error}") from error
     if start + array.nbytes != len(view):
         raise SchemaError(f".npy of {array.dtype}{list(array.shape)} in {len(view)} bytes")
-    array.flags.writeable = False
     return array
 
 
@@ -274,7 +273,7 @@ def _npy_dtype(descr: bytes) -> np.dtype[Any]:
             continue
         except (SyntaxError, AttributeError, RecursionError, KeyError) as error:
             raise ValueError(f"its dtype {text:.100} is none") from error
-        if dtype.hasobject or not isinstance(value, str | list):
+        if dtype.hasobject or not dtype.itemsize or not isinstance(value, str | list):
             raise ValueError("object arrays and odd types are refused")
         return dtype
     raise ValueError(f"its dtype {text:.100} could not be read")
