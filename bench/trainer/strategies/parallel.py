@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.strategies.data_parallel import data_parallel, shard
 from fuelrail.bench.trainer.strategies.optimiser import SharedGradScaler, autocast, clip_gradients, make_optimiser
 from fuelrail.bench.trainer.strategies.pipeline import V_SHAPED, Pipeline, Stage
-from fuelrail.bench.trainer.strategies.settings import AXES, Degrees, stages_of
+from fuelrail.bench.trainer.strategies.settings import AXES, Degrees, ParallelSettings, stages_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from fuelrail.bench.measure.accelerator import Accelerator
     from fuelrail.bench.trainer.models.settings import ModelSettings
     from fuelrail.bench.trainer.models.staged import StagedModel
-    from fuelrail.bench.trainer.strategies.settings import ParallelSettings, Precision
+    from fuelrail.bench.trainer.strategies.settings import Precision
 
 # Costly to compute again, for their size: matrix products, convolutions and attention.
 _KEPT = ("aten.mm", "aten.addmm", "aten.bmm", "aten.convolution", "aten._scaled_dot_product")
@@ -48,20 +48,23 @@ class Parallel:
 
     ``model`` is the module, or the list of a pipeline's stages on this rank; ``inputs`` makes its arguments of a batch;
     ``mesh`` is None without a composed strategy. Gradients of a step are the mean over its micro-batches and over the
-    data-parallel ranks. ``teacher`` adds to the inputs what it makes of them.
+    data-parallel ranks. ``teacher`` adds to the inputs what it makes of them. Of the settings those of a step count.
     """
 
     model: nn.Module | list[nn.Module]
     optimiser: Optimizer
     inputs: Callable[[Mapping[str, Any]], tuple[Tensor, ...]]
     _: KW_ONLY
-    schedule: LRScheduler | None = None
-    scaler: SharedGradScaler | None = None
+    settings: ParallelSettings = field(default_factory=ParallelSettings)
+    precision: Precision = "fp32"
     mesh: DeviceMesh | None = None
     pipeline: Pipeline | None = None
-    precision: Precision = "fp32"
-    clip_norm: float | None = None
     teacher: Callable[..., tuple[Tensor, ...]] | None = None
+
+    def __post_init__(self) -> None:
+        warmup, device = self.settings.rate_warmup, next(self.models[0].parameters()).device.type
+        self.schedule: LRScheduler = LambdaLR(self.optimiser, lambda step: min(1.0, (step + 1) / max(1, warmup)))
+        self.scaler = SharedGradScaler(device, self.settings.max_skipped, enabled=self.precision == "fp16")
 
     @property
     def models(self) -> list[nn.Module]:
@@ -93,8 +96,7 @@ class Parallel:
             with nullcontext() if accelerator is None else accelerator.forward(*rows), torch.no_grad(), precise:
                 inputs = (*inputs, *self.teacher(*inputs))
         if self.pipeline is not None:
-            one = inputs[0].new_ones((), dtype=torch.float)
-            scale = 1.0 if self.scaler is None else self.scaler.scale(one)
+            scale = self.scaler.scale(inputs[0].new_ones((), dtype=torch.float))
             with precise:
                 return self.pipeline.run(inputs, accelerator, rows, scale, accumulation)
         (model,) = self.models
@@ -104,22 +106,19 @@ class Parallel:
             with nullcontext() if accelerator is None else accelerator.forward(*rows), precise:
                 loss: Tensor = model(*inputs) / accumulation
             with nullcontext() if accelerator is None else accelerator.backward():
-                (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+                self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     def update(self) -> None:
         """Clip the gradients, let the optimiser step, unless fp16 overflowed, and forget the gradients."""
-        if self.scaler is not None:
-            self.scaler.unscale_(self.optimiser)
-        if self.clip_norm is not None:
-            clip_gradients((p for model in self.models for p in model.parameters()), self.clip_norm, self.mesh)
-        if self.scaler is None:
-            self.optimiser.step()
-        else:
-            self.scaler.step(self.optimiser)
-            self.scaler.update()
+        self.scaler.unscale_(self.optimiser)
+        if self.settings.clip_norm is not None:
+            group = None if self.pipeline is None else self.pipeline.group
+            clip_gradients((p for model in self.models for p in model.parameters()), self.settings.clip_norm, group)
+        self.scaler.step(self.optimiser)
+        self.scaler.update()
         self.optimiser.zero_grad()
-        if self.schedule is not None and (self.scaler is None or not self.scaler.skipped):
+        if not self.scaler.skipped:
             self.schedule.step()
 
     def step(self, batch: Mapping[str, Any]) -> float:
@@ -135,18 +134,15 @@ class Parallel:
 
     def own_loss(self, loss: Tensor) -> Tensor:
         """Loss of this rank's samples: a pipeline has it on the rank of its last stage, and sends it to the others."""
-        if self.pipeline is not None and self.mesh is not None:
-            dist.all_reduce(loss, group=self.mesh["pp"].get_group())
+        if self.pipeline is not None:
+            dist.all_reduce(loss, group=self.pipeline.group)
         return loss
 
 
-def make_mesh(degrees: Degrees, device_type: str, *, sharded: bool = False) -> DeviceMesh | None:
-    """The mesh of a composed strategy, without axes of one rank; None where whole models are copied.
-
-    ``sharded`` shards over one rank too, which is how a single GPU offloads.
-    """
+def make_mesh(degrees: Degrees, device_type: str) -> DeviceMesh | None:
+    """The mesh of a composed strategy, without axes of one rank; None where whole models are copied."""
     if not degrees.composed:
-        return init_device_mesh(device_type, (1,), mesh_dim_names=("dp_shard",)) if sharded else None
+        return None
     # Copies of divided models are groups of FSDP, which wants both of its axes.
     sizes = {
         axis: size
@@ -197,21 +193,18 @@ def parallelise(
             shard(part, mesh, settings, precision)
     if mesh is None and degrees.data > 1:
         parts = [data_parallel(model, accelerator, settings)]
-    optimiser, warmup = make_optimiser(parts, settings, learning_rate), settings.rate_warmup
     pipeline = None
     if mesh is not None and degrees.pp > 1:
         micro_batches = settings.micro_batches or batch_size
         pipeline = Pipeline(parts, stages, num_stages, mesh["pp"], schedule, micro_batches, device)
     return Parallel(
         parts if degrees.pp > 1 else parts[0],
-        optimiser,
+        make_optimiser(parts, settings, learning_rate),
         model.inputs,
-        schedule=LambdaLR(optimiser, lambda step: min(1.0, (step + 1) / warmup) if warmup else 1.0),
-        scaler=SharedGradScaler(device.type, settings.max_skipped) if precision == "fp16" else None,
+        settings=settings,
+        precision=precision,
         mesh=mesh,
         pipeline=pipeline,
-        precision=precision,
-        clip_norm=settings.clip_norm,
     )
 
 

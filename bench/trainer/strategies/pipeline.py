@@ -88,10 +88,11 @@ class Pipeline:
         micro_batches: int,
         device: torch.device,
     ) -> None:
-        self._micro_batches, self._parts = micro_batches, micro_batches
-        self._scale: float | Tensor = 1.0
+        self.group = mesh.get_group()
+        self._micro_batches = self._parts = micro_batches
+        self._scale = torch.ones(())
         self._stages = [
-            _TimedStage(module, number, num_stages, device, group=mesh.get_group())
+            _TimedStage(module, number, num_stages, device, group=self.group)
             for module, number in zip(modules, numbers, strict=True)
         ]
         kind = get_schedule_class(schedule)
@@ -106,7 +107,7 @@ class Pipeline:
         inputs: Sequence[Tensor],
         accelerator: Accelerator | None,
         rows: tuple[int, int],
-        scale: float | Tensor,
+        scale: Tensor,
         accumulation: int,
     ) -> Tensor:
         """Forward and backward pass of a batch; return its share of the loss, 0 on ranks without the last stage.

@@ -14,9 +14,9 @@ from fuelrail.pipeline.errors import FuelrailError
 def scaled(max_skipped=3):
     model = nn.Linear(2, 1, bias=False)
     optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: 1.0)
-    scaler = SharedGradScaler("cpu", max_skipped)
-    return Parallel(model, optimiser, lambda batch: (batch,), schedule=schedule, scaler=scaler)
+    parallel = Parallel(model, optimiser, lambda batch: (batch,))
+    parallel.scaler = SharedGradScaler("cpu", max_skipped)
+    return parallel
 
 
 def step(parallel, value):
