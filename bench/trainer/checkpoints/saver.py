@@ -110,11 +110,7 @@ class Checkpoints:
         return None
 
     def _finish(
-        self,
-        folder: str,
-        written: Future[Metadata],
-        progress: dict[str, Any],
-        times_ns: tuple[int, int],
+        self, folder: str, written: Future[Metadata], progress: dict[str, Any], times_ns: tuple[int, int]
     ) -> CheckpointSave:
         """In the background: wait for all ranks' files, make them visible, remove old checkpoints."""
         step, (start_ns, stall_ns) = step_of(folder), times_ns

@@ -65,11 +65,10 @@ def progress_of(parallel: Parallel, loader_state: Mapping[str, Any]) -> dict[str
     The number of the optimiser's groups depends on the mesh; all of them have the same learning rate.
     """
     (rate,) = {float(group["lr"]) for group in parallel.optimiser.param_groups}
-    schedule = parallel.schedule.state_dict()
     return {
         "loader": dict(loader_state),
         "learning_rate": rate,
-        "schedule": {key: value[0] if isinstance(value, list) else value for key, value in schedule.items()},
+        "schedule": (parallel.schedule.last_epoch, float(parallel.schedule.base_lrs[0])),
         "scaler": parallel.scaler.state_dict(),
     }
 
@@ -82,10 +81,8 @@ def put_back(parallel: Parallel, tensors: Mapping[str, Tensor], progress: Mappin
     groups = parallel.optimiser.param_groups
     for group in groups:
         group["lr"] = progress["learning_rate"]
-    own = parallel.schedule.state_dict()
-    # Of a list there was one entry for each group of parameters, all alike.
-    state = {k: [v] * len(groups) if isinstance(own.get(k), list) else v for k, v in progress["schedule"].items()}
-    parallel.schedule.load_state_dict(state)
+    parallel.schedule.last_epoch, base_rate = progress["schedule"]
+    parallel.schedule.base_lrs = [base_rate] * len(groups)
     if progress["scaler"]:  # that of a run without fp16 has no state
         parallel.scaler.load_state_dict(dict(progress["scaler"]))
 

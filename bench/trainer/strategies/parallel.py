@@ -46,12 +46,12 @@ _KEPT = ("aten.mm", "aten.addmm", "aten.bmm", "aten.convolution", "aten._scaled_
 class Parallel:
     """This rank's part of a model with what trains it.
 
-    ``model`` is the module, or the list of a pipeline's stages on this rank; ``inputs`` makes its arguments of a batch;
-    ``mesh`` is None without a composed strategy. Gradients of a step are the mean over its micro-batches and over the
+    ``models`` are the module, or a pipeline's stages on this rank; ``inputs`` makes its arguments of a batch; ``mesh``
+    is None without a composed strategy. Gradients of a step are the mean over its micro-batches and over the
     data-parallel ranks. ``teacher`` adds to the inputs what it makes of them. Of the settings those of a step count.
     """
 
-    model: nn.Module | list[nn.Module]
+    models: list[nn.Module]
     optimiser: Optimizer
     inputs: Callable[[Mapping[str, Any]], tuple[Tensor, ...]]
     _: KW_ONLY
@@ -65,11 +65,6 @@ class Parallel:
         warmup, device = self.settings.rate_warmup, next(self.models[0].parameters()).device.type
         self.schedule: LRScheduler = LambdaLR(self.optimiser, lambda step: min(1.0, (step + 1) / max(1, warmup)))
         self.scaler = SharedGradScaler(device, self.settings.max_skipped, enabled=self.precision == "fp16")
-
-    @property
-    def models(self) -> list[nn.Module]:
-        """The modules of this rank."""
-        return self.model if isinstance(self.model, list) else [self.model]
 
     @property
     def counts(self) -> bool:
@@ -169,20 +164,17 @@ def parallelise(
     number of samples per data-parallel rank in a micro-batch. With Degrees() a rank trains alone, whatever the world.
     Of a pipeline's model the parts that are not this rank's are given up.
     """
-    device, plan, schedule = next(model.parameters()).device, model.plan, settings.pipeline_schedule
-    parts: list[nn.Module] = [model]
-    stages, num_stages = [0], stages_of(settings, degrees)
+    schedule, num_stages = settings.pipeline_schedule, stages_of(settings, degrees)
+    stages: dict[int, nn.Module] = {0: model}
     if mesh is not None and degrees.pp > 1:
         rank = mesh.get_local_rank("pp")
-        stages = list(range(rank, num_stages, degrees.pp))
-        if schedule in V_SHAPED:
-            stages = [rank, num_stages - 1 - rank]
-        parts = [Stage(model, number, num_stages) for number in stages]
+        numbers = [rank, num_stages - 1 - rank] if schedule in V_SHAPED else range(rank, num_stages, degrees.pp)
+        stages = {number: Stage(model, number, num_stages) for number in numbers}
         del model.stem, model.blocks, model.head  # the model lives on for its inputs
-    for part in parts:
+    for part in stages.values():
         if mesh is not None and degrees.tp > 1:
             there = {name for name, _ in part.named_children()}  # a stage may lack stem or head
-            styles = {name: style for name, style in plan.items() if name.split(".")[0] in there}
+            styles = {name: style for name, style in model.plan.items() if name.split(".")[0] in there}
             parallelize_module(part, mesh["tp"], styles)
         for block in part.get_submodule("blocks").children():
             if settings.recompute != "none":
@@ -191,14 +183,13 @@ def parallelise(
                 block.compile(backend=settings.compile)
         if mesh is not None:
             shard(part, mesh, settings, precision)
-    if mesh is None and degrees.data > 1:
-        parts = [data_parallel(model, accelerator, settings)]
-    pipeline = None
+    copied, pipeline = mesh is None and degrees.data > 1, None
+    parts = [data_parallel(model, accelerator, settings)] if copied else list(stages.values())
     if mesh is not None and degrees.pp > 1:
         micro_batches = settings.micro_batches or batch_size
-        pipeline = Pipeline(parts, stages, num_stages, mesh["pp"], schedule, micro_batches, device)
+        pipeline = Pipeline(stages, num_stages, mesh["pp"].get_group(), schedule, micro_batches)
     return Parallel(
-        parts if degrees.pp > 1 else parts[0],
+        parts,
         make_optimiser(parts, settings, learning_rate),
         model.inputs,
         settings=settings,

@@ -44,7 +44,7 @@ def losses(folder, *, sharded):
             teaches = of_checkpoint(Teacher(settings.checkpoints), size, cameras).of_inputs
         parallel = parallelise(model, ParallelSettings(), Degrees(dp_replicate=RANKS), None, batch_size=2)
         parallel.teacher = teaches
-        assert isinstance(parallel.model, DistributedDataParallel)
+        assert isinstance(parallel.models[0], DistributedDataParallel)
         batches = list(islice(loader, STEPS))
         with torch.no_grad():
             predicted = teaches(*parallel.inputs(batches[0]))
