@@ -116,17 +116,6 @@ class Parallel:
         if not self.scaler.skipped:
             self.schedule.step()
 
-    def step(self, batch: Mapping[str, Any]) -> float:
-        """Train on one batch of this rank; return the loss, the mean over all ranks."""
-        device = next(self.models[0].parameters()).device
-        loss = self.forward_backward(tuple(tensor.to(device) for tensor in self.inputs(batch)))
-        self.update()
-        loss = self.own_loss(loss)
-        if dist.is_initialized():
-            dist.all_reduce(loss)
-            loss /= dist.get_world_size()
-        return float(loss)
-
     def own_loss(self, loss: Tensor) -> Tensor:
         """Loss of this rank's samples: a pipeline has it on the rank of its last stage, and sends it to the others."""
         if self.pipeline is not None:
@@ -183,8 +172,10 @@ def parallelise(
                 block.compile(backend=settings.compile)
         if mesh is not None:
             shard(part, mesh, settings, precision)
-    copied, pipeline = mesh is None and degrees.data > 1, None
-    parts = [data_parallel(model, accelerator, settings)] if copied else list(stages.values())
+    parts: list[nn.Module] = list(stages.values())
+    if mesh is None and degrees.data > 1:
+        parts = [data_parallel(model, accelerator, settings)]
+    pipeline = None
     if mesh is not None and degrees.pp > 1:
         micro_batches = settings.micro_batches or batch_size
         pipeline = Pipeline(stages, num_stages, mesh["pp"].get_group(), schedule, micro_batches)
