@@ -50,7 +50,6 @@ class Teacher(nn.Module):
         for folder in store.complete():
             try:
                 manifest = store.read(folder)
-                store.check(folder, manifest, sorted(manifest.files))
                 break
             except DamagedError as error:
                 skipped.append(f"{folder}: {error}")
