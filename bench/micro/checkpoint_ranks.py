@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from fuelrail.bench.micro.parallel_equality import train_step
 from fuelrail.bench.studies.train.experiment import batches
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
 from fuelrail.bench.trainer.checkpoints.store import Store
@@ -132,7 +133,7 @@ def run_rank(
         out.write(json.dumps({"restored": first, "took_s": time.monotonic() - started_s}) + "\n")
         enter("train")
         for step, batch in zip(range(first, NUM_STEPS), batches(loader, None), strict=False):
-            loss = parallel.step(batch)
+            loss = train_step(parallel, batch)
             out.write(json.dumps({"step": step, "loss": loss, "keys": list(batch["sample_key"])}) + "\n")
             if (step + 1) % EVERY == 0:
                 done = checkpoints.save(step + 1, parallel, loader.state_dict())

@@ -68,7 +68,7 @@ def measure(work: Path, megabytes: int, rounds: int, steps: Literal["sleep", "co
     """Run the loops in turns; returns the stalls and the bytes of a checkpoint [MB]. Needs a process group."""
     layers = max(1, round(megabytes * 1e6 / 3 / 4 / _WIDTH**2))
     model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(layers)))
-    parallel = Parallel(model, torch.optim.AdamW(model.parameters()), lambda _: ())
+    parallel = Parallel([model], torch.optim.AdamW(model.parameters()), lambda _: ())
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     parallel.update()

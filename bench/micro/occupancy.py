@@ -53,6 +53,7 @@ _NUM_RANKS = 2
 # As in published trainings of such models a step lasts a few tenths of a second, which is what hides a link's latency.
 _BATCH_SIZE = 24
 _FORWARD_SHARE = 1 / 3
+_BUCKET_MIB = 0.004  # a quarter of the model, so that its all-reduce overlaps as that of a real one does
 _INSTANT_MS = 1e-6
 _GUESS_SAMPLES_PER_S = 60.0
 
@@ -186,7 +187,9 @@ def _run(dataset: Path, folder: Path, what: Reference | float, capacity: float, 
     # Batches prefetched before the window must not feed a notable part of it: use them up first.
     warmup = 4
     steps = warmup + max(10, round(seconds * steps_per_s))
-    options = TrainOptions(ranks=_NUM_RANKS, batch_size=_BATCH_SIZE, steps=steps, warmup=warmup, model="light")
+    options = TrainOptions(
+        ranks=_NUM_RANKS, batch_size=_BATCH_SIZE, steps=steps, warmup=warmup, model="light", bucket_mib=_BUCKET_MIB
+    )
     if what == "alone":
         return TrainRun(dataset, msgspec.structs.replace(options, leave_out=("training",)), folder / "records")
     if isinstance(what, str):

@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -35,6 +35,9 @@ from fuelrail.bench.report.files import publish_json
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision, check_fits, degrees_of
 from fuelrail.pipeline.errors import FuelrailError
+
+if TYPE_CHECKING:
+    from fuelrail.bench.trainer.strategies.parallel import Parallel
 
 GLOBAL_BATCH = 16
 EXACT, LOW = 2e-6, 0.01
@@ -165,7 +168,7 @@ class Comparison:
             build(MODELS[case.model], "cpu", 0), case.parallel, degrees, mesh,
             batch_size=rows, learning_rate=case.rate, precision=case.precision,
         )  # fmt: skip
-        losses = [parallel.step(batch) for batch in itertools.islice(itertools.cycle(batches), case.steps)]
+        losses = [train_step(parallel, batch) for batch in itertools.islice(itertools.cycle(batches), case.steps)]
         seconds = time.perf_counter() - started_s
         keys: list[Any] = [None] * self._world
         dist.all_gather_object(keys, (place.rank, [batch["sample_key"] for batch in batches]))
@@ -217,6 +220,19 @@ class Comparison:
                 alone.update()
             self._alone[key] = losses
         return self._alone[key]
+
+
+def train_step(parallel: Parallel, batch: Mapping[str, Any]) -> float:
+    """Train on one batch of this rank; return the loss, the mean over all ranks."""
+    import torch.distributed as dist
+
+    loss = parallel.forward_backward(parallel.inputs(batch))
+    parallel.update()
+    loss = parallel.own_loss(loss)
+    if dist.is_initialized():
+        dist.all_reduce(loss)
+        loss /= dist.get_world_size()
+    return float(loss)
 
 
 def _difference(losses: Sequence[float], expected: Sequence[float], case: Case) -> float:

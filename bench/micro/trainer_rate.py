@@ -2,8 +2,7 @@
 
 Two ranks on this host (gloo) train the same model on the same batches in memory, in laps by turns: one lap by the loop
 of :func:`bare_lap`, one by the trainer with all it does for a record of each step, on an emulated accelerator that
-takes no time. Both have DDP's default buckets: the trainer's own, smaller ones overlap the backward pass of a small
-model, which gains nothing where all cores compute. The figure is the median over the pairs of laps.
+takes no time. The figure is the median over the pairs of laps.
 
     python -m fuelrail.bench.micro.trainer_rate --out bench/results/trainer_rate.json
 """
@@ -43,7 +42,6 @@ from support.cameras import write_cameras
 AT_LEAST = 0.98
 _MODEL, _NUM_RANKS, _BATCH_SIZE = "vit-tiny", 2, 8
 _NUM_BATCHES = 4
-_BUCKET_MIB = 25.0  # torch's default
 _INSTANT = made_profile("instant", "none", forward_ms=1e-6, backward_ms=1e-6, optimiser_ms=1e-6)
 
 
@@ -88,8 +86,8 @@ def run_rank(dataset: str, out: Path, laps: int, steps: int) -> None:
     clock = MonotonicClock()
     accelerator = EmulatedAccelerator(_INSTANT, clock)
     parallel = parallelise(
-        build(MODELS[_MODEL], "cpu", 0), ParallelSettings(bucket_mib=_BUCKET_MIB), Degrees(dp_replicate=_NUM_RANKS),
-        None, batch_size=_BATCH_SIZE, accelerator=accelerator,
+        build(MODELS[_MODEL], "cpu", 0), ParallelSettings(), Degrees(dp_replicate=_NUM_RANKS), None,
+        batch_size=_BATCH_SIZE, accelerator=accelerator,
     )  # fmt: skip
     found = []
     with RankWriter(out.with_name(f"records-{dist.get_rank()}.jsonl")) as writer:

@@ -30,7 +30,7 @@ FP32 = 4
 TEACHER_WEIGHTS = "teacher's weights"
 _STATE_MARGIN = 1.05  # what is over by less is shaped, and refused with its kinds
 _STATE_PASSES = 7  # AdamW reads weight, gradient and two moments, and writes three of them
-_BUCKET_BYTES = 25 << 20
+_BUCKET_BYTES = (1 << 20, 25 << 20)  # of torch's DDP: the first one, and the others
 _BACKWARD = 2 / 3  # share of a micro-batch behind which DDP's buckets hide
 
 
@@ -271,9 +271,11 @@ def beside_teacher(asked: Scenario, degrees: Degrees, inputs: Inputs, stages: li
     return result
 
 
-def buckets(gradient_bytes: int) -> int:
-    """Return the number of DDP's buckets, as the trainer sizes them: of 25 MiB, and four at least."""
-    return max(4, -(-gradient_bytes // _BUCKET_BYTES))
+def buckets(gradient_bytes: int, bucket_mib: float | None) -> tuple[int, float]:
+    """Return the number of DDP's buckets, and the share of the last, which hides behind nothing."""
+    first, other = _BUCKET_BYTES if bucket_mib is None else [max(1, round(bucket_mib * 2**20))] * 2
+    more = max(0, -(-(gradient_bytes - first) // other))
+    return 1 + more, 1 - (first + (more - 1) * other) / gradient_bytes if more else 1.0
 
 
 def peak(stages: list[Shape]) -> int:
@@ -298,6 +300,9 @@ def work_of(
         )
 
     sharded, count = degrees.dp_shard > 1, inputs.micro_batches
+    collectives, last = sum(one.count for one in shape.collectives if one.axis.startswith("dp_")), 0.0
+    if degrees.data > 1 and not degrees.composed:
+        collectives, last = buckets(shape.parameters * FP32, settings.bucket_mib)
     state = shape.parameters * FP32 * _STATE_PASSES
     if settings.strategy == "zero1" and settings.mesh is None:
         state //= degrees.data
@@ -312,12 +317,10 @@ def work_of(
         micro_batches=count,
         bubble=bubble(degrees.pp, count),
         step_data_bytes=sent("dp_"),
-        step_collectives=buckets(shape.parameters * FP32)
-        if not sharded and degrees.data > 1 and not degrees.composed
-        else sum(one.count for one in shape.collectives if one.axis.startswith("dp_")),
+        step_collectives=collectives,
         step_data_reach=degrees.data * degrees.tp,
         step_data_stride=degrees.tp,
         step_hidden=1.0 if sharded else _BACKWARD / count,
-        step_buckets=0 if sharded or degrees.data == 1 or degrees.composed else buckets(shape.parameters * FP32),
+        step_last=last,
         step_state_bytes=state,
     )

@@ -34,8 +34,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     """What the busiest rank does: per micro-batch unless ``step_`` says per step; bytes are those that it sends.
 
     ``*_reach``: number of successive ranks in which the group of such a collective lies, every ``*_stride``-th of them.
-    ``step_hidden``: share of the step's computing behind which the step's collectives can hide. ``step_buckets``: equal
-    parts in which copies send gradients while they compute them, the last of which hides behind nothing; 0: all can.
+    ``step_hidden``: share of the step's computing behind which the step's collectives can hide. ``step_last``: share
+    of what copies send that is ready with the last gradient, and so hides behind nothing.
     """
 
     flop: float
@@ -52,7 +52,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     step_data_reach: int = 1
     step_data_stride: int = 1
     step_hidden: float = 0.0
-    step_buckets: int = 0
+    step_last: float = 0.0
     step_state_bytes: float = 0.0
 
 
@@ -90,9 +90,7 @@ def step_time(work: Work, cluster: ClusterSettings, kind: ComputeType, efficienc
     latency = work.step_collectives * cluster.link(work.step_data_reach).latency_us.value / 1e6
     data = latency + work.step_data_bytes / cluster.bytes_per_s(work.step_data_reach, work.step_data_stride)
     hidden = work.step_hidden * (compute + memory)
-    exposed = max(0.0, data - hidden)
-    if work.step_buckets:
-        exposed = max(data / work.step_buckets, data - hidden * (1 - 1 / work.step_buckets))
+    exposed = max(data * work.step_last, data - hidden * (1 - work.step_last))
     slowest = 1.0 if cluster.slowest_device is None else cluster.slowest_device.value
     return StepTime(
         compute=compute,

@@ -85,12 +85,7 @@ def real_rows(presences: list[tuple[Any, Any]]) -> tuple[int, int]:
 
 
 def record_of(
-    step: int,
-    epoch: int,
-    rows: tuple[int, int],
-    times_ns: tuple[int, int, int],
-    loss: float,
-    device: DeviceTimes,
+    step: int, epoch: int, rows: tuple[int, int], times_ns: tuple[int, int, int], loss: float, device: DeviceTimes
 ) -> StepRecord:
     """Return the record of a step from its start, end and data wait; what is in no phase is ``other``."""
     start_ns, end_ns, data_wait_ns = times_ns

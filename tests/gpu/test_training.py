@@ -21,6 +21,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from fuelrail.bench.measure.cuda import count_training_flop, peak_tflops
@@ -28,7 +29,7 @@ from fuelrail.bench.studies.annotate.run import annotate
 from fuelrail.bench.trainer.distill.teacher import Teacher
 from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.models.settings import MODELS, GptSettings
-from fuelrail.bench.trainer.strategies.parallel import build, make_mesh, parallelise
+from fuelrail.bench.trainer.strategies.parallel import build, parallelise
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings
 from support.gpu_bench import cameras, check, each_decoder, endless, make_loader, train
 
@@ -197,7 +198,8 @@ def _made_inputs(size, rows):
 
 def _measure(name, settings, precision, device, rows):
     size, on_gpu = MODELS[name], device.type == "cuda"
-    mesh = make_mesh(Degrees(), device.type, sharded=settings.offload)
+    # Offload is of shards: those of one rank.
+    mesh = init_device_mesh(device.type, (1,), mesh_dim_names=("dp_shard",)) if settings.offload else None
     parallel = parallelise(
         build(size, str(device), 0), settings, Degrees(), mesh, batch_size=rows, learning_rate=1e-4, precision=precision
     )

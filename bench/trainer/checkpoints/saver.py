@@ -93,9 +93,7 @@ class Checkpoints:
         self._on_first(self._store.clean)
         for folder in self._on_first(self._store.complete):
             try:
-                manifest = self._on_first(partial(self._store.read, folder))
-                own = sorted(manifest.files)[self._share]
-                self._on_all(partial(self._store.check, folder, manifest, own))
+                manifest = self._on_all(partial(self._store.read, folder, self._share))[0]
             except DamagedError as error:
                 self._on_first(partial(self._store.hide, folder))
                 skipped.append(f"{folder}: {error}")
@@ -110,11 +108,7 @@ class Checkpoints:
         return None
 
     def _finish(
-        self,
-        folder: str,
-        written: Future[Metadata],
-        progress: dict[str, Any],
-        times_ns: tuple[int, int],
+        self, folder: str, written: Future[Metadata], progress: dict[str, Any], times_ns: tuple[int, int]
     ) -> CheckpointSave:
         """In the background: wait for all ranks' files, make them visible, remove old checkpoints."""
         step, (start_ns, stall_ns) = step_of(folder), times_ns

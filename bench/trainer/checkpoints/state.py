@@ -65,12 +65,11 @@ def progress_of(parallel: Parallel, loader_state: Mapping[str, Any]) -> dict[str
     The number of the optimiser's groups depends on the mesh; all of them have the same learning rate.
     """
     (rate,) = {float(group["lr"]) for group in parallel.optimiser.param_groups}
-    schedule = {} if parallel.schedule is None else parallel.schedule.state_dict()
     return {
         "loader": dict(loader_state),
         "learning_rate": rate,
-        "schedule": {key: value[0] if isinstance(value, list) else value for key, value in schedule.items()},
-        "scaler": None if parallel.scaler is None else parallel.scaler.state_dict(),
+        "schedule": (parallel.schedule.last_epoch, float(parallel.schedule.base_lrs[0])),
+        "scaler": parallel.scaler.state_dict(),
     }
 
 
@@ -82,12 +81,9 @@ def put_back(parallel: Parallel, tensors: Mapping[str, Tensor], progress: Mappin
     groups = parallel.optimiser.param_groups
     for group in groups:
         group["lr"] = progress["learning_rate"]
-    if parallel.schedule is not None:
-        own = parallel.schedule.state_dict()
-        # Of a list there was one entry for each group of parameters, all alike.
-        state = {k: [v] * len(groups) if isinstance(own.get(k), list) else v for k, v in progress["schedule"].items()}
-        parallel.schedule.load_state_dict(state)
-    if parallel.scaler is not None and progress["scaler"] is not None:
+    parallel.schedule.last_epoch, base_rate = progress["schedule"]
+    parallel.schedule.base_lrs = [base_rate] * len(groups)
+    if progress["scaler"]:  # that of a run without fp16 has no state
         parallel.scaler.load_state_dict(dict(progress["scaler"]))
 
 
@@ -98,9 +94,9 @@ def parameters_digest(parallel: Parallel) -> str:
         for parameter in model.parameters():
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             digest.update(whole.detach().cpu().contiguous().numpy().tobytes())
-    if parallel.mesh is None or "pp" not in (parallel.mesh.mesh_dim_names or ()):
+    if parallel.pipeline is None:
         return digest.hexdigest()
-    group = parallel.mesh["pp"].get_group()
+    group = parallel.pipeline.group
     digests: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(digests, digest.hexdigest(), group=group)
     return xxhash.xxh3_64_hexdigest("".join(digests).encode())
@@ -116,5 +112,5 @@ def _parameters_of(parallel: Parallel) -> Iterator[tuple[str, nn.Parameter]]:
 def _inner(optimiser: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimiser that has the state: the one inside ZeroRedundancyOptimizer, for this rank's share of parameters."""
     # Not by its class: the import of torch.distributed.optim takes long, and warns.
-    inner = getattr(optimiser, "optim", None)
-    return inner if isinstance(inner, torch.optim.Optimizer) else optimiser
+    inner: torch.optim.Optimizer = getattr(optimiser, "optim", optimiser)
+    return inner

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -104,8 +103,11 @@ class Store:
         found = [PurePosixPath(path).parent.name for path in self._fs.glob(f"{self._path}/step-*/{_MANIFEST}")]
         return sorted(filter(_NAME.fullmatch, found), key=step_of, reverse=True)
 
-    def read(self, folder: str) -> Manifest:
-        """Read a checkpoint's manifest. Raises DamagedError, and StateMismatchError for another version."""
+    def read(self, folder: str, share: slice = slice(None)) -> Manifest:
+        """Read a checkpoint's manifest, and compare a share of its files, in order, with it.
+
+        Raises DamagedError, and StateMismatchError for another version.
+        """
         try:
             sealed = msgspec.json.decode(self._fs.cat_file(f"{self._path}/{folder}/{_MANIFEST}"), type=_Sealed)
         except msgspec.MsgspecError as error:
@@ -118,11 +120,8 @@ class Store:
                 f"checkpoint '{self.shown}/{folder}' has version {sealed.version}; this Fuelrail reads version "
                 f"{VERSION}: use the Fuelrail that wrote it, or another --checkpoint"
             )
-        return msgspec.json.decode(body, type=Manifest)
-
-    def check(self, folder: str, manifest: Manifest, names: Iterable[str]) -> None:
-        """Compare files of a checkpoint with the manifest. Raises DamagedError."""
-        for name in names:
+        manifest = msgspec.json.decode(body, type=Manifest)
+        for name in sorted(manifest.files)[share]:
             size, digest = manifest.files[name]
             try:
                 num_bytes, found = self._digest_of(folder, name)
@@ -132,6 +131,7 @@ class Store:
                 raise DamagedError(f"{name} has {num_bytes} bytes, {size} were written")
             if found != digest:
                 raise DamagedError(f"{name} does not match its digest")
+        return manifest
 
     def hide(self, folder: str) -> None:
         """Set a damaged checkpoint aside: its files stay, and it is no checkpoint any more."""

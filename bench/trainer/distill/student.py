@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fuelrail.bench.trainer.distill.settings import weights_of
-from fuelrail.bench.trainer.distill.teacher import Source, Teacher, of_checkpoint, of_layer
-from fuelrail.bench.trainer.models.settings import GptSettings, GridSettings, VitSettings, feature_width
+from fuelrail.bench.trainer.distill.teacher import Source, Teacher, of_layer
+from fuelrail.bench.trainer.models.settings import GptSettings, GridSettings, VitSettings, feature_width, predictions
 from fuelrail.bench.trainer.models.staged import StagedModel, mean_over_samples
 from fuelrail.pipeline.errors import ConfigError
 
@@ -115,7 +115,7 @@ def distilled(
     :class:`Teacher` and `open_layer` raise.
     """
     weights, size = weights_of(settings.weights), student.settings
-    if weights.targets and not isinstance(student.settings, GridSettings):
+    if weights.targets and not isinstance(size, GridSettings):
         raise ConfigError(
             f"distill '{settings.weights}': 'targets' are detections, which this model does not learn; use a model of "
             "occupancy, or 'logits'"
@@ -125,9 +125,16 @@ def distilled(
             f"distill '{settings.weights}': 'features' lie in parts on the ranks of tp={tp}; use tp=1, or a model of "
             "convolutions"
         )
-    if settings.checkpoints is not None:
-        teacher = Teacher(settings.checkpoints, device, shard=dist.is_initialized() and dist.get_world_size() > 1)
-        source = of_checkpoint(teacher, size, len(loader.dataset.manifest.cameras))
-    else:
+    if settings.checkpoints is None:
         source = of_layer(str(settings.layer), size, loader.dataset, weights, loader.transforms)
-    return Distilled(student, source, weights, settings.temperature), source.of_inputs
+        return Distilled(student, source, weights, settings.temperature), None
+    teacher = Teacher(settings.checkpoints, device, shard=dist.is_initialized() and dist.get_world_size() > 1)
+    cameras = len(loader.dataset.manifest.cameras)
+    (own, ours), (its, theirs) = (predictions(one, cameras) for one in (size, teacher.settings))
+    if (own, ours) != (its, theirs):
+        raise ConfigError(
+            f"teacher '{teacher.name}' predicts {list(its)} ({theirs}), the student {list(own)} ({ours}); use a "
+            "teacher of the same predictions"
+        )
+    source = Source(("logits", "features"), feature_width(teacher.settings))
+    return Distilled(student, source, weights, settings.temperature), teacher

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from fuelrail.bench.trainer.checkpoints.store import DamagedError, Store
 from fuelrail.bench.trainer.models.bev import occupied_cells
 from fuelrail.bench.trainer.models.build import build_model
-from fuelrail.bench.trainer.models.settings import MODELS, GridSettings, feature_width, predictions
+from fuelrail.bench.trainer.models.settings import MODELS, GridSettings, predictions
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.layers import open_layer
 
@@ -50,7 +50,6 @@ class Teacher(nn.Module):
         for folder in store.complete():
             try:
                 manifest = store.read(folder)
-                store.check(folder, manifest, sorted(manifest.files))
                 break
             except DamagedError as error:
                 skipped.append(f"{folder}: {error}")
@@ -91,26 +90,11 @@ class Teacher(nn.Module):
 
 
 class Source(NamedTuple):
-    """Where the teacher's tensors come from: their names, the channels of its features, and who makes them.
-
-    ``of_batch`` takes them out of a loader's batch, ``of_inputs`` makes them of a model's inputs.
-    """
+    """The teacher's tensors: their names, the channels of its features, and how a loader's batch gives them."""
 
     names: tuple[str, ...]
     width: int
     of_batch: Callable[[Mapping[str, Any]], tuple[Tensor, ...]] = lambda _: ()
-    of_inputs: Callable[..., tuple[Tensor, ...]] | None = None
-
-
-def of_checkpoint(teacher: Teacher, student: ModelSettings, num_cameras: int) -> Source:
-    """A teacher beside the student. Raises ConfigError where they predict different things."""
-    (own, ours), (its, theirs) = (predictions(size, num_cameras) for size in (student, teacher.settings))
-    if (own, ours) != (its, theirs):
-        raise ConfigError(
-            f"teacher '{teacher.name}' predicts {list(its)} ({theirs}), the student {list(own)} ({ours}); use a "
-            "teacher of the same predictions"
-        )
-    return Source(("logits", "features"), feature_width(teacher.settings), of_inputs=teacher)
 
 
 def of_layer(
@@ -161,7 +145,7 @@ def of_layer(
         maps = [find(f"features_{camera}", (None, None, None), "image", moves=moved) for camera in cameras]
         width = maps[0].shape[2] or 0
         makers["features"] = lambda batch: torch.stack([_values(batch, one).movedim(-1, 1) for one in maps], dim=1)
-    return Source(tuple(makers), width, of_batch=lambda batch: tuple(make(batch) for make in makers.values()))
+    return Source(tuple(makers), width, lambda batch: tuple(make(batch) for make in makers.values()))
 
 
 def _fits(wanted: Sequence[int | None], shape: Sequence[int | None]) -> bool:

@@ -86,13 +86,7 @@ class OccupancyHead(nn.Module):
         self.head = nn.Linear(width, 1)
 
     def forward(
-        self,
-        features: Tensor,
-        img: Tensor,
-        cam_valid: Tensor,
-        intrinsics: Tensor,
-        cam2ego: Tensor,
-        *_: Tensor,
+        self, features: Tensor, img: Tensor, cam_valid: Tensor, intrinsics: Tensor, cam2ego: Tensor, *_: Tensor
     ) -> Tensor:
         """Logits of the cells, float [B, G].
 

@@ -25,15 +25,9 @@ if TYPE_CHECKING:
 
 Reduced = torch.futures.Future[torch.Tensor]
 
-# Gradients are reduced in about this many buckets when the model is smaller than DDP's usual 25 MB bucket, so that
-# the all-reduce of a small model, too, overlaps its backward pass.
-_NUM_BUCKETS = 4
-_DDP_BUCKET_MIB = 25.0
 # PowerSGD queues several collectives a bucket, and gloo mixes up those of two buckets: it gets one bucket.
 _ONE_BUCKET_MIB = 1e6
 _POWERSGD_RANK = 4
-# torch.compile refuses buckets below the size of DDP's first one.
-_COMPILED_BUCKET_MIB = 1.0
 # What the argument is called depends on torch's version.
 _ARGUMENTS = inspect.signature(DistributedDataParallel.__init__).parameters
 _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _ARGUMENTS else "broadcast_buffers"
@@ -44,9 +38,7 @@ def data_parallel(
 ) -> DistributedDataParallel:
     """Wrap a model that already lies on the accelerator's device; needs an initialised process group."""
     num_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    bucket_mib = settings.bucket_mib or min(_DDP_BUCKET_MIB, num_bytes / _NUM_BUCKETS / 2**20)
-    if settings.compile != "none":
-        bucket_mib = max(bucket_mib, _COMPILED_BUCKET_MIB)
+    bucket_mib = settings.bucket_mib
     reduce: Any = fp16_compress_hook if settings.compression == "fp16" else allreduce_hook
     state: Any = dist.group.WORLD
     if settings.compression == "powersgd":

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
-    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
     from fuelrail.bench.trainer.models.settings import ModelSettings
@@ -67,8 +67,8 @@ def scaled_rate(rate: float, settings: ParallelSettings, global_batch: int) -> f
     return rate if settings.base_batch is None else rate * global_batch / settings.base_batch
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], largest: float, mesh: DeviceMesh | None) -> None:
-    """Scale all gradients so that their norm, over all ranks' parts, is at most ``largest``."""
+def clip_gradients(parameters: Iterable[nn.Parameter], largest: float, pipeline: ProcessGroup | None) -> None:
+    """Scale all gradients so that their norm, over all ranks' parts and stages, is at most ``largest``."""
     groups = _by_mesh(p for p in parameters if p.grad is not None)
     _local_gradients(p for group in groups for p in group)  # sums what is still to be summed
     square = torch.zeros(())
@@ -76,8 +76,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], largest: float, mesh: Dev
         norm = get_total_norm([p.grad for p in group if p.grad is not None])
         whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
         square = square.to(whole.device) + whole.square()
-    if mesh is not None and "pp" in (mesh.mesh_dim_names or ()):
-        dist.all_reduce(square, group=mesh["pp"].get_group())
+    if pipeline is not None:
+        dist.all_reduce(square, group=pipeline)
     for group in groups:
         clip_grads_with_norm_(group, largest, square.sqrt())
 
@@ -103,10 +103,10 @@ class SharedGradScaler(torch.amp.GradScaler):
     in a row :meth:`step` raises FuelrailError, which shows the scaler's state.
     """
 
-    def __init__(self, device: str, max_skipped: int) -> None:
-        super().__init__(device, init_scale=_FIRST_SCALE)
-        self._max_skipped = max_skipped
-        self._num_skipped = 0
+    def __init__(self, device: str, max_skipped: int, *, enabled: bool = True) -> None:
+        super().__init__(device, init_scale=_FIRST_SCALE, enabled=enabled)
+        self._max_skipped, self._num_skipped = max_skipped, 0
+        self._found = torch.zeros(())
 
     @property
     def skipped(self) -> bool:

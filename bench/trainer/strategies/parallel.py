@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.strategies.data_parallel import data_parallel, shard
 from fuelrail.bench.trainer.strategies.optimiser import SharedGradScaler, autocast, clip_gradients, make_optimiser
 from fuelrail.bench.trainer.strategies.pipeline import V_SHAPED, Pipeline, Stage
-from fuelrail.bench.trainer.strategies.settings import AXES, Degrees, stages_of
+from fuelrail.bench.trainer.strategies.settings import AXES, Degrees, ParallelSettings, stages_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from fuelrail.bench.measure.accelerator import Accelerator
     from fuelrail.bench.trainer.models.settings import ModelSettings
     from fuelrail.bench.trainer.models.staged import StagedModel
-    from fuelrail.bench.trainer.strategies.settings import ParallelSettings, Precision
+    from fuelrail.bench.trainer.strategies.settings import Precision
 
 # Costly to compute again, for their size: matrix products, convolutions and attention.
 _KEPT = ("aten.mm", "aten.addmm", "aten.bmm", "aten.convolution", "aten._scaled_dot_product")
@@ -46,27 +46,25 @@ _KEPT = ("aten.mm", "aten.addmm", "aten.bmm", "aten.convolution", "aten._scaled_
 class Parallel:
     """This rank's part of a model with what trains it.
 
-    ``model`` is the module, or the list of a pipeline's stages on this rank; ``inputs`` makes its arguments of a batch;
-    ``mesh`` is None without a composed strategy. Gradients of a step are the mean over its micro-batches and over the
-    data-parallel ranks. ``teacher`` adds to the inputs what it makes of them.
+    ``models`` are the module, or a pipeline's stages on this rank; ``inputs`` makes its arguments of a batch; ``mesh``
+    is None without a composed strategy. Gradients of a step are the mean over its micro-batches and over the
+    data-parallel ranks. ``teacher`` adds to the inputs what it makes of them. Of the settings those of a step count.
     """
 
-    model: nn.Module | list[nn.Module]
+    models: list[nn.Module]
     optimiser: Optimizer
     inputs: Callable[[Mapping[str, Any]], tuple[Tensor, ...]]
     _: KW_ONLY
-    schedule: LRScheduler | None = None
-    scaler: SharedGradScaler | None = None
+    settings: ParallelSettings = field(default_factory=ParallelSettings)
+    precision: Precision = "fp32"
     mesh: DeviceMesh | None = None
     pipeline: Pipeline | None = None
-    precision: Precision = "fp32"
-    clip_norm: float | None = None
     teacher: Callable[..., tuple[Tensor, ...]] | None = None
 
-    @property
-    def models(self) -> list[nn.Module]:
-        """The modules of this rank."""
-        return self.model if isinstance(self.model, list) else [self.model]
+    def __post_init__(self) -> None:
+        warmup, device = self.settings.rate_warmup, next(self.models[0].parameters()).device.type
+        self.schedule: LRScheduler = LambdaLR(self.optimiser, lambda step: min(1.0, (step + 1) / max(1, warmup)))
+        self.scaler = SharedGradScaler(device, self.settings.max_skipped, enabled=self.precision == "fp16")
 
     @property
     def counts(self) -> bool:
@@ -93,8 +91,7 @@ class Parallel:
             with nullcontext() if accelerator is None else accelerator.forward(*rows), torch.no_grad(), precise:
                 inputs = (*inputs, *self.teacher(*inputs))
         if self.pipeline is not None:
-            one = inputs[0].new_ones((), dtype=torch.float)
-            scale = 1.0 if self.scaler is None else self.scaler.scale(one)
+            scale = self.scaler.scale(inputs[0].new_ones((), dtype=torch.float))
             with precise:
                 return self.pipeline.run(inputs, accelerator, rows, scale, accumulation)
         (model,) = self.models
@@ -104,49 +101,32 @@ class Parallel:
             with nullcontext() if accelerator is None else accelerator.forward(*rows), precise:
                 loss: Tensor = model(*inputs) / accumulation
             with nullcontext() if accelerator is None else accelerator.backward():
-                (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+                self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     def update(self) -> None:
         """Clip the gradients, let the optimiser step, unless fp16 overflowed, and forget the gradients."""
-        if self.scaler is not None:
-            self.scaler.unscale_(self.optimiser)
-        if self.clip_norm is not None:
-            clip_gradients((p for model in self.models for p in model.parameters()), self.clip_norm, self.mesh)
-        if self.scaler is None:
-            self.optimiser.step()
-        else:
-            self.scaler.step(self.optimiser)
-            self.scaler.update()
+        self.scaler.unscale_(self.optimiser)
+        if self.settings.clip_norm is not None:
+            group = None if self.pipeline is None else self.pipeline.group
+            clip_gradients((p for model in self.models for p in model.parameters()), self.settings.clip_norm, group)
+        self.scaler.step(self.optimiser)
+        self.scaler.update()
         self.optimiser.zero_grad()
-        if self.schedule is not None and (self.scaler is None or not self.scaler.skipped):
+        if not self.scaler.skipped:
             self.schedule.step()
-
-    def step(self, batch: Mapping[str, Any]) -> float:
-        """Train on one batch of this rank; return the loss, the mean over all ranks."""
-        device = next(self.models[0].parameters()).device
-        loss = self.forward_backward(tuple(tensor.to(device) for tensor in self.inputs(batch)))
-        self.update()
-        loss = self.own_loss(loss)
-        if dist.is_initialized():
-            dist.all_reduce(loss)
-            loss /= dist.get_world_size()
-        return float(loss)
 
     def own_loss(self, loss: Tensor) -> Tensor:
         """Loss of this rank's samples: a pipeline has it on the rank of its last stage, and sends it to the others."""
-        if self.pipeline is not None and self.mesh is not None:
-            dist.all_reduce(loss, group=self.mesh["pp"].get_group())
+        if self.pipeline is not None:
+            dist.all_reduce(loss, group=self.pipeline.group)
         return loss
 
 
-def make_mesh(degrees: Degrees, device_type: str, *, sharded: bool = False) -> DeviceMesh | None:
-    """The mesh of a composed strategy, without axes of one rank; None where whole models are copied.
-
-    ``sharded`` shards over one rank too, which is how a single GPU offloads.
-    """
+def make_mesh(degrees: Degrees, device_type: str) -> DeviceMesh | None:
+    """The mesh of a composed strategy, without axes of one rank; None where whole models are copied."""
     if not degrees.composed:
-        return init_device_mesh(device_type, (1,), mesh_dim_names=("dp_shard",)) if sharded else None
+        return None
     # Copies of divided models are groups of FSDP, which wants both of its axes.
     sizes = {
         axis: size
@@ -173,20 +153,17 @@ def parallelise(
     number of samples per data-parallel rank in a micro-batch. With Degrees() a rank trains alone, whatever the world.
     Of a pipeline's model the parts that are not this rank's are given up.
     """
-    device, plan, schedule = next(model.parameters()).device, model.plan, settings.pipeline_schedule
-    parts: list[nn.Module] = [model]
-    stages, num_stages = [0], stages_of(settings, degrees)
+    schedule, num_stages = settings.pipeline_schedule, stages_of(settings, degrees)
+    stages: dict[int, nn.Module] = {0: model}
     if mesh is not None and degrees.pp > 1:
         rank = mesh.get_local_rank("pp")
-        stages = list(range(rank, num_stages, degrees.pp))
-        if schedule in V_SHAPED:
-            stages = [rank, num_stages - 1 - rank]
-        parts = [Stage(model, number, num_stages) for number in stages]
+        numbers = [rank, num_stages - 1 - rank] if schedule in V_SHAPED else range(rank, num_stages, degrees.pp)
+        stages = {number: Stage(model, number, num_stages) for number in numbers}
         del model.stem, model.blocks, model.head  # the model lives on for its inputs
-    for part in parts:
+    for part in stages.values():
         if mesh is not None and degrees.tp > 1:
             there = {name for name, _ in part.named_children()}  # a stage may lack stem or head
-            styles = {name: style for name, style in plan.items() if name.split(".")[0] in there}
+            styles = {name: style for name, style in model.plan.items() if name.split(".")[0] in there}
             parallelize_module(part, mesh["tp"], styles)
         for block in part.get_submodule("blocks").children():
             if settings.recompute != "none":
@@ -195,23 +172,21 @@ def parallelise(
                 block.compile(backend=settings.compile)
         if mesh is not None:
             shard(part, mesh, settings, precision)
+    parts: list[nn.Module] = list(stages.values())
     if mesh is None and degrees.data > 1:
         parts = [data_parallel(model, accelerator, settings)]
-    optimiser, warmup = make_optimiser(parts, settings, learning_rate), settings.rate_warmup
     pipeline = None
     if mesh is not None and degrees.pp > 1:
         micro_batches = settings.micro_batches or batch_size
-        pipeline = Pipeline(parts, stages, num_stages, mesh["pp"], schedule, micro_batches, device)
+        pipeline = Pipeline(stages, num_stages, mesh["pp"].get_group(), schedule, micro_batches)
     return Parallel(
-        parts if degrees.pp > 1 else parts[0],
-        optimiser,
+        parts,
+        make_optimiser(parts, settings, learning_rate),
         model.inputs,
-        schedule=LambdaLR(optimiser, lambda step: min(1.0, (step + 1) / warmup) if warmup else 1.0),
-        scaler=SharedGradScaler(device.type, settings.max_skipped) if precision == "fp16" else None,
+        settings=settings,
+        precision=precision,
         mesh=mesh,
         pipeline=pipeline,
-        precision=precision,
-        clip_norm=settings.clip_norm,
     )
 
 

@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed import ProcessGroup
 
     from fuelrail.bench.measure.accelerator import Accelerator
     from fuelrail.bench.trainer.models.staged import StagedModel
@@ -52,20 +52,12 @@ class _TimedStage(PipelineStage):
 
     accelerator: Accelerator | None = None
     share = (0.0, 0.0)  # samples and images of a part of the batch, times this stage's share of the model
-    at_start: list[Tensor] | None = None
-
-    def note_buffers(self) -> None:
-        """Note the statistics before the first step; a checkpoint may be loaded after the stage is made."""
-        if self.at_start is None:
-            self.at_start = [buffer.clone() for buffer in self.submod.buffers()]
+    has_shapes = False
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - torch's
         """Compute the stage's forward pass of one part of the batch."""
-        if self.at_start:
-            # Torch found the shapes by a pass over memory of any content: it must leave no trace in statistics.
-            for buffer, value in zip(self.submod.buffers(), self.at_start, strict=True):
-                buffer.copy_(value)
-            self.at_start = []
+        self.has_shapes = True
+        self.submod.train()
         with nullcontext() if self.accelerator is None else self.accelerator.forward(*self.share):
             return super().forward_one_chunk(*args, **kwargs)
 
@@ -80,19 +72,17 @@ class Pipeline:
 
     def __init__(
         self,
-        modules: Sequence[nn.Module],
-        numbers: Sequence[int],
+        modules: dict[int, nn.Module],
         num_stages: int,
-        mesh: DeviceMesh,
+        group: ProcessGroup,
         schedule: Schedule,
         micro_batches: int,
-        device: torch.device,
     ) -> None:
-        self._micro_batches, self._parts = micro_batches, micro_batches
-        self._scale: float | Tensor = 1.0
+        self.group, device = group, next(nn.ModuleList(modules.values()).parameters()).device
+        self._micro_batches = self._parts = micro_batches
+        self._scale = torch.ones(())
         self._stages = [
-            _TimedStage(module, number, num_stages, device, group=mesh.get_group())
-            for module, number in zip(modules, numbers, strict=True)
+            _TimedStage(module, number, num_stages, device, group=group) for number, module in modules.items()
         ]
         kind = get_schedule_class(schedule)
         stages: Any = self._stages if issubclass(kind, PipelineScheduleMulti) else self._stages[0]
@@ -106,7 +96,7 @@ class Pipeline:
         inputs: Sequence[Tensor],
         accelerator: Accelerator | None,
         rows: tuple[int, int],
-        scale: float | Tensor,
+        scale: Tensor,
         accumulation: int,
     ) -> Tensor:
         """Forward and backward pass of a batch; return its share of the loss, 0 on ranks without the last stage.
@@ -116,7 +106,8 @@ class Pipeline:
         share = 1 / self._micro_batches / self._stages[0].num_stages
         self._scale, self._parts = scale, self._micro_batches * accumulation
         for stage in self._stages:
-            stage.note_buffers()
+            # Torch finds the shapes by a pass over memory of any content: it must leave no trace in statistics.
+            stage.submod.train(stage.has_shapes)
             stage.accelerator, stage.share = accelerator, (rows[0] * share, rows[1] * share)
         losses: list[Tensor] = []
         named = {f"input_{number}": tensor for number, tensor in enumerate(inputs)}

@@ -54,7 +54,7 @@ class ParallelSettings(Settings, frozen=True, kw_only=True):
     micro_batches: Annotated[
         Positive | None, flag("parts of a rank's batch in a pipeline (default: one sample each)")
     ] = None
-    bucket_mib: Annotated[Above0 | None, flag("DDP's bucket (default: 25, or a quarter of the model)")] = None
+    bucket_mib: Annotated[Above0 | None, flag("DDP's buckets (default: torch's, 1 MiB and then 25)")] = None
     compression: Annotated[Literal["none", "fp16", "powersgd"], flag("compression of DDP's gradients")] = "none"
     offload: Annotated[bool, flag("keep sharded parameters and optimiser in host memory")] = False
     recompute: Annotated[
@@ -126,6 +126,9 @@ def degrees_of(settings: ParallelSettings, world: int) -> Degrees:
             != world,
             f"zero1 {whole}": degrees.composed and settings.strategy == "zero1",
             f"compression {whole}": degrees.composed and settings.compression != "none",
+            f"compile takes no bucket_mib below 1, and it is {settings.bucket_mib}; use 1 or more": settings.compile
+            != "none"
+            and (settings.bucket_mib or 1) < 1,
             f"offload needs sharded parameters, and the mesh is {degrees}; use dp_shard=2 or more": settings.offload
             and degrees.dp_shard == 1,
         }

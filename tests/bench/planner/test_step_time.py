@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from fuelrail.bench.micro.reference_figures import Case, Expected, Figures, compare
+from fuelrail.bench.planner.choice import buckets
 from fuelrail.bench.planner.hardware import load_cluster
 from fuelrail.bench.planner.step_time import Efficiency, Work, fit, step_time
 
@@ -25,6 +26,16 @@ def test_parts_add_up():
     assert (parts.bubble, parts.data_total, parts.optimiser) == pytest.approx((0.8, 1.0, 0.1))
     assert parts.data_exposed == pytest.approx(1.0 - 0.5 * 1.4)
     assert parts.total == pytest.approx(1.0 + 0.4 + 0.2 + 0.8 + 0.3 + 0.1)
+
+
+def test_the_last_bucket_of_copies_hides_behind_nothing():
+    mib = 2**20
+    assert [buckets(size * mib, None) for size in (1, 4, 32)] == [(1, 1.0), (2, 0.75), (3, 6 / 32)]
+    assert buckets(16 * mib, 4.0) == (4, 0.25)
+    work = Work(flop=989.5e12, activation_bytes=0.0, step_data_bytes=370e9, step_data_reach=8, step_hidden=2.0)
+    half = msgspec.structs.replace(work, step_last=0.5)
+    exposed = [step_time(one, load_cluster("1x8-h100"), "bf16", Efficiency(compute=1.0)) for one in (work, half)]
+    assert [one.data_exposed for one in exposed] == pytest.approx([0.0, 0.5])
 
 
 def test_attention_stays_in_16_bits():

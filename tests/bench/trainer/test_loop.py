@@ -34,7 +34,7 @@ class Slow(nn.Module):
 
 
 def parallel(model):
-    return Parallel(model, torch.optim.AdamW(model.parameters()), BevOccupancy(MODELS["light"]).inputs)
+    return Parallel([model], torch.optim.AdamW(model.parameters()), BevOccupancy(MODELS["light"]).inputs)
 
 
 def batch(number, *, samples=2, cameras=2):

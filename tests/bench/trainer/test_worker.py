@@ -71,4 +71,4 @@ def test_the_seed_decides_the_weights():
 
 def _fresh_model(settings):
     model = build(MODELS[settings.model], "cpu", settings.seed)
-    return Parallel(model, torch.optim.SGD(model.parameters()), model.inputs)
+    return Parallel([model], torch.optim.SGD(model.parameters()), model.inputs)

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
 from fuelrail.bench.trainer.checkpoints.store import VERSION, Store
 from fuelrail.bench.trainer.strategies.parallel import Parallel
+from fuelrail.bench.trainer.strategies.settings import ParallelSettings
 from fuelrail.loaders import DataLoader, ImageAugment, Transforms
 from fuelrail.pipeline.errors import FuelrailError, StateMismatchError
 from support.datasets import build_dataset
@@ -43,9 +44,9 @@ def trained(width=8):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Dropout(0.2), nn.Linear(width, 1))
     optimiser = torch.optim.AdamW(model.parameters(), 1e-2)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: min(1.0, (step + 1) / 7))
-    scaler = torch.amp.GradScaler("cpu", growth_interval=4)
-    return Parallel(model, optimiser, lambda _: (), schedule=schedule, scaler=scaler)
+    parallel = Parallel([model], optimiser, lambda _: (), settings=ParallelSettings(rate_warmup=7))
+    parallel.scaler = torch.amp.GradScaler("cpu", growth_interval=4)
+    return parallel
 
 
 def run(dataset, place, num_steps=STEPS, *, width=8, keep=3, every=2, identity="small"):
@@ -59,7 +60,7 @@ def run(dataset, place, num_steps=STEPS, *, width=8, keep=3, every=2, identity="
             restored = checkpoints.restore(parallel, loader)
             first = restored.step if restored else 0
             for step, batch in zip(range(first, num_steps), forever(loader), strict=False):
-                loss = parallel.model(batch["img"].float().mean((1, 3, 4)) / 255).square().mean()
+                loss = parallel.models[0](batch["img"].float().mean((1, 3, 4)) / 255).square().mean()
                 parallel.scaler.scale(loss).backward()
                 parallel.scaler.step(parallel.optimiser)
                 parallel.scaler.update()

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from fuelrail.bench.micro.parallel_equality import train_step
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
 from fuelrail.bench.trainer.distill.settings import DistillSettings
 from fuelrail.bench.trainer.distill.student import distilled
-from fuelrail.bench.trainer.distill.teacher import Teacher, of_checkpoint
+from fuelrail.bench.trainer.distill.teacher import Teacher
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.parallel import build, parallelise
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings
@@ -38,17 +39,16 @@ def losses(folder, *, sharded):
     with DataLoader(
         f"{folder}/data", 2, num_workers=1, transforms=Transforms(image=ImageAugment(**transforms))
     ) as loader:
-        size, cameras = MODELS["bev-tiny"], len(loader.dataset.manifest.cameras)
-        model, teaches = distilled(build(size, "cpu", 0), settings, loader, "cpu")
+        model, teaches = distilled(build(MODELS["bev-tiny"], "cpu", 0), settings, loader, "cpu")
         if not sharded:
-            teaches = of_checkpoint(Teacher(settings.checkpoints), size, cameras).of_inputs
+            teaches = Teacher(settings.checkpoints)
         parallel = parallelise(model, ParallelSettings(), Degrees(dp_replicate=RANKS), None, batch_size=2)
         parallel.teacher = teaches
-        assert isinstance(parallel.model, DistributedDataParallel)
+        assert isinstance(parallel.models[0], DistributedDataParallel)
         batches = list(islice(loader, STEPS))
         with torch.no_grad():
             predicted = teaches(*parallel.inputs(batches[0]))
-        return [parallel.step(batch) for batch in batches], predicted
+        return [train_step(parallel, batch) for batch in batches], predicted
 
 
 def main(folder):

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fuelrail.bench.micro.parallel_equality import train_step
 from fuelrail.bench.studies.annotate.run import annotate
 from fuelrail.bench.studies.train.run import train
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
@@ -61,7 +62,7 @@ def losses(place, settings, *, student="bev-tiny", **transforms):
             model, teacher = distilled(model, settings, loader, "cpu")
         parallel = parallelise(model, ParallelSettings(), Degrees(), None, batch_size=2)
         parallel.teacher = teacher
-        return [parallel.step(batch) for batch in islice(loader, STEPS)]
+        return [train_step(parallel, batch) for batch in islice(loader, STEPS)]
 
 
 ALL_PARTS = "labels=0.5,logits=1,features=0.3,targets=0.7"

@@ -14,9 +14,9 @@ from fuelrail.pipeline.errors import FuelrailError
 def scaled(max_skipped=3):
     model = nn.Linear(2, 1, bias=False)
     optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: 1.0)
-    scaler = SharedGradScaler("cpu", max_skipped)
-    return Parallel(model, optimiser, lambda batch: (batch,), schedule=schedule, scaler=scaler)
+    parallel = Parallel([model], optimiser, lambda batch: (batch,))
+    parallel.scaler = SharedGradScaler("cpu", max_skipped)
+    return parallel
 
 
 def step(parallel, value):
@@ -26,17 +26,17 @@ def step(parallel, value):
 
 def test_a_finite_step_is_the_one_without_scaling():
     parallel = scaled()
-    before = parallel.model.weight.detach().clone()
+    before = parallel.models[0].weight.detach().clone()
     step(parallel, 2.0)
-    assert torch.equal(parallel.model.weight, before - 0.1 * 2.0)
+    assert torch.equal(parallel.models[0].weight, before - 0.1 * 2.0)
     assert not parallel.scaler.skipped
 
 
 def test_a_step_that_overflows_is_skipped_and_halves_the_scale():
     parallel = scaled()
-    before, scale = parallel.model.weight.detach().clone(), parallel.scaler.get_scale()
+    before, scale = parallel.models[0].weight.detach().clone(), parallel.scaler.get_scale()
     step(parallel, float("inf"))
-    assert torch.equal(parallel.model.weight, before)
+    assert torch.equal(parallel.models[0].weight, before)
     assert parallel.scaler.skipped
     assert parallel.scaler.get_scale() == scale / 2
     step(parallel, 1.0)

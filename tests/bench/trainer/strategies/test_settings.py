@@ -46,6 +46,7 @@ def test_degrees_of_a_world(options, world, degrees):
         ({"strategy": "hsdp"}, 3, "two ranks, which do not divide 3; use ranks=4"),
         ({"strategy": "ddp", "offload": True}, 2, "offload needs sharded parameters"),
         ({"strategy": "fsdp2", "compression": "fp16"}, 2, "compression needs whole models"),
+        ({"compile": "inductor", "bucket_mib": 0.5}, 2, "no bucket_mib below 1, and it is 0.5; use 1 or more"),
     ],
 )
 def test_degrees_that_do_not_make_the_world_are_refused(options, world, message):
