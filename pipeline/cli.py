@@ -175,7 +175,7 @@ def _number_or_text(text: str) -> int | str:
 class PrintOptions(Settings, frozen=True, kw_only=True):
     """How a command prints its report."""
 
-    json: Annotated[bool, flag("print JSON instead of text (shard, reshard: JSON lines)")] = False
+    json: Annotated[bool, flag("print JSON instead of text; JSON lines where there is progress to report")] = False
 
 
 def print_json(value: object) -> None:
@@ -208,7 +208,7 @@ def _run_presets(args: argparse.Namespace) -> int:
 
 COMMANDS = {
     "presets": Command(
-        "list the settings that can be given by name: images, ego frame, pixel values, orders",
+        "list the settings that can be given by name: images, ego frame, pixel values, orders, scenarios",
         lambda parser: add_flags(parser, PrintOptions),
         _run_presets,
     ),
