@@ -126,7 +126,8 @@ def _described(kind: type[msgspec.Struct]) -> Iterator[_Field]:
             continue
         if not field.required and isinstance(default, int | float | str) and "default" not in help_text:
             help_text += f" (default: {default})"
-        parse, metavar = about.get("parse"), "N" if isinstance(types[0], inspect.IntType) else field.name.upper()
+        is_number = isinstance(types[0], inspect.IntType | inspect.FloatType)
+        parse, metavar = about.get("parse"), "N" if is_number else field.name.upper()
         if parse is None and isinstance(types[0], inspect.StructType):
             kind = types[0].cls
             parse, metavar = partial(load_yaml, to=kind), "PRESET_OR_YAML" if preset_files(kind) else "YAML"
