@@ -1,6 +1,6 @@
 # Fuelrail on CPUs: sharding, checks, annotation, measurements. For training, install Fuelrail into your own CUDA image.
 #   docker build -t fuelrail .
-#   docker run --rm -v "$PWD:/data" fuelrail shard nuscenes:drive dataset
+#   docker run --rm --user "$(id -u):$(id -g)" -v "$PWD:/data" fuelrail shard nuscenes:drive dataset
 FROM python:3.12-slim AS build
 RUN apt-get update && apt-get install --no-install-recommends --yes gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 WORKDIR /src

@@ -110,7 +110,6 @@ wheel: setup
 	$(BIN)/python -m build --wheel --outdir build/wheel .
 	.ci/repair-wheel build/wheel dist
 
-bench: export PYTHONPATH = tests
 bench: setup
 	$(BIN)/python -m fuelrail.bench.micro.decode
 	$(BIN)/python -m fuelrail.bench.micro.metadata

@@ -27,8 +27,8 @@ def _configure_view(parser: argparse.ArgumentParser) -> None:
     from fuelrail.loaders.integrations.rerun import RecordOptions
     from fuelrail.loaders.viewer.view import ViewOptions
 
-    parser.add_argument("dataset", metavar="DATASET", help="folder of a Fuelrail dataset")
-    parser.add_argument("key", nargs="?", help="sample key (default: the first sample of the dataset)")
+    parser.add_argument("dataset", metavar="DATASET", help="folder or URL of a Fuelrail dataset")
+    parser.add_argument("key", metavar="KEY", nargs="?", help="sample key (default: the first sample of the dataset)")
     add_flags(parser, ViewOptions)
     add_flags(parser, RecordOptions)
 

@@ -363,7 +363,7 @@ class BatchDescription(NamedTuple):
     entries: tuple[tuple[str, str, str], ...]
 
     def __str__(self) -> str:
-        widths = [max(len(entry[column]) for entry in self.entries) for column in (0, 1)]
+        widths = [max(min(len(entry[column]), 40) for entry in self.entries) for column in (0, 1)]
         rows = (f"{name:<{widths[0]}}  {form:<{widths[1]}}  {meaning}" for name, form, meaning in self.entries)
         return "\n".join(row.rstrip() for row in rows)
 

@@ -126,7 +126,8 @@ def _described(kind: type[msgspec.Struct]) -> Iterator[_Field]:
             continue
         if not field.required and isinstance(default, int | float | str) and "default" not in help_text:
             help_text += f" (default: {default})"
-        parse, metavar = about.get("parse"), "N" if isinstance(types[0], inspect.IntType) else field.name.upper()
+        is_number = isinstance(types[0], inspect.IntType | inspect.FloatType)
+        parse, metavar = about.get("parse"), "N" if is_number else field.name.upper()
         if parse is None and isinstance(types[0], inspect.StructType):
             kind = types[0].cls
             parse, metavar = partial(load_yaml, to=kind), "PRESET_OR_YAML" if preset_files(kind) else "YAML"
@@ -175,7 +176,7 @@ def _number_or_text(text: str) -> int | str:
 class PrintOptions(Settings, frozen=True, kw_only=True):
     """How a command prints its report."""
 
-    json: Annotated[bool, flag("print JSON instead of text (shard, reshard: JSON lines)")] = False
+    json: Annotated[bool, flag("print JSON instead of text; JSON lines where there is progress to report")] = False
 
 
 def print_json(value: object) -> None:
@@ -208,7 +209,7 @@ def _run_presets(args: argparse.Namespace) -> int:
 
 COMMANDS = {
     "presets": Command(
-        "list the settings that can be given by name: images, ego frame, pixel values, orders",
+        "list the settings that can be given by name: images, ego frame, pixel values, orders, scenarios",
         lambda parser: add_flags(parser, PrintOptions),
         _run_presets,
     ),

@@ -85,7 +85,10 @@ class CheckedSettings(Settings, frozen=True):
 
 # `configs/` is beside `pipeline/` in a checkout (whose package is a link, hence resolve) and in an installed package.
 _CONFIGS: Final = Path(__file__).resolve().parents[1] / "configs"
-_PRESETS: Final = {"ImageAugment": "images", "BevAugment": "bev", "PixelAugment": "pixels", "OrderSpec": "orders"}
+_PRESETS: Final = {
+    "ImageAugment": "images", "BevAugment": "bev", "PixelAugment": "pixels", "OrderSpec": "orders",
+    "Scenario": "scenarios",
+}  # fmt: skip
 """Folder of the presets of each type of settings that has some."""
 
 
@@ -123,7 +126,7 @@ class PresetsReport(msgspec.Struct, frozen=True):
 
 
 def presets() -> PresetsReport:
-    """Return the settings that can be given by name: images, ego frame, pixel values, orders."""
+    """Return the settings that can be given by name: images, ego frame, pixel values, orders, scenarios."""
     found = []
     for kind, folder in _PRESETS.items():
         for file in sorted((_CONFIGS / folder).glob("*.yaml")):

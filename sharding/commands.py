@@ -176,7 +176,7 @@ def _run_verify(args: argparse.Namespace) -> int:
 
 def _configure_inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dataset", metavar="DATASET", help=_DATASET)
-    parser.add_argument("key", nargs="?", help="sample key (default: describe the whole dataset)")
+    parser.add_argument("key", metavar="KEY", nargs="?", help="sample key (default: describe the whole dataset)")
     add_flags(parser, PrintOptions)
 
 

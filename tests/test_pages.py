@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 
+import fuelrail as fr
 from fuelrail import __main__ as command_line
 from fuelrail.loaders.batch import assemble, temporal
 
@@ -98,6 +100,8 @@ def test_every_name_of_a_batch_is_on_the_loaders_page() -> None:
 def test_every_command_is_on_the_commands_page() -> None:
     page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
     assert not [word for word in command_line._COMMANDS if f"`{word}" not in page]
+    functions = [name for name in dir(fr) if isinstance(getattr(fr, name), FunctionType) and name != "open"]
+    assert not [name for name in functions if f"`fr.{name}`" not in page]
 
 
 def test_the_tests_of_the_findings_exist() -> None:

@@ -74,12 +74,12 @@ class _Parser(argparse.ArgumentParser):
     """Names the option that was probably meant in the place of an unknown one."""
 
     def error(self, message: str) -> NoReturn:
-        """Print usage and message to stderr, and exit with 2."""
+        """Print the message to stderr, without the usage, which would hide it; exit with 2."""
         unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
         if unknown is not None:
             close = difflib.get_close_matches(unknown[1], _options(self), n=1)
             message += f"; did you mean {close[0]}?" if close else ""
-        super().error(message)
+        self.exit(2, f"`{self.prog} --help` lists all options\n{self.prog}: error: {message}\n")
 
 
 def _options(parser: argparse.ArgumentParser) -> Iterator[str]:

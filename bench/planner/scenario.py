@@ -136,7 +136,7 @@ class PlanOptions(Settings, frozen=True, kw_only=True):
         ),
     ] = ()
     sweep: Annotated[bool, flag("plan every strategy, micro-batch and recomputation, as a table and plots")] = False
-    explain: Annotated[bool, flag("say formula, inputs and source of each figure")] = False
+    explain: Annotated[bool, flag("show formula, inputs and source of each figure")] = False
 
 
 _SCENARIO = (
@@ -154,7 +154,7 @@ def with_options(asked: Scenario | None, options: PlanOptions) -> Scenario:
         missing = [name for name in ("model", "cluster", "global_batch") if name not in given]
         if missing:
             raise ConfigError(
-                f"the plan does not say {', '.join(missing)}; give a scenario file, or "
+                f"a plan needs {', '.join(missing)}: name a scenario (`fuelrail presets` lists them), or give "
                 + " ".join(f"--{name.replace('_', '-')}" for name in missing)
             )
         asked = Scenario(name=f"{given['model']} on {given['cluster']}", **given)

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 class OutputOptions(PrintOptions, frozen=True, kw_only=True):
     """Where a command writes its report, and how it prints it."""
 
-    out: Annotated[str | None, flag("folder for the report (default: bench-COMMAND)", metavar="FOLDER")] = None
+    out: Annotated[
+        str | None, flag("folder for the report (default: bench- and the command, as bench-train)", metavar="FOLDER")
+    ] = None
     html: Annotated[bool, flag("write no report.html; then matplotlib is not needed")] = True
 
     def folder(self, command: str) -> Path | None:

@@ -13,7 +13,7 @@ from fuelrail.pipeline.errors import ConfigError
 try:
     import matplotlib as mpl
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, PercentFormatter
+    from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 except ImportError as error:
     raise ConfigError(
         "report.html needs matplotlib, which is not installed: pip install 'fuelrail[view]', or run with --no-html"
@@ -31,6 +31,7 @@ __all__ = [
     "GREY",
     "ORANGE",
     "FuncFormatter",
+    "MaxNLocator",
     "PercentFormatter",
     "legend_above",
     "new_figure",

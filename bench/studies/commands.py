@@ -184,14 +184,16 @@ STUDIES = {
 
 _PLAN = Study(
     "say what fits, how fast it trains, what it costs, and whether the data keeps up",
-    "",
+    "Predicts, without training: the simplest way to divide the model that fits the cluster, its step time, rate and "
+    "cost, and whether storage and decoding keep up. Flags replace what the scenario says.",
     PlanOptions,
     _plan,
     lambda parser: parser.add_argument(
         "scenario",
-        metavar="SCENARIO.yaml",
+        metavar="SCENARIO",
         nargs="?",
-        help="model, cluster and batch: see configs/scenarios; without it --model, --cluster and --global-batch say it",
+        help="model, cluster and batch: a name that `fuelrail presets` lists, or a YAML file (default: what --model, "
+        "--cluster and --global-batch say)",
     ),
     output=PlanOutput,
 )

@@ -111,7 +111,10 @@ def decode_state(encoded: object, expected: Identity, *, strict: bool = True) ->
         if name != "settings" and (other := getattr(state.identity, name)) != (current := getattr(expected, name))
     ]
     if differing:
-        raise StateMismatchError(f"loader state belongs to another training sequence; {'; '.join(differing)}")
+        raise StateMismatchError(
+            f"loader state belongs to another training sequence; {'; '.join(differing)}; load it into a loader of the "
+            "dataset and settings that it was saved with, or start without it"
+        )
     if strict and state.identity.settings != expected.settings:
         raise StateMismatchError(
             f"loader state was saved with other settings of the samples' content; "

@@ -79,7 +79,8 @@ class ViewReport(NamedTuple):
     def as_text(self) -> str:
         """Return a line on what was drawn."""
         channels = f", {', '.join(self.channels)}" if self.channels else ""
-        return f"{shown(self.key)}: {self.num_cameras} cameras, {self.num_boxes} boxes{channels}"
+        cameras, boxes = "s" * (self.num_cameras != 1), "es" * (self.num_boxes != 1)
+        return f"{shown(self.key)}: {self.num_cameras} camera{cameras}, {self.num_boxes} box{boxes}{channels}"
 
     def _repr_png_(self) -> bytes:
         return png(self.sheet)

@@ -72,7 +72,9 @@ class Filter:
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             place = f" at character {error.offset}" if isinstance(error, SyntaxError) and error.offset else ""
             reason = error.msg if isinstance(error, SyntaxError) else "nested too deep or not text"
-            raise OrderError(f"filter {self.text!r} is not an expression: {reason}{place}") from error
+            raise OrderError(
+                f"filter {self.text!r} is not an expression such as 'night and num_car >= 3': {reason}{place}"
+            ) from error
         self._expression = self._condition(tree, 0)
 
     @property

@@ -59,7 +59,7 @@ class FuelrailOptions(Settings, frozen=True):
     The fingerprints of several datasets are joined by ``+``.
     """
 
-    points: Annotated[bool, Meta(description="false leaves lidar sweeps out")] = True
+    points: Annotated[bool, Meta(description="lidar sweeps; false, or --no-points, leaves them out")] = True
     fingerprint: str | None = None
 
 

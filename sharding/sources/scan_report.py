@@ -85,8 +85,10 @@ class ScanReport(msgspec.Struct, kw_only=True):
         if self.max_offset_ms:
             offsets = {name: round(value, 1) for name, value in self.max_offset_ms.items()}
             said.append(f"  largest time offsets from the sample [ms]: {_listed(offsets)}")
-        if self.noted:
-            said.append(f"  noted: {_listed(self.noted)}")
+        noted = [f"  noted: {_plain(name, most=200)}: {number:,}" for name, number in sorted(self.noted.items())]
+        said += noted[:_MOST_NAMES]
+        if more := len(noted[_MOST_NAMES:]):
+            said.append(f"  noted: {more:,} more, in provenance.scan of the manifest")
         if self.distorted:
             said.append(f"  images with lens distortion (undistort=True rectifies them): {_listed(self.distorted)}")
         if self.unmapped:
@@ -110,9 +112,9 @@ def _listed(counts: Mapping[str, float], separator: str = ", ") -> str:
     return separator.join([*shown, *([f"and {more:,} more names"] if more else [])])
 
 
-def _plain(name: str) -> str:
+def _plain(name: str, most: int = _MOST_CHARACTERS) -> str:
     """A name of the source that is safe to print."""
-    short = name if len(name) <= _MOST_CHARACTERS else name[:_MOST_CHARACTERS] + "..."
+    short = name if len(name) <= most else name[:most] + "..."
     return short if short and short.isprintable() else ascii(short)
 
 

@@ -36,8 +36,8 @@ _OF_MANIFEST: Final = ("name", "order_unit", "seed", "classes", "attributes", "t
 class TagOptions(Settings, frozen=True):
     """What `fuelrail tag` changes."""
 
-    add: Annotated[tuple[str, ...], flag("tags to add")] = ()
-    remove: Annotated[tuple[str, ...], flag("tags to remove")] = ()
+    add: Annotated[tuple[str, ...], flag("tags to add", metavar="TAG")] = ()
+    remove: Annotated[tuple[str, ...], flag("tags to remove", metavar="TAG")] = ()
 
 
 class _Printed(msgspec.Struct, frozen=True, kw_only=True):

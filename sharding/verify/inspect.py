@@ -84,7 +84,11 @@ def describe_dataset(root: str | os.PathLike[str]) -> Description:
         for camera in manifest.cameras
     ] + [(lidar.channel, lidar.source_name, ", ".join(lidar.columns)) for lidar in manifest.lidars]
     others = [
-        (one.name, one.kind, _values_of(one), one.frame or "none", one.law.name, one.description)
+        (
+            one.name,
+            one.kind,
+            "; ".join(filter(None, (_values_of(one), one.frame, f"law {one.law.name}", one.description))),
+        )
         for one in manifest.extra_channels
     ]
     fields = [
@@ -97,7 +101,7 @@ def describe_dataset(root: str | os.PathLike[str]) -> Description:
             _table((), head),
             _table(("split", "samples", "clips", "shards"), splits),
             *([_table(("channel", "source name", "pixels or columns"), channels)] if channels else []),
-            *([_table(("channel", "kind", "values", "frame", "law", "description"), others)] if others else []),
+            *([_table(("channel", "kind", "values; frame; law; description"), others)] if others else []),
             *([_table(("attribute", "type", "values and samples"), attributes)] if attributes else []),
             _table(("member", "codec", "samples", "stored MB", "raw MB"), fields),
             "",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 import subprocess
 import sys
 
@@ -112,7 +111,6 @@ def test_5_move_from_other_loaders(desk) -> None:
 
 
 def test_6_plan_and_permit_a_petabyte(desk, capsys) -> None:
-    shutil.copy(ROOT / "configs" / "scenarios" / "resnet50-4-gpus.yaml", desk)
     follow(GUIDES / "large-scale.md")
     assert "on 4 devices (1x4-a100-pcie)" in capsys.readouterr().out
     for policy in ("writer-policy.json", "reader-policy.json"):

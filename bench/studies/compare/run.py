@@ -115,7 +115,7 @@ class Workshop:
         if answer.lowest_psnr_db < least_psnr_db:
             return answer, (
                 f"its images differ from the definition: {answer.lowest_psnr_db:.1f} dB at worst, {least_psnr_db:g} dB "
-                "are demanded"
+                "are required"
             )
         return answer, None
 

@@ -373,7 +373,7 @@ def _waiting(stage: StageClock, computing: float) -> Bound:
         kind="waiting",
         stage=stage.name,
         finding=f"The threads of '{stage.name}' are always at work, but compute for only {computing:.0%} of that time: "
-        "they wait for Python's global lock, or for a CPU.",
+        "they wait for Python's global lock, or for a CPU that another process uses.",
         advice="Use fewer threads in this process and more ranks, and look for Python code in transforms.",
         gain=None,
     )

@@ -41,7 +41,7 @@ def figures(found: PlanReport) -> list[tuple[str, str]]:
         f"{taught.memory_gib:.1f} GiB while it predicts; as a layer {taught.layer_bytes:,} bytes a sample, made "
         f"once in {taught.layer_device_hours_per_million:,.1f} device-hours a million samples"
     )  # fmt: skip
-    often = "" if found.checkpoint_interval_s is None else f", each {found.checkpoint_interval_s:,.0f} s"
+    often = "" if found.checkpoint_interval_s is None else f", every {found.checkpoint_interval_s:,.0f} s"
     return [
         ("strategy", found.strategy),
         ("memory", f"{found.peak_gib:.1f} of {found.usable_gib:.1f} GiB usable on a device"),
@@ -137,7 +137,7 @@ def describe(found: PlanReport, plots: Mapping[str, str]) -> Document:
         Tiles([(f"{found.mfu:.1%}", "MFU"), (f"{found.occupancy:.1%}", "occupancy"), (f"{found.bubble:.1%}", "bubble"),
                (f"{found.device_hours_per_million:,.1f}", "device-hours a million samples")]),
         Section("What was tried", [Table(TRIED_HEADER, tried_rows(found), texts=True)]),
-        Section("What it costs", [Table(("figure", ""), figures(found), texts=True)]),
+        Section("The plan", [Table(("figure", ""), figures(found), texts=True)]),
         *(Note(f"Assumed: {text}") for text in found.assumed),
         Section("Memory and work of each stage", [
             Figure([(plots.get("memory", ""), "Bytes at the peak of a step, by kind.")]),
@@ -166,7 +166,7 @@ def describe(found: PlanReport, plots: Mapping[str, str]) -> Document:
         parts.append(
             Section("Where the figures are from", [Table(("figure", "formula", "inputs", "source"), rows, texts=True)])
         )
-    parts += [Note(f"Not said: {text}") for text in found.questions]
+    parts += [Note(f"Not given: {text}") for text in found.questions]
     parts.append(Text(f"Planned {when(found.created)}.", small=True))
     asked = found.scenario
     batch = f"{asked.global_batch} samples a step, {asked.micro_batch} at once on a rank, {asked.precision}"

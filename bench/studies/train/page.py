@@ -188,7 +188,7 @@ def _over_time(report: Report, plots: Mapping[str, str]) -> list[Section]:
     warmup = report.window.num_warmup_steps
     caption = (
         "Share of time in which each accelerator computed, over the last 5 steps up to each moment. The first "
-        f"{warmup} steps (shaded) are warm-up and count nowhere."
+        f"{warmup} steps (shaded) are warm-up and are not counted."
     )
     first = "The first steps after warm-up on one clock: what each rank was doing when."
     occupancy, timeline = Figure([(plots.get("occupancy", ""), caption)]), plots.get("timeline", "")

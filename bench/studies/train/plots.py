@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from fuelrail.bench.report.plots import (
     FuncFormatter,
+    MaxNLocator,
     PercentFormatter,
     legend_above,
     new_figure,
@@ -134,6 +135,7 @@ def _breakdown(report: Report) -> str:
         tallest = int(base.argmax())
         beside = middles[tallest] + 0.6 * width
         axes.text(beside, 1.53 * usual, f"to {base[tallest]:,.0f} ms", va="top", fontsize=8, zorder=4)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("step" if width == 1 else f"step (each bar is the mean of {width})")
     axes.set_ylabel("time [ms]")
     axes.grid(visible=False, axis="x")

@@ -90,7 +90,7 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
         AtLeast0 | None,
         flag("price of a GPU-hour; adds the cost per million samples, in the same currency", metavar="PRICE"),
     ] = None
-    timeout_s: Annotated[Positive, flag("seconds after which a rank that does not answer the others is given up")] = 300
+    timeout_s: Annotated[Positive, flag("seconds after which a rank that does not answer ends the run")] = 300
     trace: Annotated[
         bool,
         flag(

@@ -73,7 +73,7 @@ class ParallelSettings(Settings, frozen=True, kw_only=True):
     max_skipped: Annotated[
         Positive, flag("stop after this number of steps in a row without finite gradients (fp16)")
     ] = 25
-    deterministic: Annotated[bool, flag("deterministic kernels; the report lists what stays open")] = False
+    deterministic: Annotated[bool, flag("deterministic kernels; the report lists what can still differ")] = False
 
     @classmethod
     def among(cls, options: Mapping[str, Any], where: str) -> Self:

@@ -186,8 +186,9 @@ class FrameSource(Generic[S]):
         report.noted = dict(self.noted)
         findings.check()
         if not num_clips:
+            summary = (type(self).__doc__ or "").strip().partition("\n")[0]
             raise SourceError(
-                f"the {self.kind} source '{self.files.shown}' has no clips: it is empty, or not of this kind"
+                f"the {self.kind} source '{self.files.shown}' has no clips: it is empty, or not of this kind: {summary}"
             )
         if not out.clips:
             dropped = ", ".join(f"{why} {count:,}" for why, count in report.dropped_samples.items()) or "there are none"

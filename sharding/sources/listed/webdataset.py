@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError, ImageError, SourceError
 from fuelrail.pipeline.sample.image_header import probe
+from fuelrail.pipeline.text import shown
 from fuelrail.sharding.sources.frames.frame import Absent, Clip, Frame, Image, Sensors
 from fuelrail.sharding.sources.frames.members import HEAD_BYTES
 from fuelrail.sharding.sources.frames.source import FrameSettings, FrameSource
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _NAME: Final = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)\Z", re.DOTALL)
 _IMAGES: Final = {"jpg": "jpg", "jpeg": "jpg", "png": "png"}
 _ONE_CAMERA: Final = "image"
+_MOST_EXTENSIONS: Final = 12
 _STEP_NS: Final = 1_000_000_000
 
 
@@ -104,12 +106,16 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         """Return the cameras of the option ``images``, or of the first sample that has images."""
         if self.given.images:
             return Sensors.of(self.given.images)
+        extensions: set[str] = set()
         for sample in self._samples():
             if found := _cameras(sample.members):
                 return Sensors.of(found)
+            if len(extensions) < _MOST_EXTENSIONS:
+                extensions.update(sample.members)
+        listed = ", ".join(map(shown, sorted(extensions)[:_MOST_EXTENSIONS])) or "none"
         raise SourceError(
-            f"the webdataset source '{self.files.shown}' has no tars with images; the option images maps a "
-            "camera to its extension"
+            f"the webdataset source '{self.files.shown}' has no tars with images; its members have the extensions: "
+            f"{listed}; the option images maps a camera to one of them"
         )
 
     def _samples(self) -> Iterator[_Sample]:

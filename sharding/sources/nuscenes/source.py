@@ -380,8 +380,12 @@ class NuScenesSource:
         if version is None:
             found = self._files.folders_with("sample.json")
             if len(found) != 1:
-                listed = ", ".join(found) or "none"
-                raise ConfigError(f"'{shown}' needs the option version to choose the tables; there are: {listed}")
+                raise ConfigError(
+                    f"'{shown}' needs the option version to choose the tables, such as -o version={found[0]}; there "
+                    f"are: {', '.join(found)}"
+                    if found
+                    else f"'{shown}' has no nuScenes tables: no folder such as v1.0-mini with a sample.json"
+                )
             version = found[0]
         elif version not in (found := self._files.folders_with("sample.json")):
             if version in ("", "..") or Path(version).name != version:

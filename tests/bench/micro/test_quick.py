@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import fields
 
 import numpy as np
@@ -47,6 +50,15 @@ def quick(tmp_path, capsys):
         return json.loads(out.read_text()), capsys.readouterr().out
 
     return run
+
+
+def test_they_run_as_the_pages_print_them(tmp_path):
+    """``python -m fuelrail.bench.micro.NAME`` in any folder, without a path of modules."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-m", "fuelrail.bench.micro.metadata", "--help"]
+    assert (
+        subprocess.run(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, check=False).returncode == 0
+    )
 
 
 def test_sharding_and_a_case_that_is_measured_again(quick, tmp_path, capsys):

@@ -226,7 +226,7 @@ def test_a_source_at_a_url_gives_the_same_bytes(source, expected, bucket, url, t
     bucket.rm_file(f"{url}/v1.0-mini/scene.json")
     with pytest.raises(SourceError, match=rf"nuScenes tables in '{url}/v1\.0-mini': scene\.json missing"):
         shard_nuscenes(url, tmp_path / "out2", **OPTIONS)
-    with pytest.raises(ConfigError, match=r"needs the option version to choose the tables; there are: none"):
+    with pytest.raises(ConfigError, match=r"has no nuScenes tables: no folder such as v1"):
         shard_nuscenes(f"{url}/samples", tmp_path / "out2", **OPTIONS)
 
 

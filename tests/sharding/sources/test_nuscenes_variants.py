@@ -386,6 +386,8 @@ def test_a_long_list_in_a_report_is_cut():
     assert "category-19" in line
     assert "category-07" not in line
     assert len(report.builtins()["unmapped"]) == 20
+    *_, first, last = ScanReport(samples=1, noted={"t" * 90 + f"{number:02d}": 1 for number in range(20)}).lines()
+    assert (first, last) == (f"  noted: {'t' * 90}11: 1", "  noted: 8 more, in provenance.scan of the manifest")
 
 
 def test_dangling_links_of_a_cut_out_set_are_errors_or_cut(made, tmp_path):

@@ -71,7 +71,7 @@ def test_loaders_are_checked_then_timed_then_timed_again(dataset, tmp_path, caps
 def test_images_that_differ_keep_a_loader_out(dataset, tmp_path, capsys):
     assert bench(dataset, tmp_path, "--only", "fuelrail:turbo", "--psnr", 90, "--rounds", 2) == 0
     (entry,) = load_compare_report(tmp_path / "report.json").contestants
-    assert "90 dB are demanded" in entry.left_out
+    assert "90 dB are required" in entry.left_out
     assert entry.runs == []
     assert "Left out\nfuelrail:turbo" in capsys.readouterr().out
 

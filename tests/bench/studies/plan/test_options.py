@@ -36,7 +36,7 @@ def test_flags_replace_what_a_scenario_says():
 
 
 def test_what_flags_must_say():
-    with pytest.raises(ConfigError, match=r"does not say cluster, global_batch; .*--cluster --global-batch"):
+    with pytest.raises(ConfigError, match=r"needs cluster, global_batch: .*--cluster --global-batch"):
         with_options(None, PlanOptions(model="gpt2"))
     with pytest.raises(ConfigError, match="strategy auto looks for the rest itself, and recompute is given"):
         with_options(Scenario(name="n", **TINY), PlanOptions(strategy="auto", recompute="full"))

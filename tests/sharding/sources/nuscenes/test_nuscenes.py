@@ -211,7 +211,7 @@ def test_the_version_may_be_left_out_where_there_is_one(made, tmp_path):
 
 def test_several_versions_must_be_distinguished(copy, tmp_path):
     shutil.copytree(copy.folder, copy.root / "v1.0-other")
-    with pytest.raises(ConfigError, match=r"version to choose the tables; there are: v1\.0-mini, v1\.0-other"):
+    with pytest.raises(ConfigError, match=r"such as -o version=v1\.0-mini; there are: v1\.0-mini, v1\.0-other"):
         scan(copy.root, tmp_path)
     with pytest.raises(SourceError, match="is not a folder"):
         scan(copy.root / "nowhere", tmp_path)

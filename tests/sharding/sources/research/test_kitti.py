@@ -309,3 +309,8 @@ def test_oxts_is_a_channel(tmp_path):
     files = [np.loadtxt(path) for path in sorted(folder.iterdir())]
     np.testing.assert_array_equal(rows[:, 1:], files[: len(rows)])
     assert len(rows) >= len(samples)
+
+
+def test_a_folder_of_another_kind_is_refused_with_what_this_kind_is(tmp_path):
+    with pytest.raises(SourceError, match=r"has no clips: .* not of this kind: KITTI's object benchmark"):
+        scan_source(SourceSpec("kitti_object", str(tmp_path), {}))
