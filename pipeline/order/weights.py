@@ -109,6 +109,11 @@ def _weights(weighting: Weighting, table: pa.Table) -> NDArray[np.float64]:
         case FileWeights():
             return _from_file(weighting, table["key"])
         case AttributeWeights(attribute=name, values=None):
+            if unknown := table[name].null_count:
+                raise OrderError(
+                    f"attribute {name!r} is unknown (null) for {unknown} of {len(table)} samples, and a weight needs a "
+                    f"number; leave them out by the filter '{name} is not None', or name weights in `values`"
+                )
             return checked(_numbers(table[name], name), f"attribute {name!r}")
         case AttributeWeights():
             return _by_value(weighting, table[weighting.attribute])

@@ -274,7 +274,7 @@ class LayerWriter:
 
 
 def _entry(given: Channel | Mapping[str, Any]) -> Channel:
-    return given if isinstance(given, Channel) else convert(dict(given), Channel, "channels")
+    return convert(dict(given) if isinstance(given, Mapping) else given, Channel, "channels")
 
 
 def _plain(value: Any) -> bool | int | float:  # noqa: ANN401

@@ -13,6 +13,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 
 from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetExistsError, ManifestError, SchemaError
 from fuelrail.pipeline.format.dataset import open_dataset
@@ -127,6 +128,9 @@ def test_other_tools_and_commands_know_layers(base, tmp_path) -> None:
         ({"logits": np.full(10, np.nan, np.float16), "loss": np.float32(0)}, "NaN at .* forbids"),
         ({"logits": np.full(10, np.inf, np.float16), "loss": np.float32(0)}, "an infinity at .* forbids"),
         ({"loss": np.float32(0)}, "'logits' is missing"),
+        ({**values_of(0), "logits": torch.zeros(10, dtype=torch.bfloat16)}, "'logits': numpy cannot take Tensor: "),
+        ({**values_of(0), "caption": b"text"}, "'caption' is bytes; kind 'text' takes str"),
+        ({**values_of(0), "caption": "\ud800"}, "'caption' cannot be stored as UTF-8"),
         ({**values_of(0), "logit": 1}, "no channel 'logit'; it has: logits, loss, caption"),
     ],
 )
@@ -144,6 +148,7 @@ def test_a_wrong_value_is_refused_with_key_and_channel(base, tmp_path, values, m
           "dtype": "uint8", "axes": ["height", "width"], "shape": [None, None]}, "cam_nowhere"),
         ({**TABLE[0], "sensor": "camera"}, "cannot be in a layer"),
         ({**TABLE[0], "kind": "hologram"}, "kind 'hologram' is unknown"),
+        ("logits", "Expected `object`, got `str`"),
     ],
 )  # fmt: skip
 def test_a_wrong_table_is_refused(base, tmp_path, channel, message) -> None:
