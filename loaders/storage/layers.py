@@ -24,7 +24,7 @@ from fuelrail.loaders.storage.protocol import (
     StoredRow,
     add_stats,
 )
-from fuelrail.pipeline.errors import FuelrailError, IndexFileError, OrderError, ShardError
+from fuelrail.pipeline.errors import FuelrailError, IndexFileError, MemberError, OrderError, ShardError
 from fuelrail.pipeline.format.dataset import Dataset, read_members
 from fuelrail.pipeline.format.layers import NO_ROW, Layer
 
@@ -62,10 +62,19 @@ class LayerPart(NamedTuple):
         return number, row
 
     def members(self, stored: StoredRow) -> dict[str, memoryview]:
-        """The raw members of a stored row, by the names that a loader has for them; raises MemberError."""
+        """The raw members of a stored row, by the names that a loader has for them.
+
+        Raises MemberError and IndexFileError, with the layer's name.
+        """
         data = self.layer.data
         shard = data.shards.name_of(stored.row)
-        found = read_members(stored.row, stored.span, shard, self.fields, dictionary=data.dictionary)
+        try:
+            found = read_members(stored.row, stored.span, shard, self.fields, dictionary=data.dictionary)
+        except MemberError as error:
+            message = f"layer '{self.layer.name}': {error.message}"
+            raise type(error)(message, key=error.key, member=error.member) from error
+        except IndexFileError as error:
+            raise IndexFileError(f"layer '{self.layer.name}' ('{data.location}'): {error}") from error
         return {f"{self.layer.name}.{field}": content for field, content in found.items()}
 
     def named(self, read: PendingSpan) -> memoryview:

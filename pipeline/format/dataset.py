@@ -38,7 +38,7 @@ from fuelrail.pipeline.format.codecs import DICTIONARY_FILE, MAX_DICTIONARY_BYTE
 from fuelrail.pipeline.format.fetch import RemoteFolder, fetch_dataset
 from fuelrail.pipeline.format.index.row import IndexRow
 from fuelrail.pipeline.format.index.tables import open_attributes, open_tables
-from fuelrail.pipeline.format.manifest import DATASETS, Kinds, Manifest, SplitEntry, load_manifest
+from fuelrail.pipeline.format.manifest import BRING_BACK, DATASETS, FORMAT, Kinds, Manifest, SplitEntry, load_manifest
 from fuelrail.pipeline.format.rules import Rig, check_arrays
 from fuelrail.pipeline.format.tar import BLOCK_BYTES, are_members
 from fuelrail.pipeline.format.zstd_frames import is_framed, open_span
@@ -164,10 +164,7 @@ class Dataset:
         try:
             at = operator.index(which)
         except TypeError as error:
-            raise TypeError(
-                f"dataset[...] takes one sample's number or key, not {type(which).__name__}; "
-                "for several: [dataset[number] for number in range(8)]"
-            ) from error
+            raise TypeError(f"dataset[...] takes one sample's number or key, not {type(which).__name__}") from error
         at += len(self) if at < 0 else 0
         if not 0 <= at < len(self):
             raise IndexError(f"sample {which} is not in the dataset: it has samples 0 to {len(self) - 1}")
@@ -302,6 +299,7 @@ def open_kind(
         if url is not None or getattr(error.__cause__, "errno", None) in _NOT_THE_FILE:
             raise
         hint = f"`fuelrail verify {folder} --repair KIND:PATH` makes it again from the source"
+        hint = hint if FORMAT in kinds else BRING_BACK
         raise IndexFileError(f"{error}; {hint}") from error
     dictionary = load_dictionary(folder, manifest, tables.samples)
     return Dataset(folder, manifest, *tables, url, storage_options, dictionary, origin)

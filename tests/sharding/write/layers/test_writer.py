@@ -118,6 +118,8 @@ def test_other_tools_and_commands_know_layers(base, tmp_path) -> None:
     flip(some / "rows.npy", -8)  # now two samples have one row
     assert verify(layer, deep=False).faults[0].file == "layer-000000.tar"
     assert "SHA-256" in verify(some, deep=False).faults[0].text
+    with pytest.raises(ConfigError, match="is a layer, which no source has: write it again"):
+        verify(some, repair=f"fuelrail:{base}")
 
 
 @pytest.mark.parametrize(
