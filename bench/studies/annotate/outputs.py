@@ -25,8 +25,10 @@ def read_table(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The channels of a YAML or JSON file: a list of objects. Raises ConfigError for anything else."""
     try:
         table = yaml.safe_load(read_text(Path(path)))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"'{path}' is not YAML: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"'{path}' cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:  # as in `load_yaml`
+        raise ConfigError(f"'{path}' is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(table, list) or not all(isinstance(one, dict) for one in table):
         raise ConfigError(f"'{path}' must hold a list of channels, each an object")
     return table

@@ -141,6 +141,7 @@ def test_a_model_that_does_not_fit_is_refused(base, tmp_path, model, message) ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"channels": "no.yaml"}, "'no.yaml' cannot be read: No such file"),
         ({"store": "float16"}, "output 'x' has 1e\\+06, and float16 holds 65504 at most: store it as_is"),
         ({"seed": 5}, "view='fixed' shows samples without any"),
         ({"store": "int8"}, "output 'nan' has NaN or infinities, which int8 cannot hold"),
