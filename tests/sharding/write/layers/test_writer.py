@@ -158,6 +158,19 @@ def test_a_wrong_table_is_refused(base, tmp_path, channel, message) -> None:
         LayerWriter(base, tmp_path / "teacher", channels=[channel])
 
 
+def test_what_lies_on_images_is_not_bound_to_images_of_other_sizes(base, tmp_path) -> None:
+    points = {"name": "kp", "kind": "points", "field": "kp.npy", "dtype": "float32", "axes": ["point", "column"],
+              "shape": [None, 2], "columns": ["u", "v"],
+              "law": {"name": "image_points", "camera": "cam_back", "roles": {"points": [["u", "v"]]}}}  # fmt: skip
+    with LayerWriter(base, tmp_path / "layer", channels=[points]) as writer:
+        writer.write(0, {"kp": np.ones((1, 2), np.float32)})
+    writer.finish(partial=True)
+    build_dataset(tmp_path / "small", {"train": (3,)}, back_size=(48, 32))
+    with pytest.raises(DatasetError, match=r"'cam_back' of \[\(96, 64\)\] pixels, and .* in \[\(48, 32\)\]"):
+        rebase_layer(tmp_path / "layer", tmp_path / "small", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_raster_needs_the_size_of_its_camera(base, tmp_path) -> None:
     mask = {"name": "mask", "kind": "image", "field": "mask.png", "law": {"name": "image", "camera": "cam_front"},
             "dtype": "uint8", "axes": ["height", "width"], "shape": [None, None]}  # fmt: skip
