@@ -184,6 +184,9 @@ def test_mixes_have_layers_of_each_dataset(base, layer, tmp_path) -> None:
         for batch in loader:
             check(batch)
         assert json.loads(loader.state_dict()["identity"])["layers"].keys() == {"a", "b"}
+    for name, of_one in (("a", layer), ("b", other)):
+        with pytest.raises(ConfigError, match=rf"only '{name}' has 't\.caption'; give both such a layer"):
+            make(data, {name: {"t": of_one}}, mix={"a": 1, "b": 1})
     with pytest.raises(ConfigError, match="'c' is not a dataset of the mix"):
         make(data, {"c": {"t": layer}}, mix={"a": 1, "b": 1})
 
