@@ -40,6 +40,8 @@ LAYER_SPLIT: Final = "layer"
 ROWS_FILE: Final = "rows.npy"
 ROWS_DTYPE: Final = np.dtype("<i8")
 NO_ROW: Final = -1
+INDEXED: Final = ("key", "clip_id", "split", "frame", "timestamp_ns")
+"""Columns that ``attributes.parquet`` has of its own."""
 
 Missing: TypeAlias = Literal["error", "mask", "drop"]
 """What a loader does where a layer has no row for a sample."""
@@ -316,8 +318,7 @@ class JoinedAttributes(Attributes):
 
 def _attribute_names(data: Dataset) -> list[str]:
     file = data.attributes_file()
-    indexed = ("key", "clip_id", "split", "frame", "timestamp_ns")
-    return [name for name in file.schema(len(data.index)).names if name not in indexed] if file.exists else []
+    return [name for name in file.schema(len(data.index)).names if name not in INDEXED] if file.exists else []
 
 
 def present_samples(layer: Layer, dataset: Dataset, split: str) -> NDArray[np.int64]:

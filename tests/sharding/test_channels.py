@@ -17,7 +17,7 @@ from fuelrail.pipeline.errors import ManifestError, SourceError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.rigid import rotation_matrices
 from fuelrail.pipeline.sample.arrays import read_npy, write_npy
-from fuelrail.sharding.api import reshard, reshard, shard, verify
+from fuelrail.sharding.api import reshard, shard, verify
 from fuelrail.sharding.demo.synth import synth
 from fuelrail.sharding.verify.inspect import describe_dataset, describe_sample
 from support.edits import reseal

@@ -25,6 +25,7 @@ from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetExistsErr
 from fuelrail.pipeline.format.codecs import DEFAULT_ZSTD_LEVEL
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.format.layers import (
+    INDEXED,
     NO_ROW,
     BaseEntry,
     LayerManifest,
@@ -104,6 +105,11 @@ class LayerWriter:
             zstd=_versions(),
         )
         self._scalars = scalar_channels(table)
+        if taken := [name for name in self._scalars if name in INDEXED]:
+            raise ConfigError(
+                f"channel '{taken[0]}' is a number for each sample, so a column of attributes.parquet, which has "
+                f"{', '.join(INDEXED)} of its own: give it another name"
+            )
         self._buffer, self._blobs, self._held = ReadBuffer(), dict[int, Blob](), 0
         check_out(self._out)
         self.is_finished = self._out.size(MANIFEST_FILE) is not None
