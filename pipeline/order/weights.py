@@ -187,7 +187,7 @@ def _held(table: pa.Table, name: str) -> NDArray[np.bool_]:
 def _numbers(column: pa.ChunkedArray, name: str, unknown: float = np.nan) -> NDArray[np.float64]:
     """Return a numeric or boolean column as float64, ``unknown`` for null."""
     try:
-        values = column.cast("double").fill_null(unknown).to_numpy()
+        values = column.cast("double", safe=False).fill_null(unknown).to_numpy()
     except (ValueError, NotImplementedError) as error:  # Arrow's own errors derive from these
         raise OrderError(f"attribute {name!r} is {column.type}, and a weight needs a number") from error
     numbers: NDArray[np.float64] = np.asarray(values, dtype=np.float64)

@@ -114,7 +114,7 @@ class LayerWriter:
         check_out(self._out)
         self.is_finished = self._out.size(MANIFEST_FILE) is not None
         self._check_run()
-        self._segments = Segments(self._out)
+        self._segments = Segments(self._out, len(self._base))
 
     @property
     def channels(self) -> tuple[Channel, ...]:
@@ -238,7 +238,12 @@ class LayerWriter:
                         file.write(msgspec.json.encode(self._run))
                     return
         if data is not None:
-            found = msgspec.json.decode(data, type=LayerRun)
+            try:
+                found = msgspec.json.decode(data, type=LayerRun)
+            except msgspec.DecodeError as error:
+                raise DatasetError(
+                    f"'{self._out.shown}/{_RUN_FILE}' is damaged: {error}; remove it, all writers make the same one"
+                ) from error
         else:
             manifest: Any = open_layer_data(self._out.location).manifest
             zstd = manifest.provenance.get("recipe", {}).get("zstd", "")

@@ -159,6 +159,25 @@ def test_a_wrong_table_is_refused(base, tmp_path, channel, message) -> None:
         LayerWriter(base, tmp_path / "teacher", channels=[channel])
 
 
+def test_damaged_work_in_progress_is_named(base, tmp_path) -> None:
+    work = tmp_path / "layer" / ".fuelrail"
+    with LayerWriter(base, tmp_path / "layer", channels=TABLE) as writer:
+        for position in range(NUM_SAMPLES):
+            writer.write(position, values_of(position))
+    (segment,) = (work / "segments").iterdir()
+    whole = segment.read_bytes()
+    for damaged in (b"", whole[:20], whole[:96] + b"\x00" + whole[97:], whole[:-30], whole[:-9] + b"?" + whole[-8:]):
+        segment.write_bytes(damaged)
+        with pytest.raises(DatasetError, match=r"segments/000000000000-\w+\.rows' is damaged: remove it"):
+            writer.finish()
+    (work / "layer.json").write_bytes(b"{")
+    with pytest.raises(DatasetError, match=r"layer\.json' is damaged"):
+        writer.finish()
+    (work / "layer.json").unlink()
+    segment.write_bytes(whole)
+    assert writer.finish().num_samples == NUM_SAMPLES
+
+
 def test_what_lies_on_images_is_not_bound_to_images_of_other_sizes(base, tmp_path) -> None:
     points = {"name": "kp", "kind": "points", "field": "kp.npy", "dtype": "float32", "axes": ["point", "column"],
               "shape": [None, 2], "columns": ["u", "v"],
