@@ -149,7 +149,7 @@ class Segments:
                 self._out.fetch(f"{SEGMENTS}/{name}", Path(file.name))
         mapped = np.memmap(path, np.uint8, mode="r")
         if segment not in self._whole:
-            if xxhash.xxh3_128_hexdigest(mapped) != name.removesuffix(_SUFFIX).rpartition("-")[2]:
+            if xxhash.xxh3_128_hexdigest(mapped.data) != name.removesuffix(_SUFFIX).rpartition("-")[2]:
                 raise self._damaged(name)
             self._whole.add(segment)
         return mapped
