@@ -225,11 +225,11 @@ def _configure_tag(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_tag(args: argparse.Namespace) -> int:
-    from fuelrail.sharding.verify.catalogue import TagOptions, read_tags, tag
+    from fuelrail.sharding.verify.catalogue import TagOptions, dataset_log, tag
 
     options = from_flags(args, TagOptions)
     changes = options.add or options.remove
-    tags = tag(args.dataset, add=options.add, remove=options.remove) if changes else read_tags(args.dataset)
+    tags = tag(args.dataset, add=options.add, remove=options.remove) if changes else dataset_log(args.dataset).tags
     sys.stdout.write("".join(f"{one}\n" for one in tags))
     return 0
 

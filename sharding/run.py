@@ -19,6 +19,7 @@ from fuelrail.pipeline.channels.sensors import CameraEntry, channel_table
 from fuelrail.pipeline.errors import ConfigError, ImageError, SourceError
 from fuelrail.pipeline.format.index.blocks import BlockFile
 from fuelrail.pipeline.format.index.shards import SHARDS_FILE, ShardEntry, ShardTable
+from fuelrail.pipeline.format.layers import EITHER, LayerManifest
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, Manifest, load_manifest
 from fuelrail.pipeline.format.rules import Rig
 from fuelrail.pipeline.runtime.workers import in_threads
@@ -151,9 +152,14 @@ def shard(
 def repair(root: str | os.PathLike[str], source: str, num_workers: int, progress: Progress) -> Outcome:
     """Rebuild the damaged files of a finished dataset from its original source (``KIND:LOCATION``).
 
-    Raises DatasetExistsError where the source has changed, and what :func:`shard` raises.
+    Raises ConfigError for a layer, DatasetExistsError where the source has changed, and what :func:`shard` raises.
     """
-    recipe = recipe_of(str(root), load_manifest(root))
+    manifest = load_manifest(root, EITHER)
+    if isinstance(manifest, LayerManifest):
+        raise ConfigError(
+            f"'{root}' is a layer, which no source has: write it again, or bring the files back from a copy"
+        )
+    recipe = recipe_of(str(root), manifest)
     spec = parse_source(source, recipe.source_options)
     return shard(spec, root, msgspec.structs.replace(recipe, scan_sha256=""), num_workers, progress)
 

@@ -39,7 +39,8 @@ class MapView(TorchDataset[Any]):
         channels: Collection[str] | None = None,
         transform: Callable[[dict[str, Any]], Any] | None = None,
     ) -> None:
-        self._dataset, self._channels, self._transform = dataset, channels, transform
+        self._dataset, self._transform = dataset, transform
+        self._channels = None if channels is None else tuple([channels] if isinstance(channels, str) else channels)
         self._cameras = {camera.channel for camera in dataset.manifest.cameras}
         self._decoder: ImageDecoder | None = None
 

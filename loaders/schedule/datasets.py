@@ -78,6 +78,13 @@ def check_compatible(
     """
     (first, one), *others = datasets.items()
     for name, other in others:
+        here, there = ({channel.name for channel in channels.get(which, ())} for which in (first, name))
+        if lacking := sorted(here ^ there):
+            raise ConfigError(
+                f"datasets {first!r} and {name!r} cannot be mixed in one batch: of the selected channels only "
+                f"{(first if lacking[0] in here else name)!r} has {lacking[0]!r}; give both such a layer, or select "
+                "channels that both have (Transforms.channels)"
+            )
         facts = {**_facts(one, other, points=points), **_channel_facts(channels.get(first, ()), channels.get(name, ()))}
         for what, sides in facts.items():
             if sides[0] != sides[1]:

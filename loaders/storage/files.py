@@ -143,14 +143,12 @@ def explained(dataset: Dataset, row: IndexRow, error: ShardError, file: ShardFil
         fingerprint = load_manifest(dataset.root, EITHER).fingerprint
     except DatasetError:
         fingerprint = None
-    what = str(error)
+    what = error.message
     if fingerprint is not None and fingerprint != dataset.manifest.fingerprint:
         what = f"{what}; {replaced(dataset, fingerprint)}"
     elif file is not None and file.was_replaced():
         what = f"{what}; the shard was replaced or written to while in use, by other bytes than the manifest describes"
-    new = type(error)(what) if error.key else type(error)(what, offset=row.offset, key=row.key)
-    new.shard, new.offset, new.key = dataset.shards.name(row.shard), row.offset, row.key
-    return new
+    return type(error)(what, shard=dataset.shards.name(row.shard), offset=row.offset, key=row.key)
 
 
 def replaced(dataset: Dataset, fingerprint: str) -> str:

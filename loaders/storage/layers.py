@@ -23,7 +23,7 @@ from fuelrail.loaders.storage.protocol import (
     StoredRow,
     add_stats,
 )
-from fuelrail.pipeline.errors import FuelrailError, IndexFileError, OrderError, ShardError
+from fuelrail.pipeline.errors import FuelrailError, IndexFileError, MemberError, OrderError, ShardError
 from fuelrail.pipeline.format.dataset import Dataset, read_members
 from fuelrail.pipeline.format.layers import NO_ROW, Layer
 
@@ -68,9 +68,19 @@ class LayerPart(NamedTuple):
             return error
 
     def members(self, stored: StoredRow) -> dict[str, memoryview]:
-        """The raw members of a stored row, by the names that a loader has for them; raises MemberError."""
+        """The raw members of a stored row, by the names that a loader has for them.
+
+        Raises MemberError and IndexFileError, with the layer's name.
+        """
         data, row = self.layer.data, stored.row
-        found = read_members(row, stored.span, data.shards.name_of(row), self.fields, dictionary=data.dictionary)
+        shard = data.shards.name_of(row)
+        try:
+            found = read_members(row, stored.span, shard, self.fields, dictionary=data.dictionary)
+        except MemberError as error:
+            message = f"layer '{self.layer.name}': {error.message}"
+            raise type(error)(message, key=error.key, member=error.member) from error
+        except IndexFileError as error:
+            raise IndexFileError(f"layer '{self.layer.name}' ('{data.location}'): {error}") from error
         return {self.fields[field]: content for field, content in found.items()}
 
     def stored(self, row: IndexRow, read: PendingSpan) -> StoredRow:

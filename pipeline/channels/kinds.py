@@ -18,7 +18,7 @@ bytes     bytes                          list
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -87,8 +87,15 @@ def _check_values(array: NDArray[np.generic], channel: Channel) -> None:
         raise SchemaError(text)
 
 
+def _as_array(value: Value, channel: Channel) -> NDArray[Any]:
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:  # such as a tensor of bfloat16, or on a GPU
+        raise SchemaError(f"channel '{channel.name}': numpy cannot take {type(value).__name__}: {error}") from error
+
+
 def _encode_array(value: Value, channel: Channel) -> bytes:
-    array = np.asarray(value)
+    array = _as_array(value, channel)
     if array.dtype.newbyteorder("<") == channel.numpy_dtype:
         array = np.asarray(array, channel.numpy_dtype, order="C")
     _check_values(_checked(array, channel), channel)
@@ -207,7 +214,9 @@ def _ragged(arrays: dict[str, NDArray[np.generic]], channel: Channel) -> dict[st
 
 
 def _encode_ragged(value: Value, channel: Channel) -> bytes:
-    arrays = _ragged({name: np.asarray(array) for name, array in value.items()}, channel)
+    if not isinstance(value, Mapping):
+        raise SchemaError(f"channel '{channel.name}' is {type(value).__name__}; kind 'ragged' takes a dict of arrays")
+    arrays = _ragged({name: _as_array(array, channel) for name, array in value.items()}, channel)
     for array in arrays.values():
         _check_values(array, channel)
     return write_tensors(arrays)
@@ -220,6 +229,21 @@ def _decode_ragged(data: Buffer, channel: Channel) -> dict[str, NDArray[np.gener
 def _check_ragged(data: Buffer, channel: Channel) -> None:
     for array in _decode_ragged(data, channel).values():
         _check_values(array, channel)
+
+
+def _encode_text(value: Value, channel: Channel) -> bytes:
+    if not isinstance(value, str):
+        raise SchemaError(f"channel '{channel.name}' is {type(value).__name__}; kind 'text' takes str")
+    try:
+        return value.encode()
+    except UnicodeEncodeError as error:
+        raise SchemaError(f"channel '{channel.name}' cannot be stored as UTF-8: {error}") from error
+
+
+def _encode_bytes(value: Value, channel: Channel) -> bytes:
+    if not isinstance(value, bytes | bytearray | memoryview):
+        raise SchemaError(f"channel '{channel.name}' is {type(value).__name__}; kind 'bytes' takes bytes")
+    return bytes(value)
 
 
 def _decode_text(data: Buffer, channel: Channel) -> str:
@@ -283,7 +307,7 @@ def _decode_image(data: Buffer, channel: Channel) -> NDArray[np.generic]:
 def _encode_image(value: Value, channel: Channel) -> bytes:
     import cv2
 
-    pixels: NDArray[Any] = _checked(np.asarray(value), channel)
+    pixels: NDArray[Any] = _checked(_as_array(value, channel), channel)
     done, encoded = cv2.imencode(f".{channel.extension}", pixels if pixels.ndim == 2 else pixels[..., ::-1])
     if not done:
         raise ImageError(f"channel '{channel.name}' of {list(pixels.shape)} cannot be encoded as {channel.extension}")
@@ -311,14 +335,13 @@ KINDS: Final = Registry(
             lambda _: 0,
         ),
         "text": Kind(
-            ("txt",), _nothing_broken, lambda value, _: str(value).encode(), _decode_text,
-            _check_text, _collate_list, lambda _: None,
+            ("txt",), _nothing_broken, _encode_text, _decode_text, _check_text, _collate_list, lambda _: None,
         ),
         "tokens": Kind(
             ("npy",), _broken_tokens, _encode_tokens, _decode_array, _check_tokens, _collate_tokens, _of_values
         ),
         "bytes": Kind(
-            BYTES_EXTENSIONS, _nothing_broken, lambda value, _: bytes(value), lambda data, _: bytes(data),
+            BYTES_EXTENSIONS, _nothing_broken, _encode_bytes, lambda data, _: bytes(data),
             lambda _, __: None, _collate_list, lambda _: None,
         ),
     },

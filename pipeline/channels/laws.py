@@ -38,6 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.plugins import Registry
+from fuelrail.pipeline.channels.table import DTYPES
 from fuelrail.pipeline.channels.warp import warp_grid, warp_image
 from fuelrail.pipeline.errors import SchemaError
 from fuelrail.pipeline.transforms.ego import IDENTITY, BevMap
@@ -110,6 +111,9 @@ def _broken_roles(channel: Channel) -> Iterator[str]:
     """Roles that the law does not have, and groups whose columns are not there, too few or of integers."""
     known = ROLES[channel.law.name]
     arrays = {spec.name: spec for spec in channel.arrays}
+    named = [name for groups in channel.law.roles.values() for group in groups for name in group]
+    if twice := sorted({name for name in named if named.count(name) > 1}):
+        yield f"roles name {twice} twice, and each is moved once: name them in one group"
     for role, groups in channel.law.roles.items():
         if role not in known:
             yield f"law '{channel.law.name}' has no role '{role}'; known: {', '.join(known)}"
@@ -146,23 +150,40 @@ def _needs_ego(channel: Channel) -> Iterator[str]:
         yield f"law '{channel.law.name}' needs the frame 'ego'; it is {channel.frame!r:.80}"
 
 
+def _needs_roles(channel: Channel, *wanted: str) -> Iterator[str]:
+    if not set(wanted) & channel.law.roles.keys():
+        yield f"law '{channel.law.name}' needs a role {' or '.join(map(repr, wanted))}: it says what moves"
+
+
+def _broken_fill(channel: Channel) -> Iterator[str]:
+    """A fill that the manifest's JSON cannot hold, or the dtype."""
+    fill = channel.law.fill
+    if fill is None or channel.dtype not in DTYPES:
+        return
+    with np.errstate(over="ignore", invalid="ignore"):
+        stored = np.float64(fill).astype(channel.dtype)
+    if not np.isfinite(fill) or (float(stored) != fill if stored.dtype.kind in "iub" else np.isinf(stored)):
+        yield f"fill {fill} must be finite and a value of dtype '{channel.dtype}'"
+
+
 def _broken_image(channel: Channel, table: Mapping[str, Channel]) -> Iterator[str]:
     yield from _needs_camera(channel, table)
     if channel.kind not in ("image", "array") or channel.axes[:2] != ("height", "width"):
         yield f"law 'image' moves kind image or array with the axes height, width first; not {list(channel.axes)}"
     if channel.law.fraction is not None and channel.law.fraction < 1:
         yield f"fraction {channel.law.fraction} must be 1 or more"
+    yield from _broken_fill(channel)
 
 
 def _broken_image_points(channel: Channel, table: Mapping[str, Channel]) -> Iterator[str]:
     yield from _needs_camera(channel, table)
     yield from _broken_roles(channel)
-    if not {"points", "boxes"} & channel.law.roles.keys():
-        yield "law 'image_points' needs a role 'points' or 'boxes'"
+    yield from _needs_roles(channel, "points", "boxes")
 
 
 def _broken_ego_points(channel: Channel, table: Mapping[str, Channel]) -> Iterator[str]:
     yield from _broken_roles(channel)
+    yield from _needs_roles(channel, "positions", "vectors")
     frame = channel.frame or ""
     sensor = frame.removeprefix("sensor:")
     if frame != "ego" and (sensor == frame or sensor not in table or table[sensor].sensor != "lidar"):
@@ -172,11 +193,13 @@ def _broken_ego_points(channel: Channel, table: Mapping[str, Channel]) -> Iterat
 def _broken_ego_boxes(channel: Channel, _: Mapping[str, Channel]) -> Iterator[str]:
     yield from _needs_ego(channel)
     yield from _broken_roles(channel)
+    yield from _needs_roles(channel, "boxes", "vectors", "rotations")
 
 
 def _broken_grid(channel: Channel, _: Mapping[str, Channel]) -> Iterator[str]:
     yield from _needs_ego(channel)
     yield from _broken_roles(channel)
+    yield from _broken_fill(channel)
     extent = channel.law.extent_m or ()
     space = [name for name in ("x", "y", "z") if name in channel.axes]
     if space[:2] != ["x", "y"] or channel.kind not in ("array", "image"):

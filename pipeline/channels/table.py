@@ -193,12 +193,13 @@ def not_finite(array: NDArray[np.generic], channel: Channel) -> str | None:
     """Why the values are not those that the table allows: NaN or infinity; None where they are."""
     if array.dtype.kind != "f" or (channel.allows_nan and channel.allows_inf):
         return None
-    for allowed, test, word in (
-        (channel.allows_nan, np.isnan, "NaN"),
-        (channel.allows_inf, np.isinf, "an infinity"),
+    for allowed, test, word, key in (
+        (channel.allows_nan, np.isnan, "NaN", "allows_nan"),
+        (channel.allows_inf, np.isinf, "an infinity", "allows_inf"),
     ):
         if not allowed and (bad := test(array)).any():
-            return f"{word} at {np.argwhere(bad)[0].tolist()}; the table of channel '{channel.name}' forbids it"
+            where = np.argwhere(bad)[0].tolist()
+            return f"{word} at {where}; the table of channel '{channel.name}' forbids it ({key} is not true)"
     return None
 
 

@@ -38,7 +38,7 @@ from fuelrail.pipeline.format.codecs import DICTIONARY_FILE, MAX_DICTIONARY_BYTE
 from fuelrail.pipeline.format.fetch import RemoteFolder, fetch_dataset
 from fuelrail.pipeline.format.index.row import IndexRow
 from fuelrail.pipeline.format.index.tables import open_attributes, open_tables
-from fuelrail.pipeline.format.manifest import DATASETS, Kinds, Manifest, SplitEntry, load_manifest
+from fuelrail.pipeline.format.manifest import BRING_BACK, DATASETS, FORMAT, Kinds, Manifest, SplitEntry, load_manifest
 from fuelrail.pipeline.format.rules import Rig, check_arrays
 from fuelrail.pipeline.format.tar import BLOCK_BYTES, are_members
 from fuelrail.pipeline.format.zstd_frames import is_framed, open_span
@@ -61,7 +61,7 @@ _NOT_THE_FILE: Final = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES)
 """Errors at opening a file that are not about the file."""
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
 class Dataset:
     """An open dataset: its manifest and its tables, of which what is needed is read.
 
@@ -86,6 +86,10 @@ class Dataset:
     def __len__(self) -> int:
         return len(self.index)
 
+    def __contains__(self, key: object) -> bool:
+        """Whether a sample has this key."""
+        return isinstance(key, str) and self.find(key) is not None
+
     def __getitem__(self, which: SupportsIndex | str) -> Sample:
         """Read one sample as stored, by number or key, with its images still encoded.
 
@@ -96,7 +100,7 @@ class Dataset:
         row, span = self._found(which)
         path = self.shard_path(row)
         if span is None:
-            span = self._read(path, row)
+            span = _read(self, path, row)
         check_span(row, span, path.name)
         rig = Rig.of(self.manifest)
         sample = decode_sample(row.key, read_members(row, span, path.name, dictionary=self.dictionary), rig.fields)
@@ -113,7 +117,8 @@ class Dataset:
         Raises ConfigError for a channel that no sample has, ManifestError for a named channel of an unknown kind, else
         what ``dataset[key]`` raises.
         """
-        channels = (channels,) if isinstance(channels, str) else channels
+        if channels is not None:
+            channels = (channels,) if isinstance(channels, str) else tuple(channels)
         known = dict.fromkeys(name.partition(".")[0] for name in self.index.names)
         if unknown := [channel for channel in channels or () if channel not in known]:
             raise ConfigError(
@@ -132,7 +137,7 @@ class Dataset:
             moved = tuple(entry._replace(offset=entry.offset - first) for entry in wanted)
             row = row._replace(offset=row.offset + first, length=length, members=moved, is_part=True)
         if span is None:
-            span = self._read(path, row)
+            span = _read(self, path, row)
         check_span(row, span, path.name)
         names = [entry.name for entry in wanted]
         members = read_members(row, span, path.name, names, dictionary=self.dictionary)
@@ -146,14 +151,20 @@ class Dataset:
         return {**{name.partition(".")[0]: decode_member(name, data) for name, data in raw.items()}, **values}
 
     def position(self, which: SupportsIndex | str) -> int:
-        """The row of a sample by number or key; raises IndexError or KeyError where there is none."""
+        """The row of a sample by number or key.
+
+        Raises IndexError or KeyError where there is none, TypeError for what is neither a number nor a key.
+        """
         if isinstance(which, str):
             # As `find`, but by whole rows: the row is what is read next, and its part of the index is checked once.
             found = next((one.row for one in self.keys.find(which) if self.index.row(one.row).key == which), None)
             if found is None:
                 raise KeyError(f"dataset '{self.location}' has no sample with the key {shown(which)!r}")
             return found
-        at = operator.index(which)
+        try:
+            at = operator.index(which)
+        except TypeError as error:
+            raise TypeError(f"dataset[...] takes one sample's number or key, not {type(which).__name__}") from error
         at += len(self) if at < 0 else 0
         if not 0 <= at < len(self):
             raise IndexError(f"sample {which} is not in the dataset: it has samples 0 to {len(self) - 1}")
@@ -166,24 +177,11 @@ class Dataset:
             return self.index.row(self.position(which)), None
         place = IndexRow(str(which), "", 0, 0, entry.shard, entry.offset, entry.length, 0, ())
         with ThreadPoolExecutor(1) as pool:
-            coming = pool.submit(self._read, self.shard_path(place), place)
+            coming = pool.submit(_read, self, self.shard_path(place), place)
             row = self.index.row(self.position(which))
             span = coming.result()
         # The index is right where they differ: `fuelrail verify` finds that.
         return row, span if (row.key, *row[4:7]) == (which, *place[4:7]) else None
-
-    def _read(self, path: Path, row: IndexRow) -> bytes:
-        try:
-            if self.url is None:
-                with open_file(path) as file:
-                    file.seek(row.offset)
-                    return file.read(row.length)
-            store, folder = filesystem(self.url, self.storage_options)
-            found: bytes = store.cat_file(f"{folder}/{path.name}", start=row.offset, end=row.offset + row.length)
-        except OSError as error:
-            text = redacted(str(error), self.storage_options)
-            raise StorageError(f"cannot be read: {text}", shard=path.name, offset=row.offset, key=row.key) from error
-        return found
 
     def attributes_file(self) -> AttributesFile:
         """``attributes.parquet``, which need not exist; what was left at the URL is fetched as it is read.
@@ -215,7 +213,9 @@ class Dataset:
     def __reduce__(self) -> tuple[Callable[..., Dataset], tuple[Any, ...]]:
         """Open it again elsewhere: what is mapped stays where it is."""
         cache = None if self.url is None else self.root.parent.parent
-        return _reopen, (str(self.root) if self.url is None else self.url, self.storage_options, cache)
+        # Another process may have another working folder.
+        location = str(self.root.resolve()) if self.url is None else self.url
+        return _reopen, (location, self.storage_options, cache)
 
     def _repr_html_(self) -> str:
         """For notebooks: sizes, splits, and the first sample's cameras."""
@@ -244,7 +244,7 @@ class Dataset:
         entry = self.manifest.splits.get(name)
         if entry is None:
             known = ", ".join(self.manifest.splits)
-            raise ConfigError(f"dataset '{self.root}' has no split {name!r}; it has: {known}")
+            raise ConfigError(f"dataset '{self.location}' has no split {name!r}; it has: {known}")
         return entry
 
     def shard_path(self, row: IndexRow) -> Path:
@@ -299,9 +299,24 @@ def open_kind(
         if url is not None or getattr(error.__cause__, "errno", None) in _NOT_THE_FILE:
             raise
         hint = f"`fuelrail verify {folder} --repair KIND:PATH` makes it again from the source"
+        hint = hint if FORMAT in kinds else BRING_BACK
         raise IndexFileError(f"{error}; {hint}") from error
     dictionary = load_dictionary(folder, manifest, tables.samples)
     return Dataset(folder, manifest, *tables, url, storage_options, dictionary, origin)
+
+
+def _read(dataset: Dataset, path: Path, row: IndexRow) -> bytes:
+    try:
+        if dataset.url is None:
+            with open_file(path) as file:
+                file.seek(row.offset)
+                return file.read(row.length)
+        store, folder = filesystem(dataset.url, dataset.storage_options)
+        found: bytes = store.cat_file(f"{folder}/{path.name}", start=row.offset, end=row.offset + row.length)
+    except OSError as error:
+        text = redacted(str(error), dataset.storage_options)
+        raise StorageError(f"cannot be read: {text}", shard=path.name, offset=row.offset, key=row.key) from error
+    return found
 
 
 def _reopen(location: str, storage_options: Mapping[str, Any] | None, cache_dir: Path | None) -> Dataset:

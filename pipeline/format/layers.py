@@ -40,6 +40,8 @@ LAYER_SPLIT: Final = "layer"
 ROWS_FILE: Final = "rows.npy"
 ROWS_DTYPE: Final = np.dtype("<i8")
 NO_ROW: Final = -1
+INDEXED: Final = ("key", "clip_id", "split", "frame", "timestamp_ns")
+"""Columns that ``attributes.parquet`` has of its own."""
 
 Missing: TypeAlias = Literal["error", "mask", "drop"]
 """What a loader does where a layer has no row for a sample."""
@@ -146,17 +148,34 @@ class Layer:
         return self.manifest.num_samples == self.manifest.base.num_samples
 
     def row(self, position: int) -> int:
-        """The row of the layer's index for a position of the base; `NO_ROW` where there is none."""
-        return position if self.rows is None else int(self.rows[position])
+        """The row of the layer's index for a position of the base; `NO_ROW` where there is none.
+
+        Raises IndexFileError for a row that the index does not have.
+        """
+        return position if self.rows is None else self._checked(int(self.rows[position]))
 
     def rows_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The rows for positions of the base, int64, `NO_ROW` where there is none; `NO_ROW` stays what it is."""
+        """The rows for positions of the base, int64, `NO_ROW` where there is none; `NO_ROW` stays what it is.
+
+        Raises IndexFileError for rows that the index does not have.
+        """
         if self.rows is None:
             return positions
         if not len(self.rows):
             return np.full_like(positions, NO_ROW)
         found: NDArray[np.int64] = np.where(positions < 0, NO_ROW, self.rows[np.maximum(positions, 0)])
+        if found.size:
+            self._checked(int(found.min()))
+            self._checked(int(found.max()))
         return found
+
+    def _checked(self, row: int) -> int:
+        if not NO_ROW <= row < len(self.data.index):
+            raise IndexFileError(
+                f"layer '{self.name}': '{self.data.root / ROWS_FILE}' names row {row}, and the index has "
+                f"{len(self.data.index)} rows: verify the layer"
+            )
+        return row
 
     @cached_property
     def channels(self) -> tuple[Channel, ...]:
@@ -299,8 +318,7 @@ class JoinedAttributes(Attributes):
 
 def _attribute_names(data: Dataset) -> list[str]:
     file = data.attributes_file()
-    indexed = ("key", "clip_id", "split", "frame", "timestamp_ns")
-    return [name for name in file.schema(len(data.index)).names if name not in indexed] if file.exists else []
+    return [name for name in file.schema(len(data.index)).names if name not in INDEXED] if file.exists else []
 
 
 def present_samples(layer: Layer, dataset: Dataset, split: str) -> NDArray[np.int64]:

@@ -47,7 +47,7 @@ MAX_ANCESTORS: Final = 128
 """Of ``lineage``: the nearest ones are kept."""
 _MAX_NAMES: Final = 1 << 15
 """Of classes and of attributes: their numbers are 16 bits wide."""
-_BRING_BACK: Final = "bring it back from a copy, or shard the source again into another folder"
+BRING_BACK: Final = "bring it back from a copy, or make it again in another folder"
 _WHAT_IT_IS: Final = {
     b'"fuelrail-layer"': "; it is a layer: open its base, and give the layer as layers={NAME: PATH}",
     b'"fuelrail-dataset"': "; it is a dataset, and a layer is needed here",
@@ -256,7 +256,7 @@ def decode_manifest(data: bytes, where: str, kinds: Kinds = DATASETS) -> Manifes
     except msgspec.ValidationError:
         head = _Head()
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ManifestError(f"'{where}' is not JSON: {error}; {_BRING_BACK}") from error
+        raise ManifestError(f"'{where}' is not JSON: {error}; {BRING_BACK}") from error
     kind = next((kind for name, kind in kinds.items() if bytes(head.format) == msgspec.json.encode(name)), None)
     if kind is None:
         wanted = " or ".join(map(repr, kinds))
@@ -285,7 +285,7 @@ def _check_digests(manifest: Manifest, where: str) -> None:
     """Raise ManifestError where the fingerprint or the digest is not that of the content."""
     if manifest.fingerprint != fingerprint(manifest) or manifest.digest != _digest(manifest):
         raise ManifestError(
-            f"'{where}' was edited or damaged: its fingerprint or digest is not that of its content; {_BRING_BACK}"
+            f"'{where}' was edited or damaged: its fingerprint or digest is not that of its content; {BRING_BACK}"
         )
 
 
@@ -319,7 +319,7 @@ def _why_not_ready(root: Path, kinds: Kinds) -> str:
     if (root / WORK_FOLDER).is_dir():
         return "has no dataset.json: sharding has not finished there; run the same `fuelrail shard` again to resume"
     if any(root.glob("*.tar")) or any(root.glob("*.tar.zst")):
-        return f"has shards, but its dataset.json is gone; {_BRING_BACK}"
+        return f"has shards, but its dataset.json is gone; {BRING_BACK}"
     return f"has no dataset.json: sharding has not finished there; {make}"
 
 
@@ -347,10 +347,10 @@ def _check_limits(manifest: Manifest, where: str) -> None:
         raise ManifestError(f"'{where}': a name of {longest} characters, at most {_MAX_TEXT} are allowed")
     for name in ("recipe", "facts"):
         if not isinstance(manifest.provenance.get(name, {}), dict):
-            raise ManifestError(f"'{where}': provenance.{name} is not an object; {_BRING_BACK}")
+            raise ManifestError(f"'{where}': provenance.{name} is not an object; {BRING_BACK}")
     codecs = manifest.compression.get("codecs", {})
     if not isinstance(codecs, dict) or not all(isinstance(codec, str) for codec in codecs.values()):
-        raise ManifestError(f"'{where}': compression.codecs does not map field names to codecs; {_BRING_BACK}")
+        raise ManifestError(f"'{where}': compression.codecs does not map field names to codecs; {BRING_BACK}")
 
 
 def _check_names(manifest: Manifest, where: str) -> None:
@@ -391,7 +391,7 @@ def _check_channels(manifest: Manifest, where: str) -> None:
             differs = ", ".join(name for name in found if found[name] != right[name] and name != "codec")
             raise ManifestError(
                 f"'{where}': channel '{channel.name}' is not as the format has {channel.sensor or 'boxes'}: {differs} "
-                f"differ; {_BRING_BACK}"
+                f"differ; {BRING_BACK}"
             )
 
 

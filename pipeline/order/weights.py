@@ -109,6 +109,11 @@ def _weights(weighting: Weighting, table: pa.Table) -> NDArray[np.float64]:
         case FileWeights():
             return _from_file(weighting, table["key"])
         case AttributeWeights(attribute=name, values=None):
+            if unknown := table[name].null_count:
+                raise OrderError(
+                    f"attribute {name!r} is unknown (null) for {unknown} of {len(table)} samples, and a weight needs a "
+                    f"number; leave them out by the filter '{name} is not None', or name weights in `values`"
+                )
             return checked(_numbers(table[name], name), f"attribute {name!r}")
         case AttributeWeights():
             return _by_value(weighting, table[weighting.attribute])
@@ -182,7 +187,7 @@ def _held(table: pa.Table, name: str) -> NDArray[np.bool_]:
 def _numbers(column: pa.ChunkedArray, name: str, unknown: float = np.nan) -> NDArray[np.float64]:
     """Return a numeric or boolean column as float64, ``unknown`` for null."""
     try:
-        values = column.cast("double").fill_null(unknown).to_numpy()
+        values = column.cast("double", safe=False).fill_null(unknown).to_numpy()
     except (ValueError, NotImplementedError) as error:  # Arrow's own errors derive from these
         raise OrderError(f"attribute {name!r} is {column.type}, and a weight needs a number") from error
     numbers: NDArray[np.float64] = np.asarray(values, dtype=np.float64)

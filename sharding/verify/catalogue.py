@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.errors import ConfigError, DatasetError
-from fuelrail.pipeline.format.dataset import Dataset, open_dataset, open_kind
+from fuelrail.pipeline.format.dataset import Dataset, open_kind
 from fuelrail.pipeline.format.layers import EITHER, LayerManifest
 from fuelrail.pipeline.format.manifest import Ancestor
 from fuelrail.pipeline.settings import Settings, flag
@@ -237,7 +237,7 @@ def tag(dataset: str | os.PathLike[str], *, add: tuple[str, ...] = (), remove: t
     """
     if is_url(dataset):
         raise ConfigError(f"tags are written in folders only, got a URL: put {TAGS_FILE} beside dataset.json there")
-    open_dataset(dataset)
+    open_kind(dataset, EITHER)
     tags = set(read_tags(dataset))
     for one in add:
         if not _TAG.fullmatch(one):

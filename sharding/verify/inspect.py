@@ -13,22 +13,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fuelrail.pipeline.channels.selection import decode_values
 from fuelrail.pipeline.cli import counted
-from fuelrail.pipeline.errors import ConfigError, TruncatedShardError
+from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.attributes import TEXTS
-from fuelrail.pipeline.format.dataset import Dataset, check_span, open_kind, read_members
+from fuelrail.pipeline.format.dataset import Dataset, open_kind
 from fuelrail.pipeline.format.layers import EITHER, LayerManifest
 from fuelrail.pipeline.format.rules import Rig, check_sample
 from fuelrail.pipeline.format.zstd_frames import is_framed, span_bytes
-from fuelrail.pipeline.sample.schema import Sample, decode_sample
-from fuelrail.pipeline.storage.files import open_file
 from fuelrail.pipeline.storage.filesystem import is_url, shown_url
 from fuelrail.pipeline.text import json_text, shown
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.index.row import IndexRow
+    from fuelrail.pipeline.sample.schema import Sample
 
 _NS_PER_MS = 1_000_000
 _MAX_VALUES, _SHOWN_VALUES = 1000, 4
@@ -121,12 +119,12 @@ def describe_sample(root: str | os.PathLike[str], key: str) -> Description:
     at = dataset.find(key)
     if at is None:
         raise ConfigError(
-            f"dataset '{dataset.root}' has no sample '{key}'; the first of its {len(dataset.index)} is "
+            f"dataset '{dataset.location}' has no sample '{key}'; the first of its {len(dataset.index)} is "
             f"'{dataset.index.row(0).key}'"
         )
     row = dataset.index.row(at)
     is_layer = isinstance(dataset.manifest, LayerManifest)
-    sample = None if is_layer else _read(dataset, row)
+    sample = None if is_layer else _read(dataset, row, at)
     shard = dataset.shards.name(row.shard)
     framed = is_framed(shard)
     facts: dict[str, Any] = {
@@ -157,10 +155,9 @@ def _layer_facts(manifest: LayerManifest) -> list[tuple[str, str]]:
 
 def _values(layer: Dataset, at: int) -> dict[str, str]:
     """The values of a layer's row, in short, by channel."""
-    row = layer.index.row(at)
-    members = read_members(row, _span(layer, row), layer.shards.name(row.shard), dictionary=layer.dictionary)
-    values = decode_values(members, layer.manifest.channels, row.key)
-    return {name: "none" if value is None else _short(value) for name, value in values.items()}
+    values = layer.read(at)
+    names = [channel.name for channel in layer.manifest.channels]
+    return {name: _short(values[name]) if name in values else "none" for name in names}
 
 
 def _short(value: object) -> str:
@@ -261,25 +258,9 @@ def _layout(dataset: Dataset) -> str:
     return ", ".join(words)
 
 
-def _span(dataset: Dataset, row: IndexRow) -> bytes:
-    path = dataset.shard_path(row)
-    try:
-        with open_file(path) as file:
-            file.seek(row.offset)
-            span = file.read(row.length)
-    except OSError as error:
-        raise TruncatedShardError(
-            f"cannot be read: {error.strerror}", shard=path.name, offset=row.offset, key=row.key
-        ) from error
-    check_span(row, span, path.name)
-    return span
-
-
-def _read(dataset: Dataset, row: IndexRow) -> Sample:
-    rig, shard = Rig.of(dataset.manifest), dataset.shards.name(row.shard)
-    members = read_members(row, _span(dataset, row), shard, dictionary=dataset.dictionary)
-    sample = decode_sample(row.key, members, rig.fields)
-    check_sample(sample, [member.name for member in row.members], rig)
+def _read(dataset: Dataset, row: IndexRow, at: int) -> Sample:
+    sample = dataset[at]
+    check_sample(sample, [member.name for member in row.members], Rig.of(dataset.manifest))
     return sample
 
 

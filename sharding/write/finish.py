@@ -141,7 +141,10 @@ def _manifest(
                 for camera in info.cameras
             ],
             info.lidars,
-            [stored_channel(channel, job.recipe.images) for channel in info.channels],
+            [
+                stored_channel(channel, job.recipe.images, shards.sizes.get(channel.law.camera or "", ()))
+                for channel in info.channels
+            ],
             codecs,
         ),
         classes=tuple(info.classes),

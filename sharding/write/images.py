@@ -10,7 +10,7 @@ import math
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -161,18 +161,27 @@ def transcode(data: Buffer, extension: str, recipe: ImageRecipe) -> bytes:
     return encoded
 
 
-def stored_channel(channel: Channel, recipe: ImageRecipe | None) -> Channel:
+def stored_channel(
+    channel: Channel, recipe: ImageRecipe | None, sizes: Collection[tuple[int, int]] | None = None
+) -> Channel:
     """Return the entry of a channel as it is stored: a raster is scaled with the image that it lies on.
 
-    That an array has one shape means that the images have one size: ``fraction`` times its sides. Raises ImageError for
-    a raster that would grow.
+    ``sizes`` are width and height [px] of the stored images of its camera; None leaves the sides of the raster open.
+    Raises ImageError for a raster that would grow, and for an array that would have several shapes.
     """
     if recipe is None or channel.law.name != "image":
         return channel
     fraction, (height, width) = channel.law.fraction or 1, channel.shape[:2]
     sides: tuple[int | None, int | None] = None, None
     if channel.kind != "image" and height is not None and width is not None:
-        sides = _raster_size(stored_size(recipe, (width * fraction, height * fraction)), fraction)[::-1]
+        image_wh = stored_size(recipe, (width * fraction, height * fraction))
+        shapes = {_raster_size(size, fraction)[::-1] for size in sizes or [image_wh]}
+        if len(shapes) > 1:
+            raise ImageError(
+                f"channel '{channel.name}' has one shape in the source, and would have {sorted(shapes)} on the stored "
+                "images: store them in one size (--images size=WIDTHxHEIGHT)"
+            )
+        sides = sides if sizes is None else shapes.pop()
     return msgspec.structs.replace(channel, shape=(*sides, *channel.shape[2:]))
 
 

@@ -14,13 +14,14 @@ import torch
 from fuelrail.loaders import DataLoader
 from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.schedule.layers import LayerOptions, view_settings
-from fuelrail.pipeline.errors import ChecksumError, ConfigError, OrderError, StateMismatchError
+from fuelrail.pipeline.errors import ChecksumError, ConfigError, IndexFileError, OrderError, StateMismatchError
 from fuelrail.pipeline.format.layers import LayerView
 from fuelrail.pipeline.order.spec import OrderSpec
 from fuelrail.pipeline.order.weights import AttributeWeights
 from fuelrail.sharding.write.layers.writer import LayerWriter
 from support.datasets import build_dataset
 from support.layers import values_of, write_layer
+from support.sharding import flip
 
 SMALL = Transforms(image={"height": 32, "width": 64})  # type: ignore[arg-type]
 PRESENT = (0, 1, 2, 5, 6, 7, 8, 10)
@@ -151,13 +152,28 @@ def test_a_bad_row_makes_its_sample_bad(base, layer, tmp_path) -> None:
     with (tmp_path / "bad" / "layer-000000.tar").open("r+b") as file:
         file.seek(600)
         file.write(b"?")  # in the first row
-    with pytest.raises(ChecksumError, match="layer 't': "):
+    with pytest.raises(ChecksumError, match=r"^layer 't': [^()]*\(xxh3\)[^()]*\(shard layer-000000.tar, [^()]*\)$"):
         rows_of(base, {"t": tmp_path / "bad"}, shuffle=False)
     policy = {"on_error": "substitute", "file": None}
     with make(base, {"t": tmp_path / "bad"}, shuffle=False, bad_samples=policy) as loader:
         rows = [row for batch in loader for row in check(batch)]
         assert rows == [1, *range(1, 12)]
         assert loader.stats().bad_samples == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "filtered", "says"),
+    [
+        ("rows.npy", -89, None, r"layer 't': '.*rows\.npy' names row -?\d+, and the index has 8 rows"),
+        ("attributes.parquet", None, "t.loss > 1", r"/attributes\.parquet' cannot be read: No such file"),
+        ("index.arrow", None, None, r"bad' has no index\.arrow; bring it back from a copy, or make it again"),
+    ],
+)
+def test_damage_of_a_layer_names_its_file(base, part, tmp_path, name, at, filtered, says) -> None:
+    shutil.copytree(part, tmp_path / "bad")
+    (tmp_path / "bad" / name).unlink() if at is None else flip(tmp_path / "bad" / name, at, 0x80)
+    with pytest.raises(IndexFileError, match=says):
+        rows_of(base, {"t": tmp_path / "bad"}, PRESENT, missing="mask", order=OrderSpec(filter=filtered))
 
 
 def test_mixes_have_layers_of_each_dataset(base, layer, tmp_path) -> None:
@@ -168,6 +184,9 @@ def test_mixes_have_layers_of_each_dataset(base, layer, tmp_path) -> None:
         for batch in loader:
             check(batch)
         assert json.loads(loader.state_dict()["identity"])["layers"].keys() == {"a", "b"}
+    for name, of_one in (("a", layer), ("b", other)):
+        with pytest.raises(ConfigError, match=rf"only '{name}' has 't\.caption'; give both such a layer"):
+            make(data, {name: {"t": of_one}}, mix={"a": 1, "b": 1})
     with pytest.raises(ConfigError, match="'c' is not a dataset of the mix"):
         make(data, {"c": {"t": layer}}, mix={"a": 1, "b": 1})
 

@@ -25,8 +25,10 @@ def read_table(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The channels of a YAML or JSON file: a list of objects. Raises ConfigError for anything else."""
     try:
         table = yaml.safe_load(read_text(Path(path)))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"'{path}' is not YAML: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"'{path}' cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:  # as in `load_yaml`
+        raise ConfigError(f"'{path}' is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(table, list) or not all(isinstance(one, dict) for one in table):
         raise ConfigError(f"'{path}' must hold a list of channels, each an object")
     return table
@@ -71,7 +73,7 @@ def rows_of(outputs: Mapping[str, Any], num_rows: int, channels: Sequence[Channe
 
     Floating values are cast to a floating dtype of the table; for int8 with a channel ``{name}_scale`` beside, they
     are divided by the row's largest absolute value / 127, and that is the scale. Raises ConfigError for an output whose
-    length is not the batch's.
+    length is not the batch's, and for values that its dtype cannot hold.
     """
     table = {channel.name: channel for channel in channels}
     rows: list[dict[str, Any]] = [{} for _ in range(num_rows)]
@@ -82,16 +84,24 @@ def rows_of(outputs: Mapping[str, Any], num_rows: int, channels: Sequence[Channe
             if channel is None or not isinstance(value, np.ndarray) or value.dtype.kind != "f":
                 continue
             if channel.dtype == "int8" and f"{name}{_SCALE}" in table:
-                row[name], row[f"{name}{_SCALE}"] = _quantised(value)
+                row[name], row[f"{name}{_SCALE}"] = _quantised(name, value)
             elif channel.dtype.startswith("float"):
-                with np.errstate(over="ignore"):  # an infinity is refused where the table forbids it
+                with np.errstate(over="ignore"):
                     row[name] = value.astype(channel.numpy_dtype)
+                if np.isinf(row[name]).sum() > np.isinf(value).sum():
+                    raise ConfigError(
+                        f"output {name!r} has {np.abs(value[np.isfinite(value)]).max():g}, and {channel.dtype} holds "
+                        f"{np.finfo(channel.dtype).max:g} at most: store it as_is, or as int8 with a scale"
+                    )
     return rows
 
 
-def _quantised(value: NDArray[Any]) -> tuple[NDArray[np.int8], np.float32]:
+def _quantised(name: str, value: NDArray[Any]) -> tuple[NDArray[np.int8], np.float32]:
     if not np.isfinite(value).all():
-        raise ConfigError("a value with NaN or infinities cannot be stored as int8; store it as float16")
+        raise ConfigError(
+            f"output {name!r} has NaN or infinities, which int8 cannot hold; replace them in the model, or store it "
+            "as_is with a table that has allows_nan or allows_inf (--channels FILE)"
+        )
     most = float(np.abs(value).max()) if value.size else 0.0
     scale = np.float32(most / _MOST_INT8 if most else 1.0)
     return np.clip(np.rint(value / scale), -_MOST_INT8, _MOST_INT8).astype(np.int8), scale

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -36,14 +35,12 @@ _ROWS_AT_ONCE: Final = 1 << 12
 class AttributesFile:
     """The file itself, from an unknown writer: its sizes are checked before memory is allocated for them."""
 
-    def __init__(self, path: Path, blocks: BlockFile | None = None) -> None:
-        """``blocks`` is the file at ``path`` where parts of it may have to be fetched."""
-        self._path, self._blocks = path, blocks
+    def __init__(self, path: Path, blocks: BlockFile | None = None, *, exists: bool = True) -> None:
+        """``blocks`` is the file at ``path`` where parts of it may have to be fetched.
 
-    @property
-    def exists(self) -> bool:
-        """Whether there is one; a dataset needs none."""
-        return os.path.lexists(self._path)
+        ``exists``: whether the manifest names it; a dataset needs none.
+        """
+        self._path, self._blocks, self.exists = path, blocks, exists
 
     def schema(self, num_rows: int | None = None) -> pa.Schema:
         """Its columns, from the footer alone.

@@ -43,8 +43,8 @@ class KeyEntry(NamedTuple):
 
 
 def key_hash(key: str) -> int:
-    """XXH3-64 of a key in UTF-8."""
-    return xxhash.xxh3_64_intdigest(key.encode())
+    """XXH3-64 of a key in UTF-8; text that is not UTF-8 is no key, and is found nowhere."""
+    return xxhash.xxh3_64_intdigest(key.encode(errors="surrogatepass"))
 
 
 def sorted_entries(index: SampleIndex, folder: Path) -> NDArray[np.void]:
@@ -54,7 +54,7 @@ def sorted_entries(index: SampleIndex, folder: Path) -> NDArray[np.void]:
     for first in range(0, len(index), _ROWS_AT_ONCE):
         keys = index.strings("key", first, min(first + _ROWS_AT_ONCE, len(index)))
         part = np.empty(len(keys), ENTRY)
-        part["xxh3"] = [xxhash.xxh3_64_intdigest(key.encode()) for key in keys]
+        part["xxh3"] = [key_hash(key) for key in keys]
         part["row"] = np.arange(first, first + len(keys))
         for name in KeyEntry._fields[1:]:
             part[name] = index.column(name, first, first + len(keys))

@@ -119,7 +119,7 @@ def open_attributes(folder: Path, manifest: Manifest, origin: Origin | None = No
     """Open ``attributes.parquet``, which need not exist, as :func:`open_tables` does."""
     entry, path = manifest.file(ATTRIBUTES_FILE), folder / ATTRIBUTES_FILE
     if origin is None or entry is None:
-        return AttributesFile(path)
+        return AttributesFile(path, exists=entry is not None)
     if not comes_whole(entry):
         return AttributesFile(path, _Opener(folder, manifest, origin).table(ATTRIBUTES_FILE))
     origin.whole(entry)

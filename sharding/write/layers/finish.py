@@ -87,7 +87,7 @@ def finish_layer(out: Output, base: Dataset, run: LayerRun, *, partial: bool) ->
     """
     data = out.read(MANIFEST_FILE)
     if data is None:
-        segments = Segments(out)
+        segments = Segments(out, len(base))
         _check_whole(segments, base, out, partial=partial)
         temporary = out.work / "tmp"
         temporary.mkdir(parents=True, exist_ok=True)

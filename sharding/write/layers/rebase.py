@@ -12,7 +12,14 @@ import pyarrow.compute as pc
 from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.errors import ConfigError, DatasetError
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
-from fuelrail.pipeline.format.layers import NO_ROW, ROWS_FILE, BaseEntry, LayerManifest, open_layer_data
+from fuelrail.pipeline.format.layers import (
+    NO_ROW,
+    ROWS_FILE,
+    BaseEntry,
+    LayerManifest,
+    check_layer_table,
+    open_layer_data,
+)
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, Lineage, decode_manifest, encode_manifest
 from fuelrail.pipeline.text import escaped
 from fuelrail.sharding.output.folder import FolderOutput, check_out, link_file
@@ -51,8 +58,8 @@ def rebase_layer(
     """Make a layer of ``base`` from a layer of another version of it, such as the one before ``--append``.
 
     Rows are found by key. Shards and tables are hard links, or copies where the file system has none; only ``rows.npy``
-    and the manifest are new. Raises ConfigError for a layer at a URL, DatasetError where no key of the layer is in the
-    base, DatasetExistsError where OUT is not empty.
+    and the manifest are new. Raises ConfigError for a layer at a URL and where OUT is not empty, DatasetError where no
+    key of the layer is in the base, or channels lie on cameras or lidars that the base lacks or stores in other sizes.
     """
     old = open_layer_data(layer)
     if old.url is not None:
@@ -63,6 +70,8 @@ def rebase_layer(
     check_out(target)
     if target.names():
         raise ConfigError(f"output folder '{target.shown}' is not empty: choose another one")
+    entry = BaseEntry.of(new_base)
+    _check_sensors(manifest, entry, new_base.location)
     rows = _rows_by_key(old, new_base)
     lacking = np.flatnonzero(rows == NO_ROW)
     if len(lacking) == len(rows):
@@ -73,17 +82,17 @@ def rebase_layer(
     with target.writing():
         target.temporary.mkdir(parents=True)
         own = [file for file in manifest.files if file.name != ROWS_FILE]
-        shards = [shard for entry in old.shards for shard in (entry.name, entry.idx_name if entry.idx_bytes else "")]
+        shards = [shard for one in old.shards for shard in (one.name, one.idx_name if one.idx_bytes else "")]
         for name in filter(None, [*shards, *(file.name for file in own)]):
             if not link_file(old.root / name, target, name):
                 with target.publish(name) as copy, (old.root / name).open("rb") as file:
                     while data := file.read(8 << 20):
                         copy.write(data)
         made = rows_file(target.temporary, rows)
-        for entry in made:
-            target.publish_file(entry.name, target.temporary / entry.name)
+        for new in made:
+            target.publish_file(new.name, target.temporary / new.name)
         bound = msgspec.structs.replace(
-            manifest, base=BaseEntry.of(new_base), files=(*own, *made), digest="", lineage=Lineage.of([manifest])
+            manifest, base=entry, files=(*own, *made), digest="", lineage=Lineage.of([manifest])
         )
         encoded = encode_manifest(bound)
         with target.publish(MANIFEST_FILE) as manifest_file:
@@ -95,6 +104,18 @@ def rebase_layer(
         num_without_value=len(lacking), num_unused=len(old) - (len(rows) - len(lacking)),
         without_value=[new_base.index.row(int(at)).key for at in lacking[:_LISTED_KEYS]],
     )  # fmt: skip
+
+
+def _check_sensors(manifest: LayerManifest, entry: BaseEntry, where: str) -> None:
+    check_layer_table(manifest.channels, entry, where, DatasetError)
+    old, new = ({one.name: set(one.sizes) for one in base.sensors} for base in (manifest.base, entry))
+    for channel in manifest.channels:
+        camera = channel.law.camera
+        if camera in old and camera in new and not (old[camera] <= new[camera] or new[camera] <= old[camera]):
+            raise DatasetError(
+                f"channel '{channel.name}' lies on images of '{camera}' of {sorted(old[camera])} pixels, and '{where}' "
+                f"stores them in {sorted(new[camera])}: make the layer again for it"
+            )
 
 
 def _rows_by_key(layer: Dataset, base: Dataset) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

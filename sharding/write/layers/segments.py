@@ -69,11 +69,16 @@ def publish_segment(out: Output, blobs: Sequence[Blob]) -> None:
 
 
 class Segments:
-    """All segments that are published at this moment; ``update`` looks for more."""
+    """All segments that are published at this moment; ``update`` looks for more.
 
-    def __init__(self, out: Output) -> None:
-        self._out = out
+    Raises DatasetError for one that is damaged: by its head when it is found, by its digest when its rows are read.
+    """
+
+    def __init__(self, out: Output, num_samples: int) -> None:
+        """``num_samples`` is the number of the base's positions."""
+        self._out, self._num_samples = out, num_samples
         self._names: list[str] = []
+        self._whole: set[int] = set()
         self._known: set[str] = set()
         self._positions: list[NDArray[np.int64]] = []
         self._opened = functools.lru_cache(maxsize=_FILES_OPEN)(self._map)
@@ -93,7 +98,12 @@ class Segments:
             if head is None:  # another process has finished the layer meanwhile
                 continue
             words = np.frombuffer(head[: len(head) // _WORD.itemsize * _WORD.itemsize], _WORD)
-            self._positions.append(words[1 : 1 + int(words[0])].astype(np.int64))
+            count = int(words[0]) if len(words) else 0
+            positions = words[1 : 1 + count].astype(np.int64)
+            is_sound = 0 < count == len(positions) and positions[0] >= 0 and positions[-1] < self._num_samples
+            if not (is_sound and (positions[1:] > positions[:-1]).all()):
+                raise self._damaged(name)
+            self._positions.append(positions)
             self._names.append(name)
             self._known.add(name)
 
@@ -137,4 +147,12 @@ class Segments:
             path.parent.mkdir(parents=True, exist_ok=True)
             with published(path, sync=False) as file:
                 self._out.fetch(f"{SEGMENTS}/{name}", Path(file.name))
-        return np.memmap(path, np.uint8, mode="r")
+        mapped = np.memmap(path, np.uint8, mode="r")
+        if segment not in self._whole:
+            if xxhash.xxh3_128_hexdigest(mapped.data) != name.removesuffix(_SUFFIX).rpartition("-")[2]:
+                raise self._damaged(name)
+            self._whole.add(segment)
+        return mapped
+
+    def _damaged(self, name: str) -> DatasetError:
+        return DatasetError(f"'{self._out.shown}/{SEGMENTS}/{name}' is damaged: remove it, and write its rows again")

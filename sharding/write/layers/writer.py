@@ -25,6 +25,7 @@ from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetExistsErr
 from fuelrail.pipeline.format.codecs import DEFAULT_ZSTD_LEVEL
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.format.layers import (
+    INDEXED,
     NO_ROW,
     BaseEntry,
     LayerManifest,
@@ -104,11 +105,16 @@ class LayerWriter:
             zstd=_versions(),
         )
         self._scalars = scalar_channels(table)
+        if taken := [name for name in self._scalars if name in INDEXED]:
+            raise ConfigError(
+                f"channel '{taken[0]}' is a number for each sample, so a column of attributes.parquet, which has "
+                f"{', '.join(INDEXED)} of its own: give it another name"
+            )
         self._buffer, self._blobs, self._held = ReadBuffer(), dict[int, Blob](), 0
         check_out(self._out)
         self.is_finished = self._out.size(MANIFEST_FILE) is not None
         self._check_run()
-        self._segments = Segments(self._out)
+        self._segments = Segments(self._out, len(self._base))
 
     @property
     def channels(self) -> tuple[Channel, ...]:
@@ -232,7 +238,12 @@ class LayerWriter:
                         file.write(msgspec.json.encode(self._run))
                     return
         if data is not None:
-            found = msgspec.json.decode(data, type=LayerRun)
+            try:
+                found = msgspec.json.decode(data, type=LayerRun)
+            except msgspec.DecodeError as error:
+                raise DatasetError(
+                    f"'{self._out.shown}/{_RUN_FILE}' is damaged: {error}; remove it, all writers make the same one"
+                ) from error
         else:
             manifest: Any = open_layer_data(self._out.location).manifest
             zstd = manifest.provenance.get("recipe", {}).get("zstd", "")
@@ -274,7 +285,7 @@ class LayerWriter:
 
 
 def _entry(given: Channel | Mapping[str, Any]) -> Channel:
-    return given if isinstance(given, Channel) else convert(dict(given), Channel, "channels")
+    return convert(dict(given) if isinstance(given, Mapping) else given, Channel, "channels")
 
 
 def _plain(value: Any) -> bool | int | float:  # noqa: ANN401

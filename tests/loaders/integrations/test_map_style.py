@@ -32,6 +32,8 @@ def test_items_are_decoded(built) -> None:
         np.testing.assert_array_equal(view[key]["cam_front"], item["cam_front"])
     with pytest.raises(IndexError):
         view[7]
+    by_generator = MapView(open_dataset(root), (name for name in ["cam_front"]))  # type: ignore[arg-type]
+    assert set(by_generator[0]) == set(by_generator[1]) == {"key", "cam_front"}
 
 
 @pytest.mark.process

@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuelrail.pipeline.errors import ChecksumError, ConfigError, IndexFileError
+from fuelrail.pipeline.format import dataset as dataset_module
 from fuelrail.pipeline.format import fetch
-from fuelrail.pipeline.format.dataset import Dataset, open_dataset
+from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.index import blocks, keys, samples, tables
 from support.datasets import CAMERAS, LIDAR
 from support.fault_server import FaultServer
@@ -36,8 +37,14 @@ def test_samples_by_key(built) -> None:
     for number, key in enumerate(raw):
         assert dataset[key].key == dataset[number].key == key
         assert dataset.position(key) == dataset.position(np.int64(number)) == number
-    with pytest.raises(KeyError, match="has no sample with the key 'clip-9"):
-        dataset["clip-9"]
+        assert key in dataset
+    assert "clip" not in dataset
+    assert 0 not in dataset
+    for unknown in ("clip-9", "\ud800"):
+        with pytest.raises(KeyError, match="has no sample with the key"):
+            dataset[unknown]
+    with pytest.raises(TypeError, match="one sample's number or key, not slice"):
+        dataset[0:2]  # type: ignore[index]
 
 
 @given(st.data())
@@ -140,7 +147,7 @@ def test_two_round_trips_for_a_key_of_which_nothing_is_here(tiny_dataset, tmp_pa
     front = open_dataset(root).read(5, ["cam_front"])
     with FaultServer(root) as server:
         together, waits = threading.Barrier(2, timeout=60), list[str]()
-        fetched, read = fetch.RemoteFolder.read, Dataset._read
+        fetched, read = fetch.RemoteFolder.read, dataset_module._read
 
         def fetch_with_the_other(self, name, first, end):
             if name == "index.arrow" and waits:
@@ -154,12 +161,12 @@ def test_two_round_trips_for_a_key_of_which_nothing_is_here(tiny_dataset, tmp_pa
 
         monkeypatch.setattr(fetch.RemoteFolder, "read", fetch_with_the_other)
         dataset = open_dataset(server.url, cache_dir=tmp_path / "cache")
-        monkeypatch.setattr(Dataset, "_read", read_with_the_other)
+        monkeypatch.setattr(dataset_module, "_read", read_with_the_other)
         waits.append("the first part of the row")
         assert dataset["clip-0000-000002"].key == "clip-0000-000002"
         waits.append("the first part of the row")
         assert dataset.read("clip-0001-000001", ["cam_front"]) == front
-        monkeypatch.setattr(Dataset, "_read", read)
+        monkeypatch.setattr(dataset_module, "_read", read)
         before = len(server.requests)
         assert dataset["clip-0001-000003"].key == "clip-0001-000003"  # its part of the index is here now
         assert [request.name for request in server.requests[before:]] == ["train-000000.tar"]
@@ -188,9 +195,12 @@ def test_the_table(tiny_dataset, tmp_path) -> None:
     assert open_dataset(plain).table["split"].to_pylist() == ["train", "train", "val"]
 
 
-def test_a_dataset_can_be_pickled(built) -> None:
+def test_a_dataset_can_be_pickled(built, tmp_path, monkeypatch) -> None:
     dataset = open_dataset(built[0])
-    copy = pickle.loads(pickle.dumps(dataset))
+    monkeypatch.chdir(built[0].parent)
+    pickled = pickle.dumps(open_dataset(built[0].name))
+    monkeypatch.chdir(tmp_path)
+    copy = pickle.loads(pickled)
     assert (copy.root, copy.manifest, copy[3].key) == (dataset.root, dataset.manifest, dataset[3].key)
 
 

@@ -106,6 +106,7 @@ def test_tags_are_beside_the_dataset(old, tmp_path, capsys) -> None:
         fr.tag("s3://bucket/d", add=("a",))
     with pytest.raises(DatasetNotReadyError):
         fr.tag(tmp_path / "nothing", add=("a",))
+    assert main(["tag", str(tmp_path / "nothing")]) == 2
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[1]", b"\xff", b"[" * 60_000])
@@ -134,6 +135,7 @@ def test_layers_are_compared_too(tmp_path) -> None:
             values = {name: one for name, one in values_of(row).items() if name != "caption"}
             writer.write(row, {**values, "logits": values["logits"].astype("float32")})
     writer.finish(partial=True)
+    assert fr.tag(old, add=("v1",)) == fr.dataset_log(old).tags == ("v1",)
     diff = fr.dataset_diff(old, new)
     assert diff.samples_only_in_a.first == ("clip-0000-000003",)
     assert [one["dtype"] for one in diff.channels["logits"]] == ["float16", "float32"] and "shape" not in diff.channels[

@@ -12,6 +12,7 @@ import pytest
 from fuelrail.pipeline.errors import ChecksumError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.sharding.verify.inspect import describe_dataset, describe_sample
+from support.fault_server import FaultServer
 from support.sharding import flip
 
 
@@ -60,6 +61,12 @@ def test_one_sample(out):
     assert facts["meta"]["license"] == "CC0-1.0"
     assert facts["meta"]["dataset"] == "nuscenes-v1.0-mini"
     assert [member["name"] for member in facts["members"]] == [member.name for member in row.members]
+
+
+@pytest.mark.network
+def test_one_sample_at_a_url(out):
+    with FaultServer(out) as server:
+        assert describe_sample(server.url, "a-000001") == describe_sample(out, "a-000001")
 
 
 def test_damage_is_reported(out, tmp_path):

@@ -141,13 +141,19 @@ def test_a_model_that_does_not_fit_is_refused(base, tmp_path, model, message) ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"channels": "no.yaml"}, "'no.yaml' cannot be read: No such file"),
+        ({"store": "float16"}, "output 'x' has 1e\\+06, and float16 holds 65504 at most: store it as_is"),
         ({"seed": 5}, "view='fixed' shows samples without any"),
+        ({"store": "int8"}, "output 'nan' has NaN or infinities, which int8 cannot hold"),
         ({"store": "int8", "channels": "table.yaml"}, r"store='int8' is for values without a table: 'table\.yaml'"),
     ],
 )
-def test_options_that_would_do_nothing_are_refused(base, tmp_path, options, message) -> None:
+def test_options_that_do_not_fit_are_refused(base, tmp_path, options, message) -> None:
+    def extremes(batch):
+        return {"x": torch.full((2, 1), 1e6), "nan": torch.full((2, 1), np.nan)}
+
     with pytest.raises(ConfigError, match=message):
-        annotate(base, tmp_path / "layer", "math:sqrt", **options)
+        run(base, tmp_path / "layer", extremes, **options)
 
 
 def test_groups_of_cameras_are_shown_unaugmented_and_two_views_are_refused(base, tmp_path) -> None:

@@ -13,6 +13,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 
 from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetExistsError, ManifestError, SchemaError
 from fuelrail.pipeline.format.dataset import open_dataset
@@ -117,6 +118,8 @@ def test_other_tools_and_commands_know_layers(base, tmp_path) -> None:
     flip(some / "rows.npy", -8)  # now two samples have one row
     assert verify(layer, deep=False).faults[0].file == "layer-000000.tar"
     assert "SHA-256" in verify(some, deep=False).faults[0].text
+    with pytest.raises(ConfigError, match="is a layer, which no source has: write it again"):
+        verify(some, repair=f"fuelrail:{base}")
 
 
 @pytest.mark.parametrize(
@@ -127,6 +130,9 @@ def test_other_tools_and_commands_know_layers(base, tmp_path) -> None:
         ({"logits": np.full(10, np.nan, np.float16), "loss": np.float32(0)}, "NaN at .* forbids"),
         ({"logits": np.full(10, np.inf, np.float16), "loss": np.float32(0)}, "an infinity at .* forbids"),
         ({"loss": np.float32(0)}, "'logits' is missing"),
+        ({**values_of(0), "logits": torch.zeros(10, dtype=torch.bfloat16)}, "'logits': numpy cannot take Tensor: "),
+        ({**values_of(0), "caption": b"text"}, "'caption' is bytes; kind 'text' takes str"),
+        ({**values_of(0), "caption": "\ud800"}, "'caption' cannot be stored as UTF-8"),
         ({**values_of(0), "logit": 1}, "no channel 'logit'; it has: logits, loss, caption"),
     ],
 )
@@ -144,11 +150,45 @@ def test_a_wrong_value_is_refused_with_key_and_channel(base, tmp_path, values, m
           "dtype": "uint8", "axes": ["height", "width"], "shape": [None, None]}, "cam_nowhere"),
         ({**TABLE[0], "sensor": "camera"}, "cannot be in a layer"),
         ({**TABLE[0], "kind": "hologram"}, "kind 'hologram' is unknown"),
+        ("logits", "Expected `object`, got `str`"),
+        ({**TABLE[1], "name": "frame", "field": "frame.npy"}, "'frame' is a number .* give it another name"),
     ],
 )  # fmt: skip
 def test_a_wrong_table_is_refused(base, tmp_path, channel, message) -> None:
     with pytest.raises(ConfigError, match=message):
         LayerWriter(base, tmp_path / "teacher", channels=[channel])
+
+
+def test_damaged_work_in_progress_is_named(base, tmp_path) -> None:
+    work = tmp_path / "layer" / ".fuelrail"
+    with LayerWriter(base, tmp_path / "layer", channels=TABLE) as writer:
+        for position in range(NUM_SAMPLES):
+            writer.write(position, values_of(position))
+    (segment,) = (work / "segments").iterdir()
+    whole = segment.read_bytes()
+    for damaged in (b"", whole[:20], whole[:96] + b"\x00" + whole[97:], whole[:-30], whole[:-9] + b"?" + whole[-8:]):
+        segment.write_bytes(damaged)
+        with pytest.raises(DatasetError, match=r"segments/000000000000-\w+\.rows' is damaged: remove it"):
+            writer.finish()
+    (work / "layer.json").write_bytes(b"{")
+    with pytest.raises(DatasetError, match=r"layer\.json' is damaged"):
+        writer.finish()
+    (work / "layer.json").unlink()
+    segment.write_bytes(whole)
+    assert writer.finish().num_samples == NUM_SAMPLES
+
+
+def test_what_lies_on_images_is_not_bound_to_images_of_other_sizes(base, tmp_path) -> None:
+    points = {"name": "kp", "kind": "points", "field": "kp.npy", "dtype": "float32", "axes": ["point", "column"],
+              "shape": [None, 2], "columns": ["u", "v"],
+              "law": {"name": "image_points", "camera": "cam_back", "roles": {"points": [["u", "v"]]}}}  # fmt: skip
+    with LayerWriter(base, tmp_path / "layer", channels=[points]) as writer:
+        writer.write(0, {"kp": np.ones((1, 2), np.float32)})
+    writer.finish(partial=True)
+    build_dataset(tmp_path / "small", {"train": (3,)}, back_size=(48, 32))
+    with pytest.raises(DatasetError, match=r"'cam_back' of \[\(96, 64\)\] pixels, and .* in \[\(48, 32\)\]"):
+        rebase_layer(tmp_path / "layer", tmp_path / "small", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_raster_needs_the_size_of_its_camera(base, tmp_path) -> None:
