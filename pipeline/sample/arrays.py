@@ -222,7 +222,7 @@ def read_npy(data: Buffer, *, any_order: bool = False) -> NDArray[np.generic]:
     literal, which in CPython 3.11 may fail in threads (https://github.com/python/cpython/issues/106905); this does not.
     """
     view = memoryview(data).toreadonly()
-    if view[:8] != _NPY_MAGIC or len(view) < 10:
+    if bytes(view[:8]) != _NPY_MAGIC or len(view) < 10:
         raise SchemaError("not a .npy file of version 1.0")
     start = 10 + int.from_bytes(view[8:10], "little")
     if start > min(len(view), _MAX_NPY_HEADER_BYTES):
