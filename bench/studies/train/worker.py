@@ -12,12 +12,14 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from fuelrail.bench.measure.accelerator import EmulatedAccelerator, without_costs
 from fuelrail.bench.measure.clock import MonotonicClock
@@ -272,7 +274,10 @@ def _mesh(settings: TrainSettings) -> DeviceMesh | None:
     on_gpu = settings.profile is None
     free = torch.cuda.mem_get_info()[0] if on_gpu else available_memory_bytes() // ranks_on_host()
     check_memory(settings.model, settings, degrees, free, alone=on_gpu)
-    return make_mesh(degrees, "cuda" if on_gpu else "cpu")
+    mesh = make_mesh(degrees, "cuda" if on_gpu else "cpu")
+    for group in () if mesh is None else mesh.get_all_groups():
+        _set_pg_timeout(timedelta(seconds=settings.timeout_s), group)  # else torch's 30 minutes
+    return mesh
 
 
 if __name__ == "__main__":
