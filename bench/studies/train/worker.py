@@ -184,11 +184,15 @@ class _RunCheckpoints:
             return
         self.first_step = self._saved_step = restored.step
         writer.write(restored)
-        if settings.steps is not None and restored.step >= settings.steps:
+        if settings.epochs is None:
+            unit, done, wanted = "step", restored.step, settings.steps or 0
+        else:
+            unit, done, wanted = "epoch", int(loader.state_dict()["epoch"]), settings.epochs
+        if done >= wanted:
             saver.close()
             raise ConfigError(
-                f"the run is complete: checkpoint {restored.folder} is at step {restored.step} of "
-                f"{settings.steps}; use more steps, or another --checkpoint to start again"
+                f"the run is complete: checkpoint {restored.folder} is at {unit} {done} of {wanted}; use more "
+                f"{unit}s, or another --checkpoint to start again"
             )
 
     def after(self, num_steps: int, *, last: bool = False) -> None:
