@@ -268,6 +268,8 @@ def _checkpoint_place(options: TrainOptions) -> str | None:
         )
     if is_url(place):
         filesystem(place)
+        if place.startswith("memory:"):
+            raise ConfigError(f"checkpoint={place!r} would end with each rank's process; use a folder or another URL")
         return place
     folder = Path(place.removeprefix("file://")).absolute()
     try:

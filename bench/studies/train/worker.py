@@ -12,12 +12,14 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from fuelrail.bench.measure.accelerator import EmulatedAccelerator, without_costs
 from fuelrail.bench.measure.clock import MonotonicClock
@@ -182,11 +184,15 @@ class _RunCheckpoints:
             return
         self.first_step = self._saved_step = restored.step
         writer.write(restored)
-        if settings.steps is not None and restored.step >= settings.steps:
+        if settings.epochs is None:
+            unit, done, wanted = "step", restored.step, settings.steps or 0
+        else:
+            unit, done, wanted = "epoch", int(loader.state_dict()["epoch"]), settings.epochs
+        if done >= wanted:
             saver.close()
             raise ConfigError(
-                f"the run is complete: checkpoint {restored.folder} is at step {restored.step} of "
-                f"{settings.steps}; use more steps, or another --checkpoint to start again"
+                f"the run is complete: checkpoint {restored.folder} is at {unit} {done} of {wanted}; use more "
+                f"{unit}s, or another --checkpoint to start again"
             )
 
     def after(self, num_steps: int, *, last: bool = False) -> None:
@@ -272,7 +278,10 @@ def _mesh(settings: TrainSettings) -> DeviceMesh | None:
     on_gpu = settings.profile is None
     free = torch.cuda.mem_get_info()[0] if on_gpu else available_memory_bytes() // ranks_on_host()
     check_memory(settings.model, settings, degrees, free, alone=on_gpu)
-    return make_mesh(degrees, "cuda" if on_gpu else "cpu")
+    mesh = make_mesh(degrees, "cuda" if on_gpu else "cpu")
+    for group in () if mesh is None else mesh.get_all_groups():
+        _set_pg_timeout(timedelta(seconds=settings.timeout_s), group)  # else torch's 30 minutes
+    return mesh
 
 
 if __name__ == "__main__":

@@ -60,29 +60,26 @@ def targets_of(parallel: Parallel, saved: Metadata, rank: int, world_size: int) 
 
 
 def progress_of(parallel: Parallel, loader_state: Mapping[str, Any]) -> dict[str, Any]:
-    """What is not a tensor, as plain JSON types.
-
-    The number of the optimiser's groups depends on the mesh; all of them have the same learning rate.
-    """
-    (rate,) = {float(group["lr"]) for group in parallel.optimiser.param_groups}
+    """What is not a tensor, as plain JSON types."""
     return {
         "loader": dict(loader_state),
-        "learning_rate": rate,
-        "schedule": (parallel.schedule.last_epoch, float(parallel.schedule.base_lrs[0])),
+        "schedule": parallel.schedule.last_epoch,
         "scaler": parallel.scaler.state_dict(),
     }
 
 
 def put_back(parallel: Parallel, tensors: Mapping[str, Tensor], progress: Mapping[str, Any]) -> None:
-    """Give loaded values to generators, schedule and scaler; tensors of model and optimiser were loaded in place."""
+    """Give loaded values to generators, schedule and scaler; tensors of model and optimiser were loaded in place.
+
+    The learning rate is that of this run's settings after as many steps.
+    """
     for name, value in tensors.items():
         if name.startswith("rng."):
             torch.set_rng_state(value) if name.endswith(".cpu") else torch.cuda.set_rng_state(value)
-    groups = parallel.optimiser.param_groups
-    for group in groups:
-        group["lr"] = progress["learning_rate"]
-    parallel.schedule.last_epoch, base_rate = progress["schedule"]
-    parallel.schedule.base_lrs = [base_rate] * len(groups)
+    parallel.schedule.last_epoch = step = progress["schedule"]
+    schedule = zip(parallel.schedule.base_lrs, parallel.schedule.lr_lambdas, strict=True)
+    for group, (rate, factor) in zip(parallel.optimiser.param_groups, schedule, strict=True):
+        group["lr"] = rate * factor(step)
     if progress["scaler"]:  # that of a run without fp16 has no state
         parallel.scaler.load_state_dict(dict(progress["scaler"]))
 

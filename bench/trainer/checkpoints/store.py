@@ -33,7 +33,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """What is not a tensor.
 
     ``step`` steps were done. ``identity`` says what was trained. ``progress`` holds the states of loader, schedule and
-    scaler as plain JSON, and the learning rate; ``files`` the number of bytes and the digest (xxh3) of each file.
+    scaler as plain JSON; ``files`` the number of bytes and the digest (xxh3) of each file.
     """
 
     step: int

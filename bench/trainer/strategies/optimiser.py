@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -141,28 +142,30 @@ def state_bytes(model: ModelSettings, settings: ParallelSettings, degrees: Degre
     """Bytes of weights, gradients and optimiser state on one rank, in fp32 (arXiv 1910.02054, section 3.1).
 
     With shards also the largest block in full, with its gradient. Activations come on top. Tensor parallel and
-    pipelines are taken to divide everything, which is the least.
+    pipelines are taken to divide everything, which is the least. A rank makes the whole model before it divides it.
     """
     with torch.device("meta"):
         made = build_model(model)
     numbers: list[int] = [sum(p.numel() for p in part.parameters()) for part in (made, *made.blocks)]
-    number, block = numbers[0] / degrees.tp / degrees.pp, max(numbers[1:], default=0) / degrees.tp
+    whole, number = numbers[0], numbers[0] / degrees.tp / degrees.pp
+    block = max(numbers[1:], default=0) / degrees.tp
     moments = _MOMENTS[settings.optimiser] * number
     if settings.shards_optimiser:
         moments /= degrees.data
     if degrees.dp_shard == 1:
-        return round(_FP32 * (2 * number + moments))
+        return round(_FP32 * max(whole, 2 * number + moments))
     kept = 0 if settings.offload else (2 * number + moments) / degrees.dp_shard
-    return round(_FP32 * (kept + 2 * block))
+    return round(_FP32 * max(whole, kept + 2 * block))
 
 
 def check_memory(name: str, settings: ParallelSettings, degrees: Degrees, available: int, *, alone: bool) -> None:
     """Check that the state of a model fits in the ``available`` bytes of a rank.
 
-    ``alone``: the rank's memory is its own, as a GPU's, so that more ranks bring more of it. Raises ConfigError, which
-    says what would fit.
+    ``alone``: the rank's memory is its own, as a GPU's, so that more ranks bring more of it; else it is the host's, to
+    which an offload moves nothing. Raises ConfigError, which says what would fit.
     """
     model = MODELS[name]
+    settings = settings if alone else msgspec.structs.replace(settings, offload=False)
     needed = state_bytes(model, settings, degrees)
     if needed <= available:
         return

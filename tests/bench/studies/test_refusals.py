@@ -22,6 +22,7 @@ REFUSED = {
         (("--memory", "--warmup", 2), "warmup=2 must be 3 or more"),
         (("--checkpoint", "checkpoints", "--leave-out", "training"), "exclude each other"),
         (("--checkpoint", "zip+tar://x"), "cannot be opened"),
+        (("--checkpoint", "memory://x"), "would end with each rank's process"),
         (("--check-batch", 8, "--against", "report.json"), "report.json"),
         (("--check-batch", 100_000, "--steps", 2), "less than one step of check_batch=100000"),
         (("--check-batch", 4), "check_batch=4 must be above batch_size=4"),

@@ -70,8 +70,9 @@ def test_a_run_continues_from_its_checkpoint_on_other_ranks_with_the_same_losses
     (line,) = load_report(whole / "report.json").memory
     assert line.step == 2
     assert {"parameters", "optimiser", "activations"} <= line.allocated.keys()
-    assert bench(dataset, tmp_path / "c", *again) == 2
-    assert "the run is complete: checkpoint step-00000020" in capsys.readouterr().err
+    for options, said in ((again, "20 of 20"), ((*common, *checkpoints, "--epochs", 3), "epoch 3 of 3")):
+        assert bench(dataset, tmp_path / "c", *options) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_a_larger_batch_is_checked_by_two_short_runs(dataset, tmp_path):

@@ -40,18 +40,18 @@ def _one_rank():
     dist.destroy_process_group()
 
 
-def trained(width=8):
+def trained(width=8, rate=1e-2):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Dropout(0.2), nn.Linear(width, 1))
-    optimiser = torch.optim.AdamW(model.parameters(), 1e-2)
+    optimiser = torch.optim.AdamW(model.parameters(), rate)
     parallel = Parallel([model], optimiser, lambda _: (), settings=ParallelSettings(rate_warmup=7))
     parallel.scaler = torch.amp.GradScaler("cpu", growth_interval=4)
     return parallel
 
 
-def run(dataset, place, num_steps=STEPS, *, width=8, keep=3, every=2, identity="small"):
+def run(dataset, place, num_steps=STEPS, *, width=8, rate=1e-2, keep=3, every=2, identity="small"):
     """Train from the newest checkpoint; returns where that was, and what each step saw."""
-    parallel = trained(width)
+    parallel = trained(width, rate)
     checkpoints = Checkpoints(str(place), keep=keep, identity={"model": identity})
     done = []
     transforms = Transforms(image=ImageAugment(height=32, width=48))
@@ -158,6 +158,11 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(datasets, 
     assert (newest / "damaged.json").exists()
     # The same step was saved again, in a folder of its own.
     assert run(datasets / "one", saved)[0].step == STEPS
+
+
+def test_a_resumed_run_has_the_learning_rate_that_it_asks_for(datasets, saved):
+    _, done = run(datasets / "one", saved, 6, rate=2e-2)
+    assert [rate for _, _, _, rate, _ in done] == [2e-2 * (step + 2) / 7 for step in (4, 5)]
 
 
 def test_where_all_are_damaged_the_run_does_not_start_again_unasked(datasets, saved):

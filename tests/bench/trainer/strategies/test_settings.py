@@ -94,7 +94,9 @@ def test_state_is_sixteen_bytes_a_parameter_divided_by_the_shards():
     assert state_bytes(size, ParallelSettings(strategy="zero1"), Degrees(dp_replicate=8)) == whole * 9 // 16
     # arXiv 1910.02054 leaves out the block that is gathered: 8 bytes for each of its parameters.
     block = 12 * 768**2 + 13 * 768
-    assert state_bytes(size, ParallelSettings(), Degrees(dp_shard=8)) == whole // 8 + 8 * block
+    assert state_bytes(size, ParallelSettings(), Degrees(dp_shard=2)) == whole // 2 + 8 * block
+    # The weights of the whole model, which each rank makes.
+    assert state_bytes(size, ParallelSettings(), Degrees(dp_shard=8)) == whole // 4
 
 
 def test_a_model_that_does_not_fit_is_refused_with_what_would():
@@ -103,6 +105,10 @@ def test_a_model_that_does_not_fit_is_refused_with_what_would():
     with pytest.raises(ConfigError, match="no degree of sharding makes it fit here"):
         check_memory("gpt-tiny", ParallelSettings(), Degrees(), 1000, alone=False)
     check_memory("gpt2", ParallelSettings(), Degrees(), 2**32, alone=True)
+    offloaded, shards = ParallelSettings(offload=True), Degrees(dp_shard=2)
+    check_memory("gpt2", offloaded, shards, 2**30, alone=True)
+    with pytest.raises(ConfigError, match=r"at least 1\.3 GiB"):  # offloaded to the same memory
+        check_memory("gpt2", offloaded, shards, 2**30, alone=False)
 
 
 def test_a_deterministic_run_says_what_it_does_not_promise():
