@@ -116,7 +116,8 @@ class Column:
         self._length = 0
 
     def __del__(self) -> None:
-        self._file.close()  # of a column that was not read
+        if hasattr(self, "_file"):  # else there was no place for it
+            self._file.close()  # of a column that was not read
 
     def __len__(self) -> int:
         return self._length

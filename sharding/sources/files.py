@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import sqlite3
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -118,11 +119,13 @@ class FolderFiles:
         """Size and time of change."""
         try:
             found = os.stat(f"{self._root}/{name}")  # noqa: PTH116 - for every file of the source
-            return FileFacts(found.st_size, str(found.st_mtime_ns))
         except FileNotFoundError:
             return None
         except OSError as error:
             raise SourceError(f"file '{self._root}/{name}' cannot be read: {error.strerror}") from error
+        if stat.S_IFMT(found.st_mode) not in (stat.S_IFREG, stat.S_IFDIR):  # a FIFO would wait for a writer
+            raise SourceError(f"'{self._root}/{name}' is a FIFO, socket or device; wanted is a file")
+        return FileFacts(found.st_size, str(found.st_mtime_ns))
 
     def listed(self, folder: str = "") -> list[str]:
         """Names in a folder."""

@@ -53,7 +53,7 @@ def clip_boxes(
     frame = np.repeat(np.array([at for at, _ in own], np.int64), counts)
 
     def column(name: str, kind: type, *shape: int, unknown: float = np.nan) -> NDArray[Any]:
-        return _column(own, len(frame), name, shape, unknown).astype(kind)
+        return _cast(_column(own, len(frame), name, shape, unknown), kind, name, frame)
 
     in_global = np.repeat(np.array([one.in_global for _, one in own], np.bool_), counts)
     to_ego = invert_rigid(ego2global)[frame]
@@ -107,6 +107,16 @@ def clip_boxes(
     of_class = np.bincount(frame * num_classes + found["label"] + 1, minlength=len(rows) * num_classes)
     num_boxes = np.bincount(frame, minlength=len(rows)).tolist()
     return ClipBoxes(encoded, num_boxes, of_class.reshape(len(rows), num_classes)[:, 1:])
+
+
+def _cast(values: F64, kind: type, name: str, frame: NDArray[np.int64]) -> NDArray[Any]:
+    """The values of boxes as ``kind``; raises SourceError where an integer cannot hold one."""
+    if issubclass(kind, np.integer):
+        bad = ~((values >= np.iinfo(kind).min) & (values <= np.iinfo(kind).max))
+        if bad.any():
+            at = int(np.argmax(bad))
+            raise SourceError(f"frame {int(frame[at])}: {name} of a box is {values[at]:g}, out of range; unknown is -1")
+    return values.astype(kind)
 
 
 def _column(

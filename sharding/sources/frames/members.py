@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from fuelrail.pipeline.errors import ImageError, SourceError
+from fuelrail.pipeline.format.rules import LARGEST_IMAGE
 from fuelrail.pipeline.sample.image_header import probe
 from fuelrail.pipeline.sample.schema import IMAGE_EXTENSIONS, POINTS_EXTENSION
 from fuelrail.sharding.sources.files import looks
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 
 HEAD_BYTES: Final = (4 << 10, 64 << 10)
 """How much of an image is read for its size; the second where the first does not reach the frame header."""
-
-
 MADE: Final = "made:"
 """Begins the reference of an image that the source makes."""
 POINTS: Final = "points:"
@@ -171,6 +170,9 @@ class MemberFinder:
         if extension not in IMAGE_EXTENSIONS:
             listed = ", ".join(_EXTENSIONS)
             return self._note(place, channel, f"image '{image.ref}' has none of the extensions {listed}; state it")
+        if not (0 <= image.width <= LARGEST_IMAGE and 0 <= image.height <= LARGEST_IMAGE):
+            stated = f"{image.width} x {image.height} px; allowed are 1 to {LARGEST_IMAGE}, and 0 for unknown"
+            return self._note(place, channel, f"image '{image.ref}' is stated to have {stated}")
         size = (image.width, image.height) if image.width > 0 and image.height > 0 else known.sizes.get(image.ref)
         name = f"{channel}.{extension}"
         if image.made:

@@ -138,7 +138,7 @@ class Rows:
         elif there[0] == "timestamp_s" and not pa.types.is_integer(column.type):
             seconds = self.numbers(name)
             # float64 has 0.24 us at today's times: microseconds are what it can say.
-            found, factor = np.where(np.isnan(seconds), -1, np.rint(seconds * 1e6)).astype(np.int64), 1_000
+            found, factor = np.where(np.isnan(seconds), -1, np.rint(seconds * 1e6)), 1_000
         elif pa.types.is_floating(column.type) and there[0] == "timestamp_ns":
             raise SourceError(
                 f"table '{self.table}', column {name} is {column.type}, which cannot hold nanoseconds: make it int64"
@@ -151,8 +151,8 @@ class Rows:
         if bad.any():
             at = int(np.argmax(bad))
             hint = "is not between the years 2000 and 2100: check the unit, or give time_base=relative"
-            self.fail(at, name, f"{found[at]} {hint if is_unix else 'is out of range'}")
-        return np.where(known, found * factor, -1)
+            self.fail(at, name, f"{found[at]} {hint if is_unix else f'is out of range; allowed are 0 to {last} s'}")
+        return np.where(known, np.asarray(found, np.int64) * factor, -1)
 
     def poses(self, prefix: str) -> F64 | None:
         """Transforms (R, 4, 4), NaN for null, by the columns of the pose ``prefix``; None where there are none."""

@@ -26,6 +26,8 @@ def test_columns_of_numbers(tmp_path):
     assert column.values[1].tolist() == [9, 9]
     assert disk.column(np.float64, (3, 3)).values.shape == (0, 3, 3)
     assert list(tmp_path.iterdir()) == []
+    with pytest.raises(FileNotFoundError):
+        Disk(tmp_path / "gone").column(np.int32)
 
 
 def test_a_filled_column(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import fsspec
@@ -88,3 +89,6 @@ def test_ranges_and_listings(tmp_path):
         files.listed("nowhere")
     with pytest.raises(SourceError, match=r"a\.bin' is not a folder"):
         files.listed("a.bin")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(SourceError, match=r"pipe' is a FIFO"):
+        files.facts("pipe")

@@ -81,6 +81,7 @@ def in_units_of_us(rows):
         row["timestamp_us"] = row.pop("timestamp_ns")
 
 
+BOX = {"x": 1.0, "y": 2.0, "z": 0.0, "length": 4.0, "width": 2.0, "height": 1.5, "yaw": 0.1, "category": "car"}
 BAD_WIDE = {
     "no clips": (without("clip_id"), "no column clip_id"),
     "no time": (without("timestamp_ns"), r"no column of time, one of timestamp_ns"),
@@ -112,6 +113,8 @@ BAD_WIDE = {
     "attribute of ours": (put(0, speed_mps=3.0), r"speed_mps"),
     "a struct for boxes": (lambda rows: [{**row, "boxes": {"yaw": 1.0}} for row in rows], "expected a list of structs"),
     "box column": (put(0, boxes=[{"category": "car", "heading": 1.0}]), r"boxes have no column heading"),
+    "visibility": (put(0, boxes=[{**BOX, "visibility": 258}]), r"frame 0: visibility of a box is 258, out of range"),
+    "size": (put(0, cam__cam_left__width=2**40, cam__cam_left__height=9), r"1099511627776 x 9 px"),
     "two splits": (put(1, split="val"), r"row 1, column split"),
     "plain q": (lambda rows: [{**row, "ego2global.q": [1, 0, 0, 0]} for row in rows], r"q_wxyz or ego2global.q_xyzw"),
 }  # fmt: skip
