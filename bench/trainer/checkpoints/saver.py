@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -120,10 +121,11 @@ class Checkpoints:
             )
             self._on_first(partial(self._store.publish, folder, manifest))
             self._on_first(partial(self._store.prune, self._keep))
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # torch's is no Exception
+            reason = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
             raise FuelrailError(
-                f"the checkpoint of step {step} could not be written to '{self._store.shown}': {error}; checkpoints "
-                "of earlier steps are whole"
+                f"the checkpoint of step {step} could not be written to '{self._store.shown}': {reason}; checkpoints "
+                "of earlier steps are whole; check the space that is left there"
             ) from error
         size = sum(size for size, _ in files.values())
         total_ns = time.monotonic_ns() - start_ns

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
+    from torch.optim.lr_scheduler import LambdaLR
 
     from fuelrail.bench.trainer.strategies.parallel import Parallel
 
@@ -76,9 +77,9 @@ def put_back(parallel: Parallel, tensors: Mapping[str, Tensor], progress: Mappin
     for name, value in tensors.items():
         if name.startswith("rng."):
             torch.set_rng_state(value) if name.endswith(".cpu") else torch.cuda.set_rng_state(value)
-    parallel.schedule.last_epoch = step = progress["schedule"]
-    schedule = zip(parallel.schedule.base_lrs, parallel.schedule.lr_lambdas, strict=True)
-    for group, (rate, factor) in zip(parallel.optimiser.param_groups, schedule, strict=True):
+    schedule, groups = cast("LambdaLR", parallel.schedule), parallel.optimiser.param_groups
+    schedule.last_epoch = step = progress["schedule"]
+    for group, rate, factor in zip(groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
         group["lr"] = rate * factor(step)
     if progress["scaler"]:  # that of a run without fp16 has no state
         parallel.scaler.load_state_dict(dict(progress["scaler"]))

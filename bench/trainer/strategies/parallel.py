@@ -31,6 +31,7 @@ from fuelrail.bench.trainer.strategies.settings import AXES, Degrees, ParallelSe
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
 
     from fuelrail.bench.measure.accelerator import Accelerator
     from fuelrail.bench.trainer.models.settings import ModelSettings
@@ -62,7 +63,7 @@ class Parallel:
 
     def __post_init__(self) -> None:
         warmup, device = self.settings.rate_warmup, next(self.models[0].parameters()).device.type
-        self.schedule = LambdaLR(self.optimiser, lambda step: min(1.0, (step + 1) / max(1, warmup)))
+        self.schedule: LRScheduler = LambdaLR(self.optimiser, lambda step: min(1.0, (step + 1) / max(1, warmup)))
         self.scaler = SharedGradScaler(device, self.settings.max_skipped, enabled=self.precision == "fp16")
 
     @property

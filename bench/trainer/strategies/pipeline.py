@@ -40,7 +40,10 @@ class Stage(nn.Module):
     def forward(self, *hidden: Tensor, **named: Tensor) -> Tensor:
         """Return the hidden tensor, or the loss of this part of the batch."""
         inputs = [named[f"input_{number}"] for number in range(len(named))]
-        value: Tensor = hidden[0] if self.stem is None else self.stem(*inputs)
+        value: Tensor = hidden[0].view_as(hidden[0]) if self.stem is None else self.stem(*inputs)
+        if self.stem is None and value.requires_grad:
+            # One that is not cannot be sent.
+            value.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
         for block in self.blocks.values():
             value = block(value)
         # Convolutions may leave another layout, which cannot be sent.

@@ -197,12 +197,13 @@ def test_a_newer_version_is_refused_with_both_sides(datasets, saved, monkeypatch
         run(datasets / "one", saved)
 
 
-def test_a_save_that_fails_is_reported_and_leaves_the_one_before(datasets, saved, monkeypatch):
-    def full(self, folder, manifest):
+@pytest.mark.parametrize(("kind", "method"), [(Store, "publish"), (FileSystemWriter, "write_data")])
+def test_a_save_that_fails_is_reported_and_leaves_the_one_before(datasets, saved, monkeypatch, kind, method):
+    def full(*_):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch, pytest.raises(FuelrailError, match=r"step 6 could not .*No space left"):
-        patch.setattr(Store, "publish", full)
+        patch.setattr(kind, method, full)
         run(datasets / "one", saved)
     assert run(datasets / "one", saved)[0].step == 4
 
