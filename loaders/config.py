@@ -131,7 +131,7 @@ class StaticBatches(CheckedSettings, frozen=True):
 
     max_boxes: Annotated[int, Meta(ge=1), must_be("an integer >= 1")] = 256
     max_points: Annotated[Annotated[int, Meta(ge=1)] | None, must_be("an integer >= 1, or None")] = None
-    buffers: Annotated[int, Meta(ge=1), must_be("an integer >= 1")] = 2
+    buffers: Annotated[int, Meta(ge=1, le=1024), must_be("an integer from 1 to 1024")] = 2
 
 
 _DEFAULT_IMAGE: Final = ImageAugment(height=256, width=704)
@@ -269,7 +269,7 @@ class StorageOptions(CheckedSettings, frozen=True):
 _BOOL: Final = must_be("True or False")
 _COUNT: Final = must_be("an integer >= 1")
 _WORKERS: Final = must_be(
-    "an integer >= 1, 'auto', a Budget or None: it is the number of threads that decode in "
+    "an integer from 1 to 4096, 'auto', a Budget or None: it is the number of threads that decode in "
     "this process, not of worker processes, so 0 is not possible; leave it out for one thread for each CPU of this rank"
 )
 _RATIOS: Final = must_be(
@@ -289,7 +289,7 @@ class Arguments(Settings, frozen=True, kw_only=True):
     shuffle: Annotated[bool, _BOOL]
     seed: Annotated[int, Meta(ge=0), must_be("an integer >= 0")]
     drop_last: Annotated[bool, _BOOL]
-    num_workers: Annotated[Annotated[int, Meta(ge=1)] | Literal["auto"] | Budget | None, _WORKERS]
+    num_workers: Annotated[Annotated[int, Meta(ge=1, le=4096)] | Literal["auto"] | Budget | None, _WORKERS]
     prefetch_factor: Annotated[int, Meta(ge=1), _COUNT]
     pin_memory: Annotated[bool | None, must_be("True, False or None")]
     collate_fn: Any

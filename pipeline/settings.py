@@ -210,8 +210,11 @@ def make_options(kind: type[S], options: S | None, changes: Mapping[str, object]
 
 def _check_type(name: str, value: object, annotation: Any, error: type[Exception]) -> None:  # noqa: ANN401
     try:
-        msgspec.convert(value, type=annotation)
-    except msgspec.ValidationError as failure:
+        made = msgspec.convert(value, type=annotation)
+        # NumPy scalars and tensors look like an empty mapping to msgspec.
+        if isinstance(made, msgspec.Struct) and not isinstance(value, msgspec.Struct | Mapping):
+            raise TypeError(f"got {type(value).__name__}")
+    except (msgspec.ValidationError, AttributeError, TypeError, UnicodeError) as failure:
         words = _allowed(annotation)
         refusal = f"is not allowed: {failure}" if words is None else f"must be {words}"
         raise error(f"{name}={_short(value)} {refusal}") from failure
@@ -300,7 +303,7 @@ def load_yaml(path: str | os.PathLike[str], to: type[S]) -> S:
     except OSError as error:
         hint = f"; presets: {', '.join(known)}{did_you_mean(str(path), known)}" if known else ""
         raise ConfigError(f"config file '{shown(file)}' cannot be read: {error.strerror}{hint}") from error
-    except UnicodeDecodeError as error:
+    except ValueError as error:  # no UTF-8, or a path with a null character
         raise ConfigError(f"config file '{file}' cannot be read: {error}") from error
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)

@@ -102,7 +102,7 @@ def decode_state(encoded: object, expected: Identity, *, strict: bool = True) ->
         if isinstance(plain.get("identity"), str):
             plain["identity"] = msgspec.json.decode(plain["identity"])
         state = msgspec.convert(plain, LoaderState)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise StateMismatchError(f"not a Fuelrail loader state: {error}") from error
     _check_numbers(state)
     differing = [

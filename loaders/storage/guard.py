@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import weakref
 from functools import cache
 from typing import TYPE_CHECKING, Final, Self
@@ -126,7 +127,7 @@ class IndexGuard:
         if library is None:
             return
         for table, name in ((dataset.index, "index.arrow"), (dataset.shards, "shards.arrow")):
-            text = ctypes.c_char_p(_INDEX_CUT.format(path=dataset.root / name).encode())
+            text = ctypes.c_char_p(os.fsencode(_INDEX_CUT.format(path=dataset.root / name)))
             slot = library.add(int(np.frombuffer(table.mapped, np.uint8).ctypes.data), len(table.mapped), text)
             if slot >= 0:
                 weakref.finalize(table, _forget, library, slot, text)

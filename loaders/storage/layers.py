@@ -168,8 +168,7 @@ class LayeredSession:
         """Ask for the spans of the base and of the layers' rows for these samples."""
         base = self._base.request(rows)
         found = [
-            self._found.pop(index, []) or [one.part.find(index, row.key) for one in self._parts]
-            for index, row in rows
+            self._found.pop(index, []) or [one.part.find(index, row.key) for one in self._parts] for index, row in rows
         ]
         both = zip(self._parts, zip(*found, strict=True), strict=True) if found else ()
         layers = [one.request(of_layer, self._num_requested) for one, of_layer in both]

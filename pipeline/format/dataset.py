@@ -69,8 +69,9 @@ class Dataset:
     stored, ``dataset.read(key, channels=...)`` a part of one. It can be pickled, and is opened again where it is
     unpickled.
 
-    ``root`` is the local folder; of a dataset at ``url`` it is where manifest, index and attributes were fetched to,
-    and the shards are not in it. ``storage_options`` are what fsspec was given; they may hold credentials.
+    ``root`` is the local folder, an absolute path; of a dataset at ``url`` it is where manifest, index and attributes
+    were fetched to, and the shards are not in it. ``storage_options`` are what fsspec was given; they may hold
+    credentials.
     """
 
     root: Path
@@ -293,6 +294,7 @@ def open_kind(
     else:
         folder, origin = Path(str(root).removeprefix("file://")), None
         manifest = load_manifest(folder, kinds)
+    folder = folder.absolute()  # files are opened later, and the process may change its working directory
     try:
         tables = open_tables(folder, manifest, origin)
     except IndexFileError as error:

@@ -46,7 +46,7 @@ class FrameWindow(Settings, frozen=True):
             raise OrderError(f"a window's stride must be 1 or more, got {self.stride}")
         if 0 not in self.frames or len(set(self.frames)) != len(self.frames):
             raise OrderError(f"a window's frames must be different offsets with 0 among them, got {list(self.frames)}")
-        if max(map(abs, self.frames)) * self.stride >= _MAX_REACH:
+        if max(1, *map(abs, self.frames)) * self.stride >= _MAX_REACH:
             raise OrderError(f"a window may reach less than 2**30 frames, got {list(self.frames)} x {self.stride}")
 
     @property

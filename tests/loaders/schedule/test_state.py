@@ -93,6 +93,8 @@ def test_state_of_another_sequence_shows_both_sides(change, both) -> None:
         ({"identity": {}}, "$.identity"),
         ({"identity": "{}"}, "$.identity"),
         ({"identity": "{"}, "not a Fuelrail loader state"),
+        ({"identity": "\ud800"}, "not a Fuelrail loader state"),
+        ({"identity": "[" * 100_000}, "not a Fuelrail loader state"),
         ({"identity": 3}, "$.identity"),
         ({"global_batch_size": -1}, "global_batch_size -1; it must be 1 or more"),
         ({"global_batch_size": 0}, "global_batch_size 0; it must be 1 or more"),

@@ -54,6 +54,12 @@ class TestMapped(StorageSuite):
         index, row = rows_of(dataset)[0]
         assert storage.span(index, row).obj is storage.span(index, row).obj
 
+    def test_a_folder_may_have_a_name_that_is_not_unicode(self, opened, own):
+        other = own.with_name("caf\udce9")
+        own.rename(other)
+        dataset, storage = opened(other)
+        assert [bytes(storage.span(*row)) for row in rows_of(dataset)] == spans_of(other)
+
     def test_replaced_by_rename_continues_with_the_old_file(self, opened, own):
         dataset, storage = opened(own)
         expected = spans_of(own)

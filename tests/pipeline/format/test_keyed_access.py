@@ -204,6 +204,14 @@ def test_a_dataset_can_be_pickled(built, tmp_path, monkeypatch) -> None:
     assert (copy.root, copy.manifest, copy[3].key) == (dataset.root, dataset.manifest, dataset[3].key)
 
 
+def test_a_relative_path_holds_when_the_process_changes_its_folder(built, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(built[0].parent)
+    dataset = open_dataset(built[0].name)
+    monkeypatch.chdir(tmp_path)
+    assert dataset.root == built[0]
+    assert dataset[3].key == open_dataset(built[0])[3].key
+
+
 def test_what_a_notebook_shows(built) -> None:
     page = open_dataset(built[0])._repr_html_()
     assert "<td>train</td><td>7</td><td>2</td><td>2</td>" in page
