@@ -42,7 +42,7 @@ class Stage(nn.Module):
         inputs = [named[f"input_{number}"] for number in range(len(named))]
         value: Tensor = hidden[0].view_as(hidden[0]) if self.stem is None else self.stem(*inputs)
         if self.stem is None and value.requires_grad:
-            # One that is not cannot be sent.
+            # A gradient that is not contiguous cannot be sent.
             value.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
         for block in self.blocks.values():
             value = block(value)
