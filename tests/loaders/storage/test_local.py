@@ -55,7 +55,7 @@ class TestMapped(StorageSuite):
         assert storage.span(index, row).obj is storage.span(index, row).obj
 
     def test_a_folder_may_have_a_name_that_is_not_unicode(self, opened, own):
-        other = own.with_name("caf\udce9")
+        other = own.with_name("name-\udce9")
         own.rename(other)
         dataset, storage = opened(other)
         assert [bytes(storage.span(*row)) for row in rows_of(dataset)] == spans_of(other)
