@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.order.permutation import KeyedPermutation, derive_key
 from fuelrail.pipeline.order.select import Filter
-from fuelrail.sharding.planning.recipe import Recipe, Splits, unit_frames
+from fuelrail.sharding.planning.recipe import Recipe, Splits, check_split_names, unit_frames
 from fuelrail.sharding.sources.scan_table import CLIP_NUMBER, ClipInfo, ScanTable
 
 DEFAULT_SPLIT = "train"
@@ -55,7 +55,8 @@ def assign_splits(
 
     Without splits in the recipe the source's own count, and without those everything is ``train``. ``present`` are the
     numbers of the clips of which samples are selected (None: all); splits without any are left out. Raises ConfigError
-    for a clip in two splits, an unknown clip in the user's own lists, or more splits than clips.
+    for a clip in two splits, an unknown clip in the user's own lists, more splits than clips, or a name of a split that
+    is not allowed.
     """
     numbers = range(len(clips)) if present is None else sorted(present)
     if recipe.splits is None and own_splits is None:
@@ -69,6 +70,7 @@ def assign_splits(
     wanted = set(numbers)
     clips_by_split = {split: [number for number in found if number in wanted] for split, found in named.items()}
     clips_by_split = {split: found for split, found in clips_by_split.items() if found}
+    check_split_names(clips_by_split)
     if not clips_by_split:
         raise ConfigError(f"none of the {len(numbers)} clips is in one of the splits {', '.join(named)}")
     return clips_by_split

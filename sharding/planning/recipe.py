@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.metadata
 import math
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -100,7 +101,7 @@ _POINT_BYTES: Final = 4  # points are float32 (schema.encode_points)
 
 _UNITS: Final = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
-_SPLIT_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,31}\Z")
+_SPLIT_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,99}\Z")  # as FORMAT.md has it: shards are named after it
 
 Splits = dict[str, float | list[str]]
 """Split name to its share of the clips, or to the names of its clips."""
@@ -153,16 +154,22 @@ def _read_splits(path: Path) -> Splits:
     return splits
 
 
+def check_split_names(names: Iterable[str]) -> None:
+    """Raise ConfigError for a split that shards cannot be named after."""
+    for name in names:
+        if not _SPLIT_NAME.match(name):
+            raise ConfigError(
+                f"split name {name!r:.110} is not allowed; use at most 100 lower-case letters, digits and _, starting "
+                "with a letter; --splits overrides the source's own"
+            )
+
+
 def _check_splits(splits: Splits | None) -> None:
     if splits is None:
         return
     if not splits:
         raise ConfigError("splits are empty; name at least one")
-    for name in splits:
-        if not _SPLIT_NAME.match(name):
-            raise ConfigError(
-                f"split name {name!r} is not allowed; use lower-case letters, digits and _, starting with a letter"
-            )
+    check_split_names(splits)
     shares = [share for share in splits.values() if isinstance(share, float)]
     if shares and not (min(shares) > 0 and abs(sum(shares) - 1) <= 1e-6):  # NaN is refused too
         raise ConfigError(f"the shares of splits {', '.join(splits)} must be over 0 and add up to 1, got {sum(shares)}")

@@ -286,7 +286,7 @@ def _check_types(line: dict[str, Any], schema: pa.Schema, where: str) -> None:
         if kind is not None and field.name in line:
             try:
                 msgspec.json.decode(line[field.name], type=kind | None)
-            except msgspec.ValidationError as error:
+            except (msgspec.ValidationError, UnicodeDecodeError) as error:  # the latter: not UTF-8
                 value = bytes(line[field.name]).decode("utf-8", "replace")
                 raise SourceError(f"{where}, column {field.name}: {value} is not {field.type}") from error
 

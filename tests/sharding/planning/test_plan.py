@@ -140,6 +140,9 @@ def test_own_splits_of_the_source():
     assert assign_splits(clips, make_recipe(), None) == {"train": [0, 1, 2, 3]}
     with pytest.raises(ConfigError, match="none of the 4 clips is in one of the splits train"):
         assign_splits(clips, make_recipe(), {"train": ["nowhere"]})
+    for name in ("Train", "../x", ""):
+        with pytest.raises(ConfigError, match="split name .* is not allowed; .* overrides the source's own"):
+            assign_splits(clips, make_recipe(), {name: ["Clip 0"]})
 
 
 def test_lists_of_the_user_must_be_right():
