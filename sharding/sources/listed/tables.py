@@ -244,6 +244,11 @@ def _json_tables(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterator[pa
 
 
 def _json_table(block: bytes, name: str, row: int, schema: pa.Schema | None, type_of: TypeOf) -> pa.Table:
+    try:
+        str(block, "utf-8")  # Arrow takes any bytes, and fails where they become texts
+    except UnicodeDecodeError as error:
+        at = row + sum(1 for line in block[: error.start].split(b"\n")[:-1] if line.strip())
+        raise SourceError(f"table '{name}', row {at}: {error}; write the file as UTF-8") from error
     wanted = schema
     if schema is None:
         names = dict.fromkeys(key for _, line in _lines(block, name, row) for key in line)
@@ -286,7 +291,7 @@ def _check_types(line: dict[str, Any], schema: pa.Schema, where: str) -> None:
         if kind is not None and field.name in line:
             try:
                 msgspec.json.decode(line[field.name], type=kind | None)
-            except (msgspec.ValidationError, UnicodeDecodeError) as error:  # the latter: not UTF-8
+            except msgspec.ValidationError as error:
                 value = bytes(line[field.name]).decode("utf-8", "replace")
                 raise SourceError(f"{where}, column {field.name}: {value} is not {field.type}") from error
 

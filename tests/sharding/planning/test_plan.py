@@ -141,7 +141,7 @@ def test_own_splits_of_the_source():
     with pytest.raises(ConfigError, match="none of the 4 clips is in one of the splits train"):
         assign_splits(clips, make_recipe(), {"train": ["nowhere"]})
     for name in ("Train", "../x", ""):
-        with pytest.raises(ConfigError, match="split name .* is not allowed; .* overrides the source's own"):
+        with pytest.raises(ConfigError, match=r"split name .* is not allowed; .* overrides the source's own"):
             assign_splits(clips, make_recipe(), {name: ["Clip 0"]})
 
 

@@ -152,6 +152,7 @@ def test_bad_rows_of_long_tables_are_named(long, table, change, match):
         ("parquet", b"version https://git-lfs.github.com/spec/v1\n", "git-LFS pointer"),
         ("parquet", b"PAR1 and nothing", "cannot be read"),
         ("jsonl", b'{"clip_id": "a"}\n{"clip_id": \n', "row 1: not a JSON object"),
+        ("jsonl", b'{"clip_id": "a"}\n{"clip_id": "name \xe9"}\n', "row 1: .*write the file as UTF-8"),
         ("jsonl", b"\n", "no rows"),
         ("csv", b"clip_id,timestamp_ns\na,1,2\n", "cannot be read.*Expected 2 columns, got 3"),
         ("csv", b"clip_id,timestamp_ns\na,noon\n", "cannot be read.*'noon'"),
