@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.order.windows import FrameWindow
     from fuelrail.pipeline.transforms.pixels import PixelAugment
 
-_LEAST_AHEAD: Final = 8
-"""Fetched and parsed samples that may wait at least, half of which are made in a row."""
+_FEW_AHEAD: Final = 8
+"""Fetched and parsed samples that may wait for few threads; half of them are made in a row."""
 
 
 class BatchPipeline(NamedTuple):
@@ -83,7 +83,7 @@ class BatchPipeline(NamedTuple):
         num_workers = tuning.num_workers
         parse = partial(samples.parse, self.augments, self.bad, self.window)
         fill = self.augments.pixels.grid_mask_fill
-        ahead = max(_LEAST_AHEAD, 2 * num_workers)
+        ahead = max(2 * num_workers, min(_FEW_AHEAD, 4 * num_workers))
         stages = [
             Stage("fetch", partial(samples.fetch, self.bad), 1, ahead, in_bursts=True),
             Stage("parse", parse, num_workers if self.parses_hard else 1, ahead, in_bursts=True),
