@@ -283,14 +283,6 @@ class SampleIndex:
             Members(members, starts[at], starts[at + 1]), False,
         ))  # fmt: skip
 
-    def place(self, index: int) -> tuple[int, int, int]:
-        """Return shard, offset and length of sample ``index``: what :meth:`row` has of them, in half the time."""
-        if not 0 <= index < self._length:
-            raise OrderError(f"sample {index} is outside the index of {self._length} samples")
-        number, at = divmod(index, ROWS_PER_BATCH)
-        _, _, shard, offset, length, _ = (self._batches[number] or self._batch(number)).row_scalars
-        return shard[at], offset[at], length[at]
-
     def has_row(self, index: int) -> bool:
         """Whether nothing has to be fetched to read a row."""
         return self._source.has_batch(index // ROWS_PER_BATCH)
