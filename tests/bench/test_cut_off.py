@@ -70,7 +70,8 @@ def under_way(word, dataset, out, options, is_under_way):
         yield process, token
     finally:
         process.kill()
-        process.communicate()
+        process.wait()  # its output may have been read already
+        process.stderr.close()
 
 
 def wait_until(condition):
