@@ -121,7 +121,7 @@ def test_a_rank_that_is_stuck_is_named_within_the_time_limit(dataset, tmp_path):
     """Once it is asked to end, it is continued: the launcher would wait half a minute before it kills it."""
     options, is_under_way, _ = CASES["train"]
     # A mesh of two axes has groups of its own, which must have the same limit.
-    options = (*options, "--ranks", 4, "--mesh", "tp=2,dp_shard=2", "--model", "gpt-tiny", "--timeout-s", 10)
+    options = (*options, "--ranks", 4, "--mesh", "dp_replicate=2,dp_shard=2", "--timeout-s", 10)
     with under_way("train", dataset, tmp_path / "out", options, is_under_way) as (process, token):
         rank = rank_1_of(token)
         os.kill(rank, signal.SIGSTOP)
