@@ -11,6 +11,7 @@ import ctypes
 import os
 import signal
 import sys
+import tempfile
 import uuid
 from collections.abc import Sequence
 from datetime import timedelta
@@ -70,23 +71,26 @@ def main(arguments: Sequence[str]) -> int:
     parent, num_ranks, exits, *program = arguments
     end_with(int(parent), signal.SIGTERM)
     # Slow to import, so only once nobody can be left without a parent.
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=int(num_ranks),
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",  # this host's own name need not resolve
-        max_restarts=0,
-        monitor_interval=_MONITOR_INTERVAL_S,
-    )
     try:
-        elastic_launch(config, sys.executable)("-m", *program, str(os.getpid()))
+        # Torch leaves its own folder of logs behind.
+        with tempfile.TemporaryDirectory(prefix="fuelrail-ranks-") as logs:
+            config = LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=int(num_ranks),
+                run_id=uuid.uuid4().hex,
+                rdzv_backend="c10d",
+                rdzv_endpoint="localhost:0",
+                local_addr="localhost",  # this host's own name need not resolve
+                max_restarts=0,
+                monitor_interval=_MONITOR_INTERVAL_S,
+                logs_specs=DefaultLogsSpecs(log_dir=logs),
+            )
+            elastic_launch(config, sys.executable)("-m", *program, str(os.getpid()))
     except ChildFailedError as error:
         failed = [RankExit(rank=rank, exit_code=failure.exitcode) for rank, failure in error.failures.items()]
         Path(exits).write_bytes(msgspec.json.encode(failed))

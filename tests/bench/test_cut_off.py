@@ -11,6 +11,7 @@ import sys
 import time
 import uuid
 from contextlib import contextmanager
+from getpass import getuser
 from pathlib import Path
 
 import pytest
@@ -58,11 +59,12 @@ CASES = {
 @contextmanager
 def under_way(word, dataset, out, options, is_under_way):
     """The command, once it is as far as that, and the token that its processes hold in their environment."""
-    token = uuid.uuid4().hex
+    token, temporary = uuid.uuid4().hex, out.with_name("temporary")
+    temporary.mkdir()
     command = [sys.executable, "-m", "fuelrail", "bench", word, dataset, "--out", out, "--no-html", *options]
     process = subprocess.Popen(
-        [*map(str, command)], env={**environment(), "FUELRAIL_TEST_RUN": token}, stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE, text=True,
+        [*map(str, command)], env={**environment(), "FUELRAIL_TEST_RUN": token, "TMPDIR": str(temporary)},
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
         wait_until(lambda: is_under_way(out) or process.poll() is not None)
@@ -94,6 +96,7 @@ def test_a_partial_report_says_so_and_nothing_keeps_running(word, dataset, tmp_p
     assert "interrupted" in report["cut_off"]
     assert "**Partial: " in (out / "report.md").read_text()
     assert processes_of(token) == []
+    assert {one.name for one in out.with_name("temporary").iterdir()} <= {f"torchinductor_{getuser()}"}  # a cache
     if word == "diagnose":
         assert report["diagnosis"] is None
         assert [run["name"] for run in report["runs"]] == ["as-it-is", "without-loading"]
