@@ -116,13 +116,13 @@ class TurboDecoder:
         for number, image, is_done in zip(numbers, images, done, strict=True):
             try:
                 if not is_done:
-                    self._decode(image, interpolation)
+                    self._decode_then_sample(image, interpolation)
             except ImageError as error:
                 errors[number] = error.with_traceback(None)
         return errors
 
-    def _decode(self, scaled: ScaledImage, interpolation: Interpolation) -> None:
-        """Decode what is not resized as it is decoded."""
+    def _decode_then_sample(self, scaled: ScaledImage, interpolation: Interpolation) -> None:
+        """Decode an image that is not resampled while it is decoded."""
         encoded, info, factor, image_map, out = scaled
         native = self._native if self._native is not None and self._native.takes(info, factor) else None
         grid = resize_grid(image_map, interpolation)
