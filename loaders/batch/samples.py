@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from fuelrail.loaders.batch.channels import moved_frames
 from fuelrail.loaders.batch.temporal import hidden
-from fuelrail.loaders.decode import ImageDecoder, decode_views
+from fuelrail.loaders.decode import ImageDecoder, decode_images, decode_views
 from fuelrail.loaders.decode.pixels import change_pixels
 from fuelrail.loaders.records import CameraImages, DecodedSample, Fetched, Parsed, Task
 from fuelrail.loaders.schedule.bad_samples import BAD_SAMPLE, BadSamples
@@ -206,19 +206,23 @@ def _decode(
 ) -> None:
     """Decode the images of one frame, for each view into uint8 (3, H, W) of each camera."""
     sample = views[0].samples[number]
-    for camera, channel in enumerate(cameras):
-        encoded = sample.images.get(channel)
-        if encoded is None:
+    files = {camera: sample.images[channel] for camera, channel in enumerate(cameras) if channel in sample.images}
+    for camera in range(len(cameras)):
+        if camera not in files:
             for of_view in images:
                 of_view[camera][:] = 0
-            continue
-        try:
-            if len(views) == 1:
-                decoder.decode_into(encoded, views[0].maps[number][camera], images[0][camera])
-            else:
-                outs = [of_view[camera] for of_view in images]
+    if len(views) == 1:
+        maps, outs = [views[0].maps[number][camera] for camera in files], [images[0][camera] for camera in files]
+        for camera, error in zip(files, decode_images(decoder, [*files.values()], maps, outs), strict=True):
+            if error is not None:
+                raise ImageError(error.message, key=sample.key, member=cameras[camera]) from error
+    else:
+        for camera, encoded in files.items():
+            outs = [of_view[camera] for of_view in images]
+            try:
                 decode_views(decoder, encoded, [view.maps[number][camera] for view in views], outs)
-        except ImageError as error:
-            raise ImageError(error.message, key=sample.key, member=channel) from error
-        for view, of_view in zip(views, images, strict=True):
+            except ImageError as error:
+                raise ImageError(error.message, key=sample.key, member=cameras[camera]) from error
+    for view, of_view in zip(views, images, strict=True):
+        for camera in files:
             change_pixels(of_view[camera], view.changes[camera], fill)

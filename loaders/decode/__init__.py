@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
@@ -12,10 +12,11 @@ from fuelrail.loaders.decode.protocol import (
     DaliOptions,
     ImageDecoder,
     ImageFacts,
+    ImagesDecoder,
     Interpolation,
     ViewsDecoder,
 )
-from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.errors import ConfigError, ImageError
 from fuelrail.pipeline.sample.image_header import ImageInfo, probe
 
 if TYPE_CHECKING:
@@ -32,8 +33,10 @@ __all__ = [
     "BatchDecoder",
     "ImageDecoder",
     "ImageInfo",
+    "ImagesDecoder",
     "Interpolation",
     "ViewsDecoder",
+    "decode_images",
     "decode_views",
     "decodes_on_device",
     "make_decoder",
@@ -76,6 +79,26 @@ def make_decoder(
     if facts is not None and device is not None and str(device) != "cpu":
         options["facts"] = facts()
     return cast("ImageDecoder", backend(device or "cpu", num_threads=num_threads, **options))
+
+
+def decode_images(
+    decoder: ImageDecoder, encoded: Sequence[Buffer], image_maps: Sequence[ImageMap], outs: Sequence[NDArray[np.uint8]]
+) -> Iterator[ImageError | None]:
+    """Decode each image under its map: in one call where the decoder can, else one after another.
+
+    Arguments as in `ImageDecoder.decode_into`. Yields for each image None, or the error for which its ``out`` is
+    untouched.
+    """
+    if isinstance(decoder, ImagesDecoder):
+        yield from decoder.decode_images(encoded, image_maps, outs)
+        return
+    for image in zip(encoded, image_maps, outs, strict=True):
+        try:
+            decoder.decode_into(*image)
+        except ImageError as error:
+            yield error
+        else:
+            yield None
 
 
 def decode_views(

@@ -57,6 +57,25 @@ class ImageDecoder(Protocol):
 
 
 @runtime_checkable
+class ImagesDecoder(Protocol):
+    """A decode backend that decodes several images in one call; in addition to `ImageDecoder`."""
+
+    def decode_images(
+        self,
+        encoded: Sequence[Buffer],
+        image_maps: Sequence[ImageMap],
+        outs: Sequence[NDArray[np.uint8]],
+        interpolation: Interpolation = "bilinear",
+    ) -> list[ImageError | None]:
+        """Do what `ImageDecoder.decode_into` does to each image.
+
+        Returns for each None, or the ImageError that says why its ``out`` is untouched. The others are decoded. Raises
+        ConfigError.
+        """
+        ...
+
+
+@runtime_checkable
 class ViewsDecoder(Protocol):
     """A decode backend that decodes an image once for several maps; in addition to `ImageDecoder`."""
 

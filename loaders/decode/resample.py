@@ -85,7 +85,7 @@ def resize_grid(image_map: ImageMap, interpolation: str) -> ResizeGrid | None:
 def bilinear_rows(image_map: ImageMap) -> tuple[int, int]:
     """Return the source rows [first, last) that bilinear interpolation reads, and one more on each side.
 
-    For an axis-aligned map. The native decoder reads the same rows (camera_jpeg_resized in camera_jpeg.c), so that it
+    For an axis-aligned map. The native decoder reads the same rows (resized in camera_jpeg.c), so that it
     depends on neither which damaged files are refused.
     """
     _, top, _, bottom = image_map.covered_output()

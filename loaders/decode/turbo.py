@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from fuelrail.loaders.decode.jpeg import Picture, Scratch, decode_jpeg
 from fuelrail.loaders.decode.lens import largest_scale, sampling, source_rows
-from fuelrail.loaders.decode.native import CameraJpeg
+from fuelrail.loaders.decode.native import CameraJpeg, ScaledImage
 from fuelrail.loaders.decode.native import load as load_native
 from fuelrail.loaders.decode.protocol import Interpolation, black_out_unseen, check_output, check_source
 from fuelrail.loaders.decode.resample import REACH, ResizeGrid, bilinear_rows, resize_grid
@@ -83,19 +83,48 @@ class TurboDecoder:
         interpolation: Interpolation = "bilinear",
     ) -> None:
         """Decode into ``out``; see the protocol."""
-        check_output(image_map, out, interpolation)
-        info = probe(encoded)
-        check_source(info, image_map)
-        if image_map.lens is not None:
-            self._rectify(encoded, info, [image_map], [out], interpolation)
-            return
-        factor = _dct_factor(info, image_map.max_scale)
-        if factor > 1:
-            image_map = image_map.of_scaled(factor)
+        (error,) = self.decode_images([encoded], [image_map], [out], interpolation)
+        if error is not None:
+            raise error
+
+    def decode_images(
+        self,
+        encoded: Sequence[Buffer],
+        image_maps: Sequence[ImageMap],
+        outs: Sequence[NDArray[np.uint8]],
+        interpolation: Interpolation = "bilinear",
+    ) -> list[ImageError | None]:
+        """Decode each image into its ``out``; see the protocol."""
+        errors: list[ImageError | None] = [None] * len(encoded)
+        numbers, images = [], []
+        for number, (one, image_map, out) in enumerate(zip(encoded, image_maps, outs, strict=True)):
+            check_output(image_map, out, interpolation)
+            try:
+                info = probe(one)
+                check_source(info, image_map)
+                if image_map.lens is not None:
+                    self._rectify(one, info, [image_map], [out], interpolation)
+                    continue
+            except ImageError as error:
+                errors[number] = error.with_traceback(None)  # which would hold this frame, which holds the error
+                continue
+            factor = _dct_factor(info, image_map.max_scale)
+            numbers.append(number)
+            images.append(ScaledImage(one, info, factor, image_map.of_scaled(factor) if factor > 1 else image_map, out))
+        native = self._native if interpolation == "bilinear" else None
+        done = [False] * len(images) if native is None else native.resize(images, self._scratch)
+        for number, image, is_done in zip(numbers, images, done, strict=True):
+            try:
+                if not is_done:
+                    self._decode_then_sample(image, interpolation)
+            except ImageError as error:
+                errors[number] = error.with_traceback(None)
+        return errors
+
+    def _decode_then_sample(self, scaled: ScaledImage, interpolation: Interpolation) -> None:
+        """Decode an image that is not resampled while it is decoded."""
+        encoded, info, factor, image_map, out = scaled
         native = self._native if self._native is not None and self._native.takes(info, factor) else None
-        bilinear = native if interpolation == "bilinear" else None
-        if bilinear is not None and bilinear.resize(encoded, info, factor, image_map, out, self._scratch):
-            return
         grid = resize_grid(image_map, interpolation)
         rows = _rows(image_map, grid, interpolation)
         image = native.picture(encoded, info, factor, rows, self._scratch) if native is not None else None

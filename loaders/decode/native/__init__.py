@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,16 +43,39 @@ class _Resize(ctypes.Structure):
     )
 
 
+class _Job(ctypes.Structure):
+    """`Job` of camera_jpeg.c; one without a factor is declined."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("size", ctypes.c_size_t),
+        *((name, ctypes.c_int32) for name in ("width", "height", "factor", "declined")),
+        ("wanted", _Resize),
+    )
+
+
+class ScaledImage(NamedTuple):
+    """A file to decode at 1/``factor``, the map of the decoded picture (`ImageMap.of_scaled`), and its planes."""
+
+    encoded: Buffer
+    info: ImageInfo
+    factor: int
+    image_map: ImageMap
+    out: NDArray[np.uint8]
+
+
 class CameraJpeg:
     """The library, for all threads; ctypes lets go of the GIL."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-        common = (pointer, pointer, size, pointer, size, number, number, number)
+        common = (pointer, pointer, size)
         self._context_bytes = _function(library, "camera_jpeg_context_bytes", size)()
         self._scratch_bytes = _function(library, "camera_jpeg_scratch_bytes", size, size, number, number, number)
-        self._resized = _function(library, "camera_jpeg_resized", number, *common, ctypes.POINTER(_Resize))
-        self._picture = _function(library, "camera_jpeg_picture", number, *common, number, number, pointer, size)
+        self._resized = _function(library, "camera_jpeg_resized", None, *common, pointer, number)
+        self._picture = _function(
+            library, "camera_jpeg_picture", number, *common, pointer, size, *(number,) * 5, pointer, size
+        )
         self._cut_rows = _function(library, "restart_rows_cut", None, pointer, number)
         self._local = threading.local()
 
@@ -73,28 +97,16 @@ class CameraJpeg:
             and info.restart_interval in (0, -(-info.width // _MCU_PX))
         )
 
-    def resize(
-        self,
-        encoded: Buffer,
-        info: ImageInfo,
-        factor: int,
-        image_map: ImageMap,
-        out: NDArray[np.uint8],
-        scratch: Scratch,
-    ) -> bool:
-        """Decode at 1/factor and sample bilinearly into planes ``out``; False, and nothing written, where it declines.
+    def resize(self, images: Sequence[ScaledImage], scratch: Scratch) -> list[bool]:
+        """Decode and sample bilinearly into planes; False, and nothing written, for each that it declines.
 
-        ``image_map`` is that of the decoded picture (`ImageMap.of_scaled`).
+        One call for several images: a thread that comes back for the GIL after each of them may wait for it as often.
         """
-        a, b, tx, c, d, ty = image_map.coefficients
-        if b or c or not (abs(a) > _MIN_SCALE and abs(d) > _MIN_SCALE):
-            return False
-        covered = image_map.covered_output()
-        if covered[0] >= covered[2]:
-            return False
-        _, height, width = out.shape
-        wanted = _Resize(a, tx, d, ty, width, height, *covered, out.strides[0], out.strides[1], out.ctypes.data)
-        return self._call(self._resized, encoded, info, factor, scratch, (width, height), ctypes.byref(wanted))
+        files = [np.frombuffer(image.encoded, np.uint8) for image in images]
+        jobs = _jobs(len(images))(*map(_job, images, files))
+        room_bytes = [self._scratch_bytes(job.size, job.width, job.wanted.width, job.wanted.height) for job in jobs]
+        self._resized(*self._memory(max(room_bytes, default=0), scratch), ctypes.addressof(jobs), len(jobs))
+        return [not job.declined for job in jobs]
 
     def picture(
         self, encoded: Buffer, info: ImageInfo, factor: int, rows: tuple[int, int], scratch: Scratch
@@ -108,39 +120,38 @@ class CameraJpeg:
         if first >= last:
             return None
         picture = scratch.take("decoded", height, width, 4)
-        place = picture.ctypes.data, picture.strides[0]
-        return (
-            picture if self._call(self._picture, encoded, info, factor, scratch, (0, 0), first, last, *place) else None
+        data = np.frombuffer(encoded, np.uint8)
+        declined = self._picture(
+            *self._memory(self._scratch_bytes(data.size, info.width, 0, 0), scratch),
+            *(data.ctypes.data, data.size, info.width, info.height, factor),
+            *(first, last, picture.ctypes.data, picture.strides[0]),
         )
+        return None if declined else picture
 
-    def _call(
-        self,
-        function: ctypes._NamedFuncPointer,
-        encoded: Buffer,
-        info: ImageInfo,
-        factor: int,
-        scratch: Scratch,
-        out_wh: tuple[int, int],
-        *arguments: object,
-    ) -> bool:
-        """Call with the arguments that both functions begin with, whose memory lives as long; whether it was done."""
+    def _memory(self, room_bytes: int, scratch: Scratch) -> tuple[int, int, int]:
+        """Context and scratch memory of the calling thread, which its next call takes too."""
         context: NDArray[np.uint8] | None = getattr(self._local, "context", None)
         if context is None:
             context = self._local.context = np.zeros(self._context_bytes, np.uint8)
-        room = scratch.take("native", 1, self._scratch_bytes(len(encoded), info.width, *out_wh), 1)
-        data = np.frombuffer(encoded, np.uint8)
-        declined = function(
-            context.ctypes.data,
-            room.ctypes.data,
-            room.size,
-            data.ctypes.data,
-            data.size,
-            info.width,
-            info.height,
-            factor,
-            *arguments,
-        )
-        return not declined
+        room = scratch.take("native", 1, room_bytes, 1)
+        return context.ctypes.data, room.ctypes.data, room.size
+
+
+@cache
+def _jobs(number: int) -> type[ctypes.Array[_Job]]:
+    return _Job * number
+
+
+def _job(image: ScaledImage, data: NDArray[np.uint8]) -> _Job:
+    """The job of an image, whose file is ``data``; an empty one, which is declined, for what the code does not do."""
+    a, b, tx, c, d, ty = image.image_map.coefficients
+    covered = image.image_map.covered_output()
+    does = not b and not c and abs(a) > _MIN_SCALE and abs(d) > _MIN_SCALE and covered[0] < covered[2]
+    if not does or not CameraJpeg.takes(image.info, image.factor):
+        return _Job()
+    _, height, width = image.out.shape
+    wanted = _Resize(a, tx, d, ty, width, height, *covered, *image.out.strides[:2], image.out.ctypes.data)
+    return _Job(data.ctypes.data, data.size, image.info.width, image.info.height, image.factor, 0, wanted)
 
 
 def _function(library: ctypes.CDLL, name: str, result: type | None, *arguments: type) -> ctypes._NamedFuncPointer:

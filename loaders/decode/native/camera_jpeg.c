@@ -257,12 +257,19 @@ int camera_jpeg_picture(Context *context, uint8_t *scratch, size_t scratch_bytes
                      &picture);
 }
 
-/* Decodes at 1/factor and writes the resampled planes. They are untouched unless the whole file was read. */
-int camera_jpeg_resized(Context *context, uint8_t *scratch, size_t scratch_bytes, const uint8_t *data, size_t size,
-                        int width, int height, int factor, const Resize *wanted) {
+/* A file to decode at 1/factor and to resample. */
+typedef struct {
+    const uint8_t *data;
+    size_t size;
+    int32_t width, height, factor, declined;
+    Resize wanted;
+} Job;
+
+static int resized(Context *context, Scratch memory, const Job *job) {
     File file;
-    if (open_file(&file, context, data, size, width, height, factor)) return NOT_MINE;
-    Scratch memory = {scratch, scratch + scratch_bytes};
+    int width = job->width, height = job->height, factor = job->factor;
+    if (open_file(&file, context, job->data, job->size, width, height, factor)) return NOT_MINE;
+    const Resize *wanted = &job->wanted;
     int num_columns = wanted->right - wanted->left, num_lines = wanted->bottom - wanted->top;
     if (wanted->left < 0 || wanted->top < 0 || num_columns <= 0 || num_lines <= 0 || wanted->right > wanted->width ||
         wanted->bottom > wanted->height)
@@ -298,4 +305,10 @@ int camera_jpeg_resized(Context *context, uint8_t *scratch, size_t scratch_bytes
             memset(row + wanted->right, 0, (size_t)(wanted->width - wanted->right));
         }
     return DONE;
+}
+
+/* Decodes files one after another and writes their resampled planes: those of a file that is declined are untouched. */
+void camera_jpeg_resized(Context *context, uint8_t *scratch, size_t scratch_bytes, Job *jobs, int num_jobs) {
+    for (Job *job = jobs; job < jobs + num_jobs; job++)
+        job->declined = resized(context, (Scratch){scratch, scratch + scratch_bytes}, job);
 }

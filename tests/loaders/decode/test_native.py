@@ -105,8 +105,9 @@ class TestPixels:
             scaled, info = image_map.of_scaled(factor), probe(encoded)
             width, height = image_map.out_wh
             out, same = np.full((2, 3, height, width), 7, np.uint8)
-            taken = camera_jpeg.resize(encoded, info, factor, scaled, out, Scratch())
-            assert taken == portable.resize(encoded, info, factor, scaled, same, Scratch())
+            image = native.ScaledImage(encoded, info, factor, scaled, out)
+            (taken,) = camera_jpeg.resize([image], Scratch())
+            assert [taken] == portable.resize([image._replace(out=same)], Scratch())
             assert np.array_equal(out, same)
             if not taken:
                 assert (out == 7).all()
@@ -176,7 +177,8 @@ class TestDeclined:
                 damaged[rng.integers(2, len(damaged))] = rng.integers(256)
             damaged = damaged[: rng.integers(200, len(damaged))] if rng.random() < 0.1 else damaged
             out[:] = 7
-            taken = camera_jpeg.resize(damaged, info, 2, image_map.of_scaled(2), out, Scratch())
+            image = native.ScaledImage(damaged, info, 2, image_map.of_scaled(2), out)
+            (taken,) = camera_jpeg.resize([image], Scratch())
             outcomes.add(taken)
             if not taken:
                 assert (out == 7).all()

@@ -9,6 +9,7 @@ import simplejpeg
 
 from fuelrail.loaders.decode import make_decoder, native, turbo
 from fuelrail.loaders.decode.turbo import TurboDecoder
+from fuelrail.pipeline.errors import ImageError
 from fuelrail.pipeline.transforms.image_map import ImageMap
 from support.decoder_suite import DecoderSuite
 from support.pictures import encode, natural, psnr_db, shift_px
@@ -116,3 +117,32 @@ def test_views_of_a_png_and_of_an_unscaled_jpeg_are_those_of_one() -> None:
         for image_map, out in zip(maps, alone, strict=True):
             decoder.decode_into(encoded, image_map, out)
         assert np.array_equal(both, alone)
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("is_native", [True, False])
+def test_several_images_are_decoded_as_each_alone_in_one_call(is_native: bool, interpolation, monkeypatch) -> None:
+    """Also beside damaged ones, of which each gets an error of its own."""
+    decoder = TurboDecoder(native=is_native)
+    camera = encode(natural(320, 192), subsampling="4:2:0", quality=92)
+    whole = ImageMap.identity((320, 192))
+    half, turned = whole.resize(160, 96).crop(3, 5, 120, 80), whole.resize(160, 96).crop(3, 5, 120, 80).rotate(4.0)
+    given = [
+        (camera, half), (encode(natural(320, 192), "png"), half), (camera[:3000], half), (camera, turned),
+        (b"no image", half), (encode(natural(320, 192), progressive=True), half), (camera, half.flip()),
+    ]  # fmt: skip
+    alone, together = np.full((2, len(given), 3, 80, 120), 7, np.uint8)
+    expected = []
+    for (encoded, image_map), out in zip(given, alone, strict=True):
+        try:
+            decoder.decode_into(encoded, image_map, out, interpolation)
+            expected.append(None)
+        except ImageError as error:
+            expected.append(str(error))
+    calls, resize = [], native.CameraJpeg.resize
+    monkeypatch.setattr(native.CameraJpeg, "resize", lambda *a: calls.append(len(a[1])) or resize(*a))
+    errors = decoder.decode_images(*zip(*given, strict=True), list(together), interpolation)
+    assert [None if error is None else str(error) for error in errors] == expected
+    assert [number for number, error in enumerate(errors) if error is not None] == [2, 4]
+    assert np.array_equal(together, alone)
+    assert calls == ([6] if decoder._native is not None and interpolation == "bilinear" else [])
