@@ -220,9 +220,9 @@ class Dataset:
 
     def _repr_html_(self) -> str:
         """For notebooks: sizes, splits, and the first sample's cameras."""
-        images = self.read(0, [camera.channel for camera in self.manifest.cameras]) if len(self) else {}
+        cameras = [camera.channel for camera in self.manifest.cameras]
         splits = [(name, one.num_samples, one.num_clips, one.num_shards) for name, one in self.splits.items()]
-        return dataset_html(repr(self), splits, images)
+        return dataset_html(repr(self), splits, lambda: self.read(0, cameras) if len(self) else {})
 
     @property
     def splits(self) -> dict[str, SplitEntry]:
