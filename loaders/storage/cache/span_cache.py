@@ -166,7 +166,8 @@ class SpanCache:
     def put(self, index: int, span: memoryview, time: int | None = None) -> bool:
         """Admit a span that was just fetched, for use at ``time``, if it is worth its room; says if it is here now.
 
-        A disk that is full or fails ends admission, with one warning; what is here continues to be used.
+        A disk that is full or fails ends admission, with one warning; what is here continues to be used. Too many open
+        files end nothing.
         """
         if not self._writes or len(span) > self.folder.max_bytes:
             return False
@@ -266,6 +267,8 @@ class SpanCache:
         return True
 
     def _give_up_writing(self, error: OSError) -> None:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            return
         self._writes = False
         _LOG.warning(
             "cache '%s' disabled for new samples: %s; continuing without it, at the speed of the remote storage",

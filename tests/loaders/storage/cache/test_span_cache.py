@@ -219,6 +219,17 @@ class TestTrouble:
         assert cache.folder.used_bytes == BYTES
         assert not list((tmp_path / "tmp").iterdir())
 
+    def test_too_many_open_files_do_not_end_admission(self, tmp_path):
+        cache = cache_at(tmp_path)
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1, before[1]))
+        try:
+            assert not cache.put(0, span(0))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        assert cache.put(0, span(0))
+        assert cache.folder.used_bytes == BYTES
+
     def test_a_disk_that_is_full_at_the_start_is_done_without(self, pristine, tmp_path, caplog):
         dataset = open_dataset(pristine)
         with files_of_at_most(0):
