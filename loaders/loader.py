@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -186,6 +187,7 @@ class DataLoader(LoaderDisplay, AbstractContextManager["DataLoader"]):
         self._start = self._position = Cursor()
         self._epoch_is_set = False
         self._batches, self._left_out = 0, LeftOut()
+        self._starting, self._walk = threading.Lock(), Walk(self._start, self._batching)
 
     def __repr__(self) -> str:
         names = "+".join(self.datasets)
@@ -200,7 +202,7 @@ class DataLoader(LoaderDisplay, AbstractContextManager["DataLoader"]):
         return self._batching.num_steps
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Start the epoch, from its beginning or from a restored position; ends a running iteration.
+        """Start the epoch, from its beginning or from a restored position; ends a running iteration, of any thread.
 
         That one raises FuelrailError if it is continued, so that no epoch is short without an error.
         Once exhausted, the next iteration is the next epoch, whose first batches are loaded by then: threads continue
@@ -217,14 +219,15 @@ class DataLoader(LoaderDisplay, AbstractContextManager["DataLoader"]):
             self._start = self._start.rolled(self._batching)
         check_epoch(self._schedule.layers, self._start.epoch)
         self._position = self._start
-        walk = Walk(self._start, self._batching, self._share)
-        if not (self._runner.is_running and self._runner.idle_at(self._start)):
-            self.close()
-            streams = self._schedule.streams(walk)
-            requested = prefetch(self._schedule.where.scheduled(walk), streams, self._look_ahead_bytes)
-            made = buffer_pool.tasks(requested, self._schedule.sources, self._buffers, self._window, self._make.groups)
-            self._runner.start(made, self._left_out.stages(self.stages()), streams)
-        return self._drain(self._runner.take(), walk)
+        with self._starting:
+            self._walk = walk = Walk(self._start, self._batching, self._share)
+            if not (self._runner.is_running and self._runner.idle_at(self._start)):
+                self.close()
+                streams = self._schedule.streams(walk)
+                asked = prefetch(self._schedule.where.scheduled(walk), streams, self._look_ahead_bytes)
+                made = buffer_pool.tasks(asked, self._schedule.sources, self._buffers, self._window, self._make.groups)
+                self._runner.start(made, self._left_out.stages(self.stages()), streams)
+            return self._drain(self._runner.take(), walk)
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one that the next iteration runs.
@@ -334,7 +337,7 @@ class DataLoader(LoaderDisplay, AbstractContextManager["DataLoader"]):
                     end_epoch()
                 if self._runner.idle_at(walk.following):  # and no other iteration has started
                     self._position = walk.following
-            elif handed_out < num_batches and self._runner.is_started:
+            elif handed_out < num_batches and self._walk is not walk:
                 raise FuelrailError(
                     f"another iteration of this loader was started, which ended this one after {handed_out} of "
                     f"{num_batches} batches: a loader has one position; make one for each"

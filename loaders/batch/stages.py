@@ -338,11 +338,6 @@ class Runner:
         return self._pipeline is pipeline
 
     @property
-    def is_started(self) -> bool:
-        """Whether there is a pipeline, be its results at an end."""
-        return self._pipeline is not None
-
-    @property
     def is_running(self) -> bool:
         """Whether there is a pipeline of which results can still come."""
         return self._pipeline is not None and self._pipeline.is_running

@@ -6,9 +6,10 @@ import collections
 import os
 import resource
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeVar
 
 from fuelrail.pipeline.errors import DatasetError, ShardError, TruncatedShardError
 from fuelrail.pipeline.format.layers import EITHER
@@ -29,13 +30,16 @@ _ADVISED_BYTES: Final = 128 << 10
 
 
 class OpenShards(Generic[T]):
-    """Opened shards by number, least recently used ones forgotten beyond ``limit``. Thread-safe.
+    """Opened shards by number, least recently used ones forgotten beyond a limit. Thread-safe.
 
     A forgotten one is closed when its last user lets go of it, by reference counting.
     """
 
-    def __init__(self, opened: Callable[[int], T], limit: int) -> None:
-        self._open, self._limit = opened, limit
+    _all: ClassVar[weakref.WeakSet[OpenShards[Any]]] = weakref.WeakSet()
+
+    def __init__(self, opened: Callable[[int], T]) -> None:
+        self._open, self._limit = opened, 1
+        self._all.add(self)
         self._shards: collections.OrderedDict[int, T] = collections.OrderedDict()
         self._lock = threading.Lock()
 
@@ -47,7 +51,8 @@ class OpenShards(Generic[T]):
             shard = self._shards.get(number)
             if shard is None:
                 shard = self._shards[number] = self._open(number)
-                if len(self._shards) > self._limit:
+                self._limit = open_files_limit(len(self._all))
+                while len(self._shards) > self._limit:
                     self._shards.popitem(last=False)
             else:
                 self._shards.move_to_end(number)
@@ -69,10 +74,10 @@ class OpenShards(Generic[T]):
             self._shards.clear()
 
 
-def open_files_limit(files_each: int) -> int:
-    """Return how many shards may be open at once, with ``files_each`` descriptors each: half of the process's."""
+def open_files_limit(num_storages: int) -> int:
+    """Return how many shards each of the storages may have open: half of the process's descriptors in all."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(1, min(_FILES_AT_MOST, allowed // 2 // files_each))
+    return max(1, min(_FILES_AT_MOST, allowed // 2 // num_storages))
 
 
 class ShardFile:

@@ -12,7 +12,7 @@ import mmap
 import os
 import weakref
 from functools import cache
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -26,6 +26,18 @@ _INDEX_CUT: Final = (
     "fuelrail: '{path}' was cut or cannot be read while it is in use, and the process ends by SIGBUS. Files of a "
     "dataset must not be changed in place: write a new one and rename it.\n"
 )
+
+_libc = ctypes.CDLL(None, use_errno=True)  # releases the GIL during a call, as mmap.madvise does not
+
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+
+_libc.mmap.restype = ctypes.c_void_p
+
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
 
 
 class _Library:
@@ -79,28 +91,46 @@ class Faults:
         return any(number == shard and low < end and start < high for number, low, high in hulls)
 
 
-class GuardedMap(mmap.mmap):
-    """A read-only map of a whole file. It lives as long as any view of it."""
+class GuardedMap:
+    """A read-only map of a whole file. It lives as long as any view of it.
+
+    It keeps no descriptor, unlike Python's own, of which each shard with a sample in flight would hold one.
+    """
 
     _slot = -1
     _shard = -1
     _gone: list[tuple[int, int, int]]
+    address = 0
+    """Address of its first byte in memory."""
 
-    def __new__(cls, fd: int, size: int) -> Self:
-        """Map the file; raises what mmap raises."""
-        return super().__new__(cls, fd, size, access=mmap.ACCESS_READ)
+    def __init__(self, fd: int, size: int) -> None:
+        """Map the file; raises OSError."""
+        self._size = size
+        address: int = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+        if address == _MAP_FAILED:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        self.address = address
 
     @property
-    def address(self) -> int:
-        """Address of its first byte in memory."""
-        return int(np.frombuffer(self, np.uint8).ctypes.data)
+    def __array_interface__(self) -> dict[str, object]:
+        return {"version": 3, "typestr": "|u1", "shape": (self._size,), "data": (self.address, True)}
+
+    def view(self) -> memoryview:
+        """Return all of its bytes."""
+        return np.asarray(self).data
+
+    def advise(self, start: int, length: int, advice: int) -> int:
+        """``madvise`` on the pages of a range; 0 or the error number."""
+        first = start & -mmap.PAGESIZE
+        done: int = _libc.madvise(self.address + first, start + length - first, advice)
+        return 0 if done == 0 else ctypes.get_errno()
 
     def guard(self, shard: int, gone: list[tuple[int, int, int]]) -> None:
         """Guard it, as one of shard ``shard``; what was replaced in it is put into ``gone`` when it goes."""
         library = _library()
         if library is not None:
             self._shard, self._gone = shard, gone
-            self._slot = library.add(self.address, len(self), None)
+            self._slot = library.add(self.address, self._size, None)
 
     def hull(self) -> tuple[int, int, int]:
         """Shard, first byte and end of what was replaced; the end not above the first byte for nothing."""
@@ -117,6 +147,8 @@ class GuardedMap(mmap.mmap):
             if hull[1] < hull[2]:
                 self._gone.append(hull)
             library.remove(self._slot)
+        if self.address:
+            _libc.munmap(self.address, self._size)
 
 
 class IndexGuard:

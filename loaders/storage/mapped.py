@@ -37,7 +37,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from fuelrail.loaders.storage.files import OpenShards, ShardFile, explained, middle, open_files_limit
+from fuelrail.loaders.storage.files import OpenShards, ShardFile, explained, middle
 from fuelrail.loaders.storage.guard import Faults, GuardedMap, IndexGuard, is_guarding
 from fuelrail.loaders.storage.protocol import PendingSpan, StorageStats
 from fuelrail.pipeline.errors import ShardError, StorageError, TruncatedShardError
@@ -60,10 +60,6 @@ Looking up costs a twentieth of checking a span, and is done again when it is ta
 _NUM_READERS: Final = 4
 """Threads that read huge pages ahead: one waits for one page at a time, and disks like several requests at once."""
 
-_libc = ctypes.CDLL(None, use_errno=True)  # releases the GIL during a call, as mmap.madvise does not
-
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-
 _mincore = ctypes.PyDLL(None).mincore  # does not release the GIL: takes less than that would
 
 _mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.POINTER(ctypes.c_ubyte))
@@ -80,25 +76,15 @@ class _MappedFile(ShardFile):
             raise StorageError(f"cannot be opened: {error}", shard=path.name) from error
         # Samples are read in a seeded random order: reading around each fault, or each probe of `is_cached`, would
         # fetch what is not wanted, in large folios that can only go as a whole.
-        mapped.madvise(mmap.MADV_RANDOM)
+        mapped.advise(0, expected_bytes, mmap.MADV_RANDOM)
         os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
-        self.has_huge_pages = huge_pages
-        if huge_pages:
-            try:
-                mapped.madvise(mmap.MADV_HUGEPAGE)
-            except (AttributeError, OSError):  # a kernel without them
-                self.has_huge_pages = False
-        self.mapped, self.view = mapped, memoryview(mapped)
+        # Not 0: a kernel without them.
+        self.has_huge_pages = huge_pages and mapped.advise(0, expected_bytes, mmap.MADV_HUGEPAGE) == 0
+        self.mapped, self.view = mapped, mapped.view()
         # mincore is right only for users that may write the file. A read that refuses to block is right for all,
         # but where it says no it starts to read that one page, which then is in a huge page's way.
         self._may_ask = os.geteuid() in (0, os.fstat(self.fd).st_uid) or os.access(path, os.W_OK)
         self._address = mapped.address
-
-    def advise(self, start: int, length: int, advice: int) -> int:
-        """``madvise`` on the pages of a range; 0 or the error number."""
-        first = start & -mmap.PAGESIZE
-        done: int = _libc.madvise(self._address + first, start + length - first, advice)
-        return 0 if done == 0 else ctypes.get_errno()
 
     def is_cached(self, position: int) -> bool:
         """Return whether a byte seems to be in the page cache; False beyond the file's end."""
@@ -121,7 +107,7 @@ class _MappedFile(ShardFile):
         """Read and map the pages of a range; 0 or the error number, ``EINVAL`` on kernels before 5.14."""
         if not self.has_huge_pages:
             self.read_ahead(start, length)
-        return self.advise(start, length, _MADV_POPULATE_READ) if sys.platform == "linux" else errno.EINVAL
+        return self.mapped.advise(start, length, _MADV_POPULATE_READ) if sys.platform == "linux" else errno.EINVAL
 
 
 class MappedShards:
@@ -141,7 +127,7 @@ class MappedShards:
         is_guarding()
         self._faults, self._index_guard = Faults(), IndexGuard(dataset)
         opened = partial(_map, dataset, self._faults, huge_pages=Residency(dataset, memory_bytes).is_whole)
-        self._files: OpenShards[_MappedFile] = OpenShards(opened, open_files_limit(2))
+        self._files: OpenShards[_MappedFile] = OpenShards(opened)
         self._spans = self._span_bytes = 0
         self.num_populated = 0
         """Spans that were not in memory when they were taken."""

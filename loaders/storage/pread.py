@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fuelrail.loaders.storage.files import OpenShards, ShardFile, explained, middle, open_files_limit
+from fuelrail.loaders.storage.files import OpenShards, ShardFile, explained, middle
 from fuelrail.loaders.storage.mapped import Residency
 from fuelrail.loaders.storage.protocol import PendingSpan, StorageStats
 from fuelrail.pipeline.errors import ChecksumError, ShardError, StorageError, TruncatedShardError
@@ -65,7 +65,7 @@ class PreadShards:
     ) -> None:
         self._dataset, self._verify, self._retry = dataset, verify, retry or RetryPolicy()
         self._residency = Residency(dataset, memory_bytes)
-        self._files: OpenShards[ShardFile] = OpenShards(partial(_open, dataset), open_files_limit(1))
+        self._files: OpenShards[ShardFile] = OpenShards(partial(_open, dataset))
         self._buffers = SpanBuffers(_KEEP_BUFFERS_BYTES)
         self._spans = self._span_bytes = self._retries = self._refetched = 0
 

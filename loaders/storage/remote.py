@@ -308,10 +308,11 @@ class _RemoteSession:
         storage = self._storage
         span = cached.read()
         assert storage.cache is not None
-        if span is not None and storage.is_good(row, span):
-            storage.cache.count_hit(len(span))
-            return storage.handed_out(span)
-        storage.cache.forget(index)
+        if span is not None:
+            if storage.is_good(row, span):
+                storage.cache.count_hit(len(span))
+                return storage.handed_out(span)
+            storage.cache.forget(index)
         future = self._start(row.shard, row.offset, row.offset + row.length)
         return self._take(_Range(future, row.offset, is_single=True), number, index, row)
 

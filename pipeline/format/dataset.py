@@ -158,7 +158,7 @@ class Dataset:
         """
         if isinstance(which, str):
             # As `find`, but by whole rows: the row is what is read next, and its part of the index is checked once.
-            found = next((one.row for one in self.keys.find(which) if self.index.row(one.row).key == which), None)
+            found = self.keys.row(which, lambda row: self.index.row(row).key)
             if found is None:
                 raise KeyError(f"dataset '{self.location}' has no sample with the key {shown(which)!r}")
             return found
@@ -220,9 +220,9 @@ class Dataset:
 
     def _repr_html_(self) -> str:
         """For notebooks: sizes, splits, and the first sample's cameras."""
-        images = self.read(0, [camera.channel for camera in self.manifest.cameras]) if len(self) else {}
+        cameras = [camera.channel for camera in self.manifest.cameras]
         splits = [(name, one.num_samples, one.num_clips, one.num_shards) for name, one in self.splits.items()]
-        return dataset_html(repr(self), splits, images)
+        return dataset_html(repr(self), splits, lambda: self.read(0, cameras) if len(self) else {})
 
     @property
     def splits(self) -> dict[str, SplitEntry]:
@@ -254,8 +254,7 @@ class Dataset:
 
     def find(self, key: str) -> int | None:
         """The row of a key, None where there is none; raises IndexFileError where the tables are damaged."""
-        rows = (entry.row for entry in self.keys.find(key))
-        return next((row for row in rows if self.index.strings("key", row, row + 1) == [key]), None)
+        return self.keys.row(key, lambda row: self.index.strings("key", row, row + 1)[0])
 
 
 def open_dataset(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import base64
-import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from html import escape
 from typing import Final
 
 import numpy as np
 
-from fuelrail.pipeline.errors import ImageError
+from fuelrail.pipeline.errors import FuelrailError, ImageError
 from fuelrail.pipeline.sample.image_header import probe
 
 _WIDTH: Final = 200
@@ -29,19 +28,23 @@ def thumbnail(encoded: bytes, width: int = _WIDTH) -> bytes:
     return cv2.imencode(".jpg", cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA))[1].tobytes()
 
 
-def dataset_html(title: str, splits: Iterable[tuple[str, int, int, int]], images: Mapping[str, bytes]) -> str:
-    """A table of splits (name, samples, clips, shards), and the images; one that cannot be decoded is left out."""
+def dataset_html(
+    title: str, splits: Iterable[tuple[str, int, int, int]], read_images: Callable[[], Mapping[str, bytes]]
+) -> str:
+    """A table of splits (name, samples, clips, shards), and the images, or what is wrong with them."""
     rows = "".join(
         f"<tr><td>{escape(name)}</td>" + "".join(f"<td>{number:,}</td>" for number in numbers) + "</tr>"
         for name, *numbers in splits
     )
     figures = []
-    for channel, encoded in images.items():
-        with contextlib.suppress(ImageError):
+    try:
+        for channel, encoded in read_images().items():
             data = base64.b64encode(thumbnail(encoded)).decode()
             figures.append(
                 f'<figure style="display:inline-block;margin:2px"><img src="data:image/jpeg;base64,{data}">'
                 f"<figcaption>{escape(channel)}</figcaption></figure>"
             )
+    except FuelrailError as error:
+        figures.append(f"<p>sample 0 cannot be shown: {escape(str(error))}</p>")
     head = "<tr><th>split</th><th>samples</th><th>clips</th><th>shards</th></tr>"
     return f"<div><p>{escape(title)}</p><table>{head}{rows}</table>{''.join(figures)}</div>"

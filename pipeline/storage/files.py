@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import stat
 import uuid
 from collections.abc import Iterator
@@ -28,6 +29,10 @@ def open_descriptor(path: str | os.PathLike[str]) -> int:
     except OSError as error:
         if error.errno == errno.ENXIO:  # a socket
             raise _refused(path, "it is not a regular file") from error
+        if error.errno == errno.EMFILE:
+            allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            what = f"this process has as many open files as it may, {allowed}: allow 1024 or more (`ulimit -n 1024`)"
+            raise OSError(errno.EMFILE, what, str(path)) from error
         if error.errno != errno.ELOOP:
             raise
         place = Path(path)

@@ -28,6 +28,7 @@ from fuelrail.pipeline.format.index.attributes_file import MAX_TEXT_BYTES
 from fuelrail.pipeline.format.tar import check_key
 from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, META, POINTS_EXTENSION, SWEEPS_FIELD, Meta, encode_meta
 from fuelrail.pipeline.storage.columns import numpy_dtype
+from fuelrail.pipeline.text import shown
 from fuelrail.sharding.sources.joins import Database
 
 ROWS_PER_BATCH: Final = 1024
@@ -239,8 +240,11 @@ class ScanWriter:
             if field.name.startswith(_PREFIX) and pa.types.is_string(field.type):
                 longest = pc.max(pc.binary_length(array)).as_py() or 0
                 if longest > MAX_TEXT_BYTES:
-                    name = field.name.removeprefix(_PREFIX)
-                    raise SourceError(f"attribute '{name}' of a sample has {longest} bytes, at most {MAX_TEXT_BYTES}")
+                    at, name = pc.index(pc.binary_length(array), longest).as_py(), field.name.removeprefix(_PREFIX)
+                    raise SourceError(
+                        f"attribute '{name}' of sample {shown(self._pending[at][0])} has {longest} bytes, allowed are "
+                        f"{MAX_TEXT_BYTES}; shorten it"
+                    )
         self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
         self._stamps.append(np.array(self._pending_stamps, np.uint64))
         self._pending, self._pending_bytes, self._pending_stamps = [], 0, []

@@ -51,6 +51,9 @@ def image_size(data: Buffer, extension: str) -> tuple[int, int]:
         raise ImageError("a git-LFS pointer, not an image; run `git lfs pull` in the source first")
     start = _STARTS[extension]
     if bytes(view[: len(start)]) != start:
+        other = next((one for one, begin in _STARTS.items() if bytes(view[: len(begin)]) == begin), None)
+        if other is not None:
+            raise ImageError(f"a {_NAMES[other]}, not a {_NAMES[extension]} as its name says; name it .{other}")
         raise ImageError(f"not a {_NAMES[extension]}: it starts with {bytes(view[:4]).hex(' ') or 'nothing'}")
     info = probe(view)
     if extension == "png" and bytes(view[-12:]) != _PNG_END:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
 import numpy as np
@@ -155,6 +156,30 @@ class TestOrder:
         with pytest.raises(FuelrailError, match=r"another iteration .* ended this one after 1 of 7 batches"):
             next(first)
         assert len(list(second)) == len(loader) - 1, "the second is not disturbed"
+
+    def test_of_iterations_in_several_threads_all_but_the_last_one_say_so(self, tiny, monkeypatch):
+        loader = load(tiny)
+        first = iter(loader)
+        next(first)
+        stopped, go_on, start = threading.Event(), threading.Event(), loader._runner.start
+
+        def slow_start(*arguments):
+            stopped.set()
+            assert go_on.wait(20)
+            start(*arguments)
+
+        monkeypatch.setattr(loader._runner, "start", slow_start)
+        with ThreadPoolExecutor(2) as pool:
+            others = [pool.submit(iter, loader)]
+            assert stopped.wait(20)
+            others.append(pool.submit(iter, loader))
+            with pytest.raises(FuelrailError, match="ended this one after 1 of 7 batches"):
+                next(first)
+            go_on.set()
+            second, third = [other.result() for other in others]
+        with pytest.raises(FuelrailError, match="ended this one after 0 of 7 batches"):
+            next(second)
+        assert len(list(third)) == len(loader)
 
     def test_leaving_an_epoch_in_the_middle_and_iterating_again_goes_over_it_again(self, tiny):
         loader = load(tiny)

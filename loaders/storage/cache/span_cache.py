@@ -8,6 +8,7 @@ what fits and evicts nothing.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -35,6 +36,9 @@ _OPEN_FILES: Final = 128
 
 _KEEP_BUFFERS_BYTES: Final = 64 << 20
 
+_NOT_THE_FILE: Final = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+"""Errors of a file that is gone or another. Of the rest, such as too many open files, a good one can have any."""
+
 
 class CachedSpan:
     """A span that is in the cache; opened at once where descriptors allow it, so that eviction cannot take it away."""
@@ -45,7 +49,7 @@ class CachedSpan:
         self._cache, self._index, self._length, self._fd = cache, index, length, fd
 
     def read(self) -> memoryview | None:
-        """Return its bytes, unchecked; None where the file is gone or cut."""
+        """Return its bytes, unchecked; None where it cannot be read. A file that is gone or cut is forgotten."""
         try:
             if self._fd < 0:
                 self._fd = self._cache.folder.open_file(self._index)
@@ -55,9 +59,12 @@ class CachedSpan:
             while done < self._length:
                 count = os.preadv(self._fd, [buffer[done:]], done)
                 if count == 0:
+                    self._cache.forget(self._index)
                     return None
                 done += count
         except OSError as error:
+            if error.errno in _NOT_THE_FILE:
+                self._cache.forget(self._index)
             _LOG.warning("cache file '%s' cannot be read: %s", self._cache.folder.file(self._index), error)
             return None
         return buffer
@@ -147,7 +154,9 @@ class SpanCache:
             return CachedSpan(self, index, length, -1)
         try:
             fd = self.folder.open_file(index)
-        except OSError:
+        except OSError as error:
+            if error.errno not in _NOT_THE_FILE:
+                return CachedSpan(self, index, length, -1)
             self.forget(index)
             return None
         self.num_open += 1
@@ -157,7 +166,8 @@ class SpanCache:
     def put(self, index: int, span: memoryview, time: int | None = None) -> bool:
         """Admit a span that was just fetched, for use at ``time``, if it is worth its room; says if it is here now.
 
-        A disk that is full or fails ends admission, with one warning; what is here continues to be used.
+        A disk that is full or fails ends admission, with one warning; what is here continues to be used. Too many open
+        files end nothing.
         """
         if not self._writes or len(span) > self.folder.max_bytes:
             return False
@@ -257,6 +267,8 @@ class SpanCache:
         return True
 
     def _give_up_writing(self, error: OSError) -> None:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            return
         self._writes = False
         _LOG.warning(
             "cache '%s' disabled for new samples: %s; continuing without it, at the speed of the remote storage",

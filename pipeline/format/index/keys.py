@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -116,9 +116,15 @@ def write_entries(path: Path, entries: NDArray[np.void]) -> None:
 class KeyTable:
     """The table of an open dataset."""
 
-    def __init__(self, opened: Callable[[], BlockFile], num_samples: int) -> None:
-        """``opened`` opens the file, at the first look-up."""
+    def __init__(
+        self, opened: Callable[[], BlockFile], num_samples: int, checked: Callable[[], BlockFile] | None = None
+    ) -> None:
+        """``opened`` opens the file, at the first look-up; ``checked`` opens it with its digests, at the first miss.
+
+        Without ``checked`` what ``opened`` opens is checked, or was when it was fetched.
+        """
         self._opened, self._num_samples = opened, num_samples
+        self._checked = None if checked is None else cache(checked)
 
     @cached_property
     def _file(self) -> BlockFile:
@@ -152,11 +158,9 @@ class KeyTable:
         one range of the table is read. Raises IndexFileError for a table that is damaged.
         """
         wanted, total = key_hash(key), self._num_samples
-        width = 2 * math.isqrt(total) + 64
-        guess = (wanted * total) >> 64
+        guess, width = self._near(wanted)
         end = len(self._file.map)
-        low, high = (min(max(guess + side, 0) * ENTRY.itemsize, end - 1) for side in (-width, width))
-        needed = low, min(high + HEAD_BYTES, end)
+        needed = self._bytes_of(guess, width)
         if "_columns" not in self.__dict__:  # the file's beginning and end too, which say where the entries are
             self._file.need_parts((0, 1), needed, (end - 1, end))
         elif end <= _REST_BYTES and not self._file.has(*needed):  # then all that follow find their part here
@@ -175,3 +179,25 @@ class KeyTable:
             if entry.row >= total:
                 raise IndexFileError(f"keys.arrow puts key '{key}' at row {entry.row}, the index has {total}")
         return found
+
+    def row(self, key: str, key_of: Callable[[int], str]) -> int | None:
+        """The row whose key, by the index's ``key_of``, is this one; None where there is none.
+
+        Raises what :meth:`find` does, and IndexFileError where the part of the table that would have it is damaged.
+        """
+        for entry in self.find(key):
+            if key_of(entry.row) == key:
+                return entry.row
+        if self._checked is not None:
+            self._checked().need(*self._bytes_of(*self._near(key_hash(key))))
+        return None
+
+    def _near(self, wanted: int) -> tuple[int, int]:
+        """The expected number of a hash's entry, and how far from it one hardly ever is."""
+        return (wanted * self._num_samples) >> 64, 2 * math.isqrt(self._num_samples) + 64
+
+    def _bytes_of(self, guess: int, width: int) -> tuple[int, int]:
+        """The bytes of the entries that are no farther than ``width`` from ``guess``."""
+        end = len(self._file.map)
+        low, high = (min(max(guess + side, 0) * ENTRY.itemsize, end - 1) for side in (-width, width))
+        return low, min(high + HEAD_BYTES, end)

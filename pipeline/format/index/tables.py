@@ -70,7 +70,8 @@ def open_tables(folder: Path, manifest: Manifest, origin: Origin | None = None) 
     index = SampleIndex(folder / INDEX_FILE, len(shards), opened.table(INDEX_FILE))
     if len(index) != manifest.num_samples:
         raise IndexFileError(f"the index of '{folder}' has {len(index)} rows, the manifest {manifest.num_samples}")
-    return Tables(shards, index, KeyTable(partial(opened.table, KEYS_FILE), len(index)))
+    checked = partial(opened.table, KEYS_FILE, is_checked=True) if origin is None else None
+    return Tables(shards, index, KeyTable(partial(opened.table, KEYS_FILE), len(index), checked))
 
 
 class _Opener:
@@ -79,8 +80,8 @@ class _Opener:
     def __init__(self, folder: Path, manifest: Manifest, origin: Origin | None) -> None:
         self._folder, self._manifest, self._origin = folder, manifest, origin
 
-    def table(self, name: str) -> BlockFile:
-        """A table. At a URL it comes as a whole or by blocks; here the blocks of ``shards.arrow`` are checked."""
+    def table(self, name: str, *, is_checked: bool = False) -> BlockFile:
+        """A table. At a URL it comes as a whole or by blocks; here those of ``shards.arrow`` are always checked."""
         entry, path = self._entry(name), self._folder / name
         if self._origin is not None and not comes_whole(entry):
             read: Callable[[int, int], bytes] = partial(self._origin.read, name)
@@ -91,7 +92,8 @@ class _Opener:
             raise IndexFileError(f"'{self._folder}' has no {name}")
         if path.is_file() and (num_bytes := path.stat().st_size) != entry.bytes:
             raise IndexFileError(f"'{path}' has {num_bytes} bytes, the manifest says {entry.bytes}")
-        return BlockFile(path, self._digests(name) if name == SHARDS_FILE and self._origin is None else None)
+        is_checked = is_checked or (name == SHARDS_FILE and self._origin is None)
+        return BlockFile(path, self._digests(name) if is_checked else None)
 
     def _entry(self, name: str) -> FileEntry:
         entry = self._manifest.file(name)

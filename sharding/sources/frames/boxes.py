@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid, rotation_matrices
 from fuelrail.pipeline.sample.schema import Boxes, encode_parts
-from fuelrail.sharding.sources.frames.poses import MAX_SKEW, quaternions
+from fuelrail.sharding.sources.frames.poses import FARTHEST_M, are_unit, quaternions
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.frames.classes import ClassMap
@@ -62,13 +62,14 @@ def clip_boxes(
     moved = np.einsum("mij,mj->mi", to_ego[:, :3, :3], centre) + to_ego[:, :3, 3]
     centre_in_ego = np.where(in_global[:, None], moved, centre)
     rotation = stated2ego @ _rotations(column("rotation_wxyz", np.float64, 4), column("yaw", np.float64))
-    is_sound = np.isfinite(centre).all(1) & np.isfinite(size).all(1) & (size > 0).all(1)
+    is_sound = (np.abs(centre) <= FARTHEST_M).all(1) & (size <= FARTHEST_M).all(1) & (size > 0).all(1)
     bad = ~(is_sound & np.isfinite(rotation).all((1, 2)))
     if bad.any():
         at = int(np.argmax(bad))
         raise SourceError(
             f"frame {int(frame[at])}: a box has the centre {centre[at].tolist()} and the size {size[at].tolist()}, or "
-            "its rotation is not of unit length; wanted are finite numbers, sizes over 0, unit quaternions w, x, y, z"
+            f"its rotation is not of unit length; wanted are numbers up to {FARTHEST_M:g}, sizes over 0, unit "
+            "quaternions w, x, y, z"
         )
     track = [name for _, one in own for name in (one.track or [""] * len(one.category))]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(track))}
@@ -142,7 +143,7 @@ def _rotations(wxyz: F64, yaw: F64) -> F64:
     """Rotation matrices (M, 3, 3) of quaternions, or of yaw where those are NaN; NaN for what is no rotation."""
     cos, sin, zero, one = np.cos(yaw), np.sin(yaw), np.zeros(len(yaw)), np.ones(len(yaw))
     of_yaw = np.stack([cos, -sin, zero, sin, cos, zero, zero, zero, one], -1).reshape(-1, 3, 3)
-    is_unit: NDArray[np.bool_] = np.asarray(np.abs(np.linalg.norm(wxyz, axis=1) - 1) <= MAX_SKEW)
+    is_unit = are_unit(wxyz)
     full = rotation_matrices(np.where(is_unit[:, None], wxyz, [1.0, 0, 0, 0]))
     full[~is_unit] = np.nan
     is_yaw: NDArray[np.bool_] = np.asarray(np.isnan(wxyz).all(1))

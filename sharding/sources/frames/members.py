@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from fuelrail.pipeline.sample.image_header import ImageInfo
     from fuelrail.sharding.sources.files import FileFacts, SourceFiles
     from fuelrail.sharding.sources.frames.frame import Frame, Sensors, Sweep
     from fuelrail.sharding.sources.scan_report import Findings
@@ -71,24 +72,22 @@ def facts_by_name(files: SourceFiles, names: Iterable[str]) -> dict[str, FileFac
     return dict(zip(unique, files.facts_of(unique), strict=True))
 
 
-def head_sizes(files: SourceFiles, parts: Sequence[Part]) -> list[tuple[int, int] | str]:
-    """Width and height [px] of images by their heads; of one that has none, what is wrong with it."""
+def image_heads(files: SourceFiles, parts: Sequence[Part]) -> list[ImageInfo | str]:
+    """What images are by their heads; of one that has none, what is wrong with it."""
 
-    def size(part: Part) -> tuple[int, int] | str:
+    def head(part: Part) -> ImageInfo | str:
         text = "it cannot be read"
         for most in HEAD_BYTES:
             try:
                 length = most if part.length is None else min(most, part.length)
-                info = probe(files.read(part.name, part.offset, length))
+                return probe(files.read(part.name, part.offset, length))
             except ImageError as error:
                 text = error.message
             except SourceError as error:
                 return str(error)
-            else:
-                return info.width, info.height
         return text
 
-    return looks(size, parts)
+    return looks(head, parts)
 
 
 class Found(msgspec.Struct, frozen=True, gc=False):
@@ -130,7 +129,7 @@ class MemberFinder:
         for name in names:
             check_inside(name, where)
         facts = facts_by_name(self.files, names)
-        known = _Known(parts, facts, self._sizes(where, unsized, parts, facts))
+        known = _Known(parts, facts, self._heads(where, unsized, parts, facts))
         found: list[dict[str, Found | str]] = []
         channels = [camera.channel for camera in self.sensors.cameras]
         for at, (frame, placed) in enumerate(zip(frames, has_pose.tolist(), strict=True)):
@@ -152,18 +151,18 @@ class MemberFinder:
             found.append(row)
         return found
 
-    def _sizes(
+    def _heads(
         self, where: str, refs: Sequence[str], parts: Mapping[str, Part], facts: Mapping[str, FileFacts | None]
-    ) -> dict[str, tuple[int, int]]:
-        """Width and height [px] of images that the adapter does not know, by reference."""
+    ) -> dict[str, ImageInfo]:
+        """The heads of images whose size the adapter does not know, by reference."""
         wanted = {ref: parts[ref] for ref in refs if facts[parts[ref].name]}
-        sizes: dict[str, tuple[int, int]] = {}
-        for ref, size in zip(wanted, head_sizes(self.files, list(wanted.values())), strict=True):
-            if isinstance(size, str):
-                self.findings.add("images", f"{where}: image '{self.files.shown}/{ref}': {size}")
+        heads: dict[str, ImageInfo] = {}
+        for ref, head in zip(wanted, image_heads(self.files, list(wanted.values())), strict=True):
+            if isinstance(head, str):
+                self.findings.add("images", f"{where}: image '{self.files.shown}/{ref}': {head}")
             else:
-                sizes[ref] = size
-        return sizes
+                heads[ref] = head
+        return heads
 
     def _image(self, place: str, channel: str, image: Image, known: _Known) -> Found | str:
         extension = image.extension or _EXTENSIONS.get(image.ref.partition("#")[0].rpartition(".")[2].lower(), "")
@@ -173,10 +172,13 @@ class MemberFinder:
         if not (0 <= image.width <= LARGEST_IMAGE and 0 <= image.height <= LARGEST_IMAGE):
             stated = f"{image.width} x {image.height} px; allowed are 1 to {LARGEST_IMAGE}, and 0 for unknown"
             return self._note(place, channel, f"image '{image.ref}' is stated to have {stated}")
-        size = (image.width, image.height) if image.width > 0 and image.height > 0 else known.sizes.get(image.ref)
+        head = known.heads.get(image.ref)
+        size = (image.width, image.height) if head is None else (head.width, head.height)
+        if head is not None:  # not the name, which may be wrong
+            extension = _EXTENSIONS[head.format]
         name = f"{channel}.{extension}"
         if image.made:
-            if size is None or not image.num_bytes:
+            if 0 in size or not image.num_bytes:
                 text = f"image '{image.ref}' is made: state its size, and about how many bytes it has"
                 return self._note(place, channel, text)
             return Found(Reference(name, MADE + image.ref, image.num_bytes, *size, is_estimate=True), "")
@@ -191,7 +193,7 @@ class MemberFinder:
             return self._note(
                 place, channel, f"image '{image.ref}' has {num_bytes} bytes in a file of {there.num_bytes}{stated}"
             )
-        if size is None:
+        if 0 in size:
             return NOTED  # with the heads
         return Found(Reference(name, image.ref, num_bytes, *size), there.stamp)
 
@@ -215,8 +217,8 @@ class MemberFinder:
 
 
 class _Known(NamedTuple):
-    """By reference: the part of a file, and the size of the image; by name: the file's facts."""
+    """By reference: the part of a file, and the head of an image of unknown size; by name: the file's facts."""
 
     parts: Mapping[str, Part]
     facts: Mapping[str, FileFacts | None]
-    sizes: Mapping[str, tuple[int, int]]
+    heads: Mapping[str, ImageInfo]

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 MAX_SKEW: Final = 1e-3
 """How far a rotation of a file may be from orthonormal, and a quaternion from unit length."""
+FARTHEST_M: Final = 1e9
+"""The largest coordinate of a translation [m]: those of the Earth are below 1e8, and squares must stay finite."""
 _ROUNDED: Final = 1e-9
 _LAST_ROW: Final = np.array([[0.0], [0.0], [0.0], [1.0]])
 
@@ -30,15 +32,26 @@ def pose(rotation_wxyz: Any, translation: Any, where: str) -> F64:  # noqa: ANN4
             f"{where}: a rotation of {list(q.shape)} numbers and a translation of {list(t.shape)}; wanted are "
             "quaternions of 4 (w, x, y, z) and translations of 3"
         )
-    bad = ~(np.isfinite(t).all(-1) & (np.abs(np.linalg.norm(q, axis=-1) - 1) <= MAX_SKEW))
+    bad = ~are_poses(q, t)
     if bad.any():
         row = "" if bad.ndim == 0 else f" row {int(np.argmax(bad))}:"
         at = int(np.argmax(bad)) if bad.ndim else ()
         raise SourceError(
-            f"{where}:{row} the pose is not finite, or its quaternion is not of unit length: {q[at].tolist()}, "
-            f"translation {t[at].tolist()}"
+            f"{where}:{row} the pose is not finite, its translation is over {FARTHEST_M:g} m, or its quaternion is "
+            f"not of unit length: {q[at].tolist()}, translation {t[at].tolist()}"
         )
     return np.asarray(rigid(q, t))
+
+
+def are_poses(q: F64, t: F64) -> NDArray[np.bool_]:
+    """Whether quaternions (..., 4) are of unit length and translations (..., 3) within ``FARTHEST_M``."""
+    return np.asarray((np.abs(t) <= FARTHEST_M).all(-1) & are_unit(q))
+
+
+def are_unit(q: F64) -> NDArray[np.bool_]:
+    """Whether quaternions (..., 4) are of unit length."""
+    with np.errstate(over="ignore"):
+        return np.asarray(np.abs(np.linalg.norm(q, axis=-1) - 1) <= MAX_SKEW)
 
 
 def nearest_rigid(matrices: F64) -> tuple[F64, NDArray[np.bool_]]:
@@ -57,7 +70,10 @@ def nearest_rigid(matrices: F64) -> tuple[F64, NDArray[np.bool_]]:
         skew = np.abs(np.einsum("ijp,kjp->ikp", rotation, rotation) - np.eye(3)[..., None]).max((0, 1))
         determinant = (a * (b[[1, 2, 0]] * c[[2, 0, 1]] - b[[2, 0, 1]] * c[[1, 2, 0]])).sum(0)
         sound = (
-            (skew <= MAX_SKEW) & (determinant > 0) & np.isfinite(numbers).all((0, 1)) & (numbers[3] == _LAST_ROW).all(0)
+            (skew <= MAX_SKEW)
+            & (determinant > 0)
+            & (np.abs(numbers) <= FARTHEST_M).all((0, 1))
+            & (numbers[3] == _LAST_ROW).all(0)
         )
         rounded = sound & (skew > _ROUNDED)
     if rounded.any():

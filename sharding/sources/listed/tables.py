@@ -6,6 +6,7 @@ rows of any clip are read alone, so memory does not grow with the table.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ import pyarrow.compute as pc
 from pyarrow import csv, json, parquet
 
 from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.format.index.attributes_file import MAX_TEXT_BYTES
+from fuelrail.pipeline.text import shown
 from fuelrail.sharding.sources.files import LFS_MAGIC, check_no_pointer
 from fuelrail.sharding.sources.listed.values import Rows
 
@@ -133,6 +136,11 @@ class Table:
                     f"table '{self.name}', row {row}: clip '{clip}' comes again after others, its rows began at "
                     f"{self.clips[clip][0]}; sort the table by {CLIP}"
                 )
+            elif len(clip.encode()) > MAX_TEXT_BYTES:
+                raise SourceError(
+                    f"table '{self.name}', row {row}: {CLIP} '{shown(clip)}' has {len(clip.encode())} bytes, allowed "
+                    f"are {MAX_TEXT_BYTES}; shorten it"
+                )
             else:
                 self.clips[clip] = (row, 1)
                 last = clip
@@ -175,7 +183,8 @@ def _opened(files: SourceFiles, name: str) -> pa.NativeFile:
     except OSError as error:
         raise SourceError(f"table '{files.shown}/{name}' cannot be read: {error}") from error
     head = file.read(len(LFS_MAGIC))
-    file.seek(0)
+    has_mark = head.startswith(codecs.BOM_UTF8) and name.endswith(".jsonl")  # what Arrow passes over in CSV only
+    file.seek(len(codecs.BOM_UTF8) if has_mark else 0)
     check_no_pointer(head, f"table '{files.shown}/{name}'")
     if not head:
         raise SourceError(f"table '{files.shown}/{name}' is empty")
@@ -216,6 +225,10 @@ def _plain(schema: pa.Schema) -> pa.Schema:
 def _csv_tables(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterator[pa.Table]:
     header = csv.open_csv(file, csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES)).schema.names
     file.seek(0)
+    if len(header) == 1 and (other := next((one for one in ";\t|" if one in header[0]), None)):
+        raise SourceError(
+            f"table '{name}' has the separator {other!r}; write it with commas between columns and points in numbers"
+        )
     known = {column: kind for column in header if (kind := type_of(column)) is not None}
     if lists := [column for column, kind in known.items() if pa.types.is_nested(kind)]:
         raise SourceError(
@@ -260,9 +273,16 @@ def _json_table(block: bytes, name: str, row: int, schema: pa.Schema | None, typ
         table = json.read_json(
             pa.BufferReader(block), json.ReadOptions(use_threads=False, block_size=len(block) + 1), options
         )
+        table.validate()
     except pa.ArrowInvalid as error:
         for at, line in _lines(block, name, row):
             _check_types(line, wanted, f"table '{name}', row {at}")
+            for column, value in line.items():
+                if b"[null" in bytes(value).replace(b" ", b""):  # what Arrow makes no list of in the first rows
+                    raise SourceError(
+                        f"table '{name}', row {at}, column {column}: {bytes(value).decode()} has null for a number; "
+                        "give all of them, or null for the whole"
+                    ) from error
         raise SourceError(
             f"table '{name}', one of the rows from {row} on: {error}; each row has the columns and types of the "
             "first ones, null where there is nothing"

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.frames.poses import MAX_SKEW, nearest_rigid, pose
+from fuelrail.sharding.sources.frames.poses import FARTHEST_M, are_poses, nearest_rigid, pose
 
 if TYPE_CHECKING:
     F64 = NDArray[np.float64]
@@ -59,6 +59,9 @@ class Rows:
         ):
             raise SourceError(f"table '{self.table}', column {name} is {column.type}, wanted are texts")
         found: list[str | None] = column.to_pylist()
+        if len(found) == len(self) and any(text and "\0" in text for text in found):
+            at = next(row for row, text in enumerate(found) if text and "\0" in text)
+            self.fail(at, name, f"{found[at]!r} has a NUL character, which no file or clip has in its name; remove it")
         return found
 
     def integers(self, name: str, unknown: int | None = None) -> NDArray[np.int64]:
@@ -169,11 +172,14 @@ class Rows:
         t = self.vector(f"{prefix}.t", [f"{prefix}.{part}" for part in ("tx", "ty", "tz")])
         found = np.full((len(self), 4, 4), np.nan)
         known = ~(np.isnan(q).all(1) & np.isnan(t).all(1))
-        bad = known & ~(np.isfinite(t).all(1) & (np.abs(np.linalg.norm(q, axis=1) - 1) <= MAX_SKEW))
+        bad = known & ~are_poses(q, t)
         if bad.any():
             at = int(np.argmax(bad))
             self.fail(
-                at, prefix, f"not finite, or no unit quaternion w, x, y, z: {q[at].tolist()}, at {t[at].tolist()}"
+                at,
+                prefix,
+                f"no unit quaternion w, x, y, z, or a translation that is not finite or over {FARTHEST_M:g} m: "
+                f"{q[at].tolist()}, at {t[at].tolist()}",
             )
         if known.any():
             found[known] = pose(q[known], t[known], prefix)

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.files import check_no_pointer
+from fuelrail.sharding.sources.frames.poses import are_unit
 
 if TYPE_CHECKING:
     from typing import BinaryIO
@@ -262,7 +263,7 @@ def check_finite(values: NDArray[np.float64], owners: Owners, *, table: str, col
     """Raise SourceError naming the first row that holds NaN or infinity, or a rotation that is no unit quaternion."""
     wrong = ~np.isfinite(values).all(axis=1)
     if column == "rotation":
-        wrong |= np.abs(np.linalg.norm(values, axis=1) - 1) > 1e-3
+        wrong |= ~are_unit(values)
     if wrong.any():
         at = int(np.flatnonzero(wrong)[0])
         raise SourceError(f"table '{table}': row '{owners[at]}' has the {column} {values[at].tolist()}")

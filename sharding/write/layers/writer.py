@@ -63,8 +63,8 @@ class LayerWriter:
             writer.write(position, {"logits": logits})       # int: position in the base; str: key
         writer.finish()                                       # once, after all writers
 
-    Rows are published 1,024 at a time, and what is left at the end of the ``with`` block; rows of a process that is
-    killed before are lost, and are written again by the next process. ``written`` says which rows are there.
+    Rows are published 1,024 at a time, and what is left at the end of the ``with`` block. A process that ends before,
+    killed or by an error, loses what is left: write those rows again. ``written`` says which rows are there.
 
     Args:
         base: folder or URL of the base, or the open base.

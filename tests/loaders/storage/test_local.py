@@ -7,13 +7,15 @@ import mmap
 import os
 import resource
 import threading
+import weakref
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import pytest
 
 from fuelrail.loaders.storage import open_storage
-from fuelrail.loaders.storage.files import open_files_limit
+from fuelrail.loaders.storage.files import OpenShards, open_files_limit
 from fuelrail.loaders.storage.mapped import MappedShards, Residency, page_cache_room_bytes
 from fuelrail.loaders.storage.pread import PreadShards, SpanBuffers, is_network_file_system, rounded_up
 from fuelrail.pipeline.errors import ChecksumError, ConfigError
@@ -128,12 +130,14 @@ class TestMapped(StorageSuite):
     def test_more_shards_than_files_may_be_open(self, pristine, monkeypatch):
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         assert 1 <= open_files_limit(2) <= soft // 4
-        monkeypatch.setattr("fuelrail.loaders.storage.mapped.open_files_limit", lambda each: 1)
+        monkeypatch.setattr(OpenShards, "_all", weakref.WeakSet())
+        monkeypatch.setattr("fuelrail.loaders.storage.files.open_files_limit", lambda storages: 2 // storages)
         dataset = open_dataset(pristine)
-        storage = MappedShards(dataset)
-        spans = [storage.span(index, row) for index, row in rows_of(dataset)[::3]]
-        assert [bytes(span) for span in spans] == spans_of(pristine)[::3]
-        assert len(storage._files._shards) == 1
+        storages = MappedShards(dataset), MappedShards(dataset)
+        spans = [[one.span(index, row) for index, row in rows_of(dataset)[::3]] for one in storages]
+        assert list(map(bytes, spans[1])) == spans_of(pristine)[::3]
+        open_files = [link.resolve() for link in Path("/proc/self/fd").iterdir()]
+        assert [file.parent for file in open_files if file.suffix == ".tar"] == [pristine.resolve()] * 2
 
 
 class TestPread(StorageSuite):

@@ -219,3 +219,16 @@ def test_what_a_notebook_shows(built) -> None:
     assert [channel for _, channel in found] == list(CAMERAS)
     for data, _ in found:
         assert simplejpeg.decode_jpeg_header(base64.b64decode(data))[:2] == (150, 200)
+
+
+def test_a_notebook_shows_the_rest_of_a_dataset_whose_first_sample_is_damaged(tiny_dataset, tmp_path) -> None:
+    root = tiny_dataset({"train": (4, 3)}, size=(64, 48), copy_to=tmp_path / "d").root
+    dataset = open_dataset(root)
+    row = dataset.index.row(0)
+    with dataset.shard_path(row).open("r+b") as file:
+        file.seek(row.offset)
+        file.write(bytes(row.length))
+    page = dataset._repr_html_()
+    assert "<td>train</td><td>7</td><td>2</td><td>2</td>" in page
+    assert "<p>sample 0 cannot be shown: " in page
+    assert "checksum mismatch" in page

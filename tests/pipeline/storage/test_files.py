@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import socket
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,17 @@ def test_l2_regular_files_and_links_within_the_folder(tmp_path) -> None:
         assert read_file(place, 5) == b"12345"
     with pytest.raises(OSError, match="has 5 bytes, at most 4 are read"):
         open_file(tmp_path / "a", 4)
+
+
+def test_too_many_open_files_says_the_limit_and_the_cure(tmp_path) -> None:
+    (tmp_path / "a").write_bytes(b"1")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"as many open files as it may, 1: allow 1024 or more \(`ulimit -n"):
+            open_file(tmp_path / "a")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def kinds(place: Path) -> dict[str, Path]:

@@ -55,8 +55,9 @@ def test_every_truncation_of_a_png_is_seen(keep):
 @pytest.mark.parametrize(
     ("data", "extension", "says"),
     [
-        (png(), "jpg", "not a JPEG: it starts with 89 50 4e 47"),
-        (JPEG, "png", "not a PNG"),
+        (png(), "jpg", "a PNG, not a JPEG as its name says; name it .png"),
+        (JPEG, "png", "a JPEG, not a PNG as its name says; name it .jpg"),
+        (b"RIFF", "png", "not a PNG: it starts with 52 49 46 46"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "jpg", "git-LFS pointer"),
         (b"\xff\xd8" + b"\x00" * 50 + b"\xff\xd9", "jpg", "expected a marker at byte 2"),
         (b"\xff\xd8\xff\xe0\x00\x01\x00\x00\xff\xd9", "jpg", "segment 0xffe0 at byte 2 claims 1 bytes"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -163,7 +164,6 @@ class TestTrouble:
         assert cache.open(0, BYTES) is None
         os.truncate(cache.folder.file(1), 10)
         assert cache.open(1, BYTES).read() is None
-        cache.forget(1)
         assert cache.folder.used_bytes == BYTES
         assert cache.open(1, BYTES) is None
         assert files(tmp_path) == [2]
@@ -218,6 +218,17 @@ class TestTrouble:
         assert read(cache, 0) == bytes(span(0))
         assert cache.folder.used_bytes == BYTES
         assert not list((tmp_path / "tmp").iterdir())
+
+    def test_too_many_open_files_do_not_end_admission(self, tmp_path):
+        cache = cache_at(tmp_path)
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1, before[1]))
+        try:
+            assert not cache.put(0, span(0))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        assert cache.put(0, span(0))
+        assert cache.folder.used_bytes == BYTES
 
     def test_a_disk_that_is_full_at_the_start_is_done_without(self, pristine, tmp_path, caplog):
         dataset = open_dataset(pristine)
@@ -430,6 +441,22 @@ class TestCachedStorage(StorageSuite):
         stats = storage.stats()
         assert (stats.requests, stats.cache_hits, stats.cache_misses) == (4, 50, 25)
         assert stats.cache_bytes == stats.request_bytes == sum(map(len, expected))
+
+    @pytest.mark.parametrize("error", [errno.EMFILE, errno.EIO])
+    def test_an_error_that_a_good_file_can_have_forgets_nothing(self, opened, pristine, monkeypatch, error):
+        dataset, storage = opened(pristine)
+        rows, expected = rows_of(dataset), spans_of(pristine)
+
+        def failing(*_):
+            raise OSError(error, os.strerror(error))
+
+        assert [bytes(take()) for take in storage.session().request(rows)] == expected
+        for owner, name in ((storage.cache.folder, "open_file"), (os, "preadv")):
+            with monkeypatch.context() as patched:
+                patched.setattr(owner, name, failing)
+                assert [bytes(take()) for take in storage.session().request(rows)] == expected
+        assert [bytes(take()) for take in storage.session().request(rows)] == expected
+        assert (storage.stats().cache_damaged, storage.stats().cache_hits) == (0, len(rows))
 
     def test_damaged_cache_files_are_fetched_again(self, opened, pristine, tmp_path, caplog):
         dataset, storage = opened(pristine)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
 
+import cv2
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -95,6 +97,11 @@ BAD_WIDE = {
     "fraction": (put(0, timestamp_ns=1.5), r"row 0, column timestamp_ns: 1.5 is not int64"),
     "NaN": (put(1, cam__cam_left__cam2ego__t=[0, float("nan"), 0]), r"row 1: not a JSON object"),
     "no unit quaternion": (put(1, cam__cam_left__cam2ego__q_wxyz=[1, 1, 0, 0]), r"row 1, column cam.cam_left.cam2ego"),
+    "quaternion beyond squares": (put(1, ego2global__q_wxyz=[1e200, 0, 0, 0]), r"row 1, column ego2global: no unit"),
+    "beyond the Earth": (put(1, ego2global__t=[1e200, 0, 0]), r"row 1, column ego2global: .* over 1e\+09 m"),
+    "null for a number": (put(0, ego2global__t=[None, 0, 0]), r"row 0, column ego2global.t: \[null, 0, 0\] has null"),
+    "NUL": (put(2, cam__cam_left__path="a\0.mp4#frame=1"), r"row 2, column cam.cam_left.path: 'a.*has a NUL"),
+    "long clip": (put(3, clip_id="c" * 5000), r"row 3: clip_id 'c+.*' has 5000 bytes, allowed are 4096; shorten"),
     "matrix for quaternion": (put(1, ego2global__q_wxyz=[0.0] * 9), r"row 1, column ego2global.q_wxyz: it has 9"),
     "K of zeros": (put(3, cam__cam_back__intrinsics=[[0, 0, 0]] * 3), r"row 3, column cam.cam_back.intrinsics"),
     "out of the root": (put(0, cam__cam_left__path="../1.jpg"), "not inside the source"),
@@ -338,6 +345,24 @@ def test_points_in_all_forms():
             parse_points(data, ("x", "y", "z", "intensity"), "lidar")
     with pytest.raises(SourceError, match="has no ring"):
         parse_points(forms[1], ("x", "y", "z", "ring"), "lidar")
+
+
+def test_csv_with_another_separator_is_refused(tmp_path):
+    write_wide(make_world(), tmp_path, "csv")
+    file = tmp_path / "frames.csv"
+    file.write_text(file.read_text().replace(",", ";"))
+    with pytest.raises(SourceError, match=r"frames.csv' has the separator ';'; write it with commas"):
+        scan(tmp_path)
+
+
+def test_a_byte_order_mark_is_passed_over_and_an_image_is_what_its_bytes_are(wide, tmp_path):
+    file = wide / "frames.jsonl"
+    file.write_bytes(codecs.BOM_UTF8 + file.read_bytes())
+    image = wide / "drive-0" / "cam_left" / "0.jpg"
+    cv2.imwrite(str(image.with_suffix(".png")), cv2.imread(str(image)))
+    image.with_suffix(".png").rename(image)
+    row = scanned("manifest", wide, tmp_path, **OPTIONS).table.row(0)
+    assert {one.name for one in row.members} >= {"cam_left.png", "cam_front.jpg"}
 
 
 def test_csv_of_spreadsheets(tmp_path):
