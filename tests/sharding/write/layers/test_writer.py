@@ -331,7 +331,7 @@ def test_a_full_disk_is_one_error(base, tmp_path) -> None:
             writer.write(position, values_of(position))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (512, limits[1]))  # the file of attributes is begun by then
+        resource.setrlimit(resource.RLIMIT_FSIZE, (512, limits[1]))  # the file of attributes is open by then
         with pytest.raises(DatasetError, match="cannot be written: File too large"):
             writer.finish()
     finally:
