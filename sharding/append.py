@@ -44,7 +44,15 @@ from fuelrail.pipeline.storage.columns import Disk
 from fuelrail.pipeline.storage.files import open_file
 from fuelrail.pipeline.storage.filesystem import filesystem
 from fuelrail.pipeline.text import shown
-from fuelrail.sharding.output.folder import FolderOutput, Output, check_out, link_file, manifest_in, open_output
+from fuelrail.sharding.output.folder import (
+    FolderOutput,
+    Output,
+    check_out,
+    if_whole,
+    link_file,
+    manifest_in,
+    open_output,
+)
 from fuelrail.sharding.output.resume import check_same_recipe, recipe_of
 from fuelrail.sharding.output.url import UrlOutput
 from fuelrail.sharding.output.workspace import RunState, Workspace
@@ -71,8 +79,9 @@ class Piece(NamedTuple):
 def append(locations: Sequence[str], out: str | os.PathLike[str], progress: Progress | None = None) -> Manifest:
     """Make a dataset at ``out`` of all shards of the datasets; an interrupted run is resumed.
 
-    Raises SourceError for datasets that do not fit together or have a clip in common, DatasetExistsError where OUT
-    holds something else, DatasetError where it cannot be written.
+    A finished dataset is checked, and its damaged files are made again. Raises SourceError for datasets that do not fit
+    together or have a clip in common, DatasetExistsError where OUT holds something else, DatasetError where it cannot
+    be written.
     """
     if len(locations) < 2:
         raise ConfigError(
@@ -90,18 +99,24 @@ def append(locations: Sequence[str], out: str | os.PathLike[str], progress: Prog
     with output.writing(), Workspace(output) as work:
         started = work.state()
         check_same_recipe(output.shown, started.recipe if started else None, recipe)
-        work.start(_run_state(recipe, datasets, pieces))
-        output.remove(MANIFEST_FILE)
+        whole = if_whole(output, finished)
+        if whole is None:
+            work.start(_run_state(recipe, datasets, pieces))
+            output.remove(MANIFEST_FILE)
         num_samples = sum(dataset.manifest.num_samples for dataset in datasets)
         stems = [shard_stem(piece.new.name) for piece in pieces]
         progress.planned(num_samples, stems, sum(piece.new.bytes for piece in pieces))
         for number, piece in enumerate(pieces):
-            source, new = datasets[piece.dataset], piece.new
-            was_there = _bring(source, piece.old.name, output, new.name, new.bytes, new.sha256)
+            source, new, again = datasets[piece.dataset], piece.new, finished is not None
+            was_there = _bring(source, piece.old.name, output, new.name, new.bytes, new.sha256, again=again)
             progress.advanced(new.bytes)
             progress.shard_done(ShardDone(number, new.name, new.bytes, kept=was_there))
             if new.idx_bytes:
-                _bring(source, piece.old.idx_name, output, new.idx_name, new.idx_bytes, new.idx_sha256)
+                idx = new.idx_name, new.idx_bytes, new.idx_sha256
+                _bring(source, piece.old.idx_name, output, *idx, again=again)
+        if whole is not None:
+            work.remove()
+            return whole
         files = _own_files(work, datasets, pieces)
         manifest = _manifest(datasets, pieces, files, recipe)
         data = encode_manifest(manifest)
@@ -167,17 +182,18 @@ def _run_state(recipe: Recipe, datasets: Sequence[Dataset], pieces: Sequence[Pie
     )
 
 
-def _bring(source: Dataset, old: str, out: Output, new: str, num_bytes: int, sha256: str) -> bool:
-    """Copy or link a file of a dataset into OUT; returns whether OUT had it before, with that size.
+def _bring(source: Dataset, old: str, out: Output, new: str, num_bytes: int, sha256: str, *, again: bool) -> bool:
+    """Copy or link a file of a dataset into OUT, unless OUT has it, with that size; returns whether it had.
 
-    What is linked is not read; what is copied by this process is, and checked.
+    What is linked is not read; what is copied by this process is, and checked. ``again`` says that OUT was finished:
+    then the digest decides, as the source's file may be damaged meanwhile.
     """
     was_there = out.size(new) == num_bytes  # nothing has its name before it is whole
+    if was_there and (not again or out.holds(new, num_bytes, sha256)):
+        return True
     if source.url is None and isinstance(out, FolderOutput):
         if not link_file(source.root / old, out, new):
             _copy(source, old, out, new, sha256)
-    elif was_there:
-        return True
     elif source.url is not None and isinstance(out, UrlOutput) and _same_store(source.url, out):
         _, root = filesystem(source.url)
         out.fs.copy(f"{root}/{old}", out.path(new))
@@ -185,7 +201,9 @@ def _bring(source: Dataset, old: str, out: Output, new: str, num_bytes: int, sha
         _copy(source, old, out, new, sha256)
     if (size := out.size(new)) != num_bytes:
         raise SourceError(f"'{source.location}/{old}' has {size} bytes, its manifest says {num_bytes}: verify it")
-    return was_there
+    if again and not out.holds(new, num_bytes, sha256):
+        raise SourceError(f"'{source.location}/{old}' is not the file that its manifest describes: verify it")
+    return False
 
 
 def _same_store(url: str, out: UrlOutput) -> bool:

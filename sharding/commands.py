@@ -161,7 +161,7 @@ def _run_verify(args: argparse.Namespace) -> int:
     from fuelrail.sharding.progress import checking
 
     options = from_flags(args, VerifyOptions)
-    with checking() as checked:
+    with sigterm_interrupts(), checking() as checked:
         report = verify(
             args.dataset,
             deep=options.deep,
@@ -241,7 +241,7 @@ def _configure_layer(parser: argparse.ArgumentParser) -> None:
     rebase = words.add_parser("rebase", help=text, description=f"{text[0].upper()}{text[1:]}.")
     rebase.add_argument("layer", metavar="LAYER", help="folder of the layer")
     rebase.add_argument("base", metavar="DATASET", help="folder or URL of the new base")
-    rebase.add_argument("out", metavar="OUT", help="folder of the new layer: new or empty")
+    rebase.add_argument("out", metavar="OUT", help="folder of the new layer: new, empty, or of an interrupted run")
     add_flags(rebase, PrintOptions)
 
 

@@ -24,7 +24,7 @@ from fuelrail.pipeline.format.manifest import MANIFEST_FILE, Manifest, load_mani
 from fuelrail.pipeline.format.rules import Rig
 from fuelrail.pipeline.runtime.workers import in_threads
 from fuelrail.sharding.engines.local import LocalEngine
-from fuelrail.sharding.output.folder import Output, check_out, manifest_in, open_output
+from fuelrail.sharding.output.folder import Output, check_out, if_whole, manifest_in, open_output
 from fuelrail.sharding.output.resume import (
     check_same_recipe,
     check_same_samples,
@@ -152,7 +152,8 @@ def shard(
 def repair(root: str | os.PathLike[str], source: str, num_workers: int, progress: Progress) -> Outcome:
     """Rebuild the damaged files of a finished dataset from its original source (``KIND:LOCATION``).
 
-    Raises ConfigError for a layer, DatasetExistsError where the source has changed, and what :func:`shard` raises.
+    Raises ConfigError for a layer and for what ``--append`` made, DatasetExistsError where the source has changed, and
+    what :func:`shard` raises.
     """
     manifest = load_manifest(root, EITHER)
     if isinstance(manifest, LayerManifest):
@@ -160,6 +161,11 @@ def repair(root: str | os.PathLike[str], source: str, num_workers: int, progress
             f"'{root}' is a layer, which no source has: write it again, or bring the files back from a copy"
         )
     recipe = recipe_of(str(root), manifest)
+    if recipe.source == "append":
+        raise ConfigError(
+            f"'{root}' was made by `fuelrail reshard --append`: run the same command again, which makes its damaged "
+            "files again"
+        )
     spec = parse_source(source, recipe.source_options)
     return shard(spec, root, msgspec.structs.replace(recipe, scan_sha256=""), num_workers, progress)
 
@@ -234,7 +240,7 @@ def _start(
         return None, train_or_load_dictionary(out, scan.recipe, None, scan.table, rows)
     # The dictionary comes first: it may be the one file that is damaged.
     dictionary = train_or_load_dictionary(out, scan.recipe, finished, scan.table, rows)
-    manifest = _if_whole(out, finished)
+    manifest = if_whole(out, finished)
     if manifest is None:
         work.start(planned.state)
         out.remove(MANIFEST_FILE)
@@ -326,14 +332,6 @@ def _finished_recipe(out: Output) -> Recipe | None:
     """Return the recipe of a finished dataset in OUT, None where there is none."""
     manifest = manifest_in(out)
     return None if manifest is None else recipe_of(out.shown, manifest)
-
-
-def _if_whole(out: Output, manifest: Manifest | None) -> Manifest | None:
-    """Return the manifest if tables and attributes match it, else None."""
-    if manifest is None:
-        return None
-    whole = all(out.holds(entry.name, entry.bytes, entry.sha256) for entry in manifest.files)
-    return manifest if whole else None
 
 
 def _damaged_shards(out: Output, shards: Sequence[ShardEntry], num_threads: int) -> Sequence[int]:

@@ -8,6 +8,7 @@ long the columns are. For one thread.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import mmap
 import os
@@ -116,7 +117,7 @@ class Column:
         self._length = 0
 
     def __del__(self) -> None:
-        if hasattr(self, "_file"):  # else there was no place for it
+        with contextlib.suppress(AttributeError, OSError):  # there was no place for the file, or is none for its rest
             self._file.close()  # of a column that was not read
 
     def __len__(self) -> int:

@@ -80,7 +80,8 @@ def published(path: Path, temporary: Path | None = None, *, sync: bool = True) -
                 os.fsync(file.fileno())
         part.replace(path)
     except BaseException:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a file system that became read-only says so by the first error
+            part.unlink()
         raise
     if sync:
         sync_folder(path.parent)

@@ -107,6 +107,14 @@ def manifest_in(out: Output) -> Manifest | None:
     return None if data is None else decode_manifest(data, f"{out.shown}/{MANIFEST_FILE}")
 
 
+def if_whole(out: Output, manifest: Manifest | None) -> Manifest | None:
+    """Return the manifest if tables and attributes match it, else None."""
+    if manifest is None:
+        return None
+    whole = all(out.holds(entry.name, entry.bytes, entry.sha256) for entry in manifest.files)
+    return manifest if whole else None
+
+
 def check_out(out: Output) -> None:
     """Raise DatasetExistsError where OUT holds files that are neither a dataset's nor a run's."""
     names = out.names()

@@ -95,6 +95,29 @@ def test_the_same_command_again_makes_it_whole(old, new, tmp_path):
         append([str(new), str(old)], out)
 
 
+def test_the_same_command_again_keeps_what_is_whole(old, new, tmp_path):
+    shutil.copytree(old, tmp_path / "v1")
+    sources, out = [str(tmp_path / "v1"), str(new)], tmp_path / "v2"
+    append(sources, out)
+    expected, shard = digests(out), tmp_path / "v1" / "train-000000.tar"
+    data = shard.read_bytes()
+    for damaged in (data[:-1024], data.replace(b"ustar", b"Ustar", 1)):
+        (tmp_path / "x").write_bytes(damaged)
+        (tmp_path / "x").replace(shard)  # the older version's file alone, not the link to it
+        append(sources, out)
+        assert digests(out) == expected
+    os.link(shard, tmp_path / "x")
+    (tmp_path / "x").replace(out / "train-000000.tar")  # damaged in both versions
+    with pytest.raises(SourceError, match=r"v1/train-000000\.tar' is not the file that its manifest describes"):
+        append(sources, out)
+    with pytest.raises(ConfigError, match=r"made by `fuelrail reshard --append`: run the same command again"):
+        repair(out, f"nuscenes:{old}", 1, Quiet())
+    (tmp_path / "x").write_bytes(data)
+    (tmp_path / "x").replace(shard)
+    append(sources, out)
+    assert digests(out) == expected
+
+
 def test_across_file_systems_shards_are_copied_and_checked(old, new, tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.EXDEV, "Invalid cross-device link")

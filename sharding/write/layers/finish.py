@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 import pyarrow as pa
@@ -117,20 +117,21 @@ def _check_whole(segments: Segments, base: Dataset, out: Output, *, partial: boo
 
 
 def _write(out: Output, temporary: Path, base: Dataset, run: LayerRun, segments: Segments) -> bytes:
-    shards = _Shards(out)
     rows = np.full(len(base), NO_ROW, ROWS_DTYPE)
-    attributes = _AttributesWriter(temporary / ATTRIBUTES_FILE, run.channels)
     index, count = temporary / INDEX_FILE, 0
     fields = [channel.field for channel in run.channels]
-    with IndexWriter(index, fields, sorted({channel.codec for channel in run.channels})) as table:
+    with (
+        _Shards(out) as shards,
+        _AttributesWriter(temporary / ATTRIBUTES_FILE, run.channels) as attributes,
+        IndexWriter(index, fields, sorted({channel.codec for channel in run.channels})) as table,
+    ):
         for position, found in segments.rows():
             row = shards.add(found)
             table.append(row)
             attributes.add(row, found.attributes)
             rows[position] = count
             count += 1
-    entries = shards.close()
-    attributes.close()
+        entries = shards.close()
     files = [*write_tables(temporary, entries), *rows_file(temporary, rows)]
     for entry in files:
         out.publish_file(entry.name, temporary / entry.name)
@@ -159,6 +160,14 @@ class _Shards:
         self._context: Any = None
         self._file: Any = None
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Remove the part of a shard that an error leaves."""
+        if self._context is not None:
+            self._context.__exit__(*error)
+
     def add(self, found: SegmentRow) -> IndexRow:
         """Write the next row; returns its place."""
         if self._rows and self._offset + len(found.span) + len(END_OF_ARCHIVE) > SHARD_BYTES:
@@ -183,7 +192,8 @@ class _Shards:
 
     def _end(self) -> None:
         self._put(END_OF_ARCHIVE)
-        self._context.__exit__(None, None, None)
+        context, self._context = self._context, None
+        context.__exit__(None, None, None)
         number = len(self._entries)
         listing = _listing(self._rows)
         entry = ShardEntry(
@@ -225,11 +235,14 @@ class _AttributesWriter:
         if len(self._rows) == ROWS_PER_GROUP:
             self._flush()
 
-    def close(self) -> None:
-        """Write what is left, and the file's footer."""
-        if self._rows:
-            self._flush()
-        self._writer.close()
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Write what is left, unless there was an error, and the file's footer."""
+        with self._writer:
+            if kind is None and self._rows:
+                self._flush()
 
     def _flush(self) -> None:
         columns = zip(*self._rows, strict=True)

@@ -20,7 +20,7 @@ from fuelrail.pipeline.format.layers import (
     check_layer_table,
     open_layer_data,
 )
-from fuelrail.pipeline.format.manifest import MANIFEST_FILE, Lineage, decode_manifest, encode_manifest
+from fuelrail.pipeline.format.manifest import MANIFEST_FILE, WORK_FOLDER, Lineage, decode_manifest, encode_manifest
 from fuelrail.pipeline.text import escaped
 from fuelrail.sharding.output.folder import FolderOutput, check_out, link_file
 from fuelrail.sharding.write.layers.finish import rows_file
@@ -58,17 +58,23 @@ def rebase_layer(
     """Make a layer of ``base`` from a layer of another version of it, such as the one before ``--append``.
 
     Rows are found by key. Shards and tables are hard links, or copies where the file system has none; only ``rows.npy``
-    and the manifest are new. Raises ConfigError for a layer at a URL and where OUT is not empty, DatasetError where no
-    key of the layer is in the base, or channels lie on cameras or lidars that the base lacks or stores in other sizes.
+    and the manifest are new. An interrupted call is resumed. Raises ConfigError for a layer at a URL and where OUT has
+    something else, DatasetError where no key of the layer is in the base, or channels lie on cameras or lidars that the
+    base lacks or stores in other sizes.
     """
     old = open_layer_data(layer)
     if old.url is not None:
         raise ConfigError(f"layer '{old.location}' is at a URL: copy it to a folder first, its files are linked")
     new_base, manifest = open_dataset(base), old.manifest
     assert isinstance(manifest, LayerManifest)
+    own = [file for file in manifest.files if file.name != ROWS_FILE]
+    shards = [shard for one in old.shards for shard in (one.name, one.idx_name if one.idx_bytes else "")]
+    names = [*filter(None, shards), *(file.name for file in own)]
     target = FolderOutput(os.fspath(out))
     check_out(target)
-    if target.names():
+    there = {*target.names()}
+    is_partial = there <= {WORK_FOLDER, MANIFEST_FILE, ROWS_FILE, *names} and target.names(WORK_FOLDER) in ([], ["tmp"])
+    if there and not (WORK_FOLDER in there and is_partial):
         raise ConfigError(f"output folder '{target.shown}' is not empty: choose another one")
     entry = BaseEntry.of(new_base)
     _check_sensors(manifest, entry, new_base.location)
@@ -80,10 +86,10 @@ def rebase_layer(
             f"'{manifest.base.name}'"
         )
     with target.writing():
-        target.temporary.mkdir(parents=True)
-        own = [file for file in manifest.files if file.name != ROWS_FILE]
-        shards = [shard for one in old.shards for shard in (one.name, one.idx_name if one.idx_bytes else "")]
-        for name in filter(None, [*shards, *(file.name for file in own)]):
+        target.temporary.mkdir(parents=True, exist_ok=True)
+        for name in (MANIFEST_FILE, ROWS_FILE):
+            target.remove(name)
+        for name in names:
             if not link_file(old.root / name, target, name):
                 with target.publish(name) as copy, (old.root / name).open("rb") as file:
                     while data := file.read(8 << 20):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -71,3 +73,14 @@ def test_what_was_not_read_leaves_no_file_either(tmp_path):
     column.append(np.arange(100_000))
     del column
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_not_read_and_has_no_place_is_dropped_without_a_word(tmp_path):
+    column = Disk(tmp_path).column(np.int64)
+    column.append([1])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        del column  # pytest reports an exception that `__del__` leaves behind
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

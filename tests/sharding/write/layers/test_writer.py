@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import resource
 import shutil
 import signal
 import tarfile
@@ -307,7 +308,33 @@ def test_a_layer_of_another_dataset_and_of_an_older_version_is_refused_and_rebas
     found = [None if row < 0 else rebased.data.index.row(row).key for row in rebased.rows.tolist()]
     assert found == [*keys[:12], None, None]
     assert not verify(tmp_path / "rebased", deep=True).faults
+    expected = digests(tmp_path / "rebased")
+    for name in ("dataset.json", "rows.npy", "keys.arrow"):  # as if it had been killed before, or while it cleared up
+        (tmp_path / "rebased" / ".fuelrail" / "tmp").mkdir(parents=True)
+        (tmp_path / "rebased" / ".fuelrail" / "tmp" / "keys.arrow").write_bytes(b"part")
+        (tmp_path / "rebased" / name).unlink()
+        rebase_layer(layer, newer, tmp_path / "rebased")
+        assert digests(tmp_path / "rebased") == expected
+    (tmp_path / "rebased" / ".fuelrail").mkdir()
+    (tmp_path / "rebased" / ".fuelrail" / "layer.json").touch()
+    with pytest.raises(ConfigError, match="is not empty"):
+        rebase_layer(layer, newer, tmp_path / "rebased")
     with pytest.raises(ManifestError, match="it is a layer"):
         open_dataset(layer)
     with pytest.raises(ConfigError, match="must match"):
         open_layer("Teacher!", layer, open_dataset(base))
+
+
+def test_a_full_disk_is_one_error(base, tmp_path) -> None:
+    with LayerWriter(base, tmp_path / "layer", channels=TABLE) as writer:
+        for position in range(NUM_SAMPLES):
+            writer.write(position, values_of(position))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (512, limits[1]))  # the file of attributes is open by then
+        with pytest.raises(DatasetError, match="cannot be written: File too large"):
+            writer.finish()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    writer.finish()
+    assert not verify(tmp_path / "layer", deep=True).faults
