@@ -39,33 +39,33 @@ class LayerPart(NamedTuple):
     storage: Storage
     fields: Mapping[str, str]
 
-    def row_of(self, position: int, key: str) -> tuple[int, IndexRow] | None:
+    def find(self, position: int, key: str) -> _Found:
         """The layer's row of a sample of the base, None where it has none.
 
-        Raises OrderError where it must have one, IndexFileError where the row has another key.
+        Where it must have one it is an OrderError, where the row has another key an IndexFileError: returned, so that
+        it is raised at the sample's turn, however far ahead this is called.
         """
-        number = self.layer.row(position)
-        if number == NO_ROW:
-            if self.layer.missing == "error":
-                raise OrderError(
-                    f"layer '{self.layer.name}' has no value for sample '{key}'; "
-                    "LayerOptions(missing='mask') marks it in the batch"
+        layer = self.layer
+        try:
+            number = layer.row(position)
+            if number == NO_ROW:
+                return (
+                    None
+                    if layer.missing != "error"
+                    else OrderError(
+                        f"layer '{layer.name}' has no value for sample '{key}'; "
+                        "LayerOptions(missing='mask') marks it in the batch"
+                    )
                 )
-            return None
-        row = self.layer.data.index.row(number)
+            row = layer.data.index.row(number)
+        except FuelrailError as error:
+            return error
         if row.key != key:
-            raise IndexFileError(
-                f"layer '{self.layer.name}' ('{self.layer.data.location}') has the key '{row.key}' for sample '{key}' "
+            return IndexFileError(
+                f"layer '{layer.name}' ('{layer.data.location}') has the key '{row.key}' for sample '{key}' "
                 "of its base: verify the layer"
             )
         return number, row
-
-    def find(self, position: int, key: str) -> _Found:
-        """What :meth:`row_of` returns or raises: raised at the sample's turn, however far ahead this is called."""
-        try:
-            return self.row_of(position, key)
-        except FuelrailError as error:
-            return error
 
     def members(self, stored: StoredRow) -> dict[str, memoryview]:
         """The raw members of a stored row, by the names that a loader has for them.
@@ -118,7 +118,9 @@ class LayeredStorage:
         base = self._base.span(index, row)
         layers = []
         for part in self.parts:
-            found = part.row_of(index, row.key)
+            found = part.find(index, row.key)
+            if isinstance(found, FuelrailError):
+                raise found
             layers.append(None if found is None else part.stored(found[1], partial(part.storage.span, *found)))
         return LayeredSpan(base, tuple(layers))
 
