@@ -89,8 +89,8 @@ class ViewsDecoder(Protocol):
         """Write the image under each map into the ``out`` beside it; see `ImageDecoder.decode_into`.
 
         Where the maps ask for different resolutions, the image is decoded at the higher one, and averaged for the
-        lower: pixels then differ by a few grey levels from those of `ImageDecoder.decode_into`. With a lens, which all
-        maps have or none, it is decoded at each of these resolutions, and pixels are the same.
+        lower: pixels then differ by a few grey levels from those of `ImageDecoder.decode_into`. All maps have a lens,
+        or none has.
         """
         ...
 

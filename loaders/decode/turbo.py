@@ -155,7 +155,7 @@ class TurboDecoder:
         outs: Sequence[NDArray[np.uint8]],
         interpolation: Interpolation = "bilinear",
     ) -> None:
-        """Decode once into several ``outs``; see the protocol. With a lens, once for each resolution asked for."""
+        """Decode once into several ``outs``; see the protocol."""
         info = probe(encoded)
         for image_map, out in zip(image_maps, outs, strict=True):
             check_output(image_map, out, interpolation)
@@ -212,33 +212,32 @@ class TurboDecoder:
         outs: Sequence[Picture],
         interpolation: str,
     ) -> None:
-        """Decode a distorted image, once for each resolution that is asked for, and sample it under each map."""
-        by_factor: dict[int, list[_Straightened]] = {}
+        """Decode a distorted image at the highest resolution that a view asks for, and sample it under each map."""
+        views = []
         for image_map, out in zip(image_maps, outs, strict=True):
             assert image_map.lens is not None
             max_scale = largest_scale(image_map, image_map.lens)
             rows = source_rows(image_map, image_map.lens, (REACH[interpolation] + 1.0) / min(1.0, max_scale))
-            view = _Straightened(image_map, image_map.lens, max_scale, rows, out)
-            by_factor.setdefault(_dct_factor(info, max_scale), []).append(view)
-        for factor, views in by_factor.items():
-            image, first = None, min(view.rows[0] for view in views)
-            if self._native is not None and self._native.takes(info, factor):
-                rows = first // factor, -(-max(view.rows[1] for view in views) // factor)
-                image = self._native.picture(encoded, info, factor, rows, self._scratch)
-            top, parts = 0, ((0, info.height),) * len(views)
-            if image is None and info.format == "jpeg":
-                cut = SplicedViews(encoded, 0, info.height, parts)
-                if info.restart_interval:
-                    cut = splice_views(encoded, info, [view.rows for view in views], factor, self._scratch)
-                top, parts = cut.top, cut.parts
-                image = decode_jpeg(cut.encoded, info._replace(height=cut.height), factor, self._scratch)
-            elif image is None:
-                image = _decode_png(encoded, info)
-                views = [view._replace(out=view.out[::-1]) for view in views]
-            for view, (begin, end) in zip(views, parts, strict=True):
-                # Rows of MCUs are whole in every DCT scaling.
-                part = image[begin // factor : scaled_size(end, 1, factor)]
-                self._straighten(part, top + begin, factor, view, interpolation)
+            views.append(_Straightened(image_map, image_map.lens, max_scale, rows, out))
+        factor = min(_dct_factor(info, view.max_scale) for view in views)
+        image, first = None, min(view.rows[0] for view in views)
+        if self._native is not None and self._native.takes(info, factor):
+            rows = first // factor, -(-max(view.rows[1] for view in views) // factor)
+            image = self._native.picture(encoded, info, factor, rows, self._scratch)
+        top, parts = 0, ((0, info.height),) * len(views)
+        if image is None and info.format == "jpeg":
+            cut = SplicedViews(encoded, 0, info.height, parts)
+            if info.restart_interval:
+                cut = splice_views(encoded, info, [view.rows for view in views], factor, self._scratch)
+            top, parts = cut.top, cut.parts
+            image = decode_jpeg(cut.encoded, info._replace(height=cut.height), factor, self._scratch)
+        elif image is None:
+            image = _decode_png(encoded, info)
+            views = [view._replace(out=view.out[::-1]) for view in views]
+        for view, (begin, end) in zip(views, parts, strict=True):
+            # Rows of MCUs are whole in every DCT scaling.
+            part = image[begin // factor : scaled_size(end, 1, factor)]
+            self._straighten(part, top + begin, factor, view, interpolation)
 
     def _straighten(self, image: Picture, top: int, factor: int, view: _Straightened, interpolation: str) -> None:
         """Undo the lens and sample the map by one `cv2.remap`; ``image`` is at 1/factor, and starts at row ``top``."""

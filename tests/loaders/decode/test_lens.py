@@ -193,7 +193,7 @@ def test_compiled_code_decodes_enough_rows(name: str, preset: str, monkeypatch: 
 
 
 @pytest.mark.parametrize("backend", ["pillow", "turbo", "turbo without native", pytest.param("dali", marks=needs_dali)])
-def test_two_views_are_one_decode_for_each_resolution_and_equal_those_of_two(backend: str, monkeypatch) -> None:
+def test_two_views_are_one_decode_and_equal_those_of_two(backend: str, monkeypatch) -> None:
     if backend == "turbo without native":
         monkeypatch.setattr(turbo, "load_native", lambda: "not this time")
     decoder, decoded = make_decoder(backend.partition(" ")[0]), []
@@ -215,11 +215,14 @@ def test_two_views_are_one_decode_for_each_resolution_and_equal_those_of_two(bac
             assert decoder.decode_batch([encoded] * 2, maps, torch.from_numpy(both)) == [None, None]
         else:
             decode_views(decoder, encoded, maps, list(both))
-        shapes = {one.shape for one in decoded if one is not None}
-        assert len(decoded) == len(shapes) <= (1 if backend == "pillow" or widths[0] == 700 else 2)
+        assert len(decoded) == (encoded is not files[2])  # a PNG is decoded by others
         for image_map, out in zip(maps, alone, strict=True):
             decoder.decode_into(encoded, image_map, out)
-        np.testing.assert_array_equal(both, alone)
+        if len({one.shape[1] for one in decoded}) < 2:
+            np.testing.assert_array_equal(both, alone)
+        else:  # the larger view's resolution, averaged for the smaller
+            np.testing.assert_array_equal(both[0], alone[0])
+            assert psnr_db(both[1], alone[1]) > 50.0
 
 
 def test_a_lens_that_bends_nothing_changes_nothing() -> None:
