@@ -216,7 +216,8 @@ def _check_type(name: str, value: object, annotation: Any, error: type[Exception
             raise TypeError(f"got {type(value).__name__}")
     except (msgspec.ValidationError, AttributeError, TypeError, UnicodeError) as failure:
         words = _allowed(annotation)
-        refusal = f"is not allowed: {failure}" if words is None else f"must be {words}"
+        hint = _hint(str(failure), _split(str(failure))[1], annotation)
+        refusal = f"is not allowed: {failure}{hint}" if words is None else f"must be {words}"
         raise error(f"{name}={_short(value)} {refusal}") from failure
 
 

@@ -121,7 +121,7 @@ def read_report(path: Path) -> Any:  # noqa: ANN401 - what JSON holds
         return msgspec.json.decode(path.read_bytes())
     except ConfigError:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"report '{path}' cannot be read: {error}") from error
 
 

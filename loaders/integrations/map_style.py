@@ -26,8 +26,9 @@ class MapView(TorchDataset[Any]):
         grain.MapDataset.source(view).shuffle(seed=7).batch(8)
 
     An item is a dict: ``key``, and by channel what ``Dataset.read`` gives, with images decoded to uint8 arrays
-    (3, height, width), RGB, of the stored size. ``transform`` gets the dict, and what it returns is the item. One range
-    of one shard is read for each item: this is for random access. `fuelrail.DataLoader` reads ahead, and is faster.
+    (3, height, width), RGB, of the stored size. Arrays by channel can be written to. ``transform`` gets the dict, and
+    what it returns is the item. One range of one shard is read for each item: this is for random access.
+    `fuelrail.DataLoader` reads ahead, and is faster.
 
     It can be pickled, and each process opens the dataset itself. Items raise what ``Dataset.read`` raises, and
     ImageError for an image that cannot be decoded.
@@ -50,8 +51,11 @@ class MapView(TorchDataset[Any]):
     def __getitem__(self, which: SupportsIndex | str) -> Any:  # noqa: ANN401 - what the transform returns
         number = self._dataset.position(which)
         item = {"key": self._dataset.index.row(number).key, **self._dataset.read(number, self._channels)}
-        for channel in self._cameras & item.keys():
-            item[channel] = self._decoded(item[channel])
+        for channel, value in item.items():
+            if channel in self._cameras:
+                item[channel] = self._decoded(value)
+            elif isinstance(value, np.ndarray) and not value.flags.writeable:
+                item[channel] = value.copy()
         return item if self._transform is None else self._transform(item)
 
     def _decoded(self, encoded: bytes) -> NDArray[np.uint8]:

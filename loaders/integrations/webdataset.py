@@ -30,11 +30,15 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import cv2
+import numpy as np
 import webdataset
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ImageError
 from fuelrail.pipeline.format.codecs import Dictionary, decode, split_name
 from fuelrail.pipeline.sample.arrays import Buffer, read_tensors
+from fuelrail.pipeline.sample.image_header import unpack_png
 
 _IMAGE_STARTS: Final = {".jpg": b"\xff\xd8\xff", ".png": b"\x89PNG\r\n\x1a\n"}
 
@@ -44,11 +48,13 @@ def decode_member(name: str, stored: Buffer, *, dictionary: Dictionary | None = 
 
     ``name`` is the field as webdataset names it, with a dot in front: ``.lidar_top.npy.p20.zst``. The storage codec is
     undone first. Then ``.safetensors`` gives a dict of numpy arrays, and ``.json``, ``.npy``, ``.jpg`` and ``.png`` are
-    left to webdataset's handlers. Every other member gives its bytes, so that no handler of webdataset unpickles it,
-    opens it as another kind of file, or passes it to another program.
+    left to webdataset's handlers. A ``.png`` of 16 bits, such as instance masks, gives its values, uint16 [H, W] or
+    [H, W, 3]: webdataset's handlers would cut them at 255. Every other member gives its bytes, so that no handler of
+    webdataset unpickles it, opens it as another kind of file, or passes it to another program.
 
     Raises CodecError for a damaged member, SchemaError for damaged safetensors, ImageError for a jpg or png that starts
-    as neither (webdataset wraps them in its DecodingError, which names sample and shard).
+    as neither and for a damaged png of 16 bits (webdataset wraps them in its DecodingError, which names sample and
+    shard).
     """
     field, codec = split_name(name)
     raw = decode(codec, stored, dictionary=dictionary)
@@ -58,6 +64,16 @@ def decode_member(name: str, stored: Buffer, *, dictionary: Dictionary | None = 
     if ending in _IMAGE_STARTS and bytes(raw[:8])[: len(_IMAGE_STARTS[ending])] != _IMAGE_STARTS[ending]:
         # webdataset opens it with Pillow, which chooses by the content: PostScript would start Ghostscript.
         raise ImageError(f"{field[1:]!r} is no {ending[1:]} image: it starts with bytes {bytes(raw[:8]).hex(' ')}")
+    if ending == ".png" and bytes(raw[24:25]) == b"\x10":  # bits of a value, in the header
+        return _pixels(raw)
     if ending in {".json", ".npy", *_IMAGE_STARTS}:
         return webdataset.autodecode.Continue(field, bytes(raw))
     return bytes(raw)
+
+
+def _pixels(png: Buffer) -> NDArray[np.uint16]:
+    """Decode a PNG of 16 bits to uint16 [H, W] or, RGB, [H, W, 3]; raises ImageError for a damaged one."""
+    pixels = cv2.imdecode(np.frombuffer(unpack_png(png, bits=(16,)), np.uint8), cv2.IMREAD_UNCHANGED)
+    if pixels is None:
+        raise ImageError("a PNG of 16 bits cannot be decoded: its pixel data are broken")
+    return np.ascontiguousarray(pixels if pixels.ndim == 2 else pixels[..., ::-1], np.uint16)

@@ -124,7 +124,7 @@ def _tiles(
         for entry, value in values:
             if entry.law.camera == channel and entry.law.name in ON_IMAGES:
                 _draw_value(tile, entry, value)
-        if frame.boxes is not None:
+        if frame.boxes is not None and np.isfinite(frame.ego2img[number]).all():  # NaN: the clip lacks the camera
             plain, projection = tile.copy(), frame.ego2img[number].astype(np.float64)
             corners = frame.boxes.corners
             depths = corners.mean(1) @ projection[2, :3] + projection[2, 3]

@@ -167,7 +167,7 @@ class _Source:
         """Bytes ``first`` to ``end - 1`` of a file: one request."""
 
         def work() -> bytes:
-            data: bytes = self._fs.cat_file(f"{self._path}/{name}", start=first, end=end)
+            data: bytes = self._fs.cat_file(f"{self._path}/{name}", start=first, end=end, **self._patience())
             return data
 
         return call_with_retries(work, self._retry, self._on_fault(name), self._options)
@@ -176,11 +176,20 @@ class _Source:
         """The first bytes of a file at a server, which may ignore a range that is asked for, and have no end."""
         parts, left = list[bytes](), num_bytes
         # Without a block size it is a stream; a stated size saves the request that would ask for it.
-        with self._fs.open(path, "rb", block_size=0, size=num_bytes) as file:
+        with self._fs.open(path, "rb", block_size=0, size=num_bytes, **self._patience()) as file:
             while left > 0 and (part := file.read(min(left, READ_BYTES))):
                 parts.append(part)
                 left -= len(part)
         return b"".join(parts)
+
+    def _patience(self) -> dict[str, Any]:
+        """Options of a request to a web server: fsspec waits up to 300 s for one that does not answer."""
+        if not self.shown.startswith("http"):
+            return {}
+        import aiohttp
+
+        silence_s = self._retry.attempt_timeout_s
+        return {"timeout": aiohttp.ClientTimeout(total=300, sock_connect=silence_s, sock_read=silence_s)}
 
     def checked(self, entry: FileEntry) -> bytes:
         """A file whose SHA-256 the manifest states; read twice before it is called wrong."""

@@ -48,8 +48,8 @@ def stated_version(info: Mapping[str, Any]) -> str:
 def filesystem(url: str, storage_options: Mapping[str, Any] | None = None) -> tuple[Any, str]:
     """Return the fsspec file system for a URL, and the dataset's path in it.
 
-    Raises ConfigError where the protocol is unknown, its library is not installed, an option is wrong or the URL has a
-    query.
+    Raises ConfigError where the protocol is unknown, its library is not installed, an option is wrong, the URL has a
+    query, or a host that the file system connects to at once does not answer.
     """
     try:
         import fsspec
@@ -70,7 +70,7 @@ def filesystem(url: str, storage_options: Mapping[str, Any] | None = None) -> tu
         extra = _EXTRAS.get(protocol)
         hint = f"pip install 'fuelrail[{extra}]'" if extra else "install its fsspec implementation"
         raise ConfigError(f"'{shown_url(url)}' needs a library that is not installed: {hint} ({error})") from error
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OSError) as error:  # OSError: some, such as FTP's, connect at once
         text = redacted(str(error), storage_options)
         given = " with these storage_options" if storage_options else ""
         raise ConfigError(f"'{shown_url(url)}' cannot be opened{given}: {text}") from None

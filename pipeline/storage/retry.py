@@ -33,6 +33,8 @@ _REFUSED: Final = frozenset({401, 402, 403, 407})
 _RANGE_NOT_SATISFIABLE: Final = 416
 _MISSING: Final = frozenset({404, 410})
 _NO_CREDENTIALS: Final = ("NoCredentials", "PartialCredentials", "NoAuth", "Unauthenticated", "PermissionDenied")
+_MALFORMED: Final = ("ParamValidation", "InvalidUrl", "InvalidURL")
+"""Starts of the names of what botocore and aiohttp raise before a request is sent: no address, no bucket."""
 _ON_THE_WAY: Final = frozenset(
     {"ClientError", "BotoCoreError", "HTTPClientError", "HTTPError", "RequestError", "BaseError"}
 )
@@ -92,6 +94,8 @@ def _kind(error: BaseException) -> FaultKind:
     # s3fs makes PermissionError of AccessDenied, of bad signatures and of unknown keys alike.
     if isinstance(error, PermissionError) or name.startswith(_NO_CREDENTIALS):
         return "refused"
+    if name.startswith(_MALFORMED):
+        return "invalid"
     status = _status(error)
     if status is not None:
         return _kind_of_status(status)

@@ -209,6 +209,11 @@ def test_any_plain_data_is_settings_or_a_config_error(value) -> None:
         assert convert(msgspec.to_builtins(car), Car, "again") == car
 
 
+def test_a_wrong_value_of_a_dict_names_those_allowed() -> None:
+    with pytest.raises(ConfigError, match=r"Invalid enum value 'zero'; allowed here: drop, mask, .*, repeat_edge"):
+        fuelrail.DataLoader("dataset", 1, window={"frames": [-1, 0], "pad": "zero"})
+
+
 def test_an_unknown_field_of_a_constructor_is_refused_with_the_one_that_was_meant() -> None:
     with pytest.raises(TypeError, match=r"Wheel has no field 'radius'; it has: .*; did you mean 'radius_m'\?"):
         Wheel(radius=1)

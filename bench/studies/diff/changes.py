@@ -53,7 +53,7 @@ class Change(NamedTuple):
 def compare(before: Comparable, after: Comparable) -> list[Change]:
     """Return the changes of two reports that have figures.
 
-    Raises ConfigError where they are of different kinds, or have no figures of the same thing.
+    Raises ConfigError where they are of different kinds, have no figures of the same thing, or one that is not above 0.
     """
     changes: list[Change] | None = None
     if isinstance(before, Report) and isinstance(after, Report):
@@ -68,6 +68,12 @@ def compare(before: Comparable, after: Comparable) -> list[Change]:
         raise ConfigError(f"reports of different kinds cannot be compared: {before.schema} and {after.schema}")
     if not changes:
         raise ConfigError("the reports have no figures of the same thing: there is nothing to compare")
+    for change in changes:
+        if change.before <= 0 or change.after <= 0:
+            raise ConfigError(
+                f"'{change.name}' is {change.before:g} in A and {change.after:g} in B; both must be above 0 to be "
+                "compared: measure again"
+            )
     return changes
 
 

@@ -20,6 +20,7 @@ from fuelrail.bench.report.page import (
     document,
 )
 from fuelrail.bench.studies.train.report import Figures, Report, learning_sentences
+from fuelrail.pipeline.cli import counted
 
 if TYPE_CHECKING:
     from fuelrail.bench.measure.clock import Summary
@@ -86,11 +87,10 @@ _EMULATED_PHASES = (
 
 def describe(report: Report, plots: Mapping[str, str]) -> Document:
     """Return the report as a document with these plots."""
-    ranks = f"{report.num_ranks} rank{'s' if report.num_ranks != 1 else ''}"
     about = (
         f"Training on **{report.dataset.name}** ({report.dataset.num_samples:,} samples, split "
-        f"{report.dataset.split}): {ranks}, each one {_accelerator_name(report)}, "
-        f"{report.options['batch_size']} samples a rank and batch"
+        f"{report.dataset.split}): {counted(report.num_ranks, 'rank')}, each one {_accelerator_name(report)}, "
+        f"{counted(report.options['batch_size'], 'sample')} a rank and batch"
     )
     parts: list[Block | Section] = [
         *_verdict(report),

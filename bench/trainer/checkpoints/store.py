@@ -121,6 +121,8 @@ class Store:
                 f"{VERSION}: use the Fuelrail that wrote it, or another --checkpoint"
             )
         manifest = msgspec.json.decode(body, type=Manifest)
+        if manifest.step != step_of(folder):
+            raise DamagedError(f"{_MANIFEST} is of step {manifest.step}")
         for name in sorted(manifest.files)[share]:
             size, digest = manifest.files[name]
             try:

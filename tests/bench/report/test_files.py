@@ -84,3 +84,9 @@ def test_l1_a_report_that_is_no_regular_file_is_refused(capsys):
     error = capsys.readouterr().err
     assert "'/dev/zero' cannot be read: it is not a regular file" in error
     assert error.count("\n") == 1
+
+
+def test_a_report_of_endless_lists_is_refused(tmp_path, capsys):
+    (tmp_path / "report.json").write_text("[" * 100_000)
+    assert main(["bench", "diff", str(tmp_path), str(tmp_path)]) == 2
+    assert "cannot be read: maximum recursion depth" in capsys.readouterr().err

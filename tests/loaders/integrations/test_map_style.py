@@ -36,6 +36,13 @@ def test_items_are_decoded(built) -> None:
     assert set(by_generator[0]) == set(by_generator[1]) == {"key", "cam_front"}
 
 
+def test_arrays_can_be_written_to(built) -> None:
+    root, _ = built
+    item = MapView(open_dataset(root), ["cam_front", "lidar_top"])[0]
+    for channel in ("cam_front", "lidar_top"):
+        torch.from_numpy(item[channel]).zero_()  # torch warns where the array is read-only, and warnings are errors
+
+
 @pytest.mark.process
 def test_in_torchs_data_loader_with_workers(built) -> None:
     root, raw = built

@@ -8,6 +8,7 @@ import pickle
 import tarfile
 from functools import partial
 
+import cv2
 import numpy as np
 import pytest
 import webdataset
@@ -75,6 +76,15 @@ def test_members_stored_with_a_dictionary(tmp_path):
     dictionary = open_dataset(tmp_path / "tiny").dictionary
     samples = list(open_shards(tmp_path / "tiny").decode(partial(decode_member, dictionary=dictionary)))
     assert [sample["meta.json.dict.zst"]["key"] for sample in samples] == list(raw)
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (5, 4, 3)])
+def test_pngs_of_16_bits_keep_their_values(shape):
+    values = (np.arange(np.prod(shape)).reshape(shape) * 1000).astype(np.uint16)
+    encoded = cv2.imencode(".png", values if values.ndim == 2 else values[..., ::-1])[1].tobytes()
+    decoder = webdataset.autodecode.Decoder([decode_member, webdataset.imagehandler("rgb")], pre=[])
+    found = decoder({"__key__": "a", "instances.png": encoded})
+    np.testing.assert_array_equal(found["instances.png"], values, strict=True)
 
 
 def test_images_are_left_to_webdatasets_own_handlers(tiny):

@@ -329,6 +329,19 @@ class TestOpening:
         with pytest.raises(DatasetError, match=r"could not be read for 0\.2 s"):
             open_dataset(url, cache_dir=tmp_path, retry=RetryPolicy(deadline_s=0.2, first_delay_s=0.01))
 
+    def test_a_server_that_does_not_answer_is_asked_again(self, serve, pristine, tmp_path, caplog):
+        server = serve(pristine, lambda request: Misbehaviour(latency_s=3600.0 if request.number == 0 else 0.0))
+        dataset = open_dataset(server.url, cache_dir=tmp_path, retry=RetryPolicy(attempt_timeout_s=0.5))
+        assert len(dataset.index) == 25
+        assert "dataset.json: FSTimeoutError; trying again" in caplog.text
+
+    def test_addresses_without_a_host_and_hosts_that_refuse_are_reported_at_once(self, tmp_path, caplog):
+        with pytest.raises(DatasetError, match="cannot be read"):
+            open_dataset("http://", cache_dir=tmp_path)
+        assert "trying again" not in caplog.text
+        with pytest.raises(ConfigError, match=r"'ftp://127\.0\.0\.1:1/dataset' cannot be opened: .*refused"):
+            open_dataset("ftp://127.0.0.1:1/dataset", cache_dir=tmp_path)
+
     def test_secrets_stay_out_of_messages_and_logs(self, serve, pristine, tmp_path, caplog):
         server = serve(pristine)
         secret = "s3cr3t-value"

@@ -84,6 +84,16 @@ def test_a_box_behind_another_is_not_seen_through_it():
     assert (beside != sheets[0]).any()
 
 
+def test_a_camera_that_the_clip_lacks_has_no_boxes():
+    images, matrices = np.zeros((2, 3, 200, 320), np.uint8), np.stack([EGO2IMG, np.full((4, 4), np.nan)])
+    cameras, boxes = ["cam_front", "cam_back"], box_at((9, 0, 0.0))
+    with_boxes, without = (
+        contact_sheet([DrawnFrame(images, matrices, given)], cameras, ["car"])[:208] for given in (drawn(boxes), None)
+    )
+    changed = (with_boxes != without).any((0, 2))
+    assert changed[:324].any() and not changed[324:].any()
+
+
 @pytest.mark.parametrize("degrees", [-7.0, 0.0, 5.0])
 @pytest.mark.parametrize("flip", [0.0, 1.0])
 def test_captions_say_what_turned_the_picture(degrees, flip):

@@ -44,6 +44,7 @@ def s3fs_error(status: int) -> Exception:
         (botocore.NoCredentialsError(), "refused"), (obstore.PermissionDeniedError("x"), "refused"),
         (obstore.UnauthenticatedError("x"), "refused"), (s3fs_error(403), "refused"),
         (http(400), "invalid"), (ValueError("x"), "invalid"), (TypeError("x"), "invalid"),
+        (botocore.ParamValidationError(report="x"), "invalid"), (aiohttp.InvalidURL("http://"), "invalid"),
         (http(416), "cut"), (s3fs_error(416), "cut"),
         (http(429), "throttled"), (http(503), "throttled"), (boto(503, "SlowDown"), "throttled"),
         (obstore.GenericError("Server returned non-2xx status code: 503 Service Unavailable"), "throttled"),

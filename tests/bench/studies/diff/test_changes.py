@@ -9,6 +9,7 @@ import pytest
 from fuelrail.__main__ import main
 from fuelrail.bench.report.files import publish_json
 from fuelrail.bench.studies.diff.changes import compare, differences
+from fuelrail.pipeline.errors import ConfigError
 from support.bench_runs import MACHINE, SETTINGS, log, report_of, step
 from support.loader_runs import loader_report_of, loader_run
 
@@ -63,6 +64,18 @@ def test_loaders_differ_when_their_repeats_do_not_overlap():
     assert not compare(before, same)[0].is_worse(0.0), "a loss within noise"
     assert compare(before, slow)[0].is_worse(0.1)
     assert not compare(slow, before)[0].is_worse(0.0)
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.0, 100.0), (100.0, 0.0), (-1.0, 100.0)])
+def test_figures_that_are_not_above_zero_are_refused(before, after):
+    report = loader_report_of([loader_run(100.0)])
+    figures, replace = report.figures, msgspec.structs.replace
+    old, new = (
+        replace(report, figures=replace(figures, samples_per_s=replace(figures.samples_per_s, median=median)))
+        for median in (before, after)
+    )
+    with pytest.raises(ConfigError, match=f"'samples/s' is {before:g} in A and {after:g} in B; both must be above 0"):
+        compare(old, new)
 
 
 def test_what_else_differs_is_reported():

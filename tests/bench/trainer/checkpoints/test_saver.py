@@ -160,6 +160,14 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(datasets, 
     assert run(datasets / "one", saved)[0].step == STEPS
 
 
+def test_a_checkpoint_under_the_name_of_another_step_is_set_aside(datasets, saved):
+    (newest,) = saved.glob("step-00000004.*")
+    newest.rename(saved / "step-00000099.0123abcd")
+    restored, _ = run(datasets / "one", saved)
+    assert restored.step == 2
+    assert restored.skipped == ["step-00000099.0123abcd: checkpoint.json is of step 4"]
+
+
 def test_a_resumed_run_has_the_learning_rate_that_it_asks_for(datasets, saved):
     _, done = run(datasets / "one", saved, 6, rate=2e-2)
     assert [rate for _, _, _, rate, _ in done] == [2e-2 * (step + 2) / 7 for step in (4, 5)]
