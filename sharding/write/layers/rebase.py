@@ -85,7 +85,7 @@ def rebase_layer(
             f"no sample of '{new_base.location}' has a key of layer '{old.location}': it is no version of its base, "
             f"'{manifest.base.name}'"
         )
-    with target.writing():
+    with target.writing("files that were linked"):
         target.temporary.mkdir(parents=True, exist_ok=True)
         for name in (MANIFEST_FILE, ROWS_FILE):
             target.remove(name)
