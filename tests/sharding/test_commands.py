@@ -321,3 +321,17 @@ def test_a_folder_in_the_place_of_a_file_is_named(run, source, tmp_path):
             assert err.endswith(f"output folder '{out}' cannot be written: '{name}': it is a folder, not a file\n")
         (out / name).rmdir()
         (tmp_path / name).rename(out / name)
+
+
+def test_the_working_folder_of_a_run_that_was_killed_at_its_end(run, source, tmp_path):
+    out = tmp_path / "out"
+    shard(run, source.root, out)
+    location = f"nuscenes:{source.root}"
+    for command in (("verify", out, "--repair", location), ("shard", location, out, "--seed", "7")):
+        (out / WORK_FOLDER / "records").mkdir(parents=True)
+        code, said, _ = run("verify", out)
+        assert (code, said.count("\n")) == (0, 2)
+        assert said.startswith(f"note: the folder {WORK_FOLDER} is of a run that is writing here, or that was stopped")
+        assert run(*command)[0] == 0
+        assert not (out / WORK_FOLDER).exists()
+        assert json.loads(run("verify", out, "--json")[1])["notes"] == []
