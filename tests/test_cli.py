@@ -223,6 +223,24 @@ def test_a_real_interrupt_is_130_too() -> None:
     assert (process.returncode, out, err) == (130, "", "fuelrail: interrupted\n")
 
 
+def test_options_may_come_between_the_arguments(invoke, dataset, tmp_path) -> None:
+    key = "clip-0000-000001"
+    described = invoke("inspect", str(dataset), key, "--json")
+    assert described == invoke("inspect", str(dataset), "--json", key) == invoke("inspect", "--json", str(dataset), key)
+    assert (described[0], key in described[1]) == (0, True)
+    code, _, err = invoke("shard", f"nuscenes:{tmp_path}", "--seed", "7", str(tmp_path / "out"))
+    assert (code, "has no nuScenes tables" in err) == (2, True)
+
+
+@pytest.mark.process
+def test_a_name_that_the_terminal_cannot_show_is_escaped(dataset, tmp_path) -> None:
+    (tmp_path / "stra\u00dfe").symlink_to(dataset)
+    process = start("inspect", str(tmp_path / "stra\u00dfe"), env={**os.environ, "PYTHONIOENCODING": "ascii:strict"})
+    out, err = process.communicate()
+    assert (process.returncode, err) == (0, "")
+    assert f"{tmp_path}/stra\\xdfe" in out
+
+
 @pytest.mark.process
 def test_a_reader_that_goes_away_is_no_fault() -> None:
     script = (
@@ -338,7 +356,7 @@ def dataset(tmp_path_factory) -> Path:
     ],
 )
 def test_l1_arguments_out_of_range_are_one_sentence(invoke, dataset, words, said) -> None:
-    code, out, err = invoke(*(str(dataset) if word == "DS" else word for word in words))
+    code, out, err = invoke(*(word.replace("DS", str(dataset)) for word in words))
     assert (code, out) == (2, "")
     assert said in err
     assert err.count("\n") == 1
