@@ -272,6 +272,8 @@ def verify(
             f"repair needs a folder, got '{shown_url(str(dataset))}': run the command that made the dataset again, it "
             "rebuilds what is damaged"
         )
+    if repair:
+        parse_source(SEPARATOR.join(repair), {})  # a mistake must not show after hours of reading
     num_threads = options.workers or len(os.sched_getaffinity(0))
     report = verify_dataset(dataset, deep=deep, num_threads=num_threads, checked=progress)
     if repair and report.notes and not report.faults:

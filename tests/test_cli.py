@@ -353,6 +353,14 @@ def dataset(tmp_path_factory) -> Path:
         (("verify", "DS", "--workers", "99999999999999999999"), "--workers 99999999999999999999: "),
         (("view", "DS", ""), "has no sample ''"),
         (("inspect", "DS", ""), "has no sample ''"),
+        (("order", "describe", "DS", "--kind", "windowed"), "error: order kind 'windowed' needs window >= 1"),
+        (("synth", "s3://bucket/x"), "the output of synth must be a folder of this machine, got 's3://bucket/x'"),
+        (("bench", "loader", "DS", "--out", "s3://bucket/x"), "--out must be a folder of this machine"),
+        (("layer", "rebase", "DS", "DS", "s3://bucket/x"), "the output of rebase must be a folder of this machine"),
+        (("verify", "DS", "--repair", "nuscenes"), "source 'nuscenes' must be KIND:PATH"),
+        (("sources", "nuscens"), "error: this names an unknown kind 'nuscens'; known kinds: "),
+        (("shard", "mcap:DS", "out"), "has no logs: it is empty, or none of its files ends with .mcap"),
+        (("annotate", "DS", "DS/dataset.json", "--model", "os:getcwd"), "dataset.json' is a file"),
     ],
 )
 def test_l1_arguments_out_of_range_are_one_sentence(invoke, dataset, words, said) -> None:

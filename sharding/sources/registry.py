@@ -108,13 +108,13 @@ def parse_source(text: str, options: dict[str, Any]) -> SourceSpec:
             f"source {text!r} must be KIND:PATH{f'; its content looks like {guess}:{text}' if guess else example}; "
             f"known kinds: {_listed(_kinds())}"
         )
-    _entry(kind, f"source {text!r}")
+    _entry(kind, f"source {text!r} has the")
     return SourceSpec(kind, location, options)
 
 
 def make_source(spec: SourceSpec) -> Source:
     """Make the source; raises ConfigError where its options are wrong, or a package that it needs is missing."""
-    kind = _load(_entry(spec.kind, f"source '{spec.kind}:{spec.location}'"))
+    kind = _load(_entry(spec.kind, f"source '{spec.kind}:{spec.location}' has the"))
     missing = _missing(kind)
     if missing:
         raise ConfigError(f"sources of kind '{spec.kind}' need: pip install {' '.join(map(repr, missing))}")
@@ -127,7 +127,7 @@ def options_of_texts(kind: str, pairs: Iterable[str]) -> dict[str, Any]:
 
     A list or a mapping is written as YAML has it in one line: ``[a, b]``, ``{a: b}``. Raises ConfigError.
     """
-    settings = _load(_entry(kind, f"source kind {kind!r}")).settings
+    settings = _load(_entry(kind)).settings
     types = {field.name: field.type for field in msgspec.structs.fields(settings)}
     found: dict[str, Any] = {}
     for pair in pairs:
@@ -146,7 +146,7 @@ def options_of_texts(kind: str, pairs: Iterable[str]) -> dict[str, Any]:
 def source_kinds(kind: str | None = None) -> list[SourceKind]:
     """Return one kind, or all that are installed, by name; raises ConfigError for an unknown one."""
     found = _kinds()
-    chosen = sorted(found.values()) if kind is None else [_entry(kind, f"source kind {kind!r}")]
+    chosen = sorted(found.values()) if kind is None else [_entry(kind)]
     return [_described(entry) for entry in chosen]
 
 
@@ -216,14 +216,14 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(name for name in names if name != "fuelrail"))  # a dataset goes to `fuelrail reshard`
 
 
-def _entry(kind: str, where: str) -> EntryPoint:
+def _entry(kind: str, where: str = "this names an") -> EntryPoint:
     if kind in _BUILT_IN:
         return EntryPoint(kind, _BUILT_IN[kind], GROUP)
     known = _kinds()
     if kind not in known:
         raise ConfigError(
-            f"{where} has the unknown kind {kind!r}; known kinds: {_listed(known)}{did_you_mean(kind, known)}; a "
-            f"plug-in's package names its kinds in the entry points '{GROUP}'"
+            f"{where} unknown kind {kind!r}; known kinds: {_listed(known)}{did_you_mean(kind, known)}; a plug-in's "
+            f"package names its kinds in the entry points '{GROUP}'"
         )
     return known[kind]
 
