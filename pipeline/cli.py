@@ -89,7 +89,9 @@ def from_flags(args: argparse.Namespace, kind: type[S]) -> S:
     try:
         return convert(values, kind, "options")
     except ConfigError as error:
-        match = re.fullmatch(r"options: at '(\w+)[^']*': (.*)", str(error), re.DOTALL)
+        match = re.fullmatch(r"options: at '([\w ]+)[^']*': (.*)", str(error), re.DOTALL)
+        if match is not None and match[1] == "top level":
+            raise ConfigError(match[2]) from error
         if match is None or match[1] not in flags:
             raise
         raise ConfigError(f"{flags[match[1]]} {texts[match[1]]}: {match[2]}") from error

@@ -223,6 +223,24 @@ def test_a_real_interrupt_is_130_too() -> None:
     assert (process.returncode, out, err) == (130, "", "fuelrail: interrupted\n")
 
 
+def test_options_may_come_between_the_arguments(invoke, dataset, tmp_path) -> None:
+    key = "clip-0000-000001"
+    described = invoke("inspect", str(dataset), key, "--json")
+    assert described == invoke("inspect", str(dataset), "--json", key) == invoke("inspect", "--json", str(dataset), key)
+    assert (described[0], key in described[1]) == (0, True)
+    code, _, err = invoke("shard", f"nuscenes:{tmp_path}", "--seed", "7", str(tmp_path / "out"))
+    assert (code, "has no nuScenes tables" in err) == (2, True)
+
+
+@pytest.mark.process
+def test_a_name_that_the_terminal_cannot_show_is_escaped(dataset, tmp_path) -> None:
+    (tmp_path / "stra\u00dfe").symlink_to(dataset)
+    process = start("inspect", str(tmp_path / "stra\u00dfe"), env={**os.environ, "PYTHONIOENCODING": "ascii:strict"})
+    out, err = process.communicate()
+    assert (process.returncode, err) == (0, "")
+    assert f"{tmp_path}/stra\\xdfe" in out
+
+
 @pytest.mark.process
 def test_a_reader_that_goes_away_is_no_fault() -> None:
     script = (
@@ -335,10 +353,18 @@ def dataset(tmp_path_factory) -> Path:
         (("verify", "DS", "--workers", "99999999999999999999"), "--workers 99999999999999999999: "),
         (("view", "DS", ""), "has no sample ''"),
         (("inspect", "DS", ""), "has no sample ''"),
+        (("order", "describe", "DS", "--kind", "windowed"), "error: order kind 'windowed' needs window >= 1"),
+        (("synth", "s3://bucket/x"), "the output of synth must be a folder of this machine, got 's3://bucket/x'"),
+        (("bench", "loader", "DS", "--out", "s3://bucket/x"), "--out must be a folder of this machine"),
+        (("layer", "rebase", "DS", "DS", "s3://bucket/x"), "the output of rebase must be a folder of this machine"),
+        (("verify", "DS", "--repair", "nuscenes"), "source 'nuscenes' must be KIND:PATH"),
+        (("sources", "nuscens"), "error: this names an unknown kind 'nuscens'; known kinds: "),
+        (("shard", "mcap:DS", "out"), "has no logs: it is empty, or none of its files ends with .mcap"),
+        (("annotate", "DS", "DS/dataset.json", "--model", "os:getcwd"), "dataset.json' is a file"),
     ],
 )
 def test_l1_arguments_out_of_range_are_one_sentence(invoke, dataset, words, said) -> None:
-    code, out, err = invoke(*(str(dataset) if word == "DS" else word for word in words))
+    code, out, err = invoke(*(word.replace("DS", str(dataset)) for word in words))
     assert (code, out) == (2, "")
     assert said in err
     assert err.count("\n") == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import io
 import os
 import re
 import sys
@@ -81,6 +82,11 @@ class _Parser(argparse.ArgumentParser):
             message += f"; did you mean {close[0]}?" if close else ""
         self.exit(2, f"`{self.prog} --help` lists all options\n{self.prog}: error: {message}\n")
 
+    def parse_any_order(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """Parse options between positional arguments too: ``shard SOURCE --seed 7 OUT``, where OUT is optional."""
+        has_words = any(isinstance(action, argparse._SubParsersAction) for action in self._actions)  # noqa: SLF001
+        return self.parse_args(arguments) if has_words else self.parse_intermixed_args(arguments)
+
 
 def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
     """Yield the options of a parser and of its subcommands."""
@@ -125,6 +131,8 @@ class _Output:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code, which is one of `_EXIT_CODES`."""
     output = sys.stdout
+    if isinstance(output, io.TextIOWrapper):  # a name that the terminal cannot show must not end the command
+        output.reconfigure(errors="backslashreplace")
     sys.stdout = _Output(output)
     try:
         try:
@@ -180,7 +188,7 @@ def _run(argv: Sequence[str] | None) -> int:
         command = _load(word)
         parser = _Parser(prog=f"fuelrail {word}", description=command.help)
         command.configure(parser)
-        return command.run(parser.parse_args(arguments[1:]))
+        return command.run(parser.parse_any_order(arguments[1:]))
     except FuelrailError as error:
         print(f"fuelrail: error: {error}", file=sys.stderr)  # noqa: T201
         return 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -62,6 +63,8 @@ def prepare_folder(out: Path, *, html: bool, needs: Sequence[str] = ()) -> None:
             raise ConfigError(f"this command needs {name}, which is not installed: pip install 'fuelrail[bench]'")
     if html and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("report.html needs matplotlib: pip install 'fuelrail[view]', or run with --no-html")
+    if re.match(r"\w[\w+.-]+:/", str(out)):
+        raise ConfigError(f"--out must be a folder of this machine, got '{out}'")
     try:
         out.mkdir(parents=True, exist_ok=True)
         for name in (REPORT_JSON, REPORT_HTML, REPORT_MARKDOWN):

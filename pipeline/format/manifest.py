@@ -265,7 +265,9 @@ def decode_manifest(data: bytes, where: str, kinds: Kinds = DATASETS) -> Manifes
         )
     if bytes(head.version) != msgspec.json.encode(FORMAT_VERSION):
         version = shown(bytes(head.version).decode(errors="replace") or "none")
-        raise ManifestError(f"'{where}' has format version {version}; this reads {FORMAT_VERSION}")
+        raise ManifestError(
+            f"'{where}' has format version {version}; this reads {FORMAT_VERSION}: use the Fuelrail that wrote it"
+        )
     for name, part in (("compression", head.compression), ("provenance", head.provenance)):
         if len(bytes(part)) > _MAX_FREE_BYTES:
             raise ManifestError(f"'{where}': {name} has {len(bytes(part))} bytes, at most {_MAX_FREE_BYTES} are read")
@@ -308,7 +310,7 @@ def _why_not_ready(root: Path, kinds: Kinds) -> str:
     word = f"shard SOURCE {root}" if FORMAT in kinds else f"annotate DATASET {root} --model MODULE:FUNCTION"
     make = f"make it with `fuelrail {word}`"
     if not root.is_dir():
-        return f"is not a folder; {make}"
+        return "is a file, not a dataset's folder" if root.is_file() else f"is not a folder; {make}"
     if any(root.glob("v1.0-*/sample.json")):
         return f"is a nuScenes root, not a Fuelrail dataset; convert it with `fuelrail shard nuscenes:{root} OUT`"
     if (root / WORK_FOLDER / "layer.json").is_file():
@@ -320,7 +322,7 @@ def _why_not_ready(root: Path, kinds: Kinds) -> str:
         return "has no dataset.json: sharding has not finished there; run the same `fuelrail shard` again to resume"
     if any(root.glob("*.tar")) or any(root.glob("*.tar.zst")):
         return f"has shards, but its dataset.json is gone; {BRING_BACK}"
-    return f"has no dataset.json: sharding has not finished there; {make}"
+    return f"has no dataset.json, so no dataset; {make}"
 
 
 def _check_limits(manifest: Manifest, where: str) -> None:

@@ -41,9 +41,10 @@ def open_descriptor(path: str | os.PathLike[str]) -> int:
             what = "it is a link that leads out of the dataset's folder; put the file itself there"
             raise _refused(path, what) from error
         descriptor = os.open(target, flags)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
         os.close(descriptor)
-        raise _refused(path, "it is not a regular file")
+        raise _refused(path, "it is a folder, not a file" if stat.S_ISDIR(mode) else "it is not a regular file")
     return descriptor
 
 

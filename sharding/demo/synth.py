@@ -13,6 +13,7 @@ from msgspec import Meta
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.runtime.workers import check_main_guard
 from fuelrail.pipeline.settings import Settings, convert, flag
+from fuelrail.pipeline.storage.filesystem import is_url, shown_url
 
 _MOST_WORKERS: Final = 8  # by default: each takes some 600 MB
 
@@ -102,6 +103,8 @@ def synth(
         occupancy=chosen.occupancy,
         tokens=chosen.tokens,
     )
+    if is_url(os.fspath(out)):
+        raise ConfigError(f"the output of synth must be a folder of this machine, got '{shown_url(os.fspath(out))}'")
     num_workers = chosen.workers or min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
     built = build(spec, Path(out), num_workers, progress)
     return SynthReport(

@@ -25,13 +25,12 @@ from typing import TYPE_CHECKING, BinaryIO, Final, Protocol
 from fuelrail.pipeline.errors import DatasetError, DatasetExistsError
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, WORK_FOLDER, Manifest, decode_manifest
 from fuelrail.pipeline.storage.files import open_descriptor, open_file, published, read_file, sync_folder
-from fuelrail.pipeline.storage.filesystem import is_url
+from fuelrail.pipeline.storage.filesystem import DISK_FULL, is_url
 from fuelrail.sharding.output.url import UrlOutput
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-_NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT)
 _MAX_SMALL_BYTES: Final = 1 << 30
 """Of a file that is read as a whole: a shard's record, which has its rows of the index, is the largest."""
 
@@ -88,8 +87,11 @@ class Output(Protocol):
         """Remove the files that a run leaves for the next one to resume."""
         ...
 
-    def writing(self) -> AbstractContextManager[None]:
-        """Turn the system's errors while OUT is written into one sentence (DatasetError)."""
+    def writing(self, kept: str = "finished shards") -> AbstractContextManager[None]:
+        """Turn the system's errors while OUT is written into one sentence (DatasetError).
+
+        ``kept`` names what the next run reuses.
+        """
         ...
 
 
@@ -217,17 +219,19 @@ class FolderOutput:
         shutil.rmtree(self.work, ignore_errors=True)
 
     @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
-        """Say which folder cannot be written, and why."""
+    def writing(self, kept: str = "finished shards") -> Iterator[None]:
+        """Say which folder cannot be written, which of its files is at fault, and why."""
         try:
             yield
         except OSError as error:
             # Arrow's errors have the number in their text alone.
             found = re.search(r"\[errno ([0-9]+)\]", str(error))
             number = int(found.group(1)) if error.errno is None and found else error.errno
-            what = str(error) if number is None else os.strerror(number)
-            hint = "; finished shards are kept; run the same command again to resume" if number in _NO_SPACE else ""
-            raise DatasetError(f"output folder '{self.root}' cannot be written: {what}{hint}") from error
+            what = error.strerror or (str(error) if number is None else os.strerror(number))
+            file = Path(str(error.filename2 or error.filename or self.root))
+            name = f"'{file.name}': " if file.parent == self.root and file != self.work else ""
+            hint = f"; {kept} are kept; run the same command again to resume" if number in DISK_FULL else ""
+            raise DatasetError(f"output folder '{self.root}' cannot be written: {name}{what}{hint}") from error
 
 
 def link_file(old: Path, out: FolderOutput, new: str) -> bool:

@@ -144,7 +144,7 @@ class UrlOutput:
             wanted |= {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
     @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
+    def writing(self, kept: str = "finished shards") -> Iterator[None]:
         """Say which URL cannot be written, and why."""
         try:
             yield
@@ -156,7 +156,7 @@ class UrlOutput:
                 "missing": "the bucket is not there",
                 "refused": "check credentials, profile and endpoint",
                 "invalid": "the store refused it",
-            }.get(fault.kind, "finished shards are kept; run the same command again to resume")
+            }.get(fault.kind, f"{kept} are kept; run the same command again to resume")
             raise DatasetError(f"output '{self.shown}' cannot be written: {hint} ({fault.text})") from error
 
     @contextlib.contextmanager

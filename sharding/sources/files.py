@@ -119,7 +119,7 @@ class FolderFiles:
         """Size and time of change."""
         try:
             found = os.stat(f"{self._root}/{name}")  # noqa: PTH116 - for every file of the source
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             raise SourceError(f"file '{self._root}/{name}' cannot be read: {error.strerror}") from error

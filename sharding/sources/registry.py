@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterable, Sequence
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
@@ -40,6 +41,20 @@ _BUILT_IN: Final = {
     "rosbag2": "fuelrail.sharding.sources.logs.source:Rosbag2Source",
 }
 _OWN_PACKAGE: Final = "fuelrail"
+_CONTENTS: Final = {
+    "fuelrail": ("dataset.json",),
+    "nuscenes": ("v1.0-*/sample.json",),
+    "t4": ("annotation/sample.json", "*/annotation/sample.json", "*/*/annotation/sample.json"),
+    "argoverse2": ("*/city_SE3_egovehicle.feather", "*/*/city_SE3_egovehicle.feather"),
+    "kitti": ("*_drive_*_sync/oxts", "*/*_drive_*_sync/oxts"),
+    "kitti_object": ("image_2", "training/image_2"),
+    "waymo": ("*.tfrecord", "*/*.tfrecord"),
+    "waymo_v2": ("camera_image", "*/camera_image"),
+    "rosbag2": ("*.db3", "*/*.db3"),
+    "mcap": ("*.mcap",),
+    "webdataset": ("*.tar",),
+}
+"""Files or folders by which a kind is known where none is given."""
 
 
 class SourceSpec(NamedTuple):
@@ -85,17 +100,21 @@ class SourceKind(msgspec.Struct, frozen=True, kw_only=True):
 def parse_source(text: str, options: dict[str, Any]) -> SourceSpec:
     """Parse ``KIND:LOCATION``; raises ConfigError for an unknown kind or a missing location."""
     kind, _, location = text.partition(":")
-    if not location:
+    is_plain_url = location.startswith("//") and kind not in _kinds()
+    if not location or is_plain_url:
+        guess = None if is_plain_url else _guessed_kind(Path(text))
+        example = f", such as nuscenes:{text if is_plain_url else '/data/nuscenes'}"
         raise ConfigError(
-            f"source {text!r} must be KIND:PATH, such as nuscenes:/data/nuscenes; known kinds: {_listed(_kinds())}"
+            f"source {text!r} must be KIND:PATH{f'; its content looks like {guess}:{text}' if guess else example}; "
+            f"known kinds: {_listed(_kinds())}"
         )
-    _entry(kind, f"source {text!r}")
+    _entry(kind, f"source {text!r} has the")
     return SourceSpec(kind, location, options)
 
 
 def make_source(spec: SourceSpec) -> Source:
     """Make the source; raises ConfigError where its options are wrong, or a package that it needs is missing."""
-    kind = _load(_entry(spec.kind, f"source '{spec.kind}:{spec.location}'"))
+    kind = _load(_entry(spec.kind, f"source '{spec.kind}:{spec.location}' has the"))
     missing = _missing(kind)
     if missing:
         raise ConfigError(f"sources of kind '{spec.kind}' need: pip install {' '.join(map(repr, missing))}")
@@ -108,7 +127,7 @@ def options_of_texts(kind: str, pairs: Iterable[str]) -> dict[str, Any]:
 
     A list or a mapping is written as YAML has it in one line: ``[a, b]``, ``{a: b}``. Raises ConfigError.
     """
-    settings = _load(_entry(kind, f"source kind {kind!r}")).settings
+    settings = _load(_entry(kind)).settings
     types = {field.name: field.type for field in msgspec.structs.fields(settings)}
     found: dict[str, Any] = {}
     for pair in pairs:
@@ -127,7 +146,7 @@ def options_of_texts(kind: str, pairs: Iterable[str]) -> dict[str, Any]:
 def source_kinds(kind: str | None = None) -> list[SourceKind]:
     """Return one kind, or all that are installed, by name; raises ConfigError for an unknown one."""
     found = _kinds()
-    chosen = sorted(found.values()) if kind is None else [_entry(kind, f"source kind {kind!r}")]
+    chosen = sorted(found.values()) if kind is None else [_entry(kind)]
     return [_described(entry) for entry in chosen]
 
 
@@ -197,14 +216,14 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(name for name in names if name != "fuelrail"))  # a dataset goes to `fuelrail reshard`
 
 
-def _entry(kind: str, where: str) -> EntryPoint:
+def _entry(kind: str, where: str = "this names an") -> EntryPoint:
     if kind in _BUILT_IN:
         return EntryPoint(kind, _BUILT_IN[kind], GROUP)
     known = _kinds()
     if kind not in known:
         raise ConfigError(
-            f"{where} has the unknown kind {kind!r}; known kinds: {_listed(known)}{did_you_mean(kind, known)}; a "
-            f"plug-in's package names its kinds in the entry points '{GROUP}'"
+            f"{where} unknown kind {kind!r}; known kinds: {_listed(known)}{did_you_mean(kind, known)}; a plug-in's "
+            f"package names its kinds in the entry points '{GROUP}'"
         )
     return known[kind]
 
@@ -215,6 +234,14 @@ def _load(entry: EntryPoint) -> Any:  # noqa: ANN401 - a class with the protocol
     except (ImportError, AttributeError) as error:
         package = "" if entry.dist is None else f" of package '{entry.dist.name}'"
         raise ConfigError(f"source kind '{entry.name}'{package} cannot be imported: {error}") from error
+
+
+def _guessed_kind(place: Path) -> str | None:
+    """The kind whose files a folder or a file of this machine looks like."""
+    for kind, patterns in _CONTENTS.items():
+        if any(place.match(one) if place.is_file() else any(place.glob(one)) for one in patterns):
+            return kind
+    return None
 
 
 def _missing(kind: Any) -> list[str]:  # noqa: ANN401 - a class with the protocol of Source

@@ -34,7 +34,7 @@ from fuelrail.pipeline.format.index.samples import INDEX_FILE
 from fuelrail.pipeline.format.index.shards import SHARDS_FILE, ShardEntry
 from fuelrail.pipeline.format.index.tables import open_shards, open_tables
 from fuelrail.pipeline.format.layers import EITHER, NO_ROW, ROWS_FILE, LayerManifest, read_rows
-from fuelrail.pipeline.format.manifest import MANIFEST_FILE, FileEntry, load_manifest
+from fuelrail.pipeline.format.manifest import MANIFEST_FILE, WORK_FOLDER, FileEntry, load_manifest
 from fuelrail.pipeline.runtime.workers import in_threads
 from fuelrail.pipeline.storage.files import open_file
 from fuelrail.pipeline.storage.filesystem import is_url, shown_url
@@ -44,11 +44,15 @@ from fuelrail.sharding.output.url import UrlOutput
 from fuelrail.sharding.verify.shard import Fault, ShardCheck, make_check
 
 _ROWS_AT_ONCE: Final = 1 << 16
+_LEFT_OVER: Final = (
+    f"the folder {WORK_FOLDER} is of a run that is writing here, or that was stopped after it finished the dataset; "
+    "readers ignore it; the command that made the dataset, run again, removes it, and so does --repair"
+)
 
 
 @dataclass
 class VerifyReport:
-    """What was checked, and every fault that was found, in the order of the shards."""
+    """What was checked, and every fault that was found, in the order of the shards. ``notes`` are no faults."""
 
     dataset: str
     deep: bool
@@ -57,13 +61,14 @@ class VerifyReport:
     num_images: int = 0
     num_bytes: int = 0
     faults: list[Fault] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> str:
         """Return the report as one JSON document."""
         return json_text(msgspec.json.format(msgspec.json.encode(self), indent=2).decode()) + "\n"
 
     def as_text(self) -> str:
-        """Return the report for people: a line for each fault, and one for the whole."""
+        """Return the report for people: a line for each fault and each note, and one for the whole."""
         lines = []
         for fault in self.faults:
             address = [shown(fault.file)]
@@ -72,6 +77,7 @@ class VerifyReport:
             if fault.key is not None:
                 address.append(f"sample {shown(fault.key)}")
             lines.append(f"{', '.join(address)}: {message(fault.text)}")
+        lines += [f"note: {note}" for note in self.notes]
         images = f", {counted(self.num_images, 'image')} decoded" if self.deep else ""
         verdict = counted(len(self.faults), "fault") if self.faults else "OK, no errors found"
         lines.append(
@@ -113,6 +119,8 @@ def verify(
         folder = Path(str(root).removeprefix("file://"))
         manifest, origin = load_manifest(folder, EITHER), None
         report = VerifyReport(str(folder), deep)
+        if (folder / WORK_FOLDER).is_dir():
+            report.notes.append(_LEFT_OVER)
     files_here = partial(_files_here, root, folder)
     dataset: Dataset | None = None
     shards: Sequence[ShardEntry] = ()

@@ -268,7 +268,7 @@ def test_a_file_that_may_not_grow(run, dataroot, tmp_path):
         result = shard(run, source.root, tmp_path / "out", "--name", "x")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "cannot be written: File too large" in refused(result)
+    assert "cannot be written: File too large; finished shards are kept; run the same command again" in refused(result)
     assert [path.name for path in (tmp_path / "out").iterdir()] == [WORK_FOLDER]
     assert shard(run, source.root, tmp_path / "out", "--name", "x")[0] == 0
     assert run("verify", tmp_path / "out")[0] == 0
@@ -306,3 +306,32 @@ def test_verify_repairs_from_the_source(run, source, dataroot, tmp_path):
     assert "train-000000.tar: has 4 bytes" in err
     assert (code, said.splitlines()[-1].endswith("OK, no errors found")) == (0, True)
     assert digests(out) == before
+
+
+def test_a_folder_in_the_place_of_a_file_is_named(run, source, tmp_path):
+    out = tmp_path / "out"
+    shard(run, source.root, out)
+    for name in ("train-000000.tar", "index.arrow"):
+        (out / name).rename(tmp_path / name)
+        (out / name).mkdir()
+        code, said, _ = run("verify", out)
+        assert (code, f"{name}: cannot be read: it is a folder, not a file\n" in said) == (1, True)
+        for code, _, err in (run("verify", out, "--repair", f"nuscenes:{source.root}"), shard(run, source.root, out)):
+            assert code == 2
+            assert err.endswith(f"output folder '{out}' cannot be written: '{name}': it is a folder, not a file\n")
+        (out / name).rmdir()
+        (tmp_path / name).rename(out / name)
+
+
+def test_the_working_folder_of_a_run_that_was_killed_at_its_end(run, source, tmp_path):
+    out = tmp_path / "out"
+    shard(run, source.root, out)
+    location = f"nuscenes:{source.root}"
+    for command in (("verify", out, "--repair", location), ("shard", location, out, "--seed", "7")):
+        (out / WORK_FOLDER / "records").mkdir(parents=True)
+        code, said, _ = run("verify", out)
+        assert (code, said.count("\n")) == (0, 2)
+        assert said.startswith(f"note: the folder {WORK_FOLDER} is of a run that is writing here, or that was stopped")
+        assert run(*command)[0] == 0
+        assert not (out / WORK_FOLDER).exists()
+        assert json.loads(run("verify", out, "--json")[1])["notes"] == []

@@ -29,6 +29,7 @@ from fuelrail.pipeline.format.layers import LayerView
 from fuelrail.pipeline.order.batching import World
 from fuelrail.pipeline.settings import CheckedSettings, PathText, flag, make_options
 from fuelrail.pipeline.text import escaped
+from fuelrail.sharding.output.folder import check_out, open_output
 from fuelrail.sharding.write.layers.writer import LayerWriter
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ def annotate(
     options = make_options(AnnotateOptions, options, changes)
     start = time.monotonic()
     base = base if isinstance(base, Dataset) else open_dataset(base)
+    check_out(open_output(layer))  # before the model runs
     work = _Annotation(base, _load(model) if isinstance(model, str) else model, options)
     with LayerWriter(base, layer, channels=work.table(), view=work.view) as writer:
         done = writer.written()

@@ -177,7 +177,7 @@ class _RunCheckpoints:
         if settings.checkpoint is None or loader is None:
             return
         identity = {"model": settings.model, "optimiser": settings.optimiser}
-        saver = Checkpoints(settings.checkpoint, keep=settings.keep, identity=identity)
+        saver = Checkpoints(settings.checkpoint, keep=settings.keep, identity=identity, timeout_s=settings.timeout_s)
         self._run = saver, loader
         restored = saver.restore(parallel, loader)
         if restored is None:

@@ -30,22 +30,20 @@ if TYPE_CHECKING:
     from fuelrail.bench.trainer.strategies.parallel import Parallel
     from fuelrail.loaders import DataLoader
 
-# Saving and loading wait for storage; a rank that died must be noticed all the same.
-_TIMEOUT = timedelta(minutes=10)
-
 
 class Checkpoints:
     """The checkpoints of a run at a folder or URL; made by all ranks together, after the process group.
 
-    ``identity`` is what a checkpoint must share with this run to be restored, by name. All methods are called by all
-    ranks alike. Load checkpoints that you trust only: torch's metadata in them is a pickle.
+    ``identity`` is what a checkpoint must share with this run to be restored, by name. A rank that does not answer for
+    ``timeout_s`` seconds, dead or at slow storage, is an error of the others. All methods are called by all ranks
+    alike. Load checkpoints that you trust only: torch's metadata in them is a pickle.
     """
 
-    def __init__(self, place: str, *, keep: int, identity: Mapping[str, str]) -> None:
+    def __init__(self, place: str, *, keep: int, identity: Mapping[str, str], timeout_s: float = 600) -> None:
         self._store = Store(place)
         self._keep, self._identity = keep, dict(identity)
         # The background thread's collectives must not meet the training's.
-        self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._share = slice(self._rank, None, self._world_size)  # of a checkpoint's files in order
         self._token = self._on_first(partial(secrets.token_hex, 4))

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.errors import IndexFileError
 from fuelrail.pipeline.format.index.blocks import HEAD_BYTES, BlockFile, FixedColumns
 from fuelrail.pipeline.storage.columns import Disk
+from fuelrail.pipeline.text import shown
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.format.index.samples import SampleIndex
@@ -183,13 +184,21 @@ class KeyTable:
     def row(self, key: str, key_of: Callable[[int], str]) -> int | None:
         """The row whose key, by the index's ``key_of``, is this one; None where there is none.
 
-        Raises what :meth:`find` does, and IndexFileError where the part of the table that would have it is damaged.
+        Raises what :meth:`find` does, and IndexFileError where the part of the table that would have it is damaged, or
+        the index has a key of another hash in that row.
         """
-        for entry in self.find(key):
+        entries = self.find(key)
+        for entry in entries:
             if key_of(entry.row) == key:
                 return entry.row
         if self._checked is not None:
             self._checked().need(*self._bytes_of(*self._near(key_hash(key))))
+        for entry in entries:
+            if key_hash(found := key_of(entry.row)) != key_hash(key):
+                raise IndexFileError(
+                    f"index.arrow is damaged: its row {entry.row} has the key {shown(found)!r}, keys.arrow has the row "
+                    f"for {shown(key)!r}; `fuelrail verify` checks the whole dataset"
+                )
         return None
 
     def _near(self, wanted: int) -> tuple[int, int]:

@@ -384,7 +384,8 @@ class NuScenesSource:
                     f"'{shown}' needs the option version to choose the tables, such as -o version={found[0]}; there "
                     f"are: {', '.join(found)}"
                     if found
-                    else f"'{shown}' has no nuScenes tables: no folder such as v1.0-mini with a sample.json"
+                    else f"'{shown}' has no nuScenes tables: no folder such as v1.0-mini with a sample.json; give the "
+                    "folder that holds it, with samples/ beside it"
                 )
             version = found[0]
         elif version not in (found := self._files.folders_with("sample.json")):

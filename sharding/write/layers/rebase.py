@@ -21,6 +21,7 @@ from fuelrail.pipeline.format.layers import (
     open_layer_data,
 )
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, WORK_FOLDER, Lineage, decode_manifest, encode_manifest
+from fuelrail.pipeline.storage.filesystem import is_url, shown_url
 from fuelrail.pipeline.text import escaped
 from fuelrail.sharding.output.folder import FolderOutput, check_out, link_file
 from fuelrail.sharding.write.layers.finish import rows_file
@@ -62,6 +63,8 @@ def rebase_layer(
     something else, DatasetError where no key of the layer is in the base, or channels lie on cameras or lidars that the
     base lacks or stores in other sizes.
     """
+    if is_url(os.fspath(out)):
+        raise ConfigError(f"the output of rebase must be a folder of this machine, got '{shown_url(os.fspath(out))}'")
     old = open_layer_data(layer)
     if old.url is not None:
         raise ConfigError(f"layer '{old.location}' is at a URL: copy it to a folder first, its files are linked")
@@ -85,7 +88,7 @@ def rebase_layer(
             f"no sample of '{new_base.location}' has a key of layer '{old.location}': it is no version of its base, "
             f"'{manifest.base.name}'"
         )
-    with target.writing():
+    with target.writing("files that were linked"):
         target.temporary.mkdir(parents=True, exist_ok=True)
         for name in (MANIFEST_FILE, ROWS_FILE):
             target.remove(name)

@@ -51,6 +51,7 @@ from fuelrail.sharding.write.layers.segments import (
 )
 from fuelrail.sharding.write.packer import RawMember, ShardPacker
 
+_KEPT: Final = "rows that were published"
 _RUN_FILE: Final = f"{WORK_FOLDER}/layer.json"
 
 
@@ -159,7 +160,7 @@ class LayerWriter:
         Raises DatasetError where another process has finished the layer without one of them.
         """
         if self._blobs:
-            with self._out.writing(), self._locked(fcntl.LOCK_SH):
+            with self._out.writing(_KEPT), self._locked(fcntl.LOCK_SH):
                 if not self.is_finished:
                     publish_segment(self._out, list(self._blobs.values()))
                 elif (rows := read_rows(open_layer_data(self._out.location))) is not None:
@@ -180,7 +181,7 @@ class LayerWriter:
         """
         self.flush()
         self._check_run()  # at a URL two first writers may not have seen each other
-        with self._out.writing(), self._locked():
+        with self._out.writing(_KEPT), self._locked():
             manifest = finish_layer(self._out, self._base, self._run, partial=partial)
         self.is_finished = True
         return manifest
@@ -231,7 +232,7 @@ class LayerWriter:
         """Agree with the other writers of the folder on what is written."""
         data = None
         if not self.is_finished:
-            with self._out.writing(), self._locked():
+            with self._out.writing(_KEPT), self._locked():
                 data = self._out.read(_RUN_FILE)
                 if data is None and not self.is_finished:
                     with self._out.publish(_RUN_FILE) as file:

@@ -98,6 +98,19 @@ def test_damage_in_a_part_is_found_by_its_header_or_its_digest(tiny_dataset, tmp
     assert set(dataset.read(1, ["boxes", "meta", "cam_back"])) == {"boxes", "meta", "cam_back"}
 
 
+def test_a_damaged_key_in_the_index_is_no_missing_key(tiny_dataset, tmp_path) -> None:
+    root = tiny_dataset({"train": (3,)}, size=(64, 48), copy_to=tmp_path / "d").root
+    path = root / "index.arrow"
+    data = bytearray(path.read_bytes())
+    data[data.index(b"clip-0000-000001")] ^= 1
+    path.write_bytes(data)
+    dataset = open_dataset(root)
+    for look in (dataset.find, dataset.position, dataset.__getitem__, dataset.__contains__):
+        with pytest.raises(IndexFileError, match=r"its row 1 has the key 'blip-0000-000001', keys\.arrow"):
+            look("clip-0000-000001")
+    assert (dataset.find("clip-0000-000002"), "clip-9" in dataset) == (2, False)
+
+
 @pytest.mark.network
 def test_one_range_request_for_one_camera(tiny_dataset, tmp_path) -> None:
     root = tiny_dataset({"train": (4,)}, size=(640, 480)).root

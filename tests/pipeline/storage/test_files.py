@@ -56,8 +56,8 @@ def kinds(place: Path) -> dict[str, Path]:
 
 def test_l2_other_kinds_of_files_are_refused_at_once(tmp_path) -> None:
     for name, place in kinds(tmp_path).items():
-        says = "leads out of the dataset's folder" if name in ("device", "out") else "is not a regular file"
-        with pytest.raises(OSError, match=says):
+        says = {"folder": "is a folder, not a file", **dict.fromkeys(("device", "out"), "leads out of the dataset's")}
+        with pytest.raises(OSError, match=says.get(name, "is not a regular file")):
             open_file(place)
     with pytest.raises(FileNotFoundError):
         open_file(tmp_path / "nothing")

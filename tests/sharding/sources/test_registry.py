@@ -48,6 +48,41 @@ def test_an_unknown_kind_names_the_known_ones():
             parse_source(text, {})
 
 
+@pytest.mark.parametrize(
+    ("kind", "file"),
+    [
+        ("fuelrail", "dataset.json"),
+        ("nuscenes", "v1.0-mini/sample.json"),
+        ("t4", "one/0/annotation/sample.json"),
+        ("argoverse2", "val/1a/city_SE3_egovehicle.feather"),
+        ("kitti", "2011_09_26/2011_09_26_drive_0001_sync/oxts/timestamps.txt"),
+        ("kitti_object", "training/image_2/000000.png"),
+        ("waymo", "segment-1.tfrecord"),
+        ("waymo_v2", "validation/camera_image/1.parquet"),
+        ("rosbag2", "bag/bag_0.db3"),
+        ("mcap", "drive.mcap"),
+        ("webdataset", "train-000000.tar"),
+    ],
+)
+def test_a_source_without_its_kind_is_known_by_its_content(tmp_path, kind, file):
+    place = tmp_path / file
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.touch()
+    with pytest.raises(ConfigError, match=rf"must be KIND:PATH; its content looks like {kind}:{tmp_path}; known"):
+        parse_source(str(tmp_path), {})
+
+
+def test_a_source_without_its_kind_of_which_nothing_is_known(tmp_path):
+    (tmp_path / "drive.mcap").touch()
+    with pytest.raises(ConfigError, match=rf"looks like mcap:{tmp_path}/drive\.mcap;"):
+        parse_source(f"{tmp_path}/drive.mcap", {})
+    (tmp_path / "drive.mcap").unlink()
+    with pytest.raises(ConfigError, match="must be KIND:PATH, such as nuscenes:/data/nuscenes; known"):
+        parse_source(str(tmp_path), {})
+    with pytest.raises(ConfigError, match="must be KIND:PATH, such as nuscenes:s3://bucket/data; known"):
+        parse_source("s3://bucket/data", {})
+
+
 def test_what_is_to_be_installed_is_named(monkeypatch, tmp_path):
     from fuelrail.sharding.sources.nuscenes.source import NuScenesSource
 

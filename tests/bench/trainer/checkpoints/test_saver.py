@@ -19,6 +19,7 @@ from fuelrail.bench.trainer.strategies.settings import ParallelSettings
 from fuelrail.loaders import DataLoader, ImageAugment, Transforms
 from fuelrail.pipeline.errors import FuelrailError, StateMismatchError
 from support.datasets import build_dataset
+from support.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -223,3 +224,31 @@ def test_the_private_parts_of_torch_are_where_they_were():
         pytest.fail("torch has moved FsspecReader, which bench/trainer/checkpoints/store.py uses: change it there")
     assert issubclass(FsspecWriter, FileSystemWriter)
     assert issubclass(FsspecReader, FileSystemReader)
+
+
+SILENT_RANK = """
+import os, sys, time
+from pathlib import Path
+import torch.distributed as dist
+from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
+
+place, done = Path(sys.argv[1]), Path(sys.argv[1]) / "done"
+dist.init_process_group("gloo")
+checkpoints = Checkpoints(str(place), keep=1, identity={}, timeout_s=2)
+if dist.get_rank() == 0:
+    try:
+        checkpoints.restore(None, None)
+    except RuntimeError as error:
+        print(error, flush=True)
+    done.touch()
+while not done.exists():
+    time.sleep(0.1)
+os._exit(0)  # the group is broken
+"""
+
+
+@pytest.mark.process
+def test_a_rank_that_is_silent_ends_the_others_waiting(tmp_path):
+    script = tmp_path / "silent.py"
+    script.write_text(SILENT_RANK)
+    assert "timed out" in run_ranks(2, script, tmp_path).lower()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import random
@@ -10,6 +11,7 @@ import shutil
 import signal
 import tarfile
 import time
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -329,12 +331,24 @@ def test_a_full_disk_is_one_error(base, tmp_path) -> None:
     with LayerWriter(base, tmp_path / "layer", channels=TABLE) as writer:
         for position in range(NUM_SAMPLES):
             writer.write(position, values_of(position))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (512, limits[1]))  # the file of attributes is open by then
-        with pytest.raises(DatasetError, match="cannot be written: File too large"):
-            writer.finish()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with (
+        small_files(512),  # the file of attributes is open by then
+        pytest.raises(DatasetError, match="File too large; rows that were published are kept; run the same"),
+    ):
+        writer.finish()
     writer.finish()
     assert not verify(tmp_path / "layer", deep=True).faults
+    with small_files(64), pytest.raises(DatasetError, match="File too large; files that were linked are kept; run"):
+        rebase_layer(tmp_path / "layer", base, tmp_path / "rebased")
+    rebase_layer(tmp_path / "layer", base, tmp_path / "rebased")
+    assert not verify(tmp_path / "rebased", deep=True).faults
+
+
+@contextlib.contextmanager
+def small_files(max_bytes: int) -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
