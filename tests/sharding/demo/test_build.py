@@ -132,7 +132,7 @@ def test_ctrl_c_while_workers_start_ends_with_one_line(tmp_path: Path) -> None:
     process = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True)
     started = psutil.Process(process.pid)
     while process.poll() is None and not any("spawn_main" in " ".join(p.cmdline()) for p in started.children()):
-        time.sleep(0.002)
+        time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of the processes
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
