@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import re
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from support.datasets import DatasetMaker
@@ -74,3 +75,22 @@ def tiny_dataset(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DatasetMa
     maker = DatasetMaker(tmp_path_factory.mktemp("datasets"))
     yield maker
     maker.check()
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], object]], Path]:
+    """Make a folder that takes seconds once for all workers: ``made_once("name", fill)`` fills it; it is read only."""
+    base = tmp_path_factory.getbasetemp()
+    root = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def make(name: str, fill: Callable[[Path], object]) -> Path:
+        folder = root / f"once-{name}"
+        with folder.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+            if not folder.exists():
+                making = tmp_path_factory.mktemp(name)
+                fill(making)
+                making.rename(folder)
+        return folder
+
+    return make
