@@ -16,6 +16,9 @@ DEVKIT := nuscenes-devkit==1.2.0
 
 PYTEST := $(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile
 
+# Tests start hundreds of interpreters: without compiled files on disk, each compiles the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # What codespell reads; its settings are in pyproject.toml.
 SPELLED := *.md bench configs docs loaders pipeline sharding tests .src/fuelrail/*.py
 
