@@ -16,6 +16,9 @@ DEVKIT := nuscenes-devkit==1.2.0
 
 PYTEST := $(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile
 
+# Tests start hundreds of interpreters: without compiled files on disk, each compiles the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # What codespell reads; its settings are in pyproject.toml.
 SPELLED := *.md bench configs docs loaders pipeline sharding tests .src/fuelrail/*.py
 
@@ -70,7 +73,7 @@ pictures: demo
 		--screenshot=docs/assets/report.png "file://$(abspath $(DEMO))/bench/report.html"
 	$(BIN)/python -m fuelrail.bench.studies.compare.plots bench/results/compare.json docs/assets/compare.svg
 
-test: coverage
+test: test-fast
 	$(PYTEST) -m "not unit"
 
 test-fast: setup

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import re
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from support.datasets import DatasetMaker
@@ -33,20 +34,28 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 _OTHER_LANE: Final = re.compile(rf"^pytestmark = \[?\s*pytest\.mark\.({'|'.join(LANES[1:])})\b", re.MULTILINE)
+_ANY_OTHER_LANE: Final = re.compile(rf"\bmark\.({'|'.join(LANES[1:])})\b|\bsupport\.gpu_bench\b")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out files of other lanes before they are imported, where only ``unit`` is asked for: that takes seconds."""
-    if config.option.markexpr != "unit" or collection_path.suffix != ".py":
+    """Leave out files without a test of the lanes asked for before they are imported: that takes seconds."""
+    lanes = config.option.markexpr
+    if lanes not in ("unit", "not unit") or not collection_path.match("test_*.py"):
         return None
-    return True if _OTHER_LANE.search(collection_path.read_text(encoding="utf-8")) else None
+    text = collection_path.read_text(encoding="utf-8")
+    left_out = _OTHER_LANE.search(text) if lanes == "unit" else not _ANY_OTHER_LANE.search(text)
+    return True if left_out else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put each test that names no lane into the lane ``unit``: `make test-fast` runs that one."""
     for item in items:
         if not any(item.get_closest_marker(lane) for lane in LANES):
             item.add_marker(pytest.mark.unit)
+    if config.option.markexpr == "unit":
+        others = {item.path for item in items if not item.get_closest_marker("unit")}
+        unseen = [path for path in others if not _ANY_OTHER_LANE.search(path.read_text(encoding="utf-8"))]
+        assert not unseen, f"`-m 'not unit'` leaves these files out, which have tests of other lanes: {unseen}"
 
 
 def pytest_collection_finish() -> None:
@@ -66,3 +75,22 @@ def tiny_dataset(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DatasetMa
     maker = DatasetMaker(tmp_path_factory.mktemp("datasets"))
     yield maker
     maker.check()
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], object]], Path]:
+    """Make a folder that takes seconds once for all workers: ``made_once("name", fill)`` fills it; it is read only."""
+    base = tmp_path_factory.getbasetemp()
+    root = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def make(name: str, fill: Callable[[Path], object]) -> Path:
+        folder = root / f"once-{name}"
+        with folder.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+            if not folder.exists():
+                making = tmp_path_factory.mktemp(name)
+                fill(making)
+                making.rename(folder)
+        return folder
+
+    return make

@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def world(folder):
-    options = ["--seed", "7", "--clips", "3", "--frames", "4", "--size", "320x180", "--workers", "2"]
+    options = ["--seed", "7", "--clips", "3", "--frames", "2", "--size", "320x180", "--workers", "2"]
     assert main(["synth", str(folder / "nuscenes"), *options]) == 0
     return folder / "nuscenes"
 

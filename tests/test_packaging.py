@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import email
+import functools
 import os
 import re
 import subprocess
@@ -71,7 +72,9 @@ def imported(file: Path) -> Iterator[str]:
             yield str(node.value)
 
 
-IMPORTED = {file: set(imported(file)) for file in MODULES}
+@functools.cache
+def imported_by() -> dict[Path, set[str]]:
+    return {file: set(imported(file)) for file in MODULES}
 
 
 def shipped() -> set[str]:
@@ -91,7 +94,7 @@ class TestImports:
     @pytest.mark.parametrize("folder", FOLDERS)
     def test_floors(self, folder) -> None:
         """pipeline imports no other folder; sharding and loaders import pipeline, never each other."""
-        for file, names in IMPORTED.items():
+        for file, names in imported_by().items():
             if file.is_relative_to(ROOT / folder):
                 for name in names:
                     parts = name.split(".")
@@ -99,18 +102,18 @@ class TestImports:
                         assert parts[1] in FLOORS[folder], f"{file.relative_to(ROOT)} imports {name}"
 
     def test_nothing_that_ships_imports_what_stays_in_the_checkout(self) -> None:
-        for file, names in IMPORTED.items():
+        for file, names in imported_by().items():
             if file.parent not in CHECKOUT_ONLY:
                 stays = {name for name in names if re.match(r"fuelrail\.bench\.(gpu|micro)|(support|tests)", name)}
                 assert not stays, f"{file.relative_to(ROOT)} imports {stays}"
 
     def test_no_bare_folder_names(self) -> None:
-        for file, names in IMPORTED.items():
+        for file, names in imported_by().items():
             bare = {name for name in names if name.split(".")[0] in FOLDERS}
             assert not bare, f"{file.relative_to(ROOT)} imports {bare}"
 
     def test_heavy_libraries_stay_where_they_belong(self) -> None:
-        for file, names in IMPORTED.items():
+        for file, names in imported_by().items():
             folder = file.relative_to(ROOT).parts[0]
             for name in names:
                 assert folder in HEAVY.get(name.split(".")[0], set(FOLDERS)), f"{file.relative_to(ROOT)}: {name}"
@@ -132,7 +135,7 @@ class TestImports:
         known["mmdet3d"] = "mmengine"  # only those who have it ask for its classes; it stands on mmengine
         known |= {name: name for name in ("mmengine", "ray", "spdl")}
         providers = packages_distributions()
-        for file, names in IMPORTED.items():
+        for file, names in imported_by().items():
             for top in {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"fuelrail", "support"}:
                 found = distributions([known[top]] if top in known else providers.get(top, []))
                 assert found & declared, f"{file.relative_to(ROOT)} imports {top}, which no dependency or extra brings"

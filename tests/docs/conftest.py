@@ -11,16 +11,19 @@ import pytest
 from support.pages import ROOT, follow
 
 
-@pytest.fixture(scope="session")
-def quickstart(tmp_path_factory):
-    """The folder that the first commands of the quickstart leave, run as they are printed."""
-    folder, before = tmp_path_factory.mktemp("quickstart"), Path.cwd()
+def read_quickstart(folder):
+    before = Path.cwd()
     os.chdir(folder)
     try:
         follow(ROOT / "docs" / "guides" / "quickstart.md", "Without data")
     finally:
         os.chdir(before)
-    return folder
+
+
+@pytest.fixture(scope="session")
+def quickstart(made_once):
+    """The folder that the first commands of the quickstart leave, run as they are printed."""
+    return made_once("quickstart", read_quickstart)
 
 
 @pytest.fixture

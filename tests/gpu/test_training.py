@@ -262,10 +262,10 @@ def test_distillation(bench, facts):
         )
 
 
-@check(40, lane=pytest.mark.process)
+@check(20)
 @each_decoder
 def test_ranks_of_one(bench, facts, decoder, group):
-    """NCCL with one rank: a group, an all-reduce, DistributedDataParallel, and the example trainer under torchrun."""
+    """NCCL with one rank: a group, an all-reduce, DistributedDataParallel."""
     ones = torch.ones(4, device=bench.device)
     dist.all_reduce(ones)
     network = build_model(MODELS["light"]).to(bench.device)
@@ -274,6 +274,10 @@ def test_ranks_of_one(bench, facts, decoder, group):
         for batch in itertools.islice(loader, 2):
             model(*(tensor.to(bench.device) for tensor in network.inputs(batch))).backward()
     facts |= {"backend": group, "all_reduce": ones.tolist()}
+
+
+@check(30, lane=pytest.mark.process)
+def test_the_example_trainer_under_torchrun(bench, facts):
     example = Path(__file__).resolve().parents[2] / "configs" / "trainers" / "ddp.py"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     arguments = [str(bench.dataset), "--steps", "4", "--checkpoint", str(bench.work / "ddp")]

@@ -41,6 +41,13 @@ def drive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base
 
 
+@pytest.fixture(scope="module")
+def first(drive: Path) -> Path:
+    """A dataset of the drive's first clip; the tests that join datasets add the second."""
+    shard(f"nuscenes:{drive / 'drive'}", drive / "first", workers=1, select="clip_id == 'scene-9001'")
+    return drive / "first"
+
+
 @pytest.fixture
 def copy(drive: Path, tmp_path: Path) -> Path:
     shutil.copytree(drive / "drive", tmp_path / "drive")
@@ -142,7 +149,7 @@ def test_inspect_shows_the_channels(drive) -> None:
     assert "instances_cam_back.png" in describe_sample(drive / "packed", key).as_text()
 
 
-def test_reshard_and_append_carry_them(drive, tmp_path) -> None:
+def test_reshard_carries_them(drive, tmp_path) -> None:
     first = open_dataset(drive / "packed")
     reshard(drive / "packed", tmp_path / "again", workers=1, layout="frame", order="clip", seed=3)
     again = open_dataset(tmp_path / "again")
@@ -152,21 +159,26 @@ def test_reshard_and_append_carry_them(drive, tmp_path) -> None:
     for number in range(len(first)):
         sample = first[number]
         assert again[sample.key].extra == sample.extra
-    synth(tmp_path / "more", **{**WORLD, "clips": 3, "frames": 1, "seed": 9}, channels=True)
-    shard(f"nuscenes:{tmp_path / 'more'}", tmp_path / "new", workers=1, select="clip_id == 'scene-9003'")
-    reshard([drive / "packed", tmp_path / "new"], tmp_path / "both", append=True)
+
+
+def test_append_carries_them(drive, first, tmp_path) -> None:
+    shard(f"nuscenes:{drive / 'drive'}", tmp_path / "new", workers=1, select="clip_id == 'scene-9002'")
+    reshard([first, tmp_path / "new"], tmp_path / "both", append=True)
     assert faults(tmp_path / "both") == []
-    both = open_dataset(tmp_path / "both")
-    assert len(both) == len(first) + 1
-    assert both.manifest.channels == first.manifest.channels
+    both, packed = open_dataset(tmp_path / "both"), open_dataset(drive / "packed")
+    assert len(both) == len(packed)
+    assert both.manifest.channels == packed.manifest.channels
+    for number in range(len(packed)):
+        sample = packed[number]
+        assert both[sample.key].extra == sample.extra
 
 
-def test_datasets_of_other_channels_do_not_become_one(drive, tmp_path) -> None:
-    synth(tmp_path / "plain", **{**WORLD, "clips": 3, "frames": 1})
-    shard(f"nuscenes:{tmp_path / 'plain'}", tmp_path / "new", workers=1, select="clip_id == 'scene-9003'")
+def test_datasets_of_other_channels_do_not_become_one(first, copy, tmp_path) -> None:
+    (copy / "v1.0-mini" / "channels.json").unlink()
+    shard(f"nuscenes:{copy}", tmp_path / "new", workers=1, select="clip_id == 'scene-9002'")
     for options in ({"workers": 1}, {"append": True}):
         with pytest.raises(SourceError, match=r"one dataset: their channels differ: radar: .* in the first, none in"):
-            reshard([drive / "packed", tmp_path / "new"], tmp_path / "both", **options)
+            reshard([first, tmp_path / "new"], tmp_path / "both", **options)
 
 
 def edit_manifest(out: Path, name: str, **changes: object) -> None:

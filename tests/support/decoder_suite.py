@@ -165,12 +165,12 @@ class DecoderSuite:
         image_map = preset_map(name, sample=5)
         square, encoded = 100, _encoded_checkerboard(100)
         gray = self.decode(decoder, encoded, image_map).mean(axis=0).astype(np.float32)
-        corners = []
+        corners, shown = [], seen(image_map, 40)
         for u in range(square, NUSCENES_WH[0], square):
             for v in range(square, NUSCENES_WH[1], square):
                 x, y = (image_map.centre_matrix() @ (u - 0.5, v - 0.5, 1.0))[:2]
                 inside = 12 < x < image_map.out_wh[0] - 13 and 12 < y < image_map.out_wh[1] - 13
-                if inside and seen(image_map, 40)[round(y), round(x)]:
+                if inside and shown[round(y), round(x)]:
                     corners.append((x, y))
         assert len(corners) >= 20
         expected = np.array(corners, np.float32)[:, None]

@@ -115,7 +115,7 @@ def reference(encoded: bytes, image_map: ImageMap, interpolation: str = "bilinea
 
 def psnr_db(a: NDArray[np.uint8], b: NDArray[np.uint8], where: NDArray[np.bool_] | None = None) -> float:
     """Peak signal to noise ratio over all pixels, or those ``where`` (height, width) says."""
-    error = (a.astype(np.float64) - b.astype(np.float64)) ** 2
+    error = np.square(a.astype(np.int32) - b)
     mean = float((error if where is None else error[:, where]).mean())
     return 99.0 if mean == 0.0 else float(10 * np.log10(255.0**2 / mean))
 

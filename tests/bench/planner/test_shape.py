@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 
 import msgspec
@@ -29,6 +30,7 @@ GPT = MODELS["gpt-tiny"]
 SCENARIOS = CLUSTERS.parent / "scenarios"
 
 
+@functools.cache  # the one of a process alone is compared with several
 def shape(name, world=1, rank=0, inputs=INPUTS, **options):
     settings = ParallelSettings(**options)
     return shape_of(MODELS[name], settings, degrees_of(settings, world), inputs, rank=rank)

@@ -57,6 +57,19 @@ def straightened(lens: Lens, picture: np.ndarray) -> np.ndarray:
 
 
 @functools.cache
+def camera_file(kind: str = "jpeg", **options: object) -> bytes:
+    return encode(natural(*NUSCENES_WH), kind, **options)
+
+
+@functools.cache
+def straightened_picture(lens: Lens) -> tuple[np.ndarray, np.ndarray]:
+    """What OpenCV makes of the picture (3, h, w), and of a white one (h, w)."""
+    picture = natural(*NUSCENES_WH)
+    white = straightened(lens, np.full_like(picture, 255))[..., 0]
+    return straightened(lens, picture).transpose(2, 0, 1), white
+
+
+@functools.cache
 def board(name: str) -> bytes:
     """What the lens makes of a checkerboard whose corners lie at multiples of `SQUARE` in the rectified image."""
     lens, (width, height) = LENSES[name], NUSCENES_WH
@@ -107,13 +120,11 @@ def with_lens(image_map: ImageMap, lens: Lens) -> ImageMap:
     [("radtan", None), ("rational", None), ("fisheye", None), ("fisheye", 0.0), ("rational", 0.0), ("radtan", 1.0)],
 )
 def test_at_full_size_it_is_opencvs_undistortion(backend: str, name: str, alpha: float | None) -> None:
-    lens, wh = LENSES[name], (1600, 900)
+    lens = LENSES[name]
     if alpha is not None:
-        lens = dataclasses.replace(lens, rectified=rectified_camera(lens, wh, alpha))
-    picture = natural(*wh)
-    out = decode(backend, encode(picture, "png"), with_lens(ImageMap.identity(wh), lens))
-    expected = straightened(lens, picture).transpose(2, 0, 1)
-    white = straightened(lens, np.full_like(picture, 255))[..., 0]
+        lens = dataclasses.replace(lens, rectified=rectified_camera(lens, NUSCENES_WH, alpha))
+    out = decode(backend, camera_file("png"), with_lens(ImageMap.identity(NUSCENES_WH), lens))
+    expected, white = straightened_picture(lens)
     inside = cv2.erode(white, np.ones((5, 5))) == 255
     assert inside.mean() > (0.3 if alpha == 1.0 else 0.6)
     assert psnr_db(out, expected, inside) > 50.0
@@ -201,8 +212,7 @@ def test_two_views_are_one_decode_and_equal_those_of_two(backend: str, monkeypat
     for owner, name in ((module, "decode_jpeg"), (native.CameraJpeg, "picture")):
         true = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, true=true: decoded.append(picture := true(*a)) or picture)
-    picture, options = natural(*NUSCENES_WH), {"quality": 92, "subsampling": "4:2:0"}
-    files = encode(picture, **options), encode(picture, restart_marker_rows=1, **options), encode(picture, "png")
+    files = photograph(), photograph(restart_marker_rows=1), camera_file("png")
     whole = ImageMap.identity(NUSCENES_WH)
     for encoded, lens, widths in product(files, LENSES.values(), ((700, 620), (200, 130), (900, 500))):
         maps = [

@@ -10,6 +10,7 @@ from fuelrail.sharding.demo.build import build
 from fuelrail.sharding.demo.world import WorldSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -19,7 +20,5 @@ def small_spec() -> WorldSpec:
 
 
 @pytest.fixture(scope="session")
-def small_world(small_spec: WorldSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("synth") / "world"
-    build(small_spec, out, 1)
-    return out
+def small_world(small_spec: WorldSpec, made_once: Callable[..., Path]) -> Path:
+    return made_once("small-world", lambda out: build(small_spec, out, 1))

@@ -99,7 +99,7 @@ def test_what_a_peer_raises_is_its_answer(dataset, tmp_path):
         perform(task)
     (tmp_path / "task.json").write_bytes(msgspec.json.encode(task))
     command = [sys.executable, "-m", "fuelrail.bench.peers.process", str(tmp_path / "task.json")]
-    environment = {"PYTHONPATH": str(Path(fuelrail.__file__).parents[3]), "PATH": ""}
+    environment = {"PYTHONPATH": str(Path(fuelrail.__file__).parents[1]), "PATH": ""}
     subprocess.run(command, env=environment, capture_output=True, check=True)
     answer = msgspec.json.decode((tmp_path / "result.json").read_bytes(), type=Failure)
     assert "FileNotFoundError" in answer.message
