@@ -73,7 +73,7 @@ pictures: demo
 		--screenshot=docs/assets/report.png "file://$(abspath $(DEMO))/bench/report.html"
 	$(BIN)/python -m fuelrail.bench.studies.compare.plots bench/results/compare.json docs/assets/compare.svg
 
-test: test-fast
+test: coverage
 	$(PYTEST) -m "not unit"
 
 test-fast: setup
