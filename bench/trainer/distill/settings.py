@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fuelrail.bench.trainer.models.settings import read_pairs
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import Settings
+from fuelrail.pipeline.settings import Settings, read_pairs
 
 DISTILL = "labels=1,logits=1"
 

@@ -6,19 +6,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from fuelrail.bench.trainer.models.settings import (
-    Above0,
-    GptSettings,
-    ModelSettings,
-    NotNegative,
-    Positive,
-    VitSettings,
-    num_blocks,
-    read_pairs,
-    tensor_sizes,
-)
+from fuelrail.bench.trainer.models.settings import GptSettings, ModelSettings, VitSettings, num_blocks, tensor_sizes
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import Settings, convert, flag
+from fuelrail.pipeline.settings import Above0, NotNegative, Positive, Settings, convert, flag, read_pairs
 
 Strategy = Literal["ddp", "zero1", "zero2", "fsdp2", "hsdp", "tensor", "pipeline"]
 Schedule = Literal[
