@@ -28,6 +28,7 @@ from fuelrail.bench.measure.cuda import CudaAccelerator, peak_tflops
 from fuelrail.bench.measure.machine import peak_memory_bytes
 from fuelrail.bench.measure.processes import storage_bytes_read
 from fuelrail.bench.measure.records import RankEnd, RankFailure, RankHeader, RankWriter, StageSnapshot, rank_path
+from fuelrail.bench.planner.state import check_memory
 from fuelrail.bench.ranks.elastic import end_with, join_world
 from fuelrail.bench.ranks.injection import StallingAccelerator, late_batches, slow_reads
 from fuelrail.bench.ranks.tracing import RankTrace, TracedAccelerator
@@ -38,7 +39,7 @@ from fuelrail.bench.trainer.checkpoints.state import parameters_digest
 from fuelrail.bench.trainer.distill.student import distilled
 from fuelrail.bench.trainer.loop import train
 from fuelrail.bench.trainer.models.settings import MODELS
-from fuelrail.bench.trainer.strategies.optimiser import check_memory, scaled_rate
+from fuelrail.bench.trainer.strategies.optimiser import scaled_rate
 from fuelrail.bench.trainer.strategies.parallel import build, make_mesh, parallelise
 from fuelrail.bench.trainer.strategies.settings import Degrees, check_fits, degrees_of
 from fuelrail.loaders.config import ranks_on_host
@@ -277,7 +278,7 @@ def _mesh(settings: TrainSettings) -> DeviceMesh | None:
     check_fits(settings, degrees, MODELS[settings.model], settings.batch_size, (image.height, image.width))
     on_gpu = settings.profile is None
     free = torch.cuda.mem_get_info()[0] if on_gpu else available_memory_bytes() // ranks_on_host()
-    check_memory(settings.model, settings, degrees, free, alone=on_gpu)
+    check_memory(settings.model, settings, degrees, settings.precision, free, alone=on_gpu)
     mesh = make_mesh(degrees, "cuda" if on_gpu else "cpu")
     for group in () if mesh is None else mesh.get_all_groups():
         _set_pg_timeout(timedelta(seconds=settings.timeout_s), group)  # else torch's 30 minutes

@@ -1,4 +1,4 @@
-"""Precision, optimiser, its memory, and the norm of gradients, over tensors and DTensors of several meshes."""
+"""Precision, optimiser, and the norm of gradients, over tensors and DTensors of several meshes."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import SGD, AdamW
 
-from fuelrail.bench.trainer.models.build import build_model
-from fuelrail.bench.trainer.models.settings import MODELS
-from fuelrail.pipeline.errors import ConfigError, FuelrailError
+from fuelrail.pipeline.errors import FuelrailError
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -25,12 +22,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
-    from fuelrail.bench.trainer.models.settings import ModelSettings
-    from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision
+    from fuelrail.bench.trainer.strategies.settings import ParallelSettings, Precision
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_FP32 = 4
-_MOMENTS = {"adamw": 2, "sgd": 1}
 _MOMENTUM = 0.9
 # A sixteenth of torch's: most models then skip none of their first steps, and it grows.
 _FIRST_SCALE = 2.0**12
@@ -136,48 +130,3 @@ class SharedGradScaler(torch.amp.GradScaler):
                 f"scale is {self.get_scale():g} by now; lower the learning rate, clip gradients, or use bf16"
             )
         return result
-
-
-def state_bytes(model: ModelSettings, settings: ParallelSettings, degrees: Degrees) -> int:
-    """Bytes of weights, gradients and optimiser state on one rank, in fp32 (arXiv 1910.02054, section 3.1).
-
-    With shards also the largest block in full, with its gradient. Activations come on top. Tensor parallel and
-    pipelines are taken to divide everything, which is the least. A rank makes the whole model before it divides it.
-    """
-    with torch.device("meta"):
-        made = build_model(model)
-    numbers: list[int] = [sum(p.numel() for p in part.parameters()) for part in (made, *made.blocks)]
-    whole, number = numbers[0], numbers[0] / degrees.tp / degrees.pp
-    block = max(numbers[1:], default=0) / degrees.tp
-    moments = _MOMENTS[settings.optimiser] * number
-    if settings.shards_optimiser:
-        moments /= degrees.data
-    if degrees.dp_shard == 1:
-        return round(_FP32 * max(whole, 2 * number + moments))
-    kept = 0 if settings.offload else (2 * number + moments) / degrees.dp_shard
-    return round(_FP32 * max(whole, kept + 2 * block))
-
-
-def check_memory(name: str, settings: ParallelSettings, degrees: Degrees, available: int, *, alone: bool) -> None:
-    """Check that the state of a model fits in the ``available`` bytes of a rank.
-
-    ``alone``: the rank's memory is its own, as a GPU's, so that more ranks bring more of it; else it is the host's, to
-    which an offload moves nothing. Raises ConfigError, which says what would fit.
-    """
-    model = MODELS[name]
-    settings = settings if alone else msgspec.structs.replace(settings, offload=False)
-    needed = state_bytes(model, settings, degrees)
-    if needed <= available:
-        return
-
-    def fits(size: ModelSettings, dp_shard: int = degrees.dp_shard) -> bool:
-        return state_bytes(size, settings, degrees._replace(dp_shard=dp_shard)) <= available
-
-    more = (2**power for power in range(1, 13) if alone and 2**power > degrees.dp_shard)
-    would = [f"dp_shard={degree}" for degree in more if fits(model, degree)][:1]
-    would += [f"model {other}" for other, size in MODELS.items() if type(size) is type(model) and fits(size)][-1:]
-    raise ConfigError(
-        f"model '{name}' needs at least {needed / 2**30:.1f} GiB on each rank for weights, gradients and "
-        f"{settings.optimiser}, and {available / 2**30:.1f} GiB are available ({degrees}); "
-        + (f"it would fit with {' or '.join(would)}" if would else "no degree of sharding makes it fit here")
-    )
