@@ -11,10 +11,11 @@ import errno
 import itertools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, Self, TypeVar
 
 import msgspec
 import yaml
@@ -24,8 +25,6 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.text import MAX_VALUE, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     PathText = str | os.PathLike[str]
 else:
     # A field of settings that holds a path: msgspec converts texts, `resolve_fields` makes them of path objects.
@@ -33,7 +32,16 @@ else:
 
 _MAX_TEXT_BYTES: Final = 16 << 20
 
+Positive = Annotated[int, msgspec.Meta(gt=0)]
+NotNegative = Annotated[int, msgspec.Meta(ge=0)]
+# Figures: msgspec knows no "finite", so they have a bound.
+_LARGE: Final = 1e9
+Finite = Annotated[float, msgspec.Meta(ge=-_LARGE, le=_LARGE)]
+AtLeast0 = Annotated[float, msgspec.Meta(ge=0, le=_LARGE)]
+Above0 = Annotated[float, msgspec.Meta(gt=0, le=_LARGE)]
+
 S = TypeVar("S", bound=msgspec.Struct)
+N = TypeVar("N", int, float)
 
 
 class _SettingsMeta(msgspec.StructMeta):
@@ -281,6 +289,19 @@ def convert(value: object, to: type[S], where: str) -> S:
     except msgspec.ValidationError as error:
         text, path = _split(str(error))
         raise ConfigError(f"{where}: at '{path}': {text}{_hint(text, path, to)}") from error
+
+
+def read_pairs(what: str, text: str, names: Sequence[str], number: Callable[[str], N], rule: str) -> dict[str, N]:
+    """Read ``NAME=NUMBER,...`` with numbers above 0. Raises ConfigError, which says ``rule``."""
+    found: dict[str, N] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        with suppress(ValueError):
+            if name in names and name not in found and 0 < number(value) <= _LARGE:
+                found[name] = number(value)
+                continue
+        raise ConfigError(f"{what} '{text}' has the part '{part}'; write {rule}: {', '.join(names)}")
+    return found
 
 
 def read_text(file: Path) -> str:

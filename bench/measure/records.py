@@ -7,12 +7,16 @@ or a :class:`RankFailure`.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import msgspec
 
 from fuelrail.pipeline.runtime.stages import StageClock
+
+if TYPE_CHECKING:
+    from fuelrail.bench.measure.accelerator import DeviceTimes
 
 # In the order in which they follow each other in a step. `all_reduce` is the exposed part only.
 PHASES = ("data_wait", "host_to_device", "forward", "backward", "all_reduce", "optimiser", "other")
@@ -71,6 +75,25 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
         """Time of one of ``PHASES``."""
         value: int = getattr(self, f"{phase}_ns")
         return value
+
+    @classmethod
+    def of(
+        cls, device: DeviceTimes, *, start_ns: int, end_ns: int, data_wait_ns: int, loss: float, **facts: int
+    ) -> Self:
+        """Return the record of a step from its times on the device; what is in no phase is ``other``.
+
+        ``facts`` are ``step``, ``epoch``, ``num_samples`` and ``num_images``.
+        """
+        phases = msgspec.structs.asdict(device) | {"data_wait_ns": data_wait_ns}
+        other_ns = end_ns - start_ns - sum(phases[f"{phase}_ns"] for phase in PHASES[:-1])
+        return cls(
+            **facts,
+            **phases,
+            loss=loss if math.isfinite(loss) else None,
+            start_ns=start_ns,
+            end_ns=end_ns,
+            other_ns=other_ns,
+        )
 
 
 class StageSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="stages"):

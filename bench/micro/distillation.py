@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,6 @@ from torch import Tensor
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.report.files import publish_json
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
-from fuelrail.bench.trainer.distill.settings import DistillSettings
 from fuelrail.bench.trainer.distill.student import distilled
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.models.staged import StagedModel
@@ -102,11 +101,11 @@ class Drive:
         return float(F.binary_cross_entropy(often.expand_as(self.held_out[-2]), self.held_out[-2]))
 
 
-def train(drive: Drive, name: str, seed: int, steps: int, teacher: DistillSettings | None = None) -> Parallel:
+def train(drive: Drive, name: str, seed: int, steps: int, lesson: Mapping[str, Any] | None = None) -> Parallel:
     """Train a model from the weights of a seed, at a rate that falls to 0."""
     model, teaches = build(MODELS[name], "cpu", seed), None
-    if teacher is not None:
-        model, teaches = distilled(model, teacher, drive.loader, "cpu")
+    if lesson is not None:
+        model, teaches = distilled(model, drive.loader, "cpu", **lesson)
     parallel = parallelise(model, ParallelSettings(), Degrees(), None, batch_size=_BATCH, learning_rate=_RATE)
     parallel.teacher = teaches
     parallel.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(parallel.optimiser, steps)
@@ -139,7 +138,7 @@ def measure(dataset: str, seeds: int, steps: int, teacher_steps: int, weights: s
         checkpoints.save(teacher_steps, teacher, {})
         checkpoints.close()
         dist.destroy_process_group()
-        lesson = DistillSettings(checkpoints=folder, weights=weights, temperature=temperature)
+        lesson = {"teacher": folder, "weights": weights, "temperature": temperature}
         for seed in range(seeds):
             alone, taught = (train(drive, _STUDENT, seed, steps, one) for one in (None, lesson))
             found.append(

@@ -24,9 +24,9 @@ import yaml
 
 from fuelrail.bench.measure.machine import MachineFacts, dataset_facts, machine_facts
 from fuelrail.bench.micro.datasets import made_profile
-from fuelrail.bench.planner.choice import FP32, num_parameters
 from fuelrail.bench.planner.scenario import Scenario
 from fuelrail.bench.planner.shape import Inputs, shape_of
+from fuelrail.bench.planner.state import FP32, num_parameters
 from fuelrail.bench.planner.step_time import Efficiency
 from fuelrail.bench.ranks.injection import Injection
 from fuelrail.bench.report.files import publish_json
@@ -119,7 +119,7 @@ def cluster_file(drawn: Drawn, flop: float, sample_bytes: float, path: Path) -> 
     def number(value: float) -> dict[str, Any]:
         return {"value": value, "source": "drawn for this emulation"}
 
-    gradients = num_parameters(MODELS[_MODEL]) * FP32
+    gradients = num_parameters(MODELS[_MODEL])[0] * FP32
     share = 2 * (drawn.ranks - 1) / drawn.ranks
     cluster: dict[str, Any] = {
         "name": path.stem, "nodes": 1, "devices_per_node": drawn.ranks,
@@ -143,7 +143,7 @@ def cluster_file(drawn: Drawn, flop: float, sample_bytes: float, path: Path) -> 
 
 def run_of(drawn: Drawn, dataset: Path, records: Path, steps: int) -> TrainRun:
     """Return the run that waits as the cluster does."""
-    gradients = num_parameters(MODELS[_MODEL]) * FP32
+    gradients = num_parameters(MODELS[_MODEL])[0] * FP32
     profile = made_profile(
         records.parent.name, "drawn", forward_ms=drawn.compute_ms / 3, backward_ms=drawn.compute_ms * 2 / 3,
         optimiser_ms=drawn.optimiser_ms,

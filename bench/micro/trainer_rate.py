@@ -96,7 +96,7 @@ def run_rank(dataset: str, out: Path, laps: int, steps: int) -> None:
             bare_s = bare_lap(bare, optimiser, batches, steps)
             dist.barrier()
             started_s = time.perf_counter()
-            for record in train(parallel, batches, accelerator, clock, num_steps=steps):
+            for record in train(parallel, batches, clock, num_steps=steps):
                 writer.write(record)
             if lap:  # in the first one torch makes its buckets
                 found.append((bare_s, time.perf_counter() - started_s))

@@ -7,17 +7,15 @@ from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
-import torch
 
 from fuelrail.bench.measure.collectives import Collective, summed
 from fuelrail.bench.planner.closed import closed_shape
-from fuelrail.bench.planner.formulas import bubble, in_flight, sent_bytes, zero_state_bytes
+from fuelrail.bench.planner.formulas import bubble, in_flight, sent_bytes
 from fuelrail.bench.planner.hardware import GIB, ClusterSettings
-from fuelrail.bench.planner.shape import MOMENTS, Inputs, Shape, private_parts_are_there, shape_of
+from fuelrail.bench.planner.shape import Inputs, Shape, private_parts_are_there, shape_of
+from fuelrail.bench.planner.state import FP32, state_bytes, zero_stage
 from fuelrail.bench.planner.step_time import StepTime, Work, step_time
-from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.models.settings import GptSettings, ModelSettings, VitSettings, num_blocks
-from fuelrail.bench.trainer.strategies.optimiser import DTYPES
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision, degrees_of
 from fuelrail.pipeline.errors import ConfigError
 
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
 
 USABLE = 0.9
 """Share of a device's memory; the rest is for the collective library, the allocator's gaps and scratch memory."""
-FP32 = 4
 TEACHER_WEIGHTS = "teacher's weights"
 _STATE_MARGIN = 1.05  # what is over by less is shaped, and refused with its kinds
 _STATE_PASSES = 7  # AdamW reads weight, gradient and two moments, and writes three of them
@@ -148,24 +145,11 @@ def inputs_of(asked: Scenario, settings: ParallelSettings, degrees: Degrees) -> 
     return settings, inputs
 
 
-@cache
-def num_parameters(model: ModelSettings) -> int:
-    """Count a model's parameters, on the meta device."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in build_model(model).parameters())
-
-
 def check_state(asked: Scenario, settings: ParallelSettings, degrees: Degrees, usable: float) -> None:
     """Refuse by arithmetic what cannot fit with no activation at all: shaping it would take time for nothing."""
-    stage = {"zero1": 1, "zero2": 2}.get(settings.strategy, 0) if settings.mesh is None else 0
-    if degrees.dp_shard > 1 and stage == 0:
-        stage = 3
-    sharing = degrees.data if stage == 1 else degrees.dp_shard
-    moments = FP32 * MOMENTS[settings.optimiser]
-    weights = DTYPES[asked.precision].itemsize if stage == 2 else FP32  # ZeRO-2 keeps what it gathered
-    state = zero_state_bytes(num_parameters(asked.settings), sharing, stage, weights, FP32, moments)
-    state /= degrees.pp * degrees.tp
+    state = state_bytes(asked.settings, settings, degrees, asked.precision)
     if state > usable * _STATE_MARGIN:
+        stage, _ = zero_stage(settings, degrees)
         raise ConfigError(
             f"needs {state / GIB:.1f} GiB for weights, gradients and optimiser state alone (ZeRO stage {stage}), and "
             f"{usable / GIB:.1f} GiB of a device are usable"

@@ -18,14 +18,13 @@ from fuelrail.bench.planner.formulas import (
     parameters,
     zero_state_bytes,
 )
-from fuelrail.bench.planner.shape import MOMENTS, Inputs, Shape, check_schedule
+from fuelrail.bench.planner.shape import Inputs, Shape, check_schedule
+from fuelrail.bench.planner.state import FP32, MOMENTS, zero_stage
 from fuelrail.bench.trainer.models.settings import GptSettings, ModelSettings
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings
-
-_FP32 = 4
 
 
 def closed_shape(
@@ -42,9 +41,8 @@ def closed_shape(
         layers=model.depth, hidden=model.width, heads=model.heads, seq=model.context, vocab=model.vocabulary
     )
     own = parameters(size) / (degrees.pp * degrees.tp)
-    zero = {"zero1": 1, "zero2": 2}.get(settings.strategy, 3 if degrees.dp_shard > 1 else 0)
-    shards = degrees.data if zero == 1 else degrees.dp_shard
-    state = zero_state_bytes(own, shards, zero, _FP32, _FP32, _FP32 * MOMENTS[settings.optimiser])
+    zero, shards = zero_stage(settings, degrees)
+    state = zero_state_bytes(own, shards, zero, FP32, FP32, FP32 * MOMENTS[settings.optimiser])
     layers = model.depth / degrees.pp
     kept = layers * layer_activation_bytes(
         size, inputs.micro_batch, degrees.tp, recompute=settings.recompute, sequence_parallel=degrees.tp > 1, flash=True
@@ -52,7 +50,7 @@ def closed_shape(
     flying = in_flight(settings.pipeline_schedule, degrees.pp, stage, inputs.micro_batches)
     memory = {
         "weights, gradients, moments": round(state),
-        "gathered": round(2 * own / layers * _FP32) if zero == 3 else 0,
+        "gathered": round(2 * own / layers * FP32) if zero == 3 else 0,
         "activations": round(kept),
         "activations in flight": round(kept * (flying - 1)),
     }
@@ -68,7 +66,7 @@ def closed_shape(
 def _collectives(degrees: Degrees, inputs: Inputs, own: float, model: GptSettings) -> list[Collective]:
     """Weights twice and gradients once; around each layer's two halves, forward and backward, the hidden tensor."""
     found = []
-    count, whole = inputs.micro_batches, round(_FP32 * own)
+    count, whole = inputs.micro_batches, round(FP32 * own)
     if degrees.dp_shard > 1:
         for kind, times in (("all_gather", 2 * count), ("reduce_scatter", 1)):
             found.append(

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from fuelrail.bench.measure.collectives import Collective, summed
 from fuelrail.bench.planner.formulas import in_flight, passes_of, schedule_order
-from fuelrail.bench.planner.shape import MOMENTS, Inputs, Line, Shape, is_gather_of_weights, shape_of
+from fuelrail.bench.planner.shape import Inputs, Line, Shape, is_gather_of_weights, shape_of
+from fuelrail.bench.planner.state import MOMENTS
 from fuelrail.bench.trainer.models.settings import GptSettings, ModelSettings, VitSettings, num_blocks
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision
 

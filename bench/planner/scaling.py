@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from fuelrail.bench.planner.choice import FP32, TEACHER_WEIGHTS, USABLE, Fit
+from fuelrail.bench.planner.choice import TEACHER_WEIGHTS, USABLE, Fit
 from fuelrail.bench.planner.formulas import bubble, sent_bytes
 from fuelrail.bench.planner.hardware import GIB, ClusterSettings
 from fuelrail.bench.planner.scale_model import Cluster, Overhead, Simulated, simulate
 from fuelrail.bench.planner.scale_model import Fit as Measurements
+from fuelrail.bench.planner.state import FP32
 from fuelrail.bench.planner.step_time import step_time
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from fuelrail.bench.planner.step_time import Efficiency
-from fuelrail.bench.trainer.models.settings import MODELS, GptSettings, ModelName, ModelSettings, Positive, predictions
+from fuelrail.bench.trainer.models.settings import MODELS, GptSettings, ModelName, ModelSettings, predictions
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings, Precision, Schedule, Strategy
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import Settings, flag
+from fuelrail.pipeline.settings import Above0, Positive, Settings, flag
 
 Auto = Literal["auto"]
 Recompute = Literal["none", "selective", "full"]
@@ -109,9 +109,7 @@ class PlanOptions(Settings, frozen=True, kw_only=True):
     sequence: Annotated[Positive | None, flag("tokens of a GPT's sample (default: the model's own)")] = None
     sample_bytes: Annotated[Positive | None, flag("stored bytes of a sample")] = None
     samples_per_epoch: Annotated[Positive | None, flag("samples of an epoch")] = None
-    failures_per_day: Annotated[
-        Annotated[float, msgspec.Meta(gt=0, le=1e9)] | None, flag("failures of the whole job a day")
-    ] = None
+    failures_per_day: Annotated[Above0 | None, flag("failures of the whole job a day")] = None
     teacher: Annotated[ModelName | None, flag("model that the student is distilled from")] = None
     teacher_from: Annotated[
         TeacherFrom | None, flag("model: it predicts beside the student (default); layer: its logits are read")

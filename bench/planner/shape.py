@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from fuelrail.bench.measure.collectives import Collective, Counter, summed
 from fuelrail.bench.planner.formulas import in_flight, passes_of, schedule_order
+from fuelrail.bench.planner.state import FP32, MOMENTS
 from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.models.settings import GptSettings, ModelSettings, VitSettings
 from fuelrail.bench.trainer.strategies.optimiser import DTYPES, autocast
@@ -44,8 +45,6 @@ from fuelrail.pipeline.errors import ConfigError, FuelrailError
 if TYPE_CHECKING:
     from fuelrail.bench.trainer.models.staged import StagedModel
 
-MOMENTS = {"adamw": 2, "sgd": 1}
-_FP32 = 4
 _PLANNED_SCHEDULES = ("GPipe", "1F1B")
 _GROWS = torch.device("meta")  # on which the tracker sees nothing else
 
@@ -318,7 +317,7 @@ def _run(
                 kept = passes.run(tracker, last=last, line=line if last else None)
         found = _by_kind(tracker.get_tracker_snapshot("peak"))
     own = sum(_local(parameter).numel() for parameter in learnt)
-    moments = _FP32 * MOMENTS[settings.optimiser] * own
+    moments = FP32 * MOMENTS[settings.optimiser] * own
     if settings.strategy == "zero1" and settings.mesh is None:
         moments //= degrees.data
     flying = in_flight(settings.pipeline_schedule, degrees.pp, place[1], inputs.micro_batches)
@@ -336,7 +335,7 @@ def _run(
     if degrees.pp * degrees.dp_shard * degrees.tp == 1 and degrees.data > 1:
         collectives, repeated = [], []
         collectives = [
-            Collective(kind="all_reduce", axis="dp_replicate", ranks=degrees.data, count=1, bytes=_FP32 * own)
+            Collective(kind="all_reduce", axis="dp_replicate", ranks=degrees.data, count=1, bytes=FP32 * own)
         ]
     return Shape(
         rank=place[0], stage=place[1], parameters=own, memory=memory, peak_bytes=sum(memory.values()),

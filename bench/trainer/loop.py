@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
+from torch import Tensor
 
 from fuelrail.bench.measure.records import StepRecord
 
 if TYPE_CHECKING:
-    from fuelrail.bench.measure.accelerator import Accelerator, DeviceTimes
     from fuelrail.bench.measure.clock import Clock
     from fuelrail.bench.trainer.strategies.parallel import Parallel
-
-_DEVICE_PHASES = ("host_to_device", "forward", "backward", "all_reduce", "optimiser")
 
 
 def train(
     parallel: Parallel,
     batches: Iterable[Mapping[str, Any]],
-    accelerator: Accelerator,
     clock: Clock,
     *,
     num_steps: int | None = None,
@@ -31,15 +26,15 @@ def train(
 ) -> Iterator[StepRecord]:
     """Train on ``batches`` and yield a record after each optimiser step.
 
-    ``parallel`` is a model on the accelerator's device, divided over the ranks. ``batches`` is any iterable of the
+    ``parallel`` is a model on its accelerator's device, divided over the ranks. ``batches`` is any iterable of the
     loader's batches, over as many epochs as there shall be; the run ends with it, or after ``num_steps`` optimiser
     steps, of which ``first_step`` were done before. Micro-batches that no longer fill a step are left out. Images that
     count are those of real rows (``valid``) and present cameras (``cam_valid``), on one rank of those that share them.
     Raises FuelrailError when fp16 keeps overflowing.
     """
-    source = iter(batches)
-    step = first_step
-    step_start_ns = clock.now_ns()
+    source, accelerator, step = iter(batches), parallel.accelerator, first_step
+    assert accelerator is not None, "parallelise() has it"
+    start_ns = clock.now_ns()
     while num_steps is None or step < num_steps:
         data_wait_ns = epoch = 0
         losses, presences = [], []
@@ -58,7 +53,7 @@ def train(
             # Gradients are reduced once a step, in the backward pass of its last micro-batch.
             samples, cameras = batch["img"].shape[:2]
             size, last = (samples, samples * cameras), micro == accumulation - 1
-            loss = parallel.forward_backward(inputs, accelerator, size, accumulation=accumulation, last=last)
+            loss = parallel.forward_backward(inputs, size, accumulation=accumulation, last=last)
             losses.append(loss)
             presences.append((batch["valid"], batch["cam_valid"]))
             # While we wait for the next batch the loader may use this one's buffer for another: no new memory.
@@ -70,36 +65,24 @@ def train(
         device = accelerator.finish_step()
         # From here on nothing is queued on the device, so reading its tensors waits for no work.
         total_loss = float(parallel.own_loss(torch.stack(losses).sum()))
-        rows = real_rows(presences if parallel.counts else [])
-        step_end_ns = clock.now_ns()
-        yield record_of(step, epoch, rows, (step_start_ns, step_end_ns, data_wait_ns), total_loss, device)
+        rows = [real_rows(*presence) for presence in presences] if parallel.counts else []
+        end_ns = clock.now_ns()
+        yield StepRecord.of(
+            device,
+            start_ns=start_ns,
+            end_ns=end_ns,
+            data_wait_ns=data_wait_ns,
+            loss=total_loss,
+            step=step,
+            epoch=epoch,
+            num_samples=sum(samples for samples, _ in rows),
+            num_images=sum(images for _, images in rows),
+        )
         # What the caller did with the record belongs to the next step: no gap in the wall time.
-        step_start_ns = step_end_ns
+        start_ns = end_ns
         step += 1
 
 
-def real_rows(presences: list[tuple[Any, Any]]) -> tuple[int, int]:
-    """Count samples without padding, and their images without missing cameras."""
-    num_images = sum(int((present != 0)[valid].sum()) for valid, present in presences)
-    return sum(int(valid.sum()) for valid, _ in presences), num_images
-
-
-def record_of(
-    step: int, epoch: int, rows: tuple[int, int], times_ns: tuple[int, int, int], loss: float, device: DeviceTimes
-) -> StepRecord:
-    """Return the record of a step from its start, end and data wait; what is in no phase is ``other``."""
-    start_ns, end_ns, data_wait_ns = times_ns
-    phases = msgspec.structs.asdict(device)
-    in_phases_ns = data_wait_ns + sum(phases[f"{phase}_ns"] for phase in _DEVICE_PHASES)
-    return StepRecord(
-        step=step,
-        epoch=epoch,
-        num_samples=rows[0],
-        num_images=rows[1],
-        loss=loss if math.isfinite(loss) else None,
-        start_ns=start_ns,
-        end_ns=end_ns,
-        data_wait_ns=data_wait_ns,
-        other_ns=end_ns - start_ns - in_phases_ns,
-        **phases,
-    )
+def real_rows(valid: Tensor, cam_valid: Tensor) -> tuple[int, int]:
+    """Count samples [B] without padding, and their images [B, N] without missing cameras."""
+    return int(valid.sum()), int((cam_valid != 0)[valid].sum())

@@ -9,8 +9,7 @@ import msgspec
 
 from fuelrail.bench.measure.machine import MachineFacts
 from fuelrail.bench.planner.formulas import sent_bytes
-from fuelrail.bench.trainer.models.settings import NotNegative, Positive
-from fuelrail.pipeline.settings import Settings, flag
+from fuelrail.pipeline.settings import NotNegative, Positive, Settings, flag
 
 SCHEMA = "fuelrail-bench-comm"
 VERSION = 1

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from fuelrail.bench.trainer.models.settings import NotNegative, Positive
-from fuelrail.pipeline.settings import CheckedSettings, flag
+from fuelrail.pipeline.settings import Above0, CheckedSettings, NotNegative, Positive, flag
 
 
 class CompareOptions(CheckedSettings, frozen=True, kw_only=True):
@@ -41,9 +40,7 @@ class CompareOptions(CheckedSettings, frozen=True, kw_only=True):
         flag("CPUs that every loader is pinned to, such as 0,1 or 0-3 (default: all usable)", metavar="LIST"),
     ] = None
     rounds: Annotated[NotNegative, flag("runs of each loader, in turns; 0: prepare and check")] = 5
-    seconds: Annotated[float, msgspec.Meta(gt=0, le=1e9), flag("measured time per run in seconds, without warm-up")] = (
-        4.0
-    )
+    seconds: Annotated[Above0, flag("measured time per run in seconds, without warm-up")] = 4.0
     psnr: Annotated[float, msgspec.Meta(le=1e9), flag("lowest acceptable PSNR in dB")] = 36.0
     seed: Annotated[NotNegative, flag("random seed for the orders")] = 0
     resume: Annotated[bool, flag("add rounds to the report in --out, if there is one")] = False

@@ -28,9 +28,8 @@ from fuelrail.bench.studies.diagnose.report import (
 )
 from fuelrail.bench.studies.train.run import TrainRun, measure_all
 from fuelrail.bench.studies.train.settings import LeaveOut, TrainOptions, TrainSettings
-from fuelrail.bench.trainer.models.settings import Positive
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
-from fuelrail.pipeline.settings import flag, make_options
+from fuelrail.pipeline.settings import Positive, flag, make_options
 from fuelrail.pipeline.storage.filesystem import is_url
 
 if TYPE_CHECKING:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import msgspec
-
-from fuelrail.bench.trainer.models.settings import NotNegative, Positive
-from fuelrail.pipeline.settings import CheckedSettings, flag
+from fuelrail.pipeline.settings import Above0, CheckedSettings, NotNegative, Positive, flag
 from fuelrail.pipeline.transforms.image import ImageAugment
 
 
@@ -25,4 +22,4 @@ class LoaderOptions(CheckedSettings, frozen=True, kw_only=True):
     verify: Annotated[bool, flag("skip checksum verification")] = True
     seed: Annotated[NotNegative, flag("random seed for the order")] = 0
     repeats: Annotated[Positive, flag("rounds of measurement")] = 5
-    seconds: Annotated[float, msgspec.Meta(gt=0, le=1e9), flag("seconds of one run of the loader")] = 3.0
+    seconds: Annotated[Above0, flag("seconds of one run of the loader")] = 3.0

@@ -6,12 +6,13 @@ from typing import Any
 
 import msgspec
 
-from fuelrail.bench.planner.choice import FP32, USABLE, Fit, named, peak, taught
+from fuelrail.bench.planner.choice import USABLE, Fit, named, peak, taught
 from fuelrail.bench.planner.formulas import schedule_order
 from fuelrail.bench.planner.hardware import GIB, ClusterSettings
 from fuelrail.bench.planner.scaling import Curve
 from fuelrail.bench.planner.scenario import Data, Scenario, questions
-from fuelrail.bench.planner.shape import MOMENTS, Shape, private_parts_are_there
+from fuelrail.bench.planner.shape import Shape, private_parts_are_there
+from fuelrail.bench.planner.state import FP32, MOMENTS
 from fuelrail.bench.planner.step_time import Efficiency, StepTime
 from fuelrail.bench.report.files import created_now
 from fuelrail.bench.studies.plan.sweep import Planned, data_seconds

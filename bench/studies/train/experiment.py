@@ -12,10 +12,10 @@ import torch
 
 from fuelrail.bench.measure.accelerator import DeviceTimes
 from fuelrail.bench.measure.cuda import count_training_flop
-from fuelrail.bench.measure.records import InputFacts
+from fuelrail.bench.measure.records import InputFacts, StepRecord
 from fuelrail.bench.ranks.injection import Injection, delayed_stages
 from fuelrail.bench.trainer.distill.teacher import LAYER
-from fuelrail.bench.trainer.loop import real_rows, record_of
+from fuelrail.bench.trainer.loop import real_rows
 from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.models.settings import MODELS, GptSettings
 from fuelrail.loaders import DataLoader, Transforms
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from fuelrail.bench.measure.clock import Clock
-    from fuelrail.bench.measure.records import RankWriter, StepRecord
+    from fuelrail.bench.measure.records import RankWriter
     from fuelrail.bench.studies.train.settings import TrainSettings
     from fuelrail.bench.trainer.models.settings import ModelSettings
     from fuelrail.pipeline.runtime.stages import Observer, Stage
@@ -56,7 +56,7 @@ def make_loader(
 
     On a ``mesh`` the ranks of one model-parallel group get the same batches.
     """
-    window, layer = settings.window, None if settings.teaching is None else settings.teaching.layer
+    window, layer = settings.window, settings.teacher_layer
     channels = token_channel(settings.dataset, settings.model)
     if channels and layer is not None:
         channels += [f"{LAYER}.{channel.name}" for channel in open_layer_data(layer).manifest.channels]
@@ -149,10 +149,13 @@ def take(batches: Iterable[Mapping[str, Any]], clock: Clock, *, num_steps: int |
     """Take batches as fast as they come and drop them: the loader's own rate. A record a batch, all of it data wait."""
     start_ns = clock.now_ns()
     for step, batch in enumerate(batches):
-        rows, epoch = real_rows([(batch["valid"], batch["cam_valid"])]), int(batch["epoch"])
+        (samples, images), epoch = real_rows(batch["valid"], batch["cam_valid"]), int(batch["epoch"])
         end_ns = clock.now_ns()
         del batch  # its buffer is free for another while we wait
-        yield record_of(step, epoch, rows, (start_ns, end_ns, end_ns - start_ns), 0.0, DeviceTimes())
+        yield StepRecord.of(
+            DeviceTimes(), start_ns=start_ns, end_ns=end_ns, data_wait_ns=end_ns - start_ns, loss=0.0,
+            step=step, epoch=epoch, num_samples=samples, num_images=images,
+        )  # fmt: skip
         start_ns = end_ns
         if step + 1 == num_steps:
             return

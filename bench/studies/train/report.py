@@ -42,7 +42,7 @@ _S_PER_HOUR = 3600
 
 _SHOWN_ELSEWHERE = {
     *("dataset", "records", "profile", "accelerator", "ranks", "cache_dir", "trace", "checkpoint", "transforms"),
-    *("teacher", "teacher_layer", "distill", "temperature", "teaching", "price_per_gpu_hour"),
+    *("teacher", "teacher_layer", "distill", "temperature", "price_per_gpu_hour"),
     *("against", "check_batch", "target_loss"),
 }
 

@@ -31,7 +31,7 @@ from fuelrail.bench.report.progress import Progress
 from fuelrail.bench.studies.train.convergence import compare_losses, global_batch, time_to
 from fuelrail.bench.studies.train.report import Report, build_report, load_report
 from fuelrail.bench.studies.train.settings import TrainOptions, TrainSettings
-from fuelrail.bench.trainer.distill.settings import DISTILL, DistillSettings, weights_of
+from fuelrail.bench.trainer.distill.settings import DISTILL, weights_of
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.settings import check_fits, degrees_of
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
@@ -225,33 +225,26 @@ def _settings(dataset: str, options: TrainOptions, records: Path) -> TrainSettin
         "model": options.model or ("stand-in" if profile else "base"),
         "profile": profile,
         "checkpoint": _checkpoint_place(options),
-        "teaching": _distillation(options),
+        **_teacher_places(options),
     }
     return TrainSettings(**{**msgspec.structs.asdict(options), **changes})
 
 
-def _distillation(options: TrainOptions) -> DistillSettings | None:
-    """How the run is distilled. Raises ConfigError."""
-    given = {"distill": options.distill, "temperature": options.temperature}
-    places = {"checkpoints": options.teacher, "layer": options.teacher_layer}
-    if options.teacher is None and options.teacher_layer is None:
+def _teacher_places(options: TrainOptions) -> dict[str, str | None]:
+    """The places of teacher and layer as all ranks see them. Raises ConfigError."""
+    places = {"teacher": options.teacher, "teacher_layer": options.teacher_layer}
+    if set(places.values()) == {None}:
+        given = {"distill": options.distill, "temperature": options.temperature}
         if lone := [name for name, value in given.items() if value is not None]:
             raise ConfigError(f"{lone[0]}={given[lone[0]]} needs a teacher: give teacher or teacher_layer")
-        return None
-    if None not in places.values():
+    elif None not in places.values():
         raise ConfigError(
             f"teacher={options.teacher} and teacher_layer={options.teacher_layer} exclude each other: give one of them"
         )
-    settings = DistillSettings(
-        **{
-            name: place if place is None or is_url(place) else str(Path(place).absolute())
-            for name, place in places.items()
-        },
-        weights=options.distill or DISTILL,
-        temperature=options.temperature or 2.0,
-    )
-    weights_of(settings.weights)
-    return settings
+    weights_of(options.distill or DISTILL)
+    return {
+        name: place if place is None or is_url(place) else str(Path(place).absolute()) for name, place in places.items()
+    }
 
 
 def _checkpoint_place(options: TrainOptions) -> str | None:

@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 
 from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE, AcceleratorProfile, profile_names
 from fuelrail.bench.ranks.injection import Injection
-from fuelrail.bench.trainer.distill.settings import DISTILL, DistillSettings
-from fuelrail.bench.trainer.models.settings import Above0, AtLeast0, Finite, ModelName, NotNegative, Positive
+from fuelrail.bench.trainer.distill.settings import DISTILL
+from fuelrail.bench.trainer.models.settings import ModelName
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings, Precision
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import check_types, flag
+from fuelrail.pipeline.settings import Above0, AtLeast0, Finite, NotNegative, Positive, check_types, flag
 
 # What a counterfactual run leaves out, in the order of the data's way.
 LeaveOut = Literal[
@@ -128,7 +128,6 @@ class TrainSettings(TrainOptions, frozen=True, kw_only=True):
     records: str
     model: ModelName
     precision: Precision
-    teaching: DistillSettings | None = None
 
     @property
     def traces(self) -> Path:

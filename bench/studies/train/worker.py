@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 import torch
 import torch.distributed as dist
+import xxhash
 from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.tensor import DTensor
 
 from fuelrail.bench.measure.accelerator import EmulatedAccelerator, without_costs
 from fuelrail.bench.measure.clock import MonotonicClock
@@ -28,17 +30,18 @@ from fuelrail.bench.measure.cuda import CudaAccelerator, peak_tflops
 from fuelrail.bench.measure.machine import peak_memory_bytes
 from fuelrail.bench.measure.processes import storage_bytes_read
 from fuelrail.bench.measure.records import RankEnd, RankFailure, RankHeader, RankWriter, StageSnapshot, rank_path
+from fuelrail.bench.planner.state import check_memory
 from fuelrail.bench.ranks.elastic import end_with, join_world
 from fuelrail.bench.ranks.injection import StallingAccelerator, late_batches, slow_reads
 from fuelrail.bench.ranks.tracing import RankTrace, TracedAccelerator
 from fuelrail.bench.studies.train.experiment import batches, from_memory, make_loader, noting_input, take, transforms_of
 from fuelrail.bench.studies.train.settings import TrainSettings
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
-from fuelrail.bench.trainer.checkpoints.state import parameters_digest
+from fuelrail.bench.trainer.distill.settings import DISTILL, TEMPERATURE
 from fuelrail.bench.trainer.distill.student import distilled
 from fuelrail.bench.trainer.loop import train
 from fuelrail.bench.trainer.models.settings import MODELS
-from fuelrail.bench.trainer.strategies.optimiser import check_memory, scaled_rate
+from fuelrail.bench.trainer.strategies.optimiser import scaled_rate
 from fuelrail.bench.trainer.strategies.parallel import build, make_mesh, parallelise
 from fuelrail.bench.trainer.strategies.settings import Degrees, check_fits, degrees_of
 from fuelrail.loaders.config import ranks_on_host
@@ -102,9 +105,7 @@ def run_rank(
     read_before = storage_bytes_read()
     noted = noting_input(batches, writer, None if settings.profile is not None else MODELS[settings.model])
     first, accumulation = checkpoints.first_step, settings.accumulation
-    steps = train(
-        parallel, noted, accelerator, clock, num_steps=settings.steps, accumulation=accumulation, first_step=first
-    )
+    steps = train(parallel, noted, clock, num_steps=settings.steps, accumulation=accumulation, first_step=first)
     if "training" in settings.leave_out:
         steps = take(noted, clock, num_steps=settings.steps)
     elif settings.memory:
@@ -132,6 +133,21 @@ def run_rank(
     )
 
 
+def parameters_digest(parallel: Parallel) -> str:
+    """xxh3 (hex) over the bytes of all parameters, in order; equal on ranks that agree. All ranks must call this."""
+    digest = xxhash.xxh3_64()
+    for model in parallel.models:
+        for parameter in model.parameters():
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            digest.update(whole.detach().cpu().contiguous().numpy().tobytes())
+    if parallel.pipeline is None:
+        return digest.hexdigest()
+    group = parallel.pipeline.group
+    digests: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(digests, digest.hexdigest(), group=group)
+    return xxhash.xxh3_64_hexdigest("".join(digests).encode())
+
+
 def _divided(
     model: StagedModel,
     settings: TrainSettings,
@@ -143,9 +159,18 @@ def _divided(
     world = dist.get_world_size() if dist.is_initialized() else 1
     degrees = Degrees() if "all-reduce" in settings.leave_out else degrees_of(settings, world)
     teacher = None
-    if settings.teaching is not None:
+    if settings.teacher is not None or settings.teacher_layer is not None:
         assert loader is not None, "a teacher's layer comes with the loader"
-        model, teacher = distilled(model, settings.teaching, loader, accelerator.torch_device, tp=degrees.tp)
+        model, teacher = distilled(
+            model,
+            loader,
+            accelerator.torch_device,
+            teacher=settings.teacher,
+            layer=settings.teacher_layer,
+            weights=settings.distill or DISTILL,
+            temperature=settings.temperature or TEMPERATURE,
+            tp=degrees.tp,
+        )
     global_batch = degrees.data * settings.batch_size * settings.accumulation
     parallel = parallelise(
         model,
@@ -277,7 +302,7 @@ def _mesh(settings: TrainSettings) -> DeviceMesh | None:
     check_fits(settings, degrees, MODELS[settings.model], settings.batch_size, (image.height, image.width))
     on_gpu = settings.profile is None
     free = torch.cuda.mem_get_info()[0] if on_gpu else available_memory_bytes() // ranks_on_host()
-    check_memory(settings.model, settings, degrees, free, alone=on_gpu)
+    check_memory(settings.model, settings, degrees, settings.precision, free, alone=on_gpu)
     mesh = make_mesh(degrees, "cuda" if on_gpu else "cpu")
     for group in () if mesh is None else mesh.get_all_groups():
         _set_pg_timeout(timedelta(seconds=settings.timeout_s), group)  # else torch's 30 minutes

@@ -14,19 +14,17 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from fuelrail.bench.measure.records import CheckpointRestore, CheckpointSave
 from fuelrail.bench.trainer.checkpoints.state import model_tensors, progress_of, put_back, targets_of, tensors_of
-from fuelrail.bench.trainer.checkpoints.store import DamagedError, Manifest, Store, step_of
+from fuelrail.bench.trainer.checkpoints.store import DamagedError, Manifest, Store
 from fuelrail.pipeline.errors import FuelrailError, StateMismatchError
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
-
     from fuelrail.bench.trainer.strategies.parallel import Parallel
     from fuelrail.loaders import DataLoader
 
@@ -64,10 +62,13 @@ class Checkpoints:
         # Where torch 2.8 looks for a stager; newer versions do too if they are given no other.
         writer.stage = self._stager.stage  # type: ignore[method-assign]
         progress = msgspec.to_builtins(progress_of(parallel, loader_state))
+        manifest = Manifest(
+            step=step, world_size=self._world_size, identity=self._identity, progress=progress, files={}
+        )
         written = async_save(tensors_of(parallel, self._rank), storage_writer=writer, process_group=self._group)
         assert isinstance(written, Future), "a blocking stager has finished"
-        times_ns = start_ns, time.monotonic_ns() - start_ns
-        self._pending = self._thread.submit(self._finish, folder, written, progress, times_ns)
+        stall_ns = time.monotonic_ns() - start_ns
+        self._pending = self._thread.submit(self._finish, folder, written, manifest, start_ns, stall_ns)
         return done
 
     def wait(self) -> CheckpointSave | None:
@@ -107,71 +108,49 @@ class Checkpoints:
         return None
 
     def _finish(
-        self, folder: str, written: Future[Metadata], progress: dict[str, Any], times_ns: tuple[int, int]
+        self, folder: str, written: Future[Metadata], manifest: Manifest, start_ns: int, stall_ns: int
     ) -> CheckpointSave:
         """In the background: wait for all ranks' files, make them visible, remove old checkpoints."""
-        step, (start_ns, stall_ns) = step_of(folder), times_ns
         try:
             written.result()
             files = self._merged(partial(self._store.digests, folder, self._share))
-            manifest = Manifest(
-                step=step, world_size=self._world_size, identity=self._identity, progress=progress, files=files
-            )
-            self._on_first(partial(self._store.publish, folder, manifest))
+            self._on_first(partial(self._store.publish, folder, msgspec.structs.replace(manifest, files=files)))
             self._on_first(partial(self._store.prune, self._keep))
         except (Exception, CheckpointException) as error:  # torch's is no Exception
             reason = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
             raise FuelrailError(
-                f"the checkpoint of step {step} could not be written to '{self._store.shown}': {reason}; checkpoints "
-                "of earlier steps are whole; check the space that is left there"
+                f"the checkpoint of step {manifest.step} could not be written to '{self._store.shown}': {reason}; "
+                "checkpoints of earlier steps are whole; check the space that is left there"
             ) from error
-        size = sum(size for size, _ in files.values())
-        total_ns = time.monotonic_ns() - start_ns
-        return CheckpointSave(step=step, stall_ns=stall_ns, total_ns=total_ns, num_bytes=size)
+        size, total_ns = sum(size for size, _ in files.values()), time.monotonic_ns() - start_ns
+        return CheckpointSave(step=manifest.step, stall_ns=stall_ns, total_ns=total_ns, num_bytes=size)
 
     def _load(self, folder: str, manifest: Manifest, parallel: Parallel, loader: DataLoader) -> None:
-        where = f"checkpoint '{self._store.shown}/{folder}'"
-        differing = [
-            f"{name}: checkpoint has {manifest.identity.get(name)}, this run has {self._identity.get(name)}"
-            for name in sorted({*manifest.identity, *self._identity})
-            if manifest.identity.get(name) != self._identity.get(name)
-        ]
-        if differing:
-            raise StateMismatchError(f"{where} is of another run; {'; '.join(differing)}; use another --checkpoint")
-        # Checks dataset, split, order and settings, and says both sides itself.
-        loader.load_state_dict(manifest.progress["loader"])
         reader = self._store.reader(folder)
-        saved = reader.read_metadata()
-        self._compare_shapes(where, saved, parallel)
-        tensors = targets_of(parallel, saved, self._rank, manifest.world_size)
-        load(tensors, storage_reader=reader, process_group=self._group)
-        put_back(parallel, tensors, manifest.progress)
-
-    def _compare_shapes(self, where: str, saved: Metadata, parallel: Parallel) -> None:
-        """Compare the model of all ranks together with the saved one."""
-        ours = self._merged(lambda: {name: list(tensor.shape) for name, tensor in model_tensors(parallel).items()})
-        theirs = {
-            name: list(item.size)
-            for name, item in saved.state_dict_metadata.items()
-            if name.startswith("model.") and isinstance(item, TensorStorageMetadata)
-        }
+        saved = reader.read_metadata().state_dict_metadata
+        shapes = {name: list(one.size) for name, one in saved.items() if isinstance(one, TensorStorageMetadata)}
+        theirs = manifest.identity | {name: shape for name, shape in shapes.items() if name.startswith("model.")}
+        ours = self._identity | self._merged(lambda: {n: list(t.shape) for n, t in model_tensors(parallel).items()})
         for name in sorted(ours.keys() | theirs.keys()):
             if ours.get(name) != theirs.get(name):
                 raise StateMismatchError(
-                    f"{where} is of another model; {name.removeprefix('model.')}: checkpoint has "
-                    f"{theirs.get(name, 'none')}, this model has {ours.get(name, 'none')}; use the model of the "
-                    "checkpoint, or another --checkpoint"
+                    f"checkpoint '{self._store.shown}/{folder}' is of another run; {name}: checkpoint has "
+                    f"{theirs.get(name)}, this run has {ours.get(name)}; use another --checkpoint"
                 )
+        # Checks dataset, split, order and settings, and says both sides itself.
+        loader.load_state_dict(manifest.progress["loader"])
+        tensors = targets_of(parallel, shapes.keys(), self._rank, manifest.world_size)
+        load(tensors, storage_reader=reader, process_group=self._group)
+        put_back(parallel, tensors, manifest.progress)
 
     def _on_all(self, function: Callable[[], Any]) -> list[Any]:
         """Call a function on all ranks; return all results, or raise the first error, on all."""
-        outcome: Any = None
-        try:
-            outcome = function()
-        except Exception as error:  # noqa: BLE001 - raised below, on every rank
-            outcome = error
         outcomes: list[Any] = [None] * self._world_size
-        dist.all_gather_object(outcomes, outcome, group=self._group)
+        try:
+            own = function()
+        except Exception as error:  # noqa: BLE001 - raised below, on every rank
+            own = error
+        dist.all_gather_object(outcomes, own, group=self._group)
         for outcome in outcomes:
             if isinstance(outcome, Exception):
                 raise outcome
@@ -190,12 +169,10 @@ class _KeptStager(BlockingAsyncStager):
     """Copies the state into memory that stays from save to save: new memory takes longer to get than to fill."""
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Copy the state to the CPU; the result is valid until the next call."""
-        kept = self.state_dict_cache
-        if kept is not None and kept.keys() != state_dict.keys():
-            kept = self.state_dict_cache = None
-        if kept is None and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            # Torch would pin the memory, which is for copies from a GPU.
+        if self.state_dict_cache is not None and self.state_dict_cache.keys() != state_dict.keys():
+            self.state_dict_cache = None
+        if self.state_dict_cache is None and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            # Torch's own would be pinned, which is for copies from a GPU.
             self.state_dict_cache = BlockingAsyncStager().stage(state_dict)
             return self.state_dict_cache
         return super().stage(state_dict)

@@ -6,22 +6,17 @@ restores on any other; each rank loads the tensors, or the parts of DTensors, th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-import xxhash
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
-    from torch.optim.lr_scheduler import LambdaLR
-
     from fuelrail.bench.trainer.strategies.parallel import Parallel
+
+_OF_DDP = "module."  # its prefix of names
 
 
 def tensors_of(parallel: Parallel, rank: int) -> dict[str, Tensor]:
@@ -41,32 +36,28 @@ def tensors_of(parallel: Parallel, rank: int) -> dict[str, Tensor]:
 
 def model_tensors(parallel: Parallel) -> dict[str, Tensor]:
     """Parameters and buffers of this rank's part of the model."""
-    states = (cast("dict[str, Tensor]", get_model_state_dict(module)) for module in parallel.models)
-    return {f"model.{name}": value for state in states for name, value in state.items()}
+    states = (module.state_dict() for module in parallel.models)
+    return {f"model.{name.removeprefix(_OF_DDP)}": value for state in states for name, value in state.items()}
 
 
-def targets_of(parallel: Parallel, saved: Metadata, rank: int, world_size: int) -> dict[str, Tensor]:
+def targets_of(parallel: Parallel, saved: Collection[str], rank: int, world_size: int) -> dict[str, Tensor]:
     """The tensors of this rank that were saved, to load into; those of the optimiser are made first.
 
     A rank that was not there when the state was saved takes the generators of rank ``rank % world_size``.
     """
     optimiser = _inner(parallel.optimiser)
     get_optimizer_state_dict(nn.ModuleList(parallel.models), optimiser)  # a step without gradients makes its state
-    known = {name for name, item in saved.state_dict_metadata.items() if isinstance(item, TensorStorageMetadata)}
-    stepped = {name.rpartition(".")[0] for name in known}
+    stepped = {name.rpartition(".")[0] for name in saved}
     for name, parameter in _parameters_of(parallel):
         if f"optimiser.{name}" not in stepped:
             optimiser.state.pop(parameter, None)
-    return {name: value for name, value in tensors_of(parallel, rank % world_size).items() if name in known}
+    return {name: value for name, value in tensors_of(parallel, rank % world_size).items() if name in saved}
 
 
 def progress_of(parallel: Parallel, loader_state: Mapping[str, Any]) -> dict[str, Any]:
     """What is not a tensor, as plain JSON types."""
-    return {
-        "loader": dict(loader_state),
-        "schedule": parallel.schedule.last_epoch,
-        "scaler": parallel.scaler.state_dict(),
-    }
+    schedule, scaler = parallel.schedule.last_epoch, parallel.scaler.state_dict()
+    return {"loader": dict(loader_state), "schedule": schedule, "scaler": scaler}
 
 
 def put_back(parallel: Parallel, tensors: Mapping[str, Tensor], progress: Mapping[str, Any]) -> None:
@@ -77,34 +68,16 @@ def put_back(parallel: Parallel, tensors: Mapping[str, Tensor], progress: Mappin
     for name, value in tensors.items():
         if name.startswith("rng."):
             torch.set_rng_state(value) if name.endswith(".cpu") else torch.cuda.set_rng_state(value)
-    schedule, groups = cast("LambdaLR", parallel.schedule), parallel.optimiser.param_groups
-    schedule.last_epoch = step = progress["schedule"]
-    for group, rate, factor in zip(groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
-        group["lr"] = rate * factor(step)
+    parallel.start_schedule(progress["schedule"])
     if progress["scaler"]:  # that of a run without fp16 has no state
         parallel.scaler.load_state_dict(dict(progress["scaler"]))
 
 
-def parameters_digest(parallel: Parallel) -> str:
-    """xxh3 (hex) over the bytes of all parameters, in order; equal on ranks that agree. All ranks must call this."""
-    digest = xxhash.xxh3_64()
-    for model in parallel.models:
-        for parameter in model.parameters():
-            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            digest.update(whole.detach().cpu().contiguous().numpy().tobytes())
-    if parallel.pipeline is None:
-        return digest.hexdigest()
-    group = parallel.pipeline.group
-    digests: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(digests, digest.hexdigest(), group=group)
-    return xxhash.xxh3_64_hexdigest("".join(digests).encode())
-
-
 def _parameters_of(parallel: Parallel) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters by the names that they have in the undivided model: without DDP's prefix."""
+    """Parameters by the names that they have in the undivided model."""
     for model in parallel.models:
         for name, parameter in model.named_parameters():
-            yield name.removeprefix("module."), parameter
+            yield name.removeprefix(_OF_DDP), parameter
 
 
 def _inner(optimiser: torch.optim.Optimizer) -> torch.optim.Optimizer:

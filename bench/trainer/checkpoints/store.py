@@ -22,7 +22,7 @@ from fuelrail.pipeline.storage.filesystem import filesystem, is_url, shown_url
 
 VERSION = 1
 _MANIFEST, _DAMAGED = "checkpoint.json", "damaged.json"
-_NAME = re.compile(r"step-(\d{8,})\.[0-9a-f]{8}")
+_NAME = re.compile(r"step-\d{8,}\.[0-9a-f]{8}")
 
 
 class DamagedError(FuelrailError):
@@ -101,7 +101,8 @@ class Store:
         """The folders of visible checkpoints, newest first."""
         self._fs.invalidate_cache()
         found = [PurePosixPath(path).parent.name for path in self._fs.glob(f"{self._path}/step-*/{_MANIFEST}")]
-        return sorted(filter(_NAME.fullmatch, found), key=step_of, reverse=True)
+        # A step of more digits is a longer name.
+        return sorted(filter(_NAME.fullmatch, found), key=lambda name: (len(name), name), reverse=True)
 
     def read(self, folder: str, share: slice = slice(None)) -> Manifest:
         """Read a checkpoint's manifest, and compare a share of its files, in order, with it.
@@ -124,15 +125,12 @@ class Store:
         if manifest.step != step_of(folder):
             raise DamagedError(f"{_MANIFEST} is of step {manifest.step}")
         for name in sorted(manifest.files)[share]:
-            size, digest = manifest.files[name]
             try:
-                num_bytes, found = self._digest_of(folder, name)
+                found, written = self._digest_of(folder, name), manifest.files[name]
             except FileNotFoundError as error:
                 raise DamagedError(f"{name} is missing") from error
-            if num_bytes != size:
-                raise DamagedError(f"{name} has {num_bytes} bytes, {size} were written")
-            if found != digest:
-                raise DamagedError(f"{name} does not match its digest")
+            if found != written:
+                raise DamagedError(f"{name} does not match its digest; of {written[0]} bytes it has {found[0]}")
         return manifest
 
     def hide(self, folder: str) -> None:
@@ -153,11 +151,6 @@ class Store:
             marks = (f"{path}/{mark}" for mark in (_MANIFEST, _DAMAGED))
             if _NAME.fullmatch(PurePosixPath(path).name) and not any(map(self._fs.exists, marks)):
                 self._fs.rm(path, recursive=True)
-
-
-def step_of(folder: str) -> int:
-    """The step that a folder's name says."""
-    return int(folder.removeprefix("step-").partition(".")[0])
 
 
 def _digest(version: int, body: bytes) -> str:

@@ -23,14 +23,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fuelrail.bench.trainer.distill.settings import weights_of
+from fuelrail.bench.trainer.distill.settings import DISTILL, TEMPERATURE, weights_of
 from fuelrail.bench.trainer.distill.teacher import Source, Teacher, of_layer
 from fuelrail.bench.trainer.models.settings import GptSettings, GridSettings, VitSettings, feature_width, predictions
 from fuelrail.bench.trainer.models.staged import StagedModel, mean_over_samples
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fuelrail.bench.trainer.distill.settings import DistillSettings, LossWeights
     from fuelrail.loaders import DataLoader
 
 
@@ -41,16 +40,14 @@ class Distilled(StagedModel):
     ``projection``.
     """
 
-    def __init__(self, student: StagedModel, source: Source, weights: LossWeights, temperature: float) -> None:
-        super().__init__()
-        self.stem, self.blocks, self.head = student.stem, student.blocks, student.head
+    def __init__(self, student: StagedModel, source: Source, weights: Mapping[str, float], temperature: float) -> None:
+        super().__init__(student.settings)
+        self.stem, self.blocks, self.head, self.plan = student.stem, student.blocks, student.head, student.plan
         del student.stem, student.blocks, student.head  # it lives on for its inputs and losses
-        self.plan = student.plan
-        self.student, self._weights, self._source = student, weights, source
-        self._temperature = temperature
-        if weights.features:
+        self.student, self._weights, self._source, self._temperature = student, weights, source, temperature
+        if "features" in weights:
             device = next(self.parameters()).device
-            width = feature_width(student.settings)
+            width = feature_width(self.settings)
             self.head.register_module("projection", nn.Conv2d(width, source.width, 1, bias=False).to(device))
             self.head.register_forward_hook(self._with_features)
 
@@ -68,24 +65,25 @@ class Distilled(StagedModel):
 
     def loss(self, logits: Any, *inputs: Tensor) -> Tensor:  # noqa: ANN401 - with features a pair
         """Return the weighted sum of the parts, the mean over the batch's real samples."""
-        names, weights, student = self._source.names, self._weights, self.student
+        names, student, parts = self._source.names, self.student, dict[str, Tensor]()
         own, said = inputs[: -len(names)], dict(zip(names, inputs[-len(names) :], strict=True))
-        parts: list[tuple[float, Tensor]] = []
-        if weights.features:
+        if "features" in self._weights:
             logits, features = logits
             wanted = F.adaptive_avg_pool2d(said["features"].flatten(0, 1).float(), features.shape[-2:])
             difference = (features.flatten(0, 1).float() - wanted).square().mean(dim=(1, 2, 3))
-            parts.append((weights.features, difference.view(features.shape[:2])))
-        if weights.labels:
-            parts.append((weights.labels, student.losses(logits, *own)))
-        if weights.targets:
+            parts["features"] = difference.view(features.shape[:2])
+        if "labels" in self._weights:
+            parts["labels"] = student.losses(logits, *own)
+        if "targets" in self._weights:
             detected = said["targets"] if "targets" in said else (said["logits"].flatten(1) > 0).float()
-            parts.append((weights.targets, student.losses(logits, *own[:-2], detected, own[-1])))
-        if weights.logits:
-            binary = isinstance(student.settings, GridSettings)
-            parts.append((weights.logits, divergence(logits, said["logits"], self._temperature, binary=binary)))
-        means = (weight * mean_over_samples(student.by_sample(part, *own), own[-1]) for weight, part in parts)
-        return sum(means, start=torch.zeros((), device=own[-1].device))
+            parts["targets"] = student.losses(logits, *own[:-2], detected, own[-1])
+        if "logits" in self._weights:
+            binary = isinstance(self.settings, GridSettings)
+            parts["logits"] = divergence(logits, said["logits"], self._temperature, binary=binary)
+        total = torch.zeros((), device=own[-1].device)
+        for name, part in parts.items():
+            total = total + self._weights[name] * mean_over_samples(student.by_sample(part, *own), own[-1])
+        return total
 
 
 def divergence(logits: Tensor, teacher: Tensor, temperature: float, *, binary: bool) -> Tensor:
@@ -106,35 +104,44 @@ def divergence(logits: Tensor, teacher: Tensor, temperature: float, *, binary: b
 
 
 def distilled(
-    student: StagedModel, settings: DistillSettings, loader: DataLoader, device: str, *, tp: int = 1
+    student: StagedModel,
+    loader: DataLoader,
+    device: str,
+    *,
+    teacher: str | None = None,
+    layer: str | None = None,
+    weights: str = DISTILL,
+    temperature: float = TEMPERATURE,
+    tp: int = 1,
 ) -> tuple[StagedModel, Callable[..., tuple[Tensor, ...]] | None]:
     """Return the student with the loss of distillation, and the teacher that is to be called with a batch's inputs.
 
-    A layer needs no call: its values are in the batches. ``tp`` is the student's degree of tensor parallel. All ranks
-    must call this. Raises ConfigError for a teacher that predicts other things than the student, and what
-    :class:`Teacher` and `open_layer` raise.
+    The teacher is one out of checkpoints, or a ``layer`` of predictions, which needs no call: its values are in the
+    batches. ``weights`` is the text that :func:`weights_of` reads; ``temperature`` softens the logits; ``tp`` is the
+    student's degree of tensor parallel. All ranks must call this. Raises ConfigError for a teacher that predicts other
+    things than the student, and what :class:`Teacher` and `open_layer` raise.
     """
-    weights, size = weights_of(settings.weights), student.settings
-    if weights.targets and not isinstance(size, GridSettings):
+    parts, size = weights_of(weights), student.settings
+    if "targets" in parts and not isinstance(size, GridSettings):
         raise ConfigError(
-            f"distill '{settings.weights}': 'targets' are detections, which this model does not learn; use a model of "
+            f"distill '{weights}': 'targets' are detections, which this model does not learn; use a model of "
             "occupancy, or 'logits'"
         )
-    if weights.features and tp > 1 and isinstance(size, VitSettings | GptSettings):
+    if "features" in parts and tp > 1 and isinstance(size, VitSettings | GptSettings):
         raise ConfigError(
-            f"distill '{settings.weights}': 'features' lie in parts on the ranks of tp={tp}; use tp=1, or a model of "
+            f"distill '{weights}': 'features' lie in parts on the ranks of tp={tp}; use tp=1, or a model of "
             "convolutions"
         )
-    if settings.checkpoints is None:
-        source = of_layer(str(settings.layer), size, loader.dataset, weights, loader.transforms)
-        return Distilled(student, source, weights, settings.temperature), None
-    teacher = Teacher(settings.checkpoints, device, shard=dist.is_initialized() and dist.get_world_size() > 1)
+    if teacher is None:
+        source = of_layer(str(layer), size, loader.dataset, parts, loader.transforms)
+        return Distilled(student, source, parts, temperature), None
+    model = Teacher(teacher, device, shard=dist.is_initialized() and dist.get_world_size() > 1)
     cameras = len(loader.dataset.manifest.cameras)
-    (own, ours), (its, theirs) = (predictions(one, cameras) for one in (size, teacher.settings))
+    (own, ours), (its, theirs) = (predictions(one, cameras) for one in (size, model.settings))
     if (own, ours) != (its, theirs):
         raise ConfigError(
-            f"teacher '{teacher.name}' predicts {list(its)} ({theirs}), the student {list(own)} ({ours}); use a "
+            f"teacher '{model.name}' predicts {list(its)} ({theirs}), the student {list(own)} ({ours}); use a "
             "teacher of the same predictions"
         )
-    source = Source(("logits", "features"), feature_width(teacher.settings))
-    return Distilled(student, source, weights, settings.temperature), teacher
+    source = Source(("logits", "features"), feature_width(model.settings))
+    return Distilled(student, source, parts, temperature), model

@@ -9,7 +9,7 @@ An int8 channel is multiplied by the channel ``{name}_scale``.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,7 +27,6 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.layers import open_layer
 
 if TYPE_CHECKING:
-    from fuelrail.bench.trainer.distill.settings import LossWeights
     from fuelrail.bench.trainer.models.settings import ModelSettings
     from fuelrail.loaders import Transforms
     from fuelrail.pipeline.channels.table import Channel
@@ -98,7 +97,7 @@ class Source(NamedTuple):
 
 
 def of_layer(
-    place: str, student: ModelSettings, dataset: Dataset, weights: LossWeights, transforms: Transforms
+    place: str, student: ModelSettings, dataset: Dataset, weights: Collection[str], transforms: Transforms
 ) -> Source:
     """A layer of a dataset. Raises ConfigError where its channels are not what the student needs.
 
@@ -129,19 +128,19 @@ def of_layer(
 
     makers: dict[str, Callable[[Mapping[str, Any]], Tensor]] = {}
     width, moved = 0, transforms.image.train
-    has_boxes = weights.targets > 0 and f"{LAYER}.detections" in table
-    if weights.logits or (weights.targets and not has_boxes):
+    has_boxes = "targets" in weights and f"{LAYER}.detections" in table
+    if "logits" in weights or ("targets" in weights and not has_boxes):
         logits = find("logits", shape, "ego_grid", moves=isinstance(student, GridSettings) and transforms.ego.train)
         makers["logits"] = lambda batch: _values(batch, logits)
     if has_boxes and isinstance(student, GridSettings):  # of other models targets were refused
         (group,) = find("detections", (), "ego_boxes").law.roles["boxes"]
         grid, range_m = student.grid, student.range_m
         makers["targets"] = lambda batch: occupied_cells(batch[f"{LAYER}.detections"][group[0]], grid, range_m)
-    if weights.features and f"{LAYER}.features" in table:
+    if "features" in weights and f"{LAYER}.features" in table:
         whole = find("features", (len(cameras), None, None, None), "image", moves=moved)
         width = whole.shape[1] or 0
         makers["features"] = lambda batch: _values(batch, whole)
-    elif weights.features:
+    elif "features" in weights:
         maps = [find(f"features_{camera}", (None, None, None), "image", moves=moved) for camera in cameras]
         width = maps[0].shape[2] or 0
         makers["features"] = lambda batch: torch.stack([_values(batch, one).movedim(-1, 1) for one in maps], dim=1)

@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from fuelrail.bench.trainer.models.staged import StagedModel
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor.parallel import ParallelStyle
-
     from fuelrail.bench.trainer.models.settings import BevSettings, ResNetSettings, VitSettings
 
 # ImageNet statistics of 0..255 RGB, as everybody's pretrained backbones expect.
@@ -154,8 +152,7 @@ class BevOccupancy(CameraModel):
     plan: Mapping[str, ParallelStyle] = {f"head.{name}": style for name, style in HEAD_PLAN.items()}
 
     def __init__(self, settings: BevSettings) -> None:
-        super().__init__()
-        self.settings = settings
+        super().__init__(settings)
         width = settings.width
         convolutions = _convolution(3, width, stride=2), _convolution(width, width, stride=2)
         self.stem = ImageStem(settings.subsample, *convolutions)

@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 from fuelrail.bench.trainer.models.staged import TRANSFORMER_PLAN, Block, StagedModel
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor.parallel import ParallelStyle
-
     from fuelrail.bench.trainer.models.settings import GptSettings
 
 _MAX_STRIDE = 8
@@ -35,8 +32,7 @@ class Gpt(StagedModel):
     }
 
     def __init__(self, settings: GptSettings) -> None:
-        super().__init__()
-        self.settings = settings
+        super().__init__(settings)
         self.stem = _Embeddings(settings)
         self.blocks = nn.ModuleList(Block(settings.width, settings.heads, causal=True) for _ in range(settings.depth))
         self.head = _NextToken(settings)
@@ -90,9 +86,8 @@ def tokens_of(batch: Mapping[str, Any], settings: GptSettings) -> Tensor:
     if "tokens" in batch:
         found: Tensor = batch["tokens"][:, : settings.context + 1].long()
         return found
-    digests = np.array([xxhash.xxh3_64_intdigest(key.encode()) for key in batch["sample_key"]], np.uint64)
-    starts = (digests >> np.uint64(8)).astype(np.int64) % settings.vocabulary
-    strides = (digests % np.uint64(_MAX_STRIDE)).astype(np.int64) + 1
-    places = np.arange(settings.context + 1)
-    tokens = (starts[:, None] + strides[:, None] * places) % settings.vocabulary
-    return torch.from_numpy(tokens).to(batch["valid"].device)
+    digests = [xxhash.xxh3_64_intdigest(key.encode()) for key in batch["sample_key"]]
+    starts = torch.tensor([(digest >> 8) % settings.vocabulary for digest in digests])
+    strides = torch.tensor([digest % _MAX_STRIDE + 1 for digest in digests])
+    tokens = (starts[:, None] + strides[:, None] * torch.arange(settings.context + 1)) % settings.vocabulary
+    return tokens.to(batch["valid"].device)

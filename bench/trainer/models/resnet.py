@@ -13,13 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 
 from fuelrail.bench.trainer.models.bev import CameraModel, ImageStem
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor.parallel import ParallelStyle
-
     from fuelrail.bench.trainer.models.settings import ResNetSettings
 
 _EXPANSION = 4
@@ -32,8 +30,7 @@ class ResNet(CameraModel):
     plan: Mapping[str, ParallelStyle] = {"head.classes": ColwiseParallel(output_layouts=Replicate())}
 
     def __init__(self, settings: ResNetSettings) -> None:
-        super().__init__()
-        self.settings = settings
+        super().__init__(settings)
         convolution = _convolution(3, settings.width, 7, 2)
         pool = nn.MaxPool2d(3, 2, 1)
         self.stem = ImageStem(settings.subsample, *convolution, nn.ReLU(inplace=True), pool, layout=torch.channels_last)

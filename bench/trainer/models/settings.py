@@ -2,22 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
-import msgspec
-
-from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import Settings
-
-Positive = Annotated[int, msgspec.Meta(gt=0)]
-NotNegative = Annotated[int, msgspec.Meta(ge=0)]
-# Figures: msgspec knows no "finite", so they have a bound.
-_LARGE = 1e9
-Finite = Annotated[float, msgspec.Meta(ge=-_LARGE, le=_LARGE)]
-AtLeast0 = Annotated[float, msgspec.Meta(ge=0, le=_LARGE)]
-Above0 = Annotated[float, msgspec.Meta(gt=0, le=_LARGE)]
+from fuelrail.pipeline.settings import NotNegative, Positive, Settings
 
 
 class CameraSettings(Settings, frozen=True, kw_only=True):
@@ -95,7 +82,6 @@ MODELS: dict[str, ModelSettings] = {
     "gpt-100b": GptSettings(width=10240, depth=80, heads=80, context=2048),
 }
 
-_N = TypeVar("_N", int, float)
 if TYPE_CHECKING:
     ModelName = str
 else:
@@ -137,16 +123,3 @@ def feature_width(settings: ModelSettings) -> int:
     if isinstance(settings, ResNetSettings):
         return 4 * settings.width << (len(settings.blocks) - 1)
     return settings.width
-
-
-def read_pairs(what: str, text: str, names: Sequence[str], number: Callable[[str], _N], rule: str) -> dict[str, _N]:
-    """Read ``NAME=NUMBER,...`` with numbers above 0. Raises ConfigError, which says ``rule``."""
-    found: dict[str, _N] = {}
-    for part in text.split(","):
-        name, _, value = part.strip().partition("=")
-        with suppress(ValueError):
-            if name in names and name not in found and 0 < number(value) <= _LARGE:
-                found[name] = number(value)
-                continue
-        raise ConfigError(f"{what} '{text}' has the part '{part}'; write {rule}: {', '.join(names)}")
-    return found

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     PrepareModuleInput,
     PrepareModuleOutput,
     RowwiseParallel,
@@ -18,8 +19,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor.parallel import ParallelStyle
-
     from fuelrail.bench.trainer.models.settings import ModelSettings
 
 
@@ -31,13 +30,16 @@ class StagedModel(nn.Module, ABC):
     loss is the mean over the batch's real samples, so means over parts of a batch average to the mean over the batch.
     """
 
-    settings: ModelSettings
     stem: nn.Module
     blocks: nn.ModuleList
     head: nn.Module
     # What tensor parallel shards, as for `parallelize_module`; `blocks.*` is each block. What is not named is computed
     # by every rank of the tensor-parallel group alike.
     plan: Mapping[str, ParallelStyle] = {}
+
+    def __init__(self, settings: ModelSettings) -> None:
+        super().__init__()
+        self.settings = settings
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Return the mean loss over the batch's real samples."""
@@ -114,20 +116,17 @@ class _Attention(nn.Module):
 
 # Tensor parallel with sequence parallel (arXiv 2205.05198): tokens are divided wherever channels are not.
 _GATHER = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
-_BLOCK_PLAN: dict[str, ParallelStyle] = {
-    "attention_norm": SequenceParallel(),
-    # Once for query, key and value: three separate inputs would reduce their gradient three times.
-    "attention": _GATHER,
-    "attention.query": ColwiseParallel(),
-    "attention.key": ColwiseParallel(),
-    "attention.value": ColwiseParallel(),
-    "attention.output": RowwiseParallel(output_layouts=Shard(1)),
-    "mlp_norm": SequenceParallel(),
-    "mlp": _GATHER,
-    "mlp.0": ColwiseParallel(),
-    "mlp.2": RowwiseParallel(output_layouts=Shard(1)),
-}
 TRANSFORMER_PLAN: dict[str, ParallelStyle] = {
     "stem": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1)),
-    **{f"blocks.*.{name}": style for name, style in _BLOCK_PLAN.items()},
+    "blocks.*.attention_norm": SequenceParallel(),
+    # Once for query, key and value: three separate inputs would reduce their gradient three times.
+    "blocks.*.attention": _GATHER,
+    "blocks.*.attention.query": ColwiseParallel(),
+    "blocks.*.attention.key": ColwiseParallel(),
+    "blocks.*.attention.value": ColwiseParallel(),
+    "blocks.*.attention.output": RowwiseParallel(output_layouts=Shard(1)),
+    "blocks.*.mlp_norm": SequenceParallel(),
+    "blocks.*.mlp": _GATHER,
+    "blocks.*.mlp.0": ColwiseParallel(),
+    "blocks.*.mlp.2": RowwiseParallel(output_layouts=Shard(1)),
 }

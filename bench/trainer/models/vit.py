@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import PrepareModuleInput
+from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput
 
 from fuelrail.bench.trainer.models.bev import HEAD_PLAN, CameraModel, ImageStem, OccupancyHead
 from fuelrail.bench.trainer.models.staged import TRANSFORMER_PLAN, Block
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor.parallel import ParallelStyle
-
     from fuelrail.bench.trainer.models.settings import VitSettings
 
 
@@ -31,8 +29,7 @@ class MultiCameraVit(CameraModel):
     }
 
     def __init__(self, settings: VitSettings) -> None:
-        super().__init__()
-        self.settings = settings
+        super().__init__(settings)
         self.stem = _Patches(settings)
         self.blocks = nn.ModuleList(Block(settings.width, settings.heads, causal=False) for _ in range(settings.depth))
         self.head = _Head(settings)

@@ -2,12 +2,11 @@
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with its own types and refuses text.
 
-import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -23,57 +22,46 @@ if TYPE_CHECKING:
     from fuelrail.bench.measure.accelerator import Accelerator
     from fuelrail.bench.trainer.strategies.settings import ParallelSettings, Precision
 
-Reduced = torch.futures.Future[torch.Tensor]
-
-# PowerSGD queues several collectives a bucket, and gloo mixes up those of two buckets: it gets one bucket.
-_ONE_BUCKET_MIB = 1e6
-_POWERSGD_RANK = 4
-# What the argument is called depends on torch's version.
-_ARGUMENTS = inspect.signature(DistributedDataParallel.__init__).parameters
-_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _ARGUMENTS else "broadcast_buffers"
-
 
 def data_parallel(
     model: nn.Module, accelerator: "Accelerator | None", settings: "ParallelSettings"
 ) -> DistributedDataParallel:
     """Wrap a model that already lies on the accelerator's device; needs an initialised process group."""
-    num_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     bucket_mib = settings.bucket_mib
     reduce: Any = fp16_compress_hook if settings.compression == "fp16" else allreduce_hook
     state: Any = dist.group.WORLD
     if settings.compression == "powersgd":
-        bucket_mib, reduce = _ONE_BUCKET_MIB, powerSGD_hook
-        state = PowerSGDState(dist.group.WORLD, matrix_approximation_rank=_POWERSGD_RANK, start_powerSGD_iter=2)
-    num_ready_bytes = 0
+        # It queues several collectives a bucket, and gloo mixes up those of two buckets: it gets one bucket.
+        bucket_mib, reduce = 1e6, powerSGD_hook
+        state = PowerSGDState(dist.group.WORLD, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=bucket_mib, gradient_as_bucket_view=True)
+    # Buffers are constants, or statistics of each rank's own. Sent around they would make every rank wait for the
+    # slowest one's batch at the beginning of its forward pass, in which nothing depends on the others.
+    wrapped.broadcast_buffers = False
+    wrapped.register_comm_hook(state, reduce if accelerator is None else _timed(reduce, accelerator, model))
+    return wrapped
 
-    def timed(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:  # noqa: ARG001
-        """Reduce a bucket, all of whose gradients are computed, and report it; called in the order of the buckets."""
+
+def _timed(reduce: Any, accelerator: "Accelerator", model: nn.Module) -> Any:  # noqa: ANN401 - torch's hooks
+    """Report to the accelerator how much of all gradients is computed, and each all-reduce."""
+    num_bytes, num_ready_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad), 0
+
+    def timed(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Reduce a bucket, all of whose gradients are computed; called in the order of the buckets."""
         nonlocal num_ready_bytes
-        if accelerator is None:
-            return reduce(state, bucket)  # type: ignore[no-any-return]
-        size = bucket.buffer().numel() * bucket.buffer().element_size()
-        num_ready_bytes += size
+        num_ready_bytes += bucket.buffer().nbytes
         accelerator.gradients_ready(1.0 if bucket.is_last() else num_ready_bytes / num_bytes)
         if bucket.is_last():
             num_ready_bytes = 0
-        accelerator.all_reduce_started(size)
+        accelerator.all_reduce_started(bucket.buffer().nbytes)
 
-        def finished(future: Reduced) -> torch.Tensor:
+        def finished(future: torch.futures.Future[Tensor]) -> Tensor:
             accelerator.all_reduce_finished()
             return future.value()
 
         return reduce(state, bucket).then(finished)  # type: ignore[no-any-return]
 
-    wrapped = DistributedDataParallel(
-        model,
-        bucket_cap_mb=bucket_mib,
-        gradient_as_bucket_view=True,
-        # They are constants, or statistics of each rank's own. Sent around they would make every rank wait for the
-        # slowest one's batch at the beginning of its forward pass, in which nothing depends on the others.
-        **{_SYNC_BUFFERS: False},  # type: ignore[arg-type]
-    )
-    wrapped.register_comm_hook(dist.group.WORLD, timed)
-    return wrapped
+    return timed
 
 
 def shard(part: nn.Module, mesh: "DeviceMesh", settings: "ParallelSettings", precision: "Precision") -> None:

@@ -1,39 +1,26 @@
-"""Precision, optimiser, its memory, and the norm of gradients, over tensors and DTensors of several meshes."""
+"""Precision, optimiser, and the norm of gradients, over tensors and DTensors of several meshes."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, Optimizer
 
-from fuelrail.bench.trainer.models.build import build_model
-from fuelrail.bench.trainer.models.settings import MODELS
-from fuelrail.pipeline.errors import ConfigError, FuelrailError
+from fuelrail.pipeline.errors import FuelrailError
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from torch import Tensor, nn
-    from torch.distributed import ProcessGroup
-    from torch.optim import Optimizer
-
-    from fuelrail.bench.trainer.models.settings import ModelSettings
-    from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision
+    from fuelrail.bench.trainer.strategies.settings import ParallelSettings, Precision
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_FP32 = 4
-_MOMENTS = {"adamw": 2, "sgd": 1}
 _MOMENTUM = 0.9
-# A sixteenth of torch's: most models then skip none of their first steps, and it grows.
-_FIRST_SCALE = 2.0**12
 
 
 def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:
@@ -68,7 +55,7 @@ def scaled_rate(rate: float, settings: ParallelSettings, global_batch: int) -> f
     return rate if settings.base_batch is None else rate * global_batch / settings.base_batch
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], largest: float, pipeline: ProcessGroup | None) -> None:
+def clip_gradients(parameters: Iterable[nn.Parameter], largest: float, pipeline: dist.ProcessGroup | None) -> None:
     """Scale all gradients so that their norm, over all ranks' parts and stages, is at most ``largest``."""
     groups = _by_mesh(p for p in parameters if p.grad is not None)
     _local_gradients(p for group in groups for p in group)  # sums what is still to be summed
@@ -100,19 +87,14 @@ def _local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
 class SharedGradScaler(torch.amp.GradScaler):
     """Torch's GradScaler for gradients that are divided over ranks, as tensors and DTensors of several meshes.
 
-    A step is skipped on all ranks if one of them has a gradient that is not finite. After ``max_skipped`` skipped steps
-    in a row :meth:`step` raises FuelrailError, which shows the scaler's state.
+    A step is skipped on all ranks if one of them has a gradient that is not finite. ``num_skipped`` counts those in a
+    row; at ``max_skipped`` :meth:`unscale_` raises FuelrailError, which shows the scaler's state.
     """
 
     def __init__(self, device: str, max_skipped: int, *, enabled: bool = True) -> None:
-        super().__init__(device, init_scale=_FIRST_SCALE, enabled=enabled)
-        self._max_skipped, self._num_skipped = max_skipped, 0
-        self._found = torch.zeros(())
-
-    @property
-    def skipped(self) -> bool:
-        """Whether the last step was skipped."""
-        return self._num_skipped > 0
+        # A sixteenth of torch's scale: most models then skip none of their first steps, and it grows.
+        super().__init__(device, init_scale=2.0**12, enabled=enabled)
+        self.num_skipped, self._max_skipped = 0, max_skipped
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, *_: object
@@ -120,64 +102,13 @@ class SharedGradScaler(torch.amp.GradScaler):
         gradients = _local_gradients(p for group in optimizer.param_groups for p in group["params"])
         for gradient in gradients:
             gradient.mul_(inv_scale.to(gradient.device))
-        norm = get_total_norm(gradients).to(found_inf.device)
-        self._found = torch.logical_not(torch.isfinite(norm)).to(found_inf.dtype)
+        found_inf.copy_(get_total_norm(gradients).isfinite().logical_not())
         if dist.is_initialized():
-            dist.all_reduce(self._found, dist.ReduceOp.MAX)
-        return {norm.device: self._found}
-
-    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:  # noqa: ANN401 - torch's
-        """Step, or skip the step. Raises FuelrailError after too many skipped ones."""
-        result = super().step(optimizer, *args, **kwargs)
-        self._num_skipped = self._num_skipped + 1 if bool(self._found) else 0
-        if self._num_skipped >= self._max_skipped:
+            dist.all_reduce(found_inf, dist.ReduceOp.MAX)
+        self.num_skipped = self.num_skipped + 1 if bool(found_inf) else 0
+        if self.num_skipped >= self._max_skipped:
             raise FuelrailError(
-                f"{self._num_skipped} steps in a row had gradients that are not finite, and were skipped; the loss "
+                f"{self.num_skipped} steps in a row had gradients that are not finite, and were skipped; the loss "
                 f"scale is {self.get_scale():g} by now; lower the learning rate, clip gradients, or use bf16"
             )
-        return result
-
-
-def state_bytes(model: ModelSettings, settings: ParallelSettings, degrees: Degrees) -> int:
-    """Bytes of weights, gradients and optimiser state on one rank, in fp32 (arXiv 1910.02054, section 3.1).
-
-    With shards also the largest block in full, with its gradient. Activations come on top. Tensor parallel and
-    pipelines are taken to divide everything, which is the least. A rank makes the whole model before it divides it.
-    """
-    with torch.device("meta"):
-        made = build_model(model)
-    numbers: list[int] = [sum(p.numel() for p in part.parameters()) for part in (made, *made.blocks)]
-    whole, number = numbers[0], numbers[0] / degrees.tp / degrees.pp
-    block = max(numbers[1:], default=0) / degrees.tp
-    moments = _MOMENTS[settings.optimiser] * number
-    if settings.shards_optimiser:
-        moments /= degrees.data
-    if degrees.dp_shard == 1:
-        return round(_FP32 * max(whole, 2 * number + moments))
-    kept = 0 if settings.offload else (2 * number + moments) / degrees.dp_shard
-    return round(_FP32 * max(whole, kept + 2 * block))
-
-
-def check_memory(name: str, settings: ParallelSettings, degrees: Degrees, available: int, *, alone: bool) -> None:
-    """Check that the state of a model fits in the ``available`` bytes of a rank.
-
-    ``alone``: the rank's memory is its own, as a GPU's, so that more ranks bring more of it; else it is the host's, to
-    which an offload moves nothing. Raises ConfigError, which says what would fit.
-    """
-    model = MODELS[name]
-    settings = settings if alone else msgspec.structs.replace(settings, offload=False)
-    needed = state_bytes(model, settings, degrees)
-    if needed <= available:
-        return
-
-    def fits(size: ModelSettings, dp_shard: int = degrees.dp_shard) -> bool:
-        return state_bytes(size, settings, degrees._replace(dp_shard=dp_shard)) <= available
-
-    more = (2**power for power in range(1, 13) if alone and 2**power > degrees.dp_shard)
-    would = [f"dp_shard={degree}" for degree in more if fits(model, degree)][:1]
-    would += [f"model {other}" for other, size in MODELS.items() if type(size) is type(model) and fits(size)][-1:]
-    raise ConfigError(
-        f"model '{name}' needs at least {needed / 2**30:.1f} GiB on each rank for weights, gradients and "
-        f"{settings.optimiser}, and {available / 2**30:.1f} GiB are available ({degrees}); "
-        + (f"it would fit with {' or '.join(would)}" if would else "no degree of sharding makes it fit here")
-    )
+        return {found_inf.device: found_inf}

@@ -15,28 +15,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.utils import checkpoint
 
 from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.strategies.data_parallel import data_parallel, shard
 from fuelrail.bench.trainer.strategies.optimiser import SharedGradScaler, autocast, clip_gradients, make_optimiser
 from fuelrail.bench.trainer.strategies.pipeline import V_SHAPED, Pipeline, Stage
-from fuelrail.bench.trainer.strategies.settings import AXES, Degrees, ParallelSettings, stages_of
+from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision, stages_of
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.optim import Optimizer
-    from torch.optim.lr_scheduler import LRScheduler
-
     from fuelrail.bench.measure.accelerator import Accelerator
     from fuelrail.bench.trainer.models.settings import ModelSettings
     from fuelrail.bench.trainer.models.staged import StagedModel
-    from fuelrail.bench.trainer.strategies.settings import Precision
 
 # Costly to compute again, for their size: matrix products, convolutions and attention.
 _KEPT = ("aten.mm", "aten.addmm", "aten.bmm", "aten.convolution", "aten._scaled_dot_product")
@@ -49,22 +44,31 @@ class Parallel:
     ``models`` are the module, or a pipeline's stages on this rank; ``inputs`` makes its arguments of a batch; ``mesh``
     is None without a composed strategy. Gradients of a step are the mean over its micro-batches and over the
     data-parallel ranks. ``teacher`` adds to the inputs what it makes of them. Of the settings those of a step count.
+    ``accelerator`` measures the phases of a step; None: nothing does.
     """
 
     models: list[nn.Module]
-    optimiser: Optimizer
+    optimiser: torch.optim.Optimizer
     inputs: Callable[[Mapping[str, Any]], tuple[Tensor, ...]]
     _: KW_ONLY
     settings: ParallelSettings = field(default_factory=ParallelSettings)
     precision: Precision = "fp32"
     mesh: DeviceMesh | None = None
+    accelerator: Accelerator | None = None
     pipeline: Pipeline | None = None
     teacher: Callable[..., tuple[Tensor, ...]] | None = None
 
     def __post_init__(self) -> None:
-        warmup, device = self.settings.rate_warmup, next(self.models[0].parameters()).device.type
-        self.schedule: LRScheduler = LambdaLR(self.optimiser, lambda step: min(1.0, (step + 1) / max(1, warmup)))
+        device = next(self.models[0].parameters()).device.type
         self.scaler = SharedGradScaler(device, self.settings.max_skipped, enabled=self.precision == "fp16")
+        self.start_schedule(0)
+
+    def start_schedule(self, num_steps: int) -> None:
+        """Set the learning rate to that of the settings after a number of steps."""
+        warmup = max(1, self.settings.rate_warmup)
+        self.schedule: LRScheduler = LambdaLR(
+            self.optimiser, lambda step: min(1.0, (step + 1) / warmup), last_epoch=num_steps - 1
+        )
 
     @property
     def counts(self) -> bool:
@@ -73,34 +77,28 @@ class Parallel:
         return self.mesh is None or all(self.mesh.get_local_rank(axis) == 0 for axis in axes)
 
     def forward_backward(
-        self,
-        inputs: tuple[Tensor, ...],
-        accelerator: Accelerator | None = None,
-        rows: tuple[int, int] = (0, 0),
-        *,
-        accumulation: int = 1,
-        last: bool = True,
+        self, inputs: tuple[Tensor, ...], rows: tuple[int, int] = (0, 0), *, accumulation: int = 1, last: bool = True
     ) -> Tensor:
         """Add one micro-batch's share of ``accumulation`` to the gradients; return that share of its loss.
 
         ``inputs`` are what :meth:`inputs` returned, on the model's device; ``rows`` are its numbers of samples and
         images, for the accelerator. Gradients are reduced over the ranks with the ``last`` micro-batch of a step.
         """
-        precise = autocast(inputs[0].device, self.precision)
+        precise, timer = autocast(inputs[0].device, self.precision), self.accelerator
         if self.teacher is not None:
-            with nullcontext() if accelerator is None else accelerator.forward(*rows), torch.no_grad(), precise:
+            with nullcontext() if timer is None else timer.forward(*rows), torch.no_grad(), precise:
                 inputs = (*inputs, *self.teacher(*inputs))
         if self.pipeline is not None:
             scale = self.scaler.scale(inputs[0].new_ones((), dtype=torch.float))
             with precise:
-                return self.pipeline.run(inputs, accelerator, rows, scale, accumulation)
+                return self.pipeline.run(inputs, rows, scale, accumulation)
         (model,) = self.models
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(last)
         with model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext():
-            with nullcontext() if accelerator is None else accelerator.forward(*rows), precise:
+            with nullcontext() if timer is None else timer.forward(*rows), precise:
                 loss: Tensor = model(*inputs) / accumulation
-            with nullcontext() if accelerator is None else accelerator.backward():
+            with nullcontext() if timer is None else timer.backward():
                 self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
@@ -113,7 +111,7 @@ class Parallel:
         self.scaler.step(self.optimiser)
         self.scaler.update()
         self.optimiser.zero_grad()
-        if not self.scaler.skipped:
+        if not self.scaler.num_skipped:
             self.schedule.step()
 
     def own_loss(self, loss: Tensor) -> Tensor:
@@ -130,7 +128,7 @@ def make_mesh(degrees: Degrees, device_type: str) -> DeviceMesh | None:
     # Copies of divided models are groups of FSDP, which wants both of its axes.
     sizes = {
         axis: size
-        for axis, size in zip(AXES, degrees, strict=True)
+        for axis, size in degrees._asdict().items()
         if size > 1 or (axis == "dp_shard" and degrees.dp_replicate > 1)
     }
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -178,7 +176,7 @@ def parallelise(
     pipeline = None
     if mesh is not None and degrees.pp > 1:
         micro_batches = settings.micro_batches or batch_size
-        pipeline = Pipeline(stages, num_stages, mesh["pp"].get_group(), schedule, micro_batches)
+        pipeline = Pipeline(stages, num_stages, mesh["pp"].get_group(), schedule, micro_batches, accelerator)
     return Parallel(
         parts,
         make_optimiser(parts, settings, learning_rate),
@@ -186,6 +184,7 @@ def parallelise(
         settings=settings,
         precision=precision,
         mesh=mesh,
+        accelerator=accelerator,
         pipeline=pipeline,
     )
 
@@ -193,14 +192,18 @@ def parallelise(
 def _recompute(block: nn.Module, *, selective: bool) -> None:
     """Compute a block again in the backward pass instead of keeping its activations: all of it, or what is cheap."""
 
-    def policy(_: object, operation: object, *__: Any, **___: Any) -> CheckpointPolicy:  # noqa: ANN401 - torch's
-        keep = str(operation).startswith(_KEPT)
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+    def policy(_: object, operation: object, *__: Any, **___: Any) -> checkpoint.CheckpointPolicy:  # noqa: ANN401
+        policies = checkpoint.CheckpointPolicy
+        return policies.MUST_SAVE if str(operation).startswith(_KEPT) else policies.PREFER_RECOMPUTE
 
-    contexts: dict[str, Any] = (
-        {"context_fn": partial(create_selective_checkpoint_contexts, policy)} if selective else {}
+    selected = partial(checkpoint.create_selective_checkpoint_contexts, policy)
+    block.forward = partial(
+        checkpoint.checkpoint,
+        block.forward,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=selected if selective else checkpoint.noop_context_fn,
     )
-    block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **contexts)
 
 
 def build(settings: ModelSettings, device: str, seed: int) -> StagedModel:

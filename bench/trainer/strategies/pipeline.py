@@ -7,13 +7,12 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from fuelrail.bench.measure.accelerator import Accelerator
     from fuelrail.bench.trainer.models.staged import StagedModel
     from fuelrail.bench.trainer.strategies.settings import Schedule
@@ -58,14 +57,12 @@ class _TimedStage(PipelineStage):
     has_shapes = False
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - torch's
-        """Compute the stage's forward pass of one part of the batch."""
         self.has_shapes = True
         self.submod.train()
         with nullcontext() if self.accelerator is None else self.accelerator.forward(*self.share):
             return super().forward_one_chunk(*args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - torch's
-        """Compute the stage's backward pass of one part of the batch."""
         with nullcontext() if self.accelerator is None else self.accelerator.backward():
             return super().backward_one_chunk(*args, **kwargs)
 
@@ -77,9 +74,10 @@ class Pipeline:
         self,
         modules: dict[int, nn.Module],
         num_stages: int,
-        group: ProcessGroup,
+        group: dist.ProcessGroup,
         schedule: Schedule,
         micro_batches: int,
+        accelerator: Accelerator | None = None,
     ) -> None:
         self.group, device = group, next(nn.ModuleList(modules.values()).parameters()).device
         self._micro_batches = self._parts = micro_batches
@@ -87,6 +85,8 @@ class Pipeline:
         self._stages = [
             _TimedStage(module, number, num_stages, device, group=group) for number, module in modules.items()
         ]
+        for stage in self._stages:
+            stage.accelerator = accelerator
         kind = get_schedule_class(schedule)
         stages: Any = self._stages if issubclass(kind, PipelineScheduleMulti) else self._stages[0]
         self._schedule = kind(stages, micro_batches, loss_fn=self._share_of_loss, scale_grads=False)
@@ -94,14 +94,7 @@ class Pipeline:
     def _share_of_loss(self, loss: Tensor, _: Tensor) -> Tensor:
         return loss * self._scale / self._parts
 
-    def run(
-        self,
-        inputs: Sequence[Tensor],
-        accelerator: Accelerator | None,
-        rows: tuple[int, int],
-        scale: Tensor,
-        accumulation: int,
-    ) -> Tensor:
+    def run(self, inputs: Sequence[Tensor], rows: tuple[int, int], scale: Tensor, accumulation: int) -> Tensor:
         """Forward and backward pass of a batch; return its share of the loss, 0 on ranks without the last stage.
 
         Gradients are those of the loss times ``scale``.
@@ -111,7 +104,7 @@ class Pipeline:
         for stage in self._stages:
             # Torch finds the shapes by a pass over memory of any content: it must leave no trace in statistics.
             stage.submod.train(stage.has_shapes)
-            stage.accelerator, stage.share = accelerator, (rows[0] * share, rows[1] * share)
+            stage.share = rows[0] * share, rows[1] * share
         losses: list[Tensor] = []
         named = {f"input_{number}": tensor for number, tensor in enumerate(inputs)}
         # The target only says how many parts there are; the last stage's output is the loss.

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from fuelrail.bench.trainer.models.settings import (
-    Above0,
-    GptSettings,
-    ModelSettings,
-    NotNegative,
-    Positive,
-    VitSettings,
-    num_blocks,
-    read_pairs,
-    tensor_sizes,
-)
+from fuelrail.bench.trainer.models.settings import GptSettings, ModelSettings, VitSettings, num_blocks, tensor_sizes
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import Settings, convert, flag
+from fuelrail.pipeline.settings import Above0, NotNegative, Positive, Settings, convert, flag, read_pairs
 
 Strategy = Literal["ddp", "zero1", "zero2", "fsdp2", "hsdp", "tensor", "pipeline"]
 Schedule = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
 ]
 Precision = Literal["fp32", "bf16", "fp16"]
-AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+# Strategies by the axis that all ranks make; hsdp has two axes.
+_AXES = {"pp": ("pipeline",), "dp_replicate": ("ddp", "zero1"), "dp_shard": ("zero2", "fsdp2"), "tp": ("tensor",)}
 # Of which a rank has one stage; of the others two.
 _ONE_STAGE = ("GPipe", "1F1B")
 # They compute gradients of weights apart, with `torch.autograd.grad`, of which FSDP's hooks see nothing: it loses them.
@@ -105,53 +96,37 @@ class Degrees(NamedTuple):
         return self.pp * self.dp_shard * self.tp > 1
 
     def __str__(self) -> str:
-        return ",".join(f"{axis}={size}" for axis, size in zip(AXES, self, strict=True) if size > 1) or "one rank"
+        return ",".join(f"{axis}={size}" for axis, size in self._asdict().items() if size > 1) or "one rank"
 
 
 def degrees_of(settings: ParallelSettings, world: int) -> Degrees:
     """Return the mesh's axes for this number of ranks. Raises ConfigError, which says what would fit."""
-    mesh = settings.mesh
-    if mesh is None:
-        degrees = _DEGREES[settings.strategy](world)
+    strategy, mesh = settings.strategy, settings.mesh
+    if mesh is not None:
+        rule = "AXIS=N with N of at least 1, each axis once; axes"
+        degrees = Degrees(**read_pairs("mesh", mesh, Degrees._fields, int, rule))
+    elif strategy == "hsdp":
+        degrees = Degrees(dp_replicate=world // 2, dp_shard=2)
     else:
-        degrees = Degrees(**read_pairs("mesh", mesh, AXES, int, "AXIS=N with N of at least 1, each axis once; axes"))
+        degrees = Degrees(*(world if strategy in names else 1 for names in _AXES.values()))
     size = math.prod(degrees)
     rest = size // degrees.dp_shard
     hint = f"ranks={size}" + (f" or dp_shard={world // rest}" if world % rest == 0 else "")
     odd = f"strategy 'hsdp' shards over two ranks, which do not divide {world}; use ranks={world + 1}"
+    _refuse(size != world, f"mesh '{mesh}' is for {size} ranks, the run has {world}; use {hint}" if mesh else odd)
     whole = f"needs whole models on each rank, and the mesh is {degrees}; use strategy=ddp"
-    _refuse(
-        {
-            odd if mesh is None else f"mesh '{mesh}' is for {size} ranks, the run has {world}; use {hint}": size
-            != world,
-            f"zero1 {whole}": degrees.composed and settings.strategy == "zero1",
-            f"compression {whole}": degrees.composed and settings.compression != "none",
-            f"compile takes no bucket_mib below 1, and it is {settings.bucket_mib}; use 1 or more": settings.compile
-            != "none"
-            and (settings.bucket_mib or 1) < 1,
-            f"offload needs sharded parameters, and the mesh is {degrees}; use dp_shard=2 or more": settings.offload
-            and degrees.dp_shard == 1,
-        }
-    )
+    _refuse(degrees.composed and strategy == "zero1", f"zero1 {whole}")
+    _refuse(degrees.composed and settings.compression != "none", f"compression {whole}")
+    small = settings.compile != "none" and (settings.bucket_mib or 1) < 1
+    _refuse(small, f"compile takes no bucket_mib below 1, and it is {settings.bucket_mib}; use 1 or more")
+    alone = settings.offload and degrees.dp_shard == 1
+    _refuse(alone, f"offload needs sharded parameters, and the mesh is {degrees}; use dp_shard=2 or more")
     return degrees
 
 
-_DEGREES: dict[str, Callable[[int], Degrees]] = {
-    "ddp": lambda world: Degrees(dp_replicate=world),
-    "zero1": lambda world: Degrees(dp_replicate=world),
-    "zero2": lambda world: Degrees(dp_shard=world),
-    "fsdp2": lambda world: Degrees(dp_shard=world),
-    "hsdp": lambda world: Degrees(dp_replicate=world // 2, dp_shard=2),
-    "tensor": lambda world: Degrees(tp=world),
-    "pipeline": lambda world: Degrees(pp=world),
-}
-
-
-def _refuse(rules: Mapping[str, object]) -> None:
-    """Raise ConfigError with the first message whose condition is met."""
-    for message, is_wrong in rules.items():
-        if is_wrong:
-            raise ConfigError(message)
+def _refuse(wrong: object, message: str) -> None:
+    if wrong:
+        raise ConfigError(message)
 
 
 def stages_of(settings: ParallelSettings, degrees: Degrees) -> int:
@@ -167,33 +142,32 @@ def check_fits(
     Raises ConfigError, which says what would fit.
     """
     pp, tp, schedule = degrees.pp, degrees.tp, settings.pipeline_schedule
-    rules: dict[str, object] = {
-        f"tp={tp} does not divide the {size} {name} of the model; {_divisors('tp', size)}": size % tp
-        for name, size in tensor_sizes(model, image).items()
-    }
-    is_transformer = isinstance(model, (VitSettings, GptSettings))
-    if isinstance(model, (VitSettings, GptSettings)):
-        message = f"{model.heads} heads do not divide the model's width of {model.width}"
-        rules[message] = model.width % model.heads
-    if pp > 1:
-        blocks, stages, parts = num_blocks(model), stages_of(settings, degrees), settings.micro_batches or batch_size
-        least = {"1F1B": stages, "DualPipeV": stages, "GPipe": 1, "LoopedBFS": 1}.get(schedule, pp)
-        multiple = "Interleaved" in schedule
-        rules |= {
-            f"{stages} stages ({schedule}, pp={pp}) do not divide the model's {blocks} layers; "
-            f"{_divisors('stages', blocks)}": is_transformer and blocks % stages,
-            f"{stages} stages ({schedule}, pp={pp}) are more than the model's {blocks} layers; use a smaller pp": blocks
-            < stages,
-            f"{schedule} loses gradients where data-parallel ranks share a pipeline (dp_shard={degrees.dp_shard}, "
-            f"dp_replicate={degrees.dp_replicate}); use Interleaved1F1B, or pp and tp alone": schedule in _APART
-            and degrees.data > 1,
-            f"micro_batches={parts} does not divide the batch of {batch_size} samples per rank; "
-            f"{_divisors('micro_batches', batch_size)}": batch_size % parts,
-            f"{schedule} with pp={pp} needs {least} micro-batches{' or a multiple' if multiple else ' or more'}, the "
-            f"batch of {batch_size} samples per rank gives {parts}; use a batch_size of {least}": parts < least
-            or (parts % pp and multiple),
-        }
-    _refuse(rules)
+    for name, size in tensor_sizes(model, image).items():
+        _refuse(size % tp, f"tp={tp} does not divide the {size} {name} of the model; {_divisors('tp', size)}")
+    if isinstance(model, VitSettings | GptSettings):
+        uneven = model.width % model.heads
+        _refuse(uneven, f"{model.heads} heads do not divide the model's width of {model.width}")
+    if pp == 1:
+        return
+    blocks, stages, parts = num_blocks(model), stages_of(settings, degrees), settings.micro_batches or batch_size
+    cut = f"{stages} stages ({schedule}, pp={pp})"
+    uneven = isinstance(model, VitSettings | GptSettings) and blocks % stages
+    _refuse(uneven, f"{cut} do not divide the model's {blocks} layers; {_divisors('stages', blocks)}")
+    _refuse(blocks < stages, f"{cut} are more than the model's {blocks} layers; use a smaller pp")
+    _refuse(
+        schedule in _APART and degrees.data > 1,
+        f"{schedule} loses gradients where data-parallel ranks share a pipeline (dp_shard={degrees.dp_shard}, "
+        f"dp_replicate={degrees.dp_replicate}); use Interleaved1F1B, or pp and tp alone",
+    )
+    would, of_batch = _divisors("micro_batches", batch_size), f"the batch of {batch_size} samples per rank"
+    _refuse(batch_size % parts, f"micro_batches={parts} does not divide {of_batch}; {would}")
+    least = {"1F1B": stages, "DualPipeV": stages, "GPipe": 1, "LoopedBFS": 1}.get(schedule, pp)
+    multiple = "Interleaved" in schedule
+    _refuse(
+        parts < least or (multiple and parts % pp),
+        f"{schedule} with pp={pp} needs {least} micro-batches{' or a multiple' if multiple else ' or more'}, "
+        f"{of_batch} gives {parts}; use a batch_size of {least}",
+    )
 
 
 def _divisors(name: str, size: int) -> str:

@@ -34,7 +34,8 @@ class Slow(nn.Module):
 
 
 def parallel(model):
-    return Parallel([model], torch.optim.AdamW(model.parameters()), BevOccupancy(MODELS["light"]).inputs)
+    optimiser, inputs = torch.optim.AdamW(model.parameters()), BevOccupancy(MODELS["light"]).inputs
+    return Parallel([model], optimiser, inputs, accelerator=EmulatedAccelerator(PROFILE, model.clock))
 
 
 def batch(number, *, samples=2, cameras=2):
@@ -58,9 +59,7 @@ def stalling(clock, waits_ms, **shape):
 def run(waits_ms, *, forward_ms=0.0, **options):
     clock = HandClock()
     batches = options.pop("batches", None) or stalling(clock, waits_ms)
-    return list(
-        train(parallel(Slow(clock, forward_ms)), batches, EmulatedAccelerator(PROFILE, clock), clock, **options)
-    )
+    return list(train(parallel(Slow(clock, forward_ms)), batches, clock, **options))
 
 
 @settings(deadline=None, max_examples=30)
@@ -86,7 +85,7 @@ def test_phases_leave_no_gap_within_and_between_steps():
 
 def test_what_the_caller_does_with_a_record_belongs_to_the_next_step():
     clock = HandClock()
-    loop = train(parallel(Slow(clock)), stalling(clock, [0, 0]), EmulatedAccelerator(PROFILE, clock), clock)
+    loop = train(parallel(Slow(clock)), stalling(clock, [0, 0]), clock)
     first = next(loop)
     clock.pass_ms(5)
     second = next(loop)
@@ -97,7 +96,7 @@ def test_what_the_caller_does_with_a_record_belongs_to_the_next_step():
 def test_it_stops_after_its_steps_and_asks_for_no_batch_too_many():
     clock = HandClock()
     source = stalling(clock, [0] * 10)
-    records = list(train(parallel(Slow(clock)), source, EmulatedAccelerator(PROFILE, clock), clock, num_steps=3))
+    records = list(train(parallel(Slow(clock)), source, clock, num_steps=3))
     assert [record.step for record in records] == [0, 1, 2]
     assert int(next(source)["img"][0, 0, 0, 0, 0]) == 4
 
@@ -113,8 +112,8 @@ def test_accumulated_gradients_are_the_mean():
     clock = HandClock()
     joined, single = Slow(clock), Slow(clock)
     batches = [batch(0), batch(0)]
-    list(train(parallel(joined), batches, EmulatedAccelerator(PROFILE, clock), clock, accumulation=2))
-    list(train(parallel(single), batches[:1], EmulatedAccelerator(PROFILE, clock), clock))
+    list(train(parallel(joined), batches, clock, accumulation=2))
+    list(train(parallel(single), batches[:1], clock))
     assert torch.equal(joined.weight, single.weight)
     assert joined.weight.item() != 1.0
 

@@ -8,8 +8,7 @@ import torch
 
 from fuelrail.bench.measure.records import RankWriter, rank_path, read_rank
 from fuelrail.bench.studies.train.experiment import batches, from_memory
-from fuelrail.bench.studies.train.worker import run_rank
-from fuelrail.bench.trainer.checkpoints.state import parameters_digest
+from fuelrail.bench.studies.train.worker import parameters_digest, run_rank
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.parallel import Parallel, build
 from fuelrail.loaders import ImageAugment

@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fuelrail.bench.micro.parallel_equality import train_step
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
-from fuelrail.bench.trainer.distill.settings import DistillSettings
 from fuelrail.bench.trainer.distill.student import distilled
 from fuelrail.bench.trainer.distill.teacher import Teacher
 from fuelrail.bench.trainer.models.settings import MODELS
@@ -35,13 +34,13 @@ def test_a_sharded_teacher_teaches_as_a_whole_one_does(tmp_path):
 
 def losses(folder, *, sharded):
     """Losses of a student under DDP, and the teacher's predictions of this rank's first batch."""
-    settings, transforms = DistillSettings(checkpoints=f"{folder}/teacher", weights=PARTS), {"height": 64, "width": 96}
+    place, transforms = f"{folder}/teacher", {"height": 64, "width": 96}
     with DataLoader(
         f"{folder}/data", 2, num_workers=1, transforms=Transforms(image=ImageAugment(**transforms))
     ) as loader:
-        model, teaches = distilled(build(MODELS["bev-tiny"], "cpu", 0), settings, loader, "cpu")
+        model, teaches = distilled(build(MODELS["bev-tiny"], "cpu", 0), loader, "cpu", teacher=place, weights=PARTS)
         if not sharded:
-            teaches = Teacher(settings.checkpoints)
+            teaches = Teacher(place)
         parallel = parallelise(model, ParallelSettings(), Degrees(dp_replicate=RANKS), None, batch_size=2)
         parallel.teacher = teaches
         assert isinstance(parallel.models[0], DistributedDataParallel)

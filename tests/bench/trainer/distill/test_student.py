@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import islice
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,7 +13,7 @@ from fuelrail.bench.micro.parallel_equality import train_step
 from fuelrail.bench.studies.annotate.run import annotate
 from fuelrail.bench.studies.train.run import train
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
-from fuelrail.bench.trainer.distill.settings import DistillSettings, LossWeights, weights_of
+from fuelrail.bench.trainer.distill.settings import weights_of
 from fuelrail.bench.trainer.distill.student import distilled, divergence
 from fuelrail.bench.trainer.distill.teacher import LAYER, Teacher
 from fuelrail.bench.trainer.models.settings import MODELS
@@ -54,12 +53,12 @@ def place(tmp_path_factory):
 
 
 def losses(place, settings, *, student="bev-tiny", **transforms):
-    layers = None if settings is None or settings.layer is None else {LAYER: settings.layer}
+    layers = {LAYER: settings["layer"]} if settings and "layer" in settings else None
     made = Transforms(image=IMAGE, **transforms)
     with DataLoader(place / "data", 2, num_workers=1, transforms=made, layers=layers) as loader:
         model, teacher = build(MODELS[student], "cpu", 0), None
         if settings is not None:
-            model, teacher = distilled(model, settings, loader, "cpu")
+            model, teacher = distilled(model, loader, "cpu", **settings)
         parallel = parallelise(model, ParallelSettings(), Degrees(), None, batch_size=2)
         parallel.teacher = teacher
         return [train_step(parallel, batch) for batch in islice(loader, STEPS)]
@@ -70,17 +69,17 @@ ALL_PARTS = "labels=0.5,logits=1,features=0.3,targets=0.7"
 
 @pytest.mark.parametrize(("store", "largest"), [("as_is", 2e-6), ("float16", 1e-3)])
 def test_a_layer_teaches_as_the_model_beside_the_student_does(place, store, largest):
-    online = losses(place, DistillSettings(checkpoints=str(place / "vit-tiny"), weights=ALL_PARTS))
-    offline = losses(place, DistillSettings(layer=str(place / store), weights=ALL_PARTS))
+    online = losses(place, {"teacher": str(place / "vit-tiny"), "weights": ALL_PARTS})
+    offline = losses(place, {"layer": str(place / store), "weights": ALL_PARTS})
     assert max(abs(one - other) for one, other in zip(online, offline, strict=True)) < largest
     assert len(set(online)) == len(online)
 
 
 def test_every_part_and_the_temperature_change_what_the_student_learns(place):
-    teacher = DistillSettings(checkpoints=str(place / "vit-tiny"), weights="logits=1")
+    teacher = {"teacher": str(place / "vit-tiny"), "weights": "logits=1"}
     parts = ("features=1", "targets=1", "labels=1,logits=1")
-    settings = [None, teacher, msgspec.structs.replace(teacher, temperature=5.0)]
-    settings += [msgspec.structs.replace(teacher, weights=weights) for weights in parts]
+    settings = [None, teacher, {**teacher, "temperature": 5.0}]
+    settings += [{**teacher, "weights": weights} for weights in parts]
     assert len({tuple(losses(place, one)) for one in settings}) == len(settings)
 
 
@@ -119,7 +118,7 @@ def test_logits_of_a_grid_move_with_the_ego_augmentation(place):
     layer = write(place, "grid", [logits_channel()], occupied)
     flip = BevAugment(train=True, flip_x_prob=1.0)
     labels = losses(place, None, ego=flip)
-    taught = losses(place, DistillSettings(layer=layer, weights="targets=1"), ego=flip)
+    taught = losses(place, {"layer": layer, "weights": "targets=1"}, ego=flip)
     assert taught == pytest.approx(labels, abs=1e-6)
 
 
@@ -131,7 +130,7 @@ def test_detections_of_a_layer_take_the_labels_place(place):
     table = {"name": "detections", "kind": "ragged", "field": "detections.safetensors", "law": roles, "frame": "ego"}
     arrays = [{"name": "box", "dtype": "float32", "shape": [7]}]
     layer = write(place, "detections", [{**table, "arrays": arrays}], boxes)
-    found = losses(place, DistillSettings(layer=layer, weights="targets=1"))
+    found = losses(place, {"layer": layer, "weights": "targets=1"})
     assert found != losses(place, None)
     assert found[-1] < found[0]
 
@@ -148,8 +147,8 @@ FLIPPED = {"ego": BevAugment(train=True, flip_x_prob=0.5)}
             r"must have a channel 'features_cam_front'.*its channels are teacher.logits",
         ),
         ({"layer": "still"}, FLIPPED, "law 'fixed', and the samples are augmented; give it the law 'ego_grid'"),
-        ({"checkpoints": "resnet-tiny"}, {}, r"teacher 'resnet-tiny' predicts .* the student"),
-        ({"checkpoints": "nothing"}, {}, "has no whole checkpoint"),
+        ({"teacher": "resnet-tiny"}, {}, r"teacher 'resnet-tiny' predicts .* the student"),
+        ({"teacher": "nothing"}, {}, "has no whole checkpoint"),
     ],
 )  # fmt: skip
 def test_f19_a_teacher_that_does_not_fit_is_refused_before_training(place, settings, transforms, message):
@@ -159,7 +158,7 @@ def test_f19_a_teacher_that_does_not_fit_is_refused_before_training(place, setti
         write(place, settings["layer"], [channel], lambda _: {"logits": np.zeros(shape, np.float32)})
     paths = {name: str(place / value) for name, value in settings.items() if name != "weights"}
     with pytest.raises(ConfigError, match=message):
-        losses(place, DistillSettings(**(settings | paths)), **transforms)
+        losses(place, settings | paths, **transforms)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +177,7 @@ def test_f19_weights_that_cannot_be_meant_are_refused(text, message):
 
 
 def test_weights_are_read_by_name():
-    assert weights_of("logits=2, labels=0.5") == LossWeights(labels=0.5, logits=2.0)
+    assert weights_of("logits=2, labels=0.5") == {"logits": 2.0, "labels": 0.5}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from fuelrail.bench.trainer.models.settings import MODELS, num_blocks
-from fuelrail.bench.trainer.strategies.optimiser import check_memory, state_bytes
 from fuelrail.bench.trainer.strategies.settings import (
     Degrees,
     ParallelSettings,
@@ -85,30 +84,6 @@ def test_sizes_and_numbers_of_blocks_are_those_of_the_models():
             if name in billions:
                 count = sum(p.numel() for p in model.parameters()) / 1e9
                 assert count == pytest.approx(billions[name], rel=0.06), name
-
-
-def test_state_is_sixteen_bytes_a_parameter_divided_by_the_shards():
-    size = MODELS["gpt2"]
-    whole = state_bytes(size, ParallelSettings(), Degrees())
-    assert whole == 16 * (2 * 50304 * 768 + 1024 * 768 + 12 * (12 * 768**2 + 13 * 768) + 2 * 768)
-    assert state_bytes(size, ParallelSettings(strategy="zero1"), Degrees(dp_replicate=8)) == whole * 9 // 16
-    # arXiv 1910.02054 leaves out the block that is gathered: 8 bytes for each of its parameters.
-    block = 12 * 768**2 + 13 * 768
-    assert state_bytes(size, ParallelSettings(), Degrees(dp_shard=2)) == whole // 2 + 8 * block
-    # The weights of the whole model, which each rank makes.
-    assert state_bytes(size, ParallelSettings(), Degrees(dp_shard=8)) == whole // 4
-
-
-def test_a_model_that_does_not_fit_is_refused_with_what_would():
-    with pytest.raises(ConfigError, match=r"at least 2\.4 GiB .* fit with dp_shard=2 or model gpt-tiny"):
-        check_memory("gpt2", ParallelSettings(), Degrees(), 2**31, alone=True)
-    with pytest.raises(ConfigError, match="no degree of sharding makes it fit here"):
-        check_memory("gpt-tiny", ParallelSettings(), Degrees(), 1000, alone=False)
-    check_memory("gpt2", ParallelSettings(), Degrees(), 2**32, alone=True)
-    offloaded, shards = ParallelSettings(offload=True), Degrees(dp_shard=2)
-    check_memory("gpt2", offloaded, shards, 2**30, alone=True)
-    with pytest.raises(ConfigError, match=r"at least 1\.3 GiB"):  # offloaded to the same memory
-        check_memory("gpt2", offloaded, shards, 2**30, alone=False)
 
 
 def test_a_deterministic_run_says_what_it_does_not_promise():

@@ -1,0 +1,90 @@
+"""Weights, gradients and optimiser state of a strategy: their bytes on a rank, and whether they fit in its memory."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from fuelrail.bench.planner.formulas import zero_state_bytes
+from fuelrail.bench.planner.hardware import GIB
+from fuelrail.bench.trainer.models.build import build_model
+from fuelrail.bench.trainer.models.settings import MODELS, ModelSettings
+from fuelrail.bench.trainer.strategies.optimiser import DTYPES
+from fuelrail.pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision
+
+FP32 = 4
+MOMENTS = {"adamw": 2, "sgd": 1}
+
+
+@cache
+def num_parameters(model: ModelSettings) -> tuple[int, int]:
+    """Count the parameters of a model, and of its largest block, on the meta device."""
+    with torch.device("meta"):
+        made = build_model(model)
+    whole, *blocks = (sum(one.numel() for one in part.parameters()) for part in (made, *made.blocks))
+    return whole, max(blocks, default=0)
+
+
+def zero_stage(settings: ParallelSettings, degrees: Degrees) -> tuple[int, int]:
+    """Return the stage of ZeRO that a strategy is, 0 for none, and the number of ranks that share."""
+    if settings.shards_optimiser:
+        return 1, degrees.data
+    if degrees.dp_shard == 1:
+        return 0, 1
+    return 2 if settings.strategy == "zero2" else 3, degrees.dp_shard
+
+
+def state_bytes(model: ModelSettings, settings: ParallelSettings, degrees: Degrees, precision: Precision) -> float:
+    """Bytes of weights, gradients and optimiser state on one rank (arXiv 1910.02054, section 3.1).
+
+    Tensor parallel and pipelines are taken to divide everything, which is the least.
+    """
+    stage, ranks = zero_stage(settings, degrees)
+    weights = DTYPES[precision].itemsize if stage == 2 else FP32  # ZeRO-2 keeps what it gathered
+    moments = FP32 * MOMENTS[settings.optimiser]
+    return zero_state_bytes(num_parameters(model)[0], ranks, stage, weights, FP32, moments) / degrees.pp / degrees.tp
+
+
+def least_bytes(model: ModelSettings, settings: ParallelSettings, degrees: Degrees, precision: Precision) -> int:
+    """Bytes that a rank has at once at least; activations come on top.
+
+    They are the state, with shards also the largest block in full with its gradient, or, if that is more, the weights
+    of the whole model, which each rank makes before it divides it.
+    """
+    whole, block = num_parameters(model)
+    state = 0.0 if settings.offload else state_bytes(model, settings, degrees, precision)
+    gathered = 2 * FP32 * block / degrees.tp if degrees.dp_shard > 1 else 0.0
+    return round(max(FP32 * whole, state + gathered))
+
+
+def check_memory(
+    name: str, settings: ParallelSettings, degrees: Degrees, precision: Precision, available: int, *, alone: bool
+) -> None:
+    """Check that the state of a model fits in the ``available`` bytes of a rank.
+
+    ``alone``: the rank's memory is its own, as a GPU's, so that more ranks bring more of it; else it is the host's, to
+    which an offload moves nothing. Raises ConfigError, which says what would fit.
+    """
+    model = MODELS[name]
+    settings = settings if alone else msgspec.structs.replace(settings, offload=False)
+    needed = least_bytes(model, settings, degrees, precision)
+    if needed <= available:
+        return
+
+    def fits(size: ModelSettings, dp_shard: int = degrees.dp_shard) -> bool:
+        return least_bytes(size, settings, degrees._replace(dp_shard=dp_shard), precision) <= available
+
+    more = (2**power for power in range(1, 13) if alone and 2**power > degrees.dp_shard)
+    would = [f"dp_shard={degree}" for degree in more if fits(model, degree)][:1]
+    would += [f"model {other}" for other, size in MODELS.items() if type(size) is type(model) and fits(size)][-1:]
+    raise ConfigError(
+        f"model '{name}' needs at least {needed / GIB:.1f} GiB on each rank for weights, gradients and "
+        f"{settings.optimiser}, and {available / GIB:.1f} GiB are available ({degrees}); "
+        + (f"it would fit with {' or '.join(would)}" if would else "no degree of sharding makes it fit here")
+    )
