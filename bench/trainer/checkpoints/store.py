@@ -122,7 +122,7 @@ class Store:
                 f"{VERSION}: use the Fuelrail that wrote it, or another --checkpoint"
             )
         manifest = msgspec.json.decode(body, type=Manifest)
-        if manifest.step != step_of(folder):
+        if not folder.startswith(self.folder(manifest.step, "")):
             raise DamagedError(f"{_MANIFEST} is of step {manifest.step}")
         for name in sorted(manifest.files)[share]:
             try:
