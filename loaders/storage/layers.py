@@ -48,18 +48,16 @@ class LayerPart(NamedTuple):
         layer = self.layer
         try:
             number = layer.row(position)
-            if number == NO_ROW:
-                return (
-                    None
-                    if layer.missing != "error"
-                    else OrderError(
-                        f"layer '{layer.name}' has no value for sample '{key}'; "
-                        "LayerOptions(missing='mask') marks it in the batch"
-                    )
-                )
-            row = layer.data.index.row(number)
+            row = None if number == NO_ROW else layer.data.index.row(number)
         except FuelrailError as error:
             return error
+        if row is None:
+            if layer.missing != "error":
+                return None
+            return OrderError(
+                f"layer '{layer.name}' has no value for sample '{key}'; "
+                "LayerOptions(missing='mask') marks it in the batch"
+            )
         if row.key != key:
             return IndexFileError(
                 f"layer '{layer.name}' ('{layer.data.location}') has the key '{row.key}' for sample '{key}' "
