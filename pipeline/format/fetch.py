@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -54,8 +55,7 @@ def fetch_dataset(
     Raises DatasetNotReadyError where there is no ``dataset.json``, DatasetError where access is refused or storage does
     not answer, ManifestError, and ConfigError (also for a folder that belongs to another user or is a link).
     """
-    fs, path = filesystem(url, storage_options)
-    source = _Source(fs, path, shown_url(url), storage_options, retry or RetryPolicy())
+    source = _Source(url, storage_options, retry or RetryPolicy())
     data = source.read(MANIFEST_FILE, MAX_MANIFEST_BYTES)
     manifest = decode_manifest(data, f"{source.shown}/{MANIFEST_FILE}", kinds)
     digest = hashlib.sha256(data).hexdigest()
@@ -125,8 +125,7 @@ def read_fingerprint(
     url: str, storage_options: Mapping[str, Any] | None, retry: RetryPolicy, kinds: Kinds = DATASETS
 ) -> str:
     """The fingerprint of the dataset that is at a URL now; raises what fetch_dataset raises."""
-    fs, path = filesystem(url, storage_options)
-    source = _Source(fs, path, shown_url(url), storage_options, retry)
+    source = _Source(url, storage_options, retry)
     return decode_manifest(
         source.read(MANIFEST_FILE, MAX_MANIFEST_BYTES), f"{source.shown}/{MANIFEST_FILE}", kinds
     ).fingerprint
@@ -135,16 +134,10 @@ def read_fingerprint(
 class _Source:
     """Whole files of a remote dataset, with retries."""
 
-    def __init__(
-        self,
-        fs: Any,  # noqa: ANN401
-        path: str,
-        shown: str,
-        storage_options: Mapping[str, Any] | None,
-        retry: RetryPolicy,
-    ) -> None:
-        self._fs, self._path, self.shown = fs, path, shown
-        self._options, self._retry = storage_options, retry
+    def __init__(self, url: str, storage_options: Mapping[str, Any] | None, retry: RetryPolicy) -> None:
+        """Raises what :func:`filesystem` does."""
+        self._fs, self._path = filesystem(url, _with_patience(url, storage_options, retry.attempt_timeout_s))
+        self.shown, self._options, self._retry = shown_url(url), storage_options, retry
 
     def read(self, name: str, max_bytes: int) -> bytes:
         """A whole file; raises ManifestError for one of more than ``max_bytes``, of which no more is read."""
@@ -167,7 +160,7 @@ class _Source:
         """Bytes ``first`` to ``end - 1`` of a file: one request."""
 
         def work() -> bytes:
-            data: bytes = self._fs.cat_file(f"{self._path}/{name}", start=first, end=end, **self._patience())
+            data: bytes = self._fs.cat_file(f"{self._path}/{name}", start=first, end=end)
             return data
 
         return call_with_retries(work, self._retry, self._on_fault(name), self._options)
@@ -176,20 +169,11 @@ class _Source:
         """The first bytes of a file at a server, which may ignore a range that is asked for, and have no end."""
         parts, left = list[bytes](), num_bytes
         # Without a block size it is a stream; a stated size saves the request that would ask for it.
-        with self._fs.open(path, "rb", block_size=0, size=num_bytes, **self._patience()) as file:
+        with self._fs.open(path, "rb", block_size=0, size=num_bytes) as file:
             while left > 0 and (part := file.read(min(left, READ_BYTES))):
                 parts.append(part)
                 left -= len(part)
         return b"".join(parts)
-
-    def _patience(self) -> dict[str, Any]:
-        """Options of a request to a web server: fsspec waits up to 300 s for one that does not answer."""
-        if not self.shown.startswith("http"):
-            return {}
-        import aiohttp
-
-        silence_s = self._retry.attempt_timeout_s
-        return {"timeout": aiohttp.ClientTimeout(total=300, sock_connect=silence_s, sock_read=silence_s)}
 
     def checked(self, entry: FileEntry) -> bytes:
         """A file whose SHA-256 the manifest states; read twice before it is called wrong."""
@@ -219,6 +203,20 @@ class _Source:
             "invalid": "cannot be read",
         }.get(fault.kind, f"could not be read for {self._retry.deadline_s:g} s")
         raise DatasetError(f"'{self.shown}/{name}' {reason} ({fault.text})") from None
+
+
+def _with_patience(url: str, storage_options: Mapping[str, Any] | None, silence_s: float) -> Mapping[str, Any] | None:
+    """Options of a file system that waits ``silence_s`` for a web server's next bytes; fsspec's own waits 300 s."""
+    options = storage_options or {}
+    given = options.get("client_kwargs", {})
+    if not url.startswith("http") or not isinstance(given, Mapping):
+        return storage_options
+    with contextlib.suppress(ImportError):  # said where the file system is made
+        import aiohttp
+
+        timeout = aiohttp.ClientTimeout(total=300, sock_connect=silence_s, sock_read=silence_s)
+        return {**options, "client_kwargs": {"timeout": timeout, **given}}
+    return storage_options
 
 
 def _is_here(file: Path, entry: FileEntry) -> bool:

@@ -19,6 +19,7 @@ from fuelrail.pipeline.format.index import blocks, keys, samples, tables
 from fuelrail.pipeline.format.index.blocks import BlockFile, split_digests
 from fuelrail.pipeline.format.index.keys import KeyTable
 from fuelrail.pipeline.format.index.shards import ShardTable, shard_name
+from fuelrail.pipeline.storage.retry import RetryPolicy
 from support.edits import reseal
 from support.fault_server import FaultServer, Misbehaviour
 
@@ -284,6 +285,14 @@ class TestBlocksAtAUrl:
         server.misbehave = lambda request: Misbehaviour(status=403)
         with pytest.raises(DatasetError, match=r"index\.arrow' may not be read"):
             dataset.index.row(1000)
+
+    def test_a_server_that_does_not_answer_is_asked_again(self, served) -> None:
+        server, here, cache = served
+        dataset = open_dataset(server.url, cache_dir=cache, retry=RetryPolicy(attempt_timeout_s=0.5))
+        silent = len(server.requests)
+        server.misbehave = lambda request: Misbehaviour(latency_s=3600.0 if request.number == silent else 0.0)
+        assert dataset.index.row(1000) == here.index.row(1000)
+        assert len(server.requests) == silent + 2
 
     def test_many_threads(self, served) -> None:
         server, here, cache = served
