@@ -15,7 +15,9 @@ import shutil
 import statistics
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +40,7 @@ from fuelrail.pipeline.format.manifest import MANIFEST_FILE, SplitEntry, encode_
 from fuelrail.pipeline.order.compile import compile_order
 from fuelrail.pipeline.order.spec import OrderSpec
 from support.cameras import dataset_manifest
-from support.fault_server import FaultServer
+from support.fault_server import FaultServer, Misbehaviour
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.format.dataset import Dataset
@@ -62,6 +64,22 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     runs: int
 
 
+class KeysAtAUrl(msgspec.Struct, frozen=True, kw_only=True):
+    """Look-ups of keys, with their rows of the index, at a server that waits ``latency_ms`` before each answer.
+
+    A keyed read fetches its sample's bytes at the same time as its row.
+    """
+
+    latency_ms: float
+    first_ms: float
+    background_s: float
+    """From the first look-up until the table of keys was here."""
+    next_ms: float
+    """Median of ``num_next`` look-ups after that."""
+    num_next: int
+    requests_of_next: dict[str, int]
+
+
 class PetabyteReport(msgspec.Struct, frozen=True, kw_only=True):
     """All steps, and the bytes of the files of each dataset."""
 
@@ -70,8 +88,7 @@ class PetabyteReport(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, dict[str, int]]
     steps: list[Step]
     requests_to_open_at_a_url: dict[str, int]
-    requests_to_find_a_key_at_a_url: dict[str, int]
-    """The first look-up: parts of the table of keys at once, then the record batch of the row."""
+    keys_at_a_url: dict[str, KeysAtAUrl]
     not_run: list[str]
 
 
@@ -181,6 +198,27 @@ def _look_up(dataset: Dataset) -> object:
     return None
 
 
+def keys_at_a_url(dataset: Dataset, server: FaultServer, latency_s: float = 0.05, num_next: int = 50) -> KeysAtAUrl:
+    """Look keys up in a dataset that the server serves, of which nothing but its opening was fetched."""
+    server.misbehave = lambda _: Misbehaviour(latency_s)
+    rows = range(0, len(dataset), len(dataset) // (num_next + 1))
+    took = []
+    for number, row in enumerate(rows[: num_next + 1]):
+        started = time.perf_counter()
+        assert dataset.find(keys_of(range(row, row + 1))[0]) == row
+        took.append(time.perf_counter() - started)
+        if number == 0:
+            for thread in threading.enumerate():
+                if thread.name == "fetch keys.arrow":
+                    thread.join()
+            background_s, before = time.perf_counter() - started, len(server.requests)
+    return KeysAtAUrl(
+        latency_ms=latency_s * 1000, first_ms=took[0] * 1000, background_s=background_s,
+        next_ms=statistics.median(took[1:]) * 1000, num_next=num_next,
+        requests_of_next=dict(Counter(request.name for request in server.requests[before:])),
+    )  # fmt: skip
+
+
 STEPS: dict[str, Callable[[Dataset], object]] = {
     "open": lambda dataset: dataset,
     "order and resume, shuffled": _order("shuffled"),
@@ -243,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     steps: list[Step] = []
     files: dict[str, dict[str, int]] = {}
     requests: dict[str, int] = {}
-    look_up: dict[str, int] = {}
+    look_up: dict[str, KeysAtAUrl] = {}
     not_run: list[str] = []
     for num_rows in options.rows:
         folder = options.folder / str(num_rows)
@@ -263,14 +301,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 remote = open_dataset(server.url, cache_dir=options.folder / "cache")
                 requests[str(num_rows)] = len(server.requests)
                 if num_rows <= WHOLE_ROWS:
-                    assert remote.find(keys_of(range(num_rows // 2, num_rows // 2 + 1))[0]) == num_rows // 2
-                    look_up[str(num_rows)] = len(server.requests) - requests[str(num_rows)]
+                    look_up[str(num_rows)] = keys_at_a_url(remote, server)
+                    print(look_up[str(num_rows)])  # noqa: T201
         finally:
             shutil.rmtree(folder, ignore_errors=True)
             shutil.rmtree(options.folder / "cache", ignore_errors=True)
     report = PetabyteReport(
         benchmark="petabyte", machine=machine_facts(), files=files, steps=steps,
-        requests_to_open_at_a_url=requests, requests_to_find_a_key_at_a_url=look_up, not_run=not_run,
+        requests_to_open_at_a_url=requests, keys_at_a_url=look_up, not_run=not_run,
     )  # fmt: skip
     if options.out is not None:
         publish_json(options.out, report)

@@ -6,9 +6,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import mmap
 import os
+import random
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -20,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from fuelrail.pipeline.errors import DatasetError, IndexFileError
+from fuelrail.pipeline.errors import DatasetError, FuelrailError, IndexFileError
 from fuelrail.pipeline.format.index.checks import batch_range, check_plain, footer_range
 from fuelrail.pipeline.storage.files import open_file
 from fuelrail.pipeline.storage.private import open_file as open_private
@@ -39,6 +42,8 @@ _MAX_RUN: Final = 16
 """Blocks of one range request at most."""
 _MAX_REQUESTS: Final = 8
 """Range requests at once at most."""
+_BACKGROUND_REQUESTS: Final = 4
+"""As that, of what is fetched in the background."""
 
 
 def num_blocks(num_bytes: int) -> int:
@@ -89,6 +94,7 @@ class BlockFile:
                 f"of it, one for each {BLOCK_BYTES} bytes"
             )
         self._good = bytearray(num_blocks(len(self._view)))
+        self._in_background = list[threading.Thread]()
 
     def need(self, first: int, end: int) -> memoryview:
         """Bytes ``first`` to ``end - 1``, checked where the file has digests, and fetched where they are not here.
@@ -135,8 +141,32 @@ class BlockFile:
                 runs[-1] = range(runs[-1].start, block + 1)
             else:
                 runs.append(range(block, block + 1))
+        if len(runs) == 1:
+            self._fetch(self._read, runs[0])
+            return
         with ThreadPoolExecutor(min(len(runs), _MAX_REQUESTS)) as pool:
             list(pool.map(partial(self._fetch, self._read), runs))
+
+    def fetch_in_background(self) -> None:
+        """Start to fetch what is not here, once. Where that fails, :meth:`need` tries again and raises the error."""
+        if self._read is None or self._in_background:
+            return
+        firsts = [*range(0, len(self._good), _MAX_RUN)]
+        random.Random().shuffle(firsts)  # processes that share the cache fetch different parts
+        left = iter(firsts)
+
+        def work() -> None:
+            with contextlib.suppress(FuelrailError):
+                for first in left:
+                    self._check(range(first, min(first + _MAX_RUN, len(self._good))))
+
+        # Daemons, as the interpreter must not wait for them when it ends: what is stored by then stays in the cache.
+        self._in_background = [
+            threading.Thread(target=work, name=f"fetch {self.path.name}", daemon=True)
+            for _ in range(_BACKGROUND_REQUESTS)
+        ]
+        for thread in self._in_background:
+            thread.start()
 
     def _matches(self, block: int, data: memoryview | bytes) -> bool:
         assert self._digests is not None

@@ -30,8 +30,8 @@ _SCHEMA: Final = pa.schema(
 )
 _ROWS_AT_ONCE: Final = 1 << 16
 _BUCKET_ROWS: Final = 1 << 20
-_REST_BYTES: Final = 64 << 20
-"""Of a table at a URL of up to this size the second look-up that lacks its part fetches all that is not here."""
+_BACKGROUND_BYTES: Final = 512 << 20
+"""A table at a URL of up to this size (16 million samples) comes as a whole in the background of the first look-up."""
 
 
 class KeyEntry(NamedTuple):
@@ -161,11 +161,10 @@ class KeyTable:
         wanted, total = key_hash(key), self._num_samples
         guess, width = self._near(wanted)
         end = len(self._file.map)
-        needed = self._bytes_of(guess, width)
         if "_columns" not in self.__dict__:  # the file's beginning and end too, which say where the entries are
-            self._file.need_parts((0, 1), needed, (end - 1, end))
-        elif end <= _REST_BYTES and not self._file.has(*needed):  # then all that follow find their part here
-            self._file.need_parts((0, end))
+            self._file.need_parts((0, 1), self._bytes_of(guess, width), (end - 1, end))
+            if end <= _BACKGROUND_BYTES:  # so that the look-ups that follow find their part here
+                self._file.fetch_in_background()
         while True:
             low, high = max(guess - width, 0), min(guess + width, total)
             part: Any = self._columns.read("entry", low, high)

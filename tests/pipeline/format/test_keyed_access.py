@@ -180,6 +180,8 @@ def test_two_round_trips_for_a_key_of_which_nothing_is_here(tiny_dataset, tmp_pa
         waits.append("the first part of the row")
         assert dataset.read("clip-0001-000001", ["cam_front"]) == front
         monkeypatch.setattr(dataset_module, "_read", read)
+        for thread in dataset.keys._file._in_background:
+            thread.join(60)
         before = len(server.requests)
         assert dataset["clip-0001-000003"].key == "clip-0001-000003"  # its part of the index is here now
         assert [request.name for request in server.requests[before:]] == ["train-000000.tar"]

@@ -145,16 +145,38 @@ class TestKeys:
             together.wait()
             return data[first:end]
 
+        monkeypatch.setattr(keys, "_BACKGROUND_BYTES", 0)
         opened = blocks.open_sparse(tmp_path / "keys.arrow", len(data), blocks.block_digests(path), read)
         middle = int(keys.sorted_entries(index, tmp_path)["row"][10_000])
         table = KeyTable(lambda: opened, len(index))
         assert [entry.row for entry in table.find(index.row(middle).key)] == [middle]
-        rest = list[tuple[int, int]]()
-        monkeypatch.setattr(opened, "_read", lambda first, end: rest.append((first, end)) or data[first:end])
-        assert [entry.row for entry in table.find(index.row(0).key)] == [0]
-        assert len(rest) == 6, "all other blocks come with the second look-up, in runs of 16 at most"
+
+    @pytest.mark.parametrize("is_gone", [False, True])
+    def test_the_first_look_up_fetches_the_table_in_the_background(self, many, tmp_path, monkeypatch, is_gone) -> None:
+        index = open_dataset(many).index
+        monkeypatch.setattr(blocks, "BLOCK_BYTES", 8192)
+        path = many / "keys.arrow"
+        data, found, requests = path.read_bytes(), threading.Event(), list[int]()
+
+        def read(first: int, end: int) -> bytes:
+            if threading.current_thread() in opened._in_background:
+                assert found.wait(60), "the first look-up must not wait for the rest"
+                if is_gone:
+                    raise DatasetError("gone")
+            requests.append(first)
+            return data[first:end]
+
+        opened = blocks.open_sparse(tmp_path / "keys.arrow", len(data), blocks.block_digests(path), read)
+        table = KeyTable(lambda: opened, len(index))
+        assert [entry.row for entry in table.find(index.row(7).key)] == [7]
+        threads = opened._in_background
+        found.set()
+        for thread in threads:
+            thread.join(60)
+        before = len(requests)
         assert [table.find(index.row(row).key)[0].row for row in range(0, 20_000, 99)] == [*range(0, 20_000, 99)]
-        assert len(rest) == 6
+        assert opened._in_background is threads
+        assert (len(requests) > before) == is_gone
 
     def test_rows_outside_the_index_are_refused(self, tiny_dataset, tmp_path) -> None:
         tiny_dataset({"train": (3,)}, size=(32, 24), copy_to=tmp_path / "d")
@@ -225,11 +247,14 @@ class TestBlocksAtAUrl:
         assert len(server.requests) == opened + 1
         assert dataset.index.row(1001) == here.index.row(1001)
         assert len(server.requests) == opened + 1
-        assert dataset.find(here.index.row(1002).key) == 1002
         before = len(server.requests)
-        assert dataset.find(here.index.row(1003).key) == 1003
+        assert dataset.find(here.index.row(1002).key) == 1002
+        for thread in dataset.keys._file._in_background:
+            thread.join(60)
         assert {request.name for request in server.requests[before:]} == {"keys.arrow"}
         before = len(server.requests)
+        assert dataset.find(here.index.row(1003).key) == 1003
+        assert len(server.requests) == before
         assert [dataset.find(here.index.row(at).key) for at in range(2000)] == list(range(2000))
         assert {request.name for request in server.requests[before:]} == {"index.arrow"}
         assert [dataset.index.row(at) for at in range(2000)] == [here.index.row(at) for at in range(2000)]
