@@ -114,9 +114,9 @@ wheel: setup
 	.ci/repair-wheel build/wheel dist
 
 bench: setup
-	$(BIN)/python -m fuelrail.bench.micro.decode
-	$(BIN)/python -m fuelrail.bench.micro.metadata
-	$(BIN)/python -m fuelrail.bench.micro.loader_overhead $(DEMO)/overhead
+	$(BIN)/python -m fuelrail.bench.micro.loaders.decode
+	$(BIN)/python -m fuelrail.bench.micro.pipeline.metadata
+	$(BIN)/python -m fuelrail.bench.micro.loaders.overhead $(DEMO)/overhead
 
 dali: setup
 	$(BIN)/pip install -qq -c constraints.txt -e ".[dev,$(DALI),nvml]"

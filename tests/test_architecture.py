@@ -53,7 +53,6 @@ PRIVATE_REACH = {
 
 # Folders with more entries than MAX_ENTRIES, each with its reason.
 WIDE = {
-    "bench/micro": "one benchmark a file; not in the wheel",
     "bench/peers": "plug-ins, one loader a file",
     "bench/results": "data, one result a file",
     "sharding/sources": "plug-ins, one format each",

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuelrail.bench.micro.datasets import write_synthetic_index
 from fuelrail.pipeline.format.attributes import ClipTable
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.compile import CompiledOrder, compile_order
@@ -29,6 +28,7 @@ from fuelrail.pipeline.order.weights import (
     compute_weights,
     natural_length,
 )
+from support.sized_datasets import write_synthetic_index
 
 SEEDS, EPOCHS = st.integers(0, 2**63 - 1), st.integers(0, 2**20)
 

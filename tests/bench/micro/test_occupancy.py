@@ -7,8 +7,8 @@ import msgspec
 import pytest
 from msgspec.structs import astuple, replace
 
-from fuelrail.bench.micro import occupancy
-from fuelrail.bench.micro.occupancy import OccupancySweep, Point, levels_of
+from fuelrail.bench.micro.loaders import occupancy
+from fuelrail.bench.micro.loaders.occupancy import OccupancySweep, Point, levels_of
 
 RESULTS = Path(__file__).parents[3] / "bench" / "results"
 

@@ -14,18 +14,11 @@ import pytest
 import safetensors.numpy
 import torch.distributed as dist
 
-from fuelrail.bench.micro import (
-    checkpoint_kills,
-    checkpoint_stall,
-    decode,
-    layers,
-    loader_overhead,
-    metadata,
-    sharding,
-    sharding_listed,
-    sharding_memory,
-    timing,
-)
+from fuelrail.bench.micro import timing
+from fuelrail.bench.micro.loaders import decode, layers, overhead
+from fuelrail.bench.micro.pipeline import metadata
+from fuelrail.bench.micro.sharding import listed, memory, rate
+from fuelrail.bench.micro.trainer import checkpoint_kills, checkpoint_stall
 from fuelrail.pipeline.format.index.samples import SampleIndex, write_index
 from fuelrail.pipeline.sample.schema import GEOMETRY, META, decode_sample
 from fuelrail.pipeline.transforms.image import ImageAugment
@@ -53,9 +46,9 @@ def quick(tmp_path, capsys):
 
 
 def test_they_run_as_the_pages_print_them(tmp_path):
-    """``python -m fuelrail.bench.micro.NAME`` in any folder, without a path of modules."""
+    """``python -m fuelrail.bench.micro.ROOM.NAME`` in any folder, without a path of modules."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, "-m", "fuelrail.bench.micro.metadata", "--help"]
+    command = [sys.executable, "-m", "fuelrail.bench.micro.pipeline.metadata", "--help"]
     assert (
         subprocess.run(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, check=False).returncode == 0
     )
@@ -65,44 +58,44 @@ def test_sharding_and_a_case_that_is_measured_again(quick, tmp_path, capsys):
     out = tmp_path / "report"
     out.mkdir()
     words = ["--quick", "--cpus", 1, "--dir", out]
-    report, printed = quick(sharding.main, *words)
-    assert [comparison["title"] for comparison in report["comparisons"]] == list(sharding.CASES)
+    report, printed = quick(rate.main, *words)
+    assert [comparison["title"] for comparison in report["comparisons"]] == list(rate.CASES)
     expected = {"webdataset.ShardWriter", "fuelrail shard, the whole command", "floor: with SHA-256 and XXH3"}
     for comparison in report["comparisons"]:
         names = {entry["name"] for entry in comparison["entries"]}
         assert expected <= names
-        assert not names & set(sharding.CASES[comparison["title"]].leave_out)
+        assert not names & set(rate.CASES[comparison["title"]].leave_out)
         for figures in ("mb_per_s", "cpu_s_per_gb"):
             assert set(report[figures][comparison["title"]]) == names
     assert list(report["num_files"].values()) == [6 * 6, 6 * 7, 6 * 6, 6 * 6]
-    assert set(report["share_of_floor"]) == set(report["commits"]) == set(sharding.CASES)
+    assert set(report["share_of_floor"]) == set(report["commits"]) == set(rate.CASES)
     assert all(0 < low <= middle <= high for low, middle, high in report["share_of_floor"].values())
     assert report["num_cpus"] == 1
     assert "MB/s" in printed
 
-    first, *_, last = sharding.CASES
-    again, _ = quick(sharding.main, *words, "--case", last)
-    assert [comparison["title"] for comparison in again["comparisons"]] == list(sharding.CASES)
+    first, *_, last = rate.CASES
+    again, _ = quick(rate.main, *words, "--case", last)
+    assert [comparison["title"] for comparison in again["comparisons"]] == list(rate.CASES)
     assert again["mb_per_s"][first] == report["mb_per_s"][first]
     assert again["mb_per_s"][last] != report["mb_per_s"][last]
     path = out / "report.json"
     path.write_text(path.read_text().replace('"cpu": "', '"cpu": "no '))
-    other, _ = quick(sharding.main, *words, "--case", last)
+    other, _ = quick(rate.main, *words, "--case", last)
     assert list(other["mb_per_s"]) == [last], "figures of another machine are left out"
     with pytest.raises(SystemExit):
-        sharding.main(["--quick", "--cpus", "100000", "--dir", str(out)])
+        rate.main(["--quick", "--cpus", "100000", "--dir", str(out)])
     assert "--cpus 100000: there are" in capsys.readouterr().err
 
 
 def test_sharding_of_lists(quick, tmp_path, monkeypatch):
-    monkeypatch.setattr(sharding_listed, "ROUNDS", 1)
-    report, printed = quick(sharding_listed.main, "--rows", 450, "--samples", 3)
+    monkeypatch.setattr(listed, "ROUNDS", 1)
+    report, printed = quick(listed.main, "--rows", 450, "--samples", 3)
     assert report["scan"]["rows"] == 450
-    assert [rate["form"] for rate in report["rates"]] == list(sharding_listed.FORMS)
+    assert [one["form"] for one in report["rates"]] == list(listed.FORMS)
     assert printed
     (tmp_path / "source").mkdir()
     write_wide(make_world(num_frames=3), tmp_path / "source", "parquet")
-    report, _ = quick(sharding_listed.main, "--sources", f"manifest:{tmp_path / 'source'}")
+    report, _ = quick(listed.main, "--sources", f"manifest:{tmp_path / 'source'}")
     (found,) = report["scans"]
     assert (found["kind"], found["frames"], found["cameras"]) == ("manifest", 6, 3)
     assert found["cpu_us_per_frame"] > 0
@@ -111,9 +104,9 @@ def test_sharding_of_lists(quick, tmp_path, monkeypatch):
 def test_memory_of_plans_and_runs(quick, tmp_path):
     pytest.importorskip("s3fs")
     (tmp_path / "report").mkdir()
-    report, printed = quick(sharding_memory.main, "--quick", "--dir", tmp_path / "report")
+    report, printed = quick(memory.main, "--quick", "--dir", tmp_path / "report")
     found = [(entry["what"], entry["count"]) for entry in report["measured"]]
-    more = sharding_memory.MORE_SAMPLES
+    more = memory.MORE_SAMPLES
     runs = [(("run", n), ("reshard", n), ("append", n + more), ("listing", n)) for n in (5, 50)]
     # 125 clips of 40 frames, every third of them at night.
     assert found == [("plan", 5000), ("plan with --select", 83 * 40), *runs[0], *runs[1]]
@@ -180,7 +173,7 @@ def test_layers(quick, tmp_path):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_loaders_overhead(quick, tmp_path):
-    report, printed = quick(loader_overhead.main, tmp_path / "work", "--samples", 8, "--rounds", 1)
+    report, printed = quick(overhead.main, tmp_path / "work", "--samples", 8, "--rounds", 1)
     assert report["share_of_whole"]["whole"] == 1
     assert 0 < report["share_of_whole"]["without decoding"] < 1
     assert report["machine"]["packages"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fuelrail.bench.micro.reference_figures import Case, Expected, Figures, compare
+from fuelrail.bench.micro.planner.reference_figures import Case, Expected, Figures, compare
 from fuelrail.bench.planner.choice import buckets
 from fuelrail.bench.planner.hardware import load_cluster
 from fuelrail.bench.planner.step_time import Efficiency, Work, fit, step_time

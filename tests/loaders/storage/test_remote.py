@@ -12,7 +12,6 @@ from typing import ClassVar
 
 import pytest
 
-from fuelrail.bench.micro.datasets import make_dataset
 from fuelrail.loaders.records import Scheduled
 from fuelrail.loaders.schedule.prefetch import RequestStream, prefetch
 from fuelrail.loaders.storage import open_storage
@@ -31,6 +30,7 @@ from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.storage.retry import RetryPolicy
 from support.fault_server import FaultServer, Misbehaviour, faulty
 from support.forked import fork, join
+from support.sized_datasets import make_dataset
 from support.storage_suite import StorageSuite, rows_of, spans_of
 
 pytestmark = pytest.mark.network

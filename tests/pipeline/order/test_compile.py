@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from pyarrow import csv
 from pyarrow import parquet as pq
 
-from fuelrail.bench.micro.datasets import write_synthetic_index
 from fuelrail.pipeline.errors import ConfigError, IndexFileError, OrderError
 from fuelrail.pipeline.format.attributes import Attributes
 from fuelrail.pipeline.format.dataset import open_dataset
@@ -22,6 +21,7 @@ from fuelrail.pipeline.order.mix import Mix
 from fuelrail.pipeline.order.spec import OrderSpec
 from fuelrail.pipeline.order.weights import AttributeWeights, ClassBalance, FileWeights
 from fuelrail.pipeline.order.windows import FrameWindow
+from support.sized_datasets import write_synthetic_index
 
 LENGTHS = (7, 12, 1, 9, 20, 5, 16, 30)
 NUM = sum(LENGTHS)

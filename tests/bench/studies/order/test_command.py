@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from fuelrail.__main__ import main
-from fuelrail.bench.micro.datasets import write_synthetic_index
 from fuelrail.bench.studies.order import describe as order_describe
+from support.sized_datasets import write_synthetic_index
 
 
 @pytest.fixture(scope="module")

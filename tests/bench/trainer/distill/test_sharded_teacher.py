@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fuelrail.bench.micro.parallel_equality import train_step
+from fuelrail.bench.micro.trainer.parallel_equality import train_step
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
 from fuelrail.bench.trainer.distill.student import distilled
 from fuelrail.bench.trainer.distill.teacher import Teacher

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fuelrail.bench.micro.parallel_equality import train_step
+from fuelrail.bench.micro.trainer.parallel_equality import train_step
 from fuelrail.bench.studies.annotate.run import annotate
 from fuelrail.bench.studies.train.run import train
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints

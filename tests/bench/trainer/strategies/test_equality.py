@@ -1,4 +1,4 @@
-"""A small part of ``bench/micro/parallel_equality.py``: strategies against one process, on real ranks.
+"""A small part of ``bench/micro/trainer/parallel_equality.py``: strategies against one process, on real ranks.
 
 Each strategy, each option and each model's own way to be divided is here once. The whole matrix is that command's, on
 2, 4 and 8 ranks; its result is ``bench/results/parallel_equality.json``.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from fuelrail.bench.micro.parallel_equality import Case, measure
+from fuelrail.bench.micro.trainer.parallel_equality import Case, measure
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]

@@ -11,7 +11,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fuelrail.bench.micro.datasets import write_synthetic_index
 from fuelrail.pipeline.errors import DatasetError, FuelrailError, IndexFileError, ManifestError
 from fuelrail.pipeline.format.attributes import Attributes
 from fuelrail.pipeline.format.dataset import open_dataset
@@ -22,6 +21,7 @@ from fuelrail.pipeline.format.index.shards import ShardTable, shard_name
 from fuelrail.pipeline.storage.retry import RetryPolicy
 from support.edits import reseal
 from support.fault_server import FaultServer, Misbehaviour
+from support.sized_datasets import write_synthetic_index
 
 
 @pytest.fixture(scope="module")

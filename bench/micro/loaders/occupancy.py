@@ -18,7 +18,7 @@ rounds: at least 0.99 up to a demand of 0.9 of the capacity *alone*, which is th
 1.1 of the capacity in step on. A run's speed differs by some percent from the next one's on a virtual machine, so it
 takes rounds to tell that.
 
-    python -m fuelrail.bench.micro.occupancy --rounds 3 --out bench/results/occupancy.json [--add]
+    python -m fuelrail.bench.micro.loaders.occupancy --rounds 3 --out bench/results/occupancy.json [--add]
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import msgspec
 
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.measure.rates import Interval, ratio_interval
-from fuelrail.bench.micro.datasets import made_profile
+from fuelrail.bench.micro.profiles import made_profile
 from fuelrail.bench.report.files import publish_json
 from fuelrail.bench.studies.train.run import TrainRun, measure_all
 from fuelrail.bench.studies.train.settings import TrainOptions
@@ -284,7 +284,7 @@ def save_plot(result: OccupancySweep, path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write; 1 if a demand is not met as it must be."""
-    parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.occupancy", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.loaders.occupancy", description=__doc__)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the result as JSON, and a plot beside it")
     parser.add_argument("--seconds", type=float, default=6.0, help="of each run (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=1, help="over all demands (default: %(default)s)")

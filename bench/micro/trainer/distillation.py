@@ -5,7 +5,7 @@ steps: from the labels, and from labels and the ViT's logits. Both see the same 
 Compared is the cross-entropy on every fifth frame of the drives, which nobody trained on; that on the drives of the
 split `val` is given too. The dataset is `fuelrail synth`'s, or any with boxes.
 
-    python -m fuelrail.bench.micro.distillation DATASET --out bench/results/distillation.json
+    python -m fuelrail.bench.micro.trainer.distillation DATASET --out bench/results/distillation.json
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def measure(dataset: str, seeds: int, steps: int, teacher_steps: int, weights: s
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write; 1 if a student of labels alone is as good in any seed."""
-    parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.distillation", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.trainer.distillation", description=__doc__)
     parser.add_argument("dataset", metavar="DATASET", help="with splits 'train' and 'val', and boxes")
     parser.add_argument("--seeds", type=int, default=5, help="(default: %(default)s)")
     parser.add_argument("--steps", type=int, default=700, help="of a student (default: %(default)s)")

@@ -1,4 +1,4 @@
-"""Datasets and accelerators made for measurements of single parts.
+"""Datasets of any size without images.
 
 :func:`write_synthetic_index` writes manifest, index and attributes of any size, to measure what orders and resuming
 cost; the shards they name do not exist. :func:`make_dataset` writes members of the usual sizes with random content, to
@@ -16,7 +16,6 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import parquet as pq
 
-from fuelrail.bench.measure.accelerator import AcceleratorProfile, ReferenceInput
 from fuelrail.pipeline.format.codecs import RAW
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
@@ -99,21 +98,3 @@ def make_dataset(folder: Path, num_samples: int, samples_per_shard: int, scale: 
 
     write_made_dataset(folder, even_lengths(num_samples, samples_per_shard), samples())
     return open_dataset(folder)
-
-
-def made_profile(
-    name: str, device: str, *, forward_ms: float, backward_ms: float, optimiser_ms: float, derivation: str = "None."
-) -> AcceleratorProfile:
-    """An accelerator that takes these times for each sample of six cameras, and is alone on its network."""
-    return AcceleratorProfile(
-        name=name,
-        device=device,
-        network="none",
-        per="sample",
-        reference_input=ReferenceInput(cameras=6, height=256, width=704),
-        forward_ms=forward_ms,
-        backward_ms=backward_ms,
-        optimiser_ms=optimiser_ms,
-        sources=["made for this measurement"],
-        derivation=derivation,
-    )

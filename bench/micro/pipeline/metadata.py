@@ -1,6 +1,6 @@
 """What a sample costs before its first pixel: metadata parsed and index rows looked up, beside the usual libraries.
 
-    python -m fuelrail.bench.micro.metadata [--out FILE]
+    python -m fuelrail.bench.micro.pipeline.metadata [--out FILE]
 
 DESIGN: decoding all metadata of a six-camera sample must stay under 100 microseconds of Python time.
 """

@@ -6,7 +6,7 @@ model's FLOP over the peak, buckets wait for the link, the decode and fetch stag
 rank's forward pass lasts longer. The file's link is a bus bandwidth as nccl-tests defines it: (p - 1) / p of the
 emulated one, which takes 2 n / bandwidth for any number of ranks.
 
-    python -m fuelrail.bench.micro.planner_clusters --out bench/results/planner_clusters.json
+    python -m fuelrail.bench.micro.planner.clusters --out bench/results/planner_clusters.json
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import msgspec
 import yaml
 
 from fuelrail.bench.measure.machine import MachineFacts, dataset_facts, machine_facts
-from fuelrail.bench.micro.datasets import made_profile
+from fuelrail.bench.micro.profiles import made_profile
 from fuelrail.bench.planner.scenario import Scenario
 from fuelrail.bench.planner.shape import Inputs, shape_of
 from fuelrail.bench.planner.state import FP32, num_parameters
@@ -217,7 +217,7 @@ def _predicted(drawn: Drawn, file: Path, measured_ms: float, sample_bytes: float
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write; 1 if a cluster is off."""
-    parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.planner_clusters", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.planner.clusters", description=__doc__)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the result as JSON")
     parser.add_argument("--clusters", type=int, default=20, help="(default: %(default)s)")
     parser.add_argument("--steps", type=int, default=16, help="measured in each run (default: %(default)s)")

@@ -1,7 +1,7 @@
 """One rank of a small run that saves checkpoints: the reference trainer's model and strategies, and a log of its steps.
 
-Used by :mod:`fuelrail.bench.micro.checkpoint_kills`. Each rank appends a line of JSON for each step (loss, sample keys)
-and for each checkpoint that became visible to a file of its own.
+Used by :mod:`fuelrail.bench.micro.trainer.checkpoint_kills`. Each rank appends a line of JSON for each step (loss,
+sample keys) and for each checkpoint that became visible to a file of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fuelrail.bench.micro.parallel_equality import train_step
+from fuelrail.bench.micro.trainer.parallel_equality import train_step
 from fuelrail.bench.studies.train.experiment import batches
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
 from fuelrail.bench.trainer.checkpoints.store import Store

@@ -1,7 +1,7 @@
 """Decoding: what the turbo backend makes of camera images a second, beside the usual ways to do the same work.
 
-``python -m fuelrail.bench.micro.decode [--images FOLDER] [--out FILE]``. The work is a JPEG file of 1600x900 pixels
-to uint8 planes of 704x256: resized by 0.44, the bottom kept. Without ``--images`` a picture with a photograph's
+``python -m fuelrail.bench.micro.loaders.decode [--images FOLDER] [--out FILE]``. The work is a JPEG file of 1600x900
+pixels to uint8 planes of 704x256: resized by 0.44, the bottom kept. Without ``--images`` a picture with a photograph's
 statistics is encoded at about the size of real camera files. The *bare limit* is libjpeg-turbo's half-scale decode and
 one bilinear resize into buffers made once, without looking at the file or at a map. *Restart rows* are the same images,
 losslessly rewritten with a restart marker at each row of MCUs (needs the program jpegtran).
@@ -165,7 +165,7 @@ def measure(images: list[bytes], effort: Effort) -> list[Comparison]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table and, with ``--out``, write the report as JSON."""
-    parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.decode")
+    parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.loaders.decode")
     parser.add_argument("--images", type=Path, metavar="FOLDER", help="real 1600x900 JPEG files instead of a made one")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
     parser.add_argument("--quick", action="store_true", help="call everything a few times, to see that it runs")

@@ -1,8 +1,8 @@
 """Layers: what three small ones cost a loader.
 
-``python -m fuelrail.bench.micro.layers WORK [--out FILE] [--samples N] [--rounds N]``. The loader runs epochs with and
-without three layers (10 logits, a feature grid of 256 x 8 x 8 in float16, a text) in turns, over samples of six
-1600x900 images decoded to 704x256, in the page cache.
+``python -m fuelrail.bench.micro.loaders.layers WORK [--out FILE] [--samples N] [--rounds N]``. The loader runs epochs
+with and without three layers (10 logits, a feature grid of 256 x 8 x 8 in float16, a text) in turns, over samples of
+six 1600x900 images decoded to 704x256, in the page cache.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _ratios(ones: Sequence[float], others: Sequence[float]) -> list[float]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the data, measure, print, and write the report with ``--out``."""
-    parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.layers")
+    parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.loaders.layers")
     parser.add_argument("work", type=Path, metavar="WORK", help="folder for the datasets: new or empty")
     parser.add_argument("--samples", type=int, default=128, help="samples of an epoch (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=9, help="epochs of each candidate (default: %(default)s)")

@@ -1,9 +1,9 @@
 """The planner's formulas and step times against published figures, of a file of cases with sources and tolerances.
 
-``python -m fuelrail.bench.micro.reference_figures CASES.json`` predicts every case. Efficiencies are fitted on the
-cases that a case's ``calibrate_on`` names. A case that names none is predicted with the named ones of its own source,
-else of its device and precision. Cases on which others are fitted are listed apart: they are no test of the model. What
-the model does not cover is listed with its reason.
+``python -m fuelrail.bench.micro.planner.reference_figures CASES.json`` predicts every case. Efficiencies are fitted on
+the cases that a case's ``calibrate_on`` names. A case that names none is predicted with the named ones of its own
+source, else of its device and precision. Cases on which others are fitted are listed apart: they are no test of the
+model. What the model does not cover is listed with its reason.
 """
 
 from __future__ import annotations
@@ -374,7 +374,9 @@ def _pool(case: Case, named: Sequence[Case]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Predict, print and write; 1 if a formula misses its tolerance."""
-    parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.reference_figures", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m fuelrail.bench.micro.planner.reference_figures", description=__doc__
+    )
     parser.add_argument("cases", type=Path, metavar="CASES", help="JSON file of published figures")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the result as JSON")
     options = parser.parse_args(argv)

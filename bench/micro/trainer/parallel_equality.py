@@ -13,7 +13,7 @@ the steps still change the loss by 4,000 times the bound, so a gradient that is 
 Low precision: losses of bf16 and fp16 against fp32 in one process, as means over windows of 20 of 200 steps, at 1e-5:
 of a loss that is nearly 0 a percentage says nothing.
 
-    python -m fuelrail.bench.micro.parallel_equality --out bench/results/parallel_equality.json
+    python -m fuelrail.bench.micro.trainer.parallel_equality --out bench/results/parallel_equality.json
 """
 
 from __future__ import annotations
@@ -288,7 +288,9 @@ def measure(worlds: Mapping[int, Sequence[Case]], folder: Path) -> list[Compared
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write; 1 if a difference is larger than it may be."""
-    parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.parallel_equality", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m fuelrail.bench.micro.trainer.parallel_equality", description=__doc__
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the result as JSON")
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4, 8], help="(default: %(default)s)")
     parser.add_argument("--models", nargs="+", default=list(TINY), help="(default: all)")

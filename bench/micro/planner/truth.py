@@ -8,7 +8,7 @@ with that too). It is the least of five steps, as a late thread of gloo holds a 
 collectives of a step, by kind and axis of the mesh. The planner shapes the same ranks in this process, and sees no
 run.
 
-    python -m fuelrail.bench.micro.planner_truth --out bench/results/planner_truth.json
+    python -m fuelrail.bench.micro.planner.truth --out bench/results/planner_truth.json
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ def _said(one: Collective | None) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write; 1 if a pair is beyond its limit."""
-    parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.planner_truth", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.planner.truth", description=__doc__)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the result as JSON")
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2, 4, 8], help="(default: %(default)s)")
     parser.add_argument("--rank", nargs=3, metavar="ARGUMENT", help="run as a rank (used by the command itself)")

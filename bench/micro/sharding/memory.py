@@ -1,6 +1,6 @@
 """What sharding takes for very many samples: time and memory of a plan, and of whole runs of two lengths.
 
-``python -m fuelrail.bench.micro.sharding_memory [--dir DIR] [--rows N] [--samples N,N] [--out FILE] [--quick]``.
+``python -m fuelrail.bench.micro.sharding.memory [--dir DIR] [--rows N] [--samples N,N] [--out FILE] [--quick]``.
 
 *Plan*: from a scan table of ``--rows`` rows, selection and all, to the plan on disk. The table's small members are
 empty here (they would make it 100 GB of 10 million rows); a plan never looks at them.
@@ -30,7 +30,7 @@ import numpy as np
 import pyarrow as pa
 
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
-from fuelrail.bench.micro.sharding_source import CAMERAS, make_dataroot
+from fuelrail.bench.micro.sharding.source import CAMERAS, make_dataroot
 from fuelrail.bench.report.files import publish_json
 from fuelrail.pipeline.sample.schema import SCHEMA, Meta
 from fuelrail.sharding.append import append
@@ -254,7 +254,7 @@ def _measure_length(root: Path, num_samples: int) -> Iterator[Measured]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a line for each measurement and, with ``--out``, write the report as JSON."""
-    parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.sharding_memory")
+    parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.sharding.memory")
     parser.add_argument("--dir", type=Path, metavar="DIR", help="where to write (default: in memory)")
     parser.add_argument("--rows", type=int, default=NUM_ROWS, metavar="N", help="rows to plan; 0: no plan")
     parser.add_argument("--samples", metavar="N,N", help="lengths of the whole runs (default: 1000,100000; 0: none)")

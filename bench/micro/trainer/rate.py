@@ -4,7 +4,7 @@ Two ranks on this host (gloo) train the same model on the same batches in memory
 of :func:`bare_lap`, one by the trainer with all it does for a record of each step, on an emulated accelerator that
 takes no time. The figure is the median over the pairs of laps.
 
-    python -m fuelrail.bench.micro.trainer_rate --out bench/results/trainer_rate.json
+    python -m fuelrail.bench.micro.trainer.rate --out bench/results/trainer_rate.json
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fuelrail.bench.measure.accelerator import EmulatedAccelerator
 from fuelrail.bench.measure.clock import MonotonicClock
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.measure.records import RankWriter
-from fuelrail.bench.micro.datasets import made_profile
+from fuelrail.bench.micro.profiles import made_profile
 from fuelrail.bench.ranks.launch import run_ranks
 from fuelrail.bench.report.files import publish_json
 from fuelrail.bench.trainer.loop import train
@@ -126,7 +126,7 @@ def measure(folder: Path, laps: int, steps: int) -> TrainerRate:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write; 1 if the trainer is slower than it may be."""
-    parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.trainer_rate", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.trainer.rate", description=__doc__)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the result as JSON")
     parser.add_argument("--laps", type=int, default=15, help="pairs of laps (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=30, help="steps of a lap (default: %(default)s)")

@@ -1,6 +1,6 @@
 """Time that a checkpoint takes from the training: saved in the background, and saved while the training waits.
 
-``python -m fuelrail.bench.micro.checkpoint_stall WORK [--megabytes N] [--rounds N] [--out FILE]``.
+``python -m fuelrail.bench.micro.trainer.checkpoint_stall WORK [--megabytes N] [--rounds N] [--out FILE]``.
 
 A loop of short steps runs without a checkpoint, with one in the background and with one that is waited for, in turns.
 The stall is the time by which the loop takes longer, so it includes what the background work takes from the steps. The
@@ -115,7 +115,7 @@ def measure(work: Path, megabytes: int, rounds: int, steps: Literal["sleep", "co
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure; print and, with ``--out``, write the report."""
-    parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.checkpoint_stall")
+    parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.trainer.checkpoint_stall")
     parser.add_argument("work", type=Path, metavar="WORK", help="new folder for checkpoints, on the disk to measure")
     parser.add_argument("--megabytes", type=int, default=600, help="size of the state (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="rounds of three loops (default: %(default)s)")

@@ -1,6 +1,6 @@
 """What the loader costs beside decoding: its CPU time with the real decoder and with one that does nothing.
 
-``python -m fuelrail.bench.micro.loader_overhead WORK [--out FILE]``. Both loaders run over the same samples in turns
+``python -m fuelrail.bench.micro.loaders.overhead WORK [--out FILE]``. Both loaders run over the same samples in turns
 (six 1600x900 images each to 704x256, two decoding threads). What the second one still takes is everything but
 decoding: index, order, checksums, zstd, metadata, image maps, batches, queues and threads, so it is an upper bound of
 what Python takes. A third and a fourth one show what checksums and the trace add.
@@ -90,7 +90,7 @@ def measure(folder: Path, rounds: int) -> OverheadReport:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the data, measure, print a table and, with ``--out``, write the report."""
-    parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.loader_overhead")
+    parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.loaders.overhead")
     parser.add_argument("work", type=Path, metavar="WORK", help="folder for the dataset")
     parser.add_argument("--samples", type=int, default=256, help="samples of an epoch (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="epochs of each candidate (default: %(default)s)")

@@ -1,10 +1,10 @@
 """Datasets of 10^7 to 10^9 rows without bytes: what they cost to open, to order, to resume, to filter, to look up.
 
-``python -m fuelrail.bench.micro.petabyte FOLDER [--rows N ...] [--out FILE]``. Tables are made by arithmetic. Shards,
-keys and attributes are whole; so is the index up to ``WHOLE_ROWS`` rows. Beyond, its footer is whole but all record
-batches are one and the same, which saves 20 GB: opening, orders and resuming look at the footer only. Over 10^8 rows
-the table of keys is left out, which saves 32 GB more: it is opened at the first look-up. Each step is measured in a
-process of its own, and the dataset is removed after it.
+``python -m fuelrail.bench.micro.pipeline.petabyte FOLDER [--rows N ...] [--out FILE]``. Tables are made by arithmetic.
+Shards, keys and attributes are whole; so is the index up to ``WHOLE_ROWS`` rows. Beyond, its footer is whole but all
+record batches are one and the same, which saves 20 GB: opening, orders and resuming look at the footer only. Over 10^8
+rows the table of keys is left out, which saves 32 GB more: it is opened at the first look-up. Each step is measured in
+a process of its own, and the dataset is removed after it.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ def measure(folder: Path, name: str, num_rows: int, runs: int) -> Step:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table and, with ``--out``, write the report as JSON."""
-    parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.petabyte")
+    parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.pipeline.petabyte")
     parser.add_argument("folder", type=Path, help="folder to make the datasets in; 36 bytes a row, 8 GB at most")
     parser.add_argument("--rows", type=int, nargs="+", default=[10**7, 10**8], help="sizes of the datasets")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")

@@ -1,6 +1,6 @@
 """What sources that are lists of files take: the scan of a long manifest, and the rate of ranges and tars.
 
-``python -m fuelrail.bench.micro.sharding_listed [--rows N] [--samples N] [--out FILE]``, or with
+``python -m fuelrail.bench.micro.sharding.listed [--rows N] [--samples N] [--out FILE]``, or with
 ``--sources KIND:PATH ...`` the scans of these sources alone: processor time a frame, the best of three scans after one
 that is not counted.
 
@@ -278,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         root = Path(folder)
         (root / "long").mkdir()
         write_table(root / "long", args.rows)
-        command = [sys.executable, "-m", "fuelrail.bench.micro.sharding_listed", "--scan", str(root / "long")]
+        command = [sys.executable, "-m", "fuelrail.bench.micro.sharding.listed", "--scan", str(root / "long")]
         done = subprocess.run(command, check=True, capture_output=True, env={**os.environ, **ARROW_POOL})
         write_forms(root, args.samples)
         result = Result(machine=machine_facts(), scan=msgspec.json.decode(done.stdout, type=Scan), rates=rates(root))

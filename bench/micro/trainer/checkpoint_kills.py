@@ -1,6 +1,7 @@
 """Kill runs that save checkpoints, at random moments, and resume them on other meshes.
 
-``python -m fuelrail.bench.micro.checkpoint_kills WORK DATASET [--kills N] [--minutes M] [--seed S] [--out FILE]``.
+``python -m fuelrail.bench.micro.trainer.checkpoint_kills WORK DATASET [--kills N] [--minutes M] [--seed S] [--out
+FILE]``.
 
 A run of 1, 2 or 4 processes is killed (SIGKILL) in a phase that is drawn at random: start, load, train, copy, write,
 publish or remove; one rank of it, or all. The next run continues on a mesh drawn from the others. After every kill each
@@ -29,11 +30,11 @@ import msgspec
 import xxhash
 
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
-from fuelrail.bench.micro.checkpoint_ranks import KEEP, MESHES, NUM_STEPS, PHASES, run_rank
+from fuelrail.bench.micro.trainer.checkpoint_ranks import KEEP, MESHES, NUM_STEPS, PHASES, run_rank
 from fuelrail.bench.report.files import publish_json
 
 MAX_LOSS_DIFFERENCE = 2e-6
-_MODULE = "fuelrail.bench.micro.checkpoint_ranks"
+_MODULE = "fuelrail.bench.micro.trainer.checkpoint_ranks"
 _PATIENCE_S = 120.0
 _POLL_S = 0.0005
 # How long after the beginning of a phase the kill comes, at most: about as long as the phase lasts.
@@ -231,7 +232,7 @@ def _whole(folder: Path) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Make the runs; print and write the report. The exit code is 1 where anything was wrong."""
-    parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.checkpoint_kills")
+    parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.trainer.checkpoint_kills")
     parser.add_argument("work", type=Path, metavar="WORK", help="new folder for runs and their checkpoints")
     parser.add_argument("dataset", type=Path, metavar="DATASET", help="split 'train' of 8 x N samples, 3 x N below 100")
     parser.add_argument("--kills", type=int, default=200, help="number of kills (default: %(default)s)")

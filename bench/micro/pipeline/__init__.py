@@ -1,0 +1,1 @@
+"""Metadata, and tables of any size."""

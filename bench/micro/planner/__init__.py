@@ -1,0 +1,1 @@
+"""The planner against published figures, emulated clusters and real runs."""

@@ -1,0 +1,1 @@
+"""The sharding engine against other writers."""
