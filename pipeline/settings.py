@@ -91,7 +91,7 @@ class CheckedSettings(Settings, frozen=True):
         check_types(self, ConfigError)
 
 
-# `configs/` is beside `pipeline/` in a checkout (whose package is a link, hence resolve) and in an installed package.
+# `configs/` is beside `pipeline/` in a checkout (whose package is a link: so resolve) and in an installed package.
 _CONFIGS: Final = Path(__file__).resolve().parents[1] / "configs"
 _PRESETS: Final = {
     "ImageAugment": "images", "BevAugment": "bev", "PixelAugment": "pixels", "OrderSpec": "orders",

@@ -35,7 +35,7 @@ from fuelrail.bench.measure.clock import NS_PER_MS, Clock
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings, load_yaml
 
-# `configs/` is beside `bench/` in a checkout (whose package is a link, hence resolve) and in an installed package.
+# `configs/` is beside `bench/` in a checkout (whose package is a link: so resolve) and in an installed package.
 PROFILES = Path(__file__).resolve().parents[2] / "configs" / "accelerators"
 DEFAULT_PROFILE = "bevdet-r50-704x256-a100"
 

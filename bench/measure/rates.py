@@ -143,7 +143,7 @@ def interval_of(values: Sequence[float]) -> Interval:
 def ratio_interval(ratios: Sequence[float]) -> Interval:
     """Geometric mean of ratios that were each taken within one round, with a 95 % interval: Student's t on the logs.
 
-    What disturbs a whole round cancels in its ratio; what is left multiplies, hence the logarithm. One ratio alone has
+    What disturbs a whole round cancels in its ratio; what is left multiplies: so the logarithm. One ratio alone has
     no interval: low and high are the value, with a confidence of 0.
     """
     from scipy.special import stdtrit  # of the extra `bench`

@@ -10,7 +10,7 @@ import msgspec
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings, load_yaml
 
-# `configs/` is beside `bench/` in a checkout (whose package is a link, hence resolve) and in an installed package.
+# `configs/` is beside `bench/` in a checkout (whose package is a link: so resolve) and in an installed package.
 CLUSTERS = Path(__file__).resolve().parents[2] / "configs" / "clusters"
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]

@@ -16,7 +16,7 @@ A shard that is cut or rewritten in place between that and decoding raises Trunc
 (:mod:`fuelrail.loaders.storage.guard`). A shard whose size or time of change is another when its sample is done is
 checked against the digest again, so bytes that were changed in place and stay so are found before a batch is handed
 out. Bytes that were other ones for a moment only, between the digest and decoding, are not: each span would have to be
-copied first, as ``pread`` does. Whoever replaces a shard must write a new file and rename it.
+copied first, as ``pread`` does. To replace a shard, write a new file and rename it.
 
 Pages that are in memory and not yet mapped are mapped as they are touched. In huge pages, as our own writer and our
 own reading leave them, that is all but free; in pages of 4 KiB it costs what a copy does, 16 being mapped at a time.

@@ -48,7 +48,7 @@ _WIDEN_ABOVE: Final = 0.75
 _LEARN_ROUNDS: Final = 100
 """How long that best counts: storage changes."""
 _SHORT_ANSWERS: Final = 3
-"""So many short answers in a row mean that the file ends there."""
+"""This many short answers in a row mean that the file ends there."""
 
 
 class HedgePolicy(Settings, frozen=True):

@@ -49,7 +49,7 @@ NUM_REWRITTEN = 200
 class Case(NamedTuple):
     """What is sharded: frames, those with files of their own (the others name these again), rounds to measure.
 
-    So many frames that shards come to an even number, nearly full: with few of them, one over would be waited for.
+    The number of frames gives an even number of nearly full shards: with few shards, one more would be waited for.
     """
 
     lidar: bool

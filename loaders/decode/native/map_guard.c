@@ -1,7 +1,7 @@
 /* Makes a mapped file that is cut while it is read an error of the sample, not the end of the process.
  *
  * Touching a mapped page beyond a file's end raises SIGBUS. Where the address lies in a mapping that was added here, the
- * handler puts a page of zeros in its place, notes where, and lets the thread go on; whoever reads the mapping asks
+ * handler puts a page of zeros in its place, notes where, and lets the thread continue; the reader of the mapping asks
  * afterwards (map_guard_hull) and refuses what was read. A mapping with a text gets no page: the text is written to
  * standard error, and the process ends as it would have. All other addresses are left to the handler that was there
  * before. The handler calls only what is safe in one (signal-safety(7); mmap is a bare system call).
