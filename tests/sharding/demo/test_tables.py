@@ -96,6 +96,7 @@ def devkit(small_spec: WorldSpec, small_world: Path) -> Any:
         return module.NuScenes(small_spec.version, str(small_world), verbose=False)
 
 
+@pytest.mark.filterwarnings("ignore:.*utcfromtimestamp:DeprecationWarning")  # the devkit's own, from Python 3.12 on
 def test_the_devkit_opens_it(devkit: Any, capsys: pytest.CaptureFixture[str]) -> None:
     devkit.list_scenes()
     listed = capsys.readouterr().out
