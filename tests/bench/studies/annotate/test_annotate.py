@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
 
 from fuelrail.bench.studies.annotate.run import annotate
 from fuelrail.loaders import DataLoader
-from fuelrail.pipeline.errors import ConfigError, SchemaError
+from fuelrail.pipeline.errors import ConfigError, SchemaError, StageError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.layers import open_layer_data
 from support.datasets import build_dataset
@@ -136,6 +138,37 @@ def test_a_table_is_given_beside_ragged_outputs(base, tmp_path) -> None:
 def test_a_model_that_does_not_fit_is_refused(base, tmp_path, model, message) -> None:
     with pytest.raises((ConfigError, SchemaError), match=message):
         run(base, tmp_path / "layer", model)
+
+
+BROKEN = """
+import torch
+
+def shapes(batch):
+    return torch.nn.Linear(5, 4)(torch.ones(2, 3))
+
+class Model:
+    def __init__(self):
+        self.weights = {}["weights"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "shapes",
+            r"'shapes' failed on samples 'clip-0000-000000' .. 'clip-0000-000001': RuntimeError.*py:5 in shapes",
+        ),
+        ("Model", r"model 'broken:Model' cannot be made: KeyError: 'weights' \(.*broken\.py:9 in __init__"),
+    ],
+)
+def test_a_model_that_raises_is_named_with_its_batch_and_line(base, tmp_path, monkeypatch, name, message) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken", raising=False)
+    with pytest.raises(StageError, match=message) as caught:
+        run(base, tmp_path / "layer", f"broken:{name}")
+    assert isinstance(caught.value.__cause__, RuntimeError | KeyError)
 
 
 @pytest.mark.parametrize(
