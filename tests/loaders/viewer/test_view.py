@@ -134,7 +134,9 @@ def test_layers_are_drawn_where_they_lie(root, tmp_path, capsys):
     assert not drawn[52:].any() and not drawn[:28].any() and not drawn[35:45, 62:78].any()
     assert main(["view", str(root), "--layers", f"seen={tmp_path / 'seen'}", "--output", str(tmp_path / "a.png")]) == 0
     assert "seen.depth, seen.marks" in capsys.readouterr().out
-    assert fuelrail.view(root, "clip-0001-000001", layers={"seen": str(tmp_path / "seen")}).channels == ()
+    lacking = fuelrail.view(root, "clip-0001-000001", layers={"seen": str(tmp_path / "seen")})
+    assert (lacking.channels, lacking.missing[:2]) == ((), ("seen.depth", "seen.marks"))
+    assert lacking.as_text().endswith("; this sample has no seen.depth, seen.marks, seen.caption, seen.loss")
     assert main(["view", str(root), "--layers", "seen"]) == 2
 
 
