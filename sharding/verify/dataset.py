@@ -22,7 +22,7 @@ import numpy as np
 import xxhash
 
 from fuelrail.pipeline.cli import counted
-from fuelrail.pipeline.errors import ConfigError, IndexFileError, ManifestError
+from fuelrail.pipeline.errors import ConfigError, FuelrailError, IndexFileError, ManifestError
 from fuelrail.pipeline.format.attributes import TEXTS
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE
 from fuelrail.pipeline.format.dataset import Dataset, load_dictionary
@@ -41,12 +41,13 @@ from fuelrail.pipeline.storage.filesystem import is_url, shown_url
 from fuelrail.pipeline.text import escaped, json_text, message, shown
 from fuelrail.sharding.output.folder import file_is
 from fuelrail.sharding.output.url import UrlOutput
+from fuelrail.sharding.output.workspace import STATE
 from fuelrail.sharding.verify.shard import Fault, ShardCheck, make_check
 
 _ROWS_AT_ONCE: Final = 1 << 16
 _LEFT_OVER: Final = (
     f"the folder {WORK_FOLDER} is of a run that is writing here, or that was stopped after it finished the dataset; "
-    "readers ignore it; the command that made the dataset, run again, removes it, and so does --repair"
+    "readers ignore it; the command that made the dataset, run again, removes it"
 )
 
 
@@ -115,12 +116,16 @@ def verify(
     if is_url(root):
         folder, manifest, origin = fetch_dataset(str(root), kinds=EITHER)
         report = VerifyReport(shown_url(str(root)), deep)
+        state = f"{WORK_FOLDER}/layer.json" if isinstance(manifest, LayerManifest) else STATE
+        with contextlib.suppress(FuelrailError):  # some stores refuse access to what is not there
+            if UrlOutput(str(root)).read(state, 1) is not None:  # one request; to list may take many
+                report.notes.append(_LEFT_OVER)
     else:
         folder = Path(str(root).removeprefix("file://"))
         manifest, origin = load_manifest(folder, EITHER), None
         report = VerifyReport(str(folder), deep)
         if (folder / WORK_FOLDER).is_dir():
-            report.notes.append(_LEFT_OVER)
+            report.notes.append(f"{_LEFT_OVER}, and so does --repair")
     files_here = partial(_files_here, root, folder)
     dataset: Dataset | None = None
     shards: Sequence[ShardEntry] = ()
