@@ -120,12 +120,15 @@ def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser
         (("inspect", "x", "--bacth"), "--batch"),
         (("bench", "train", "x", "--stpes", "3"), "--steps"),
         (("top", "--7"), None),
+        (("bench", "loader", "x", "--steps", "3"), None),  # an option of `bench train`
+        (("bench", "loader", "--foo", "x"), None),
     ],
 )
 def test_an_unknown_option_names_the_one_that_was_meant(invoke, words, meant) -> None:
     code, out, err = invoke(*words)
     assert (code, out) == (2, "")
     assert err.splitlines()[-1].endswith(f"; did you mean {meant}?") is (meant is not None)
+    assert ("did you mean" in err) is (meant is not None)
 
 
 def test_an_unknown_word_names_the_one_that_was_meant_or_the_known_ones(invoke) -> None:
