@@ -222,7 +222,7 @@ def test_a_real_interrupt_is_130_too() -> None:
     assert process.stdout.readline() == "running\n"
     time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=280)
     assert (process.returncode, out, err) == (130, "", "fuelrail: interrupted\n")
 
 
@@ -260,7 +260,7 @@ def test_a_reader_that_goes_away_is_no_fault() -> None:
     process.stdout.close()
     assert process.stderr.read() == b""
     process.stderr.close()
-    assert process.wait(30) == 141
+    assert process.wait(280) == 141
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_a_closed_output_is_141_and_no_folder_that_cannot_be_written(tmp_path: P
     process.stdout.close()
     assert process.stderr.read() == ""
     process.stderr.close()
-    assert process.wait(120) == 141
+    assert process.wait(280) == 141
     assert cli.main(words) == 0
     assert cli.main(["verify", str(tmp_path / "out")]) == 0
 
