@@ -178,14 +178,15 @@ class _Annotation:
                 outputs = self._model(batch)
         except FuelrailError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             keys, model = batch["sample_key"], self._model
             name = getattr(model, "__qualname__", type(model).__qualname__)
             raise stage_error(f"model '{name}' failed on samples {keys[0]!r} .. {keys[-1]!r}", error) from error
         if not hasattr(outputs, "items") or not outputs:
+            found = "no outputs" if outputs == {} else type(outputs).__name__
             raise ConfigError(
-                f"the model returned {type(outputs).__name__}; it must return a dict of channel name to a tensor "
-                "[B, ...] or a list of B values"
+                f"the model returned {found}; it must return a dict of channel name to a tensor [B, ...] or a list of "
+                "B values"
             )
         return outputs
 
@@ -202,6 +203,8 @@ def _load(name: str) -> Model:
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise ConfigError(f"model {name!r} must be MODULE:FUNCTION, such as 'teacher:logits'")
+    if "/" in module or module.startswith(".") or module.endswith(".py"):
+        raise ConfigError(f"model {name!r} has the path '{module}'; name a module as `import` does: 'folder.teacher'")
     folder = os.getcwd()  # noqa: PTH109 - as the interpreter itself does for `python -m`
     if folder not in sys.path:
         sys.path.insert(0, folder)

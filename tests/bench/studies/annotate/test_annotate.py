@@ -129,6 +129,14 @@ def test_a_table_is_given_beside_ragged_outputs(base, tmp_path) -> None:
     [
         ("nothing", "must be MODULE:FUNCTION"),
         ("no_such_module:f", "cannot be imported"),
+        ("./teacher.py:f", r"has the path './teacher\.py'; name a module"),
+        (lambda _: {}, "returned no outputs"),
+        (
+            lambda _: {"x": torch.zeros(2, 2).to_sparse()},
+            "'x' is a tensor of torch.float32 and layout torch.sparse",
+        ),
+        (lambda _: {"x": [{"y": torch.zeros(2, dtype=torch.float8_e5m2)}] * 2}, r"'x\.y' is a tensor of torch.float8"),
+        (lambda _: {"x": [None, torch.zeros(3)]}, r"holds NoneType, array \[3\], not arrays of one shape"),
         ("math:pi", "not a function"),
         (lambda _: None, "must return a dict"),
         (lambda _: {"x": torch.zeros(3, 2)}, "with a row for each of the batch's 2 samples"),
@@ -149,6 +157,9 @@ def shapes(batch):
 class Model:
     def __init__(self):
         self.weights = {}["weights"]
+
+def ends(batch):
+    raise SystemExit(3)
 """
 
 
@@ -159,6 +170,7 @@ class Model:
             "shapes",
             r"'shapes' failed on samples 'clip-0000-000000' .. 'clip-0000-000001': RuntimeError.*py:5 in shapes",
         ),
+        ("ends", r"model 'ends' failed on samples .*: SystemExit: 3 \(.*broken\.py:12 in ends"),
         ("Model", r"model 'broken:Model' cannot be made: KeyError: 'weights' \(.*broken\.py:9 in __init__"),
     ],
 )
@@ -168,7 +180,7 @@ def test_a_model_that_raises_is_named_with_its_batch_and_line(base, tmp_path, mo
     monkeypatch.delitem(sys.modules, "broken", raising=False)
     with pytest.raises(StageError, match=message) as caught:
         run(base, tmp_path / "layer", f"broken:{name}")
-    assert isinstance(caught.value.__cause__, RuntimeError | KeyError)
+    assert isinstance(caught.value.__cause__, RuntimeError | KeyError | SystemExit)
 
 
 @pytest.mark.parametrize(
