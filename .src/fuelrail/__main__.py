@@ -80,7 +80,7 @@ class _Parser(argparse.ArgumentParser):
         if unknown is not None:
             options = (text for action in self._actions for text in action.option_strings)
             names = [text[2:] for text in options if text.startswith("--")]
-            close = difflib.get_close_matches(unknown[1], names, n=1)
+            close = difflib.get_close_matches(unknown[1], names, n=1, cutoff=0.7)
             message += f"; did you mean --{close[0]}?" if close else ""
         self.exit(2, f"`{self.prog} --help` lists all options\n{self.prog}: error: {message}\n")
 

@@ -34,7 +34,7 @@ from fuelrail.pipeline.format.index.samples import INDEX_FILE
 from fuelrail.pipeline.format.index.shards import SHARDS_FILE, ShardEntry
 from fuelrail.pipeline.format.index.tables import open_shards, open_tables
 from fuelrail.pipeline.format.layers import EITHER, NO_ROW, ROWS_FILE, LayerManifest, read_rows
-from fuelrail.pipeline.format.manifest import MANIFEST_FILE, WORK_FOLDER, FileEntry, load_manifest
+from fuelrail.pipeline.format.manifest import MANIFEST_FILE, WORK_FOLDER, FileEntry, Manifest, load_manifest
 from fuelrail.pipeline.runtime.workers import in_threads
 from fuelrail.pipeline.storage.files import open_file
 from fuelrail.pipeline.storage.filesystem import is_url, shown_url
@@ -116,10 +116,7 @@ def verify(
     if is_url(root):
         folder, manifest, origin = fetch_dataset(str(root), kinds=EITHER)
         report = VerifyReport(shown_url(str(root)), deep)
-        state = f"{WORK_FOLDER}/layer.json" if isinstance(manifest, LayerManifest) else STATE
-        with contextlib.suppress(FuelrailError):  # some stores refuse access to what is not there
-            if UrlOutput(str(root)).read(state, 1) is not None:  # one request; to list may take many
-                report.notes.append(_LEFT_OVER)
+        report.notes += _left_over_at(str(root), manifest)
     else:
         folder = Path(str(root).removeprefix("file://"))
         manifest, origin = load_manifest(folder, EITHER), None
@@ -180,6 +177,14 @@ def verify(
         if deep and not report.faults:
             report.faults += _check_manifest(dataset, sizes)
     return report
+
+
+def _left_over_at(url: str, manifest: Manifest) -> list[str]:
+    """Look for the working folder of a run by one request; to list may take many."""
+    state = f"{WORK_FOLDER}/layer.json" if isinstance(manifest, LayerManifest) else STATE
+    with contextlib.suppress(FuelrailError):  # some stores refuse access to what is not there
+        return [] if UrlOutput(url).read(state, 1) is None else [_LEFT_OVER]
+    return []
 
 
 @contextlib.contextmanager

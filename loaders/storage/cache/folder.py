@@ -193,7 +193,7 @@ class CacheFolder:
         self._header[0] = max(0, num_bytes)
 
     def _claim(self, marker: _Marker) -> None:
-        file = self.path / "cache.json"
+        file, encoded = self.path / "cache.json", msgspec.json.encode(marker) + b"\n"
         # Looked up first: another process may fill it as soon as cache.json is here.
         is_empty = not _names_in(self._data_fd)
         try:
@@ -204,7 +204,7 @@ class CacheFolder:
                     f"cache_dir: '{self.path}' has files in 'data' but no cache.json, so fuelrail did not make it; "
                     "choose another folder"
                 ) from None
-            self._write_marker(marker)
+            self._rename(self._write_temporary(encoded), file.name, self._fd)
             fd = open_file(file, os.O_RDONLY, self._fd)
         with os.fdopen(fd, "rb") as stream:
             data = stream.read(_MARKER_BYTES)
@@ -214,7 +214,7 @@ class CacheFolder:
             is_json = isinstance(error, msgspec.ValidationError)  # of another version, or program
             if not is_json and {"lock", "users.lock", "table", "data", "tmp"} <= set(_names_in(self._fd)):
                 _LOG.warning("cache_dir: '%s' is damaged (%s); it is written again", file, error)
-                self._write_marker(marker)
+                self._rename(self._write_temporary(encoded), file.name, self._fd)
                 return
             raise ConfigError(f"cache_dir: '{file}' is damaged ({error}); remove '{self.path}'") from error
         if found != marker:
@@ -223,9 +223,6 @@ class CacheFolder:
                 f"{found.num_samples} samples), not of {marker.fingerprint} (version {marker.version}, "
                 f"{marker.num_samples} samples); remove the folder or choose another"
             )
-
-    def _write_marker(self, marker: _Marker) -> None:
-        self._rename(self._write_temporary(msgspec.json.encode(marker) + b"\n"), "cache.json", self._fd)
 
     def _open(self, name: str) -> int:
         return _kept(self._files, open_file(self.path / name, os.O_RDWR | os.O_CREAT, self._fd))
