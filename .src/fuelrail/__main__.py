@@ -9,7 +9,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from fuelrail import __version__
@@ -76,25 +76,24 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the message to stderr, without the usage, which would hide it; exit with 2."""
-        unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
+        unknown = re.match(r"unrecognized arguments: --([^\s=]+)", message)
         if unknown is not None:
-            close = difflib.get_close_matches(unknown[1], _options(self), n=1)
-            message += f"; did you mean {close[0]}?" if close else ""
+            options = (text for action in self._actions for text in action.option_strings)
+            names = [text[2:] for text in options if text.startswith("--")]
+            close = difflib.get_close_matches(unknown[1], names, n=1, cutoff=0.7)
+            message += f"; did you mean --{close[0]}?" if close else ""
         self.exit(2, f"`{self.prog} --help` lists all options\n{self.prog}: error: {message}\n")
 
     def parse_any_order(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Parse options between positional arguments too: ``shard SOURCE --seed 7 OUT``, where OUT is optional."""
-        has_words = any(isinstance(action, argparse._SubParsersAction) for action in self._actions)  # noqa: SLF001
-        return self.parse_args(arguments) if has_words else self.parse_intermixed_args(arguments)
-
-
-def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Yield the options of a parser and of its subcommands."""
-    for action in parser._actions:  # noqa: SLF001 - argparse has no other way
-        yield from action.option_strings
-        if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
-            for one in action.choices.values():
-                yield from _options(one)
+        # argparse has no other way
+        words = next((one for one in self._actions if isinstance(one, argparse._SubParsersAction)), None)  # noqa: SLF001
+        if words is None:
+            return self.parse_intermixed_args(arguments)
+        parsed, unknown = self.parse_known_args(arguments)
+        if unknown:  # the error is of the subcommand, which knows its options
+            words.choices[getattr(parsed, words.dest)].error(f"unrecognized arguments: {' '.join(unknown)}")
+        return parsed
 
 
 class _OutputClosed(BaseException):

@@ -166,17 +166,19 @@ class RemoteShards:
 
     def fail(self, row: IndexRow, error: FetchFailedError) -> NoReturn:
         """Raise the error of a request that failed after all retries, for this sample."""
-        fault, name = error.fault, self.shard_name(row)
+        fault = error.fault
         if fault.kind == "cut":
             self._explain(row, TruncatedShardError, f"the shard ends before the sample does: {fault.text}")
+        if fault.kind == "missing":
+            self._explain(row, StorageError, f"'{shown_url(self._url)}': the shard is not there; {fault.text}")
         reason = {
-            "missing": "the shard is not there",
             "refused": "access is refused: check credentials, profile and endpoint (environment or storage_options)",
             "invalid": "the request was rejected",
         }.get(fault.kind, f"no answer after {error.num_attempts} attempts in {error.elapsed_s:.0f} s")
         raise StorageError(
-            f"'{shown_url(self._url)}': {reason}; {fault.text}", shard=name, offset=row.offset, key=row.key
-        ) from None
+            f"'{shown_url(self._url)}': {reason}; {fault.text}",
+            shard=self.shard_name(row), offset=row.offset, key=row.key,
+        ) from None  # fmt: skip
 
     def shard_name(self, row: IndexRow) -> str:
         """Return the file that holds a sample."""

@@ -67,7 +67,7 @@ class ViewOptions(CheckedSettings, frozen=True, kw_only=True):
 class ViewReport(NamedTuple):
     """A sample drawn: its key, its numbers of cameras and boxes, and the picture, uint8 [H, W, 3], RGB.
 
-    ``channels`` names those that the sample has, of all that were asked for.
+    ``channels`` names those that the sample has, of all that were asked for, ``missing`` those that it does not have.
     """
 
     key: str
@@ -75,10 +75,12 @@ class ViewReport(NamedTuple):
     num_boxes: int
     sheet: NDArray[np.uint8]
     channels: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
 
     def as_text(self) -> str:
         """Return a line on what was drawn."""
         channels = f", {', '.join(self.channels)}" if self.channels else ""
+        channels += f"; this sample has no {', '.join(self.missing)}" if self.missing else ""
         cameras, boxes = "s" * (self.num_cameras != 1), "es" * (self.num_boxes != 1)
         return f"{shown(self.key)}: {self.num_cameras} camera{cameras}, {self.num_boxes} box{boxes}{channels}"
 
@@ -115,7 +117,7 @@ def view(
             sample, cameras, image, seed=options.seed, epoch=options.epoch, row=row, lidar=lidar, window=window
         )
         maps = image.draw(sample.geometry.img_wh.tolist(), seed=options.seed, epoch=options.epoch, sample=row)
-        values = _values(opened, row, options, Motion(dict(zip(cameras, maps, strict=True))))
+        values, missing = _values(opened, row, options, Motion(dict(zip(cameras, maps, strict=True))))
         sheet = draw_sample(batch, 0, cameras, opened.manifest.classes, Transforms(image=image), values)
         if output is not None:
             Picture(sheet).save(output)
@@ -128,26 +130,36 @@ def view(
     except OSError as error:
         raise ConfigError(f"output '{output}' cannot be written: {error.strerror}") from error
     num_boxes = 0 if sample.boxes is None else len(sample.boxes.boxes3d)
-    return ViewReport(sample.key, len(sample.images), num_boxes, sheet, tuple(channel.name for channel, _ in values))
+    names = tuple(channel.name for channel, _ in values)
+    return ViewReport(sample.key, len(sample.images), num_boxes, sheet, names, missing)
 
 
-def _values(dataset: Dataset, row: int, options: ViewOptions, motion: Motion) -> list[tuple[Channel, Any]]:
-    """Return the channels that the sample has, of those asked for, with values that lie on the images as drawn."""
+def _values(
+    dataset: Dataset, row: int, options: ViewOptions, motion: Motion
+) -> tuple[list[tuple[Channel, Any]], tuple[str, ...]]:
+    """Return the channels that the sample has, of those asked for, with values that lie on the images as drawn.
+
+    Also the names of those that it does not have.
+    """
     found: list[tuple[Channel, Any]] = []
+    missing: list[str] = []
     if options.channels:
         chosen = select(dataset.manifest.channels, options.channels, dataset.location)
         values = dataset.read(row, options.channels)
         found += [(one, values[one.name]) for one in chosen if one.name in values and one.sensor is None]
+        missing += [one.name for one in chosen if one.name not in values]
     for name, place in (options.layers or {}).items():
         layer = open_layer(name, place, dataset, "mask")
         at = layer.row(row)
         values = {} if at == NO_ROW else layer.data.read(at)
-        stored = zip(layer.channels, layer.manifest.channels, strict=True)
+        stored = list(zip(layer.channels, layer.manifest.channels, strict=True))
         found += [(one, values[own.name]) for one, own in stored if own.name in values]
-    return [
+        missing += [one.name for one, own in stored if own.name not in values]
+    moved = [
         (one, LAWS[one.law.name].move(value, one, motion) if one.law.name in ON_IMAGES else value)
         for one, value in found
     ]
+    return moved, tuple(missing)
 
 
 def _window(dataset: Dataset, reader: SampleReader, row: int, window: FrameWindow) -> DecodedWindow:

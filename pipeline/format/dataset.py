@@ -122,8 +122,9 @@ class Dataset:
             channels = (channels,) if isinstance(channels, str) else tuple(channels)
         known = dict.fromkeys(name.partition(".")[0] for name in self.index.names)
         if unknown := [channel for channel in channels or () if channel not in known]:
+            what = "sample with channel" if unknown[0] in {one.name for one in self.manifest.channels} else "channel"
             raise ConfigError(
-                f"dataset '{self.location}' has no channel {shown(unknown[0])!r}; it has: {', '.join(known)}"
+                f"dataset '{self.location}' has no {what} {shown(unknown[0])!r}; it has: {', '.join(known)}"
             )
         row, span = self._found(which)
         path = self.shard_path(row)

@@ -30,7 +30,7 @@ from fuelrail.pipeline.format.manifest import (
 from fuelrail.pipeline.storage.files import published
 from fuelrail.pipeline.storage.filesystem import DISK_FULL, READ_BYTES, default_cache_folder, filesystem, shown_url
 from fuelrail.pipeline.storage.private import make_folder, open_file
-from fuelrail.pipeline.storage.retry import Fault, RetryPolicy, call_with_retries
+from fuelrail.pipeline.storage.retry import Fault, RetryPolicy, call_with_retries, read_checked
 
 _LOG = logging.getLogger(__name__)
 _SIDE_FILES: Final = (SHARDS_FILE, INDEX_FILE, KEYS_FILE, BLOCKS_FILE, "attributes.parquet", DICTIONARY_FILE)
@@ -56,8 +56,7 @@ def fetch_dataset(
     not answer, ManifestError, and ConfigError (also for a folder that belongs to another user or is a link).
     """
     source = _Source(url, storage_options, retry or RetryPolicy())
-    data = source.read(MANIFEST_FILE, MAX_MANIFEST_BYTES)
-    manifest = decode_manifest(data, f"{source.shown}/{MANIFEST_FILE}", kinds)
+    data, manifest = source.manifest(kinds)
     digest = hashlib.sha256(data).hexdigest()
     folder = (cache_folder or default_cache_folder()) / "datasets" / digest
     try:
@@ -125,10 +124,7 @@ def read_fingerprint(
     url: str, storage_options: Mapping[str, Any] | None, retry: RetryPolicy, kinds: Kinds = DATASETS
 ) -> str:
     """The fingerprint of the dataset that is at a URL now; raises what fetch_dataset raises."""
-    source = _Source(url, storage_options, retry)
-    return decode_manifest(
-        source.read(MANIFEST_FILE, MAX_MANIFEST_BYTES), f"{source.shown}/{MANIFEST_FILE}", kinds
-    ).fingerprint
+    return _Source(url, storage_options, retry).manifest(kinds)[1].fingerprint
 
 
 class _Source:
@@ -175,16 +171,26 @@ class _Source:
                 left -= len(part)
         return b"".join(parts)
 
+    def manifest(self, kinds: Kinds) -> tuple[bytes, Manifest]:
+        """``dataset.json`` and what it says; raises ManifestError where it stays wrong."""
+
+        def check(data: bytes) -> tuple[bytes, Manifest]:
+            return data, decode_manifest(data, f"{self.shown}/{MANIFEST_FILE}", kinds)
+
+        return read_checked(lambda: self.read(MANIFEST_FILE, MAX_MANIFEST_BYTES), check, self._retry)
+
     def checked(self, entry: FileEntry) -> bytes:
-        """A file whose SHA-256 the manifest states; read twice before it is called wrong."""
-        for _ in range(2):
-            data = self.read(entry.name, max(entry.bytes, 0))
-            if hashlib.sha256(data).hexdigest() == entry.sha256:
-                return data
-        raise ManifestError(
-            f"'{self.shown}/{entry.name}' is not the file that dataset.json describes ({len(data)} bytes of "
-            f"{entry.bytes}, SHA-256 differs): was the dataset replaced in part?"
-        )
+        """A file whose SHA-256 the manifest states; raises ManifestError where it stays wrong."""
+
+        def check(data: bytes) -> bytes:
+            if hashlib.sha256(data).hexdigest() != entry.sha256:
+                raise ManifestError(
+                    f"'{self.shown}/{entry.name}' is not the file that dataset.json describes ({len(data)} bytes of "
+                    f"{entry.bytes}, SHA-256 differs): was the dataset replaced in part?"
+                )
+            return data
+
+        return read_checked(lambda: self.read(entry.name, max(entry.bytes, 0)), check, self._retry)
 
     def _on_fault(self, name: str) -> Callable[[Fault, float | None], None]:
         def report(fault: Fault, pause_s: float | None) -> None:

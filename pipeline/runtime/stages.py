@@ -370,12 +370,18 @@ def _observe(observer: Observer, stage: str, at: int, batch: int, begin_s: float
 
 
 def _failure(what: str, error: BaseException) -> Failure:
-    origin = traceback.extract_tb(error.__traceback__)[-1]
+    return Failure(stage_error(what, error))
+
+
+def stage_error(what: str, error: BaseException) -> StageError:
+    """Return the error of a function that raised, with the last line outside installed packages, or the last at all."""
+    lines = traceback.extract_tb(error.__traceback__)
+    origin = next((one for one in reversed(lines) if "site-packages" not in one.filename), lines[-1])
     wrapped = StageError(
         f"{what}: {type(error).__name__}: {_text(error)} ({origin.filename}:{origin.lineno} in {origin.name})"
     )
     wrapped.__cause__ = error
-    return Failure(wrapped)
+    return wrapped
 
 
 def _text(subject: object) -> str:

@@ -27,6 +27,7 @@ FaultKind = Literal["missing", "refused", "invalid", "cut", "throttled", "transi
 T = TypeVar("T")
 
 _MAX_TEXT: Final = 300
+_MAX_READS: Final = 6
 _THROTTLED: Final = frozenset({429, 503})
 _TRANSIENT_4XX: Final = frozenset({408, 409, 425})
 _REFUSED: Final = frozenset({401, 402, 403, 407})
@@ -145,6 +146,25 @@ def _strings(value: object) -> set[str]:
     if isinstance(value, dict):
         value = list(value.values())
     return {text for item in value for text in _strings(item)} if isinstance(value, list | tuple) else set()
+
+
+def read_checked(read: Callable[[], bytes], check: Callable[[bytes], T], policy: RetryPolicy) -> T:
+    """Return what ``check`` returns of the bytes read; where it raises a FuelrailError, they are read again.
+
+    A proxy may change bytes on the way. The policy's pauses are between the reads. The error of the sixth is raised,
+    or of bytes that were read before: they are so in storage.
+    """
+    before: bytes | None = None
+    for number in range(1, _MAX_READS + 1):
+        data = read()
+        try:
+            return check(data)
+        except FuelrailError:
+            if data == before or number == _MAX_READS:
+                raise
+        before = data
+        time.sleep(policy.delay_s(number, random.random()))
+    raise AssertionError("the last read returns or raises")
 
 
 def call_with_retries(

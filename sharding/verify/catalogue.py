@@ -22,7 +22,8 @@ from fuelrail.pipeline.format.layers import EITHER, LayerManifest
 from fuelrail.pipeline.format.manifest import Ancestor
 from fuelrail.pipeline.settings import Settings, flag
 from fuelrail.pipeline.storage.files import published, read_file
-from fuelrail.pipeline.storage.filesystem import filesystem, is_url
+from fuelrail.pipeline.storage.filesystem import filesystem, is_url, shown_url
+from fuelrail.pipeline.storage.retry import fault_of
 from fuelrail.pipeline.text import escaped, json_text
 
 TAGS_FILE: Final = "tags.json"
@@ -211,11 +212,20 @@ def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[
 
 
 def read_tags(dataset: str | os.PathLike[str]) -> tuple[str, ...]:
-    """Return the tags of a dataset in a folder or at a URL, sorted; raises DatasetError for a damaged file."""
+    """Return the tags of a dataset in a folder or at a URL, sorted.
+
+    Raises DatasetError for a damaged file, and where storage fails.
+    """
     try:
         if is_url(dataset):
             store, folder = filesystem(str(dataset), None)
-            data = store.cat_file(f"{folder}/{TAGS_FILE}", start=0, end=_MAX_TAGS_BYTES)
+            try:
+                data = store.cat_file(f"{folder}/{TAGS_FILE}", start=0, end=_MAX_TAGS_BYTES)
+            except Exception as error:
+                fault = fault_of(error)
+                if fault.kind in ("missing", "refused"):  # a store may refuse what is not there
+                    return ()
+                raise DatasetError(f"'{shown_url(str(dataset))}/{TAGS_FILE}' cannot be read ({fault.text})") from error
         else:
             data = read_file(Path(str(dataset).removeprefix("file://")) / TAGS_FILE, _MAX_TAGS_BYTES)
     except FileNotFoundError:

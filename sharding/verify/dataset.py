@@ -22,7 +22,7 @@ import numpy as np
 import xxhash
 
 from fuelrail.pipeline.cli import counted
-from fuelrail.pipeline.errors import ConfigError, IndexFileError, ManifestError
+from fuelrail.pipeline.errors import ConfigError, FuelrailError, IndexFileError, ManifestError
 from fuelrail.pipeline.format.attributes import TEXTS
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE
 from fuelrail.pipeline.format.dataset import Dataset, load_dictionary
@@ -34,19 +34,20 @@ from fuelrail.pipeline.format.index.samples import INDEX_FILE
 from fuelrail.pipeline.format.index.shards import SHARDS_FILE, ShardEntry
 from fuelrail.pipeline.format.index.tables import open_shards, open_tables
 from fuelrail.pipeline.format.layers import EITHER, NO_ROW, ROWS_FILE, LayerManifest, read_rows
-from fuelrail.pipeline.format.manifest import MANIFEST_FILE, WORK_FOLDER, FileEntry, load_manifest
+from fuelrail.pipeline.format.manifest import MANIFEST_FILE, WORK_FOLDER, FileEntry, Manifest, load_manifest
 from fuelrail.pipeline.runtime.workers import in_threads
 from fuelrail.pipeline.storage.files import open_file
 from fuelrail.pipeline.storage.filesystem import is_url, shown_url
 from fuelrail.pipeline.text import escaped, json_text, message, shown
 from fuelrail.sharding.output.folder import file_is
 from fuelrail.sharding.output.url import UrlOutput
+from fuelrail.sharding.output.workspace import STATE
 from fuelrail.sharding.verify.shard import Fault, ShardCheck, make_check
 
 _ROWS_AT_ONCE: Final = 1 << 16
 _LEFT_OVER: Final = (
     f"the folder {WORK_FOLDER} is of a run that is writing here, or that was stopped after it finished the dataset; "
-    "readers ignore it; the command that made the dataset, run again, removes it, and so does --repair"
+    "readers ignore it; the command that made the dataset, run again, removes it"
 )
 
 
@@ -115,12 +116,13 @@ def verify(
     if is_url(root):
         folder, manifest, origin = fetch_dataset(str(root), kinds=EITHER)
         report = VerifyReport(shown_url(str(root)), deep)
+        report.notes += _left_over_at(str(root), manifest)
     else:
         folder = Path(str(root).removeprefix("file://"))
         manifest, origin = load_manifest(folder, EITHER), None
         report = VerifyReport(str(folder), deep)
         if (folder / WORK_FOLDER).is_dir():
-            report.notes.append(_LEFT_OVER)
+            report.notes.append(f"{_LEFT_OVER}, and so does --repair")
     files_here = partial(_files_here, root, folder)
     dataset: Dataset | None = None
     shards: Sequence[ShardEntry] = ()
@@ -175,6 +177,14 @@ def verify(
         if deep and not report.faults:
             report.faults += _check_manifest(dataset, sizes)
     return report
+
+
+def _left_over_at(url: str, manifest: Manifest) -> list[str]:
+    """Look for the working folder of a run by one request; to list may take many."""
+    state = f"{WORK_FOLDER}/layer.json" if isinstance(manifest, LayerManifest) else STATE
+    with contextlib.suppress(FuelrailError):  # some stores refuse access to what is not there
+        return [] if UrlOutput(url).read(state, 1) is None else [_LEFT_OVER]
+    return []
 
 
 @contextlib.contextmanager

@@ -21,11 +21,12 @@ from support.ranks import environment
 
 pytestmark = [
     pytest.mark.process,
+    pytest.mark.timeout(1800),  # of commands that take half a minute on an idle machine
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc"),
 ]
 
 QUICK = ("--workers", 1, "--batch-size", 1, "--accelerator", "emulated:resnet50-224-h100")
-_PATIENCE_S = 120
+_PATIENCE_S = 600
 
 
 def stepped(place, num_steps):

@@ -165,13 +165,13 @@ class TestOrder:
 
         def slow_start(*arguments):
             stopped.set()
-            assert go_on.wait(20)
+            assert go_on.wait(200)
             start(*arguments)
 
         monkeypatch.setattr(loader._runner, "start", slow_start)
         with ThreadPoolExecutor(2) as pool:
             others = [pool.submit(iter, loader)]
-            assert stopped.wait(20)
+            assert stopped.wait(200)
             others.append(pool.submit(iter, loader))
             with pytest.raises(FuelrailError, match="ended this one after 1 of 7 batches"):
                 next(first)

@@ -169,7 +169,7 @@ with DataLoader(sys.argv[1], 3, storage={"cache_dir": sys.argv[2], "cache_size":
             pytest.skip("no mount in a user namespace here")
         done = subprocess.run(
             [*inside, sys.executable, "-c", code, str(tiny), str(tmp_path)],
-            capture_output=True, text=True, timeout=100, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True, text=True, timeout=280, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert (

@@ -135,7 +135,7 @@ def test_a_script_without_a_main_guard_gets_a_sentence(source, tmp_path):
     script.write_text(
         f"import fuelrail\nfuelrail.shard({source!r}, {str(tmp_path / 'out')!r}, workers=2, engine='processes')\n"
     )
-    done = subprocess.run([sys.executable, script], env=environment(), capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, script], env=environment(), capture_output=True, text=True, timeout=280)
     assert done.returncode == 1
     assert f"ConfigError: {script}:2: this call starts worker processes" in done.stderr
     assert "FuelrailError: a worker process died" in done.stderr.splitlines()[-1]

@@ -15,6 +15,7 @@ import pytest
 
 from fuelrail.__main__ import main
 from fuelrail.pipeline.format.manifest import WORK_FOLDER
+from support.fault_server import FaultServer
 from support.sharding import digests, environment, flip, shard_command
 from support.shared_data import shared_data
 
@@ -335,3 +336,16 @@ def test_the_working_folder_of_a_run_that_was_killed_at_its_end(run, source, tmp
         assert run(*command)[0] == 0
         assert not (out / WORK_FOLDER).exists()
         assert json.loads(run("verify", out, "--json")[1])["notes"] == []
+
+
+@pytest.mark.network
+def test_the_working_folder_of_a_run_that_was_killed_at_its_end_at_a_url(run, source, tmp_path):
+    shard(run, source.root, tmp_path / "out")
+    with FaultServer(tmp_path / "out") as server:
+        assert json.loads(run("verify", server.url, "--json")[1])["notes"] == []
+        (tmp_path / "out" / WORK_FOLDER).mkdir()
+        (tmp_path / "out" / WORK_FOLDER / "run.json").write_text("{}")
+        code, said, _ = run("verify", server.url)
+        assert (code, said.count("\n")) == (0, 2)
+        assert said.startswith(f"note: the folder {WORK_FOLDER} is of a run that is writing here, or that was stopped")
+        assert [request.name for request in server.requests].count(f"{WORK_FOLDER}/run.json") == 2

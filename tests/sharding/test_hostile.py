@@ -75,7 +75,7 @@ for words in json.loads(sys.argv[1]):
 print(peak() - began, file=sys.stderr)
 """
     line = [sys.executable, "-c", program, json.dumps(commands)]
-    done = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=240)
+    done = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=280)
     assert "Traceback" not in done.stderr
     return int(done.stderr.strip().splitlines()[-1]) << 10, done.stdout + done.stderr
 

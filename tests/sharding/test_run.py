@@ -281,7 +281,7 @@ def test_ctrl_c_and_sigterm_end_cleanly(dataroot, tmp_path, number, to_all, work
     while process.poll() is None and not list(out.glob("*.tar")):
         time.sleep(0.002)
     (os.killpg if to_all else os.kill)(process.pid, number)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=280)
     assert process.returncode == 130, said
     assert said == "fuelrail: finished shards are kept; run the same command to resume\nfuelrail: interrupted\n"
     assert not (out / "dataset.json").exists()

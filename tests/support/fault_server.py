@@ -46,7 +46,7 @@ class Misbehaviour(NamedTuple):
     short: bool = False
     """Promise and send one byte less than asked for."""
     flip: bool = False
-    """Change one byte."""
+    """Change one byte: another one in each answer."""
     ignore_range: bool = False
     """Answer with the whole file."""
 
@@ -195,7 +195,7 @@ class FaultServer:
             stream.seek(start)
             body = bytearray(stream.read(end - start)) if wants_body else bytearray()
         if how.flip:
-            body[len(body) // 2] ^= 0xFF
+            body[(len(body) // 2 + request.number) % len(body)] ^= 0xFF
         status = 206 if ranged else 200
         extra = f"Content-Range: bytes {start}-{end - 1}/{size}\r\n" if ranged else ""
         if how.cut or how.stall_s:

@@ -10,7 +10,7 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 
 
-def run_ranks(num_ranks: int, *arguments: object, timeout_s: float = 120) -> str:
+def run_ranks(num_ranks: int, *arguments: object, timeout_s: float = 280) -> str:
     """``torchrun --nproc-per-node NUM ARGUMENTS``; returns what the ranks printed, fails with it if one failed."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)),

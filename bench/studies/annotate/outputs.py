@@ -63,8 +63,8 @@ def infer_table(outputs: Mapping[str, Any], num_rows: int, store: str) -> list[d
                 fixed = {"law": {"name": "fixed"}, "description": f"{name} is int8 times this"}
                 table.append({**fixed, "name": scale, "kind": "array", "field": f"{scale}.npy", "dtype": "float32"})
         else:
-            kinds = ", ".join(sorted({type(value).__name__ for value in values}))
-            raise ConfigError(f"output {name!r} holds {kinds} of differing shape or type: {_BY_HAND}")
+            kinds = ", ".join(sorted({_kind(value) for value in values}))
+            raise ConfigError(f"output {name!r} holds {kinds}, not arrays of one shape, str or bytes: {_BY_HAND}")
     return table
 
 
@@ -96,6 +96,10 @@ def rows_of(outputs: Mapping[str, Any], num_rows: int, channels: Sequence[Channe
     return rows
 
 
+def _kind(value: object) -> str:
+    return f"array {list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
+
+
 def _quantised(name: str, value: NDArray[Any]) -> tuple[NDArray[np.int8], np.float32]:
     if not np.isfinite(value).all():
         raise ConfigError(
@@ -111,8 +115,7 @@ def _split(name: str, output: object, num_rows: int) -> list[Any]:
     """The rows of an output; tensors as arrays in host memory, bfloat16 as float32."""
     kind = type(output).__name__
     if isinstance(output, torch.Tensor):
-        host = output.detach().cpu()
-        output = (host.float() if host.dtype == torch.bfloat16 else host).numpy()
+        output = _on_host(name, output)
     has_rows = isinstance(output, list | tuple) or (isinstance(output, np.ndarray) and output.ndim > 0)
     length = len(output) if has_rows else -1  # type: ignore[arg-type]
     if length != num_rows:
@@ -121,13 +124,23 @@ def _split(name: str, output: object, num_rows: int) -> list[Any]:
             f"[B, ...] or a list, with a row for each of the batch's {num_rows} samples"
         )
     rows: list[Any] = list(output)  # type: ignore[call-overload]
-    return [_array(row) for row in rows]
+    return [_array(name, row) for row in rows]
 
 
-def _array(row: Any) -> Any:  # noqa: ANN401
-    if isinstance(row, torch.Tensor):
-        host = row.detach().cpu()
+def _on_host(name: str, tensor: torch.Tensor) -> NDArray[Any]:
+    host = tensor.detach().cpu()
+    try:
         return (host.float() if host.dtype == torch.bfloat16 else host).numpy()
+    except TypeError as error:  # sparse, quantised, float8
+        raise ConfigError(
+            f"output {name!r} is a tensor of {host.dtype} and layout {host.layout}, which no array can hold: make it "
+            f"dense, and of one of {', '.join(DTYPES)}"
+        ) from error
+
+
+def _array(name: str, row: Any) -> Any:  # noqa: ANN401
+    if isinstance(row, torch.Tensor):
+        return _on_host(name, row)
     if isinstance(row, dict):
-        return {name: _array(one) for name, one in row.items()}
+        return {part: _array(f"{name}.{part}", one) for part, one in row.items()}
     return np.asarray(row) if isinstance(row, np.generic | bool | int | float) else row

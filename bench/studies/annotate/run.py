@@ -23,10 +23,11 @@ from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.loader import DataLoader
 from fuelrail.loaders.schedule.layers import view_settings
 from fuelrail.pipeline.cli import counted
-from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.format.layers import LayerView
 from fuelrail.pipeline.order.batching import World
+from fuelrail.pipeline.runtime.stages import stage_error
 from fuelrail.pipeline.settings import CheckedSettings, PathText, flag, make_options
 from fuelrail.pipeline.text import escaped
 from fuelrail.sharding.output.folder import check_out, open_output
@@ -100,8 +101,8 @@ def annotate(
 
     Every rank of a launcher such as torchrun runs the same call; the one that finds all rows written finishes the
     layer. An interrupted run is resumed by the same call, on any number of ranks. Raises ConfigError for a model that
-    cannot be imported and for outputs without a table, SchemaError for values that are not as the table says, and what
-    `DataLoader` and `LayerWriter` raise.
+    cannot be imported and for outputs without a table, StageError, whose ``__cause__`` is the exception, for a model
+    that raises, SchemaError for values that are not as the table says, and what `DataLoader` and `LayerWriter` raise.
     """
     options = make_options(AnnotateOptions, options, changes)
     start = time.monotonic()
@@ -172,12 +173,20 @@ class _Annotation:
         return num_written
 
     def _outputs(self, batch: dict[str, Any]) -> Mapping[str, Any]:
-        with torch.inference_mode():
-            outputs = self._model(batch)
+        try:
+            with torch.inference_mode():
+                outputs = self._model(batch)
+        except FuelrailError:
+            raise
+        except (Exception, SystemExit) as error:
+            keys, model = batch["sample_key"], self._model
+            name = getattr(model, "__qualname__", type(model).__qualname__)
+            raise stage_error(f"model '{name}' failed on samples {keys[0]!r} .. {keys[-1]!r}", error) from error
         if not hasattr(outputs, "items") or not outputs:
+            found = "no outputs" if outputs == {} else type(outputs).__name__
             raise ConfigError(
-                f"the model returned {type(outputs).__name__}; it must return a dict of channel name to a tensor "
-                "[B, ...] or a list of B values"
+                f"the model returned {found}; it must return a dict of channel name to a tensor [B, ...] or a list of "
+                "B values"
             )
         return outputs
 
@@ -194,14 +203,21 @@ def _load(name: str) -> Model:
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise ConfigError(f"model {name!r} must be MODULE:FUNCTION, such as 'teacher:logits'")
+    if "/" in module or module.startswith(".") or module.endswith(".py"):
+        raise ConfigError(f"model {name!r} has the path '{module}'; name a module as `import` does: 'folder.teacher'")
     folder = os.getcwd()  # noqa: PTH109 - as the interpreter itself does for `python -m`
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"model {name!r} cannot be imported: {error}") from error
-    model: Any = found() if isinstance(found, type) else found
+        try:
+            found = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"model {name!r} cannot be imported: {error}") from error
+        model: Any = found() if isinstance(found, type) else found
+    except FuelrailError:
+        raise
+    except (Exception, SystemExit) as error:  # a script may end the process when it is imported
+        raise stage_error(f"model {name!r} cannot be made", error) from error
     if not callable(model):
         raise ConfigError(f"model {name!r} is {type(model).__name__}, not a function")
     return model  # type: ignore[no-any-return]

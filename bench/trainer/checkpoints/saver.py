@@ -23,6 +23,7 @@ from fuelrail.bench.measure.records import CheckpointRestore, CheckpointSave
 from fuelrail.bench.trainer.checkpoints.state import model_tensors, progress_of, put_back, targets_of, tensors_of
 from fuelrail.bench.trainer.checkpoints.store import DamagedError, Manifest, Store
 from fuelrail.pipeline.errors import FuelrailError, StateMismatchError
+from fuelrail.pipeline.storage.filesystem import DISK_FULL
 
 if TYPE_CHECKING:
     from fuelrail.bench.trainer.strategies.parallel import Parallel
@@ -39,7 +40,7 @@ class Checkpoints:
 
     def __init__(self, place: str, *, keep: int, identity: Mapping[str, str], timeout_s: float = 600) -> None:
         self._store = Store(place)
-        self._keep, self._identity = keep, dict(identity)
+        self._keep, self._identity, self._timeout_s = keep, dict(identity), timeout_s
         # The background thread's collectives must not meet the training's.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
@@ -120,10 +121,17 @@ class Checkpoints:
             reason = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
             raise FuelrailError(
                 f"the checkpoint of step {manifest.step} could not be written to '{self._store.shown}': {reason}; "
-                "checkpoints of earlier steps are whole; check the space that is left there"
+                f"checkpoints of earlier steps are whole{self._advice(reason)}"
             ) from error
         size, total_ns = sum(size for size, _ in files.values()), time.monotonic_ns() - start_ns
         return CheckpointSave(step=manifest.step, stall_ns=stall_ns, total_ns=total_ns, num_bytes=size)
+
+    def _advice(self, reason: BaseException) -> str:
+        if isinstance(reason, OSError) and reason.errno in DISK_FULL:
+            return "; make room there"
+        if isinstance(reason, RuntimeError) and "timed out" in str(reason).lower():  # torch has no class for it
+            return f"; a rank did not answer for {self._timeout_s:g} s (timeout_s): it is dead, or its storage slow"
+        return ""
 
     def _load(self, folder: str, manifest: Manifest, parallel: Parallel, loader: DataLoader) -> None:
         reader = self._store.reader(folder)

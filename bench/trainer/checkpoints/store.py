@@ -8,6 +8,7 @@ mixed with the files of another run.
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -19,6 +20,8 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, Fsspec
 from fuelrail.pipeline.errors import FuelrailError, StateMismatchError
 from fuelrail.pipeline.storage.files import published, sync_folder
 from fuelrail.pipeline.storage.filesystem import filesystem, is_url, shown_url
+
+_LOG = logging.getLogger(__name__)
 
 VERSION = 1
 _MANIFEST, _DAMAGED = "checkpoint.json", "damaged.json"
@@ -81,9 +84,22 @@ class Store:
         return {name: self._digest_of(folder, name) for name in names[share]}
 
     def _digest_of(self, folder: str, name: str) -> tuple[int, str]:
-        path = f"{self._path}/{folder}/{name}"
+        path, num_bytes = self._regular(folder, name)
         with self._fs.open(path, "rb") as file:
-            return self._fs.size(path), hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
+            return num_bytes, hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
+
+    def _regular(self, folder: str, name: str) -> tuple[str, int]:
+        """Return a file's path and bytes; raises DamagedError where none is. To open a FIFO would wait for ever."""
+        path = f"{self._path}/{folder}/{name}"
+        try:
+            info = self._fs.info(path)
+        except FileNotFoundError as error:
+            raise DamagedError(f"{name} is missing") from error
+        if info["type"] != "file":
+            raise DamagedError(
+                f"{name} is {'a folder, not a file' if info['type'] == 'directory' else 'no regular file'}"
+            )
+        return path, info["size"]
 
     def publish(self, folder: str, manifest: Manifest) -> None:
         """Make a written checkpoint visible, in one step."""
@@ -110,7 +126,7 @@ class Store:
         Raises DamagedError, and StateMismatchError for another version.
         """
         try:
-            sealed = msgspec.json.decode(self._fs.cat_file(f"{self._path}/{folder}/{_MANIFEST}"), type=_Sealed)
+            sealed = msgspec.json.decode(self._fs.cat_file(self._regular(folder, _MANIFEST)[0]), type=_Sealed)
         except msgspec.MsgspecError as error:
             raise DamagedError(f"{_MANIFEST} is not a manifest: {error}") from error
         body = bytes(sealed.manifest)
@@ -125,10 +141,7 @@ class Store:
         if not folder.startswith(self.folder(manifest.step, "")):
             raise DamagedError(f"{_MANIFEST} is of step {manifest.step}")
         for name in sorted(manifest.files)[share]:
-            try:
-                found, written = self._digest_of(folder, name), manifest.files[name]
-            except FileNotFoundError as error:
-                raise DamagedError(f"{name} is missing") from error
+            found, written = self._digest_of(folder, name), manifest.files[name]
             if found != written:
                 raise DamagedError(f"{name} does not match its digest; of {written[0]} bytes it has {found[0]}")
         return manifest
@@ -144,12 +157,14 @@ class Store:
             self._fs.rm(f"{self._path}/{folder}", recursive=True)
 
     def clean(self) -> None:
-        """Remove what killed runs left: folders that are neither checkpoints nor damaged ones."""
+        """Remove what killed runs left, with a warning: folders that are neither checkpoints nor damaged ones."""
         self._fs.makedirs(self._path, exist_ok=True)
         self._fs.invalidate_cache()
         for path in self._fs.ls(self._path, detail=False):
             marks = (f"{path}/{mark}" for mark in (_MANIFEST, _DAMAGED))
-            if _NAME.fullmatch(PurePosixPath(path).name) and not any(map(self._fs.exists, marks)):
+            name = PurePosixPath(path).name
+            if _NAME.fullmatch(name) and not any(map(self._fs.exists, marks)):
+                _LOG.warning("'%s/%s' has no %s: its save did not finish; it is removed", self.shown, name, _MANIFEST)
                 self._fs.rm(path, recursive=True)
 
 

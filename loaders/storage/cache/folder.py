@@ -14,8 +14,9 @@ The folder and all in it belong to one user and are closed to all others: mode 0
 (:mod:`fuelrail.pipeline.storage.private`). What the loader did not make is never removed.
 
 A file appears under its name by rename, when it is whole. Nothing is synced: after a power cut a file may be short or
-hold zeros, so every read is checked against the index's digest, and a damaged file is a miss. Killed processes leave at
-most files in ``tmp`` and a wrong count of bytes, until the next one that is alone.
+hold zeros, so every read is checked against the index's digest, and a damaged file is a miss. A damaged ``cache.json``
+is written again where the files beside it are a cache's. Killed processes leave at most files in ``tmp`` and a wrong
+count of bytes, until the next one that is alone.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import contextlib
 import errno
 import fcntl
 import itertools
+import logging
 import mmap
 import os
 import re
@@ -39,6 +41,8 @@ import numpy as np
 
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.storage.private import make_folder, open_file, open_folder
+
+_LOG = logging.getLogger(__name__)
 
 _FORMAT: Final = "fuelrail-span-cache"
 _VERSION: Final = 1
@@ -189,7 +193,7 @@ class CacheFolder:
         self._header[0] = max(0, num_bytes)
 
     def _claim(self, marker: _Marker) -> None:
-        file = self.path / "cache.json"
+        file, encoded = self.path / "cache.json", msgspec.json.encode(marker) + b"\n"
         # Looked up first: another process may fill it as soon as cache.json is here.
         is_empty = not _names_in(self._data_fd)
         try:
@@ -200,13 +204,18 @@ class CacheFolder:
                     f"cache_dir: '{self.path}' has files in 'data' but no cache.json, so fuelrail did not make it; "
                     "choose another folder"
                 ) from None
-            self._rename(self._write_temporary(msgspec.json.encode(marker) + b"\n"), "cache.json", self._fd)
+            self._rename(self._write_temporary(encoded), file.name, self._fd)
             fd = open_file(file, os.O_RDONLY, self._fd)
         with os.fdopen(fd, "rb") as stream:
             data = stream.read(_MARKER_BYTES)
         try:
             found = msgspec.json.decode(data, type=_Marker)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            is_json = isinstance(error, msgspec.ValidationError)  # of another version, or program
+            if not is_json and {"lock", "users.lock", "table", "data", "tmp"} <= set(_names_in(self._fd)):
+                _LOG.warning("cache_dir: '%s' is damaged (%s); it is written again", file, error)
+                self._rename(self._write_temporary(encoded), file.name, self._fd)
+                return
             raise ConfigError(f"cache_dir: '{file}' is damaged ({error}); remove '{self.path}'") from error
         if found != marker:
             raise ConfigError(

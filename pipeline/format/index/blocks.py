@@ -27,6 +27,7 @@ from fuelrail.pipeline.errors import DatasetError, FuelrailError, IndexFileError
 from fuelrail.pipeline.format.index.checks import batch_range, check_plain, footer_range
 from fuelrail.pipeline.storage.files import open_file
 from fuelrail.pipeline.storage.private import open_file as open_private
+from fuelrail.pipeline.storage.retry import RetryPolicy, read_checked
 
 if TYPE_CHECKING:
     Read = Callable[[int, int], bytes]
@@ -174,16 +175,18 @@ class BlockFile:
 
     def _fetch(self, read: Read, run: range) -> None:
         first, end = run.start * BLOCK_BYTES, min(run.stop * BLOCK_BYTES, len(self._view))
-        for attempt in range(2):  # bytes are read twice before they are called wrong
-            data = memoryview(read(first, end))
-            wrong = [b for b in run if not self._matches(b, data[(b - run.start) * BLOCK_BYTES :][:BLOCK_BYTES])]
-            if not wrong and len(data) == end - first:
-                break
-            if attempt:
+
+        def check(data: bytes) -> memoryview:
+            view = memoryview(data)
+            parts = ((b, view[(b - run.start) * BLOCK_BYTES :][:BLOCK_BYTES]) for b in run)
+            if len(data) != end - first or not all(self._matches(*part) for part in parts):
                 raise IndexFileError(
                     f"bytes {first} to {end} of '{self.path.name}' at the dataset's URL are not those that "
                     f"{BLOCKS_FILE} describes (SHA-256 differs): was the dataset replaced in part?"
                 )
+            return view
+
+        data = read_checked(lambda: read(first, end), check, RetryPolicy())
         try:
             descriptor = open_private(self.path, os.O_WRONLY)
             try:

@@ -20,7 +20,14 @@ from fuelrail.pipeline.format.layers import (
     check_layer_table,
     open_layer_data,
 )
-from fuelrail.pipeline.format.manifest import MANIFEST_FILE, WORK_FOLDER, Lineage, decode_manifest, encode_manifest
+from fuelrail.pipeline.format.manifest import (
+    BRING_BACK,
+    MANIFEST_FILE,
+    WORK_FOLDER,
+    Lineage,
+    decode_manifest,
+    encode_manifest,
+)
 from fuelrail.pipeline.storage.filesystem import is_url, shown_url
 from fuelrail.pipeline.text import escaped
 from fuelrail.sharding.output.folder import FolderOutput, check_out, link_file
@@ -61,7 +68,7 @@ def rebase_layer(
     Rows are found by key. Shards and tables are hard links, or copies where the file system has none; only ``rows.npy``
     and the manifest are new. An interrupted call is resumed. Raises ConfigError for a layer at a URL and where OUT has
     something else, DatasetError where no key of the layer is in the base, or channels lie on cameras or lidars that the
-    base lacks or stores in other sizes.
+    base lacks or stores in other sizes, or where the layer lacks a file.
     """
     if is_url(os.fspath(out)):
         raise ConfigError(f"the output of rebase must be a folder of this machine, got '{shown_url(os.fspath(out))}'")
@@ -73,6 +80,9 @@ def rebase_layer(
     own = [file for file in manifest.files if file.name != ROWS_FILE]
     shards = [shard for one in old.shards for shard in (one.name, one.idx_name if one.idx_bytes else "")]
     names = [*filter(None, shards), *(file.name for file in own)]
+    for name in names:
+        if not (old.root / name).is_file():
+            raise DatasetError(f"layer '{old.location}' has no file {name}; {BRING_BACK}")
     target = FolderOutput(os.fspath(out))
     check_out(target)
     there = {*target.names()}

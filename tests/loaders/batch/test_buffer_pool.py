@@ -88,12 +88,12 @@ def test_a_view_in_another_thread_keeps_the_buffer() -> None:
 
     def write(out: np.ndarray) -> None:
         started.set()
-        go.wait(10)
+        go.wait(200)
         out[...] = 255
 
     writer = threading.Thread(target=write, args=(lent[0],))
     writer.start()
-    started.wait(10)
+    started.wait(200)
     del lent
     following = buffers.take()
     following[...] = 1

@@ -10,6 +10,7 @@ import threading
 import tracemalloc
 from typing import ClassVar
 
+import msgspec
 import pytest
 
 from fuelrail.loaders.records import Scheduled
@@ -27,6 +28,7 @@ from fuelrail.pipeline.errors import (
 )
 from fuelrail.pipeline.format import fetch
 from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.format.manifest import encode_manifest
 from fuelrail.pipeline.storage.retry import RetryPolicy
 from support.fault_server import FaultServer, Misbehaviour, faulty
 from support.forked import fork, join
@@ -164,6 +166,18 @@ class TestFaults:
             open_storage(dataset).span(*rows_of(dataset)[0])
         assert len(shard_requests(server)) == 1
 
+    def test_a_shard_that_is_gone_says_whether_the_dataset_was_replaced(self, serve, own, pristine, tmp_path):
+        dataset = open_dataset(serve(own).url, cache_dir=tmp_path)
+        fingerprint = dataset.manifest.fingerprint
+        (own / "train-000000.tar").unlink()
+        with pytest.raises(StorageError, match="the shard is not there") as caught:
+            open_storage(dataset).span(*rows_of(dataset)[0])
+        assert "replaced while in use" not in str(caught.value)
+        manifest = msgspec.structs.replace(dataset.manifest, classes=("another",))
+        (own / "dataset.json").write_bytes(encode_manifest(manifest))
+        with pytest.raises(StorageError, match=f"the shard is not there.*replaced while in use.*was {fingerprint}"):
+            open_storage(dataset).span(*rows_of(dataset)[0])
+
     def test_bytes_that_stay_wrong_are_fetched_twice_and_reported(self, served):
         server, dataset = served
         server.misbehave = only_shards(Misbehaviour(flip=True))
@@ -253,6 +267,16 @@ class TestOpening:
     def test_faults_while_opening_are_ridden_out(self, serve, pristine, tmp_path):
         faults = iter([Misbehaviour(status=503), Misbehaviour(cut=True), Misbehaviour(), Misbehaviour(hang_up=True)])
         server = serve(pristine, lambda request: next(faults, Misbehaviour()))
+        assert len(open_dataset(server.url, cache_dir=tmp_path).index) == 25
+
+    def test_bytes_changed_on_the_way_are_read_again(self, serve, pristine, tmp_path):
+        left = dict.fromkeys(("dataset.json", "shards.arrow", "index.arrow", "keys.arrow", "blocks.sha256"), 4)
+
+        def change(request):
+            left[request.name] -= 1
+            return Misbehaviour(flip=left[request.name] >= 0)
+
+        server = serve(pristine, change)
         assert len(open_dataset(server.url, cache_dir=tmp_path).index) == 25
 
     def test_what_is_not_a_dataset(self, serve, own, tmp_path):

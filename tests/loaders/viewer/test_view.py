@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import cv2
+import msgspec
 import numpy as np
 import pytest
 
@@ -16,7 +18,9 @@ from fuelrail.__main__ import main
 from fuelrail.loaders import ImageAugment, World
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.loaders.viewer.view import decode_single
+from fuelrail.pipeline.channels.table import Channel, Law
 from fuelrail.pipeline.format.dataset import open_dataset
+from support.edits import reseal, rewrite
 from support.loaders import make_loader
 
 
@@ -95,7 +99,7 @@ class TestCommand:
         words = ["view", root, "--image", settings, "--output", tmp_path / "x.png"]
         command = [sys.executable, "-c", code, *map(str, words)]
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3] / ".src")}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
         assert done.returncode == 2, done.stderr
         assert "no memory to draw 2 cameras of 8192x8192 pixels, 402653184 bytes" in done.stderr
         assert "Traceback" not in done.stderr
@@ -134,8 +138,30 @@ def test_layers_are_drawn_where_they_lie(root, tmp_path, capsys):
     assert not drawn[52:].any() and not drawn[:28].any() and not drawn[35:45, 62:78].any()
     assert main(["view", str(root), "--layers", f"seen={tmp_path / 'seen'}", "--output", str(tmp_path / "a.png")]) == 0
     assert "seen.depth, seen.marks" in capsys.readouterr().out
-    assert fuelrail.view(root, "clip-0001-000001", layers={"seen": str(tmp_path / "seen")}).channels == ()
+    lacking = fuelrail.view(root, "clip-0001-000001", layers={"seen": str(tmp_path / "seen")})
+    assert (lacking.channels, lacking.missing[:2]) == ((), ("seen.depth", "seen.marks"))
+    assert lacking.as_text().endswith("; this sample has no seen.depth, seen.marks, seen.caption, seen.loss")
     assert main(["view", str(root), "--layers", "seen"]) == 2
+
+
+def test_channels_that_a_sample_lacks_are_named(made, tmp_path, capsys):
+    notes, never = (
+        Channel(name=name, kind="text", field=f"{name}.txt", law=Law("fixed"), optional=True)
+        for name in ("notes", "never")
+    )
+    root = shutil.copytree(made({"train": (2,)})[0], tmp_path / "d")
+    rewrite(root, 1, lambda raw: [*raw.items(), ("notes.txt", b"wet")])
+    reseal(root, lambda manifest: msgspec.structs.replace(manifest, channels=(*manifest.channels, notes, never)))
+    first, second = (open_dataset(root).index.row(row).key for row in (0, 1))
+    output = ("--output", str(tmp_path / "a.png"))
+    assert main(["view", str(root), first, "--channels", "notes", *output]) == 0
+    assert "; this sample has no notes -> " in capsys.readouterr().out
+    assert main(["view", str(root), second, "--channels", "notes", *output]) == 0
+    assert ", notes -> " in capsys.readouterr().out
+    assert main(["view", str(root), "--channels", "never"]) == 2
+    assert "has no sample with channel 'never'; it has: " in capsys.readouterr().err
+    assert main(["view", str(root), "--channels", "other"]) == 2
+    assert "has no channel 'other'; it has: " in capsys.readouterr().err
 
 
 def test_view_draws_lidar_and_boxes_from_above_beside_the_cameras(root):

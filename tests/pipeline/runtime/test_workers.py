@@ -50,7 +50,7 @@ def test_a_signal_that_another_thread_gets_waits_for_the_end_too():
     started, sent = threading.Event(), threading.Event()
 
     def another() -> None:
-        started.wait(20)
+        started.wait(200)
         signal.pthread_kill(threading.get_ident(), signal.SIGINT)
         sent.set()
 
@@ -60,7 +60,7 @@ def test_a_signal_that_another_thread_gets_waits_for_the_end_too():
     done = False
     with pytest.raises(KeyboardInterrupt), ctrl_c_waits():
         started.set()
-        sent.wait(20)
+        sent.wait(200)
         thread.join()
         done = True
     assert done

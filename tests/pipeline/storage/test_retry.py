@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuelrail.pipeline.errors import ChecksumError
+from fuelrail.pipeline.errors import ChecksumError, IndexFileError
 from fuelrail.pipeline.storage import retry
-from fuelrail.pipeline.storage.retry import Fault, RetryPolicy, call_with_retries, fault_of, redacted
+from fuelrail.pipeline.storage.retry import Fault, RetryPolicy, call_with_retries, fault_of, read_checked, redacted
 
 yarl = pytest.importorskip("yarl")
 aiohttp = pytest.importorskip("aiohttp")
@@ -137,3 +137,31 @@ class TestCalls:
         with pytest.raises(ChecksumError):
             call_with_retries(work, self.POLICY, lambda fault, pause: None)
         assert len(calls) == 1
+
+
+class TestReadChecked:
+    POLICY = RetryPolicy(first_delay_s=0)
+
+    @pytest.mark.parametrize(
+        ("answers", "num_reads"),
+        [([b"right"], 1), ([b"a", b"b", b"c", b"d", b"e", b"right"], 6), ([b"a", b"b", b"a", b"right"], 4)],
+    )
+    def test_bytes_that_change_are_read_again(self, answers, num_reads) -> None:
+        left = iter(answers)
+        assert read_checked(lambda: next(left), self.check, self.POLICY) == b"right"
+        assert len(answers) - len([*left]) == num_reads
+
+    @pytest.mark.parametrize(
+        ("answers", "num_reads"), [([b"a", b"a", b"right"], 2), ([b"%d" % n for n in range(9)], 6)]
+    )
+    def test_the_same_bytes_again_are_wrong_in_storage(self, answers, num_reads) -> None:
+        left = iter(answers)
+        with pytest.raises(IndexFileError, match="wrong"):
+            read_checked(lambda: next(left), self.check, self.POLICY)
+        assert len(answers) - len([*left]) == num_reads
+
+    @staticmethod
+    def check(data: bytes) -> bytes:
+        if data != b"right":
+            raise IndexFileError("wrong")
+        return data

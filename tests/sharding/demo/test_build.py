@@ -134,7 +134,7 @@ def test_ctrl_c_while_workers_start_ends_with_one_line(tmp_path: Path) -> None:
     while process.poll() is None and not any("spawn_main" in " ".join(p.cmdline()) for p in started.children()):
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of the processes
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=280)
     assert process.returncode == 130, said
     assert said == "fuelrail: interrupted\n"
     assert list(tmp_path.iterdir()) == []

@@ -82,7 +82,7 @@ def test_a_driver_that_is_killed_continues_with_the_same_command(source, expecte
     command = shard_command(f"nuscenes:{source.root}", out, *words, "--ray-address", cluster.address)
     variables = {**environment(), "RAY_USAGE_STATS_ENABLED": "0"}
     run = subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 280
     while len(list(out.glob("*.tar"))) < 2 and run.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)
     run.send_signal(signal.SIGKILL)

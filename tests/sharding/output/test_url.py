@@ -111,7 +111,7 @@ def test_killed_in_the_middle_the_same_command_finishes(source, expected, bucket
     words = ("--seed", "7", "--shard-size", "50000", "--splits", "train=0.75,val=0.25", "--workers", "2")
     command = shard_command(f"nuscenes:{source.root}", url, *words)
     run = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 280
     prefix = url.removeprefix("s3://")
     while time.monotonic() < deadline and run.poll() is None:
         run.send_signal(signal.SIGSTOP)  # while it is looked at: on a busy machine it would finish meanwhile

@@ -13,6 +13,7 @@ from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.sharding.verify.catalogue import read_tags
 from support.datasets import build_dataset
 from support.edits import rewrite
+from support.fault_server import FaultServer, Misbehaviour, Request
 from support.layers import TABLE, values_of, write_layer
 
 
@@ -115,6 +116,23 @@ def test_a_damaged_file_of_tags_is_named(tmp_path, data) -> None:
     (tmp_path / "d" / "tags.json").write_bytes(data)
     with pytest.raises(DatasetError, match=r"tags\.json' is no list of tags"):
         read_tags(tmp_path / "d")
+
+
+@pytest.mark.network
+def test_tags_at_a_url_that_storage_does_not_give(tmp_path) -> None:
+    pytest.importorskip("aiohttp")
+    build_dataset(tmp_path / "d", {"train": (1,)}, size=(32, 24))
+    for status in (403, 500):
+
+        def answer(request: Request, status: int = status) -> Misbehaviour:
+            return Misbehaviour(status=status if request.name == "tags.json" else None)
+
+        with FaultServer(tmp_path / "d", answer) as server:
+            if status == 403:  # what a store that refuses listings says of what is not there
+                assert fr.dataset_log(server.url).tags == ()
+            else:
+                with pytest.raises(DatasetError, match=r"/tags\.json' cannot be read \(ClientResponseError: 500"):
+                    fr.dataset_log(server.url)
 
 
 def test_commands(old, appended, capsys) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
 
 from fuelrail.bench.studies.annotate.run import annotate
 from fuelrail.loaders import DataLoader
-from fuelrail.pipeline.errors import ConfigError, SchemaError
+from fuelrail.pipeline.errors import ConfigError, SchemaError, StageError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.layers import open_layer_data
 from support.datasets import build_dataset
@@ -127,6 +129,14 @@ def test_a_table_is_given_beside_ragged_outputs(base, tmp_path) -> None:
     [
         ("nothing", "must be MODULE:FUNCTION"),
         ("no_such_module:f", "cannot be imported"),
+        ("./teacher.py:f", r"has the path './teacher\.py'; name a module"),
+        (lambda _: {}, "returned no outputs"),
+        (
+            lambda _: {"x": torch.zeros(2, 2).to_sparse()},
+            "'x' is a tensor of torch.float32 and layout torch.sparse",
+        ),
+        (lambda _: {"x": [{"y": torch.zeros(2, dtype=torch.float8_e5m2)}] * 2}, r"'x\.y' is a tensor of torch.float8"),
+        (lambda _: {"x": [None, torch.zeros(3)]}, r"holds NoneType, array \[3\], not arrays of one shape"),
         ("math:pi", "not a function"),
         (lambda _: None, "must return a dict"),
         (lambda _: {"x": torch.zeros(3, 2)}, "with a row for each of the batch's 2 samples"),
@@ -136,6 +146,41 @@ def test_a_table_is_given_beside_ragged_outputs(base, tmp_path) -> None:
 def test_a_model_that_does_not_fit_is_refused(base, tmp_path, model, message) -> None:
     with pytest.raises((ConfigError, SchemaError), match=message):
         run(base, tmp_path / "layer", model)
+
+
+BROKEN = """
+import torch
+
+def shapes(batch):
+    return torch.nn.Linear(5, 4)(torch.ones(2, 3))
+
+class Model:
+    def __init__(self):
+        self.weights = {}["weights"]
+
+def ends(batch):
+    raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "shapes",
+            r"'shapes' failed on samples 'clip-0000-000000' .. 'clip-0000-000001': RuntimeError.*py:5 in shapes",
+        ),
+        ("ends", r"model 'ends' failed on samples .*: SystemExit: 3 \(.*broken\.py:12 in ends"),
+        ("Model", r"model 'broken:Model' cannot be made: KeyError: 'weights' \(.*broken\.py:9 in __init__"),
+    ],
+)
+def test_a_model_that_raises_is_named_with_its_batch_and_line(base, tmp_path, monkeypatch, name, message) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken", raising=False)
+    with pytest.raises(StageError, match=message) as caught:
+        run(base, tmp_path / "layer", f"broken:{name}")
+    assert isinstance(caught.value.__cause__, RuntimeError | KeyError | SystemExit)
 
 
 @pytest.mark.parametrize(

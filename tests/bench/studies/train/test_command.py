@@ -99,7 +99,8 @@ def test_a_damaged_sample_ends_the_run_with_its_address_and_a_partial_report(dat
     captured = capsys.readouterr()
     told = json.loads(captured.out)["cut_off"]
     assert row.key in told
-    assert captured.err.strip() == f"fuelrail: error: the report is partial: {told}"
+    # After a line of progress a minute, on a busy machine.
+    assert captured.err.splitlines()[-1] == f"fuelrail: error: the report is partial: {told}"
     report = load_report(out / "report.json")
     assert report.cut_off == told
     assert report.ranks[0].num_steps == 9

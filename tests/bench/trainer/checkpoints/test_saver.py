@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 
@@ -110,13 +111,14 @@ def test_a_resumed_run_is_the_uninterrupted_one(datasets, tmp_path, kind):
     assert [*before[:4], *after] == whole
 
 
-def test_the_newest_are_kept_and_what_killed_runs_left_is_removed(datasets, saved):
+def test_the_newest_are_kept_and_what_killed_runs_left_is_removed_with_a_warning(datasets, saved, caplog):
     left = saved / "step-00000009.0123abcd"
     shutil.copytree(next(saved.glob("step-00000004.*")), left)
     (left / "checkpoint.json").rename(left / ".checkpoint.json.0123abcd")
     (saved / "notes.txt").write_text("mine")
     restored, _ = run(datasets / "one", saved, keep=2)
     assert restored.step == 4
+    assert f"'{left}' has no checkpoint.json: its save did not finish; it is removed" in caplog.messages
     (saved / "notes.txt").unlink()
     assert steps_of(saved) == [8, 10]
 
@@ -135,6 +137,16 @@ def remove(path):
     path.unlink()
 
 
+def pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def folder(path):
+    path.unlink()
+    path.mkdir()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "damage", "said"),
@@ -145,6 +157,10 @@ def remove(path):
         (".metadata", flip, ".metadata does not match its digest"),
         ("checkpoint.json", cut, "checkpoint.json is not a manifest"),
         ("checkpoint.json", flip, "checkpoint.json"),
+        ("checkpoint.json", pipe, "checkpoint.json is no regular file"),
+        ("checkpoint.json", folder, "checkpoint.json is a folder, not a file"),
+        ("__0_0.distcp", pipe, "__0_0.distcp is no regular file"),
+        (".metadata", folder, ".metadata is a folder, not a file"),
     ],
 )
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(datasets, saved, name, damage, said):
@@ -211,7 +227,10 @@ def test_a_save_that_fails_is_reported_and_leaves_the_one_before(datasets, saved
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patch, pytest.raises(FuelrailError, match=r"step 6 could not .*No space left"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(FuelrailError, match=r"step 6 could not .*No space left.*make room"),
+    ):
         patch.setattr(kind, method, full)
         run(datasets / "one", saved)
     assert run(datasets / "one", saved)[0].step == 4
@@ -229,16 +248,23 @@ def test_the_private_parts_of_torch_are_where_they_were():
 SILENT_RANK = """
 import os, sys, time
 from pathlib import Path
+import torch
 import torch.distributed as dist
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
+from fuelrail.bench.trainer.strategies.parallel import Parallel
 
 place, done = Path(sys.argv[1]), Path(sys.argv[1]) / "done"
 dist.init_process_group("gloo")
 checkpoints = Checkpoints(str(place), keep=1, identity={}, timeout_s=2)
 if dist.get_rank() == 0:
+    model = torch.nn.Linear(2, 2)
+    parallel = Parallel([model], torch.optim.SGD(model.parameters()), lambda _: ())
     try:
-        checkpoints.restore(None, None)
-    except RuntimeError as error:
+        if sys.argv[2] == "restore":
+            checkpoints.restore(parallel, None)
+        checkpoints.save(1, parallel, {})
+        checkpoints.wait()
+    except Exception as error:
         print(error, flush=True)
     done.touch()
 while not done.exists():
@@ -248,7 +274,11 @@ os._exit(0)  # the group is broken
 
 
 @pytest.mark.process
-def test_a_rank_that_is_silent_ends_the_others_waiting(tmp_path):
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [("restore", "timed out"), ("save", r"earlier .* whole; a rank did not answer for 2 s \(timeout_s")],
+)
+def test_a_rank_that_is_silent_ends_the_others_waiting(tmp_path, method, said):
     script = tmp_path / "silent.py"
     script.write_text(SILENT_RANK)
-    assert "timed out" in run_ranks(2, script, tmp_path).lower()
+    assert re.search(said, run_ranks(2, script, tmp_path, method), re.IGNORECASE)

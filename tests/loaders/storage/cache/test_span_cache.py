@@ -174,9 +174,25 @@ class TestTrouble:
             cache_at(tmp_path, fingerprint="e" * 64)
         with pytest.raises(ConfigError, match=r"100 samples.*not of.*101 samples"):
             cache_at(tmp_path, samples=101)
-        (tmp_path / "cache.json").write_text("{")
+        (tmp_path / "cache.json").write_text("{}")
         with pytest.raises(ConfigError, match="is damaged"):
             cache_at(tmp_path)
+
+    @pytest.mark.parametrize("damaged", [b"", bytes(150), b'{"format":"fuelrail-sp', b"\xff" * 150])
+    def test_a_damaged_marker_is_written_again_where_the_folder_is_a_caches(self, tmp_path, caplog, damaged):
+        cache = cache_at(tmp_path)
+        cache.put(3, span(3))
+        cache.close()
+        whole = (tmp_path / "cache.json").read_bytes()
+        (tmp_path / "cache.json").write_bytes(damaged)
+        assert read(cache_at(tmp_path), 3) == bytes(span(3))
+        assert (tmp_path / "cache.json").read_bytes() == whole
+        assert f"'{tmp_path / 'cache.json'}' is damaged" in caplog.text
+        (tmp_path / "cache.json").write_bytes(damaged)
+        (tmp_path / "users.lock").unlink()
+        with pytest.raises(ConfigError, match=f"is damaged .*; remove '{tmp_path}'"):
+            cache_at(tmp_path)
+        assert (tmp_path / "data" / "0" / "3").read_bytes() == bytes(span(3))
 
     def test_a_place_that_cannot_be_used_is_named(self, tmp_path, pristine):
         (tmp_path / "file").write_bytes(b"")

@@ -20,7 +20,7 @@ from fuelrail.pipeline.format.index.keys import KeyTable
 from fuelrail.pipeline.format.index.shards import ShardTable, shard_name
 from fuelrail.pipeline.storage.retry import RetryPolicy
 from support.edits import reseal
-from support.fault_server import FaultServer, Misbehaviour
+from support.fault_server import FaultServer, Misbehaviour, Request
 from support.sized_datasets import write_synthetic_index
 
 
@@ -293,6 +293,18 @@ class TestBlocksAtAUrl:
         path.write_bytes(data[:-5000] + bytes(5000))
         dataset = open_dataset(server.url, cache_dir=cache)
         assert [dataset.index.row(at).key for at in range(2000)] == here.index.strings("key")
+
+    def test_bytes_changed_on_the_way_are_read_again(self, served) -> None:
+        server, here, cache = served
+        dataset, changed = open_dataset(server.url, cache_dir=cache), list[int]()
+
+        def change(request: Request) -> Misbehaviour:
+            changed.append(request.number)
+            return Misbehaviour(flip=len(changed) <= 4)
+
+        server.misbehave = change
+        assert dataset.index.row(1000) == here.index.row(1000)
+        assert len(changed) == 5
 
     def test_other_bytes_at_the_url_are_named(self, served) -> None:
         server, _, cache = served

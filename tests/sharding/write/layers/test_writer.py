@@ -321,6 +321,10 @@ def test_a_layer_of_another_dataset_and_of_an_older_version_is_refused_and_rebas
     (tmp_path / "rebased" / ".fuelrail" / "layer.json").touch()
     with pytest.raises(ConfigError, match="is not empty"):
         rebase_layer(layer, newer, tmp_path / "rebased")
+    (layer / "layer-000000.tar").unlink()
+    with pytest.raises(DatasetError, match=r"teacher' has no file layer-000000\.tar; bring it back"):
+        rebase_layer(layer, newer, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
     with pytest.raises(ManifestError, match="it is a layer"):
         open_dataset(layer)
     with pytest.raises(ConfigError, match="must match"):
