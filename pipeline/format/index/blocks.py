@@ -135,12 +135,7 @@ class BlockFile:
                 f"{min((missing[0] + 1) * BLOCK_BYTES, len(self._view))} do not match their SHA-256 in {BLOCKS_FILE}; "
                 "`fuelrail verify` checks the whole dataset"
             )
-        runs: list[range] = []
-        for block in missing:
-            if runs and runs[-1].stop == block and len(runs[-1]) < _MAX_RUN:
-                runs[-1] = range(runs[-1].start, block + 1)
-            else:
-                runs.append(range(block, block + 1))
+        runs = _runs(missing)
         if len(runs) == 1:
             self._fetch(self._read, runs[0])
             return
@@ -149,7 +144,8 @@ class BlockFile:
 
     def fetch_in_background(self) -> None:
         """Start to fetch what is not here, once. Where that fails, :meth:`need` tries again and raises the error."""
-        if self._read is None or self._in_background:
+        read = self._read
+        if read is None or self._in_background:
             return
         firsts = [*range(0, len(self._good), _MAX_RUN)]
         random.Random().shuffle(firsts)  # processes that share the cache fetch different parts
@@ -158,9 +154,11 @@ class BlockFile:
         def work() -> None:
             with contextlib.suppress(FuelrailError):
                 for first in left:
-                    self._check(range(first, min(first + _MAX_RUN, len(self._good))))
+                    # One after the other: the interpreter would wait for the threads of a pool when it ends, but not
+                    # for daemons. What is stored by then stays in the cache.
+                    for run in _runs(self._missing(range(first, min(first + _MAX_RUN, len(self._good))))):
+                        self._fetch(read, run)
 
-        # Daemons, as the interpreter must not wait for them when it ends: what is stored by then stays in the cache.
         self._in_background = [
             threading.Thread(target=work, name=f"fetch {self.path.name}", daemon=True)
             for _ in range(_BACKGROUND_REQUESTS)
@@ -227,6 +225,17 @@ class BlockFile:
     def release(self) -> None:
         """Give the pages that were looked at back to the page cache; what was handed out stays good."""
         self.map.madvise(mmap.MADV_DONTNEED)
+
+
+def _runs(blocks: Iterable[int]) -> list[range]:
+    """Ascending numbers of blocks as ranges, each of which one request fetches."""
+    runs: list[range] = []
+    for block in blocks:
+        if runs and runs[-1].stop == block and len(runs[-1]) < _MAX_RUN:
+            runs[-1] = range(runs[-1].start, block + 1)
+        else:
+            runs.append(range(block, block + 1))
+    return runs
 
 
 class _Stream(RawIOBase):

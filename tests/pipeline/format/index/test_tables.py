@@ -157,8 +157,10 @@ class TestKeys:
         monkeypatch.setattr(blocks, "BLOCK_BYTES", 8192)
         path = many / "keys.arrow"
         data, found, requests = path.read_bytes(), threading.Event(), list[int]()
+        askers = list[threading.Thread]()
 
         def read(first: int, end: int) -> bytes:
+            askers.append(threading.current_thread())
             if threading.current_thread() in opened._in_background:
                 assert found.wait(60), "the first look-up must not wait for the rest"
                 if is_gone:
@@ -168,11 +170,14 @@ class TestKeys:
 
         opened = blocks.open_sparse(tmp_path / "keys.arrow", len(data), blocks.block_digests(path), read)
         table = KeyTable(lambda: opened, len(index))
-        assert [entry.row for entry in table.find(index.row(7).key)] == [7]
+        in_a_run = int(keys.sorted_entries(index, tmp_path)["row"][2048])
+        assert [entry.row for entry in table.find(index.row(in_a_run).key)] == [in_a_run]
         threads = opened._in_background
         found.set()
         for thread in threads:
             thread.join(60)
+        assert all(thread.daemon for thread in threads), "the interpreter must not wait for them when it ends"
+        assert sum(asker not in threads for asker in askers) == 3, "the parts of the look-up; the rest is theirs"
         before = len(requests)
         assert [table.find(index.row(row).key)[0].row for row in range(0, 20_000, 99)] == [*range(0, 20_000, 99)]
         assert opened._in_background is threads
