@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -182,6 +184,17 @@ class TestKeys:
         assert [table.find(index.row(row).key)[0].row for row in range(0, 20_000, 99)] == [*range(0, 20_000, 99)]
         assert opened._in_background is threads
         assert (len(requests) > before) == is_gone
+
+    def test_what_is_missing_is_found_without_taking_memory_of_a_tmpfs(self, many) -> None:
+        """A look at a hole through the map takes memory there, and is SIGBUS where the tmpfs is full."""
+        path = many / "keys.arrow"
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+            sparse = Path(folder) / "keys.arrow"
+            opened = blocks.open_sparse(
+                sparse, path.stat().st_size, blocks.block_digests(path), lambda *_: pytest.fail("nothing is fetched")
+            )
+            assert not opened.has(0, path.stat().st_size)
+            assert sparse.stat().st_blocks == 0
 
     def test_rows_outside_the_index_are_refused(self, tiny_dataset, tmp_path) -> None:
         tiny_dataset({"train": (3,)}, size=(32, 24), copy_to=tmp_path / "d")
