@@ -143,6 +143,9 @@ def _needs_camera(channel: Channel, table: Mapping[str, Channel]) -> Iterator[st
     elif camera not in table or table[camera].sensor != "camera":
         cameras = [one.name for one in table.values() if one.sensor == "camera"]
         yield f"law '{channel.law.name}' names the camera {camera!r:.80}; the table has: {', '.join(cameras) or 'none'}"
+    elif channel.frame not in (None, f"image:{camera}"):
+        wanted = f"image:{camera}"
+        yield f"law '{channel.law.name}' of camera '{camera}' needs the frame '{wanted}'; it is {channel.frame!r:.80}"
 
 
 def _needs_ego(channel: Channel) -> Iterator[str]:

@@ -177,7 +177,13 @@ class _Source:
             data: bytes = self._fs.cat_file(f"{self._path}/{name}", start=first, end=end)
             return data
 
-        return call_with_retries(work, self.retry, self._on_fault(name), self._options)
+        data = call_with_retries(work, self.retry, self._on_fault(name), self._options)
+        if len(data) > end - first:
+            raise DatasetError(
+                f"'{self.shown}/{name}': the server sent {len(data)} bytes for a range of {end - first}: it does not "
+                "serve byte ranges, which datasets need"
+            )
+        return data
 
     def _streamed(self, path: str, num_bytes: int) -> bytes:
         """The first bytes of a file at a server, which may ignore a range that is asked for, and have no end."""

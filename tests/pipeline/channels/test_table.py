@@ -58,6 +58,8 @@ GRID = Law("ego_grid", extent_m=(-1.0, -1.0, 1.0, 1.0))
         (channel(MASK, Law("image")), "law 'image' needs its camera: give law.camera"),
         (channel(MASK, Law("image", camera="rear")), "names the camera 'rear'; the table has: cam"),
         (channel(MASK, Law("image", camera="lidar")), "names the camera 'lidar'; the table has: cam"),
+        (channel(MASK, Law("image", camera="cam"), frame="image:rear"),
+         "law 'image' of camera 'cam' needs the frame 'image:cam'; it is 'image:rear'"),
         (channel(MASK, Law("image", camera="cam", fraction=0)), "fraction 0 must be 1 or more"),
         (channel(ARRAY, Law("image", camera="cam")), "with the axes height, width first; not ['x', 'y']"),
         (channel(MASK, dtype="float32"), "dtype 'float32' must be uint8, or uint16 as PNG"),

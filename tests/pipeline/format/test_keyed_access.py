@@ -220,6 +220,9 @@ def test_a_sample_is_asked_for_again_as_the_tables_are(tiny_dataset, tmp_path) -
         assert dataset[1].key == open_dataset(root)[1].key
         assert len(server.requests) == opened + 3
         copy = pickle.loads(pickle.dumps(dataset))
+        server.misbehave = lambda _: Misbehaviour(ignore_range=True)
+        with pytest.raises(StorageError, match="does not serve byte ranges, which datasets need"):
+            copy[1]
         server.misbehave = lambda _: Misbehaviour(status=503)
         with pytest.raises(StorageError, match=r"train-000000\.tar.*could not be read for 0\.5 s .*clip-0000-000001"):
             copy[1]
