@@ -98,7 +98,7 @@ class BlockFile:
                 f"of it, one for each {BLOCK_BYTES} bytes"
             )
         self._good = bytearray(num_blocks(len(self._view)))
-        self._in_background = list[threading.Thread]()
+        self._claim, self._in_background = threading.Lock(), list[threading.Thread]()
 
     def need(self, first: int, end: int) -> memoryview:
         """Bytes ``first`` to ``end - 1``, checked where the file has digests, and fetched where they are not here.
@@ -152,7 +152,7 @@ class BlockFile:
     def fetch_in_background(self) -> None:
         """Start to fetch what is not here, once. Where that fails, :meth:`need` tries again and raises the error."""
         read = self._read
-        if read is None or self._in_background:
+        if read is None or not self._claim.acquire(blocking=False):
             return
         firsts = [*range(0, len(self._good), _MAX_RUN)]
         random.Random().shuffle(firsts)  # processes that share the cache fetch different parts

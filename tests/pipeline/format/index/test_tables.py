@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -184,6 +187,30 @@ class TestKeys:
         assert [table.find(index.row(row).key)[0].row for row in range(0, 20_000, 99)] == [*range(0, 20_000, 99)]
         assert opened._in_background is threads
         assert (len(requests) > before) == is_gone
+
+    def test_threads_that_look_up_at_once_start_one_fetch(self, many, tmp_path, monkeypatch) -> None:
+        path, done, at_once = many / "keys.arrow", threading.Event(), threading.Barrier(2)
+
+        def random_after_both() -> random.Random:
+            with contextlib.suppress(threading.BrokenBarrierError):  # one of them does not come here
+                at_once.wait(0.5)
+            return random.Random(0)
+
+        monkeypatch.setattr(blocks, "BLOCK_BYTES", 8192)
+        monkeypatch.setattr(blocks, "random", SimpleNamespace(Random=random_after_both))
+        opened = blocks.open_sparse(
+            tmp_path / "keys.arrow", path.stat().st_size, blocks.block_digests(path), lambda *_: done.wait(60) and b""
+        )
+        before = set(threading.enumerate())
+        with ThreadPoolExecutor(2) as pool:
+            for started in [pool.submit(opened.fetch_in_background) for _ in range(2)]:
+                started.result()
+        try:
+            assert len(set(threading.enumerate()) - before) == 4
+        finally:
+            done.set()
+            for thread in opened._in_background:
+                thread.join(60)
 
     def test_what_is_missing_is_found_without_taking_memory_of_a_tmpfs(self, many) -> None:
         """A look at a hole through the map takes memory there, and is SIGBUS where the tmpfs is full."""
