@@ -177,7 +177,7 @@ def test_a_kind_gives_back_what_it_was_given(entry, value) -> None:
         (channel(POINTS), np.ones((2, 4), np.float32), r"float32\[2, 4\]; the table has float32\[any, 3\]"),
         (channel(POINTS), np.ones((2, 3)), "is float64"),
         (channel(POINTS), np.full((2, 3), np.nan, np.float32),
-         r"NaN at \[0, 0\]; the table of channel 'it' forbids it \(allows_nan is not true\)"),
+         r"NaN at \[0, 0\]; the table of channel 'it' forbids it: remove it, or set allows_nan there"),
         (channel(POINTS, allows_nan=True), np.full((2, 3), np.inf, np.float32), "an infinity at"),
         (channel(TOKENS), np.array([9], np.int32), "tokens of channel 'it' are 9 to 9; vocabulary 'v' has 0 to 8"),
         (channel(BOXES2D), {"box": np.ones((2, 4), np.float32)}, "has the arrays box; the table has box, id"),
