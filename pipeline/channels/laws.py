@@ -143,6 +143,9 @@ def _needs_camera(channel: Channel, table: Mapping[str, Channel]) -> Iterator[st
     elif camera not in table or table[camera].sensor != "camera":
         cameras = [one.name for one in table.values() if one.sensor == "camera"]
         yield f"law '{channel.law.name}' names the camera {camera!r:.80}; the table has: {', '.join(cameras) or 'none'}"
+    elif channel.frame not in (None, f"image:{camera}"):
+        wanted = f"image:{camera}"
+        yield f"law '{channel.law.name}' of camera '{camera}' needs the frame '{wanted}'; it is {channel.frame!r:.80}"
 
 
 def _needs_ego(channel: Channel) -> Iterator[str]:
@@ -323,28 +326,28 @@ def _image_shape(shape: tuple[int, ...], channel: Channel, motion: Motion) -> tu
 def _image_points(value: Value, channel: Channel, motion: Motion) -> Value:
     """Points through the map; boxes clipped to what the crops leave, then tightened about their turned corners.
 
-    A box or point of which nothing is left keeps the place where it falls, cut off at the output's border; its
-    ``visible`` becomes 0.
+    A box or point of which nothing is left keeps the place where it falls, cut off at the output's border. A number of
+    role ``visible`` becomes 0 where nothing is left of its row's boxes and points, or of its own point.
     """
     image_map = _image_map(channel, motion)
-    seen: Array | None = None
+    left: list[Array] = []
 
     def points(rows: Array) -> Array:
-        nonlocal seen
         moved, inside = _moved_points(rows, image_map)
-        seen = inside if seen is None else seen & inside
+        left.append(inside)
         return moved
 
     def boxes(rows: Array) -> Array:
-        nonlocal seen
         moved, inside = _moved_boxes(rows, image_map)
-        seen = inside if seen is None else seen & inside
+        left.append(inside)
         return moved
 
     def visible(rows: Array) -> Array:
-        if seen is None:
-            return rows
-        return rows * (seen if rows.ndim == seen.ndim else seen[..., None])
+        places = rows.reshape(rows.shape[:-1] if rows.ndim > 1 else rows.shape)
+        own = [inside for inside in left if inside.shape[: places.ndim] == places.shape]
+        if own:
+            places = places * np.any([inside.any(tuple(range(places.ndim, inside.ndim))) for inside in own], 0)
+        return places.reshape(rows.shape)
 
     return _move_roles(value, channel, {"points": points, "boxes": boxes, "visible": visible})
 

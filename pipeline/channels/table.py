@@ -198,8 +198,8 @@ def not_finite(array: NDArray[np.generic], channel: Channel) -> str | None:
         (channel.allows_inf, np.isinf, "an infinity", "allows_inf"),
     ):
         if not allowed and (bad := test(array)).any():
-            where = np.argwhere(bad)[0].tolist()
-            return f"{word} at {where}; the table of channel '{channel.name}' forbids it ({key} is not true)"
+            place = f" at {np.argwhere(bad)[0].tolist()}" if array.ndim else ""
+            return f"{word}{place}; the table of channel '{channel.name}' forbids it: remove it, or set {key} there"
     return None
 
 

@@ -26,6 +26,7 @@ from fuelrail.pipeline.errors import (
     ChecksumError,
     CodecError,
     ConfigError,
+    DatasetError,
     IndexFileError,
     ManifestError,
     MemberError,
@@ -45,8 +46,7 @@ from fuelrail.pipeline.format.zstd_frames import is_framed, open_span
 from fuelrail.pipeline.sample.notebook import dataset_html
 from fuelrail.pipeline.sample.schema import Sample, decode_member, decode_sample
 from fuelrail.pipeline.storage.files import open_file, read_file
-from fuelrail.pipeline.storage.filesystem import filesystem, is_url, shown_url
-from fuelrail.pipeline.storage.retry import RetryPolicy, redacted
+from fuelrail.pipeline.storage.filesystem import is_url, shown_url
 from fuelrail.pipeline.text import shown
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.format.index.samples import SampleIndex
     from fuelrail.pipeline.format.index.shards import ShardTable
     from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.pipeline.storage.retry import RetryPolicy
 
 
 _NOT_THE_FILE: Final = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES)
@@ -214,10 +215,9 @@ class Dataset:
 
     def __reduce__(self) -> tuple[Callable[..., Dataset], tuple[Any, ...]]:
         """Open it again elsewhere: what is mapped stays where it is."""
-        cache = None if self.url is None else self.root.parent.parent
-        # Another process may have another working folder.
-        location = str(self.root.resolve()) if self.url is None else self.url
-        return _reopen, (location, self.storage_options, cache)
+        if self.origin is None:  # another process may have another working folder
+            return open_dataset, (str(self.root.resolve()),)
+        return _reopen, (self.url, self.storage_options, self.root.parent.parent, self.origin.retry)
 
     def _repr_html_(self) -> str:
         """For notebooks: sizes, splits, and the first sample's cameras."""
@@ -268,8 +268,9 @@ def open_dataset(
     """Open a dataset folder, or a dataset at a URL that fsspec knows; in constant time, whatever its size.
 
     Of a dataset at a URL the manifest is fetched, and unless they are here already tables and attributes, into
-    ``cache_dir`` (None: the user's cache folder), tried again as ``retry`` says. Files of more than 64 MiB
-    (``keys.arrow``: 4 MiB) are fetched when they are needed, the tables by blocks of 1 MiB.
+    ``cache_dir`` (None: the user's cache folder). Files of more than 64 MiB (``keys.arrow``: 4 MiB) are fetched when
+    they are needed, the tables by blocks of 1 MiB. All requests, those for samples too, are tried again as ``retry``
+    says.
 
     Raises DatasetNotReadyError, ManifestError, IndexFileError; at a URL also DatasetError where storage refuses or does
     not answer, and ConfigError. Contents are not read: that is what `fuelrail verify` does.
@@ -309,20 +310,17 @@ def open_kind(
 
 def _read(dataset: Dataset, path: Path, row: IndexRow) -> bytes:
     try:
-        if dataset.url is None:
-            with open_file(path) as file:
-                file.seek(row.offset)
-                return file.read(row.length)
-        store, folder = filesystem(dataset.url, dataset.storage_options)
-        found: bytes = store.cat_file(f"{folder}/{path.name}", start=row.offset, end=row.offset + row.length)
-    except OSError as error:
-        text = redacted(str(error), dataset.storage_options)
-        raise StorageError(f"cannot be read: {text}", shard=path.name, offset=row.offset, key=row.key) from error
-    return found
+        if dataset.origin is not None:
+            return dataset.origin.read(path.name, row.offset, row.offset + row.length)
+        with open_file(path) as file:
+            file.seek(row.offset)
+            return file.read(row.length)
+    except (OSError, DatasetError) as error:
+        raise StorageError(f"cannot be read: {error}", shard=path.name, offset=row.offset, key=row.key) from error
 
 
-def _reopen(location: str, storage_options: Mapping[str, Any] | None, cache_dir: Path | None) -> Dataset:
-    return open_dataset(location, storage_options=storage_options, cache_dir=cache_dir)
+def _reopen(url: str, storage_options: Mapping[str, Any] | None, cache_dir: Path, retry: RetryPolicy) -> Dataset:
+    return open_dataset(url, storage_options=storage_options, cache_dir=cache_dir, retry=retry)
 
 
 def load_dictionary(folder: Path, manifest: Manifest, index: SampleIndex) -> Dictionary | None:

@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -83,7 +84,7 @@ class RemoteFolder:
     """The files of a dataset at a URL, fetched into its folder in the cache when they are needed."""
 
     def __init__(self, source: _Source, folder: Path) -> None:
-        self._source, self._folder = source, folder
+        self._source, self._folder, self.retry = source, folder, source.retry
 
     def whole(self, entry: FileEntry) -> None:
         """Have a file in the folder, as the manifest describes it.
@@ -132,8 +133,21 @@ class _Source:
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None, retry: RetryPolicy) -> None:
         """Raises what :func:`filesystem` does."""
-        self._fs, self._path = filesystem(url, _with_patience(url, storage_options, retry.attempt_timeout_s))
-        self.shown, self._options, self._retry = shown_url(url), storage_options, retry
+        self._open = partial(filesystem, url, _with_patience(url, storage_options, retry.attempt_timeout_s))
+        fs, self._path = self._open()
+        self._opened = {os.getpid(): fs}
+        self.shown, self._options, self.retry = shown_url(url), storage_options, retry
+
+    @property
+    def _fs(self) -> Any:  # noqa: ANN401 - fsspec has no types
+        """The file system of this process: those of fsspec do not work in a fork of the process that made them.
+
+        A fork keeps the one that it inherits: if it were closed there, the connections would leave the set of those
+        that the event loop of the other process watches, which both share.
+        """
+        if os.getpid() not in self._opened:
+            self._opened[os.getpid()] = self._open()[0]
+        return self._opened[os.getpid()]
 
     def read(self, name: str, max_bytes: int) -> bytes:
         """A whole file; raises ManifestError for one of more than ``max_bytes``, of which no more is read."""
@@ -145,7 +159,7 @@ class _Source:
             data: bytes = self._fs.cat_file(path, start=0, end=max_bytes + 1)
             return data
 
-        data = call_with_retries(work, self._retry, self._on_fault(name), self._options)
+        data = call_with_retries(work, self.retry, self._on_fault(name), self._options)
         if len(data) > max_bytes:
             raise ManifestError(
                 f"'{self.shown}/{name}' has more than {max_bytes} bytes, which is all that is read of it"
@@ -159,7 +173,13 @@ class _Source:
             data: bytes = self._fs.cat_file(f"{self._path}/{name}", start=first, end=end)
             return data
 
-        return call_with_retries(work, self._retry, self._on_fault(name), self._options)
+        data = call_with_retries(work, self.retry, self._on_fault(name), self._options)
+        if len(data) > end - first:
+            raise DatasetError(
+                f"'{self.shown}/{name}': the server sent {len(data)} bytes for a range of {end - first}: it does not "
+                "serve byte ranges, which datasets need"
+            )
+        return data
 
     def _streamed(self, path: str, num_bytes: int) -> bytes:
         """The first bytes of a file at a server, which may ignore a range that is asked for, and have no end."""
@@ -207,7 +227,7 @@ class _Source:
             "missing": "is not there",
             "refused": "may not be read: check credentials, profile and endpoint (environment or storage_options)",
             "invalid": "cannot be read",
-        }.get(fault.kind, f"could not be read for {self._retry.deadline_s:g} s")
+        }.get(fault.kind, f"could not be read for {self.retry.deadline_s:g} s")
         raise DatasetError(f"'{self.shown}/{name}' {reason} ({fault.text})") from None
 
 

@@ -12,6 +12,7 @@ import mmap
 import os
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -85,9 +86,12 @@ class BlockFile:
         try:
             with open_file(path) as file:
                 self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self._descriptor = None if digests is None else os.dup(file.fileno())
         except (OSError, ValueError) as error:  # ValueError: an empty file
             why = (isinstance(error, OSError) and error.strerror) or error
             raise IndexFileError(f"'{path}' cannot be opened: {why}") from error
+        if self._descriptor is not None:
+            weakref.finalize(self, os.close, self._descriptor)
         self._view = memoryview(self.map)
         if digests is not None and len(digests) != DIGEST_BYTES * num_blocks(len(self._view)):
             raise IndexFileError(
@@ -95,7 +99,7 @@ class BlockFile:
                 f"of it, one for each {BLOCK_BYTES} bytes"
             )
         self._good = bytearray(num_blocks(len(self._view)))
-        self._in_background = list[threading.Thread]()
+        self._claim, self._in_background = threading.Lock(), list[threading.Thread]()
 
     def need(self, first: int, end: int) -> memoryview:
         """Bytes ``first`` to ``end - 1``, checked where the file has digests, and fetched where they are not here.
@@ -121,9 +125,12 @@ class BlockFile:
 
     def _missing(self, blocks: Sequence[int]) -> list[int]:
         """Those of the blocks that do not have the bytes of their digests."""
+        assert self._descriptor is not None, "there are digests"
         for block in blocks:
             if not self._good[block]:
-                self._good[block] = self._matches(block, self._view[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES])
+                # Not through the map: in a tmpfs each hole that is looked at takes memory, and SIGBUS comes where it is
+                # full.
+                self._good[block] = self._matches(block, os.pread(self._descriptor, BLOCK_BYTES, block * BLOCK_BYTES))
         return [block for block in blocks if not self._good[block]]
 
     def _check(self, blocks: Sequence[int]) -> None:
@@ -136,12 +143,7 @@ class BlockFile:
                 f"{min((missing[0] + 1) * BLOCK_BYTES, len(self._view))} do not match their SHA-256 in {BLOCKS_FILE}; "
                 "`fuelrail verify` checks the whole dataset"
             )
-        runs: list[range] = []
-        for block in missing:
-            if runs and runs[-1].stop == block and len(runs[-1]) < _MAX_RUN:
-                runs[-1] = range(runs[-1].start, block + 1)
-            else:
-                runs.append(range(block, block + 1))
+        runs = _runs(missing)
         if len(runs) == 1:
             self._fetch(self._read, runs[0])
             return
@@ -150,7 +152,8 @@ class BlockFile:
 
     def fetch_in_background(self) -> None:
         """Start to fetch what is not here, once. Where that fails, :meth:`need` tries again and raises the error."""
-        if self._read is None or self._in_background:
+        read = self._read
+        if read is None or not self._claim.acquire(blocking=False):
             return
         firsts = [*range(0, len(self._good), _MAX_RUN)]
         random.Random().shuffle(firsts)  # processes that share the cache fetch different parts
@@ -159,9 +162,11 @@ class BlockFile:
         def work() -> None:
             with contextlib.suppress(FuelrailError):
                 for first in left:
-                    self._check(range(first, min(first + _MAX_RUN, len(self._good))))
+                    # One after the other: the interpreter would wait for the threads of a pool when it ends, but not
+                    # for daemons. What is stored by then stays in the cache.
+                    for run in _runs(self._missing(range(first, min(first + _MAX_RUN, len(self._good))))):
+                        self._fetch(read, run)
 
-        # Daemons, as the interpreter must not wait for them when it ends: what is stored by then stays in the cache.
         self._in_background = [
             threading.Thread(target=work, name=f"fetch {self.path.name}", daemon=True)
             for _ in range(_BACKGROUND_REQUESTS)
@@ -230,6 +235,17 @@ class BlockFile:
     def release(self) -> None:
         """Give the pages that were looked at back to the page cache; what was handed out stays good."""
         self.map.madvise(mmap.MADV_DONTNEED)
+
+
+def _runs(blocks: Iterable[int]) -> list[range]:
+    """Ascending numbers of blocks as ranges, each of which one request fetches."""
+    runs: list[range] = []
+    for block in blocks:
+        if runs and runs[-1].stop == block and len(runs[-1]) < _MAX_RUN:
+            runs[-1] = range(runs[-1].start, block + 1)
+        else:
+            runs.append(range(block, block + 1))
+    return runs
 
 
 class _Stream(RawIOBase):

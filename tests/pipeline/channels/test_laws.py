@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +16,8 @@ from fuelrail.pipeline.errors import SchemaError
 from fuelrail.pipeline.rigid import rigid, rotation_matrices
 from fuelrail.pipeline.transforms.ego import BevAugment, BevMap
 from fuelrail.pipeline.transforms.image import ImageAugment
+from fuelrail.pipeline.transforms.image_map import ImageMap
 from fuelrail.pipeline.transforms.lens import Lens
-
-if TYPE_CHECKING:
-    from fuelrail.pipeline.transforms.image_map import ImageMap
 
 EGO = BevAugment(
     train=True, rotate_deg=(-180.0, 180.0), scale=(0.8, 1.25), flip_x_prob=0.5, flip_y_prob=0.5, translate_std_m=0.7
@@ -203,6 +201,23 @@ def test_keypoints_follow_ida_mat_and_say_whether_they_are_seen(image_map, seed)
         if seen:  # what is seen lies on a pixel that shows the image, or on the border of one
             near = drawn[max(0, int(v)) : int(v) + 2, max(0, int(u)) : int(u) + 2]
             assert near.any()
+
+
+@pytest.mark.parametrize("num_rows", [0, 3])
+@pytest.mark.parametrize(("shape", "wanted"), [((), [1, 1, 0]), ((1,), [1, 1, 0]), ((2, 1), [[1, 0], [0, 0], [0, 0]])])
+def test_boxes_with_keypoints_are_visible_while_one_of_them_is(num_rows, shape, wanted) -> None:
+    law = Law("image_points", camera="cam", roles={"points": (("at",),), "boxes": (("box",),), "visible": (("seen",),)})
+    arrays = (
+        ArraySpec("at", "float32", (2, 2)), ArraySpec("box", "float32", (4,)), ArraySpec("seen", "uint8", shape),
+    )  # fmt: skip
+    out = (-9.0, -9.0)
+    value = {
+        "at": np.array([[(5, 5), out], [out, out], [out, out]], np.float32)[:num_rows],
+        "box": np.array([(-9, -9, -5, -5), (0, 0, 9, 9), (-9, -9, -5, -5)], np.float32)[:num_rows],
+        "seen": np.ones((num_rows, *shape), np.uint8),
+    }
+    moved = move(channel(law, kind="ragged", arrays=arrays), value, images={"cam": ImageMap.identity(SIZE)})
+    assert moved["seen"].tolist() == np.reshape(wanted[:num_rows], (num_rows, *shape)).tolist()
 
 
 def test_a_lens_is_undone_for_points_as_for_pixels() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 import pickle
 import re
 import threading
@@ -14,13 +15,15 @@ import simplejpeg
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuelrail.pipeline.errors import ChecksumError, ConfigError, IndexFileError
+from fuelrail.pipeline.errors import ChecksumError, ConfigError, IndexFileError, StorageError
 from fuelrail.pipeline.format import dataset as dataset_module
 from fuelrail.pipeline.format import fetch
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.index import blocks, keys, samples, tables
+from fuelrail.pipeline.storage.retry import RetryPolicy
 from support.datasets import CAMERAS, LIDAR
-from support.fault_server import FaultServer
+from support.fault_server import FaultServer, Misbehaviour
+from support.forked import fork
 from support.hostile import small_dataset
 
 ALL = ["meta", "geometry", "boxes", *CAMERAS, LIDAR]
@@ -185,6 +188,44 @@ def test_two_round_trips_for_a_key_of_which_nothing_is_here(tiny_dataset, tmp_pa
         before = len(server.requests)
         assert dataset["clip-0001-000003"].key == "clip-0001-000003"  # its part of the index is here now
         assert [request.name for request in server.requests[before:]] == ["train-000000.tar"]
+
+
+@pytest.mark.network
+@pytest.mark.process
+def test_a_fork_fetches_what_is_not_here(tiny_dataset, tmp_path, monkeypatch) -> None:
+    """As the workers of torch's DataLoader do: file systems of fsspec work in the process alone that made them."""
+    monkeypatch.setattr(tables, "WHOLE_BYTES", 0)
+    root = tiny_dataset({"train": (4,)}, size=(64, 48)).root
+    with FaultServer(root) as server:
+        dataset = open_dataset(server.url, cache_dir=tmp_path / "cache")
+
+        def work() -> None:
+            assert dataset["clip-0000-000003"].key == "clip-0000-000003"
+
+        _, status = os.waitpid(fork(work), 0)
+        assert status == 0
+        before = len(server.requests)
+        work()
+        assert [request.name for request in server.requests[before:]] == ["train-000000.tar"]
+
+
+@pytest.mark.network
+def test_a_sample_is_asked_for_again_as_the_tables_are(tiny_dataset, tmp_path) -> None:
+    root = tiny_dataset({"train": (4,)}, size=(64, 48)).root
+    retry = RetryPolicy(deadline_s=0.5, first_delay_s=0.01)
+    with FaultServer(root) as server:
+        dataset = open_dataset(server.url, cache_dir=tmp_path / "cache", retry=retry)
+        opened = len(server.requests)
+        server.misbehave = lambda request: Misbehaviour(status=503 if request.number < opened + 2 else None)
+        assert dataset[1].key == open_dataset(root)[1].key
+        assert len(server.requests) == opened + 3
+        copy = pickle.loads(pickle.dumps(dataset))
+        server.misbehave = lambda _: Misbehaviour(ignore_range=True)
+        with pytest.raises(StorageError, match="does not serve byte ranges, which datasets need"):
+            copy[1]
+        server.misbehave = lambda _: Misbehaviour(status=503)
+        with pytest.raises(StorageError, match=r"train-000000\.tar.*could not be read for 0\.5 s .*clip-0000-000001"):
+            copy[1]
 
 
 @pytest.mark.network

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
+import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -157,8 +162,10 @@ class TestKeys:
         monkeypatch.setattr(blocks, "BLOCK_BYTES", 8192)
         path = many / "keys.arrow"
         data, found, requests = path.read_bytes(), threading.Event(), list[int]()
+        askers = list[threading.Thread]()
 
         def read(first: int, end: int) -> bytes:
+            askers.append(threading.current_thread())
             if threading.current_thread() in opened._in_background:
                 assert found.wait(60), "the first look-up must not wait for the rest"
                 if is_gone:
@@ -168,15 +175,53 @@ class TestKeys:
 
         opened = blocks.open_sparse(tmp_path / "keys.arrow", len(data), blocks.block_digests(path), read)
         table = KeyTable(lambda: opened, len(index))
-        assert [entry.row for entry in table.find(index.row(7).key)] == [7]
+        in_a_run = int(keys.sorted_entries(index, tmp_path)["row"][2048])
+        assert [entry.row for entry in table.find(index.row(in_a_run).key)] == [in_a_run]
         threads = opened._in_background
         found.set()
         for thread in threads:
             thread.join(60)
+        assert all(thread.daemon for thread in threads), "the interpreter must not wait for them when it ends"
+        assert sum(asker not in threads for asker in askers) == 3, "the parts of the look-up; the rest is theirs"
         before = len(requests)
         assert [table.find(index.row(row).key)[0].row for row in range(0, 20_000, 99)] == [*range(0, 20_000, 99)]
         assert opened._in_background is threads
         assert (len(requests) > before) == is_gone
+
+    def test_threads_that_look_up_at_once_start_one_fetch(self, many, tmp_path, monkeypatch) -> None:
+        path, done, at_once = many / "keys.arrow", threading.Event(), threading.Barrier(2)
+
+        def random_after_both() -> random.Random:
+            with contextlib.suppress(threading.BrokenBarrierError):  # one of them does not come here
+                at_once.wait(0.5)
+            return random.Random(0)
+
+        monkeypatch.setattr(blocks, "BLOCK_BYTES", 8192)
+        monkeypatch.setattr(blocks, "random", SimpleNamespace(Random=random_after_both))
+        opened = blocks.open_sparse(
+            tmp_path / "keys.arrow", path.stat().st_size, blocks.block_digests(path), lambda *_: done.wait(60) and b""
+        )
+        before = set(threading.enumerate())
+        with ThreadPoolExecutor(2) as pool:
+            for started in [pool.submit(opened.fetch_in_background) for _ in range(2)]:
+                started.result()
+        try:
+            assert len(set(threading.enumerate()) - before) == 4
+        finally:
+            done.set()
+            for thread in opened._in_background:
+                thread.join(60)
+
+    def test_what_is_missing_is_found_without_taking_memory_of_a_tmpfs(self, many) -> None:
+        """A look at a hole through the map takes memory there, and is SIGBUS where the tmpfs is full."""
+        path = many / "keys.arrow"
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+            sparse = Path(folder) / "keys.arrow"
+            opened = blocks.open_sparse(
+                sparse, path.stat().st_size, blocks.block_digests(path), lambda *_: pytest.fail("nothing is fetched")
+            )
+            assert not opened.has(0, path.stat().st_size)
+            assert sparse.stat().st_blocks == 0
 
     def test_rows_outside_the_index_are_refused(self, tiny_dataset, tmp_path) -> None:
         tiny_dataset({"train": (3,)}, size=(32, 24), copy_to=tmp_path / "d")
