@@ -197,7 +197,7 @@ class _Source:
         def check(data: bytes) -> tuple[bytes, Manifest]:
             return data, decode_manifest(data, f"{self.shown}/{MANIFEST_FILE}", kinds)
 
-        return read_checked(lambda: self.read(MANIFEST_FILE, MAX_MANIFEST_BYTES), check, self._retry)
+        return read_checked(lambda: self.read(MANIFEST_FILE, MAX_MANIFEST_BYTES), check, self.retry)
 
     def checked(self, entry: FileEntry) -> bytes:
         """A file whose SHA-256 the manifest states; raises ManifestError where it stays wrong."""
@@ -210,7 +210,7 @@ class _Source:
                 )
             return data
 
-        return read_checked(lambda: self.read(entry.name, max(entry.bytes, 0)), check, self._retry)
+        return read_checked(lambda: self.read(entry.name, max(entry.bytes, 0)), check, self.retry)
 
     def _on_fault(self, name: str) -> Callable[[Fault, float | None], None]:
         def report(fault: Fault, pause_s: float | None) -> None:
