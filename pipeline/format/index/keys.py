@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -124,21 +124,26 @@ class KeyTable:
 
         Without ``checked`` what ``opened`` opens is checked, or was when it was fetched.
         """
-        self._opened, self._num_samples = opened, num_samples
+        # Not as cached properties: Python 3.11 lets one thread at a time into those of all objects, for as long as it
+        # waits for a server, and a fork inherits that lock.
+        self._opened, self._num_samples = cache(opened), num_samples
         self._checked = None if checked is None else cache(checked)
+        self._found: FixedColumns | None = None
 
-    @cached_property
+    @property
     def _file(self) -> BlockFile:
         return self._opened()
 
-    @cached_property
+    @property
     def _columns(self) -> FixedColumns:
-        columns = FixedColumns(self._file, _SCHEMA, {"entry": ENTRY})
-        if columns.num_rows != self._num_samples:
-            raise IndexFileError(
-                f"'{self._file.path}' has {columns.num_rows} keys, the index {self._num_samples} samples"
-            )
-        return columns
+        if self._found is None:
+            found = FixedColumns(self._file, _SCHEMA, {"entry": ENTRY})
+            if found.num_rows != self._num_samples:
+                raise IndexFileError(
+                    f"'{self._file.path}' has {found.num_rows} keys, the index {self._num_samples} samples"
+                )
+            self._found = found
+        return self._found
 
     def entries(self) -> NDArray[Any]:
         """All entries, sorted by hash; raises IndexFileError where the table is damaged."""
@@ -161,7 +166,7 @@ class KeyTable:
         wanted, total = key_hash(key), self._num_samples
         guess, width = self._near(wanted)
         end = len(self._file.map)
-        if "_columns" not in self.__dict__:  # the file's beginning and end too, which say where the entries are
+        if self._found is None:  # the file's beginning and end too, which say where the entries are
             self._file.need_parts((0, 1), self._bytes_of(guess, width), (end - 1, end))
             if end <= _BACKGROUND_BYTES:  # so that the look-ups that follow find their part here
                 self._file.fetch_in_background()

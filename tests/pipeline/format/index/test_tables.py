@@ -156,6 +156,27 @@ class TestKeys:
         table = KeyTable(lambda: opened, len(index))
         assert [entry.row for entry in table.find(index.row(middle).key)] == [middle]
 
+    def test_tables_do_not_wait_for_each_other(self, many) -> None:
+        """A first look-up waits for a server; one in another table, on another thread, does not wait for it."""
+        index, waits, release = open_dataset(many).index, threading.Event(), threading.Event()
+
+        def slow() -> BlockFile:
+            waits.set()
+            assert release.wait(60)
+            return BlockFile(many / "keys.arrow")
+
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(KeyTable(slow, len(index)).find, index.row(3).key)
+            assert waits.wait(60)
+            other = ThreadPoolExecutor(1)
+            second = other.submit(KeyTable(lambda: BlockFile(many / "keys.arrow"), len(index)).find, index.row(4).key)
+            try:
+                assert [entry.row for entry in second.result(60)] == [4]
+            finally:
+                release.set()
+                other.shutdown()
+            assert [entry.row for entry in first.result(60)] == [3]
+
     @pytest.mark.parametrize("is_gone", [False, True])
     def test_the_first_look_up_fetches_the_table_in_the_background(self, many, tmp_path, monkeypatch, is_gone) -> None:
         index = open_dataset(many).index
