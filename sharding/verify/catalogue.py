@@ -242,8 +242,8 @@ def read_tags(dataset: str | os.PathLike[str]) -> tuple[str, ...]:
 def tag(dataset: str | os.PathLike[str], *, add: tuple[str, ...] = (), remove: tuple[str, ...] = ()) -> tuple[str, ...]:
     """Add and remove tags of a dataset in a folder; returns those it has then, sorted.
 
-    Raises ConfigError for a tag that is not allowed, for one to remove that it does not have, and for a URL;
-    DatasetError where there is no dataset, or its folder cannot be written.
+    Raises ConfigError for a tag that is not allowed, for one to remove that it does not have, for one to add and to
+    remove, and for a URL; DatasetError where there is no dataset, or its folder cannot be written.
     """
     if is_url(dataset):
         raise ConfigError(f"tags are written in folders only, got a URL: put {TAGS_FILE} beside dataset.json there")
@@ -252,7 +252,9 @@ def tag(dataset: str | os.PathLike[str], *, add: tuple[str, ...] = (), remove: t
     for one in add:
         if not _TAG.fullmatch(one):
             raise ConfigError(f"tag {one!r:.120} is not allowed: a-z, 0-9, '.', '_' and '-', at most 100 characters")
-    if unknown := sorted(set(remove) - tags - set(add)):
+    if both := sorted(set(add) & set(remove)):
+        raise ConfigError(f"tag {both[0]!r:.120} is to be added and to be removed: give it once")
+    if unknown := sorted(set(remove) - tags):
         there = ", ".join(sorted(tags)) or "none"
         raise ConfigError(f"dataset '{dataset}' has no tag {unknown[0]!r:.120}; it has: {there}")
     found = tuple(sorted((tags | set(add)) - set(remove)))

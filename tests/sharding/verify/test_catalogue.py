@@ -103,6 +103,8 @@ def test_tags_are_beside_the_dataset(old, tmp_path, capsys) -> None:
             fr.tag(tmp_path / "d", add=(wrong,))
     with pytest.raises(ConfigError, match=r"has no tag 'v1'; it has: baseline, night\.2"):
         fr.tag(tmp_path / "d", remove=("v1",))
+    with pytest.raises(ConfigError, match="tag 'q' is to be added and to be removed: give it once"):
+        fr.tag(tmp_path / "d", add=("q",), remove=("q",))
     with pytest.raises(ConfigError, match="in folders only"):
         fr.tag("s3://bucket/d", add=("a",))
     with pytest.raises(DatasetNotReadyError):

@@ -97,12 +97,12 @@ def test_a_damaged_sample_ends_the_run_with_its_address_and_a_partial_report(dat
     code = bench(damaged, out, "--ranks", 1, "--batch-size", 1, "--steps", 20, "--warmup", 1, "--json", "--no-html")
     assert code == 1
     captured = capsys.readouterr()
-    told = json.loads(captured.out)["cut_off"]
-    assert row.key in told
+    reason = json.loads(captured.out)["cut_off"]
+    assert row.key in reason
     # After a line of progress a minute, on a busy machine.
-    assert captured.err.splitlines()[-1] == f"fuelrail: error: the report is partial: {told}"
+    assert captured.err.splitlines()[-1] == f"fuelrail: error: the report is partial: {reason}"
     report = load_report(out / "report.json")
-    assert report.cut_off == told
+    assert report.cut_off == reason
     assert report.ranks[0].num_steps == 9
     assert not (out / "report.html").exists()
 
