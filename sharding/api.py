@@ -29,7 +29,7 @@ from fuelrail.sharding.run import repair as repair_dataset
 from fuelrail.sharding.run import shard as run_shard
 from fuelrail.sharding.sources.fuelrail import SEPARATOR
 from fuelrail.sharding.sources.registry import SourceKind, SourceSpec, parse_source, source_kinds
-from fuelrail.sharding.sources.scan_report import ScanReport
+from fuelrail.sharding.sources.shared.scan_report import ScanReport
 from fuelrail.sharding.verify.dataset import Checked, VerifyReport, ignore
 from fuelrail.sharding.verify.dataset import verify as verify_dataset
 from fuelrail.sharding.verify.inspect import Description, describe_dataset, describe_sample

@@ -36,7 +36,7 @@ from fuelrail.sharding.output.resume import (
 from fuelrail.sharding.output.workspace import RunState, Workspace
 from fuelrail.sharding.planning.plan import Plan, assign_splits, make_plan, select_rows, selection
 from fuelrail.sharding.sources.registry import SourceSpec, make_source, parse_source
-from fuelrail.sharding.sources.scan_table import ScanTable, ScanWriter, uncompressed_share
+from fuelrail.sharding.sources.shared.scan_table import ScanTable, ScanWriter, uncompressed_share
 from fuelrail.sharding.write.dictionary import train_or_load_dictionary
 from fuelrail.sharding.write.finish import finish
 from fuelrail.sharding.write.images import jpegtran_version, stored_channel, stored_share
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.format.codecs import Dictionary
     from fuelrail.sharding.engines import Engine
     from fuelrail.sharding.planning.recipe import Recipe
-    from fuelrail.sharding.sources.scan_report import ScanReport
+    from fuelrail.sharding.sources.shared.scan_report import ScanReport
     from fuelrail.sharding.sources.source import ScanInfo, Source
 
 

@@ -26,7 +26,7 @@ from fuelrail.pipeline.sample.schema import (
 )
 from fuelrail.sharding.demo.channels import write_channel
 from fuelrail.sharding.sources.nuscenes.source import NuScenesSource
-from fuelrail.sharding.sources.scan_table import ScanRow, ScanTable, ScanWriter
+from fuelrail.sharding.sources.shared.scan_table import ScanRow, ScanTable, ScanWriter
 
 FREE: Final = 0
 STATIC: Final = 1

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.rigid import rigid
-from fuelrail.sharding.sources.frames.poses import quaternions
+from fuelrail.sharding.sources.adapter.poses import quaternions
 
 QUATERNION_DECIMALS: Final = 12
 METRE_DECIMALS: Final = 6  # of what ends up in a table: it is rounded first, so what is rendered is what they say

@@ -31,7 +31,7 @@ from fuelrail.sharding.planning.recipe import Recipe, differences
 if TYPE_CHECKING:
     from fuelrail.pipeline.format.index.shards import ShardEntry
     from fuelrail.pipeline.format.manifest import Manifest
-    from fuelrail.sharding.sources.scan_table import ClipInfo, ScanTable
+    from fuelrail.sharding.sources.shared.scan_table import ClipInfo, ScanTable
 
 
 def recipe_of(shown: str, manifest: Manifest) -> Recipe:

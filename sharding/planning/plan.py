@@ -19,7 +19,7 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.order.permutation import KeyedPermutation, derive_key
 from fuelrail.pipeline.order.select import Filter
 from fuelrail.sharding.planning.recipe import Recipe, Splits, check_split_names, unit_frames
-from fuelrail.sharding.sources.scan_table import CLIP_NUMBER, ClipInfo, ScanTable
+from fuelrail.sharding.sources.shared.scan_table import CLIP_NUMBER, ClipInfo, ScanTable
 
 DEFAULT_SPLIT = "train"
 

@@ -37,7 +37,7 @@ from fuelrail.pipeline.storage.files import open_file
 from fuelrail.pipeline.storage.filesystem import filesystem
 from fuelrail.pipeline.storage.retry import fault_of
 from fuelrail.pipeline.text import differences, shown
-from fuelrail.sharding.sources.scan_table import Reference, frame_key
+from fuelrail.sharding.sources.shared.scan_table import Reference, frame_key
 from fuelrail.sharding.sources.source import Camera, ScanInfo
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.sample.schema import Sample as DecodedSample
     from fuelrail.pipeline.storage.columns import Disk
-    from fuelrail.sharding.sources.scan_table import ScanWriter
+    from fuelrail.sharding.sources.shared.scan_table import ScanWriter
     from fuelrail.sharding.sources.source import Reads
 
 SEPARATOR = "\n"

@@ -1,6 +1,6 @@
 """The protocol of a source of driving data.
 
-Most adapters are a :class:`fuelrail.sharding.sources.frames.source.FrameSource`, which implements all of it but a few
+Most adapters are a :class:`fuelrail.sharding.sources.adapter.source.FrameSource`, which implements all of it but a few
 methods. The kinds that there are stand in :mod:`fuelrail.sharding.sources.registry`.
 """
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.settings import Settings
-    from fuelrail.sharding.sources.scan_report import ScanReport
-    from fuelrail.sharding.sources.scan_table import ClipInfo, ScanWriter
+    from fuelrail.sharding.sources.shared.scan_report import ScanReport
+    from fuelrail.sharding.sources.shared.scan_table import ClipInfo, ScanWriter
 
 Reads = Literal["random", "clip"]
 

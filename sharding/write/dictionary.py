@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.format.manifest import Manifest
     from fuelrail.sharding.output.folder import Output
     from fuelrail.sharding.planning.recipe import Recipe
-    from fuelrail.sharding.sources.scan_table import ScanTable
+    from fuelrail.sharding.sources.shared.scan_table import ScanTable
 
 _TIMES_ITS_SIZE: Final = 100
 """Bytes of samples for each byte of the dictionary, as zstd's authors recommend."""

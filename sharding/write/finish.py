@@ -31,7 +31,7 @@ from fuelrail.pipeline.format.manifest import (
 )
 from fuelrail.pipeline.storage.columns import Disk
 from fuelrail.sharding.planning.recipe import codec_of
-from fuelrail.sharding.sources.scan_table import CLIP_NUMBER, ScanTable, frame_keys
+from fuelrail.sharding.sources.shared.scan_table import CLIP_NUMBER, ScanTable, frame_keys
 from fuelrail.sharding.write.images import stored_channel, stored_field
 from fuelrail.sharding.write.records import load_record
 

@@ -21,14 +21,14 @@ from fuelrail.pipeline.channels.laws import LAWS, Motion
 from fuelrail.pipeline.errors import ConfigError, ImageError, SchemaError
 from fuelrail.pipeline.sample.image_header import probe, unpack_png
 from fuelrail.pipeline.transforms.image_map import ImageMap, apply_to_intrinsics
-from fuelrail.sharding.sources.files import LFS_MAGIC
+from fuelrail.sharding.sources.shared.files import LFS_MAGIC
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.sample.schema import Geometry, Meta
     from fuelrail.sharding.planning.recipe import ImageRecipe
-    from fuelrail.sharding.sources.scan_table import Reference
+    from fuelrail.sharding.sources.shared.scan_table import Reference
 
 
 _STARTS: Final = {"jpg": b"\xff\xd8", "png": b"\x89PNG\r\n\x1a\n"}

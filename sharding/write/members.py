@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.channels.sensors import LidarEntry
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.sample.arrays import Buffer
-    from fuelrail.sharding.sources.scan_table import Reference
+    from fuelrail.sharding.sources.shared.scan_table import Reference
     from fuelrail.sharding.write.blocks import ReadBuffer
 
 Sizes = dict[str, tuple[int, int]]

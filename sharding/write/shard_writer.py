@@ -30,7 +30,7 @@ from fuelrail.pipeline.sample.schema import (
 )
 from fuelrail.sharding.output.folder import open_output
 from fuelrail.sharding.sources.registry import SourceSpec, make_source
-from fuelrail.sharding.sources.scan_table import ScanRow, ScanTable, decode_row
+from fuelrail.sharding.sources.shared.scan_table import ScanRow, ScanTable, decode_row
 from fuelrail.sharding.write.blocks import ReadBuffer
 from fuelrail.sharding.write.images import scale_geometry, scale_meta, stored_channel
 from fuelrail.sharding.write.member_check import MemberCheck

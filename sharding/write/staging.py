@@ -31,7 +31,7 @@ from fuelrail.pipeline.runtime.workers import in_threads, set_up_worker
 from fuelrail.pipeline.sample.arrays import map_npy
 from fuelrail.pipeline.storage.files import published
 from fuelrail.sharding.sources.registry import SourceSpec, make_source
-from fuelrail.sharding.sources.scan_table import ROWS_PER_BATCH, ClipInfo, Reference, ScanTable, decode_row
+from fuelrail.sharding.sources.shared.scan_table import ROWS_PER_BATCH, ClipInfo, Reference, ScanTable, decode_row
 from fuelrail.sharding.sources.source import ClipSource, Place
 
 _MAX_THREADS: Final = 4

@@ -19,7 +19,7 @@ WITH_TASKS = {"quickstart.md", "frames.md", "own-source.md", "migrate.md", "larg
 WITH_TASKS |= {"diagnose.md", "distillation.md"}
 ELSEWHERE = {
     "README.md": "tests/loaders/test_box_frame.py",
-    "sources.md": "tests/sharding/sources/listed/test_page.py",
+    "sources.md": "tests/sharding/sources/tables/test_page.py",
 }
 NOT_RUN = {
     ("loader.md", "CUDA graphs and `torch.compile`"): "needs a GPU",

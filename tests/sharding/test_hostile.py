@@ -137,7 +137,7 @@ class TestMemory:
             reshard(place, tmp_path / "out")
 
     def test_m2_metadata_of_many_samples_is_limited_while_scanning(self, small, tmp_path, monkeypatch):
-        monkeypatch.setattr("fuelrail.sharding.sources.scan_table._MAX_PENDING_BYTES", 10_000)
+        monkeypatch.setattr("fuelrail.sharding.sources.shared.scan_table._MAX_PENDING_BYTES", 10_000)
         with pytest.raises(SourceError, match="the metadata, geometry and boxes of"):
             reshard(small, tmp_path / "out")
 
@@ -149,7 +149,7 @@ class TestMemory:
             )
 
     def test_m2_the_writer_keeps_to_the_limit_of_texts(self, small, tmp_path, monkeypatch):
-        monkeypatch.setattr("fuelrail.sharding.sources.scan_table.MAX_TEXT_BYTES", 3)
+        monkeypatch.setattr("fuelrail.sharding.sources.shared.scan_table.MAX_TEXT_BYTES", 3)
         with edited(small, tmp_path / "DS") as parts:
             cases()["parquet/short-text"](parts)
         with pytest.raises(SourceError, match=r"attribute 'note' of sample .* has 4 bytes, allowed are 3; shorten it"):

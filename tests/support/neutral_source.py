@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 import msgspec
 import numpy as np
 
-from fuelrail.sharding.sources.frames.frame import Absent, BoxRows, Clip, Frame, Image, Sensors, Sweep
-from fuelrail.sharding.sources.frames.poses import Trajectory
-from fuelrail.sharding.sources.frames.source import FrameSettings, FrameSource
+from fuelrail.sharding.sources.adapter.frame import Absent, BoxRows, Clip, Frame, Image, Sensors, Sweep
+from fuelrail.sharding.sources.adapter.poses import Trajectory
+from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
 
 
 def install_plugin(folder: Path, name: str, place: str) -> None:

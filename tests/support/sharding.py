@@ -16,7 +16,7 @@ from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.run import Outcome, shard
 from fuelrail.sharding.sources.registry import SourceSpec, make_source
-from fuelrail.sharding.sources.scan_table import ScanTable, ScanWriter
+from fuelrail.sharding.sources.shared.scan_table import ScanTable, ScanWriter
 from fuelrail.sharding.write.shard_writer import WriteJob
 
 if TYPE_CHECKING:

@@ -39,9 +39,9 @@ from fuelrail.sharding.planning.plan import assign_splits, make_plan, select_row
 from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.run import shard
-from fuelrail.sharding.sources.files import source_files
 from fuelrail.sharding.sources.registry import SourceSpec
-from fuelrail.sharding.sources.scan_table import (
+from fuelrail.sharding.sources.shared.files import source_files
+from fuelrail.sharding.sources.shared.scan_table import (
     ROWS_PER_BATCH,
     ClipInfo,
     Reference,

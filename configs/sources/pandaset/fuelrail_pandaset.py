@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fuelrail.pipeline.rigid import invert_rigid
-from fuelrail.sharding.sources.frames.frame import Clip, Frame, Image, Sensors
-from fuelrail.sharding.sources.frames.poses import Trajectory, pose
-from fuelrail.sharding.sources.frames.source import FrameSettings, FrameSource
+from fuelrail.sharding.sources.adapter.frame import Clip, Frame, Image, Sensors
+from fuelrail.sharding.sources.adapter.poses import Trajectory, pose
+from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

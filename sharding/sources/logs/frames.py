@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid
-from fuelrail.sharding.sources.frames.channels import signals
-from fuelrail.sharding.sources.frames.frame import Absent, Frame, Image, ImageBoxRows, Sweep
-from fuelrail.sharding.sources.frames.members import POINTS
+from fuelrail.sharding.sources.adapter.channels import signals
+from fuelrail.sharding.sources.adapter.frame import Absent, Frame, Image, ImageBoxRows, Sweep
+from fuelrail.sharding.sources.adapter.members import POINTS
 from fuelrail.sharding.sources.logs import sync
 from fuelrail.sharding.sources.logs.geometry.calibration import CameraModel, camera_models
 from fuelrail.sharding.sources.logs.index import LogIndex, Shot
@@ -21,11 +21,11 @@ from fuelrail.sharding.sources.logs.index import Sweep as LidarSweep
 from fuelrail.sharding.sources.logs.members import Job
 from fuelrail.sharding.sources.logs.messages.clouds import COLUMNS, RadarSweep
 from fuelrail.sharding.sources.logs.messages.records import RAWS, VIDEOS
-from fuelrail.sharding.sources.scan_table import Reference
+from fuelrail.sharding.sources.shared.scan_table import Reference
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
-    from fuelrail.sharding.sources.frames.poses import Trajectory
+    from fuelrail.sharding.sources.adapter.poses import Trajectory
     from fuelrail.sharding.sources.logs.files.log_file import Topic
     from fuelrail.sharding.sources.logs.messages.records import Marks
     from fuelrail.sharding.sources.logs.settings import LogSettings

@@ -28,7 +28,7 @@ from fuelrail.sharding.sources.logs.messages.records import (
     Picture,
 )
 from fuelrail.sharding.sources.logs.sync import matched
-from fuelrail.sharding.sources.logs.video import is_keyframe, stream_size
+from fuelrail.sharding.sources.shared.video import is_keyframe, stream_size
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.logs.files.log_file import LogFile, Message, Topic

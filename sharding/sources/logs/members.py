@@ -13,12 +13,12 @@ import msgspec
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.sample.schema import encode_points
-from fuelrail.sharding.sources.frames.members import MADE, POINTS
+from fuelrail.sharding.sources.adapter.members import MADE, POINTS
 from fuelrail.sharding.sources.logs.files.log_file import Locator
 from fuelrail.sharding.sources.logs.messages.clouds import RadarSweep, points_of, radar_points
 from fuelrail.sharding.sources.logs.messages.pictures import FULL, raw_jpeg
 from fuelrail.sharding.sources.logs.messages.reader import Reader
-from fuelrail.sharding.sources.logs.video import StreamDecoder
+from fuelrail.sharding.sources.shared.video import StreamDecoder
 
 if TYPE_CHECKING:
     import numpy as np

@@ -9,8 +9,8 @@ import msgspec
 from msgspec import Meta
 
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.sharding.sources.frames.source import FrameSettings
-from fuelrail.sharding.sources.logs.video import QUALITY, libraries
+from fuelrail.sharding.sources.adapter.source import FrameSettings
+from fuelrail.sharding.sources.shared.video import QUALITY, libraries
 
 
 class VideoSettings(FrameSettings, frozen=True, kw_only=True):

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError, SourceError
-from fuelrail.sharding.sources.frames.channels import signals_channel
-from fuelrail.sharding.sources.frames.frame import Clip, Frame, Sensors
-from fuelrail.sharding.sources.frames.poses import Trajectory
-from fuelrail.sharding.sources.frames.source import FrameSource
+from fuelrail.sharding.sources.adapter.channels import signals_channel
+from fuelrail.sharding.sources.adapter.frame import Clip, Frame, Sensors
+from fuelrail.sharding.sources.adapter.poses import Trajectory
+from fuelrail.sharding.sources.adapter.source import FrameSource
 from fuelrail.sharding.sources.logs import sync
 from fuelrail.sharding.sources.logs.files.recordings import Recordings
 from fuelrail.sharding.sources.logs.frames import FIX_COLUMNS, FrameMaker

@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.rigid import rotation_matrices
 from fuelrail.pipeline.sample.schema import Boxes
 from fuelrail.pipeline.storage.columns import ROWS_AT_ONCE
-from fuelrail.sharding.sources.frames.boxes import stable_id, velocities
-from fuelrail.sharding.sources.frames.classes import CLASSES, NUSCENES10, ClassMap, check_mapped
-from fuelrail.sharding.sources.joins import Tokens
+from fuelrail.sharding.sources.adapter.boxes import stable_id, velocities
+from fuelrail.sharding.sources.adapter.classes import CLASSES, NUSCENES10, ClassMap, check_mapped
 from fuelrail.sharding.sources.nuscenes.tables import (
     Annotation,
     Instance,
@@ -30,11 +29,12 @@ from fuelrail.sharding.sources.nuscenes.tables import (
     read_table,
     vectors,
 )
+from fuelrail.sharding.sources.shared.joins import Tokens
 
 if TYPE_CHECKING:
-    from fuelrail.sharding.sources.frames.classes import ClassOption
-    from fuelrail.sharding.sources.joins import Cut, Database
-    from fuelrail.sharding.sources.scan_report import ScanReport
+    from fuelrail.sharding.sources.adapter.classes import ClassOption
+    from fuelrail.sharding.sources.shared.joins import Cut, Database
+    from fuelrail.sharding.sources.shared.scan_report import ScanReport
 
 DETECTION_CLASS: Final = {
     "movable_object.barrier": "barrier",

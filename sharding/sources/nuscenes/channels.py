@@ -14,7 +14,7 @@ import msgspec
 
 from fuelrail.pipeline.channels.table import Channel
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.scan_table import Reference
+from fuelrail.sharding.sources.shared.scan_table import Reference
 
 CHANNELS_FILE: Final = "channels.json"
 CHANNELS_FOLDER: Final = "channels"

@@ -23,7 +23,6 @@ from fuelrail.pipeline.rigid import rigid
 from fuelrail.pipeline.sample.schema import NUM_DIST, Geometry
 from fuelrail.pipeline.storage.columns import ROWS_AT_ONCE
 from fuelrail.pipeline.transforms.lens import MODELS, UNBENT
-from fuelrail.sharding.sources.joins import Cut, Tokens
 from fuelrail.sharding.sources.nuscenes.boxes import Annotations
 from fuelrail.sharding.sources.nuscenes.tables import (
     CalibratedSensor,
@@ -39,12 +38,13 @@ from fuelrail.sharding.sources.nuscenes.tables import (
     read_table,
     vectors,
 )
+from fuelrail.sharding.sources.shared.joins import Cut, Tokens
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.schema import Boxes
     from fuelrail.pipeline.storage.columns import Texts
-    from fuelrail.sharding.sources.frames.classes import ClassOption
-    from fuelrail.sharding.sources.joins import Database, Owners
+    from fuelrail.sharding.sources.adapter.classes import ClassOption
+    from fuelrail.sharding.sources.shared.joins import Database, Owners
 
 RIG: Final = ("CAM_FRONT", "CAM_FRONT_RIGHT", "CAM_FRONT_LEFT", "CAM_BACK", "CAM_BACK_LEFT", "CAM_BACK_RIGHT")
 """Camera order of mmdetection3d and BEVFormer; cameras of other names follow by name."""

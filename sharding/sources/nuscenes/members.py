@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Final
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.sample.schema import POINTS_EXTENSION, SWEEPS_FIELD
-from fuelrail.sharding.sources.scan_report import Findings
-from fuelrail.sharding.sources.scan_table import Reference
+from fuelrail.sharding.sources.shared.scan_report import Findings
+from fuelrail.sharding.sources.shared.scan_table import Reference
 
 if TYPE_CHECKING:
-    from fuelrail.sharding.sources.files import FileFacts, SourceFiles
     from fuelrail.sharding.sources.nuscenes.geometry import Frame, Keyframes, SensorRow
     from fuelrail.sharding.sources.nuscenes.sweeps import LidarSweeps, SweepList
-    from fuelrail.sharding.sources.scan_report import ScanReport
+    from fuelrail.sharding.sources.shared.files import FileFacts, SourceFiles
+    from fuelrail.sharding.sources.shared.scan_report import ScanReport
 
 _IMAGE_EXTENSIONS: Final = {"jpg": "jpg", "jpeg": "jpg", "png": "png"}
 _NOT_VALID: Final = "marked as not valid"

@@ -11,15 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.sample.schema import SCHEMA, CameraMeta, Meta
-from fuelrail.sharding.sources.frames.classes import count_column
+from fuelrail.sharding.sources.adapter.classes import count_column
 from fuelrail.sharding.sources.nuscenes.geometry import NS_PER_US
-from fuelrail.sharding.sources.scan_table import frame_key
+from fuelrail.sharding.sources.shared.scan_table import frame_key
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.schema import Boxes
     from fuelrail.sharding.sources.nuscenes.geometry import Frame
     from fuelrail.sharding.sources.nuscenes.tables import Log, Scene
-    from fuelrail.sharding.sources.scan_table import Reference
+    from fuelrail.sharding.sources.shared.scan_table import Reference
 
 _TYPES: Final[dict[str, type]] = {
     "clip_name": str,

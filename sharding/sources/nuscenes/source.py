@@ -23,9 +23,7 @@ from fuelrail.pipeline.channels.sensors import LidarEntry
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.pipeline.sample.schema import encode_arrays, encode_points, encode_stacked
 from fuelrail.pipeline.settings import Settings, convert
-from fuelrail.sharding.sources.files import check_no_pointer, source_files
-from fuelrail.sharding.sources.frames.classes import NUSCENES10, ClassMap, ClassOption, loaded
-from fuelrail.sharding.sources.joins import Cut
+from fuelrail.sharding.sources.adapter.classes import NUSCENES10, ClassMap, ClassOption, loaded
 from fuelrail.sharding.sources.nuscenes.channels import (
     CHANNELS_FILE,
     CHANNELS_FOLDER,
@@ -40,14 +38,16 @@ from fuelrail.sharding.sources.nuscenes.members import KeyframeFiles
 from fuelrail.sharding.sources.nuscenes.samples import SceneFacts, attribute_types, clip_ids
 from fuelrail.sharding.sources.nuscenes.sweeps import LidarSweeps, SweepList
 from fuelrail.sharding.sources.nuscenes.tables import TABLES, check_tables, check_time
-from fuelrail.sharding.sources.scan_report import ScanReport
+from fuelrail.sharding.sources.shared.files import check_no_pointer, source_files
+from fuelrail.sharding.sources.shared.joins import Cut
+from fuelrail.sharding.sources.shared.scan_report import ScanReport
 from fuelrail.sharding.sources.source import Camera, Place, ScanInfo
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.sample.schema import Geometry
     from fuelrail.sharding.sources.nuscenes.geometry import Frame
-    from fuelrail.sharding.sources.scan_table import ScanWriter
+    from fuelrail.sharding.sources.shared.scan_table import ScanWriter
     from fuelrail.sharding.sources.source import Reads
 
 SPLITS_FILE: Final = "splits.json"

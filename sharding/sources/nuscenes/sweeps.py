@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.sample.schema import Sweeps, encode_arrays
-from fuelrail.sharding.sources.joins import Tokens
 from fuelrail.sharding.sources.nuscenes.geometry import Calibrations, Poses
 from fuelrail.sharding.sources.nuscenes.tables import SampleData, read_table
+from fuelrail.sharding.sources.shared.joins import Tokens
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.storage.columns import Texts
-    from fuelrail.sharding.sources.joins import Database
+    from fuelrail.sharding.sources.shared.joins import Database
 
 
 class LinkedRow(SampleData, frozen=True, gc=False):

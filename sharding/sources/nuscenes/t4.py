@@ -19,13 +19,11 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid
-from fuelrail.sharding.sources.files import check_no_pointer
-from fuelrail.sharding.sources.frames.frame import Absent, BoxRows, Clip, Frame, Image, ImageBoxRows, Sensors, Sweep
-from fuelrail.sharding.sources.frames.members import POINTS
-from fuelrail.sharding.sources.frames.poses import pose
-from fuelrail.sharding.sources.frames.source import FrameSettings, FrameSource
-from fuelrail.sharding.sources.frames.vector_maps import MapWindows, VectorMap
-from fuelrail.sharding.sources.listed.points import parse_points
+from fuelrail.sharding.sources.adapter.frame import Absent, BoxRows, Clip, Frame, Image, ImageBoxRows, Sensors, Sweep
+from fuelrail.sharding.sources.adapter.members import POINTS
+from fuelrail.sharding.sources.adapter.poses import pose
+from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
+from fuelrail.sharding.sources.adapter.vector_maps import MapWindows, VectorMap
 from fuelrail.sharding.sources.nuscenes.boxes import VISIBILITY
 from fuelrail.sharding.sources.nuscenes.extras import lanelet2, vehicle_state
 from fuelrail.sharding.sources.nuscenes.extras.radar import RadarFiles, radar_channel
@@ -46,10 +44,12 @@ from fuelrail.sharding.sources.nuscenes.tables import (
     Visibility,
     check_time,
 )
-from fuelrail.sharding.sources.scan_table import Reference
+from fuelrail.sharding.sources.shared.files import check_no_pointer
+from fuelrail.sharding.sources.shared.points import parse_points
+from fuelrail.sharding.sources.shared.scan_table import Reference
 
 if TYPE_CHECKING:
-    from fuelrail.sharding.sources.files import SourceFiles
+    from fuelrail.sharding.sources.shared.files import SourceFiles
 
 R = TypeVar("R", bound=Record)
 

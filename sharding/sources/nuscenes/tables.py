@@ -21,13 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.files import check_no_pointer
-from fuelrail.sharding.sources.frames.poses import are_unit
+from fuelrail.sharding.sources.adapter.poses import are_unit
+from fuelrail.sharding.sources.shared.files import check_no_pointer
 
 if TYPE_CHECKING:
     from typing import BinaryIO
 
-    from fuelrail.sharding.sources.joins import Owners
+    from fuelrail.sharding.sources.shared.joins import Owners
 
 TABLES: Final = (
     "attribute", "calibrated_sensor", "category", "ego_pose", "instance", "log", "map", "sample", "sample_annotation",

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.sharding.planning.plan import assign_splits, make_plan, selection
 from fuelrail.sharding.planning.recipe import make_recipe, unit_frames
-from fuelrail.sharding.sources.scan_table import ClipInfo
+from fuelrail.sharding.sources.shared.scan_table import ClipInfo
 
 ORDERS = ("frame", "clip", "window:3", "window:40")
 

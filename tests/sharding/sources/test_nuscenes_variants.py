@@ -22,7 +22,7 @@ from fuelrail.pipeline.sample.schema import Boxes, Geometry, decode_arrays, deco
 from fuelrail.pipeline.transforms.lens import read_lens
 from fuelrail.sharding.planning.recipe import parse_images
 from fuelrail.sharding.sources.nuscenes.boxes import CLASSES
-from fuelrail.sharding.sources.scan_report import ScanReport
+from fuelrail.sharding.sources.shared.scan_report import ScanReport
 from fuelrail.sharding.verify.dataset import verify
 from support.loaders import make_loader
 from support.nuscenes_sweeps import add_sweeps

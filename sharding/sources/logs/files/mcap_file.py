@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.files import opened
 from fuelrail.sharding.sources.logs.files.log_file import HEAD_BYTES, Locator, Message, Topic, check_compression
 from fuelrail.sharding.sources.logs.files.mcap_records import (
     CHANNEL_OP,
@@ -32,10 +31,11 @@ from fuelrail.sharding.sources.logs.files.mcap_records import (
     message_offsets,
     read_summary,
 )
+from fuelrail.sharding.sources.shared.files import opened
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
-    from fuelrail.sharding.sources.files import SourceFiles, Window
+    from fuelrail.sharding.sources.shared.files import SourceFiles, Window
 
 _HEAD = MESSAGE.size - RECORD.size
 

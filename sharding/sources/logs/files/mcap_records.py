@@ -14,7 +14,7 @@ from fuelrail.sharding.sources.logs.files.log_file import Topic, check_compressi
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
-    from fuelrail.sharding.sources.files import SourceFiles
+    from fuelrail.sharding.sources.shared.files import SourceFiles
 
 MAGIC: Final = b"\x89MCAP0\r\n"
 _ROS1_MAGIC: Final = b"#ROSBAG V2.0"

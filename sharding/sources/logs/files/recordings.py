@@ -14,8 +14,8 @@ from fuelrail.sharding.sources.logs.files.mcap_file import McapFile
 from fuelrail.sharding.sources.logs.files.sqlite_file import SqliteFile
 
 if TYPE_CHECKING:
-    from fuelrail.sharding.sources.files import SourceFiles
     from fuelrail.sharding.sources.logs.files.log_file import LogFile, Topic
+    from fuelrail.sharding.sources.shared.files import SourceFiles
 
 METADATA: Final = "metadata.yaml"
 _GENERIC: Final = re.compile(

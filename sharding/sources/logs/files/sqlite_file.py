@@ -15,7 +15,7 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.logs.files.log_file import HEAD_BYTES, Locator, Message, Topic, plain_type
 
 if TYPE_CHECKING:
-    from fuelrail.sharding.sources.files import SourceFiles
+    from fuelrail.sharding.sources.shared.files import SourceFiles
 
 
 class SqliteFile:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid
-from fuelrail.sharding.sources.frames.poses import Trajectory, pose
+from fuelrail.sharding.sources.adapter.poses import Trajectory, pose
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.logs.messages.records import Edges

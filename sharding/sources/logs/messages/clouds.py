@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.table import Channel, Law
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.frames.poses import pose
+from fuelrail.sharding.sources.adapter.poses import pose
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.logs.messages.records import Cloud

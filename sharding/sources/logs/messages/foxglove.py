@@ -17,7 +17,7 @@ from fuelrail.sharding.sources.logs.messages.records import (
     PointField,
     Shape,
 )
-from fuelrail.sharding.sources.logs.messages.wire import Names, Proto, descriptor
+from fuelrail.sharding.sources.shared.protobuf import Names, Proto, descriptor
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer

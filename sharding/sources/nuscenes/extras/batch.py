@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from fuelrail.sharding.sources.nuscenes.geometry import NS_PER_US
-from fuelrail.sharding.sources.scan_table import Reference
+from fuelrail.sharding.sources.shared.scan_table import Reference
 
 if TYPE_CHECKING:
     import numpy as np

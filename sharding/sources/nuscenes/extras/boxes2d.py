@@ -13,12 +13,12 @@ from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.table import Channel, Law
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid
-from fuelrail.sharding.sources.frames.channels import boxes2d_channel
+from fuelrail.sharding.sources.adapter.channels import boxes2d_channel
 from fuelrail.sharding.sources.nuscenes.extras.batch import inline
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.nuscenes.extras.batch import Batch
-    from fuelrail.sharding.sources.scan_table import Reference
+    from fuelrail.sharding.sources.shared.scan_table import Reference
 
 _DESCRIPTION: Final = "bounds of the part of each 3-D box that is in the image, whatever hides it; row counts in boxes"
 _NEAR_M: Final = 0.1

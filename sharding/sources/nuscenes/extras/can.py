@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.files import check_no_pointer
-from fuelrail.sharding.sources.frames.channels import signals_channel
-from fuelrail.sharding.sources.scan_table import Reference
+from fuelrail.sharding.sources.adapter.channels import signals_channel
+from fuelrail.sharding.sources.shared.files import check_no_pointer
+from fuelrail.sharding.sources.shared.scan_table import Reference
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel

@@ -21,10 +21,10 @@ from fuelrail.sharding.sources.nuscenes.extras.radar import RadarFiles, Radars
 from fuelrail.sharding.sources.nuscenes.extras.trajectories import Trajectories
 
 if TYPE_CHECKING:
-    from fuelrail.sharding.sources.joins import Database
     from fuelrail.sharding.sources.nuscenes.extras.batch import Batch
     from fuelrail.sharding.sources.nuscenes.geometry import Keyframes
-    from fuelrail.sharding.sources.scan_table import Reference
+    from fuelrail.sharding.sources.shared.joins import Database
+    from fuelrail.sharding.sources.shared.scan_table import Reference
 
 Group = Literal["radar", "can", "boxes2d", "tokens", "trajectories", "description", "map"]
 """Names that the option ``channels`` takes."""

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.files import check_no_pointer
-from fuelrail.sharding.sources.frames.vector_maps import VectorMap
+from fuelrail.sharding.sources.adapter.vector_maps import VectorMap
+from fuelrail.sharding.sources.shared.files import check_no_pointer
 
 FILE: Final = "map/lanelet2_map.osm"
 MAP_LAYERS: Final = ("lane", "ped_crossing", "walkway", "lane_marking", "lane_border", "road_border", "stop_line")

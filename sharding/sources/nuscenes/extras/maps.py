@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.files import check_no_pointer
-from fuelrail.sharding.sources.frames.vector_maps import VectorMap, encoded_window, map_channel
-from fuelrail.sharding.sources.scan_table import Reference
+from fuelrail.sharding.sources.adapter.vector_maps import VectorMap, encoded_window, map_channel
+from fuelrail.sharding.sources.shared.files import check_no_pointer
+from fuelrail.sharding.sources.shared.scan_table import Reference
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel

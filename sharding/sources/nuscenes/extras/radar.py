@@ -20,15 +20,15 @@ from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.table import Channel, Law
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid
-from fuelrail.sharding.sources.files import check_no_pointer
 from fuelrail.sharding.sources.nuscenes.geometry import check_name
 from fuelrail.sharding.sources.nuscenes.sweeps import SensorSweeps
-from fuelrail.sharding.sources.scan_table import Reference
+from fuelrail.sharding.sources.shared.files import check_no_pointer
+from fuelrail.sharding.sources.shared.scan_table import Reference
 
 if TYPE_CHECKING:
-    from fuelrail.sharding.sources.joins import Database
     from fuelrail.sharding.sources.nuscenes.extras.batch import Batch
     from fuelrail.sharding.sources.nuscenes.geometry import Keyframes
+    from fuelrail.sharding.sources.shared.joins import Database
 
 FIELDS: Final = {
     "x": "m", "y": "m", "z": "m", "dyn_prop": "", "id": "", "rcs": "dBsm", "vx": "m/s", "vy": "m/s", "vx_comp": "m/s",

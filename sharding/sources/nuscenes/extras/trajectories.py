@@ -16,10 +16,10 @@ from fuelrail.pipeline.rigid import invert_rigid, rotation_matrices
 from fuelrail.sharding.sources.nuscenes.extras.batch import inline
 
 if TYPE_CHECKING:
-    from fuelrail.sharding.sources.joins import Database
     from fuelrail.sharding.sources.nuscenes.extras.batch import Batch
     from fuelrail.sharding.sources.nuscenes.geometry import Keyframes
-    from fuelrail.sharding.sources.scan_table import Reference
+    from fuelrail.sharding.sources.shared.joins import Database
+    from fuelrail.sharding.sources.shared.scan_table import Reference
 
 PAST: Final = 4
 FUTURE: Final = 12

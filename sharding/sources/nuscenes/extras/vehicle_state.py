@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
-from fuelrail.sharding.sources.frames.channels import signals, signals_channel
+from fuelrail.sharding.sources.adapter.channels import signals, signals_channel
 from fuelrail.sharding.sources.nuscenes.geometry import NS_PER_US
 from fuelrail.sharding.sources.nuscenes.tables import Record, check_time
 
 if TYPE_CHECKING:
-    from fuelrail.sharding.sources.scan_table import Reference
+    from fuelrail.sharding.sources.shared.scan_table import Reference
 
 TABLE: Final = "vehicle_state"
 CHANNEL: Final = signals_channel(

@@ -8,13 +8,13 @@ import simplejpeg
 
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.sharding.run import scan_source
-from fuelrail.sharding.sources.files import source_files
 from fuelrail.sharding.sources.logs import sync
 from fuelrail.sharding.sources.logs.files.log_file import Locator, Message, Topic
 from fuelrail.sharding.sources.logs.files.mcap_file import McapFile
 from fuelrail.sharding.sources.logs.messages.clouds import points_of
 from fuelrail.sharding.sources.logs.messages.reader import Reader
 from fuelrail.sharding.sources.registry import SourceSpec, make_source
+from fuelrail.sharding.sources.shared.files import source_files
 from support.log_world import Ros, Sent, logged, ros_messages, store, with_raw_pictures, write_mcap, write_rosbag2
 from support.source_suite import SourceSuite
 from support.source_world import make_world, samples_of

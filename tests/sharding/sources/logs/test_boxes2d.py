@@ -11,7 +11,7 @@ from rosbags.typesys import Stores, get_types_from_msg, get_typestore
 from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.sharding.run import scan_source
-from fuelrail.sharding.sources.frames.boxes import stable_id
+from fuelrail.sharding.sources.adapter.boxes import stable_id
 from fuelrail.sharding.sources.logs.files.log_file import Locator, Message, Topic
 from fuelrail.sharding.sources.logs.messages.reader import Reader
 from fuelrail.sharding.sources.registry import SourceSpec

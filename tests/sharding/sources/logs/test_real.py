@@ -11,12 +11,12 @@ from scipy.spatial.transform import Rotation
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.run import scan_source
-from fuelrail.sharding.sources.files import source_files
-from fuelrail.sharding.sources.frames.frame import Image
+from fuelrail.sharding.sources.adapter.frame import Image
 from fuelrail.sharding.sources.logs.files.mcap_file import McapFile
 from fuelrail.sharding.sources.logs.files.sqlite_file import SqliteFile
 from fuelrail.sharding.sources.logs.messages.reader import Reader
 from fuelrail.sharding.sources.registry import SourceSpec, make_source
+from fuelrail.sharding.sources.shared.files import source_files
 from support.shared_data import shared_data
 from support.source_suite import SourceSuite
 from support.source_world import samples_of

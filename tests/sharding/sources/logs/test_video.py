@@ -10,7 +10,7 @@ import simplejpeg
 from av.video.reformatter import ColorRange, Colorspace
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.logs.video import StreamDecoder, VideoFile, is_keyframe, stream_size, video_frames
+from fuelrail.sharding.sources.shared.video import StreamDecoder, VideoFile, is_keyframe, stream_size, video_frames
 
 SIZE = (96, 64)
 PERIODS = [10, 8, 12, 10, 9, 11]

@@ -10,8 +10,8 @@ import numpy as np
 import fuelrail as fr
 from fuelrail.pipeline.sample.schema import Geometry, Sweeps, decode_arrays, decode_points
 from fuelrail.sharding.run import scan_source
-from fuelrail.sharding.sources.files import FolderFiles
 from fuelrail.sharding.sources.registry import SourceSpec
+from fuelrail.sharding.sources.shared.files import FolderFiles
 from support.nuscenes_radar import add_radar_files
 from support.nuscenes_tables import Dataroot, build_nuscenes, token
 from support.sharding import scanned

@@ -13,7 +13,7 @@ from fuelrail.pipeline.channels.selection import decode_values
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.sharding.api import shard, verify
-from fuelrail.sharding.sources.frames.vector_maps import HALF_M, cut, window
+from fuelrail.sharding.sources.adapter.vector_maps import HALF_M, cut, window
 from fuelrail.sharding.sources.nuscenes.extras.maps import LAYERS, parse_map
 from support.nuscenes_tables import build_nuscenes
 

@@ -1,0 +1,192 @@
+"""Times, ego poses, calibration and motion of a clip's frames, as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.sample.schema import NUM_DIST, Geometry
+from fuelrail.sharding.sources.adapter.frame import Image
+from fuelrail.sharding.sources.adapter.poses import nearest_rigid
+
+if TYPE_CHECKING:
+    from fuelrail.sharding.sources.adapter.frame import Frame, Sensors
+    from fuelrail.sharding.sources.adapter.poses import Trajectory
+
+_MAX_SPAN_NS: Final = 3_000_000_000
+"""Of the two frames that a speed is taken from."""
+
+
+class ClipArrays(NamedTuple):
+    """What is known of a clip's F frames, N cameras and L lidars; NaN and -1 where there is nothing."""
+
+    time_ns: NDArray[np.int64]
+    ego2global: NDArray[np.float64]
+    cam_time_ns: NDArray[np.int64]
+    cam_ego2global: NDArray[np.float64]
+    lidar_time_ns: NDArray[np.int64]
+    lidar_ego2global: NDArray[np.float64]
+    motion: NDArray[np.float64]
+    """(F, 3, 3): velocity, acceleration and rates of ego in its own axes."""
+
+
+def clip_arrays(
+    sensors: Sensors, frames: Sequence[Frame], trajectory: Trajectory | None, *, has_poses: bool
+) -> ClipArrays:
+    """Times and ego poses, from the trajectory where the adapter gave none; the identity without ``has_poses``."""
+    time_ns = np.array([frame.timestamp_ns for frame in frames], np.int64)
+    images = [frame.images.get(camera.channel) for frame in frames for camera in sensors.cameras]
+    images = [image if isinstance(image, Image) else None for image in images]
+    sweeps = [frame.sweeps.get(lidar.channel) for frame in frames for lidar in sensors.lidars]
+
+    def poses_at(stated: list[Any], times: NDArray[np.int64], is_there: NDArray[np.bool_]) -> NDArray[np.float64]:
+        found = np.full((len(stated), 4, 4), np.nan)
+        if not has_poses:
+            found[is_there] = np.eye(4)
+            return found
+        own = np.array([pose is not None for pose in stated], np.bool_)
+        if own.any():
+            found[own] = [pose for pose in stated if pose is not None]
+        rest = is_there & ~own
+        if trajectory is not None and rest.any():
+            found[rest] = trajectory.at(times[rest])
+        return found
+
+    def of(ones: Sequence[Any], number: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        times = np.array([-1 if one is None else one.timestamp_ns for one in ones], np.int64)
+        is_there = np.array([one is not None for one in ones], np.bool_)
+        poses = poses_at([None if one is None else one.ego2global for one in ones], times, is_there)
+        return times.reshape(len(frames), number), poses.reshape(len(frames), number, 4, 4)
+
+    own = poses_at([frame.ego2global for frame in frames], time_ns, np.ones(len(frames), np.bool_))
+    motion = _motion(frames, time_ns, own, has_poses)
+    return ClipArrays(time_ns, own, *of(images, len(sensors.cameras)), *of(sweeps, len(sensors.lidars)), motion)
+
+
+def stacked_geometry(
+    where: str,
+    sensors: Sensors,
+    frames: Sequence[Frame],
+    sizes: NDArray[np.int32],
+    arrays: ClipArrays,
+    rows: NDArray[np.intp],
+) -> Geometry:
+    """The geometry of some frames of a clip, with an axis more in front; ``rows`` are their numbers.
+
+    ``sizes`` (R, N, 2) [px] are of their images, -1 where there is none. Raises SourceError, naming ``where``.
+    """
+    cameras = [camera.channel for camera in sensors.cameras]
+    chosen = [frames[at] for at in rows.tolist()]
+    shape = (len(rows), len(cameras))
+    found = [frame.images.get(name) for frame in chosen for name in cameras]
+    images = [image if isinstance(image, Image) else None for image in found]
+    sweeps = [frame.sweeps.get(lidar.channel) for frame in chosen for lidar in sensors.lidars]
+    dist = np.full((len(images), NUM_DIST), np.nan)
+    for at, image in enumerate(images):
+        if image is not None and image.dist:
+            if len(image.dist) > NUM_DIST:
+                raise SourceError(f"{where}: {len(image.dist)} lens coefficients, allowed are {NUM_DIST}")
+            dist[at, : len(image.dist)] = image.dist
+
+    def matrices(name: str, ones: Sequence[Any], size: int) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
+        return _unique([None if one is None else getattr(one, name) for one in ones], size, f"{where}: {name}")
+
+    cam2ego, camera_at = matrices("cam2ego", images, 4)
+    lidar2ego, lidar_at = matrices("lidar2ego", sweeps, 4)
+    intrinsics, intrinsics_at = matrices("intrinsics", images, 3)
+    needs = np.array(
+        [image is not None and (image.intrinsics is not None or image.cam2ego is not None) for image in images],
+        np.bool_,
+    )
+    is_placed = np.asarray(np.isfinite(cam2ego).all((1, 2)))
+    bad = _uncalibrated(intrinsics)[intrinsics_at] | ~is_placed[camera_at]
+    bad &= needs & (sizes[..., 0].ravel() > 0)
+    if bad.any():
+        at = int(np.argmax(bad))
+        shown = intrinsics[intrinsics_at[at]].tolist(), cam2ego[camera_at[at]].tolist()
+        raise SourceError(
+            f"{where}: frame {rows[at // len(cameras)]}, {cameras[at % len(cameras)]}: the camera is not calibrated: "
+            f"intrinsics {shown[0]}, cam2ego {shown[1]}; wanted are finite numbers, and focal lengths over 0"
+        )
+    poses = {
+        "cam2ego": _rigid(f"{where}: cam2ego", cam2ego)[camera_at].reshape(*shape, 4, 4),
+        "cam_ego2global": _rigid(f"{where}: cam_ego2global", arrays.cam_ego2global[rows]),
+        "ego2global": _rigid(f"{where}: ego2global", arrays.ego2global[rows]),
+        "lidar2ego": _rigid(f"{where}: lidar2ego", lidar2ego)[lidar_at].reshape(len(rows), len(sensors.lidars), 4, 4),
+        "lidar_ego2global": _rigid(f"{where}: lidar_ego2global", arrays.lidar_ego2global[rows]),
+    }
+    motion = arrays.motion[rows]
+    return Geometry(
+        cam_valid=(sizes[..., 0] > 0).astype(np.uint8),
+        cam_timestamp_ns=arrays.cam_time_ns[rows],
+        img_wh=sizes,
+        intrinsics=intrinsics[intrinsics_at].reshape(*shape, 3, 3),
+        dist=dist.reshape(*shape, NUM_DIST),
+        lidar_timestamp_ns=arrays.lidar_time_ns[rows],
+        ego_velocity=motion[:, 0],
+        ego_accel=motion[:, 1],
+        ego_rates=motion[:, 2],
+        **poses,
+    )
+
+
+def _uncalibrated(intrinsics: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Which intrinsics (U, 3, 3) are none (U,)."""
+    with np.errstate(all="ignore"):
+        is_sound = np.isfinite(intrinsics).all((1, 2)) & (intrinsics[:, 0, 0] > 0) & (intrinsics[:, 1, 1] > 0)
+    return np.asarray(~is_sound)
+
+
+def _rigid(where: str, values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Transforms with exact rotations; NaN stays. Raises SourceError for what is no transform."""
+    flat = values.reshape(-1, 4, 4)
+    known = np.flatnonzero(~np.isnan(flat).all((1, 2)))
+    made, sound = nearest_rigid(flat[known])
+    if not sound.all():
+        bad = made[int(np.argmin(sound))].tolist()
+        raise SourceError(f"{where} is not a rotation and a translation with the last row 0 0 0 1: {bad}")
+    flat = flat.copy()
+    flat[known] = made
+    return flat.reshape(values.shape)
+
+
+def _unique(values: Sequence[Any], size: int, where: str) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
+    """The matrices (U, size, size) that P values are, NaN for None, and of each value its number (P,)."""
+    places: dict[int, int] = {}
+    unique: list[Any] = [np.full((size, size), np.nan)]
+    rows = np.zeros(len(values), np.intp)
+    for at, value in enumerate(values):
+        if value is not None:
+            place = places.get(id(value))
+            if place is None:
+                array = np.asarray(value, np.float64)
+                if array.shape != (size, size):
+                    raise SourceError(f"{where} is {list(array.shape)}, wanted [{size}, {size}]")
+                place = places[id(value)] = len(unique)
+                unique.append(array)
+            rows[at] = place
+    return np.array(unique), rows
+
+
+def _motion(
+    frames: Sequence[Frame], time_ns: NDArray[np.int64], ego2global: NDArray[np.float64], has_poses: bool
+) -> NDArray[np.float64]:
+    """(F, 3, 3): what the frames state, and velocities by their neighbours' poses; NaN unknown."""
+    motion = np.full((len(frames), 3, 3), np.nan)
+    before, after = np.maximum(np.arange(len(frames)) - 1, 0), np.minimum(np.arange(len(frames)) + 1, len(frames) - 1)
+    span_ns = time_ns[after] - time_ns[before]
+    with np.errstate(all="ignore"):
+        moved = ego2global[after, :3, 3] - ego2global[before, :3, 3]
+        speed = moved / (span_ns[:, None] * 1e-9)
+        in_ego = np.einsum("fji,fj->fi", ego2global[:, :3, :3], speed)
+    usable = has_poses & (span_ns > 0) & (span_ns <= _MAX_SPAN_NS)
+    motion[usable, 0] = in_ego[usable]
+    for at, frame in enumerate(frames):
+        for number, stated in enumerate((frame.ego_velocity, frame.ego_accel, frame.ego_rates)):
+            if stated is not None:
+                motion[at, number] = stated
+    return motion

@@ -1,0 +1,190 @@
+"""The boxes of a clip's frames: categories to classes, global to ego, and velocities along tracks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.rigid import invert_rigid, rotation_matrices
+from fuelrail.pipeline.sample.schema import Boxes, encode_parts
+from fuelrail.sharding.sources.adapter.poses import FARTHEST_M, are_unit, quaternions
+
+if TYPE_CHECKING:
+    from fuelrail.sharding.sources.adapter.classes import ClassMap
+    from fuelrail.sharding.sources.adapter.frame import BoxRows
+    from fuelrail.sharding.sources.shared.scan_report import ScanReport
+
+    F64 = NDArray[np.float64]
+
+MAX_GAP_S: Final = 1.5
+"""Largest time between two annotations that a velocity is taken from; twice that for a centred difference."""
+
+
+class ClipBoxes(NamedTuple):
+    """The boxes of F frames. ``encoded`` is None of a frame that is not labelled."""
+
+    encoded: list[bytes | None]
+    num_boxes: list[int]
+    of_class: NDArray[np.int64]
+    """(F, K): the number of boxes of each class."""
+
+
+def clip_boxes(
+    rows: Sequence[BoxRows | None],
+    timestamp_ns: NDArray[np.int64],
+    ego2global: F64,
+    classes: ClassMap,
+    report: ScanReport,
+) -> ClipBoxes:
+    """The boxes of a clip's frames in ego, whose times are (F,) [ns] and whose poses are (F, 4, 4).
+
+    What is done box by box is done for the whole clip at once. Raises SourceError for columns of other lengths, sizes
+    that are not positive, and rotations that are none.
+    """
+    own = [(at, one) for at, one in enumerate(rows) if one is not None]
+    counts = np.array([len(one.category) for _, one in own], np.int64)
+    if not own:
+        return ClipBoxes([None] * len(rows), [0] * len(rows), np.zeros((len(rows), len(classes.names)), np.int64))
+    frame = np.repeat(np.array([at for at, _ in own], np.int64), counts)
+
+    def column(name: str, kind: type, *shape: int, unknown: float = np.nan) -> NDArray[Any]:
+        return _cast(_column(own, len(frame), name, shape, unknown), kind, name, frame)
+
+    in_global = np.repeat(np.array([one.in_global for _, one in own], np.bool_), counts)
+    to_ego = invert_rigid(ego2global)[frame]
+    centre, size = column("centre", np.float64, 3), column("size_lwh", np.float64, 3)
+    stated2ego = np.where(in_global[:, None, None], to_ego[:, :3, :3], np.eye(3))
+    moved = np.einsum("mij,mj->mi", to_ego[:, :3, :3], centre) + to_ego[:, :3, 3]
+    centre_in_ego = np.where(in_global[:, None], moved, centre)
+    rotation = stated2ego @ _rotations(column("rotation_wxyz", np.float64, 4), column("yaw", np.float64))
+    is_sound = (np.abs(centre) <= FARTHEST_M).all(1) & (size <= FARTHEST_M).all(1) & (size > 0).all(1)
+    bad = ~(is_sound & np.isfinite(rotation).all((1, 2)))
+    if bad.any():
+        at = int(np.argmax(bad))
+        raise SourceError(
+            f"frame {int(frame[at])}: a box has the centre {centre[at].tolist()} and the size {size[at].tolist()}, or "
+            f"its rotation is not of unit length; wanted are numbers up to {FARTHEST_M:g}, sizes over 0, unit "
+            "quaternions w, x, y, z"
+        )
+    track = [name for _, one in own for name in (one.track or [""] * len(one.category))]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(track))}
+    tracks = np.fromiter(map(numbers.__getitem__, track), np.int64, len(track))
+    velocity = np.einsum("mij,mj->mi", stated2ego, column("velocity", np.float64, 3))
+    is_unstated = np.array([one.velocity is None for _, one in own], np.bool_)
+    follow = (tracks != numbers.get("", -1)) & np.repeat(is_unstated, counts)
+    if follow.any():
+        turn = ego2global[frame]
+        in_world = np.einsum("mij,mj->mi", turn[:, :3, :3], centre) + turn[:, :3, 3]
+        in_world[in_global] = centre[in_global]
+        speed = velocities(in_world, timestamp_ns[frame] // 1000, *_neighbours(tracks))
+        velocity[follow] = np.einsum("mij,mj->mi", to_ego[:, :3, :3], speed)[follow]
+    ids = np.array([stable_id(name) if name else -1 for name in numbers], np.int64)
+    quaternion = quaternions(rotation)
+    quaternion = np.where(quaternion[:, :1] < 0, -quaternion, quaternion)
+    lidar, radar = (column(name, np.int32, unknown=-1) for name in ("num_lidar_pts", "num_radar_pts"))
+    report.unknown_points += int(np.count_nonzero((lidar < 0) | (radar < 0)))
+    yaw = np.arctan2(rotation[:, 1, 0], rotation[:, 0, 0])
+    found: dict[str, NDArray[Any]] = {
+        "boxes3d": np.concatenate([centre_in_ego, size, yaw[:, None]], 1).astype(np.float32),
+        "rotation_wxyz": quaternion.astype(np.float32),
+        "velocity": velocity.astype(np.float32),
+        "label": classes.labels([name for _, one in own for name in one.category]),
+        "instance_id": ids[tracks],
+        "num_lidar_pts": lidar,
+        "num_radar_pts": radar,
+        "visibility": column("visibility", np.int8, unknown=-1),
+        "attribute": column("attribute", np.int16, unknown=-1),
+        "valid": ((lidar != 0) | (radar != 0)).astype(np.uint8),
+    }
+    encoded: list[bytes | None] = [None] * len(rows)
+    for (at, _), data in zip(own, encode_parts(Boxes(**found), counts.tolist()), strict=True):
+        encoded[at] = data
+    num_classes = len(classes.names) + 1
+    of_class = np.bincount(frame * num_classes + found["label"] + 1, minlength=len(rows) * num_classes)
+    num_boxes = np.bincount(frame, minlength=len(rows)).tolist()
+    return ClipBoxes(encoded, num_boxes, of_class.reshape(len(rows), num_classes)[:, 1:])
+
+
+def _cast(values: F64, kind: type, name: str, frame: NDArray[np.int64]) -> NDArray[Any]:
+    """The values of boxes as ``kind``; raises SourceError where an integer cannot hold one."""
+    if issubclass(kind, np.integer):
+        bad = ~((values >= np.iinfo(kind).min) & (values <= np.iinfo(kind).max))
+        if bad.any():
+            at = int(np.argmax(bad))
+            raise SourceError(f"frame {int(frame[at])}: {name} of a box is {values[at]:g}, out of range; unknown is -1")
+    return values.astype(kind)
+
+
+def _column(
+    own: Sequence[tuple[int, BoxRows]], number: int, name: str, shape: tuple[int, ...], unknown: float
+) -> NDArray[Any]:
+    """One column of all boxes, which are ``number``; ``own`` are the numbers of frames with their boxes."""
+    all_stated = [getattr(one, name) for _, one in own]
+    if all(stated is None for stated in all_stated):
+        return np.full((number, *shape), unknown)
+    parts = []
+    for (at, one), stated in zip(own, all_stated, strict=True):
+        count = len(one.category)
+        part = np.full((count, *shape), unknown) if stated is None else np.asarray(stated, np.float64)
+        if not count and not part.size:
+            part = part.reshape(0, *shape)
+        if part.shape != (count, *shape):
+            raise SourceError(f"frame {at}: {name} of boxes is {list(part.shape)}, wanted {[count, *shape]}")
+        parts.append(part)
+    return np.concatenate(parts)
+
+
+def _rotations(wxyz: F64, yaw: F64) -> F64:
+    """Rotation matrices (M, 3, 3) of quaternions, or of yaw where those are NaN; NaN for what is no rotation."""
+    cos, sin, zero, one = np.cos(yaw), np.sin(yaw), np.zeros(len(yaw)), np.ones(len(yaw))
+    of_yaw = np.stack([cos, -sin, zero, sin, cos, zero, zero, zero, one], -1).reshape(-1, 3, 3)
+    is_unit = are_unit(wxyz)
+    full = rotation_matrices(np.where(is_unit[:, None], wxyz, [1.0, 0, 0, 0]))
+    full[~is_unit] = np.nan
+    is_yaw: NDArray[np.bool_] = np.asarray(np.isnan(wxyz).all(1))
+    return np.where(is_yaw[:, None, None], of_yaw, full)
+
+
+def _neighbours(tracks: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """For each row the rows before and after in its track, -1 for none."""
+    before, after = np.full((2, len(tracks)), -1, np.int64)
+    order = np.argsort(tracks, kind="stable")
+    first, last = order[:-1], order[1:]
+    same = tracks[first] == tracks[last]
+    before[last[same]], after[first[same]] = first[same], last[same]
+    return before, after
+
+
+def rows_by_key(keys: NDArray[np.integer[Any]]) -> dict[int, NDArray[np.intp]]:
+    """The numbers of the rows with each key, ascending, by key."""
+    order = np.argsort(keys, kind="stable")
+    found, starts = np.unique(keys[order], return_index=True)
+    return dict(zip(found.tolist(), np.split(order, starts)[1:], strict=True))
+
+
+def velocities(
+    centre: NDArray[np.float64], timestamp_us: NDArray[np.int64], prev: NDArray[np.int64], following: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Velocity (A, 3) [m/s] in the centres' frame: centred difference, one-sided at a track's ends, else NaN.
+
+    ``prev`` and ``following`` are row numbers, -1 for none. Where the time spanned is over 1.5 s (3 s centred) or not
+    positive, the velocity is unknown: NaN.
+    """
+    own = np.arange(len(centre))
+    first, last = np.where(prev < 0, own, prev), np.where(following < 0, own, following)
+    span_s = (timestamp_us[last] - timestamp_us[first]) * 1e-6
+    limit_s = np.where((prev >= 0) & (following >= 0), 2 * MAX_GAP_S, MAX_GAP_S)
+    usable = (span_s > 0) & (span_s <= limit_s)
+    found = np.full(centre.shape, np.nan)
+    found[usable] = (centre[last] - centre[first])[usable] / span_s[usable, None]
+    return found
+
+
+def stable_id(token: str) -> int:
+    """63-bit number of a track's token, the same on every machine."""
+    return xxhash.xxh3_64_intdigest(token.encode()) >> 1

@@ -1,0 +1,134 @@
+"""Which class a category of a source is: the source's own names, nuScenes' ten, or a mapping file."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+from fuelrail.pipeline.errors import ConfigError, SourceError
+from fuelrail.pipeline.settings import read_text
+
+if TYPE_CHECKING:
+    from fuelrail.sharding.sources.shared.scan_report import ScanReport
+
+SOURCE: Final = "source"
+NUSCENES10: Final = "nuscenes10"
+MAX_CLASSES: Final = 1 << 12
+
+CLASSES: Final = (
+    "car", "truck", "construction_vehicle", "bus", "trailer", "barrier", "motorcycle", "bicycle", "pedestrian",
+    "traffic_cone",
+)  # fmt: skip
+"""The ten detection classes of nuScenes, in the order that mmdetection3d and its descendants use."""
+
+_OTHER_NAMES: Final = {
+    "car": ("regular_vehicle", "vehicle", "type_vehicle", "van", "suv"),
+    "truck": ("box_truck", "truck_cab", "pickup_truck", "medium_sized_truck", "semi_truck"),
+    "construction_vehicle": ("other_vehicle_construction_vehicle",),
+    "bus": ("school_bus", "articulated_bus"),
+    "trailer": ("vehicular_trailer", "towed_object"),
+    "barrier": ("construction_barrier", "temporary_construction_barriers"),
+    "bicycle": ("cyclist", "type_cyclist"),
+    "pedestrian": ("person", "person_sitting", "pedestrian_with_object", "type_pedestrian", "official_signaler"),
+    "traffic_cone": ("construction_cone", "cone", "cones"),
+}
+_OF_OTHERS: Final = {name: known for known, names in _OTHER_NAMES.items() for name in (known, *names)} | {
+    "motorcycle": "motorcycle"
+}
+"""Names that Argoverse 2, KITTI, PandaSet, T4 and Waymo have for the ten classes, with underscores."""
+
+ClassOption = str | dict[str, str | None]
+
+
+def loaded(option: ClassOption) -> ClassOption:
+    """The option with a mapping file replaced by what it says; raises ConfigError for a file that does not."""
+    if isinstance(option, dict) or option in (SOURCE, NUSCENES10):
+        return option
+    try:
+        found = yaml.safe_load(read_text(Path(option)))
+        return msgspec.convert(found, dict[str, str | None])
+    except OSError as error:
+        raise ConfigError(
+            f"classes={option}: allowed are {SOURCE}, {NUSCENES10}, or a YAML file that maps each category to a class; "
+            f"'{option}' cannot be read: {error.strerror}"
+        ) from error
+    except (msgspec.ValidationError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"classes={option}: the file must map each category to a class, or to null for none: "
+            f"{' '.join(str(error).split())}"
+        ) from error
+
+
+def count_column(name: str) -> str:
+    """The attribute that counts the boxes of a class."""
+    return "num_" + (re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_") or "unnamed")
+
+
+class ClassMap:
+    """Category to number of its class, and the counts of those that have none.
+
+    ``names`` are the classes. Of :data:`SOURCE` they are the source's own, in its order, then others as they come; of
+    a mapping the classes in the order in which it names them first.
+    """
+
+    def __init__(self, option: ClassOption, known: Sequence[str]) -> None:
+        self._is_open = option == SOURCE
+        self._mapping: Mapping[str, str | None] | None = option if isinstance(option, dict) else None
+        if self._mapping is not None:
+            self.names = list(dict.fromkeys(name for name in self._mapping.values() if name is not None))
+        else:
+            self.names = list(dict.fromkeys(known)) if self._is_open else list(CLASSES)
+        self._labels: dict[str, int] = {}
+        self._counts = Counter[str]()
+
+    def labels(self, categories: Sequence[str], *, counted: bool = True) -> NDArray[np.int16]:
+        """Numbers of the classes (M,), -1 for none; boxes in space are ``counted``, those in images are not."""
+        known = self._labels
+        for name in dict.fromkeys(categories):
+            if name not in known:
+                known[name] = self._label(name)
+        if counted:
+            self._counts.update(categories)
+        return np.fromiter(map(known.__getitem__, categories), np.int16, len(categories))
+
+    def _label(self, category: str) -> int:
+        if self._is_open:
+            if category not in self.names:
+                self.names.append(category)
+            if len(self.names) > MAX_CLASSES:
+                raise SourceError(
+                    f"the source has over {MAX_CLASSES} categories; map them with the option classes=FILE"
+                )
+            return self.names.index(category)
+        if self._mapping is not None:
+            name = self._mapping.get(category)
+        else:
+            name = _OF_OTHERS.get(re.sub(r"[^a-z0-9]+", "_", category.lower()).strip("_"))
+        return -1 if name is None else self.names.index(name)
+
+    def report(self, report: ScanReport) -> None:
+        """Add counts of boxes and of categories without a class; raises SourceError where no box has a class."""
+        report.boxes = sum(self._counts.values())
+        for name, count in self._counts.items():
+            if self._labels[name] < 0:
+                on_purpose = self._mapping is not None and name in self._mapping
+                (report.outside_classes if on_purpose else report.unmapped)[name] = count
+        check_mapped(report)
+
+
+def check_mapped(report: ScanReport) -> None:
+    """Raise SourceError where no box has a class because no category is known."""
+    if report.boxes and sum(report.unmapped.values()) == report.boxes:
+        listed = ", ".join(f"{ascii(name)[1:-1]} {count:,}" for name, count in list(report.unmapped.items())[:12])
+        raise SourceError(
+            f"none of the {report.boxes:,} boxes has a class, their categories are: {listed}; the option "
+            "classes=source keeps the source's own, classes=FILE maps them"
+        )

@@ -1,0 +1,211 @@
+"""What an adapter yields: clips, and their frames with images, lidar sweeps and boxes, in neutral terms.
+
+Frames of reference and units are those of :mod:`fuelrail.pipeline.sample.schema`: ``a2b`` maps frame a to frame b;
+``ego`` is x forward, y left, z up; a camera's axes are x right, y down, z forward; pixel (0, 0) is the centre of the
+top-left one; time is integer nanoseconds; quaternions are w, x, y, z.
+
+A reference (``ref``) is the name of a file below the source's root, with ``/``; or ``NAME#OFFSET+LENGTH``, bytes of
+such a file, which go to the shard as they are; or, of an image that is ``made``, whatever
+:meth:`~fuelrail.sharding.sources.adapter.source.FrameSource.make_images` takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from fuelrail.pipeline.channels.sensors import LidarEntry
+from fuelrail.sharding.sources.shared.scan_table import Reference
+from fuelrail.sharding.sources.source import Camera
+
+F64: TypeAlias = NDArray[np.float64]
+Vectors: TypeAlias = Any
+"""What numpy makes an array of numbers from."""
+
+
+class Sensors(NamedTuple):
+    """The rig of the whole source, in the order of the dataset: a camera of any clip is one of these."""
+
+    cameras: Sequence[Camera]
+    lidars: Sequence[LidarEntry] = ()
+
+    @property
+    def channels(self) -> list[str]:
+        """Of cameras, then of lidars."""
+        return [camera.channel for camera in self.cameras] + [lidar.channel for lidar in self.lidars]
+
+    @classmethod
+    def of(cls, cameras: Iterable[str], lidars: Mapping[str, Sequence[str]] | None = None) -> Sensors:
+        """The rig of these cameras, and lidars with the names of their columns; channels are in lower case."""
+        return cls(
+            [Camera(name.lower(), name) for name in cameras],
+            [
+                LidarEntry(channel=name.lower(), source_name=name, columns=tuple(columns))
+                for name, columns in (lidars or {}).items()
+            ],
+        )
+
+
+class Image(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """An image of one camera.
+
+    Attributes:
+        ref: where its bytes are.
+        timestamp_ns: of the exposure, its middle if that is known.
+        intrinsics: K (3, 3) of the image as it is; None together with ``cam2ego``: the camera is not calibrated.
+        cam2ego: (4, 4).
+        ego2global: (4, 4) at ``timestamp_ns``; None: from the clip's trajectory.
+        width: [px]; 0: the head of the image is read, and likewise for ``height``.
+        height: [px].
+        num_bytes: of the image; None: those of the file or range. Of a made image about as many, and it is needed.
+        made: the source makes the bytes (:meth:`make_images`); ``extension`` is needed then.
+        extension: ``jpg`` or ``png``; empty: that of the file.
+        dist: lens coefficients in OpenCV's order, of ``dist_model``.
+        dist_model: a name of :data:`fuelrail.pipeline.transforms.lens.MODELS`, or "none".
+        rolling_shutter: direction of the read-out, such as "left_to_right", or "none".
+        readout_ns: duration of the read-out.
+        exposure_ns: duration of the exposure.
+        token: the source's name for it.
+
+    """
+
+    ref: str
+    timestamp_ns: int
+    intrinsics: F64 | None
+    cam2ego: F64 | None
+    ego2global: F64 | None = None
+    width: int = 0
+    height: int = 0
+    num_bytes: int | None = None
+    made: bool = False
+    extension: str = ""
+    dist: tuple[float, ...] = ()
+    dist_model: str = "none"
+    rolling_shutter: str = "none"
+    readout_ns: int | None = None
+    exposure_ns: int | None = None
+    token: str = ""
+
+
+class Absent(msgspec.Struct, frozen=True, gc=False):
+    """Stands for an image that a frame lacks, with the reason as the scan report counts it, such as "no message".
+
+    ``ref`` is what is not there, where it has a name.
+    """
+
+    reason: str
+    ref: str = ""
+
+
+class Sweep(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A sweep of one lidar.
+
+    ``ref`` is what the source's ``points`` takes. ``num_bytes`` is about that of the points as float32; None: that of
+    the file ``ref``.
+    """
+
+    ref: str
+    timestamp_ns: int
+    lidar2ego: F64
+    ego2global: F64 | None = None
+    num_bytes: int | None = None
+
+
+class BoxRows(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The boxes of one frame, as columns of M rows; None: not known of any.
+
+    Attributes:
+        centre: (M, 3) gravity centres [m], in ego at the frame's time, or in global (``in_global``).
+        size_lwh: (M, 3) length along the box's x, width, height [m].
+        rotation_wxyz: (M, 4) box to ego (to global); or None with ``yaw``.
+        yaw: (M,) [rad] counter-clockwise from +x.
+        category: the source's name of the class of each.
+        track: the source's name of the track of each, unique in the clip or beyond it.
+        velocity: (M, 3) [m/s] over ground, in the frame of ``centre``; None: from the neighbours in the track.
+        num_lidar_pts: (M,), -1 unknown.
+        num_radar_pts: (M,), -1 unknown.
+        visibility: (M,) 1 to 4 as in nuScenes, -1 unknown.
+        attribute: (M,) index into the source's ``box_attributes``, -1 none.
+        in_global: centre, rotation and velocity are in global.
+
+    """
+
+    centre: Vectors
+    size_lwh: Vectors
+    category: Sequence[str]
+    rotation_wxyz: Vectors | None = None
+    yaw: Vectors | None = None
+    track: Sequence[str] | None = None
+    velocity: Vectors | None = None
+    num_lidar_pts: Vectors | None = None
+    num_radar_pts: Vectors | None = None
+    visibility: Vectors | None = None
+    attribute: Vectors | None = None
+    in_global: bool = False
+
+
+NO_BOXES: Final = BoxRows(centre=np.empty((0, 3)), size_lwh=np.empty((0, 3)), category=(), yaw=np.empty(0))
+"""Of a frame that is labelled, and has no box."""
+
+
+class ImageBoxRows(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The 2-D boxes of one image, as columns of K rows; an image without labels has none of these.
+
+    Attributes:
+        box: (K, 4) left, top, right, bottom [px]; the centre of the top-left pixel is (0, 0).
+        category: the source's name of the class of each.
+        track: the source's name of the track of each, as in :class:`BoxRows`; None: not known of any.
+        row: (K,) the row of the same object in the frame's boxes, -1 for none; None: not known of any.
+
+    """
+
+    box: Vectors
+    category: Sequence[str]
+    track: Sequence[str] | None = None
+    row: Vectors | None = None
+
+
+class Frame(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One moment: a sample, if the policy for missing cameras keeps it.
+
+    ``images`` and ``sweeps`` are by channel. ``ego2global`` (4, 4) is at ``timestamp_ns``; None: from the clip's
+    trajectory. ``boxes`` None: not labelled. ``boxes2d`` are by camera, of those that the source's ``image_boxes``
+    names; ``members`` are of its own ``channels``. ``attributes`` are values of its own ``columns``. Motion is in
+    ego axes [m/s, m/s^2, rad/s]; without ``ego_velocity`` it is the difference of the neighbouring frames' poses.
+    """
+
+    timestamp_ns: int
+    images: Mapping[str, Image | Absent]
+    ego2global: F64 | None = None
+    sweeps: Mapping[str, Sweep] = {}
+    boxes: BoxRows | None = None
+    boxes2d: Mapping[str, ImageBoxRows] = {}
+    members: Sequence[Reference] = ()
+    attributes: Mapping[str, Any] = {}
+    token: str = ""
+    is_key_frame: bool = True
+    ego_velocity: Vectors | None = None
+    ego_accel: Vectors | None = None
+    ego_rates: Vectors | None = None
+
+
+class Clip(msgspec.Struct, frozen=True, kw_only=True):
+    """One continuous drive, without its frames.
+
+    ``name`` becomes the clip's id, as far as it is legal. ``files`` are names below the root whose sizes and times say
+    whether the source has changed, for clips whose images are made. ``attributes`` are values of the source's
+    ``columns`` that all frames share, ``tags`` go into the metadata. ``split`` is the source's own.
+    """
+
+    name: str
+    token: str = ""
+    log_id: str = ""
+    vehicle: str = ""
+    split: str = ""
+    tags: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
+    files: tuple[str, ...] = ()

@@ -1,0 +1,224 @@
+"""What is known of a clip's files before they are read: size, time of change, and the size of images by their heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
+
+from fuelrail.pipeline.errors import ImageError, SourceError
+from fuelrail.pipeline.format.rules import LARGEST_IMAGE
+from fuelrail.pipeline.sample.image_header import probe
+from fuelrail.pipeline.sample.schema import IMAGE_EXTENSIONS, POINTS_EXTENSION
+from fuelrail.sharding.sources.adapter.frame import Absent, Image
+from fuelrail.sharding.sources.shared.files import looks
+from fuelrail.sharding.sources.shared.scan_table import Reference
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from fuelrail.pipeline.sample.image_header import ImageInfo
+    from fuelrail.sharding.sources.adapter.frame import Frame, Sensors, Sweep
+    from fuelrail.sharding.sources.shared.files import FileFacts, SourceFiles
+    from fuelrail.sharding.sources.shared.scan_report import Findings
+
+HEAD_BYTES: Final = (4 << 10, 64 << 10)
+"""How much of an image is read for its size; the second where the first does not reach the frame header."""
+MADE: Final = "made:"
+"""Begins the reference of an image that the source makes."""
+POINTS: Final = "points:"
+"""Begins the reference of a lidar sweep."""
+NOT_IN_CLIP: Final = "not in the clip"
+"""Why no frame of a clip has the image of a camera of the rig."""
+NO_POSE: Final = "no ego pose"
+NOTED: Final = "faulty"
+"""Stands for what is noted as a fault of the source, so that it is noted once."""
+_EXTENSIONS: Final = {"jpg": "jpg", "jpeg": "jpg", "png": "png"}
+
+
+class Part(msgspec.Struct, frozen=True, gc=False):
+    """A file below the root, or ``length`` bytes of it from ``offset`` on."""
+
+    name: str
+    offset: int = 0
+    length: int | None = None
+
+    @classmethod
+    def of(cls, ref: str) -> Part:
+        """Parse a reference: ``NAME`` or ``NAME#OFFSET+LENGTH``."""
+        name, _, place = ref.rpartition("#")
+        offset, plus, length = place.partition("+")
+        if name and plus and (offset + length).isdecimal() and place.isascii() and offset and length:
+            return cls(name, int(offset), int(length))
+        return cls(ref)
+
+    def read(self, files: SourceFiles) -> bytes:
+        """The bytes; fewer where the file ends before."""
+        return files.read(self.name, self.offset, self.length)
+
+
+def check_inside(name: str, where: str) -> None:
+    """Raise SourceError, naming ``where``, for a file name that leads out of the source's root."""
+    if name.startswith("/") or ".." in name.split("/") or "\0" in name:
+        raise SourceError(f"{where}: the file name '{name}' is not inside the source")
+
+
+def facts_by_name(files: SourceFiles, names: Iterable[str]) -> dict[str, FileFacts | None]:
+    """Size and time of change of each file, None where it is not there; each is looked at once."""
+    unique = list(dict.fromkeys(names))
+    return dict(zip(unique, files.facts_of(unique), strict=True))
+
+
+def image_heads(files: SourceFiles, parts: Sequence[Part]) -> list[ImageInfo | str]:
+    """What images are by their heads; of one that has none, what is wrong with it."""
+
+    def head(part: Part) -> ImageInfo | str:
+        text = "it cannot be read"
+        for most in HEAD_BYTES:
+            try:
+                length = most if part.length is None else min(most, part.length)
+                return probe(files.read(part.name, part.offset, length))
+            except ImageError as error:
+                text = error.message
+            except SourceError as error:
+                return str(error)
+        return text
+
+    return looks(head, parts)
+
+
+class Found(msgspec.Struct, frozen=True, gc=False):
+    """An image or a sweep that is there: its reference, and what changes when its file does."""
+
+    reference: Reference
+    stamp: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemberFinder:
+    """Finds the images and sweeps of a clip's frames; notes what is wrong with them."""
+
+    files: SourceFiles
+    sensors: Sensors
+    findings: Findings
+    points: bool
+
+    def find(self, where: str, frames: Sequence[Frame], has_pose: NDArray[np.bool_]) -> list[dict[str, Found | str]]:
+        """For each frame by channel, in rig order, the image or sweep that is there, or why it is not.
+
+        ``has_pose`` (F, N) is whether the ego pose of an image is known.
+        """
+        in_clip: set[str] = set()
+        parts: dict[str, Part] = {}
+        unsized: list[str] = []
+        for frame in frames:
+            in_clip.update(frame.images)
+            for own in frame.images.values():
+                if isinstance(own, Image) and not own.made:
+                    ref = own.ref
+                    parts[ref] = Part.of(ref)
+                    if own.width <= 0 or own.height <= 0:
+                        unsized.append(ref)
+            for one in frame.sweeps.values() if self.points else ():
+                if one.num_bytes is None:
+                    parts[one.ref] = Part.of(one.ref)
+        names = list(dict.fromkeys([part.name for part in parts.values()]))
+        for name in names:
+            check_inside(name, where)
+        facts = facts_by_name(self.files, names)
+        known = _Known(parts, facts, self._heads(where, unsized, parts, facts))
+        found: list[dict[str, Found | str]] = []
+        channels = [camera.channel for camera in self.sensors.cameras]
+        for at, (frame, placed) in enumerate(zip(frames, has_pose.tolist(), strict=True)):
+            row: dict[str, Found | str] = {}
+            place = f"{where}: frame {at}"
+            for channel, is_placed in zip(channels, placed, strict=True):
+                image = frame.images.get(channel)
+                if image is None:
+                    row[channel] = "no image" if channel in in_clip else NOT_IN_CLIP
+                elif isinstance(image, Absent):
+                    row[channel] = image.reason
+                elif not is_placed:
+                    row[channel] = NO_POSE
+                else:
+                    row[channel] = self._image(place, channel, image, known)
+            for lidar in self.sensors.lidars if self.points else ():
+                sweep = frame.sweeps.get(lidar.channel)
+                row[lidar.channel] = "no sweep" if sweep is None else self._sweep(place, lidar.channel, sweep, known)
+            found.append(row)
+        return found
+
+    def _heads(
+        self, where: str, refs: Sequence[str], parts: Mapping[str, Part], facts: Mapping[str, FileFacts | None]
+    ) -> dict[str, ImageInfo]:
+        """The heads of images whose size the adapter does not know, by reference."""
+        wanted = {ref: parts[ref] for ref in refs if facts[parts[ref].name]}
+        heads: dict[str, ImageInfo] = {}
+        for ref, head in zip(wanted, image_heads(self.files, list(wanted.values())), strict=True):
+            if isinstance(head, str):
+                self.findings.add("images", f"{where}: image '{self.files.shown}/{ref}': {head}")
+            else:
+                heads[ref] = head
+        return heads
+
+    def _image(self, place: str, channel: str, image: Image, known: _Known) -> Found | str:
+        extension = image.extension or _EXTENSIONS.get(image.ref.partition("#")[0].rpartition(".")[2].lower(), "")
+        if extension not in IMAGE_EXTENSIONS:
+            listed = ", ".join(_EXTENSIONS)
+            return self._note(place, channel, f"image '{image.ref}' has none of the extensions {listed}; state it")
+        if not (0 <= image.width <= LARGEST_IMAGE and 0 <= image.height <= LARGEST_IMAGE):
+            stated = f"{image.width} x {image.height} px; allowed are 1 to {LARGEST_IMAGE}, and 0 for unknown"
+            return self._note(place, channel, f"image '{image.ref}' is stated to have {stated}")
+        head = known.heads.get(image.ref)
+        size = (image.width, image.height) if head is None else (head.width, head.height)
+        if head is not None:  # not the name, which may be wrong
+            extension = _EXTENSIONS[head.format]
+        name = f"{channel}.{extension}"
+        if image.made:
+            if 0 in size or not image.num_bytes:
+                text = f"image '{image.ref}' is made: state its size, and about how many bytes it has"
+                return self._note(place, channel, text)
+            return Found(Reference(name, MADE + image.ref, image.num_bytes, *size, is_estimate=True), "")
+        part = known.parts[image.ref]
+        there = known.facts[part.name]
+        if there is None:
+            return "no file"
+        end = there.num_bytes if part.length is None else part.offset + part.length
+        num_bytes = there.num_bytes if part.length is None else part.length
+        if end > there.num_bytes or not num_bytes or image.num_bytes not in (None, num_bytes):
+            stated = "" if image.num_bytes is None else f", stated are {image.num_bytes}"
+            return self._note(
+                place, channel, f"image '{image.ref}' has {num_bytes} bytes in a file of {there.num_bytes}{stated}"
+            )
+        if 0 in size:
+            return NOTED  # with the heads
+        return Found(Reference(name, image.ref, num_bytes, *size), there.stamp)
+
+    def _sweep(self, place: str, channel: str, sweep: Sweep, known: _Known) -> Found | str:
+        num_bytes, stamp = sweep.num_bytes, ""
+        if num_bytes is None:
+            part = known.parts[sweep.ref]
+            there = known.facts[part.name]
+            end = 0 if there is None else there.num_bytes if part.length is None else part.offset + part.length
+            if there is None or not there.num_bytes or end > there.num_bytes:
+                short = "is empty" if there and not there.num_bytes else "ends before"
+                what = "is not there" if there is None else short
+                text = f"lidar file '{self.files.shown}/{sweep.ref}' {what}; the option points=false leaves sweeps out"
+                return self._note(place, channel, text)
+            num_bytes, stamp = (there.num_bytes if part.length is None else part.length), there.stamp
+        return Found(Reference(f"{channel}.{POINTS_EXTENSION}", POINTS + sweep.ref, num_bytes), stamp)
+
+    def _note(self, place: str, channel: str, text: str) -> str:
+        self.findings.add(channel, f"{place}, {channel}: {text}")
+        return NOTED
+
+
+class _Known(NamedTuple):
+    """By reference: the part of a file, and the head of an image of unknown size; by name: the file's facts."""
+
+    parts: Mapping[str, Part]
+    facts: Mapping[str, FileFacts | None]
+    heads: Mapping[str, ImageInfo]

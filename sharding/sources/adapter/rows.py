@@ -1,0 +1,292 @@
+"""A clip's frames become rows of the scan table: keys, metadata, geometry, neighbours, counts, and what is left out."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.sample.schema import SCHEMA, CameraMeta, Meta, encode_stacked
+from fuelrail.sharding.sources.adapter.arrays import clip_arrays, stacked_geometry
+from fuelrail.sharding.sources.adapter.boxes import clip_boxes
+from fuelrail.sharding.sources.adapter.channels import image_boxes
+from fuelrail.sharding.sources.adapter.classes import count_column
+from fuelrail.sharding.sources.adapter.frame import Image
+from fuelrail.sharding.sources.adapter.members import (
+    NO_POSE,
+    NOT_IN_CLIP,
+    NOTED,
+    Found,
+    MemberFinder,
+    check_inside,
+    facts_by_name,
+)
+from fuelrail.sharding.sources.shared.scan_table import frame_key
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.channels.table import Channel
+    from fuelrail.sharding.sources.adapter.arrays import ClipArrays
+    from fuelrail.sharding.sources.adapter.boxes import ClipBoxes
+    from fuelrail.sharding.sources.adapter.classes import ClassMap
+    from fuelrail.sharding.sources.adapter.frame import Clip, Frame, Sensors
+    from fuelrail.sharding.sources.adapter.poses import Trajectory
+    from fuelrail.sharding.sources.shared.files import SourceFiles
+    from fuelrail.sharding.sources.shared.scan_report import Findings, ScanReport
+    from fuelrail.sharding.sources.shared.scan_table import ScanWriter
+
+NO_IMAGE: Final = "no camera image"
+_AT_ONCE: Final = 256
+_NS_PER_HOUR: Final = 3_600_000_000_000
+_CLIP_ID: Final = re.compile(r"[a-z0-9_-]{1,64}\Z")
+_COMMON: Final[dict[str, type]] = {
+    "clip_name": str,
+    "log_id": str,
+    "vehicle": str,
+    "num_cameras": int,
+    "num_boxes": int,
+    "speed_mps": float,
+    "hour_utc": float,
+}
+
+
+def attribute_types(classes: Iterable[str], columns: Mapping[str, type]) -> dict[str, type]:
+    """The columns of attributes: those of all sources, a count for each class, and the source's own."""
+    return {**_COMMON, **dict.fromkeys(map(count_column, classes), int), **columns}
+
+
+def clip_id(name: str) -> str:
+    """A legal id for a clip: its name where that is one, else a slug with a hash of the name."""
+    if _CLIP_ID.match(name) and not name.startswith("__"):
+        return name
+    slug = re.sub(r"[^a-z0-9_-]+", "-", name.lower())[:48].strip("-_")
+    return f"{slug or 'clip'}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipRows:
+    """Writes the rows of one clip after the other.
+
+    ``columns`` are the names of all attributes; ``missing_camera``, ``points`` are options of the source.
+    """
+
+    out: ScanWriter
+    files: SourceFiles
+    sensors: Sensors
+    classes: ClassMap
+    report: ScanReport
+    findings: Findings
+    columns: list[str]
+    missing_camera: str
+    points: bool
+    has_poses: bool
+    is_unix: bool
+    channels: Sequence[Channel] = ()
+
+    def add(self, clip: Clip, frames: Sequence[Frame], trajectory: Trajectory | None) -> None:
+        """Write a clip's rows; raises SourceError for what spoils the whole clip, and notes smaller faults."""
+        where = f"clip '{clip.name}'"
+        if not frames:
+            raise SourceError(f"{where} has no frames")
+        self._check_frames(where, frames)
+        arrays = clip_arrays(self.sensors, frames, trajectory, has_poses=self.has_poses)
+        stamp = self._stamp(clip)
+        finder = MemberFinder(self.files, self.sensors, self.findings, self.points)
+        found = finder.find(where, frames, ~np.isnan(arrays.cam_ego2global[..., 0, 0]))
+        kept = self._kept(where, frames, found, arrays)
+        boxes = self._boxes(where, frames, kept, arrays)
+        order = np.flatnonzero(kept)
+        if not len(order):
+            return
+        self.out.begin_clip(clip_id(clip.name), clip.name, clip.token or clip.name)
+        facts = _ClipFacts(self, clip, frames, kept, arrays, boxes)
+        sizes = self._image_sizes(found)
+        for first in range(0, len(order), _AT_ONCE):
+            rows = order[first : first + _AT_ONCE]
+            geometry = stacked_geometry(where, self.sensors, frames, sizes[rows], arrays, rows)
+            for at, encoded in zip(rows.tolist(), encode_stacked(geometry), strict=True):
+                there = [one for one in found[at].values() if isinstance(one, Found)]
+                members = [one.reference for one in there]
+                meta = facts.meta(at, found[at])
+                attributes = facts.attributes(at, len(meta.cameras))
+                if self.channels:
+                    cameras, place = [one.name.partition(".")[0] for one in members], f"{where}: frame {at}"
+                    members += frames[at].members
+                    members += image_boxes(self.channels, frames[at].boxes2d, cameras, self.classes, place)
+                stamps = xxhash.xxh3_64_intdigest(" ".join([stamp, *[one.stamp for one in there]]).encode())
+                self.out.append(meta, encoded, boxes.encoded[at], members, attributes, stamps)
+        self.report.samples += len(order)
+        self._note_cameras(frames, sizes, arrays, order)
+
+    def _check_frames(self, where: str, frames: Sequence[Frame]) -> None:
+        channels = set(self.sensors.channels)
+        before = -1
+        for at, frame in enumerate(frames):
+            if frame.timestamp_ns <= before:
+                what = "is negative" if frame.timestamp_ns < 0 else f"is not later than {before} of the frame before it"
+                raise SourceError(f"{where}: the time of frame {at}, {frame.timestamp_ns} ns, {what}")
+            before = frame.timestamp_ns
+            if unknown := (frame.images.keys() | frame.sweeps.keys()) - channels:
+                known = ", ".join(sorted(channels))
+                raise SourceError(f"{where}: frame {at} has the sensor '{min(unknown)}', the rig has {known}")
+
+    def _stamp(self, clip: Clip) -> str:
+        for name in clip.files:
+            check_inside(name, f"clip '{clip.name}'")
+        facts = facts_by_name(self.files, clip.files)
+        for name, found in facts.items():
+            if found is None:
+                raise SourceError(f"clip '{clip.name}': file '{self.files.shown}/{name}' is not there")
+        return " ".join(f"{found.num_bytes}-{found.stamp}" for found in facts.values() if found is not None)
+
+    def _kept(
+        self, where: str, frames: Sequence[Frame], found: Sequence[Mapping[str, Found | str]], arrays: ClipArrays
+    ) -> NDArray[np.bool_]:
+        """Which frames are samples (F,); counts what is left out, and notes what the policy refuses."""
+        kept = np.ones(len(frames), np.bool_)
+        has_pose = ~np.isnan(arrays.ego2global[:, 0, 0])
+        channels = {camera.channel for camera in self.sensors.cameras}
+        for at, row in enumerate(found):
+            lacking = {channel: one for channel, one in row.items() if isinstance(one, str)}
+            if not lacking and has_pose[at]:
+                continue
+            absent = {channel: why for channel, why in lacking.items() if channel in channels}
+            refused = {channel: why for channel, why in absent.items() if why not in (NOT_IN_CLIP, NOTED)}
+            if not has_pose[at] or len(absent) == len(channels):
+                kept[at] = False
+                self.report.drop(NO_IMAGE if has_pose[at] else NO_POSE)
+            elif refused and self.missing_camera == "drop":
+                kept[at] = False
+                channel, why = next(iter(refused.items()))
+                self.report.drop(f"{channel}: {why}")
+            for channel, why in refused.items() if self.missing_camera == "error" else ():
+                image = frames[at].images.get(channel)
+                named = f" '{self.files.shown}/{image.ref}'" if image is not None and image.ref else ""
+                self.findings.add(
+                    channel,
+                    f"{where}: frame {at} has no image of {channel}{named} ({why}); the option missing_camera=mask "
+                    "leaves the member out, missing_camera=drop the whole frame",
+                )
+            for channel, why in lacking.items() if kept[at] else ():
+                self.report.mask(channel, why)
+        return kept
+
+    def _boxes(self, where: str, frames: Sequence[Frame], kept: NDArray[np.bool_], arrays: ClipArrays) -> ClipBoxes:
+        rows = [frame.boxes if is_kept else None for frame, is_kept in zip(frames, kept.tolist(), strict=True)]
+        try:
+            return clip_boxes(rows, arrays.time_ns, arrays.ego2global, self.classes, self.report)
+        except SourceError as error:
+            raise SourceError(f"{where}: {error}") from error
+
+    def _image_sizes(self, found: Sequence[Mapping[str, Found | str]]) -> NDArray[np.int32]:
+        """(F, N, 2) [px], -1 where there is no image."""
+        channels = [camera.channel for camera in self.sensors.cameras]
+        ones = [row[channel] for row in found for channel in channels]
+        sizes = [(-1, -1) if isinstance(one, str) else (one.reference.width, one.reference.height) for one in ones]
+        return np.array(sizes, np.int32).reshape(len(found), -1, 2)
+
+    def _note_cameras(
+        self, frames: Sequence[Frame], sizes: NDArray[np.int32], arrays: ClipArrays, order: NDArray[np.intp]
+    ) -> None:
+        """Count distorted images, and note the largest time offsets."""
+        is_there = sizes[order, :, 0] > 0
+        offset_ns = np.where(is_there, np.abs(arrays.cam_time_ns - arrays.time_ns[:, None])[order], 0).max(0).tolist()
+        for number, camera in enumerate(self.sensors.cameras):
+            channel = camera.channel
+            self.report.offset(channel, offset_ns[number])
+            images = [frames[at].images[channel] for at in order[is_there[:, number]].tolist()]
+            bent = sum(isinstance(image, Image) and bool(image.dist) for image in images)
+            if bent:
+                self.report.distorted[channel] = self.report.distorted.get(channel, 0) + bent
+
+
+class _ClipFacts:
+    """Metadata and attributes of a clip's frames; frames keep their numbers, and a dropped one is no neighbour."""
+
+    def __init__(
+        self, rows: ClipRows, clip: Clip, frames: Sequence[Frame], kept: NDArray[np.bool_], arrays: ClipArrays,
+        boxes: ClipBoxes,
+    ) -> None:  # fmt: skip
+        self._clip, self._frames, self._id = clip, frames, clip_id(clip.name)
+        self._policy, self._is_unix = rows.missing_camera, rows.is_unix
+        self._has_frame = np.pad(kept, 1).tolist()
+        self._cameras = [camera.channel for camera in rows.sensors.cameras]
+        names = [count_column(name) for name in rows.classes.names]
+        is_column = [name in rows.columns for name in names]
+        self._counted = [name for name, is_one in zip(names, is_column, strict=True) if is_one]
+        self._counts = boxes.of_class[:, is_column].tolist()
+        self._num_boxes = [
+            None if data is None else number for data, number in zip(boxes.encoded, boxes.num_boxes, strict=True)
+        ]
+        self._speeds = np.linalg.norm(arrays.motion[:, 0], axis=1).tolist()
+        self._nothing = {
+            **dict.fromkeys(rows.columns),
+            "clip_name": clip.name,
+            "log_id": clip.log_id or clip.name,
+            "vehicle": clip.vehicle,
+        }
+
+    def meta(self, at: int, found: Mapping[str, Found | str]) -> Meta:
+        """The metadata of a frame; dataset, split and license are filled in when shards are written."""
+        frame, clip, key = self._frames[at], self._clip, self._id
+        cameras: dict[str, CameraMeta] = {}
+        latest_ns, time_ns, number = 0, frame.timestamp_ns, self._num_boxes[at]
+        for name in self._cameras:
+            one, image = found[name], frame.images.get(name)
+            if isinstance(one, Found) and isinstance(image, Image):
+                latest_ns = max(latest_ns, abs(image.timestamp_ns - time_ns))
+                cameras[name] = CameraMeta(
+                    token=image.token,
+                    timestamp_ns=image.timestamp_ns,
+                    width=one.reference.width,
+                    height=one.reference.height,
+                    dist_model=image.dist_model,
+                    rolling_shutter=image.rolling_shutter,
+                    readout_ns=image.readout_ns,
+                    exposure_ns=image.exposure_ns,
+                )
+        return Meta(
+            schema=SCHEMA,
+            dataset="",
+            key=frame_key(key, at),
+            sample_token=frame.token or frame_key(key, at),
+            clip_id=key,
+            clip_token=clip.token or clip.name,
+            clip_name=clip.name,
+            log_id=clip.log_id or clip.name,
+            vehicle=clip.vehicle,
+            frame_idx=at,
+            num_frames=len(self._frames),
+            prev_key=frame_key(key, at - 1) if self._has_frame[at] else None,
+            next_key=frame_key(key, at + 1) if self._has_frame[at + 2] else None,
+            timestamp_ns=time_ns,
+            is_key_frame=frame.is_key_frame,
+            split="",
+            cameras=cameras,
+            tags=clip.tags,
+            stats={"max_sync_offset_ns": latest_ns, **({} if number is None else {"num_boxes": number})},
+            sync={"policy": self._policy, "dropped": [name for name in self._cameras if name not in cameras]},
+        )
+
+    def attributes(self, at: int, num_cameras: int) -> dict[str, Any]:
+        """The row of ``attributes.parquet``; what is not known is null."""
+        frame, speed = self._frames[at], self._speeds[at]
+        found: dict[str, Any] = {
+            **self._nothing,
+            "num_cameras": num_cameras,
+            "num_boxes": self._num_boxes[at],
+            "speed_mps": None if math.isnan(speed) else speed,
+            "hour_utc": frame.timestamp_ns % (24 * _NS_PER_HOUR) / _NS_PER_HOUR if self._is_unix else None,
+        }
+        if self._num_boxes[at] is not None:
+            found.update(zip(self._counted, self._counts[at], strict=True))
+        found.update(self._clip.attributes)
+        found.update(frame.attributes)
+        return found

@@ -1,0 +1,246 @@
+"""The base class of adapters: a subclass yields frames, and this makes samples of them.
+
+A subclass sets ``kind`` and has :meth:`FrameSource.sensors`, :meth:`FrameSource.clips`, :meth:`FrameSource.frames`, and
+mostly :meth:`FrameSource.poses`; the rest is here. It is registered under the entry points ``fuelrail.sources``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.sample.schema import encode_points
+from fuelrail.pipeline.settings import Settings, convert
+from fuelrail.pipeline.storage.filesystem import is_url
+from fuelrail.sharding.sources.adapter.channels import COMPUTED, boxes2d_channel, computed_bytes
+from fuelrail.sharding.sources.adapter.classes import SOURCE, ClassMap, ClassOption, loaded
+from fuelrail.sharding.sources.adapter.members import MADE, POINTS, Part
+from fuelrail.sharding.sources.adapter.rows import ClipRows, attribute_types
+from fuelrail.sharding.sources.adapter.vector_maps import MAP
+from fuelrail.sharding.sources.shared.files import source_files
+from fuelrail.sharding.sources.shared.scan_report import Findings, ScanReport
+from fuelrail.sharding.sources.source import Place, ScanInfo
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from fuelrail.pipeline.channels.table import Channel
+    from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.sharding.sources.adapter.frame import Clip, Frame, Sensors
+    from fuelrail.sharding.sources.adapter.poses import Trajectory
+    from fuelrail.sharding.sources.adapter.vector_maps import MapWindows
+    from fuelrail.sharding.sources.shared.scan_table import ScanWriter
+    from fuelrail.sharding.sources.source import Reads
+
+
+class FrameSettings(Settings, frozen=True, kw_only=True):
+    """Options that all these sources have; an adapter's own settings are a subclass."""
+
+    classes: Annotated[
+        ClassOption,
+        Meta(description="classes of boxes: source (its own), nuscenes10, or a YAML file that maps category to class"),
+    ] = SOURCE
+    missing_camera: Annotated[
+        Literal["error", "mask", "drop"],
+        Meta(
+            description="a frame without the image of a camera: error; mask (leave the member out, mark it invalid); "
+            "drop (leave the frame out)"
+        ),
+    ] = "error"
+    points: Annotated[bool, Meta(description="false leaves lidar sweeps out")] = True
+
+
+S = TypeVar("S", bound=FrameSettings)
+
+
+class FrameSource(Generic[S]):
+    """A source whose adapter yields frames, clip by clip.
+
+    Attributes:
+        kind: the word in front of the location: ``KIND:PATH``.
+        settings: the options, a subclass of :class:`FrameSettings`.
+        requires: modules beyond Fuelrail's own dependencies, to what brings them to `pip install`.
+        reads: "clip" where made images are slow to make unless a clip is read in order, as from video.
+        time_base: "unix" where times are nanoseconds since 1970, else a word of the source's own.
+        ego_origin: where in the vehicle the origin of ego is.
+        has_poses: false where the source knows no ego poses: all are the identity, and the manifest says so.
+        columns: columns of attributes of the source's own: name to bool, int, float or str.
+        image_boxes: cameras whose 2-D boxes frames have, to what these are; each becomes the channel boxes2d_CAMERA.
+        maps: the vector maps of the source; they become the channel map, whose members frames name.
+        channels: further channels of the source's own, whose members frames name.
+        box_attributes: names that ``BoxRows.attribute`` counts.
+        license: of the data, where the source states it.
+
+    ``self.given`` are the options, ``self.files`` the files below the root, ``self.file`` the name of the one file that
+    the location is, None for a folder or a URL. What an adapter counts in ``self.noted`` during the scan is reported.
+    """
+
+    kind: str
+    settings: type[FrameSettings] = FrameSettings
+    requires: ClassVar[Mapping[str, str]] = {}
+    reads: Reads = "random"
+    time_base: str = "unix"
+    ego_origin: str = "unknown"
+    has_poses: bool = True
+    columns: Mapping[str, type] = {}
+    image_boxes: Mapping[str, str] = {}
+    maps: MapWindows | None = None
+    channels: Sequence[Channel] = ()
+    box_attributes: Sequence[str] = ()
+    license: str | None = None
+
+    given: S
+
+    def __init__(self, location: str, options: dict[str, Any]) -> None:
+        """Take the options and the root; reads nothing."""
+        given = convert(options, self.settings, f"options of source {self.kind}")
+        self.given = msgspec.structs.replace(given, classes=loaded(given.classes))  # type: ignore[assignment]
+        self.location = location
+        self.noted = Counter[str]()
+        path = Path(location.removeprefix("file://"))
+        self.file = path.name if not is_url(location) and path.is_file() else None
+        self.files = source_files(location if self.file is None else str(path.parent))
+
+    # What an adapter has.
+
+    def sensors(self) -> Sensors:
+        """Return the rig of the whole source: the union of the clips' cameras, in the order of the dataset."""
+        raise NotImplementedError
+
+    def clips(self) -> Iterable[Clip]:
+        """Yield the clips in a fixed order, without reading their frames."""
+        raise NotImplementedError
+
+    def poses(self, clip: Clip) -> Trajectory | None:  # noqa: ARG002 - for adapters
+        """Return the clip's ego poses over time; None where every frame, image and sweep has its own."""
+        return None
+
+    def frames(self, clip: Clip) -> Iterable[Frame]:
+        """Yield the clip's frames in time order. A SourceError ends this clip, and the scan looks for other faults."""
+        raise NotImplementedError
+
+    def category_names(self) -> Sequence[str]:
+        """Return the classes of boxes that the format has, in the order of the dataset; empty: as they occur."""
+        return ()
+
+    def points(self, ref: str) -> NDArray[np.float32]:
+        """Read a lidar sweep: (P, C) in the lidar's frame, columns as :meth:`sensors` names them."""
+        raise NotImplementedError
+
+    def make_images(self, refs: Sequence[str]) -> Iterator[tuple[str, Buffer]]:
+        """Make these images of one clip, each once, in any order, with their references.
+
+        Bytes may be overwritten when the next image is asked for.
+        """
+        raise NotImplementedError
+
+    # The protocol of Source.
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """All options; a mapping file of classes as what it says."""
+        found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self.given))  # no tuples, as they are stored
+        return found
+
+    @property
+    def attribute_types(self) -> dict[str, type]:
+        """Columns of attributes: of the clip, counts, speed, time of day, and the source's own."""
+        return attribute_types(self._classes().names, self.columns)
+
+    def scan(self, out: ScanWriter) -> ScanInfo:
+        """Write a row for each frame that is kept; raises SourceError with all that is wrong."""
+        with self.files.fetched("", ()):
+            return self._scan(out)
+
+    def _classes(self) -> ClassMap:
+        return ClassMap(self.given.classes, self.category_names())
+
+    def _scan(self, out: ScanWriter) -> ScanInfo:
+        self.files.listed()  # the root must be there
+        sensors, classes, report, findings = self.sensors(), self._classes(), ScanReport(), Findings()
+        columns = list(attribute_types(classes.names, self.columns))
+        boxes2d = (boxes2d_channel(camera, text) for camera, text in self.image_boxes.items())
+        channels = (*self.channels, *boxes2d, *([self.maps.channel] if self.maps is not None else ()))
+        rows = ClipRows(
+            out=out, files=self.files, sensors=sensors, classes=classes, report=report, findings=findings,
+            columns=columns, missing_camera=self.given.missing_camera, points=self.given.points,
+            has_poses=self.has_poses, is_unix=self.time_base == "unix", channels=channels,
+        )  # fmt: skip
+        splits: dict[str, list[str]] = {}
+        num_clips = 0
+        for clip in self.clips():
+            num_clips += 1
+            with findings.of("clips"):
+                rows.add(clip, list(self.frames(clip)), self.poses(clip))
+            if clip.split and out.clips and out.clips[-1].clip_name == clip.name:
+                splits.setdefault(clip.split, []).append(clip.name)
+        with findings.of("classes"):
+            classes.report(report)
+        report.noted = dict(self.noted)
+        findings.check()
+        if not num_clips:
+            summary = (type(self).__doc__ or "").strip().partition("\n")[0]
+            raise SourceError(
+                f"the {self.kind} source '{self.files.shown}' has no clips: it is empty, or not of this kind: {summary}"
+            )
+        if not out.clips:
+            dropped = ", ".join(f"{why} {count:,}" for why, count in report.dropped_samples.items()) or "there are none"
+            raise SourceError(f"no frame of the {self.kind} source '{self.files.shown}' is kept: {dropped}")
+        return ScanInfo(
+            name=self.kind,
+            clips=out.clips,
+            cameras=list(sensors.cameras),
+            lidars=list(sensors.lidars),
+            classes=classes.names,
+            attributes=list(self.box_attributes),
+            channels=channels,
+            names=out.member_names([*sensors.channels, *(channel.name for channel in channels)]),
+            time_base=self.time_base,
+            ego_origin=self.ego_origin,
+            splits=splits or None,
+            facts={} if self.has_poses else {"poses": "none"},
+            license=self.license,
+            report=report,
+        )
+
+    def place(self, ref: str) -> Place | None:
+        """Where an image's bytes are, if they are in a file of this machine as they are."""
+        if ref.startswith((MADE, POINTS, MAP, COMPUTED)):
+            return None
+        part = Part.of(ref)
+        path = self.files.path(part.name)
+        return None if path is None else Place(path, part.offset, part.length)
+
+    def open(self, ref: str) -> Buffer:
+        """The bytes of a member: an image, points as ``.npy``, or what the scan computed."""
+        if ref.startswith(COMPUTED):
+            return computed_bytes(ref)
+        if ref.startswith(MAP):
+            assert self.maps is not None, "the scan has named it"
+            return self.maps.member(ref)
+        if ref.startswith(POINTS):
+            return encode_points(self.points(ref.removeprefix(POINTS)))
+        if ref.startswith(MADE):
+            return next(self.make_images([ref.removeprefix(MADE)]))[1]
+        part = Part.of(ref)
+        data = part.read(self.files)
+        if part.length is not None and len(data) < part.length:
+            raise SourceError(f"file '{self.files.shown}/{part.name}' ends before byte {part.offset + part.length}")
+        return data
+
+    def read_clip(self, refs: Sequence[str]) -> Iterator[tuple[str, Buffer]]:
+        """Yield each of these members of one clip once."""
+        made = [ref.removeprefix(MADE) for ref in refs if ref.startswith(MADE)]
+        if made:
+            for ref, data in self.make_images(made):
+                yield MADE + ref, data
+        for ref in refs:
+            if not ref.startswith(MADE):
+                yield ref, self.open(ref)

@@ -1,0 +1,137 @@
+"""Lines of a map in a window about the ego vehicle, in ego at the sample's time, as the channel ``map``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from fuelrail.pipeline.channels.kinds import KINDS
+from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.adapter.channels import computed
+from fuelrail.sharding.sources.shared.scan_table import Reference
+
+MAP: Final = "map:"
+"""Begins the reference of a window of a map."""
+HALF_M: Final = 51.2
+WINDOW_BYTES: Final = 1 << 15
+"""About those of a window; its file has up to tens of megabytes."""
+
+
+class VectorMap(NamedTuple):
+    """Lines of a map: points (N, 2) in global, number of the layer, bounds (L, 4) of each."""
+
+    lines: list[NDArray[np.float64]]
+    layers: list[int]
+    bounds: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, lines: list[NDArray[np.float64]], layers: list[int], where: str) -> VectorMap:
+        """Lines with their bounds; raises SourceError, naming ``where``, for a place that is not finite."""
+        if not lines:
+            return cls([], [], np.empty((0, 4)))
+        points, starts = np.concatenate(lines), np.cumsum([0, *map(len, lines[:-1])])
+        bounds = np.concatenate([np.minimum.reduceat(points, starts), np.maximum.reduceat(points, starts)], 1)
+        if not (finite := np.isfinite(bounds).all(1)).all():
+            at = int(np.argmin(finite))
+            bad = lines[at][~np.isfinite(lines[at]).all(1)][0]
+            raise SourceError(f"{where}: line {at} has a vertex at {bad.tolist()}; wanted are finite numbers [m]")
+        return cls(lines, layers, bounds)
+
+
+class MapWindows:
+    """Windows of a source's maps as members: ``read`` reads the map at a place, which is any text."""
+
+    def __init__(self, layers: Sequence[str], read: Callable[[str], VectorMap]) -> None:
+        self.channel = map_channel(layers)
+        self._whole = lru_cache(maxsize=4)(read)
+
+    def references(self, place: str, ego2global: NDArray[np.float64]) -> list[list[Reference]]:
+        """The member at each of these poses (F, 4, 4), made by the worker that writes it; none where a pose is NaN."""
+        poses = ego2global[:, :3].reshape(-1, 12)
+        refs = [MAP + msgspec.json.encode((place, one)).decode() for one in poses.tolist()]
+        return [
+            [Reference(self.channel.field, ref, WINDOW_BYTES, is_estimate=True)] if known else []
+            for ref, known in zip(refs, np.isfinite(poses[:, 0]).tolist(), strict=True)
+        ]
+
+    def made(self, place: str, ego2global: NDArray[np.float64]) -> Reference:
+        """The member at a pose (4, 4), made now, as is best of maps that take long to read."""
+        data = encoded_window(self._whole(place), ego2global[:3].ravel().tolist(), self.channel)
+        return computed(self.channel, data)
+
+    def member(self, ref: str) -> bytes:
+        """The bytes of a member; raises SourceError."""
+        place, ego2global = msgspec.json.decode(ref.removeprefix(MAP))
+        return encoded_window(self._whole(place), ego2global, self.channel)
+
+
+def map_channel(layers: Sequence[str]) -> Channel:
+    """The entry of the table for a map of these layers."""
+    return Channel(
+        name="map",
+        kind="ragged",
+        field="map.safetensors",
+        law=Law("ego_points", roles={"positions": (("point",),)}),
+        arrays=(ArraySpec("point", "float32", (2,), "m"), ArraySpec("line", "int32"), ArraySpec("layer", "uint8")),
+        frame="ego",
+        optional=True,
+        description=f"vertices of lines and outlines, cut at x, y = +-{HALF_M} m; line counts lines; layer is of: "
+        + ", ".join(layers),
+    )
+
+
+def encoded_window(whole: VectorMap, ego2global: Sequence[float], channel: Channel) -> bytes:
+    """The bytes of a :func:`window` about an ego pose of 12 numbers, row by row."""
+    return KINDS[channel.kind].encode(window(whole, np.array(ego2global).reshape(3, 4)), channel)
+
+
+def window(whole: VectorMap, ego2global: NDArray[np.float64]) -> dict[str, NDArray[np.generic]]:
+    """The part of a map about an ego pose (3, 4), as :func:`map_channel` has it, in the ego's own height."""
+    place, reach = ego2global[:2, 3], HALF_M * 2**0.5 * 1.1
+    near = (whole.bounds[:, :2] <= place + reach).all(1) & (whole.bounds[:, 2:] >= place - reach).all(1)
+    points, layers = [], []
+    for row in np.flatnonzero(near).tolist():
+        in_ego = (whole.lines[row] - place) @ ego2global[:2, :2]
+        for piece in cut(in_ego):
+            points.append(piece)
+            layers.append(whole.layers[row])
+    counts = [len(piece) for piece in points]
+    return {
+        "point": np.concatenate([np.empty((0, 2)), *points]).astype(np.float32),
+        "line": np.repeat(np.arange(len(points)), counts).astype(np.int32),
+        "layer": np.repeat(np.array(layers, np.uint8), counts),
+    }
+
+
+def cut(line: NDArray[np.float64]) -> Iterator[NDArray[np.float64]]:
+    """Yield the pieces (K, 2) of a line (N, 2) within the window, in its order: Liang and Barsky, 1984.
+
+    A line may be one vertex, such as a sign.
+    """
+    if (np.abs(line) <= HALF_M).all():
+        yield line
+        return
+    start, step = line[:-1], np.diff(line, axis=0)
+    first, last = np.zeros(len(start)), np.ones(len(start))
+    for axis in (0, 1):
+        for sign in (1.0, -1.0):
+            speed, room = sign * step[:, axis], HALF_M - sign * start[:, axis]
+            share = np.divide(room, speed, out=np.zeros_like(room), where=speed != 0)
+            last = np.where(speed > 0, np.minimum(last, share), last)
+            first = np.where(speed < 0, np.maximum(first, share), first)
+            last = np.where((speed == 0) & (room < 0), -1.0, last)
+    piece: list[NDArray[np.float64]] = []
+    for at in np.flatnonzero(first < last).tolist():
+        begin, end = (start[at] + share * step[at] for share in (first[at], last[at]))
+        if piece and (first[at] > 0 or last[at - 1] < 1 or first[at - 1] >= last[at - 1]):
+            yield np.stack(piece)
+            piece = []
+        piece += [end] if piece else [begin, end]
+    if piece:
+        yield np.stack(piece)

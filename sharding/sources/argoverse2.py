@@ -1,0 +1,360 @@
+"""Argoverse 2, sensor dataset (Wilson et al., NeurIPS 2021): logs of feather tables and JPEGs.
+
+Conventions, after the dataset's own API (github.com/argoverse/av2-api): file names are times [ns] of a vehicle's clock;
+``city_SE3_egovehicle`` maps ego to the city; boxes and points are in ego at the time of their sweep, points already
+compensated for its motion. Images are rectified: ``k1`` to ``k3`` describe the lens that was, and are not applied.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.adapter.frame import BoxRows, Clip, Frame, Image, Sensors, Sweep
+from fuelrail.sharding.sources.adapter.poses import Trajectory, pose
+from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
+from fuelrail.sharding.sources.adapter.vector_maps import MapWindows, VectorMap
+from fuelrail.sharding.sources.shared.arrow import (
+    QUATERNION,
+    TRANSLATION,
+    check_unique,
+    names_in,
+    read_feather,
+    read_file,
+    stacked,
+)
+
+if TYPE_CHECKING:
+    from fuelrail.sharding.sources.adapter.frame import F64
+    from fuelrail.sharding.sources.shared.scan_table import Reference
+
+RING: Final = (
+    "ring_front_center", "ring_front_left", "ring_front_right", "ring_side_left", "ring_side_right", "ring_rear_left",
+    "ring_rear_right",
+)  # fmt: skip
+STEREO: Final = ("stereo_front_left", "stereo_front_right")
+LIDAR: Final = "lidar"
+SPLITS: Final = ("train", "val", "test")
+CATEGORIES: Final = (
+    "REGULAR_VEHICLE", "PEDESTRIAN", "BICYCLIST", "MOTORCYCLIST", "WHEELED_RIDER", "BOLLARD", "CONSTRUCTION_CONE",
+    "SIGN", "CONSTRUCTION_BARREL", "STOP_SIGN", "MOBILE_PEDESTRIAN_CROSSING_SIGN", "LARGE_VEHICLE", "BUS", "BOX_TRUCK",
+    "TRUCK", "VEHICULAR_TRAILER", "TRUCK_CAB", "SCHOOL_BUS", "ARTICULATED_BUS", "MESSAGE_BOARD_TRAILER", "BICYCLE",
+    "MOTORCYCLE", "WHEELED_DEVICE", "WHEELCHAIR", "STROLLER", "DOG", "RAILED_VEHICLE", "ANIMAL", "OFFICIAL_SIGNALER",
+    "TRAFFIC_LIGHT_TRAILER",
+)  # fmt: skip
+NEAREST_NS: Final = 25_000_000
+"""Half the period of the ring cameras, as the dataset's API has it."""
+SWEEP_NS: Final = 102_000_000
+"""The longest sweep, with its jitter."""
+MAX_GAP_S: Final = 0.02
+"""Between two poses that one is interpolated from: each is then at most 10 ms away. They are 5 ms apart mostly."""
+
+_F64: Final = pa.float64()
+_POSE: Final[dict[str, pa.DataType]] = dict.fromkeys((*QUATERNION, *TRANSLATION), _F64)
+_INTRINSICS: Final[dict[str, pa.DataType]] = {
+    "sensor_name": pa.string(), **dict.fromkeys(("fx_px", "fy_px", "cx_px", "cy_px"), _F64),
+    "width_px": pa.int64(), "height_px": pa.int64(),
+}  # fmt: skip
+_SIZE: Final = ("length_m", "width_m", "height_m")
+_BOXES: Final[dict[str, pa.DataType]] = {
+    "timestamp_ns": pa.int64(), "track_uuid": pa.string(), "category": pa.string(), **dict.fromkeys(_SIZE, _F64),
+    **_POSE, "num_interior_pts": pa.int64(),
+}  # fmt: skip
+_POINTS: Final[dict[str, pa.DataType]] = {
+    **dict.fromkeys(("x", "y", "z", "intensity", "laser_number"), pa.float32()),
+    "offset_ns": pa.int64(),
+}
+_TABLES: Final = (
+    "calibration/intrinsics.feather", "calibration/egovehicle_SE3_sensor.feather", "city_SE3_egovehicle.feather",
+)  # fmt: skip
+_CITY: Final = re.compile(r"____([A-Z]+)_city_")
+MAP_LAYERS: Final = ("drivable_area", "ped_crossing", "lane_marking", "lane_border")
+"""``lane_marking`` is painted, ``lane_border`` is where a lane ends without paint."""
+_UNPAINTED: Final = ("NONE", "UNKNOWN")
+
+
+class Argoverse2Settings(FrameSettings, frozen=True, kw_only=True):
+    """Options of the source."""
+
+    match: Annotated[
+        Literal["forward", "nearest"],
+        Meta(
+            description="the image of a camera for a sweep: forward, the first one during it; nearest, the closest to "
+            "its start, at most 25 ms away"
+        ),
+    ] = "forward"
+    stereo: Annotated[bool, Meta(description="true takes the two stereo cameras too, which run at 5 Hz")] = False
+    boxes: Annotated[bool, Meta(description="false leaves boxes out; train and val must have them otherwise")] = True
+    map: Annotated[bool, Meta(description="true stores the vector map about ego as the channel map")] = False
+
+
+class Argoverse2(FrameSource[Argoverse2Settings]):
+    """Argoverse 2 sensor logs: seven ring cameras, lidar and boxes at 10 Hz."""
+
+    kind = "argoverse2"
+    settings = Argoverse2Settings
+    time_base = "vehicle_clock"
+    ego_origin = "rear_axle"
+    columns = {"location": str}  # noqa: RUF012 - a constant
+    license = "CC BY-NC-SA 4.0"
+
+    def sensors(self) -> Sensors:
+        """The cameras in the order of the dataset's API, and the two lidars, which are one sweep."""
+        columns = ("x", "y", "z", "intensity", "ring", "time")
+        return Sensors.of(self._cameras, {LIDAR: columns})
+
+    @property
+    def _cameras(self) -> tuple[str, ...]:
+        return (*RING, *STEREO) if self.given.stereo else RING
+
+    @cached_property
+    def maps(self) -> MapWindows | None:  # type: ignore[override]  # by the options
+        """The vector maps of logs, with the option."""
+        return MapWindows(MAP_LAYERS, self._map) if self.given.map else None
+
+    def category_names(self) -> tuple[str, ...]:
+        """The 30 names of the dataset."""
+        return CATEGORIES
+
+    def clips(self) -> Iterator[Clip]:
+        """The logs in the folders of splits, or in the root."""
+        names = self.files.listed()
+        if "calibration" in names:
+            raise SourceError(f"'{self.files.shown}' is one log; give the folder that holds it")
+        folders: list[tuple[str, str]] = [
+            (split, log) for split in SPLITS if split in names for log in self.files.listed(split)
+        ]
+        folders += [("", log) for log in names if log not in SPLITS]
+        for split, log in folders:
+            if "." in log:
+                continue  # logs are named by a UUID
+            folder = f"{split}/{log}" if split else log
+            if {"calibration", "sensors", "city_SE3_egovehicle.feather"}.isdisjoint(self.files.listed(folder)):
+                continue
+            cities = [found[1] for name in names_in(self.files, folder, "map") if (found := _CITY.search(name))]
+            city = {"location": cities[0]} if cities else {}
+            files = tuple(f"{folder}/{name}" for name in (*_TABLES, *self._maps(folder)))
+            yield Clip(name=log, split=split, tags=city, attributes=city, files=files)
+
+    def poses(self, clip: Clip) -> Trajectory:
+        """Of ``city_SE3_egovehicle``: exact at the times of sensors, which have a row each."""
+        name = f"{_folder(clip)}/city_SE3_egovehicle.feather"
+        rows = read_feather(self.files, name, {"timestamp_ns": pa.int64(), **_POSE})
+        where = f"table '{self.files.shown}/{name}'"
+        poses = pose(stacked(rows, QUATERNION), stacked(rows, TRANSLATION), where)
+        return Trajectory(rows["timestamp_ns"], poses, where, max_gap_s=MAX_GAP_S)
+
+    def frames(self, clip: Clip) -> Iterator[Frame]:
+        """A frame for each sweep, and for each time that has boxes."""
+        folder = _folder(clip)
+        stamps = self._stamps(folder, "sensors", "lidar", suffix=".feather")
+        labels = self._labels(folder, clip.split)
+        labelled = np.empty(0, np.int64) if labels is None else labels["timestamp_ns"]
+        times = np.unique(np.concatenate([stamps, labelled]))
+        if not len(times):
+            raise SourceError(f"log '{self.files.shown}/{folder}' has no lidar sweeps and no boxes, so no frames")
+        images = self._images(folder, times)
+        boxes = None if labels is None else _box_rows(labels, times)
+        is_swept = np.isin(times, stamps).tolist()
+        windows = self._windows(clip, times)
+        for at, time in enumerate(times.tolist()):
+            name = f"{folder}/sensors/lidar/{time}.feather"
+            yield Frame(
+                timestamp_ns=time,
+                images=images[at],
+                sweeps={LIDAR: Sweep(ref=name, timestamp_ns=time, lidar2ego=np.eye(4))} if is_swept[at] else {},
+                boxes=None if boxes is None else boxes[at],
+                members=windows[at],
+            )
+
+    def _maps(self, folder: str) -> list[str]:
+        """The log's vector map, where it is wanted and there."""
+        names = names_in(self.files, folder, "map") if self.given.map else []
+        return [f"map/{name}" for name in names if name.startswith("log_map_archive_")][:1]
+
+    def _windows(self, clip: Clip, times: NDArray[np.int64]) -> list[list[Reference]]:
+        """The map about ego at each time."""
+        names = self._maps(_folder(clip))
+        if self.maps is not None and not names:
+            self.noted["logs without a vector map"] += 1
+        if self.maps is None or not names:
+            return [[] for _ in times]
+        return self.maps.references(f"{_folder(clip)}/{names[0]}", self.poses(clip).at(times))
+
+    def _map(self, name: str) -> VectorMap:
+        return parse_map(read_file(self.files, name), f"map '{self.files.shown}/{name}'")
+
+    def points(self, ref: str) -> NDArray[np.float32]:
+        """(P, 6): x, y, z [m] in ego at the sweep's time, intensity 0 to 255, laser 0 to 63, time since then [s].
+
+        The file has x, y and z as float16, so they are exact to 3 cm beyond 32 m.
+        """
+        found = read_feather(self.files, ref, _POINTS)
+        found["offset_ns"] = found["offset_ns"] * 1e-9
+        return np.stack([found[name] for name in _POINTS], 1).astype(np.float32)
+
+    def _stamps(self, folder: str, *parts: str, suffix: str) -> NDArray[np.int64]:
+        """Times in the names of a sensor's files, ascending; none without its folder."""
+        names = [name for name in names_in(self.files, folder, *parts) if name.endswith(suffix)]
+        texts = [name.removesuffix(suffix) for name in names]
+        bad = [name for name, text in zip(names, texts, strict=True) if not text.isdecimal()]
+        if bad:
+            where = "/".join((self.files.shown, folder, *parts))
+            raise SourceError(f"file '{where}/{bad[0]}' has no time in its name; expected NANOSECONDS{suffix}")
+        return np.sort(np.array(texts, np.int64))
+
+    def _images(self, folder: str, times: NDArray[np.int64]) -> list[dict[str, Image]]:
+        """For each of these times (F,) [ns] the images by camera."""
+        calibration = self._calibration(folder)
+        found: list[dict[str, Image]] = [{} for _ in times]
+        num_images = 0
+        for name in self._cameras:
+            stamps = self._stamps(folder, "sensors", "cameras", name, suffix=".jpg")
+            num_images += len(stamps)
+            if not len(stamps):
+                continue
+            if name not in calibration:
+                raise SourceError(
+                    f"log '{self.files.shown}/{folder}' has images of {name}, but no row for it in both tables of its "
+                    "calibration"
+                )
+            intrinsics, cam2ego, width, height = calibration[name]
+            chosen = matched(stamps, times, self.given.match).tolist()
+            ordered = stamps.tolist()
+            for at, number in enumerate(chosen):
+                if number >= 0:
+                    found[at][name] = Image(
+                        ref=f"{folder}/sensors/cameras/{name}/{ordered[number]}.jpg",
+                        timestamp_ns=ordered[number],
+                        intrinsics=intrinsics,
+                        cam2ego=cam2ego,
+                        width=width,
+                        height=height,
+                    )
+        if not num_images:
+            raise SourceError(f"log '{self.files.shown}/{folder}' has no images in sensors/cameras/CAMERA/TIME.jpg")
+        return found
+
+    def _calibration(self, folder: str) -> dict[str, tuple[F64, F64, int, int]]:
+        """By sensor: K, sensor to ego, width, height."""
+        names = [f"{folder}/calibration/{name}.feather" for name in ("intrinsics", "egovehicle_SE3_sensor")]
+        lenses = read_feather(self.files, names[0], _INTRINSICS)
+        mounts = read_feather(self.files, names[1], {"sensor_name": pa.string(), **_POSE})
+        for table, name in zip((lenses, mounts), names, strict=True):
+            check_unique(table["sensor_name"].tolist(), f"table '{self.files.shown}/{name}'", "the sensor")
+        where = f"table '{self.files.shown}/{names[1]}'"
+        sensor2ego = pose(stacked(mounts, QUATERNION), stacked(mounts, TRANSLATION), where)
+        by_name = dict(zip(mounts["sensor_name"].tolist(), sensor2ego, strict=True))
+        found = {}
+        for row, name in enumerate(lenses["sensor_name"].tolist()):
+            fx, fy, cx, cy, width, height = (lenses[column][row] for column in list(_INTRINSICS)[1:])
+            k = np.array([[fx, 0, cx], [0, fy, cy], [0, 0, 1]])
+            if name in by_name:
+                found[name] = (k, by_name[name], int(width), int(height))
+        return found
+
+    def _labels(self, folder: str, split: str) -> dict[str, NDArray[Any]] | None:
+        """The table of boxes; None where there is none and none is needed."""
+        name = f"{folder}/annotations.feather"
+        if not self.given.boxes or "annotations.feather" not in self.files.listed(folder):
+            if self.given.boxes and split in ("train", "val"):
+                raise SourceError(f"table '{self.files.shown}/{name}' is not there; boxes=false leaves boxes out")
+            return None
+        rows = read_feather(self.files, name, _BOXES)
+        pairs = list(zip(rows["timestamp_ns"].tolist(), rows["track_uuid"].tolist(), strict=True))
+        check_unique(pairs, f"table '{self.files.shown}/{name}'", "time and track")
+        return rows
+
+
+def matched(stamps: NDArray[np.int64], times: NDArray[np.int64], match: str) -> NDArray[np.intp]:
+    """For each time (F,) [ns] of a sweep the number of the image, -1 for none; ``stamps`` (I,) [ns] ascend.
+
+    "forward": the first one in the sweep, which ends with the next one's start and after 102 ms at most. "nearest":
+    the closest one, at most 25 ms away.
+    """
+    after = np.searchsorted(stamps, times)
+    if match == "nearest":
+        last = len(stamps) - 1
+        before, after = np.clip(after - 1, 0, last), np.clip(after, 0, last)
+        found = np.where(np.abs(times - stamps[before]) <= np.abs(stamps[after] - times), before, after)
+        return np.where(np.abs(stamps[found] - times) <= NEAREST_NS, found, -1)
+    ends = np.minimum(np.append(times[1:], np.iinfo(np.int64).max), times + SWEEP_NS)
+    inside = (after < len(stamps)) & (stamps[np.minimum(after, len(stamps) - 1)] < ends)
+    return np.where(inside, after, -1)
+
+
+def _folder(clip: Clip) -> str:
+    return f"{clip.split}/{clip.name}" if clip.split else clip.name
+
+
+def _box_rows(table: dict[str, NDArray[Any]], times: NDArray[np.int64]) -> list[BoxRows]:
+    """The boxes at each of these times, which are in ego at their time; rows of a time keep their order."""
+    order = np.argsort(table["timestamp_ns"], kind="stable")
+    table = {name: values[order] for name, values in table.items()}
+    centre, size, rotation = (stacked(table, names) for names in (TRANSLATION, _SIZE, QUATERNION))
+    category, track, points = (table[name].tolist() for name in ("category", "track_uuid", "num_interior_pts"))
+    first = np.searchsorted(table["timestamp_ns"], times, "left").tolist()
+    last = np.searchsorted(table["timestamp_ns"], times, "right").tolist()
+    return [
+        BoxRows(
+            centre=centre[start:stop],
+            size_lwh=size[start:stop],
+            rotation_wxyz=rotation[start:stop],
+            category=category[start:stop],
+            track=track[start:stop],
+            num_lidar_pts=points[start:stop],
+        )
+        for start, stop in zip(first, last, strict=True)
+    ]
+
+
+class _Point(msgspec.Struct, frozen=True, gc=False):
+    x: float
+    y: float
+
+
+class _Lane(msgspec.Struct, frozen=True):
+    left_lane_boundary: list[_Point]
+    right_lane_boundary: list[_Point]
+    left_lane_mark_type: str = "UNKNOWN"
+    right_lane_mark_type: str = "UNKNOWN"
+
+
+class _Crossing(msgspec.Struct, frozen=True):
+    edge1: list[_Point]
+    edge2: list[_Point]
+
+
+class _Area(msgspec.Struct, frozen=True):
+    area_boundary: list[_Point]
+
+
+class _File(msgspec.Struct, frozen=True):
+    drivable_areas: dict[str, _Area]
+    pedestrian_crossings: dict[str, _Crossing]
+    lane_segments: dict[str, _Lane]
+
+
+def parse_map(data: bytes, where: str) -> VectorMap:
+    """The lines of a log's map; a border that two lanes share is one. Raises SourceError, naming ``where``."""
+    try:
+        found = msgspec.json.decode(data, type=_File)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise SourceError(f"{where} is no vector map of Argoverse 2: {error}") from error
+    outlines = [(0, [*one.area_boundary, *one.area_boundary[:1]]) for one in found.drivable_areas.values()]
+    outlines += [(1, [*one.edge1, *reversed(one.edge2), *one.edge1[:1]]) for one in found.pedestrian_crossings.values()]
+    for lane in found.lane_segments.values():
+        outlines.append((3 if lane.left_lane_mark_type in _UNPAINTED else 2, lane.left_lane_boundary))
+        outlines.append((3 if lane.right_lane_mark_type in _UNPAINTED else 2, lane.right_lane_boundary))
+    lines = dict.fromkeys((layer, tuple((one.x, one.y) for one in points)) for layer, points in outlines)
+    kept = [(layer, points) for layer, points in lines if len(points) > 1]
+    return VectorMap.of([np.array(points) for _, points in kept], [layer for layer, _ in kept], where)

@@ -1,0 +1,101 @@
+"""What KITTI's layouts share: calibration files, the chain of transforms, and sweeps.
+
+After Geiger et al., "Vision meets Robotics" (IJRR 2013): a point x of the IMU is seen by rectified camera i at
+``P_rect_i R_rect_0 T_velo2cam T_imu2velo x``. P_rect_i = K [I | K^-1 p], where p is its fourth column, so the centre of
+the camera is K^-1 p away from that of camera 0. Ego is the IMU: x forward, y left, z up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.rigid import homogeneous, invert_rigid
+from fuelrail.sharding.sources.adapter.poses import nearest_rigid
+from fuelrail.sharding.sources.shared.arrow import read_file
+
+if TYPE_CHECKING:
+    from fuelrail.sharding.sources.adapter.frame import F64
+    from fuelrail.sharding.sources.shared.files import SourceFiles
+
+CATEGORIES: Final = ("Car", "Van", "Truck", "Pedestrian", "Person_sitting", "Cyclist", "Tram", "Misc")
+LIDAR: Final = "velodyne"
+POINT_COLUMNS: Final = ("x", "y", "z", "intensity")
+
+
+class Numbers(NamedTuple):
+    """The numbers of a file by key, and the file as messages name it."""
+
+    values: dict[str, list[float]]
+    where: str
+
+    def matrix(self, key: str, rows: int, columns: int) -> F64:
+        """The numbers of a key as a matrix (rows, columns); raises SourceError for another number of them."""
+        found = self.values.get(key)
+        if found is None:
+            raise SourceError(f"{self.where} has no line '{key}:'; it has {', '.join(self.values)}")
+        if len(found) != rows * columns or not np.isfinite(found).all():
+            raise SourceError(f"{self.where}: '{key}' is {found}, wanted are {rows * columns} finite numbers")
+        return np.array(found).reshape(rows, columns)
+
+    def transform(self, rotation: F64, translation: F64) -> F64:
+        """The rigid transform (4, 4) that is nearest; raises SourceError where the rotation is none."""
+        found = homogeneous(rotation)
+        found[:3, 3] = translation
+        (made,), (sound,) = nearest_rigid(found[None])
+        if not sound:
+            raise SourceError(f"{self.where}: {rotation.tolist()} is not a rotation")
+        return np.asarray(made)
+
+
+def read_numbers(files: SourceFiles, name: str) -> Numbers:
+    """The lines ``KEY: NUMBER NUMBER ...`` of a text file; others are left out."""
+    found = {}
+    for line in read_file(files, name).decode(errors="replace").splitlines():
+        key, _, rest = line.partition(" ")
+        try:
+            found[key.removesuffix(":")] = [float(text) for text in rest.split()]
+        except ValueError:
+            continue  # such as the time of the calibration
+    return Numbers(found, f"file '{files.shown}/{name}'")
+
+
+class Camera(NamedTuple):
+    """K (3, 3) of the rectified images, and the rectified camera's pose in ego (4, 4)."""
+
+    intrinsics: F64
+    cam2ego: F64
+
+
+def camera(projection: F64, ego2rect: F64) -> Camera:
+    """The camera of P_rect (3, 4); ``ego2rect`` (4, 4) goes to rectified camera 0."""
+    shift = np.eye(4)
+    shift[:3, 3] = np.linalg.solve(projection[:, :3], projection[:, 3])
+    return Camera(projection[:, :3], invert_rigid(shift @ ego2rect))
+
+
+def read_points(files: SourceFiles, name: str) -> NDArray[np.float32]:
+    """(P, 4): x, y, z [m] in the lidar's frame, reflectance 0 to 1."""
+    data = read_file(files, name)
+    if len(data) % 16:
+        raise SourceError(f"file '{files.shown}/{name}' has {len(data)} bytes, not a multiple of 16: it is cut off")
+    return np.frombuffer(data, "<f4").reshape(-1, 4)
+
+
+def category(name: str) -> str:
+    """The name of a class as the object benchmark has it; tracklets have "Person (sitting)"."""
+    return "Person_sitting" if name == "Person (sitting)" else name
+
+
+def numbers_of(names: Sequence[str], suffixes: Sequence[str]) -> dict[int, str]:
+    """The files whose names are a number with one of the suffixes, by number."""
+    found = {}
+    for name in names:
+        stem, dot, suffix = name.rpartition(".")
+        if dot and stem.isdecimal() and suffix.lower() in suffixes:
+            found[int(stem)] = name
+    return found

@@ -1,0 +1,157 @@
+"""KITTI's object benchmark: single frames of unknown drives, without times and ego poses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Final
+
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.rigid import invert_rigid
+from fuelrail.sharding.sources.adapter.frame import BoxRows, Clip, Frame, Image, ImageBoxRows, Sensors, Sweep
+from fuelrail.sharding.sources.adapter.poses import quaternions
+from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
+from fuelrail.sharding.sources.kitti.calibration import (
+    CATEGORIES,
+    LIDAR,
+    POINT_COLUMNS,
+    camera,
+    numbers_of,
+    read_numbers,
+    read_points,
+)
+from fuelrail.sharding.sources.shared.arrow import read_file
+
+if TYPE_CHECKING:
+    from fuelrail.sharding.sources.adapter.frame import F64
+
+SPLITS: Final = {"training": "train", "testing": "test"}
+"""Folder to split."""
+_CAMERAS: Final = {"image_2": "P2", "image_3": "P3"}
+_LABEL: Final = 15
+_TYPE_TO_IGNORE: Final = "DontCare"
+
+
+class KittiObjectSettings(FrameSettings, frozen=True, kw_only=True):
+    """Options of the source."""
+
+    right: Annotated[bool, Meta(description="true takes the right colour camera (image_3) too")] = False
+    boxes2d: Annotated[
+        bool, Meta(description="true stores the labels' boxes in image_2 as the channel boxes2d_image_2")
+    ] = False
+
+
+class KittiObject(FrameSource[KittiObjectSettings]):
+    """KITTI's object benchmark: single frames with boxes, without ego poses."""
+
+    kind = "kitti_object"
+    settings = KittiObjectSettings
+    time_base = "none"
+    ego_origin = "imu"
+    has_poses = False
+    license = "CC BY-NC-SA 3.0"
+
+    def sensors(self) -> Sensors:
+        """The left colour camera, with the option the right one, and the lidar."""
+        return Sensors.of(self._cameras, {LIDAR: POINT_COLUMNS})
+
+    @property
+    def image_boxes(self) -> dict[str, str]:  # type: ignore[override]  # by the options
+        """The left colour camera, with the option."""
+        return {"image_2": "bounds as labelled; row counts in boxes"} if self.given.boxes2d else {}
+
+    @property
+    def _cameras(self) -> tuple[str, ...]:
+        return tuple(_CAMERAS) if self.given.right else ("image_2",)
+
+    def category_names(self) -> tuple[str, ...]:
+        """Without DontCare, which stands for what is not labelled and has no box."""
+        return CATEGORIES
+
+    def clips(self) -> Iterator[Clip]:
+        """An image each: which drive it is from is not in the dataset."""
+        names = self.files.listed()
+        folders = [folder for folder in SPLITS if folder in names] or ([""] if "image_2" in names else [])
+        for folder in folders:
+            prefix = f"{folder}/" if folder else ""
+            inside = self.files.listed(folder)
+            if "image_2" not in inside:
+                raise SourceError(f"'{self.files.shown}/{folder}' has no folder image_2")
+            has = {name: name in inside for name in ("velodyne", "label_2")}
+            for name in numbers_of(self.files.listed(f"{prefix}image_2"), ["png", "jpg"]).values():
+                stem = name.rpartition(".")[0]
+                labels = (f"{prefix}label_2/{stem}.txt",) if has["label_2"] else ()
+                scan = (f"{prefix}velodyne/{stem}.bin",) if has["velodyne"] and self.given.points else ()
+                yield Clip(
+                    name=f"{folder or 'frame'}-{stem}",
+                    token=f"{prefix}image_2/{name}",
+                    split=SPLITS.get(folder, ""),
+                    files=(f"{prefix}calib/{stem}.txt", *labels, *scan),
+                )
+
+    def frames(self, clip: Clip) -> Iterator[Frame]:
+        """The one frame. It has no time: its number, from 1 on, stands for it."""
+        image = clip.token
+        number = int(image.rpartition("/")[2].partition(".")[0])
+        numbers = read_numbers(self.files, clip.files[0])
+        rect = numbers.transform(numbers.matrix("R0_rect", 3, 3), np.zeros(3))
+        velo2cam, imu2velo = (_transform(numbers.matrix(key, 3, 4)) for key in ("Tr_velo_to_cam", "Tr_imu_to_velo"))
+        velo2cam, imu2velo = (numbers.transform(one[:3, :3], one[:3, 3]) for one in (velo2cam, imu2velo))
+        ego2rect = rect @ velo2cam @ imu2velo
+        images = {}
+        for name in self._cameras:
+            found = camera(numbers.matrix(_CAMERAS[name], 3, 4), ego2rect)
+            images[name] = Image(
+                ref=image.replace("image_2/", f"{name}/"),
+                timestamp_ns=number + 1,
+                intrinsics=found.intrinsics,
+                cam2ego=found.cam2ego,
+            )
+        scans = [name for name in clip.files if name.endswith(".bin")]
+        lidar2ego = invert_rigid(imu2velo)
+        sweeps = {LIDAR: Sweep(ref=scans[0], timestamp_ns=number + 1, lidar2ego=lidar2ego)} if scans else {}
+        labels = [name for name in clip.files[1:] if name.endswith(".txt")]
+        boxes, bounds = self._boxes(labels[0], invert_rigid(ego2rect)) if labels else (None, {})
+        yield Frame(timestamp_ns=number + 1, images=images, sweeps=sweeps, boxes=boxes, boxes2d=bounds)
+
+    def points(self, ref: str) -> NDArray[np.float32]:
+        """(P, 4) in the lidar's frame."""
+        return read_points(self.files, ref)
+
+    def _boxes(self, name: str, rect2ego: F64) -> tuple[BoxRows, dict[str, ImageBoxRows]]:
+        """The rows of a label file, which stand on their bottom in rectified camera 0, with y down; and in image 2."""
+        where = f"file '{self.files.shown}/{name}'"
+        data = self.files.read(name)
+        rows = [line.split() for line in (read_file(self.files, name) if data else data).decode().splitlines()]
+        kinds, found = [], []
+        for at, row in enumerate(rows, 1):
+            try:
+                values = [float(text) for text in row[1:_LABEL]]
+            except ValueError as error:
+                raise SourceError(f"{where}: line {at}: {error}") from error
+            if len(values) != _LABEL - 1:
+                raise SourceError(f"{where}: line {at} has {len(row)} columns, wanted are {_LABEL}")
+            if row[0] != _TYPE_TO_IGNORE:
+                kinds.append(row[0])
+                found.append(values[3:14])
+        *bounds, height, width, length, x, y, z, turn = np.array(found).reshape(-1, 11).T
+        centre = np.stack([x, y - height / 2, z], 1)
+        cos, sin, none = np.cos(turn), np.sin(turn), np.zeros(len(kinds))
+        # Columns: the box's forward, left and up, in the camera's axes right, down and forward.
+        axes = np.stack([cos, sin, none, none, none, none - 1, -sin, cos, none], 1).reshape(-1, 3, 3)
+        in_image = ImageBoxRows(box=np.stack(bounds, 1), category=kinds, row=np.arange(len(kinds)))
+        in_space = BoxRows(
+            centre=centre @ rect2ego[:3, :3].T + rect2ego[:3, 3],
+            size_lwh=np.stack([length, width, height], 1),
+            rotation_wxyz=quaternions(rect2ego[:3, :3] @ axes),
+            category=kinds,
+        )
+        return in_space, {"image_2": in_image}
+
+
+def _transform(matrix: F64) -> F64:
+    """(4, 4) of (3, 4)."""
+    return np.concatenate([matrix, [[0.0, 0, 0, 1]]])

@@ -1,0 +1,332 @@
+"""KITTI raw: synchronised and rectified drives with oxts and tracklets.
+
+Files of one number belong together; a number that a sensor lacks is a hole. Each sensor has its own times. They are
+local, without a zone, so the time base is none of 1970.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import cached_property, lru_cache
+from math import isfinite
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
+from xml.etree import ElementTree
+
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.rigid import invert_rigid, rotation_matrices
+from fuelrail.sharding.sources.adapter.boxes import rows_by_key
+from fuelrail.sharding.sources.adapter.channels import signals, signals_channel
+from fuelrail.sharding.sources.adapter.frame import NO_BOXES, BoxRows, Clip, Frame, Image, Sensors, Sweep
+from fuelrail.sharding.sources.adapter.poses import Trajectory, quaternions
+from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
+from fuelrail.sharding.sources.kitti.calibration import (
+    CATEGORIES,
+    LIDAR,
+    POINT_COLUMNS,
+    camera,
+    category,
+    numbers_of,
+    read_numbers,
+    read_points,
+)
+from fuelrail.sharding.sources.shared.arrow import names_in, read_file
+from fuelrail.sharding.sources.shared.files import looks
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.channels.table import Channel
+    from fuelrail.sharding.sources.adapter.frame import F64
+    from fuelrail.sharding.sources.kitti.calibration import Camera
+    from fuelrail.sharding.sources.shared.scan_table import Reference
+
+COLOUR: Final = ("image_02", "image_03")
+GRAY: Final = ("image_00", "image_01")
+EARTH_M: Final = 6378137.0
+EDGE_NS: Final = 100_000_000
+"""The period of oxts: as far beyond its first and last row as a sensor's own time can be."""
+_DATE: Final = re.compile(r"[0-9]{4}_[0-9]{2}_[0-9]{2}")
+_DRIVE: Final = re.compile(r"[0-9]{4}_[0-9]{2}_[0-9]{2}_drive_[0-9]{4}_sync\Z")
+_CALIBRATION: Final = ("calib_cam_to_cam.txt", "calib_velo_to_cam.txt", "calib_imu_to_velo.txt")
+_DEPTH: Final = 4
+_OXTS: Final = {
+    "lat": "deg", "lon": "deg", "alt": "m", "roll": "rad", "pitch": "rad", "yaw": "rad",
+    **dict.fromkeys(("vn", "ve", "vf", "vl", "vu"), "m/s"),
+    **dict.fromkeys(("ax", "ay", "az", "af", "al", "au"), "m/s^2"),
+    **dict.fromkeys(("wx", "wy", "wz", "wf", "wl", "wu"), "rad/s"),
+    "pos_accuracy": "m", "vel_accuracy": "m/s", "navstat": "", "numsats": "", "posmode": "", "velmode": "",
+    "orimode": "",
+}  # fmt: skip
+"""Columns and units, after ``dataformat.txt`` of the development kit."""
+CAN: Final = signals_channel("can_oxts", _OXTS, "oxts")
+_TRACKLETS: Final = "tracklet_labels.xml"
+
+
+class KittiSettings(FrameSettings, frozen=True, kw_only=True):
+    """Options of the source."""
+
+    gray: Annotated[bool, Meta(description="true takes the two gray cameras too")] = False
+    oxts: Annotated[bool, Meta(description="true stores the rows of oxts as the channel can_oxts")] = False
+
+
+class _Layout(NamedTuple):
+    """Folder of each drive, and of the calibration of each date."""
+
+    drives: dict[str, str]
+    calibrations: dict[str, str]
+
+
+class _Rig(NamedTuple):
+    cameras: dict[str, Camera]
+    lidar2ego: F64
+
+
+class Kitti(FrameSource[KittiSettings]):
+    """KITTI raw drives (..._sync): two colour cameras, lidar, oxts and tracklets at 10 Hz."""
+
+    kind = "kitti"
+    settings = KittiSettings
+    time_base = "local_time"
+    ego_origin = "imu"
+    license = "CC BY-NC-SA 3.0"
+
+    def sensors(self) -> Sensors:
+        """The colour cameras, with the option the gray ones."""
+        return Sensors.of(self._cameras, {LIDAR: POINT_COLUMNS})
+
+    @property
+    def _cameras(self) -> tuple[str, ...]:
+        return (*COLOUR, *GRAY) if self.given.gray else COLOUR
+
+    def category_names(self) -> tuple[str, ...]:
+        """Those of the object benchmark."""
+        return CATEGORIES
+
+    def clips(self) -> Iterator[Clip]:
+        """The drives, by name."""
+        for name, folder in sorted(self._layout.drives.items()):
+            calibration = self._layout.calibrations.get(name[:10])
+            files = [] if calibration is None else [f"{calibration}{file}" for file in _CALIBRATION]
+            yield Clip(name=name, log_id=name[:10], files=(*files, f"{folder}/oxts/timestamps.txt"))
+
+    @cached_property
+    def _layout(self) -> _Layout:
+        """Drives and calibrations wherever they are: each zip brings a folder of the date."""
+        found = _Layout({}, {})
+        waiting = [("", 0)]
+        while waiting:
+            folder, depth = waiting.pop()
+            prefix = f"{folder}/" if folder else ""
+            names = self.files.listed(folder)
+            own = PurePosixPath(folder or self.location.rstrip("/")).name
+            if _CALIBRATION[0] in names and (date := _DATE.match(own)):
+                found.calibrations.setdefault(date[0], prefix)
+            if _DRIVE.match(own) and "oxts" in names:
+                if not folder:
+                    raise SourceError(f"'{self.files.shown}' is one drive; give the folder that holds it")
+                if own in found.drives:
+                    raise SourceError(
+                        f"drive {own} is there twice: '{self.files.shown}/{folder}' and "
+                        f"'{self.files.shown}/{found.drives[own]}'"
+                    )
+                found.drives[own] = folder
+            elif depth < _DEPTH:
+                inside = [name for name in names if _DATE.match(name) and "." not in name]
+                waiting += [(f"{prefix}{name}", depth + 1) for name in reversed(inside)]
+        return found
+
+    def poses(self, clip: Clip) -> Trajectory:
+        """Of oxts, in metres east, north and up of its first row, by Mercator's projection scaled there.
+
+        One row more at each end, 0.1 s away by the measured velocity: sensors fire up to 0.1 s before the first row.
+        """
+        folder = self._layout.drives[clip.name]
+        times, rows = self._oxts_of(folder)
+        return Trajectory(*with_edges(times, rows, oxts_poses(rows)), f"'{self.files.shown}/{folder}/oxts/data'")
+
+    @cached_property
+    def _oxts_of(self) -> Callable[[str], tuple[NDArray[np.int64], F64]]:
+        """Times (P,) and rows (P, 30) of a drive's oxts; those of the last one are kept."""
+        return lru_cache(maxsize=1)(self._read_oxts)
+
+    def _read_oxts(self, folder: str) -> tuple[NDArray[np.int64], F64]:
+        name = f"{folder}/oxts/data"
+        numbers = numbers_of(names_in(self.files, folder, "oxts", "data"), ["txt"])
+        if not numbers:
+            raise SourceError(f"'{self.files.shown}/{name}' has no rows of oxts")
+        times = self._times(f"{folder}/oxts/timestamps.txt", max(numbers))[sorted(numbers)]
+        return times, np.array(looks(lambda n: self._oxts(f"{name}/{numbers[n]}"), sorted(numbers)))
+
+    def _oxts(self, name: str) -> list[float]:
+        text = read_file(self.files, name)
+        try:
+            found = list(map(float, text.split()))
+        except ValueError:
+            found = []
+        if len(found) != len(_OXTS) or not all(map(isfinite, found)):
+            raise SourceError(f"file '{self.files.shown}/{name}' has not {len(_OXTS)} finite numbers: {text[:60]!r}")
+        return found
+
+    def _times(self, name: str, last: int) -> NDArray[np.int64]:
+        """The rows of a file of times [ns]; raises SourceError where one is none, or the file ends before ``last``."""
+        lines = read_file(self.files, name).decode(errors="replace").splitlines()
+        where = f"file '{self.files.shown}/{name}'"
+        try:
+            found = np.array([line.strip() for line in lines], "datetime64[ns]")
+        except ValueError as error:
+            raise SourceError(f"{where}: {error}; wanted are lines such as 2011-09-26 13:02:25.951199337") from error
+        if last >= len(found):
+            raise SourceError(f"{where} has {len(found)} rows, the sensor has a file of number {last}")
+        if np.isnat(found[: last + 1]).any():
+            raise SourceError(f"{where}: line {int(np.argmax(np.isnat(found))) + 1} is empty")
+        return found.astype(np.int64)
+
+    def frames(self, clip: Clip) -> Iterator[Frame]:
+        """A frame for each number that a camera has; its time is the lidar's, or else the first camera's."""
+        folder = self._layout.drives[clip.name]
+        rig = self._rig(clip)
+        files = {name: numbers_of(names_in(self.files, folder, name, "data"), ["png", "jpg"]) for name in self._cameras}
+        scans = numbers_of(names_in(self.files, folder, "velodyne_points", "data"), ["bin"])
+        numbers = sorted(set().union(*files.values()))
+        if not numbers:
+            raise SourceError(f"drive '{self.files.shown}/{folder}' has no images in {' or '.join(self._cameras)}")
+        times = {
+            name: self._times(f"{folder}/{name}/timestamps.txt", max(found)) for name, found in files.items() if found
+        }
+        reference = next(iter(times.values()))
+        if "velodyne_points" in self.files.listed(folder):
+            reference = self._times(f"{folder}/velodyne_points/timestamps.txt", max(*numbers, *scans))
+        elif numbers[-1] >= len(reference):
+            raise SourceError(f"drive '{self.files.shown}/{folder}' has no time of frame {numbers[-1]}")
+        boxes = self._tracklets(folder, invert_rigid(rig.lidar2ego))
+        members: list[list[Reference]] = [[] for _ in numbers]
+        if self.given.oxts:
+            members = signals(CAN, *self._oxts_of(folder), reference[numbers].tolist())
+        for at, number in enumerate(numbers):
+            time = int(reference[number])
+            sweep = Sweep(
+                ref=f"{folder}/velodyne_points/data/{scans.get(number)}", timestamp_ns=time, lidar2ego=rig.lidar2ego
+            )
+            yield Frame(
+                timestamp_ns=time,
+                images={
+                    name: Image(
+                        ref=f"{folder}/{name}/data/{found[number]}",
+                        timestamp_ns=int(times[name][number]),
+                        intrinsics=rig.cameras[name].intrinsics,
+                        cam2ego=rig.cameras[name].cam2ego,
+                    )
+                    for name, found in files.items()
+                    if number in found
+                },
+                sweeps={LIDAR: sweep} if number in scans else {},
+                boxes=None if boxes is None else boxes.get(number, NO_BOXES),
+                members=members[at],
+            )
+
+    @property
+    def channels(self) -> tuple[Channel, ...]:  # type: ignore[override]  # by the options
+        """Of oxts, with the option."""
+        return (CAN,) if self.given.oxts else ()
+
+    def points(self, ref: str) -> NDArray[np.float32]:
+        """(P, 4), not compensated for ego's motion during the sweep."""
+        return read_points(self.files, ref)
+
+    def _rig(self, clip: Clip) -> _Rig:
+        folder = self._layout.calibrations.get(clip.name[:10])
+        if folder is None:
+            raise SourceError(
+                f"drive {clip.name} has no calibration: the file {_CALIBRATION[0]} of {clip.name[:10]} is nowhere in "
+                f"'{self.files.shown}'"
+            )
+        cams, velo, imu = (read_numbers(self.files, f"{folder}{name}") for name in _CALIBRATION)
+        velo2cam = velo.transform(velo.matrix("R", 3, 3), velo.matrix("T", 1, 3)[0])
+        imu2velo = imu.transform(imu.matrix("R", 3, 3), imu.matrix("T", 1, 3)[0])
+        ego2rect = cams.transform(cams.matrix("R_rect_00", 3, 3), np.zeros(3)) @ velo2cam @ imu2velo
+        cameras = {name: camera(cams.matrix(f"P_rect_{name[-2:]}", 3, 4), ego2rect) for name in self._cameras}
+        return _Rig(cameras, invert_rigid(imu2velo))
+
+    def _tracklets(self, folder: str, ego2lidar: F64) -> dict[int, BoxRows] | None:
+        """Boxes by number of the frame; None without tracklets. They stand on their bottom, in the lidar's frame."""
+        if _TRACKLETS not in self.files.listed(folder):
+            return None
+        name = f"{folder}/{_TRACKLETS}"
+        tracks = []
+        try:
+            root = ElementTree.fromstring(read_file(self.files, name))
+            for item in root.iterfind("tracklets/item"):
+                poses = item.findall("poses/item")
+                place = [[float(one.findtext(tag, "")) for one in poses] for tag in ("tx", "ty", "tz", "rz")]
+                size = [[float(item.findtext(tag, ""))] * len(poses) for tag in ("l", "w", "h")]
+                first, kind = int(item.findtext("first_frame", "")), category(item.findtext("objectType", "unknown"))
+                tracks.append((kind, np.arange(first, first + len(poses)), np.array(place + size)))
+        except (ElementTree.ParseError, ValueError) as error:
+            raise SourceError(f"file '{self.files.shown}/{name}' is not as tracklets are: {error}") from error
+        return _boxes(tracks, invert_rigid(ego2lidar))
+
+
+def _boxes(tracks: list[tuple[str, NDArray[np.int64], F64]], lidar2ego: F64) -> dict[int, BoxRows]:
+    """Boxes by number of the frame, of tracks: category, numbers of frames, and place, yaw and size in each."""
+    if not tracks:
+        return {}
+    x, y, z, yaw, length, width, height = np.concatenate([numbers for _, _, numbers in tracks], 1)
+    half, none = yaw / 2, np.zeros(len(x))
+    turned = lidar2ego[:3, :3] @ rotation_matrices(np.stack([np.cos(half), none, none, np.sin(half)], 1))
+    centre = np.stack([x, y, z + height / 2], 1) @ lidar2ego[:3, :3].T + lidar2ego[:3, 3]
+    size, rotation = np.stack([length, width, height], 1), quaternions(turned)
+    names = [(kind, f"{number}") for number, (kind, own, _) in enumerate(tracks) for _ in own]
+    return {
+        at: BoxRows(
+            centre=centre[part],
+            size_lwh=size[part],
+            rotation_wxyz=rotation[part],
+            category=[names[row][0] for row in part.tolist()],
+            track=[names[row][1] for row in part.tolist()],
+        )
+        for at, part in rows_by_key(np.concatenate([own for _, own, _ in tracks])).items()
+    }
+
+
+def oxts_poses(rows: F64) -> F64:
+    """IMU to metres east, north and up of the first row (P, 4, 4), for rows (P, 30) of oxts.
+
+    Mercator's projection, scaled by the cosine of the first row's latitude; roll, pitch and yaw about x, y and z, yaw
+    first, from east (the development kit's convertOxtsToPose).
+    """
+    latitude, longitude, altitude, roll, pitch, yaw = rows[:, :6].T
+    scale = np.cos(np.radians(latitude[0])) * EARTH_M
+    east = scale * np.radians(longitude)
+    north = scale * np.log(np.tan(np.radians(90 + latitude) / 2))
+    poses = np.tile(np.eye(4), (len(rows), 1, 1))
+    for angle, (a, b) in ((yaw, (0, 1)), (pitch, (2, 0)), (roll, (1, 2))):
+        turn = np.tile(np.eye(3), (len(rows), 1, 1))
+        turn[:, a, a] = turn[:, b, b] = np.cos(angle)
+        turn[:, b, a], turn[:, a, b] = np.sin(angle), -np.sin(angle)
+        poses[:, :3, :3] = poses[:, :3, :3] @ turn
+    place = np.stack([east, north, altitude], 1)
+    poses[:, :3, 3] = place - place[0]
+    return poses
+
+
+def with_edges(times: NDArray[np.int64], rows: F64, poses: F64) -> tuple[NDArray[np.int64], F64]:
+    """A pose more before the first and after the last one, 0.1 s away at their velocity and rates of turn."""
+    ends = []
+    for at, sign in ((0, -1), (-1, 1)):
+        seconds = sign * EDGE_NS * 1e-9
+        north, east, up = rows[at, 6], rows[at, 7], rows[at, 10]
+        rates = rows[at, 17:20]
+        speed = max(float(np.linalg.norm(rates)), 1e-12)
+        half = speed * seconds / 2
+        moved = poses[at].copy()
+        moved[:3, :3] = moved[:3, :3] @ rotation_matrices(np.array([np.cos(half), *(rates / speed * np.sin(half))]))
+        moved[:3, 3] += np.array([east, north, up]) * seconds
+        ends.append(moved)
+    return (
+        np.concatenate([times[:1] - EDGE_NS, times, times[-1:] + EDGE_NS]),
+        np.concatenate([ends[0][None], poses, ends[1][None]]),
+    )

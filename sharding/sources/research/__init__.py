@@ -1,1 +1,0 @@
-"""Adapters for published research datasets."""

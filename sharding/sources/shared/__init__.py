@@ -1,0 +1,1 @@
+"""Shared parts of sources: files, points, video, protobuf, joins."""

@@ -1,0 +1,1 @@
+"""Manifests: tables of the user's own that list files."""

@@ -1,0 +1,140 @@
+"""Boxes of a manifest: a list of structs in the column ``boxes``, or the rows of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.settings import did_you_mean
+from fuelrail.sharding.sources.adapter.boxes import rows_by_key
+from fuelrail.sharding.sources.adapter.frame import NO_BOXES, BoxRows
+from fuelrail.sharding.sources.tables.values import TIME_COLUMNS, Rows, is_list
+
+_ROTATIONS: Final = ("q_wxyz", "q_xyzw", "qw", "qx", "qy", "qz")
+_FLOATS: Final = ("x", "y", "z", "length", "width", "height", "yaw", "qw", "qx", "qy", "qz", "vx", "vy", "vz")
+_WHOLE: Final = ("num_lidar_pts", "num_radar_pts", "visibility")
+_LISTS: Final = ("centre", "size_lwh", "q_wxyz", "q_xyzw", "velocity")
+BOX_COLUMNS: Final = ("category", "track", *_FLOATS, *_WHOLE, *_LISTS)
+
+
+def box_type(name: str) -> pa.DataType | None:
+    """Return the type of a column of boxes."""
+    if name in _FLOATS:
+        return pa.float64()
+    if name in _LISTS:
+        return pa.list_(pa.float64())
+    return pa.string() if name in ("category", "track") else pa.int64() if name in _WHOLE else None
+
+
+def check_box_columns(table: str, names: Sequence[str]) -> None:
+    """Raise SourceError for a column that is not known."""
+    allowed = (*BOX_COLUMNS, "clip_id", *TIME_COLUMNS)
+    for name in names:
+        if name not in allowed:
+            raise SourceError(
+                f"table '{table}': boxes have no column {name}; allowed are {', '.join(BOX_COLUMNS)}"
+                f"{did_you_mean(name, allowed)}"
+            )
+
+
+def listed_boxes(rows: Rows, *, in_global: bool) -> list[BoxRows | None]:
+    """Return the boxes of each row, from its list of structs; None for null: not labelled."""
+    column = rows.column("boxes")
+    if pa.types.is_null(column.type):
+        return [None] * len(rows)
+    is_typed = is_list(column.type) and pa.types.is_struct(column.type.value_type)
+    if not is_typed and not (is_list(column.type) and not len(column.flatten())):
+        raise SourceError(f"table '{rows.table}', column boxes is {column.type}, expected a list of structs")
+    labelled = column.is_valid().to_pylist()
+    if not is_typed:  # lists of JSON lines, of which none has a box
+        return [NO_BOXES if is_labelled else None for is_labelled in labelled]
+    ends = np.cumsum(pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)).tolist()
+    flat = column.flatten()
+    names = [field.name for field in flat.type]
+    check_box_columns(rows.table, names)
+    inner = Rows(f"{rows.table}, boxes", 0, pa.RecordBatch.from_arrays(flat.flatten(), names=names))
+    values = _values(inner)
+    found: list[BoxRows | None] = []
+    for start, end, is_labelled in zip([0, *ends[:-1]], ends, labelled, strict=True):
+        found.append(_rows(values, slice(start, end), in_global=in_global) if is_labelled else None)
+    return found
+
+
+def boxes_by_time(
+    rows: Rows | None, frame_times: NDArray[np.int64], *, in_global: bool, is_unix: bool
+) -> list[BoxRows | None]:
+    """Return the boxes of frames at ascending times (F,) [ns], from rows with exactly these times.
+
+    A frame without rows is not labelled; a row without a category says that it is labelled. Raises SourceError for a
+    row whose time is that of no frame.
+    """
+    found: list[BoxRows | None] = [None] * len(frame_times)
+    if rows is None:
+        return found
+    times = rows.times(is_unix=is_unix)
+    if times is None:
+        raise SourceError(f"table '{rows.table}' has no column of time, one of {', '.join(TIME_COLUMNS)}")
+    at = np.minimum(np.searchsorted(frame_times, times), len(frame_times) - 1)
+    astray = frame_times[at] != times
+    if astray.any():
+        row = int(np.argmax(astray))
+        rows.fail(row, "timestamp", f"{times[row]} ns is the time of no frame of the clip")
+    values = _values(rows)
+    is_box = np.array([bool(name) for name in values["category"]])
+    for frame, part in rows_by_key(at).items():
+        found[frame] = _rows(values, part[is_box[part]], in_global=in_global)
+    return found
+
+
+def _values(rows: Rows) -> dict[str, Any]:
+    """All columns of boxes as arrays, those that are absent as None."""
+
+    def vector(name: str, parts: Sequence[str]) -> NDArray[np.float64] | None:
+        return rows.vector(name, parts) if any(part in rows for part in (name, *parts)) else None
+
+    def needed(name: str, parts: Sequence[str]) -> NDArray[np.float64]:
+        value = vector(name, parts)
+        if value is None:
+            raise SourceError(f"table '{rows.table}' has no {name}, nor {', '.join(parts)}")
+        return value
+
+    has_quaternions = any(name in rows for name in _ROTATIONS)
+    if not has_quaternions and "yaw" not in rows:
+        raise SourceError(f"table '{rows.table}' has neither yaw nor {', '.join(_ROTATIONS)}")
+    return {
+        "centre": needed("centre", ("x", "y", "z")),
+        "size_lwh": needed("size_lwh", ("length", "width", "height")),
+        "rotation_wxyz": rows.rotation() if has_quaternions else None,
+        "yaw": rows.numbers("yaw") if "yaw" in rows else None,
+        "velocity": vector("velocity", ("vx", "vy", "vz")),
+        "category": [name or "" for name in rows.texts("category")],
+        "track": [name or "" for name in rows.texts("track")] if "track" in rows else None,
+        **{name: rows.integers(name, unknown=-1) if name in rows else None for name in _WHOLE},
+    }
+
+
+def _rows(values: dict[str, Any], part: slice | NDArray[np.intp], *, in_global: bool) -> BoxRows:
+    chosen: dict[str, Any] = {}
+    for name, column in values.items():
+        if isinstance(column, list):
+            chosen[name] = column[part] if isinstance(part, slice) else [column[at] for at in part.tolist()]
+        else:
+            chosen[name] = None if column is None else column[part]
+    return BoxRows(**chosen, in_global=in_global)
+
+
+def boxes_of_frames(
+    rows: Rows | None, own: Rows | None, times: NDArray[np.int64], order: NDArray[np.intp], *, in_global: bool,
+    is_unix: bool,
+) -> Sequence[BoxRows | None]:  # fmt: skip
+    """Boxes of the frames of a clip in the given ``order``: of the column of ``frames``, else of the table ``own``."""
+    if rows is None or "boxes" not in rows:
+        return boxes_by_time(own, times[order], in_global=in_global, is_unix=is_unix)
+    found = listed_boxes(rows, in_global=in_global)
+    return [found[at] for at in order.tolist()]

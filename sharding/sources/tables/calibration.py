@@ -1,0 +1,144 @@
+"""Where sensors are and how cameras project: columns of a frame's row, or rows of the table ``calibration``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fuelrail.pipeline.errors import SourceError
+
+if TYPE_CHECKING:
+    from fuelrail.sharding.sources.tables.tables import Table
+    from fuelrail.sharding.sources.tables.values import Rows
+
+    F64 = NDArray[np.float64]
+
+_OPTICAL2FLU: Final = np.array([[0.0, 0, 1, 0], [-1, 0, 0, 0], [0, -1, 0, 0], [0, 0, 0, 1]])
+"""Columns: a camera's right, down and forward, in the axes forward, left, up."""
+CALIBRATION: Final = ("width", "height", "dist_model", "dist", "intrinsics", "fx", "fy", "cx", "cy")
+"""What else a camera has, besides its pose."""
+
+
+class Calibration(NamedTuple):
+    """Of R rows: K or None, sensor to ego or None, size [px] (0: not stated), lens model and coefficients."""
+
+    intrinsics: list[F64 | None]
+    sensor2ego: list[F64 | None]
+    width: list[int]
+    height: list[int]
+    dist_model: list[str]
+    dist: list[tuple[float, ...]]
+
+    def at(self, row: int) -> Calibration:
+        """One row."""
+        columns: Any = [[column[row]] for column in self.columns]
+        return Calibration(*columns)
+
+    @property
+    def columns(self) -> list[list[Any]]:
+        """All, as one type."""
+        found: Any = tuple(self)
+        return list(found)
+
+    def filled(self, other: Calibration | None) -> Calibration:
+        """This, and the one row of ``other`` where nothing is stated."""
+        if other is None:
+            return self
+        columns: Any = [
+            [theirs[0] if value is None or value in (0, "none", ()) else value for value in own]
+            if number > 1
+            else [theirs[0] if value is None else value for value in own]
+            for number, (own, theirs) in enumerate(zip(self.columns, other.columns, strict=True))
+        ]
+        return Calibration(*columns)
+
+
+def read_calibration(rows: Rows, prefix: str, pose: str, *, is_corner: bool, is_flu: bool) -> Calibration:
+    """Read the columns under ``prefix``; ``pose`` is the name of the transform from the sensor to ego.
+
+    ``is_corner``: pixel (0, 0) is the corner of the top-left one, and principal points move by half a pixel.
+    ``is_flu``: the camera's axes are forward, left, up.
+    """
+    intrinsics, sensor2ego = rows.intrinsics(prefix), rows.poses(prefix + pose)
+    if intrinsics is not None and is_corner:
+        intrinsics[:, :2, 2] -= 0.5
+    if sensor2ego is not None and is_flu:
+        sensor2ego = sensor2ego @ _OPTICAL2FLU
+    count = len(rows)
+
+    def whole(name: str) -> list[int]:
+        return rows.integers(prefix + name, unknown=0).tolist() if prefix + name in rows else [0] * count
+
+    models = rows.texts(f"{prefix}dist_model") if f"{prefix}dist_model" in rows else []
+    dist: list[tuple[float, ...]] = [()] * count
+    if f"{prefix}dist" in rows:
+        dist = [tuple(map(float, value or ())) for value in rows.column(f"{prefix}dist").to_pylist()]
+    return Calibration(
+        shared(intrinsics, count),
+        shared(sensor2ego, count),
+        whole("width"),
+        whole("height"),
+        [model or "none" for model in models] or ["none"] * count,
+        dist,
+    )
+
+
+def shared(matrices: F64 | None, count: int) -> list[F64 | None]:
+    """Return matrices (R, N, N) as a list in which equal ones are the same object; None for NaN."""
+    if matrices is None or not count:
+        return [None] * count
+    known: list[bool] = np.asarray(~np.isnan(matrices).all((1, 2))).tolist()
+    if known[0] and (matrices == matrices[0]).all():
+        return [matrices[0]] * count
+    seen: dict[bytes, Any] = {}
+    return [seen.setdefault(one.tobytes(), one) if there else None for one, there in zip(matrices, known, strict=True)]
+
+
+class Calibrations:
+    """The table ``calibration``: rows of all clips (no clip), and rows of one clip, which come first."""
+
+    def __init__(self, table: Table, axes: Mapping[str, str], *, is_corner: bool) -> None:
+        """Take the table; ``axes`` of sensors by name, under "" of all others."""
+        self.table = table
+        self._axes, self._is_corner = axes, is_corner
+        self._clip: tuple[str, dict[str, Calibration]] = ("", {})
+        rows = table.rows("")
+        self._common = {} if rows is None else self._read(rows)
+
+    def find(self, clip: str, sensor: str) -> Calibration | None:
+        """Return the calibration of a sensor in a clip; None where there is none."""
+        if self._clip[0] != clip:
+            rows = self.table.rows(clip)
+            self._clip = (clip, {} if rows is None else self._read(rows))
+        return self._clip[1].get(sensor) or self._common.get(sensor)
+
+    @cached_property
+    def sensors(self) -> dict[str, bool]:
+        """Return all sensors in order, and whether each is a camera: it has intrinsics."""
+        found: dict[str, bool] = {}
+        for rows in self.table.parts():
+            intrinsics = rows.intrinsics("")
+            is_camera = [one is not None for one in shared(intrinsics, len(rows))]
+            for name, one in zip(rows.texts("sensor"), is_camera, strict=True):
+                if name:
+                    found[name] = found.get(name, False) or one
+        return found
+
+    def _read(self, rows: Rows) -> dict[str, Calibration]:
+        found: dict[str, Calibration] = {}
+        plain = read_calibration(rows, "", "sensor2ego", is_corner=self._is_corner, is_flu=False)
+        for row, name in enumerate(rows.texts("sensor")):
+            if not name:
+                rows.fail(row, "sensor", "it is empty")
+            if name in found:
+                raise SourceError(f"table '{rows.table}', row {rows.first + row}: sensor '{name}' is there twice")
+            one = plain.at(row)
+            cam2ego = one.sensor2ego[0]
+            if cam2ego is not None and one.intrinsics[0] is not None and self._axes.get(name, self._axes[""]) == "flu":
+                one = one._replace(sensor2ego=[cam2ego @ _OPTICAL2FLU])
+            found[name] = one
+        return found

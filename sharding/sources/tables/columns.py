@@ -1,0 +1,83 @@
+"""The columns of a manifest: names, types, and which of them are attributes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, Final
+
+import pyarrow as pa
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.settings import did_you_mean
+from fuelrail.sharding.sources.adapter.rows import attribute_types
+from fuelrail.sharding.sources.tables.calibration import CALIBRATION
+from fuelrail.sharding.sources.tables.tables import CLIP
+from fuelrail.sharding.sources.tables.values import POSE_PARTS, TIME_COLUMNS
+
+SENSOR: Final = re.compile(r"(cam|lidar)\.([A-Za-z0-9_]+)\.(.+)")
+_FILE: Final = ("path", "byte_offset", "byte_length", *TIME_COLUMNS, "ego2global")
+OF_CAMERA: Final = (*_FILE, "num_bytes", "cam2ego", *CALIBRATION)
+_OF_LIDAR: Final = (*_FILE, "lidar2ego")
+OF_CLIP: Final = ("split", "log_id", "vehicle")
+_OF_FRAME: Final = (CLIP, *TIME_COLUMNS, "ego2global", "boxes", *OF_CLIP)
+_TEXTS: Final = (CLIP, "sensor", "path", "dist_model", *OF_CLIP)
+_WHOLE: Final = ("timestamp_ns", "timestamp_us", "width", "height", "num_bytes", "byte_offset", "byte_length")
+_LISTS: Final = ("intrinsics", "dist", "ego2global", "cam2ego", "lidar2ego", "sensor2ego", "t", "q_wxyz", "q_xyzw")
+_SCALARS: Final = ("timestamp_s", "fx", "fy", "cx", "cy", *POSE_PARTS[3:])
+_COLUMN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+_RESERVED: Final = ("key", "clip", "frame", "weather")
+
+
+def check_column(table: str, found: re.Match[str]) -> None:
+    """Raise SourceError for a column of a sensor, as :data:`SENSOR` matches it, that is not known."""
+    allowed = OF_CAMERA if found[1] == "cam" else _OF_LIDAR
+    rest, _, part = found[3].partition(".")
+    is_pose = rest in ("ego2global", "cam2ego", "lidar2ego") and part in (*POSE_PARTS, "q", "rotation")
+    if rest not in allowed or (part and not is_pose):
+        raise SourceError(
+            f"table '{table}': the column {found[0]} is not known; after {found[1]}.{found[2]}. may follow "
+            f"{', '.join(allowed)}{did_you_mean(rest, allowed)}"
+        )
+
+
+def type_of(name: str) -> pa.DataType | None:
+    """Return the type of a column that is known by name."""
+    last = name.rpartition(".")[2]
+    if last in _TEXTS:
+        return pa.string()
+    if last in _WHOLE:
+        return pa.int64()
+    if last in _LISTS:
+        return pa.list_(pa.float64())
+    return pa.float64() if last in _SCALARS else None
+
+
+def is_known(name: str) -> bool:
+    """Return whether a column of ``frames`` is no attribute."""
+    return SENSOR.match(name) is not None or name.partition(".")[0] in _OF_FRAME
+
+
+def is_path(column: str) -> bool:
+    """Return whether a column names files."""
+    return column.rpartition(".")[2] == "path"
+
+
+def attribute_type(where: str, field: pa.Field) -> type:
+    """Return the type of a free column; raises SourceError for one that can be no attribute."""
+    kind = field.type
+    if pa.types.is_null(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        found: Callable[..., Any] | None = str
+    elif pa.types.is_boolean(kind):
+        found = bool
+    elif pa.types.is_integer(kind):
+        found = int
+    else:
+        found = float if pa.types.is_floating(kind) else None
+    if found is None or not _COLUMN.match(field.name) or field.name in (*_RESERVED, *attribute_types((), {})):
+        what = f"is {kind}" if found is None else "has a name of Fuelrail's own, or one that is no word"
+        raise SourceError(
+            f"{where}: the column {field.name} is not known, so it is an attribute, but it {what}; attributes are "
+            f"numbers, texts, true or false{did_you_mean(field.name, _OF_FRAME)}"
+        )
+    return found  # type: ignore[return-value]

@@ -1,0 +1,344 @@
+"""The adapter for tables of the user's own, which name files: see docs/sources.md for the columns.
+
+Wide: the table ``frames`` has one row a frame, with columns of each sensor. Long: ``sensor_data`` has one row a file,
+``calibration`` one a sensor, ``ego_pose`` one a pose; frames are made by time.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.settings import did_you_mean
+from fuelrail.sharding.sources.adapter.frame import Absent, Clip, Frame, Image, Sensors, Sweep
+from fuelrail.sharding.sources.adapter.members import Part
+from fuelrail.sharding.sources.adapter.poses import Trajectory
+from fuelrail.sharding.sources.adapter.rows import attribute_types
+from fuelrail.sharding.sources.adapter.source import FrameSource
+from fuelrail.sharding.sources.logs.settings import VideoSettings, check_decoder, libraries_of
+from fuelrail.sharding.sources.shared.points import parse_points
+from fuelrail.sharding.sources.tables.boxes import box_type, boxes_of_frames, check_box_columns
+from fuelrail.sharding.sources.tables.calibration import Calibrations, read_calibration, shared
+from fuelrail.sharding.sources.tables.columns import (
+    OF_CLIP,
+    SENSOR,
+    attribute_type,
+    check_column,
+    is_known,
+    is_path,
+    type_of,
+)
+from fuelrail.sharding.sources.tables.matching import SensorRows, ascending
+from fuelrail.sharding.sources.tables.members import FRAME, Paths, RowFiles, add_columns
+from fuelrail.sharding.sources.tables.tables import Table, distinct, find_table, has_text, table_schema
+from fuelrail.sharding.sources.tables.values import TIME_COLUMNS, Rows
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.sharding.sources.shared.scan_table import ScanWriter
+    from fuelrail.sharding.sources.source import Reads, ScanInfo
+    from fuelrail.sharding.sources.tables.calibration import Calibration
+
+TABLES: Final = ("frames", "sensor_data", "calibration", "ego_pose", "boxes")
+_AXES = Literal["optical", "flu"]
+
+
+class ManifestSettings(VideoSettings, frozen=True, kw_only=True):
+    """Options of the adapter."""
+
+    pixel_origin: Annotated[
+        Literal["center", "corner"],
+        Meta(description="where pixel (0, 0) of the intrinsics is: the center of the top-left pixel, or its corner"),
+    ] = "center"
+    camera_axes: Annotated[
+        _AXES | dict[str, _AXES],
+        Meta(
+            description="axes of cameras: optical (right, down, forward) or flu (forward, left, up); or a mapping of "
+            "camera to axes, the others are optical"
+        ),
+    ] = "optical"
+    boxes_in: Annotated[
+        Literal["ego", "global"], Meta(description="frame of reference of boxes: ego at the frame's time, or global")
+    ] = "ego"
+    lidar_columns: Annotated[tuple[str, ...], Meta(description="columns of lidar files, as [x, y, z, intensity]")] = (
+        "x",
+        "y",
+        "z",
+        "intensity",
+    )
+    time_base: Annotated[
+        Literal["unix", "relative"],
+        Meta(description="unix: times are since 1970, between 2000 and 2100; relative: a clock of the data's own"),
+    ] = "unix"
+    ego_origin: Annotated[str, Meta(description="where in the vehicle ego is, such as rear_axle_ground")] = "unknown"
+    reference: Annotated[
+        str,
+        Meta(
+            description="sensor of sensor_data whose times are those of frames; empty: first lidar, else first camera"
+        ),
+    ] = ""
+    tolerance_ms: Annotated[
+        float, Meta(ge=0, description="largest time between a frame and a sensor's file in sensor_data")
+    ] = 50.0
+    max_gap_s: Annotated[
+        float, Meta(gt=0, description="largest gap between two ego poses in which poses are interpolated")
+    ] = 0.5
+
+
+class Manifest(FrameSource[ManifestSettings]):
+    """Tables of your own (Parquet, JSON lines, CSV) that name files, ranges of files, members of tars, video frames."""
+
+    kind = "manifest"
+    settings = ManifestSettings
+
+    def __init__(self, location: str, options: dict[str, Any]) -> None:
+        super().__init__(location, options)
+        self.given.check_libraries()
+        self.time_base, self.ego_origin = self.given.time_base, self.given.ego_origin
+        self._is_unix = self.time_base == "unix"
+        self._paths = Paths(self.files)
+        self._tables: dict[str, Table] = {}
+        self._calibrations: Calibrations | None = None
+
+    @cached_property
+    def _names(self) -> dict[str, str]:
+        """Names of the tables that are there."""
+        found = {stem: name for stem in TABLES if (name := find_table(self.files, stem)) is not None}
+        if self.file is not None:
+            found["frames"] = self.file
+        if not found.keys() & {"frames", "sensor_data"}:
+            raise SourceError(
+                f"the manifest source '{self.files.shown}' has no table frames or sensor_data with the ending "
+                ".parquet, .jsonl or .csv"
+            )
+        return found
+
+    @cached_property
+    def _free(self) -> dict[str, type]:
+        """Columns of attributes: all of ``frames`` that are not known by name."""
+        if "frames" not in self._names:
+            return {}
+        name = self._names["frames"]
+        found: dict[str, type] = {}
+        for field in table_schema(self.files, name, type_of):
+            if not is_known(field.name):
+                found[field.name] = attribute_type(f"table '{self.files.shown}/{name}'", field)
+        return found
+
+    @cached_property
+    def _prefixes(self) -> list[str]:
+        """What the columns of each sensor in ``frames`` begin with, such as ``cam.front.``."""
+        found = (SENSOR.match(column) for column in _columns(self._tables.get("frames")))
+        return list(dict.fromkeys(f"{match[1]}.{match[2]}." for match in found if match is not None))
+
+    @cached_property
+    def _has_video(self) -> bool:
+        """Whether a path names a frame of a video."""
+        named = [name for stem, name in self._names.items() if stem in ("frames", "sensor_data")]
+        return any(has_text(self.files, name, FRAME, is_path) for name in named)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """All options; the versions of libraries where there is video."""
+        return {**super().options, "libraries": libraries_of(has_video=self._has_video)}
+
+    @property
+    def reads(self) -> Reads:  # type: ignore[override]  # of these tables, not of the kind
+        """By clip where there is video."""
+        return "clip" if self._has_video else "random"
+
+    def make_images(self, refs: Sequence[str]) -> Iterator[tuple[str, Buffer]]:
+        """Decode frames of video, each once."""
+        return self._paths.videos.jpegs(refs, self.given.video_quality)
+
+    @property
+    def attribute_types(self) -> dict[str, type]:
+        """Columns of attributes: those of all sources, and the free columns of ``frames``."""
+        return attribute_types(self._classes().names, self._free)
+
+    def scan(self, out: ScanWriter) -> ScanInfo:
+        """Write a row for each frame that is kept."""
+        self.columns = self._free
+        if self._has_video:
+            check_decoder(f"'{self.files.shown}'")
+        with tempfile.TemporaryDirectory(prefix="fuelrail-") as scratch:
+            for stem, name in self._names.items():
+                types = box_type if stem == "boxes" else type_of
+                self._tables[stem] = Table(self.files, name, Path(scratch), types, has_clips=stem != "calibration")
+            if "boxes" in self._tables:
+                check_box_columns(self._tables["boxes"].name, self._tables["boxes"].schema.names)
+            if "calibration" in self._tables:
+                given = self.given.camera_axes
+                axes = {"": given} if isinstance(given, str) else {"": "optical", **given}
+                corner = self.given.pixel_origin == "corner"
+                self._calibrations = Calibrations(self._tables["calibration"], axes, is_corner=corner)
+            self.has_poses = "ego_pose" in self._tables or any(
+                name.partition(".")[0] == "ego2global" for name in _columns(self._tables.get("frames"))
+            )
+            if not self.has_poses and any(
+                name.startswith("ego2global") for name in _columns(self._tables.get("sensor_data"))
+            ):
+                raise SourceError(
+                    f"table '{self._tables['sensor_data'].name}' has poses of files, but none of frames: "
+                    "give the table ego_pose"
+                )
+            try:
+                return super().scan(out)
+            finally:
+                self._tables, self._calibrations = {}, None
+
+    def sensors(self) -> Sensors:
+        """Return the sensors that the columns name, or the rows of ``calibration``."""
+        cameras: dict[str, None] = {}
+        lidars: dict[str, None] = {}
+        if "sensor_data" in self._tables:
+            data = self._tables["sensor_data"]
+            if self._calibrations is None:
+                raise SourceError(f"'{self.files.shown}' has sensor_data, which needs a table calibration beside it")
+            known = self._calibrations.sensors
+            for name in distinct(data.parts(), "sensor"):
+                if name not in known:
+                    raise SourceError(
+                        f"table '{data.name}': sensor '{name}' has no row in '{self._calibrations.table.name}'"
+                        f"{did_you_mean(name, known)}"
+                    )
+            for name, is_camera in known.items():
+                (cameras if is_camera else lidars)[name] = None
+        for column in _columns(self._tables.get("frames")):
+            found = SENSOR.match(column)
+            if found is not None:
+                check_column(self._tables["frames"].name, found)
+                (cameras if found[1] == "cam" else lidars)[found[2]] = None
+        if not cameras:
+            raise SourceError(
+                f"the manifest source '{self.files.shown}' names no camera: cam.NAME.path, or sensor_data"
+            )
+        channels = [name.lower() for name in (*cameras, *lidars)]
+        for name, channel in zip((*cameras, *lidars), channels, strict=True):
+            if not re.fullmatch(r"[a-z0-9_]+", channel) or channels.count(channel) > 1:
+                raise SourceError(f"sensor '{name}': names have letters, digits and _, each once whatever its case")
+        return Sensors.of(cameras, dict.fromkeys(lidars, self.given.lidar_columns))
+
+    def clips(self) -> Iterator[Clip]:
+        """Yield the clips in the order of the first table."""
+        main = self._tables["frames" if "frames" in self._tables else "sensor_data"]
+        for table in self._tables.values():
+            for clip in table.clips.keys() - main.clips.keys() - {""}:
+                raise SourceError(
+                    f"table '{table.name}', row {table.clips[clip][0]}: clip '{clip}' is not in '{main.name}'"
+                )
+        for clip in main.clips:
+            rows = main.rows(clip)
+            assert rows is not None, "it has rows"
+            facts: dict[str, Any] = {
+                name: _one(rows, name) or "" for name in OF_CLIP if "frames" in self._tables and name in rows
+            }
+            named = [self._tables[stem].rows(clip) for stem in ("frames", "sensor_data") if stem in self._tables]
+            videos = self._paths.videos.named(rows for rows in named if rows is not None) if self._has_video else ()
+            yield Clip(name=clip, files=videos, **facts)
+
+    def poses(self, clip: Clip) -> Trajectory | None:
+        """Return the poses of ``ego_pose``, else those of the frames."""
+        table = self._tables.get("ego_pose") or self._tables.get("frames")
+        rows = None if table is None else table.rows(clip.name)
+        found = None if rows is None else rows.poses("ego2global")
+        if rows is None or found is None:
+            return None
+        times = _times(rows, is_unix=self._is_unix)
+        known = ~np.isnan(found[:, 0, 0])
+        order = ascending(rows, times, np.flatnonzero(known))
+        return Trajectory(times[order], found[order], rows.table, max_gap_s=self.given.max_gap_s)
+
+    def frames(self, clip: Clip) -> Iterable[Frame]:
+        """Yield the clip's frames by time."""
+        rows = self._tables["frames"].rows(clip.name) if "frames" in self._tables else None
+        data = self._tables["sensor_data"].rows(clip.name) if "sensor_data" in self._tables else None
+        sensors = None
+        if data is not None and self._calibrations is not None:
+            sensors = SensorRows(
+                clip.name, RowFiles(self._paths, data, "", _times(data, is_unix=self._is_unix)), self._calibrations
+            )
+        if rows is None:
+            assert sensors is not None, "there is one of the two"
+            times = sensors.reference_times(self.given.reference)
+            order = np.arange(len(times))
+        else:
+            times = _times(rows, is_unix=self._is_unix)
+            order = ascending(rows, times, np.arange(len(times)))
+        images: list[dict[str, Image | Absent]] = [{} for _ in times]
+        sweeps: list[dict[str, Sweep]] = [{} for _ in times]
+        if rows is not None:
+            for prefix in self._prefixes:
+                found = self._calibration(clip, rows, prefix)
+                add_columns(self._paths, rows, prefix, times, found, images, sweeps, is_unix=self._is_unix)
+        if sensors is not None:
+            into = [(images[at], sweeps[at]) for at in order.tolist()]
+            sensors.add(times[order], self.given.tolerance_ms, into)
+        stated = [None] * len(times) if rows is None else shared(rows.poses("ego2global"), len(times))
+        table = self._tables.get("boxes")
+        boxes = boxes_of_frames(
+            rows, None if table is None else table.rows(clip.name), times, order,
+            in_global=self.given.boxes_in == "global", is_unix=self._is_unix,
+        )  # fmt: skip
+        free = {} if rows is None else {name: rows.column(name).to_pylist() for name in self._free}
+        for number, at in enumerate(order.tolist()):
+            yield Frame(
+                timestamp_ns=int(times[at]),
+                ego2global=stated[at],
+                images=images[at],
+                sweeps=sweeps[at],
+                boxes=boxes[number],
+                attributes={name: values[at] for name, values in free.items()},
+            )
+
+    # Wide: columns of the frame's row.
+
+    def _calibration(self, clip: Clip, rows: Rows, prefix: str) -> Calibration:
+        """The calibration of the sensor whose columns begin with ``prefix``, and what ``calibration`` has of it."""
+        _, name, _ = prefix.split(".")
+        is_camera, given = prefix.startswith("cam."), self.given.camera_axes
+        axes = given if isinstance(given, str) else given.get(name, "optical")
+        own = read_calibration(
+            rows, prefix, "cam2ego" if is_camera else "lidar2ego",
+            is_corner=self.given.pixel_origin == "corner", is_flu=is_camera and axes == "flu",
+        )  # fmt: skip
+        return own.filled(None if self._calibrations is None else self._calibrations.find(clip.name, name))
+
+    def points(self, ref: str) -> NDArray[np.float32]:
+        """Read a lidar file, or a range of a file."""
+        return parse_points(
+            Part.of(ref).read(self.files), self.given.lidar_columns, f"lidar '{self.files.shown}/{ref}'"
+        )
+
+
+def _columns(table: Table | None) -> list[str]:
+    """Names of the columns of a table; none where it is not there."""
+    return [] if table is None else list(table.schema.names)
+
+
+def _times(rows: Rows, *, is_unix: bool) -> NDArray[np.int64]:
+    """Times of all rows [ns]; raises SourceError where one has none."""
+    times = rows.times(is_unix=is_unix)
+    if times is None:
+        raise SourceError(f"table '{rows.table}' has no column of time, one of {', '.join(TIME_COLUMNS)}")
+    if (times < 0).any():
+        rows.fail(int(np.argmax(times < 0)), "timestamp", "it is empty")
+    return times
+
+
+def _one(rows: Rows, name: str) -> str | None:
+    """The one text that all rows have."""
+    found = rows.texts(name)
+    if len(set(found)) > 1:
+        other = next(row for row, text in enumerate(found) if text != found[0])
+        rows.fail(other, name, f"'{found[other]}', but '{found[0]}' in row {rows.first}: a clip has one {name}")
+    return found[0]

@@ -1,0 +1,97 @@
+"""Long tables: which file of each sensor belongs to which frame."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.settings import did_you_mean
+from fuelrail.sharding.sources.adapter.frame import Absent
+
+if TYPE_CHECKING:
+    from fuelrail.sharding.sources.adapter.frame import Image, Sweep
+    from fuelrail.sharding.sources.tables.calibration import Calibrations
+    from fuelrail.sharding.sources.tables.members import RowFiles
+    from fuelrail.sharding.sources.tables.values import Rows
+
+
+def nearest(frame_ns: NDArray[np.int64], sensor_ns: NDArray[np.int64], tolerance_ns: int) -> NDArray[np.intp]:
+    """Match measurements to frames: (F,) their numbers, -1 for none.
+
+    Both times ascend. A measurement and a frame belong together where each is the other's nearest, and no more than
+    ``tolerance_ns`` apart: no measurement is in two frames. Of two that are as near, the earlier one is taken.
+    """
+    if not len(sensor_ns) or not len(frame_ns):
+        return np.full(len(frame_ns), -1)
+    found = _nearest(frame_ns, sensor_ns)
+    is_mutual = _nearest(sensor_ns, frame_ns)[found] == np.arange(len(frame_ns))
+    is_near = np.abs(sensor_ns[found] - frame_ns) <= tolerance_ns
+    return np.where(is_mutual & is_near, found, -1)
+
+
+def _nearest(wanted: NDArray[np.int64], times: NDArray[np.int64]) -> NDArray[np.intp]:
+    after = np.minimum(np.searchsorted(times, wanted), len(times) - 1)
+    before = np.maximum(after - 1, 0)
+    return np.where(wanted - times[before] <= times[after] - wanted, before, after)
+
+
+def ascending(rows: Rows, times: NDArray[np.int64], chosen: NDArray[np.intp]) -> NDArray[np.intp]:
+    """Put rows into the order of time; raises SourceError where two have the same time."""
+    order = chosen[np.argsort(times[chosen], kind="stable")]
+    same = np.flatnonzero(np.diff(times[order]) == 0)
+    if len(same):
+        first, second = order[same[0]], order[same[0] + 1]
+        rows.fail(int(second), "timestamp", f"{times[second]} ns is also the time of row {rows.first + int(first)}")
+    return order
+
+
+class SensorRows:
+    """The rows of ``sensor_data`` of one clip, by sensor and time."""
+
+    def __init__(self, clip: str, files: RowFiles, calibrations: Calibrations) -> None:
+        """Sort the rows; raises SourceError for two rows of a sensor with one time."""
+        self._clip, self._files, self._calibrations = clip, files, calibrations
+        numbers: dict[str, list[int]] = {}
+        for row, name in enumerate(files.rows.texts("sensor")):
+            if not name:
+                files.rows.fail(row, "sensor", "it is empty")
+            numbers.setdefault(name, []).append(row)
+        self._by_time = {name: ascending(files.rows, files.times, np.array(own)) for name, own in numbers.items()}
+
+    def reference_times(self, reference: str) -> NDArray[np.int64]:
+        """Return the times of a sensor, ascending; without a name, of the first lidar, else the first camera."""
+        known = self._calibrations.sensors
+        default = [name for name in known if not known[name]] or list(known)
+        name = reference or default[0]
+        if name not in known:
+            listed = ", ".join(known)
+            raise SourceError(f"reference={name}: there is no such sensor, but {listed}{did_you_mean(name, known)}")
+        if name not in self._by_time:
+            raise SourceError(f"clip '{self._clip}' has no row of sensor '{name}', whose times are those of frames")
+        return self._files.times[self._by_time[name]]
+
+    def add(
+        self,
+        frame_ns: NDArray[np.int64],
+        tolerance_ms: float,
+        into: Sequence[tuple[dict[str, Image | Absent], dict[str, Sweep]]],
+    ) -> None:
+        """Add to the images and sweeps of frames at ascending times those of all sensors."""
+        absent = Absent(f"no image within {tolerance_ms:g} ms")
+        for name, rows in self._by_time.items():
+            found = self._calibrations.find(self._clip, name)
+            if found is None:
+                raise SourceError(
+                    f"clip '{self._clip}': sensor '{name}' has no row in '{self._calibrations.table.name}'"
+                )
+            chosen = nearest(frame_ns, self._files.times[rows], round(tolerance_ms * 1e6))
+            is_camera = self._calibrations.sensors[name]
+            for (images, sweeps), at in zip(into, chosen.tolist(), strict=True):
+                if is_camera:
+                    images[name.lower()] = absent if at < 0 else self._files.image(int(rows[at]), found, 0)
+                elif at >= 0 and (sweep := self._files.sweep(int(rows[at]), found, 0)) is not None:
+                    sweeps[name.lower()] = sweep

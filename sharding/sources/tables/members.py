@@ -1,0 +1,220 @@
+"""Images and sweeps of a manifest's rows: files, bytes of files, members of tars, and frames of video."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.adapter.frame import Absent, Image, Sweep
+from fuelrail.sharding.sources.adapter.members import check_inside
+from fuelrail.sharding.sources.shared.tars import Tars
+from fuelrail.sharding.sources.shared.video import VideoFacts, VideoFile
+from fuelrail.sharding.sources.tables.calibration import shared
+from fuelrail.sharding.sources.tables.columns import is_path
+
+if TYPE_CHECKING:
+    from fuelrail.sharding.sources.shared.files import SourceFiles
+    from fuelrail.sharding.sources.tables.calibration import Calibration
+    from fuelrail.sharding.sources.tables.values import Rows
+
+_EXTENSIONS: Final = {".jpg": "jpg", "jpeg": "jpg", ".png": "png"}
+
+
+FRAME: Final = "#frame="
+"""What a path has between a video and the number of a frame."""
+_FRAME: Final = re.compile(r"(.+)#frame=([0-9]+)\Z", re.DOTALL)
+_KEPT: Final = 256
+
+
+class Videos:
+    """The video files of a source; what is known of the last ones is kept. ``num_decoded`` counts decoded frames."""
+
+    def __init__(self, files: SourceFiles) -> None:
+        self._files = files
+        self._kept: dict[str, VideoFacts | None] = {}
+        self.num_decoded = 0
+
+    def facts(self, name: str) -> VideoFacts | None:
+        """What the video states; None where it is not there. Raises SourceError."""
+        if name not in self._kept:
+            check_inside(name, "video")
+            path = self._files.path(name)
+            if path is None:
+                raise SourceError(f"video '{name}' is at the URL {self._files.shown}: copy the source to a folder")
+            self._kept[name] = None if self._files.facts(name) is None else VideoFile(path).facts()
+            if len(self._kept) > _KEPT:
+                del self._kept[next(iter(self._kept))]
+        return self._kept[name]
+
+    def named(self, tables: Iterable[Rows]) -> tuple[str, ...]:
+        """Names of the videos in the paths of these rows that are there."""
+        found: dict[str, None] = {}
+        for rows in tables:
+            for column in filter(is_path, rows.batch.schema.names):
+                videos = [text.partition(FRAME)[0] for text in rows.texts(column) if text and FRAME in text]
+                found.update((name.removeprefix(f"{self._files.shown}/"), None) for name in videos)
+        return tuple(name for name in found if self._files.facts(name) is not None)
+
+    def jpegs(self, refs: Sequence[str], quality: int) -> Iterator[tuple[str, bytes]]:
+        """Yield these frames as JPEG: video by video, in the order of presentation, each decoded once."""
+        numbers: dict[str, list[int]] = {}
+        for ref in refs:
+            name, number = frame_of(ref)
+            numbers.setdefault(name, []).append(number)
+        for name, wanted in numbers.items():
+            video = VideoFile(self._files.path(name) or name)
+            for number, jpeg in video.jpegs(wanted, quality):
+                yield f"{name}{FRAME}{number}", jpeg
+            self.num_decoded += video.num_decoded
+
+
+def frame_of(ref: str) -> tuple[str, int]:
+    """The video and the number that ``VIDEO#frame=NUMBER`` names; raises SourceError."""
+    found = _FRAME.match(ref)
+    if found is None:
+        raise SourceError(f"'{ref}' must be VIDEO{FRAME}N, N from 0 in the order in which frames are shown")
+    return found[1], int(found[2])
+
+
+class Paths:
+    """What the paths of a manifest refer to."""
+
+    def __init__(self, files: SourceFiles) -> None:
+        self._root, self._tars, self.videos = files.shown, Tars(files), Videos(files)
+
+    def frame(self, rows: Rows, row: int, path: str) -> tuple[str, VideoFacts] | Absent:
+        """Return the reference of a frame of a video, and what is known of the video."""
+        try:
+            name, number = frame_of(path.removeprefix(f"{self._root}/"))
+            facts = self.videos.facts(name)
+        except SourceError as error:
+            rows.fail(row, "path", str(error))
+        if facts is None:
+            return Absent("no file", name)
+        if number >= facts.num_frames:
+            rows.fail(row, "path", f"'{path}': the video has {facts.num_frames} frames, counted from 0")
+        return (
+            Absent("no keyframe before it", path) if number < facts.first_frame else (f"{name}{FRAME}{number}", facts)
+        )
+
+    def reference(self, rows: Rows, row: int, path: str) -> str:
+        """Return the reference of a path: of a file, of bytes in one, or of a member of a tar."""
+        name, _, rest = path.partition("#")
+        if rest.startswith("pts="):
+            rows.fail(row, "path", f"'{path}': frames of a video are named by their numbers, as in {name}{FRAME}12")
+        if path.startswith("tar:"):
+            tar = name.removeprefix("tar:")
+            if not rest or tar.startswith("/") or ".." in tar.split("/"):
+                rows.fail(row, "path", f"'{path}' must be tar:FILE#MEMBER, with a FILE inside the source")
+            member = self._tars.find(tar, rest)
+            if member is None:
+                rows.fail(row, "path", f"the tar '{tar}' has no member '{rest}'")
+            return f"{tar}#{member.offset}+{member.length}"
+        return path.removeprefix(f"{self._root}/")
+
+
+class RowFiles:
+    """Images and sweeps of the rows of a table, whose columns begin with ``prefix``."""
+
+    def __init__(self, where: Paths, rows: Rows, prefix: str, times: NDArray[np.int64]) -> None:
+        self._where, self.rows, self.times = where, rows, times
+        self._paths = rows.texts(f"{prefix}path")
+        self._times_ns: list[int] = times.tolist()
+        self._poses = shared(rows.poses(f"{prefix}ego2global"), len(rows))
+        self._bytes = rows.integers(f"{prefix}num_bytes", unknown=-1).tolist() if f"{prefix}num_bytes" in rows else None
+        self._ranges = None
+        if f"{prefix}byte_offset" in rows:
+            offsets = rows.integers(f"{prefix}byte_offset", unknown=-1).tolist()
+            self._ranges = list(zip(offsets, rows.integers(f"{prefix}byte_length", unknown=-1).tolist(), strict=True))
+        self._prefix = prefix
+
+    def _ref(self, row: int, path: str) -> str:
+        if self._ranges is not None and self._ranges[row][0] >= 0:
+            offset, length = self._ranges[row]
+            if length < 1:
+                self.rows.fail(row, f"{self._prefix}byte_length", f"{length} must be over 0")
+            return f"{path}#{offset}+{length}"
+        if "#" in path or path.startswith(("/", "tar:")):
+            return self._where.reference(self.rows, row, path)
+        return path
+
+    def image(self, row: int, found: Calibration, calibrated: int) -> Image | Absent:
+        """Return the image of a row; absent where it has no path. ``calibrated`` is the row of its calibration."""
+        path = self._paths[row]
+        if not path:
+            return Absent("no path")
+        intrinsics, cam2ego = found.intrinsics[calibrated], found.sensor2ego[calibrated]
+        if intrinsics is None or cam2ego is None:
+            what = "intrinsics" if intrinsics is None else "pose in ego (cam2ego, or sensor2ego in calibration)"
+            raise SourceError(
+                f"table '{self.rows.table}', row {self.rows.first + row}: the camera of '{path}' has no {what}"
+            )
+        num_bytes = -1 if self._bytes is None else self._bytes[row]
+        if FRAME in path:
+            return self._video_frame(row, path, found, calibrated)
+        name = path.partition("#")[2] if path.startswith("tar:") else path
+        return Image(
+            ref=self._ref(row, path), timestamp_ns=self._times_ns[row], intrinsics=intrinsics, cam2ego=cam2ego,
+            ego2global=self._poses[row], width=found.width[calibrated], height=found.height[calibrated],
+            num_bytes=None if num_bytes < 0 else num_bytes, dist=found.dist[calibrated],
+            dist_model=found.dist_model[calibrated], extension=_EXTENSIONS.get(name[-4:].lower(), ""),
+        )  # fmt: skip
+
+    def _video_frame(self, row: int, path: str, found: Calibration, calibrated: int) -> Image | Absent:
+        if self._ranges is not None and self._ranges[row][0] >= 0:
+            self.rows.fail(row, f"{self._prefix}byte_offset", f"'{path}' is a frame of a video, not bytes of a file")
+        made = self._where.frame(self.rows, row, path)
+        if isinstance(made, Absent):
+            return made
+        ref, facts = made
+        stated = found.width[calibrated], found.height[calibrated]
+        if stated[0] > 0 and stated != facts[:2]:
+            self.rows.fail(
+                row, f"{self._prefix}width", f"{stated[0]}x{stated[1]}, but '{path}' is {facts[0]}x{facts[1]}"
+            )
+        return Image(
+            ref=ref, timestamp_ns=self._times_ns[row], intrinsics=found.intrinsics[calibrated],
+            cam2ego=found.sensor2ego[calibrated], ego2global=self._poses[row], width=facts.width, height=facts.height,
+            num_bytes=max(facts.width * facts.height // 5, 1), made=True, dist=found.dist[calibrated],
+            dist_model=found.dist_model[calibrated], extension="jpg",
+        )  # fmt: skip
+
+    def sweep(self, row: int, found: Calibration, calibrated: int) -> Sweep | None:
+        """Return the sweep of a row; None where it has no path."""
+        path, lidar2ego = self._paths[row], found.sensor2ego[calibrated]
+        if not path:
+            return None
+        where = f"table '{self.rows.table}', row {self.rows.first + row}"
+        if path[-4:].lower() in _EXTENSIONS or FRAME in path:
+            raise SourceError(f"{where}: '{path}' is an image, but its sensor has no intrinsics: it is not calibrated")
+        if lidar2ego is None:
+            raise SourceError(f"{where}: the lidar of '{path}' has no pose in ego (lidar2ego, or sensor2ego)")
+        ref = self._ref(row, path)
+        return Sweep(ref=ref, timestamp_ns=self._times_ns[row], lidar2ego=lidar2ego, ego2global=self._poses[row])
+
+
+def add_columns(
+    where: Paths,
+    rows: Rows,
+    prefix: str,
+    frame_ns: NDArray[np.int64],
+    found: Calibration,
+    images: Sequence[dict[str, Image | Absent]],
+    sweeps: Sequence[dict[str, Sweep]],
+    *,
+    is_unix: bool,
+) -> None:
+    """Add to the images or sweeps of all rows those of the sensor whose columns begin with ``prefix``."""
+    kind, name, _ = prefix.split(".")
+    times = rows.times(prefix, is_unix=is_unix)
+    files = RowFiles(where, rows, prefix, frame_ns if times is None else np.where(times < 0, frame_ns, times))
+    for row in range(len(rows)):
+        if kind == "cam":
+            images[row][name.lower()] = files.image(row, found, row)
+        elif (sweep := files.sweep(row, found, row)) is not None:
+            sweeps[row][name.lower()] = sweep

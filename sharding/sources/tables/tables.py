@@ -1,0 +1,343 @@
+"""Tables of rows that are grouped by clip: Parquet, JSON lines or CSV, read clip by clip.
+
+A table is copied once, a batch of rows at a time, into a compressed Arrow file in a temporary folder. From there the
+rows of any clip are read alone, so memory does not grow with the table.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import csv, json, parquet
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.format.index.attributes_file import MAX_TEXT_BYTES
+from fuelrail.pipeline.text import shown
+from fuelrail.sharding.sources.shared.files import LFS_MAGIC, check_no_pointer
+from fuelrail.sharding.sources.tables.values import Rows
+
+if TYPE_CHECKING:
+    from fuelrail.sharding.sources.shared.files import SourceFiles
+
+    TypeOf = Callable[[str], pa.DataType | None]
+    """The type of a column that is known by name, None for others."""
+
+EXTENSIONS: Final = ("parquet", "jsonl", "csv")
+CLIP: Final = "clip_id"
+_ROWS: Final = 1024
+_BLOCK_BYTES: Final = 4 << 20
+_KEPT_BATCHES: Final = 4
+_PYTHON: Final = {pa.int64(): int, pa.float64(): float, pa.string(): str, pa.bool_(): bool}
+
+
+def find_table(files: SourceFiles, stem: str) -> str | None:
+    """Return the name of the table ``stem`` in the root; raises SourceError where there are several."""
+    there = set(files.listed())
+    found = [name for name in (f"{stem}.{extension}" for extension in EXTENSIONS) if name in there]
+    if len(found) > 1:
+        raise SourceError(f"'{files.shown}' has {' and '.join(found)}: leave one of them")
+    return found[0] if found else None
+
+
+def table_schema(files: SourceFiles, name: str, type_of: TypeOf) -> pa.Schema:
+    """Return names and types of the columns, from the first rows."""
+    with _readable(files, name), _opened(files, name) as file:
+        if name.endswith(".parquet"):
+            return _plain(parquet.read_schema(file))
+        return next(_batches(file, f"{files.shown}/{name}", type_of)).schema
+
+
+def has_text(files: SourceFiles, name: str, text: str, of_column: Callable[[str], bool]) -> bool:
+    """Return whether a text occurs in a table: in these columns of Parquet, anywhere in the other forms."""
+    with _readable(files, name), _opened(files, name) as file:
+        if name.endswith(".parquet"):
+            opened = parquet.ParquetFile(file, buffer_size=1 << 16, pre_buffer=False)
+            columns = [column for column in opened.schema_arrow.names if of_column(column)]
+            batches = opened.iter_batches(batch_size=_ROWS, columns=columns, use_threads=False) if columns else ()
+            return any(
+                pc.any(pc.match_substring(column.cast(pa.string()), text)).as_py() or False
+                for batch in batches
+                for column in batch.columns
+                if pa.types.is_dictionary(column.type) or column.type in (pa.string(), pa.large_string())
+            )
+        wanted, rest = text.encode(), b""
+        while block := file.read(_BLOCK_BYTES):
+            if wanted in rest + block:
+                return True
+            rest = block[-len(wanted) :]
+    return False
+
+
+@contextlib.contextmanager
+def _readable(files: SourceFiles, name: str) -> Iterator[None]:
+    """Turn Arrow's errors into SourceError."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        text = " ".join(str(error).split())
+        raise SourceError(f"table '{files.shown}/{name}' cannot be read: {text}") from error
+
+
+class Table:
+    """A table that was copied into ``folder``; rows are counted from 0."""
+
+    def __init__(self, files: SourceFiles, name: str, folder: Path, type_of: TypeOf, *, has_clips: bool = True) -> None:
+        """Copy the table; raises SourceError for one that is damaged, or whose clips are not together.
+
+        Without ``has_clips`` a column of clips may be absent: the rows are then for all clips, under the name "".
+        """
+        self.name = f"{files.shown}/{name}"
+        self._path = folder / f"{name}.arrow"
+        self.clips: dict[str, tuple[int, int]] = {}
+        """Name of each clip to its first row and its number of rows, in order."""
+        self._ends: list[int] = []
+        self._kept: dict[int, pa.RecordBatch] = {}
+        options = pa.ipc.IpcWriteOptions(compression="lz4")
+        writer = None
+        try:
+            with _readable(files, name), _opened(files, name) as file:
+                for batch in _batches(file, self.name, type_of):
+                    if writer is None:
+                        self.schema = batch.schema
+                        writer = pa.ipc.new_file(str(self._path), self.schema, options=options)
+                    self._note(batch, has_clips=has_clips)
+                    writer.write_batch(batch)
+        finally:
+            if writer is not None:
+                writer.close()
+        if not self._ends or not self._ends[-1]:
+            raise SourceError(f"table '{self.name}' has no rows")
+        self._file = pa.ipc.open_file(pa.OSFile(str(self._path)))
+
+    def _note(self, batch: pa.RecordBatch, *, has_clips: bool) -> None:
+        first = self._ends[-1] if self._ends else 0
+        self._ends.append(first + len(batch))
+        if CLIP not in self.schema.names:
+            if has_clips:
+                raise SourceError(f"table '{self.name}' has no column {CLIP}; it has {', '.join(self.schema.names)}")
+            self.clips[""] = (0, self._ends[-1])
+            return
+        last = next(reversed(self.clips), None)
+        for row, clip in enumerate(Rows(self.name, first, batch).texts(CLIP), first):
+            if not clip:
+                raise SourceError(f"table '{self.name}', row {row}: {CLIP} is empty")
+            if clip == last:
+                start, count = self.clips[clip]
+                self.clips[clip] = (start, count + 1)
+            elif clip in self.clips:
+                raise SourceError(
+                    f"table '{self.name}', row {row}: clip '{clip}' comes again after others, its rows began at "
+                    f"{self.clips[clip][0]}; sort the table by {CLIP}"
+                )
+            elif len(clip.encode()) > MAX_TEXT_BYTES:
+                raise SourceError(
+                    f"table '{self.name}', row {row}: {CLIP} '{shown(clip)}' has {len(clip.encode())} bytes, allowed "
+                    f"are {MAX_TEXT_BYTES}; shorten it"
+                )
+            else:
+                self.clips[clip] = (row, 1)
+                last = clip
+
+    def rows(self, clip: str) -> Rows | None:
+        """Return the rows of a clip; None where it has none."""
+        first, count = self.clips.get(clip, (0, 0))
+        if not count:
+            return None
+        batches, at = [], first
+        for number in range(first // _ROWS, len(self._ends)):
+            start = self._ends[number - 1] if number else 0
+            batches.append(self._batch(number).slice(at - start, first + count - at))
+            at += len(batches[-1])
+            if at == first + count:
+                break
+        whole = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
+        return Rows(self.name, first, whole)
+
+    def parts(self) -> Iterator[Rows]:
+        """Yield all rows, a batch at a time."""
+        for number in range(len(self._ends)):
+            yield Rows(self.name, self._ends[number - 1] if number else 0, self._batch(number))
+
+    def _batch(self, number: int) -> pa.RecordBatch:
+        found = self._kept.pop(number, None)
+        if found is None:
+            found = self._file.get_batch(number)
+        self._kept[number] = found
+        if len(self._kept) > _KEPT_BATCHES:
+            del self._kept[next(iter(self._kept))]
+        return found
+
+
+def _opened(files: SourceFiles, name: str) -> pa.NativeFile:
+    """The table's file; one at a URL is read whole."""
+    path = files.path(name)
+    try:
+        file = pa.BufferReader(files.read(name)) if path is None else pa.OSFile(path)
+    except OSError as error:
+        raise SourceError(f"table '{files.shown}/{name}' cannot be read: {error}") from error
+    head = file.read(len(LFS_MAGIC))
+    has_mark = head.startswith(codecs.BOM_UTF8) and name.endswith(".jsonl")  # what Arrow passes over in CSV only
+    file.seek(len(codecs.BOM_UTF8) if has_mark else 0)
+    check_no_pointer(head, f"table '{files.shown}/{name}'")
+    if not head:
+        raise SourceError(f"table '{files.shown}/{name}' is empty")
+    return file
+
+
+def _batches(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterator[pa.RecordBatch]:
+    """Batches of 1024 rows, the last one shorter, without dictionaries."""
+    read = {"parquet": _parquet_tables, "jsonl": _json_tables, "csv": _csv_tables}[name.rpartition(".")[2]]
+    pending, is_empty = None, True
+    for table in read(file, name, type_of):
+        pending = table if pending is None or not len(pending) else pa.concat_tables([pending, table])
+        is_empty = is_empty and not len(table)
+        whole = len(pending) // _ROWS * _ROWS
+        if whole:
+            yield from pending.slice(0, whole).combine_chunks().to_batches(max_chunksize=_ROWS)
+            pending = pending.slice(whole)
+    if pending is None or is_empty:
+        raise SourceError(f"table '{name}' has no rows")
+    if len(pending):
+        yield pending.combine_chunks().to_batches()[0]
+
+
+def _parquet_tables(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterator[pa.Table]:  # noqa: ARG001
+    opened = parquet.ParquetFile(file, buffer_size=1 << 16, pre_buffer=False)
+    schema = _plain(opened.schema_arrow)
+    for batch in opened.iter_batches(batch_size=_ROWS, use_threads=False):
+        yield pa.Table.from_batches([batch]).cast(schema)
+
+
+def _plain(schema: pa.Schema) -> pa.Schema:
+    """The schema without dictionaries and without metadata."""
+    return pa.schema(
+        [field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field for field in schema]
+    )
+
+
+def _csv_tables(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterator[pa.Table]:
+    header = csv.open_csv(file, csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES)).schema.names
+    file.seek(0)
+    if len(header) == 1 and (other := next((one for one in ";\t|" if one in header[0]), None)):
+        raise SourceError(
+            f"table '{name}' has the separator {other!r}; write it with commas between columns and points in numbers"
+        )
+    known = {column: kind for column in header if (kind := type_of(column)) is not None}
+    if lists := [column for column, kind in known.items() if pa.types.is_nested(kind)]:
+        raise SourceError(
+            f"table '{name}': CSV has no lists, and {lists[0]} is one; give numbers in columns of their own, such as "
+            "fx, fy, cx, cy and tx, ty, tz, qw, qx, qy, qz, or write Parquet"
+        )
+    options = csv.ConvertOptions(column_types=known, null_values=[""], strings_can_be_null=True)
+    reader = csv.open_csv(file, csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES), convert_options=options)
+    for batch in reader:
+        yield pa.Table.from_batches([batch])
+
+
+def _json_tables(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterator[pa.Table]:
+    """Blocks of whole lines; the first one settles names and types of all columns."""
+    schema: pa.Schema | None = None
+    row, rest = 0, b""
+    while block := file.read(_BLOCK_BYTES):
+        block, newline, rest_ = (rest + block).rpartition(b"\n")
+        rest = rest_
+        if newline:
+            table = _json_table(block + newline, name, row, schema, type_of)
+            schema, row = table.schema, row + len(table)
+            yield table
+    if rest.strip():
+        yield _json_table(rest, name, row, schema, type_of)
+
+
+def _json_table(block: bytes, name: str, row: int, schema: pa.Schema | None, type_of: TypeOf) -> pa.Table:
+    try:
+        str(block, "utf-8")  # Arrow takes any bytes, and fails where they become texts
+    except UnicodeDecodeError as error:
+        at = row + sum(1 for line in block[: error.start].split(b"\n")[:-1] if line.strip())
+        raise SourceError(f"table '{name}', row {at}: {error}; write the file as UTF-8") from error
+    wanted = schema
+    if schema is None:
+        names = dict.fromkeys(key for _, line in _lines(block, name, row) for key in line)
+        scalars = {key: kind for key in names if (kind := type_of(key)) is not None and not pa.types.is_nested(kind)}
+        wanted = pa.schema(scalars.items())
+    unexpected = "infer" if schema is None else "error"
+    options = json.ParseOptions(explicit_schema=wanted, unexpected_field_behavior=unexpected)
+    try:
+        table = json.read_json(
+            pa.BufferReader(block), json.ReadOptions(use_threads=False, block_size=len(block) + 1), options
+        )
+        table.validate()
+    except pa.ArrowInvalid as error:
+        for at, line in _lines(block, name, row):
+            _check_types(line, wanted, f"table '{name}', row {at}")
+            for column, value in line.items():
+                if b"[null" in bytes(value).replace(b" ", b""):  # what Arrow makes no list of in the first rows
+                    raise SourceError(
+                        f"table '{name}', row {at}, column {column}: {bytes(value).decode()} has null for a number; "
+                        "give all of them, or null for the whole"
+                    ) from error
+        raise SourceError(
+            f"table '{name}', one of the rows from {row} on: {error}; each row has the columns and types of the "
+            "first ones, null where there is nothing"
+        ) from error
+    if schema is None:
+        table = table.cast(
+            pa.schema([field.with_type(_settled(field.name, field.type, type_of)) for field in table.schema])
+        )
+    return table
+
+
+def _lines(block: bytes, name: str, row: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Rows with their numbers; raises SourceError for one that is no JSON object."""
+    decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+    for at, line in enumerate((line for line in block.split(b"\n") if line.strip()), row):
+        try:
+            yield at, decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise SourceError(f"table '{name}', row {at}: not a JSON object: {error}") from error
+
+
+def _check_types(line: dict[str, Any], schema: pa.Schema, where: str) -> None:
+    """Raise SourceError for a value that has not the type of its column."""
+    for field in schema:
+        kind = _PYTHON.get(field.type)
+        if kind is not None and field.name in line:
+            try:
+                msgspec.json.decode(line[field.name], type=kind | None)
+            except msgspec.ValidationError as error:
+                value = bytes(line[field.name]).decode("utf-8", "replace")
+                raise SourceError(f"{where}, column {field.name}: {value} is not {field.type}") from error
+
+
+def _settled(name: str, kind: pa.DataType, type_of: TypeOf) -> pa.DataType:
+    """The type for all rows of a column whose first rows have a type: numbers in lists are float64, nulls texts."""
+    if pa.types.is_list(kind):
+        return pa.list_(_settled("", kind.value_type, type_of))
+    if pa.types.is_struct(kind):
+        return pa.struct(
+            [
+                field.with_type(_settled(field.name, field.type, type_of))
+                for field in map(kind.field, range(kind.num_fields))
+            ]
+        )
+    if pa.types.is_integer(kind) and not name:
+        return pa.float64()
+    if pa.types.is_null(kind):
+        return type_of(name) or pa.string()
+    return kind
+
+
+def distinct(parts: Iterator[Rows], column: str) -> list[str]:
+    """The texts of a column in the order in which they come."""
+    found: dict[str, None] = {}
+    for rows in parts:
+        unique = rows.texts(column, pc.unique(rows.column(column)))
+        found.update((text, None) for text in unique if text)
+    return list(found)

@@ -1,0 +1,236 @@
+"""Values of columns as arrays, each checked; an error names table, row and column."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NoReturn
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.adapter.poses import FARTHEST_M, are_poses, nearest_rigid, pose
+
+if TYPE_CHECKING:
+    F64 = NDArray[np.float64]
+
+_TIMES: Final = {"timestamp_ns": 1, "timestamp_us": 1_000, "timestamp_s": 1_000_000_000}
+_PER_UNIT: Final = {"s": 1_000_000_000, "ms": 1_000_000, "us": 1_000, "ns": 1}
+_XYZW: Final = [3, 0, 1, 2]
+TIME_COLUMNS: Final = (*_TIMES, "timestamp")
+POSE_PARTS: Final = ("t", "q_wxyz", "q_xyzw", "tx", "ty", "tz", "qw", "qx", "qy", "qz")
+"""What a pose ``P`` may be given by, as ``P.t`` and so on, instead of ``P`` itself, a 4x4 matrix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Some rows of a table, the first of which has the number ``first``."""
+
+    table: str
+    first: int
+    batch: pa.RecordBatch
+
+    def __len__(self) -> int:
+        return int(self.batch.num_rows)
+
+    def __contains__(self, column: str) -> bool:
+        return bool(self.batch.schema.get_field_index(column) >= 0)
+
+    def fail(self, row: int, column: str, text: str) -> NoReturn:
+        """Raise SourceError for one value."""
+        raise SourceError(f"table '{self.table}', row {self.first + row}, column {column}: {text}")
+
+    def column(self, name: str) -> pa.Array:
+        """A column as it is; raises SourceError where there is none."""
+        if name not in self:
+            raise SourceError(f"table '{self.table}' has no column {name}; it has {', '.join(self.batch.schema.names)}")
+        return self.batch.column(name)
+
+    def texts(self, name: str, column: pa.Array | None = None) -> list[str | None]:
+        """Texts, None for null; whole numbers are taken as texts."""
+        column = self.column(name) if column is None else column
+        if pa.types.is_integer(column.type):
+            column = column.cast(pa.string())
+        if not (
+            pa.types.is_string(column.type) or pa.types.is_large_string(column.type) or pa.types.is_null(column.type)
+        ):
+            raise SourceError(f"table '{self.table}', column {name} is {column.type}, wanted are texts")
+        found: list[str | None] = column.to_pylist()
+        if len(found) == len(self) and any(text and "\0" in text for text in found):
+            at = next(row for row, text in enumerate(found) if text and "\0" in text)
+            self.fail(at, name, f"{found[at]!r} has a NUL character, which no file or clip has in its name; remove it")
+        return found
+
+    def integers(self, name: str, unknown: int | None = None) -> NDArray[np.int64]:
+        """Whole numbers (R,), ``unknown`` for null; without it null is an error."""
+        column = self.column(name)
+        is_number = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
+        if not (is_number or pa.types.is_null(column.type)):
+            raise SourceError(f"table '{self.table}', column {name} is {column.type}, wanted are whole numbers")
+        if column.null_count:
+            if unknown is None:
+                self.fail(int(np.argmax(column.is_null().to_numpy(zero_copy_only=False))), name, "it is empty")
+            column = pc.fill_null(column.cast(pa.int64()) if pa.types.is_null(column.type) else column, unknown)
+        values = column.to_numpy(zero_copy_only=False)
+        if values.dtype.kind == "f":
+            bad = ~(np.isfinite(values) & (values == np.rint(values)) & (np.abs(values) < 2**53))
+            if bad.any():
+                self.fail(int(np.argmax(bad)), name, f"{values[bad][0]} is not a whole number")
+        elif values.dtype.kind == "u" and (values > np.iinfo(np.int64).max).any():
+            self.fail(int(np.argmax(values)), name, f"{values.max()} is over the range of int64")
+        return np.asarray(values, np.int64)
+
+    def numbers(self, name: str) -> F64:
+        """Numbers (R,) as float64, NaN for null."""
+        column = self.column(name)
+        try:
+            return np.asarray(column.cast(pa.float64()).to_numpy(zero_copy_only=False), np.float64)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, TypeError) as error:
+            raise SourceError(f"table '{self.table}', column {name} is {column.type}, wanted are numbers") from error
+
+    def vectors(self, name: str, width: int) -> F64:
+        """Lists of ``width`` numbers (R, width), also nested ones such as rows of a matrix; NaN for null."""
+        column = values = self.column(name)
+        empty = column.is_null().to_numpy(zero_copy_only=False)
+        found = np.full((len(self), width), np.nan)
+        counts = np.ones(len(self), np.int64)
+        while is_list(values.type):
+            lengths = np.asarray(pc.fill_null(pc.list_value_length(values), 0).to_numpy(zero_copy_only=False), np.int64)
+            sums, ends = np.concatenate([[0], np.cumsum(lengths)]), np.cumsum(counts)
+            counts = sums[ends] - sums[ends - counts]
+            values = values.flatten()
+        if values is column and not pa.types.is_null(column.type):
+            raise SourceError(
+                f"table '{self.table}', column {name} is {column.type}, wanted are lists of {width} numbers"
+            )
+        bad = (counts != width) & ~empty
+        if bad.any():
+            at = int(np.argmax(bad))
+            self.fail(at, name, f"it has {counts[at]} numbers, wanted are {width}")
+        if not empty.all():
+            try:
+                flat = values.cast(pa.float64()).to_numpy(zero_copy_only=False)
+            except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+                raise SourceError(
+                    f"table '{self.table}', column {name} has {values.type}, wanted are numbers"
+                ) from error
+            found[~empty] = flat.reshape(-1, width)
+        return found
+
+    def times(self, prefix: str = "", *, is_unix: bool) -> NDArray[np.int64] | None:
+        """Times (R,) [ns] by the one column of time under ``prefix``, -1 for null; None without such a column.
+
+        ``is_unix``: they must be between 2000 and 2100, which a wrong unit is not.
+        """
+        there = [column for column in TIME_COLUMNS if prefix + column in self]
+        if not there:
+            return None
+        if len(there) > 1:
+            raise SourceError(f"table '{self.table}' has {' and '.join(prefix + name for name in there)}: leave one")
+        name = prefix + there[0]
+        column = self.column(name)
+        if pa.types.is_timestamp(column.type):
+            factor, column = _PER_UNIT[column.type.unit], column.cast(pa.int64())
+            found = np.asarray(pc.fill_null(column, -1).to_numpy(zero_copy_only=False))
+        elif there[0] == "timestamp":
+            names = ", ".join(_TIMES)
+            raise SourceError(f"table '{self.table}', column {name} is {column.type}: name its unit, one of {names}")
+        elif there[0] == "timestamp_s" and not pa.types.is_integer(column.type):
+            seconds = self.numbers(name)
+            # float64 has 0.24 us at today's times: microseconds are what it can say.
+            found, factor = np.where(np.isnan(seconds), -1, np.rint(seconds * 1e6)), 1_000
+        elif pa.types.is_floating(column.type) and there[0] == "timestamp_ns":
+            raise SourceError(
+                f"table '{self.table}', column {name} is {column.type}, which cannot hold nanoseconds: make it int64"
+            )
+        else:
+            found, factor = self.integers(name, unknown=-1), _TIMES[there[0]]
+        known = found != -1
+        first, last = (946_684_800, 4_102_444_800) if is_unix else (0, 9_000_000_000)
+        bad = known & ((found < first * (1_000_000_000 // factor)) | (found > last * (1_000_000_000 // factor)))
+        if bad.any():
+            at = int(np.argmax(bad))
+            hint = "is not between the years 2000 and 2100: check the unit, or give time_base=relative"
+            self.fail(at, name, f"{found[at]} {hint if is_unix else f'is out of range; allowed are 0 to {last} s'}")
+        return np.where(known, np.asarray(found, np.int64) * factor, -1)
+
+    def poses(self, prefix: str) -> F64 | None:
+        """Transforms (R, 4, 4), NaN for null, by the columns of the pose ``prefix``; None where there are none."""
+        if f"{prefix}.q" in self or f"{prefix}.rotation" in self:
+            raise SourceError(
+                f"table '{self.table}': the order of a quaternion must be in its name: "
+                f"{prefix}.q_wxyz or {prefix}.q_xyzw"
+            )
+        if prefix in self:
+            return self._matrices(prefix)
+        if not any(f"{prefix}.{part}" in self for part in POSE_PARTS):
+            return None
+        q = self.rotation(f"{prefix}.")
+        t = self.vector(f"{prefix}.t", [f"{prefix}.{part}" for part in ("tx", "ty", "tz")])
+        found = np.full((len(self), 4, 4), np.nan)
+        known = ~(np.isnan(q).all(1) & np.isnan(t).all(1))
+        bad = known & ~are_poses(q, t)
+        if bad.any():
+            at = int(np.argmax(bad))
+            self.fail(
+                at,
+                prefix,
+                f"no unit quaternion w, x, y, z, or a translation that is not finite or over {FARTHEST_M:g} m: "
+                f"{q[at].tolist()}, at {t[at].tolist()}",
+            )
+        if known.any():
+            found[known] = pose(q[known], t[known], prefix)
+        return found
+
+    def vector(self, name: str, parts: Sequence[str]) -> F64:
+        """Vectors (R, N) by a column of lists, or by a column for each number; NaN for null."""
+        if name in self:
+            return self.vectors(name, len(parts))
+        return np.stack([self.numbers(part) for part in parts], 1)
+
+    def rotation(self, prefix: str = "") -> F64:
+        """Quaternions w, x, y, z (R, 4) by the columns whose names begin with ``prefix``; NaN for null."""
+        if f"{prefix}q_wxyz" not in self and f"{prefix}q_xyzw" in self:
+            return self.vectors(f"{prefix}q_xyzw", 4)[:, _XYZW]
+        return self.vector(f"{prefix}q_wxyz", [f"{prefix}{part}" for part in ("qw", "qx", "qy", "qz")])
+
+    def _matrices(self, name: str) -> F64:
+        flat = self.vectors(name, 16).reshape(-1, 4, 4)
+        known = np.flatnonzero(~np.isnan(flat).all((1, 2)))
+        made, sound = nearest_rigid(flat[known])
+        if not sound.all():
+            at = int(known[np.argmin(sound)])
+            text = "not a rotation and a translation with the last row 0 0 0 1, in row-major order"
+            self.fail(at, name, f"{text}: {flat[at].tolist()}")
+        flat[known] = made
+        return flat
+
+    def intrinsics(self, prefix: str) -> F64 | None:
+        """K (R, 3, 3) by ``intrinsics``, or ``fx``, ``fy``, ``cx``, ``cy``; NaN for null, None without such columns."""
+        if f"{prefix}intrinsics" in self:
+            found = self.vectors(f"{prefix}intrinsics", 9).reshape(-1, 3, 3)
+        elif f"{prefix}fx" in self:
+            fx, fy, cx, cy = (self.numbers(prefix + name) for name in ("fx", "fy", "cx", "cy"))
+            found = np.zeros((len(self), 3, 3))
+            found[:, 0, 0], found[:, 1, 1], found[:, 0, 2], found[:, 1, 2], found[:, 2, 2] = fx, fy, cx, cy, 1
+            found[np.isnan(fx) & np.isnan(fy)] = np.nan
+        else:
+            return None
+        known = ~np.isnan(found).all((1, 2))
+        with np.errstate(invalid="ignore"):
+            bad = known & ~(np.isfinite(found).all((1, 2)) & (found[:, 0, 0] > 0) & (found[:, 1, 1] > 0))
+            bad |= known & ((found[:, 2] != (0, 0, 1)).any(1) | (found[:, 1, 0] != 0))
+        if bad.any():
+            at = int(np.argmax(bad))
+            self.fail(
+                at, f"{prefix}intrinsics", f"{found[at].tolist()}: expected fx s cx, 0 fy cy, 0 0 1, fx and fy over 0"
+            )
+        return found
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Return whether a column of this type has lists."""
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))

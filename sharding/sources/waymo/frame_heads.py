@@ -1,0 +1,371 @@
+"""What the scan needs of a ``Frame`` message, of which pictures and range images are skipped.
+
+Numbers of fields are those of ``dataset.proto`` and ``label.proto`` (github.com/waymo-research/waymo-open-dataset).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.waymo.maps import FRAME_MAP, FRAME_MAP_OFFSET, place
+from fuelrail.sharding.sources.waymo.records import (
+    BYTES,
+    FIXED64,
+    MAX_HEAD,
+    VARINT,
+    alike,
+    doubles,
+    field_places,
+    fields,
+    numbers,
+    varint,
+)
+
+if TYPE_CHECKING:
+    from fuelrail.sharding.sources.shared.files import Window
+    from fuelrail.sharding.sources.waymo.records import Fail, FieldPlace, Record
+
+CAMERAS: Final = {1: "FRONT", 2: "FRONT_LEFT", 3: "FRONT_RIGHT", 4: "SIDE_LEFT", 5: "SIDE_RIGHT"}
+LABEL_TYPES: Final = ("unknown", "vehicle", "pedestrian", "sign", "cyclist")
+SHUTTERS: Final = ("none", "top_to_bottom", "left_to_right", "bottom_to_top", "right_to_left", "none")
+OPTICAL: Final = np.array([[0.0, 0, 1, 0], [-1, 0, 0, 0], [0, -1, 0, 0], [0, 0, 0, 1]])
+"""From a camera's axes right, down, forward to Waymo's: x forward, y left, z up."""
+
+_FRAME_CONTEXT, _FRAME_TIME, _FRAME_POSE, _FRAME_IMAGES, _FRAME_LASERS, _FRAME_LABELS = range(1, 7)
+_FRAME_CAMERA_LABELS: Final = 8
+_IMAGE_NAME, _IMAGE_JPEG, _IMAGE_POSE, _, _IMAGE_TIME, _IMAGE_SHUTTER, _IMAGE_TRIGGER, _IMAGE_DONE = range(1, 9)
+_BOX_KEYS: Final = np.array([number << 3 | FIXED64 for number in range(1, 8)], np.uint8)
+_POSE: Final = struct.Struct("<" + "xd" * 16)
+_POSE_KEYS: Final = bytes([1 << 3 | FIXED64]) * 16
+_DOUBLE: Final = struct.Struct("<d")
+_POSE_HEAD: Final = bytes([_IMAGE_POSE << 3 | BYTES, 0x80 | _POSE.size & 0x7F, _POSE.size >> 7])
+_VELOCITY_KEY: Final = _IMAGE_POSE + 1 << 3 | BYTES
+_TIMES: Final = struct.Struct("<" + "xd" * 4)
+_TIMES_KEYS: Final = bytes(at << 3 | FIXED64 for at in (_IMAGE_TIME, _IMAGE_SHUTTER, _IMAGE_TRIGGER, _IMAGE_DONE))
+_TAIL_POSE: Final = 3 + _POSE.size
+_LEAST_TAIL: Final = _TAIL_POSE + 2 + _TIMES.size
+_CONTEXT_BEGIN: Final = 44
+_AFTER_JPEG: Final = 320
+_LABELS_AHEAD: Final = 1024
+
+
+class CameraCalibration(NamedTuple):
+    """``intrinsics`` are those of pixels whose centres are integers; Waymo's have the left edge of the first at 0."""
+
+    intrinsics: NDArray[np.float64]
+    cam2ego: NDArray[np.float64]
+    dist: tuple[float, ...]
+    width: int
+    height: int
+    shutter: str
+
+
+class ImageHead(msgspec.Struct, frozen=True, gc=False):
+    """A picture: where its JPEG is in the file, the pose of the vehicle (16 numbers), and times [s]."""
+
+    name: str
+    offset: int
+    num_bytes: int
+    pose: tuple[float, ...]
+    pose_timestamp: float
+    shutter: float
+    trigger: float
+    done: float
+
+
+class FrameHead(NamedTuple):
+    """A frame; ``context`` are the bytes of the message, ``labels`` a message each; bytes of all range images.
+
+    ``camera_labels`` are a message for each camera that has labels in its image. ``map_span`` is where in the file the
+    features of the map are, None without; ``map_offset`` [m] is to be added to places in global for those of the map.
+    """
+
+    timestamp_us: int
+    pose: tuple[float, ...]
+    context: bytes
+    images: list[ImageHead]
+    labels: list[bytes]
+    laser_bytes: int
+    camera_labels: list[bytes]
+    map_span: tuple[int, int] | None = None
+    map_offset: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+
+def read_frame(
+    window: Window, record: Record, context: bytes | None, *, boxes2d: bool = False, has_map: bool = False
+) -> FrameHead:
+    """Read a record that is a frame; ``context`` of the frame before it is not read again where it is the same.
+
+    Labels in images are read with ``boxes2d`` alone, and what is of the map with ``has_map``.
+
+    Raises SourceError for what is no frame.
+    """
+    place = f"{window.where}: record {record.number}"
+    try:
+        head = _read(window, record, context, boxes2d=boxes2d, has_map=has_map)
+    except (ValueError, struct.error) as error:
+        raise SourceError(
+            f"{place} is not a Frame of the Waymo Open Dataset: {error}; files of the motion dataset (Scenario) and of "
+            "tf.Example have other messages"
+        ) from error
+    names = [image.name for image in head.images]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise SourceError(f"{place} has two images of {min(twice)}")
+    return head
+
+
+def _read(window: Window, record: Record, context: bytes | None, *, boxes2d: bool, has_map: bool) -> FrameHead:
+    time, pose, images, labels, laser_bytes, camera_labels = -1, None, [], [], 0, []
+    map_span, map_offset = None, (0.0, 0.0, 0.0)
+    for field in field_places(window, record.start, record.end):
+        if field.number == _FRAME_CONTEXT:
+            _expect(field, BYTES, "context")
+            length = field.end - field.start
+            begin = window.at(field.start, min(_CONTEXT_BEGIN, length))  # the name of the segment is in it
+            if context is None or length != len(context) or not context.startswith(begin):
+                context = window.at(field.start, length, 256)
+        elif field.number == _FRAME_TIME:
+            _expect(field, VARINT, "timestamp_micros")
+            time = field.value
+        elif field.number == _FRAME_POSE:
+            _expect(field, BYTES, "pose")
+            pose = transform(window.at(field.start, field.end - field.start))
+        elif field.number == _FRAME_IMAGES:
+            _expect(field, BYTES, "images")
+            image = _image(window, field)
+            images += [] if image is None else [image]
+        elif field.number == _FRAME_LASERS:
+            _expect(field, BYTES, "lasers")
+            laser_bytes += field.end - field.start
+        elif field.number == _FRAME_LABELS:
+            _expect(field, BYTES, "laser_labels")
+            labels.append(window.at(field.start, field.end - field.start, _LABELS_AHEAD))
+        elif field.number == _FRAME_CAMERA_LABELS and boxes2d:
+            _expect(field, BYTES, "camera_labels")
+            camera_labels.append(window.at(field.start, field.end - field.start))
+        elif field.number == FRAME_MAP and has_map:
+            key = field.start - 1 - max(-(-(field.end - field.start).bit_length() // 7), 1)  # and the length
+            map_span = key if map_span is None else map_span[0], field.end
+        elif field.number == FRAME_MAP_OFFSET and has_map:
+            _expect(field, BYTES, "map_pose_offset")
+            map_offset = place(window.at(field.start, field.end - field.start))
+    if context is None or time <= 0 or pose is None:
+        missing = "context" if context is None else "timestamp_micros" if time <= 0 else "pose"
+        raise ValueError(f"it has no {missing}")
+    return FrameHead(time, pose, context, images, labels, laser_bytes, camera_labels, map_span, map_offset)
+
+
+def _expect(field: FieldPlace, wire: int, name: str) -> None:
+    if field.wire != wire:
+        raise ValueError(f"field {field.number} is not {name}")
+
+
+def _image(window: Window, place: FieldPlace) -> ImageHead | None:
+    """None for a camera that is not known, and for one without a picture."""
+    name, offset, num_bytes, pose = 0, 0, 0, None
+    if (usual := _usual_image(window, place)) is not None:
+        return usual
+    times = dict.fromkeys((_IMAGE_TIME, _IMAGE_SHUTTER, _IMAGE_TRIGGER, _IMAGE_DONE), float("nan"))
+    for number, wire, value in _image_fields(window, place):
+        if number == _IMAGE_NAME and isinstance(value, int):
+            name = value
+        elif number == _IMAGE_JPEG and isinstance(value, tuple):
+            offset, num_bytes = value
+        elif number == _IMAGE_POSE and isinstance(value, bytes):
+            pose = transform(value)
+        elif number in times and wire == FIXED64 and isinstance(value, bytes):
+            times[number] = _DOUBLE.unpack(value)[0]
+    if name not in CAMERAS or not num_bytes:
+        return None
+    if pose is None:
+        raise ValueError(f"the image of {CAMERAS[name]} has no pose")
+    if not times[_IMAGE_TIME] > 0:
+        raise ValueError(f"the image of {CAMERAS[name]} has no pose_timestamp")
+    return ImageHead(CAMERAS[name], offset, num_bytes, pose, *times.values())
+
+
+def _usual_image(window: Window, place: FieldPlace) -> ImageHead | None:
+    """An image whose fields are those of the dataset's own files, in their order; None for another."""
+    head = window.at(place.start, MAX_HEAD)
+    if len(head) < MAX_HEAD or head[0] != _IMAGE_NAME << 3 or head[2] != _IMAGE_JPEG << 3 | BYTES:
+        return None
+    length, used = varint(head, 3)
+    offset = place.start + used
+    tail = window.at(offset + length, max(0, min(place.end - offset - length, _AFTER_JPEG)), MAX_HEAD)
+    if len(tail) < _LEAST_TAIL or tail[:3] != _POSE_HEAD or tail[3:_TAIL_POSE:9] != _POSE_KEYS:
+        return None
+    at = _TAIL_POSE + 2 + tail[_TAIL_POSE + 1]
+    times_keys = tail[at : at + _TIMES.size : 9] if at + _TIMES.size <= len(tail) else b""
+    if head[1] not in CAMERAS or not length or tail[_TAIL_POSE] != _VELOCITY_KEY or times_keys != _TIMES_KEYS:
+        return None
+    times = _TIMES.unpack_from(tail, at)
+    return ImageHead(CAMERAS[head[1]], offset, length, _POSE.unpack_from(tail, 3), *times) if times[0] > 0 else None
+
+
+def _image_fields(window: Window, place: FieldPlace) -> Iterator[tuple[int, int, int | bytes | tuple[int, int]]]:
+    """Number, wire type and value of each field of an image; of the JPEG where it is, and how long."""
+    for field in field_places(window, place.start, place.end):
+        length = field.end - field.start
+        if field.number == _IMAGE_JPEG and field.wire == BYTES:
+            yield field.number, field.wire, (field.start, length)
+            rest = place.end - field.end
+            if rest <= _AFTER_JPEG:
+                yield from fields(window.at(field.end, rest))
+                return
+        elif field.wire == VARINT:
+            yield field.number, field.wire, field.value
+        elif field.number <= _IMAGE_DONE:  # what comes behind may be large, as labels of pixels are
+            yield field.number, field.wire, window.at(field.start, length)
+
+
+def transform(data: bytes) -> tuple[float, ...]:
+    """The 16 numbers of a ``Transform``, row by row; raises ValueError for another number of them."""
+    if len(data) == _POSE.size and data[::9] == _POSE_KEYS:
+        return _POSE.unpack(data)
+    found = tuple(doubles(data, 1))
+    if len(found) != 16:
+        raise ValueError(f"a transform of {len(found)} numbers")
+    return found
+
+
+def read_context(data: bytes) -> tuple[str, dict[str, CameraCalibration], dict[str, str]]:
+    """Name of the segment, calibrations of the cameras, and ``time_of_day``, ``location``, ``weather``."""
+    name, cameras, stats = "", {}, {}
+    for number, wire, value in fields(data):
+        if wire != BYTES or isinstance(value, int):
+            continue
+        if number == 1:
+            name = value.decode()
+        elif number == 2:
+            camera, found = _calibration(value)
+            if camera in cameras:
+                raise ValueError(f"two calibrations of {camera}")
+            cameras[camera] = found
+        elif number == 4:
+            texts = {2: "time_of_day", 3: "location", 4: "weather"}
+            stats = {texts[n]: v.decode() for n, _, v in fields(value) if n in texts and isinstance(v, bytes)}
+    return name, cameras, stats
+
+
+def _calibration(data: bytes) -> tuple[str, CameraCalibration]:
+    plain: dict[int, Any] = {number: value for number, _, value in fields(data)}
+    lens = doubles(data, 2)
+    name = CAMERAS.get(plain.get(1, 0), f"camera {plain.get(1, 0)}")
+    if len(lens) != 9 or 3 not in plain:
+        raise ValueError(f"the calibration of {name} has {len(lens)} intrinsics, wanted are 9, and an extrinsic")
+    mount = np.array(transform(plain[3])).reshape(4, 4)
+    shutter = plain.get(6, 0)
+    return name, calibration(lens, mount, (plain.get(4, 0), plain.get(5, 0)), shutter)
+
+
+def calibration(
+    lens: Sequence[float], extrinsic: NDArray[np.float64], size: tuple[int, int], shutter: int
+) -> CameraCalibration:
+    """The calibration of f_u, f_v, c_u, c_v, k1, k2, p1, p2, k3, and of the camera (x forward) to the vehicle."""
+    fu, fv, cu, cv = lens[:4]
+    k = np.array([[fu, 0, cu - 0.5], [0, fv, cv - 0.5], [0, 0, 1]])
+    direction = SHUTTERS[shutter] if 0 <= shutter < len(SHUTTERS) else "none"
+    return CameraCalibration(k, extrinsic @ OPTICAL, tuple(lens[4:9]), *size, direction)
+
+
+class LabelColumns(NamedTuple):
+    """The boxes of one frame, in the vehicle's frame at its pose."""
+
+    boxes: NDArray[np.float64]
+    """(M, 7): centre x, y, z [m], width, length, height [m], heading [rad]."""
+    category: list[str]
+    track: list[str]
+    num_points: list[int]
+
+
+def read_labels(frames: Sequence[Sequence[bytes]], where: str, *, camera_synced: bool) -> Iterator[LabelColumns]:
+    """Boxes of the ``laser_labels`` of each frame; with ``camera_synced`` those that a camera sees, when it sees them.
+
+    Raises SourceError, naming ``where`` and the record, for what is no label.
+    """
+    counts = [len(labels) for labels in frames]
+    flat, frame = [label for labels in frames for label in labels], np.repeat(np.arange(len(frames)), counts)
+    boxes, kinds = np.zeros((len(flat), 7)), np.zeros(len(flat), np.int64)
+    num_points, track = np.full(len(flat), -1), [""] * len(flat)
+    seen = np.zeros(len(flat), np.bool_)
+
+    def fail(row: int, error: str) -> NoReturn:
+        raise SourceError(f"{where}: record {frame[row]}: {error}")
+
+    for rows, table, places in alike(flat, fail):
+        place = places.get(12 if camera_synced else 1)
+        if place is None:
+            if not camera_synced:
+                fail(int(rows[0]), "a label without a box")
+            continue
+        seen[rows] = True
+        boxes[rows] = _boxes(table[:, place], rows, fail)
+        if 3 in places:
+            kinds[rows] = numbers(table[:, places[3]])
+        if 7 in places:
+            num_points[rows] = numbers(table[:, places[7]])
+        for row in rows.tolist() if 4 in places else ():
+            track[row] = flat[row][places[4]].decode()
+    category = [LABEL_TYPES[kind] if 0 <= kind < len(LABEL_TYPES) else f"type {kind}" for kind in kinds.tolist()]
+    first = 0
+    for count in counts:
+        own = np.flatnonzero(seen[first : first + count]) + first
+        rows_of = own.tolist()
+        yield LabelColumns(
+            boxes[own], [category[row] for row in rows_of], [track[row] for row in rows_of], num_points[own].tolist()
+        )
+        first += count
+
+
+class ImageLabels(NamedTuple):
+    """The boxes in one camera's image."""
+
+    camera: str
+    boxes: NDArray[np.float64]
+    """(K, 4): centre x, y, and sides along x and y [px]; the left edge of the first pixel is 0."""
+    category: list[str]
+    track: list[str]
+
+
+def read_camera_labels(data: bytes) -> ImageLabels:
+    """A message ``CameraLabels``; raises ValueError where it is none."""
+    name, boxes, category, track = 0, [], [], []
+    for number, _, value in fields(data):
+        if number == 1 and isinstance(value, int):
+            name = value
+        elif number == 2 and isinstance(value, bytes):
+            found: dict[int, Any] = {at: one for at, _, one in fields(value)}
+            values: dict[int, Any] = {at: one for at, wire, one in fields(found.get(1, b"")) if wire == FIXED64}
+            if not values.keys() >= {1, 2, 4, 5}:
+                raise ValueError(f"a label of camera {name} without a box")
+            sides = [_DOUBLE.unpack(values[at])[0] for at in (1, 2, 5, 4)]  # its length is along x
+            boxes.append(sides)
+            kind = found.get(3, 0)
+            category.append(LABEL_TYPES[kind] if kind < len(LABEL_TYPES) else f"type {kind}")
+            track.append(found[4].decode() if 4 in found else "")
+    if name not in CAMERAS:
+        raise ValueError(f"labels of the unknown camera {name}")
+    return ImageLabels(CAMERAS[name], np.array(boxes, np.float64).reshape(-1, 4), category, track)
+
+
+def _boxes(data: NDArray[np.uint8], rows: NDArray[np.intp], fail: Fail) -> NDArray[np.float64]:
+    """Boxes (N, 7) of the messages (N, B), whose numbers for ``fail`` are ``rows`` (N,)."""
+    if data.shape[1] == len(_BOX_KEYS) * 9 and (data[:, ::9] == _BOX_KEYS).all():
+        return np.ascontiguousarray(data.reshape(len(data), -1, 9)[:, :, 1:]).view("<f8")[..., 0]
+    found = np.empty((len(data), len(_BOX_KEYS)))
+    for at, row in enumerate(data):
+        try:
+            values = {number: doubles(row.tobytes(), number) for number in range(1, 8)}
+        except ValueError as error:
+            fail(int(rows[at]), str(error))
+        if missing := [number for number, value in values.items() if not value]:
+            fail(int(rows[at]), f"a box without field {missing[0]}")
+        found[at] = [value[-1] for value in values.values()]
+    return found

@@ -1,0 +1,96 @@
+"""Map features of version 1, in the first frame of a segment, as lines.
+
+Numbers of fields are those of ``map.proto`` (github.com/waymo-research/waymo-open-dataset).
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.adapter.vector_maps import VectorMap
+from fuelrail.sharding.sources.waymo.records import BYTES, FIXED64, doubles, fields, spans
+
+FRAME_MAP: Final = 10
+FRAME_MAP_OFFSET: Final = 11
+"""Fields of a ``Frame``."""
+
+
+class _Kind(NamedTuple):
+    """A kind of feature: the field of its points, and whether these are an outline."""
+
+    name: str
+    points: int
+    closed: bool = False
+
+
+_KINDS: Final = {
+    3: _Kind("lane", 8), 4: _Kind("road_line", 2), 5: _Kind("road_edge", 2), 7: _Kind("stop_sign", 2),
+    8: _Kind("crosswalk", 1, closed=True), 9: _Kind("speed_bump", 1, closed=True),
+    10: _Kind("driveway", 1, closed=True),
+}  # fmt: skip
+MAP_LAYERS: Final = tuple(kind.name for kind in _KINDS.values())
+_POINT: Final = np.dtype([("_0", "V3"), ("x", "<f8"), ("_1", "V1"), ("y", "<f8"), ("_2", "V9")])
+"""A point with its key and length, as the dataset's own files have it."""
+_KEYS: Final = np.array([0, 1, 2, 11, 20])
+"""Where the keys of a point and of its x, y and z are, and its length."""
+_LENGTH_AND_KEYS: Final = (_POINT.itemsize - 2, *(at << 3 | FIXED64 for at in (1, 2, 3)))
+
+
+def parse_map(data: bytes, where: str) -> VectorMap:
+    """The lines of these fields of a ``Frame``, of which those of the map are read; a stop sign is one vertex.
+
+    Features of other kinds are left out. Raises SourceError, naming ``where``.
+    """
+    lines, layers = [], []
+    try:
+        for feature in (_message(*one) for one in fields(data) if one[0] == FRAME_MAP):
+            for number, wire, value in fields(feature):
+                kind = _KINDS.get(number)
+                if kind is not None:
+                    line = _points(_message(number, wire, value), kind.points)
+                    if len(line) > 1 or (len(line) and kind.name == "stop_sign"):
+                        lines.append(np.concatenate([line, line[:1]]) if kind.closed else line)
+                        layers.append(MAP_LAYERS.index(kind.name))
+    except ValueError as error:
+        raise SourceError(f"{where} has no map of the Waymo Open Dataset: {error}") from error
+    return VectorMap.of(lines, layers, where)
+
+
+def _message(number: int, wire: int, value: int | bytes) -> bytes:
+    if wire != BYTES or isinstance(value, int):
+        raise ValueError(f"field {number} is no message")
+    return value
+
+
+def _points(data: bytes, wanted: int) -> NDArray[np.float64]:
+    """The points (N, 2) of a feature in the global frame of its map; those that follow each other are read together."""
+    found = [np.empty((0, 2))]
+    head = np.array([wanted << 3 | BYTES, *_LENGTH_AND_KEYS], np.uint8)
+    at = 0
+    while at < len(data):
+        most = (len(data) - at) // _POINT.itemsize if data[at] == head[0] else 0
+        table = np.frombuffer(data, np.uint8, most * _POINT.itemsize, at).reshape(most, _POINT.itemsize)
+        usual = (table[:, _KEYS] == head).all(1)
+        count = most if usual.all() else int(np.argmin(usual))
+        if count:
+            rows = np.frombuffer(data, _POINT, count, at)
+            found.append(np.stack([rows["x"], rows["y"]], 1))
+            at += count * _POINT.itemsize
+            continue
+        number, wire, start, end = next(spans(data[at:]))
+        if number == wanted:
+            found.append(np.array([place(_message(number, wire, data[at + start : at + end]))[:2]]))
+        at += end
+    return np.concatenate(found)
+
+
+def place(data: bytes) -> tuple[float, float, float]:
+    """A ``MapPoint`` or ``Vector3d`` [m]; raises ValueError where it lacks a number."""
+    x, y, z = (doubles(data, number) for number in (1, 2, 3))
+    if not (x and y):
+        raise ValueError(f"a place without {'y' if x else 'x'}")
+    return x[-1], y[-1], z[-1] if z else 0.0

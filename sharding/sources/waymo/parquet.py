@@ -1,0 +1,312 @@
+"""Waymo Open Dataset, perception, version 2: a Parquet file for each component of each segment.
+
+A row of a file is slow to reach, since row groups are large, so the run stages pictures in the order of clips. Columns
+are taken by name and cast: files of one release differ in types. Conventions are those of version 1
+(:mod:`fuelrail.sharding.sources.waymo.source`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from fuelrail.pipeline.channels.sensors import LidarEntry
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.sample.schema import encode_points
+from fuelrail.sharding.sources.adapter.frame import Clip, Frame, Image, ImageBoxRows, Sensors, Sweep
+from fuelrail.sharding.sources.adapter.members import POINTS
+from fuelrail.sharding.sources.adapter.source import FrameSource
+from fuelrail.sharding.sources.shared.arrow import check_unique, names_in, open_parquet, read_parquet, stacked
+from fuelrail.sharding.sources.waymo.frame_heads import CAMERAS, LABEL_TYPES, LabelColumns, calibration
+from fuelrail.sharding.sources.waymo.parquet_lidar import bytes_by_time, sweeps
+from fuelrail.sharding.sources.waymo.range_images import POINT_COLUMNS
+from fuelrail.sharding.sources.waymo.source import (
+    LIDAR,
+    SPLITS,
+    WaymoSettings,
+    box_rows,
+    channel,
+    image_rows,
+    labelled_cameras,
+    microseconds,
+    rig,
+    shutter_times,
+    weather_columns,
+)
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.sharding.sources.waymo.frame_heads import CameraCalibration
+
+_F64: Final = pa.float64()
+_TRANSFORM: Final = pa.list_(_F64, 16)
+_TIME, _NAME, _TRACK = "key.frame_timestamp_micros", "key.camera_name", "key.laser_object_id"
+_IMAGE: Final = "[CameraImageComponent]."
+_LENS: Final = "[CameraCalibrationComponent]."
+_POSE: Final = "[VehiclePoseComponent].world_from_vehicle.transform"
+_LIDAR_BOX, _SYNCED_BOX = "[LiDARBoxComponent].", "[LiDARCameraSyncedBoxComponent]."
+_SHUTTER: Final = tuple(
+    f"{_IMAGE}rolling_shutter_params.{name}" for name in ("shutter", "camera_trigger_time", "camera_readout_done_time")
+)
+_INTRINSIC: Final = tuple(
+    f"{_LENS}intrinsic.{name}" for name in ("f_u", "f_v", "c_u", "c_v", "k1", "k2", "p1", "p2", "k3")
+)
+_BOX: Final = ("center.x", "center.y", "center.z", "size.y", "size.x", "size.z", "heading")
+"""In the order of version 1: width before length."""
+_CAMERA_BOX: Final = "[CameraBoxComponent]."
+_SIDES: Final = tuple(f"{_CAMERA_BOX}box.{name}" for name in ("center.x", "center.y", "size.x", "size.y"))
+_NEEDED: Final = ("camera_image", "camera_calibration", "vehicle_pose")
+_OPTIONAL: Final = ("lidar_box", "lidar_camera_synced_box", "camera_box", "stats")
+_LIDAR: Final = ("lidar", "lidar_calibration", "lidar_pose")
+_ROWS_AT_ONCE: Final = 16
+
+
+class WaymoParquet(FrameSource[WaymoSettings]):
+    """Waymo Open Dataset, perception, version 2: Parquet files with five cameras at 10 Hz."""
+
+    kind = "waymo_v2"
+    settings = WaymoSettings
+    reads = "clip"
+    ego_origin = "rear_axle_ground"
+    columns = {"location": str, "time_of_day": str, "weather": str, "night": bool, "rain": bool}  # noqa: RUF012
+    license = "Waymo Dataset License Agreement for Non-Commercial Use"
+
+    def sensors(self) -> Sensors:
+        """The five cameras in the order of their numbers, and the five lidars as one, where they are there."""
+        names = self.files.listed()
+        folders = [folder for folder in SPLITS if folder in names] or [""]
+        has_lidar = any(names_in(self.files, folder, "lidar") for folder in folders)
+        lidars = [LidarEntry(channel=LIDAR, source_name="LIDAR", columns=POINT_COLUMNS)] if has_lidar else []
+        return rig()._replace(lidars=lidars)
+
+    @property
+    def image_boxes(self) -> dict[str, str]:  # type: ignore[override]  # by the options
+        """All cameras, with the option."""
+        return labelled_cameras() if self.given.boxes2d else {}
+
+    def category_names(self) -> tuple[str, ...]:
+        """Types of labels, without the unknown one."""
+        return LABEL_TYPES[1:]
+
+    def clips(self) -> Iterator[Clip]:
+        """A segment each: those that have a file of poses, in the folders of splits, or in the root."""
+        names = self.files.listed()
+        for folder, split in [(one, SPLITS[one]) for one in SPLITS if one in names] + [("", "")]:
+            prefix = f"{folder}/" if folder else ""
+            for name in names_in(self.files, folder, "vehicle_pose"):
+                if name.endswith(".parquet"):
+                    more = [part for part in _OPTIONAL if name in names_in(self.files, folder, part)]
+                    if self.given.points and name in names_in(self.files, folder, _LIDAR[0]):
+                        more += _LIDAR
+                    files = tuple(f"{prefix}{part}/{name}" for part in (*_NEEDED, *more))
+                    yield Clip(name=name.removesuffix(".parquet"), split=split, files=files)
+
+    def frames(self, clip: Clip) -> Iterator[Frame]:
+        """A frame for each row of poses."""
+        files = {name.rpartition("/")[0].rpartition("/")[2]: name for name in clip.files}
+        poses = self._read(files["vehicle_pose"], {_TIME: pa.int64(), _POSE: _TRANSFORM})
+        order = np.argsort(poses[_TIME], kind="stable")
+        images = self._images(files["camera_image"], self._cameras(files["camera_calibration"]))
+        boxes = self._boxes(files)
+        boxes2d = self._boxes2d(files["camera_box"]) if self.given.boxes2d and "camera_box" in files else None
+        stats = self._stats(files.get("stats"))
+        sweep_bytes = bytes_by_time(self.files, files["lidar"]) if "lidar" in files else {}
+        if unknown := images.keys() - set(poses[_TIME].tolist()):
+            raise SourceError(
+                f"table '{self.files.shown}/{files['vehicle_pose']}' has no pose at {min(unknown)} us, where there are "
+                "images"
+            )
+        for row in order.tolist():
+            time = int(poses[_TIME][row])
+            pose = poses[_POSE][row].reshape(4, 4)
+            sweep = Sweep(
+                ref=f"{files.get('lidar')}@{time}", timestamp_ns=time * 1000, lidar2ego=np.eye(4), ego2global=pose,
+                num_bytes=sweep_bytes.get(time, 0),
+            )  # fmt: skip
+            yield Frame(
+                timestamp_ns=time * 1000,
+                ego2global=pose,
+                images=images.get(time, {}),
+                sweeps={LIDAR: sweep} if time in sweep_bytes else {},
+                boxes=None if boxes is None else box_rows(boxes.get(time, _NO_LABELS)),
+                boxes2d={}
+                if boxes2d is None
+                else {name: boxes2d.get((time, name), _NONE) for name in images.get(time, {})},
+                attributes=stats,
+            )
+
+    def make_images(self, refs: Sequence[str]) -> Iterator[tuple[str, Buffer]]:
+        """Read each file once, from its first row to its last; a reference is ``NAME@ROW``."""
+        wanted: dict[str, set[int]] = {}
+        for ref in refs:
+            name, _, row = ref.rpartition("@")
+            wanted.setdefault(name, set()).add(int(row))
+        for name, rows in wanted.items():
+            at = 0
+            with open_parquet(self.files, name, whole=True) as file:
+                for batch in file.iter_batches(_ROWS_AT_ONCE, columns=[f"{_IMAGE}image"], use_threads=False):
+                    column = batch.column(0)
+                    for number in range(at, at + len(column)):
+                        if number in rows:
+                            yield f"{name}@{number}", column[number - at].as_buffer()
+                    at += len(column)
+
+    def points(self, ref: str) -> NDArray[np.float32]:
+        """(P, 5) first returns of all lidars; reads the file up to these."""
+        name, _, time = ref.rpartition("@")
+        return next(points for _, points in sweeps(self.files, name, [int(time)]))
+
+    def read_clip(self, refs: Sequence[str]) -> Iterator[tuple[str, Buffer]]:
+        """Yield pictures, then sweeps: each file is read once, from its first row to its last."""
+        wanted: dict[str, list[int]] = {}
+        for ref in refs:
+            if ref.startswith(POINTS):
+                name, _, time = ref.removeprefix(POINTS).rpartition("@")
+                wanted.setdefault(name, []).append(int(time))
+        yield from super().read_clip([ref for ref in refs if not ref.startswith(POINTS)])
+        for name, times in wanted.items():
+            for at, points in sweeps(self.files, name, times):
+                yield f"{POINTS}{name}@{at}", encode_points(points)
+
+    def _read(self, name: str, types: Mapping[str, pa.DataType]) -> dict[str, NDArray[Any]]:
+        return read_parquet(self.files, name, types)
+
+    def _cameras(self, name: str) -> dict[int, CameraCalibration]:
+        """By number of the camera."""
+        whole = dict.fromkeys((f"{_LENS}width", f"{_LENS}height", f"{_LENS}rolling_shutter_direction"), pa.int64())
+        types = {_NAME: pa.int64(), **dict.fromkeys(_INTRINSIC, _F64), f"{_LENS}extrinsic.transform": _TRANSFORM}
+        rows = self._read(name, {**types, **whole})
+        check_unique(rows[_NAME].tolist(), f"table '{self.files.shown}/{name}'", "the camera")
+        lenses, mounts = stacked(rows, _INTRINSIC), rows[f"{_LENS}extrinsic.transform"].reshape(-1, 4, 4)
+        width, height, shutter = (rows[one].tolist() for one in whole)
+        return {
+            number: calibration(lenses[row].tolist(), mounts[row], (width[row], height[row]), shutter[row])
+            for row, number in enumerate(rows[_NAME].tolist())
+        }
+
+    def _images(self, name: str, cameras: Mapping[int, CameraCalibration]) -> dict[int, dict[str, Image]]:
+        """By time of the frame [us], then by channel."""
+        times = dict.fromkeys((f"{_IMAGE}pose_timestamp", *_SHUTTER), _F64)
+        rows = self._read(name, {_TIME: pa.int64(), _NAME: pa.int64(), f"{_IMAGE}pose.transform": _TRANSFORM, **times})
+        pairs = list(zip(rows[_TIME].tolist(), rows[_NAME].tolist(), strict=True))
+        check_unique(pairs, f"table '{self.files.shown}/{name}'", "time and camera")
+        poses = rows[f"{_IMAGE}pose.transform"].reshape(-1, 4, 4)
+        stamps = rows[f"{_IMAGE}pose_timestamp"].tolist()
+        shutters = stacked(rows, _SHUTTER).tolist()
+        num_bytes = self._image_bytes(name)
+        found: dict[int, dict[str, Image]] = {}
+        for row, (time, camera) in enumerate(pairs):
+            if camera not in CAMERAS:
+                continue
+            lens = cameras.get(camera)
+            if lens is None:
+                raise SourceError(
+                    f"table '{self.files.shown}/{name}' has images of camera {camera} ({CAMERAS[camera]}), which has "
+                    "no calibration"
+                )
+            if not stamps[row] > 0:
+                raise SourceError(f"table '{self.files.shown}/{name}': row {row} has the pose_timestamp {stamps[row]}")
+            exposure_ns, readout_ns = shutter_times(*shutters[row])
+            found.setdefault(time, {})[channel(CAMERAS[camera])] = Image(
+                ref=f"{name}@{row}",
+                timestamp_ns=microseconds(stamps[row]) * 1000,
+                intrinsics=lens.intrinsics,
+                cam2ego=lens.cam2ego,
+                ego2global=poses[row],
+                width=lens.width,
+                height=lens.height,
+                num_bytes=num_bytes,
+                made=True,
+                extension="jpg",
+                dist=lens.dist,
+                dist_model="opencv_radtan",
+                rolling_shutter=lens.shutter,
+                exposure_ns=exposure_ns,
+                readout_ns=readout_ns,
+            )
+        return found
+
+    def _image_bytes(self, name: str) -> int:
+        """The mean size of a picture, by the file's metadata: no picture is read."""
+        with open_parquet(self.files, name) as file:
+            about = file.metadata
+            sizes = [
+                about.row_group(group).column(column).total_uncompressed_size
+                for group in range(about.num_row_groups)
+                for column in range(about.num_columns)
+                if about.row_group(group).column(column).path_in_schema == f"{_IMAGE}image"
+            ]
+            return int(max(sum(sizes) // max(about.num_rows, 1), 1))
+
+    def _boxes(self, files: Mapping[str, str]) -> dict[int, LabelColumns] | None:
+        """By time of the frame [us]; None where the segment is not labelled."""
+        if "lidar_box" not in files:
+            return None
+        own = [f"{_LIDAR_BOX}box.{name}" for name in _BOX]
+        kind, points = f"{_LIDAR_BOX}type", f"{_LIDAR_BOX}num_lidar_points_in_box"
+        keys = {_TIME: pa.int64(), _TRACK: pa.string()}
+        rows = self._read(
+            files["lidar_box"], {**keys, kind: pa.int64(), points: pa.int64(), **dict.fromkeys(own, _F64)}
+        )
+        pairs = list(zip(rows[_TIME].tolist(), rows[_TRACK].tolist(), strict=True))
+        check_unique(pairs, f"table '{self.files.shown}/{files['lidar_box']}'", "time and object")
+        about = {
+            pair: (LABEL_TYPES[one] if 0 <= one < len(LABEL_TYPES) else f"type {one}", number)
+            for pair, one, number in zip(pairs, rows[kind].tolist(), rows[points].tolist(), strict=True)
+        }
+        boxes = stacked(rows, own)
+        if self.given.boxes == "camera_synced":
+            if "lidar_camera_synced_box" not in files:
+                raise SourceError("the component lidar_camera_synced_box is not there, boxes=camera_synced needs it")
+            synced = [f"{_SYNCED_BOX}camera_synced_box.{name}" for name in _BOX]
+            rows = self._read(files["lidar_camera_synced_box"], {**keys, **dict.fromkeys(synced, _F64)})
+            pairs = list(zip(rows[_TIME].tolist(), rows[_TRACK].tolist(), strict=True))
+            boxes = stacked(rows, synced)
+            if alone := [pair for pair in pairs if pair not in about]:
+                where = f"table '{self.files.shown}/{files['lidar_camera_synced_box']}'"
+                raise SourceError(f"{where} has object {alone[0][1]} at {alone[0][0]} us, lidar_box does not")
+        by_time: dict[int, list[int]] = {}
+        for row, (time, _) in enumerate(pairs):
+            by_time.setdefault(time, []).append(row)
+        return {
+            time: LabelColumns(
+                boxes[chosen],
+                [about[pairs[row]][0] for row in chosen],
+                [pairs[row][1] for row in chosen],
+                [about[pairs[row]][1] for row in chosen],
+            )
+            for time, chosen in by_time.items()
+        }
+
+    def _boxes2d(self, name: str) -> dict[tuple[int, str], ImageBoxRows]:
+        """By time of the frame [us] and channel."""
+        kind, track = f"{_CAMERA_BOX}type", "key.camera_object_id"
+        keys = {_TIME: pa.int64(), _NAME: pa.int64(), kind: pa.int64(), track: pa.string()}
+        rows = self._read(name, {**keys, **dict.fromkeys(_SIDES, _F64)})
+        by_image: dict[tuple[int, str], list[int]] = {}
+        for row, (time, camera) in enumerate(zip(rows[_TIME].tolist(), rows[_NAME].tolist(), strict=True)):
+            if camera in CAMERAS:
+                by_image.setdefault((time, channel(CAMERAS[camera])), []).append(row)
+        sides, kinds = stacked(rows, _SIDES), rows[kind].tolist()
+        names = [LABEL_TYPES[one] if 0 <= one < len(LABEL_TYPES) else f"type {one}" for one in kinds]
+        tracks = rows[track].tolist()
+        return {
+            image: image_rows(sides[own], [names[row] for row in own], [tracks[row] for row in own])
+            for image, own in by_image.items()
+        }
+
+    def _stats(self, name: str | None) -> dict[str, str | bool | None]:
+        if name is None:
+            return {}
+        parts = ("time_of_day", "location", "weather")
+        rows = self._read(name, {f"[StatsComponent].{part}": pa.string() for part in parts})
+        values = (rows[f"[StatsComponent].{part}"] for part in parts)
+        return weather_columns({part: found[0] for part, found in zip(parts, values, strict=True) if len(found)})
+
+
+_NONE: Final = image_rows(np.empty((0, 4)), [], [])
+_NO_LABELS: Final = LabelColumns(np.empty((0, 7)), [], [], [])

@@ -1,0 +1,149 @@
+"""Lidar of version 2: range images of five lidars, a row each, as one cloud of points a frame.
+
+Components are ``lidar``, ``lidar_calibration``, ``vehicle_pose`` and, for the top lidar, ``lidar_pose`` with the
+vehicle's pose at each pixel. What the numbers mean is as in version 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.shared.arrow import check_unique, open_parquet, read_parquet
+from fuelrail.sharding.sources.waymo.range_images import POINT_COLUMNS, Inclination, first_returns
+
+if TYPE_CHECKING:
+    from fuelrail.sharding.sources.shared.files import SourceFiles
+
+_TIME, _LASER = "key.frame_timestamp_micros", "key.laser_name"
+_IMAGE: Final = "[LiDARComponent].range_image_return1"
+_PIXEL_POSES: Final = "[LiDARPoseComponent].range_image_return1"
+_CALIBRATION: Final = "[LiDARCalibrationComponent]."
+_POSE: Final = "[VehiclePoseComponent].world_from_vehicle.transform"
+_ROWS_AT_ONCE: Final = 5
+_KEYS: Final = {_TIME: pa.int64(), _LASER: pa.int64()}
+
+
+def bytes_by_time(files: SourceFiles, name: str) -> dict[int, int]:
+    """About how many bytes the points of each frame have, by its time [us]; no range image is read."""
+    rows = read_parquet(files, name, _KEYS)
+    pairs = list(zip(rows[_TIME].tolist(), rows[_LASER].tolist(), strict=True))
+    check_unique(pairs, f"table '{files.shown}/{name}'", "time and lidar")
+    with open_parquet(files, name) as file:
+        total = sum(file.metadata.row_group(group).total_byte_size for group in range(file.metadata.num_row_groups))
+    times = dict.fromkeys(time for time, _ in pairs)
+    # Of four numbers a pixel, and five a point: what compression saves, empty pixels do.
+    return dict.fromkeys(times, max(total // max(len(times), 1), 4 * len(POINT_COLUMNS)))
+
+
+def sweeps(files: SourceFiles, name: str, wanted: Collection[int]) -> Iterator[tuple[int, NDArray[np.float32]]]:
+    """Yield the points (P, 5) of these frames, by their times [us], as the files have them; each file is read once.
+
+    Lidars are in the order of their numbers. Raises SourceError for what is missing or cannot be read.
+    """
+    where = f"table '{files.shown}/{name}'"
+    keys, left = read_parquet(files, name, _KEYS, whole=True), set(wanted)
+    lasers: dict[int, set[int]] = {}
+    for time, laser in zip(keys[_TIME].tolist(), keys[_LASER].tolist(), strict=True):
+        lasers.setdefault(time, set()).add(laser)
+    if absent := left - lasers.keys():
+        raise SourceError(f"{where} has no range image at {min(absent)} us")
+    mounts = _calibrations(files, _beside(name, "lidar_calibration"))
+    types = {_TIME: pa.int64(), _POSE: pa.list_(pa.float64(), 16)}
+    poses = read_parquet(files, _beside(name, "vehicle_pose"), types, whole=True)
+    pose_of = dict(zip(poses[_TIME].tolist(), poses[_POSE].reshape(-1, 4, 4), strict=True))
+    of_pixels = _PixelPoses(files, _beside(name, "lidar_pose"), left)
+    parts: dict[int, dict[int, NDArray[np.float32]]] = {}
+    for time, laser, image in _range_images(files, name, _IMAGE, 4, left):
+        if laser not in mounts:
+            raise SourceError(f"{where} has lidar {laser}, which has no calibration")
+        mount, inclination = mounts[laser]
+        try:
+            found = first_returns(image, inclination, mount, pose_of[time], of_pixels.of(time, laser))
+        except (ValueError, KeyError) as error:
+            raise SourceError(f"{where}: lidar {laser} at {time} us: {error}") from error
+        own = parts.setdefault(time, {})
+        own[laser] = found
+        if len(own) == len(lasers[time]):
+            yield time, np.concatenate([points for _, points in sorted(parts.pop(time).items())])
+            left.discard(time)
+            if not left:
+                return
+
+
+class _PixelPoses:
+    """Poses of the vehicle for each pixel of the top lidar, in step with its range images."""
+
+    def __init__(self, files: SourceFiles, name: str, wanted: Collection[int]) -> None:
+        self._found: dict[tuple[int, int], NDArray[np.float32]] = {}
+        keys = read_parquet(files, name, _KEYS, whole=True)
+        self._keys = set(zip(keys[_TIME].tolist(), keys[_LASER].tolist(), strict=True))
+        self._rows = _range_images(files, name, _PIXEL_POSES, 6, wanted)
+
+    def of(self, time: int, laser: int) -> NDArray[np.float32] | None:
+        """Those of one range image; None where it has none."""
+        if (time, laser) not in self._keys:
+            return None
+        while (time, laser) not in self._found:
+            at, number, poses = next(self._rows)
+            self._found[at, number] = poses
+        return self._found.pop((time, laser))
+
+
+def _range_images(
+    files: SourceFiles, name: str, column: str, depth: int, wanted: Collection[int]
+) -> Iterator[tuple[int, int, NDArray[np.float32]]]:
+    """Time [us], lidar, and range image (H, W, ``depth``) of each row of these frames."""
+    names = [_TIME, _LASER, f"{column}.values", f"{column}.shape"]
+    where, wanted = f"table '{files.shown}/{name}'", set(wanted)
+    with open_parquet(files, name, whole=True) as file:
+        if missing := [one for one in names if one not in file.schema_arrow.names]:
+            raise SourceError(f"{where} has no column '{missing[0]}'; it has {', '.join(file.schema_arrow.names)}")
+        try:
+            for batch in file.iter_batches(_ROWS_AT_ONCE, columns=names, use_threads=False):
+                for row in range(len(batch)):
+                    time, laser = (batch.column(one)[row].as_py() for one in (_TIME, _LASER))
+                    if int(time) in wanted:
+                        yield int(time), int(laser), _image(batch, row, column, depth, f"{where}: lidar {laser}")
+        except (pa.ArrowException, OSError) as error:
+            raise SourceError(f"{where} cannot be read: {' '.join(str(error).split())}") from error
+
+
+def _image(batch: pa.RecordBatch, row: int, column: str, depth: int, where: str) -> NDArray[np.float32]:
+    values, shape = (batch.column(f"{column}.{one}")[row] for one in ("values", "shape"))
+    flat: Any = np.asarray(values.values.to_numpy(zero_copy_only=False), np.float32) if values.is_valid else np.empty(0)
+    sides = shape.as_py() or []
+    if len(sides) != 3 or sides[2] != depth or flat.size != sides[0] * sides[1] * depth:
+        raise SourceError(
+            f"{where}: a range image of {flat.size} numbers has the shape {sides}, wanted is H, W, {depth}"
+        )
+    return np.asarray(flat.reshape(sides))
+
+
+def _calibrations(files: SourceFiles, name: str) -> dict[int, tuple[NDArray[np.float64], Inclination]]:
+    """By lidar: lidar to vehicle, and inclinations."""
+    mount, tilt = f"{_CALIBRATION}extrinsic.transform", f"{_CALIBRATION}beam_inclination."
+    ends = dict.fromkeys((f"{tilt}min", f"{tilt}max"), pa.float64())
+    rows = read_parquet(files, name, {_LASER: pa.int64(), mount: pa.list_(pa.float64(), 16), **ends}, whole=True)
+    check_unique(rows[_LASER].tolist(), f"table '{files.shown}/{name}'", "the lidar")
+    stated: list[list[float] | None] = [None] * len(rows[_LASER])
+    with open_parquet(files, name, whole=True) as file:
+        if f"{tilt}values" in file.schema_arrow.names:
+            stated = file.read([f"{tilt}values"]).column(0).to_pylist()
+    low, high = (rows[end].tolist() for end in ends)
+    return {
+        laser: (rows[mount][row].reshape(4, 4), Inclination(stated[row] or (), low[row], high[row]))
+        for row, laser in enumerate(rows[_LASER].tolist())
+    }
+
+
+def _beside(name: str, component: str) -> str:
+    """The file of another component of the same segment."""
+    folder, _, file = name.rpartition("/")
+    split, slash, _ = folder.rpartition("/")
+    return f"{split}{slash}{component}/{file}"

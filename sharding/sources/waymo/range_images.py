@@ -1,0 +1,149 @@
+"""Range images of Waymo's five lidars as one cloud of points in the vehicle's frame.
+
+After ``range_image_utils.py`` and ``frame_utils.py`` of github.com/waymo-research/waymo-open-dataset: rows are
+inclinations from top to bottom, columns azimuths from pi to -pi, less the yaw of the lidar's extrinsic. The top lidar
+has a pose of the vehicle for each pixel, so its points are compensated for the vehicle's motion.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.rigid import invert_rigid
+from fuelrail.sharding.sources.waymo.frame_heads import transform
+from fuelrail.sharding.sources.waymo.records import doubles, fields
+
+POINT_COLUMNS: Final = ("x", "y", "z", "intensity", "elongation")
+_MAX_BYTES: Final = 1 << 27
+"""Of a range image that is not compressed: those of the dataset have 2.7 and 4.1 MB."""
+
+
+def frame_points(frame: bytes, where: str) -> NDArray[np.float32]:
+    """First returns of all lidars, (P, 5): x, y, z [m] in the vehicle's frame at the frame's pose, and two of light.
+
+    ``frame`` is a whole ``Frame`` message. Lidars are in the order of the message, pixels row by row. Raises
+    SourceError, naming ``where``.
+    """
+    try:
+        return _frame_points(frame)
+    except (ValueError, KeyError, struct.error, zlib.error) as error:
+        raise SourceError(f"{where}: the range images cannot be read: {error}") from error
+
+
+def _frame_points(frame: bytes) -> NDArray[np.float32]:
+    calibrations: dict[int, bytes] = {}
+    lasers: list[dict[int, Any]] = []
+    pose = np.eye(4)
+    for number, _, value in fields(frame):
+        if isinstance(value, int):
+            continue
+        if number == 1:
+            found = [one for field, _, one in fields(value) if field == 3 and not isinstance(one, int)]
+            calibrations = {_message(one).get(1, 0): one for one in found}
+        elif number == 3:
+            pose = np.array(transform(value)).reshape(4, 4)
+        elif number == 5:
+            lasers.append(_message(value))
+    parts = [np.empty((0, 5), np.float32)]
+    for laser in lasers:
+        images = _message(laser.get(2, b""))
+        if 2 in images:
+            if laser.get(1, 0) not in calibrations:
+                raise ValueError(f"lidar {laser.get(1, 0)} has no calibration")
+            parts.append(_points(images, calibrations[laser[1]], pose))
+    return np.concatenate(parts)
+
+
+def _message(data: bytes) -> dict[int, Any]:
+    return {number: value for number, _, value in fields(data)}
+
+
+def _points(images: dict[int, Any], calibration: bytes, pose: NDArray[np.float64]) -> NDArray[np.float32]:
+    plain = _message(calibration)
+    mount = np.array(transform(plain[5])).reshape(4, 4)
+    low, high = (next(iter(doubles(calibration, number)), 0.0) for number in (3, 4))
+    inclination = Inclination(doubles(calibration, 2), low, high)
+    poses = _matrix(images[4], 6) if 4 in images else None
+    return first_returns(_matrix(images[2], 4), inclination, mount, pose, poses)
+
+
+class Inclination(NamedTuple):
+    """Of the rows of a range image from bottom to top [rad], or none: evenly between ``low`` and ``high``."""
+
+    stated: Sequence[float]
+    low: float
+    high: float
+
+    def of_rows(self, number: int) -> NDArray[np.float64]:
+        """One for each row."""
+        if len(self.stated):
+            return np.array(self.stated, np.float64)
+        return self.low + (np.arange(number) + 0.5) / number * (self.high - self.low)
+
+
+def first_returns(
+    image: NDArray[np.float32],
+    inclination: Inclination,
+    mount: NDArray[np.float64],
+    pose: NDArray[np.float64],
+    poses: NDArray[np.float32] | None,
+) -> NDArray[np.float32]:
+    """Points (P, 5) of a range image (H, W, 4) in the vehicle's frame at ``pose``.
+
+    ``mount`` is lidar to vehicle. ``poses`` (H, W, 6) are roll, pitch, yaw and place of the vehicle for each pixel;
+    None: they are ``pose``. Raises ValueError for another number of inclinations or poses than of rows.
+    """
+    rows, columns = image.shape[:2]
+    steep = inclination.of_rows(rows)
+    if len(steep) != rows or (poses is not None and poses.shape[:2] != image.shape[:2]):
+        raise ValueError(f"{len(steep)} inclinations for {rows} rows, or poses for another number of pixels")
+    azimuth = (1 - 2 * (np.arange(columns) + 0.5) / columns) * np.pi - np.arctan2(mount[1, 0], mount[0, 0])
+    row, column = np.nonzero(image[..., 0] > 0)
+    seen = image[row, column].astype(np.float64)
+    up, around = steep[::-1][row], azimuth[column]
+    level = np.cos(up)
+    ray = np.stack([np.cos(around) * level, np.sin(around) * level, np.sin(up)], 1)
+    place = (seen[:, :1] * ray) @ mount[:3, :3].T + mount[:3, 3]
+    if poses is not None:
+        own = poses[row, column].astype(np.float64)
+        to_frame = invert_rigid(pose)
+        place = np.einsum("pij,pj->pi", _rotations(own[:, :3]), place) + own[:, 3:]
+        place = place @ to_frame[:3, :3].T + to_frame[:3, 3]
+    return np.concatenate([place, seen[:, 1:3]], 1).astype(np.float32)
+
+
+def _rotations(angles: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Rotations (P, 3, 3) of roll, pitch and yaw: yaw first, then pitch, then roll."""
+    (cr, cp, cy), (sr, sp, sy) = np.cos(angles).T, np.sin(angles).T
+    rows = [
+        cy * cp, cy * sp * sr - sy * cr, cy * sp * cr + sy * sr,
+        sy * cp, sy * sp * sr + cy * cr, sy * sp * cr - cy * sr,
+        -sp, cp * sr, cp * cr,
+    ]  # fmt: skip
+    return np.stack(rows, 1).reshape(-1, 3, 3)
+
+
+def _matrix(data: bytes, depth: int) -> NDArray[np.float32]:
+    """A compressed ``MatrixFloat`` (H, W, ``depth``)."""
+    unpacked = zlib.decompressobj()
+    message = unpacked.decompress(data, _MAX_BYTES)
+    if unpacked.unconsumed_tail or not unpacked.eof:
+        raise ValueError(f"a range image is cut off, or has over {_MAX_BYTES} bytes")
+    values = b""
+    shape: list[int] = []
+    for number, _, value in fields(message):
+        if number == 1 and not isinstance(value, int):
+            values += value
+        elif number == 2 and not isinstance(value, int):
+            shape = [one for field, _, one in fields(value) if field == 1 and isinstance(one, int)]
+    found = np.frombuffer(values, "<f4")
+    if len(shape) != 3 or shape[2] != depth or found.size != shape[0] * shape[1] * depth:
+        raise ValueError(f"a range image of {found.size} numbers has the shape {shape}")
+    return found.reshape(shape)

@@ -1,0 +1,295 @@
+"""Waymo Open Dataset, perception, version 1: TFRecord files of ``Frame`` messages, whose pictures are read in place.
+
+A file is a segment of 20 s. Neither TensorFlow nor a library for protocol buffers is needed, and a scan reads less than
+1 % of the bytes. Ego is the vehicle's frame. A frame's pose, at which its boxes are, is in the middle of its sweep, and
+its time is the sweep's start: the dataset gives no other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Final, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from fuelrail.pipeline.channels.sensors import LidarEntry
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.adapter.frame import BoxRows, Clip, Frame, Image, ImageBoxRows, Sensors, Sweep
+from fuelrail.sharding.sources.adapter.members import Part
+from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
+from fuelrail.sharding.sources.adapter.vector_maps import MapWindows, VectorMap
+from fuelrail.sharding.sources.shared.files import opened
+from fuelrail.sharding.sources.source import Camera
+from fuelrail.sharding.sources.waymo.frame_heads import (
+    CAMERAS,
+    LABEL_TYPES,
+    LabelColumns,
+    read_camera_labels,
+    read_context,
+    read_frame,
+    read_labels,
+)
+from fuelrail.sharding.sources.waymo.maps import MAP_LAYERS, parse_map
+from fuelrail.sharding.sources.waymo.range_images import POINT_COLUMNS, frame_points
+from fuelrail.sharding.sources.waymo.records import records
+
+if TYPE_CHECKING:
+    from fuelrail.sharding.sources.shared.scan_table import Reference
+    from fuelrail.sharding.sources.waymo.frame_heads import CameraCalibration, FrameHead
+    from fuelrail.sharding.sources.waymo.records import Record
+
+LIDAR: Final = "lidar"
+SPLITS: Final = {"training": "train", "validation": "val", "testing": "test"}
+"""Folder to split."""
+_SEGMENT: Final = re.compile(r"(?:individual_files_\w+?_)?segment-(.+?)(?:_with_camera_labels)?\Z")
+_SUFFIX: Final = ".tfrecord"
+_IDENTITY: Final = np.eye(4)
+
+
+class WaymoSettings(FrameSettings, frozen=True, kw_only=True):
+    """Options of the source."""
+
+    boxes: Annotated[
+        Literal["lidar", "camera_synced"],
+        Meta(
+            description="lidar: laser_labels at the frame's pose; camera_synced: those that a camera sees, moved to "
+            "the time when it sees them"
+        ),
+    ] = "lidar"
+    boxes2d: Annotated[
+        bool, Meta(description="true stores the labels in images as channels boxes2d_CAMERA, apart from boxes")
+    ] = False
+
+
+class WaymoFileSettings(WaymoSettings, frozen=True, kw_only=True):
+    """Options of the source of TFRecord files."""
+
+    map: Annotated[bool, Meta(description="true stores the vector map about ego as the channel map")] = False
+    payload_crc: Annotated[
+        bool, Meta(description="true checks the CRC32C of each record, which reads all bytes of all files")
+    ] = False
+
+
+class Waymo(FrameSource[WaymoFileSettings]):
+    """Waymo Open Dataset, perception, version 1: TFRecord files with five cameras at 10 Hz."""
+
+    kind = "waymo"
+    settings = WaymoFileSettings
+    requires = {"google_crc32c": "fuelrail[waymo]"}  # noqa: RUF012 - a constant
+    ego_origin = "rear_axle_ground"
+    columns = {"location": str, "time_of_day": str, "weather": str, "night": bool, "rain": bool}  # noqa: RUF012
+    license = "Waymo Dataset License Agreement for Non-Commercial Use"
+
+    def sensors(self) -> Sensors:
+        """The five cameras in the order of their numbers, and the five lidars as one."""
+        return rig()._replace(lidars=[LidarEntry(channel=LIDAR, source_name="LIDAR", columns=POINT_COLUMNS)])
+
+    @property
+    def image_boxes(self) -> dict[str, str]:  # type: ignore[override]  # by the options
+        """All cameras, with the option."""
+        return labelled_cameras() if self.given.boxes2d else {}
+
+    @cached_property
+    def maps(self) -> MapWindows | None:  # type: ignore[override]  # by the options
+        """The features of the map, with the option."""
+        return MapWindows(MAP_LAYERS, self._map) if self.given.map else None
+
+    def category_names(self) -> tuple[str, ...]:
+        """Types of labels, without the unknown one."""
+        return LABEL_TYPES[1:]
+
+    def clips(self) -> Iterator[Clip]:
+        """A file each: in the folders of splits, or in the root."""
+        if self.file is not None:
+            yield _clip(self.file, "")
+            return
+        names = self.files.listed()
+        if "camera_image" in names or any("camera_image" in self.files.listed(one) for one in SPLITS if one in names):
+            raise SourceError(f"'{self.files.shown}' has Parquet files of version 2: its kind is waymo_v2")
+        for folder, split in SPLITS.items():
+            if folder in names:
+                for name in self.files.listed(folder):
+                    if name.endswith(_SUFFIX):
+                        yield _clip(f"{folder}/{name}", split)
+        for name in names:
+            if name.endswith(_SUFFIX):
+                yield _clip(name, "")
+
+    def frames(self, clip: Clip) -> Iterator[Frame]:
+        """The records of the file."""
+        (name,) = clip.files
+        at_url = self.files.path(name) is None
+        frames: list[Frame] = []
+        labels: list[list[bytes]] = []
+        offsets: list[tuple[float, float, float]] = []
+        span: tuple[int, int] | None = None
+        with opened(self.files, name) as window:
+            context, first, place = None, "", window.where
+            cameras: dict[str, CameraCalibration] = {}
+            stats: dict[str, str] = {}
+            for record in records(window, whole=at_url, payloads=self.given.payload_crc):
+                head = read_frame(window, record, context, boxes2d=self.given.boxes2d, has_map=self.given.map)
+                try:
+                    if head.context is not context:
+                        segment, cameras, stats = read_context(head.context)
+                        if context is not None and segment != first:
+                            raise SourceError(
+                                f"{place}: record {record.number} is of {segment}, those before of {first}"
+                            )
+                        first, context = segment, head.context
+                    frames.append(self._frame(name, record, head, cameras, stats))
+                    labels.append(head.labels)
+                    offsets.append(head.map_offset)
+                    span = span or head.map_span
+                except ValueError as error:
+                    raise SourceError(f"{place}: record {record.number}: {error}") from error
+        if not any(frame.images for frame in frames):
+            raise SourceError(f"{place}: none of the {len(frames)} frames has an image")
+        found = list(read_labels(labels, place, camera_synced=self.given.boxes == "camera_synced"))
+        is_labelled = any(columns.category for columns in found)
+        windows = self._windows(name, span, frames, offsets)
+        for frame, columns, members in zip(frames, found, windows, strict=True):
+            yield msgspec.structs.replace(frame, boxes=box_rows(columns) if is_labelled else None, members=members)
+
+    def _windows(
+        self, name: str, span: tuple[int, int] | None, frames: list[Frame], offsets: list[tuple[float, float, float]]
+    ) -> list[list[Reference]]:
+        """The map about ego at each frame's pose: moved by the frame's offset, it is in the map's frame."""
+        if self.maps is not None and span is None:
+            self.noted["segments without a map"] += 1
+        if self.maps is None or span is None:
+            return [[] for _ in frames]
+        ego2map = np.array([frame.ego2global for frame in frames])
+        ego2map[:, :3, 3] += offsets
+        return self.maps.references(f"{name}#{span[0]}+{span[1] - span[0]}", ego2map)
+
+    def _map(self, place: str) -> VectorMap:
+        return parse_map(Part.of(place).read(self.files), f"file '{self.files.shown}/{place}'")
+
+    def points(self, ref: str) -> NDArray[np.float32]:
+        """(P, 5) first returns of all lidars; reads the whole record."""
+        return frame_points(bytes(self.open(ref)), f"file '{self.files.shown}/{ref}'")
+
+    def _frame(
+        self,
+        file: str,
+        record: Record,
+        head: FrameHead,
+        cameras: dict[str, CameraCalibration],
+        stats: dict[str, str],
+    ) -> Frame:
+        pose = np.array(head.pose).reshape(4, 4)
+        images = {}
+        for image in head.images:
+            found = cameras.get(image.name)
+            if found is None:
+                raise ValueError(f"the camera {image.name} has no calibration; the context has {', '.join(cameras)}")
+            exposure_ns, readout_ns = shutter_times(image.shutter, image.trigger, image.done)
+            images[channel(image.name)] = Image(
+                ref=f"{file}#{image.offset}+{image.num_bytes}",
+                timestamp_ns=microseconds(image.pose_timestamp) * 1000,
+                intrinsics=found.intrinsics,
+                cam2ego=found.cam2ego,
+                ego2global=np.array(image.pose).reshape(4, 4),
+                width=found.width,
+                height=found.height,
+                extension="jpg",
+                dist=found.dist,
+                dist_model="opencv_radtan",
+                rolling_shutter=found.shutter,
+                exposure_ns=exposure_ns,
+                readout_ns=readout_ns,
+            )
+        sweep = Sweep(
+            ref=f"{file}#{record.start}+{record.end - record.start}",
+            timestamp_ns=head.timestamp_us * 1000,
+            lidar2ego=_IDENTITY,
+            ego2global=pose,
+            num_bytes=head.laser_bytes,
+        )
+        return Frame(
+            timestamp_ns=head.timestamp_us * 1000,
+            ego2global=pose,
+            images=images,
+            sweeps={LIDAR: sweep} if head.laser_bytes else {},
+            boxes2d=_image_boxes(head) if self.given.boxes2d else {},
+            attributes=weather_columns(stats),
+        )
+
+
+def rig() -> Sensors:
+    """The cameras, as channels ``cam_front`` and so on: lidars have the same names."""
+    return Sensors([Camera(channel(name), name) for name in CAMERAS.values()])
+
+
+def channel(camera: str) -> str:
+    """The channel of a camera."""
+    return f"cam_{camera.lower()}"
+
+
+def microseconds(seconds: float) -> int:
+    """A time of the dataset: float64 seconds since 1970 are exact to 0.2 us, and its clock has whole ones."""
+    return round(seconds * 1e6)
+
+
+def shutter_times(shutter: float, trigger: float, done: float) -> tuple[int | None, int | None]:
+    """Exposure and read-out [ns]: what passes from trigger to done is both (``dataset.proto``)."""
+    exposure, span = round(shutter * 1e9) if shutter > 0 else None, done - trigger
+    readout = microseconds(span - shutter) * 1000 if exposure is not None and span > shutter else None
+    return exposure, readout
+
+
+def weather_columns(stats: dict[str, str]) -> dict[str, str | bool | None]:
+    """Values of the columns; ``night`` and ``rain`` where the dataset says what time and weather it was."""
+    time, weather = stats.get("time_of_day"), stats.get("weather")
+    return {
+        **stats,
+        "night": None if time is None else time.lower() == "night",
+        "rain": None if weather is None else weather.lower() == "rain",
+    }
+
+
+def box_rows(labels: LabelColumns) -> BoxRows:
+    """Boxes in ego at the frame's pose."""
+    boxes = labels.boxes
+    return BoxRows(
+        centre=boxes[:, :3],
+        size_lwh=boxes[:, [4, 3, 5]],
+        yaw=boxes[:, 6],
+        category=labels.category,
+        track=labels.track,
+        num_lidar_pts=labels.num_points,
+    )
+
+
+def labelled_cameras() -> dict[str, str]:
+    """The cameras with what their 2-D boxes are."""
+    text = "labelled in the image, with tracks of their own; row is -1"
+    return {channel(name): text for name in CAMERAS.values()}
+
+
+def image_rows(boxes: NDArray[np.float64], category: list[str], track: list[str]) -> ImageBoxRows:
+    """Boxes (K, 4) of centre and sides [px], whose pixel 0 is the left edge of the first one."""
+    centre, half = boxes[:, :2] - 0.5, boxes[:, 2:] / 2
+    return ImageBoxRows(box=np.concatenate([centre - half, centre + half], 1), category=category, track=track)
+
+
+def _image_boxes(head: FrameHead) -> dict[str, ImageBoxRows]:
+    """Boxes of all images of a frame that has such labels; an image without any has no box."""
+    if not head.camera_labels:
+        return {}
+    found = {channel(image.name): image_rows(np.empty((0, 4)), [], []) for image in head.images}
+    for one in map(read_camera_labels, head.camera_labels):
+        found[channel(one.camera)] = image_rows(one.boxes, one.category, one.track)
+    return found
+
+
+def _clip(name: str, split: str) -> Clip:
+    stem = name.rpartition("/")[2].removesuffix(_SUFFIX)
+    found = _SEGMENT.match(stem)
+    return Clip(name=found[1] if found else stem, token=stem, split=split, files=(name,))

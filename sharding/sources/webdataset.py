@@ -1,0 +1,309 @@
+"""The adapter for tars in WebDataset's naming: members that follow each other and share a key are a sample.
+
+The key is a member's name up to the first dot after the last slash, the rest is its extension, as the library
+`webdataset` has it (``base_plus_ext``). Of plain tars headers are read, and images stay where they are; compressed tars
+are read from front to back, once by the scan and once when each clip is staged.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from fuelrail.pipeline.errors import ConfigError, ImageError, SourceError
+from fuelrail.pipeline.sample.image_header import probe
+from fuelrail.pipeline.text import shown
+from fuelrail.sharding.sources.adapter.frame import Absent, Clip, Frame, Image, Sensors
+from fuelrail.sharding.sources.adapter.members import HEAD_BYTES
+from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
+from fuelrail.sharding.sources.shared.tars import COMPRESSED, Member, compressed_members, tar_members
+
+if TYPE_CHECKING:
+    from fuelrail.sharding.sources.source import Reads
+
+_NAME: Final = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)\Z", re.DOTALL)
+_IMAGES: Final = {"jpg": "jpg", "jpeg": "jpg", "png": "png"}
+_ONE_CAMERA: Final = "image"
+_MOST_EXTENSIONS: Final = 12
+_STEP_NS: Final = 1_000_000_000
+
+
+class WebDatasetSettings(FrameSettings, frozen=True, kw_only=True):
+    """Options of the adapter; paths in JSON are names and numbers of entries, joined by dots."""
+
+    images: Annotated[
+        dict[str, str],
+        Meta(
+            description="camera to extension, as {cam_front: jpg0}; empty: NAME.jpg is camera NAME, jpg is camera image"
+        ),
+    ] = {}  # noqa: RUF012 - of a struct, which copies it
+    meta: Annotated[str, Meta(description="extension of the JSON member that the paths below are in")] = "json"
+    timestamp_ns: Annotated[str, Meta(description="path of the sample's time [ns]; empty: samples are counted")] = ""
+    intrinsics: Annotated[str, Meta(description="path of K, such as calib.{camera}.k; empty: not calibrated")] = ""
+    cam2ego: Annotated[str, Meta(description="path of the 4x4 camera to ego, such as calib.{camera}.cam2ego")] = ""
+    ego2global: Annotated[str, Meta(description="path of the 4x4 ego to global; empty: no ego poses")] = ""
+    clip: Annotated[
+        str, Meta(description="regular expression, whose first group in a key is the clip; empty: each tar is a clip")
+    ] = ""
+
+    def __post_init__(self) -> None:
+        """Check that the options go together."""
+        if bool(self.intrinsics) != bool(self.cam2ego):
+            raise ConfigError("the options intrinsics and cam2ego of webdataset go together")
+        try:
+            if self.clip and re.compile(self.clip).groups < 1:
+                raise ConfigError(f"clip={self.clip} needs a group, such as (.*)_[0-9]+")
+        except re.error as error:
+            raise ConfigError(f"clip={self.clip} is no regular expression: {error}") from error
+
+
+class _Read(NamedTuple):
+    """What was read of a member of a compressed tar: the size of an image [px], the bytes of JSON, or a fault."""
+
+    width: int = 0
+    height: int = 0
+    data: bytes = b""
+    fault: str = ""
+
+
+class _Sample(NamedTuple):
+    """A run of members with one key, by extension; ``read`` by name is of compressed tars."""
+
+    tar: str
+    key: str
+    members: dict[str, Member]
+    read: dict[str, _Read] | None
+
+
+class WebDataset(FrameSource[WebDatasetSettings]):
+    """Tars in WebDataset's naming, of any writer: .tar, .tar.gz, .tgz, .tar.zst."""
+
+    kind = "webdataset"
+    settings = WebDatasetSettings
+
+    def __init__(self, location: str, options: dict[str, Any]) -> None:
+        super().__init__(location, options)
+        self.time_base = "unix" if self.given.timestamp_ns else "order"
+        self.has_poses = bool(self.given.ego2global)
+        self._current: list[_Sample] = []
+
+    @property
+    def reads(self) -> Reads:  # type: ignore[override]
+        """ "clip" where a tar is compressed."""
+        return "clip" if any(tar.endswith(COMPRESSED) for tar in self._tars()) else "random"
+
+    def _tars(self) -> list[str]:
+        names = [self.file] if self.file is not None else self.files.listed()
+        return [name for name in names if name.endswith((".tar", *COMPRESSED))]
+
+    def sensors(self) -> Sensors:
+        """Return the cameras of the option ``images``, or of the first sample that has images."""
+        if self.given.images:
+            return Sensors.of(self.given.images)
+        extensions: set[str] = set()
+        for sample in self._samples():
+            if found := _cameras(sample.members):
+                return Sensors.of(found)
+            if len(extensions) < _MOST_EXTENSIONS:
+                extensions.update(sample.members)
+        listed = ", ".join(map(shown, sorted(extensions)[:_MOST_EXTENSIONS])) or "none"
+        raise SourceError(
+            f"the webdataset source '{self.files.shown}' has no tars with images; its members have the extensions: "
+            f"{listed}; the option images maps a camera to one of them"
+        )
+
+    def _samples(self) -> Iterator[_Sample]:
+        for tar in self._tars():
+            if tar.endswith(COMPRESSED):
+                read: dict[str, _Read] = {}
+                yield from _grouped(tar, self._unpacked(tar, read), self.files.shown, read)
+            else:
+                yield from _grouped(tar, tar_members(self.files, tar), self.files.shown, None)
+
+    def _unpacked(self, tar: str, read: dict[str, _Read]) -> Iterator[Member]:
+        """The members of a compressed tar; what is needed of each goes into ``read``."""
+        json = f".{self.given.meta}"
+        for member, data in compressed_members(self.files, tar, HEAD_BYTES[-1], json):
+            data = data or b""
+            if member.name.lower().endswith(json):
+                read[member.name] = _Read(data=data)
+            else:
+                try:
+                    info = probe(data)
+                    read[member.name] = _Read(info.width, info.height)
+                except ImageError as error:
+                    read[member.name] = _Read(fault=error.message)
+            yield member
+
+    def clips(self) -> Iterator[Clip]:
+        """Yield the clips: runs of samples of one tar, or with one name in their keys."""
+        seen: set[str] = set()
+        name = ""
+        pending: list[_Sample] = []
+        for sample in self._samples():
+            own = self._clip_of(sample)
+            if pending and own != name:
+                yield self._begin(name, pending, seen)
+                pending = []
+            name = own
+            pending.append(sample)
+        if pending:
+            yield self._begin(name, pending, seen)
+
+    def _clip_of(self, sample: _Sample) -> str:
+        if not self.given.clip:
+            return sample.tar.partition(".tar")[0].removesuffix(".tgz")
+        found = re.search(self.given.clip, sample.key)
+        if found is None or not found[1]:
+            raise SourceError(
+                f"tar '{self.files.shown}/{sample.tar}': clip={self.given.clip} finds nothing in key '{sample.key}'"
+            )
+        return found[1]
+
+    def _begin(self, name: str, samples: list[_Sample], seen: set[str]) -> Clip:
+        if name in seen:
+            raise SourceError(
+                f"tar '{self.files.shown}/{samples[0].tar}': clip '{name}' comes again at key '{samples[0].key}', "
+                "after others; samples of a clip must follow each other"
+            )
+        seen.add(name)
+        self._current = samples
+        return Clip(name=name, files=tuple(dict.fromkeys(sample.tar for sample in samples)))
+
+    def frames(self, clip: Clip) -> Iterator[Frame]:  # noqa: ARG002 - the current one
+        """Yield the clip's samples, by time where they have one."""
+        found: list[Frame] = []
+        for number, sample in enumerate(self._current):
+            where = f"tar '{self.files.shown}/{sample.tar}', key '{sample.key}'"
+            facts = self._meta(sample, where)
+            time_ns = (number + 1) * _STEP_NS
+            if self.given.timestamp_ns:
+                time_ns = facts.whole(self.given.timestamp_ns)
+            images: dict[str, Image | Absent] = {}
+            for camera, extension in (self.given.images or _cameras(sample.members)).items():
+                member = sample.members.get(extension)
+                if member is not None:
+                    images[camera.lower()] = self._image(sample, member, extension, camera, time_ns, facts)
+            pose = facts.matrix(self.given.ego2global, 4) if self.given.ego2global else None
+            poses = {name: one for name, one in images.items() if isinstance(one, Image)}
+            if pose is not None:
+                images.update((name, msgspec.structs.replace(one, ego2global=pose)) for name, one in poses.items())
+            found.append(Frame(timestamp_ns=time_ns, ego2global=pose, images=images, token=sample.key))
+        found.sort(key=lambda frame: frame.timestamp_ns)
+        yield from found
+
+    def _image(
+        self, sample: _Sample, member: Member, extension: str, camera: str, time_ns: int, facts: _Facts
+    ) -> Image:  # fmt: skip
+        calibrated = bool(self.given.intrinsics)
+        last = extension.rpartition(".")[2].rstrip("0123456789_")
+        common: dict[str, Any] = {
+            "timestamp_ns": time_ns,
+            "intrinsics": facts.matrix(self.given.intrinsics, 3, camera) if calibrated else None,
+            "cam2ego": facts.matrix(self.given.cam2ego, 4, camera) if calibrated else None,
+            "extension": _IMAGES.get(last, "jpg"),
+            "token": sample.key,
+        }
+        if sample.read is None:
+            return Image(ref=f"{sample.tar}#{member.offset}+{member.length}", **common)
+        read = sample.read[member.name]
+        if read.fault:
+            raise SourceError(f"{facts.where}: '{member.name}': {read.fault}")
+        return Image(
+            ref=f"{sample.tar}#{member.name}", made=True, width=read.width, height=read.height,
+            num_bytes=member.length, **common,
+        )  # fmt: skip
+
+    def _meta(self, sample: _Sample, where: str) -> _Facts:
+        if not (self.given.timestamp_ns or self.given.intrinsics or self.given.ego2global):
+            return _Facts(None, where)
+        member = sample.members.get(self.given.meta)
+        if member is None:
+            raise SourceError(f"{where}: there is no .{self.given.meta}, but {', '.join(sample.members)}")
+        if sample.read is None:
+            data = self.files.read(sample.tar, member.offset, member.length)
+        else:
+            data = sample.read[member.name].data
+        try:
+            return _Facts(msgspec.json.decode(data), where)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise SourceError(f"{where}: .{self.given.meta} is not JSON: {error}") from error
+
+    def make_images(self, refs: Sequence[str]) -> Iterator[tuple[str, bytes]]:
+        """Read images of compressed tars from front to back."""
+        by_tar: dict[str, set[str]] = {}
+        for ref in refs:
+            tar, _, name = ref.partition("#")
+            by_tar.setdefault(tar, set()).add(name)
+        for tar, names in by_tar.items():
+            for member, data in compressed_members(self.files, tar, None, wanted=names):
+                if data is not None:
+                    names.discard(member.name)
+                    yield f"{tar}#{member.name}", data
+            if names:
+                raise SourceError(f"tar '{self.files.shown}/{tar}' has no '{min(names)}' any more")
+
+
+class _Facts(NamedTuple):
+    """What a sample's JSON says, by paths."""
+
+    values: Any
+    where: str
+
+    def at(self, path: str, camera: str = "") -> Any:  # noqa: ANN401 - JSON
+        value, path = self.values, path.replace("{camera}", camera)
+        try:
+            for name in path.split("."):
+                value = value[int(name)] if isinstance(value, list) else value[name]
+        except (KeyError, IndexError, ValueError, TypeError) as error:
+            raise SourceError(f"{self.where}: the JSON has no {path}") from error
+        return value
+
+    def whole(self, path: str) -> int:
+        value = self.at(path)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise SourceError(f"{self.where}: {path} is {value!r}, expected a whole number of nanoseconds")
+        return value
+
+    def matrix(self, path: str, size: int, camera: str = "") -> NDArray[np.float64]:
+        value = self.at(path, camera)
+        try:
+            return np.array(value, np.float64).reshape(size, size)
+        except (ValueError, TypeError) as error:
+            text = f"{path.replace('{camera}', camera)} is no {size}x{size} matrix: {value!r:.200}"
+            raise SourceError(f"{self.where}: {text}") from error
+
+
+def _cameras(members: dict[str, Member]) -> dict[str, str]:
+    """Camera to extension by names."""
+    found = {}
+    for extension in members:
+        name, _, last = extension.rpartition(".")
+        if last in _IMAGES and re.fullmatch(r"[a-z0-9_]*", name):
+            found[name or _ONE_CAMERA] = extension
+    return found
+
+
+def _grouped(tar: str, members: Iterator[Member], shown: str, read: dict[str, _Read] | None) -> Iterator[_Sample]:
+    """Samples; names without a key or an extension are passed over, as the library does."""
+    sample: _Sample | None = None
+    for member in members:
+        found = _NAME.match(member.name)
+        if found is None or found[1].rpartition("/")[2].startswith("__"):
+            continue
+        key, extension = found[1], found[2].lower()
+        if sample is None or sample.key != key:
+            if sample is not None:
+                yield sample
+            sample = _Sample(tar, key, {}, read)
+        if extension in sample.members:
+            raise SourceError(f"tar '{shown}/{tar}': key '{key}' has .{extension} twice")
+        sample.members[extension] = member
+    if sample is not None:
+        yield sample

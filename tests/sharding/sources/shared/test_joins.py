@@ -1,0 +1,102 @@
+"""Links between tables, by tokens on disk."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.storage import columns
+from fuelrail.sharding.sources.shared import joins as module
+from fuelrail.sharding.sources.shared.joins import Database, Tokens
+
+LINK = {"table": "scene", "column": "log_token", "owners": ["x", "y", "z"]}
+
+
+@pytest.fixture(autouse=True)
+def _by_duckdb(monkeypatch):
+    monkeypatch.setattr(module, "_FEW_ROWS", -1)
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("joins")
+    database = Database(folder)
+    yield database
+    database.close()
+    assert list(folder.iterdir()) == []
+
+
+def column(database, texts):
+    made = database.texts()
+    made.append(texts)
+    return made
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["at hand", "column"])
+def test_links(database, whole):
+    tokens = Tokens("log", database, ["a", "b", "c"])
+
+    def resolve(links, **options):
+        if whole:
+            return tokens.resolve_all(column(database, links), **LINK, **options).tolist()
+        return tokens.resolve(links, **LINK, **options).tolist()
+
+    assert resolve(["c", "", "a"]) == [2, -1, 0]
+    assert resolve(["b", "b"], may_be_empty=False) == [1, 1]
+    with pytest.raises(SourceError, match="table 'scene': row 'y' has log_token 'q', not found in table 'log'"):
+        resolve(["a", "q"])
+    with pytest.raises(SourceError, match="row 'z' has an empty log_token"):
+        resolve(["a", "b", ""], may_be_empty=False)
+
+
+def test_an_empty_table_has_no_token(database):
+    tokens = Tokens("log", database, [])
+    tokens.check_unique()
+    assert tokens.find(["a", ""]).tolist() == [-1, -1]
+    assert tokens.rows_of(column(database, ["a", ""])).tolist() == [-1, -1]
+    assert tokens.rows_of(column(database, [])).tolist() == []
+
+
+def test_rows_are_numbered_over_all_parts_of_a_column(database, monkeypatch):
+    monkeypatch.setattr(columns, "ROWS_AT_ONCE", 2)
+    tokens = Tokens("log", database, list("abcde"))
+    assert (
+        tokens.find(["e", "a", "c"]).tolist() == tokens.rows_of(column(database, ["e", "a", "c"])).tolist() == [4, 0, 2]
+    )
+
+
+@pytest.mark.parametrize(
+    ("few_rows", "rows_of_part"), [(-1, 7), (-1, 1 << 18), (1 << 12, 7)], ids=["in parts", "at once", "in memory"]
+)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(table=st.lists(st.text(max_size=4), max_size=60), wanted=st.lists(st.text(max_size=4), max_size=60))
+def test_both_ways_find_the_same_rows(database, monkeypatch, few_rows, rows_of_part, table, wanted):
+    monkeypatch.setattr(module, "_FEW_ROWS", few_rows)
+    monkeypatch.setattr(module, "_ROWS_OF_PART", rows_of_part)
+    tokens = Tokens("log", database)
+    tokens.append(table)
+    if len(set(table)) < len(table):
+        with pytest.raises(SourceError, match="twice"):
+            tokens.check_unique()
+    else:
+        tokens.check_unique()
+        expected = [table.index(text) if text in table else -1 for text in wanted]
+        assert tokens.find(wanted).tolist() == tokens.rows_of(column(database, wanted)).tolist() == expected
+
+
+@pytest.mark.slow
+def test_more_tokens_than_a_join_may_keep_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_MEMORY", "32MB")
+    database = Database(tmp_path)
+    tokens = Tokens("log", database)
+    for first in range(0, 400_000, 50_000):
+        tokens.append([f"{number:064x}" for number in range(first, first + 50_000)])
+    tokens.check_unique()
+    links = column(database, [f"{number:064x}" for number in (399_999, 0, 400_000)])
+    assert tokens.rows_of(links).tolist() == [399_999, 0, -1]
+    assert np.array_equal(tokens.rows_of(tokens), np.arange(400_000))
+    database.close()
+    assert list(tmp_path.iterdir()) == []

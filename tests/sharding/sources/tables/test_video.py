@@ -1,0 +1,264 @@
+"""Frames of video that a manifest names: staged clip by clip, each decoded once, and checked by the scan."""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import TYPE_CHECKING, ClassVar
+
+import av
+import fsspec
+import numpy as np
+import pytest
+import simplejpeg
+
+from fuelrail.pipeline.errors import ConfigError, SourceError
+from fuelrail.sharding.engines.local import LocalEngine
+from fuelrail.sharding.planning.recipe import make_recipe
+from fuelrail.sharding.progress import Quiet
+from fuelrail.sharding.run import scan_source, shard
+from fuelrail.sharding.sources.registry import SourceSpec, make_source
+from fuelrail.sharding.sources.tables.members import Videos
+from support.manifest_world import GROUPS, as_video, write_long, write_video, write_wide
+from support.shared_data import shared_data
+from support.source_suite import SourceSuite
+from support.source_world import make_world, samples_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+START_NS = 1_600_000_000_000_000_000
+
+
+class TestWide(SourceSuite):
+    kind = "manifest"
+    options: ClassVar = {"boxes_in": "global", "lidar_columns": ["x", "y", "z", "intensity", "ring"]}
+    compare: ClassVar = {"same_bytes": False}
+
+    def write(self, world, root):
+        write_wide(world, root, "jsonl")
+        as_video(world, root, "frames")
+        return str(root)
+
+    def test_each_frame_is_the_image_that_was_encoded(self, tmp_path):
+        world = self.world()
+        self.make(self.spec(tmp_path, world), tmp_path / "out")
+        images = {
+            (one.meta.clip_name, one.meta.frame_idx, name): data
+            for one in samples_of(tmp_path / "out").values()
+            for name, data in one.images.items()
+        }
+        for clip, number, frame in world.frames():
+            for name, image in frame.images.items():
+                found = simplejpeg.decode_jpeg(bytes(images[clip.name, number, name])).astype(float)
+                wanted = simplejpeg.decode_jpeg(image.jpeg).astype(float)
+                others = [simplejpeg.decode_jpeg(one.images[name].jpeg).astype(float) for one in clip.frames]
+                away = [np.abs(found - other).mean() for other in others]
+                assert np.argmin(away) == number
+                assert np.abs(found - wanted).mean() < 40
+
+
+class TestLong(TestWide):
+    """Video beside a table of times: the rows of `sensor_data`."""
+
+    def write(self, world, root):
+        write_long(world, root, "jsonl")
+        as_video(world, root, "sensor_data")
+        return str(root)
+
+
+def numbered(number: int) -> np.ndarray:
+    found = np.full((48, 96, 3), 60, np.uint8)
+    for bit in range(6):
+        found[:16, bit * 16 : bit * 16 + 16] = 255 * (number >> bit & 1)
+    return found
+
+
+def number_of(jpeg: bytes, bits: int = 6) -> int:
+    image = simplejpeg.decode_jpeg(jpeg, "GRAY")[..., 0]
+    return sum(int(image[4:12, bit * 16 + 4 : bit * 16 + 12].mean() > 127) << bit for bit in range(bits))
+
+
+def write_rows(root: Path, paths: dict[str, list[str | None]], **columns) -> None:
+    """A table of one clip with cameras whose paths are given frame by frame."""
+    rows = []
+    for at in range(len(next(iter(paths.values())))):
+        row = {"clip_id": "drive", "timestamp_ns": START_NS + at * 100_000_000, "speed_limit": 50}
+        for name, own in paths.items():
+            row[f"cam.{name}.path"] = own[at]
+            row[f"cam.{name}.intrinsics"] = [80.0, 0, 48, 0, 80, 24, 0, 0, 1]
+            row[f"cam.{name}.cam2ego"] = [0.0, 0, 1, 0, -1, 0, 0, 0, 0, -1, 0, 1, 0, 0, 0, 1]
+        rows.append({**row, **columns})
+    (root / "frames.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def make(root: Path, out: Path, **options):
+    recipe = make_recipe(splits={"train": 1.0})
+    return shard(SourceSpec("manifest", str(root), options), out, recipe, 1, Quiet(), LocalEngine(1))
+
+
+def numbers_in(out: Path, bits: int = 6) -> dict[str, list[int | None]]:
+    """Of each camera the numbers in the images, in the order of frames."""
+    samples = sorted(samples_of(out).values(), key=lambda one: one.meta.frame_idx)
+    cameras = {name for one in samples for name in one.images}
+    return {
+        name: [number_of(bytes(one.images[name]), bits) if name in one.images else None for one in samples]
+        for name in cameras
+    }
+
+
+def test_rows_may_name_frames_in_any_order_and_each_is_decoded_once(tmp_path, monkeypatch):
+    write_video(tmp_path / "front.mp4", [numbered(at) for at in range(30)])
+    write_video(tmp_path / "back.h264", [numbered(at) for at in range(30)], "h264")
+    wanted = [0, 21, 3, 29, 8, 9, 10]
+    write_rows(tmp_path, {
+        "front": [f"front.mp4#frame={at}" for at in wanted],
+        "back": [f"back.h264#frame={at}" for at in wanted[::-1]],
+    })  # fmt: skip
+    made: list[Videos] = []
+    init = Videos.__init__
+    monkeypatch.setattr(Videos, "__init__", lambda self, files: (init(self, files), made.append(self))[0])
+    make(tmp_path, tmp_path / "out")
+    assert numbers_in(tmp_path / "out") == {"front": wanted, "back": wanted[::-1]}
+    # 30 of the raw stream; of the other one groups 0 to 11 and 20 to 29, less those after the last wanted frame.
+    assert sum(videos.num_decoded for videos in made) <= 30 + 12 + 10
+
+
+@pytest.mark.real
+def test_real_pictures_with_b_frames_and_a_varying_rate(tmp_path):
+    root = shared_data("video-made")
+    for name in ("front_h264_bframes_vfr.mp4", "left_h264_intra.mp4", "front_cut_without_moov.mp4"):
+        (tmp_path / name).symlink_to(root / name)
+    rows = range(24)
+    write_rows(tmp_path, {
+        "front": [f"front_h264_bframes_vfr.mp4#frame={at}" for at in rows],
+        "left": [f"left_h264_intra.mp4#frame={at}" for at in rows],
+    })  # fmt: skip
+    make(tmp_path, tmp_path / "out")
+    assert numbers_in(tmp_path / "out", bits=5) == {"front": [*rows], "left": [*rows]}
+    write_rows(tmp_path, {"front": ["front_cut_without_moov.mp4#frame=0"]})
+    with pytest.raises(SourceError, match=r"row 0, column path: video .*front_cut_without_moov.*cut off"):
+        scan_source(SourceSpec("manifest", str(tmp_path), {}))
+
+
+def bad(tmp_path, path, match, **columns):
+    write_rows(tmp_path, {"front": ["a.mp4#frame=0", path]}, **columns)
+    with pytest.raises(SourceError, match=match):
+        scan_source(SourceSpec("manifest", str(tmp_path), {}))
+
+
+def test_what_is_wrong_with_a_video_is_named_with_the_row(tmp_path):
+    write_video(tmp_path / "a.mp4", [numbered(at) for at in range(5)])
+    whole = (tmp_path / "a.mp4").read_bytes()
+    bad(tmp_path, "a.mp4#frame=5", r"row 1, column path: 'a.mp4#frame=5': the video has 5 frames, counted from 0")
+    bad(tmp_path, "b.mp4#frame=1", r"frame 1 has no image of front '.*b.mp4' \(no file\)")
+    bad(tmp_path, "a.mp4#frame=1", r"row 0, column cam.front.width: 640x480, but 'a.mp4#frame=0' is 96x48",
+        **{"cam.front.width": 640, "cam.front.height": 480})  # fmt: skip
+    bad(tmp_path, "a.mp4#frame=1", r"row 0, column cam.front.byte_offset: .*is a frame of a video",
+        **{"cam.front.byte_offset": 0, "cam.front.byte_length": 5})  # fmt: skip
+    (tmp_path / "b.mp4").write_bytes(b"no video")
+    bad(tmp_path, "b.mp4#frame=1", r"row 1, column path: video .*b.mp4' cannot be opened.*cut off, or no video")
+    (tmp_path / "b.mp4").write_bytes(b"")
+    bad(tmp_path, "b.mp4#frame=1", r"row 1, column path: video .*b.mp4' cannot be opened")
+    with av.open(str(tmp_path / "c.mp4"), "w", options={"movflags": "faststart"}) as file:
+        stream = file.add_stream("mpeg4", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 96, 48, "yuv420p"
+        file.mux(stream.encode(av.VideoFrame.from_ndarray(numbered(0), "rgb24")))
+        file.mux(stream.encode(None))
+    bad(tmp_path, "c.mp4#frame=0", r"row 1, column path: video .*codec 'mpeg4'")
+    assert whole == (tmp_path / "a.mp4").read_bytes()
+
+
+def test_a_video_cut_behind_its_index_is_named_by_the_scan(tmp_path):
+    write_video(tmp_path / "plain.mp4", [numbered(at) for at in range(5)])
+    with av.open(str(tmp_path / "plain.mp4")) as source, \
+            av.open(str(tmp_path / "a.mp4"), "w", options={"movflags": "faststart"}) as file:  # fmt: skip
+        stream = file.add_stream_from_template(source.streams.video[0])
+        for packet in source.demux(video=0):
+            if packet.size:
+                packet.stream = stream
+                file.mux(packet)
+    data = (tmp_path / "a.mp4").read_bytes()
+    (tmp_path / "a.mp4").write_bytes(data[:-20])
+    bad(tmp_path, "a.mp4#frame=1", r"row 0, column path: video .*is cut off: it has \d+ bytes, its index")
+
+
+def test_frames_before_the_first_keyframe_are_absent_and_counted(tmp_path):
+    """A part of a stream that was cut out between keyframes."""
+    write_video(tmp_path / "whole.mp4", [numbered(at) for at in range(12)], options={**GROUPS, "bf": "0"})
+    with av.open(str(tmp_path / "whole.mp4")) as source, av.open(str(tmp_path / "a.mkv"), "w") as file:
+        stream = file.add_stream_from_template(source.streams.video[0])
+        for at, packet in enumerate(packet for packet in source.demux(video=0) if packet.size):
+            if at >= 2:
+                packet.stream = stream
+                file.mux(packet)
+    write_rows(tmp_path, {"front": [f"a.mkv#frame={at}" for at in range(10)]})
+    spec = SourceSpec("manifest", str(tmp_path), {"missing_camera": "drop"})
+    assert scan_source(spec).report.dropped_samples == {"no camera image": 2}
+    make(tmp_path, tmp_path / "out", missing_camera="drop")
+    assert numbers_in(tmp_path / "out") == {"front": [4, 5, 6, 7, 8, 9, 10, 11]}
+
+
+def test_the_recipe_has_the_libraries_and_refuses_others(tmp_path):
+    write_video(tmp_path / "a.mp4", [numbered(at) for at in range(5)])
+    write_rows(tmp_path, {"front": ["a.mp4#frame=0"]})
+    options = make_source(SourceSpec("manifest", str(tmp_path), {})).options
+    assert "libavcodec" in options["libraries"]
+    with pytest.raises(ConfigError, match=r"decoded with PyAV 1\.0"):
+        make_source(SourceSpec("manifest", str(tmp_path), {**options, "libraries": "PyAV 1.0"}))
+    write_wide(make_world(), tmp_path, "jsonl")
+    source = make_source(SourceSpec("manifest", str(tmp_path), {}))
+    assert (source.options["libraries"], source.reads) == ("", "random")
+
+
+def test_a_raw_stream_without_a_keyframe_at_its_start_has_no_numbers(tmp_path):
+    write_video(tmp_path / "whole.h264", [numbered(at) for at in range(12)], "h264", {**GROUPS, "bf": "0"})
+    with av.open(str(tmp_path / "whole.h264")) as file:
+        packets = [bytes(packet) for packet in file.demux(video=0) if packet.size]
+    (tmp_path / "a.h264").write_bytes(b"".join(packets[2:]))
+    write_rows(tmp_path, {"front": ["a.h264#frame=0"]})
+    with pytest.raises(SourceError, match=r"row 0, column path: .*does not begin with a keyframe.*cut it"):
+        scan_source(SourceSpec("manifest", str(tmp_path), {}))
+
+
+def test_a_clip_whose_video_has_changed_is_staged_again(tmp_path):
+    write_video(tmp_path / "a.mp4", [numbered(at) for at in range(5)])
+    write_rows(tmp_path, {"front": [f"a.mp4#frame={at}" for at in range(5)]})
+
+    class Stop(Quiet):
+        def planned(self, num_samples, shards, num_bytes):
+            raise KeyboardInterrupt
+
+    spec, recipe = SourceSpec("manifest", str(tmp_path), {}), make_recipe(splits={"train": 1.0})
+    with pytest.raises(KeyboardInterrupt):
+        shard(spec, tmp_path / "out", recipe, 1, Stop(), LocalEngine(1))
+    assert list((tmp_path / "out" / ".fuelrail" / "staging").glob("*.bin"))
+    write_video(tmp_path / "a.mp4", [numbered(at + 20) for at in range(5)])
+    make(tmp_path, tmp_path / "out")
+    assert numbers_in(tmp_path / "out") == {"front": [20, 21, 22, 23, 24]}
+
+
+def test_a_rotation_flag_is_refused_by_name(tmp_path):
+    """The matrix of the track's header (ISO/IEC 14496-12, 8.3.2), turned by 90 degrees."""
+    write_video(tmp_path / "a.mp4", [numbered(at) for at in range(5)])
+    data = bytearray((tmp_path / "a.mp4").read_bytes())
+    at = data.index(b"tkhd") + 4 + 40
+    one = 1 << 16
+    assert struct.unpack_from(">9i", data, at) == (one, 0, 0, 0, one, 0, 0, 0, 1 << 30)
+    struct.pack_into(">9i", data, at, 0, one, 0, -one, 0, 0, 0, 0, 1 << 30)
+    (tmp_path / "a.mp4").write_bytes(data)
+    write_rows(tmp_path, {"front": ["a.mp4#frame=0"]})
+    with pytest.raises(SourceError, match=r"a.mp4' has a rotation flag of -?90 degrees"):
+        make(tmp_path, tmp_path / "out")
+
+
+def test_a_video_at_a_url_is_refused(tmp_path):
+    write_rows(tmp_path, {"front": ["a.mp4#frame=0"]})
+    url = "memory://test_video_at_a_url"
+    fs = fsspec.filesystem("memory")
+    fs.pipe_file("/test_video_at_a_url/frames.jsonl", (tmp_path / "frames.jsonl").read_bytes())
+    try:
+        with pytest.raises(SourceError, match=r"row 0, column path: video 'a.mp4' is at the URL .*copy the source"):
+            scan_source(SourceSpec("manifest", url, {}))
+    finally:
+        fs.rm("/test_video_at_a_url", recursive=True)

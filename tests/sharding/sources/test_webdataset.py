@@ -1,0 +1,245 @@
+"""Tars in WebDataset's naming, against the library `webdataset`; compressed ones, damaged ones, those of others."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import shutil
+import tarfile
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import zstandard
+
+from fuelrail.pipeline.errors import ConfigError, SourceError
+from fuelrail.sharding.run import scan_source
+from fuelrail.sharding.sources.registry import SourceSpec
+from fuelrail.sharding.sources.shared.files import source_files
+from fuelrail.sharding.sources.shared.tars import tar_members
+from support.sharding import scanned
+from support.shared_data import shared_data
+from support.source_at_url import AtUrl
+from support.source_suite import SourceSuite
+from support.source_world import make_world, samples_of
+
+
+def write_tars(world, root, ending="tar"):
+    """A tar a clip, a sample a frame; calibration, poses and times in JSON."""
+    for clip in world.clips:
+        blob = io.BytesIO()
+        with tarfile.open(fileobj=blob, mode="w") as tar:
+            for number, frame in enumerate(clip.frames):
+                meta = {
+                    "t": frame.timestamp_ns,
+                    "pose": frame.ego2global.tolist(),
+                    "cams": {name: {"k": one.intrinsics.ravel().tolist(), "cam2ego": one.cam2ego.tolist()}
+                             for name, one in frame.images.items()},
+                }  # fmt: skip
+                members = {"json": json.dumps(meta).encode()}
+                members |= {f"{name}.jpg": one.jpeg for name, one in frame.images.items()}
+                for extension, data in members.items():
+                    info = tarfile.TarInfo(f"{clip.name}/{number:04d}.{extension}")
+                    info.size = len(data)
+                    tar.addfile(info, io.BytesIO(data))
+        data = blob.getvalue()
+        if ending != "tar":
+            data = gzip.compress(data) if ending.endswith("gz") else zstandard.compress(data)
+        (root / f"{clip.name}.{ending}").write_bytes(data)
+    return str(root)
+
+
+class TestTars(AtUrl, SourceSuite):
+    """Images share their frame's time and pose in these tars, so samples are compared by a test of its own."""
+
+    kind = "webdataset"
+    options: ClassVar = {
+        "timestamp_ns": "t", "ego2global": "pose", "intrinsics": "cams.{camera}.k",
+        "cam2ego": "cams.{camera}.cam2ego",
+    }  # fmt: skip
+    compare = None
+    ending = "tar"
+
+    def world(self, **changes):
+        return make_world(**{"lidars": (), "num_boxes": 0, **changes})
+
+    def write(self, world, root):
+        return write_tars(world, root, self.ending)
+
+    def test_samples_are_those_of_the_world(self, made):
+        samples = {(one.meta.clip_name, one.meta.timestamp_ns): one for one in samples_of(made.folder / "out").values()}
+        assert len(samples) == 8
+        for clip, number, frame in made.world.frames():
+            sample = samples[clip.name, frame.timestamp_ns]
+            assert sample.meta.sample_token == f"{clip.name}/{number:04d}"
+            np.testing.assert_allclose(sample.geometry.ego2global, frame.ego2global, atol=1e-6)
+            for at, (name, image) in enumerate(frame.images.items()):
+                assert bytes(sample.images[name]) == image.jpeg
+                np.testing.assert_allclose(sample.geometry.intrinsics[at], image.intrinsics)
+                np.testing.assert_allclose(sample.geometry.cam2ego[at], image.cam2ego, atol=1e-6)
+
+
+class TestGzip(TestTars):
+    ending = "tar.gz"
+    reads_heads = False
+
+
+class TestZstd(TestTars):
+    ending = "tar.zst"
+    reads_heads = False
+
+
+@pytest.fixture
+def tars(tmp_path):
+    root = tmp_path / "source"
+    root.mkdir()
+    write_tars(make_world(lidars=(), num_boxes=0), root)
+    return root
+
+
+def scan(root, **options):
+    return scan_source(SourceSpec("webdataset", str(root), options))
+
+
+def test_without_options_images_have_no_calibration_and_no_pose(tars, tmp_path):
+    spec = SourceSpec("webdataset", str(tars), {})
+    TestTars().make(spec, tmp_path / "out")
+    samples = samples_of(tmp_path / "out")
+    assert len(samples) == 8
+    for sample in samples.values():
+        assert np.isnan(sample.geometry.intrinsics).all()
+        assert np.isnan(sample.geometry.cam2ego).all()
+        assert sample.geometry.cam_valid.all()
+    info = scan(tars)
+    assert (info.time_base, info.facts) == ("order", {"poses": "none"})
+
+
+def test_options_map_extensions_and_cut_clips(tars):
+    info = scan(tars, images={"cam_a": "cam_back.jpg"}, clip="(.*)/")
+    assert [camera.channel for camera in info.cameras] == ["cam_a"]
+    assert [clip.clip_name for clip in info.clips] == ["drive-0", "drive-1"]
+    with pytest.raises(SourceError, match="finds nothing in key 'drive-0/0000'"):
+        scan(tars, clip="(x)")
+    with pytest.raises(SourceError, match=r"clip '0000' comes again at key 'drive-1/0000'"):
+        scan(tars, clip="/(.*)")
+    for bad in ("x", "("):
+        with pytest.raises(ConfigError, match="clip="):
+            scan(tars, clip=bad)
+    with pytest.raises(ConfigError, match="go together"):
+        scan(tars, intrinsics="k")
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"timestamp_ns": "time"}, r"key 'drive-0/0000': the JSON has no time"),
+        ({"timestamp_ns": "pose"}, r"expected a whole number"),
+        ({"ego2global": "cams.cam_left.k"}, r"no 4x4 matrix"),
+        ({"timestamp_ns": "t", "meta": "yaml"}, r"there is no .yaml, but json"),
+        ({"timestamp_ns": "t", "meta": "cam_left.jpg"}, r"is not JSON"),
+        ({"images": {"a": "b"}}, r"no frame of the webdataset source .* is kept: no camera image 8"),
+    ],
+)
+def test_wrong_paths_are_named(tars, options, match):
+    with pytest.raises(SourceError, match=match):
+        scan(tars, **options)
+
+
+def spoil(root, how):
+    file = root / "drive-1.tar"
+    data = bytearray(file.read_bytes())
+    if how == "cut":
+        data = data[:-15_000]
+    elif how == "flipped":
+        at = data.rindex(b"drive-1/0002.json")
+        data[at] ^= 1
+    elif how == "LFS":
+        data = b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 1\n"
+    else:
+        data = b""
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(("how", "match"), [("cut", "cut off"), ("flipped", "damaged header"), ("LFS", "damaged"), ("empty", "damaged")])  # fmt: skip  # noqa: E501
+def test_damaged_tars_are_named(tars, how, match):
+    spoil(tars, how)
+    with pytest.raises(SourceError, match=rf"drive-1.tar.*{match}"):
+        scan(tars)
+
+
+@pytest.mark.parametrize("ending", ["tar.gz", "tar.zst"])
+def test_cut_compressed_tars_are_named(tmp_path, ending):
+    write_tars(make_world(lidars=(), num_boxes=0), tmp_path, ending)
+    file = tmp_path / f"drive-1.{ending}"
+    file.write_bytes(file.read_bytes()[:-2000])
+    with pytest.raises(SourceError, match=rf"drive-1.{ending}.*cut off"):
+        scan(tmp_path)
+
+
+def test_links_and_names_that_lead_out_are_refused(tmp_path):
+    for kind, name in ((tarfile.SYMTYPE, "a.jpg"), (tarfile.LNKTYPE, "a.jpg"), (tarfile.REGTYPE, "../a.jpg"),
+                       (tarfile.REGTYPE, "/a.jpg")):  # fmt: skip
+        with tarfile.open(tmp_path / "x.tar", "w") as tar:
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = kind, "b"
+            tar.addfile(info)
+        with pytest.raises(SourceError, match=r"x.tar.*a.jpg"):
+            scan(tmp_path)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("folder", ["tar-go", "tar-rs", "tar-libarchive", "tar-ratarmount", "tar-cpython"])
+def test_tars_of_others_are_read_as_tarfile_reads_them_or_named(folder):
+    """Whatever is in them: the same regular files, or an error with the name of the tar."""
+    root = shared_data(folder)
+    tars = sorted(path for path in Path(root).rglob("*.tar") if path.is_file())
+    assert tars
+    files = source_files(str(root))
+    num_read = 0
+    for path in tars:
+        name = path.relative_to(root).as_posix()
+        try:
+            found = list(tar_members(files, name))
+        except SourceError as error:
+            assert name in str(error)
+            continue
+        num_read += 1
+        with tarfile.open(path, "r:") as opened:
+            wanted = [(one.name, one.offset_data, one.size) for one in opened if one.isreg()]
+        assert [tuple(one) for one in found] == wanted, name
+    assert num_read or folder == "tar-cpython"
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("name", ["tendata.tar", "mpdata.tar", "compressed.tar", "n01491361.tar"])
+def test_samples_of_real_tars_are_those_of_webdataset(name, tmp_path):
+    """Keys, extensions and bytes against the library."""
+    wds = pytest.importorskip("webdataset")
+    found = sorted(Path(shared_data("wds-shards")).rglob(name))
+    assert found
+    shutil.copy(found[0], tmp_path / name)
+    with (tmp_path / name).open("rb") as file:
+        content = [{**one, "__url__": name} for one in wds.tariterators.tar_file_iterator(file)]
+    wanted = list(wds.tariterators.group_by_keys(content))
+    images = [
+        (sample["__key__"], extension) for sample in wanted for extension in sample
+        if extension.rpartition(".")[2] in ("jpg", "jpeg", "png")
+    ]  # fmt: skip
+    if not images:
+        with pytest.raises(SourceError, match=r"no tars with images; its members have the extensions: \w"):
+            scan(tmp_path)
+        return
+    source, _, table = scanned("webdataset", tmp_path, tmp_path, missing_camera="mask")
+    by_key = {sample["__key__"]: sample for sample in wanted}
+    num_images = 0
+    for number in range(len(table)):
+        row = table.row(number)
+        key = json.loads(row.meta)["sample_token"]
+        for member in row.members:
+            extension = member.name.removeprefix("image.") if member.name.startswith("image.") else member.name
+            theirs = by_key[key].get(extension, by_key[key].get("jpeg"))
+            assert bytes(source.open(member.ref)) == theirs
+            num_images += 1
+    assert num_images == len(images)
