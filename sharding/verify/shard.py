@@ -24,7 +24,7 @@ from fuelrail.pipeline.format.zstd_frames import Frame, decode_frame, is_framed,
 from fuelrail.pipeline.runtime.workers import one_at_a_time
 from fuelrail.pipeline.sample.schema import IMAGE_EXTENSIONS, Meta, decode_sample
 from fuelrail.pipeline.storage.files import open_file, read_file
-from fuelrail.sharding.write.images import check_pixels
+from fuelrail.sharding.sources.shared.pictures import check_pixels
 from fuelrail.sharding.write.packer import IndexText
 
 if TYPE_CHECKING:
