@@ -172,8 +172,8 @@ class Members:
             parts = [self._file(name).places(topic) for name in self._logs()[log]]
             if any(part != sorted(part) for part in parts):
                 raise SourceError(
-                    f"log '{log}': the video of topic '{topic}' is not stored in the order of its times: sort the file, "
-                    "as by `mcap sort`"
+                    f"log '{log}': the video of topic '{topic}' is not stored in the order of its times: sort the "
+                    "file, as by `mcap sort`"
                 )
             found = self._places[log, topic] = list(itertools.chain.from_iterable(parts))
         return found

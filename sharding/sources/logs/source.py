@@ -68,6 +68,7 @@ class LogSource(FrameSource[LogSettings]):
 
     def sensors(self) -> Sensors:
         """Cameras and lidars by their channels; a lidar has the columns x, y, z, intensity, ring, time."""
+        assert self.channels is not None, "they are checked first"
         _check_channels(self)
         self.time_base = "unix" if self._is_unix(self.recordings.logs[0][0]) else "boot"
         self.image_boxes = {channel: f"of topic {topic}; row is -1" for channel, topic in self.given.boxes2d.items()}

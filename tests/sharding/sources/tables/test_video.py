@@ -117,7 +117,7 @@ def test_rows_may_name_frames_in_any_order_and_each_is_decoded_once(tmp_path, mo
     })  # fmt: skip
     made: list[Videos] = []
     init = Videos.__init__
-    monkeypatch.setattr(Videos, "__init__", lambda self, files: (init(self, files), made.append(self))[0])
+    monkeypatch.setattr(Videos, "__init__", lambda self, *given: (init(self, *given), made.append(self))[0])
     make(tmp_path, tmp_path / "out")
     assert numbers_in(tmp_path / "out") == {"front": wanted, "back": wanted[::-1]}
     # 30 of the raw stream; of the other one groups 0 to 11 and 20 to 29, less those after the last wanted frame.
@@ -194,7 +194,7 @@ def test_frames_before_the_first_keyframe_are_absent_and_counted(tmp_path):
                 file.mux(packet)
     write_rows(tmp_path, {"front": [f"a.mkv#frame={at}" for at in range(10)]})
     spec = SourceSpec("manifest", str(tmp_path), {"missing_camera": "drop"})
-    assert scan_source(spec).report.dropped_samples == {"no camera image": 2}
+    assert scan_source(spec).report.dropped_samples == {"no camera image (no keyframe before it)": 2}
     make(tmp_path, tmp_path / "out", missing_camera="drop")
     assert numbers_in(tmp_path / "out") == {"front": [4, 5, 6, 7, 8, 9, 10, 11]}
 
