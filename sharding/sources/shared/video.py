@@ -206,8 +206,18 @@ class VideoFile:
 
 
 def _best(container: Any) -> Any:  # noqa: ANN401 - PyAV
-    """The stream that FFmpeg takes where there are several, such as a preview beside the video."""
-    return container.streams.best("video")
+    """The stream that the program ffmpeg takes of several, such as a preview and the video: the largest picture.
+
+    The one that is marked as default counts five million pixels more, and a cover comes last.
+    """
+    from av.stream import Disposition
+
+    def rank(stream: Any) -> tuple[bool, int]:  # noqa: ANN401 - PyAV
+        context, marks = stream.codec_context, stream.disposition
+        size = context.width * context.height + (5_000_000 if marks & Disposition.default else 0)
+        return not marks & Disposition.attached_pic, size
+
+    return max(container.streams.video, key=rank)
 
 
 class StreamDecoder:

@@ -18,6 +18,7 @@ from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.run import scan_source, shard
 from fuelrail.sharding.sources.registry import SourceSpec, make_source
+from fuelrail.sharding.sources.shared.video import VideoFile
 from fuelrail.sharding.sources.tables.members import Videos
 from support.manifest_world import GROUPS, as_video, write_long, write_video, write_wide
 from support.shared_data import shared_data
@@ -262,3 +263,27 @@ def test_a_video_at_a_url_is_refused(tmp_path):
             scan_source(SourceSpec("manifest", url, {}))
     finally:
         fs.rm("/test_video_at_a_url", recursive=True)
+
+
+def test_of_several_streams_the_one_that_ffmpeg_takes_is_decoded(tmp_path):
+    """A small preview stands before the video."""
+    write_video(tmp_path / "small.mp4", [numbered(at)[:64, :64] for at in range(6)])
+    write_video(tmp_path / "large.mp4", [numbered(at) for at in range(6)])
+    with (
+        av.open(str(tmp_path / "small.mp4")) as small, av.open(str(tmp_path / "large.mp4")) as large,
+        av.open(str(tmp_path / "a.mp4"), "w") as file,
+    ):  # fmt: skip
+        pairs = [(one, file.add_stream_from_template(one.streams.video[0])) for one in (small, large)]
+        for source, stream in pairs:
+            for packet in source.demux(video=0):
+                if packet.size:
+                    packet.stream = stream
+                    file.mux(packet)
+    with av.open(str(tmp_path / "large.mp4")) as large:
+        size = large.streams.video[0].width, large.streams.video[0].height
+    assert VideoFile(str(tmp_path / "a.mp4")).facts()[:2] == size
+    (tmp_path / "small.mp4").unlink()
+    (tmp_path / "large.mp4").unlink()
+    write_rows(tmp_path, {"front": [f"a.mp4#frame={at}" for at in range(6)]})
+    make(tmp_path, tmp_path / "out")
+    assert numbers_in(tmp_path / "out") == {"front": list(range(6))}
