@@ -11,6 +11,7 @@ import fsspec
 import numpy as np
 import pytest
 import simplejpeg
+from av.stream import Disposition
 
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.sharding.engines.local import LocalEngine
@@ -274,6 +275,7 @@ def test_of_several_streams_the_one_that_ffmpeg_takes_is_decoded(tmp_path):
         av.open(str(tmp_path / "a.mp4"), "w") as file,
     ):  # fmt: skip
         pairs = [(one, file.add_stream_from_template(one.streams.video[0])) for one in (small, large)]
+        pairs[1][1].disposition = Disposition.default  # else the first of an mp4 is
         for source, stream in pairs:
             for packet in source.demux(video=0):
                 if packet.size:
