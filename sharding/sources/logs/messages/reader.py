@@ -102,23 +102,24 @@ class Reader:
         """Stamp, frame and number of points; protobuf has no number: that of the message's 16-byte points."""
         return self._guard(lambda data: self._form.cloud_head(data, message.length), message.data)
 
-    def _check_plain(self, data: Any) -> None:  # noqa: ANN401 - of one message, or of several
-        """Raise SourceError where the first message is compressed by itself, which no topic of MCAP states."""
-        first = data[0] if isinstance(data, list) and data else data
-        if not isinstance(first, list) and bytes(memoryview(first)[:4]) == _ZSTD:
-            raise SourceError(
-                f"topic '{self._topic.name}': messages are compressed one by one, as rosbag2 does by compression_mode "
-                "MESSAGE: `ros2 bag convert` makes a file with compressed chunks of them, which is read"
-            )
-        self._is_first = False
-
     def _guard(self, read: Callable[[D], T], data: D) -> T:
         if self._is_first:
-            self._check_plain(data)
+            _check_plain(data, self._topic.name)
+            self._is_first = False
         try:
             return read(data)
         except _errors() as error:
             raise SourceError(f"topic '{self._topic.name}': a message is no {self._topic.type}: {error}") from error
+
+
+def _check_plain(data: Any, topic: str) -> None:  # noqa: ANN401 - of one message, or of several
+    """Raise SourceError where the first message is compressed by itself, which no topic of MCAP states."""
+    first = data[0] if isinstance(data, list) and data else data
+    if not isinstance(first, list) and bytes(memoryview(first)[:4]) == _ZSTD:
+        raise SourceError(
+            f"topic '{topic}': messages are compressed one by one, as rosbag2 does by compression_mode MESSAGE: `ros2 "
+            "bag convert` makes a file with compressed chunks of them, which is read"
+        )
 
 
 @functools.cache
