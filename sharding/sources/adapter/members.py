@@ -10,7 +10,7 @@ import msgspec
 
 from fuelrail.pipeline.errors import ImageError, SourceError
 from fuelrail.pipeline.format.rules import LARGEST_IMAGE
-from fuelrail.pipeline.sample.schema import IMAGE_EXTENSIONS, POINTS_EXTENSION
+from fuelrail.pipeline.sample.schema import POINTS_EXTENSION
 from fuelrail.sharding.sources.adapter.frame import Absent, Image
 from fuelrail.sharding.sources.shared.files import looks
 from fuelrail.sharding.sources.shared.pictures import EXTENSION_OF, examined
@@ -106,8 +106,8 @@ class Found(msgspec.Struct, frozen=True, gc=False):
 class MemberFinder:
     """Finds the images and sweeps of a clip's frames; notes what is wrong with them.
 
-    ``points`` and ``policy`` are options of the source. The
-    first image of each camera and those whose size or form is not stated are looked at in any case.
+    ``points`` and ``policy`` are options of the source. The first image of each camera and those whose size or form is
+    not stated are looked at in any case.
     """
 
     files: SourceFiles
@@ -132,14 +132,8 @@ class MemberFinder:
                 if isinstance(own, Image) and not own.made:
                     ref = own.ref
                     parts[ref] = Part.of(ref)
-                    is_first = channel not in seen
-                    if (
-                        is_first
-                        or own.width <= 0
-                        or own.height <= 0
-                        or self.policy.depth != "head"
-                        or not _extension(own)
-                    ):
+                    is_known = own.width > 0 and own.height > 0 and bool(_extension(own))
+                    if not is_known or channel not in seen or self.policy.depth != "head":
                         looked_at[ref] = channel
                         seen.add(channel)
             for one in frame.sweeps.values() if self.points else ():
@@ -178,9 +172,8 @@ class MemberFinder:
         wanted = {ref: parts[ref] for ref in channels if facts[parts[ref].name]}
         heads: dict[str, ImageInfo | None] = {}
         damaged: list[str] = []
-        for ref, head in zip(
-            wanted, image_heads(self.files, list(wanted.values()), facts, self.policy.depth), strict=True
-        ):
+        found = image_heads(self.files, list(wanted.values()), facts, self.policy.depth)
+        for ref, head in zip(wanted, found, strict=True):
             if not isinstance(head, str):
                 heads[ref] = head
                 self.report.note_image(channels[ref], head)
@@ -198,7 +191,7 @@ class MemberFinder:
             return self._note(place, channel, f"image '{image.ref}' is stated to have {stated}")
         head = known.heads.get(image.ref)
         size, extension = (image.width, image.height), _extension(image)
-        if image.made and extension not in IMAGE_EXTENSIONS:
+        if image.made and not extension:
             listed = ", ".join(_EXTENSIONS)
             return self._note(place, channel, f"image '{image.ref}' has none of the extensions {listed}; state it")
         if head is not None:  # not the name, which may be wrong
@@ -249,8 +242,9 @@ class MemberFinder:
 
 
 def _extension(image: Image) -> str:
-    """By what is stated, or by the name; "" where neither says it."""
-    return image.extension or _EXTENSIONS.get(image.ref.partition("#")[0].rpartition(".")[2].lower(), "")
+    """By what is stated, or by the name; "" where neither says one that is stored."""
+    stated = image.extension or image.ref.partition("#")[0].rpartition(".")[2].lower()
+    return _EXTENSIONS.get(stated, "")
 
 
 class _Known(NamedTuple):

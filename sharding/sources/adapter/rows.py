@@ -49,6 +49,10 @@ _AT_ONCE: Final = 256
 _HOLE_S: Final = 10.0
 _HOLE_STEPS: Final = 10
 """From how many steps of a clip, and seconds, on a gap between frames is noted."""
+_HOLES: Final = (
+    f"holes in clips (over {_HOLE_S:g} s and {_HOLE_STEPS} steps), over which temporal windows reach: give the parts clips "
+    "of their own"
+)
 _NS_PER_HOUR: Final = 3_600_000_000_000
 _CLIP_ID: Final = re.compile(r"[a-z0-9_-]{1,64}\Z")
 _COMMON: Final[dict[str, type]] = {
@@ -143,9 +147,8 @@ class ClipRows:
                 known = ", ".join(sorted(channels))
                 raise SourceError(f"{where}: frame {at} has the sensor '{min(unknown)}', the rig has {known}")
         steps_s = np.diff([frame.timestamp_ns for frame in frames]) * 1e-9
-        if len(steps_s) and steps_s.max() > max(_HOLE_S, _HOLE_STEPS * float(np.median(steps_s))):
-            text = "neighbours, and windows reach over it: give the parts clips of their own"
-            self.report.note(f"{where}: up to {steps_s.max():,.0f} s between {text}")
+        hole_s = max(_HOLE_S, _HOLE_STEPS * float(np.median(steps_s))) if len(steps_s) else _HOLE_S
+        self.report.note(_HOLES, int(np.count_nonzero(steps_s > hole_s)))
 
     def _stamp(self, clip: Clip) -> str:
         for name in clip.files:

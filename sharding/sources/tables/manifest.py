@@ -110,13 +110,11 @@ class Manifest(FrameSource[ManifestSettings]):
         self.given.check_libraries()
         self.time_base, self.ego_origin = self.given.time_base, self.given.ego_origin
         self._is_unix = self.time_base == "unix"
-        self._table_files, root = (
-            self.files,
-            self.given.root or (location if self.file is None else str(Path(location).parent)),
-        )
+        self._table_files = self.files
+        folder = location if self.file is None else str(Path(location.removeprefix("file://")).parent)
         if self.given.root:
-            self.files = source_files(root)
-        self._paths = Paths(self.files, root)
+            self.files = source_files(self.given.root)
+        self._paths = Paths(self.files, self.given.root or folder)
         self._tables: dict[str, Table] = {}
         self._calibrations: Calibrations | None = None
 

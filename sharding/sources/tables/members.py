@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -91,9 +91,9 @@ class Paths:
 
     def __init__(self, files: SourceFiles, root: str) -> None:
         """``files`` are those below the folder or URL ``root``."""
-        plain = root.removeprefix("file://").rstrip("/")
-        roots = [plain] if is_url(root) else [plain, os.path.abspath(plain or "/"), os.path.realpath(plain or "/")]  # noqa: PTH100
-        self._roots = tuple(dict.fromkeys(f"{one.rstrip('/')}/" for one in roots))
+        folder = Path(root.removeprefix("file://"))
+        roots = [root] if is_url(root) else [str(folder.absolute()), str(folder.resolve())]
+        self._roots = [f"{one.rstrip('/')}/" for one in roots]
         self._shown, self._tars = files.shown, Tars(files)
         self.videos = Videos(files, self.inside)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 
 import msgspec
 import numpy as np
@@ -204,5 +203,6 @@ def test_holes_of_a_clip_are_reported(root):
 
     assert not scan(root).report.noted
     change(root, edit)
-    (said,) = scan(root, kind="neutral_without_poses").report.noted
-    assert re.match(r"clip 'drive-1': up to 7,20\d s between neighbours, .*give the parts clips of their own", said)
+    ((said, number),) = scan(root, kind="neutral_without_poses").report.noted.items()
+    assert number == 1
+    assert said.startswith("holes in clips")
