@@ -27,11 +27,12 @@ from fuelrail.pipeline.errors import ConfigError, IndexFileError, ManifestError,
 from fuelrail.pipeline.format.attributes import Attributes
 from fuelrail.pipeline.format.dataset import Dataset, open_kind
 from fuelrail.pipeline.format.manifest import DATASETS, Kinds, Manifest
-from fuelrail.pipeline.sample.arrays import map_npy
 from fuelrail.pipeline.sample.schema import GEOMETRY, META
 from fuelrail.pipeline.settings import Settings, must_be
+from fuelrail.pipeline.storage.files import map_npy
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.storage.retry import RetryPolicy
 
 LAYER_FORMAT: Final = "fuelrail-layer"
@@ -147,12 +148,21 @@ class Layer:
         """Whether every row of the base has a row of the layer."""
         return self.manifest.num_samples == self.manifest.base.num_samples
 
-    def row(self, position: int) -> int:
-        """The row of the layer's index for a position of the base; `NO_ROW` where there is none.
+    def find(self, position: int, key: str) -> tuple[int, IndexRow] | None:
+        """The number of the layer's row for a sample of the base, and the row; None where it has none.
 
-        Raises IndexFileError for a row that the index does not have.
+        Raises IndexFileError for a row that the index does not have, or that has another key than the sample.
         """
-        return position if self.rows is None else self._checked(int(self.rows[position]))
+        number = position if self.rows is None else self._checked(int(self.rows[position]))
+        if number == NO_ROW:
+            return None
+        row = self.data.index.row(number)
+        if row.key != key:
+            raise IndexFileError(
+                f"layer '{self.name}' ('{self.data.location}') has the key '{row.key}' for sample '{key}' of its base: "
+                "verify the layer"
+            )
+        return number, row
 
     def rows_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """The rows for positions of the base, int64, `NO_ROW` where there is none; `NO_ROW` stays what it is.
@@ -253,7 +263,8 @@ def read_rows(data: Dataset) -> NDArray[np.int64] | None:
     try:
         rows = map_npy(path)
     except (OSError, ValueError, SchemaError) as error:
-        raise IndexFileError(f"'{path}' cannot be read: {error}") from error
+        why = (isinstance(error, OSError) and error.strerror) or error
+        raise IndexFileError(f"'{path}' cannot be read: {why}") from error
     if rows.dtype != ROWS_DTYPE or rows.shape != (num_samples,):
         raise IndexFileError(f"'{path}' must hold int64 [{num_samples}], a row for each sample of the base")
     return cast("NDArray[np.int64]", rows)

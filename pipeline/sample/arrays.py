@@ -12,11 +12,9 @@ import ast
 import functools
 import io
 import math
-import mmap
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -237,12 +235,6 @@ def read_npy(data: Buffer, *, any_order: bool = False) -> NDArray[np.generic]:
     if start + array.nbytes != len(view):
         raise SchemaError(f".npy of {array.dtype}{list(array.shape)} in {len(view)} bytes")
     return array
-
-
-def map_npy(path: Path) -> NDArray[np.generic]:
-    """Map a ``.npy`` 1.0 file; raises SchemaError for what :func:`read_npy` refuses, ValueError for an empty file."""
-    with path.open("rb") as file:
-        return read_npy(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
 
 
 @functools.lru_cache(maxsize=512)

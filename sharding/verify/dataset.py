@@ -32,11 +32,11 @@ from fuelrail.pipeline.format.index.blocks import BLOCKS_FILE, TABLE_FILES, bloc
 from fuelrail.pipeline.format.index.keys import KEYS_FILE
 from fuelrail.pipeline.format.index.samples import INDEX_FILE
 from fuelrail.pipeline.format.index.shards import SHARDS_FILE, ShardEntry
-from fuelrail.pipeline.format.index.tables import open_shards, open_tables
+from fuelrail.pipeline.format.index.tables import MAX_BLOCKS_BYTES, open_shards, open_tables
 from fuelrail.pipeline.format.layers import EITHER, NO_ROW, ROWS_FILE, LayerManifest, read_rows
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, WORK_FOLDER, FileEntry, Manifest, load_manifest
 from fuelrail.pipeline.runtime.workers import in_threads
-from fuelrail.pipeline.storage.files import open_file
+from fuelrail.pipeline.storage.files import open_file, read_file
 from fuelrail.pipeline.storage.filesystem import is_url, shown_url
 from fuelrail.pipeline.text import escaped, json_text, message, shown
 from fuelrail.sharding.output.folder import file_is
@@ -241,7 +241,7 @@ def _check_tables(dataset: Dataset, folder: Path) -> list[Fault]:
         except IndexFileError as error:
             return [Fault(KEYS_FILE, str(error))]
     names = [name for name in TABLE_FILES if dataset.manifest.file(name) is not None]
-    if (folder / BLOCKS_FILE).read_bytes() != b"".join(block_digests(folder / name) for name in names):
+    if read_file(folder / BLOCKS_FILE, MAX_BLOCKS_BYTES) != b"".join(block_digests(folder / name) for name in names):
         return [Fault(BLOCKS_FILE, f"does not hold the digests of the blocks of {', '.join(names)}")]
     return []
 
