@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save as _save
 
 from fuelrail.pipeline.errors import SchemaError
+from fuelrail.pipeline.text import repeated_key, shown
 
 _DTYPES: Final = {
     name: np.dtype(code)
@@ -171,6 +172,8 @@ def _parse(header: bytes) -> Layout:
         entries = _header_decoder.decode(header)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise SchemaError(f"safetensors header: {error}") from error
+    if (twice := repeated_key(header, entries)) is not None:
+        raise SchemaError(f"safetensors header: '{shown(twice)}' occurs twice")
     position = 0
     for begin, end in sorted(entry.data_offsets for entry in entries.values()):
         if begin != position:
