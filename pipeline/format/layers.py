@@ -31,8 +31,8 @@ from fuelrail.pipeline.format.manifest import (
     DATASETS,
     Kinds,
     Manifest,
-    check_channels,
     check_fingerprints,
+    check_parts,
 )
 from fuelrail.pipeline.settings import Settings, must_be
 from fuelrail.pipeline.storage.files import map_npy
@@ -115,12 +115,10 @@ class LayerManifest(Manifest, frozen=True, kw_only=True):
     def check_channels(self, where: str) -> None:
         """Raise ManifestError for a table that is broken or has what only a base has; and for a base that is none."""
         check_fingerprints(where, self.base.fingerprint)
-        check_channels(self.base.sensors, where)
         check_layer_table(self.channels, self.base, where, ManifestError)
+        check_parts(self.base.sensors, where)
         if len(self.base.name) > MAX_TEXT:
-            raise ManifestError(
-                f"'{where}': a name of {len(self.base.name)} characters, at most {MAX_TEXT} are allowed"
-            )
+            raise ManifestError(f"'{where}': base.name has {len(self.base.name)} characters; {MAX_TEXT} are allowed")
         if [*self.splits] != [LAYER_SPLIT] or any(one.sensor not in (CAMERA, LIDAR) for one in self.base.sensors):
             raise ManifestError(
                 f"'{where}': a layer has the one split '{LAYER_SPLIT}', and names cameras and lidars of its base; "

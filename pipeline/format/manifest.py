@@ -162,7 +162,8 @@ class Manifest(Settings, frozen=True):
 
     def check_channels(self, where: str) -> None:
         """Raise ManifestError for a table that is broken."""
-        check_channels(self.channels, where)
+        check_table(self.channels, where, ManifestError, known_only=True)
+        check_parts(self.channels, where)
 
     @property
     def cameras(self) -> tuple[CameraEntry, ...]:
@@ -389,9 +390,8 @@ def _check_names(manifest: Manifest, where: str) -> None:
                 raise ManifestError(f"'{where}': {kind} name '{shown(name)}' does not match {pattern}")
 
 
-def check_channels(channels: Sequence[Channel], where: str) -> None:
-    """Raise ManifestError unless the table holds together, and cameras, lidars and boxes are what all readers know."""
-    check_table(channels, where, ManifestError, known_only=True)
+def check_parts(channels: Sequence[Channel], where: str) -> None:
+    """Raise ManifestError unless cameras, lidars and boxes are what every reader takes them for."""
     parts = {*RESERVED, *(f"{channel.name}_sweeps" for channel in channels if channel.sensor == LIDAR)}
     for channel in channels:
         if channel.sensor == CAMERA:
