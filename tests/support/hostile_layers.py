@@ -27,7 +27,7 @@ VALUES: Final = {
 """Values in place of what a manifest states."""
 MAY_PASS: Final = (
     "*/name=escape", "*/license=null", "*/license=escape", "*/provenance=object", "*/fields-source_name=escape",
-    "*/base-name=escape", "*/attributes-gone", "*/extra-file", "*/rows-swapped", "*/digest=*", "*/num_bytes=*",
+    "*/base-name=escape", "*/attributes-gone", "*/extra-file", "*/rows-swapped", "*/caption.txt-bomb", "*/digest=*", "*/num_bytes=*",
 )  # fmt: skip
 """Layers that FORMAT.md allows, or whose fault shows only beside the base; and what the edit itself makes right again."""
 
