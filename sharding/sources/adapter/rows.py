@@ -50,8 +50,8 @@ _HOLE_S: Final = 10.0
 _HOLE_STEPS: Final = 10
 """From how many steps of a clip, and seconds, on a gap between frames is noted."""
 _HOLES: Final = (
-    f"holes in clips (over {_HOLE_S:g} s and {_HOLE_STEPS} steps), over which temporal windows reach: give the parts clips "
-    "of their own"
+    f"holes in clips (over {_HOLE_S:g} s and {_HOLE_STEPS} steps), over which temporal windows reach: give the parts "
+    "clips of their own"
 )
 _NS_PER_HOUR: Final = 3_600_000_000_000
 _CLIP_ID: Final = re.compile(r"[a-z0-9_-]{1,64}\Z")
