@@ -70,7 +70,7 @@ class LogSource(FrameSource[LogSettings]):
         """Cameras and lidars by their channels; a lidar has the columns x, y, z, intensity, ring, time."""
         assert self.channels is not None, "they are checked first"
         _check_channels(self)
-        self.time_base = "unix" if self._is_unix(self.recordings.logs[0][0]) else "boot"
+        self.time_base = "unix" if _is_unix(self, self._indexed(self.recordings.logs[0][0])) else "boot"
         self.image_boxes = {channel: f"of topic {topic}; row is -1" for channel, topic in self.given.boxes2d.items()}
         return Sensors.of(self.camera_topics, dict.fromkeys(self.lidar_topics, COLUMNS))
 
@@ -80,7 +80,7 @@ class LogSource(FrameSource[LogSettings]):
         reference = _reference(self)
         for name, files in self.recordings.logs:
             index = self._indexed(name)
-            if self._is_unix(name) != (self.time_base == "unix"):
+            if _is_unix(self, index) != (self.time_base == "unix"):
                 first = self.recordings.logs[0][0]
                 raise SourceError(
                     f"the times of log '{name}' and those of log '{first}' are not of one kind: of one they count from "
@@ -170,11 +170,6 @@ class LogSource(FrameSource[LogSettings]):
             found.append(signals_channel(f"can_{name}", units, topic, has_unknown=True))
         return (*found, *_radar_channels(self))
 
-    def _is_unix(self, log: str) -> bool:
-        """Whether the times of a log count from 1970: they are after the year 2000, or there are none."""
-        stamps = self._indexed(log).series[{**self.camera_topics, **self.lidar_topics}[_reference(self)]].stamps
-        return not len(stamps) or bool(stamps[0] >= _YEAR_2000_NS)
-
     def _indexed(self, log: str) -> LogIndex:
         """What is known of a log; that of the last one is kept."""
         if self._index is None or self._index.name != log:
@@ -208,6 +203,13 @@ class Rosbag2Source(LogSource):
 def _reference(source: LogSource) -> str:
     """The channel that makes the frames."""
     return source.given.reference or next(iter(source.lidar_topics), "") or next(iter(source.camera_topics))
+
+
+def _is_unix(source: LogSource, index: LogIndex) -> bool:
+    """Whether the times of a log count from 1970: they are after the year 2000, or there are none."""
+    topics = {**source.camera_topics, **source.lidar_topics}
+    stamps = index.series[topics[_reference(source)]].stamps
+    return not len(stamps) or bool(stamps[0] >= _YEAR_2000_NS)
 
 
 def _has_video(source: LogSource) -> bool:
