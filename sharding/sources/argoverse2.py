@@ -32,6 +32,7 @@ from fuelrail.sharding.sources.shared.arrow import (
     read_file,
     stacked,
 )
+from fuelrail.sharding.sources.shared.foreign import read_json
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.adapter.frame import F64
@@ -346,10 +347,7 @@ class _File(msgspec.Struct, frozen=True):
 
 def parse_map(data: bytes, where: str) -> VectorMap:
     """The lines of a log's map; a border that two lanes share is one. Raises SourceError, naming ``where``."""
-    try:
-        found = msgspec.json.decode(data, type=_File)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise SourceError(f"{where} is no vector map of Argoverse 2: {error}") from error
+    found = read_json(data, where, _File, "is no vector map of Argoverse 2")
     outlines = [(0, [*one.area_boundary, *one.area_boundary[:1]]) for one in found.drivable_areas.values()]
     outlines += [(1, [*one.edge1, *reversed(one.edge2), *one.edge1[:1]]) for one in found.pedestrian_crossings.values()]
     for lane in found.lane_segments.values():

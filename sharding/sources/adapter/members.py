@@ -60,9 +60,14 @@ class Part(msgspec.Struct, frozen=True, gc=False):
         return files.read(self.name, self.offset, self.length)
 
 
+def is_inside(name: str) -> bool:
+    """Whether a file name does not lead out of the source's root."""
+    return not (name.startswith("/") or ".." in name.split("/") or "\0" in name)
+
+
 def check_inside(name: str, where: str) -> None:
     """Raise SourceError, naming ``where``, for a file name that leads out of the source's root."""
-    if name.startswith("/") or ".." in name.split("/") or "\0" in name:
+    if not is_inside(name):
         raise SourceError(f"{where}: the file name '{name}' is not inside the source")
 
 

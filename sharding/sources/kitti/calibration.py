@@ -17,6 +17,7 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import homogeneous, invert_rigid
 from fuelrail.sharding.sources.adapter.poses import nearest_rigid
 from fuelrail.sharding.sources.shared.arrow import read_file
+from fuelrail.sharding.sources.shared.foreign import read_text
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.adapter.frame import F64
@@ -55,7 +56,7 @@ class Numbers(NamedTuple):
 def read_numbers(files: SourceFiles, name: str) -> Numbers:
     """The lines ``KEY: NUMBER NUMBER ...`` of a text file; others are left out."""
     found = {}
-    for line in read_file(files, name).decode(errors="replace").splitlines():
+    for line in read_text(read_file(files, name), f"file '{files.shown}/{name}'").splitlines():
         key, _, rest = line.partition(" ")
         try:
             found[key.removesuffix(":")] = [float(text) for text in rest.split()]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.sample.schema import POINTS_EXTENSION, SWEEPS_FIELD
+from fuelrail.sharding.sources.adapter.members import is_inside
 from fuelrail.sharding.sources.shared.scan_report import Findings
 from fuelrail.sharding.sources.shared.scan_table import Reference
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.nuscenes.geometry import Frame, Keyframes, SensorRow
     from fuelrail.sharding.sources.nuscenes.sweeps import LidarSweeps, SweepList
     from fuelrail.sharding.sources.shared.files import FileFacts, SourceFiles
-    from fuelrail.sharding.sources.shared.scan_report import ScanReport
+from fuelrail.sharding.sources.shared.scan_report import ScanReport
 
 _IMAGE_EXTENSIONS: Final = {"jpg": "jpg", "jpeg": "jpg", "png": "png"}
 _NOT_VALID: Final = "marked as not valid"
@@ -33,7 +34,7 @@ class KeyframeFiles:
         """Look at many files together; :meth:`file_bytes` knows of them then, with ``more`` of those before too."""
         if not more:
             self._facts = {}
-        inside = [name for name in dict.fromkeys(filenames) if not _leads_out(name) and name not in self._facts]
+        inside = [name for name in dict.fromkeys(filenames) if is_inside(name) and name not in self._facts]
         self._facts.update(zip(inside, self._files.facts_of(inside), strict=True))
 
     def of(self, keyframes: Keyframes, frame: Frame, stamps: list[str], report: ScanReport) -> list[Reference]:
@@ -117,7 +118,7 @@ class KeyframeFiles:
 
         Its stamp is added to ``stamps``.
         """
-        if _leads_out(filename):
+        if not is_inside(filename):
             raise SourceError(f"table 'sample_data' names the file '{filename}', which is not inside the dataroot")
         facts = self._facts[filename] if filename in self._facts else self._files.facts(filename)
         if facts is None:
@@ -130,10 +131,6 @@ class KeyframeFiles:
     def _refuse_missing(self, what: str) -> None:
         if self._missing_camera == "error":
             raise SourceError(f"{what}; the option missing_camera=mask makes it an absent member instead")
-
-
-def _leads_out(filename: str) -> bool:
-    return filename.startswith("/") or ".." in filename.split("/")
 
 
 def _of_no_known_kind(filename: str, sensor: str) -> SourceError:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.adapter.frame import Absent, Image, Sweep
-from fuelrail.sharding.sources.adapter.members import check_inside
+from fuelrail.sharding.sources.adapter.members import check_inside, is_inside
 from fuelrail.sharding.sources.shared.tars import Tars
 from fuelrail.sharding.sources.shared.video import VideoFacts, VideoFile
 from fuelrail.sharding.sources.tables.calibration import shared
@@ -58,7 +58,7 @@ class Videos:
             for column in filter(is_path, rows.batch.schema.names):
                 videos = [text.partition(FRAME)[0] for text in rows.texts(column) if text and FRAME in text]
                 found.update((name.removeprefix(f"{self._files.shown}/"), None) for name in videos)
-        return tuple(name for name in found if self._files.facts(name) is not None)
+        return tuple(name for name in found if is_inside(name) and self._files.facts(name) is not None)
 
     def jpegs(self, refs: Sequence[str], quality: int) -> Iterator[tuple[str, bytes]]:
         """Yield these frames as JPEG: video by video, in the order of presentation, each decoded once."""

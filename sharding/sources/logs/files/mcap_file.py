@@ -51,7 +51,7 @@ class McapFile:
         self._files, self._name = files, name
         self._where = f"file '{files.shown}/{name}'"
         self._skip_damaged, self._check_all = skip_damaged, check_all
-        self._channels = Channels()
+        self._channels = Channels(self._where)
         self._chunk: tuple[int, Buffer] = (-1, b"")
         self._lengths: dict[str, int] = {}
         self.num_decompressed = 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import struct
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -11,6 +9,7 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.logs.messages.foxglove import Foxglove
 from fuelrail.sharding.sources.logs.messages.records import Edges
 from fuelrail.sharding.sources.logs.messages.ros import Ros
+from fuelrail.sharding.sources.shared.foreign import parsing
 
 if TYPE_CHECKING:
     import numpy as np
@@ -79,7 +78,7 @@ class Reader:
     @property
     def columns(self) -> list[str]:
         """Where in a message of ROS its single numbers are; raises SourceError where it has none, or no stamp."""
-        names = self._form.columns if isinstance(self._form, Ros) else []
+        names = self._guard(lambda form: form.columns, self._form) if isinstance(self._form, Ros) else []
         if not names:
             raise SourceError(
                 f"topic '{self._topic.name}' has the type {self._topic.type}, which is no message of ROS 2 with numbers"
@@ -100,15 +99,5 @@ class Reader:
         return self._guard(lambda data: self._form.cloud_head(data, message.length), message.data)
 
     def _guard(self, read: Callable[[D], T], data: D) -> T:
-        try:
+        with parsing(f"topic '{self._topic.name}': a message", f"is no {self._topic.type}"):
             return read(data)
-        except _errors() as error:
-            raise SourceError(f"topic '{self._topic.name}': a message is no {self._topic.type}: {error}") from error
-
-
-@functools.cache
-def _errors() -> tuple[type[Exception], ...]:
-    """What a message that is not of its type raises."""
-    from rosbags.serde import SerdeError
-
-    return struct.error, AttributeError, IndexError, KeyError, ValueError, AssertionError, SerdeError
