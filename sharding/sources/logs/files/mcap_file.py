@@ -32,6 +32,7 @@ from fuelrail.sharding.sources.logs.files.mcap_records import (
     read_summary,
 )
 from fuelrail.sharding.sources.shared.files import opened
+from fuelrail.sharding.sources.shared.foreign import parsing
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
@@ -115,17 +116,18 @@ class McapFile:
 
     def read(self, place: Locator, most: int | None = None) -> Message:
         """A whole message, or its first bytes."""
-        if place.chunk < 0:
-            head = self._files.read(self._name, place.at, MESSAGE.size)
-            length, start = RECORD.unpack_from(head)[1] - _HEAD, place.at + MESSAGE.size
-            data = self._files.read(self._name, start, length if most is None else min(most, length))
-            return Message("", 0, place, data, length, start)
-        if self._chunk[0] != place.chunk:
-            head = self._files.read(self._name, place.chunk, RECORD.size + CHUNK.size + 8)
-            self._whole(self._chunk_at(place.chunk, head))
-        chunk = self._chunk[1]
-        length, start = RECORD.unpack_from(chunk, place.at)[1] - _HEAD, place.at + MESSAGE.size
-        return Message("", 0, place, memoryview(chunk)[start : start + length], length)
+        with parsing(f"{self._where}: the message at {place.chunk}:{place.at}"):
+            if place.chunk < 0:
+                head = self._files.read(self._name, place.at, MESSAGE.size)
+                length, start = RECORD.unpack_from(head)[1] - _HEAD, place.at + MESSAGE.size
+                data = self._files.read(self._name, start, length if most is None else min(most, length))
+                return Message("", 0, place, data, length, start)
+            if self._chunk[0] != place.chunk:
+                head = self._files.read(self._name, place.chunk, RECORD.size + CHUNK.size + 8)
+                self._whole(self._chunk_at(place.chunk, head))
+            chunk = self._chunk[1]
+            length, start = RECORD.unpack_from(chunk, place.at)[1] - _HEAD, place.at + MESSAGE.size
+            return Message("", 0, place, memoryview(chunk)[start : start + length], length)
 
     def _of(self, chunk: Chunk) -> str:
         return f"{self._where}: the chunk at byte {chunk.at}"

@@ -12,7 +12,7 @@ import msgspec
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.logs.files.mcap_file import McapFile
 from fuelrail.sharding.sources.logs.files.sqlite_file import SqliteFile
-from fuelrail.sharding.sources.shared.foreign import read_yaml
+from fuelrail.sharding.sources.shared.foreign import parsing, read_yaml
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.logs.files.log_file import LogFile, Topic
@@ -71,12 +71,11 @@ class Recordings:
     @cached_property
     def topics(self) -> dict[str, Topic]:
         """Topics of all logs by name."""
-        return {
-            topic.name: topic
-            for _, files in self.logs
-            for name in files
-            for topic in self.log_file(name).topics.values()
-        }
+        found: dict[str, Topic] = {}
+        for name in (name for _, files in self.logs for name in files):
+            with parsing(f"file '{self._files.shown}/{name}'"):
+                found |= self.log_file(name).topics
+        return found
 
     def log_file(self, name: str) -> LogFile:
         """A file of a log; it is looked at once."""

@@ -267,7 +267,7 @@ def _store(name: str, schema: bytes) -> Any:  # noqa: ANN401 - rosbags
             raise SourceError(f"the definition of {name}: {kind} has itself as a field")
         if kind not in sizes:
             fields: Any = types[kind][1] if kind in types else found.fielddefs[kind][1]
-            sizes[kind] = 1 + sum(of_field(*one, (*inside, kind)) for _, one in fields)
+            sizes[kind] = 1 + sum(of_field(node, about, (*inside, kind)) for _, (node, about) in fields)
             if sizes[kind] > _MOST_VALUES:
                 raise SourceError(f"the definition of {name}: {kind} has over {_MOST_VALUES} values")
         return sizes[kind]
