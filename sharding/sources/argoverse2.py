@@ -77,6 +77,7 @@ _POINTS: Final[dict[str, pa.DataType]] = {
 _TABLES: Final = (
     "calibration/intrinsics.feather", "calibration/egovehicle_SE3_sensor.feather", "city_SE3_egovehicle.feather",
 )  # fmt: skip
+_DIGITS: Final = 18
 _CITY: Final = re.compile(r"____([A-Z]+)_city_")
 MAP_LAYERS: Final = ("drivable_area", "ped_crossing", "lane_marking", "lane_border")
 """``lane_marking`` is painted, ``lane_border`` is where a lane ends without paint."""
@@ -207,7 +208,7 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
         """Times in the names of a sensor's files, ascending; none without its folder."""
         names = [name for name in names_in(self.files, folder, *parts) if name.endswith(suffix)]
         texts = [name.removesuffix(suffix) for name in names]
-        bad = [name for name, text in zip(names, texts, strict=True) if not text.isdecimal()]
+        bad = [name for name, text in zip(names, texts, strict=True) if not text.isdecimal() or len(text) > _DIGITS]
         if bad:
             where = "/".join((self.files.shown, folder, *parts))
             raise SourceError(f"file '{where}/{bad[0]}' has no time in its name; expected NANOSECONDS{suffix}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -36,6 +37,7 @@ NOT_IN_CLIP: Final = "not in the clip"
 NO_POSE: Final = "no ego pose"
 NOTED: Final = "faulty"
 """Stands for what is noted as a fault of the source, so that it is noted once."""
+_NUMBER: Final = re.compile(r"[0-9]{1,18}\Z", re.ASCII)
 _EXTENSIONS: Final = {"jpg": "jpg", "jpeg": "jpg", "png": "png"}
 
 
@@ -51,7 +53,7 @@ class Part(msgspec.Struct, frozen=True, gc=False):
         """Parse a reference: ``NAME`` or ``NAME#OFFSET+LENGTH``."""
         name, _, place = ref.rpartition("#")
         offset, plus, length = place.partition("+")
-        if name and plus and (offset + length).isdecimal() and place.isascii() and offset and length:
+        if name and plus and _NUMBER.match(offset) and _NUMBER.match(length):
             return cls(name, int(offset), int(length))
         return cls(ref)
 

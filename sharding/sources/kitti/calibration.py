@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 CATEGORIES: Final = ("Car", "Van", "Truck", "Pedestrian", "Person_sitting", "Cyclist", "Tram", "Misc")
 LIDAR: Final = "velodyne"
+_DIGITS: Final = 19
+"""Of which a number of 64 bits has fewer."""
 POINT_COLUMNS: Final = ("x", "y", "z", "intensity")
 
 
@@ -97,6 +99,6 @@ def numbers_of(names: Sequence[str], suffixes: Sequence[str]) -> dict[int, str]:
     found = {}
     for name in names:
         stem, dot, suffix = name.rpartition(".")
-        if dot and stem.isdecimal() and suffix.lower() in suffixes:
+        if dot and stem.isdecimal() and len(stem) < _DIGITS and suffix.lower() in suffixes:
             found[int(stem)] = name
     return found

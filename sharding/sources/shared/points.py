@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SchemaError, SourceError
 from fuelrail.pipeline.sample.arrays import read_npy
-from fuelrail.sharding.sources.shared.files import check_most, check_no_pointer
+from fuelrail.sharding.sources.shared.files import check_no_pointer
 from fuelrail.sharding.sources.shared.foreign import parsing
 
 _NPY: Final = b"\x93NUMPY"
@@ -63,7 +63,8 @@ def _pcd(data: bytes, columns: Sequence[str], where: str) -> NDArray[np.float32]
             head[words[0].upper()] = words[1:]
     with parsing(where, "is no sound PCD"):
         names, number = head["FIELDS"], int(head["POINTS"][0])
-        check_most(number, f"{where} with POINTS {number}", len(data))
+        if not 0 <= number <= len(data):
+            raise ValueError(f"POINTS {number} in a file of {len(data)} bytes")
         sizes, kinds = head["SIZE"], [_PCD_TYPES[kind] for kind in head["TYPE"]]
         if any(count != "1" for count in head.get("COUNT", ())) or not len(names) == len(sizes) == len(kinds):
             raise SourceError(f"{where}: fields of one number each are wanted, COUNT is {head.get('COUNT')}")

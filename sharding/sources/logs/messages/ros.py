@@ -257,19 +257,19 @@ def _store(name: str, schema: bytes) -> Any:  # noqa: ANN401 - rosbags
         )
     text = schema.decode()
     if text.count("\n") > _MOST_LINES:
-        raise SourceError(f"the definition of {name} has over {_MOST_LINES} lines")
+        raise ValueError(f"its definition has over {_MOST_LINES} lines")
     types, found = get_types_from_msg(text, name), get_typestore(Stores.ROS2_HUMBLE)
     sizes: dict[str, int] = {}
 
     def num_values(kind: str, inside: tuple[str, ...]) -> int:
         """How many values a message has, of which the library writes code for each: a number, a text, or a list."""
         if kind in inside:
-            raise SourceError(f"the definition of {name}: {kind} has itself as a field")
+            raise ValueError(f"in its definition {kind} has itself as a field")
         if kind not in sizes:
             fields: Any = types[kind][1] if kind in types else found.fielddefs[kind][1]
             sizes[kind] = 1 + sum(of_field(node, about, (*inside, kind)) for _, (node, about) in fields)
             if sizes[kind] > _MOST_VALUES:
-                raise SourceError(f"the definition of {name}: {kind} has over {_MOST_VALUES} values")
+                raise ValueError(f"in its definition {kind} has over {_MOST_VALUES} values")
         return sizes[kind]
 
     def of_field(node: Any, about: Any, inside: tuple[str, ...]) -> int:  # noqa: ANN401 - rosbags
