@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.adapter.poses import are_unit
-from fuelrail.sharding.sources.shared.files import check_most, check_no_pointer, open_file, source_files
+from fuelrail.sharding.sources.shared.files import check_most, check_no_pointer, source_files
 from fuelrail.sharding.sources.shared.foreign import parsing
+from fuelrail.sharding.sources.shared.windows import open_file
 
 if TYPE_CHECKING:
     from typing import BinaryIO

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from pyarrow import feather
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.shared.files import check_most, check_no_pointer, open_file
+from fuelrail.sharding.sources.shared.files import check_most, check_no_pointer
 from fuelrail.sharding.sources.shared.foreign import parsing
+from fuelrail.sharding.sources.shared.windows import open_file
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.shared.files import SourceFiles

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import zstandard
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.shared.files import check_most, open_file
+from fuelrail.sharding.sources.shared.files import check_most
 from fuelrail.sharding.sources.shared.foreign import parsing
+from fuelrail.sharding.sources.shared.windows import open_file
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.shared.files import SourceFiles

@@ -31,12 +31,13 @@ from fuelrail.sharding.sources.logs.files.mcap_records import (
     message_offsets,
     read_summary,
 )
-from fuelrail.sharding.sources.shared.files import opened
 from fuelrail.sharding.sources.shared.foreign import parsing
+from fuelrail.sharding.sources.shared.windows import opened
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
-    from fuelrail.sharding.sources.shared.files import SourceFiles, Window
+    from fuelrail.sharding.sources.shared.files import SourceFiles
+    from fuelrail.sharding.sources.shared.windows import Window
 
 _HEAD = MESSAGE.size - RECORD.size
 

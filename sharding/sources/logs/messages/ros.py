@@ -41,7 +41,7 @@ _FIRST_STAMP: Final = slice(8, 16)
 """Where that of the first of a list is."""
 _PADDING: Final = 3
 _MOST_LINES, _MOST_VALUES = 10_000, 1000
-"""Of a definition: the library takes seconds for so many."""
+"""Of a definition: the library takes seconds for them."""
 _KINDS: Final = dict(enumerate(("i1", "u1", "i2", "u2", "i4", "u4", "f4", "f8"), 1))
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.shared import files as module
-from fuelrail.sharding.sources.shared.files import LINKED, FileFacts, looks, open_file, opened, source_files
+from fuelrail.sharding.sources.shared.files import LINKED, FileFacts, looks, source_files
+from fuelrail.sharding.sources.shared.windows import open_file, opened
 from support.listing_server import OBJECT_BYTES, listing_server, object_name
 
 
