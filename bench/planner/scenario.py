@@ -190,6 +190,18 @@ def check(asked: Scenario) -> None:
             )
     elif asked.teacher_from == "layer":
         raise ConfigError(f"scenario '{asked.name}': teacher_from is given without a teacher; add teacher: MODEL")
+    if asked.max_global_batch is not None and asked.max_global_batch < asked.global_batch:
+        raise ConfigError(
+            f"scenario '{asked.name}': global_batch is {asked.global_batch}, and max_global_batch, the largest that "
+            f"trains as well, {asked.max_global_batch}; use a smaller global_batch, or a larger limit"
+        )
+    reads, others = ("images", ("sequence",)) if asked.reads_images else ("tokens", ("cameras", "height", "width"))
+    given = [name for name in others if getattr(asked, name) is not None]
+    if given:
+        raise ConfigError(
+            f"scenario '{asked.name}': model '{asked.model}' reads {reads}, and {', '.join(given)} is given; leave it "
+            "out, or choose another model"
+        )
     if not asked.reads_images:
         return
     missing = [name for name in ("cameras", "height", "width") if getattr(asked, name) is None]
