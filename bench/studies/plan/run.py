@@ -55,6 +55,12 @@ def plan(
         asked, found = calibrated(asked, cluster, options.calibrate)
         assumed += found
     chosen, tried = choose(asked, cluster)
+    at_once = cluster.num_devices * asked.micro_batch
+    if asked.parallel == "auto" and asked.global_batch < at_once:
+        assumed.append(
+            f"a global_batch of {asked.global_batch} is less than one micro-batch of {asked.micro_batch} on each of "
+            f"{cluster.num_devices} devices ({at_once}), so the model itself is divided"
+        )
     swept = sweep(asked, cluster, data) if options.sweep else []
     curves = scaling_curves(asked, cluster, chosen, data)
     assumed.append(f"scaling: storage stays {data.storage_gb_per_s:g} GB/s for all nodes, however many")
