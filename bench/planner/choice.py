@@ -127,7 +127,6 @@ def fit(asked: Scenario, cluster: ClusterSettings, settings: ParallelSettings) -
     settings, inputs = inputs_of(asked, settings, degrees)
     usable = USABLE * cluster.device.memory_gib.value * GIB
     check_state(asked, settings, degrees, usable)
-
     shaped = partial(stages, asked.settings, degrees=degrees, inputs=inputs, precision=asked.precision)
     beside = partial(beside_teacher, asked, degrees, inputs)
     found = beside(shaped(settings))
@@ -258,6 +257,7 @@ def work_of(
     if settings.shards_optimiser:
         state //= degrees.data
     own = 0 if beside is None else beside.flop
+    sent = traffic_of(settings, degrees, shape, plain.flop - own, own, num_blocks(asked.settings))
     again = (shape.flop - own) / (plain.flop - own)  # what is computed again moves its activations again
     return Work(
         flop=shape.flop,
@@ -270,7 +270,7 @@ def work_of(
         pipeline_reach=degrees.pp * degrees.data * degrees.tp,
         micro_batches=count,
         bubble=bubble(degrees.pp, count),
-        traffic=tuple(traffic_of(settings, degrees, shape, plain.flop - own, own, num_blocks(asked.settings))),
+        traffic=tuple(one for one in sent if one.times and one.count),
         step_state_bytes=state,
     )
 

@@ -55,6 +55,8 @@ def scaling_curves(asked: Scenario, cluster: ClusterSettings, chosen: Fit, data:
                 devices = ranks * chosen.degrees.pp * chosen.degrees.tp
                 if devices > (MAX_DEVICES if cluster.between is not None else cluster.devices_per_node):
                     break
+                if devices % min(devices, cluster.devices_per_node):  # which no number of whole nodes has
+                    continue
                 try:
                     grown = _grown(cluster, devices, share)
                     first = points[0].samples_per_s / points[0].devices if points else None

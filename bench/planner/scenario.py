@@ -137,11 +137,8 @@ class PlanOptions(Settings, frozen=True, kw_only=True):
     explain: Annotated[bool, flag("show formula, inputs and source of each figure")] = False
 
 
-_SCENARIO = (
-    "model", "cluster", "global_batch", "max_global_batch", "micro_batch", "precision", "cameras", "height", "width",
-    "sequence", "sample_bytes", "samples_per_epoch", "failures_per_day", "teacher", "teacher_from",
-)  # fmt: skip
-_PARALLEL = ("strategy", "mesh", "recompute", "pipeline_schedule")
+_SCENARIO = [name for name in PlanOptions.__struct_fields__ if name in Scenario.__struct_fields__]
+_PARALLEL = [name for name in PlanOptions.__struct_fields__ if name in ParallelSettings.__struct_fields__]
 
 
 def with_options(asked: Scenario | None, options: PlanOptions) -> Scenario:

@@ -7,6 +7,7 @@ import pytest
 
 import fuelrail
 from fuelrail.__main__ import main
+from fuelrail.bench.planner import choice
 from fuelrail.bench.planner.fake_rank import run_rank
 from fuelrail.bench.planner.hardware import CLUSTERS, load_cluster
 from fuelrail.bench.planner.scenario import Data, PlanOptions, Scenario, with_options
@@ -101,6 +102,14 @@ def test_a_sweep_says_what_fits_and_how_fast_by_a_few_small_runs(tmp_path, monke
     assert found["tp=2", 16].fails is None
     # What ranks share does not lie on each of them.
     assert found["fsdp2", 1].peak_gib < found["ddp", 1].peak_gib
+
+
+def test_a_sweep_has_shards_within_nodes_and_copies_across_them():
+    names = {choice.named(one) for one in sweep._strategies(load_cluster("8x8-h100"), whole=True)}
+    hybrid = "dp_replicate=8,dp_shard=8"
+    assert {hybrid, f"{hybrid}, full recomputation", "fsdp2"} <= names
+    one_node = choice.candidates(Scenario(name="n", **TINY, **IMAGES), load_cluster("1x8-h100"))
+    assert not any("dp_replicate" in choice.named(one) for one in one_node)
 
 
 @pytest.mark.slow
