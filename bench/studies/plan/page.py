@@ -79,7 +79,7 @@ def figures(found: PlanReport) -> list[tuple[str, str]]:
 
 
 def _rounded(value: float, digits: int = 1) -> str:
-    """A number with so many decimals, or with two digits where that would say nothing."""
+    """A number with that many decimals, or with two digits where decimals would say nothing."""
     return f"{value:,.{digits}f}" if value >= 10 ** (1 - digits) else f"{value:.2g}"
 
 

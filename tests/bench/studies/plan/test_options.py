@@ -92,7 +92,7 @@ def test_a_sweep_says_what_fits_and_how_fast_by_a_few_small_runs(tmp_path, monke
     run_rank.cache_clear()
     found = {(one.strategy, one.micro_batch): one for one in sweep.sweep(asked, cluster, data)}
     # Two for each role of a rank, of which a pipeline has two, whatever the micro-batch.
-    assert run_rank.cache_info().misses <= 12, "plans share small runs"
+    assert run_rank.cache_info().misses == 10, "plans share small runs"
     assert {strategy for strategy, _ in found} == {"ddp", "fsdp2", "pp=2", "tp=2"}
     assert found["ddp", 1].peak_gib < found["ddp", 8].peak_gib
     assert found["ddp", 8].samples_per_s > found["ddp", 1].samples_per_s
