@@ -303,11 +303,11 @@ def traffic_of(
             yield group(bytes=others - changed, count=number, hidden=backward, last=last)
             yield group(bytes=changed, count=changed_number, last=1.0)
         else:
-            behind, number = (gathers - ahead) / count, (gathers_number - ahead_number) / count
+            behind, messages = (gathers - ahead) / count, (gathers_number - ahead_number) / count
             yield group(bytes=ahead / count, count=ahead_number / count, times=count, hidden=forward, last=one_block)
-            yield group(bytes=behind, count=number, times=count - together, hidden=backward, last=one_block)
+            yield group(bytes=behind, count=messages, times=count - together, hidden=backward, last=one_block)
             yield group(
-                bytes=others + together * behind, count=others_number + together * number,
+                bytes=others + together * behind, count=others_number + together * messages,
                 hidden=together * backward, last=one_block if together else 1.0,
             )  # fmt: skip
 

@@ -14,7 +14,6 @@ Padding of small shards is not in it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import msgspec
 import numpy as np
@@ -77,7 +76,6 @@ def stages(
     ``once`` runs a single micro-batch, which says what it computes and keeps, but not what lies beside its gradients.
     """
     _check(settings, degrees, model, inputs)
-    run = partial(_run, passes=1) if once else _run
     blocks = num_blocks(model) / degrees.pp
     equal = isinstance(model, (GptSettings, VitSettings)) and blocks > _BLOCKS[-1]
     small = Degrees(
@@ -87,11 +85,12 @@ def stages(
     )  # fmt: skip
     sizes = [model]
     if equal:
-        sizes = [msgspec.structs.replace(model, depth=count * small.pp) for count in _BLOCKS]  # type: ignore[call-arg]
+        sizes = [msgspec.structs.replace(model, depth=count * small.pp) for count in _BLOCKS]
     found = []
     for stage in range(degrees.pp):
         like = stage if small.pp == degrees.pp else min(stage, 1) + (stage == degrees.pp - 1)
-        runs = [run(size, settings, small, inputs, like * small.data * small.tp, precision) for size in sizes]
+        rank = like * small.data * small.tp
+        runs = [_run(size, settings, small, inputs, rank, precision, 1 if once else 2) for size in sizes]
         ranks = _Ranks(runs, blocks - _BLOCKS[0], small)
         found.append(ranks.shape(settings, degrees, inputs, stage, stage * degrees.data * degrees.tp))
     return found
@@ -171,10 +170,10 @@ class _Ranks:
         early = len(self._runs[0].backward) // 2
         late = len(self._runs[0].backward) - early
         phases: list[dict[str, int]] = []
-        for part in (lambda run: run.forward, lambda run: run.backward[:early], lambda run: run.backward[-late:]):
+        for phase in range(3):
             peaks: list[dict[str, float]] = []
             for run in self._runs:
-                sizes = part(run) @ np.array([1, rows])
+                sizes = (run.forward, run.backward[:early], run.backward[-late:])[phase] @ np.array([1, rows])
                 peaks.append(dict(zip(run.kinds, sizes[sizes.sum(axis=1).argmax()], strict=True)))
             kinds = sorted({kind for peak in peaks for kind in peak})
             phases.append({kind: self._line([peak.get(kind, 0) for peak in peaks]) for kind in kinds})
@@ -193,17 +192,15 @@ class _Ranks:
             of_data = one.axis.startswith("dp_")
             times = (gathering if is_gather_of_weights(one) else 1) if of_data else every
 
-            def of(run: Run, like: Collective = one) -> Collective:
-                return next(each for each in run.sent[way] if (each.kind, each.axis) == (like.kind, like.axis))
-
-            def size(run: Run, of_data: bool = of_data, of: Callable[[Run], Collective] = of) -> int:
-                grows, fixed = divmod(of(run).bytes, ROWS)
-                return of(run).bytes if of_data else fixed + grows * inputs.micro_batch
-
+            like = (one.kind, one.axis)
+            alike = [next(each for each in run.sent[way] if (each.kind, each.axis) == like) for run in self._runs]
+            sizes = [each.bytes for each in alike]
+            if not of_data:
+                sizes = [size % ROWS + size // ROWS * inputs.micro_batch for size in sizes]
             ranks = {"dp_shard": degrees.dp_shard, "dp_replicate": degrees.dp_replicate}.get(one.axis, one.ranks)
-            count = times * self._at(lambda run, of=of: of(run).count)
+            count = times * self._line([each.count for each in alike])
             found.append(
-                Collective(kind=one.kind, axis=one.axis, ranks=ranks, count=count, bytes=times * self._at(size))
+                Collective(kind=one.kind, axis=one.axis, ranks=ranks, count=count, bytes=times * self._line(sizes))
             )
         return found
 

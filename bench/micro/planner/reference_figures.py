@@ -142,7 +142,7 @@ def formula(case: Case) -> float:
         return bubble(given["pp"], given["microbatches"], given["virtual_stages"])
     if quantity == "bytes_sent_per_rank":
         kind = "all_gather" if case.id.startswith("allgather") else "all_reduce"
-        return sent_bytes(kind, given["ranks"], given["bytes"])  # type: ignore[arg-type]
+        return sent_bytes(kind, given["ranks"], given["bytes"])
     if quantity == "gpu_hours_to_target":
         return float(given["gpus"] * given["minutes"] / 60)
     assert quantity == "global_batch", f"{case.id}: no formula for {quantity}"
