@@ -46,7 +46,7 @@ MANY_PARAMETERS = {
 PRIVATE_REACH = {
     "bench/measure/memory.py",
     "bench/peers/torch_workers.py",
-    "bench/planner/shape.py",
+    "bench/planner/fake_rank.py",
     "loaders/integrations/mmengine.py",
     "loaders/storage/clients.py",
 }

@@ -24,8 +24,9 @@ import yaml
 
 from fuelrail.bench.measure.machine import MachineFacts, dataset_facts, machine_facts
 from fuelrail.bench.micro.profiles import made_profile
+from fuelrail.bench.planner.fake_rank import Inputs
 from fuelrail.bench.planner.scenario import Scenario
-from fuelrail.bench.planner.shape import Inputs, shape_of
+from fuelrail.bench.planner.shape import shape_of
 from fuelrail.bench.planner.state import FP32, num_parameters
 from fuelrail.bench.planner.step_time import Efficiency
 from fuelrail.bench.ranks.injection import Injection

@@ -31,7 +31,7 @@ from fuelrail.bench.planner.formulas import (
     zero_state_bytes,
 )
 from fuelrail.bench.planner.hardware import GIB, load_cluster
-from fuelrail.bench.planner.step_time import Efficiency, Work, fit, step_time
+from fuelrail.bench.planner.step_time import Efficiency, Traffic, Work, fit, step_time
 from fuelrail.bench.report.files import publish_json
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def formula(case: Case) -> float:
         return bubble(given["pp"], given["microbatches"], given["virtual_stages"])
     if quantity == "bytes_sent_per_rank":
         kind = "all_gather" if case.id.startswith("allgather") else "all_reduce"
-        return sent_bytes(kind, given["ranks"], given["bytes"])  # type: ignore[arg-type]
+        return sent_bytes(kind, given["ranks"], given["bytes"])
     if quantity == "gpu_hours_to_target":
         return float(given["gpus"] * given["minutes"] / 60)
     assert quantity == "global_batch", f"{case.id}: no formula for {quantity}"
@@ -221,10 +221,14 @@ def work_of(model: Transformer, how: Division, grad_bytes: int) -> Work:
     )  # fmt: skip
     hidden = 2 * model.seq * how.micro_batch * model.hidden / how.cp
     weights = (model.layers * model.layer_parameters + 2 * model.vocab * model.hidden) / how.tp / how.pp
-    data = sent_bytes("all_reduce", how.dp, grad_bytes * weights)
+    data, times = sent_bytes("all_reduce", how.dp, grad_bytes * weights), 1
     if how.sharded:
         gathered = 2 * sent_bytes("all_gather", how.dp, 2 * weights)
-        data = how.micro_batches * (gathered + sent_bytes("reduce_scatter", how.dp, grad_bytes * weights))
+        data, times = gathered + sent_bytes("reduce_scatter", how.dp, grad_bytes * weights), how.micro_batches
+    stride = how.tp * how.cp
+    traffic = Traffic(
+        bytes=data, times=times, reach=stride * how.dp, stride=stride, hidden=1.0 if how.sharded else 0.0
+    )  # fmt: skip
     return Work(
         flop=matrices * (4 if full else 3) + 3 * logits,
         attention_flop=scores * attention * (4 if full or selective else 3),
@@ -235,10 +239,7 @@ def work_of(model: Transformer, how: Division, grad_bytes: int) -> Work:
         pipeline_reach=how.gpus,
         micro_batches=how.micro_batches,
         bubble=bubble(how.pp, how.micro_batches, how.virtual),
-        step_data_bytes=data,
-        step_data_reach=how.tp * how.cp * how.dp,
-        step_data_stride=how.tp * how.cp,
-        step_hidden=1.0 if how.sharded else 0.0,
+        traffic=(traffic,),
         step_state_bytes=_ADAM_BYTES * weights / (how.dp if how.sharded else 1),
     )
 

@@ -24,7 +24,8 @@ import msgspec
 
 from fuelrail.bench.measure.collectives import Collective, Counter
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
-from fuelrail.bench.planner.shape import Inputs, private_parts, shape_of
+from fuelrail.bench.planner.fake_rank import Inputs, private_parts
+from fuelrail.bench.planner.shape import shape_of
 from fuelrail.bench.ranks.launch import run_ranks
 from fuelrail.bench.report.files import publish_json
 from fuelrail.bench.trainer.models.settings import MODELS
@@ -249,7 +250,7 @@ def compare(one: Real) -> Compared:
     )  # fmt: skip
     shape = shape_of(SIZES[pair.model], pair.parallel, degrees, inputs, rank=one.rank)
     predicted = shape.peak_bytes - shape.memory["moments"]
-    expected = {(each.kind, each.axis): each for each in shape.collectives}
+    expected = {(each.kind, each.axis): each for each in shape.collectives if each.kind in _COMPARED}
     counted = {(each.kind, each.axis): each for each in one.collectives if each.kind in _COMPARED}
     if set(counted) == {("all_reduce", "world")}:  # DDP's, which has no mesh
         counted = {("all_reduce", "dp_replicate"): counted["all_reduce", "world"]}
