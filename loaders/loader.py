@@ -20,7 +20,7 @@ from fuelrail.loaders.batch.counterfactual import LeftOut, LoaderPart, leave_out
 from fuelrail.loaders.batch.points import Points, choose_points
 from fuelrail.loaders.batch.stages import BatchPipeline, LoaderStats, Runner, make_batch_pipeline
 from fuelrail.loaders.batch.transfer import make_transfer, require_cuda
-from fuelrail.loaders.config import Arguments, Budget, StorageOptions, Transforms, refuse_unknown
+from fuelrail.loaders.config import Arguments, Budget, StorageOptions, Transforms, UnlikeTorch, refuse_unknown
 from fuelrail.loaders.decode import BatchDecoder, decodes_on_device
 from fuelrail.loaders.decode.protocol import MAX_LANES, MIN_LANES
 from fuelrail.loaders.distributed import check_ranks_agree, detect_world, resolve_world, warn_of_workers
@@ -53,7 +53,7 @@ DEFAULT_STORAGE = StorageOptions()
 DEFAULT_POLICY = BadSamplePolicy()
 
 
-class DataLoader(LoaderDisplay, AbstractContextManager["DataLoader"]):
+class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"]):
     """Iterates over batches of a Fuelrail dataset, as torch's DataLoader does over its own.
 
     ::

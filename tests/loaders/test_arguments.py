@@ -248,6 +248,6 @@ def test_numpys_integers_are_integers(root):
 
 
 def test_a_loader_and_its_dataset_print_in_one_line(root):
-    loader = DataLoader(root, 3, world=World(1, 2), drop_last=False)
+    loader = DataLoader(root, 3, world=World(1, 2))
     assert repr(loader) == ("DataLoader(tiny, split train, 8 samples, 2 batches of 3, rank 1 of 2, decoder auto)")
     assert repr(loader.dataset) == f"Dataset(tiny at '{root}': 8 samples in 1 shard; train 8)"

@@ -24,7 +24,8 @@ SETUP = """
 import os, sys
 from fuelrail.loaders import DataLoader
 from fuelrail.pipeline.errors import StageError
-loader = DataLoader(sys.argv[1], 2, transforms={"image": {"height": 64, "width": 96, "resize": 1.0}}, num_workers=2)
+image = {"height": 64, "width": 96, "resize": 1.0}
+loader = DataLoader(sys.argv[1], 2, shuffle=True, drop_last=True, transforms={"image": image}, num_workers=2)
 iterator = iter(loader)
 first = next(iterator)
 """
@@ -100,8 +101,8 @@ class TestRanks:
 
     def test_a_batch_larger_than_the_dataset(self, tiny):
         with pytest.raises(WorldError, match=r"an epoch of 21 samples has no full global batch of 64.*drop_last=False"):
-            DataLoader(tiny, 32, world=World(0, 2))
-        with DataLoader(tiny, 32, world=World(1, 2), drop_last=False) as loader:
+            DataLoader(tiny, 32, drop_last=True, world=World(0, 2))
+        with DataLoader(tiny, 32, world=World(1, 2)) as loader:
             (batch,) = list(loader)
         assert not batch["valid"].any(), "all of this rank's samples are padding"
         assert len(batch["sample_key"]) == 32
