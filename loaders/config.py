@@ -48,6 +48,7 @@ class Normalize(Settings, frozen=True):
 
     Attributes:
         mean, std: of grey levels 0 to 255, for the channels in ``channel_order``. The defaults are ImageNet's, RGB.
+            Mean 0 and deviation 1 leave 0 to 255, deviation 255 gives 0 to 1.
             (BEVDet applies the RGB numbers to BGR channels: ``channel_order="bgr"`` and the defaults.)
         channel_order: ``"rgb"`` or ``"bgr"`` of the result.
         dtype: of the result.

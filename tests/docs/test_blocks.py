@@ -5,9 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
 import fuelrail as fr
 from fuelrail.__main__ import main
@@ -63,12 +61,10 @@ def test_a_command_that_fails_fails_the_page(tmp_path, monkeypatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", RUN_HERE, ids=lambda page: page.name)
 def test_blocks_run(page, desk, monkeypatch) -> None:
-    """Names that pages use for a reader's own things are given: a model, losses, folders."""
+    """Each page alone, with folders that it leaves to its reader: what its code names, it imports or makes."""
     monkeypatch.syspath_prepend(str(desk))
     fr.reshard("dataset", "DATASET", splits={"train": 1.0}, workers=1)
-    image = fr.ImageAugment(height=64, width=176)
-    batch = next(iter(fr.DataLoader("DATASET", batch_size=8)))
-    names = {"fr": fr, "torch": torch, "image": image, "batch": batch, "losses": torch.ones(8), "__name__": "page"}
+    names = {"__name__": "page"}
     if page.name == "layers.md":
         (desk / "filler.py").write_text(
             "def fill(batch):\n"
@@ -77,7 +73,6 @@ def test_blocks_run(page, desk, monkeypatch) -> None:
         )
         monkeypatch.delitem(sys.modules, "filler", raising=False)
         assert main(["annotate", "DATASET", "layers/teacher", "--model", "filler:fill"]) == 0
-        names["np"] = np
     for block in python_blocks(page):
         if (page.name, block.heading) not in NOT_RUN:
             run(block, names, page.name)
