@@ -244,7 +244,7 @@ def test_code_that_takes_it_for_torchs_loader_is_told_what_to_use(root):
         assert not hasattr(loader, name)
         with pytest.raises(AttributeError, match=rf"no attribute '{name}', which torch's has: .+"):
             getattr(loader, name)
-    with pytest.raises(AttributeError, match="no attribute 'nosuch'$"):
+    with pytest.raises(AttributeError, match=r"no attribute 'nosuch'$"):
         loader.nosuch  # noqa: B018
     with pytest.raises(TypeError, match=r"none by number: iterate it; .* IterableView\(loader\), with batch_size=None"):
         loader[0]
