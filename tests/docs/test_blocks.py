@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from pathlib import Path
 
@@ -56,6 +57,32 @@ def test_a_command_that_fails_fails_the_page(tmp_path, monkeypatch) -> None:
         pages.run_command("fuelrail inspect nothing")
     with pytest.raises(AssertionError, match="nosuch"):
         pages.run_command('pip install "fuelrail[nosuch]"')
+
+
+def trains(call: ast.Call) -> bool:
+    """Whether a call makes a loader of ours that is neither of another split nor one for a single look."""
+    made = ast.unparse(call.func) in ("fr.DataLoader", "DataLoader")
+    return made and not any(keyword.arg in ("split", None) for keyword in call.keywords)
+
+
+def test_loaders_that_train_say_that_they_shuffle_and_drop_the_last_samples() -> None:
+    """Whoever copies a page or an example must not get the defaults, which are those of validation."""
+    programs = {page: [block.code for block in python_blocks(page)] for page in PAGES}
+    programs |= {file: [file.read_text(encoding="utf-8")] for file in (ROOT / "configs" / "trainers").glob("*.py")}
+    found = 0
+    for file, codes in programs.items():
+        for tree in map(ast.parse, codes):
+            looks = [
+                call.args[0]
+                for call in ast.walk(tree)
+                if isinstance(call, ast.Call) and ast.unparse(call.func) == "iter"
+            ]
+            for call in ast.walk(tree):
+                if isinstance(call, ast.Call) and trains(call) and call not in looks:
+                    given = {keyword.arg for keyword in call.keywords}
+                    assert "drop_last" in given and given & {"shuffle", "order"}, f"{file.name}: {ast.unparse(call)}"
+                    found += 1
+    assert found > 15
 
 
 @pytest.mark.slow
