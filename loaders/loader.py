@@ -304,7 +304,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
             self._make.decoder.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle, for spawned processes, the arguments, the rank and the position: a copy goes on as a fork does."""
+        """Pickle, for spawned processes, the arguments, the rank and the position: a copy continues as a fork does."""
         datasets = {name: (one.url or one.root, one.storage_options) for name, one in self.datasets.items()}
         arguments = msgspec.structs.replace(self._arguments, dataset=None, world=self.world)
         return _unpickle, (arguments, datasets), (self._start, self._position, self._epoch_is_set)

@@ -100,7 +100,7 @@ def image_groups(transforms: Transforms, cameras: Sequence[str]) -> tuple[Camera
 
 
 def warn_of_enlarged(images: Sequence[CameraImages], sources: Sequence[Source]) -> None:
-    """Warn where images become so much larger than they are stored that another size must be meant."""
+    """Warn where images become larger than they are stored by a factor that nobody means."""
     for group in images:
         for camera in (source.dataset.manifest.cameras[at] for source in sources for at in group.cameras):
             for width, height in camera.sizes:

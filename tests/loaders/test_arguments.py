@@ -250,8 +250,9 @@ def test_code_that_takes_it_for_torchs_loader_is_told_what_to_use(root):
         loader[0]
     with pytest.raises(TypeError, match="none by number"):
         next(iter(torch.utils.data.DataLoader(loader, batch_size=None)))
-    for name in ("batch_size", "drop_last", "collate_fn"):
-        assert getattr(loader, name) == getattr(torch.utils.data.DataLoader([1], 2, collate_fn=loader.collate_fn), name)
+    for name, value in {"batch_size": 2, "drop_last": False, "collate_fn": None, "pin_memory": None}.items():
+        assert getattr(loader, name) is value, "what it was given"
+        assert hasattr(torchs, name)
 
 
 def test_the_defaults_are_torchs_where_the_names_are():
