@@ -236,7 +236,7 @@ def test_settings_may_be_structs_dicts_or_files(root, tmp_path):
     assert made(num_workers=2).budget is None
 
 
-def test_code_that_takes_it_for_torchs_loader_is_told_what_to_use(root):
+def test_errors_say_what_to_use_to_code_that_takes_it_for_torchs_loader(root):
     loader = DataLoader(root, 2, world=World())
     torchs = torch.utils.data.DataLoader([1])
     for name in ("sampler", "batch_sampler", "generator", "timeout", "worker_init_fn", "persistent_workers"):

@@ -135,6 +135,7 @@ class TestOrder:
             loader.set_epoch(epoch)
             epochs.append(keys(loader))
         loader = load(tiny, 7)
+        gc.collect()  # loaders of tests before, whose threads would end at any time
         assert keys(loader) == epochs[0]
         threads = {thread for thread in threading.enumerate() if thread.name.startswith("fuelrail")}
         assert keys(loader) == epochs[1]

@@ -44,7 +44,7 @@ def python(root, code):
 
 
 def test_a_fork_while_it_runs(tiny):
-    """In the child, continuing is an error that says so, and it goes on as a pickled copy; the parent continues."""
+    """In the child, continuing is an error that says so, and it continues as a pickled copy does; so does the parent."""
     done = python(
         tiny,
         """

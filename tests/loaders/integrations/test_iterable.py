@@ -114,7 +114,7 @@ class TestPickle:
         copy = pickle.loads(pickle.dumps(loader))
         assert copy.world == World(1, 2)
         assert copy.state_dict() == loader.state_dict()
-        assert [batch["epoch"] for batch in copy] == [1] * len(loader), "as the loader itself would go on"
+        assert [batch["epoch"] for batch in copy] == [1] * len(loader), "as the loader itself would continue"
         assert unlike(list(pickle.loads(pickle.dumps(loader))), list(loader)) == []
 
     def test_a_restored_position_travels(self, tiny):
