@@ -31,7 +31,14 @@ def main(argv: Sequence[str] | None = None, tensor_parallel: int = 2) -> None:
     file = options.checkpoint / f"megatron-{dist.get_rank()}.pt"
     first = 0
     with DataLoader(
-        options.dataset, batch_size=2, transforms=TRANSFORMS, seed=7, device=device, check_ranks=True
+        options.dataset,
+        batch_size=2,
+        shuffle=True,
+        drop_last=True,
+        transforms=TRANSFORMS,
+        seed=7,
+        device=device,
+        check_ranks=True,
     ) as loader:
         if file.exists():
             saved = torch.load(file, weights_only=True)

@@ -34,7 +34,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     optimiser = torch.optim.SGD(part.parameters(), 1e-3)
     file = options.checkpoint / f"pipeline_parallel-{rank}.pt"
     first = 0
-    with DataLoader(options.dataset, batch_size=2, transforms=TRANSFORMS, seed=7, device=device, world=mesh) as loader:
+    with DataLoader(
+        options.dataset,
+        batch_size=2,
+        shuffle=True,
+        drop_last=True,
+        transforms=TRANSFORMS,
+        seed=7,
+        device=device,
+        world=mesh,
+    ) as loader:
         if file.exists():
             saved = torch.load(file, weights_only=True)
             part.load_state_dict(saved["model"])

@@ -74,9 +74,9 @@ CHANNELS = [
 POINTS = {"transforms": {"image": IMAGE, "points": True}}
 # Name of the option: what it is set to, each a case. `DATASET` and `FRAMES` stand for what is made in the test.
 CASES: dict[str, list[dict[str, Any]]] = {
-    "shuffle": [{"shuffle": False}],
+    "shuffle": [{"shuffle": True}],
     "seed": [{"seed": 9}],
-    "drop_last": [{"drop_last": False}],
+    "drop_last": [{"drop_last": True}],
     "num_workers": [{"num_workers": 1}, {"num_workers": "auto"}, {"num_workers": {"cpus": 2}}],
     "prefetch_factor": [{"prefetch_factor": 1}, {"prefetch_factor": 4}],
     "pin_memory": [{"pin_memory": False}, {"pin_memory": True}],

@@ -81,7 +81,10 @@ def measure_rates(
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Samples a second, and CPU time [ms] of a sample, of epochs without and with layers, in turns after a warm-up."""
     given: dict[str, dict[str, Path] | None] = {"without layers": None, "three layers": layers}
-    loaders = {name: DataLoader(base, _BATCH, num_workers=2, seed=0, layers=one) for name, one in given.items()}
+    loaders = {
+        name: DataLoader(base, _BATCH, shuffle=True, drop_last=True, num_workers=2, seed=0, layers=one)
+        for name, one in given.items()
+    }
     rates: dict[str, list[float]] = {name: [] for name in loaders}
     cpu_ms: dict[str, list[float]] = {name: [] for name in loaders}
     for number in range(rounds + 1):

@@ -55,7 +55,7 @@ class NoDecoder:
 
 def measure(folder: Path, rounds: int) -> OverheadReport:
     """Run an epoch of each candidate in turns."""
-    make = partial(DataLoader, folder, BATCH_SIZE, num_workers=NUM_WORKERS, seed=0)
+    make = partial(DataLoader, folder, BATCH_SIZE, shuffle=True, drop_last=True, num_workers=NUM_WORKERS, seed=0)
     loaders = {
         "whole": make(),
         "without decoding": make(),

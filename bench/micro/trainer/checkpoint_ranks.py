@@ -123,8 +123,16 @@ def run_rank(
     with (
         Path(lines).open("a", buffering=1) as out,
         DataLoader(
-            dataset, share, seed=5, transforms=Transforms(image=image), num_workers=1, world=mesh, check_ranks=False
-        ) as loader,
+            dataset,
+            share,
+            shuffle=True,
+            drop_last=True,
+            seed=5,
+            transforms=Transforms(image=image),
+            num_workers=1,
+            world=mesh,
+            check_ranks=False,
+        ) as loader,  # fmt: skip
     ):
         enter("load")
         checkpoints = _Watched(place, enter)

@@ -75,7 +75,9 @@ class Drive:
     """The inputs of a dataset's samples, in memory: the tiny models are faster than images are decoded."""
 
     def __init__(self, dataset: str) -> None:
-        self.loader = DataLoader(dataset, _BATCH, num_workers=2, transforms=Transforms(image=_IMAGE))
+        self.loader = DataLoader(
+            dataset, _BATCH, shuffle=True, drop_last=True, num_workers=2, transforms=Transforms(image=_IMAGE)
+        )
         self._inputs = build(MODELS[_STUDENT], "cpu", 0).inputs
         frames, self.elsewhere = (self._read(split) for split in ("train", "val"))
         held_out = torch.arange(len(frames[0])) % _HELD_OUT == 0
@@ -84,7 +86,7 @@ class Drive:
     def _read(self, split: str) -> tuple[Tensor, ...]:
         """Read a split; each tensor has all its samples."""
         with DataLoader(
-            self.loader.dataset, 1, split=split, shuffle=False, num_workers=2, transforms=self.loader.transforms
+            self.loader.dataset, 1, split=split, num_workers=2, transforms=self.loader.transforms
         ) as loader:
             return tuple(torch.cat(tensors) for tensors in zip(*map(self._inputs, loader), strict=True))
 

@@ -196,8 +196,8 @@ class Comparison:
             )  # fmt: skip
             transforms = Transforms(image=own)
             with DataLoader(
-                self._dataset, GLOBAL_BATCH // size, seed=7, num_workers=1, transforms=transforms,
-                world=World(rank, size), check_ranks=False,
+                self._dataset, GLOBAL_BATCH // size, shuffle=True, drop_last=True, seed=7, num_workers=1,
+                transforms=transforms, world=World(rank, size), check_ranks=False,
             ) as loader:  # fmt: skip
                 self._batches[rank, size] = list(itertools.islice(loader, self._num_batches))
         return self._batches[rank, size]

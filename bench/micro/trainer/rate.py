@@ -79,7 +79,7 @@ def run_rank(dataset: str, out: Path, laps: int, steps: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     transforms = Transforms(image=ImageAugment(height=128, width=256))
-    with DataLoader(dataset, _BATCH_SIZE, num_workers=1, transforms=transforms) as loader:
+    with DataLoader(dataset, _BATCH_SIZE, shuffle=True, drop_last=True, num_workers=1, transforms=transforms) as loader:
         batches = itertools.cycle(list(itertools.islice(loader, _NUM_BATCHES)))
     bare = DistributedDataParallel(build(MODELS[_MODEL], "cpu", 0), gradient_as_bucket_view=True)
     optimiser = torch.optim.AdamW(bare.parameters(), lr=1e-3)

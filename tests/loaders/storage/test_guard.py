@@ -36,7 +36,8 @@ for turn, how in [(turn, how) for turn in range(3) for how in ("cut", "half", "c
     image = ImageAugment(height=64, width=176)
     bad_samples = {"on_error": on_error, "file": None}
     with DataLoader(
-        root, 1, transforms={"image": image}, seed=turn, storage="mapped", num_workers=2, bad_samples=bad_samples
+        root, 1, shuffle=True, transforms={"image": image}, seed=turn, storage="mapped", num_workers=2,
+        bad_samples=bad_samples,
     ) as loader:
         try:
             for number, batch in enumerate(loader):
