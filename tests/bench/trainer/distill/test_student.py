@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fuelrail.bench.micro.trainer.parallel_equality import train_step
 from fuelrail.bench.studies.annotate.run import annotate
 from fuelrail.bench.studies.train.run import train
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
@@ -24,6 +23,7 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.transforms.ego import BevAugment
 from fuelrail.sharding.write.layers.writer import LayerWriter
 from support.datasets import build_dataset
+from support.parallel_equality import train_step
 
 IMAGE = ImageAugment(height=64, width=96)
 FIXED = {"name": "fixed"}

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from fuelrail.bench.micro.sharding.source import SWEEP_CODEC, packed
+from fuelrail.bench.micro.source import SWEEP_CODEC, packed
 from fuelrail.pipeline.format import codecs
 from fuelrail.pipeline.format.tar import BLOCK_BYTES
 from fuelrail.sharding.planning.recipe import make_recipe
@@ -38,7 +38,7 @@ from fuelrail.sharding.sources.registry import SourceSpec
 from fuelrail.sharding.write.blocks import BlockWriter
 
 if TYPE_CHECKING:
-    from fuelrail.bench.micro.sharding.source import Files
+    from fuelrail.bench.micro.source import Files
 
 SHARD_BYTES = 64 << 20
 _BUFFER_BYTES = 16 << 20

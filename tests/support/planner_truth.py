@@ -3,19 +3,17 @@
 Every pair of model and strategy trains real steps, alone or on 2, 4 and 8 ranks of this host. Memory: the allocator's
 peak in a step, by the profiler's memory events, beyond what lay there before, plus weights, buffers, inputs and DDP's
 buckets. Two things are left out, for they belong to this host's kernels and not to the model: what gloo itself
-allocates for a collective, and what a convolution's kernel allocates and frees itself (the result file has the peak
-with that too). It is the least of five steps, as a late thread of gloo holds a block for longer. Bytes: those of all
-collectives of a step, by kind and axis of the mesh. The planner shapes the same ranks in this process, and sees no
+allocates for a collective, and what a convolution's kernel allocates and frees itself (``allocator_bytes`` has the
+peak with that too). It is the least of five steps, as a late thread of gloo holds a block for longer. Bytes: those of
+all collectives of a step, by kind and axis of the mesh. The planner shapes the same ranks in this process, and sees no
 run.
 
-    python -m fuelrail.bench.micro.planner.truth --out bench/results/planner_truth.json
+``tests/slow/test_planner_truth.py`` runs all pairs.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,13 +21,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fuelrail.bench.measure.collectives import Collective, Counter
-from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.planner.shape import Inputs, private_parts, shape_of
-from fuelrail.bench.ranks.launch import run_ranks
-from fuelrail.bench.report.files import publish_json
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings, degrees_of
-from fuelrail.pipeline.errors import FuelrailError
+from support.ranks import run_ranks
 
 if TYPE_CHECKING:
     from fuelrail.bench.trainer.models.settings import ModelSettings
@@ -38,6 +33,7 @@ ALONE, SHARDED = 0.01, 0.04
 _CAMERAS, _HEIGHT, _WIDTH = 2, 64, 128
 _ROWS = 4
 _REPEATS = 5
+_PATIENCE_S = 1500
 # Of tiny models the small change would count: scalars, and the allocator's own steps of 64 bytes.
 SIZES: dict[str, ModelSettings] = {
     "gpt": msgspec.structs.replace(MODELS["gpt-tiny"], width=64, context=64, vocabulary=256),
@@ -77,20 +73,6 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
     within: bool
     same_collectives: bool
     differences: list[str]
-
-
-class Truth(msgspec.Struct, frozen=True, kw_only=True):
-    """The result file. Limits are shares of the real peak: alone, and sharded."""
-
-    benchmark: str
-    machine: MachineFacts
-    limits: tuple[float, float]
-    num_pairs: int
-    worst_alone: float
-    worst_sharded: float
-    pairs_within: int
-    pairs_with_equal_collectives: int
-    compared: list[Compared]
 
 
 def pairs() -> Iterator[Pair]:
@@ -200,7 +182,7 @@ def _peak(tree: Sequence[Any], *, scratch: bool) -> int:
     return peak
 
 
-def _local(tensor: Any) -> Any:  # noqa: ANN401 - a tensor or DTensor
+def _local(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
@@ -222,21 +204,13 @@ def run_rank(cases: Path, out: Path) -> None:
     dist.destroy_process_group()
 
 
-def measure(asked: Sequence[Pair], folder: Path) -> list[Real]:
-    """Run each world's pairs. Raises FuelrailError where a world ends early."""
-    found: list[Real] = []
-    for world in sorted({pair.world for pair in asked}):
-        cases, out, log = folder / f"{world}.cases", folder / str(world), folder / f"{world}.log"
-        out.mkdir()
-        cases.write_bytes(msgspec.json.encode([pair for pair in asked if pair.world == world]))
-        outcome = run_ranks([__spec__.name, "--rank", str(cases), str(out)], world, log, lambda: None)
-        if outcome.interrupted:
-            raise KeyboardInterrupt
-        if outcome.exit_code:
-            raise FuelrailError(f"{world} ranks ended early: see the end of its log:\n{log.read_text()[-2900:]}")
-        for rank in range(world):
-            found += msgspec.json.decode((out / f"rank-{rank}.json").read_bytes(), type=list[Real])
-    return found
+def measure(world: int, asked: Sequence[Pair], folder: Path) -> list[Real]:
+    """Run the pairs on this number of ranks."""
+    cases = folder / "pairs.json"
+    cases.write_bytes(msgspec.json.encode(list(asked)))
+    run_ranks(world, "-m", "support.planner_truth", cases, folder, timeout_s=_PATIENCE_S)
+    written = [folder / f"rank-{rank}.json" for rank in range(world)]
+    return [real for one in written for real in msgspec.json.decode(one.read_bytes(), type=list[Real])]
 
 
 def compare(one: Real) -> Compared:
@@ -278,44 +252,5 @@ def _said(one: Collective | None) -> str:
     return "none" if one is None else f"{one.bytes} bytes in {one.count}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and write; 1 if a pair is beyond its limit."""
-    parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.planner.truth", description=__doc__)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the result as JSON")
-    parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2, 4, 8], help="(default: %(default)s)")
-    parser.add_argument("--rank", nargs=3, metavar="ARGUMENT", help="run as a rank (used by the command itself)")
-    options = parser.parse_args(argv)
-    if options.rank:
-        run_rank(Path(options.rank[0]), Path(options.rank[1]))
-        return 0
-    machine = machine_facts()
-    asked = [pair for pair in pairs() if pair.world in options.worlds]
-    with tempfile.TemporaryDirectory(prefix="fuelrail-planner-") as folder:
-        measured = measure(asked, Path(folder))
-    compared = [compare(one) for one in measured]
-    for one in compared:
-        if one.rank == 0 or not (one.within and one.same_collectives):
-            how = msgspec.json.encode(one.pair.parallel).decode()
-            print(  # noqa: T201
-                f"{one.pair.world} {one.rank} {one.pair.model:6} {one.error:+.2%} {one.real_bytes} "
-                f"{'within' if one.within else 'OFF'} {'; '.join(one.differences) or 'equal'} {how}"
-            )
-    by_pair: dict[str, list[Compared]] = {}
-    for one in compared:
-        by_pair.setdefault(msgspec.json.encode(one.pair).decode(), []).append(one)
-    result = Truth(
-        benchmark="planner_truth", machine=machine, limits=(ALONE, SHARDED), num_pairs=len(by_pair),
-        worst_alone=max((abs(one.error) for one in compared if one.pair.world == 1), default=0.0),
-        worst_sharded=max((abs(one.error) for one in compared if one.pair.world > 1), default=0.0),
-        pairs_within=sum(all(one.within for one in ranks) for ranks in by_pair.values()),
-        pairs_with_equal_collectives=sum(all(one.same_collectives for one in ranks) for ranks in by_pair.values()),
-        compared=compared,
-    )  # fmt: skip
-    print(msgspec.json.encode(msgspec.structs.replace(result, compared=[], machine=machine)).decode()[-420:])  # noqa: T201
-    if options.out is not None:
-        publish_json(options.out, result)
-    return 0 if result.pairs_within == result.num_pairs == result.pairs_with_equal_collectives else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run_rank(Path(sys.argv[1]), Path(sys.argv[2]))

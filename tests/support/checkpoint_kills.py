@@ -1,8 +1,5 @@
 """Kill runs that save checkpoints, at random moments, and resume them on other meshes.
 
-``python -m fuelrail.bench.micro.trainer.checkpoint_kills WORK DATASET [--kills N] [--minutes M] [--seed S] [--out
-FILE]``.
-
 A run of 1, 2 or 4 processes is killed (SIGKILL) in a phase that is drawn at random: start, load, train, copy, write,
 publish or remove; one rank of it, or all. The next run continues on a mesh drawn from the others. After every kill each
 visible checkpoint is read and compared with its manifest. After every resume the run must continue from the newest of
@@ -11,14 +8,12 @@ them, with the samples and losses that an uninterrupted run on one process has.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
 import random
 import re
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -26,48 +21,26 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import xxhash
 
-from fuelrail.bench.measure.machine import MachineFacts, machine_facts
-from fuelrail.bench.micro.trainer.checkpoint_ranks import KEEP, MESHES, NUM_STEPS, PHASES, run_rank
-from fuelrail.bench.report.files import publish_json
+from support.checkpoint_ranks import KEEP, MESHES, NUM_STEPS, PHASES, run_rank
 
 MAX_LOSS_DIFFERENCE = 2e-6
-_MODULE = "fuelrail.bench.micro.trainer.checkpoint_ranks"
+_MODULE = "support.checkpoint_ranks"
+FAULTS = ("wrong_samples", "damaged_checkpoints", "older_than_newest")
 _PATIENCE_S = 120.0
 _POLL_S = 0.0005
 # How long after the beginning of a phase the kill comes, at most: about as long as the phase lasts.
 _LONGEST_S = {"start": 1.0, "load": 0.2, "train": 0.4, "copy": 0.02, "write": 0.03, "publish": 0.006, "remove": 0.006}
 
 
-class KillsReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What was killed, where and on what; every figure of a fault must be 0.
-
-    ``largest_loss_difference``: of any step of any run to the uninterrupted run on one process.
-    """
-
-    benchmark: str
-    machine: MachineFacts
-    kills: int
-    seeds: list[int]
-    by_phase: dict[str, int]
-    by_mesh: dict[str, int]
-    one_rank: int
-    launches: int
-    runs_completed: int
-    resumed_on_another_mesh: int
-    steps_compared: int
-    checkpoints_checked: int
-    largest_loss_difference: float
-    wrong_samples: int
-    damaged_checkpoints: int
-    older_than_newest: int
-    elapsed_s: float
-
-
 class Kills:
-    """The harness: one folder of runs, and what was found so far."""
+    """The harness: one folder of runs, and what was found so far.
+
+    ``largest`` is the largest difference of a loss, of any step of any run, to the uninterrupted run on one process.
+    ``found`` counts ``wrong_samples``, ``damaged_checkpoints`` and ``older_than_newest``, which must be 0, and what was
+    compared.
+    """
 
     def __init__(self, work: Path, dataset: Path, seed: int) -> None:
         self._work, self._dataset = work, dataset
@@ -228,60 +201,3 @@ def _whole(folder: Path) -> bool:
         (folder / name).stat().st_size == size and xxhash.xxh3_64_hexdigest((folder / name).read_bytes()) == digest
         for name, (size, digest) in files.items()
     )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Make the runs; print and write the report. The exit code is 1 where anything was wrong."""
-    parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.trainer.checkpoint_kills")
-    parser.add_argument("work", type=Path, metavar="WORK", help="new folder for runs and their checkpoints")
-    parser.add_argument("dataset", type=Path, metavar="DATASET", help="split 'train' of 8 x N samples, 3 x N below 100")
-    parser.add_argument("--kills", type=int, default=200, help="number of kills (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, default=60, help="stop earlier than that (default: %(default)s)")
-    parser.add_argument(
-        "--add", type=Path, metavar="REPORT", help="add the counts of an earlier report, of another seed"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the moments and meshes (default: %(default)s)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
-    options = parser.parse_args(argv)
-    started_s = time.monotonic()
-    kills = Kills(options.work, options.dataset, options.seed)
-    kills.run(options.kills, started_s + 60 * options.minutes)
-    report = KillsReport(
-        benchmark="checkpoint-kills",
-        machine=machine_facts(),
-        kills=kills.by_phase.total(),
-        seeds=[options.seed],
-        by_phase={phase: kills.by_phase[phase] for phase in PHASES},
-        by_mesh=dict(sorted(kills.by_mesh.items())),
-        **{name: kills.found[name] for name in KillsReport.__struct_fields__ if name in _COUNTED},
-        largest_loss_difference=kills.largest,
-        elapsed_s=time.monotonic() - started_s,
-    )
-    if options.add is not None:
-        report = _added(report, msgspec.json.decode(options.add.read_bytes(), type=KillsReport))
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n")
-    if options.out is not None:
-        publish_json(options.out, report)
-    wrong = report.wrong_samples + report.damaged_checkpoints + report.older_than_newest
-    return int(wrong > 0 or report.largest_loss_difference > MAX_LOSS_DIFFERENCE)
-
-
-def _added(report: KillsReport, earlier: KillsReport) -> KillsReport:
-    """The counts of both; of the loss difference the larger one."""
-    values: dict[str, Any] = {}
-    for name in KillsReport.__struct_fields__:
-        new, old = getattr(report, name), getattr(earlier, name)
-        if name.startswith("by_"):
-            values[name] = {key: new.get(key, 0) + old.get(key, 0) for key in {**old, **new}}
-        elif name not in ("benchmark", "machine"):
-            values[name] = max(new, old) if name == "largest_loss_difference" else new + old
-    return msgspec.structs.replace(report, **values)
-
-
-_COUNTED = {
-    "one_rank", "launches", "runs_completed", "resumed_on_another_mesh", "steps_compared", "checkpoints_checked",
-    "wrong_samples", "damaged_checkpoints", "older_than_newest",
-}  # fmt: skip
-
-if __name__ == "__main__":
-    sys.exit(main())

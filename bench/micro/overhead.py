@@ -1,6 +1,6 @@
 """What the loader costs beside decoding: its CPU time with the real decoder and with one that does nothing.
 
-``python -m fuelrail.bench.micro.loaders.overhead WORK [--out FILE]``. Both loaders run over the same samples in turns
+``python -m fuelrail.bench.micro.overhead WORK [--out FILE]``. Both loaders run over the same samples in turns
 (six 1600x900 images each to 704x256, two decoding threads). What the second one still takes is everything but
 decoding: index, order, checksums, zstd, metadata, image maps, batches, queues and threads, so it is an upper bound of
 what Python takes. A third and a fourth one show what checksums and the trace add.
@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
+from fuelrail.bench.micro.source import make_dataset
 from fuelrail.bench.report.files import publish_json
 from fuelrail.loaders import DataLoader, TraceRecorder
-from support.cameras import write_cameras
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -90,15 +90,14 @@ def measure(folder: Path, rounds: int) -> OverheadReport:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the data, measure, print a table and, with ``--out``, write the report."""
-    parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.loaders.overhead")
-    parser.add_argument("work", type=Path, metavar="WORK", help="folder for the dataset")
+    parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.overhead")
+    parser.add_argument("work", type=Path, metavar="WORK", help="new folder for the dataset")
     parser.add_argument("--samples", type=int, default=256, help="samples of an epoch (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="epochs of each candidate (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
     options = parser.parse_args(argv)
-    folder = options.work / "cameras"
-    write_cameras(folder, options.samples)
-    report = measure(folder, options.rounds)
+    dataset = make_dataset(options.work, options.samples, num_files=8)
+    report = measure(dataset, options.rounds)
     for name, value in report.cpu_ms_per_sample.items():
         share, rate = 100 * report.share_of_whole[name], report.images_per_s[name]
         print(f"{name:<32} {value:7.3f} ms CPU a sample  {share:6.2f} %  {rate:8.0f} images/s")  # noqa: T201

@@ -1,6 +1,6 @@
 """The planner's formulas and step times against published figures, of a file of cases with sources and tolerances.
 
-``python -m fuelrail.bench.micro.planner.reference_figures CASES.json`` predicts every case. Efficiencies are fitted on
+``tests/slow/test_reference_figures.py`` predicts every case. Efficiencies are fitted on
 the cases that a case's ``calibrate_on`` names. A case that names none is predicted with the named ones of its own
 source, else of its device and precision. Cases on which others are fitted are listed apart: they are no test of the
 model. What the model does not cover is listed with its reason.
@@ -8,11 +8,8 @@ model. What the model does not cover is listed with its reason.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -32,7 +29,6 @@ from fuelrail.bench.planner.formulas import (
 )
 from fuelrail.bench.planner.hardware import GIB, load_cluster
 from fuelrail.bench.planner.step_time import Efficiency, Work, fit, step_time
-from fuelrail.bench.report.files import publish_json
 
 if TYPE_CHECKING:
     from fuelrail.bench.planner.hardware import ClusterSettings, ComputeType
@@ -316,13 +312,16 @@ def _resnet(case: Case) -> float:
 
 
 def compare(cases: Sequence[Case]) -> Figures:
-    """Predict all cases."""
+    """Predict all cases. Raises ValueError for a quantity that nothing here predicts."""
     by_id = {case.id: case for case in cases}
     named = {name for case in cases for name in case.calibrate_on}
     found = []
     for case in cases:
         if case.id in NOT_MODELLED:
             continue
+        if case.expect.quantity not in PREDICTED:
+            known = ", ".join(PREDICTED)
+            raise ValueError(f"case '{case.id}': '{case.expect.quantity}' is not predicted; predicted are {known}")
         efficiency, fitted_on = None, list[str]()
         if case.kind.startswith("formula"):
             role, value = "formula", formula(case)
@@ -357,6 +356,12 @@ def compare(cases: Sequence[Case]) -> Figures:
 
 
 _TIMED = ("iteration_time", "tokens_per_s_per_gpu", "hardware_tflops_per_gpu", "model_tflops_per_gpu")
+PREDICTED = (
+    *_TIMED, "model_state_bytes_per_gpu", "activation_bytes_first_stage", "mfu", "hfu", "parameters", "training_days",
+    "bubble_over_ideal_time", "bytes_sent_per_rank", "gpu_hours_to_target", "global_batch", "algorithm_bandwidth",
+    "peak_memory_per_gpu", "tokens_per_s_per_gpu_64_over_32", "layer_time_full_recompute_over_none", "compute_time",
+    "images_per_s", "images_per_s_8_over_1", "speedup",
+)  # fmt: skip
 
 
 def _pool(case: Case, named: Sequence[Case]) -> list[str]:
@@ -370,32 +375,3 @@ def _pool(case: Case, named: Sequence[Case]) -> list[str]:
     return same or [
         one.id for one in usable if cluster_of(one.given).device.name == device and precision_of(one.given) == kind
     ]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Predict, print and write; 1 if a formula misses its tolerance."""
-    parser = argparse.ArgumentParser(
-        prog="python -m fuelrail.bench.micro.planner.reference_figures", description=__doc__
-    )
-    parser.add_argument("cases", type=Path, metavar="CASES", help="JSON file of published figures")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the result as JSON")
-    options = parser.parse_args(argv)
-    cases = msgspec.convert(msgspec.json.decode(options.cases.read_bytes())["cases"], list[Case])
-    figures = compare(cases)
-    for one in figures.cases:
-        print(  # noqa: T201
-            f"{one.id:32} {one.role:11} {one.predicted:12.5g} {one.published:12.5g} {one.error:+7.1%} "
-            f"{'within' if one.within else 'OUT'} {one.explanation}"
-        )
-    print(  # noqa: T201
-        f"formulas within tolerance: {figures.formula_within} of {figures.formula_cases}; measured: "
-        f"{figures.measured_cases}, mean error {figures.mean_error:.1%}, median {figures.median_error:.1%}, worst "
-        f"{figures.worst_error:.1%}; not modelled: {len(figures.not_modelled)}"
-    )
-    if options.out is not None:
-        publish_json(options.out, figures)
-    return 0 if figures.formula_within == figures.formula_cases else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,15 +16,13 @@ the steps still change the loss by 2,000 times the bound, so a gradient that is 
 Low precision: losses of bf16 and fp16 against fp32 in one process, as means over windows of 20 of 200 steps, at 1e-5:
 of a loss that is nearly 0 a percentage says nothing.
 
-    python -m fuelrail.bench.micro.trainer.parallel_equality --out bench/results/parallel_equality.json
+``tests/slow/test_parallel_equality.py`` runs all cases, ``tests/bench/trainer/strategies/test_equality.py`` a few.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,12 +30,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fuelrail.bench.measure.machine import MachineFacts, machine_facts
-from fuelrail.bench.ranks.launch import run_ranks
-from fuelrail.bench.report.files import publish_json
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision, check_fits, degrees_of
-from fuelrail.pipeline.errors import FuelrailError
+from support.cameras import write_cameras
+from support.ranks import run_ranks
 
 if TYPE_CHECKING:
     from fuelrail.bench.trainer.strategies.parallel import Parallel
@@ -48,9 +44,10 @@ TINY = ("bev-tiny", "resnet-tiny", "vit-tiny", "gpt-tiny")
 _IMAGE = (64, 128)
 _NUM_BATCHES = 20
 _WINDOW = 20
+_PATIENCE_S = 3000
 
 
-def divided(**options: Any) -> ParallelSettings:  # noqa: ANN401 - fields of ParallelSettings
+def divided(**options: Any) -> ParallelSettings:
     """Return settings that show a gradient of the wrong size, unless the options say other ones."""
     return ParallelSettings(**{"optimiser": "sgd", **options})
 
@@ -87,15 +84,6 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
     def holds(self) -> bool:
         """Whether it is within the bound."""
         return self.same_samples and self.difference <= (EXACT if self.case.precision == "fp32" else LOW)
-
-
-class Equality(msgspec.Struct, frozen=True, kw_only=True):
-    """The result file."""
-
-    benchmark: str
-    machine: MachineFacts
-    global_batch: int
-    compared: list[Compared]
 
 
 def cases_of(world: int) -> Iterator[Case]:
@@ -278,54 +266,14 @@ def run_rank(cases: Path, dataset: str, out: Path) -> None:
     dist.destroy_process_group()
 
 
-def measure(worlds: Mapping[int, Sequence[Case]], folder: Path) -> list[Compared]:
-    """Run each world's cases. Raises FuelrailError where a world ends early."""
-    from support.cameras import write_cameras
-
-    count = GLOBAL_BATCH * max(map(_num_batches, worlds.values()))
-    write_cameras(folder / "cameras", count, channels=("cam_front", "cam_front_right"))
-    found: list[Compared] = []
-    for world, cases in worlds.items():
-        listed, out, log = (folder / f"{world}.{name}" for name in ("cases", "jsonl", "log"))
-        listed.write_bytes(msgspec.json.encode(list(cases)))
-        program = [__spec__.name, "--rank", str(listed), str(folder / "cameras"), str(out)]
-        outcome = run_ranks(program, world, log, lambda: None)
-        if outcome.interrupted:
-            raise KeyboardInterrupt
-        if outcome.exit_code:
-            raise FuelrailError(f"{world} ranks ended early: see the end of its log:\n{log.read_text()[-900:]}")
-        found += [msgspec.json.decode(line, type=Compared) for line in out.read_text().splitlines()]
-    return found
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and write; 1 if a difference is larger than it may be."""
-    parser = argparse.ArgumentParser(
-        prog="python -m fuelrail.bench.micro.trainer.parallel_equality", description=__doc__
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the result as JSON")
-    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4, 8], help="(default: %(default)s)")
-    parser.add_argument("--models", nargs="+", default=list(TINY), help="(default: all)")
-    parser.add_argument("--rank", nargs=4, metavar="ARGUMENT", help="run as a rank (used by the command itself)")
-    options = parser.parse_args(argv)
-    if options.rank:
-        run_rank(Path(options.rank[0]), options.rank[1], Path(options.rank[2]))
-        return 0
-    machine = machine_facts()
-    with tempfile.TemporaryDirectory(prefix="fuelrail-equality-") as folder:
-        worlds = {world: [case for case in cases_of(world) if case.model in options.models] for world in options.worlds}
-        compared = measure(worlds, Path(folder))
-    for one in compared:
-        options_of = msgspec.json.encode(one.case.parallel).decode()
-        print(  # noqa: T201
-            f"{one.world} {one.case.model:11} {one.degrees:32} {one.case.precision} {one.difference:.1e} "
-            f"{'holds' if one.holds else 'OFF'} {one.seconds:.1f} s {options_of if not one.holds else ''}"
-        )
-    result = Equality(benchmark="parallel_equality", machine=machine, global_batch=GLOBAL_BATCH, compared=compared)
-    if options.out is not None:
-        publish_json(options.out, result)
-    return 0 if all(one.holds for one in compared) else 1
+def measure(world: int, cases: Sequence[Case], folder: Path) -> list[Compared]:
+    """Run the cases on this number of ranks."""
+    write_cameras(folder / "cameras", GLOBAL_BATCH * _num_batches(cases), channels=("cam_front", "cam_front_right"))
+    listed, out = folder / "cases.json", folder / "compared.jsonl"
+    listed.write_bytes(msgspec.json.encode(list(cases)))
+    run_ranks(world, "-m", "support.parallel_equality", listed, folder / "cameras", out, timeout_s=_PATIENCE_S)
+    return [msgspec.json.decode(line, type=Compared) for line in out.read_text().splitlines()]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_rank(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

@@ -1,6 +1,6 @@
 """Sharding loose files: Fuelrail, digests and index and all, beside GNU tar, ``tarfile`` and other shard writers.
 
-``python -m fuelrail.bench.micro.sharding.rate [--dir DIR] [--source DATAROOT] [--case CASE] [--cpus N] [--out FILE]
+``python -m fuelrail.bench.micro.rate [--dir DIR] [--source DATAROOT] [--case CASE] [--cpus N] [--out FILE]
 [--quick]``. All read the same files of a nuScenes dataroot out of the page cache, write to DIR, by default a folder in
 memory, so that the writers are measured and not a disk, and have the same CPUs. Without ``--source`` the dataroot is
 made: images as large as real ones, of noise, and tables with as many rows for each frame as nuScenes' own.
@@ -33,15 +33,15 @@ import msgspec
 import numpy as np
 
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
-from fuelrail.bench.micro.sharding.source import list_files, make_dataroot
-from fuelrail.bench.micro.sharding.writers import FLOORS, candidates, fuelrail_with
+from fuelrail.bench.micro.source import list_files, make_dataroot
 from fuelrail.bench.micro.timing import QUICK, Comparison, Effort, Report, compare, render
+from fuelrail.bench.micro.writers import FLOORS, candidates, fuelrail_with
 from fuelrail.bench.report.files import publish_json
 from fuelrail.pipeline.runtime.workers import in_threads
 from fuelrail.sharding.write.images import with_restart_rows
 
 if TYPE_CHECKING:
-    from fuelrail.bench.micro.sharding.source import Files
+    from fuelrail.bench.micro.source import Files
 
 NUM_REWRITTEN = 200
 
@@ -165,7 +165,7 @@ def restart_cost(files: Files, num_cpus: int) -> RestartCost:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table and, with ``--out``, write the report as JSON."""
-    parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.sharding.rate")
+    parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.rate")
     parser.add_argument("--dir", type=Path, metavar="DIR", help="where to write (default: in memory)")
     parser.add_argument("--source", type=Path, metavar="DATAROOT", help="a nuScenes dataroot instead of a made one")
     parser.add_argument("--case", choices=sorted(CASES), help="one of the comparisons alone (default: all)")

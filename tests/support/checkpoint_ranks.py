@@ -1,6 +1,6 @@
 """One rank of a small run that saves checkpoints: the reference trainer's model and strategies, and a log of its steps.
 
-Used by :mod:`fuelrail.bench.micro.trainer.checkpoint_kills`. Each rank appends a line of JSON for each step (loss,
+Used by :mod:`support.checkpoint_kills`. Each rank appends a line of JSON for each step (loss,
 sample keys) and for each checkpoint that became visible to a file of its own.
 """
 
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fuelrail.bench.micro.trainer.parallel_equality import train_step
 from fuelrail.bench.studies.train.experiment import batches
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
 from fuelrail.bench.trainer.checkpoints.store import Store
@@ -25,6 +24,7 @@ from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.parallel import build, make_mesh, parallelise
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings, degrees_of
 from fuelrail.loaders import DataLoader, ImageAugment, Transforms
+from support.parallel_equality import train_step
 
 if TYPE_CHECKING:
     from fuelrail.bench.measure.records import CheckpointSave
@@ -94,7 +94,7 @@ class _Watched(Checkpoints):
         self._enter("copy")
         return super().save(step, parallel, loader_state)
 
-    def _finish(self, *arguments: Any) -> CheckpointSave:  # noqa: ANN401 - passed on
+    def _finish(self, *arguments: Any) -> CheckpointSave:
         done = super()._finish(*arguments)
         self._enter("train")
         return done
@@ -145,6 +145,6 @@ def run_rank(
     dist.destroy_process_group()
 
 
-def _note(out: Any, done: CheckpointSave | None) -> None:  # noqa: ANN401 - a text file
+def _note(out: Any, done: CheckpointSave | None) -> None:
     if done is not None:
         out.write(json.dumps({"visible": done.step}) + "\n")

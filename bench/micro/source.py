@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import simplejpeg
 
 from fuelrail.pipeline.format import codecs
+from fuelrail.sharding.api import shard
+from fuelrail.sharding.progress import Quiet
 
 CAMERAS = ("CAM_FRONT", "CAM_FRONT_RIGHT", "CAM_FRONT_LEFT", "CAM_BACK", "CAM_BACK_LEFT", "CAM_BACK_RIGHT")
 NUM_POINTS = 34_720
@@ -70,6 +72,21 @@ def make_dataroot(
             content = sweeps[frame % len(sweeps)] if channel == "LIDAR_TOP" else image
             (root / file_name(frame, channel)).write_bytes(content)
     write_tables(root, channels, num_frames, size, num_files, full=full_tables)
+
+
+def make_dataset(
+    work: Path,
+    num_frames: int,
+    *,
+    size: tuple[int, int] = (1600, 900),
+    num_files: int | None = None,
+    layout: Literal["member", "none"] = "member",
+) -> Path:
+    """Write a dataroot of cameras into the new folder ``work``, and return the dataset that is made of it."""
+    make_dataroot(work / "source", num_frames, lidar=False, size=size, num_files=num_files)
+    options = {"version": "v1.0-bench"}
+    shard(f"nuscenes:{work / 'source'}", work / "dataset", options=options, layout=layout, workers=1, progress=Quiet())
+    return work / "dataset"
 
 
 def noise_jpeg(rng: np.random.Generator, size: tuple[int, int]) -> bytes:

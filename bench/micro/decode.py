@@ -1,8 +1,8 @@
 """Decoding: what the turbo backend makes of camera images a second, beside the usual ways to do the same work.
 
-``python -m fuelrail.bench.micro.loaders.decode [--images FOLDER] [--out FILE]``. The work is a JPEG file of 1600x900
-pixels to uint8 planes of 704x256: resized by 0.44, the bottom kept. Without ``--images`` a picture with a photograph's
-statistics is encoded at about the size of real camera files. The *bare limit* is libjpeg-turbo's half-scale decode and
+``python -m fuelrail.bench.micro.decode [--images FOLDER] [--out FILE]``. The work is a JPEG file of 1600x900
+pixels to uint8 planes of 704x256: resized by 0.44, the bottom kept. Without ``--images`` the file is noise of about the
+size of real camera files. The *bare limit* is libjpeg-turbo's half-scale decode and
 one bilinear resize into buffers made once, without looking at the file or at a map. *Restart rows* are the same images,
 losslessly rewritten with a restart marker at each row of MCUs (needs the program jpegtran).
 """
@@ -29,17 +29,18 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
+from fuelrail.bench.micro.source import noise_jpeg
 from fuelrail.bench.micro.timing import QUICK, Comparison, Effort, Report, compare, render
 from fuelrail.bench.report.files import publish_json
 from fuelrail.loaders.decode import make_decoder
 from fuelrail.pipeline.transforms.image import ImageAugment
-from support.cameras import SOURCE_WH, made_image
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.transforms.image_map import ImageMap
 
     Decode = Callable[[bytes, NDArray[np.uint8]], object]
 
+SOURCE_WH = (1600, 900)
 OUT_WH = (704, 256)
 RESIZED_WH = (704, 396)
 NUM_THREADS = 2
@@ -165,12 +166,12 @@ def measure(images: list[bytes], effort: Effort) -> list[Comparison]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table and, with ``--out``, write the report as JSON."""
-    parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.loaders.decode")
+    parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.decode")
     parser.add_argument("--images", type=Path, metavar="FOLDER", help="real 1600x900 JPEG files instead of a made one")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
     parser.add_argument("--quick", action="store_true", help="call everything a few times, to see that it runs")
     options = parser.parse_args(argv)
-    images = load_images(options.images) if options.images else [made_image()] * 12
+    images = load_images(options.images) if options.images else [noise_jpeg(np.random.default_rng(0), SOURCE_WH)] * 12
     if options.quick:
         images = images[:2]
     comparisons = measure(images, QUICK if options.quick else Effort(num_rounds=11))
