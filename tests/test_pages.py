@@ -102,11 +102,3 @@ def test_every_command_is_on_the_commands_page() -> None:
     assert not [word for word in command_line._COMMANDS if f"`{word}" not in page]
     functions = [name for name in dir(fr) if isinstance(getattr(fr, name), FunctionType) and name != "open"]
     assert not [name for name in functions if f"`fr.{name}`" not in page]
-
-
-def test_the_tests_of_the_findings_exist() -> None:
-    page = (ROOT / "docs" / "measured" / "findings.md").read_text(encoding="utf-8")
-    tests = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("*.py"))
-    named = set(re.findall(r"::(test_\w+)", page))
-    assert len(named) > 100
-    assert not sorted(named - set(re.findall(r"def (test_\w+)", tests)))
