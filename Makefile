@@ -26,11 +26,11 @@ SPELLED := *.md bench configs docs loaders pipeline sharding tests .src/fuelrail
 
 help:
 	@echo "make demo       set up, synthesise, shard, verify, draw a sample, train on 2 ranks, write the report"
-	@echo "make test       set up and run the whole test suite: about 11 minutes on two cores"
-	@echo "make test-fast  set up and run the unit lane: about 75 seconds on two cores"
-	@echo "make test-slow  proofs that are repeated: every strategy, 200 kills, the planner against real runs: about an hour"
-	@echo "make coverage   the unit lane, and the share of each hall's lines that it runs: about 2.5 minutes"
-	@echo "make test-dali  DALI's own tests, on the CPU and on fake devices: about a minute"
+	@echo "make test       set up and run the test suite, all but the slow lane"
+	@echo "make test-fast  set up and run the unit lane: some five minutes of processor time"
+	@echo "make test-slow  proofs that are repeated: every strategy, 200 kills, the planner against real runs"
+	@echo "make coverage   the unit lane, and the share of each hall's lines that it runs"
+	@echo "make test-dali  DALI's own tests, on the CPU and on fake devices"
 	@echo "make test-floors  the unit lane with the lowest torch, numpy, pyarrow and DALI, in .venv-floors"
 	@echo "make lint       ruff check, format check and codespell"
 	@echo "make fix        apply what ruff can fix and format"
@@ -109,6 +109,7 @@ docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	$(BIN)/python -m fuelrail.bench.studies.diff.kinds build/site/schemas
 	@echo "file://$(abspath build/site)/index.html"
+	@echo "search needs a server: $(BIN)/python -m http.server --directory build/site"
 
 wheel: setup
 	$(BIN)/pip install -qq -c constraints.txt -e ".[release]"

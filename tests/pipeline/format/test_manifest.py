@@ -234,6 +234,18 @@ def test_what_to_do_where_there_is_no_manifest(tmp_path) -> None:
             load_manifest(folder)
 
 
+def test_it_never_proposes_to_write_into_a_folder_of_other_files(tmp_path) -> None:
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(
+        DatasetNotReadyError, match=r"so no dataset; make one in a new folder: `fuelrail shard SOURCE OUT`$"
+    ):
+        load_manifest(tmp_path)
+    with pytest.raises(
+        DatasetNotReadyError, match=r"new folder: `fuelrail annotate DATASET OUT --model MODULE:FUNCTION`$"
+    ):
+        load_manifest(tmp_path, LAYERS)
+
+
 def test_the_lineage_names_every_ancestor_once_nearest_first() -> None:
     first, second = manifest(name="a", fingerprint="1"), manifest(name="b", fingerprint="2")
     both = manifest(name="ab", fingerprint="3", lineage=Lineage.of([first, second]))
