@@ -42,15 +42,11 @@ _BUILT_IN: Final = {
     "rosbag2": "fuelrail.sharding.sources.logs.source:Rosbag2Source",
 }
 _OWN_PACKAGE: Final = "fuelrail"
-<<<<<<< HEAD
 _EXAMPLES: Final = {
     "pandaset": "`pip install ./configs/sources/pandaset` in a checkout brings package fuelrail-pandaset"
 }
 """Plug-ins that the documents name, and how to install them."""
-_CONTENTS: Final = {
-=======
 CONTENTS: Final = {
->>>>>>> main
     "fuelrail": ("dataset.json",),
     "nuscenes": ("v1.0-*/sample.json",),
     "t4": ("annotation/sample.json", "*/annotation/sample.json", "*/*/annotation/sample.json"),

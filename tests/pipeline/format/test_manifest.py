@@ -235,7 +235,6 @@ def test_what_to_do_where_there_is_no_manifest(tmp_path) -> None:
             load_manifest(folder)
 
 
-<<<<<<< HEAD
 def test_it_never_proposes_to_write_into_a_folder_of_other_files(tmp_path) -> None:
     (tmp_path / "notes.txt").touch()
     with pytest.raises(
@@ -246,11 +245,11 @@ def test_it_never_proposes_to_write_into_a_folder_of_other_files(tmp_path) -> No
         DatasetNotReadyError, match=r"new folder: `fuelrail annotate DATASET OUT --model MODULE:FUNCTION`$"
     ):
         load_manifest(tmp_path, LAYERS)
-=======
+
+
 def named(number: int) -> str:
     """A fingerprint for each number."""
     return f"{number:064x}"
->>>>>>> main
 
 
 def test_the_lineage_names_every_ancestor_once_nearest_first() -> None:

@@ -82,19 +82,6 @@ def test_other_kinds_of_files_are_refused_at_once(tmp_path) -> None:
         open_file(tmp_path / "nothing")
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("name", ["dataset.json", "index.arrow", "train-000000.tar"])
-def test_a_fifo_in_a_dataset_hangs_nobody(tiny_dataset, tmp_path, name) -> None:
-    root = tiny_dataset({"train": (2,)}, copy_to=tmp_path / "DS").root
-    whole = open_dataset(root)
-    (root / name).unlink()
-    os.mkfifo(root / name)
-    if name == "train-000000.tar":
-        assert "is not a regular file" in verify(root, deep=False, num_threads=1).as_text()
-        for storage in (MappedShards, PreadShards):
-            with pytest.raises(FuelrailError, match="is not a regular file"):
-                storage(whole).span(0, whole.index.row(0))
-=======
 KEY = "clip-0000-000001"
 COMMANDS = (
     "verify DS", "verify --deep DS", "inspect DS", f"inspect DS {KEY}", "log DS", "diff DS GOOD", "diff GOOD DS",
@@ -244,7 +231,6 @@ def test_no_command_or_reader_waits_for_or_follows_a_file_that_is_none(whole, tm
         os.mkfifo(place / folder / name)
     elif kind == "folder":
         (place / folder / name).mkdir()
->>>>>>> main
     else:
         (place / folder / name).symlink_to(outside)
     readers = {words: read for words, read in READERS.items() if folder in words or folder == "DS"}

@@ -66,11 +66,7 @@ def data_rows(made, channel, frames=None):
         (0, 2, (0, 2), 1),
     ],
 )
-<<<<<<< HEAD
-def test_nuscenes_unknown_point_counts_are_valid(made, tmp_path, lidar, radar, stored, valid):
-=======
-def test_nuscenes_f1_boxes_are_valid_unless_no_point_is_known(made, tmp_path, lidar, radar, stored, valid):
->>>>>>> main
+def test_nuscenes_boxes_are_valid_unless_no_point_is_known(made, tmp_path, lidar, radar, stored, valid):
     for row in made.tables["sample_annotation"]:
         for column, number in (("num_lidar_pts", lidar), ("num_radar_pts", radar)):
             row[column] = number
