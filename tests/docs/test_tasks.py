@@ -42,6 +42,14 @@ def test_1_see_and_train_on_a_dataset_without_having_one(desk, quickstart) -> No
     assert next(iter(names["loader"]))["epoch"] == 2
 
 
+@pytest.mark.process
+def test_1_measure_a_training_run_as_both_first_pages_print_it(desk) -> None:
+    (block,) = [b for b in blocks_of(GUIDES / "quickstart.md") if b.heading == "A report of a training run"]
+    assert block.code.strip() in (ROOT / "README.md").read_text(encoding="utf-8")
+    follow(GUIDES / "quickstart.md", block.heading)
+    assert "occupancy" in (desk / "bench-train" / "report.html").read_text(encoding="utf-8")
+
+
 def test_2_load_a_batch_of_ones_own_files(desk, capsys) -> None:
     for number in range(6):
         jpeg(desk / "mydata" / "front" / f"{number:04d}.jpg", shade=number)

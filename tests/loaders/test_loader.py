@@ -278,7 +278,7 @@ class TestState:
             ({"two_views": True}, "two_views: state has none, loader has True"),
         ],
     )
-    def test_n1_a_state_of_another_augmentation_is_refused_unless_allowed(self, tiny, options, both):
+    def test_a_state_of_another_augmentation_is_refused_unless_allowed(self, tiny, options, both):
         order = OrderSpec(seed=3)
         with load(tiny, order=order) as saved:
             next(iter(saved))
@@ -292,7 +292,7 @@ class TestState:
         with pytest.raises(StateMismatchError, match="another training sequence"):
             load(tiny, order=OrderSpec(seed=4)).load_state_dict(state, strict=False)
 
-    def test_n1_what_changes_no_sample_is_no_mismatch(self, tiny):
+    def test_what_changes_no_sample_is_no_mismatch(self, tiny):
         quiet = {"pixels": PixelAugment(hue_deg=18.0), "ego": BevAugment(flip_x_prob=0.5)}  # train is False
         other = load(tiny, decoder="pillow", backend="pread", verify=False, **quiet)
         other.load_state_dict(load(tiny).state_dict())

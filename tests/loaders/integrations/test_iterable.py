@@ -92,17 +92,17 @@ class Plain(torch.utils.data.IterableDataset):
 
 class TestL8WorkersWithoutTheView:
     @pytest.mark.parametrize("num_processes", [0, 1])
-    def test_l8_one_iteration_is_no_reason_to_warn(self, tiny, num_processes):
+    def test_one_iteration_is_no_reason_to_warn(self, tiny, num_processes):
         outer = TorchLoader(Plain(load(tiny, 2)), batch_size=None, num_workers=num_processes)
         assert keys(outer) == keys(load(tiny, 2))
 
-    def test_l8_several_workers_that_each_give_every_batch_warn(self, tiny):
+    def test_several_workers_that_each_give_every_batch_warn(self, tiny):
         """Warnings are errors here, and torch hands a worker's error to the main process."""
         outer = TorchLoader(Plain(load(tiny, 2)), batch_size=None, num_workers=2)
         with pytest.raises(UserWarning, match=r"gives every batch, 2 times in all; wrap it in .*IterableView"):
             next(iter(outer))
 
-    def test_l8_the_view_does_not_warn(self, tiny):
+    def test_the_view_does_not_warn(self, tiny):
         assert keys(TorchLoader(IterableView(load(tiny, 2)), batch_size=None, num_workers=2)) == keys(load(tiny, 2))
 
 

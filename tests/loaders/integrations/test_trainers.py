@@ -222,7 +222,7 @@ def test_ray_train_continues_after_its_workers_died(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])
-def test_f28_nccl_is_bound_to_the_ranks_gpu(has_gpu, monkeypatch):
+def test_nccl_is_bound_to_the_ranks_gpu(has_gpu, monkeypatch):
     spec = importlib.util.spec_from_file_location("example", EXAMPLES / "example.py")
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
@@ -235,6 +235,6 @@ def test_f28_nccl_is_bound_to_the_ranks_gpu(has_gpu, monkeypatch):
     assert made == ([(("nccl",), {"device_id": torch.device("cuda", 1)})] if has_gpu else [(("gloo",), {})])
 
 
-def test_f28_no_example_joins_a_group_by_itself():
+def test_no_example_joins_a_group_by_itself():
     own = {file.name for file in EXAMPLES.glob("*.py") if "init_process_group(" in file.read_text(encoding="utf-8")}
     assert own == {"example.py", "mmengine_runner.py"}

@@ -1,34 +1,46 @@
-"""A small part of ``bench/micro/trainer/parallel_equality.py``: strategies against one process, on real ranks.
+"""A small part of ``tests/slow/test_parallel_equality.py``: strategies against one process, on real ranks.
 
-Each strategy, each option and each model's own way to be divided is here once. The whole matrix is that command's, on
-2, 4 and 8 ranks; its result is ``bench/results/parallel_equality.json``.
+Each strategy, each option and each model's own way to be divided is here once.
 """
 
 from __future__ import annotations
 
+import msgspec
 import pytest
+import torch.distributed as dist
 
-from fuelrail.bench.micro.trainer.parallel_equality import Case, measure
-from fuelrail.bench.trainer.strategies.settings import ParallelSettings
+from support import parallel_equality
+from support.cameras import write_cameras
+from support.parallel_equality import (
+    EXACT,
+    GLOBAL_BATCH,
+    TINY,
+    Case,
+    Comparison,
+    cases_of,
+    divided,
+    measure,
+)
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 
 def case(model, precision="fp32", **options):
-    return Case(model=f"{model}-tiny", parallel=ParallelSettings(**options), precision=precision, steps=5)
+    return Case(model=f"{model}-tiny", parallel=divided(**options), precision=precision, steps=5)
 
 
 TWO_RANKS = [
     case("resnet", strategy="ddp"),
     case("gpt", strategy="ddp", compile="aot_eager"),
     case("bev", strategy="zero1"),
+    case("bev", strategy="zero1", optimiser="adamw"),
     case("gpt", strategy="zero2"),
     case("vit", strategy="fsdp2", recompute="selective", clip_norm=0.1),
     case("gpt", strategy="fsdp2", offload=True, recompute="full"),
     case("gpt", strategy="fsdp2", precision="bf16"),
     case("bev", strategy="tensor"),
     case("resnet", strategy="tensor"),
-    case("gpt", strategy="tensor", optimiser="sgd", clip_norm=0.1),
+    case("gpt", strategy="tensor", optimiser="adamw", clip_norm=0.1),
     case("resnet", strategy="pipeline", micro_batches=4),
     case("vit", strategy="pipeline", pipeline_schedule="ZBVZeroBubble", micro_batches=4),
     case("gpt", strategy="pipeline", micro_batches=4, precision="fp16"),
@@ -41,8 +53,33 @@ FOUR_RANKS = [
 ]
 
 
-def test_ranks_train_as_one_process(tmp_path):
-    compared = measure({2: TWO_RANKS, 4: FOUR_RANKS}, tmp_path)
+@pytest.mark.parametrize(("world", "cases"), [(2, TWO_RANKS), (4, FOUR_RANKS)])
+def test_ranks_train_as_one_process(world, cases, tmp_path):
+    compared = measure(world, cases, tmp_path)
     assert [(one.case, one.difference) for one in compared if not one.holds] == []
-    assert len(compared) == len(TWO_RANKS) + len(FOUR_RANKS)
+    assert len(compared) == len(cases)
     assert all(one.first_loss != one.last_loss for one in compared)
+
+
+def test_gradients_that_are_added_and_not_averaged_are_seen_in_every_model(tmp_path, monkeypatch):
+    """The plain case of each model, with the gradients that two equal ranks give without their mean."""
+
+    def add_up(parallel, batch):
+        loss = parallel.forward_backward(parallel.inputs(batch))
+        for parameter in parallel.models[0].parameters():
+            parameter.grad *= 2
+        parallel.update()
+        return float(loss)
+
+    write_cameras(tmp_path / "cameras", 2 * GLOBAL_BATCH, channels=("cam_front", "cam_front_right"))
+    of_ddp = [case for case in cases_of(2) if case.parallel == divided(strategy="ddp") and case.precision == "fp32"]
+    cases = [msgspec.structs.replace(case, steps=5) for case in of_ddp]
+    assert [case.model for case in cases] == list(TINY)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        comparison = Comparison(str(tmp_path / "cameras"), 2)
+        assert [comparison.compare(case).holds for case in cases] == [True] * len(TINY)
+        monkeypatch.setattr(parallel_equality, "train_step", add_up)
+        assert min(comparison.compare(case).difference for case in cases) > 100 * EXACT
+    finally:
+        dist.destroy_process_group()
