@@ -147,6 +147,9 @@ class Transforms(Settings, frozen=True):
             and its family evaluate.
         camera_groups: in the place of ``image``, for rigs whose cameras differ: groups by name, each a `CameraGroup`
             with a size of its own. Each camera of the rig is in one of them. ``img`` then is a dict by group.
+        cameras: names of the cameras to fetch and decode, such as ``["cam_front"]``. A batch has these alone, in the
+            rig's order: images, matrices and frames of a window, and no channel that lies on another camera. They are
+            augmented as a loader of all cameras augments them. None: all cameras.
         pixels: augmentation of the pixel values.
         ego: augmentation of the ego frame: boxes, points and matrices move together, pixels stay.
         points: also decode the first lidar's sweep; a `PointSweeps` accumulates several.
@@ -170,6 +173,7 @@ class Transforms(Settings, frozen=True):
     camera_groups: Annotated[dict[str, CameraGroup] | None, must_be("a dict of group name to CameraGroup, or None")] = (
         None
     )
+    cameras: Annotated[tuple[str, ...] | None, must_be("a list of names of cameras, or None")] = None
     pixels: PixelAugment = PixelAugment()
     ego: BevAugment = BevAugment()
     points: Annotated[
@@ -191,8 +195,9 @@ class Transforms(Settings, frozen=True):
         """Read dicts and files of settings; refuse values that are not allowed."""
         resolve_fields(self)
         check_types(self, ConfigError)
-        if self.channels is not None:
-            msgspec.structs.force_setattr(self, "channels", tuple(self.channels))
+        for name in ("cameras", "channels"):
+            if getattr(self, name) is not None:
+                msgspec.structs.force_setattr(self, name, tuple(getattr(self, name)))
         if self.camera_groups is not None and (not self.camera_groups or self.image != _DEFAULT_IMAGE):
             raise ConfigError("camera_groups must name a group or more, and takes the place of image: leave image out")
 
@@ -215,7 +220,7 @@ class Transforms(Settings, frozen=True):
         return self.static
 
     def content(self) -> dict[str, Any]:
-        """Return what decides the content of a sample, by name, but for the channels.
+        """Return what decides the content of a sample, by name, but for cameras and channels.
 
         An augmentation that draws nothing is None.
         """

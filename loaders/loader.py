@@ -25,7 +25,7 @@ from fuelrail.loaders.decode import BatchDecoder, decodes_on_device
 from fuelrail.loaders.decode.protocol import MAX_LANES, MIN_LANES
 from fuelrail.loaders.distributed import check_ranks_agree, detect_world, resolve_world, warn_of_workers
 from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy, BadSamples
-from fuelrail.loaders.schedule.datasets import DatasetLike, open_all, require_lidar
+from fuelrail.loaders.schedule.datasets import DatasetLike, choose_cameras, open_all, require_lidar
 from fuelrail.loaders.schedule.layers import check_epoch, check_views, open_layers
 from fuelrail.loaders.schedule.prefetch import prefetch
 from fuelrail.loaders.schedule.schedule import Schedule, ScheduleRequest, make_schedule
@@ -167,7 +167,12 @@ class DataLoader(LoaderDisplay, AbstractContextManager["DataLoader"]):
         self._make = make_batch_pipeline(options, points_of, sources, self._bad, transfer)
         self.selected = self._make.channels.channels
         chosen = [channel.name for channel in self.selected] or None
-        content = sample_settings(options.seed, **options.transforms.content(), channels=chosen)
+        self.cameras = self._make.cameras
+        """Names of the cameras in a batch, in its order."""
+        are_all = len(self.cameras) == len(self.dataset.manifest.cameras)
+        content = sample_settings(
+            options.seed, **options.transforms.content(), channels=chosen, cameras=None if are_all else [*self.cameras]
+        )
         self._identity = msgspec.structs.replace(self._schedule.identity, settings=content)
         self._num_images = where.frames * len(self._make.cameras)
         axes = () if self._window is None else (where.frames,)
@@ -374,13 +379,15 @@ def _choose_samples(
     layers = open_layers(datasets, options.layers, opening, is_mix=is_mix)
     check_views(layers, options.seed, transforms.content(), is_mix=is_mix, window=options.window)
     global_batch = options.batch_size * world.size
+    cameras = {name: choose_cameras(one, transforms.cameras) for name, one in datasets.items()}
     choice = ScheduleRequest(
         datasets, options.mix, options.split, order, options.window,
         points=points.lidar is not None, sweeps=points.accumulation is not None,
         channels={
-            name: choose_channels(one, transforms.channels, layers[name], points.lidar)
+            name: choose_channels(one, transforms.channels, layers[name], points.lidar, cameras[name])
             for name, one in datasets.items()
         },
+        cameras=cameras,
         layers=layers,
     )  # fmt: skip
     schedule = make_schedule(

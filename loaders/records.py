@@ -93,7 +93,7 @@ class CameraImages(NamedTuple):
     name: str | None
     """Of the group (``Transforms.camera_groups``); None: all cameras of the rig have one size."""
     cameras: tuple[int, ...]
-    """Rows of the rig."""
+    """Which of the loaded cameras."""
     augment: ImageAugment
 
 
@@ -138,7 +138,7 @@ class BatchSlot(NamedTuple):
     def parts(self) -> list[tuple[Sequence[int] | None, torch.Tensor]]:
         """Return the images of each group, uint8 [B, T, N, 3, H, W], T being 1 without windows, with its cameras.
 
-        The cameras are rows of the rig; None: all of them.
+        The cameras are those of `CameraImages`; None: all of them.
         """
         images = self.images if isinstance(self.images, tuple) else (self.images,)
         cameras: list[Sequence[int] | None] = [group.cameras for group in self.groups] or [None]

@@ -25,7 +25,7 @@ lack all channels.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -62,18 +62,28 @@ _SMALL_LAWS: Final = frozenset({"fixed", "classes", "image_points", "ego_points"
 
 
 def choose_channels(
-    dataset: Dataset, names: Sequence[str] | None, layers: Sequence[Layer] = (), lidar: LidarEntry | None = None
+    dataset: Dataset,
+    names: Sequence[str] | None,
+    layers: Sequence[Layer] = (),
+    lidar: LidarEntry | None = None,
+    cameras: Collection[str] | None = None,
 ) -> tuple[Channel, ...]:
     """Return the entries of the selected channels, in the order of the table and the layers.
 
-    A layer's channels are called ``{layer}.{channel}``; without ``names`` all of them are selected. ``lidar`` is the
-    one whose sweeps become ``points``.
+    A layer's channels are called ``{layer}.{channel}``; without ``names`` all of them are selected, but for those on
+    other cameras than ``cameras`` (None: all cameras are loaded). ``lidar`` is the one whose sweeps become ``points``.
 
-    Raises ConfigError for a name that is not in the table, that is a camera, that lidar or the boxes, or whose entries
-    would have the names of others; ManifestError for a channel whose kind or law is unknown here.
+    Raises ConfigError for a name that is not in the table, that is a camera, that lidar or the boxes, that lies on
+    another camera, or whose entries would have the names of others; ManifestError for a channel whose kind or law is
+    unknown here.
     """
     manifest, joined = dataset.manifest, [channel for layer in layers for channel in layer.channels]
-    names = [channel.name for channel in joined] if names is None else names
+
+    def is_moved(channel: Channel) -> bool:
+        """Whether the loader has the image whose map moves it."""
+        return cameras is None or channel.law.camera is None or channel.law.camera in cameras
+
+    names = [channel.name for channel in joined if is_moved(channel)] if names is None else names
     if not names:
         return ()
     chosen = select((*manifest.channels, *joined), names, dataset.location)
@@ -83,6 +93,11 @@ def choose_channels(
             raise ConfigError(
                 f"channels={list(names)}: '{channel.name}' is not selected by name; cameras and boxes are in every "
                 "batch"
+            )
+        if not is_moved(channel):
+            raise ConfigError(
+                f"channels={list(names)}: '{channel.name}' lies on the image of '{channel.law.camera}', and the loader "
+                f"has the cameras {', '.join(cameras or ())} only; leave it out, or select its camera"
             )
         if lidar is not None and channel.name == lidar.channel:
             raise ConfigError(

@@ -145,7 +145,7 @@ def make_batch_pipeline(
 ) -> BatchPipeline:
     """Choose the decoder, and put together what the stages need."""
     transforms = options.transforms
-    cameras = tuple(camera.channel for camera in sources[0].dataset.manifest.cameras)
+    cameras = tuple(sources[0].reader.cameras)
     num_frames = 1 if options.window is None else len(options.window.frames)
     batch_images = options.batch_size * (1 + transforms.two_views) * num_frames * len(cameras)
     decoder = make_decoder(

@@ -19,6 +19,7 @@ from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.sample.image_header import probe
 from fuelrail.pipeline.sample.schema import BOXES
+from fuelrail.pipeline.settings import did_you_mean
 
 if TYPE_CHECKING:
     from fuelrail.loaders.storage import Storage
@@ -66,15 +67,35 @@ def open_all(
     return {name: opened(one) for name, one in dataset.items()}
 
 
+def choose_cameras(dataset: Dataset, names: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the cameras to load, in the order of the rig; None: all of them.
+
+    Raises ConfigError for no names, for one that comes twice, and for one that is no camera of the dataset.
+    """
+    rig = tuple(camera.channel for camera in dataset.manifest.cameras)
+    if names is None:
+        return rig
+    for name in names:
+        if name not in rig:
+            raise ConfigError(
+                f"cameras={list(names)}: '{dataset.location}' has no camera {name!r:.110}{did_you_mean(name, rig)}; "
+                f"it has: {', '.join(rig) or 'none'}"
+            )
+    if not names or len(set(names)) < len(names):
+        raise ConfigError(f"cameras={list(names)} must name a camera or more, each once; there are: {', '.join(rig)}")
+    return tuple(one for one in rig if one in names)
+
+
 def check_compatible(
     datasets: Mapping[str, Dataset],
     *,
     points: bool = False,
     channels: Mapping[str, Sequence[Channel]],
+    cameras: Mapping[str, Sequence[str]],
 ) -> None:
     """Raise ConfigError, with both sides, where samples of these datasets cannot be in one batch.
 
-    ``channels`` are the selected entries of each dataset's table.
+    ``channels`` are the selected entries of each dataset's table, ``cameras`` its selected cameras.
     """
     (first, one), *others = datasets.items()
     for name, other in others:
@@ -85,7 +106,8 @@ def check_compatible(
                 f"{(first if lacking[0] in here else name)!r} has {lacking[0]!r}; give both such a layer, or select "
                 "channels that both have (Transforms.channels)"
             )
-        facts = {**_facts(one, other, points=points), **_channel_facts(channels.get(first, ()), channels.get(name, ()))}
+        facts = {"cameras": (list(cameras[first]), list(cameras[name])), **_facts(one, other, points=points)}
+        facts |= _channel_facts(channels.get(first, ()), channels.get(name, ()))
         for what, sides in facts.items():
             if sides[0] != sides[1]:
                 raise ConfigError(
@@ -102,7 +124,6 @@ def _facts(one: Dataset, other: Dataset, *, points: bool) -> dict[str, tuple[obj
         return [f"{lidar.channel}: {', '.join(lidar.columns)}" for lidar in dataset.manifest.lidars[:1]]
 
     facts = {
-        "cameras": both(lambda dataset: [camera.channel for camera in dataset.manifest.cameras]),
         "classes": both(lambda dataset: list(dataset.manifest.classes)),
         "labels": both(lambda dataset: "boxes" if BOXES in dataset.index.names else "no boxes"),
         "ego poses": both(lambda dataset: "poses" if dataset.manifest.has_poses else "no poses"),
@@ -147,6 +168,7 @@ def make_sources(
     points: bool,
     sweeps: bool,
     channels: Mapping[str, Sequence[Channel]],
+    cameras: Mapping[str, Sequence[str]],
     layers: Mapping[str, Sequence[Layer]],
     named: bool,
 ) -> tuple[Source, ...]:
@@ -156,7 +178,10 @@ def make_sources(
     for name, dataset in datasets.items():
         chosen = channels.get(name, ())
         storage = with_layers(open_storage(dataset), layers.get(name, ()), chosen, open_storage)
-        reader = SampleReader(dataset, storage=storage, points=points, sweeps=sweeps, extra=False, channels=chosen)
+        reader = SampleReader(
+            dataset, storage=storage, points=points, sweeps=sweeps, extra=False, channels=chosen,
+            cameras=cameras.get(name),
+        )  # fmt: skip
         sources.append(
             Source(name if named else None, dataset, dataset.split(split).first_sample, base, storage, reader)
         )
@@ -183,7 +208,13 @@ _NUM_LOOKED_AT = 4
 
 def image_facts(sources: Sequence[Source]) -> ImageFacts:
     """Sizes from the manifests, and how the images of a few samples, spread over the datasets, are coded."""
-    sizes = [size for source in sources for camera in source.dataset.manifest.cameras for size in camera.sizes]
+    sizes = [
+        size
+        for source in sources
+        for camera in source.dataset.manifest.cameras
+        if camera.channel in source.reader.cameras
+        for size in camera.sizes
+    ]
     is_baseline = []
     for source in sources:
         num_samples = len(source.dataset.index)

@@ -45,6 +45,8 @@ class ScheduleRequest(NamedTuple):
     """Earlier sweeps of the lidar too."""
     channels: Mapping[str, Sequence[Channel]]
     """The selected entries of each dataset's table and of its layers, by the dataset's name."""
+    cameras: Mapping[str, Sequence[str]]
+    """The selected cameras of each dataset, by the dataset's name."""
     layers: Layers
     """The layers of each dataset, by the dataset's name."""
 
@@ -82,8 +84,8 @@ def make_schedule(
 
     Raises ConfigError and OrderError for arguments that do not fit together, and what `compile_order` raises.
     """
-    datasets, mix, split, spec, window, points, sweeps, channels, layers = request
-    check_compatible(datasets, points=points, channels=channels)
+    datasets, mix, split, spec, window, points, sweeps, channels, cameras, layers = request
+    check_compatible(datasets, points=points, channels=channels, cameras=cameras)
     if sweeps or (window is not None and len(window.frames) > 1):
         require_poses(datasets)
     for dataset in datasets.values():
@@ -101,7 +103,7 @@ def make_schedule(
         fingerprints = {name: one.manifest.fingerprint for name, one in datasets.items()}
     sources = make_sources(
         datasets, split, open_storage,
-        points=points, sweeps=sweeps, channels=channels, layers=layers, named=mix is not None,
+        points=points, sweeps=sweeps, channels=channels, cameras=cameras, layers=layers, named=mix is not None,
     )  # fmt: skip
     parts = [
         Part(source.first_row, source.base, _lookup(window, table, source))

@@ -55,6 +55,7 @@ class LoaderDisplay(ABC):
     order: OrderSpec
     num_workers: int
     prefetch_factor: int
+    cameras: tuple[str, ...]
     selected: tuple[Channel, ...]
     """The selected channels of the dataset and of layers."""
 
@@ -96,11 +97,10 @@ class LoaderDisplay(ABC):
         if missing := [name for name in _NEEDED if name not in found]:
             raise ConfigError(f"a batch without {missing[0]!r} cannot be drawn: let transform and collate_fn keep it")
         manifest = self.dataset.manifest
-        cameras = [camera.channel for camera in manifest.cameras]
         sheets = []
         for at in range(min(samples, len(found["sample_key"]))):
             values = _values(found, at, self.selected)
-            sheet = draw_sample(found, at, cameras, manifest.classes, self.transforms, values)
+            sheet = draw_sample(found, at, self.cameras, manifest.classes, self.transforms, values)
             sheets.append((f"{found['sample_key'][at]}   epoch {found['epoch']}, step {found['step']}", sheet))
         return Picture(stack(sheets))
 
