@@ -25,7 +25,7 @@ from fuelrail.loaders.decode import BatchDecoder, decodes_on_device
 from fuelrail.loaders.decode.protocol import MAX_LANES, MIN_LANES
 from fuelrail.loaders.distributed import check_ranks_agree, detect_world, resolve_world, warn_of_workers
 from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy, BadSamples
-from fuelrail.loaders.schedule.datasets import DatasetLike, choose_cameras, open_all, require_lidar
+from fuelrail.loaders.schedule.datasets import DatasetLike, open_all, require_lidar
 from fuelrail.loaders.schedule.layers import check_epoch, check_views, open_layers
 from fuelrail.loaders.schedule.prefetch import prefetch
 from fuelrail.loaders.schedule.schedule import Schedule, ScheduleRequest, make_schedule
@@ -33,6 +33,7 @@ from fuelrail.loaders.schedule.state import STATE_VERSION, LoaderState, decode_s
 from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.storage.protocol import add_stats
 from fuelrail.loaders.viewer.batch import LoaderDisplay
+from fuelrail.pipeline.channels.sensors import choose_cameras
 from fuelrail.pipeline.errors import FuelrailError, WorldError
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, WorkerShard, World
@@ -379,7 +380,8 @@ def _choose_samples(
     layers = open_layers(datasets, options.layers, opening, is_mix=is_mix)
     check_views(layers, options.seed, transforms.content(), is_mix=is_mix, window=options.window)
     global_batch = options.batch_size * world.size
-    cameras = {name: choose_cameras(one, transforms.cameras) for name, one in datasets.items()}
+    rigs = {name: [camera.channel for camera in one.manifest.cameras] for name, one in datasets.items()}
+    cameras = {name: choose_cameras(rig, transforms.cameras, datasets[name].location) for name, rig in rigs.items()}
     choice = ScheduleRequest(
         datasets, options.mix, options.split, order, options.window,
         points=points.lidar is not None, sweeps=points.accumulation is not None,

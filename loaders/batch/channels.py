@@ -34,7 +34,7 @@ import torch
 from fuelrail.pipeline.channels.kinds import KINDS, Packed, Value
 from fuelrail.pipeline.channels.laws import LAWS, Motion
 from fuelrail.pipeline.channels.selection import decode_values, select
-from fuelrail.pipeline.channels.sensors import LIDAR
+from fuelrail.pipeline.channels.sensors import LIDAR, lies_on
 from fuelrail.pipeline.errors import ConfigError, MemberError
 
 if TYPE_CHECKING:
@@ -78,12 +78,9 @@ def choose_channels(
     unknown here.
     """
     manifest, joined = dataset.manifest, [channel for layer in layers for channel in layer.channels]
-
-    def is_moved(channel: Channel) -> bool:
-        """Whether the loader has the image whose map moves it."""
-        return cameras is None or channel.law.camera is None or channel.law.camera in cameras
-
-    names = [channel.name for channel in joined if is_moved(channel)] if names is None else names
+    if cameras is None:
+        cameras = [camera.channel for camera in manifest.cameras]
+    names = [channel.name for channel in joined if lies_on(channel, cameras)] if names is None else names
     if not names:
         return ()
     chosen = select((*manifest.channels, *joined), names, dataset.location)
@@ -94,10 +91,10 @@ def choose_channels(
                 f"channels={list(names)}: '{channel.name}' is not selected by name; cameras and boxes are in every "
                 "batch"
             )
-        if not is_moved(channel):
+        if not lies_on(channel, cameras):
             raise ConfigError(
                 f"channels={list(names)}: '{channel.name}' lies on the image of '{channel.law.camera}', and the loader "
-                f"has the cameras {', '.join(cameras or ())} only; leave it out, or select its camera"
+                f"has the cameras {', '.join(cameras)} only; leave it out, or select its camera"
             )
         if lidar is not None and channel.name == lidar.channel:
             raise ConfigError(

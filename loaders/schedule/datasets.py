@@ -19,7 +19,6 @@ from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.sample.image_header import probe
 from fuelrail.pipeline.sample.schema import BOXES
-from fuelrail.pipeline.settings import did_you_mean
 
 if TYPE_CHECKING:
     from fuelrail.loaders.storage import Storage
@@ -65,25 +64,6 @@ def open_all(
     if not dataset or not all(isinstance(name, str) and name for name in dataset):
         raise ConfigError(f"dataset={dataset!r}: a mix needs at least one dataset, each with a name")
     return {name: opened(one) for name, one in dataset.items()}
-
-
-def choose_cameras(dataset: Dataset, names: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the cameras to load, in the order of the rig; None: all of them.
-
-    Raises ConfigError for no names, for one that comes twice, and for one that is no camera of the dataset.
-    """
-    rig = tuple(camera.channel for camera in dataset.manifest.cameras)
-    if names is None:
-        return rig
-    for name in names:
-        if name not in rig:
-            raise ConfigError(
-                f"cameras={list(names)}: '{dataset.location}' has no camera {name!r:.110}{did_you_mean(name, rig)}; "
-                f"it has: {', '.join(rig) or 'none'}"
-            )
-    if not names or len(set(names)) < len(names):
-        raise ConfigError(f"cameras={list(names)} must name a camera or more, each once; there are: {', '.join(rig)}")
-    return tuple(one for one in rig if one in names)
 
 
 def check_compatible(

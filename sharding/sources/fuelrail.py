@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 
 import msgspec
@@ -17,6 +17,7 @@ import pyarrow as pa
 from msgspec import Meta
 from numpy.typing import NDArray
 
+from fuelrail.pipeline.channels.sensors import choose_cameras, lies_on
 from fuelrail.pipeline.errors import ConfigError, DatasetError, MemberError, SchemaError, ShardError, SourceError
 from fuelrail.pipeline.format import codecs
 from fuelrail.pipeline.format.dataset import check_span, open_dataset, read_members
@@ -30,9 +31,11 @@ from fuelrail.pipeline.sample.schema import (
     META,
     POINTS_EXTENSION,
     decode_sample,
+    encode_arrays,
     lidar_channel,
 )
-from fuelrail.pipeline.settings import Settings, convert
+from fuelrail.pipeline.sample.schema import Meta as SampleMeta
+from fuelrail.pipeline.settings import Settings, convert, flag
 from fuelrail.pipeline.storage.files import open_file
 from fuelrail.pipeline.storage.filesystem import filesystem
 from fuelrail.pipeline.storage.retry import fault_of
@@ -54,12 +57,21 @@ SEPARATOR = "\n"
 
 
 class FuelrailOptions(Settings, frozen=True):
-    """Options of the adapter. ``points``: keep lidar sweeps. ``fingerprint``: refuse any other dataset than this.
+    """Options of the adapter. ``points``: keep lidar sweeps. ``cameras``: keep these alone (none: all).
+
+    ``fingerprint``: refuse any other dataset than this.
 
     The fingerprints of several datasets are joined by ``+``.
     """
 
     points: Annotated[bool, Meta(description="lidar sweeps; false, or --no-points, leaves them out")] = True
+    cameras: Annotated[
+        tuple[str, ...],
+        flag(
+            "cameras to keep, such as cam_front,cam_back (default: all)",
+            parse=lambda text: [name.strip() for name in text.split(",")],
+        ),
+    ] = ()
     fingerprint: str | None = None
 
 
@@ -80,6 +92,9 @@ class FuelrailSource:
             named = "', '".join(location.split(SEPARATOR))
             raise ConfigError(f"'{named}' has the fingerprint {there}, expected {self._options.fingerprint}")
         check_alike([part.dataset for part in self._parts])
+        rig = [camera.channel for camera in self._parts[0].dataset.manifest.cameras]
+        self._cameras = choose_cameras(rig, self._options.cameras or None, self._parts[0].dataset.location)
+        self._camera_rows, self._num_cameras = tuple(map(rig.index, self._cameras)), len(rig)
 
     @property
     def _fingerprint(self) -> str:
@@ -88,7 +103,8 @@ class FuelrailSource:
     @property
     def options(self) -> dict[str, Any]:
         """All options; the fingerprint is that of the datasets."""
-        return {**msgspec.structs.asdict(self._options), "fingerprint": self._fingerprint}
+        given = msgspec.structs.asdict(self._options)
+        return {**given, "cameras": list(self._options.cameras), "fingerprint": self._fingerprint}
 
     @property
     def attribute_types(self) -> dict[str, type]:
@@ -120,9 +136,13 @@ class FuelrailSource:
         return ScanInfo(
             name=joined([manifest.name for manifest in manifests]) or "",
             clips=out.clips,
-            cameras=[Camera(camera.channel, camera.source_name) for camera in first.cameras],
+            cameras=[
+                Camera(camera.channel, camera.source_name)
+                for camera in first.cameras
+                if camera.channel in self._cameras
+            ],
             lidars=list(first.lidars),
-            channels=first.extra_channels,
+            channels=tuple(channel for channel in first.extra_channels if lies_on(channel, self._cameras)),
             classes=list(first.classes),
             attributes=list(first.attributes),
             names=out.member_names([one.name for one in first.channels if one.field != BOXES]),
@@ -142,8 +162,17 @@ class FuelrailSource:
         at, entry = row
         part = self._parts[number]
         small = part.small_members(entry)
+        left_out: Collection[str] = ()
         try:
-            meta = decode_sample(entry.key, small).meta
+            sample = decode_sample(entry.key, small)
+            meta = sample.meta
+            if len(self._cameras) < self._num_cameras:
+                left_out = part.fields_without(self._cameras)
+                sample = sample.of_cameras(self._camera_rows, self._num_cameras)
+                small[GEOMETRY] = encode_arrays(sample.geometry)
+                meta = _of_cameras(meta, self._cameras)
+                if "num_cameras" in attributes:
+                    attributes["num_cameras"] = int(sample.geometry.cam_valid.sum())
         except SchemaError as error:
             where = f"dataset '{part.dataset.location}'"
             raise SourceError(f"sample '{entry.key}' of {where} is bad: {error}") from error
@@ -162,13 +191,25 @@ class FuelrailSource:
         for member in entry.members:
             _check_channel(entry.key, member.name, part)
             is_points = lidar_channel(member.name) in part.lidars
-            if member.name in INLINE or (is_points and not self._options.points):
+            if member.name in INLINE or member.name in left_out or (is_points and not self._options.points):
                 continue
             camera = meta.cameras.get(member.name.partition(".")[0])
             size = (0, 0) if camera is None else (camera.width, camera.height)
             members.append(Reference(member.name, f"{number}/{at}/{member.name}", member.raw_bytes, *size))
         boxes = small.get(BOXES)
         out.append(meta, bytes(small[GEOMETRY]), None if boxes is None else bytes(boxes), members, attributes)
+
+
+def _of_cameras(meta: SampleMeta, names: Collection[str]) -> SampleMeta:
+    """The metadata of a sample with these cameras alone."""
+    cameras = {name: camera for name, camera in meta.cameras.items() if name in names}
+    stats, sync = dict(meta.stats), dict(meta.sync)
+    if "max_sync_offset_ns" in stats:
+        offsets = [abs(camera.timestamp_ns - meta.timestamp_ns) for camera in cameras.values()]
+        stats["max_sync_offset_ns"] = max(offsets, default=0)
+    if "dropped" in sync:
+        sync["dropped"] = [name for name in sync["dropped"] if name in names]
+    return msgspec.structs.replace(meta, cameras=cameras, stats=stats, sync=sync)
 
 
 def _check_channel(key: str, name: str, part: DatasetPart) -> None:
@@ -226,6 +267,12 @@ class DatasetPart:
     def fields(self) -> frozenset[str]:
         """Field names of its channels other than cameras, lidars and boxes."""
         return frozenset(channel.field for channel in self.dataset.manifest.extra_channels)
+
+    def fields_without(self, cameras: Collection[str]) -> frozenset[str]:
+        """Field names of images of other cameras than these, and of channels that lie on one."""
+        others = self.cameras.difference(cameras)
+        images = {f"{camera}.{extension}" for camera in others for extension in IMAGE_EXTENSIONS}
+        return images | {one.field for one in self.dataset.manifest.extra_channels if not lies_on(one, cameras)}
 
     @property
     def attribute_types(self) -> dict[str, type]:

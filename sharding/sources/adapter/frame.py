@@ -11,7 +11,7 @@ such a file, which go to the shard as they are; or, of an image that is ``made``
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
@@ -191,6 +191,12 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     ego_velocity: Vectors | None = None
     ego_accel: Vectors | None = None
     ego_rates: Vectors | None = None
+
+    def without(self, names: Collection[str]) -> Frame:
+        """Return it without the images of cameras and the members of fields of these names."""
+        images = {name: image for name, image in self.images.items() if name not in names}
+        members = [member for member in self.members if member.name not in names]
+        return msgspec.structs.replace(self, images=images, members=members)
 
 
 class Clip(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, Ty
 import msgspec
 from msgspec import Meta
 
+from fuelrail.pipeline.channels.sensors import choose_cameras, lies_on
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.sample.schema import encode_points
 from fuelrail.pipeline.settings import Settings, convert
@@ -55,6 +56,9 @@ class FrameSettings(Settings, frozen=True, kw_only=True):
         ),
     ] = "error"
     points: Annotated[bool, Meta(description="false leaves lidar sweeps out")] = True
+    cameras: Annotated[
+        tuple[str, ...], Meta(description="cameras to keep, as a list of their names in the dataset; empty: all")
+    ] = ()
 
 
 S = TypeVar("S", bound=FrameSettings)
@@ -168,6 +172,7 @@ class FrameSource(Generic[S]):
         columns = list(attribute_types(classes.names, self.columns))
         boxes2d = (boxes2d_channel(camera, text) for camera, text in self.image_boxes.items())
         channels = (*self.channels, *boxes2d, *([self.maps.channel] if self.maps is not None else ()))
+        sensors, channels, left_out = self._chosen(sensors, channels)
         rows = ClipRows(
             out=out, files=self.files, sensors=sensors, classes=classes, report=report, findings=findings,
             columns=columns, missing_camera=self.given.missing_camera, points=self.given.points,
@@ -178,7 +183,8 @@ class FrameSource(Generic[S]):
         for clip in self.clips():
             num_clips += 1
             with findings.of("clips"):
-                rows.add(clip, list(self.frames(clip)), self.poses(clip))
+                frames = [frame.without(left_out) if left_out else frame for frame in self.frames(clip)]
+                rows.add(clip, frames, self.poses(clip))
             if clip.split and out.clips and out.clips[-1].clip_name == clip.name:
                 splits.setdefault(clip.split, []).append(clip.name)
         with findings.of("classes"):
@@ -208,6 +214,20 @@ class FrameSource(Generic[S]):
             facts={} if self.has_poses else {"poses": "none"},
             license=self.license,
             report=report,
+        )
+
+    def _chosen(
+        self, sensors: Sensors, channels: tuple[Channel, ...]
+    ) -> tuple[Sensors, tuple[Channel, ...], frozenset[str]]:
+        """The cameras and channels to keep, and the names of the cameras and the fields of the channels left out."""
+        rig = [camera.channel for camera in sensors.cameras]
+        names = self.given.cameras if isinstance(self.given.cameras, tuple) else ()  # logs name topics besides
+        kept = choose_cameras(rig, names or None, self.files.shown)
+        left_out = {*rig} - {*kept} | {channel.field for channel in channels if not lies_on(channel, kept)}
+        return (
+            sensors._replace(cameras=[camera for camera in sensors.cameras if camera.channel in kept]),
+            tuple(channel for channel in channels if lies_on(channel, kept)),
+            frozenset(left_out),
         )
 
     def place(self, ref: str) -> Place | None:
