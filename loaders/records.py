@@ -342,6 +342,7 @@ class Batch(TypedDict, total=False):
     points: Annotated[list[torch.Tensor], "first lidar, its own frame and columns"]
     points_mask: Annotated[torch.Tensor, "static batches: which rows are points"]
     sample_key: Annotated[list[str], "name of the sample"]
+    sample_token: Annotated[list[str], "the source's own name of the sample"]
     clip_id: Annotated[list[str], "clip of the sample"]
     frame: Annotated[torch.Tensor, "number in the clip"]
     global_index: Annotated[torch.Tensor, "row of the dataset's index"]

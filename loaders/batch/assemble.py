@@ -41,6 +41,7 @@ name                 shape, dtype                 meaning
                                                   of several sweeps (`PointSweeps`) ``dt_s``, the seconds
                                                   since each was measured, stands in the place of ``ring`` or last
 ``sample_key``       list of str
+``sample_token``     list of str                  the source's own name of the sample: nuScenes' token, a tar's key
 ``clip_id``          list of str
 ``frame``            [B] int64                    index in the clip
 ``global_index``     [B] int64                    row of the dataset's index
@@ -125,6 +126,7 @@ def assemble(
         "timestamp_ns": torch.from_numpy(frames.shaped([sample.meta.timestamp_ns for sample in frames.samples])),
         "img_timestamp_ns": torch.from_numpy(geometry.cam_timestamp_ns),
         "sample_key": [sample.key for sample in samples],
+        "sample_token": [sample.meta.sample_token for sample in samples],
         "clip_id": [sample.meta.clip_id for sample in samples],
         "frame": torch.tensor([sample.meta.frame_idx for sample in samples]),
         "global_index": torch.tensor([entry.row for entry in decoded]),

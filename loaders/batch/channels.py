@@ -49,8 +49,19 @@ OWN_NAMES: Final = frozenset(
     {
         *("img", "cam_valid", "intrinsics", "dist", "ida_mat", "cam2ego", "cam2keyego", "ego2img", "lidar2img"),
         *("lidar2ego", "ego2global", "ego2key", "bda_mat", "timestamp_ns", "img_timestamp_ns", "gt_boxes_3d"),
-        *("gt_labels_3d", "gt_velocity", "gt_valid", "instance_id", "points", "sample_key", "clip_id", "frame"),
-        *("global_index", "frame_valid", "frame_global_index", "valid", "lane", "prev_exists", "epoch", "step"),
+        *("gt_labels_3d", "gt_velocity", "gt_valid", "instance_id", "points", "sample_key", "sample_token"),
+        *(
+            "clip_id",
+            "frame",
+            "global_index",
+            "frame_valid",
+            "frame_global_index",
+            "valid",
+            "lane",
+            "prev_exists",
+            "epoch",
+            "step",
+        ),
         *("dataset", "seed", "view"),
     }
 )
