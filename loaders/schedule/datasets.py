@@ -131,12 +131,12 @@ def have_poses(sources: Sequence[Source]) -> bool:
 
 
 def require_poses(datasets: Mapping[str, Dataset]) -> None:
-    """Raise ConfigError for a dataset without ego poses: its frames have no place in a common world."""
+    """Raise ConfigError for a dataset without ego poses: earlier sweeps have no place in the sample's ego."""
     for name, dataset in datasets.items():
         if not dataset.manifest.has_poses:
             raise ConfigError(
-                f"dataset {name!r} has no ego poses (its source knew none), and a temporal window or earlier lidar "
-                "sweeps need them: load single frames, without window and accumulation"
+                f"dataset {name!r} has no ego poses (its source knew none), and earlier lidar sweeps need them: load "
+                "points=True, without accumulation"
             )
 
 

@@ -86,7 +86,7 @@ def make_schedule(
     """
     datasets, mix, split, spec, window, points, sweeps, channels, cameras, layers = request
     check_compatible(datasets, points=points, channels=channels, cameras=cameras)
-    if sweeps or (window is not None and len(window.frames) > 1):
+    if sweeps:
         require_poses(datasets)
     for dataset in datasets.values():
         dataset.split(split)  # an unknown split is an error before anything is computed

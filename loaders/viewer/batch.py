@@ -83,7 +83,8 @@ class LoaderDisplay(ABC):
 
         Of each sample: its cameras, and lidar points and boxes from above, in the ego frame as augmented. With a
         temporal window the frames of a camera are in a row; boxes, which are the sample's own, are moved by their
-        velocity in the others. Selected channels are drawn as `fuelrail.view` draws them.
+        velocity in the others, or left out of them without ego poses. Selected channels are drawn as `fuelrail.view`
+        draws them.
 
         Args:
             batch: a batch of this loader; None: the next one, which is loaded apart from the iteration.
@@ -174,6 +175,9 @@ class _Frames:
             corners, velocity = _moved(corners, lidar2ego), velocity @ lidar2ego[:3, :3].T
         if not self._has_windows:
             return [DrawnBoxes(corners, label)]
+        if "ego2key" not in batch:  # without ego poses boxes have a place in their own frame alone
+            none = DrawnBoxes(corners[:0], label[:0])
+            return [DrawnBoxes(corners, label) if at == self.key else none for at in range(len(self.since_s()))]
         since = self.since_s()[:, None, None, None] * velocity[:, None]
         key2ego = np.linalg.inv(self.entry("ego2key").astype(np.float64))
         return [DrawnBoxes(_moved(corners + way, of), label) for way, of in zip(since, key2ego, strict=True)]

@@ -204,7 +204,7 @@ def test_labels_texts_and_arrays_are_those_that_the_library_decodes(tmp_path, en
     with (gzip.open if ending.endswith("gz") else open)(tmp_path / "tars" / f"shard.{ending}", "rb") as file:
         content = [{**one, "__url__": ""} for one in wds.tariterators.tar_file_iterator(file)]
     decoded = {name: wds.autodecode.decoders[name] for name in ("cls", "txt", "json")}
-    decoded |= {name: wds.autodecode.decoders["npy"] for name in ("feature.npy", "steps.npy")}
+    decoded |= dict.fromkeys(("feature.npy", "steps.npy"), wds.autodecode.decoders["npy"])
     theirs = {
         one["__key__"]: {name: decode(one[name]) for name, decode in decoded.items() if name in one}
         for one in wds.tariterators.group_by_keys(content)
