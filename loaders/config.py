@@ -155,6 +155,8 @@ class Transforms(Settings, frozen=True):
         points: also decode the first lidar's sweep; a `PointSweeps` accumulates several.
         channels: names of further channels of the dataset's table (:mod:`fuelrail.loaders.batch.channels`). Those left
             out are not decoded, and a sample is fetched up to the last one selected. None: those of the layers.
+        attributes: names of attributes (of layers as ``LAYER.NAME``) that become entries of the batch: numbers, true
+            and false as tensors [B], texts as lists; ``{name}_valid`` is False where a sample's is not known.
         undistort: remove the lens distortion while decoding; None: images as stored, with ``dist`` in the batch.
         normalize: convert ``img`` to floating point on the batch's device; None: uint8.
         decoder: "turbo" (libjpeg-turbo), "pillow" (exact antialiasing), "dali" (whole batches; on the loader's
@@ -180,6 +182,7 @@ class Transforms(Settings, frozen=True):
         bool | PointSweeps, must_be("True, False, a PointSweeps, a dict of its fields, or a YAML file's path")
     ] = False
     channels: Annotated[tuple[str, ...] | None, must_be("a list of names of channels, or None")] = None
+    attributes: Annotated[tuple[str, ...], must_be("a list of names of attributes")] = ()
     undistort: Undistort | None = None
     normalize: Normalize | None = None
     decoder: Annotated[str, must_be("a decoder's name, such as 'auto'")] = "auto"
@@ -195,7 +198,7 @@ class Transforms(Settings, frozen=True):
         """Read dicts and files of settings; refuse values that are not allowed."""
         resolve_fields(self)
         check_types(self, ConfigError)
-        for name in ("cameras", "channels"):
+        for name in ("cameras", "channels", "attributes"):
             if getattr(self, name) is not None:
                 msgspec.structs.force_setattr(self, name, tuple(getattr(self, name)))
         if self.camera_groups is not None and (not self.camera_groups or self.image != _DEFAULT_IMAGE):
@@ -220,7 +223,7 @@ class Transforms(Settings, frozen=True):
         return self.static
 
     def content(self) -> dict[str, Any]:
-        """Return what decides the content of a sample, by name, but for cameras and channels.
+        """Return what decides the content of a sample, by name, but for cameras, channels and attributes.
 
         An augmentation that draws nothing is None.
         """

@@ -15,7 +15,7 @@ import msgspec
 
 from fuelrail.loaders.autotune import Autotuner, Tuning, batches_in_flight, make_tuner
 from fuelrail.loaders.batch import buffer_pool, user
-from fuelrail.loaders.batch.channels import choose_channels
+from fuelrail.loaders.batch.channels import choose_attributes, choose_channels
 from fuelrail.loaders.batch.counterfactual import LeftOut, LoaderPart, leave_out
 from fuelrail.loaders.batch.points import Points, choose_points
 from fuelrail.loaders.batch.stages import BatchPipeline, LoaderStats, Runner, make_batch_pipeline
@@ -382,14 +382,17 @@ def _choose_samples(
     global_batch = options.batch_size * world.size
     rigs = {name: [camera.channel for camera in one.manifest.cameras] for name, one in datasets.items()}
     cameras = {name: choose_cameras(rig, transforms.cameras, datasets[name].location) for name, rig in rigs.items()}
+    channels = {
+        name: choose_channels(one, transforms.channels, layers[name], points.lidar, cameras[name])
+        for name, one in datasets.items()
+    }
     choice = ScheduleRequest(
         datasets, options.mix, options.split, order, options.window,
-        points=points.lidar is not None, sweeps=points.accumulation is not None,
-        channels={
-            name: choose_channels(one, transforms.channels, layers[name], points.lidar, cameras[name])
+        points=points.lidar is not None, sweeps=points.accumulation is not None, channels=channels, cameras=cameras,
+        attributes={
+            name: choose_attributes(one, options.split, transforms.attributes, layers[name], channels[name])
             for name, one in datasets.items()
         },
-        cameras=cameras,
         layers=layers,
     )  # fmt: skip
     schedule = make_schedule(

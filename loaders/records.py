@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from fuelrail.loaders.batch.channels import AttributeColumns
     from fuelrail.loaders.storage.protocol import PendingSample, SampleStorage
     from fuelrail.loaders.storage.reader import FetchedSpan, SampleReader
     from fuelrail.pipeline.channels.table import Channel
@@ -54,6 +55,8 @@ class Source(NamedTuple):
     """Rows of the mix's datasets before it: ``base + row`` numbers samples over all of them."""
     storage: SampleStorage
     reader: SampleReader
+    attributes: AttributeColumns
+    """Those that a batch has."""
 
 
 class Scheduled(NamedTuple):

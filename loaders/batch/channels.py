@@ -29,19 +29,22 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from fuelrail.pipeline.channels.kinds import KINDS, Packed, Value
 from fuelrail.pipeline.channels.laws import LAWS, Motion
 from fuelrail.pipeline.channels.selection import decode_values, select
 from fuelrail.pipeline.channels.sensors import LIDAR, lies_on
+from fuelrail.pipeline.channels.table import Channel, Law
 from fuelrail.pipeline.errors import ConfigError, MemberError
+from fuelrail.pipeline.format.attributes import no_attribute
+from fuelrail.pipeline.format.layers import JoinedAttributes
 
 if TYPE_CHECKING:
     from fuelrail.loaders.batch.temporal import Frames
     from fuelrail.loaders.records import DecodedSample, Parsed
     from fuelrail.pipeline.channels.sensors import LidarEntry
-    from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.layers import Layer
 
@@ -66,6 +69,8 @@ OWN_NAMES: Final = frozenset(
     }
 )
 """Names that a batch, or a sample before ``transform``, has of its own."""
+_DTYPES: Final = {pa.bool_(): "bool", pa.int64(): "int64", pa.float64(): "float64"}
+"""Of attributes; others are texts."""
 _SMALL_BYTES: Final = 256 << 10
 _SMALL_KINDS: Final = frozenset({"array", "points", "ragged", "text", "tokens", "bytes"})
 _SMALL_LAWS: Final = frozenset({"fixed", "classes", "image_points", "ego_points", "ego_boxes", "ego_poses"})
@@ -121,24 +126,74 @@ def choose_channels(
     return chosen
 
 
+class AttributeColumns(NamedTuple):
+    """Chosen attributes of the samples of a split, in memory, as entries of the table that a batch collates them by."""
+
+    channels: tuple[Channel, ...] = ()
+    columns: tuple[pa.Array, ...] = ()
+    first_row: int = 0
+
+    def of(self, row: int) -> dict[str, Value | None]:
+        """Return the values of a row of the dataset, None for one that is not known."""
+        pairs = zip(self.channels, (column[row - self.first_row].as_py() for column in self.columns), strict=True)
+        return {
+            one.name: value if value is None or not one.dtype else np.array(value, one.dtype) for one, value in pairs
+        }
+
+
+def choose_attributes(
+    dataset: Dataset, split: str, names: Sequence[str], layers: Sequence[Layer], channels: Sequence[Channel]
+) -> AttributeColumns:
+    """Return the attributes of these names, read; ``channels`` are the selected ones.
+
+    Raises ConfigError for a name that there is not, or that a batch has for something else.
+    """
+    if not names:
+        return AttributeColumns()
+    known = JoinedAttributes(dataset, split, layers)
+    taken = OWN_NAMES.union(*({one.name, f"{one.name}_valid"} for one in channels))
+    for name in names:
+        if name not in known.names:
+            raise ConfigError(f"attributes={list(names)}: '{dataset.location}': {no_attribute(name, known.names)}")
+        if clash := sorted({name, f"{name}_valid"} & taken):
+            raise ConfigError(f"attributes={list(names)}: a batch has another entry '{clash[0]}': leave {name!r} out")
+    table = known.read(list(dict.fromkeys(names)))
+    dtypes = {name: _DTYPES.get(table.schema.field(name).type, "") for name in table.schema.names}
+    return AttributeColumns(
+        tuple(
+            Channel(name=name, kind="array" if dtype else "text", field=f"{name}.npy", dtype=dtype, law=Law("fixed"))
+            for name, dtype in dtypes.items()
+        ),
+        tuple(_compact(column) for column in table.columns),
+        dataset.split(split).first_sample,
+    )
+
+
+def _compact(column: pa.ChunkedArray) -> pa.Array:
+    """Return a column as one array; texts, which repeat, as numbers of different ones."""
+    column = column.dictionary_encode() if pa.types.is_string(column.type) else column
+    return pa.concat_arrays(column.unify_dictionaries().chunks) if column.num_chunks else pa.array([], column.type)
+
+
 def moved_frames(parsed: Parsed, *, hides: bool) -> tuple[Parsed, tuple[int, Exception] | None]:
     """Decode and move the selected channels of all frames of a sample.
 
     Returns the sample with its values, or, with the number of the frame and the error, one without where a value is
     not as the table says. With ``hides``, frames that the clip does not have lack all channels.
     """
-    reader = parsed.task.source.reader
-    if not reader.channels:
+    source = parsed.task.source
+    names = [channel.name for channel in (*source.reader.channels, *source.attributes.channels)]
+    if not names:
         return parsed, None
     known: dict[int, Mapping[str, Value | None]] = {}
     extra: list[Mapping[str, Value | None]] = []
     for number, frame in enumerate(parsed.task.frames):
         if hides and not frame.present:
-            extra.append(dict.fromkeys(channel.name for channel in reader.channels))
+            extra.append(dict.fromkeys(names))
             continue
         if frame.row not in known:
             try:
-                known[frame.row] = _moved(parsed, number)
+                known[frame.row] = _moved(parsed, number) | source.attributes.of(frame.row)
             except Exception as error:  # noqa: BLE001 - any, of a shard that changes; what is not bad is raised again
                 return parsed, (number, error)
         extra.append(known[frame.row])
@@ -170,7 +225,7 @@ def _moved(parsed: Parsed, number: int) -> dict[str, Value | None]:
 
 
 class SelectedChannels(NamedTuple):
-    """The selected channels, and the cameras of the rig, which some of them move with."""
+    """The selected channels, chosen attributes last, and the cameras of the rig, which some of them move with."""
 
     channels: tuple[Channel, ...] = ()
     cameras: tuple[str, ...] = ()

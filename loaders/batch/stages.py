@@ -164,7 +164,7 @@ def make_batch_pipeline(
     return BatchPipeline(
         bad, cameras, points.lidar, augments, decoder, options.batch_size, options.window, options.transform,
         options.collate_fn, transforms.normalize, transfer, transforms.box_frame,
-        SelectedChannels(sources[0].reader.channels, cameras), have_poses(sources),
+        SelectedChannels((*sources[0].reader.channels, *sources[0].attributes.channels), cameras), have_poses(sources),
         fixed, None if fixed is None else static.FixedBuffers(fixed.buffers),
     )  # fmt: skip
 

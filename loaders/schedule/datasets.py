@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
 
+from fuelrail.loaders.batch.channels import AttributeColumns
 from fuelrail.loaders.decode.protocol import ImageFacts
 from fuelrail.loaders.records import Source
 from fuelrail.loaders.storage.layers import with_layers
@@ -149,6 +150,7 @@ def make_sources(
     sweeps: bool,
     channels: Mapping[str, Sequence[Channel]],
     cameras: Mapping[str, Sequence[str]],
+    attributes: Mapping[str, AttributeColumns],
     layers: Mapping[str, Sequence[Layer]],
     named: bool,
 ) -> tuple[Source, ...]:
@@ -163,8 +165,11 @@ def make_sources(
             cameras=cameras.get(name),
         )  # fmt: skip
         sources.append(
-            Source(name if named else None, dataset, dataset.split(split).first_sample, base, storage, reader)
-        )
+            Source(
+                name if named else None, dataset, dataset.split(split).first_sample, base, storage, reader,
+                attributes.get(name, AttributeColumns()),
+            )
+        )  # fmt: skip
         base += len(dataset.index)
     return tuple(sources)
 

@@ -21,6 +21,7 @@ from fuelrail.pipeline.order.compile import compile_mix, compile_order
 from fuelrail.pipeline.order.windows import FrameWindow, WindowLookup
 
 if TYPE_CHECKING:
+    from fuelrail.loaders.batch.channels import AttributeColumns
     from fuelrail.loaders.records import Source
     from fuelrail.loaders.storage import Storage
     from fuelrail.pipeline.channels.table import Channel
@@ -47,6 +48,8 @@ class ScheduleRequest(NamedTuple):
     """The selected entries of each dataset's table and of its layers, by the dataset's name."""
     cameras: Mapping[str, Sequence[str]]
     """The selected cameras of each dataset, by the dataset's name."""
+    attributes: Mapping[str, AttributeColumns]
+    """The chosen attributes of each dataset, by the dataset's name."""
     layers: Layers
     """The layers of each dataset, by the dataset's name."""
 
@@ -84,8 +87,9 @@ def make_schedule(
 
     Raises ConfigError and OrderError for arguments that do not fit together, and what `compile_order` raises.
     """
-    datasets, mix, split, spec, window, points, sweeps, channels, cameras, layers = request
-    check_compatible(datasets, points=points, channels=channels, cameras=cameras)
+    datasets, mix, split, spec, window, points, sweeps, channels, cameras, attributes, layers = request
+    entries = {name: (*channels.get(name, ()), *attributes[name].channels) for name in datasets}
+    check_compatible(datasets, points=points, channels=entries, cameras=cameras)
     if sweeps:
         require_poses(datasets)
     for dataset in datasets.values():
@@ -103,7 +107,8 @@ def make_schedule(
         fingerprints = {name: one.manifest.fingerprint for name, one in datasets.items()}
     sources = make_sources(
         datasets, split, open_storage,
-        points=points, sweeps=sweeps, channels=channels, cameras=cameras, layers=layers, named=mix is not None,
+        points=points, sweeps=sweeps, channels=channels, cameras=cameras, attributes=attributes,
+        layers=layers, named=mix is not None,
     )  # fmt: skip
     parts = [
         Part(source.first_row, source.base, _lookup(window, table, source))

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 COMPUTED: Final = "computed:"
 """Begins the reference of a member that the scan computed."""
 _FIRST_NS: Final = 500_000_000
+_EMPTY: Final = ("float64", (0,))
+"""The form of an empty list."""
+_NONE: Final = ("float64", (None,))
 _NAME: Final = re.compile(r"[a-z0-9_]{1,100}")
 
 
@@ -63,7 +66,8 @@ class ValueForms:
 
     def channels(self) -> tuple[Channel, ...]:
         """The channels, by name."""
-        return tuple(value_channel(name, *self._forms[name]) for name in sorted(self._forms.keys() - self.refused))
+        forms = {name: form for name, form in sorted(self._forms.items()) if name not in self.refused}
+        return tuple(value_channel(name, *(_NONE if form == _EMPTY else form)) for name, form in forms.items())
 
 
 def _form(name: str, value: Any) -> tuple[str, tuple[int, ...]]:  # noqa: ANN401
@@ -73,6 +77,8 @@ def _form(name: str, value: Any) -> tuple[str, tuple[int, ...]]:  # noqa: ANN401
     if isinstance(value, str):
         return "", ()
     array = np.asarray(value)  # ValueError for lists of differing lengths
+    if array.shape == (0,):
+        return _EMPTY
     if array.dtype.name not in DTYPES or 0 in array.shape[1:] or array.ndim > MAX_RANK:
         raise ValueError(f"it is neither a text nor numbers in an array, but {array.dtype.name}{list(array.shape)}")
     return array.dtype.name, array.shape
@@ -82,12 +88,17 @@ def _common(
     one: tuple[str, tuple[int | None, ...]], other: tuple[str, tuple[int | None, ...]]
 ) -> tuple[str, tuple[int | None, ...]]:
     """The form that both fit; raises ValueError where there is none."""
+    if _EMPTY in (one, other):  # an empty list, of any type and rank
+        dtype, shape = one if other == _EMPTY else other
+        if not shape:
+            raise ValueError("samples differ: some are lists, others are none")
+        return dtype, shape if (dtype, shape) == _EMPTY else (None, *shape[1:])
     (dtype, shape), (other_dtype, other_shape) = one, other
     if dtype != other_dtype and not {"", "bool"}.isdisjoint((dtype, other_dtype)):
         raise ValueError(f"samples differ: {dtype or 'text'} and {other_dtype or 'text'}")
     if (len(shape), shape[1:]) != (len(other_shape), other_shape[1:]):
         raise ValueError(f"samples differ in shape: {list(shape)} and {list(other_shape)}")
-    first = shape[:1] if shape[:1] == other_shape[:1] != (0,) else (None,) * len(shape[:1])
+    first = shape[:1] if shape[:1] == other_shape[:1] else (None,) * len(shape[:1])
     return np.promote_types(dtype, other_dtype).name if dtype else "", (*first, *shape[1:])
 
 
@@ -117,7 +128,10 @@ def encode_value(channel: Channel, value: Any) -> bytes:  # noqa: ANN401
         # What is cut is lost without a word: 0.5 as an integer, 300 as uint8. Floats are rounded.
         if cast.dtype.kind in "biu" and not np.array_equal(cast, array):
             raise SchemaError(f"{value!r:.100} is not of {dtype}")
-        value = {"values": cast} if channel.kind == "ragged" else cast
+        if channel.kind == "ragged":
+            value = {"values": cast if cast.size else cast.reshape(0, *channel.arrays[0].shape)}
+        else:
+            value = cast
     return KINDS[channel.kind].encode(value, channel)
 
 
