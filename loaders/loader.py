@@ -25,7 +25,7 @@ from fuelrail.loaders.decode import BatchDecoder, decodes_on_device
 from fuelrail.loaders.decode.protocol import MAX_LANES, MIN_LANES
 from fuelrail.loaders.distributed import check_ranks_agree, detect_world, resolve_world, warn_of_workers
 from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy, BadSamples
-from fuelrail.loaders.schedule.datasets import DatasetLike, open_all, require_lidar
+from fuelrail.loaders.schedule.datasets import Chosen, DatasetLike, open_all, require_lidar
 from fuelrail.loaders.schedule.layers import check_epoch, check_views, open_layers
 from fuelrail.loaders.schedule.prefetch import prefetch
 from fuelrail.loaders.schedule.schedule import Schedule, ScheduleRequest, make_schedule
@@ -380,20 +380,16 @@ def _choose_samples(
     layers = open_layers(datasets, options.layers, opening, is_mix=is_mix)
     check_views(layers, options.seed, transforms.content(), is_mix=is_mix, window=options.window)
     global_batch = options.batch_size * world.size
-    rigs = {name: [camera.channel for camera in one.manifest.cameras] for name, one in datasets.items()}
-    cameras = {name: choose_cameras(rig, transforms.cameras, datasets[name].location) for name, rig in rigs.items()}
-    channels = {
-        name: choose_channels(one, transforms.channels, layers[name], points.lidar, cameras[name])
-        for name, one in datasets.items()
-    }
+    chosen = {}
+    for name, one in datasets.items():
+        rig = [camera.channel for camera in one.manifest.cameras]
+        cameras = choose_cameras(rig, transforms.cameras, one.location)
+        channels = choose_channels(one, transforms.channels, layers[name], points.lidar, cameras)
+        attributes = choose_attributes(one, options.split, transforms.attributes, layers[name], channels)
+        chosen[name] = Chosen(cameras, channels, attributes)
     choice = ScheduleRequest(
         datasets, options.mix, options.split, order, options.window,
-        points=points.lidar is not None, sweeps=points.accumulation is not None, channels=channels, cameras=cameras,
-        attributes={
-            name: choose_attributes(one, options.split, transforms.attributes, layers[name], channels[name])
-            for name, one in datasets.items()
-        },
-        layers=layers,
+        points=points.lidar is not None, sweeps=points.accumulation is not None, chosen=chosen, layers=layers,
     )  # fmt: skip
     schedule = make_schedule(
         choice,

@@ -29,22 +29,21 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 import torch
 
 from fuelrail.pipeline.channels.kinds import KINDS, Packed, Value
 from fuelrail.pipeline.channels.laws import LAWS, Motion
 from fuelrail.pipeline.channels.selection import decode_values, select
 from fuelrail.pipeline.channels.sensors import LIDAR, lies_on
-from fuelrail.pipeline.channels.table import Channel, Law
 from fuelrail.pipeline.errors import ConfigError, MemberError
-from fuelrail.pipeline.format.attributes import no_attribute
+from fuelrail.pipeline.format.attributes import AttributeColumns, no_attribute
 from fuelrail.pipeline.format.layers import JoinedAttributes
 
 if TYPE_CHECKING:
     from fuelrail.loaders.batch.temporal import Frames
     from fuelrail.loaders.records import DecodedSample, Parsed
     from fuelrail.pipeline.channels.sensors import LidarEntry
+    from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.layers import Layer
 
@@ -53,24 +52,11 @@ OWN_NAMES: Final = frozenset(
         *("img", "cam_valid", "intrinsics", "dist", "ida_mat", "cam2ego", "cam2keyego", "ego2img", "lidar2img"),
         *("lidar2ego", "ego2global", "ego2key", "bda_mat", "timestamp_ns", "img_timestamp_ns", "gt_boxes_3d"),
         *("gt_labels_3d", "gt_velocity", "gt_valid", "instance_id", "points", "sample_key", "sample_token"),
-        *(
-            "clip_id",
-            "frame",
-            "global_index",
-            "frame_valid",
-            "frame_global_index",
-            "valid",
-            "lane",
-            "prev_exists",
-            "epoch",
-            "step",
-        ),
-        *("dataset", "seed", "view"),
+        *("clip_id", "frame", "global_index", "frame_valid", "frame_global_index", "valid", "lane"),
+        *("prev_exists", "epoch", "step", "dataset", "seed", "view"),
     }
 )
 """Names that a batch, or a sample before ``transform``, has of its own."""
-_DTYPES: Final = {pa.bool_(): "bool", pa.int64(): "int64", pa.float64(): "float64"}
-"""Of attributes; others are texts."""
 _SMALL_BYTES: Final = 256 << 10
 _SMALL_KINDS: Final = frozenset({"array", "points", "ragged", "text", "tokens", "bytes"})
 _SMALL_LAWS: Final = frozenset({"fixed", "classes", "image_points", "ego_points", "ego_boxes", "ego_poses"})
@@ -126,21 +112,6 @@ def choose_channels(
     return chosen
 
 
-class AttributeColumns(NamedTuple):
-    """Chosen attributes of the samples of a split, in memory, as entries of the table that a batch collates them by."""
-
-    channels: tuple[Channel, ...] = ()
-    columns: tuple[pa.Array, ...] = ()
-    first_row: int = 0
-
-    def of(self, row: int) -> dict[str, Value | None]:
-        """Return the values of a row of the dataset, None for one that is not known."""
-        pairs = zip(self.channels, (column[row - self.first_row].as_py() for column in self.columns), strict=True)
-        return {
-            one.name: value if value is None or not one.dtype else np.array(value, one.dtype) for one, value in pairs
-        }
-
-
 def choose_attributes(
     dataset: Dataset, split: str, names: Sequence[str], layers: Sequence[Layer], channels: Sequence[Channel]
 ) -> AttributeColumns:
@@ -157,22 +128,9 @@ def choose_attributes(
             raise ConfigError(f"attributes={list(names)}: '{dataset.location}': {no_attribute(name, known.names)}")
         if clash := sorted({name, f"{name}_valid"} & taken):
             raise ConfigError(f"attributes={list(names)}: a batch has another entry '{clash[0]}': leave {name!r} out")
-    table = known.read(list(dict.fromkeys(names)))
-    dtypes = {name: _DTYPES.get(table.schema.field(name).type, "") for name in table.schema.names}
-    return AttributeColumns(
-        tuple(
-            Channel(name=name, kind="array" if dtype else "text", field=f"{name}.npy", dtype=dtype, law=Law("fixed"))
-            for name, dtype in dtypes.items()
-        ),
-        tuple(_compact(column) for column in table.columns),
-        dataset.split(split).first_sample,
-    )
-
-
-def _compact(column: pa.ChunkedArray) -> pa.Array:
-    """Return a column as one array; texts, which repeat, as numbers of different ones."""
-    column = column.dictionary_encode() if pa.types.is_string(column.type) else column
-    return pa.concat_arrays(column.unify_dictionaries().chunks) if column.num_chunks else pa.array([], column.type)
+        taken |= {name, f"{name}_valid"}
+    table = known.read(names)
+    return AttributeColumns.of_table(table, dataset.split(split).first_sample)
 
 
 def moved_frames(parsed: Parsed, *, hides: bool) -> tuple[Parsed, tuple[int, Exception] | None]:

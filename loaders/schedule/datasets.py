@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
-from fuelrail.loaders.batch.channels import AttributeColumns
 from fuelrail.loaders.decode.protocol import ImageFacts
 from fuelrail.loaders.records import Source
 from fuelrail.loaders.storage.layers import with_layers
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
+from fuelrail.pipeline.format.attributes import AttributeColumns
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.sample.image_header import probe
 from fuelrail.pipeline.sample.schema import BOXES
@@ -29,6 +29,15 @@ if TYPE_CHECKING:
 
 
 _STORED_ONLY: Final = frozenset({"field", "codec", "optional", "sizes", "source_name", "description"})
+
+
+class Chosen(NamedTuple):
+    """What is loaded of a dataset: cameras (None: all), channels of its table and of its layers, and attributes."""
+
+    cameras: Sequence[str] | None = None
+    channels: Sequence[Channel] = ()
+    attributes: AttributeColumns = AttributeColumns()
+
 
 DatasetLike: TypeAlias = "str | os.PathLike[str] | Dataset"
 
@@ -71,24 +80,25 @@ def check_compatible(
     datasets: Mapping[str, Dataset],
     *,
     points: bool = False,
-    channels: Mapping[str, Sequence[Channel]],
-    cameras: Mapping[str, Sequence[str]],
+    chosen: Mapping[str, Chosen],
 ) -> None:
     """Raise ConfigError, with both sides, where samples of these datasets cannot be in one batch.
 
-    ``channels`` are the selected entries of each dataset's table, ``cameras`` its selected cameras.
+    ``chosen`` is what is loaded of each dataset.
     """
     (first, one), *others = datasets.items()
     for name, other in others:
-        here, there = ({channel.name for channel in channels.get(which, ())} for which in (first, name))
+        entries = [(*chosen[which].channels, *chosen[which].attributes.channels) for which in (first, name)]
+        here, there = ({channel.name for channel in of_one} for of_one in entries)
         if lacking := sorted(here ^ there):
             raise ConfigError(
                 f"datasets {first!r} and {name!r} cannot be mixed in one batch: of the selected channels only "
                 f"{(first if lacking[0] in here else name)!r} has {lacking[0]!r}; give both such a layer, or select "
                 "channels that both have (Transforms.channels)"
             )
-        facts = {"cameras": (list(cameras[first]), list(cameras[name])), **_facts(one, other, points=points)}
-        facts |= _channel_facts(channels.get(first, ()), channels.get(name, ()))
+        cameras = [list(chosen[which].cameras or ()) for which in (first, name)]
+        facts: dict[str, Sequence[object]] = {"cameras": cameras, **_facts(one, other, points=points)}
+        facts |= _channel_facts(*entries)
         for what, sides in facts.items():
             if sides[0] != sides[1]:
                 raise ConfigError(
@@ -148,9 +158,7 @@ def make_sources(
     *,
     points: bool,
     sweeps: bool,
-    channels: Mapping[str, Sequence[Channel]],
-    cameras: Mapping[str, Sequence[str]],
-    attributes: Mapping[str, AttributeColumns],
+    chosen: Mapping[str, Chosen],
     layers: Mapping[str, Sequence[Layer]],
     named: bool,
 ) -> tuple[Source, ...]:
@@ -158,16 +166,16 @@ def make_sources(
     sources: list[Source] = []
     base = 0
     for name, dataset in datasets.items():
-        chosen = channels.get(name, ())
-        storage = with_layers(open_storage(dataset), layers.get(name, ()), chosen, open_storage)
+        cameras, channels, attributes = chosen.get(name, Chosen())
+        storage = with_layers(open_storage(dataset), layers.get(name, ()), channels, open_storage)
         reader = SampleReader(
-            dataset, storage=storage, points=points, sweeps=sweeps, extra=False, channels=chosen,
-            cameras=cameras.get(name),
+            dataset, storage=storage, points=points, sweeps=sweeps, extra=False, channels=channels,
+            cameras=cameras,
         )  # fmt: skip
         sources.append(
             Source(
                 name if named else None, dataset, dataset.split(split).first_sample, base, storage, reader,
-                attributes.get(name, AttributeColumns()),
+                attributes,
             )
         )  # fmt: skip
         base += len(dataset.index)

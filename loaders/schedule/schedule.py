@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from fuelrail.loaders.schedule.datasets import check_compatible, make_sources, require_poses
+from fuelrail.loaders.schedule.datasets import Chosen, check_compatible, make_sources, require_poses
 from fuelrail.loaders.schedule.layers import Layers, fingerprints_of
 from fuelrail.loaders.schedule.positions import Part, PositionIndex
 from fuelrail.loaders.schedule.prefetch import RequestStream
@@ -21,10 +21,8 @@ from fuelrail.pipeline.order.compile import compile_mix, compile_order
 from fuelrail.pipeline.order.windows import FrameWindow, WindowLookup
 
 if TYPE_CHECKING:
-    from fuelrail.loaders.batch.channels import AttributeColumns
     from fuelrail.loaders.records import Source
     from fuelrail.loaders.storage import Storage
-    from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.order.batching import Walk
     from fuelrail.pipeline.order.epoch import EndlessOrder
@@ -44,12 +42,8 @@ class ScheduleRequest(NamedTuple):
     points: bool
     sweeps: bool
     """Earlier sweeps of the lidar too."""
-    channels: Mapping[str, Sequence[Channel]]
-    """The selected entries of each dataset's table and of its layers, by the dataset's name."""
-    cameras: Mapping[str, Sequence[str]]
-    """The selected cameras of each dataset, by the dataset's name."""
-    attributes: Mapping[str, AttributeColumns]
-    """The chosen attributes of each dataset, by the dataset's name."""
+    chosen: Mapping[str, Chosen]
+    """What is loaded of each dataset, by the dataset's name."""
     layers: Layers
     """The layers of each dataset, by the dataset's name."""
 
@@ -87,9 +81,8 @@ def make_schedule(
 
     Raises ConfigError and OrderError for arguments that do not fit together, and what `compile_order` raises.
     """
-    datasets, mix, split, spec, window, points, sweeps, channels, cameras, attributes, layers = request
-    entries = {name: (*channels.get(name, ()), *attributes[name].channels) for name in datasets}
-    check_compatible(datasets, points=points, channels=entries, cameras=cameras)
+    datasets, mix, split, spec, window, points, sweeps, chosen, layers = request
+    check_compatible(datasets, points=points, chosen=chosen)
     if sweeps:
         require_poses(datasets)
     for dataset in datasets.values():
@@ -107,8 +100,7 @@ def make_schedule(
         fingerprints = {name: one.manifest.fingerprint for name, one in datasets.items()}
     sources = make_sources(
         datasets, split, open_storage,
-        points=points, sweeps=sweeps, channels=channels, cameras=cameras, attributes=attributes,
-        layers=layers, named=mix is not None,
+        points=points, sweeps=sweeps, chosen=chosen, layers=layers, named=mix is not None,
     )  # fmt: skip
     parts = [
         Part(source.first_row, source.base, _lookup(window, table, source))

@@ -94,8 +94,10 @@ def test_4_bring_a_source_and_a_channel_of_ones_own(desk, monkeypatch, capsys) -
     assert batch["gt_boxes_3d"][0].tolist()[0][3:6] == pytest.approx([4.5, 1.9, 1.6])
     assert batch["weather.wetness"].shape == (1,)
     values = names["batch"]
-    assert (values["action"].dtype, values["action"].tolist()) == (torch.float32, [[0.0, -1.5], [0.25, -1.5]])
-    assert (values["caption"], values["night"].tolist()) == ([None, "frame 1"], [False, True])
+    numbers = values["frame"].tolist()
+    assert (values["action"].dtype, values["action"].tolist()) == (torch.float32, [[n / 4, -1.5] for n in numbers])
+    assert values["caption"] == [f"frame {n}" if n else None for n in numbers]
+    assert (values["night"].dtype, values["night"].tolist()) == (torch.bool, [n == 1 for n in numbers])
 
 
 def test_5_move_from_other_loaders(desk) -> None:

@@ -172,7 +172,8 @@ class FrameSource(Generic[S]):
         columns = list(attribute_types(classes.names, self.columns))
         boxes2d = (boxes2d_channel(camera, text) for camera, text in self.image_boxes.items())
         channels = (*self.channels, *boxes2d, *([self.maps.channel] if self.maps is not None else ()))
-        sensors, channels, left_out = self._chosen(sensors, channels)
+        names = self.given.cameras if isinstance(self.given.cameras, tuple) else ()  # logs name topics besides
+        sensors, channels, left_out = _chosen(sensors, channels, names, self.files.shown)
         rows = ClipRows(
             out=out, files=self.files, sensors=sensors, classes=classes, report=report, findings=findings,
             columns=columns, missing_camera=self.given.missing_camera, points=self.given.points,
@@ -216,20 +217,6 @@ class FrameSource(Generic[S]):
             report=report,
         )
 
-    def _chosen(
-        self, sensors: Sensors, channels: tuple[Channel, ...]
-    ) -> tuple[Sensors, tuple[Channel, ...], frozenset[str]]:
-        """The cameras and channels to keep, and the names of the cameras and the fields of the channels left out."""
-        rig = [camera.channel for camera in sensors.cameras]
-        names = self.given.cameras if isinstance(self.given.cameras, tuple) else ()  # logs name topics besides
-        kept = choose_cameras(rig, names or None, self.files.shown)
-        left_out = {*rig} - {*kept} | {channel.field for channel in channels if not lies_on(channel, kept)}
-        return (
-            sensors._replace(cameras=[camera for camera in sensors.cameras if camera.channel in kept]),
-            tuple(channel for channel in channels if lies_on(channel, kept)),
-            frozenset(left_out),
-        )
-
     def place(self, ref: str) -> Place | None:
         """Where an image's bytes are, if they are in a file of this machine as they are."""
         if ref.startswith((MADE, POINTS, MAP, COMPUTED)):
@@ -264,3 +251,16 @@ class FrameSource(Generic[S]):
         for ref in refs:
             if not ref.startswith(MADE):
                 yield ref, self.open(ref)
+
+
+def _chosen(
+    sensors: Sensors, channels: Sequence[Channel], names: Sequence[str], where: str
+) -> tuple[Sensors, tuple[Channel, ...], frozenset[str]]:
+    """The cameras of these names (none: all) and channels to keep, and names of cameras and fields to leave out."""
+    rig = [camera.channel for camera in sensors.cameras]
+    kept = choose_cameras(rig, names or None, where)
+    return (
+        sensors._replace(cameras=[camera for camera in sensors.cameras if camera.channel in kept]),
+        tuple(channel for channel in channels if lies_on(channel, kept)),
+        frozenset({*rig} - {*kept} | {channel.field for channel in channels if not lies_on(channel, kept)}),
+    )
