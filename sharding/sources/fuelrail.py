@@ -267,7 +267,7 @@ class DatasetPart:
         """Field names of its channels other than cameras, lidars and boxes."""
         return frozenset(channel.field for channel in self.dataset.manifest.extra_channels)
 
-    def fields_without(self, cameras: Collection[str]) -> frozenset[str]:
+    def fields_without(self, cameras: Collection[str]) -> set[str]:
         """Field names of images of other cameras than these, and of channels that lie on one."""
         others = self.cameras.difference(cameras)
         images = {f"{camera}.{extension}" for camera in others for extension in IMAGE_EXTENSIONS}

@@ -12,6 +12,7 @@ those of the first samples. What becomes neither is counted in the report.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
@@ -171,13 +172,15 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             f"{listed}; the option images maps a camera to one of them"
         )
 
-    def _samples(self) -> Iterator[_Sample]:
+    def _samples(self, noted: Counter[str] | None = None) -> Iterator[_Sample]:
+        """The samples of all tars; ``noted`` counts members that are of none."""
+        noted = Counter() if noted is None else noted
         for tar in self._tars():
             if tar.endswith(COMPRESSED):
                 read: dict[str, _Read] = {}
-                yield from _grouped(tar, self._unpacked(tar, read), self.files.shown, read)
+                yield from _grouped(tar, self._unpacked(tar, read), self.files.shown, read, noted)
             else:
-                yield from _grouped(tar, tar_members(self.files, tar), self.files.shown, None)
+                yield from _grouped(tar, tar_members(self.files, tar), self.files.shown, None, noted)
 
     def _unpacked(self, tar: str, read: dict[str, _Read]) -> Iterator[Member]:
         """The members of a compressed tar; what is needed of each goes into ``read``."""
@@ -201,7 +204,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         seen: set[str] = set()
         name = ""
         pending: list[_Sample] = []
-        for sample in self._samples():
+        for sample in self._samples(self.noted):
             own = self._clip_of(sample)
             if pending and own != name:
                 yield self._begin(name, pending, seen)
@@ -322,12 +325,10 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         attributes: dict[str, Any] = {}
         rest = {name: one for name, one in json.items() if name not in self._used} if isinstance(json, dict) else json
         for name, value in _leaves(rest, self.given.meta):
-            if isinstance(value, list) and name not in values:
-                values[name] = value
-            elif isinstance(value, list):
-                left_out.append(f"{name} of the JSON left out, a member has this name")
-            else:
-                attributes[name] = value
+            taken = values if isinstance(value, list) else attributes
+            if name in taken:
+                left_out.append(f"{name} of the JSON left out, another value has this name")
+            taken.setdefault(name, value)
         return _Values(values, attributes, left_out)
 
     def _fitting(self, sample: _Sample, facts: _Facts) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -415,12 +416,15 @@ def _cameras(members: dict[str, Member]) -> dict[str, str]:
     return found
 
 
-def _grouped(tar: str, members: Iterator[Member], shown: str, read: dict[str, _Read] | None) -> Iterator[_Sample]:
-    """Samples; names without a key or an extension are passed over, as the library does."""
+def _grouped(
+    tar: str, members: Iterator[Member], shown: str, read: dict[str, _Read] | None, noted: Counter[str]
+) -> Iterator[_Sample]:
+    """Samples; names without a key or an extension are passed over, as the library does, and counted."""
     sample: _Sample | None = None
     for member in members:
         found = _NAME.match(member.name)
         if found is None or found[1].rpartition("/")[2].startswith("__"):
+            noted["members left out, without a key or an extension"] += 1
             continue
         key, extension = found[1], found[2].lower()
         if sample is None or sample.key != key:

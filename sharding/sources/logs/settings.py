@@ -54,13 +54,13 @@ class LogSettings(VideoSettings, frozen=True, kw_only=True):
             "out, mark it invalid); error"
         ),
     ] = "drop"
-    cameras: Annotated[  # type: ignore[assignment]  # a list, as of other sources, or more
+    cameras: Annotated[
         tuple[str, ...] | dict[str, str],
         Meta(
             description="channel to topic: {cam_front: /front/image}; empty: all topics of pictures; or a list of the "
             "channels to keep of these"
         ),
-    ] = ()
+    ] = ()  # type: ignore[assignment]  # a list, as of other sources, or more
     lidars: Annotated[dict[str, str], Meta(description="channel to topic; empty: all topics of point clouds")] = (
         msgspec.field(default_factory=dict)
     )

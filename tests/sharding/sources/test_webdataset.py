@@ -186,6 +186,7 @@ def write_labelled(root, ending="tar", count=6, make=labelled) -> None:
                 info = tarfile.TarInfo(f"a/{number:04d}.{extension}")
                 info.size = len(data)
                 tar.addfile(info, io.BytesIO(data))
+        tar.addfile(tarfile.TarInfo("README"))
     data = blob.getvalue()
     root.mkdir(exist_ok=True)
     (root / f"shard.{ending}").write_bytes(gzip.compress(data) if ending.endswith("gz") else data)
@@ -224,6 +225,7 @@ def test_labels_texts_and_arrays_are_those_that_the_library_decodes(tmp_path, en
             assert (attributes[name], type(attributes[name])) == (one["json"][name], type(one["json"][name]))
         assert (attributes["place"], attributes["deep_speed"]) == (one["json"]["Place"], one["json"]["deep"]["speed"])
     noted = report.scan.noted
+    assert noted.pop("members left out, without a key or an extension") == 1
     assert len(noted) == 3 and set(noted.values()) == {6}
     assert "members .weights.pth left out, neither a camera's image nor a value" in noted
     assert "tags left out, it is neither a text nor numbers in an array, but str32[2]" in noted
