@@ -36,6 +36,7 @@ from fuelrail.sharding.sources.shared.tars import COMPRESSED, Member, compressed
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
+    from fuelrail.sharding.sources.shared.files import SourceFiles
     from fuelrail.sharding.sources.source import Reads
 
 _NAME: Final = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)\Z", re.DOTALL)
@@ -112,6 +113,62 @@ class _Values(NamedTuple):
     left_out: list[str]
 
 
+class _Reader(NamedTuple):
+    """Reads what a sample has beside images."""
+
+    given: WebDatasetSettings
+    files: SourceFiles
+
+    def json(self, sample: _Sample) -> _Facts:
+        """What the JSON says; raises SourceError where there is none and an option names a path in it."""
+        where = f"tar '{self.files.shown}/{sample.tar}', key '{sample.key}'"
+        if self.given.meta not in sample.members and self._used:
+            raise SourceError(f"{where}: there is no .{self.given.meta}, but {', '.join(sample.members)}")
+        try:
+            member = sample.members.get(self.given.meta)
+            return _Facts(None if member is None else msgspec.json.decode(self._data(sample, member)), where)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise SourceError(f"{where}: .{self.given.meta} is not JSON: {error}") from error
+
+    @property
+    def _used(self) -> frozenset[str]:
+        """Names at the top of the JSON that the options name."""
+        given = self.given
+        paths = (given.timestamp_ns, given.intrinsics, given.cam2ego, given.ego2global)
+        return frozenset(path.partition(".")[0] for path in paths if path)
+
+    def _data(self, sample: _Sample, member: Member) -> bytes:
+        if sample.read is not None:
+            return sample.read[member.name].data
+        return self.files.read(sample.tar, member.offset, member.length)
+
+    def values(self, sample: _Sample, json: Any) -> _Values:  # noqa: ANN401
+        """What a sample has beside the images of its cameras."""
+        values: dict[str, Any] = {}
+        left_out: list[str] = []
+        cameras = (self.given.images or _cameras(sample.members)).values()
+        for extension, member in sample.members.items():
+            decode = _DECODED.get(extension.rpartition(".")[2])
+            if extension in cameras or extension == self.given.meta:
+                continue
+            if decode is None or member.length > _MOST_VALUE_BYTES:
+                why = "neither a camera's image nor a value" if decode is None else f"over {_MOST_VALUE_BYTES} bytes"
+                left_out.append(f"members .{extension} left out, {why}")
+                continue
+            try:
+                values[extension.replace(".", "_")] = decode(self._data(sample, member))
+            except (ValueError, SchemaError):
+                left_out.append(f"members .{extension} left out, not what the library webdataset reads as such")
+        attributes: dict[str, Any] = {}
+        rest = {name: one for name, one in json.items() if name not in self._used} if isinstance(json, dict) else json
+        for name, value in _leaves(rest, self.given.meta):
+            taken = values if isinstance(value, list) else attributes
+            if name in taken:
+                left_out.append(f"{name} of the JSON left out, another value has this name")
+            taken.setdefault(name, value)
+        return _Values(values, attributes, left_out)
+
+
 class WebDataset(FrameSource[WebDatasetSettings]):
     """Tars in WebDataset's naming, of any writer: .tar, .tar.gz, .tgz, .tar.zst."""
 
@@ -123,13 +180,14 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         self.time_base = "unix" if self.given.timestamp_ns else "order"
         self.has_poses = bool(self.given.ego2global)
         self._current: list[_Sample] = []
+        self._reader = _Reader(self.given, self.files)
 
     @cached_property
     def _forms(self) -> tuple[dict[str, Channel], dict[str, type], dict[str, str]]:
         """The channels of the first samples' values, the types of their attributes, and why other values are none."""
         values, attributes = ValueForms(), ValueForms()
         for sample in islice(self._samples(), self.given.first_samples or None):
-            found = self._values(sample, self._meta(sample).values)
+            found = self._reader.values(sample, self._reader.json(sample).values)
             for forms, of_sample in ((values, found.values), (attributes, found.attributes)):
                 for name, value in of_sample.items():
                     forms.learn(name, value)
@@ -238,7 +296,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         """Yield the clip's samples, by time where they have one."""
         found: list[Frame] = []
         for number, sample in enumerate(self._current):
-            facts = self._meta(sample)
+            facts = self._reader.json(sample)
             values, attributes = self._fitting(sample, facts)
             time_ns = (number + 1) * _STEP_NS
             if self.given.timestamp_ns:
@@ -283,58 +341,10 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             num_bytes=member.length, **common,
         )  # fmt: skip
 
-    def _meta(self, sample: _Sample) -> _Facts:
-        where = f"tar '{self.files.shown}/{sample.tar}', key '{sample.key}'"
-        if self.given.meta not in sample.members and self._used:
-            raise SourceError(f"{where}: there is no .{self.given.meta}, but {', '.join(sample.members)}")
-        try:
-            member = sample.members.get(self.given.meta)
-            return _Facts(None if member is None else msgspec.json.decode(self._data(sample, member)), where)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise SourceError(f"{where}: .{self.given.meta} is not JSON: {error}") from error
-
-    @property
-    def _used(self) -> frozenset[str]:
-        """Names at the top of the JSON that the options name."""
-        given = self.given
-        paths = (given.timestamp_ns, given.intrinsics, given.cam2ego, given.ego2global)
-        return frozenset(path.partition(".")[0] for path in paths if path)
-
-    def _data(self, sample: _Sample, member: Member) -> bytes:
-        if sample.read is not None:
-            return sample.read[member.name].data
-        return self.files.read(sample.tar, member.offset, member.length)
-
-    def _values(self, sample: _Sample, json: Any) -> _Values:  # noqa: ANN401
-        """What a sample has beside the images of its cameras."""
-        values: dict[str, Any] = {}
-        left_out: list[str] = []
-        cameras = (self.given.images or _cameras(sample.members)).values()
-        for extension, member in sample.members.items():
-            decode = _DECODED.get(extension.rpartition(".")[2])
-            if extension in cameras or extension == self.given.meta:
-                continue
-            if decode is None or member.length > _MOST_VALUE_BYTES:
-                why = "neither a camera's image nor a value" if decode is None else f"over {_MOST_VALUE_BYTES} bytes"
-                left_out.append(f"members .{extension} left out, {why}")
-                continue
-            try:
-                values[extension.replace(".", "_")] = decode(self._data(sample, member))
-            except (ValueError, SchemaError):
-                left_out.append(f"members .{extension} left out, not what the library webdataset reads as such")
-        attributes: dict[str, Any] = {}
-        rest = {name: one for name, one in json.items() if name not in self._used} if isinstance(json, dict) else json
-        for name, value in _leaves(rest, self.given.meta):
-            taken = values if isinstance(value, list) else attributes
-            if name in taken:
-                left_out.append(f"{name} of the JSON left out, another value has this name")
-            taken.setdefault(name, value)
-        return _Values(values, attributes, left_out)
-
     def _fitting(self, sample: _Sample, facts: _Facts) -> tuple[dict[str, Any], dict[str, Any]]:
         """The values and attributes of a sample that the dataset has; counts what it leaves out."""
         channels, types, refused = self._forms
-        found = self._values(sample, facts.values)
+        found = self._reader.values(sample, facts.values)
         self.noted.update(found.left_out)
         for name in found.values.keys() - channels:
             self.noted[f"{name} left out, {refused.get(name, _LATE)}"] += 1
