@@ -91,9 +91,13 @@ class FuelrailSource:
             named = "', '".join(location.split(SEPARATOR))
             raise ConfigError(f"'{named}' has the fingerprint {there}, expected {self._options.fingerprint}")
         check_alike([part.dataset for part in self._parts])
-        rig = [camera.channel for camera in self._parts[0].dataset.manifest.cameras]
-        self._cameras = choose_cameras(rig, self._options.cameras or None, self._parts[0].dataset.location)
+        first = self._parts[0].dataset
+        rig = [camera.channel for camera in first.manifest.cameras]
+        self._cameras = choose_cameras(rig, self._options.cameras or None, first.location)
         self._camera_rows, self._num_cameras = tuple(map(rig.index, self._cameras)), len(rig)
+        images = itertools.product({*rig} - {*self._cameras}, IMAGE_EXTENSIONS)
+        channels = [one for one in first.manifest.extra_channels if not lies_on(one, self._cameras)]
+        self._left_out = {*map(".".join, images), *(channel.field for channel in channels)}
 
     @property
     def _fingerprint(self) -> str:
@@ -161,12 +165,10 @@ class FuelrailSource:
         at, entry = row
         part = self._parts[number]
         small = part.small_members(entry)
-        left_out: Collection[str] = ()
         try:
             sample = decode_sample(entry.key, small)
             meta = sample.meta
             if len(self._cameras) < self._num_cameras:
-                left_out = part.fields_without(self._cameras)
                 sample = sample.of_cameras(self._camera_rows, self._num_cameras)
                 small[GEOMETRY] = encode_arrays(sample.geometry)
                 meta = _of_cameras(meta, self._cameras)
@@ -190,7 +192,7 @@ class FuelrailSource:
         for member in entry.members:
             _check_channel(entry.key, member.name, part)
             is_points = lidar_channel(member.name) in part.lidars
-            if member.name in INLINE or member.name in left_out or (is_points and not self._options.points):
+            if member.name in INLINE or member.name in self._left_out or (is_points and not self._options.points):
                 continue
             camera = meta.cameras.get(member.name.partition(".")[0])
             size = (0, 0) if camera is None else (camera.width, camera.height)
@@ -266,12 +268,6 @@ class DatasetPart:
     def fields(self) -> frozenset[str]:
         """Field names of its channels other than cameras, lidars and boxes."""
         return frozenset(channel.field for channel in self.dataset.manifest.extra_channels)
-
-    def fields_without(self, cameras: Collection[str]) -> set[str]:
-        """Field names of images of other cameras than these, and of channels that lie on one."""
-        others = self.cameras.difference(cameras)
-        images = {f"{camera}.{extension}" for camera in others for extension in IMAGE_EXTENSIONS}
-        return images | {one.field for one in self.dataset.manifest.extra_channels if not lies_on(one, cameras)}
 
     @property
     def attribute_types(self) -> dict[str, type]:
