@@ -166,18 +166,14 @@ def make_sources(
     sources: list[Source] = []
     base = 0
     for name, dataset in datasets.items():
-        cameras, channels, attributes = chosen.get(name, Chosen())
-        storage = with_layers(open_storage(dataset), layers.get(name, ()), channels, open_storage)
+        of = chosen.get(name, Chosen())
+        storage = with_layers(open_storage(dataset), layers.get(name, ()), of.channels, open_storage)
         reader = SampleReader(
-            dataset, storage=storage, points=points, sweeps=sweeps, extra=False, channels=channels,
-            cameras=cameras,
+            dataset, storage=storage, points=points, sweeps=sweeps, extra=False, channels=of.channels,
+            cameras=of.cameras,
         )  # fmt: skip
-        sources.append(
-            Source(
-                name if named else None, dataset, dataset.split(split).first_sample, base, storage, reader,
-                attributes,
-            )
-        )  # fmt: skip
+        first_row, own_name = dataset.split(split).first_sample, name if named else None
+        sources.append(Source(own_name, dataset, first_row, base, storage, reader, of.attributes))
         base += len(dataset.index)
     return tuple(sources)
 

@@ -195,24 +195,10 @@ class Manifest(FrameSource[ManifestSettings]):
                     "give the table ego_pose"
                 )
             try:
-                self.channels = self._values()
+                self.channels = _value_channels(self._tables.get("frames"))
                 return super().scan(out)
             finally:
                 self._tables, self._calibrations = {}, None
-
-    def _values(self) -> tuple[Channel, ...]:
-        """The channels of the columns of values, whose rows must be alike."""
-        table = self._tables.get("frames")
-        names = [name for name in _columns(table) if name.startswith(VALUE)]
-        forms = ValueForms()
-        for rows in table.parts() if table is not None and names else ():
-            for name in names:
-                for value in rows.column(name).to_pylist():
-                    forms.learn(name.removeprefix(VALUE), value)
-        for name, why in forms.refused.items():
-            assert table is not None, "it has the column"
-            raise SourceError(f"table '{table.name}': the column {VALUE}{name} cannot become a channel: {why}")
-        return forms.channels()
 
     def sensors(self) -> Sensors:
         """Return the sensors that the columns name, or the rows of ``calibration``."""
@@ -362,3 +348,17 @@ def _one(rows: Rows, name: str) -> str | None:
         other = next(row for row, text in enumerate(found) if text != found[0])
         rows.fail(other, name, f"'{found[other]}', but '{found[0]}' in row {rows.first}: a clip has one {name}")
     return found[0]
+
+
+def _value_channels(table: Table | None) -> tuple[Channel, ...]:
+    """The channels of the columns of values; raises SourceError where the rows of one are not alike."""
+    forms = ValueForms()
+    names = [name for name in _columns(table) if name.startswith(VALUE)]
+    for rows in table.parts() if table is not None and names else ():
+        for name in names:
+            for value in rows.column(name).to_pylist():
+                forms.learn(name.removeprefix(VALUE), value)
+    for name, why in forms.refused.items():
+        where = "" if table is None else f"table '{table.name}': "
+        raise SourceError(f"{where}the column {VALUE}{name} cannot become a channel: {why}")
+    return forms.channels()
