@@ -91,6 +91,10 @@ BOXES_CHANNEL: Final = Channel(
 """The entry of the 3-D annotations in the table of channels."""
 
 
+RESERVED: Final = ("meta", "geometry", BOXES_CHANNEL.name)
+"""Names that no other channel has: those of the parts of every sample."""
+
+
 def choose_cameras(rig: Sequence[str], names: Collection[str] | None, where: str) -> tuple[str, ...]:
     """Return the cameras of a rig that are asked for by ``cameras=names``, in the order of the rig; None: all of them.
 

@@ -28,8 +28,7 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import DatasetError, SourceError
 from fuelrail.pipeline.runtime.workers import in_threads, set_up_worker
-from fuelrail.pipeline.sample.arrays import map_npy
-from fuelrail.pipeline.storage.files import published
+from fuelrail.pipeline.storage.files import map_npy, published
 from fuelrail.sharding.sources.registry import SourceSpec, make_source
 from fuelrail.sharding.sources.shared.scan_table import ROWS_PER_BATCH, ClipInfo, Reference, ScanTable, decode_row
 from fuelrail.sharding.sources.source import ClipSource, Place

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.kinds import KINDS
+from fuelrail.pipeline.channels.sensors import RESERVED
 from fuelrail.pipeline.channels.table import DTYPES, MAX_RANK, ArraySpec, Channel, Law
 from fuelrail.pipeline.errors import MemberError, SchemaError, SourceError
 from fuelrail.pipeline.settings import did_you_mean
@@ -72,8 +73,10 @@ class ValueForms:
 
 def _form(name: str, value: Any) -> tuple[str, tuple[int, ...]]:  # noqa: ANN401
     """The dtype ("" for a text) and shape of a value; raises ValueError for one that is neither text nor numbers."""
-    if not _NAME.fullmatch(name):
-        raise ValueError("its name must have at most 100 letters, digits and _")
+    if not _NAME.fullmatch(name) or name in RESERVED:
+        raise ValueError(
+            f"its name must have at most 100 letters, digits and _, and not be one of {', '.join(RESERVED)}"
+        )
     if isinstance(value, str):
         return "", ()
     array = np.asarray(value)  # ValueError for lists of differing lengths

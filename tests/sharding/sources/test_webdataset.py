@@ -163,7 +163,7 @@ def labelled(number: int) -> dict[str, bytes]:
     facts = {
         "score": number / 2, "count": number, "night": number % 2 == 0, "Place": f"place {number}",
         "action": [number + 0.5, 1, 2], "deep": {"speed": 3.5 * number}, "tags": ["a", "b"], "nothing": None,
-        "key": "reserved", "path": list(range(2 * number)),
+        "key": "reserved", "path": list(range(2 * number)), "boxes": [1, 2],
     }  # fmt: skip
     rng = np.random.default_rng(number)
     members = {
@@ -226,7 +226,8 @@ def test_labels_texts_and_arrays_are_those_that_the_library_decodes(tmp_path, en
         assert (attributes["place"], attributes["deep_speed"]) == (one["json"]["Place"], one["json"]["deep"]["speed"])
     noted = report.scan.noted
     assert noted.pop("members left out, without a key or an extension") == 1
-    assert len(noted) == 3 and set(noted.values()) == {6}
+    assert len(noted) == 4 and set(noted.values()) == {6}
+    assert any(name.startswith("boxes left out, its name must") for name in noted)
     assert "members .weights.pth left out, neither a camera's image nor a value" in noted
     assert "tags left out, it is neither a text nor numbers in an array, but str32[2]" in noted
     assert "key of the JSON left out, its name or its values are not those of an attribute" in noted
