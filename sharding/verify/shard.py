@@ -29,7 +29,7 @@ from fuelrail.pipeline.runtime.workers import one_at_a_time
 from fuelrail.pipeline.sample.schema import IMAGE_EXTENSIONS, META, Meta, decode_sample
 from fuelrail.pipeline.storage.files import open_file, read_file
 from fuelrail.pipeline.text import repeated_key, shown
-from fuelrail.sharding.write.images import check_pixels
+from fuelrail.sharding.sources.shared.pictures import check_pixels
 from fuelrail.sharding.write.layers.finish import scalar_channels
 from fuelrail.sharding.write.packer import IndexText
 

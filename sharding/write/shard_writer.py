@@ -29,7 +29,7 @@ from fuelrail.pipeline.sample.schema import (
 )
 from fuelrail.pipeline.storage.files import map_npy
 from fuelrail.sharding.output.folder import open_output
-from fuelrail.sharding.sources.registry import SourceSpec, make_source
+from fuelrail.sharding.sources.registry import SourceSpec, make_source, naming
 from fuelrail.sharding.sources.shared.scan_table import ScanRow, ScanTable, decode_row
 from fuelrail.sharding.write.blocks import ReadBuffer
 from fuelrail.sharding.write.images import scale_geometry, scale_meta, stored_channel
@@ -129,7 +129,8 @@ class ShardWriter:
             ):
                 pulse(record.bytes)
                 return ShardDone(number, record.name, record.bytes, kept=True)
-            record = self._write(number, shard, pulse)
+            with naming(self._job.source):
+                record = self._write(number, shard, pulse)
             store_version_tag(self._out, record)
         return ShardDone(number, record.name, record.bytes, kept=False)
 
