@@ -163,11 +163,16 @@ class Transforms(Settings, frozen=True):
             and its family evaluate.
         camera_groups: in the place of ``image``, for rigs whose cameras differ: groups by name, each a `CameraGroup`
             with a size of its own. Each camera of the rig is in one of them. ``img`` then is a dict by group.
+        cameras: names of the cameras to fetch and decode, such as ``["cam_front"]``. A batch has these alone, in the
+            rig's order: images, matrices and frames of a window, and no channel that lies on another camera. They are
+            augmented as a loader of all cameras augments them. None: all cameras.
         pixels: augmentation of the pixel values.
         ego: augmentation of the ego frame: boxes, points and matrices move together, pixels stay.
         points: also decode the first lidar's sweep; a `PointSweeps` accumulates several.
         channels: names of further channels of the dataset's table (:mod:`fuelrail.loaders.batch.channels`). Those left
             out are not decoded, and a sample is fetched up to the last one selected. None: those of the layers.
+        attributes: names of attributes (of layers as ``LAYER.NAME``) that become entries of the batch: numbers, true
+            and false as tensors [B], texts as lists; ``{name}_valid`` is False where a sample's is not known.
         undistort: remove the lens distortion while decoding; None: images as stored, with ``dist`` in the batch.
         normalize: convert ``img`` to floating point on the batch's device; None: uint8.
         decoder: "turbo" (libjpeg-turbo), "pillow" (exact antialiasing), "dali" (whole batches; on the loader's
@@ -186,12 +191,14 @@ class Transforms(Settings, frozen=True):
     camera_groups: Annotated[dict[str, CameraGroup] | None, must_be("a dict of group name to CameraGroup, or None")] = (
         None
     )
+    cameras: Annotated[tuple[str, ...] | None, must_be("a list of names of cameras, or None")] = None
     pixels: PixelAugment = PixelAugment()
     ego: BevAugment = BevAugment()
     points: Annotated[
         bool | PointSweeps, must_be("True, False, a PointSweeps, a dict of its fields, or a YAML file's path")
     ] = False
     channels: Annotated[tuple[str, ...] | None, must_be("a list of names of channels, or None")] = None
+    attributes: Annotated[tuple[str, ...], must_be("a list of names of attributes")] = ()
     undistort: Undistort | None = None
     normalize: Normalize | None = None
     decoder: Annotated[str, must_be("a decoder's name, such as 'auto'")] = "auto"
@@ -207,8 +214,9 @@ class Transforms(Settings, frozen=True):
         """Read dicts and files of settings; refuse values that are not allowed."""
         resolve_fields(self)
         check_types(self, ConfigError)
-        if self.channels is not None:
-            msgspec.structs.force_setattr(self, "channels", tuple(self.channels))
+        for name in ("cameras", "channels", "attributes"):
+            if getattr(self, name) is not None:
+                msgspec.structs.force_setattr(self, name, tuple(getattr(self, name)))
         if self.camera_groups is not None and (not self.camera_groups or self.image != _DEFAULT_IMAGE):
             raise ConfigError("camera_groups must name a group or more, and takes the place of image: leave image out")
 
@@ -231,7 +239,7 @@ class Transforms(Settings, frozen=True):
         return self.static
 
     def content(self) -> dict[str, Any]:
-        """Return what decides the content of a sample, by name, but for the channels.
+        """Return what decides the content of a sample, by name, but for cameras, channels and attributes.
 
         An augmentation that draws nothing is None.
         """

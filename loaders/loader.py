@@ -15,7 +15,7 @@ import msgspec
 
 from fuelrail.loaders.autotune import Autotuner, Tuning, batches_in_flight, make_tuner
 from fuelrail.loaders.batch import buffer_pool, user
-from fuelrail.loaders.batch.channels import choose_channels
+from fuelrail.loaders.batch.channels import choose_attributes, choose_channels
 from fuelrail.loaders.batch.counterfactual import LeftOut, LoaderPart, leave_out
 from fuelrail.loaders.batch.points import Points, choose_points
 from fuelrail.loaders.batch.stages import BatchPipeline, LoaderStats, Runner, make_batch_pipeline
@@ -25,7 +25,7 @@ from fuelrail.loaders.decode import BatchDecoder, decodes_on_device
 from fuelrail.loaders.decode.protocol import MAX_LANES, MIN_LANES
 from fuelrail.loaders.distributed import check_ranks_agree, detect_world, resolve_world, warn_of_workers
 from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy, BadSamples
-from fuelrail.loaders.schedule.datasets import DatasetLike, open_all, require_lidar
+from fuelrail.loaders.schedule.datasets import Chosen, DatasetLike, open_all, require_lidar
 from fuelrail.loaders.schedule.layers import check_epoch, check_views, open_layers
 from fuelrail.loaders.schedule.prefetch import prefetch
 from fuelrail.loaders.schedule.schedule import Schedule, ScheduleRequest, make_schedule
@@ -33,6 +33,7 @@ from fuelrail.loaders.schedule.state import STATE_VERSION, LoaderState, decode_s
 from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.storage.protocol import add_stats
 from fuelrail.loaders.viewer.batch import LoaderDisplay
+from fuelrail.pipeline.channels.sensors import choose_cameras
 from fuelrail.pipeline.errors import FuelrailError, WorldError
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, WorkerShard, World
@@ -169,7 +170,12 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         self._make = make_batch_pipeline(options, points_of, sources, self._bad, transfer)
         self.selected = self._make.channels.channels
         chosen = [channel.name for channel in self.selected] or None
-        content = sample_settings(options.seed, **options.transforms.content(), channels=chosen)
+        self.cameras = self._make.cameras
+        """Names of the cameras in a batch, in its order."""
+        are_all = len(self.cameras) == len(self.dataset.manifest.cameras)
+        content = sample_settings(
+            options.seed, **options.transforms.content(), channels=chosen, cameras=None if are_all else [*self.cameras]
+        )
         self._identity = msgspec.structs.replace(self._schedule.identity, settings=content)
         self._num_images = where.frames * len(self._make.cameras)
         axes = () if self._window is None else (where.frames,)
@@ -385,14 +391,16 @@ def _choose_samples(
     layers = open_layers(datasets, options.layers, opening, is_mix=is_mix)
     check_views(layers, options.seed, transforms.content(), is_mix=is_mix, window=options.window)
     global_batch = options.batch_size * world.size
+    chosen = {}
+    for name, one in datasets.items():
+        rig = [camera.channel for camera in one.manifest.cameras]
+        cameras = choose_cameras(rig, transforms.cameras, one.location)
+        channels = choose_channels(one, transforms.channels, layers[name], points.lidar, cameras)
+        attributes = choose_attributes(one, options.split, transforms.attributes, layers[name], channels)
+        chosen[name] = Chosen(cameras, channels, attributes)
     choice = ScheduleRequest(
         datasets, options.mix, options.split, order, options.window,
-        points=points.lidar is not None, sweeps=points.accumulation is not None,
-        channels={
-            name: choose_channels(one, transforms.channels, layers[name], points.lidar)
-            for name, one in datasets.items()
-        },
-        layers=layers,
+        points=points.lidar is not None, sweeps=points.accumulation is not None, chosen=chosen, layers=layers,
     )  # fmt: skip
     schedule = make_schedule(
         choice,

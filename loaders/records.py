@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.storage.protocol import PendingSample, SampleStorage
     from fuelrail.loaders.storage.reader import FetchedSpan, SampleReader
     from fuelrail.pipeline.channels.table import Channel
+    from fuelrail.pipeline.format.attributes import AttributeColumns
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.sample.schema import Sample
@@ -54,6 +55,8 @@ class Source(NamedTuple):
     """Rows of the mix's datasets before it: ``base + row`` numbers samples over all of them."""
     storage: SampleStorage
     reader: SampleReader
+    attributes: AttributeColumns
+    """Those that a batch has."""
 
 
 class Scheduled(NamedTuple):
@@ -93,7 +96,7 @@ class CameraImages(NamedTuple):
     name: str | None
     """Of the group (``Transforms.camera_groups``); None: all cameras of the rig have one size."""
     cameras: tuple[int, ...]
-    """Rows of the rig."""
+    """Which of the loaded cameras."""
     augment: ImageAugment
 
 
@@ -138,7 +141,7 @@ class BatchSlot(NamedTuple):
     def parts(self) -> list[tuple[Sequence[int] | None, torch.Tensor]]:
         """Return the images of each group, uint8 [B, T, N, 3, H, W], T being 1 without windows, with its cameras.
 
-        The cameras are rows of the rig; None: all of them.
+        The cameras are those of `CameraImages`; None: all of them.
         """
         images = self.images if isinstance(self.images, tuple) else (self.images,)
         cameras: list[Sequence[int] | None] = [group.cameras for group in self.groups] or [None]
@@ -342,6 +345,7 @@ class Batch(TypedDict, total=False):
     points: Annotated[list[torch.Tensor], "first lidar, its own frame and columns"]
     points_mask: Annotated[torch.Tensor, "static batches: which rows are points"]
     sample_key: Annotated[list[str], "name of the sample"]
+    sample_token: Annotated[list[str], "the source's own name of the sample"]
     clip_id: Annotated[list[str], "clip of the sample"]
     frame: Annotated[torch.Tensor, "number in the clip"]
     global_index: Annotated[torch.Tensor, "row of the dataset's index"]

@@ -214,6 +214,7 @@ def reshard(
     *,
     append: bool = False,
     points: bool = True,
+    cameras: Sequence[str] = (),
     workers: int = 0,
     engine: str | Engine | None = None,
     ray_address: str | None = None,
@@ -222,8 +223,9 @@ def reshard(
 ) -> ShardReport:
     """Merge, split, reshuffle or recompress datasets, with the options of :func:`shard`.
 
-    ``points=False`` leaves lidar sweeps out. ``append=True`` makes ``out`` the first dataset's next version, with the
-    clips of the others added: it reuses the shards as they are, so that it takes no other options.
+    ``points=False`` leaves lidar sweeps out, ``cameras=["cam_front"]`` all other cameras and what lies on their images.
+    ``append=True`` makes ``out`` the first dataset's next version, with the clips of the others added: it reuses the
+    shards as they are, so that it takes no other options.
     """
     if isinstance(datasets, str | os.PathLike):
         datasets = [datasets]
@@ -231,10 +233,12 @@ def reshard(
     if _place(os.fspath(out)) in map(_place, locations):
         raise ConfigError(f"input and output are the same folder, '{os.fspath(out)}': choose another output folder")
     if not append:
-        spec = SourceSpec("fuelrail", SEPARATOR.join(locations), {} if points else {"points": False})
+        kept: dict[str, Any] = {**({} if points else {"points": False}), **({"cameras": cameras} if cameras else {})}
+        spec = SourceSpec("fuelrail", SEPARATOR.join(locations), kept)
         return _run(spec, out, _recipe(recipe, options), engine, workers, ray_address, progress)
     given = {"recipe": recipe, "engine": engine, "workers": workers or None, "ray_address": ray_address, **options}
-    refused = [name for name, value in given.items() if value is not None] + ([] if points else ["points"])
+    given |= {"points": None if points else False, "cameras": cameras or None}
+    refused = [name for name, value in given.items() if value is not None]
     if refused:
         raise append_refuses("append=True", refused[0])
     from fuelrail.sharding.append import append as append_datasets

@@ -95,8 +95,9 @@ def _run_reshard(args: argparse.Namespace) -> int:
         if refused:
             raise append_refuses("--append", refused[0])
         return _show(args, lambda progress: reshard(args.datasets, args.out, append=True, progress=progress))
-    points, options = from_flags(args, FuelrailOptions).points, _options(args)
-    return _show(args, lambda progress: reshard(args.datasets, args.out, points=points, progress=progress, **options))
+    kept, options = from_flags(args, FuelrailOptions), _options(args)
+    options |= {"points": kept.points, "cameras": kept.cameras}
+    return _show(args, lambda progress: reshard(args.datasets, args.out, progress=progress, **options))
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

@@ -41,6 +41,7 @@ name                 shape, dtype                 meaning
                                                   of several sweeps (`PointSweeps`) ``dt_s``, the seconds
                                                   since each was measured, stands in the place of ``ring`` or last
 ``sample_key``       list of str
+``sample_token``     list of str                  the source's own name of the sample: nuScenes' token, a tar's key
 ``clip_id``          list of str
 ``frame``            [B] int64                    index in the clip
 ``global_index``     [B] int64                    row of the dataset's index
@@ -98,8 +99,9 @@ def assemble(
     """Build the batch of samples that share a slot and a rig; see the module's table.
 
     ``lidar`` is the one whose sweeps become ``points``, ``box_frame`` is the frame of the boxes, ``channels`` are the
-    selected ones. Without ``has_poses`` there is no ``ego2global``: all of them would be the identity. Raises
-    SchemaError where some samples are labelled and some are not, and where values of a channel cannot be stacked.
+    selected ones. Without ``has_poses`` there is nothing that leads from one time to another: no ``ego2global``, and of
+    windows neither ``ego2key`` nor ``cam2keyego``. Raises SchemaError where some samples are labelled and some are not,
+    and where values of a channel cannot be stacked.
     """
     slot = decoded[0].slot
     samples, bevs = [entry.sample for entry in decoded], [entry.bev for entry in decoded]
@@ -125,6 +127,7 @@ def assemble(
         "timestamp_ns": torch.from_numpy(frames.shaped([sample.meta.timestamp_ns for sample in frames.samples])),
         "img_timestamp_ns": torch.from_numpy(geometry.cam_timestamp_ns),
         "sample_key": [sample.key for sample in samples],
+        "sample_token": [sample.meta.sample_token for sample in samples],
         "clip_id": [sample.meta.clip_id for sample in samples],
         "frame": torch.tensor([sample.meta.frame_idx for sample in samples]),
         "global_index": torch.tensor([entry.row for entry in decoded]),
@@ -139,12 +142,12 @@ def assemble(
         batch["view"] = torch.tensor([entry.view for entry in decoded])
     if decoded[0].dataset is not None:
         batch["dataset"] = [entry.dataset for entry in decoded]
-    if not has_poses:
-        del batch["ego2global"]
     if frames.has_windows:
         ego2key = invert_rigid(own2global)[:, None] @ geometry.ego2global
         batch["ego2key"] = _float32(frames_bda @ ego2key @ frames_undo)
         batch.update(frame_facts(decoded))
+    for name in () if has_poses else ("ego2global", *(("ego2key", "cam2keyego") if frames.has_windows else ())):
+        del batch[name]
     if geometry.lidar2ego.shape[-3]:
         lidar2ego = geometry.lidar2keyego()
         batch["lidar2ego"] = _float32(lidar2ego)

@@ -25,7 +25,7 @@ lack all channels.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -34,8 +34,10 @@ import torch
 from fuelrail.pipeline.channels.kinds import KINDS, Packed, Value
 from fuelrail.pipeline.channels.laws import LAWS, Motion
 from fuelrail.pipeline.channels.selection import decode_values, select
-from fuelrail.pipeline.channels.sensors import LIDAR
+from fuelrail.pipeline.channels.sensors import LIDAR, lies_on
 from fuelrail.pipeline.errors import ConfigError, MemberError
+from fuelrail.pipeline.format.attributes import AttributeColumns, no_attribute
+from fuelrail.pipeline.format.layers import JoinedAttributes
 
 if TYPE_CHECKING:
     from fuelrail.loaders.batch.temporal import Frames
@@ -49,9 +51,9 @@ OWN_NAMES: Final = frozenset(
     {
         *("img", "cam_valid", "intrinsics", "dist", "ida_mat", "cam2ego", "cam2keyego", "ego2img", "lidar2img"),
         *("lidar2ego", "ego2global", "ego2key", "bda_mat", "timestamp_ns", "img_timestamp_ns", "gt_boxes_3d"),
-        *("gt_labels_3d", "gt_velocity", "gt_valid", "instance_id", "points", "sample_key", "clip_id", "frame"),
-        *("global_index", "frame_valid", "frame_global_index", "valid", "lane", "prev_exists", "epoch", "step"),
-        *("dataset", "seed", "view"),
+        *("gt_labels_3d", "gt_velocity", "gt_valid", "instance_id", "points", "sample_key", "sample_token"),
+        *("clip_id", "frame", "global_index", "frame_valid", "frame_global_index", "valid", "lane"),
+        *("prev_exists", "epoch", "step", "dataset", "seed", "view"),
     }
 )
 """Names that a batch, or a sample before ``transform``, has of its own."""
@@ -62,18 +64,25 @@ _SMALL_LAWS: Final = frozenset({"fixed", "classes", "image_points", "ego_points"
 
 
 def choose_channels(
-    dataset: Dataset, names: Sequence[str] | None, layers: Sequence[Layer] = (), lidar: LidarEntry | None = None
+    dataset: Dataset,
+    names: Sequence[str] | None,
+    layers: Sequence[Layer] = (),
+    lidar: LidarEntry | None = None,
+    cameras: Collection[str] | None = None,
 ) -> tuple[Channel, ...]:
     """Return the entries of the selected channels, in the order of the table and the layers.
 
-    A layer's channels are called ``{layer}.{channel}``; without ``names`` all of them are selected. ``lidar`` is the
-    one whose sweeps become ``points``.
+    A layer's channels are called ``{layer}.{channel}``; without ``names`` all of them are selected, but for those on
+    other cameras than ``cameras`` (None: all cameras are loaded). ``lidar`` is the one whose sweeps become ``points``.
 
-    Raises ConfigError for a name that is not in the table, that is a camera, that lidar or the boxes, or whose entries
-    would have the names of others; ManifestError for a channel whose kind or law is unknown here.
+    Raises ConfigError for a name that is not in the table, that is a camera, that lidar or the boxes, that lies on
+    another camera, or whose entries would have the names of others; ManifestError for a channel whose kind or law is
+    unknown here.
     """
     manifest, joined = dataset.manifest, [channel for layer in layers for channel in layer.channels]
-    names = [channel.name for channel in joined] if names is None else names
+    if cameras is None:
+        cameras = [camera.channel for camera in manifest.cameras]
+    names = [channel.name for channel in joined if lies_on(channel, cameras)] if names is None else names
     if not names:
         return ()
     chosen = select((*manifest.channels, *joined), names, dataset.location)
@@ -83,6 +92,11 @@ def choose_channels(
             raise ConfigError(
                 f"channels={list(names)}: '{channel.name}' is not selected by name; cameras and boxes are in every "
                 "batch"
+            )
+        if not lies_on(channel, cameras):
+            raise ConfigError(
+                f"channels={list(names)}: '{channel.name}' lies on the image of '{channel.law.camera}', and the loader "
+                f"has the cameras {', '.join(cameras)} only; leave it out, or select its camera"
             )
         if lidar is not None and channel.name == lidar.channel:
             raise ConfigError(
@@ -98,24 +112,46 @@ def choose_channels(
     return chosen
 
 
+def choose_attributes(
+    dataset: Dataset, split: str, names: Sequence[str], layers: Sequence[Layer], channels: Sequence[Channel]
+) -> AttributeColumns:
+    """Return the attributes of these names, read; ``channels`` are the selected ones.
+
+    Raises ConfigError for a name that there is not, or that a batch has for something else.
+    """
+    if not names:
+        return AttributeColumns()
+    known = JoinedAttributes(dataset, split, layers)
+    taken = OWN_NAMES.union(*({one.name, f"{one.name}_valid"} for one in channels))
+    for name in names:
+        if name not in known.names:
+            raise ConfigError(f"attributes={list(names)}: '{dataset.location}': {no_attribute(name, known.names)}")
+        if clash := sorted({name, f"{name}_valid"} & taken):
+            raise ConfigError(f"attributes={list(names)}: a batch has another entry '{clash[0]}': leave {name!r} out")
+        taken |= {name, f"{name}_valid"}
+    table = known.read(names)
+    return AttributeColumns.of_table(table, dataset.split(split).first_sample)
+
+
 def moved_frames(parsed: Parsed, *, hides: bool) -> tuple[Parsed, tuple[int, Exception] | None]:
     """Decode and move the selected channels of all frames of a sample.
 
     Returns the sample with its values, or, with the number of the frame and the error, one without where a value is
     not as the table says. With ``hides``, frames that the clip does not have lack all channels.
     """
-    reader = parsed.task.source.reader
-    if not reader.channels:
+    source = parsed.task.source
+    names = [channel.name for channel in (*source.reader.channels, *source.attributes.channels)]
+    if not names:
         return parsed, None
     known: dict[int, Mapping[str, Value | None]] = {}
     extra: list[Mapping[str, Value | None]] = []
     for number, frame in enumerate(parsed.task.frames):
         if hides and not frame.present:
-            extra.append(dict.fromkeys(channel.name for channel in reader.channels))
+            extra.append(dict.fromkeys(names))
             continue
         if frame.row not in known:
             try:
-                known[frame.row] = _moved(parsed, number)
+                known[frame.row] = _moved(parsed, number) | source.attributes.of(frame.row)
             except Exception as error:  # noqa: BLE001 - any, of a shard that changes; what is not bad is raised again
                 return parsed, (number, error)
         extra.append(known[frame.row])
@@ -147,7 +183,7 @@ def _moved(parsed: Parsed, number: int) -> dict[str, Value | None]:
 
 
 class SelectedChannels(NamedTuple):
-    """The selected channels, and the cameras of the rig, which some of them move with."""
+    """The selected channels, chosen attributes last, and the cameras of the rig, which some of them move with."""
 
     channels: tuple[Channel, ...] = ()
     cameras: tuple[str, ...] = ()

@@ -49,24 +49,30 @@ class Augments(NamedTuple):
     second_at: int = 0
     """Rows of the batch between a sample's first view and its second; 0: there is no second."""
 
-    def maps(self, sizes: Sequence[Sequence[int]], epoch: int, number: int) -> list[ImageMap]:
-        """Draw the maps of a sample's images, stored at ``sizes``, in rig order."""
+    def maps(
+        self, sizes: Sequence[Sequence[int]], epoch: int, number: int, camera_rows: Sequence[int]
+    ) -> list[ImageMap]:
+        """Draw the maps of a sample's images, stored at ``sizes``, in rig order; ``camera_rows`` are in the rig."""
         seed, first = self.seed, self.images[0]
         if first.name is None:
-            return first.augment.draw(sizes, seed=seed, epoch=epoch, sample=number)
+            return first.augment.draw(sizes, seed=seed, epoch=epoch, sample=number, cameras=camera_rows)
         return self._in_rig_order(
             one.augment.draw(
-                [sizes[camera] for camera in one.cameras], seed=seed, epoch=epoch, sample=number, cameras=one.cameras
+                [sizes[camera] for camera in one.cameras], seed=seed, epoch=epoch, sample=number,
+                cameras=[camera_rows[camera] for camera in one.cameras],
             )
             for one in self.images
-        )
+        )  # fmt: skip
 
-    def changes(self, epoch: int, number: int) -> list[PixelChange]:
+    def changes(self, epoch: int, number: int, camera_rows: Sequence[int]) -> list[PixelChange]:
         """Draw the changes of pixel values of a sample's images, in rig order."""
         drawn = [
-            self.pixels.draw(one.augment.height, seed=self.seed, epoch=epoch, sample=number, cameras=one.cameras)
+            self.pixels.draw(
+                one.augment.height, seed=self.seed, epoch=epoch, sample=number,
+                cameras=[camera_rows[camera] for camera in one.cameras],
+            )
             for one in self.images
-        ]
+        ]  # fmt: skip
         return drawn[0] if self.images[0].name is None else self._in_rig_order(drawn)
 
     def _in_rig_order(self, by_group: Iterable[Sequence[T]]) -> list[T]:
@@ -79,18 +85,18 @@ class Augments(NamedTuple):
 
 
 def image_groups(transforms: Transforms, cameras: Sequence[str]) -> tuple[CameraImages, ...]:
-    """Return the sizes of a rig's images; raises ConfigError unless each camera is in one group."""
+    """Return the sizes of the loaded cameras' images; raises ConfigError unless each is in one group."""
     if transforms.camera_groups is None:
         return (CameraImages(None, tuple(range(len(cameras))), transforms.image),)
     named = [camera for group in transforms.camera_groups.values() for camera in group.cameras]
     for wrong, what in (
-        ([one for one in named if one not in cameras], "names cameras that the rig does not have"),
-        ([one for one in cameras if one not in named], "leaves out cameras of the rig"),
+        ([one for one in named if one not in cameras], "names cameras that are not loaded"),
+        ([one for one in cameras if one not in named], "leaves out cameras that are loaded"),
         ([one for one in dict.fromkeys(named) if named.count(one) > 1], "names cameras in several groups"),
     ):
         if wrong:
             raise ConfigError(
-                f"camera_groups {what}: {', '.join(wrong)}; each camera must be in one group, and the rig has "
+                f"camera_groups {what}: {', '.join(wrong)}; each camera must be in one group, and loaded are "
                 f"{', '.join(cameras)}"
             )
     return tuple(
@@ -163,23 +169,23 @@ def parse(augments: Augments, bad: BadSamples, window: FrameWindow | None, fetch
 
 def _drawn(task: Task, known: Mapping[int, Sample], augments: Augments, number: int, *, hides: bool) -> Parsed:
     """Draw the augmentation of sample ``number``, once for all of its frames; ``known`` holds these by row."""
-    seed, epoch = augments.seed, task.slot.epoch
+    seed, epoch, reader = augments.seed, task.slot.epoch, task.source.reader
     by_size: dict[str, Sequence[ImageMap]] = {}
     shown: dict[int, tuple[Sample, Sequence[ImageMap]]] = {}
     for row, sample in known.items():
         sizes = sample.geometry.img_wh.tolist()
         text = str(sizes)
         if text not in by_size:
-            by_size[text] = augments.maps(sizes, epoch, number)
+            by_size[text] = augments.maps(sizes, epoch, number, reader.camera_rows)
         shown[row] = sample, by_size[text]
         if augments.undistort is not None:
-            shown[row] = augments.undistort(sample, by_size[text], task.source.reader.cameras)
+            shown[row] = augments.undistort(sample, by_size[text], reader.cameras)
     samples = [
         hidden(shown[frame.row][0]) if hides and not frame.present else shown[frame.row][0] for frame in task.frames
     ]
     maps = tuple(shown[frame.row][1] for frame in task.frames)
     bev = augments.bev.draw(seed=seed, epoch=epoch, sample=number)
-    return Parsed(task, tuple(samples), maps, augments.changes(epoch, number), bev)
+    return Parsed(task, tuple(samples), maps, augments.changes(epoch, number, reader.camera_rows), bev)
 
 
 def for_each(function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:

@@ -145,7 +145,7 @@ def make_batch_pipeline(
 ) -> BatchPipeline:
     """Choose the decoder, and put together what the stages need."""
     transforms = options.transforms
-    cameras = tuple(camera.channel for camera in sources[0].dataset.manifest.cameras)
+    cameras = tuple(sources[0].reader.cameras)
     num_frames = 1 if options.window is None else len(options.window.frames)
     batch_images = options.batch_size * (1 + transforms.two_views) * num_frames * len(cameras)
     decoder = make_decoder(
@@ -165,7 +165,7 @@ def make_batch_pipeline(
     return BatchPipeline(
         bad, cameras, points.lidar, augments, decoder, options.batch_size, options.window, options.transform,
         options.collate_fn, transforms.normalize, transfer, transforms.box_frame,
-        SelectedChannels(sources[0].reader.channels, cameras), have_poses(sources),
+        SelectedChannels((*sources[0].reader.channels, *sources[0].attributes.channels), cameras), have_poses(sources),
         fixed, None if fixed is None else static.FixedBuffers(fixed.buffers),
     )  # fmt: skip
 

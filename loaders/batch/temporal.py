@@ -30,6 +30,9 @@ name                     shape, dtype                 meaning
 ``points``               list of T of [P, C] float32  a list for each sample (``Transforms(points=True)``)
 ======================== ============================ ========================================================
 
+Of a dataset without ego poses there is no ``ego2global``, ``ego2key`` or ``cam2keyego``: how the vehicle moved between
+the frames is not known. Each frame's own matrices (``ego2img``, ``lidar2img``) are there.
+
 Where the clip has no such frame, ``pad`` decides (`fuelrail.pipeline.order.windows`): another frame is shown in its
 place,
 with its own matrices and times (``repeat_edge``, ``repeat_current``); or nothing is (``mask``): images are zeros,

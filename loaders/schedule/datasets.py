@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -16,6 +16,7 @@ from fuelrail.loaders.records import Source
 from fuelrail.loaders.storage.layers import with_layers
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
+from fuelrail.pipeline.format.attributes import AttributeColumns
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.sample.image_header import probe
 from fuelrail.pipeline.sample.schema import BOXES
@@ -28,6 +29,15 @@ if TYPE_CHECKING:
 
 
 _STORED_ONLY: Final = frozenset({"field", "codec", "optional", "sizes", "source_name", "description"})
+
+
+class Chosen(NamedTuple):
+    """What is loaded of a dataset: cameras (None: all), channels of its table and of its layers, and attributes."""
+
+    cameras: Sequence[str] | None = None
+    channels: Sequence[Channel] = ()
+    attributes: AttributeColumns = AttributeColumns()
+
 
 DatasetLike: TypeAlias = "str | os.PathLike[str] | Dataset"
 
@@ -70,22 +80,25 @@ def check_compatible(
     datasets: Mapping[str, Dataset],
     *,
     points: bool = False,
-    channels: Mapping[str, Sequence[Channel]],
+    chosen: Mapping[str, Chosen],
 ) -> None:
     """Raise ConfigError, with both sides, where samples of these datasets cannot be in one batch.
 
-    ``channels`` are the selected entries of each dataset's table.
+    ``chosen`` is what is loaded of each dataset.
     """
     (first, one), *others = datasets.items()
     for name, other in others:
-        here, there = ({channel.name for channel in channels.get(which, ())} for which in (first, name))
+        entries = [(*chosen[which].channels, *chosen[which].attributes.channels) for which in (first, name)]
+        here, there = ({channel.name for channel in of_one} for of_one in entries)
         if lacking := sorted(here ^ there):
             raise ConfigError(
                 f"datasets {first!r} and {name!r} cannot be mixed in one batch: of the selected channels only "
                 f"{(first if lacking[0] in here else name)!r} has {lacking[0]!r}; give both such a layer, or select "
                 "channels that both have (Transforms.channels)"
             )
-        facts = {**_facts(one, other, points=points), **_channel_facts(channels.get(first, ()), channels.get(name, ()))}
+        cameras = [list(chosen[which].cameras or ()) for which in (first, name)]
+        facts: dict[str, Sequence[object]] = {"cameras": cameras, **_facts(one, other, points=points)}
+        facts |= _channel_facts(*entries)
         for what, sides in facts.items():
             if sides[0] != sides[1]:
                 raise ConfigError(
@@ -102,7 +115,6 @@ def _facts(one: Dataset, other: Dataset, *, points: bool) -> dict[str, tuple[obj
         return [f"{lidar.channel}: {', '.join(lidar.columns)}" for lidar in dataset.manifest.lidars[:1]]
 
     facts = {
-        "cameras": both(lambda dataset: [camera.channel for camera in dataset.manifest.cameras]),
         "classes": both(lambda dataset: list(dataset.manifest.classes)),
         "labels": both(lambda dataset: "boxes" if BOXES in dataset.index.names else "no boxes"),
         "ego poses": both(lambda dataset: "poses" if dataset.manifest.has_poses else "no poses"),
@@ -130,12 +142,12 @@ def have_poses(sources: Sequence[Source]) -> bool:
 
 
 def require_poses(datasets: Mapping[str, Dataset]) -> None:
-    """Raise ConfigError for a dataset without ego poses: its frames have no place in a common world."""
+    """Raise ConfigError for a dataset without ego poses: earlier sweeps have no place in the sample's ego."""
     for name, dataset in datasets.items():
         if not dataset.manifest.has_poses:
             raise ConfigError(
-                f"dataset {name!r} has no ego poses (its source knew none), and a temporal window or earlier lidar "
-                "sweeps need them: load single frames, without window and accumulation"
+                f"dataset {name!r} has no ego poses (its source knew none), and earlier lidar sweeps need them: load "
+                "points=True, without accumulation"
             )
 
 
@@ -146,7 +158,7 @@ def make_sources(
     *,
     points: bool,
     sweeps: bool,
-    channels: Mapping[str, Sequence[Channel]],
+    chosen: Mapping[str, Chosen],
     layers: Mapping[str, Sequence[Layer]],
     named: bool,
 ) -> tuple[Source, ...]:
@@ -154,12 +166,14 @@ def make_sources(
     sources: list[Source] = []
     base = 0
     for name, dataset in datasets.items():
-        chosen = channels.get(name, ())
-        storage = with_layers(open_storage(dataset), layers.get(name, ()), chosen, open_storage)
-        reader = SampleReader(dataset, storage=storage, points=points, sweeps=sweeps, extra=False, channels=chosen)
-        sources.append(
-            Source(name if named else None, dataset, dataset.split(split).first_sample, base, storage, reader)
-        )
+        of = chosen.get(name, Chosen())
+        storage = with_layers(open_storage(dataset), layers.get(name, ()), of.channels, open_storage)
+        reader = SampleReader(
+            dataset, storage=storage, points=points, sweeps=sweeps, extra=False, channels=of.channels,
+            cameras=of.cameras,
+        )  # fmt: skip
+        first_row, own_name = dataset.split(split).first_sample, name if named else None
+        sources.append(Source(own_name, dataset, first_row, base, storage, reader, of.attributes))
         base += len(dataset.index)
     return tuple(sources)
 
@@ -183,7 +197,13 @@ _NUM_LOOKED_AT = 4
 
 def image_facts(sources: Sequence[Source]) -> ImageFacts:
     """Sizes from the manifests, and how the images of a few samples, spread over the datasets, are coded."""
-    sizes = [size for source in sources for camera in source.dataset.manifest.cameras for size in camera.sizes]
+    sizes = [
+        size
+        for source in sources
+        for camera in source.dataset.manifest.cameras
+        if camera.channel in source.reader.cameras
+        for size in camera.sizes
+    ]
     is_baseline = []
     for source in sources:
         num_samples = len(source.dataset.index)

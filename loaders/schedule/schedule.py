@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from fuelrail.loaders.schedule.datasets import check_compatible, make_sources, require_poses
+from fuelrail.loaders.schedule.datasets import Chosen, check_compatible, make_sources, require_poses
 from fuelrail.loaders.schedule.layers import Layers, fingerprints_of
 from fuelrail.loaders.schedule.positions import Part, PositionIndex
 from fuelrail.loaders.schedule.prefetch import RequestStream
@@ -23,7 +23,6 @@ from fuelrail.pipeline.order.windows import FrameWindow, WindowLookup
 if TYPE_CHECKING:
     from fuelrail.loaders.records import Source
     from fuelrail.loaders.storage import Storage
-    from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.order.batching import Walk
     from fuelrail.pipeline.order.epoch import EndlessOrder
@@ -43,8 +42,8 @@ class ScheduleRequest(NamedTuple):
     points: bool
     sweeps: bool
     """Earlier sweeps of the lidar too."""
-    channels: Mapping[str, Sequence[Channel]]
-    """The selected entries of each dataset's table and of its layers, by the dataset's name."""
+    chosen: Mapping[str, Chosen]
+    """What is loaded of each dataset, by the dataset's name."""
     layers: Layers
     """The layers of each dataset, by the dataset's name."""
 
@@ -82,9 +81,9 @@ def make_schedule(
 
     Raises ConfigError and OrderError for arguments that do not fit together, and what `compile_order` raises.
     """
-    datasets, mix, split, spec, window, points, sweeps, channels, layers = request
-    check_compatible(datasets, points=points, channels=channels)
-    if sweeps or (window is not None and len(window.frames) > 1):
+    datasets, mix, split, spec, window, points, sweeps, chosen, layers = request
+    check_compatible(datasets, points=points, chosen=chosen)
+    if sweeps:
         require_poses(datasets)
     for dataset in datasets.values():
         dataset.split(split)  # an unknown split is an error before anything is computed
@@ -101,7 +100,7 @@ def make_schedule(
         fingerprints = {name: one.manifest.fingerprint for name, one in datasets.items()}
     sources = make_sources(
         datasets, split, open_storage,
-        points=points, sweeps=sweeps, channels=channels, layers=layers, named=mix is not None,
+        points=points, sweeps=sweeps, chosen=chosen, layers=layers, named=mix is not None,
     )  # fmt: skip
     parts = [
         Part(source.first_row, source.base, _lookup(window, table, source))

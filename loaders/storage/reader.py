@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -40,7 +40,8 @@ class SampleReader:
     ``storage`` None: the one that fits the place of the dataset, which checks every span against its xxh3 digest.
     Without ``points`` lidar members are not decoded, without ``sweeps`` not those of earlier sweeps; and with neither
     that nor ``extra`` are user members. Of further channels only ``channels``, entries of the dataset's table or
-    of layers that ``storage`` has, are read; they stay raw, in ``Sample.extra``.
+    of layers that ``storage`` has, are read; they stay raw, in ``Sample.extra``. ``cameras`` are the cameras whose
+    images are read, and of which samples are; None: all.
     """
 
     def __init__(
@@ -52,11 +53,16 @@ class SampleReader:
         sweeps: bool = True,
         extra: bool = True,
         channels: Sequence[Channel] = (),
+        cameras: Collection[str] | None = None,
     ) -> None:
         self._dataset = dataset
         self.storage: SampleStorage = open_storage(dataset) if storage is None else storage
-        self._rig = Rig.of(dataset.manifest)
-        self.cameras = [camera.channel for camera in dataset.manifest.cameras]
+        rig = Rig.of(dataset.manifest)
+        self.cameras = [one for one in rig.cameras if cameras is None or one in cameras]
+        self.camera_rows = tuple(map(rig.cameras.index, self.cameras))
+        """Rows of the cameras in the dataset's rig."""
+        self._num_cameras = len(rig.cameras)
+        self._rig = rig._replace(cameras=tuple(self.cameras))
         self.lidars = [lidar.channel for lidar in dataset.manifest.lidars]
         self.channels = tuple(channels)
         self.moving = tuple(channel for channel in channels if LAWS[channel.law.name].moves)
@@ -71,7 +77,8 @@ class SampleReader:
             if (points or lidar_channel(name) not in self.lidars or name in self._fields)
             and (sweeps or not name.endswith(SWEEPS_FIELD))
             and (extra or not name.startswith("x_"))
-            and (name not in self._rig.fields or name in self._fields)
+            and (name not in rig.fields or name in self._fields)
+            and (name in rig.fields or name.partition(".")[0] not in {*rig.cameras} - {*self.cameras})
         )
         whole = self.storage.needs_whole_spans
         self._left_out = frozenset() if whole else frozenset(dataset.index.names) - self._wanted
@@ -106,6 +113,8 @@ class SampleReader:
             if stored is not None:
                 members |= part.members(stored)
         sample = decode_sample(row.key, members, self._fields)
+        if len(self.cameras) < self._num_cameras:
+            sample = sample.of_cameras(self.camera_rows, self._num_cameras)
         check_arrays(sample, self._rig)
         if self.needs_lidar and not np.isfinite(sample.geometry.lidar2keyego()).all():
             raise SchemaError(

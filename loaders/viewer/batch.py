@@ -55,6 +55,7 @@ class LoaderDisplay(ABC):
     order: OrderSpec
     num_workers: int
     prefetch_factor: int
+    cameras: tuple[str, ...]
     selected: tuple[Channel, ...]
     """The selected channels of the dataset and of layers."""
 
@@ -82,7 +83,8 @@ class LoaderDisplay(ABC):
 
         Of each sample: its cameras, and lidar points and boxes from above, in the ego frame as augmented. With a
         temporal window the frames of a camera are in a row; boxes, which are the sample's own, are moved by their
-        velocity in the others. Selected channels are drawn as `fuelrail.view` draws them.
+        velocity in the others, or left out of them without ego poses. Selected channels are drawn as `fuelrail.view`
+        draws them.
 
         Args:
             batch: a batch of this loader; None: the first of the next iteration, loaded apart from this one.
@@ -96,11 +98,10 @@ class LoaderDisplay(ABC):
         if missing := [name for name in _NEEDED if name not in found]:
             raise ConfigError(f"a batch without {missing[0]!r} cannot be drawn: let transform and collate_fn keep it")
         manifest = self.dataset.manifest
-        cameras = [camera.channel for camera in manifest.cameras]
         sheets = []
         for at in range(min(samples, len(found["sample_key"]))):
             values = _values(found, at, self.selected)
-            sheet = draw_sample(found, at, cameras, manifest.classes, self.transforms, values)
+            sheet = draw_sample(found, at, self.cameras, manifest.classes, self.transforms, values)
             sheets.append((f"{found['sample_key'][at]}   epoch {found['epoch']}, step {found['step']}", sheet))
         return Picture(stack(sheets))
 
@@ -175,6 +176,9 @@ class _Frames:
             corners, velocity = _moved(corners, lidar2ego), velocity @ lidar2ego[:3, :3].T
         if not self._has_windows:
             return [DrawnBoxes(corners, label)]
+        if "ego2key" not in batch:  # without ego poses boxes have a place in their own frame alone
+            none = DrawnBoxes(corners[:0], label[:0])
+            return [DrawnBoxes(corners, label) if at == self.key else none for at in range(len(self.since_s()))]
         since = self.since_s()[:, None, None, None] * velocity[:, None]
         key2ego = np.linalg.inv(self.entry("ego2key").astype(np.float64))
         return [DrawnBoxes(_moved(corners + way, of), label) for way, of in zip(since, key2ego, strict=True)]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
 import msgspec
 
 from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law
+from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.sample.schema import BOXES, POINTS_EXTENSION, Boxes, array_specs
-from fuelrail.pipeline.settings import Settings
+from fuelrail.pipeline.settings import Settings, did_you_mean
 
 CAMERA: Final = "camera"
 LIDAR: Final = "lidar"
@@ -92,6 +93,29 @@ BOXES_CHANNEL: Final = Channel(
 
 RESERVED: Final = ("meta", "geometry", BOXES_CHANNEL.name)
 """Names that no other channel has: those of the parts of every sample."""
+
+
+def choose_cameras(rig: Sequence[str], names: Collection[str] | None, where: str) -> tuple[str, ...]:
+    """Return the cameras of a rig that are asked for by ``cameras=names``, in the order of the rig; None: all of them.
+
+    Raises ConfigError, naming ``where``, for no names, for one that comes twice, and for one that is not in the rig.
+    """
+    if names is None:
+        return tuple(rig)
+    for name in names:
+        if name not in rig:
+            raise ConfigError(
+                f"cameras={list(names)}: '{where}' has no camera {name!r:.110}{did_you_mean(name, rig)}; it has: "
+                f"{', '.join(rig) or 'none'}"
+            )
+    if not names or len(set(names)) < len(names):
+        raise ConfigError(f"cameras={list(names)} must name a camera or more, each once; there are: {', '.join(rig)}")
+    return tuple(one for one in rig if one in names)
+
+
+def lies_on(channel: Channel, cameras: Collection[str]) -> bool:
+    """Whether a channel belongs to samples of these cameras: it lies on none, or on the image of one of them."""
+    return channel.law.camera is None or channel.law.camera in cameras
 
 
 def channel_table(

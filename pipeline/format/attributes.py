@@ -6,17 +6,19 @@ import difflib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
+from fuelrail.pipeline.channels.table import Channel, Law
 from fuelrail.pipeline.errors import IndexFileError, OrderError
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.format.dataset import Dataset
 
+_DTYPES: Final = {pa.bool_(): "bool", pa.int64(): "int64", pa.float64(): "float64"}
 TEXTS: Final = ("key", "clip_id")
 """Columns of texts that the index has too."""
 
@@ -72,6 +74,34 @@ class Attributes:
             elif name in _INDEX_NUMBERS:
                 columns[name] = pa.chunked_array([index.column(name, self._first, self._end)])
         return pa.table({name: columns[name] for name in names})
+
+
+class AttributeColumns(NamedTuple):
+    """Attributes of the samples from ``first_row`` on, in memory, and channels by which a batch collates them."""
+
+    channels: tuple[Channel, ...] = ()
+    columns: tuple[pa.Array, ...] = ()
+    first_row: int = 0
+
+    @classmethod
+    def of_table(cls, table: pa.Table, first_row: int) -> Self:
+        """Those of a table; texts, which repeat, are kept as numbers of different ones."""
+        channels, columns = [], []
+        for name, column in zip(table.column_names, table.columns, strict=True):
+            dtype = _DTYPES.get(column.type, "")
+            kind, field = ("array", f"{name}.npy") if dtype else ("text", f"{name}.txt")
+            channels.append(Channel(name=name, kind=kind, field=field, dtype=dtype, law=Law("fixed")))
+            whole = column if dtype else column.dictionary_encode().unify_dictionaries()
+            columns.append(pa.concat_arrays(whole.chunks))
+        return cls(tuple(channels), tuple(columns), first_row)
+
+    def of(self, row: int) -> dict[str, Any]:
+        """The values of a row of the dataset as its channels decode them, None for one that is not known."""
+        values = [column[row - self.first_row].as_py() for column in self.columns]
+        return {
+            one.name: value if value is None or not one.dtype else np.array(value, one.dtype)
+            for one, value in zip(self.channels, values, strict=True)
+        }
 
 
 def no_attribute(name: str, known: Collection[str]) -> str:

@@ -17,7 +17,7 @@ dtype and shape in their annotations, and those are what encoding and decoding c
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Final, TypeAlias, TypeVar, get_type_hints
 
 import msgspec
@@ -136,6 +136,11 @@ class Geometry:
 
         return cls(**{name: stacked(name) for name, _, _ in _SPECS[cls]})
 
+    def of_cameras(self, rows: Sequence[int]) -> Geometry:
+        """Return it with these rows of the cameras alone."""
+        names = [name for name, _, shape in _SPECS[Geometry] if shape[0] == "N"]
+        return replace(self, **{name: getattr(self, name)[[*rows]] for name in names})
+
     def cam2keyego(self, key2global: F64 | None = None) -> F64:
         """(N, 4, 4): each camera at its exposure to ego at the sample's time, through both ego poses.
 
@@ -223,6 +228,15 @@ class Sample:
     points: Mapping[str, F32]
     extra: Mapping[str, Buffer]
     sweeps: Mapping[str, Sweeps] = field(default_factory=dict)
+
+    def of_cameras(self, rows: Sequence[int], num_cameras: int) -> Sample:
+        """Return it with these cameras of a rig, of which the images are; raises SchemaError for another rig."""
+        found = len(self.geometry.cam_valid)
+        if found != num_cameras:
+            raise SchemaError(
+                f"it is of {found} cameras, the manifest has {num_cameras}", key=self.key, member=GEOMETRY
+            )
+        return replace(self, geometry=self.geometry.of_cameras(rows))
 
     def __repr__(self) -> str:
         """Name what is in it: its arrays would fill pages."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 
 import msgspec
@@ -17,6 +17,7 @@ import pyarrow as pa
 from msgspec import Meta
 from numpy.typing import NDArray
 
+from fuelrail.pipeline.channels.sensors import choose_cameras, lies_on
 from fuelrail.pipeline.errors import ConfigError, DatasetError, MemberError, SchemaError, ShardError, SourceError
 from fuelrail.pipeline.format import codecs
 from fuelrail.pipeline.format.dataset import check_span, open_dataset, read_members
@@ -30,19 +31,20 @@ from fuelrail.pipeline.sample.schema import (
     META,
     POINTS_EXTENSION,
     decode_sample,
+    encode_arrays,
     lidar_channel,
 )
-from fuelrail.pipeline.settings import Settings, convert
+from fuelrail.pipeline.sample.schema import Meta as SampleMeta
+from fuelrail.pipeline.settings import Settings, convert, flag
 from fuelrail.pipeline.storage.files import open_file
 from fuelrail.pipeline.storage.filesystem import filesystem
 from fuelrail.pipeline.storage.retry import fault_of
-from fuelrail.pipeline.text import differences, shown
+from fuelrail.pipeline.text import shown
+from fuelrail.sharding.sources.shared.merging import check_alike, check_disjoint, joined, joined_types
 from fuelrail.sharding.sources.shared.scan_table import Reference, frame_key
 from fuelrail.sharding.sources.source import Camera, ScanInfo
 
 if TYPE_CHECKING:
-    from fuelrail.pipeline.channels.table import Channel
-    from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.sample.schema import Sample as DecodedSample
     from fuelrail.pipeline.storage.columns import Disk
@@ -54,12 +56,21 @@ SEPARATOR = "\n"
 
 
 class FuelrailOptions(Settings, frozen=True):
-    """Options of the adapter. ``points``: keep lidar sweeps. ``fingerprint``: refuse any other dataset than this.
+    """Options of the adapter. ``points``: keep lidar sweeps. ``cameras``: keep these alone (none: all).
+
+    ``fingerprint``: refuse any other dataset than this.
 
     The fingerprints of several datasets are joined by ``+``.
     """
 
     points: Annotated[bool, Meta(description="lidar sweeps; false, or --no-points, leaves them out")] = True
+    cameras: Annotated[
+        tuple[str, ...],
+        flag(
+            "cameras to keep, such as cam_front,cam_back (default: all)",
+            parse=lambda text: [name.strip() for name in text.split(",")],
+        ),
+    ] = ()
     fingerprint: str | None = None
 
 
@@ -80,6 +91,13 @@ class FuelrailSource:
             named = "', '".join(location.split(SEPARATOR))
             raise ConfigError(f"'{named}' has the fingerprint {there}, expected {self._options.fingerprint}")
         check_alike([part.dataset for part in self._parts])
+        first = self._parts[0].dataset
+        rig = [camera.channel for camera in first.manifest.cameras]
+        self._cameras = choose_cameras(rig, self._options.cameras or None, first.location)
+        self._camera_rows, self._num_cameras = tuple(map(rig.index, self._cameras)), len(rig)
+        images = itertools.product({*rig} - {*self._cameras}, IMAGE_EXTENSIONS)
+        channels = [one for one in first.manifest.extra_channels if not lies_on(one, self._cameras)]
+        self._left_out = {*map(".".join, images), *(channel.field for channel in channels)}
 
     @property
     def _fingerprint(self) -> str:
@@ -88,7 +106,8 @@ class FuelrailSource:
     @property
     def options(self) -> dict[str, Any]:
         """All options; the fingerprint is that of the datasets."""
-        return {**msgspec.structs.asdict(self._options), "fingerprint": self._fingerprint}
+        given = msgspec.structs.asdict(self._options)
+        return {**given, "cameras": list(self._options.cameras), "fingerprint": self._fingerprint}
 
     @property
     def attribute_types(self) -> dict[str, type]:
@@ -120,9 +139,13 @@ class FuelrailSource:
         return ScanInfo(
             name=joined([manifest.name for manifest in manifests]) or "",
             clips=out.clips,
-            cameras=[Camera(camera.channel, camera.source_name) for camera in first.cameras],
+            cameras=[
+                Camera(camera.channel, camera.source_name)
+                for camera in first.cameras
+                if camera.channel in self._cameras
+            ],
             lidars=list(first.lidars),
-            channels=first.extra_channels,
+            channels=tuple(channel for channel in first.extra_channels if lies_on(channel, self._cameras)),
             classes=list(first.classes),
             attributes=list(first.attributes),
             names=out.member_names([one.name for one in first.channels if one.field != BOXES]),
@@ -143,7 +166,14 @@ class FuelrailSource:
         part = self._parts[number]
         small = part.small_members(entry)
         try:
-            meta = decode_sample(entry.key, small).meta
+            sample = decode_sample(entry.key, small)
+            meta = sample.meta
+            if len(self._cameras) < self._num_cameras:
+                sample = sample.of_cameras(self._camera_rows, self._num_cameras)
+                small[GEOMETRY] = encode_arrays(sample.geometry)
+                meta = _of_cameras(meta, self._cameras)
+                if "num_cameras" in attributes:
+                    attributes["num_cameras"] = int(sample.geometry.cam_valid.sum())
         except SchemaError as error:
             where = f"dataset '{part.dataset.location}'"
             raise SourceError(f"sample '{entry.key}' of {where} is bad: {error}") from error
@@ -162,13 +192,25 @@ class FuelrailSource:
         for member in entry.members:
             _check_channel(entry.key, member.name, part)
             is_points = lidar_channel(member.name) in part.lidars
-            if member.name in INLINE or (is_points and not self._options.points):
+            if member.name in INLINE or member.name in self._left_out or (is_points and not self._options.points):
                 continue
             camera = meta.cameras.get(member.name.partition(".")[0])
             size = (0, 0) if camera is None else (camera.width, camera.height)
             members.append(Reference(member.name, f"{number}/{at}/{member.name}", member.raw_bytes, *size))
         boxes = small.get(BOXES)
         out.append(meta, bytes(small[GEOMETRY]), None if boxes is None else bytes(boxes), members, attributes)
+
+
+def _of_cameras(meta: SampleMeta, names: Collection[str]) -> SampleMeta:
+    """The metadata of a sample with these cameras alone."""
+    cameras = {name: camera for name, camera in meta.cameras.items() if name in names}
+    stats, sync = dict(meta.stats), dict(meta.sync)
+    if "max_sync_offset_ns" in stats:
+        offsets = [abs(camera.timestamp_ns - meta.timestamp_ns) for camera in cameras.values()]
+        stats["max_sync_offset_ns"] = max(offsets, default=0)
+    if "dropped" in sync:
+        sync["dropped"] = [name for name in sync["dropped"] if name in names]
+    return msgspec.structs.replace(meta, cameras=cameras, stats=stats, sync=sync)
 
 
 def _check_channel(key: str, name: str, part: DatasetPart) -> None:
@@ -357,76 +399,3 @@ def _python_type(field: pa.Field) -> type:
         if field.type == arrow:
             return python
     raise SourceError(f"{ATTRIBUTES_FILE}: column '{field.name}' is of type {field.type}")
-
-
-_ALIKE: Final = {
-    "cameras": "cameras", "lidars": "lidars",
-    "classes": "classes", "attributes": "attributes of boxes",
-    "time_base": "time base", "ego_origin": "origin of ego",
-}  # fmt: skip
-
-
-def check_alike(datasets: Sequence[Dataset]) -> None:
-    """Raise SourceError, showing both sides, unless rig, classes and conventions of all datasets are the same."""
-    first = datasets[0]
-    for other in datasets[1:]:
-        both = f"'{first.location}' and '{other.location}'"
-        for name, what in _ALIKE.items():
-            ours, theirs = (_shown(getattr(dataset.manifest, name)) for dataset in (first, other))
-            if ours != theirs:
-                raise SourceError(
-                    f"{both} cannot become one dataset: the {what} of the first are {ours}, of the second {theirs}"
-                )
-        one, two = (_table(dataset.manifest.extra_channels) for dataset in (first, other))
-        if list(one.items()) != list(two.items()):
-            sides = differences(one, two, "in the first", "in the second") or "they are in another order"
-            raise SourceError(f"{both} cannot become one dataset: their channels differ: {sides}")
-
-
-def check_disjoint(clips: Sequence[tuple[str, Sequence[str]]]) -> None:
-    """Raise SourceError for a clip that is in two datasets; ``clips`` are the location and the clip ids of each."""
-    seen: dict[str, str] = {}
-    for location, ids in clips:
-        for clip in ids:
-            if seen.get(clip) == location:
-                raise SourceError(f"the dataset '{location}' is named twice: name each once")
-            if clip in seen:
-                raise SourceError(
-                    f"clip '{clip}' is in '{seen[clip]}' and in '{location}', so keys would be duplicate; leave it "
-                    "out of one of them (`fuelrail reshard --select`)"
-                )
-            seen[clip] = location
-
-
-def joined(values: Sequence[str | None]) -> str | None:
-    """Names or licenses of several datasets as one: each once, in order; None where none is stated."""
-    return " + ".join(dict.fromkeys(value for value in values if value)) or None
-
-
-def joined_types(tables: Sequence[Mapping[str, type]]) -> dict[str, type]:
-    """All attribute columns of several datasets; raises SourceError for one that is of two types."""
-    types: dict[str, type] = {}
-    for table in tables:
-        for name, kind in table.items():
-            if types.setdefault(name, kind) is not kind:
-                raise SourceError(
-                    f"attribute '{name}' is {types[name].__name__} in one dataset and {kind.__name__} in another"
-                )
-    return types
-
-
-def _shown(value: Any) -> str:  # noqa: ANN401 - whatever a manifest holds
-    if isinstance(value, tuple) and value and not isinstance(value[0], str):
-        parts = [f"{entry.channel} ({entry.source_name}{_columns(entry)})" for entry in value]
-        return ", ".join(parts)
-    return ", ".join(value) if isinstance(value, tuple) else str(value)
-
-
-def _table(channels: Sequence[Channel]) -> dict[str, Any]:
-    """The entries by name, without what may differ between two datasets that become one."""
-    alike = [msgspec.structs.replace(channel, codec="", description="", source_name="") for channel in channels]
-    return {channel.name: msgspec.to_builtins(channel) for channel in alike}
-
-
-def _columns(entry: Any) -> str:  # noqa: ANN401 - CameraEntry or LidarEntry; sizes of images may differ
-    return f": {' '.join(entry.columns)}" if hasattr(entry, "columns") else ""

@@ -1,14 +1,21 @@
 """The adapter for tars in WebDataset's naming: members that follow each other and share a key are a sample.
 
 The key is a member's name up to the first dot after the last slash, the rest is its extension, as the library
-`webdataset` has it (``base_plus_ext``). Of plain tars headers are read, and images stay where they are; compressed tars
-are read from front to back, once by the scan and once when each clip is staged.
+`webdataset` has it (``base_plus_ext``). Of plain tars headers and small members are read, and images stay where they
+are; compressed tars are read from front to back, once by the scan and once when each clip is staged.
+
+Beside images a sample has values: members that the library decodes to integers, texts and arrays, and what is in the
+JSON. Members and lists of numbers become channels, single numbers and texts of the JSON attributes. Names and forms are
+those of the first samples. What becomes neither is counted in the report.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import msgspec
@@ -16,21 +23,35 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from fuelrail.pipeline.errors import ConfigError, ImageError, SourceError
+from fuelrail.pipeline.errors import ConfigError, ImageError, SchemaError, SourceError
+from fuelrail.pipeline.sample.arrays import read_npy
 from fuelrail.pipeline.sample.image_header import probe
 from fuelrail.pipeline.text import shown
+from fuelrail.sharding.sources.adapter.channels import ValueForms
 from fuelrail.sharding.sources.adapter.frame import Absent, Clip, Frame, Image, Sensors
+from fuelrail.sharding.sources.adapter.rows import may_be_attribute
 from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
 from fuelrail.sharding.sources.shared.foreign import read_json
 from fuelrail.sharding.sources.shared.pictures import HEAD_BYTES
 from fuelrail.sharding.sources.shared.tars import COMPRESSED, Member, compressed_members, tar_members
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.channels.table import Channel
+    from fuelrail.sharding.sources.shared.files import SourceFiles
     from fuelrail.sharding.sources.source import Reads
 
 _NAME: Final = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)\Z", re.DOTALL)
 _IMAGES: Final = {"jpg": "jpg", "jpeg": "jpg", "png": "png"}
 _ONE_CAMERA: Final = "image"
+_DECODED: Final[dict[str, Callable[[bytes], Any]]] = {
+    **dict.fromkeys(("cls", "cls2", "index", "inx", "id"), int),
+    **dict.fromkeys(("txt", "text", "transcript"), bytes.decode),
+    "npy": lambda data: read_npy(data, any_order=True),
+}
+"""By the last part of an extension, as the library decodes them."""
+_MOST_VALUE_BYTES: Final = 1 << 20  # values stand in the scan's table
+_LATE: Final = "none of the first samples has it; first_samples=0 looks at all"
+_TYPES: Final[dict[str, type]] = {"": str, "bool": bool, "int64": int, "float64": float}
 _MOST_EXTENSIONS: Final = 12
 _STEP_NS: Final = 1_000_000_000
 
@@ -49,6 +70,9 @@ class WebDatasetSettings(FrameSettings, frozen=True, kw_only=True):
     intrinsics: Annotated[str, Meta(description="path of K, such as calib.{camera}.k; empty: not calibrated")] = ""
     cam2ego: Annotated[str, Meta(description="path of the 4x4 camera to ego, such as calib.{camera}.cam2ego")] = ""
     ego2global: Annotated[str, Meta(description="path of the 4x4 ego to global; empty: no ego poses")] = ""
+    first_samples: Annotated[
+        int, Meta(ge=0, description="how many samples decide names, types and shapes of what is no image; 0: all")
+    ] = 1000
     clip: Annotated[
         str, Meta(description="regular expression, whose first group in a key is the clip; empty: each tar is a clip")
     ] = ""
@@ -82,6 +106,69 @@ class _Sample(NamedTuple):
     read: dict[str, _Read] | None
 
 
+class _Values(NamedTuple):
+    """What a sample has beside images: members and lists by name, single values of the JSON, and what is left out."""
+
+    values: dict[str, Any]
+    attributes: dict[str, Any]
+    left_out: list[str]
+
+
+class _Reader(NamedTuple):
+    """Reads what a sample has beside images."""
+
+    given: WebDatasetSettings
+    files: SourceFiles
+
+    def json(self, sample: _Sample) -> _Facts:
+        """What the JSON says; raises SourceError where there is none and an option names a path in it."""
+        where = f"tar '{self.files.shown}/{sample.tar}', key '{sample.key}'"
+        if self.given.meta not in sample.members and self._used:
+            raise SourceError(f"{where}: there is no .{self.given.meta}, but {', '.join(sample.members)}")
+        member = sample.members.get(self.given.meta)
+        if member is None:
+            return _Facts(None, where)
+        return _Facts(read_json(self._data(sample, member), f"{where}: .{self.given.meta}", what="is not JSON"), where)
+
+    @property
+    def _used(self) -> frozenset[str]:
+        """Names at the top of the JSON that the options name."""
+        given = self.given
+        paths = (given.timestamp_ns, given.intrinsics, given.cam2ego, given.ego2global)
+        return frozenset(path.partition(".")[0] for path in paths if path)
+
+    def _data(self, sample: _Sample, member: Member) -> bytes:
+        if sample.read is not None:
+            return sample.read[member.name].data
+        return self.files.read(sample.tar, member.offset, member.length)
+
+    def values(self, sample: _Sample, json: Any) -> _Values:  # noqa: ANN401
+        """What a sample has beside the images of its cameras."""
+        values: dict[str, Any] = {}
+        left_out: list[str] = []
+        cameras = (self.given.images or _cameras(sample.members)).values()
+        for extension, member in sample.members.items():
+            decode = _DECODED.get(extension.rpartition(".")[2])
+            if extension in cameras or extension == self.given.meta:
+                continue
+            if decode is None or member.length > _MOST_VALUE_BYTES:
+                why = "neither a camera's image nor a value" if decode is None else f"over {_MOST_VALUE_BYTES} bytes"
+                left_out.append(f"members .{extension} left out, {why}")
+                continue
+            try:
+                values[extension.replace(".", "_")] = decode(self._data(sample, member))
+            except (ValueError, SchemaError):
+                left_out.append(f"members .{extension} left out, not what the library webdataset reads as such")
+        attributes: dict[str, Any] = {}
+        rest = {name: one for name, one in json.items() if name not in self._used} if isinstance(json, dict) else json
+        for name, value in _leaves(rest, self.given.meta):
+            taken = values if isinstance(value, list) else attributes
+            if name in taken:
+                left_out.append(f"{name} of the JSON left out, another value has this name")
+            taken.setdefault(name, value)
+        return _Values(values, attributes, left_out)
+
+
 class WebDataset(FrameSource[WebDatasetSettings]):
     """Tars in WebDataset's naming, of any writer: .tar, .tar.gz, .tgz, .tar.zst, .tzst."""
 
@@ -93,6 +180,30 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         self.time_base = "unix" if self.given.timestamp_ns else "order"
         self.has_poses = bool(self.given.ego2global)
         self._current: list[_Sample] = []
+        self._reader = _Reader(self.given, self.files)
+
+    @cached_property
+    def _forms(self) -> tuple[dict[str, Channel], dict[str, type], dict[str, str]]:
+        """The channels of the first samples' values, the types of their attributes, and why other values are none."""
+        values, attributes = ValueForms(), ValueForms()
+        for sample in islice(self._samples(), self.given.first_samples or None):
+            found = self._reader.values(sample, self._reader.json(sample).values)
+            for forms, of_sample in ((values, found.values), (attributes, found.attributes)):
+                for name, value in of_sample.items():
+                    forms.learn(name, value)
+        types = {one.name: _TYPES.get(one.dtype) for one in attributes.channels() if may_be_attribute(one.name)}
+        channels = {channel.name: channel for channel in values.channels()}
+        return channels, {name: kind for name, kind in types.items() if kind is not None}, values.refused
+
+    @property
+    def channels(self) -> Sequence[Channel]:  # type: ignore[override]
+        """Those of members and of lists in the JSON."""
+        return tuple(self._forms[0].values())
+
+    @property
+    def columns(self) -> Mapping[str, type]:  # type: ignore[override]
+        """Those of single values in the JSON."""
+        return self._forms[1]
 
     @property
     def reads(self) -> Reads:  # type: ignore[override]
@@ -119,21 +230,25 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             f"{listed}; the option images maps a camera to one of them"
         )
 
-    def _samples(self) -> Iterator[_Sample]:
+    def _samples(self, noted: Counter[str] | None = None) -> Iterator[_Sample]:
+        """The samples of all tars; ``noted`` counts members that are of none."""
+        noted = Counter() if noted is None else noted
         for tar in self._tars():
             if tar.endswith(COMPRESSED):
                 read: dict[str, _Read] = {}
-                yield from _grouped(tar, self._unpacked(tar, read), self.files.shown, read)
+                yield from _grouped(tar, self._unpacked(tar, read), self.files.shown, read, noted)
             else:
-                yield from _grouped(tar, tar_members(self.files, tar), self.files.shown, None)
+                yield from _grouped(tar, tar_members(self.files, tar), self.files.shown, None, noted)
 
     def _unpacked(self, tar: str, read: dict[str, _Read]) -> Iterator[Member]:
         """The members of a compressed tar; what is needed of each goes into ``read``."""
         json = f".{self.given.meta}"
-        for member, data in compressed_members(self.files, tar, HEAD_BYTES[-1], json):
+        whole = (json, *(f".{last}" for last in _DECODED))
+        for member, data in compressed_members(self.files, tar, HEAD_BYTES[-1], whole):
             data = data or b""
-            if member.name.lower().endswith(json):
-                read[member.name] = _Read(data=data)
+            if member.name.lower().endswith(whole):
+                is_kept = member.length <= _MOST_VALUE_BYTES or member.name.lower().endswith(json)
+                read[member.name] = _Read(data=data if is_kept else b"")
             else:
                 try:
                     info = probe(data)
@@ -147,7 +262,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         seen: set[str] = set()
         name = ""
         pending: list[_Sample] = []
-        for sample in self._samples():
+        for sample in self._samples(self.noted):
             own = self._clip_of(sample)
             if pending and own != name:
                 yield self._begin(name, pending, seen)
@@ -181,8 +296,8 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         """Yield the clip's samples, by time where they have one."""
         found: list[Frame] = []
         for number, sample in enumerate(self._current):
-            where = f"tar '{self.files.shown}/{sample.tar}', key '{sample.key}'"
-            facts = self._meta(sample, where)
+            facts = self._reader.json(sample)
+            values, attributes = self._fitting(sample, facts)
             time_ns = (number + 1) * _STEP_NS
             if self.given.timestamp_ns:
                 time_ns = facts.whole(self.given.timestamp_ns)
@@ -195,7 +310,12 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             poses = {name: one for name, one in images.items() if isinstance(one, Image)}
             if pose is not None:
                 images.update((name, msgspec.structs.replace(one, ego2global=pose)) for name, one in poses.items())
-            found.append(Frame(timestamp_ns=time_ns, ego2global=pose, images=images, token=sample.key))
+            found.append(
+                Frame(
+                    timestamp_ns=time_ns, ego2global=pose, images=images, token=sample.key, values=values,
+                    attributes=attributes,
+                )
+            )  # fmt: skip
         found.sort(key=lambda frame: frame.timestamp_ns)
         yield from found
 
@@ -221,17 +341,24 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             num_bytes=member.length, **common,
         )  # fmt: skip
 
-    def _meta(self, sample: _Sample, where: str) -> _Facts:
-        if not (self.given.timestamp_ns or self.given.intrinsics or self.given.ego2global):
-            return _Facts(None, where)
-        member = sample.members.get(self.given.meta)
-        if member is None:
-            raise SourceError(f"{where}: there is no .{self.given.meta}, but {', '.join(sample.members)}")
-        if sample.read is None:
-            data = self.files.read(sample.tar, member.offset, member.length)
-        else:
-            data = sample.read[member.name].data
-        return _Facts(read_json(data, f"{where}: .{self.given.meta}", what="is not JSON"), where)
+    def _fitting(self, sample: _Sample, facts: _Facts) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The values and attributes of a sample that the dataset has; counts what it leaves out."""
+        channels, types, refused = self._forms
+        found = self._reader.values(sample, facts.values)
+        self.noted.update(found.left_out)
+        for name in found.values.keys() - channels:
+            self.noted[f"{name} left out, {refused.get(name, _LATE)}"] += 1
+        for name in found.attributes.keys() - types:
+            self.noted[f"{name} of the JSON left out, its name or its values are not those of an attribute"] += 1
+        attributes = {name: value for name, value in found.attributes.items() if name in types}
+        for name, value in attributes.items():
+            is_number = types[name] is float and type(value) is int
+            if not (is_number or type(value) is types[name]) or (type(value) is int and not -(2**63) <= value < 2**63):
+                raise SourceError(
+                    f"{facts.where}: {name} is {value!r:.100}, and {types[name].__name__} in the first samples; "
+                    "first_samples=0 looks at all"
+                )
+        return {name: value for name, value in found.values.items() if name in channels}, attributes
 
     def make_images(self, refs: Sequence[str]) -> Iterator[tuple[str, bytes]]:
         """Read images of compressed tars from front to back."""
@@ -278,6 +405,17 @@ class _Facts(NamedTuple):
             raise SourceError(f"{self.where}: {text}") from error
 
 
+def _leaves(value: Any, root: str) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - JSON
+    """Numbers, texts and lists in JSON by their path, joined by _, in lower case; ``root`` is the name of the root."""
+    found = [("", value)]
+    while found:
+        path, one = found.pop()
+        if isinstance(one, dict):
+            found += [(f"{path}_{key}".lower() if path else key.lower(), part) for key, part in one.items()]
+        elif one is not None:
+            yield path or root, one
+
+
 def _cameras(members: dict[str, Member]) -> dict[str, str]:
     """Camera to extension by names."""
     found = {}
@@ -288,12 +426,15 @@ def _cameras(members: dict[str, Member]) -> dict[str, str]:
     return found
 
 
-def _grouped(tar: str, members: Iterator[Member], shown: str, read: dict[str, _Read] | None) -> Iterator[_Sample]:
-    """Samples; names without a key or an extension are passed over, as the library does."""
+def _grouped(
+    tar: str, members: Iterator[Member], shown: str, read: dict[str, _Read] | None, noted: Counter[str]
+) -> Iterator[_Sample]:
+    """Samples; names without a key or an extension are passed over, as the library does, and counted."""
     sample: _Sample | None = None
     for member in members:
         found = _NAME.match(member.name)
         if found is None or found[1].rpartition("/")[2].startswith("__"):
+            noted["members left out, without a key or an extension"] += 1
             continue
         key, extension = found[1], found[2].lower()
         if sample is None or sample.key != key:

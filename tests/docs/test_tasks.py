@@ -90,6 +90,7 @@ def test_4_bring_a_source_and_a_channel_of_ones_own(desk, monkeypatch, capsys) -
             "intrinsics": [[200, 0, 160], [0, 200, 90], [0, 0, 1]], "cam2ego": forward,
             "ego2global": [[1, 0, 0, number], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]],
             "boxes": [{"xyzlwh_yaw": [10, 0, 0.8, 4.5, 1.9, 1.6, 0.1], "category": "car"}],
+            "action": [number / 4, -1.5], "night": number == 1, **({"caption": f"frame {number}"} if number else {}),
         })  # fmt: skip
     (desk / "drives" / "monday.json").write_text(json.dumps(rows))
     install_plugin(desk, "drives", "fuelrail_drives:Drives")  # what `pip install -e .` leaves
@@ -100,6 +101,11 @@ def test_4_bring_a_source_and_a_channel_of_ones_own(desk, monkeypatch, capsys) -
     batch = next(iter(names["loader"]))
     assert batch["gt_boxes_3d"][0].tolist()[0][3:6] == pytest.approx([4.5, 1.9, 1.6])
     assert batch["weather.wetness"].shape == (1,)
+    values = names["batch"]
+    numbers = values["frame"].tolist()
+    assert (values["action"].dtype, values["action"].tolist()) == (torch.float32, [[n / 4, -1.5] for n in numbers])
+    assert values["caption"] == [f"frame {n}" if n else None for n in numbers]
+    assert (values["night"].dtype, values["night"].tolist()) == (torch.bool, [n == 1 for n in numbers])
 
 
 def test_5_move_from_other_loaders(desk) -> None:

@@ -123,8 +123,8 @@ def test_the_state_names_the_groups(dataset) -> None:
     ("groups", "message"),
     [
         ({}, "must name a group or more"),
-        ({"a": {"cameras": ["cam_front"], "image": WIDE}}, "leaves out cameras of the rig: cam_back"),
-        (GROUPS | {"c": {"cameras": ["cam_left"], "image": WIDE}}, "does not have: cam_left"),
+        ({"a": {"cameras": ["cam_front"], "image": WIDE}}, "leaves out cameras that are loaded: cam_back"),
+        (GROUPS | {"c": {"cameras": ["cam_left"], "image": WIDE}}, "names cameras that are not loaded: cam_left"),
         (GROUPS | {"c": {"cameras": ["cam_front"], "image": WIDE}}, "in several groups: cam_front"),
         ({"a": {"cameras": ["cam_front"] * 2, "image": WIDE}}, "each once"),
         ({"a": {"cameras": [], "image": WIDE}}, "one camera or more"),

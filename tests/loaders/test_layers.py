@@ -44,8 +44,8 @@ def part(base):
     return write_layer(base, base.parent / "part", PRESENT)
 
 
-def make(base, layers, missing=None, channels=None, **options):
-    transforms = msgspec.structs.replace(SMALL, channels=channels)
+def make(base, layers, missing=None, channels=None, attributes=(), **options):
+    transforms = msgspec.structs.replace(SMALL, channels=channels, attributes=attributes)
     if missing is not None:
         layers = {name: LayerOptions(path, missing) for name, path in layers.items()}
     return DataLoader(
@@ -133,6 +133,16 @@ def test_attributes_join_filters_and_weights(base, layer) -> None:
     assert rows.count(11) > rows.count(1)
     with pytest.raises(OrderError, match=r"no attribute 't.lost'"):
         make(base, {"t": layer}, order=OrderSpec(filter="t.lost > 3"))
+
+
+def test_attributes_of_layers_become_entries(base, layer, part) -> None:
+    chosen = {"channels": [], "attributes": ["t.loss"]}
+    for path, missing in ((layer, "error"), (part, "mask")):
+        with make(base, {"t": path}, missing=missing, shuffle=False, **chosen) as loader:
+            for batch in loader:
+                rows = batch["global_index"].tolist()
+                assert batch["t.loss_valid"].tolist() == [path == layer or row in PRESENT for row in rows]
+                assert batch["t.loss"].tolist() == [row / 2 * (path == layer or row in PRESENT) for row in rows]
 
 
 def test_a_state_names_the_layers(base, layer, part) -> None:

@@ -20,7 +20,9 @@ from fuelrail.pipeline.sample.arrays import read_npy, write_npy
 from fuelrail.sharding.api import reshard, shard, verify
 from fuelrail.sharding.demo.synth import synth
 from fuelrail.sharding.verify.inspect import describe_dataset, describe_sample
+from support.batches import batches, unlike
 from support.edits import reseal
+from support.sharding import members_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -318,3 +320,18 @@ def test_verify_reports_members_that_are_not_as_the_table_says(drive, tmp_path) 
     found = faults(tmp_path / "out")
     assert len(found) == len(open_dataset(drive / "out"))
     assert all("member 'radar.npy': channel 'radar' is float32[" in text for text in found)
+
+
+@pytest.mark.parametrize("camera", ["cam_front", "cam_back"])
+def test_one_camera_keeps_the_channels_that_lie_on_it(drive, tmp_path, camera) -> None:
+    shard(f"nuscenes:{drive / 'drive'}", tmp_path / "made", workers=1, options={"cameras": [camera]})
+    reshard(drive / "packed", tmp_path / "again", cameras=[camera], workers=1)
+    assert faults(tmp_path / "made") == faults(tmp_path / "again") == []
+    assert members_of(tmp_path / "made") == members_of(tmp_path / "again")
+    table = open_dataset(tmp_path / "made").manifest.channels
+    assert {one.law.camera for one in table if one.law.camera} == {camera}
+    names = [one.name for one in table if one.sensor is None and one.name != "boxes"]
+    options = {"shuffle": False, "points": True, "channels": names}
+    found = batches(tmp_path / "made", 2, **options)
+    for one, of_whole in zip(found, batches(drive / "packed", 2, cameras=[camera], **options), strict=True):
+        assert not unlike(one, of_whole)

@@ -9,6 +9,7 @@ import shutil
 import pyarrow.parquet as pq
 import pytest
 
+import fuelrail as fr
 from fuelrail.__main__ import main
 from fuelrail.pipeline.errors import ConfigError, DatasetExistsError, SourceError
 from fuelrail.pipeline.format.dataset import open_dataset
@@ -48,6 +49,23 @@ def test_two_datasets_become_one(old, new, tmp_path):
     (tmp_path / "out" / open_dataset(tmp_path / "out").shards[0].name).write_bytes(b"damaged")
     repair(tmp_path / "out", f"fuelrail:{old}\n{new}", 1, Quiet())
     assert digests(tmp_path / "out") == before
+
+
+def test_the_cameras_that_are_kept_are_those_of_a_dataset_made_of_them(old, dataroot, sharded, tmp_path):
+    rig = [camera.channel for camera in open_dataset(old).manifest.cameras]
+    kept = rig[1:]
+    main(["reshard", str(old), str(tmp_path / "out"), "--cameras", ",".join(kept[::-1])])
+    assert verify(tmp_path / "out", deep=True, num_threads=2).faults == []
+    assert [camera.channel for camera in open_dataset(tmp_path / "out").manifest.cameras] == kept
+    made = sharded(dataroot("a4 b5"), cameras=kept, **SMALL)
+    assert members_of(tmp_path / "out") == members_of(made)
+    tables = [pq.read_table(one / "attributes.parquet").column("num_cameras") for one in (tmp_path / "out", made)]
+    assert sorted(tables[0].to_pylist()) == sorted(tables[1].to_pylist())
+    fingerprints = {open_dataset(one).manifest.fingerprint for one in (old, tmp_path / "out")}
+    assert len(fingerprints) == 2
+    for options in ({"cameras": ["cam_x"]}, {"cameras": kept, "append": True}):
+        with pytest.raises(ConfigError, match=r"has no camera 'cam_x'.*; it has: |cannot be combined with cameras"):
+            fr.reshard([old], tmp_path / "other", **options)
 
 
 def test_a_new_version_takes_the_shards_that_are_there(old, new, tmp_path):

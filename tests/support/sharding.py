@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.source import ScanInfo, Source
 
 
-_OF_SOURCE = ("version", "missing_camera", "points", "sweeps")
+_OF_SOURCE = ("version", "missing_camera", "points", "sweeps", "cameras")
 
 
 def environment() -> dict[str, str]:

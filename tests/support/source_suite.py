@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fuelrail.pipeline.errors import ConfigError, SourceError
-from fuelrail.pipeline.sample.schema import Geometry, decode_arrays, decode_meta
+from fuelrail.pipeline.sample.schema import Geometry, decode_arrays, decode_meta, encode_arrays
 from fuelrail.sharding.engines.local import LocalEngine
 from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
@@ -125,6 +125,27 @@ class SourceSuite:
                 assert meta.prev_key == keys.get(meta.frame_idx - 1)
                 assert meta.next_key == keys.get(meta.frame_idx + 1)
                 assert meta.num_frames > meta.frame_idx
+
+    def test_one_camera_alone_is_that_of_the_whole_rig(self, made, tmp_path):
+        rig = [camera.channel for camera in made.scan.info.cameras]
+        some = scanned(made.spec.kind, made.spec.location, tmp_path, **(made.spec.options | {"cameras": rig[-1:]}))
+        assert [camera.channel for camera in some.info.cameras] == rig[-1:]
+        on_others = {one.field for one in made.scan.info.channels if one.law.camera in rig[:-1]}
+        assert not on_others & {one.field for one in some.info.channels}
+        whole = {row.key: row for row in map(made.scan.table.row, range(len(made.scan.table)))}
+        kept = {row.key: row for row in map(some.table.row, range(len(some.table)))}
+        for key, row in whole.items():
+            geometry = decode_arrays(row.geometry, Geometry).of_cameras([len(rig) - 1])
+            if not geometry.cam_valid[0]:
+                assert key not in kept, "a frame without any image"
+                continue
+            mine = kept[key]
+            assert (mine.boxes, mine.geometry) == (row.boxes, encode_arrays(geometry))
+            left_out = [one for one in row.members if one.name.partition(".")[0] in rig[:-1] or one.name in on_others]
+            assert mine.members == tuple(one for one in row.members if one not in left_out)
+            assert decode_meta(mine.meta).cameras.keys() == {rig[-1]}
+        with pytest.raises(ConfigError, match=f"has no camera 'cam_x'.*; it has: .*{rig[0]}"):
+            scan_source(made.spec._replace(options=made.spec.options | {"cameras": ["cam_x"]}))
 
     def test_every_matrix_is_a_rotation(self, made):
         for geometry in made.geometries():

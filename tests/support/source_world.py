@@ -177,7 +177,8 @@ def samples_of(root) -> dict[str, Sample]:
         path = dataset.shard_path(row)
         span = path.read_bytes()[row.offset : row.offset + row.length]
         members = read_members(row, span, path.name, dictionary=dataset.dictionary)
-        found[row.key] = decode_sample(row.key, {name: bytes(data) for name, data in members.items()})
+        fields = {channel.field for channel in dataset.manifest.extra_channels if channel.kind != "points"}
+        found[row.key] = decode_sample(row.key, {name: bytes(data) for name, data in members.items()}, fields)
     return found
 
 

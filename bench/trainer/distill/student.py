@@ -136,7 +136,7 @@ def distilled(
         source = of_layer(str(layer), size, loader.dataset, parts, loader.transforms)
         return Distilled(student, source, parts, temperature), None
     model = Teacher(teacher, device, shard=dist.is_initialized() and dist.get_world_size() > 1)
-    cameras = len(loader.dataset.manifest.cameras)
+    cameras = len(loader.cameras)
     (own, ours), (its, theirs) = (predictions(one, cameras) for one in (size, model.settings))
     if (own, ours) != (its, theirs):
         raise ConfigError(

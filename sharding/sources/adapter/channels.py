@@ -1,17 +1,20 @@
-"""2-D boxes and signals as channels, and members that the scan computes: their bytes stand in the reference."""
+"""Values, 2-D boxes and signals as channels; members that the scan computes, whose bytes stand in the reference."""
 
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.kinds import KINDS
-from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law
-from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.channels.sensors import RESERVED
+from fuelrail.pipeline.channels.table import DTYPES, MAX_RANK, ArraySpec, Channel, Law
+from fuelrail.pipeline.errors import MemberError, SchemaError, SourceError
+from fuelrail.pipeline.settings import did_you_mean
 from fuelrail.sharding.sources.adapter.boxes import stable_id
 from fuelrail.sharding.sources.shared.scan_table import Reference
 
@@ -22,6 +25,117 @@ if TYPE_CHECKING:
 COMPUTED: Final = "computed:"
 """Begins the reference of a member that the scan computed."""
 _FIRST_NS: Final = 500_000_000
+_EMPTY: Final = ("float64", (0,))
+"""The form of an empty list."""
+_NONE: Final = ("float64", (None,))
+_NAME: Final = re.compile(r"[a-z0-9_]{1,100}")
+
+
+def value_channel(name: str, dtype: str = "", shape: tuple[int | None, ...] = (), description: str = "") -> Channel:
+    """The entry of the table for a value that a sample may have (``Frame.values``); augmentation does not move it.
+
+    Without ``dtype`` it is a text. Else it is an array of this shape, a number where that is (), and in batches a
+    tensor [B, ...]. Where the first side is None it varies: batches then have ``{"values": list of B tensors}``.
+    """
+    about: dict[str, Any] = {"name": name, "law": Law("fixed"), "optional": True, "description": description}
+    if not dtype:
+        return Channel(kind="text", field=f"{name}.txt", **about)
+    about |= dict.fromkeys(("allows_nan", "allows_inf"), np.dtype(dtype).kind == "f")
+    if shape[:1] == (None,):
+        arrays = (ArraySpec("values", dtype, tuple(side or 0 for side in shape[1:])),)
+        return Channel(kind="ragged", field=f"{name}.safetensors", arrays=arrays, **about)
+    axes = tuple(f"axis{number}" for number in range(len(shape)))
+    return Channel(kind="array", field=f"{name}.npy", dtype=dtype, axes=axes, shape=shape, **about)
+
+
+class ValueForms:
+    """What the values of names are, learnt from values: for each name a channel, or why there can be none."""
+
+    def __init__(self) -> None:
+        self._forms: dict[str, tuple[str, tuple[int | None, ...]]] = {}
+        self.refused: dict[str, str] = {}
+
+    def learn(self, name: str, value: Any) -> None:  # noqa: ANN401 - what a source has
+        """Take a value: a text, a number, or numbers in an array or lists. None is a missing one."""
+        if value is None or name in self.refused:
+            return
+        try:
+            form = _form(name, value)
+            self._forms[name] = _common(self._forms.get(name, form), form)
+        except (ValueError, OverflowError) as error:
+            self.refused[name] = str(error)
+
+    def channels(self) -> tuple[Channel, ...]:
+        """The channels, by name."""
+        forms = {name: form for name, form in sorted(self._forms.items()) if name not in self.refused}
+        return tuple(value_channel(name, *(_NONE if form == _EMPTY else form)) for name, form in forms.items())
+
+
+def _form(name: str, value: Any) -> tuple[str, tuple[int, ...]]:  # noqa: ANN401
+    """The dtype ("" for a text) and shape of a value; raises ValueError for one that is neither text nor numbers."""
+    if not _NAME.fullmatch(name) or name in RESERVED:
+        raise ValueError(
+            f"its name must have at most 100 letters, digits and _, and not be one of {', '.join(RESERVED)}"
+        )
+    if isinstance(value, str):
+        return "", ()
+    array = np.asarray(value)  # ValueError for lists of differing lengths
+    if array.shape == (0,):
+        return _EMPTY
+    if array.dtype.name not in DTYPES or 0 in array.shape[1:] or array.ndim > MAX_RANK:
+        raise ValueError(f"it is neither a text nor numbers in an array, but {array.dtype.name}{list(array.shape)}")
+    return array.dtype.name, array.shape
+
+
+def _common(
+    one: tuple[str, tuple[int | None, ...]], other: tuple[str, tuple[int | None, ...]]
+) -> tuple[str, tuple[int | None, ...]]:
+    """The form that both fit; raises ValueError where there is none."""
+    if _EMPTY in (one, other):  # an empty list, of any type and rank
+        dtype, shape = one if other == _EMPTY else other
+        if not shape:
+            raise ValueError("samples differ: some are lists, others are none")
+        return dtype, shape if (dtype, shape) == _EMPTY else (None, *shape[1:])
+    (dtype, shape), (other_dtype, other_shape) = one, other
+    if dtype != other_dtype and not {"", "bool"}.isdisjoint((dtype, other_dtype)):
+        raise ValueError(f"samples differ: {dtype or 'text'} and {other_dtype or 'text'}")
+    if (len(shape), shape[1:]) != (len(other_shape), other_shape[1:]):
+        raise ValueError(f"samples differ in shape: {list(shape)} and {list(other_shape)}")
+    first = shape[:1] if shape[:1] == other_shape[:1] else (None,) * len(shape[:1])
+    return np.promote_types(dtype, other_dtype).name if dtype else "", (*first, *shape[1:])
+
+
+def value_members(channels: Sequence[Channel], values: Mapping[str, Any], where: str) -> list[Reference]:
+    """References of a frame's values; raises SourceError, naming ``where``, for one that is not as its channel says."""
+    known = {channel.name: channel for channel in channels}
+    found = []
+    for name, value in values.items():
+        if name not in known:
+            raise SourceError(
+                f"{where} has the value '{name}'{did_you_mean(name, known)}, which the source's channels do not name"
+            )
+        if value is not None:
+            try:
+                found.append(computed(known[name], encode_value(known[name], value)))
+            except (MemberError, ValueError, OverflowError) as error:
+                raise SourceError(f"{where}: value '{name}': {error}") from error
+    return found
+
+
+def encode_value(channel: Channel, value: Any) -> bytes:  # noqa: ANN401
+    """The member of a value of a :func:`value_channel`; raises SchemaError and ValueError where it does not fit."""
+    dtype = channel.arrays[0].dtype if channel.kind == "ragged" else channel.dtype
+    if dtype:
+        array = np.asarray(value)
+        cast = array.astype(dtype) if array.dtype.kind in "biuf" else array
+        # What is cut is lost without a word: 0.5 as an integer, 300 as uint8. Floats are rounded.
+        if cast.dtype.kind in "biu" and not np.array_equal(cast, array):
+            raise SchemaError(f"{value!r:.100} is not of {dtype}")
+        if channel.kind == "ragged":
+            value = {"values": cast if cast.size else cast.reshape(0, *channel.arrays[0].shape)}
+        else:
+            value = cast
+    return KINDS[channel.kind].encode(value, channel)
 
 
 def boxes2d_channel(camera: str, description: str) -> Channel:

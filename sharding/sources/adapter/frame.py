@@ -11,7 +11,7 @@ such a file, which go to the shard as they are; or, of an image that is ``made``
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
@@ -174,8 +174,10 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     ``images`` and ``sweeps`` are by channel. ``ego2global`` (4, 4) is at ``timestamp_ns``; None: from the clip's
     trajectory. ``boxes`` None: not labelled. ``boxes2d`` are by camera, of those that the source's ``image_boxes``
-    names; ``members`` are of its own ``channels``. ``attributes`` are values of its own ``columns``. Motion is in
-    ego axes [m/s, m/s^2, rad/s]; without ``ego_velocity`` it is the difference of the neighbouring frames' poses.
+    names; ``members`` are of its own ``channels``, and so are ``values``: texts, numbers and arrays, by the names of
+    channels that :func:`~fuelrail.sharding.sources.adapter.channels.value_channel` made. ``attributes`` are values of
+    its own ``columns``. Motion is in ego axes [m/s, m/s^2, rad/s]; without ``ego_velocity`` it is the difference of the
+    neighbouring frames' poses.
     """
 
     timestamp_ns: int
@@ -185,12 +187,19 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     boxes: BoxRows | None = None
     boxes2d: Mapping[str, ImageBoxRows] = {}
     members: Sequence[Reference] = ()
+    values: Mapping[str, Any] = {}
     attributes: Mapping[str, Any] = {}
     token: str = ""
     is_key_frame: bool = True
     ego_velocity: Vectors | None = None
     ego_accel: Vectors | None = None
     ego_rates: Vectors | None = None
+
+    def without(self, names: Collection[str]) -> Frame:
+        """Return it without the images of cameras and the members of fields of these names."""
+        images = {name: image for name, image in self.images.items() if name not in names}
+        members = [member for member in self.members if member.name not in names]
+        return msgspec.structs.replace(self, images=images, members=members)
 
 
 class Clip(msgspec.Struct, frozen=True, kw_only=True):

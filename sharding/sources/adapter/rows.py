@@ -17,7 +17,7 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.sample.schema import SCHEMA, CameraMeta, Meta, encode_stacked
 from fuelrail.sharding.sources.adapter.arrays import clip_arrays, stacked_geometry
 from fuelrail.sharding.sources.adapter.boxes import clip_boxes
-from fuelrail.sharding.sources.adapter.channels import image_boxes
+from fuelrail.sharding.sources.adapter.channels import image_boxes, value_members
 from fuelrail.sharding.sources.adapter.classes import count_column
 from fuelrail.sharding.sources.adapter.frame import Image
 from fuelrail.sharding.sources.adapter.members import (
@@ -55,6 +55,8 @@ _HOLES: Final = (
 )
 _NS_PER_HOUR: Final = 3_600_000_000_000
 _CLIP_ID: Final = re.compile(r"[a-z0-9_-]{1,64}\Z")
+_COLUMN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+_RESERVED: Final = ("key", "clip", "frame", "weather")
 _COMMON: Final[dict[str, type]] = {
     "clip_name": str,
     "log_id": str,
@@ -69,6 +71,11 @@ _COMMON: Final[dict[str, type]] = {
 def attribute_types(classes: Iterable[str], columns: Mapping[str, type]) -> dict[str, type]:
     """The columns of attributes: those of all sources, a count for each class, and the source's own."""
     return {**_COMMON, **dict.fromkeys(map(count_column, classes), int), **columns}
+
+
+def may_be_attribute(name: str) -> bool:
+    """Whether a source may call a column of attributes so: a word, and none of Fuelrail's own names."""
+    return bool(_COLUMN.match(name)) and name not in (*_RESERVED, *_COMMON)
 
 
 def clip_id(name: str) -> str:
@@ -117,6 +124,7 @@ class ClipRows:
         self.out.begin_clip(clip_id(clip.name), clip.name, clip.token or clip.name)
         facts = _ClipFacts(self, clip, frames, kept, arrays, boxes)
         sizes, cameras = self._image_sizes(found), [camera.channel for camera in self.sensors.cameras]
+        rank = {channel.field: number for number, channel in enumerate(self.channels)}
         for first in range(0, len(order), _AT_ONCE):
             rows = order[first : first + _AT_ONCE]
             geometry = stacked_geometry(where, self.sensors, frames, sizes[rows], arrays, rows)
@@ -128,8 +136,9 @@ class ClipRows:
                 attributes = facts.attributes(at, len(meta.cameras))
                 if self.channels:
                     present, place = [one.name.partition(".")[0] for one in members], f"{where}: frame {at}"
-                    members += frames[at].members
-                    members += image_boxes(self.channels, frames[at].boxes2d, present, self.classes, place)
+                    own = [*frames[at].members, *value_members(self.channels, frames[at].values, place)]
+                    own += image_boxes(self.channels, frames[at].boxes2d, present, self.classes, place)
+                    members += sorted(own, key=lambda member: rank.get(member.name, -1))
                 stamps = xxhash.xxh3_64_intdigest(" ".join([stamp, *[one.stamp for one in there]]).encode())
                 self.out.append(meta, encoded, boxes.encoded[at], members, attributes, stamps)
         self.report.samples += len(order)

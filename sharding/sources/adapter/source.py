@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Generic, Lite
 import msgspec
 from msgspec import Meta
 
+from fuelrail.pipeline.channels.sensors import choose_cameras, lies_on
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.sample.schema import encode_points
 from fuelrail.pipeline.settings import Settings, convert
@@ -74,6 +75,9 @@ class FrameSettings(Settings, frozen=True, kw_only=True):
     max_damaged: Annotated[MaxDamaged, Meta(description=MAX_DAMAGED)] = 0.01
     check_images: Annotated[Depth, Meta(description=CHECK_IMAGES)] = "head"
     points: Annotated[bool, Meta(description="false leaves lidar sweeps out")] = True
+    cameras: Annotated[
+        tuple[str, ...], Meta(description="cameras to keep, as a list of their names in the dataset; empty: all")
+    ] = ()
 
 
 _MOST_LISTED: Final = 8
@@ -194,6 +198,8 @@ class FrameSource(Generic[S]):
         columns = list(attribute_types(classes.names, self.columns))
         boxes2d = (boxes2d_channel(camera, text) for camera, text in self.image_boxes.items())
         channels = (*self.channels, *boxes2d, *([self.maps.channel] if self.maps is not None else ()))
+        names = self.given.cameras if isinstance(self.given.cameras, tuple) else ()  # logs name topics besides
+        sensors, channels, left_out = _chosen(sensors, channels, names, self.files.shown)
         rows = ClipRows(
             out=out, files=self.files, sensors=sensors, classes=classes, report=report, findings=findings,
             columns=columns, policy=policy, points=self.given.points, has_poses=self.has_poses,
@@ -204,7 +210,8 @@ class FrameSource(Generic[S]):
         for clip in self.clips():
             num_clips += 1
             with findings.of("clips"):
-                rows.add(clip, list(self.frames(clip)), self.poses(clip))
+                frames = [frame.without(left_out) if left_out else frame for frame in self.frames(clip)]
+                rows.add(clip, frames, self.poses(clip))
             if clip.split and out.clips and out.clips[-1].clip_name == clip.name:
                 splits.setdefault(clip.split, []).append(clip.name)
         with findings.of("classes"):
@@ -274,3 +281,16 @@ class FrameSource(Generic[S]):
         for ref in refs:
             if not ref.startswith(MADE):
                 yield ref, self.open(ref)
+
+
+def _chosen(
+    sensors: Sensors, channels: Sequence[Channel], names: Sequence[str], where: str
+) -> tuple[Sensors, tuple[Channel, ...], frozenset[str]]:
+    """The cameras of these names (none: all) and channels to keep, and names of cameras and fields to leave out."""
+    rig = [camera.channel for camera in sensors.cameras]
+    kept = choose_cameras(rig, names or None, where)
+    return (
+        sensors._replace(cameras=[camera for camera in sensors.cameras if camera.channel in kept]),
+        tuple(channel for channel in channels if lies_on(channel, kept)),
+        frozenset({*rig} - {*kept} | {channel.field for channel in channels if not lies_on(channel, kept)}),
+    )

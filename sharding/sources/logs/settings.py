@@ -55,8 +55,12 @@ class LogSettings(VideoSettings, frozen=True, kw_only=True):
         ),
     ] = "drop"
     cameras: Annotated[
-        dict[str, str], Meta(description="channel to topic: {cam_front: /front/image}; empty: all topics of pictures")
-    ] = msgspec.field(default_factory=dict)
+        tuple[str, ...] | dict[str, str],
+        Meta(
+            description="channel to topic: {cam_front: /front/image}; empty: all topics of pictures; or a list of the "
+            "channels to keep of these"
+        ),
+    ] = ()  # type: ignore[assignment]  # a list, as of other sources, or more
     lidars: Annotated[dict[str, str], Meta(description="channel to topic; empty: all topics of point clouds")] = (
         msgspec.field(default_factory=dict)
     )

@@ -144,7 +144,8 @@ class LogSource(FrameSource[LogSettings]):
     @cached_property
     def camera_topics(self) -> dict[str, str]:
         """Channel to topic, in the order of the rig."""
-        return self.recordings.chosen("cameras", self.given.cameras, PICTURES)
+        named = self.given.cameras
+        return self.recordings.chosen("cameras", {} if isinstance(named, tuple) else named, PICTURES)
 
     @cached_property
     def lidar_topics(self) -> dict[str, str]:

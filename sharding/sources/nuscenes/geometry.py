@@ -34,6 +34,7 @@ from fuelrail.sharding.sources.nuscenes.tables import (
     Scene,
     Sensor,
     check_finite,
+    of_rig,
     read_all,
     read_table,
     vectors,
@@ -82,7 +83,8 @@ class Frame(NamedTuple):
 class Keyframes:
     """The tables of a dataroot as columns on disk, joined, keyframes only."""
 
-    def __init__(self, folder: Path, database: Database, classes: ClassOption, cut: Cut) -> None:
+    def __init__(self, folder: Path, database: Database, classes: ClassOption, cut: Cut, keep: Sequence[str]) -> None:
+        """``keep``: the cameras to keep, in lower case; none: all."""
         self._database, self._cut = database, cut
         self.log = read_all(folder, "log", Log)
         self.scene = read_all(folder, "scene", Scene)
@@ -93,7 +95,7 @@ class Keyframes:
             owners=scene_tokens,
         )  # fmt: skip
         self._read_samples(folder, scene_tokens)
-        self._read_sensors(folder)
+        self._read_sensors(folder, keep)
         self.annotations = Annotations(folder, database, self.sample_tokens, self.timestamp_us, classes, cut)
 
     def scenes(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
@@ -149,10 +151,10 @@ class Keyframes:
         }
         self.prev, self.next = resolved["prev"], resolved["next"]
 
-    def _read_sensors(self, folder: Path) -> None:
+    def _read_sensors(self, folder: Path, cameras: Sequence[str]) -> None:
         """Keyframe rows of sample_data with their calibration and pose: a row number for each (sample, channel)."""
         self._calibrations = Calibrations(folder, self._database)
-        is_wanted = self._calibrations.of_kind("camera", "lidar")
+        is_wanted = of_rig(self._calibrations.sensors, cameras, str(folder))[self._calibrations.sensor_of]
         self.data_tokens, self.filenames = self._database.texts(), self._database.texts()
         pose_tokens, sample_links = self._database.texts(), self._database.texts()
         timestamp_us, image_wh = self._database.column(np.int64), self._database.column(np.int32, (2,))

@@ -19,7 +19,7 @@ import xxhash
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from fuelrail.pipeline.channels.sensors import LidarEntry
+from fuelrail.pipeline.channels.sensors import LidarEntry, lies_on
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.pipeline.sample.schema import encode_arrays, encode_points, encode_stacked
 from fuelrail.pipeline.settings import Settings, convert
@@ -158,6 +158,9 @@ class NuScenesOptions(Settings, frozen=True):
             "default: 0)"
         ),
     ] = 0
+    cameras: Annotated[
+        tuple[str, ...], Meta(description="cameras to keep, as a list of their names in the dataset; empty: all")
+    ] = ()
     dangling_links: Annotated[
         Literal["error", "cut"],
         Meta(
@@ -219,7 +222,8 @@ class NuScenesSource:
     def options(self) -> dict[str, Any]:
         """All options; the version is that of the one folder of tables where none was given."""
         given = msgspec.structs.asdict(self._options)
-        return recorded({**given, "version": self._version(), "channels": list(self._options.channels)})
+        lists = {name: list(given[name]) for name in ("cameras", "channels")}
+        return recorded({**given, "version": self._version(), **lists})
 
     def place(self, ref: str) -> Place | None:
         """The file of an image on this machine; None for lidar, which :meth:`open` makes arrays of, and at a URL."""
@@ -252,9 +256,10 @@ class NuScenesSource:
 
     def _scan(self, folder: Path, out: ScanWriter) -> ScanInfo:
         cut = Cut(is_on=self._options.dangling_links == "cut")
-        keyframes = Keyframes(folder, out.database, self._options.classes, cut)
+        keyframes = Keyframes(folder, out.database, self._options.classes, cut, self._options.cameras)
         report = ScanReport(cut_links=cut.counts)
-        channels = load_channels(folder)
+        kept = [name.lower() for name in keyframes.cameras]
+        channels = tuple(channel for channel in load_channels(folder) if lies_on(channel, kept))
         chosen = self._options.channels
         extras = None
         if chosen:

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from fuelrail.pipeline.channels.sensors import choose_cameras
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.adapter.poses import are_unit
 from fuelrail.sharding.sources.shared.files import check_most, check_no_pointer, source_files
@@ -81,6 +82,15 @@ class Sensor(Record, frozen=True, gc=False):
 
     channel: str
     modality: str
+
+
+def of_rig(sensors: Sequence[Sensor], cameras: Sequence[str], where: str) -> NDArray[np.bool_]:
+    """Which sensors are lidars, or of these cameras (none: all), in lower case; ConfigError for one that is none."""
+    named = [one.channel.lower() if one.modality == "camera" else "" for one in sensors]
+    kept = choose_cameras(list(dict.fromkeys(filter(None, named))), cameras or None, where)
+    return np.array(
+        [one.modality == "lidar" or name in kept for one, name in zip(sensors, named, strict=True)], np.bool_
+    )
 
 
 class CalibratedSensor(Record, frozen=True, gc=False):

@@ -53,12 +53,16 @@ def tar_members(files: SourceFiles, tar: str) -> Iterator[Member]:
 
 
 def compressed_members(
-    files: SourceFiles, tar: str, head_bytes: int | None, whole: str = "", wanted: Collection[str] | None = None
+    files: SourceFiles,
+    tar: str,
+    head_bytes: int | None,
+    whole: tuple[str, ...] = (),
+    wanted: Collection[str] | None = None,
 ) -> Iterator[tuple[Member, bytes | None]]:
     """Yield the regular files of a compressed tar in order, with their first ``head_bytes`` (None: all of them).
 
-    Those whose names end with ``whole`` are read whole. ``wanted``: of others nothing is read, and None is given.
-    Raises SourceError as :func:`tar_members` does.
+    Those whose names end with one of ``whole`` are read whole. ``wanted``: of others nothing is read, and None is
+    given. Raises SourceError as :func:`tar_members` does.
     """
     where = f"tar '{files.shown}/{tar}'"
     with open_file(files, tar, _AHEAD_BYTES) as file:
@@ -69,7 +73,7 @@ def compressed_members(
                 if wanted is None or found.name in wanted:
                     content = opened.extractfile(found)
                     assert content is not None, "a regular file"
-                    is_whole = bool(whole) and found.name.lower().endswith(whole)
+                    is_whole = found.name.lower().endswith(whole)
                     length = found.size if is_whole or head_bytes is None else head_bytes
                     check_most(length, f"{where}: '{found.name}'")
                     data = content.read(length)

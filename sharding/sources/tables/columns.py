@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.settings import did_you_mean
-from fuelrail.sharding.sources.adapter.rows import attribute_types
+from fuelrail.sharding.sources.adapter.rows import may_be_attribute
 from fuelrail.sharding.sources.tables.calibration import CALIBRATION
 from fuelrail.sharding.sources.tables.tables import CLIP
 from fuelrail.sharding.sources.tables.values import POSE_PARTS, TIME_COLUMNS
@@ -26,8 +26,8 @@ _TEXTS: Final = (CLIP, "sensor", "path", "dist_model", *OF_CLIP)
 _WHOLE: Final = ("timestamp_ns", "timestamp_us", "width", "height", "num_bytes", "byte_offset", "byte_length")
 _LISTS: Final = ("intrinsics", "dist", "ego2global", "cam2ego", "lidar2ego", "sensor2ego", "t", "q_wxyz", "q_xyzw")
 _SCALARS: Final = ("timestamp_s", "fx", "fy", "cx", "cy", *POSE_PARTS[3:])
-_COLUMN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
-_RESERVED: Final = ("key", "clip", "frame", "weather")
+VALUE: Final = "value."
+"""Begins the columns of values, which become channels."""
 
 
 def check_column(table: str, found: re.Match[str]) -> None:
@@ -44,7 +44,7 @@ def check_column(table: str, found: re.Match[str]) -> None:
 
 def type_of(name: str) -> pa.DataType | None:
     """Return the type of a column that is known by name."""
-    last = name.rpartition(".")[2]
+    last = name.rpartition(".")[2] if not name.startswith(VALUE) else ""
     if last in _TEXTS:
         return pa.string()
     if last in _WHOLE:
@@ -56,7 +56,7 @@ def type_of(name: str) -> pa.DataType | None:
 
 def is_known(name: str) -> bool:
     """Return whether a column of ``frames`` is no attribute."""
-    return SENSOR.match(name) is not None or name.partition(".")[0] in _OF_FRAME
+    return name.startswith(VALUE) or SENSOR.match(name) is not None or name.partition(".")[0] in _OF_FRAME
 
 
 def is_path(column: str) -> bool:
@@ -80,10 +80,11 @@ def attribute_type(where: str, field: pa.Field) -> type:
         found = int
     else:
         found = float if pa.types.is_floating(kind) else None
-    if found is None or not _COLUMN.match(field.name) or field.name in (*_RESERVED, *attribute_types((), {})):
+    if found is None or not may_be_attribute(field.name):
         what = f"is {kind}" if found is None else "has a name of Fuelrail's own, or one that is no word"
         raise SourceError(
             f"{where}: the column {field.name} is not known, so it is an attribute, but it {what}; attributes are "
-            f"numbers, texts, true or false{did_you_mean(field.name, _OF_FRAME)}"
+            f"numbers, texts, true or false, and a column "
+            f"{VALUE}NAME becomes a channel{did_you_mean(field.name, _OF_FRAME)}"
         )
     return found  # type: ignore[return-value]

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.settings import did_you_mean
+from fuelrail.sharding.sources.adapter.channels import ValueForms
 from fuelrail.sharding.sources.adapter.frame import Absent, Clip, Frame, Image, Sensors, Sweep
 from fuelrail.sharding.sources.adapter.members import Part
 from fuelrail.sharding.sources.adapter.poses import Trajectory
@@ -32,6 +33,7 @@ from fuelrail.sharding.sources.tables.calibration import Calibrations, read_cali
 from fuelrail.sharding.sources.tables.columns import (
     OF_CLIP,
     SENSOR,
+    VALUE,
     attribute_type,
     check_column,
     is_known,
@@ -44,6 +46,7 @@ from fuelrail.sharding.sources.tables.tables import EXTENSIONS, Table, distinct,
 from fuelrail.sharding.sources.tables.values import TIME_COLUMNS, Rows
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.shared.scan_table import ScanWriter
     from fuelrail.sharding.sources.source import Reads, ScanInfo
@@ -210,6 +213,7 @@ class Manifest(FrameSource[ManifestSettings]):
                     "give the table ego_pose"
                 )
             try:
+                self.channels = _value_channels(self._tables.get("frames"))
                 return super().scan(out)
             finally:
                 self._tables, self._calibrations = {}, None
@@ -310,6 +314,7 @@ class Manifest(FrameSource[ManifestSettings]):
             in_global=self.given.boxes_in == "global", is_unix=self._is_unix,
         )  # fmt: skip
         free = {} if rows is None else {name: rows.column(name).to_pylist() for name in self._free}
+        values = {} if rows is None else {one.name: rows.column(VALUE + one.name).to_pylist() for one in self.channels}
         for number, at in enumerate(order.tolist()):
             yield Frame(
                 timestamp_ns=int(times[at]),
@@ -317,7 +322,8 @@ class Manifest(FrameSource[ManifestSettings]):
                 images=images[at],
                 sweeps=sweeps[at],
                 boxes=boxes[number],
-                attributes={name: values[at] for name, values in free.items()},
+                values={name: column[at] for name, column in values.items()},
+                attributes={name: column[at] for name, column in free.items()},
             )
 
     # Wide: columns of the frame's row.
@@ -362,3 +368,17 @@ def _one(rows: Rows, name: str) -> str | None:
         other = next(row for row, text in enumerate(found) if text != found[0])
         rows.fail(other, name, f"'{found[other]}', but '{found[0]}' in row {rows.first}: a clip has one {name}")
     return found[0]
+
+
+def _value_channels(table: Table | None) -> tuple[Channel, ...]:
+    """The channels of the columns of values; raises SourceError where the rows of one are not alike."""
+    forms = ValueForms()
+    names = [name for name in _columns(table) if name.startswith(VALUE)]
+    for rows in table.parts() if table is not None and names else ():
+        for name in names:
+            for value in rows.column(name).to_pylist():
+                forms.learn(name.removeprefix(VALUE), value)
+    for name, why in forms.refused.items():
+        where = "" if table is None else f"table '{table.name}': "
+        raise SourceError(f"{where}the column {VALUE}{name} cannot become a channel: {why}")
+    return forms.channels()

@@ -10,7 +10,7 @@ from support.datasets import build_dataset
 
 def facts_of(*roots, verify: bool = True):
     datasets = {root.name: open_dataset(root) for root in roots}
-    options = {"points": False, "sweeps": False, "channels": {}, "layers": {}, "named": len(roots) > 1}
+    options = {"points": False, "sweeps": False, "chosen": {}, "layers": {}, "named": len(roots) > 1}
     return image_facts(make_sources(datasets, "train", partial(open_storage, verify=verify), **options))
 
 

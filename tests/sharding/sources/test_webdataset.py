@@ -12,13 +12,18 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+import simplejpeg
+import torch
 import zstandard
 
+import fuelrail as fr
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.sharding.run import scan_source
 from fuelrail.sharding.sources.registry import SourceSpec
 from fuelrail.sharding.sources.shared.files import source_files
 from fuelrail.sharding.sources.shared.tars import tar_members
+from fuelrail.sharding.verify.dataset import verify
+from support.batches import batches
 from support.sharding import scanned
 from support.shared_data import shared_data
 from support.source_at_url import AtUrl
@@ -145,6 +150,112 @@ def test_options_map_extensions_and_cut_clips(tars):
 def test_wrong_paths_are_named(tars, options, match):
     with pytest.raises(SourceError, match=match):
         scan(tars, **options)
+
+
+def npy(array) -> bytes:
+    with io.BytesIO() as file:
+        np.save(file, array)
+        return file.getvalue()
+
+
+def labelled(number: int) -> dict[str, bytes]:
+    """Members of a sample with labels, as tools around the library write them."""
+    facts = {
+        "score": number / 2, "count": number, "night": number % 2 == 0, "Place": f"place {number}",
+        "action": [number + 0.5, 1, 2], "deep": {"speed": 3.5 * number}, "tags": ["a", "b"], "nothing": None,
+        "key": "reserved", "path": list(range(2 * number)), "boxes": [1, 2],
+    }  # fmt: skip
+    rng = np.random.default_rng(number)
+    members = {
+        "jpg": simplejpeg.encode_jpeg(rng.integers(0, 255, (48, 64, 3), np.uint8)),
+        "cls": b"%d\n" % (number % 3),
+        "txt": f"caption {number}, Zebrastreifen über".encode(),
+        "json": json.dumps(facts).encode(),
+        "feature.npy": npy(rng.normal(size=(2, 3)).astype(np.float32)),
+        "steps.npy": npy(np.asfortranarray(rng.integers(0, 9, (number + 1, 2)))),
+        "weights.pth": b"any",
+    }
+    return members if number % 2 else {name: data for name, data in members.items() if name != "txt"}
+
+
+def write_labelled(root, ending="tar", count=6, make=labelled) -> None:
+    blob = io.BytesIO()
+    with tarfile.open(fileobj=blob, mode="w") as tar:
+        for number in range(count):
+            for extension, data in make(number).items():
+                info = tarfile.TarInfo(f"a/{number:04d}.{extension}")
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+        tar.addfile(tarfile.TarInfo("README"))
+    data = blob.getvalue()
+    root.mkdir(exist_ok=True)
+    (root / f"shard.{ending}").write_bytes(gzip.compress(data) if ending.endswith("gz") else data)
+
+
+@pytest.mark.parametrize("ending", ["tar", "tar.gz"])
+def test_labels_texts_and_arrays_are_those_that_the_library_decodes(tmp_path, ending):
+    write_labelled(tmp_path / "tars", ending)
+    report = fr.shard(f"webdataset:{tmp_path / 'tars'}", tmp_path / "out", workers=1)
+    assert not verify(tmp_path / "out", deep=True, num_threads=1).faults
+    dataset = fr.open(tmp_path / "out")
+    names = [channel.name for channel in dataset.manifest.extra_channels]
+    assert names == ["action", "cls", "feature_npy", "path", "steps_npy", "txt"]
+    (batch,) = batches(dataset, 6, channels=names, shuffle=False, image={"height": 48, "width": 64})
+    wds = pytest.importorskip("webdataset")
+    with (gzip.open if ending.endswith("gz") else open)(tmp_path / "tars" / f"shard.{ending}", "rb") as file:
+        content = [{**one, "__url__": ""} for one in wds.tariterators.tar_file_iterator(file)]
+    decoded = {name: wds.autodecode.decoders[name] for name in ("cls", "txt", "json")}
+    decoded |= dict.fromkeys(("feature.npy", "steps.npy"), wds.autodecode.decoders["npy"])
+    theirs = {
+        one["__key__"]: {name: decode(one[name]) for name, decode in decoded.items() if name in one}
+        for one in wds.tariterators.group_by_keys(content)
+    }
+    table = dataset.table.to_pylist()
+    assert sorted(batch["sample_token"]) == sorted(theirs) and len(theirs) == 6
+    for at, key in enumerate(batch["sample_token"]):
+        one, attributes = theirs[key], table[int(batch["global_index"][at])]
+        assert batch["cls"][at] == one["cls"]
+        assert (batch["txt"][at], bool(batch["txt_valid"][at])) == (one.get("txt"), "txt" in one)
+        assert batch["feature_npy"].dtype == torch.float32
+        np.testing.assert_array_equal(batch["feature_npy"][at], one["feature.npy"])
+        np.testing.assert_array_equal(batch["steps_npy"]["values"][at], one["steps.npy"])
+        np.testing.assert_array_equal(batch["path"]["values"][at], one["json"]["path"])
+        np.testing.assert_array_equal(batch["action"][at], one["json"]["action"])
+        for name in ("score", "count", "night"):
+            assert (attributes[name], type(attributes[name])) == (one["json"][name], type(one["json"][name]))
+        assert (attributes["place"], attributes["deep_speed"]) == (one["json"]["Place"], one["json"]["deep"]["speed"])
+    noted = report.scan.noted
+    assert noted.pop("members left out, without a key or an extension") == 1
+    assert len(noted) == 4 and set(noted.values()) == {6}
+    assert any(name.startswith("boxes left out, its name must") for name in noted)
+    assert "members .weights.pth left out, neither a camera's image nor a value" in noted
+    assert "tags left out, it is neither a text nor numbers in an array, but str32[2]" in noted
+    assert "key of the JSON left out, its name or its values are not those of an attribute" in noted
+
+
+def test_what_the_first_samples_lack_is_counted_and_what_differs_is_named(tmp_path):
+    def late(number: int) -> dict[str, bytes]:
+        found = labelled(number)
+        return {"jpg": found["jpg"], "json": b'{"n": 1}'} if number < 4 else found | {"json": b'{"n": 0.5}'}
+
+    write_labelled(tmp_path / "tars", make=late)
+    with pytest.raises(SourceError, match=r"key 'a/0004': n is 0.5, and int in the first samples; first_samples=0"):
+        scan(tmp_path / "tars", first_samples=4)
+    assert {channel.name for channel in scan(tmp_path / "tars", first_samples=0).channels} >= {"cls", "txt"}
+
+    write_labelled(tmp_path / "tars", make=lambda number: late(number) | {"json": b"{}"})
+    report = scan(tmp_path / "tars", first_samples=4).report
+    assert report.noted["cls left out, none of the first samples has it; first_samples=0 looks at all"] == 2
+
+    write_labelled(tmp_path / "tars", make=lambda number: labelled(number) | {"cls": b"7" if number < 4 else b"cat"})
+    with_words = scan(tmp_path / "tars").report
+    assert with_words.noted["members .cls left out, not what the library webdataset reads as such"] == 2
+
+
+def test_arrays_that_do_not_fit_the_first_samples_are_named(tmp_path):
+    write_labelled(tmp_path / "tars", make=lambda number: labelled(1) | {"a.npy": npy(np.zeros(2 + number // 5))})
+    with pytest.raises(SourceError, match=r"frame 5: value 'a_npy'.*\[3\].*\[2\]"):
+        scan(tmp_path / "tars", first_samples=5)
 
 
 def spoil(root, how):

@@ -7,6 +7,7 @@ import json
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 import fuelrail as fr
 from fuelrail.pipeline.errors import ConfigError, SourceError
@@ -14,6 +15,7 @@ from fuelrail.pipeline.sample.schema import Boxes, decode_arrays, decode_meta
 from fuelrail.sharding.run import scan_source
 from fuelrail.sharding.sources.adapter.frame import Clip
 from fuelrail.sharding.sources.registry import SourceSpec
+from support.batches import unlike
 from support.neutral_source import Neutral, write_neutral
 from support.sharding import scanned
 from support.source_world import make_world, samples_of
@@ -162,8 +164,33 @@ def test_a_source_without_poses(root, tmp_path):
         batch = next(iter(loader))
     assert "ego2global" not in batch
     assert "ego2img" in batch
-    with pytest.raises(ConfigError, match=r"no ego poses.*temporal window"):
-        fr.DataLoader(tmp_path / "again", 1, window={"frames": [-1, 0]}, **options)
+    with pytest.raises(ConfigError, match=r"no ego poses.*earlier lidar sweeps"):
+        options["transforms"] |= {"points": {"num_sweeps": 1}}
+        fr.DataLoader(tmp_path / "again", 1, **options)
+
+
+def test_windows_without_poses_have_all_but_the_motion_between_frames(root, tmp_path):
+    for kind in ("neutral", "neutral_without_poses"):
+        fr.shard(f"{kind}:{root}", tmp_path / kind, workers=1, splits={"train": 1.0})
+    options = {
+        "shuffle": False, "window": {"frames": [-1, 0]},
+        "transforms": {"image": {"height": 32, "width": 32}, "points": True,
+                       "ego": {"train": True, "rotate_deg": [-9, 9]}},
+    }  # fmt: skip
+    motion = {"ego2global", "ego2key", "cam2keyego"}
+    with (
+        fr.DataLoader(tmp_path / "neutral_without_poses", 4, **options) as loader,
+        fr.DataLoader(tmp_path / "neutral", 4, **options) as posed,
+    ):
+        for batch, other in zip(loader, posed, strict=True):
+            assert batch.keys() == other.keys() - motion
+            assert batch["img"].shape[1] == 2
+            for name in ("img", "frame_valid", "frame_global_index", "intrinsics", "timestamp_ns", "points"):
+                assert not unlike(batch[name], other[name]), name
+            # Each frame is in its own ego, under the sample's augmentation.
+            cam2img = batch["ego2img"] @ batch["bda_mat"][:, None, None] @ batch["cam2ego"]
+            assert torch.allclose(cam2img[..., :3, :3], batch["intrinsics"], atol=1e-2)
+        assert loader.show(batch).pixels.shape == posed.show(other).pixels.shape
 
 
 def test_check_writes_nothing(root, tmp_path, capsys):

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import csv, parquet
 
-from fuelrail.pipeline.errors import SourceError
+import fuelrail as fr
+from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.pipeline.sample.schema import Geometry, decode_arrays
 from fuelrail.sharding.run import scan_source
 from fuelrail.sharding.sources.registry import SourceSpec, make_source
@@ -22,6 +23,8 @@ from fuelrail.sharding.sources.shared import arrow
 from fuelrail.sharding.sources.shared.points import parse_points
 from fuelrail.sharding.sources.tables import tables
 from fuelrail.sharding.sources.tables.matching import nearest
+from fuelrail.sharding.verify.dataset import verify
+from support.batches import load
 from support.manifest_world import write_long, write_table, write_wide
 from support.sharding import scanned
 from support.source_world import make_world
@@ -313,6 +316,82 @@ def test_free_columns_are_attributes_and_the_split_is_the_source_s(wide, tmp_pat
     assert info.splits == {"train": ["drive-0"], "val": ["drive-1"]}
     source = make_source(SourceSpec("manifest", str(wide), OPTIONS))
     assert source.attribute_types["weather_code"] is int
+
+
+def facts_of(number: int) -> dict:
+    """Values and attributes of a row."""
+    return {
+        "value.action": [number + 0.25, 1, -2.5], "value.pose": [[1, number], [0, 1]], "value.gear": number % 3,
+        "value.path": [[0.5, number]] * (number % 4), "value.caption": f"row {number}" if number % 2 else None,
+        "value.braking": number % 2 == 0, "night": None if number == 3 else number > 4, "limit": number * 1.5,
+        "crew": number, "town": "Ulm" if number < 4 else None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("window", [None, {"frames": [-1, 0]}])
+def test_values_and_attributes_of_rows_are_in_batches(wide, tmp_path, window):
+    edit(wide, lambda rows: [{**row, **facts_of(number)} for number, row in enumerate(rows)])
+    fr.shard(f"manifest:{wide}", tmp_path / "out", workers=1, options=OPTIONS, splits={"train": 1.0})
+    assert not verify(tmp_path / "out", deep=True, num_threads=1).faults
+    names = ["action", "pose", "gear", "path", "caption", "braking"]
+    chosen = {"channels": names, "attributes": ["night", "limit", "crew", "town"], "window": window}
+    with load(tmp_path / "out", 4, **chosen) as loader:
+        found = list(loader)
+        assert "town_valid" in str(loader.describe())
+    assert len(found) == 2
+    for batch in found:
+        shown = batch["crew"].tolist()
+        for at, row in enumerate(shown):
+            for t, number in enumerate([row] if window is None else row):
+                place = (at,) if window is None else (at, t)
+                for name, wanted in facts_of(number).items():
+                    name = name.removeprefix("value.")
+                    value, is_valid = batch[name], batch[f"{name}_valid"][place]
+                    assert bool(is_valid) == (wanted is not None), name
+                    value = value["values"] if name == "path" else value
+                    for index in place:
+                        value = value[index]
+                    if isinstance(wanted, str) or (wanted is None and name != "night"):
+                        assert value == wanted, name
+                    elif wanted is not None:
+                        assert value.tolist() == wanted, name
+        dtypes = {name: str(batch[name].dtype) for name in ("action", "gear", "braking", "night", "limit", "crew")}
+        assert dtypes == {
+            "action": "torch.float64", "gear": "torch.int64", "braking": "torch.bool", "night": "torch.bool",
+            "limit": "torch.float64", "crew": "torch.int64",
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("value", "match"),
+    [
+        ([1, [2]], "jsonl"),
+        ([1.0, 2.0], r"column value.x cannot become a channel: samples differ in shape: \[3, 1\] and \[3, 2\]"),
+    ],
+)
+def test_values_that_are_not_alike_are_named(wide, value, match):
+    edit(
+        wide,
+        lambda rows: [{**row, "value.x": [[1.0]] * 3} for row in rows[:-1]] + [{**rows[-1], "value.x": [value] * 3}],
+    )
+    with pytest.raises(SourceError, match=match):
+        scan(wide)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "match"),
+    [
+        (["nigth"], "no attribute 'nigth'; did you mean night"),
+        (["frame"], "a batch has another entry 'frame'"),
+        (["night", "gear"], "a batch has another entry 'gear'"),
+        ("night", "attributes='night' must be a list of names of attributes"),
+    ],
+)
+def test_attributes_that_cannot_be_in_a_batch(wide, tmp_path, attributes, match):
+    edit(wide, lambda rows: [{**row, "night": True, "gear": 1, "value.gear": 2} for row in rows])
+    fr.shard(f"manifest:{wide}", tmp_path / "out", workers=1, options=OPTIONS, splits={"train": 1.0})
+    with pytest.raises(ConfigError, match=match):
+        load(tmp_path / "out", 2, attributes=attributes, channels=["gear"])
 
 
 def test_one_file_is_a_location_too(wide):
