@@ -91,7 +91,10 @@ def _report_file(place: str) -> Path:
 
 
 def _larger_batch(options: TrainOptions, batch_size: int) -> TrainOptions:
-    """The same number of samples in steps of another size; the learning rate is scaled with it (Goyal et al. 2017)."""
+    """The same number of samples in steps of another size; the learning rate is scaled with it (Goyal et al. 2017).
+
+    With ``base_batch`` the ranks scale the rate themselves.
+    """
     if options.checkpoint is not None or options.against is not None:
         raise ConfigError("check_batch makes two runs of its own: leave out checkpoint and against")
     if batch_size <= options.batch_size:
@@ -102,9 +105,8 @@ def _larger_batch(options: TrainOptions, batch_size: int) -> TrainOptions:
     steps = None if options.epochs is not None else int((options.steps or _DEFAULT_STEPS) / scale)
     if steps == 0:
         raise ConfigError(f"steps={options.steps} are less than one step of check_batch={batch_size}: use more steps")
-    return msgspec.structs.replace(
-        options, batch_size=batch_size, steps=steps, learning_rate=options.learning_rate * scale
-    )
+    rate = options.learning_rate * (scale if options.base_batch is None else 1)
+    return msgspec.structs.replace(options, batch_size=batch_size, steps=steps, learning_rate=rate)
 
 
 def _compared(made: Made, options: TrainOptions, other: Report | None) -> Made:
@@ -222,12 +224,20 @@ def _settings(dataset: str, options: TrainOptions, records: Path) -> TrainSettin
         "records": str(records.absolute()),
         "steps": _DEFAULT_STEPS if options.steps is None and options.epochs is None else options.steps,
         "precision": options.precision or ("fp32" if profile else "bf16"),
-        "model": options.model or ("stand-in" if profile else "base"),
+        "model": options.model or _default_model(options, emulated=profile is not None),
         "profile": profile,
         "checkpoint": _checkpoint_place(options),
         **_teacher_places(options),
     }
     return TrainSettings(**{**msgspec.structs.asdict(options), **changes})
+
+
+def _default_model(options: TrainOptions, *, emulated: bool) -> str:
+    """A model with a layer for each stage of the run's pipeline."""
+    degrees = degrees_of(options, options.ranks)
+    if not emulated:
+        return "base"
+    return "bev-tiny" if degrees.pp > 1 else "stand-in"
 
 
 def _teacher_places(options: TrainOptions) -> dict[str, str | None]:

@@ -39,7 +39,9 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
             f"profiles: {', '.join(profile_names())}, or a .yaml file (default: auto)"
         ),
     ] = "auto"
-    model: Annotated[ModelName | None, flag("model to train (default: stand-in if emulated, base on cuda)")] = None
+    model: Annotated[
+        ModelName | None, flag("model to train (default: base on cuda; emulated stand-in, bev-tiny in a pipeline)")
+    ] = None
     precision: Annotated[
         Precision | None,
         flag("fp32, or autocast to bf16, or to fp16 with scaled loss (default: bf16 on cuda, else fp32)"),

@@ -57,17 +57,29 @@ def scaled_rate(rate: float, settings: ParallelSettings, global_batch: int) -> f
 
 def clip_gradients(parameters: Iterable[nn.Parameter], largest: float, pipeline: dist.ProcessGroup | None) -> None:
     """Scale all gradients so that their norm, over all ranks' parts and stages, is at most ``largest``."""
-    groups = _by_mesh(p for p in parameters if p.grad is not None)
-    _local_gradients(p for group in groups for p in group)  # sums what is still to be summed
-    square = torch.zeros(())
-    for group in groups:
-        norm = get_total_norm([p.grad for p in group if p.grad is not None])
-        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        square = square.to(whole.device) + whole.square()
+    found = [p for p in parameters if p.grad is not None]
+    divided: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    for parameter, gradient in zip(found, _local_gradients(found), strict=True):
+        divided.setdefault(_shared_with(parameter), []).append(gradient)
+    # DTensor's own norm would print a warning on every rank where two axes divide a tensor.
+    square = torch.zeros((), device=next(iter(divided.values()))[0].device if found else None)
+    for groups, gradients in divided.items():
+        part = get_total_norm(gradients).square()
+        for group in groups:
+            dist.all_reduce(part, group=group)
+        square += part
     if pipeline is not None:
         dist.all_reduce(square, group=pipeline)
-    for group in groups:
-        clip_grads_with_norm_(group, largest, square.sqrt())
+    for same_mesh in _by_mesh(found):
+        clip_grads_with_norm_(same_mesh, largest, square.sqrt())
+
+
+def _shared_with(parameter: nn.Parameter) -> tuple[dist.ProcessGroup, ...]:
+    """The groups of ranks, one for each axis of the mesh, that have a part each of this parameter."""
+    if not isinstance(parameter, DTensor):
+        return ()
+    axes = (axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate())
+    return tuple(parameter.device_mesh.get_group(axis) for axis in axes)
 
 
 def _local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -201,7 +201,6 @@ def _recompute(block: nn.Module, *, selective: bool) -> None:
         checkpoint.checkpoint,
         block.forward,
         use_reentrant=False,
-        preserve_rng_state=False,
         context_fn=selected if selective else checkpoint.noop_context_fn,
     )
 
