@@ -103,9 +103,11 @@ class Drive:
 
 def train(drive: Drive, name: str, seed: int, steps: int, lesson: Mapping[str, Any] | None = None) -> Parallel:
     """Train a model from the weights of a seed, at a rate that falls to 0."""
-    model, teaches = build(MODELS[name], "cpu", seed), None
+    wraps, teaches = [], None
     if lesson is not None:
-        model, teaches = distilled(model, drive.loader, "cpu", **lesson)
+        wrap, teaches = distilled(MODELS[name], drive.loader, "cpu", **lesson)
+        wraps.append(wrap)
+    model = build(MODELS[name], "cpu", seed, None, *wraps)
     parallel = parallelise(model, ParallelSettings(), Degrees(), None, batch_size=_BATCH, learning_rate=_RATE)
     parallel.teacher = teaches
     parallel.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(parallel.optimiser, steps)

@@ -177,7 +177,7 @@ class Comparison:
         batches = self._load(place.rank, place.size)
         started_s = time.perf_counter()
         parallel = parallelise(
-            build(MODELS[case.model], "cpu", 0), case.parallel, degrees, mesh,
+            build(MODELS[case.model], "cpu", 0, mesh), case.parallel, degrees, mesh,
             batch_size=rows, learning_rate=case.rate, precision=case.precision,
         )  # fmt: skip
         losses = [train_step(parallel, batch) for batch in itertools.islice(itertools.cycle(batches), case.steps)]
