@@ -94,10 +94,15 @@ class Checkpoints:
         self._folder: Path = options.checkpoint / name
         self._every, self._steps, self._saved = options.every, options.steps, None
         self._rank = int(os.environ.get("RANK", "0"))
-        signal.signal(signal.SIGTERM, self._note_signal)
+        self.listen()
 
-    def _note_signal(self, *_: object) -> None:
-        self._terminated = True
+    def listen(self) -> None:
+        """Note SIGTERM from here on; again where a framework has set a handler of its own."""
+
+        def note(*_: object) -> None:
+            self._terminated = True
+
+        signal.signal(signal.SIGTERM, note)
 
     def newest(self) -> Path | None:
         """The checkpoint of the most steps, None if there is none; what killed saves left is removed."""

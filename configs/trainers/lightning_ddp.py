@@ -49,6 +49,10 @@ class Save(pl.Callback):
     def __init__(self, checkpoints: Checkpoints) -> None:
         self.checkpoints = checkpoints
 
+    def on_train_start(self, *_: object) -> None:
+        """Take SIGTERM back: Lightning stops without a save."""
+        self.checkpoints.listen()
+
     def on_train_batch_start(self, *_: object) -> None:
         """Continue with the random numbers of the checkpoint."""
         self.checkpoints.restore_generators()

@@ -101,8 +101,8 @@ def launch(module, arguments: list[str], options: dict[str, int], end: str | Non
             failed.append(status)
             for other in ranks:
                 os.kill(other, signal.SIGKILL)
-    killed = [signal.SIGKILL] * NUM_RANKS if end and "kill" in end else []
-    assert failed == killed, f"{files[0].name}: the ranks ended with {failed}"
+    killed = signal.SIGKILL in failed  # the other one may end first, of a lost connection
+    assert killed if end and "kill" in end else not failed, f"{files[0].name}: the ranks ended with {failed}"
 
 
 def main(dataset: str, out: str, *examples: str) -> None:

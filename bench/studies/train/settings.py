@@ -27,7 +27,7 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
     """
 
     split: Annotated[str, flag("split to train on")] = "train"
-    ranks: Annotated[Positive, flag("number of ranks on this host")] = 1
+    ranks: Annotated[Positive, flag("number of ranks, all on this host")] = 1
     batch_size: Annotated[Positive, flag("samples per data-parallel rank in a batch")] = 4
     steps: Annotated[Positive | None, flag("optimiser steps (default: 60, unless --epochs is given)")] = None
     epochs: Annotated[Positive | None, flag("whole epochs instead of a number of steps")] = None

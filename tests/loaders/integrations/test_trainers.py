@@ -91,6 +91,7 @@ def assert_samples(root, ranks, worlds):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_what_torch_brings(tiny, tmp_path):
     ranks = run(tiny, tmp_path, "ddp", "fsdp2", "tensor_parallel", "pipeline_parallel")
     assert_samples(tiny, ranks["ddp"], DATA_PARALLEL)
@@ -104,6 +105,7 @@ def test_what_torch_brings(tiny, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("package", "example", "worlds"),
     [
