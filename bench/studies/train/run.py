@@ -69,8 +69,8 @@ def run_training(
     """Make one run and write its report into ``out``, if given; see :func:`train`."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
-            f"this is one of WORLD_SIZE={os.environ['WORLD_SIZE']} processes; `bench train` starts all ranks itself, on "
-            "one host: run it once, with --ranks; for several hosts start a script of your own as configs/recipes do"
+            f"this is one of WORLD_SIZE={os.environ['WORLD_SIZE']} processes, and `bench train` starts all ranks on one "
+            "host itself: run it once, with --ranks; for several hosts start a script of your own as configs/recipes do"
         )
     if options.trace and out is None:
         raise ConfigError("trace=True writes a file: give out=FOLDER")
