@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -200,9 +200,19 @@ class CpuUse(msgspec.Struct, frozen=True, kw_only=True):
     usable: float
 
     @property
-    def disturbed(self) -> bool:
-        """Whether other processes used more than a twentieth of the CPUs."""
-        return self.others is not None and self.others > 0.05 * self.usable
+    def disturbed(self) -> str | None:
+        """What other processes used, where that was more than a twentieth of the CPUs."""
+        if self.others is None or self.others <= 0.05 * self.usable:
+            return None
+        return f"other processes used {self.others:.1f} of {self.usable:g} CPUs, this measurement {self.own:.1f}"
+
+
+def of_one_host(uses: Sequence[CpuUse]) -> CpuUse:
+    """Return the use of one host's CPUs by processes that watched it together: to each the rest were others."""
+    own = sum(use.own for use in uses)
+    seen = [use.own + use.others for use in uses if use.others is not None]
+    others = max(0.0, max(seen) - own) if seen else None
+    return CpuUse(seconds=max(use.seconds for use in uses), own=own, others=others, usable=uses[0].usable)
 
 
 class CpuWatch:

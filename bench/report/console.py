@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from fuelrail.bench.report.page import Block, Hero, Items, Note, Section, Table, Tiles, document_of
+from fuelrail.bench.report.page import Block, Hero, Items, Note, Section, Table, Tiles, document_of, plain
 
 _WIDE = 200
 
@@ -25,21 +25,21 @@ def print_table(console: Console, header: Sequence[str], rows: Iterable[Sequence
     for column in table.columns[1:]:
         column.justify = "left" if texts else "right"
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(plain, row))
     console.print(table)
 
 
 def print_report(report: Any, console: Console) -> None:  # noqa: ANN401 - a report of any study
     """Print the figures of a report."""
     document = document_of(report)
-    console.print(document.about.replace("**", ""))
-    if document.cut_off is not None:
-        console.print(f"PARTIAL: {document.cut_off}", style="bold")
+    console.print(plain(document.about))
+    for doubt in document.doubts:
+        console.print(plain(doubt), style="bold")
     for part in document.parts:
         if not isinstance(part, Section):
             _print(part, console)
         elif shown := [block for block in part.blocks if _is_shown(block)]:
-            console.print(f"\n{part.title}", style="bold")
+            console.print(f"\n{plain(part.title)}", style="bold")
             for block in shown:
                 _print(block, console)
 
@@ -50,13 +50,13 @@ def _is_shown(block: Block) -> bool:
 
 def _print(block: Block, console: Console) -> None:
     if isinstance(block, Hero):
-        console.print(f"{block.figure} {block.meaning}", style="bold")
-        console.print(block.text)
+        console.print(plain(f"{block.figure} {block.meaning}"), style="bold")
+        console.print(plain(block.text))
     elif isinstance(block, Tiles):
-        console.print("; ".join(f"{value} {label}" for value, label in block.entries))
+        console.print(plain("; ".join(f"{value} {label}" for value, label in block.entries)))
     elif isinstance(block, Items):
-        console.print("\n".join(block.entries))
+        console.print("\n".join(map(plain, block.entries)))
     elif isinstance(block, Note):
-        console.print(f"note: {block.text}")
+        console.print(f"note: {plain(block.text)}")
     elif isinstance(block, Table):
         print_table(console, block.header, block.rows, texts=block.texts)

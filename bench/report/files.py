@@ -22,7 +22,8 @@ class ReportHeader(msgspec.Struct, frozen=True, kw_only=True):
     """The beginning of a report.
 
     ``schema`` and ``version`` say its kind (:mod:`fuelrail.bench.studies.diff.kinds`). ``cut_off`` says why it is
-    partial, ``warnings`` why its figures may be wrong.
+    partial, ``disturbed`` by how much other processes used the host meanwhile (None: too little to matter, or unknown),
+    ``warnings`` why its figures may be wrong.
     """
 
     schema: str
@@ -33,6 +34,7 @@ class ReportHeader(msgspec.Struct, frozen=True, kw_only=True):
     dataset: DatasetFacts
     options: dict[str, Any]
     warnings: list[str]
+    disturbed: str | None = None
 
 
 def created_now() -> str:

@@ -1,24 +1,28 @@
 """Reports as documents: one list of blocks, of which one template makes the page and another one the Markdown.
 
-Texts are plain; in those of :class:`Text`, :class:`Figure` and ``about``, ``**word**`` is strong and ``[word](file)``
-a link. A page is one file that loads nothing else, for a browser and for paper. Markdown has no figures.
+Texts are plain and show as they are, whatever is in them. Strong words and links are spans (:class:`Span`,
+:func:`marked`), so that no name out of a dataset becomes markup. A page is one file that loads nothing else, for a
+browser and for paper. Markdown has no figures.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cache
 from html import escape
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import quote
 
 import jinja2
+from markupsafe import Markup
 
 from fuelrail.bench.report.files import REPORT_HTML, REPORT_JSON, REPORT_MARKDOWN, ReportHeader, publish, publish_json
+from fuelrail.pipeline.text import escaped
 
 if TYPE_CHECKING:
     import msgspec
@@ -26,6 +30,26 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 _FOLDER = Path(__file__).parent
+_STRONG = re.compile(r"\*\*(.+?)\*\*")
+# What is markup in Markdown (CommonMark, and tables): brackets are where a target follows, `_` is but within a word.
+_MARKDOWN = re.compile(r"[\\`|~]|\*(?=\S)|(?<=\S)\*|\](?=[(\[:])|<(?=[\w/!?])|&(?=#?\w+;)|(?<![^\W_])_|_(?![^\W_])")
+
+
+class Span(NamedTuple):
+    """A part of a text: strong, or a link to ``file``, a path relative to the report."""
+
+    text: str
+    strong: bool = False
+    file: str | None = None
+
+
+Words = str | tuple[Span, ...]
+
+
+def marked(template: str, **values: object) -> tuple[Span, ...]:
+    """Return a text whose ``**words**`` are strong. ``{name}`` takes a value, whose own marks stay characters."""
+    parts = enumerate(_STRONG.split(template))
+    return tuple(Span(part.format_map(values), strong=bool(number % 2)) for number, part in parts if part)
 
 
 @dataclass(frozen=True)
@@ -52,7 +76,7 @@ class Figure:
     Plots that were not drawn are left out. With ``summary`` they fold away, and are so at first if ``folded``.
     """
 
-    plots: Sequence[tuple[str, str]]
+    plots: Sequence[tuple[str, Words]]
     legend: Sequence[tuple[str, str]] = ()
     summary: str = ""
     folded: bool = False
@@ -78,7 +102,7 @@ class Table:
 class Text:
     """A paragraph."""
 
-    text: str
+    text: Words
     small: bool = False
 
 
@@ -109,33 +133,42 @@ class Section:
 
 @dataclass(frozen=True)
 class Document:
-    """A whole report. ``facts``: everything that its figures depend on, by name."""
+    """A whole report. ``facts``: everything that its figures depend on, by name. ``doubts``: the headline's."""
 
     brand: str
     title: str
-    about: str
+    about: Words
     made: str
-    cut_off: str | None
+    doubts: Sequence[str]
     parts: Sequence[Block | Section]
     facts: Mapping[str, str]
 
 
 def document(
-    report: ReportHeader, brand: str, title: str, about: str, parts: Iterable[Block | Section],
+    report: ReportHeader, brand: str, title: str, about: Words, parts: Iterable[Block | Section],
     packages: Mapping[str, str] | None = None,
 ) -> Document:  # fmt: skip
     """Return the document of a report, with its warnings behind the hero; ``packages`` in place of the machine's."""
     before: list[Block | Section] = []
     after: list[Block | Section] = []
     for part in parts:
+        if isinstance(part, Hero) and report.disturbed is not None:
+            part = replace(part, meaning=f"{part.meaning} (loaded host: not reliable)")
         (after if after or not isinstance(part, (Hero, Tiles)) else before).append(part)
     machine = report.machine
     commit = f", commit {machine.commit[:10]}" if machine.commit else ""
     return Document(
         brand=brand, title=title, about=about, made=f"{when(report.created)}, fuelrail {machine.fuelrail}{commit}",
-        cut_off=report.cut_off, parts=[*before, *map(Note, report.warnings), *after],
+        doubts=doubts(report.cut_off, report.disturbed), parts=[*before, *map(Note, report.warnings), *after],
         facts=_facts(report, machine.packages if packages is None else packages),
     )  # fmt: skip
+
+
+def doubts(cut_off: str | None, disturbed: str | None) -> list[str]:
+    """Return what the headline says before any figure: that the report is partial, or of a host that others used."""
+    partial = [] if cut_off is None else [f"Partial report: {cut_off}. It shows what was measured until then."]
+    loaded = [] if disturbed is None else [f"Measured on a loaded host: {disturbed}. Repeat it on an idle machine."]
+    return partial + loaded
 
 
 def _facts(report: ReportHeader, packages: Mapping[str, str]) -> dict[str, str]:
@@ -192,25 +225,51 @@ def _of_study(report: object, module: str) -> Any:  # noqa: ANN401 - a module
 
 @cache
 def _template(name: str) -> jinja2.Template:
+    """Load a template, every value of which is escaped for its kind; what a macro made is not escaped again."""
+    write = _html if name.endswith(".html.j2") else _markdown
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_FOLDER / "templates"), autoescape=name.endswith(".html.j2"), trim_blocks=True,
-        lstrip_blocks=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True,
+        loader=jinja2.FileSystemLoader(_FOLDER / "templates"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined, keep_trailing_newline=True,
+        finalize=lambda value: value if isinstance(value, Markup) else write(value),
     )  # fmt: skip
-    environment.filters |= {"kind": lambda block: type(block).__name__, "strong": _strong}
+    environment.filters["kind"] = lambda block: type(block).__name__
     environment.globals["markdown_table"] = markdown_table
     return environment.get_template(name)
 
 
-def _strong(text: str) -> str:
-    strong = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", escape(text))
-    return re.sub(r"\[([^]]+)\]\(([^)]+)\)", r'<a href="\2">\1</a>', strong)
+def _spans(words: Words) -> Iterable[Span]:
+    return (Span(words),) if isinstance(words, str) else words
 
 
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table as Markdown; the first column is text, the others are figures. Bars in cells are escaped."""
+def plain(words: Words) -> str:
+    """Return a text without marks; what does not print as itself is escaped."""
+    return escaped("".join(span.text for span in _spans(words)))
+
+
+def _html(words: Words) -> Markup:
+    parts = []
+    for span in _spans(words):
+        text = escape(escaped(span.text))
+        text = f"<b>{text}</b>" if span.strong else text
+        # Quoted, a colon included: a target is always a file beside the report.
+        parts.append(text if span.file is None else f'<a href="{quote(span.file)}">{text}</a>')
+    return Markup("".join(parts))
+
+
+def _markdown(words: Words) -> Markup:
+    parts = []
+    for span in _spans(words):
+        text = _MARKDOWN.sub(r"\\\g<0>", escaped(span.text))
+        text = f"**{text}**" if span.strong else text
+        parts.append(text if span.file is None else f"[{text}]({quote(span.file)})")
+    return Markup("".join(parts))
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Markup:
+    """Return a table as Markdown; the first column is text, the others are figures."""
     rule = "|" + "|".join(["---", *["---:"] * (len(header) - 1)]) + "|"
-    line, *lines = ("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |" for cells in (header, *rows))
-    return "\n".join([line, rule, *lines])
+    line, *lines = ("| " + " | ".join(map(_markdown, cells)) + " |" for cells in (header, *rows))
+    return Markup("\n".join([line, rule, *lines]))
 
 
 def when(created: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,6 +51,7 @@ _STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
     "font.size": 9,
+    "text.parse_math": False,  # a dollar sign in a name is a dollar sign
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.edgecolor": "#777777",
@@ -126,5 +128,8 @@ def to_svg(figure: Figure, title: str) -> str:
     prefix = re.sub(r"\W+", "-", title.lower()).strip("-")
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{prefix}-", text)
     return re.sub(
-        r'<svg\s[^>]*?viewBox="([^"]+)"[^>]*>', rf'<svg viewBox="\1" role="img" aria-label="{title}">', text, count=1
+        r'<svg\s[^>]*?viewBox="([^"]+)"[^>]*>',
+        rf'<svg viewBox="\1" role="img" aria-label="{escape(title)}">',
+        text,
+        count=1,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import math
 import time
 import urllib.error
 import urllib.request
@@ -18,10 +19,14 @@ from rich.text import Text
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.runtime.metrics import Metric, parse
 from fuelrail.pipeline.settings import Settings, flag, make_options
+from fuelrail.pipeline.text import shown
 
 TIMEOUT_S = 5.0
 _BAR = 10
 _MAX_BYTES = 16 << 20
+_MAX_COUNT = 1e18
+_MAX_STAGES = 64
+_OF_A_STAGE = ("fuelrail_stage_threads", "fuelrail_stage_queue", "fuelrail_stage_queue_capacity")
 
 
 class TopOptions(Settings, frozen=True, kw_only=True):
@@ -83,21 +88,27 @@ def read(url: str) -> Reading:
             body = answer.read(_MAX_BYTES + 1)
         if len(body) > _MAX_BYTES:
             raise ConfigError(f"no metrics at {address}: the answer is larger than {_MAX_BYTES >> 20} MiB")
-        metrics = parse(body.decode())
+        return digest(parse(body.decode()), time.monotonic())
     except (OSError, ValueError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", error)
+        reason = shown(getattr(error, "reason", error))
         raise ConfigError(
             f"no metrics at {address}: {reason}; is the trainer running, with fuelrail.loaders.serve_metrics(loader)?"
         ) from error
-    return digest(metrics, time.monotonic())
 
 
 def digest(metrics: Sequence[Metric], time_s: float) -> Reading:
-    """Return metrics as a reading."""
+    """Return metrics as a reading. Raises ValueError for metrics that no loader has."""
     values: dict[tuple[str, ...], float] = {}
     for name, labels, value in metrics:
+        if not math.isfinite(value) or abs(value) > _MAX_COUNT:
+            raise ValueError(f"{shown(name)} is {value}; a loader's metrics are numbers of at most {_MAX_COUNT:g}")
         values[tuple(filter(None, (name, labels.get("stage"), labels.get("state"))))] = value
     stages = list(dict.fromkeys(labels["stage"] for _, labels, _ in metrics if "stage" in labels))
+    if len(stages) > _MAX_STAGES:
+        raise ValueError(f"{len(stages):,} stages; a loader has at most {_MAX_STAGES}")
+    for stage in stages:
+        if lacks := [name for name in _OF_A_STAGE if (name, stage) not in values]:
+            raise ValueError(f"{', '.join(lacks)} lacks for stage '{shown(stage)}'")
     rank = next((labels["rank"] for _, labels, _ in metrics if "rank" in labels), "?")
     return Reading(time_s, rank, values, stages)
 
@@ -143,18 +154,18 @@ def draw(views: Sequence[RankView]) -> Group:
     for view in views:
         fed = Text(f"trainer fed {100 * (1 - view.waiting):.0f} %", "green" if view.waiting < 0.02 else "bold red")
         head = Text(
-            f"rank {view.rank}   {view.batches_per_s:.1f} batches/s   {view.samples_per_s:.1f} samples/s   "
+            f"rank {shown(view.rank)}   {view.batches_per_s:.1f} batches/s   {view.samples_per_s:.1f} samples/s   "
             f"{view.images_per_s:.0f} images/s   "
         ).append_text(fed)
         if view.bottleneck:
-            head.append(f"   held up by {view.bottleneck}", "red")
+            head.append(f"   held up by {shown(view.bottleneck)}", "red")
         table = Table(box=None, pad_edge=False)
         for title in ("stage", "threads", "items/s", "busy", "starved", "blocked", "queue"):
             table.add_column(title, justify="left" if title in ("stage", "queue") else "right")
         for row in view.stages:
             filled = round(_BAR * min(1.0, row.queue / max(1, row.capacity)))
             table.add_row(
-                row.name,
+                Text(shown(row.name)),  # a plain string would be read as markup
                 str(row.threads),
                 f"{row.items_per_s:.1f}",
                 f"{100 * row.busy:.0f} %",

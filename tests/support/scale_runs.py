@@ -44,7 +44,7 @@ def scale_report(runs=RUNS, **changes) -> ScaleReport:
     made = {
         "machine": MACHINE, "dataset": DATASET, "accelerator": {"name": "slow"},
         "options": {"seed": 3, "global_batch": 8},
-        "runs": runs, "fit": model, "curves": make_curves(model, 2, 8, CONDITIONS), "cut_off": None, "warnings": [],
-        "seed": 3,
+        "runs": runs, "fit": model, "curves": make_curves(model, 2, 8, CONDITIONS), "cut_off": None, "disturbed": None,
+        "warnings": [],
     }  # fmt: skip
     return build_scale_report(**(made | changes))

@@ -13,7 +13,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from fuelrail.bench.measure.machine import machine_facts
+from fuelrail.bench.measure.machine import CpuUse, CpuWatch, machine_facts, of_one_host
 from fuelrail.bench.report.files import created_now
 from fuelrail.bench.studies.comm.report import KINDS, SCHEMA, VERSION, CommOptions, CommReport, Kind, Timed, timed
 from fuelrail.bench.trainer.strategies.parallel import make_mesh
@@ -35,14 +35,17 @@ def measure(options: CommOptions) -> CommReport:
     dist.init_process_group(backend)
     try:
         world = dist.get_world_size()
+        dist.barrier()
+        watch = CpuWatch()
         found = [
             _timed(kind, axis, group, size, device, options)
             for axis, group in _groups(options, world, device)
             for kind in KINDS
             for size in _sizes(options)
         ]
-        hosts: list[str] = [""] * world
-        dist.all_gather_object(hosts, os.uname().nodename)
+        seen: list[tuple[str, CpuUse]] = [("", watch.use())] * world
+        dist.all_gather_object(seen, (os.uname().nodename, watch.use()))
+        uses = [of_one_host([use for name, use in seen if name == host]) for host in dict(seen)]
         warnings = []
         if cuda and backend == "gloo":
             warnings.append(
@@ -51,8 +54,9 @@ def measure(options: CommOptions) -> CommReport:
             )
         return CommReport(
             schema=SCHEMA, version=VERSION, created=created_now(), machine=machine_facts(), backend=backend,
-            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", nodes=len(set(hosts)),
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", nodes=len(uses),
             ranks=world, options=options, timed=found, warnings=warnings,
+            disturbed=next((use.disturbed for use in uses if use.disturbed is not None), None),
         )  # fmt: skip
     finally:
         dist.destroy_process_group()

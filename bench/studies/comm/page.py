@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fuelrail.bench.report.page import Block, Document, Figure, Hero, Note, Section, Table, when
+from fuelrail.bench.report.page import Block, Document, Figure, Hero, Note, Section, Table, doubts, when
 from fuelrail.bench.studies.comm.report import CommReport, link_of
 
 HEADER = ("collective", "axis", "ranks", "bytes", "us", "algorithm GB/s", "bus GB/s")
@@ -38,4 +38,6 @@ def describe(report: CommReport, plots: Mapping[str, str]) -> Document:
     ]  # fmt: skip
     about = f"{report.ranks} ranks on {report.nodes} nodes, {report.backend} on {report.device}"
     title = "How fast do ranks communicate?"
-    return Document("Fuelrail bench comm", title, about, when(report.created), None, parts, {})
+    return Document(
+        "Fuelrail bench comm", title, about, when(report.created), doubts(None, report.disturbed), parts, {}
+    )

@@ -61,7 +61,7 @@ class Timed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CommReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole report. ``nodes``: number of hosts on which the ranks were."""
+    """A whole report. ``nodes``: number of hosts on which the ranks were; ``disturbed``: as of other reports."""
 
     schema: str
     version: int
@@ -74,6 +74,7 @@ class CommReport(msgspec.Struct, frozen=True, kw_only=True):
     options: CommOptions
     timed: list[Timed]
     warnings: list[str]
+    disturbed: str | None = None
 
 
 def timed(kind: Kind, axis: str, ranks: int, num_bytes: int, seconds: float) -> Timed:

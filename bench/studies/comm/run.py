@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import yaml
 
+from fuelrail.bench.measure.machine import installed_gpus
 from fuelrail.bench.planner.hardware import ClusterSettings, Sourced, load_cluster
 from fuelrail.bench.ranks.launch import run_ranks
 from fuelrail.bench.report.files import prepare_folder, publish
@@ -23,13 +24,14 @@ CLUSTER_YAML = "cluster.yaml"
 def run_comm(options: CommOptions, out: Path, *, html: bool = True) -> CommReport | None:
     """Measure and write into ``out``; None on ranks of torchrun other than the first, which write nothing.
 
-    Raises ConfigError for what does not divide, and FuelrailError where a rank ends early.
+    Raises ConfigError for what does not divide and for a cluster of other devices, and FuelrailError where a rank ends
+    early, and where a cluster file was asked for and other processes disturbed the measurement.
     """
     if options.smallest > options.largest:
         raise ConfigError(
             f"smallest={options.smallest} is more than largest={options.largest}; sizes are bytes: swap them"
         )
-    base = None if options.base is None else load_cluster(options.base)
+    base = None if options.base is None else _cluster(options, options.base)
     if os.environ.get("RANK", "0") == "0":
         prepare_folder(out, html=html)
     if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
@@ -42,9 +44,24 @@ def run_comm(options: CommOptions, out: Path, *, html: bool = True) -> CommRepor
         found = _on_this_host(options)
     write_report(found, out, html=html)
     if base is not None:
+        if found.disturbed is not None:
+            raise FuelrailError(
+                f"{CLUSTER_YAML} is not written: {found.disturbed}; stop those, and repeat the measurement"
+            )
         text = yaml.safe_dump(msgspec.to_builtins(with_link(base, found)), sort_keys=False)
         publish(out / CLUSTER_YAML, text.encode())
     return found
+
+
+def _cluster(options: CommOptions, name: str) -> ClusterSettings:
+    """Load the cluster whose link is measured. Raises ConfigError where these ranks would not use its devices."""
+    base = load_cluster(name)
+    if options.backend == "gloo" or not installed_gpus():
+        raise ConfigError(
+            f"base={name}: its devices are {base.device.name}, and the collectives would run by gloo on the CPU, whose "
+            "rates are not those of its links; measure on its GPUs with nccl, or leave out --base"
+        )
+    return base
 
 
 def _on_this_host(options: CommOptions) -> CommReport:

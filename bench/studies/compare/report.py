@@ -168,6 +168,7 @@ def build_compare_report(
         options=options,
         num_rounds=num_rounds,
         contestants=judged,
+        disturbed=_disturbed(judged),
         warnings=_warnings(judged),
     )
 
@@ -188,15 +189,20 @@ def _warnings(contestants: Sequence[Contestant]) -> list[str]:
     excluded = [f"{name} in round {run.round + 1}: {run.doubt}" for name, run in runs if run.doubt is not None]
     if excluded:
         warnings.append(f"{len(excluded)} of {len(runs)} runs do not count: {'; '.join(excluded)}.")
-    others = [run.others_cpus for _, run in runs if run.others_cpus is not None and run.doubt is None]
-    if others and max(others) > 0.1:
-        stolen = [run.stolen_cpus for _, run in runs if run.stolen_cpus is not None and run.doubt is None]
-        warnings.append(
-            f"Up to {max(others):.1f} CPUs were used by other processes during a run (median "
-            f"{float(np.median(others)):.2f}), of which the hypervisor took up to {max(stolen, default=0.0):.2f}: "
-            "rates are too low by about that share; ratios suffer less."
-        )
     return warnings
+
+
+def _disturbed(contestants: Sequence[Contestant]) -> str | None:
+    """What others used of the host, where that was more than a tenth of a CPU."""
+    runs = [run for entry in contestants for run in entry.runs if run.doubt is None]
+    others = [run.others_cpus for run in runs if run.others_cpus is not None]
+    if not others or max(others) <= 0.1:
+        return None
+    stolen = max((run.stolen_cpus for run in runs if run.stolen_cpus is not None), default=0.0)
+    return (
+        f"other processes used up to {max(others):.1f} CPUs during a run (median {float(np.median(others)):.2f}), of "
+        f"which the hypervisor took up to {stolen:.2f}; rates are too low by about that share, ratios suffer less"
+    )
 
 
 def load_compare_report(path: Path) -> CompareReport:

@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fuelrail.bench.report.files import REPORT_HTML
-from fuelrail.bench.report.page import Block, Document, Figure, Hero, Items, Note, Section, Table, Text, document
+from fuelrail.bench.report.page import (
+    Block,
+    Document,
+    Figure,
+    Hero,
+    Items,
+    Note,
+    Section,
+    Span,
+    Table,
+    Text,
+    document,
+    marked,
+)  # fmt: skip
 from fuelrail.bench.studies.diagnose.report import (
     RUNS_HEADER,
     TRIED_HEADER,
@@ -14,6 +27,7 @@ from fuelrail.bench.studies.diagnose.report import (
     run_rows,
     tried_rows,
 )
+from fuelrail.pipeline.cli import counted
 
 _METHOD = (
     "The baseline is run first. Then one part is left out in each run, and the baseline is repeated. The gain of a run "
@@ -26,12 +40,12 @@ _METHOD = (
 
 def describe(report: DiagnoseReport, plots: Mapping[str, str]) -> Document:
     """Return the report as a document with these plots."""
-    ranks = f"{report.num_ranks} rank{'s' if report.num_ranks != 1 else ''}"
     emulated = "emulated " if report.accelerator["kind"] == "emulated" else ""
-    about = (
-        f"Training on **{report.dataset.name}** ({report.dataset.num_samples:,} samples, split "
-        f"{report.dataset.split}): {ranks}, each one {emulated}{report.accelerator['device']}"
-    )
+    about = marked(
+        "Training on **{name}** ({samples:,} samples, split {split}): {ranks}, each one {emulated}{device}",
+        name=report.dataset.name, samples=report.dataset.num_samples, split=report.dataset.split,
+        ranks=counted(report.num_ranks, "rank"), emulated=emulated, device=report.accelerator["device"],
+    )  # fmt: skip
     parts: list[Block | Section] = []
     diagnosis = report.diagnosis
     if diagnosis is None:
@@ -54,7 +68,7 @@ def describe(report: DiagnoseReport, plots: Mapping[str, str]) -> Document:
         tried = [Table(TRIED_HEADER, tried_rows(report.tried))] if report.tried else []
         parts.append(Section("What was tried", [*tried, Items([conclusion(report.tried)])]))
     if report.runs:
-        links = ", ".join(f"[{run.name}]({run.name}/{REPORT_HTML})" for run in report.runs)
-        parts.append(Text(f"Reports of the runs: {links}.", small=True))
+        links = [Span(f"{run.name} ", file=f"{run.name}/{REPORT_HTML}") for run in report.runs]
+        parts.append(Text((Span("Reports of the runs: "), *links), small=True))
     parts.append(Section("How these figures are made", [Text(_METHOD)]))
     return document(report, "Fuelrail diagnosis", "What bounds this training?", about, parts)

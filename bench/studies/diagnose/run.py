@@ -249,6 +249,7 @@ def _report(
         diagnosis=diagnosis,
         tried=tried,
         runs=runs,
+        disturbed=next((report.disturbed for report in made.values() if report.disturbed is not None), None),
         warnings=base.warnings,
     )
 

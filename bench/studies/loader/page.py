@@ -7,8 +7,23 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fuelrail.bench.report.page import GIB, Block, Document, Figure, Hero, Note, Section, Table, Text, Tiles, document
+from fuelrail.bench.report.page import (
+    GIB,
+    Block,
+    Document,
+    Figure,
+    Hero,
+    Note,
+    Section,
+    Table,
+    Text,
+    Tiles,
+    Words,
+    document,
+    marked,
+)  # fmt: skip
 from fuelrail.bench.studies.loader.report import LoaderFigures, LoaderReport, step_cells
+from fuelrail.pipeline.cli import counted
 
 if TYPE_CHECKING:
     from fuelrail.bench.measure.rates import Interval, Rate
@@ -26,25 +41,31 @@ _ALONE = (
     "with the loader's number of decoding threads, into reused memory, and nothing around them."
 )
 
+_STAGES = {"fetch": "fetch, of bytes that were read before"}
+
 
 def describe(report: LoaderReport, plots: Mapping[str, str]) -> Document:
     """Return the report as a document with these plots."""
     threads = report.options["num_workers"]
-    about = (
-        f"Loading **{report.dataset.name}** ({report.dataset.num_samples:,} samples, split {report.dataset.split}) "
-        f"with {threads} decoding thread{'s' if threads != 1 else ''}, {report.options['batch_size']} samples a batch"
-    )
+    about = marked(
+        "Loading **{name}** ({samples:,} samples, split {split}) with {threads}, {batch} samples a batch",
+        name=report.dataset.name, samples=report.dataset.num_samples, split=report.dataset.split,
+        threads=counted(threads, "decoding thread"), batch=report.options["batch_size"],
+    )  # fmt: skip
     figures = report.figures
     parts: list[Block | Section] = _figures(figures) if figures else [Note(f"No figures: {report.too_short}.")]
     if figures is not None:
         parts.append(Section("From the limit to the loader", _waterfall(figures, plots.get("waterfall", ""))))
     stacked = [msgspec.structs.replace(rate, name=f"up to here: {rate.name}") for rate in report.stacked]
-    rates = _rows([*report.stages, *stacked, *report.limits])
+    stages = [msgspec.structs.replace(rate, name=_STAGES.get(rate.name, rate.name)) for rate in report.stages]
+    rates = _rows([*stages, *stacked, *report.limits])
     parts += [
         _plot(
             "Loader stages", plots.get("stages", ""),
-            "In the order in which data flows, over all runs. **Busy**: working. **Starved**: waiting for the stage "
-            "before. **Blocked**: the next stage has no room. The stage that is always busy sets the pace.",
+            marked(
+                "In the order in which data flows, over all runs. **Busy**: working. **Starved**: waiting for the "
+                "stage before. **Blocked**: the next stage has no room. The stage that is always busy sets the pace."
+            ),
         ),
         _plot(
             "Queue depths over time", plots.get("queues", ""),
@@ -65,7 +86,7 @@ def describe(report: LoaderReport, plots: Mapping[str, str]) -> Document:
     return document(report, "Fuelrail loader report", "How fast can this dataset be loaded here?", about, parts)
 
 
-def _plot(title: str, svg: str, caption: str) -> Section:
+def _plot(title: str, svg: str, caption: Words) -> Section:
     return Section(title, [Figure([(svg, caption)])])
 
 

@@ -118,6 +118,7 @@ def build_loader_report(
         figures=figures,
         too_short=too_short,
         cut_off=cut_off,
+        disturbed=max((run.cpu for run in runs), key=lambda cpu: cpu.others or 0.0).disturbed,
         warnings=_warnings(runs, steady, figures),
     )
 
@@ -222,12 +223,6 @@ def step_cells(step: Step) -> list[str]:
 
 def _warnings(runs: Sequence[LoaderRun], steady: Sequence[LoaderRun], figures: LoaderFigures | None) -> list[str]:
     warnings = []
-    others = [run.cpu.others for run in runs if run.cpu.disturbed and run.cpu.others is not None]
-    if others:
-        warnings.append(
-            f"Other processes used up to {max(others):.1f} of the {runs[0].cpu.usable:g} CPUs during the run: rates "
-            "are too low. CPU time a sample suffers less."
-        )
     faults = max(run.num_storage_faults for run in runs)
     if faults > _MANY_FAULTS:
         warnings.append(

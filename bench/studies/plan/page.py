@@ -6,7 +6,20 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fuelrail.bench.planner.hardware import GIB
-from fuelrail.bench.report.page import Block, Document, Figure, Hero, Note, Section, Table, Text, Tiles, as_text, when
+from fuelrail.bench.report.page import (
+    Block,
+    Document,
+    Figure,
+    Hero,
+    Note,
+    Section,
+    Table,
+    Text,
+    Tiles,
+    as_text,
+    marked,
+    when,
+)
 
 if TYPE_CHECKING:
     from fuelrail.bench.studies.plan.report import PlanReport
@@ -170,5 +183,8 @@ def describe(found: PlanReport, plots: Mapping[str, str]) -> Document:
     parts.append(Text(f"Planned {when(found.created)}.", small=True))
     asked = found.scenario
     batch = f"{asked.global_batch} samples a step, {asked.micro_batch} at once on a rank, {asked.precision}"
-    about = f"{asked.model} on {found.devices} devices (**{found.cluster}**): {batch}"
-    return Document("Fuelrail plan", asked.name, about, "", None, parts, {})
+    about = marked(
+        "{model} on {devices} devices (**{cluster}**): {batch}",
+        model=asked.model, devices=found.devices, cluster=found.cluster, batch=batch,
+    )  # fmt: skip
+    return Document("Fuelrail plan", asked.name, about, "", [], parts, {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import get_args
 
-from fuelrail.bench.report.page import Block, Document, Figure, Hero, Section, Table, Text, document
+from fuelrail.bench.report.page import Block, Document, Figure, Hero, Section, Table, Text, document, marked
 from fuelrail.bench.studies.scale.report import ScaleReport, Scaling
 
 MEASURED_HEADER = (
@@ -36,7 +36,7 @@ def describe(report: ScaleReport, plots: Mapping[str, str]) -> Document:
     if report.curves:
         parts.append(Section("Simulated", [Table(CURVES_HEADER, curve_rows(report))]))
     parts.append(Section("How these figures are made", [Text(_METHOD)]))
-    about = f"Emulated **{device}**, dataset {report.dataset.name}"
+    about = marked("Emulated **{device}**, dataset {name}", device=device, name=report.dataset.name)
     return document(report, "Fuelrail scaling report", "How does training scale?", about, parts)
 
 
@@ -45,9 +45,9 @@ def _hero(report: ScaleReport) -> list[Hero]:
     if not weak:
         return []
     last = max(weak, key=lambda run: run.num_ranks)
-    error = max((abs(trial.error) for trial in report.trials), default=None)
-    model = "" if error is None else f" The simulation is within {error:.1%} of every measured step time."
     ends = [curve for curve in report.curves if curve.scaling == "weak"]
+    error = max((abs(trial.error) for trial in report.trials), default=None)
+    model = "" if error is None or not ends else f" The simulation is within {error:.1%} of every measured step time."
     efficiencies = "; ".join(f"{curve.name}: {curve.points[-1].efficiency:.1%}" for curve in ends)
     far = f" At {ends[0].points[-1].result.num_ranks:,} ranks it gives {efficiencies}." if ends else ""
     return [

@@ -19,6 +19,9 @@ VERSION = 1
 FITTED_RANKS = 2
 """Runs with up to this number of ranks feed the model; those with more are compared with it."""
 
+_MAX_ERROR = 0.1
+"""Of the simulated step time of a measured run; beyond it nothing is simulated."""
+
 Scaling = Literal["weak", "strong"]
 
 
@@ -177,17 +180,18 @@ def build_scale_report(
     fit: Fit | None,
     curves: Sequence[Curve],
     cut_off: str | None,
+    disturbed: str | None,
     warnings: Sequence[str],
-    seed: int,
 ) -> ScaleReport:
-    """Put the parts together and try the model."""
-    trials = [] if fit is None else try_model(fit, runs, seed)
+    """Put the parts together and try the model, with the seed of the options."""
+    trials = [] if fit is None else try_model(fit, runs, options["seed"])
     found = list(warnings)
     worst = max(trials, key=lambda trial: abs(trial.error), default=None)
-    if worst is not None and abs(worst.error) > 0.1:
+    if worst is not None and abs(worst.error) > _MAX_ERROR:
+        curves = []
         found.append(
-            f"The model is off by {worst.error:+.0%} for {worst.num_ranks} ranks of {worst.batch_size}: take its "
-            "curves as no more than a hint."
+            f"No simulation: it is off by {worst.error:+.0%} for {worst.num_ranks} ranks of {worst.batch_size}, and at "
+            f"most {_MAX_ERROR:.0%} is allowed. Repeat the measurement on an idle machine, or with more --steps."
         )
     return ScaleReport(
         schema=SCHEMA,
@@ -202,6 +206,7 @@ def build_scale_report(
         fit=fit,
         trials=trials,
         curves=list(curves),
+        disturbed=disturbed,
         warnings=found,
     )
 

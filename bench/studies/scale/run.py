@@ -263,11 +263,14 @@ def _report(plan: ScalePlan, reports: list[Report], fit: Fit | None, cut_off: st
     )
     points = [point for report in reports if (point := plan.point(report)) is not None]
     too_short = next((report.window.too_short for report in reports if report.window.too_short), None)
-    usable = fit if fit is not None and too_short is None and fit.service_ms else None
+    disturbed = next((report.disturbed for report in reports if report.disturbed is not None), None)
+    usable = fit if fit is not None and too_short is None and disturbed is None and fit.service_ms else None
     curves = [] if usable is None else make_curves(usable, plan.batch_size, plan.global_batch, conditions)
     warnings = merged_warnings([report.warnings for report in reports])
     if too_short is not None:
         warnings.insert(0, f"No figures: {too_short}.")
+    elif disturbed is not None:
+        warnings.insert(0, "No simulation: it would be of runs that other processes slowed down.")
     elif fit is not None and not fit.service_ms:
         warnings.insert(0, "No simulation: the loader alone made too few batches; give it more --loader-seconds.")
     options = {
@@ -284,8 +287,8 @@ def _report(plan: ScalePlan, reports: list[Report], fit: Fit | None, cut_off: st
         fit=usable,
         curves=curves,
         cut_off=cut_off,
+        disturbed=disturbed,
         warnings=warnings,
-        seed=given.seed,
     )
 
 

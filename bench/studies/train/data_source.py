@@ -34,7 +34,7 @@ class DataSource(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def from_storage(self) -> float | None:
-        """Share of the bytes that storage read, at most 1; the page cache had the rest. None where not known."""
+        """Share of the bytes that storage read, at most 1; the page cache had the rest. None where unknown."""
         if self.read_bytes is None or not self.stored_bytes:
             return None
         return min(1.0, self.read_bytes / self.stored_bytes)
@@ -48,7 +48,8 @@ class DataSource(msgspec.Struct, frozen=True, kw_only=True):
         share = self.from_storage
         if share is None:
             return f"{taken} It is unknown whether the bytes came from the page cache."
-        return f"{taken} Storage read {share:.0%} of these bytes; the rest came from the page cache."
+        rest = "" if share == 1 else "; the rest came from the page cache"
+        return f"{taken} Storage read {share:.0%} of these bytes{rest}."
 
 
 def data_source(settings: TrainSettings, logs: Sequence[RankLog], dataset: DatasetFacts) -> DataSource | None:

@@ -18,6 +18,7 @@ from fuelrail.bench.report.page import (
     Text,
     Tiles,
     document,
+    marked,
 )
 from fuelrail.bench.studies.train.report import Figures, Report, learning_sentences
 from fuelrail.pipeline.cli import counted
@@ -56,14 +57,14 @@ _EMULATION = (
     "keep such an accelerator fed, not how fast it trains."
 )
 
-_OCCUPANCY = (
+_OCCUPANCY = marked(
     "**Occupancy** is the time in which the accelerator computes forward, backward and optimiser, divided by wall "
     "time, over all steps after warm-up: MLPerf Storage’s accelerator utilisation (AU = total compute time / total "
     "running time), mean over ranks. Stricter than there: exposed all-reduce doesn’t count as busy, because a rank "
     "that waits in it for a starved neighbour does no work; the column “with all-reduce” includes it."
 )
 
-_PHASES = (
+_PHASES = marked(
     "**Data wait** runs from asking the loader for the next batch to getting it, **host to device** from then "
     "until the model’s inputs lie on the device, **backward** until the last local gradient is computed, and "
     "**exposed all-reduce** from then until the last gradient is averaged over the ranks. **Other** is the rest "
@@ -72,7 +73,7 @@ _PHASES = (
     "out."
 )
 
-_ON_A_GPU = (
+_ON_A_GPU = marked(
     "On a GPU the phases come from CUDA events on the compute stream. The loader copies images on a stream of its own, "
     "ahead of the trainer: that time is its **transfer** stage, and **host to device** is only what the step "
     "still had to wait for."
@@ -87,11 +88,13 @@ _EMULATED_PHASES = (
 
 def describe(report: Report, plots: Mapping[str, str]) -> Document:
     """Return the report as a document with these plots."""
-    about = (
-        f"Training on **{report.dataset.name}** ({report.dataset.num_samples:,} samples, split "
-        f"{report.dataset.split}): {counted(report.num_ranks, 'rank')}, each one {_accelerator_name(report)}, "
-        f"{counted(report.options['batch_size'], 'sample')} a rank and batch"
-    )
+    about = marked(
+        "Training on **{name}** ({samples:,} samples, split {split}): {ranks}, each one {device}, {batch} a rank and "
+        "batch",
+        name=report.dataset.name, samples=report.dataset.num_samples, split=report.dataset.split,
+        ranks=counted(report.num_ranks, "rank"), device=_accelerator_name(report),
+        batch=counted(report.options["batch_size"], "sample"),
+    )  # fmt: skip
     parts: list[Block | Section] = [
         *_verdict(report),
         *_real_and_emulated(report),
@@ -271,7 +274,7 @@ def _loader(report: Report, plots: Mapping[str, str]) -> list[Section]:
         ]
         for stage in report.figures.stages
     ]
-    caption = (
+    caption = marked(
         "In the order in which data flows. **Busy**: working. **Starved**: waiting for the stage before. "
         "**Blocked**: the next stage has no room. Where the accelerators wait for data, look for the stage that is "
         "always busy; where stages are blocked, the loader is ahead of the accelerators, as it should be."
@@ -314,7 +317,7 @@ def _ranks(report: Report) -> list[Section]:
         rows = [row[:-1] for row in rows]
     else:
         header.append("GPU memory [GiB]")
-    legend = (
+    legend = marked(
         "Memory: the peak. **Compute time**: step time without all-reduce, compared with the other ranks’. "
         "**Slowest**: share of steps in which the other ranks waited for this one."
     )

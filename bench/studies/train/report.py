@@ -176,7 +176,8 @@ def build_report(
         model={"name": settings.model, "num_parameters": header.num_parameters if header else None},
         window=window,
         figures=figures,
-        warnings=find_warnings(settings, logs, window, figures, cpu, source),
+        disturbed=None if cpu is None else cpu.disturbed,
+        warnings=find_warnings(settings, logs, window, figures, source),
         source=source,
         checkpoints=checkpoint_figures(settings, logs, None if figures is None else figures.step_time.mean_ms),
         memory=[log.memory for log in logs if log.memory is not None] or None,
@@ -323,16 +324,10 @@ def find_warnings(
     logs: Sequence[RankLog],
     window: Window,
     figures: Figures | None,
-    cpu: CpuUse | None,
     source: DataSource | None = None,
 ) -> list[str]:
     """Return all warnings; ``figures`` is None if the window is too short, ``source`` if nothing was loaded."""
     found = [*_of_the_run(settings, logs), *_of_the_input(settings, logs)]
-    if cpu is not None and cpu.disturbed:
-        found.append(
-            f"Other processes used {cpu.others:.1f} of {cpu.usable:g} CPUs during the run, this run {cpu.own:.1f}. "
-            "Repeat it on an idle machine for valid figures."
-        )
     if source is not None and figures is not None:
         found += warnings_of_source(source)
     if figures is not None:
@@ -396,8 +391,7 @@ def _of_the_window(settings: TrainSettings, logs: Sequence[RankLog], window: Win
     if wait_share > _NOTABLE and at_turns > 0.5:
         yield (
             f"{at_turns:.0%} of the data wait fell on the first step of an epoch, and an epoch of this split has only "
-            f"{steps_per_epoch} steps: the loader refills its queues at the start of each epoch. In an epoch of a "
-            "thousand steps this would be negligible."
+            f"{steps_per_epoch} steps. In an epoch of a thousand steps this would be negligible."
         )
     stock = _share_from_stock(logs, window, settings.accumulation)
     if stock > _NOTABLE:

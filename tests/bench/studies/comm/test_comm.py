@@ -6,11 +6,12 @@ import msgspec
 import pytest
 
 from fuelrail.__main__ import main
-from fuelrail.bench.measure.machine import machine_facts
+from fuelrail.bench.measure.machine import Gpu, machine_facts
 from fuelrail.bench.planner.hardware import load_cluster
+from fuelrail.bench.studies.comm import run
 from fuelrail.bench.studies.comm.report import CommOptions, CommReport, link_of, timed
 from fuelrail.bench.studies.comm.run import run_comm, with_link
-from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.errors import ConfigError, FuelrailError
 
 
 def report(nodes, *found):
@@ -44,24 +45,44 @@ def test_the_link_is_the_largest_groups_all_reduce():
 
 
 @pytest.mark.process
-def test_two_ranks_of_this_host_and_a_cluster_file(tmp_path, capsys):
+def test_two_ranks_of_this_host(tmp_path, capsys):
     out = tmp_path / "comm"
     sizes = ["--smallest", "1000", "--largest", "100000", "--repeats", "2", "--warmup", "0"]
-    assert (
-        main(["bench", "comm", *sizes, "--base", "1x8-h100", "--mesh", "dp_shard=2", "--out", str(out), "--json"]) == 0
-    )
+    assert main(["bench", "comm", *sizes, "--mesh", "dp_shard=2", "--out", str(out), "--json"]) == 0
     printed = msgspec.json.decode(capsys.readouterr().out, type=CommReport)
     assert printed == msgspec.json.decode((out / "report.json").read_bytes(), type=CommReport)
     assert {one.axis for one in printed.timed} == {"dp_shard"}
     assert sorted({one.num_bytes for one in printed.timed}) == [1000, 8000, 64000, 100_000]
     assert all(one.microseconds > 0 for one in printed.timed)
     assert (printed.backend, printed.nodes, printed.warnings) == ("gloo", 1, [])
-    cluster = load_cluster(str(out / "cluster.yaml"))
-    assert cluster.inside.gb_per_s.value == pytest.approx(link_of(printed.timed)[0])
-    assert cluster.device == load_cluster("1x8-h100").device
     assert (out / "report.md").read_text().count("all_reduce") == 4
     page = (out / "report.html").read_text()
     assert (page.count("<svg"), page.count("<tr>")) == (1, 17), "a plot for the axis, a row for each size"
+
+
+@pytest.mark.parametrize(("disturbed", "written"), [(None, True), ("other processes used 1.5 of 2 CPUs", False)])
+def test_a_cluster_file_is_written_on_an_idle_host_alone(disturbed, written, tmp_path, monkeypatch):
+    found = report(1, timed("all_reduce", "all", 16, 1024, 2e-5), timed("all_reduce", "all", 16, 10**9, 0.01))
+    monkeypatch.setattr(run, "_on_this_host", lambda _: msgspec.structs.replace(found, disturbed=disturbed))
+    monkeypatch.setattr(run, "installed_gpus", lambda: [Gpu(name="H100", memory_bytes=1, driver="1")])
+    options = CommOptions(base="1x8-h100")
+    if written:
+        run_comm(options, tmp_path, html=False)
+        cluster = load_cluster(str(tmp_path / "cluster.yaml"))
+        assert cluster.inside.gb_per_s.value == pytest.approx(link_of(found.timed)[0])
+        assert cluster.device == load_cluster("1x8-h100").device
+    else:
+        with pytest.raises(FuelrailError, match=r"cluster.yaml is not written: other processes used 1.5 of 2 CPUs"):
+            run_comm(options, tmp_path, html=False)
+        assert "loaded host" in (tmp_path / "report.md").read_text()
+    assert (tmp_path / "cluster.yaml").exists() is written
+
+
+@pytest.mark.parametrize(("backend", "gpus"), [("gloo", 1), ("auto", 0)])
+def test_rates_of_gloo_on_a_cpu_are_kept_out_of_a_clusters_file(backend, gpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "installed_gpus", lambda: [Gpu(name="H100", memory_bytes=1, driver="1")] * gpus)
+    with pytest.raises(ConfigError, match="by gloo on the CPU"):
+        run_comm(CommOptions(base="1x8-h100", backend=backend), tmp_path)
 
 
 def test_what_is_refused(tmp_path):

@@ -32,7 +32,11 @@ def test_the_model_is_tried_on_every_run_and_those_with_more_ranks_are_held_out(
 
 def test_a_model_that_is_off_says_so():
     assert not scale_report().warnings
-    assert any("off by" in warning for warning in scale_report([measured(1, 2, 300.0, ["weak"])]).warnings)
+    report = scale_report([measured(1, 2, 300.0, ["weak"])])
+    assert any("off by" in warning for warning in report.warnings)
+    assert report.curves == [], "a simulation that missed what was measured simulates nothing else"
+    assert "ranks it gives" not in render_markdown(report)
+    assert "within" not in render_markdown(report).split("##")[0]
 
 
 def test_curves_show_what_stragglers_and_storage_cost():
