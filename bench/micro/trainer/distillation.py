@@ -103,11 +103,8 @@ class Drive:
 
 def train(drive: Drive, name: str, seed: int, steps: int, lesson: Mapping[str, Any] | None = None) -> Parallel:
     """Train a model from the weights of a seed, at a rate that falls to 0."""
-    wraps, teaches = [], None
-    if lesson is not None:
-        wrap, teaches = distilled(MODELS[name], drive.loader, "cpu", **lesson)
-        wraps.append(wrap)
-    model = build(MODELS[name], "cpu", seed, None, *wraps)
+    wrap, teaches = (None, None) if lesson is None else distilled(MODELS[name], drive.loader, "cpu", **lesson)
+    model = build(MODELS[name], "cpu", seed, None, wrap)
     parallel = parallelise(model, ParallelSettings(), Degrees(), None, batch_size=_BATCH, learning_rate=_RATE)
     parallel.teacher = teaches
     parallel.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(parallel.optimiser, steps)

@@ -67,10 +67,10 @@ def run_training(
     dataset: str | os.PathLike[str], options: TrainOptions, out: str | os.PathLike[str] | None, *, html: bool
 ) -> Made:
     """Make one run and write its report into ``out``, if given; see :func:`train`."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if (world := os.environ.get("WORLD_SIZE", "1")) != "1":
         raise ConfigError(
-            f"this is one of WORLD_SIZE={os.environ['WORLD_SIZE']} processes, and `bench train` starts all ranks on one "
-            "host itself: run it once, with --ranks; for several hosts start a script of your own as configs/recipes do"
+            f"this is one of WORLD_SIZE={world} processes; `bench train` starts all ranks itself, on one host: run it "
+            "once, with --ranks; for several hosts start a script of your own as configs/recipes do"
         )
     if options.trace and out is None:
         raise ConfigError("trace=True writes a file: give out=FOLDER")
@@ -219,6 +219,7 @@ def _settings(dataset: str, options: TrainOptions, records: Path) -> TrainSettin
     if options.steps is not None and options.epochs is not None:
         raise ConfigError(f"steps={options.steps} and epochs={options.epochs} exclude each other: give one of them")
     profile = options.profile or _profile(options.accelerator)
+    default = "stand-in" if degrees_of(options, options.ranks).pp == 1 else "bev-tiny"  # one layer cannot be cut
     changes: dict[str, Any] = {
         name: str(Path(place).absolute())
         for name in ("cache_dir", "transforms")
@@ -229,20 +230,12 @@ def _settings(dataset: str, options: TrainOptions, records: Path) -> TrainSettin
         "records": str(records.absolute()),
         "steps": _DEFAULT_STEPS if options.steps is None and options.epochs is None else options.steps,
         "precision": options.precision or ("fp32" if profile else "bf16"),
-        "model": options.model or _default_model(options, emulated=profile is not None),
+        "model": options.model or (default if profile else "base"),
         "profile": profile,
         "checkpoint": _checkpoint_place(options),
         **_teacher_places(options),
     }
     return TrainSettings(**{**msgspec.structs.asdict(options), **changes})
-
-
-def _default_model(options: TrainOptions, *, emulated: bool) -> str:
-    """A model with a layer for each stage of the run's pipeline."""
-    degrees = degrees_of(options, options.ranks)
-    if not emulated:
-        return "base"
-    return "bev-tiny" if degrees.pp > 1 else "stand-in"
 
 
 def _teacher_places(options: TrainOptions) -> dict[str, str | None]:

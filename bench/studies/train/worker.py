@@ -151,7 +151,7 @@ def _divided(
     """Make the model, with its teacher, divided over the ranks."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     degrees = Degrees() if "all-reduce" in settings.leave_out else degrees_of(settings, world)
-    size, teacher, wraps = MODELS[settings.model], None, []
+    size, wrap, teacher = MODELS[settings.model], None, None
     if settings.teacher is not None or settings.teacher_layer is not None:
         assert loader is not None, "a teacher's layer comes with the loader"
         wrap, teacher = distilled(
@@ -164,11 +164,10 @@ def _divided(
             temperature=settings.temperature or TEMPERATURE,
             tp=degrees.tp,
         )
-        wraps.append(wrap)
     global_batch = degrees.data * settings.batch_size * settings.accumulation
     parallel = parallelise(
         # The seed makes every rank start from the same weights, and runs repeatable.
-        build(size, accelerator.torch_device, settings.seed, mesh, *wraps),
+        build(size, accelerator.torch_device, settings.seed, mesh, wrap),
         settings,
         degrees,
         mesh,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,40 +37,31 @@ def draft(make: Callable[[], StagedModel], device: str, seed: int) -> StagedMode
     Filling makes the model once more and keeps of each module this rank's share as soon as it is made: so a rank never
     has the whole of more than one, and any division starts from the weights that the seed gives the undivided model.
     """
-    modules: list[nn.Module] = []
+    modules: list[nn.Module] = []  # in the order in which they are made, which is always the same
     with torch.device("meta"), _seeing(modules.append):
         model = make()
-    model.fill = partial(_fill, make, device, seed, modules)
-    return model
 
+    def fill(parts: Collection[nn.Module], offload: bool) -> None:
+        for part in parts:
+            part.to_empty(device="cpu" if offload else device)
+        kept, targets = {module for part in parts for module in part.modules()}, iter(modules)
 
-def _fill(
-    make: Callable[[], StagedModel],
-    device: str,
-    seed: int,
-    modules: list[nn.Module],
-    parts: Collection[nn.Module],
-    offload: bool,
-) -> None:
-    """Give parts of a divided model memory and values; ``modules`` are its own in the order in which they are made."""
-    for part in parts:
-        part.to_empty(device="cpu" if offload else device)
-    kept = {module for part in parts for module in part.modules()}
-    targets = iter(modules)
-
-    def keep_share(made: nn.Module) -> None:
-        target = next(targets)
-        for name, value in list(made.named_parameters(recurse=False)):
-            if target in kept and not value.is_meta:
-                _copy(value, target.get_parameter(name))
-            setattr(made, name, nn.Parameter(value.to("meta"), value.requires_grad))
-        for name, value in made.named_buffers(recurse=False):
+        def keep_share(made: nn.Module) -> None:
+            target = next(targets)
+            for name, value in list(made.named_parameters(recurse=False)):
+                if target in kept and not value.is_meta:
+                    _copy(value, target.get_parameter(name))
+                setattr(made, name, nn.Parameter(value.to("meta"), value.requires_grad))
             if target in kept:
-                target.register_buffer(name, value.to(device), name not in made._non_persistent_buffers_set)  # noqa: SLF001
+                for name, value in made.named_buffers(recurse=False):
+                    setattr(target, name, value.to(device))
 
-    torch.manual_seed(seed)
-    with _seeing(keep_share):
-        make()
+        torch.manual_seed(seed)
+        with _seeing(keep_share):
+            make()
+
+    model.fill = fill
+    return model
 
 
 @torch.no_grad()

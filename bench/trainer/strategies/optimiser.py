@@ -58,28 +58,21 @@ def scaled_rate(rate: float, settings: ParallelSettings, global_batch: int) -> f
 def clip_gradients(parameters: Iterable[nn.Parameter], largest: float, pipeline: dist.ProcessGroup | None) -> None:
     """Scale all gradients so that their norm, over all ranks' parts and stages, is at most ``largest``."""
     found = [p for p in parameters if p.grad is not None]
+    # By the groups of ranks that have a part each. DTensor's own norm warns on every rank where two axes divide it.
     divided: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     for parameter, gradient in zip(found, _local_gradients(found), strict=True):
-        divided.setdefault(_shared_with(parameter), []).append(gradient)
-    # DTensor's own norm would print a warning on every rank where two axes divide a tensor.
-    square = torch.zeros((), device=next(iter(divided.values()))[0].device if found else None)
-    for groups, gradients in divided.items():
-        part = get_total_norm(gradients).square()
+        axes = enumerate(parameter.placements) if isinstance(parameter, DTensor) else ()
+        groups = tuple(parameter.device_mesh.get_group(axis) for axis, kind in axes if not kind.is_replicate())
+        divided.setdefault(groups, []).append(gradient)
+    squares = {groups: get_total_norm(gradients).square() for groups, gradients in (divided or {(): []}).items()}
+    for groups, square in squares.items():
         for group in groups:
-            dist.all_reduce(part, group=group)
-        square += part
+            dist.all_reduce(square, group=group)
+    square = torch.stack(list(squares.values())).sum()
     if pipeline is not None:
         dist.all_reduce(square, group=pipeline)
     for same_mesh in _by_mesh(found):
         clip_grads_with_norm_(same_mesh, largest, square.sqrt())
-
-
-def _shared_with(parameter: nn.Parameter) -> tuple[dist.ProcessGroup, ...]:
-    """The groups of ranks, one for each axis of the mesh, that have a part each of this parameter."""
-    if not isinstance(parameter, DTensor):
-        return ()
-    axes = (axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate())
-    return tuple(parameter.device_mesh.get_group(axis) for axis in axes)
 
 
 def _local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -212,7 +212,7 @@ def build(
     device: str,
     seed: int,
     mesh: DeviceMesh | None = None,
-    wrap: Callable[[StagedModel], StagedModel] = lambda model: model,
+    wrap: Callable[[StagedModel], StagedModel] | None = None,
 ) -> StagedModel:
     """Make the model with the weights that the seed says, on a device; the same on every rank.
 
@@ -221,7 +221,7 @@ def build(
     """
 
     def make() -> StagedModel:
-        return wrap(build_model(settings))
+        return build_model(settings) if wrap is None else wrap(build_model(settings))
 
     if mesh is not None:
         return draft(make, device, seed)
