@@ -67,7 +67,7 @@ def run_rank(module, arguments: list[str], options: dict[str, int], file: Path) 
             if dist.is_initialized():
                 dist.destroy_process_group()
         code = 0
-    except BaseException:  # noqa: BLE001 - a fork must not go on as its parent would
+    except BaseException:  # noqa: BLE001 - a fork must not do what its parent does next
         traceback.print_exc()
     finally:
         sys.stderr.flush()

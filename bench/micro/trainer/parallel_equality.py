@@ -125,7 +125,7 @@ def _variations() -> Iterator[Case]:
         for model in ("gpt-tiny", "vit-tiny"):
             pipeline = divided(strategy="pipeline", pipeline_schedule=schedule, micro_batches=8)
             yield Case(model=model, parallel=pipeline)
-    for options in (
+    listed: tuple[dict[str, Any], ...] = (
         {"strategy": "fsdp2", "recompute": "full"},
         {"strategy": "fsdp2", "recompute": "selective"},
         {"strategy": "tensor", "recompute": "selective"},
@@ -138,7 +138,8 @@ def _variations() -> Iterator[Case]:
             {"strategy": name, "optimiser": "adamw"}
             for name in ("ddp", "zero1", "zero2", "fsdp2", "tensor", "pipeline")
         ),
-    ):
+    )
+    for options in listed:
         yield Case(model="gpt-tiny", parallel=divided(**options))
     low = (
         ("bev-tiny", "ddp"),

@@ -53,8 +53,8 @@ def draft(make: Callable[[], StagedModel], device: str, seed: int) -> StagedMode
                     _copy(value, target.get_parameter(name))
                 setattr(made, name, nn.Parameter(value.to("meta"), value.requires_grad))
             if target in kept:
-                for name, value in made.named_buffers(recurse=False):
-                    setattr(target, name, value.to(device))
+                for name, buffer in made.named_buffers(recurse=False):
+                    setattr(target, name, buffer.to(device))
 
         torch.manual_seed(seed)
         with _seeing(keep_share):
