@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fuelrail.loaders.config import default_num_workers
-from fuelrail.loaders.decode import dali_install
+from fuelrail.loaders.decode import dali_install, plugin_decoders
 from fuelrail.loaders.decode.native import load as load_native
 from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, given_flags, print_json
 from fuelrail.pipeline.errors import ConfigError
@@ -100,6 +100,7 @@ def doctor() -> DoctorReport:
         _native(),
         _pillow(),
         *_dali(),
+        *(Finding(f"decoder={name}", f"plug-in: {entry.value}") for name, entry in plugin_decoders().items()),
         _gpu(),
         _jpegtran(),
         Finding("decoding threads", f"{default_num_workers()} by default: the CPUs that this process may use"),

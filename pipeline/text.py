@@ -6,6 +6,8 @@ have put into a text is printed with control characters escaped, and never at fu
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -34,6 +36,23 @@ def shown(value: object, limit: int = MAX_VALUE) -> str:
     """One value as text to print: escaped, and cut beyond ``limit`` characters, with their number."""
     text = str(value)
     return escaped(text) if len(text) <= limit else f"{escaped(text[:limit])}... ({len(text)} characters)"
+
+
+def repeated_key(data: bytes, decoded: object) -> str | None:
+    """A key that an object of a JSON document has twice, None where there is none. Parsers differ in which they take.
+
+    ``decoded`` is what msgspec made of the document: to look at one that msgspec wrote costs no more than to write it.
+    """
+    if msgspec.json.format(data, indent=-1) == msgspec.json.encode(decoded):
+        return None
+    found: list[str] = []
+
+    def look(pairs: list[tuple[str, object]]) -> None:
+        names = Counter(name for name, _ in pairs)
+        found.extend(name for name, count in names.items() if count > 1)
+
+    json.loads(data, object_pairs_hook=look, parse_int=str, parse_float=str)
+    return found[0] if found else None
 
 
 def differing(one: Mapping[str, Any], two: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:

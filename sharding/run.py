@@ -35,11 +35,12 @@ from fuelrail.sharding.output.resume import (
 )
 from fuelrail.sharding.output.workspace import RunState, Workspace
 from fuelrail.sharding.planning.plan import Plan, assign_splits, make_plan, select_rows, selection
-from fuelrail.sharding.sources.registry import SourceSpec, make_source, parse_source
+from fuelrail.sharding.sources.registry import SourceSpec, make_source, naming, parse_source
 from fuelrail.sharding.sources.shared.scan_table import ScanTable, ScanWriter, uncompressed_share
 from fuelrail.sharding.write.dictionary import train_or_load_dictionary
 from fuelrail.sharding.write.finish import finish
 from fuelrail.sharding.write.images import jpegtran_version, stored_channel, stored_share
+from fuelrail.sharding.write.member_check import check_rows
 from fuelrail.sharding.write.records import is_whole, load_record
 from fuelrail.sharding.write.shard_writer import ShardDone, WriteJob
 from fuelrail.sharding.write.staging import NO_BAND, Bands, stage_clips
@@ -125,7 +126,8 @@ def shard(
     with output.writing(), Workspace(output) as work:
         started = work.state()
         check_same_recipe(output.shown, started.recipe if started else None, recipe)
-        scan = _scan(work, source, recipe)
+        with naming(spec):
+            scan = _scan(work, source, recipe)
         progress.scanned(scan.info)
         _check_channels(scan.info, recipe, spec)
         finished = manifest_in(output)
@@ -173,11 +175,20 @@ def repair(root: str | os.PathLike[str], source: str, num_workers: int, progress
 def scan_source(spec: SourceSpec) -> ScanInfo:
     """Scan a source and keep nothing but the result; raises SourceError with what is wrong with it."""
     with tempfile.TemporaryDirectory(prefix="fuelrail-") as folder:
-        return _fill_table(make_source(spec), Path(folder) / "scan.arrow")[0]
+        path = Path(folder) / "scan.arrow"
+        with naming(spec):
+            info, _ = _fill_table(make_source(spec), path, is_check=True)
+        check_rows(ScanTable(path), _rig(info), f"{spec.kind}:{spec.location}")
+        return info
 
 
-def _fill_table(source: Source, path: Path) -> tuple[ScanInfo, NDArray[np.uint64]]:
-    with ScanWriter(path, source.attribute_types) as out:
+def _rig(info: ScanInfo) -> Rig:
+    cameras = [camera.channel for camera in info.cameras]
+    return Rig.make(cameras, info.lidars, info.classes, info.attributes, info.channels)
+
+
+def _fill_table(source: Source, path: Path, *, is_check: bool = False) -> tuple[ScanInfo, NDArray[np.uint64]]:
+    with ScanWriter(path, source.attribute_types, is_check=is_check) as out:
         info = source.scan(out)
     if not info.num_samples:
         raise SourceError(f"the {source.kind} source has no samples")
@@ -275,9 +286,7 @@ def _job(work: Workspace, spec: SourceSpec, scan: _Scan, plan: Plan, dictionary:
         lidars=tuple(info.lidars),
         clip_ids=tuple(clip.clip_id for clip in info.clips),
         dictionary=dictionary,
-        rig=Rig.make(
-            [camera.channel for camera in info.cameras], info.lidars, info.classes, info.attributes, info.channels
-        ),
+        rig=_rig(info),
         channels=info.channels,
     )
 

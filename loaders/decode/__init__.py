@@ -1,23 +1,32 @@
-"""Decode backends behind one protocol (`ImageDecoder`), chosen by name."""
+"""Decode backends behind one protocol (`ImageDecoder`), chosen by name: Fuelrail's, and plug-ins.
+
+A plug-in's package names a function that makes a decoder for a `Place` in the entry points ``fuelrail.decoders``::
+
+    [project.entry-points."fuelrail.decoders"]
+    nvdec = "my_package.nvdec:make"
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Final, TypeGuard
 
 from fuelrail.loaders.decode.protocol import (
     INTERPOLATIONS,
+    UNKNOWN,
     BatchDecoder,
     DaliOptions,
     ImageDecoder,
     ImageFacts,
     ImagesDecoder,
     Interpolation,
+    Place,
     ViewsDecoder,
 )
 from fuelrail.pipeline.errors import ConfigError, ImageError
 from fuelrail.pipeline.sample.image_header import ImageInfo, probe
+from fuelrail.pipeline.settings import did_you_mean
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,22 +44,45 @@ __all__ = [
     "ImageInfo",
     "ImagesDecoder",
     "Interpolation",
+    "Place",
     "ViewsDecoder",
     "decode_images",
     "decode_views",
     "decodes_on_device",
     "make_decoder",
+    "plugin_decoders",
     "probe",
 ]
 
-BACKENDS = {
-    "turbo": "fuelrail.loaders.decode.turbo:TurboDecoder",
-    "pillow": "fuelrail.loaders.decode.pillow:PillowDecoder",
-    "dali": "fuelrail.loaders.decode.dali:DaliDecoder",
-}
-"""Backend name to the class that is imported when it is chosen."""
+GROUP: Final = "fuelrail.decoders"
 
-_ON_DEVICES = frozenset({"dali"})
+
+def _turbo(_: Place) -> ImageDecoder:
+    from fuelrail.loaders.decode.turbo import TurboDecoder
+
+    return TurboDecoder()
+
+
+def _pillow(_: Place) -> ImageDecoder:
+    from fuelrail.loaders.decode.pillow import PillowDecoder
+
+    return PillowDecoder()
+
+
+def _dali(place: Place) -> ImageDecoder:
+    from fuelrail.loaders.decode.dali import DEFAULT_OPTIONS, DaliDecoder
+
+    facts = UNKNOWN if place.facts is None or place.device == "cpu" else place.facts()
+    return DaliDecoder(place.device, num_threads=place.num_threads, facts=facts, options=place.dali or DEFAULT_OPTIONS)
+
+
+BACKENDS: dict[str, Callable[[Place], ImageDecoder]] = {"turbo": _turbo, "pillow": _pillow, "dali": _dali}
+"""Name of a built-in backend to the function that imports and makes it."""
+
+
+def plugin_decoders() -> dict[str, EntryPoint]:
+    """Return the entry points of installed plug-ins by name, without loading any; none replaces a built-in backend."""
+    return {one.name: one for one in entry_points(group=GROUP) if one.name not in BACKENDS}
 
 
 def make_decoder(
@@ -62,23 +94,39 @@ def make_decoder(
 ) -> ImageDecoder:
     """Return the decode backend of that name; ``"auto"`` picks the fastest that is always installed, ``"turbo"``.
 
-    ``device`` is for those that know devices, which are `BatchDecoder` too ("dali"); None is the CPU. ``facts`` is
-    called where the images' sizes and coding help: for a GPU. ``num_threads`` is for those with threads of their own,
-    which again is "dali"; ``dali`` are its options.
+    ``device`` is for backends that know devices, which are `BatchDecoder` too (such as "dali"); None is the CPU.
+    ``facts`` is called where the images' sizes and coding help: for a GPU. ``num_threads`` is for those with threads of
+    their own; ``dali`` are the options of "dali".
 
-    Raises ConfigError for an unknown name, or with what to install for a backend whose package is missing.
+    Raises ConfigError for an unknown name, with what to install for a backend whose package is missing, and for a
+    plug-in that makes no decoder.
     """
-    target = BACKENDS.get("turbo" if name == "auto" else name)
-    if target is None:
-        raise ConfigError(f"decoder={name!r} must be one of auto, {', '.join(BACKENDS)}")
-    module, _, attribute = target.partition(":")
-    backend = getattr(import_module(module), attribute)
-    if name not in _ON_DEVICES:
-        return cast("ImageDecoder", backend())
-    options: dict[str, Any] = {} if dali is None else {"options": dali}
-    if facts is not None and device is not None and str(device) != "cpu":
-        options["facts"] = facts()
-    return cast("ImageDecoder", backend(device or "cpu", num_threads=num_threads, **options))
+    place = Place("cpu" if device is None else str(device), num_threads, facts, dali)
+    built_in = BACKENDS.get("turbo" if name == "auto" else name)
+    return _plugin(name, place) if built_in is None else built_in(place)
+
+
+def _plugin(name: str, place: Place) -> ImageDecoder:
+    """Return the decoder of a plug-in; raises ConfigError, see `make_decoder`."""
+    found = plugin_decoders()
+    if name not in found:
+        known = [*BACKENDS, *found]
+        raise ConfigError(
+            f"decoder={name!r} must be one of auto, {', '.join(known)}{did_you_mean(name, known)}; a plug-in's package "
+            f"names its decoders in the entry points '{GROUP}'"
+        )
+    entry = found[name]
+    package = "" if entry.dist is None else f" of package '{entry.dist.name}'"
+    try:
+        made = entry.load()(place)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"decoder '{name}'{package} cannot be imported: {error}") from error
+    if not isinstance(made, ImageDecoder):
+        raise ConfigError(
+            f"decoder '{name}'{package}: '{entry.value}' made {type(made).__name__}, which is no ImageDecoder of "
+            "fuelrail.loaders.decode; give it the attribute `name` and the method `decode_into`"
+        )
+    return made
 
 
 def decode_images(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, Protocol, TypeAlias, get_args, runtime_checkable
 
 import numpy as np
@@ -23,6 +23,7 @@ Interpolation: TypeAlias = Literal["bilinear", "bicubic"]
 INTERPOLATIONS: tuple[str, ...] = get_args(Interpolation)
 
 
+@runtime_checkable
 class ImageDecoder(Protocol):
     """A decode backend. One instance serves all threads; scratch memory is per thread.
 
@@ -207,6 +208,22 @@ class DaliOptions(CheckedSettings, frozen=True):
 
     hardware_share: Annotated[float, Meta(ge=0.0, le=1.0), must_be("a number from 0 to 1")] = 1.0
     check_every: Annotated[int, Meta(ge=0), must_be("an integer >= 0")] = 1000
+
+
+class Place(NamedTuple):
+    """Where a loader decodes: what the function that makes a backend gets.
+
+    Attributes:
+        device: ``cpu``, or a device of torch such as ``cuda:1``.
+        num_threads: number of the loader's decoding threads, for a backend with threads of its own.
+        facts: returns facts of the dataset's images; None where there is no dataset.
+        dali: options of "dali"; None for its defaults.
+    """
+
+    device: str = "cpu"
+    num_threads: int = 2
+    facts: Callable[[], ImageFacts] | None = None
+    dali: DaliOptions | None = None
 
 
 def wait_on_host(stream: torch.cuda.Stream) -> None:

@@ -15,7 +15,10 @@ from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from fsspec.implementations.local import LocalFileSystem
+
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.storage.files import open_file
 from fuelrail.pipeline.storage.filesystem import filesystem, shown_url
 
 if TYPE_CHECKING:
@@ -58,6 +61,7 @@ class FsspecClient:
 
     def __init__(self, fs: Any, path: str) -> None:  # noqa: ANN401
         self._fs, self._path = fs, path
+        self._read = _read_local if isinstance(fs, LocalFileSystem) else fs.cat_file
         self._threads: concurrent.futures.ThreadPoolExecutor | None = None
         if getattr(fs, "async_impl", False):
             if hasattr(fs, "retries"):
@@ -70,7 +74,7 @@ class FsspecClient:
         path = f"{self._path}/{name}"
         if self._threads is not None:
             loop = asyncio.get_running_loop()
-            data: bytes = await loop.run_in_executor(self._threads, lambda: self._fs.cat_file(path, start, end))
+            data: bytes = await loop.run_in_executor(self._threads, self._read, path, start, end)
         else:
             data = await self._fs._cat_file(path, start=start, end=end)  # noqa: SLF001 - fsspec's asynchronous API
         return data
@@ -79,6 +83,13 @@ class FsspecClient:
         """See RangeClient."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _read_local(path: str, start: int, end: int) -> bytes:
+    """Read a range of a file in a folder: unlike an object of a store it may be a FIFO, or a link out of the folder."""
+    with open_file(path) as file:
+        file.seek(start)
+        return file.read(end - start)
 
 
 class ObstoreClient:

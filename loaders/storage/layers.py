@@ -47,23 +47,14 @@ class LayerPart(NamedTuple):
         """
         layer = self.layer
         try:
-            number = layer.row(position)
-            row = None if number == NO_ROW else layer.data.index.row(number)
+            found = layer.find(position, key)
         except FuelrailError as error:
             return error
-        if row is None:
-            if layer.missing != "error":
-                return None
-            return OrderError(
-                f"layer '{layer.name}' has no value for sample '{key}'; "
-                "LayerOptions(missing='mask') marks it in the batch"
-            )
-        if row.key != key:
-            return IndexFileError(
-                f"layer '{layer.name}' ('{layer.data.location}') has the key '{row.key}' for sample '{key}' "
-                "of its base: verify the layer"
-            )
-        return number, row
+        if found is not None or layer.missing != "error":
+            return found
+        return OrderError(
+            f"layer '{layer.name}' has no value for sample '{key}'; LayerOptions(missing='mask') marks it in the batch"
+        )
 
     def members(self, stored: StoredRow) -> dict[str, memoryview]:
         """The raw members of a stored row, by the names that a loader has for them.

@@ -28,7 +28,7 @@ from fuelrail.pipeline.channels.selection import select
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.attributes import ClipTable
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
-from fuelrail.pipeline.format.layers import NO_ROW, open_layer
+from fuelrail.pipeline.format.layers import open_layer
 from fuelrail.pipeline.order.windows import FrameWindow, WindowLookup
 from fuelrail.pipeline.settings import CheckedSettings, flag, make_options
 from fuelrail.pipeline.text import shown
@@ -150,8 +150,8 @@ def _values(
         missing += [one.name for one in chosen if one.name not in values]
     for name, place in (options.layers or {}).items():
         layer = open_layer(name, place, dataset, "mask")
-        at = layer.row(row)
-        values = {} if at == NO_ROW else layer.data.read(at)
+        at = layer.find(row, dataset.index.row(row).key)
+        values = {} if at is None else layer.data.read(at[0])
         stored = list(zip(layer.channels, layer.manifest.channels, strict=True))
         found += [(one, values[own.name]) for one, own in stored if own.name in values]
         missing += [one.name for one, own in stored if own.name not in values]

@@ -90,6 +90,10 @@ BOXES_CHANNEL: Final = Channel(
 """The entry of the 3-D annotations in the table of channels."""
 
 
+RESERVED: Final = ("meta", "geometry", BOXES_CHANNEL.name)
+"""Names that no other channel has: those of the parts of every sample."""
+
+
 def channel_table(
     cameras: Sequence[CameraEntry],
     lidars: Sequence[LidarEntry],

@@ -154,6 +154,8 @@ def broken_entry(channel: Channel) -> Iterator[str]:
     yield from _broken_columns(channel)
     texts = [channel.codec, channel.source_name, channel.description, channel.frame or "", channel.sensor or ""]
     texts += [*channel.axes, *channel.columns, *channel.units, *(spec.name for spec in channel.arrays)]
+    texts += [channel.kind, channel.law.name, channel.law.camera or "", *(spec.unit for spec in channel.arrays)]
+    texts += [channel.vocabulary.name] if channel.vocabulary is not None else []
     if max(map(len, texts)) > MAX_TEXT:
         yield f"a text of {max(map(len, texts))} characters, at most {MAX_TEXT} are allowed"
     if channel.frame not in (None, "ego", "global") and not (channel.frame or "").startswith(("image:", "sensor:")):

@@ -21,17 +21,24 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.selection import check_table
-from fuelrail.pipeline.channels.sensors import BOXES_CHANNEL, CAMERA, LIDAR
-from fuelrail.pipeline.channels.table import Channel, Law
+from fuelrail.pipeline.channels.sensors import CAMERA, LIDAR, RESERVED
+from fuelrail.pipeline.channels.table import MAX_TEXT, Channel, Law
 from fuelrail.pipeline.errors import ConfigError, IndexFileError, ManifestError, OrderError, SchemaError
 from fuelrail.pipeline.format.attributes import Attributes
 from fuelrail.pipeline.format.dataset import Dataset, open_kind
-from fuelrail.pipeline.format.manifest import DATASETS, Kinds, Manifest
-from fuelrail.pipeline.sample.arrays import map_npy
-from fuelrail.pipeline.sample.schema import GEOMETRY, META
+from fuelrail.pipeline.format.manifest import (
+    BRING_BACK,
+    DATASETS,
+    Kinds,
+    Manifest,
+    check_fingerprints,
+    check_parts,
+)
 from fuelrail.pipeline.settings import Settings, must_be
+from fuelrail.pipeline.storage.files import map_npy
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.storage.retry import RetryPolicy
 
 LAYER_FORMAT: Final = "fuelrail-layer"
@@ -64,8 +71,14 @@ class LayerView(Settings, frozen=True, omit_defaults=True):
     """
 
     kind: Annotated[Literal["fixed", "per_view"], must_be("one of fixed, per_view")] = "fixed"
-    epoch: Annotated[Annotated[int, Meta(ge=0)] | None, must_be("an integer >= 0, or None")] = None
+    epoch: Annotated[Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None, must_be("an integer >= 0, or None")] = None
     settings: Annotated[dict[str, Any] | None, must_be("a dict or None")] = None
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a view without epoch and settings, or with them where the values are of all views."""
+        wanted = self.kind == "per_view"
+        if (self.epoch is not None) != wanted or (self.settings is not None) != wanted:
+            raise ConfigError("a view of kind 'per_view' has epoch and settings, one of kind 'fixed' has neither")
 
 
 class BaseEntry(Settings, frozen=True):
@@ -100,8 +113,17 @@ class LayerManifest(Manifest, frozen=True, kw_only=True):
         return (*self.base.sensors, *self.channels)
 
     def check_channels(self, where: str) -> None:
-        """Raise ManifestError for a table that is broken, or that has what only a base has."""
+        """Raise ManifestError for a table that is broken or has what only a base has; and for a base that is none."""
+        check_fingerprints(where, self.base.fingerprint)
         check_layer_table(self.channels, self.base, where, ManifestError)
+        check_parts(self.base.sensors, where)
+        if len(self.base.name) > MAX_TEXT:
+            raise ManifestError(f"'{where}': base.name has {len(self.base.name)} characters; {MAX_TEXT} are allowed")
+        if [*self.splits] != [LAYER_SPLIT] or any(one.sensor not in (CAMERA, LIDAR) for one in self.base.sensors):
+            raise ManifestError(
+                f"'{where}': a layer has the one split '{LAYER_SPLIT}', and names cameras and lidars of its base; "
+                f"{BRING_BACK}"
+            )
 
 
 LAYERS: Final[Kinds] = {LAYER_FORMAT: LayerManifest}
@@ -113,12 +135,11 @@ def check_layer_table(
     channels: Sequence[Channel], base: BaseEntry, where: str, error: type[Exception], *, known_only: bool = True
 ) -> None:
     """Raise ``error``, naming the channel, for a table that is not one of a layer of this base."""
-    reserved = {META, GEOMETRY, BOXES_CHANNEL.field}
     for channel in channels:
-        if channel.sensor in (CAMERA, LIDAR) or channel.field in reserved:
+        if channel.sensor in (CAMERA, LIDAR) or channel.name in RESERVED:
             raise error(
-                f"'{where}': channel {channel.name!r:.110} cannot be in a layer: cameras, lidars, metadata, geometry "
-                "and the entry 'boxes' belong to a base; give boxes another name"
+                f"'{where}': channel {channel.name!r:.110} cannot be in a layer: cameras, lidars and the names "
+                f"{', '.join(RESERVED)} belong to a base; give it another name"
             )
     check_table((*base.sensors, *channels), where, error, known_only=known_only)
 
@@ -147,12 +168,21 @@ class Layer:
         """Whether every row of the base has a row of the layer."""
         return self.manifest.num_samples == self.manifest.base.num_samples
 
-    def row(self, position: int) -> int:
-        """The row of the layer's index for a position of the base; `NO_ROW` where there is none.
+    def find(self, position: int, key: str) -> tuple[int, IndexRow] | None:
+        """The number of the layer's row for a sample of the base, and the row; None where it has none.
 
-        Raises IndexFileError for a row that the index does not have.
+        Raises IndexFileError for a row that the index does not have, or that has another key than the sample.
         """
-        return position if self.rows is None else self._checked(int(self.rows[position]))
+        number = position if self.rows is None else self._checked(int(self.rows[position]))
+        if number == NO_ROW:
+            return None
+        row = self.data.index.row(number)
+        if row.key != key:
+            raise IndexFileError(
+                f"layer '{self.name}' ('{self.data.location}') has the key '{row.key}' for sample '{key}' of its base: "
+                "verify the layer"
+            )
+        return number, row
 
     def rows_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """The rows for positions of the base, int64, `NO_ROW` where there is none; `NO_ROW` stays what it is.
@@ -253,7 +283,8 @@ def read_rows(data: Dataset) -> NDArray[np.int64] | None:
     try:
         rows = map_npy(path)
     except (OSError, ValueError, SchemaError) as error:
-        raise IndexFileError(f"'{path}' cannot be read: {error}") from error
+        why = (isinstance(error, OSError) and error.strerror) or error
+        raise IndexFileError(f"'{path}' cannot be read: {why}") from error
     if rows.dtype != ROWS_DTYPE or rows.shape != (num_samples,):
         raise IndexFileError(f"'{path}' must hold int64 [{num_samples}], a row for each sample of the base")
     return cast("NDArray[np.int64]", rows)

@@ -18,6 +18,7 @@ from fuelrail.pipeline.channels.sensors import (
     BOXES_CHANNEL,
     CAMERA,
     LIDAR,
+    RESERVED,
     CameraEntry,
     LidarEntry,
     camera_channel,
@@ -25,10 +26,10 @@ from fuelrail.pipeline.channels.sensors import (
 )
 from fuelrail.pipeline.channels.table import MAX_CHANNELS, Channel
 from fuelrail.pipeline.errors import DatasetNotReadyError, ManifestError
-from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, IMAGE_EXTENSIONS, META
+from fuelrail.pipeline.sample.schema import BOXES, IMAGE_EXTENSIONS
 from fuelrail.pipeline.settings import Settings
 from fuelrail.pipeline.storage.files import read_file
-from fuelrail.pipeline.text import shown
+from fuelrail.pipeline.text import repeated_key, shown
 
 MANIFEST_FILE: Final = "dataset.json"
 FORMAT: Final = "fuelrail-dataset"
@@ -161,7 +162,8 @@ class Manifest(Settings, frozen=True):
 
     def check_channels(self, where: str) -> None:
         """Raise ManifestError for a table that is broken."""
-        _check_channels(self, where)
+        check_table(self.channels, where, ManifestError, known_only=True)
+        check_parts(self.channels, where)
 
     @property
     def cameras(self) -> tuple[CameraEntry, ...]:
@@ -273,8 +275,11 @@ def decode_manifest(data: bytes, where: str, kinds: Kinds = DATASETS) -> Manifes
             raise ManifestError(f"'{where}': {name} has {len(bytes(part))} bytes, at most {_MAX_FREE_BYTES} are read")
     try:
         manifest = msgspec.json.decode(data, type=kind)
+        twice = repeated_key(data, manifest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ManifestError(f"'{where}': {error}") from error
+    if twice is not None:
+        raise ManifestError(f"'{where}': the key '{shown(twice)}' occurs twice in an object; {BRING_BACK}")
     _check_digests(manifest, where)
     _check_limits(manifest, where)
     _check_names(manifest, where)
@@ -347,12 +352,23 @@ def _check_limits(manifest: Manifest, where: str) -> None:
     longest = max(map(len, (*texts, *manifest.classes, *manifest.attributes, *ancestors)))
     if longest > _MAX_TEXT:
         raise ManifestError(f"'{where}': a name of {longest} characters, at most {_MAX_TEXT} are allowed")
+    check_fingerprints(
+        where, *manifest.lineage.parents, *(text for one in manifest.lineage.ancestors for text in one.parents),
+        *(one.fingerprint for one in manifest.lineage.ancestors),
+    )  # fmt: skip
     for name in ("recipe", "facts"):
         if not isinstance(manifest.provenance.get(name, {}), dict):
             raise ManifestError(f"'{where}': provenance.{name} is not an object; {BRING_BACK}")
     codecs = manifest.compression.get("codecs", {})
     if not isinstance(codecs, dict) or not all(isinstance(codec, str) for codec in codecs.values()):
         raise ManifestError(f"'{where}': compression.codecs does not map field names to codecs; {BRING_BACK}")
+
+
+def check_fingerprints(where: str, *fingerprints: str) -> None:
+    """Raise ManifestError for a text that is no fingerprint."""
+    for text in fingerprints:
+        if not re.fullmatch("[0-9a-f]{64}", text):
+            raise ManifestError(f"'{where}': '{shown(text)}' is no fingerprint, which has 64 hex digits; {BRING_BACK}")
 
 
 def _check_names(manifest: Manifest, where: str) -> None:
@@ -374,18 +390,22 @@ def _check_names(manifest: Manifest, where: str) -> None:
                 raise ManifestError(f"'{where}': {kind} name '{shown(name)}' does not match {pattern}")
 
 
-def _check_channels(manifest: Manifest, where: str) -> None:
-    """The table must hold together, and cameras, lidars and boxes be what every reader takes them for."""
-    check_table(manifest.channels, where, ManifestError, known_only=True)
-    for channel in manifest.channels:
+def check_parts(channels: Sequence[Channel], where: str) -> None:
+    """Raise ManifestError unless cameras, lidars and boxes are what every reader takes them for."""
+    parts = {*RESERVED, *(f"{channel.name}_sweeps" for channel in channels if channel.sensor == LIDAR)}
+    for channel in channels:
         if channel.sensor == CAMERA:
             entry = CameraEntry(channel=channel.name, source_name=channel.source_name, sizes=channel.sizes)
             wanted = camera_channel(entry, channel.extension if channel.extension in IMAGE_EXTENSIONS else "jpg")
         elif channel.sensor == LIDAR:
             entry_of_lidar = LidarEntry(channel=channel.name, source_name=channel.source_name, columns=channel.columns)
             wanted = lidar_channel(entry_of_lidar)
-        elif channel.field in (META, GEOMETRY, BOXES):
+        elif channel.name == BOXES_CHANNEL.name:
             wanted = BOXES_CHANNEL
+        elif channel.name in parts:
+            raise ManifestError(
+                f"'{where}': channel '{channel.name}' has the name of another part of a sample; {BRING_BACK}"
+            )
         else:
             continue
         if channel != msgspec.structs.replace(wanted, codec=channel.codec):

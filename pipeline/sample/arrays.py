@@ -12,11 +12,9 @@ import ast
 import functools
 import io
 import math
-import mmap
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -25,6 +23,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save as _save
 
 from fuelrail.pipeline.errors import SchemaError
+from fuelrail.pipeline.text import repeated_key, shown
 
 _DTYPES: Final = {
     name: np.dtype(code)
@@ -173,6 +172,8 @@ def _parse(header: bytes) -> Layout:
         entries = _header_decoder.decode(header)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise SchemaError(f"safetensors header: {error}") from error
+    if (twice := repeated_key(header, entries)) is not None:
+        raise SchemaError(f"safetensors header: '{shown(twice)}' occurs twice")
     position = 0
     for begin, end in sorted(entry.data_offsets for entry in entries.values()):
         if begin != position:
@@ -237,12 +238,6 @@ def read_npy(data: Buffer, *, any_order: bool = False) -> NDArray[np.generic]:
     if start + array.nbytes != len(view):
         raise SchemaError(f".npy of {array.dtype}{list(array.shape)} in {len(view)} bytes")
     return array
-
-
-def map_npy(path: Path) -> NDArray[np.generic]:
-    """Map a ``.npy`` 1.0 file; raises SchemaError for what :func:`read_npy` refuses, ValueError for an empty file."""
-    with path.open("rb") as file:
-        return read_npy(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
 
 
 @functools.lru_cache(maxsize=512)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 import resource
 import stat
@@ -17,8 +18,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from fuelrail.pipeline.sample.arrays import read_npy
+
 if TYPE_CHECKING:
     from io import BufferedReader
+
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 def open_descriptor(path: str | os.PathLike[str]) -> int:
@@ -62,6 +68,15 @@ def read_file(path: str | os.PathLike[str], max_bytes: int) -> bytes:
     """Return the whole of a file of a dataset, of at most ``max_bytes``; raises OSError."""
     with open_file(path, max_bytes) as file:
         return file.read(os.fstat(file.fileno()).st_size)
+
+
+def map_npy(path: str | os.PathLike[str]) -> NDArray[np.generic]:
+    """Map a ``.npy`` 1.0 file of a dataset.
+
+    Raises OSError, SchemaError for what `read_npy` refuses, ValueError for an empty file.
+    """
+    with open_file(path) as file:
+        return read_npy(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
 
 
 @contextlib.contextmanager

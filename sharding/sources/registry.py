@@ -8,8 +8,9 @@ A plug-in's package names its class there::
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -18,7 +19,7 @@ import msgspec
 import yaml
 from msgspec import inspect
 
-from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.settings import did_you_mean
 from fuelrail.pipeline.text import json_text
 
@@ -41,7 +42,7 @@ _BUILT_IN: Final = {
     "rosbag2": "fuelrail.sharding.sources.logs.source:Rosbag2Source",
 }
 _OWN_PACKAGE: Final = "fuelrail"
-_CONTENTS: Final = {
+CONTENTS: Final = {
     "fuelrail": ("dataset.json",),
     "nuscenes": ("v1.0-*/sample.json",),
     "t4": ("annotation/sample.json", "*/annotation/sample.json", "*/*/annotation/sample.json"),
@@ -112,13 +113,33 @@ def parse_source(text: str, options: dict[str, Any]) -> SourceSpec:
     return SourceSpec(kind, location, options)
 
 
+@contextlib.contextmanager
+def naming(spec: SourceSpec) -> Iterator[None]:
+    """Add to an error that no source means to raise the kind and the package that it comes from."""
+    try:
+        yield
+    except FuelrailError:
+        raise
+    except Exception as error:
+        entry = _entry(spec.kind)
+        note = f"raised by the source kind '{spec.kind}' of package '{_package(entry)}'"
+        if spec.kind not in _BUILT_IN and not getattr(error, "__notes__", ()):
+            error.add_note(f"{note}: report it there")
+        raise
+
+
+def _package(entry: EntryPoint) -> str:
+    return _OWN_PACKAGE if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
+
+
 def make_source(spec: SourceSpec) -> Source:
     """Make the source; raises ConfigError where its options are wrong, or a package that it needs is missing."""
     kind = _load(_entry(spec.kind, f"source '{spec.kind}:{spec.location}' has the"))
     missing = _missing(kind)
     if missing:
         raise ConfigError(f"sources of kind '{spec.kind}' need: pip install {' '.join(map(repr, missing))}")
-    made: Source = kind(spec.location, spec.options)
+    with naming(spec):
+        made: Source = kind(spec.location, spec.options)
     return made
 
 
@@ -151,7 +172,7 @@ def source_kinds(kind: str | None = None) -> list[SourceKind]:
 
 
 def _described(entry: EntryPoint) -> SourceKind:
-    package = _OWN_PACKAGE if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
+    package = _package(entry)
     try:
         kind = _load(entry)
     except ConfigError as error:
@@ -231,14 +252,15 @@ def _entry(kind: str, where: str = "this names an") -> EntryPoint:
 def _load(entry: EntryPoint) -> Any:  # noqa: ANN401 - a class with the protocol of Source
     try:
         return entry.load()
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # a plug-in's module may raise anything
         package = "" if entry.dist is None else f" of package '{entry.dist.name}'"
-        raise ConfigError(f"source kind '{entry.name}'{package} cannot be imported: {error}") from error
+        what = error if isinstance(error, ImportError | AttributeError) else repr(error)
+        raise ConfigError(f"source kind '{entry.name}'{package} cannot be imported: {what}") from error
 
 
 def _guessed_kind(place: Path) -> str | None:
     """The kind whose files a folder or a file of this machine looks like."""
-    for kind, patterns in _CONTENTS.items():
+    for kind, patterns in CONTENTS.items():
         if any(place.match(one) if place.is_file() else any(place.glob(one)) for one in patterns):
             return kind
     return None

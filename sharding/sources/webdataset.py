@@ -20,8 +20,8 @@ from fuelrail.pipeline.errors import ConfigError, ImageError, SourceError
 from fuelrail.pipeline.sample.image_header import probe
 from fuelrail.pipeline.text import shown
 from fuelrail.sharding.sources.adapter.frame import Absent, Clip, Frame, Image, Sensors
-from fuelrail.sharding.sources.adapter.members import HEAD_BYTES
 from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
+from fuelrail.sharding.sources.shared.pictures import HEAD_BYTES
 from fuelrail.sharding.sources.shared.tars import COMPRESSED, Member, compressed_members, tar_members
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class _Sample(NamedTuple):
 
 
 class WebDataset(FrameSource[WebDatasetSettings]):
-    """Tars in WebDataset's naming, of any writer: .tar, .tar.gz, .tgz, .tar.zst."""
+    """Tars in WebDataset's naming, of any writer: .tar, .tar.gz, .tgz, .tar.zst, .tzst."""
 
     kind = "webdataset"
     settings = WebDatasetSettings
@@ -158,7 +158,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
 
     def _clip_of(self, sample: _Sample) -> str:
         if not self.given.clip:
-            return sample.tar.partition(".tar")[0].removesuffix(".tgz")
+            return sample.tar.partition(".tar")[0].removesuffix(".tgz").removesuffix(".tzst")
         found = re.search(self.given.clip, sample.key)
         if found is None or not found[1]:
             raise SourceError(

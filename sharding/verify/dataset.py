@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 import numpy as np
@@ -27,22 +27,26 @@ from fuelrail.pipeline.format.attributes import TEXTS
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE
 from fuelrail.pipeline.format.dataset import Dataset, load_dictionary
 from fuelrail.pipeline.format.fetch import fetch_dataset
-from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
+from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTE_TYPES, ATTRIBUTES_FILE
 from fuelrail.pipeline.format.index.blocks import BLOCKS_FILE, TABLE_FILES, block_digests
 from fuelrail.pipeline.format.index.keys import KEYS_FILE
 from fuelrail.pipeline.format.index.samples import INDEX_FILE
 from fuelrail.pipeline.format.index.shards import SHARDS_FILE, ShardEntry
-from fuelrail.pipeline.format.index.tables import open_shards, open_tables
-from fuelrail.pipeline.format.layers import EITHER, NO_ROW, ROWS_FILE, LayerManifest, read_rows
+from fuelrail.pipeline.format.index.tables import MAX_BLOCKS_BYTES, open_shards, open_tables
+from fuelrail.pipeline.format.layers import EITHER, INDEXED, NO_ROW, ROWS_FILE, LayerManifest, read_rows
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, WORK_FOLDER, FileEntry, Manifest, load_manifest
 from fuelrail.pipeline.runtime.workers import in_threads
-from fuelrail.pipeline.storage.files import open_file
+from fuelrail.pipeline.storage.files import open_file, read_file
 from fuelrail.pipeline.storage.filesystem import is_url, shown_url
 from fuelrail.pipeline.text import escaped, json_text, message, shown
 from fuelrail.sharding.output.folder import file_is
 from fuelrail.sharding.output.url import UrlOutput
 from fuelrail.sharding.output.workspace import STATE
 from fuelrail.sharding.verify.shard import Fault, ShardCheck, make_check
+from fuelrail.sharding.write.layers.finish import scalar_channels
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _ROWS_AT_ONCE: Final = 1 << 16
 _LEFT_OVER: Final = (
@@ -241,7 +245,7 @@ def _check_tables(dataset: Dataset, folder: Path) -> list[Fault]:
         except IndexFileError as error:
             return [Fault(KEYS_FILE, str(error))]
     names = [name for name in TABLE_FILES if dataset.manifest.file(name) is not None]
-    if (folder / BLOCKS_FILE).read_bytes() != b"".join(block_digests(folder / name) for name in names):
+    if read_file(folder / BLOCKS_FILE, MAX_BLOCKS_BYTES) != b"".join(block_digests(folder / name) for name in names):
         return [Fault(BLOCKS_FILE, f"does not hold the digests of the blocks of {', '.join(names)}")]
     return []
 
@@ -254,11 +258,11 @@ def _check_attributes(dataset: Dataset) -> list[Fault]:
     entries = sorted(dataset.manifest.splits.items(), key=lambda item: item[1].first_sample)
     splits = [name for name, entry in entries for _ in range(entry.num_samples)]
     try:
-        known = file.schema(len(index)).names
-        names = ["key", *(name for name in ("clip_id", "split", "frame", "timestamp_ns") if name in known)]
-        for batch in file.batches(names):
+        if text := _broken_columns(file.schema(len(index)), dataset.manifest):
+            return [Fault(ATTRIBUTES_FILE, text)]
+        for batch in file.batches(INDEXED):
             end = row + len(batch)
-            for name, column in zip(names, batch.columns, strict=True):
+            for name, column in zip(INDEXED, batch.columns, strict=True):
                 if name == "split":
                     own: Sequence[object] = splits[row:end]
                 else:
@@ -272,6 +276,18 @@ def _check_attributes(dataset: Dataset) -> list[Fault]:
     except IndexFileError as error:
         return [Fault(ATTRIBUTES_FILE, str(error))]
     return [] if row == len(index) else [Fault(ATTRIBUTES_FILE, f"has {row} rows, the index {len(index)}")]
+
+
+def _broken_columns(schema: pa.Schema, manifest: Manifest) -> str | None:
+    """Why these columns are not those of the attributes of a dataset or a layer; None where they are."""
+    own = [field for field in schema if field.name not in INDEXED]
+    wanted = scalar_channels(manifest.channels) if isinstance(manifest, LayerManifest) else None
+    if wanted is not None and {field.name: field.type for field in own} != wanted:
+        return f"has the columns {shown(own)} beside {', '.join(INDEXED)}; the channels of the layer make {wanted}"
+    if absent := [name for name in INDEXED if name not in schema.names]:
+        return f"has no column '{absent[0]}'"
+    odd = next((field for field in own if field.type not in ATTRIBUTE_TYPES), None)
+    return None if odd is None else f"column '{shown(odd.name)}' has type {shown(odd.type)}, not text or numbers"
 
 
 def _check_layer_rows(layer: Dataset) -> list[Fault]:

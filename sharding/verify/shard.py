@@ -6,25 +6,31 @@ import contextlib
 import hashlib
 import mmap
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+import pyarrow as pa
 
+from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.selection import check_members
 from fuelrail.pipeline.channels.table import Law
 from fuelrail.pipeline.errors import FrameError, FuelrailError, IndexFileError, ShardError
 from fuelrail.pipeline.format.codecs import suffix
 from fuelrail.pipeline.format.dataset import Dataset, check_digests, check_span, read_members
+from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
 from fuelrail.pipeline.format.index.samples import INDEX_FILE
 from fuelrail.pipeline.format.layers import LayerManifest
 from fuelrail.pipeline.format.rules import Rig, broken_rules, unsafe_ending
 from fuelrail.pipeline.format.tar import END_OF_ARCHIVE, FoundMember, StoredMember, check_key, iter_members
 from fuelrail.pipeline.format.zstd_frames import Frame, decode_frame, is_framed, open_span, read_seek_table, span_bytes
 from fuelrail.pipeline.runtime.workers import one_at_a_time
-from fuelrail.pipeline.sample.schema import IMAGE_EXTENSIONS, Meta, decode_sample
+from fuelrail.pipeline.sample.schema import IMAGE_EXTENSIONS, META, Meta, decode_sample
 from fuelrail.pipeline.storage.files import open_file, read_file
-from fuelrail.sharding.write.images import check_pixels
+from fuelrail.pipeline.text import repeated_key, shown
+from fuelrail.sharding.sources.shared.pictures import check_pixels
+from fuelrail.sharding.write.layers.finish import scalar_channels
 from fuelrail.sharding.write.packer import IndexText
 
 if TYPE_CHECKING:
@@ -175,6 +181,8 @@ class ShardCheck:
                 self._check_layer(row, members)
                 return
             sample = decode_sample(row.key, members, self._rig.fields)
+            if (twice := repeated_key(bytes(members[META]), sample.meta)) is not None:
+                self._fault(f"member '{META}': the key '{shown(twice)}' occurs twice in an object", row.offset, row.key)
             for text in _contradictions(row, sample.meta, self._manifest, self.shard.split):
                 self._fault(text, row.offset, row.key)
             for member, text in broken_rules(sample, [entry.name for entry in row.members], self._rig):
@@ -195,11 +203,31 @@ class ShardCheck:
         except FuelrailError as error:
             self._fault(str(error), row.offset, row.key)
 
+    @cached_property
+    def _stated(self) -> pa.Table:
+        """The columns of ``attributes.parquet`` that repeat members, of the shard's rows; those that there are."""
+        assert self._dataset is not None
+        file, first = self._dataset.attributes_file(), self.shard.first_sample
+        known = file.schema().names if file.exists else []
+        names = [name for name in scalar_channels(self._manifest.channels) if name in known]
+        if not names:
+            return pa.table({})
+        return pa.Table.from_batches(file.batches(names, range(first, first + self.shard.num_samples)))
+
     def _check_layer(self, row: IndexRow, members: Mapping[str, memoryview]) -> None:
         """Check the members of a layer's row against its table; the stored images are those of the base."""
         fixed = [msgspec.structs.replace(one, law=Law("fixed")) for one in self._manifest.channels]
         for member, text in check_members(members, fixed, {}, deep=True):
             self._fault(f"member '{member}': {text}", row.offset, row.key)
+        number = self.num_samples
+        for channel in fixed:
+            if channel.name in self._stated.column_names:
+                data = members.get(channel.field)
+                value = None if data is None else KINDS[channel.kind].decode(data, channel).item()
+                stated = self._stated[channel.name][number].as_py()
+                if stated != value and not (stated != stated and value != value):
+                    text = f"row {number} has the {channel.name} {shown(stated)}, {channel.field} has {shown(value)}"
+                    self.faults.append(Fault(ATTRIBUTES_FILE, text, key=row.key))
         fields = {one.field for one in fixed}
         for member in members:
             if member not in fields:

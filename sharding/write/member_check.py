@@ -27,20 +27,24 @@ from fuelrail.pipeline.sample.schema import (
     BOXES,
     GEOMETRY,
     IMAGE_EXTENSIONS,
+    META,
     POINTS_EXTENSION,
     SWEEPS_FIELD,
     Boxes,
     Geometry,
     Meta,
     decode_arrays,
+    decode_meta,
     decode_points,
     decode_sweeps,
     lidar_channel,
 )
+from fuelrail.sharding.sources.shared.scan_report import Findings
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.sharding.sources.shared.scan_table import ScanTable
 
 _AT_ONCE: Final = 64
 """Samples whose geometry and boxes are checked together."""
@@ -116,6 +120,25 @@ class MemberCheck:
 
     def _error(self, key: str, member: str, text: str) -> SourceError:
         return SourceError(f"sample {key} of {self._source} cannot be stored: {member}: {text}")
+
+
+def check_rows(table: ScanTable, rig: Rig, source: str) -> None:
+    """Check of all rows of a scan what :class:`MemberCheck` will, but for the members that the source reads.
+
+    Raises SourceError with all that is wrong, the first 20 of each clip.
+    """
+    findings = Findings()
+    for number in range(len(table)):
+        row = table.row(number)
+        members: dict[str, Buffer] = {META: row.meta, GEOMETRY: row.geometry}
+        if row.boxes is not None:
+            members[BOXES] = row.boxes
+        members.update((member.name, b"") for member in row.members if member.width)
+        check = MemberCheck(rig, source)
+        with findings.of(f"clip {row.clip}"):
+            check.add(row.key, decode_meta(row.meta), members)
+            check.close()
+    findings.check()
 
 
 _IMAGES: Final = tuple(f".{extension}" for extension in IMAGE_EXTENSIONS)

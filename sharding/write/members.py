@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from fuelrail.pipeline.errors import ImageError, MemberError, SourceError
 from fuelrail.pipeline.sample.schema import IMAGE_EXTENSIONS
 from fuelrail.sharding.planning.recipe import Recipe, codec_of
+from fuelrail.sharding.sources.shared.pictures import image_size
 from fuelrail.sharding.sources.source import MemberSource, PlacedSource
 from fuelrail.sharding.write.images import (
-    image_size,
     scale_value,
     stored_channel,
     stored_field,

@@ -17,7 +17,6 @@ import msgspec
 from fuelrail.pipeline.errors import FuelrailError
 from fuelrail.pipeline.format.zstd_frames import FRAMED_SUFFIX, SHARD_SUFFIX
 from fuelrail.pipeline.runtime.workers import one_at_a_time
-from fuelrail.pipeline.sample.arrays import Buffer, map_npy
 from fuelrail.pipeline.sample.schema import (
     BOXES,
     GEOMETRY,
@@ -28,8 +27,9 @@ from fuelrail.pipeline.sample.schema import (
     encode_arrays,
     encode_meta,
 )
+from fuelrail.pipeline.storage.files import map_npy
 from fuelrail.sharding.output.folder import open_output
-from fuelrail.sharding.sources.registry import SourceSpec, make_source
+from fuelrail.sharding.sources.registry import SourceSpec, make_source, naming
 from fuelrail.sharding.sources.shared.scan_table import ScanRow, ScanTable, decode_row
 from fuelrail.sharding.write.blocks import ReadBuffer
 from fuelrail.sharding.write.images import scale_geometry, scale_meta, stored_channel
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.codecs import Dictionary
     from fuelrail.pipeline.format.rules import Rig
+    from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.planning.plan import PlannedShard
     from fuelrail.sharding.planning.recipe import Recipe
 
@@ -128,7 +129,8 @@ class ShardWriter:
             ):
                 pulse(record.bytes)
                 return ShardDone(number, record.name, record.bytes, kept=True)
-            record = self._write(number, shard, pulse)
+            with naming(self._job.source):
+                record = self._write(number, shard, pulse)
             store_version_tag(self._out, record)
         return ShardDone(number, record.name, record.bytes, kept=False)
 

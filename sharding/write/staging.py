@@ -28,9 +28,8 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import DatasetError, SourceError
 from fuelrail.pipeline.runtime.workers import in_threads, set_up_worker
-from fuelrail.pipeline.sample.arrays import map_npy
-from fuelrail.pipeline.storage.files import published
-from fuelrail.sharding.sources.registry import SourceSpec, make_source
+from fuelrail.pipeline.storage.files import map_npy, published
+from fuelrail.sharding.sources.registry import SourceSpec, make_source, naming
 from fuelrail.sharding.sources.shared.scan_table import ROWS_PER_BATCH, ClipInfo, Reference, ScanTable, decode_row
 from fuelrail.sharding.sources.source import ClipSource, Place
 
@@ -128,7 +127,7 @@ class Staging:
         path = index_of(self._folder, task.number)
         path.unlink(missing_ok=True)
         sizes = dict.fromkeys(sorted(set(refs.values())), 0)
-        with contextlib.ExitStack() as stack:
+        with naming(self._spec), contextlib.ExitStack() as stack:
             files = {
                 band: stack.enter_context(published(clip_file(self._folder, task.number, band), sync=False))
                 for band in sizes

@@ -1,4 +1,4 @@
-"""Hostile datasets through every command and the loader: one sentence or a result, never more.
+"""Hostile datasets and layers through every command and the loader: one sentence or a result, never more.
 
 No code of the dataset runs, nothing is written beside OUT, no traceback, no signal, no wait beyond the limit, and no
 process above the memory limit. A dozen of the cases run by default::
@@ -31,8 +31,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from support.forked import fork, join, resident_bytes
-from support.hostile import edited, small_dataset
+from support.hostile import edited, small_dataset, small_layer
 from support.hostile_cases import cases
+from support.hostile_layers import MAY_PASS
+from support.hostile_layers import cases as layer_cases
 from support.loaders import make_loader
 
 if TYPE_CHECKING:
@@ -55,6 +57,20 @@ COMMANDS = {
     "inspect-json": ["inspect", "DS", "--json"],
     "order": ["order", "describe", "DS", "--global-batch=1"],
     "loader": [],
+}
+
+
+LAYER_COMMANDS = {
+    "verify": ["verify", "LAYER"],
+    "verify-deep": ["verify", "--deep", "LAYER", "--workers", "2"],
+    "inspect": ["inspect", "LAYER"],
+    "inspect-key": ["inspect", "LAYER", "clip-0000-000001"],
+    "view": ["view", "DS", "clip-0000-000001", "--layers", "t=LAYER", "--output", "out/sheet.png"],
+    "rebase": ["layer", "rebase", "LAYER", "DS", "out/rebased"],
+    "diff": ["diff", "LAYER", "GOOD"],
+    "log": ["log", "LAYER"],
+    "loader": [],
+    "loader-filter": [],
 }
 
 
@@ -103,13 +119,17 @@ def preload() -> None:
     cv2.setNumThreads(1)
 
 
-def load(dataset: str) -> int:
+def load(name: str, *, is_layer: bool) -> int:
     """Read an epoch as a trainer does."""
-    from fuelrail.loaders import ImageAugment
+    from fuelrail.loaders import ImageAugment, OrderSpec
     from fuelrail.pipeline.errors import FuelrailError
 
+    options = {"layers": {"t": {"path": "LAYER", "missing": "mask"}}} if is_layer else {}
+    if name == "loader-filter":
+        options["order"] = OrderSpec(filter="t.loss >= 0")
+    image = ImageAugment(height=32, width=64)
     try:
-        with contextlib.closing(make_loader(dataset, 1, image=ImageAugment(height=32, width=64), seed=1)) as loader:
+        with contextlib.closing(make_loader("DS", 1, image=image, seed=1, **options)) as loader:
             for _ in loader:
                 pass
     except FuelrailError as error:
@@ -118,8 +138,8 @@ def load(dataset: str) -> int:
     return 0
 
 
-def run(name: str, place: Path) -> Outcome:
-    """One command on the dataset ``place/DS``, in a fork whose home and current folder are ``place``."""
+def run(name: str, words: list[str], place: Path) -> Outcome:
+    """One command on ``DS`` and ``LAYER`` in ``place``, in a fork whose home and current folder that is."""
     output, start_s = place / "output.txt", time.monotonic()
     at_first = mmap.mmap(-1, 8)  # shared with the fork
 
@@ -135,7 +155,7 @@ def run(name: str, place: Path) -> Outcome:
         from fuelrail.__main__ import main
 
         try:
-            status = main(COMMANDS[name]) if COMMANDS[name] else load("DS")
+            status = main(words) if words else load(name, is_layer=Path("LAYER").exists())
         except SystemExit as error:
             status = error.code if isinstance(error.code, int) else 70
         except BaseException:  # noqa: BLE001 - reported by traceback and status
@@ -166,6 +186,7 @@ def make_small(place: Path) -> None:
         for sample in parts.samples:
             sample.key = sample.row.key.replace("clip", "other")
         parts.edit_rows = lambda rows: [row._replace(clip_id=row.clip_id.replace("clip", "other")) for row in rows]
+    small_layer(place, place.parent / "GOOD")
 
 
 def in_fork(work: Callable[[], object]) -> None:
@@ -192,14 +213,21 @@ def attack(case: str, small: Path, place: Path) -> dict[str, Outcome | str]:
     (place / "tmp").mkdir()
     (place / "evil.bin").write_bytes(b"mine")
 
+    is_layer = case.startswith("layers/")
+
     def make() -> None:
-        with edited(small, place / "DS") as parts:
-            cases()[case](parts)
+        with edited(small.parent / "GOOD" if is_layer else small, place / ("LAYER" if is_layer else "DS")) as parts:
+            CASES[case](parts)
 
     in_fork(make)
-    (place / "FIRST").symlink_to(small.parent / "FIRST")
+    for name in ("DS", "GOOD") if is_layer else ("FIRST",):
+        (place / name).symlink_to(small.parent / name)
     before = footprint(place)
-    results: dict[str, Outcome | str] = {name: run(name, place) for name in COMMANDS}
+    commands = LAYER_COMMANDS if is_layer else COMMANDS
+    results: dict[str, Outcome | str] = {name: run(name, words, place) for name, words in commands.items()}
+    found = results["verify-deep"]
+    if is_layer and found.status == 0 and not any(fnmatch(case, pattern) for pattern in MAY_PASS):
+        results["accepted"] = "verify --deep found nothing"
     if footprint(place) != before:
         results["files"] = "something beside OUT was written"
     return results
@@ -213,7 +241,8 @@ def faults_of(results: dict[str, Outcome | str]) -> list[str]:
     ]
 
 
-CHOSEN = list(cases()) if os.environ.get("FUELRAIL_ATTACK") == "all" else list(cases())[::EVERY]
+CASES = cases() | layer_cases()
+CHOSEN = list(CASES) if os.environ.get("FUELRAIL_ATTACK") == "all" else list(CASES)[::EVERY]
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +254,7 @@ def small(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("case", CHOSEN)
-def test_hostile_datasets_end_in_a_sentence(case, small, tmp_path) -> None:
+def test_hostile_datasets_and_layers_end_in_a_sentence(case, small, tmp_path) -> None:
     assert faults_of(attack(case, small, tmp_path / "place")) == []
 
 
@@ -240,12 +269,12 @@ def main() -> int:
         small = Path(folder) / "small" / "DS"
         small.parent.mkdir()
         in_fork(lambda: make_small(small))
-        for case in cases():
+        for case in CASES:
             if not any(fnmatch(case, pattern) for pattern in patterns):
                 continue
             results = attack(case, small, Path(folder) / "place")
             num_cases += 1
-            num_runs += len(COMMANDS)
+            num_runs += sum(isinstance(result, Outcome) for result in results.values())
             for fault in faults_of(results):
                 num_faults += 1
                 print(f"{case}: {fault}", flush=True)
@@ -255,7 +284,7 @@ def main() -> int:
                         line = result.text.strip().rpartition("\n")[2][:300]
                         figures = f"{result.status} {result.seconds:.1f} s {result.memory_bytes >> 20} MiB"
                         print(f"  {case} {name}: {figures} {line}")
-    print(f"{num_cases} datasets, {num_runs} runs, {num_faults} faults")
+    print(f"{num_cases} datasets and layers, {num_runs} runs, {num_faults} faults")
     return 1 if num_faults else 0
 
 

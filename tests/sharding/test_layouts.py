@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import subprocess
 
@@ -10,6 +11,7 @@ import pytest
 from fuelrail.pipeline.errors import ConfigError, DatasetExistsError, SourceError
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE
 from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.format.index.shards import write_shards
 from fuelrail.sharding.append import append
 from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
@@ -17,6 +19,7 @@ from fuelrail.sharding.run import repair
 from fuelrail.sharding.verify.dataset import verify
 from fuelrail.sharding.verify.inspect import describe_dataset, describe_sample
 from support.nuscenes_tables import build_nuscenes
+from support.plain_tables import rows_of
 from support.sharding import Interrupt, digests, flip, members_of, reshard, shard_nuscenes
 
 LAYOUTS = {
@@ -44,7 +47,7 @@ def outs(source, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", list(LAYOUTS))
-def test_every_layout_holds_the_same_and_is_whole(outs, name):
+def test_every_layout_holds_the_same_and_is_whole(outs, tmp_path, name):
     report = verify(outs / name, deep=True, num_threads=2)
     assert report.faults == []
     assert report.num_images == 36 * 6
@@ -58,6 +61,13 @@ def test_every_layout_holds_the_same_and_is_whole(outs, name):
     listed = {entry.name for entry in manifest.files}
     assert (DICTIONARY_FILE in listed) is (name == "dictionary")
     idx = {entry.idx_name for entry in dataset.shards if entry.idx_bytes}
+    listings = [row["idx_sha256"] for row in rows_of(outs / name / "shards.arrow")]
+    assert listings == [
+        hashlib.sha256((outs / name / entry.idx_name).read_bytes()).digest() if entry.idx_bytes else bytes(32)
+        for entry in dataset.shards
+    ]
+    write_shards(tmp_path / "again", dataset.shards)  # as `reshard --append` does, from the entries that it read
+    assert (tmp_path / "again").read_bytes() == (outs / name / "shards.arrow").read_bytes()
     assert len(idx) == (0 if name == "frame" else len(dataset.shards))
     assert {path.name for path in (outs / name).iterdir()} == {
         "dataset.json", *listed, *idx, *(entry.name for entry in dataset.shards)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import torch
 
-from fuelrail.loaders import decode
-from fuelrail.loaders.decode import BACKENDS, turbo
+from fuelrail.loaders.decode import BACKENDS
 from fuelrail.loaders.decode.protocol import wait_on_host
 from fuelrail.loaders.decode.turbo import TurboDecoder
 from fuelrail.pipeline.errors import ImageError
@@ -60,6 +59,4 @@ class BatchedTurbo(TurboDecoder):
 def install(monkeypatch: pytest.MonkeyPatch, kind: type[BatchedTurbo] = BatchedTurbo) -> None:
     """Make it the backend ``batched``, one of those that know devices."""
     kind.sizes = []
-    monkeypatch.setattr(decode, "_ON_DEVICES", {*decode._ON_DEVICES, "batched"})
-    monkeypatch.setattr(turbo, "BatchedTurbo", kind, raising=False)
-    monkeypatch.setitem(BACKENDS, "batched", "fuelrail.loaders.decode.turbo:BatchedTurbo")
+    monkeypatch.setitem(BACKENDS, "batched", lambda place: kind(place.device))

@@ -27,14 +27,16 @@ import xxhash
 
 from fuelrail.pipeline.errors import FuelrailError
 from fuelrail.pipeline.format import codecs
-from fuelrail.pipeline.format.dataset import open_dataset, read_members
+from fuelrail.pipeline.format.dataset import open_dataset, open_kind, read_members
 from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
 from fuelrail.pipeline.format.index.row import IndexRow, MemberEntry
 from fuelrail.pipeline.format.index.samples import INDEX_FILE, write_index
 from fuelrail.pipeline.format.index.tables import seal_tables, write_tables
+from fuelrail.pipeline.format.layers import EITHER, LayerManifest
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, Manifest, encode_manifest
 from fuelrail.pipeline.format.tar import BLOCK_BYTES, END_OF_ARCHIVE, member_header
 from support.datasets import build_dataset
+from support.layers import write_layer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -96,8 +98,13 @@ def small_dataset(root: Path) -> Path:
     return root
 
 
+def small_layer(base: Path, root: Path) -> Path:
+    """A layer of five of the eight samples, with ``rows.npy``."""
+    return write_layer(base, root, [5, 1, 2, 7, 0])
+
+
 def take_apart(root: Path) -> Parts:
-    dataset = open_dataset(root)
+    dataset = open_kind(root, EITHER)
     samples = []
     for at in range(len(dataset.index)):
         row = dataset.index.row(at)
@@ -123,7 +130,7 @@ def edited(root: Path, out: Path) -> Iterator[Parts]:
     kinds = sorted({entry.codec for row in rows for entry in row.members} | {"raw"})
     write_index(out / INDEX_FILE, rows, names, kinds)
     _edit_index(out / INDEX_FILE, parts.edit_table)
-    shards = parts.edit_shards([_shard_now(entry, out) for entry in open_dataset(root).shards])
+    shards = parts.edit_shards([_shard_now(entry, out) for entry in open_kind(root, EITHER).shards])
     with contextlib.suppress(FuelrailError):  # of an index that none can read, the keys stay as they are
         write_tables(out, shards)
     for name, edit in parts.edit_files.items():
@@ -140,13 +147,14 @@ def edited(root: Path, out: Path) -> Iterator[Parts]:
 
 def _shard_now(entry: ShardEntry, out: Path) -> ShardEntry:
     data = (out / entry.name).read_bytes()
-    return entry._replace(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+    (out / entry.idx_name).unlink(missing_ok=True)  # no dataset needs one
+    return entry._replace(bytes=len(data), sha256=hashlib.sha256(data).hexdigest(), idx_bytes=0)
 
 
 def sealed(manifest: dict[str, Any]) -> bytes:
     """The bytes of ``dataset.json`` with the fingerprint of that content."""
     try:
-        return encode_manifest(msgspec.convert(manifest, Manifest))
+        return encode_manifest(msgspec.convert(manifest, LayerManifest if "base" in manifest else Manifest))
     except (msgspec.MsgspecError, UnicodeEncodeError, OverflowError):
         blank = json.dumps({**manifest, "fingerprint": ""}, sort_keys=True, separators=(",", ":"))
         return json.dumps({**manifest, "fingerprint": hashlib.sha256(blank.encode()).hexdigest()}).encode()

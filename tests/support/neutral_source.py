@@ -14,12 +14,12 @@ from fuelrail.sharding.sources.adapter.poses import Trajectory
 from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
 
 
-def install_plugin(folder: Path, name: str, place: str) -> None:
+def install_plugin(folder: Path, name: str, place: str, group: str = "fuelrail.sources") -> None:
     """Make what `pip install` leaves of a plug-in, in a folder that is on the path."""
     info = folder / f"{name}_source-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-source\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[fuelrail.sources]\n{name} = {place}\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {place}\n")
 
 
 def write_neutral(world, root: Path) -> str:

@@ -23,6 +23,7 @@ from fuelrail.sharding.verify.dataset import verify
 from support.sharding import Interrupt, Scanned, digests, scanned
 from support.source_world import World, check_same, make_world
 
+OF_DAMAGED = {"damaged_image", "max_damaged", "check_images"}
 MATRICES = ("cam2ego", "cam_ego2global", "ego2global", "lidar2ego", "lidar_ego2global")
 
 
@@ -155,7 +156,11 @@ class SourceSuite:
         assert json.loads(json.dumps(options)) == options
         assert make_source(spec._replace(options=options)).options == options
         (kind,) = source_kinds(self.kind)
-        assert {option.name for option in kind.options} <= options.keys()
+        unrecorded = {option.name for option in kind.options} - options.keys()
+        assert unrecorded <= {"root", *OF_DAMAGED}
+        if unrecorded:
+            kept = make_source(spec._replace(options={**options, "damaged_image": "mask"})).options
+            assert kept.keys() >= OF_DAMAGED, "bytes depend on them where damaged images are left out"
         plain = {name: value for name, value in options.items() if isinstance(value, bool | int | str)}
         texts = [f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in plain.items()]
         assert options_of_texts(self.kind, texts) == plain

@@ -54,8 +54,8 @@ def num_blocks(num_bytes: int) -> int:
 
 
 def block_digests(path: Path) -> bytes:
-    """The SHA-256 of each block of a file, one after the other."""
-    with path.open("rb") as file:
+    """The SHA-256 of each block of a file of a dataset, one after the other; raises OSError."""
+    with open_file(path) as file:
         return b"".join(hashlib.sha256(block).digest() for block in iter(lambda: file.read(BLOCK_BYTES), b""))
 
 

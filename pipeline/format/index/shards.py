@@ -79,7 +79,7 @@ def write_shards(path: Path, shards: Iterable[ShardEntry]) -> None:
         numbers[shard.split] = number + 1
         framed = shard.name.endswith(_ENDINGS[1])
         assert shard.name == shard_name(shard.split, number, framed=framed), f"'{shard.name}' is not shard {number}"
-        listed = bytes.fromhex(shard.idx_sha256) or _NO_DIGEST
+        listed = bytes.fromhex(shard.idx_sha256) if shard.idx_bytes else _NO_DIGEST
         rows.append(
             (shard.first_sample, shard.bytes, bytes.fromhex(shard.sha256), int(framed), shard.idx_bytes, listed)
         )

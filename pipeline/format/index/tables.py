@@ -22,7 +22,7 @@ from fuelrail.pipeline.format.index.keys import KEYS_FILE, KeyTable, write_keys
 from fuelrail.pipeline.format.index.samples import INDEX_FILE, SampleIndex
 from fuelrail.pipeline.format.index.shards import SHARDS_FILE, ShardEntry, ShardTable, write_shards
 from fuelrail.pipeline.format.manifest import FileEntry, Manifest
-from fuelrail.pipeline.storage.files import read_file
+from fuelrail.pipeline.storage.files import open_file, read_file
 
 WHOLE_BYTES: Final = 64 << 20
 """Tables at a URL of up to this size are fetched as a whole, larger ones by blocks."""
@@ -147,6 +147,6 @@ def seal_tables(folder: Path) -> list[FileEntry]:
 
 def file_entry(path: Path) -> FileEntry:
     """The manifest's entry of a file."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return FileEntry(name=path.name, bytes=path.stat().st_size, sha256=digest)

@@ -87,7 +87,8 @@ def clip_boxes(
     quaternion = quaternions(rotation)
     quaternion = np.where(quaternion[:, :1] < 0, -quaternion, quaternion)
     lidar, radar = (column(name, np.int32, unknown=-1) for name in ("num_lidar_pts", "num_radar_pts"))
-    report.unknown_points += int(np.count_nonzero((lidar < 0) | (radar < 0)))
+    valid, num_unknown = validity(lidar, radar)
+    report.unknown_points += num_unknown
     yaw = np.arctan2(rotation[:, 1, 0], rotation[:, 0, 0])
     found: dict[str, NDArray[Any]] = {
         "boxes3d": np.concatenate([centre_in_ego, size, yaw[:, None]], 1).astype(np.float32),
@@ -99,7 +100,7 @@ def clip_boxes(
         "num_radar_pts": radar,
         "visibility": column("visibility", np.int8, unknown=-1),
         "attribute": column("attribute", np.int16, unknown=-1),
-        "valid": ((lidar != 0) | (radar != 0)).astype(np.uint8),
+        "valid": valid,
     }
     encoded: list[bytes | None] = [None] * len(rows)
     for (at, _), data in zip(own, encode_parts(Boxes(**found), counts.tolist()), strict=True):
@@ -183,6 +184,17 @@ def velocities(
     found = np.full(centre.shape, np.nan)
     found[usable] = (centre[last] - centre[first])[usable] / span_s[usable, None]
     return found
+
+
+def validity(lidar: NDArray[np.int32], radar: NDArray[np.int32]) -> tuple[NDArray[np.uint8], int]:
+    """``valid`` of boxes (M,) by their numbers of points, -1 unknown, and how many are 1 for want of knowledge.
+
+    1 where a point is known, or the number of lidar points is not. An unknown number of radar points says nothing, for
+    most datasets count lidar points alone.
+    """
+    has_point = (lidar > 0) | (radar > 0)
+    is_unknown = ~has_point & (lidar < 0)
+    return (has_point | is_unknown).astype(np.uint8), int(np.count_nonzero(is_unknown))
 
 
 def stable_id(token: str) -> int:

@@ -10,10 +10,10 @@ import msgspec
 
 from fuelrail.pipeline.errors import ImageError, SourceError
 from fuelrail.pipeline.format.rules import LARGEST_IMAGE
-from fuelrail.pipeline.sample.image_header import probe
-from fuelrail.pipeline.sample.schema import IMAGE_EXTENSIONS, POINTS_EXTENSION
+from fuelrail.pipeline.sample.schema import POINTS_EXTENSION
 from fuelrail.sharding.sources.adapter.frame import Absent, Image
 from fuelrail.sharding.sources.shared.files import looks
+from fuelrail.sharding.sources.shared.pictures import EXTENSION_OF, examined
 from fuelrail.sharding.sources.shared.scan_table import Reference
 
 if TYPE_CHECKING:
@@ -23,10 +23,9 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.sample.image_header import ImageInfo
     from fuelrail.sharding.sources.adapter.frame import Frame, Sensors, Sweep
     from fuelrail.sharding.sources.shared.files import FileFacts, SourceFiles
-    from fuelrail.sharding.sources.shared.scan_report import Findings
+    from fuelrail.sharding.sources.shared.pictures import Depth, ImagePolicy
+    from fuelrail.sharding.sources.shared.scan_report import Findings, ScanReport
 
-HEAD_BYTES: Final = (4 << 10, 64 << 10)
-"""How much of an image is read for its size; the second where the first does not reach the frame header."""
 MADE: Final = "made:"
 """Begins the reference of an image that the source makes."""
 POINTS: Final = "points:"
@@ -34,8 +33,11 @@ POINTS: Final = "points:"
 NOT_IN_CLIP: Final = "not in the clip"
 """Why no frame of a clip has the image of a camera of the rig."""
 NO_POSE: Final = "no ego pose"
+DAMAGED: Final = "damaged"
+"""Why there is no image of a camera whose file is."""
 NOTED: Final = "faulty"
 """Stands for what is noted as a fault of the source, so that it is noted once."""
+_LEFT_OUT: Final = "; the option damaged_image=mask leaves such members out, damaged_image=drop the whole frames"
 _EXTENSIONS: Final = {"jpg": "jpg", "jpeg": "jpg", "png": "png"}
 
 
@@ -72,22 +74,25 @@ def facts_by_name(files: SourceFiles, names: Iterable[str]) -> dict[str, FileFac
     return dict(zip(unique, files.facts_of(unique), strict=True))
 
 
-def image_heads(files: SourceFiles, parts: Sequence[Part]) -> list[ImageInfo | str]:
-    """What images are by their heads; of one that has none, what is wrong with it."""
+def image_heads(
+    files: SourceFiles, parts: Sequence[Part], facts: Mapping[str, FileFacts | None], depth: Depth
+) -> list[ImageInfo | str]:
+    """What images are by their heads, after a look at as much as ``depth`` says; of a damaged one, what is wrong.
 
-    def head(part: Part) -> ImageInfo | str:
-        text = "it cannot be read"
-        for most in HEAD_BYTES:
-            try:
-                length = most if part.length is None else min(most, part.length)
-                return probe(files.read(part.name, part.offset, length))
-            except ImageError as error:
-                text = error.message
-            except SourceError as error:
-                return str(error)
-        return text
+    ``facts`` are of the files, which are there.
+    """
 
-    return looks(head, parts)
+    def look(part: Part) -> ImageInfo | str:
+        there = facts[part.name]
+        length = part.length if part.length is not None else 0 if there is None else there.num_bytes
+        try:
+            return examined(lambda at, most: files.read(part.name, part.offset + at, most), length, depth)
+        except ImageError as error:
+            return error.message
+        except SourceError as error:
+            return str(error)
+
+    return looks(look, parts)
 
 
 class Found(msgspec.Struct, frozen=True, gc=False):
@@ -99,12 +104,18 @@ class Found(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class MemberFinder:
-    """Finds the images and sweeps of a clip's frames; notes what is wrong with them."""
+    """Finds the images and sweeps of a clip's frames; notes what is wrong with them.
+
+    ``points`` and ``policy`` are options of the source. The first image of each camera and those whose size or form is
+    not stated are looked at in any case.
+    """
 
     files: SourceFiles
     sensors: Sensors
     findings: Findings
+    report: ScanReport
     points: bool
+    policy: ImagePolicy
 
     def find(self, where: str, frames: Sequence[Frame], has_pose: NDArray[np.bool_]) -> list[dict[str, Found | str]]:
         """For each frame by channel, in rig order, the image or sweep that is there, or why it is not.
@@ -112,16 +123,19 @@ class MemberFinder:
         ``has_pose`` (F, N) is whether the ego pose of an image is known.
         """
         in_clip: set[str] = set()
+        seen: set[str] = set()
         parts: dict[str, Part] = {}
-        unsized: list[str] = []
+        looked_at: dict[str, str] = {}
         for frame in frames:
             in_clip.update(frame.images)
-            for own in frame.images.values():
+            for channel, own in frame.images.items():
                 if isinstance(own, Image) and not own.made:
                     ref = own.ref
                     parts[ref] = Part.of(ref)
-                    if own.width <= 0 or own.height <= 0:
-                        unsized.append(ref)
+                    is_known = own.width > 0 and own.height > 0 and bool(_extension(own))
+                    if not is_known or channel not in seen or self.policy.depth != "head":
+                        looked_at[ref] = channel
+                        seen.add(channel)
             for one in frame.sweeps.values() if self.points else ():
                 if one.num_bytes is None:
                     parts[one.ref] = Part.of(one.ref)
@@ -129,7 +143,7 @@ class MemberFinder:
         for name in names:
             check_inside(name, where)
         facts = facts_by_name(self.files, names)
-        known = _Known(parts, facts, self._heads(where, unsized, parts, facts))
+        known = _Known(parts, facts, self._heads(where, looked_at, parts, facts))
         found: list[dict[str, Found | str]] = []
         channels = [camera.channel for camera in self.sensors.cameras]
         for at, (frame, placed) in enumerate(zip(frames, has_pose.tolist(), strict=True)):
@@ -152,30 +166,39 @@ class MemberFinder:
         return found
 
     def _heads(
-        self, where: str, refs: Sequence[str], parts: Mapping[str, Part], facts: Mapping[str, FileFacts | None]
-    ) -> dict[str, ImageInfo]:
-        """The heads of images whose size the adapter does not know, by reference."""
-        wanted = {ref: parts[ref] for ref in refs if facts[parts[ref].name]}
-        heads: dict[str, ImageInfo] = {}
-        for ref, head in zip(wanted, image_heads(self.files, list(wanted.values())), strict=True):
-            if isinstance(head, str):
-                self.findings.add("images", f"{where}: image '{self.files.shown}/{ref}': {head}")
-            else:
+        self, where: str, channels: Mapping[str, str], parts: Mapping[str, Part], facts: Mapping[str, FileFacts | None]
+    ) -> dict[str, ImageInfo | None]:
+        """By reference the heads of images, of which these are the channels; None of a damaged one that is left out."""
+        wanted = {ref: parts[ref] for ref in channels if facts[parts[ref].name]}
+        heads: dict[str, ImageInfo | None] = {}
+        damaged: list[str] = []
+        found = image_heads(self.files, list(wanted.values()), facts, self.policy.depth)
+        for ref, head in zip(wanted, found, strict=True):
+            if not isinstance(head, str):
                 heads[ref] = head
+                self.report.note_image(channels[ref], head)
+            elif self.policy.damaged == "error":
+                self.findings.add("images", f"{where}: image '{self.files.shown}/{ref}': {head}{_LEFT_OUT}")
+            else:
+                heads[ref] = None
+                damaged.append(f"'{ref}' ({head})")
+        self.findings.tolerate(len(wanted), damaged)
         return heads
 
     def _image(self, place: str, channel: str, image: Image, known: _Known) -> Found | str:
-        extension = image.extension or _EXTENSIONS.get(image.ref.partition("#")[0].rpartition(".")[2].lower(), "")
-        if extension not in IMAGE_EXTENSIONS:
-            listed = ", ".join(_EXTENSIONS)
-            return self._note(place, channel, f"image '{image.ref}' has none of the extensions {listed}; state it")
         if not (0 <= image.width <= LARGEST_IMAGE and 0 <= image.height <= LARGEST_IMAGE):
             stated = f"{image.width} x {image.height} px; allowed are 1 to {LARGEST_IMAGE}, and 0 for unknown"
             return self._note(place, channel, f"image '{image.ref}' is stated to have {stated}")
         head = known.heads.get(image.ref)
-        size = (image.width, image.height) if head is None else (head.width, head.height)
+        size, extension = (image.width, image.height), _extension(image)
+        if image.made and not extension:
+            listed = ", ".join(_EXTENSIONS)
+            return self._note(place, channel, f"image '{image.ref}' has none of the extensions {listed}; state it")
         if head is not None:  # not the name, which may be wrong
-            extension = _EXTENSIONS[head.format]
+            extension, stated_size, size = EXTENSION_OF[head.format], size, (head.width, head.height)
+            if 0 not in stated_size and stated_size != size:
+                text = f"has {size[0]} x {size[1]} px, stated are {stated_size[0]} x {stated_size[1]}"
+                return self._note(place, channel, f"image '{image.ref}' {text}; state the file's, with K of that size")
         name = f"{channel}.{extension}"
         if image.made:
             if 0 in size or not image.num_bytes:
@@ -193,7 +216,9 @@ class MemberFinder:
             return self._note(
                 place, channel, f"image '{image.ref}' has {num_bytes} bytes in a file of {there.num_bytes}{stated}"
             )
-        if 0 in size:
+        if image.ref in known.heads and head is None:
+            return DAMAGED
+        if 0 in size or not extension:
             return NOTED  # with the heads
         return Found(Reference(name, image.ref, num_bytes, *size), there.stamp)
 
@@ -216,9 +241,15 @@ class MemberFinder:
         return NOTED
 
 
+def _extension(image: Image) -> str:
+    """By what is stated, or by the name; "" where neither says one that is stored."""
+    stated = image.extension or image.ref.partition("#")[0].rpartition(".")[2].lower()
+    return _EXTENSIONS.get(stated, "")
+
+
 class _Known(NamedTuple):
     """By reference: the part of a file, and the head of an image of unknown size; by name: the file's facts."""
 
     parts: Mapping[str, Part]
     facts: Mapping[str, FileFacts | None]
-    heads: Mapping[str, ImageInfo]
+    heads: Mapping[str, ImageInfo | None]

@@ -21,6 +21,7 @@ from fuelrail.sharding.sources.adapter.channels import image_boxes
 from fuelrail.sharding.sources.adapter.classes import count_column
 from fuelrail.sharding.sources.adapter.frame import Image
 from fuelrail.sharding.sources.adapter.members import (
+    DAMAGED,
     NO_POSE,
     NOT_IN_CLIP,
     NOTED,
@@ -39,11 +40,19 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.adapter.frame import Clip, Frame, Sensors
     from fuelrail.sharding.sources.adapter.poses import Trajectory
     from fuelrail.sharding.sources.shared.files import SourceFiles
+    from fuelrail.sharding.sources.shared.pictures import ImagePolicy
     from fuelrail.sharding.sources.shared.scan_report import Findings, ScanReport
     from fuelrail.sharding.sources.shared.scan_table import ScanWriter
 
 NO_IMAGE: Final = "no camera image"
 _AT_ONCE: Final = 256
+_HOLE_S: Final = 10.0
+_HOLE_STEPS: Final = 10
+"""From how many steps of a clip, and seconds, on a gap between frames is noted."""
+_HOLES: Final = (
+    f"holes in clips (over {_HOLE_S:g} s and {_HOLE_STEPS} steps), over which temporal windows reach: give the parts "
+    "clips of their own"
+)
 _NS_PER_HOUR: Final = 3_600_000_000_000
 _CLIP_ID: Final = re.compile(r"[a-z0-9_-]{1,64}\Z")
 _COMMON: Final[dict[str, type]] = {
@@ -74,7 +83,7 @@ def clip_id(name: str) -> str:
 class ClipRows:
     """Writes the rows of one clip after the other.
 
-    ``columns`` are the names of all attributes; ``missing_camera``, ``points`` are options of the source.
+    ``columns`` are the names of all attributes; ``policy`` and ``points`` are options of the source.
     """
 
     out: ScanWriter
@@ -84,7 +93,7 @@ class ClipRows:
     report: ScanReport
     findings: Findings
     columns: list[str]
-    missing_camera: str
+    policy: ImagePolicy
     points: bool
     has_poses: bool
     is_unix: bool
@@ -98,7 +107,7 @@ class ClipRows:
         self._check_frames(where, frames)
         arrays = clip_arrays(self.sensors, frames, trajectory, has_poses=self.has_poses)
         stamp = self._stamp(clip)
-        finder = MemberFinder(self.files, self.sensors, self.findings, self.points)
+        finder = MemberFinder(self.files, self.sensors, self.findings, self.report, self.points, self.policy)
         found = finder.find(where, frames, ~np.isnan(arrays.cam_ego2global[..., 0, 0]))
         kept = self._kept(where, frames, found, arrays)
         boxes = self._boxes(where, frames, kept, arrays)
@@ -107,19 +116,20 @@ class ClipRows:
             return
         self.out.begin_clip(clip_id(clip.name), clip.name, clip.token or clip.name)
         facts = _ClipFacts(self, clip, frames, kept, arrays, boxes)
-        sizes = self._image_sizes(found)
+        sizes, cameras = self._image_sizes(found), [camera.channel for camera in self.sensors.cameras]
         for first in range(0, len(order), _AT_ONCE):
             rows = order[first : first + _AT_ONCE]
             geometry = stacked_geometry(where, self.sensors, frames, sizes[rows], arrays, rows)
+            self.report.note_principal_points(cameras, geometry.intrinsics, geometry.img_wh)
             for at, encoded in zip(rows.tolist(), encode_stacked(geometry), strict=True):
                 there = [one for one in found[at].values() if isinstance(one, Found)]
                 members = [one.reference for one in there]
                 meta = facts.meta(at, found[at])
                 attributes = facts.attributes(at, len(meta.cameras))
                 if self.channels:
-                    cameras, place = [one.name.partition(".")[0] for one in members], f"{where}: frame {at}"
+                    present, place = [one.name.partition(".")[0] for one in members], f"{where}: frame {at}"
                     members += frames[at].members
-                    members += image_boxes(self.channels, frames[at].boxes2d, cameras, self.classes, place)
+                    members += image_boxes(self.channels, frames[at].boxes2d, present, self.classes, place)
                 stamps = xxhash.xxh3_64_intdigest(" ".join([stamp, *[one.stamp for one in there]]).encode())
                 self.out.append(meta, encoded, boxes.encoded[at], members, attributes, stamps)
         self.report.samples += len(order)
@@ -136,6 +146,9 @@ class ClipRows:
             if unknown := (frame.images.keys() | frame.sweeps.keys()) - channels:
                 known = ", ".join(sorted(channels))
                 raise SourceError(f"{where}: frame {at} has the sensor '{min(unknown)}', the rig has {known}")
+        steps_s = np.diff([frame.timestamp_ns for frame in frames]) * 1e-9
+        hole_s = max(_HOLE_S, _HOLE_STEPS * float(np.median(steps_s))) if len(steps_s) else _HOLE_S
+        self.report.note(_HOLES, int(np.count_nonzero(steps_s > hole_s)))
 
     def _stamp(self, clip: Clip) -> str:
         for name in clip.files:
@@ -161,19 +174,27 @@ class ClipRows:
             refused = {channel: why for channel, why in absent.items() if why not in (NOT_IN_CLIP, NOTED)}
             if not has_pose[at] or len(absent) == len(channels):
                 kept[at] = False
-                self.report.drop(NO_IMAGE if has_pose[at] else NO_POSE)
-            elif refused and self.missing_camera == "drop":
+                causes = f" ({', '.join(sorted(set(refused.values())))})" if refused else ""
+                self.report.drop(NO_IMAGE + causes if has_pose[at] else NO_POSE)
+            left_out = {
+                channel: self.policy.damaged if why == DAMAGED else self.policy.missing
+                for channel, why in refused.items()
+            }
+            dropping = next((channel for channel, one in left_out.items() if one == "drop"), None)
+            if dropping is not None and kept[at]:
                 kept[at] = False
-                channel, why = next(iter(refused.items()))
-                self.report.drop(f"{channel}: {why}")
-            for channel, why in refused.items() if self.missing_camera == "error" else ():
+                self.report.drop(f"{dropping}: {refused[dropping]}")
+            for channel, why in refused.items():
                 image = frames[at].images.get(channel)
-                named = f" '{self.files.shown}/{image.ref}'" if image is not None and image.ref else ""
-                self.findings.add(
-                    channel,
-                    f"{where}: frame {at} has no image of {channel}{named} ({why}); the option missing_camera=mask "
-                    "leaves the member out, missing_camera=drop the whole frame",
-                )
+                if why == DAMAGED:
+                    self.report.damaged[channel] = self.report.damaged.get(channel, 0) + 1
+                elif left_out[channel] == "error":
+                    named = f" '{self.files.shown}/{image.ref}'" if image is not None and image.ref else ""
+                    self.findings.add(
+                        channel,
+                        f"{where}: frame {at} has no image of {channel}{named} ({why}); the option missing_camera=mask "
+                        "leaves the member out, missing_camera=drop the whole frame",
+                    )
             for channel, why in lacking.items() if kept[at] else ():
                 self.report.mask(channel, why)
         return kept
@@ -215,7 +236,7 @@ class _ClipFacts:
         boxes: ClipBoxes,
     ) -> None:  # fmt: skip
         self._clip, self._frames, self._id = clip, frames, clip_id(clip.name)
-        self._policy, self._is_unix = rows.missing_camera, rows.is_unix
+        self._policy, self._is_unix = rows.policy.missing, rows.is_unix
         self._has_frame = np.pad(kept, 1).tolist()
         self._cameras = [camera.channel for camera in rows.sensors.cameras]
         names = [count_column(name) for name in rows.classes.names]

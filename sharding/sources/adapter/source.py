@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -18,12 +18,22 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.sample.schema import encode_points
 from fuelrail.pipeline.settings import Settings, convert
 from fuelrail.pipeline.storage.filesystem import is_url
+from fuelrail.pipeline.text import shown
 from fuelrail.sharding.sources.adapter.channels import COMPUTED, boxes2d_channel, computed_bytes
 from fuelrail.sharding.sources.adapter.classes import SOURCE, ClassMap, ClassOption, loaded
 from fuelrail.sharding.sources.adapter.members import MADE, POINTS, Part
 from fuelrail.sharding.sources.adapter.rows import ClipRows, attribute_types
 from fuelrail.sharding.sources.adapter.vector_maps import MAP
+from fuelrail.sharding.sources.registry import CONTENTS
 from fuelrail.sharding.sources.shared.files import source_files
+from fuelrail.sharding.sources.shared.pictures import (
+    CHECK_IMAGES,
+    MAX_DAMAGED,
+    Depth,
+    ImagePolicy,
+    MaxDamaged,
+    recorded,
+)
 from fuelrail.sharding.sources.shared.scan_report import Findings, ScanReport
 from fuelrail.sharding.sources.source import Place, ScanInfo
 
@@ -54,9 +64,19 @@ class FrameSettings(Settings, frozen=True, kw_only=True):
             "drop (leave the frame out)"
         ),
     ] = "error"
+    damaged_image: Annotated[
+        Literal["error", "mask", "drop"],
+        Meta(
+            description="an image that check_images finds damaged: error; mask (leave the member out, mark it "
+            "invalid); drop (leave the frame out)"
+        ),
+    ] = "error"
+    max_damaged: Annotated[MaxDamaged, Meta(description=MAX_DAMAGED)] = 0.01
+    check_images: Annotated[Depth, Meta(description=CHECK_IMAGES)] = "head"
     points: Annotated[bool, Meta(description="false leaves lidar sweeps out")] = True
 
 
+_MOST_LISTED: Final = 8
 S = TypeVar("S", bound=FrameSettings)
 
 
@@ -79,7 +99,8 @@ class FrameSource(Generic[S]):
         license: of the data, where the source states it.
 
     ``self.given`` are the options, ``self.files`` the files below the root, ``self.file`` the name of the one file that
-    the location is, None for a folder or a URL. What an adapter counts in ``self.noted`` during the scan is reported.
+    the location is, None for a folder or a URL. ``self.depth`` is how much of each image this scan looks at. What an
+    adapter counts in ``self.noted`` during the scan is reported.
     """
 
     kind: str
@@ -95,6 +116,7 @@ class FrameSource(Generic[S]):
     channels: Sequence[Channel] = ()
     box_attributes: Sequence[str] = ()
     license: str | None = None
+    depth: Depth = "head"
 
     given: S
 
@@ -147,7 +169,7 @@ class FrameSource(Generic[S]):
     def options(self) -> dict[str, Any]:
         """All options; a mapping file of classes as what it says."""
         found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self.given))  # no tuples, as they are stored
-        return found
+        return recorded(found)
 
     @property
     def attribute_types(self) -> dict[str, type]:
@@ -163,15 +185,19 @@ class FrameSource(Generic[S]):
         return ClassMap(self.given.classes, self.category_names())
 
     def _scan(self, out: ScanWriter) -> ScanInfo:
+        given = self.given
+        self.depth = out.depth(given.check_images, given.damaged_image)
+        policy = ImagePolicy(given.missing_camera, given.damaged_image, self.depth)
         self.files.listed()  # the root must be there
-        sensors, classes, report, findings = self.sensors(), self._classes(), ScanReport(), Findings()
+        sensors, classes, report = self.sensors(), self._classes(), ScanReport()
+        findings = Findings(given.max_damaged)
         columns = list(attribute_types(classes.names, self.columns))
         boxes2d = (boxes2d_channel(camera, text) for camera, text in self.image_boxes.items())
         channels = (*self.channels, *boxes2d, *([self.maps.channel] if self.maps is not None else ()))
         rows = ClipRows(
             out=out, files=self.files, sensors=sensors, classes=classes, report=report, findings=findings,
-            columns=columns, missing_camera=self.given.missing_camera, points=self.given.points,
-            has_poses=self.has_poses, is_unix=self.time_base == "unix", channels=channels,
+            columns=columns, policy=policy, points=self.given.points, has_poses=self.has_poses,
+            is_unix=self.time_base == "unix", channels=channels,
         )  # fmt: skip
         splits: dict[str, list[str]] = {}
         num_clips = 0
@@ -183,12 +209,16 @@ class FrameSource(Generic[S]):
                 splits.setdefault(clip.split, []).append(clip.name)
         with findings.of("classes"):
             classes.report(report)
-        report.noted = dict(self.noted)
+        report.noted.update(self.noted)
         findings.check()
         if not num_clips:
             summary = (type(self).__doc__ or "").strip().partition("\n")[0]
+            patterns = CONTENTS.get(self.kind)
+            wanted = f"; looked for {', '.join(patterns)}" if patterns else ""
+            there = ", ".join(map(shown, self.files.listed()[:_MOST_LISTED])) or "nothing"
             raise SourceError(
-                f"the {self.kind} source '{self.files.shown}' has no clips: it is empty, or not of this kind: {summary}"
+                f"the {self.kind} source '{self.files.shown}' has no clips{wanted}; in it is {there}; the kind is for: "
+                f"{summary}"
             )
         if not out.clips:
             dropped = ", ".join(f"{why} {count:,}" for why, count in report.dropped_samples.items()) or "there are none"

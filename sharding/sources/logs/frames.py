@@ -47,6 +47,7 @@ class FrameMaker:
         poses: Trajectory | None,
     ) -> None:  # fmt: skip
         self._channels, self._poses = channels, poses
+        self._apart = dict[str, float]()
         self._index, self._given, self._topics, self._noted = index, given, topics, noted
         self._cameras, self._lidars, self._reference = cameras, lidars, reference
         self._all = {**cameras, **lidars, **given.radars}
@@ -155,12 +156,16 @@ class FrameMaker:
         stamps = index.series[topic].stamps
         if channel == self._reference:
             return sync.matched(times, stamps, 0, 0)
-        given = self._given.offsets_ms.get(channel)
+        given, tolerance_ns = self._given.offsets_ms.get(channel), round(self._given.tolerance_ms * 1e6)
         all_times = index.series[self._all[self._reference]].stamps
         offset_ns = sync.estimated_offset_ns(all_times, stamps) if given is None else round(given * 1e6)
         if given is None:
             self._noted[f"{channel}: estimated delay in {index.name} [us]"] = offset_ns // 1000
-        return sync.matched(times, stamps, offset_ns, round(self._given.tolerance_ms * 1e6))
+        rows = sync.matched(times, stamps, offset_ns, tolerance_ns)
+        if len(stamps) and (rows < 0).all():
+            apart_ns = stamps[sync.nearest(stamps, times)] - times
+            self._apart[topic] = float(apart_ns[np.abs(apart_ns).argmin()]) * 1e-9
+        return rows
 
     def _info_topic(self, channel: str, topic: str) -> str:
         """The topic of a camera's calibration."""
@@ -187,7 +192,13 @@ class FrameMaker:
 
     def _image(self, topic: str, row: int, stamps: list[int], models: list[CameraModel]) -> Image | Absent:
         if row < 0:
-            return Absent("no message in time")
+            apart_s = self._apart.get(topic)
+            if apart_s is None:
+                return Absent("no message in time")
+            return Absent(
+                f"the nearest message is {abs(apart_s):.1f} s {'after' if apart_s > 0 else 'before'} one of "
+                f"{self._reference}: their clocks differ; see the options clock, offsets_ms and reference"
+            )
         shot, stamp_ns = self._index.series[topic].items[row], stamps[row]
         assert isinstance(shot, Shot), "a topic of pictures"
         kind = self._topics[topic].type

@@ -283,7 +283,11 @@ class LogIndex:
             at = int(np.argmin(kept))
             raise SourceError(
                 f"log '{self.name}': topic '{what}' goes back in time by {-passed_ns[at] / 1e9:.3f} s at {places[at]}: "
-                "its clock was set; cut the log there, or try the options clock_jumps=drop or clock=log_time"
+                + (
+                    "the file is not in the order of recording: sort it, as by `mcap sort`, or try clock_jumps=drop"
+                    if self._clock == "log_time"
+                    else "its clock was set; cut the log there, or try the options clock_jumps=drop or clock=log_time"
+                )
             )
         self.noted[f"{what}: messages after the clock was set back"] += int(np.count_nonzero(~kept))
         return kept

@@ -6,6 +6,7 @@ once, from the keyframe before it on.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -168,8 +169,13 @@ class Members:
     def _all_places(self, log: str, topic: str) -> list[Locator]:
         found = self._places.get((log, topic))
         if found is None:
-            found = [place for name in self._logs()[log] for place in self._file(name).places(topic)]
-            self._places[log, topic] = found
+            parts = [self._file(name).places(topic) for name in self._logs()[log]]
+            if any(part != sorted(part) for part in parts):
+                raise SourceError(
+                    f"log '{log}': the video of topic '{topic}' is not stored in the order of its times: sort the "
+                    "file, as by `mcap sort`"
+                )
+            found = self._places[log, topic] = list(itertools.chain.from_iterable(parts))
         return found
 
     def _reader(self, topic: str) -> Reader:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.source import Reads
+
+
+_YEAR_2000_NS: Final = 946_684_800_000_000_000
 
 
 class LogSource(FrameSource[LogSettings]):
@@ -65,16 +68,24 @@ class LogSource(FrameSource[LogSettings]):
 
     def sensors(self) -> Sensors:
         """Cameras and lidars by their channels; a lidar has the columns x, y, z, intensity, ring, time."""
+        assert self.channels is not None, "they are checked first"
+        _check_channels(self)
+        self.time_base = "unix" if _is_unix(self, self._indexed(self.recordings.logs[0][0])) else "boot"
         self.image_boxes = {channel: f"of topic {topic}; row is -1" for channel, topic in self.given.boxes2d.items()}
         return Sensors.of(self.camera_topics, dict.fromkeys(self.lidar_topics, COLUMNS))
 
     def clips(self) -> Iterator[Clip]:
         """The parts of each log: cut at gaps of the reference, and after ``clip_seconds``."""
         given = self.given
-        _check_channels(self)
         reference = _reference(self)
         for name, files in self.recordings.logs:
             index = self._indexed(name)
+            if _is_unix(self, index) != (self.time_base == "unix"):
+                first = self.recordings.logs[0][0]
+                raise SourceError(
+                    f"the times of log '{name}' and those of log '{first}' are not of one kind: of one they count from "
+                    "1970, of the other from a start of the machine; shard them apart, or with clock=log_time"
+                )
             topic = {**self.camera_topics, **self.lidar_topics}[reference]
             stamps = sync.thinned(index.series[topic].stamps, given.rate)
             parts = sync.cuts(
@@ -192,6 +203,13 @@ class Rosbag2Source(LogSource):
 def _reference(source: LogSource) -> str:
     """The channel that makes the frames."""
     return source.given.reference or next(iter(source.lidar_topics), "") or next(iter(source.camera_topics))
+
+
+def _is_unix(source: LogSource, index: LogIndex) -> bool:
+    """Whether the times of a log count from 1970: they are after the year 2000, or there are none."""
+    topics = {**source.camera_topics, **source.lidar_topics}
+    stamps = index.series[topics[_reference(source)]].stamps
+    return not len(stamps) or bool(stamps[0] >= _YEAR_2000_NS)
 
 
 def _has_video(source: LogSource) -> bool:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.rigid import rotation_matrices
 from fuelrail.pipeline.sample.schema import Boxes
 from fuelrail.pipeline.storage.columns import ROWS_AT_ONCE
-from fuelrail.sharding.sources.adapter.boxes import stable_id, velocities
+from fuelrail.sharding.sources.adapter.boxes import stable_id, validity, velocities
 from fuelrail.sharding.sources.adapter.classes import CLASSES, NUSCENES10, ClassMap, check_mapped
 from fuelrail.sharding.sources.nuscenes.tables import (
     Annotation,
@@ -237,17 +237,15 @@ class Annotations:
         yaw = np.arctan2(rotation[:, 1, 0], rotation[:, 0, 0])
         length_width_height = columns["size_wlh"][:, [1, 0, 2]]
         category, visibility = self._instance_category[instance], columns["visibility"]
-        # Only a box that is known to have neither lidar nor radar points is not valid.
-        valid = (columns["num_lidar_pts"] != 0) | (columns["num_radar_pts"] != 0)
+        valid, num_unknown = validity(columns["num_lidar_pts"], columns["num_radar_pts"])
         self._per_category += np.bincount(category, minlength=len(self._per_category))
         self._per_level += np.bincount(visibility + 1, minlength=len(self._per_level))
-        unknown = (columns["num_lidar_pts"] < 0) | (columns["num_radar_pts"] < 0)
-        self._unknown_points += int(np.count_nonzero(unknown))
+        self._unknown_points += num_unknown
         found = {
             "boxes3d": np.concatenate([centre, length_width_height, yaw[:, None]], 1).astype(np.float32),
             "rotation_wxyz": rotation_wxyz.astype(np.float32),
             "velocity": velocity.astype(np.float32),
-            "valid": valid.astype(np.uint8),
+            "valid": valid,
             "label": self._label_of[category],
             "visibility": self._visibility_code[visibility],
             "instance_id": self._instance_id[instance],

@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING, Final
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.sample.schema import POINTS_EXTENSION, SWEEPS_FIELD
+from fuelrail.sharding.sources.adapter.members import DAMAGED, Part, image_heads
+from fuelrail.sharding.sources.shared.pictures import EXTENSION_OF
 from fuelrail.sharding.sources.shared.scan_report import Findings
 from fuelrail.sharding.sources.shared.scan_table import Reference
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.image_header import ImageInfo
     from fuelrail.sharding.sources.nuscenes.geometry import Frame, Keyframes, SensorRow
     from fuelrail.sharding.sources.nuscenes.sweeps import LidarSweeps, SweepList
     from fuelrail.sharding.sources.shared.files import FileFacts, SourceFiles
+    from fuelrail.sharding.sources.shared.pictures import ImagePolicy
     from fuelrail.sharding.sources.shared.scan_report import ScanReport
 
 _IMAGE_EXTENSIONS: Final = {"jpg": "jpg", "jpeg": "jpg", "png": "png"}
@@ -23,11 +27,14 @@ _NOT_VALID: Final = "marked as not valid"
 class KeyframeFiles:
     """Finds the files of samples; ``findings`` has what is wrong with them, once a whole scan is through."""
 
-    def __init__(self, files: SourceFiles, missing_camera: str, *, points: bool, num_sweeps: int) -> None:
-        """``missing_camera``, ``points`` and ``num_sweeps`` are options of the source."""
-        self._files, self._missing_camera, self._points, self._num_sweeps = files, missing_camera, points, num_sweeps
+    def __init__(
+        self, files: SourceFiles, policy: ImagePolicy, max_damaged: float, *, points: bool, num_sweeps: int
+    ) -> None:
+        """All but ``files`` are options of the source."""
+        self._files, self._policy, self._points, self._num_sweeps = files, policy, points, num_sweeps
         self._facts: dict[str, FileFacts | None] = {}
-        self.findings = Findings()
+        self._heads: dict[str, ImageInfo | str] = {}
+        self.findings = Findings(max_damaged)
 
     def look_at(self, filenames: Iterable[str], *, more: bool = False) -> None:
         """Look at many files together; :meth:`file_bytes` knows of them then, with ``more`` of those before too."""
@@ -36,12 +43,24 @@ class KeyframeFiles:
         inside = [name for name in dict.fromkeys(filenames) if not _leads_out(name) and name not in self._facts]
         self._facts.update(zip(inside, self._files.facts_of(inside), strict=True))
 
+    def examine(self, filenames: Iterable[str]) -> None:
+        """Look into images that :meth:`look_at` knows of, where more than the tables is asked for."""
+        if self._policy.depth != "head":
+            parts = [Part(name) for name in dict.fromkeys(filenames) if (there := self._facts.get(name)) and there[0]]
+            heads = image_heads(self._files, parts, self._facts, self._policy.depth)
+            self._heads = dict(zip((part.name for part in parts), heads, strict=True))
+
+    def has_picture(self, filename: str) -> bool:
+        """Whether an image is there and, where it was looked into, not damaged."""
+        is_there = self.file_bytes(filename, []) is not None or self._policy.missing == "error"
+        return is_there and not isinstance(self._heads.get(filename), str)
+
     def of(self, keyframes: Keyframes, frame: Frame, stamps: list[str], report: ScanReport) -> list[Reference]:
         """References of the sample's sensor files that are there, in rig order."""
         members: list[Reference] = []
         for camera, row in zip(keyframes.cameras, frame.sensors, strict=False):
             with self.findings.of(camera):
-                member = self._image(frame, camera, row, stamps)
+                member = self._image(frame, camera, row, stamps, report)
                 if isinstance(member, str):
                     report.mask(camera.lower(), member)
                 else:
@@ -60,7 +79,9 @@ class KeyframeFiles:
                 members.append(Reference(f"{lidar.lower()}.{POINTS_EXTENSION}", row.filename, size))
         return members
 
-    def _image(self, frame: Frame, camera: str, row: SensorRow | None, stamps: list[str]) -> Reference | str:
+    def _image(
+        self, frame: Frame, camera: str, row: SensorRow | None, stamps: list[str], report: ScanReport
+    ) -> Reference | str:
         """Reference of an image, or why it is masked; raises SourceError where it is refused."""
         if row is None:
             self._refuse_missing(f"sample '{frame.token}' has no row for {camera}")
@@ -80,6 +101,22 @@ class KeyframeFiles:
             raise SourceError(
                 f"table 'sample_data': row '{row.token}' of {camera} has the size {row.width} x {row.height}"
             )
+        head = self._heads.get(row.filename)
+        if isinstance(head, str):
+            if self._policy.damaged == "error":
+                text = "the option damaged_image=mask makes it an absent member instead"
+                raise SourceError(f"image '{self._files.shown}/{row.filename}': {head}; {text}")
+            report.damaged[camera.lower()] = report.damaged.get(camera.lower(), 0) + 1
+            self.findings.tolerate(1, [f"'{row.filename}' ({head})"])
+            return DAMAGED
+        if head is not None:
+            self.findings.tolerate(1, ())
+            report.note_image(camera.lower(), head)
+            if (head.width, head.height, EXTENSION_OF[head.format]) != (row.width, row.height, extension):
+                raise SourceError(
+                    f"image '{self._files.shown}/{row.filename}' is a {head.format} of "
+                    f"{head.width} x {head.height} px; table 'sample_data' says {row.width} x {row.height}"
+                )
         return Reference(f"{camera.lower()}.{extension}", row.filename, size, row.width, row.height)
 
     def _lidars(self, keyframes: Keyframes, frame: Frame) -> Iterator[tuple[str, SensorRow]]:
@@ -128,7 +165,7 @@ class KeyframeFiles:
         return facts.num_bytes
 
     def _refuse_missing(self, what: str) -> None:
-        if self._missing_camera == "error":
+        if self._policy.missing == "error":
             raise SourceError(f"{what}; the option missing_camera=mask makes it an absent member instead")
 
 

@@ -40,6 +40,14 @@ from fuelrail.sharding.sources.nuscenes.sweeps import LidarSweeps, SweepList
 from fuelrail.sharding.sources.nuscenes.tables import TABLES, check_tables, check_time
 from fuelrail.sharding.sources.shared.files import check_no_pointer, source_files
 from fuelrail.sharding.sources.shared.joins import Cut
+from fuelrail.sharding.sources.shared.pictures import (
+    CHECK_IMAGES,
+    MAX_DAMAGED,
+    Depth,
+    ImagePolicy,
+    MaxDamaged,
+    recorded,
+)
 from fuelrail.sharding.sources.shared.scan_report import ScanReport
 from fuelrail.sharding.sources.source import Camera, Place, ScanInfo
 
@@ -135,6 +143,14 @@ class NuScenesOptions(Settings, frozen=True):
             "invalid; samples without any image are dropped (default: error)"
         ),
     ] = "error"
+    damaged_image: Annotated[
+        Literal["error", "mask"],
+        Meta(
+            description="an image that check_images finds damaged: error; mask (leave the member out, mark it invalid)"
+        ),
+    ] = "error"
+    max_damaged: Annotated[MaxDamaged, Meta(description=MAX_DAMAGED)] = 0.01
+    check_images: Annotated[Depth, Meta(description=CHECK_IMAGES)] = "head"
     points: Annotated[bool, Meta(description="false leaves lidar sweeps out")] = True
     sweeps: Annotated[
         int,
@@ -204,7 +220,7 @@ class NuScenesSource:
     def options(self) -> dict[str, Any]:
         """All options; the version is that of the one folder of tables where none was given."""
         given = msgspec.structs.asdict(self._options)
-        return {**given, "version": self._version(), "channels": list(self._options.channels)}
+        return recorded({**given, "version": self._version(), "channels": list(self._options.channels)})
 
     def place(self, ref: str) -> Place | None:
         """The file of an image on this machine; None for lidar, which :meth:`open` makes arrays of, and at a URL."""
@@ -248,7 +264,8 @@ class NuScenesSource:
         if extras is not None:
             check_apart(channels, extras.channels, f"'{folder / CHANNELS_FILE}'")
             channels += extras.channels
-            report.noted = {f"samples without files of channels=[{name}]": report.samples for name in extras.empty}
+            for name in extras.empty:
+                report.note(f"samples without files of channels=[{name}]", report.samples)
         keyframes.annotations.report(report)
         return ScanInfo(
             name=f"nuscenes-{folder.name}",
@@ -277,13 +294,15 @@ class NuScenesSource:
 
         def are_files(filenames: list[str]) -> list[bool]:
             files.look_at(filenames)
-            return [files.file_bytes(filename, []) is not None for filename in filenames]
+            files.examine(filenames)
+            return list(map(files.has_picture, filenames))
 
         scenes = []
+        all_count = self._options.missing_camera == self._options.damaged_image == "error"
         for row, samples in keyframes.scenes():
             for own in samples[[0, -1]].tolist():
                 check_time(int(keyframes.timestamp_us[own]), keyframes.sample_tokens[own])
-            kept = keyframes.have_pictures(samples, None if self._options.missing_camera == "error" else are_files)
+            kept = keyframes.have_pictures(samples, None if all_count else are_files)
             num_kept = int(np.count_nonzero(kept))
             report.samples += num_kept
             if num_kept < len(kept):
@@ -316,7 +335,11 @@ class NuScenesSource:
         counted = ClassMap(self._options.classes, ()).names
         num_masked = 0
         options = self._options
-        files = KeyframeFiles(self._files, options.missing_camera, points=options.points, num_sweeps=options.sweeps)
+        depth = out.depth(options.check_images, options.damaged_image)
+        files = KeyframeFiles(
+            self._files, ImagePolicy(options.missing_camera, options.damaged_image, depth), options.max_damaged,
+            points=options.points, num_sweeps=options.sweeps,
+        )  # fmt: skip
         scenes = self._with_pictures(keyframes, files, report)
         places = ((row, kept, int(number)) for row, _, kept in scenes for number in np.flatnonzero(kept))
         order = np.concatenate([samples[kept] for _, samples, kept in scenes])
@@ -324,6 +347,11 @@ class NuScenesSource:
         for first in range(0, len(order), _FRAMES_AT_ONCE):
             geometry, frames = keyframes.frames(order[first : first + _FRAMES_AT_ONCE])
             files.look_at([row.filename for frame in frames for row in frame.sensors if row is not None])
+            cameras = range(len(keyframes.cameras))
+            rows = [
+                row for frame in frames for at in cameras if (row := frame.sensors[at]) is not None and row.is_valid
+            ]
+            files.examine(row.filename for row in rows)
             stamps: list[list[str]] = [[] for _ in frames]
             found = [files.of(keyframes, *of, report) for of in zip(frames, stamps, strict=True)]
             if files.findings.num_found:
@@ -334,6 +362,8 @@ class NuScenesSource:
                 present = {member.name.partition(".")[0] for member in members}
                 geometry.cam_valid[at] = [name.lower() in present for name in keyframes.cameras]
             self._note_offsets(keyframes, geometry, frames, report)
+            sizes = np.where(geometry.cam_valid[..., None] > 0, geometry.img_wh, -1)
+            report.note_principal_points([name.lower() for name in keyframes.cameras], geometry.intrinsics, sizes)
             num_cameras = geometry.cam_valid.sum(axis=1).tolist()
             num_masked += geometry.cam_valid.size - sum(num_cameras)
             for name, count in zip(keyframes.cameras, keyframes.num_distorted(geometry), strict=True):

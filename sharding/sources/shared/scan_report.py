@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+import numpy as np
 
 from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.errors import SourceError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from fuelrail.pipeline.sample.image_header import ImageInfo
 
 _MOST_NAMES: Final = 12
 _MOST_CHARACTERS: Final = 60
@@ -29,7 +35,8 @@ class ScanReport(msgspec.Struct, kw_only=True):
         unmapped: category that the source's class list does not know, to number of boxes (``label`` -1).
         outside_classes: category that is known and on purpose no class, to number of boxes (``label`` -1).
         unknown_visibility: text of the visibility that is not known, to number of boxes (``visibility`` -1).
-        unknown_points: boxes with an unknown number of lidar or radar points (-1).
+        unknown_points: boxes with an unknown number of lidar points (-1) and no known radar point: ``valid`` is 1.
+        damaged: camera channel to number of damaged images that were masked, or whose frames were dropped.
         cut_links: table and column to number of links, to records that a cut-out source lacks, that were cut.
         max_offset_ms: channel to the largest time [ms] between a sample and the channel's own moment in it.
         noted: what else the source found, such as messages out of order, and its number.
@@ -46,6 +53,7 @@ class ScanReport(msgspec.Struct, kw_only=True):
     unknown_visibility: dict[str, int] = {}
     unknown_points: int = 0
     max_offset_ms: dict[str, float] = {}
+    damaged: dict[str, int] = {}
     cut_links: dict[str, int] = {}
     noted: dict[str, int] = {}
 
@@ -64,11 +72,35 @@ class ScanReport(msgspec.Struct, kw_only=True):
         if offset_ns:
             self.max_offset_ms[channel] = max(self.max_offset_ms.get(channel, 0.0), offset_ns / 1e6)
 
+    def note_image(self, channel: str, info: ImageInfo) -> None:
+        """Note what the head of an image says that neither the writer nor the loader applies."""
+        if info.orientation != 1:
+            self.note(
+                f"{channel}: images with Exif orientation {info.orientation}, which is not applied; calibrate the "
+                "pixels as they are stored, or turn the images and clear the tag (exiftran -ai)"
+            )
+
+    def note_principal_points(
+        self, channels: Sequence[str], intrinsics: NDArray[np.float64], sizes: NDArray[np.integer[Any]]
+    ) -> None:
+        """Note images whose K does not seem to be theirs: K (F, N, 3, 3), sizes (F, N, 2) [px], not over 0: none."""
+        points = intrinsics[..., :2, 2]
+        outside = ((points < -0.5) | (points > sizes - 0.5)).any(-1) & (sizes > 0).all(-1)  # not where NaN
+        for channel, number in zip(channels, np.count_nonzero(outside, 0).tolist(), strict=True):
+            text = "principal point outside of the image: are the intrinsics those of images of this size?"
+            self.note(f"{channel}: {text}", number)
+
+    def note(self, what: str, number: int = 1) -> None:
+        """Count something that was found."""
+        if number:
+            self.noted[what] = self.noted.get(what, 0) + number
+
     def builtins(self) -> dict[str, Any]:
         """The report for JSON: fields in order, names in each sorted."""
         found: dict[str, Any] = msgspec.to_builtins(self, order="deterministic")
-        if not self.cut_links:
-            del found["cut_links"]  # of sources with tables alone
+        for name in ("cut_links", "damaged"):  # of some sources, and some options
+            if not found[name]:
+                del found[name]
         return found
 
     def lines(self) -> list[str]:
@@ -80,6 +112,8 @@ class ScanReport(msgspec.Struct, kw_only=True):
         if self.masked:
             by_channel = {f"{name}, {why}": n for name, found in self.masked.items() for why, n in found.items()}
             said.append(f"  absent sensor members: {_listed(by_channel, '; ')}")
+        if self.damaged:
+            said.append(f"  damaged images: {_listed(self.damaged)}")
         if self.cut_links:
             said.append(f"  links to records that are not there, cut: {_listed(self.cut_links)}")
         if self.max_offset_ms:
@@ -121,10 +155,12 @@ def _plain(name: str, most: int = _MOST_CHARACTERS) -> str:
 class Findings:
     """What is wrong with a source: several findings are reported together, and the scan fails once.
 
-    The first 20 of each table are shown.
+    The first 20 of each table are shown. Of images, up to the share ``max_damaged`` may be damaged and left out.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_damaged: float = 0.0) -> None:
+        self._max_damaged, self._damaged = max_damaged, list[str]()
+        self._num_images = self._num_damaged = 0
         self._texts: list[str] = []
         self._counts: dict[str, int] = {}
 
@@ -139,6 +175,12 @@ class Findings:
         if self._counts[table] <= MOST_FINDINGS:
             self._texts.append(text)
 
+    def tolerate(self, num_images: int, damaged: Sequence[str]) -> None:
+        """Note images that were looked at, and the damaged ones of them, which are left out."""
+        self._num_images += num_images
+        self._num_damaged += len(damaged)
+        self._damaged += damaged[: MOST_FINDINGS - len(self._damaged)]
+
     @contextlib.contextmanager
     def of(self, table: str) -> Iterator[None]:
         """Note the SourceError that the block raises."""
@@ -149,6 +191,12 @@ class Findings:
 
     def check(self) -> None:
         """Raise SourceError where there are findings: the one, or all of them, a line each."""
+        if self._num_damaged > self._max_damaged * self._num_images:
+            self.add(
+                "images",
+                f"{self._num_damaged:,} of {self._num_images:,} images are damaged, more than the share of "
+                f"max_damaged={self._max_damaged:g}: {', '.join(self._damaged)}",
+            )
         if not self._texts:
             return
         more = [

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -30,6 +30,9 @@ from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, META, POINTS_EXTENS
 from fuelrail.pipeline.storage.columns import numpy_dtype
 from fuelrail.pipeline.text import shown
 from fuelrail.sharding.sources.shared.joins import Database
+
+if TYPE_CHECKING:
+    from fuelrail.sharding.sources.shared.pictures import Depth
 
 ROWS_PER_BATCH: Final = 1024
 ROWS_PER_PART: Final = 16 * ROWS_PER_BATCH
@@ -116,10 +119,12 @@ class ScanWriter:
     """Writes a scan table; clips one after the other, frames in order, one batch in memory.
 
     Keys are unique by construction: clip ids are unique, and frames count up within a clip. ``attributes`` are the
-    columns for ``attributes.parquet``: name to bool, int, float or str; a value may be None.
+    columns for ``attributes.parquet``: name to bool, int, float or str; a value may be None. ``is_check``: the table is
+    made to find faults, so that the source is to look at both ends of each image.
     """
 
-    def __init__(self, path: str | os.PathLike[str], attributes: Mapping[str, type]) -> None:
+    def __init__(self, path: str | os.PathLike[str], attributes: Mapping[str, type], *, is_check: bool = False) -> None:
+        self._is_check = is_check
         self._attributes = tuple(attributes)
         columns = [pa.field(_PREFIX + name, _ATTRIBUTE_TYPES[kind]) for name, kind in attributes.items()]
         self._schema = pa.schema([*_COLUMNS, *columns])
@@ -135,6 +140,10 @@ class ScanWriter:
         self._ids: set[str] = set()
         self._has_boxes = False
         self.clips: list[ClipInfo] = []
+
+    def depth(self, asked: Depth, damaged_image: str) -> Depth:
+        """How much of each image a source with these options is to look at."""
+        return "ends" if asked == "head" and (self._is_check or damaged_image != "error") else asked
 
     def begin_clip(self, clip_id: str, clip_name: str, clip_token: str) -> None:
         """Start the next clip; raises SourceError for an id that already was or that is no legal key."""

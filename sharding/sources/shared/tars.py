@@ -22,7 +22,7 @@ _KEPT: Final = 4
 _DAMAGED: Final = (
     tarfile.TarError, OSError, ValueError, OverflowError, EOFError, zlib.error, zstandard.ZstdError
 )  # fmt: skip
-COMPRESSED: Final = (".tar.gz", ".tgz", ".tar.zst")
+COMPRESSED: Final = (".tar.gz", ".tgz", ".tar.zst", ".tzst")
 
 
 class Member(NamedTuple):
@@ -65,7 +65,7 @@ def compressed_members(
     """
     where = f"tar '{files.shown}/{tar}'"
     with _opened(files, tar) as file:
-        plain: Any = gzip.GzipFile(fileobj=file) if not tar.endswith(".zst") else _zstd(file)
+        plain: Any = gzip.GzipFile(fileobj=file) if not tar.endswith("zst") else _zstd(file)
         try:
             with plain, tarfile.open(fileobj=plain, mode="r|") as opened:
                 for found in _regular(opened, where):

@@ -93,7 +93,7 @@ class VideoFile:
         Raises SourceError for a file whose index leads beyond its end, and as :func:`video_frames` does.
         """
         with self._opened() as container:
-            stream = container.streams.video[0]
+            stream = _best(container)
             context = stream.codec_context
             head = context.width, context.height, _codec(context.name, self._where)
             entries = list(stream.index_entries)
@@ -138,7 +138,7 @@ class VideoFile:
         number_of = {packet.pts: at for at, packet in enumerate(order)}
         wanted = set(run)
         with self._opened() as container:
-            stream = container.streams.video[0]
+            stream = _best(container)
             if key:
                 container.seek(order[key].pts, stream=stream)
             encoder = _Encoder(quality, self._where)
@@ -166,7 +166,7 @@ class VideoFile:
     def _shown(self, container: Any) -> _Shown:  # noqa: ANN401 - PyAV
         found = [
             _Packet(packet.pts, packet.is_keyframe)
-            for packet in container.demux(video=0)
+            for packet in container.demux(_best(container))
             if packet.size and not packet.is_discard
         ]
         times = {packet.pts for packet in found}
@@ -183,7 +183,7 @@ class VideoFile:
         import av
 
         try:
-            for frame in container.decode(video=0):
+            for frame in container.decode(_best(container)):
                 self.num_decoded += 1
                 yield frame
         except av.error.FFmpegError as error:
@@ -201,8 +201,23 @@ class VideoFile:
         with container:
             if not container.streams.video:
                 raise SourceError(f"{self._where} has no video stream")
-            _codec(container.streams.video[0].codec_context.name, self._where)
+            _codec(_best(container).codec_context.name, self._where)
             yield container
+
+
+def _best(container: Any) -> Any:  # noqa: ANN401 - PyAV
+    """The stream that the program ffmpeg takes of several, such as a preview and the video: the largest picture.
+
+    The one that is marked as default counts five million pixels more, and a cover comes last.
+    """
+    from av.stream import Disposition
+
+    def rank(stream: Any) -> tuple[bool, int]:  # noqa: ANN401 - PyAV
+        context, marks = stream.codec_context, stream.disposition
+        size = context.width * context.height + (5_000_000 if marks & Disposition.default else 0)
+        return not marks & Disposition.attached_pic, size
+
+    return max(container.streams.video, key=rank)
 
 
 class StreamDecoder:

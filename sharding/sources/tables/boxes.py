@@ -96,7 +96,12 @@ def _values(rows: Rows) -> dict[str, Any]:
     """All columns of boxes as arrays, those that are absent as None."""
 
     def vector(name: str, parts: Sequence[str]) -> NDArray[np.float64] | None:
-        return rows.vector(name, parts) if any(part in rows for part in (name, *parts)) else None
+        there = [part for part in parts if part in rows]
+        if there and name not in rows and len(there) < len(parts):
+            missing = ", ".join(part for part in parts if part not in there)
+            cure = "; write 0 where it is not measured" if name == "velocity" else ""
+            raise SourceError(f"table '{rows.table}' has {', '.join(there)} of {name}, but no {missing}{cure}")
+        return rows.vector(name, parts) if there or name in rows else None
 
     def needed(name: str, parts: Sequence[str]) -> NDArray[np.float64]:
         value = vector(name, parts)

@@ -16,6 +16,7 @@ from fuelrail.sharding.sources.tables.tables import CLIP
 from fuelrail.sharding.sources.tables.values import POSE_PARTS, TIME_COLUMNS
 
 SENSOR: Final = re.compile(r"(cam|lidar)\.([A-Za-z0-9_]+)\.(.+)")
+_ODD_SENSOR: Final = re.compile(r"(?:cam|lidar)\.(.+?)\.[a-z]")
 _FILE: Final = ("path", "byte_offset", "byte_length", *TIME_COLUMNS, "ego2global")
 OF_CAMERA: Final = (*_FILE, "num_bytes", "cam2ego", *CALIBRATION)
 _OF_LIDAR: Final = (*_FILE, "lidar2ego")
@@ -66,6 +67,11 @@ def is_path(column: str) -> bool:
 def attribute_type(where: str, field: pa.Field) -> type:
     """Return the type of a free column; raises SourceError for one that can be no attribute."""
     kind = field.type
+    if (odd := _ODD_SENSOR.match(field.name)) is not None:
+        raise SourceError(
+            f"{where}: the column {field.name} names the sensor '{odd[1]}'; names of sensors have letters, digits and "
+            f"_, as {field.name.replace(odd[1], re.sub('[^A-Za-z0-9_]+', '_', odd[1]))}"
+        )
     if pa.types.is_null(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind):
         found: Callable[..., Any] | None = str
     elif pa.types.is_boolean(kind):

@@ -25,6 +25,7 @@ from fuelrail.sharding.sources.adapter.poses import Trajectory
 from fuelrail.sharding.sources.adapter.rows import attribute_types
 from fuelrail.sharding.sources.adapter.source import FrameSource
 from fuelrail.sharding.sources.logs.settings import VideoSettings, check_decoder, libraries_of
+from fuelrail.sharding.sources.shared.files import source_files
 from fuelrail.sharding.sources.shared.points import parse_points
 from fuelrail.sharding.sources.tables.boxes import box_type, boxes_of_frames, check_box_columns
 from fuelrail.sharding.sources.tables.calibration import Calibrations, read_calibration, shared
@@ -39,7 +40,7 @@ from fuelrail.sharding.sources.tables.columns import (
 )
 from fuelrail.sharding.sources.tables.matching import SensorRows, ascending
 from fuelrail.sharding.sources.tables.members import FRAME, Paths, RowFiles, add_columns
-from fuelrail.sharding.sources.tables.tables import Table, distinct, find_table, has_text, table_schema
+from fuelrail.sharding.sources.tables.tables import EXTENSIONS, Table, distinct, find_table, has_text, table_schema
 from fuelrail.sharding.sources.tables.values import TIME_COLUMNS, Rows
 
 if TYPE_CHECKING:
@@ -55,6 +56,10 @@ _AXES = Literal["optical", "flu"]
 class ManifestSettings(VideoSettings, frozen=True, kw_only=True):
     """Options of the adapter."""
 
+    root: Annotated[
+        str,
+        Meta(description="folder or URL that all paths are below; empty: the folder of the tables"),
+    ] = ""
     pixel_origin: Annotated[
         Literal["center", "corner"],
         Meta(description="where pixel (0, 0) of the intrinsics is: the center of the top-left pixel, or its corner"),
@@ -105,19 +110,28 @@ class Manifest(FrameSource[ManifestSettings]):
         self.given.check_libraries()
         self.time_base, self.ego_origin = self.given.time_base, self.given.ego_origin
         self._is_unix = self.time_base == "unix"
-        self._paths = Paths(self.files)
+        self._table_files = self.files
+        folder = location if self.file is None else str(Path(location.removeprefix("file://")).parent)
+        if self.given.root:
+            self.files = source_files(self.given.root)
+        self._paths = Paths(self.files, self.given.root or folder)
         self._tables: dict[str, Table] = {}
         self._calibrations: Calibrations | None = None
 
     @cached_property
     def _names(self) -> dict[str, str]:
         """Names of the tables that are there."""
-        found = {stem: name for stem in TABLES if (name := find_table(self.files, stem)) is not None}
+        found = {stem: name for stem in TABLES if (name := find_table(self._table_files, stem)) is not None}
         if self.file is not None:
+            if not self.file.endswith(tuple(f".{one}" for one in EXTENSIONS)):
+                raise SourceError(
+                    f"the table '{self._table_files.shown}/{self.file}' must end with .{', .'.join(EXTENSIONS)} (JSON "
+                    "lines: one object a line); write it in one of these forms"
+                )
             found["frames"] = self.file
         if not found.keys() & {"frames", "sensor_data"}:
             raise SourceError(
-                f"the manifest source '{self.files.shown}' has no table frames or sensor_data with the ending "
+                f"the manifest source '{self._table_files.shown}' has no table frames or sensor_data with the ending "
                 ".parquet, .jsonl or .csv"
             )
         return found
@@ -129,9 +143,9 @@ class Manifest(FrameSource[ManifestSettings]):
             return {}
         name = self._names["frames"]
         found: dict[str, type] = {}
-        for field in table_schema(self.files, name, type_of):
+        for field in table_schema(self._table_files, name, type_of):
             if not is_known(field.name):
-                found[field.name] = attribute_type(f"table '{self.files.shown}/{name}'", field)
+                found[field.name] = attribute_type(f"table '{self._table_files.shown}/{name}'", field)
         return found
 
     @cached_property
@@ -144,12 +158,14 @@ class Manifest(FrameSource[ManifestSettings]):
     def _has_video(self) -> bool:
         """Whether a path names a frame of a video."""
         named = [name for stem, name in self._names.items() if stem in ("frames", "sensor_data")]
-        return any(has_text(self.files, name, FRAME, is_path) for name in named)
+        return any(has_text(self._table_files, name, FRAME, is_path) for name in named)
 
     @property
     def options(self) -> dict[str, Any]:
-        """All options; the versions of libraries where there is video."""
-        return {**super().options, "libraries": libraries_of(has_video=self._has_video)}
+        """All options but ``root``, on which no byte depends; the versions of libraries where there is video."""
+        found = {**super().options, "libraries": libraries_of(has_video=self._has_video)}
+        del found["root"]
+        return found
 
     @property
     def reads(self) -> Reads:  # type: ignore[override]  # of these tables, not of the kind
@@ -173,7 +189,9 @@ class Manifest(FrameSource[ManifestSettings]):
         with tempfile.TemporaryDirectory(prefix="fuelrail-") as scratch:
             for stem, name in self._names.items():
                 types = box_type if stem == "boxes" else type_of
-                self._tables[stem] = Table(self.files, name, Path(scratch), types, has_clips=stem != "calibration")
+                self._tables[stem] = Table(
+                    self._table_files, name, Path(scratch), types, has_clips=stem != "calibration"
+                )
             if "boxes" in self._tables:
                 check_box_columns(self._tables["boxes"].name, self._tables["boxes"].schema.names)
             if "calibration" in self._tables:
@@ -203,7 +221,9 @@ class Manifest(FrameSource[ManifestSettings]):
         if "sensor_data" in self._tables:
             data = self._tables["sensor_data"]
             if self._calibrations is None:
-                raise SourceError(f"'{self.files.shown}' has sensor_data, which needs a table calibration beside it")
+                raise SourceError(
+                    f"'{self._table_files.shown}' has sensor_data, which needs a table calibration beside it"
+                )
             known = self._calibrations.sensors
             for name in distinct(data.parts(), "sensor"):
                 if name not in known:

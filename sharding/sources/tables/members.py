@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.storage.filesystem import is_url
 from fuelrail.sharding.sources.adapter.frame import Absent, Image, Sweep
 from fuelrail.sharding.sources.adapter.members import check_inside
 from fuelrail.sharding.sources.shared.tars import Tars
@@ -34,8 +37,9 @@ _KEPT: Final = 256
 class Videos:
     """The video files of a source; what is known of the last ones is kept. ``num_decoded`` counts decoded frames."""
 
-    def __init__(self, files: SourceFiles) -> None:
-        self._files = files
+    def __init__(self, files: SourceFiles, inside: Callable[[str], str]) -> None:
+        """``inside`` makes names below the root of paths."""
+        self._files, self._inside = files, inside
         self._kept: dict[str, VideoFacts | None] = {}
         self.num_decoded = 0
 
@@ -57,7 +61,8 @@ class Videos:
         for rows in tables:
             for column in filter(is_path, rows.batch.schema.names):
                 videos = [text.partition(FRAME)[0] for text in rows.texts(column) if text and FRAME in text]
-                found.update((name.removeprefix(f"{self._files.shown}/"), None) for name in videos)
+                with contextlib.suppress(SourceError):  # which the row's own check reports
+                    found.update((self._inside(name), None) for name in videos)
         return tuple(name for name in found if self._files.facts(name) is not None)
 
     def jpegs(self, refs: Sequence[str], quality: int) -> Iterator[tuple[str, bytes]]:
@@ -84,13 +89,30 @@ def frame_of(ref: str) -> tuple[str, int]:
 class Paths:
     """What the paths of a manifest refer to."""
 
-    def __init__(self, files: SourceFiles) -> None:
-        self._root, self._tars, self.videos = files.shown, Tars(files), Videos(files)
+    def __init__(self, files: SourceFiles, root: str) -> None:
+        """``files`` are those below the folder or URL ``root``."""
+        folder = Path(root.removeprefix("file://"))
+        roots = [root] if is_url(root) else [str(folder.absolute()), str(folder.resolve())]
+        self._roots = [f"{one.rstrip('/')}/" for one in roots]
+        self._shown, self._tars = files.shown, Tars(files)
+        self.videos = Videos(files, self.inside)
+
+    def inside(self, path: str) -> str:
+        """Return a path below the root, also of one that names the root; raises SourceError for one elsewhere."""
+        path = path.removeprefix("file://")
+        below = next((one for one in self._roots if path.startswith(one)), "")
+        name = path.removeprefix(below)
+        if name.startswith("/") or "://" in name or ".." in name.split("/"):
+            raise SourceError(
+                f"'{path}' is not inside the source '{self._shown}', below which paths are; the option "
+                "root=FOLDER_OR_URL names another folder or URL that all of them are below"
+            )
+        return name
 
     def frame(self, rows: Rows, row: int, path: str) -> tuple[str, VideoFacts] | Absent:
         """Return the reference of a frame of a video, and what is known of the video."""
         try:
-            name, number = frame_of(path.removeprefix(f"{self._root}/"))
+            name, number = frame_of(self.inside(path))
             facts = self.videos.facts(name)
         except SourceError as error:
             rows.fail(row, "path", str(error))
@@ -108,14 +130,20 @@ class Paths:
         if rest.startswith("pts="):
             rows.fail(row, "path", f"'{path}': frames of a video are named by their numbers, as in {name}{FRAME}12")
         if path.startswith("tar:"):
-            tar = name.removeprefix("tar:")
-            if not rest or tar.startswith("/") or ".." in tar.split("/"):
-                rows.fail(row, "path", f"'{path}' must be tar:FILE#MEMBER, with a FILE inside the source")
+            tar = self._inside(rows, row, name.removeprefix("tar:"))
+            if not rest:
+                rows.fail(row, "path", f"'{path}' must be tar:FILE#MEMBER")
             member = self._tars.find(tar, rest)
             if member is None:
                 rows.fail(row, "path", f"the tar '{tar}' has no member '{rest}'")
             return f"{tar}#{member.offset}+{member.length}"
-        return path.removeprefix(f"{self._root}/")
+        return self._inside(rows, row, path)
+
+    def _inside(self, rows: Rows, row: int, path: str) -> str:
+        try:
+            return self.inside(path)
+        except SourceError as error:
+            rows.fail(row, "path", str(error))
 
 
 class RowFiles:
@@ -138,8 +166,8 @@ class RowFiles:
             offset, length = self._ranges[row]
             if length < 1:
                 self.rows.fail(row, f"{self._prefix}byte_length", f"{length} must be over 0")
-            return f"{path}#{offset}+{length}"
-        if "#" in path or path.startswith(("/", "tar:")):
+            return f"{self._where.reference(self.rows, row, path)}#{offset}+{length}"
+        if "#" in path or ":" in path or ".." in path or path[0] == "/":
             return self._where.reference(self.rows, row, path)
         return path
 

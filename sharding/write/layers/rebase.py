@@ -28,6 +28,7 @@ from fuelrail.pipeline.format.manifest import (
     decode_manifest,
     encode_manifest,
 )
+from fuelrail.pipeline.storage.files import open_file
 from fuelrail.pipeline.storage.filesystem import is_url, shown_url
 from fuelrail.pipeline.text import escaped
 from fuelrail.sharding.output.folder import FolderOutput, check_out, link_file
@@ -104,7 +105,7 @@ def rebase_layer(
             target.remove(name)
         for name in names:
             if not link_file(old.root / name, target, name):
-                with target.publish(name) as copy, (old.root / name).open("rb") as file:
+                with target.publish(name) as copy, open_file(old.root / name) as file:
                     while data := file.read(8 << 20):
                         copy.write(data)
         made = rows_file(target.temporary, rows)

@@ -220,6 +220,24 @@ def test_boxes_with_keypoints_are_visible_while_one_of_them_is(num_rows, shape, 
     assert moved["seen"].tolist() == np.reshape(wanted[:num_rows], (num_rows, *shape)).tolist()
 
 
+def test_what_crops_leave_nothing_of_keeps_its_place_as_a_point_and_has_no_area_as_a_box() -> None:
+    cropped = ImageMap.identity(SIZE).crop(10, 20, 30, 40).flip()
+    law = Law("image_points", camera="cam", roles={"points": (("at",),), "boxes": (("box",),), "visible": (("seen",),)})
+    arrays = (ArraySpec("at", "float64", (2,)), ArraySpec("box", "float64", (4,)), ArraySpec("seen", "uint8"))
+    places = np.array([(3.0, 5.0), (10 - 0.5, 20 - 0.5), (39.5 + 1e-3, 30.0)])
+    value = {
+        "at": places,
+        "box": np.array([(0.0, 0.0, 5.0, 6.0), (2.0, 30.0, 9.5, 35.0), (0.0, 0.0, 12.0, 25.0)]),
+        "seen": np.ones(3, np.uint8),
+    }
+    moved = move(channel(law, kind="ragged", arrays=arrays), value, images={"cam": cropped})
+    np.testing.assert_allclose(moved["at"], np.c_[29 - (places[:, 0] - 10), places[:, 1] - 20], atol=1e-9)
+    np.testing.assert_allclose(
+        moved["box"], [(29.5, -0.5, 29.5, -0.5), (29.5, 10.0, 29.5, 15.0), (27.0, -0.5, 29.5, 5.0)], atol=1e-9
+    )
+    assert moved["seen"].tolist() == [0, 1, 1]  # a point on the border is inside
+
+
 def test_a_lens_is_undone_for_points_as_for_pixels() -> None:
     import dataclasses
 
@@ -406,6 +424,24 @@ def test_a_linear_field_and_its_flow_stay_one(seed) -> None:
     it = channel(law, kind="array", axes=("x", "y", "z", "flow"), columns=("vx", "vy"), frame="ego", dtype="float64")
     moved = move(it, flow, ego=ego)
     np.testing.assert_allclose(moved[inner], (flow @ ego.matrix[:2, :2].T)[inner], atol=1e-9)
+
+
+@pytest.mark.parametrize("interpolation", ["nearest", "linear"])
+def test_cells_outside_the_extent_of_a_grid_of_vectors_are_filled_and_the_fill_is_not_turned(interpolation) -> None:
+    rng, ego = (
+        np.random.default_rng(0),
+        BevMap(rotation_rad=0.7, scale=1.1, flip_y=True, translation_m=(6.0, -4.0, 0.0)),
+    )
+    law = Law("ego_grid", interpolation=interpolation, fill=-7.0, extent_m=EXTENT, roles={"vectors": (("vx", "vy"),)})
+    it = channel(
+        law, kind="array", axes=("x", "y", "z", "column"), columns=("vx", "vy", "mass"), frame="ego", dtype="float64"
+    )
+    moved = move(it, rng.uniform(-9, 9, (*CELLS, 3)), ego=ego)
+    back = cell_centres() @ ego.inverse[:3, :3].T + ego.inverse[:3, 3]
+    outside = ((back < np.array(EXTENT[:3]) - 1e-6) | (back > np.array(EXTENT[3:]) + 1e-6)).any(-1)
+    assert 0.05 < outside.mean() < 0.95
+    assert (moved[outside] == -7.0).all()
+    assert not (moved[~outside] == -7.0).any()
 
 
 def test_axes_in_another_order_and_extents_downwards_are_the_same_world() -> None:

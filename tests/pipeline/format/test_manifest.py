@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from fuelrail.pipeline.channels.sensors import BOXES_CHANNEL, CameraEntry, LidarEntry, camera_channel, lidar_channel
+from fuelrail.pipeline.channels.table import Channel
 from fuelrail.pipeline.errors import DatasetNotReadyError, ManifestError
 from fuelrail.pipeline.format.layers import LAYERS
 from fuelrail.pipeline.format.manifest import (
@@ -234,19 +235,106 @@ def test_what_to_do_where_there_is_no_manifest(tmp_path) -> None:
             load_manifest(folder)
 
 
+def named(number: int) -> str:
+    """A fingerprint for each number."""
+    return f"{number:064x}"
+
+
 def test_the_lineage_names_every_ancestor_once_nearest_first() -> None:
-    first, second = manifest(name="a", fingerprint="1"), manifest(name="b", fingerprint="2")
-    both = manifest(name="ab", fingerprint="3", lineage=Lineage.of([first, second]))
+    one, two, three = map(named, (1, 2, 3))
+    first, second = manifest(name="a", fingerprint=one), manifest(name="b", fingerprint=two)
+    both = manifest(name="ab", fingerprint=three, lineage=Lineage.of([first, second]))
     found = Lineage.of([both, first])
-    assert found.parents == ("3", "1")
-    assert [(one.fingerprint, one.parents) for one in found.ancestors] == [("3", ("1", "2")), ("1", ()), ("2", ())]
+    assert found.parents == (three, one)
+    assert [(each.fingerprint, each.parents) for each in found.ancestors] == [
+        (three, (one, two)), (one, ()), (two, ()),
+    ]  # fmt: skip
     assert decode_manifest(signed(lineage=found), "here").lineage == found
 
 
 def test_a_lineage_keeps_the_nearest_ancestors() -> None:
-    chain = [manifest(fingerprint="0")]
+    chain = [manifest(fingerprint=named(0))]
     for number in range(1, 200):
-        chain.append(manifest(fingerprint=str(number), lineage=Lineage.of(chain[-1:])))
+        chain.append(manifest(fingerprint=named(number), lineage=Lineage.of(chain[-1:])))
     found = chain[-1].lineage.ancestors
-    assert [one.fingerprint for one in found] == [str(number) for number in range(198, 70, -1)]
+    assert [one.fingerprint for one in found] == [named(number) for number in range(198, 70, -1)]
     decode_manifest(signed(lineage=chain[-1].lineage), "here")
+
+
+@pytest.mark.parametrize("text", ["../../x", "", "1" * 63, "A" * 64, "1" * 64 + "\n"])
+def test_what_is_no_fingerprint_is_refused_in_a_lineage(text) -> None:
+    good = Ancestor(fingerprint=named(1), name="a", num_samples=1, made_by="x", parents=())
+    for lineage in (
+        Lineage(parents=(text,)),
+        Lineage(ancestors=(msgspec.structs.replace(good, fingerprint=text),)),
+        Lineage(ancestors=(msgspec.structs.replace(good, parents=(named(2), text)),)),
+    ):
+        with pytest.raises(ManifestError, match="is no fingerprint, which has 64 hex digits"):
+            decode_manifest(signed(lineage=lineage), "here")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"seed": 7', '"seed": 8, "seed": 7'),
+        ('"ratio": 0.5', '"ratio": 0.5, "nested": {"a": 1, "a": 1}'),
+        ('"name": "index.arrow"', '"na\\u006de": "other.arrow", "name": "index.arrow"'),
+        ('"version": null', '"version": 1, "version": null'),
+    ],
+)
+def test_a_key_twice_in_an_object_is_refused_wherever_it_is(old, new) -> None:
+    text = GOOD.decode()
+    assert old in text
+    with pytest.raises(ManifestError, match=r"the key '\w+' occurs twice in an object"):
+        decode_manifest(text.replace(old, new, 1).encode(), "here")
+
+
+def plain_sealed(content: dict[str, Any]) -> bytes:
+    """The file by the rules of FORMAT.md, made with the standard library alone."""
+
+    def digest(value: dict[str, Any]) -> str:
+        text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    covered = {name: value for name, value in content.items() if name not in NOT_COVERED}
+    covered["files"] = [one for one in content["files"] if one["name"] == "index.arrow"]
+    content = content | {"fingerprint": digest(covered), "digest": ""}
+    return json.dumps(content | {"digest": digest(content)}).encode()
+
+
+RASTER = {
+    "name": "mask", "kind": "array", "field": "mask.npy", "dtype": "uint8", "axes": ["height", "width"],
+    "shape": [900, 1600], "frame": "image:cam_front",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("more", "law", "is_taken"),
+    [
+        ({}, {}, True),
+        ({}, {"fill": 0.0, "interpolation": "nearest", "fraction": 1}, True),
+        ({}, {"fill": 0}, False),
+        ({}, {"fill": None}, False),
+        ({}, {"roles": {}}, False),
+        ({"optional": False}, {}, False),
+        ({"description": ""}, {}, False),
+    ],
+)
+def test_which_defaults_a_channel_and_its_law_may_state(more, law, is_taken) -> None:
+    content = json.loads(GOOD)
+    content["channels"].append({**RASTER, "law": {"name": "image", "camera": "cam_front", **law}, **more})
+    data = plain_sealed(content)
+    if is_taken:
+        assert decode_manifest(data, "here").channels[-1].name == "mask"
+    else:
+        with pytest.raises(ManifestError, match="its fingerprint or digest is not that of its content"):
+            decode_manifest(data, "here")
+
+
+@pytest.mark.parametrize("name", ["boxes", "meta", "geometry", "lidar_top_sweeps"])
+def test_channels_with_the_names_of_other_parts_are_refused(name) -> None:
+    other = msgspec.convert(
+        {**RASTER, "name": name, "field": f"{name}.npy", "law": {"name": "image", "camera": "cam_front"}}, Channel
+    )
+    with pytest.raises(ManifestError, match=f"channel '{name}' (is not as the format has boxes|has the name of an)"):
+        decode_manifest(signed(channels=(camera_channel(FRONT), lidar_channel(TOP), other)), "here")

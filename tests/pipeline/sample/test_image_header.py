@@ -15,7 +15,7 @@ from fuelrail.loaders.decode import BACKENDS, ImageInfo, make_decoder, probe
 from fuelrail.pipeline.errors import ConfigError, ImageError
 from fuelrail.pipeline.sample.image_header import MAX_PIXELS, MAX_SCANNED_PIXELS, MAX_SCANS, check_jpeg_end, unpack_png
 from fuelrail.pipeline.transforms.image_map import ImageMap
-from fuelrail.sharding.write import images
+from fuelrail.sharding.sources.shared import pictures
 from support.pictures import encode, natural
 
 PICTURE = natural(49, 35)
@@ -184,7 +184,7 @@ def test_m4_png_data_are_as_many_as_the_header_says(change, message: str, capfd:
     raw = b"".join(b"\0" + row.tobytes() for row in PICTURE)
     encoded = encode(PICTURE, "png")
     hostile = with_pixel_data(encoded, change(raw))
-    for refuse in (unpack_png, lambda png: images.check_pixels(png, "png", None)):
+    for refuse in (unpack_png, lambda png: pictures.check_pixels(png, "png", None)):
         with pytest.raises(ImageError, match=message):
             refuse(hostile)
     for name in ("turbo", "pillow"):

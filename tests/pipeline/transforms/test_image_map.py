@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.transforms.image import ImageAugment
 from fuelrail.pipeline.transforms.image_map import (
     ImageMap,
     apply_to_intrinsics,
@@ -204,3 +205,17 @@ def test_impossible_sizes_are_refused():
     ):
         with pytest.raises(ConfigError, match="must be at least 1x1"):
             make()
+
+
+def test_the_map_is_the_product_that_the_documents_state():
+    """Resize, crop, flip u' = W - 1 - u, rotation about ((W - 1) / 2, (H - 1) / 2): pixel centres at whole numbers."""
+    wide, high, left, top = 80, 50, 7, 9
+    settings = ImageAugment(height=32, width=64)
+    found = settings._map((160, 100), (0.5, 0.5), (wide, high), (left, top), flip=True, degrees=30.0).centre_matrix()
+    u, v = 23.0, 41.0
+    u, v = (u + 0.5) * wide / 160 - 0.5 - left, (v + 0.5) * high / 100 - 0.5 - top
+    u = 64 - 1 - u
+    x, y, angle = u - (64 - 1) / 2, v - (32 - 1) / 2, math.radians(30.0)
+    # Counter-clockwise as seen: v points down, so what is right of the pivot comes to lie above it.
+    right, down = x * math.cos(angle) + y * math.sin(angle), y * math.cos(angle) - x * math.sin(angle)
+    assert_allclose((found @ (23.0, 41.0, 1.0))[:2], ((64 - 1) / 2 + right, (32 - 1) / 2 + down), atol=1e-9)

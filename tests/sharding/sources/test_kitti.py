@@ -312,5 +312,8 @@ def test_oxts_is_a_channel(tmp_path):
 
 
 def test_a_folder_of_another_kind_is_refused_with_what_this_kind_is(tmp_path):
-    with pytest.raises(SourceError, match=r"has no clips: .* not of this kind: KITTI's object benchmark"):
+    with pytest.raises(
+        SourceError,
+        match=r"no clips; looked for image_2, .*; in it is .*; the kind is for: KITTI's object",
+    ):
         scan_source(SourceSpec("kitti_object", str(tmp_path), {}))

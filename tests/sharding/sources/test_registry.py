@@ -9,9 +9,11 @@ import pytest
 import fuelrail as fr
 import fuelrail.sharding.sources
 from fuelrail.__main__ import main
-from fuelrail.pipeline.errors import ConfigError
-from fuelrail.sharding.sources.registry import SourceSpec, make_source, options_of_texts, parse_source
-from support.neutral_source import install_plugin
+from fuelrail.pipeline.errors import ConfigError, SourceError
+from fuelrail.sharding.run import scan_source
+from fuelrail.sharding.sources.registry import CONTENTS, SourceSpec, make_source, options_of_texts, parse_source
+from support.neutral_source import install_plugin, write_neutral
+from support.source_world import make_world
 
 
 @pytest.fixture
@@ -129,3 +131,52 @@ def test_nothing_is_unpickled():
     assert not found
     loads = [path for path in root.rglob("*.py") if "np.load(" in path.read_text()]
     assert all("allow_pickle=False" in path.read_text() for path in loads)
+
+
+PLUGIN = """
+from support.neutral_source import Neutral
+
+
+class Fails(Neutral):
+    kind = "fails"
+
+    def clips(self):
+        return {}["no such entry"]
+
+
+class FailsLater(Neutral):
+    kind = "fails_later"
+
+    def points(self, ref):
+        raise ZeroDivisionError("in points")
+"""
+
+
+def test_an_exception_of_a_plugin_names_its_kind_and_package(tmp_path, monkeypatch):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/failing_plugin.py").write_text(PLUGIN)
+    (tmp_path / "site/bad_plugin.py").write_text("1 / 0")
+    install_plugin(tmp_path / "site", "fails", "failing_plugin:Fails")
+    install_plugin(tmp_path / "site", "fails_later", "failing_plugin:FailsLater")
+    install_plugin(tmp_path / "site", "fails_first", "bad_plugin:Bad")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    root = tmp_path / "source"
+    root.mkdir()
+    write_neutral(make_world(1, 3), root)
+    with pytest.raises(KeyError) as caught:
+        fr.check_source(f"fails:{root}")
+    assert "the source kind 'fails' of package 'fails-source 1.0'" in caught.value.__notes__[0]
+    with pytest.raises(ZeroDivisionError) as later:
+        fr.shard(f"fails_later:{root}", tmp_path / "out", workers=1, splits={"train": 1.0})
+    assert "the source kind 'fails_later' of package 'fails_later-source 1.0'" in later.value.__notes__[0]
+    with pytest.raises(ConfigError, match=r"'fails_first' of package 'fails_first-source' cannot be .*ZeroDivision"):
+        fr.check_source(f"fails_first:{root}")
+
+
+@pytest.mark.parametrize("kind", ["argoverse2", "kitti", "waymo"])
+def test_a_folder_of_another_kind_says_what_was_looked_for(tmp_path, kind):
+    (tmp_path / "something.bin").touch()
+    with pytest.raises(SourceError) as caught:
+        scan_source(SourceSpec(kind, str(tmp_path), {}))
+    assert CONTENTS[kind][0] in str(caught.value)
+    assert "something.bin" in str(caught.value)

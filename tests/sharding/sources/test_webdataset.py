@@ -169,7 +169,7 @@ def test_damaged_tars_are_named(tars, how, match):
         scan(tars)
 
 
-@pytest.mark.parametrize("ending", ["tar.gz", "tar.zst"])
+@pytest.mark.parametrize("ending", ["tar.gz", "tar.zst", "tzst"])
 def test_cut_compressed_tars_are_named(tmp_path, ending):
     write_tars(make_world(lidars=(), num_boxes=0), tmp_path, ending)
     file = tmp_path / f"drive-1.{ending}"

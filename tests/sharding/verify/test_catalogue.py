@@ -150,7 +150,7 @@ def test_layers_are_compared_too(tmp_path) -> None:
     old = write_layer(tmp_path / "base", tmp_path / "old")
     new = tmp_path / "new"
     table = [*({**one, "dtype": "float32"} if one["name"] == "logits" else one for one in TABLE[:2])]
-    with fr.LayerWriter(tmp_path / "base", new, channels=table, view=fr.LayerView(kind="per_view", epoch=1)) as writer:
+    with fr.LayerWriter(tmp_path / "base", new, channels=table, view=fr.LayerView("per_view", 1, {})) as writer:
         for row in range(3):
             values = {name: one for name, one in values_of(row).items() if name != "caption"}
             writer.write(row, {**values, "logits": values["logits"].astype("float32")})
@@ -162,7 +162,7 @@ def test_layers_are_compared_too(tmp_path) -> None:
         "logits"
     ][0]
     assert diff.channels["caption"][0]["kind"] == "text" and diff.channels["caption"][1] is None
-    assert diff.options["view"] == ({}, {"kind": "per_view", "epoch": 1}) and "base" not in diff.options
+    assert diff.options["view"] == ({}, {"kind": "per_view", "epoch": 1, "settings": {}}) and "base" not in diff.options
     assert "channel logits: a" in diff.as_text()
     assert fr.dataset_diff(old, old).is_same
     assert fr.dataset_diff(tmp_path / "base", old).options["format"] == ("fuelrail-dataset", "fuelrail-layer")

@@ -6,6 +6,7 @@ import json
 import shutil
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -144,6 +145,45 @@ def test_a_member_whose_digest_in_the_index_is_another(out):
 def test_a_member_that_the_index_does_not_know(out):
     row = change_row(out, 1, lambda row: row._replace(members=row.members[:-1]))
     assert f"member '{row.key}.lidar_top.npy.p20.zst' is not in the index" in [fault.text for fault in faults(out)]
+
+
+def test_a_key_twice_in_the_metadata_is_found_and_what_may_be_left_out_is_not_missed(out):
+    def left_out(raw):
+        meta = json.loads(raw["meta.json"])
+        for name in ("tags", "stats", "sync", "license"):
+            del meta[name]
+        for camera in meta["cameras"].values():
+            for name in ("dist_model", "rolling_shutter", "readout_ns", "exposure_ns"):
+                del camera[name]
+        raw["meta.json"] = json.dumps({**meta, "unknown": 1}).encode()
+
+    before = open_dataset(out)[0].meta
+    rewrite(out, 0, left_out)
+    assert faults(out, deep=True) == []
+    after = open_dataset(out)[0].meta
+    assert (after.tags, after.stats, after.sync, after.license) == ({}, {}, {}, None)
+    assert after.cameras == before.cameras
+
+    def twice(raw):
+        raw["meta.json"] = raw["meta.json"].replace(b'"vehicle"', b'"frame_idx": 99, "vehicle"')
+
+    rewrite(out, 0, twice)
+    (fault,) = faults(out, deep=True)
+    assert fault.text == "member 'meta.json': the key 'frame_idx' occurs twice in an object"
+
+
+def test_attributes_of_other_types_and_without_the_columns_of_the_index_are_found(out):
+    whole = pq.read_table(out / "attributes.parquet")
+    for table, says in (
+        (whole.append_column("list", pa.array([[1]] * 6)), "column 'list' has type list"),
+        (whole.append_column("small", pa.array([1] * 6, pa.int8())), "column 'small' has type int8"),
+        (whole.drop_columns(["frame"]), "has no column 'frame'"),
+    ):
+        pq.write_table(table, out / "attributes.parquet")
+        reseal(out)
+        (fault,) = faults(out)
+        assert fault.file == "attributes.parquet"
+        assert says in fault.text
 
 
 def test_spans_that_do_not_tile_the_shard(out):

@@ -16,9 +16,10 @@ from fuelrail.pipeline.errors import ConfigError, DatasetExistsError, ImageError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.transforms.image_map import ImageMap
 from fuelrail.sharding.planning.recipe import parse_images
+from fuelrail.sharding.sources.shared.pictures import check_pixels, image_size
 from fuelrail.sharding.sources.shared.scan_table import Reference
 from fuelrail.sharding.verify.dataset import verify
-from fuelrail.sharding.write.images import check_pixels, image_size, stored_field, stored_share, stored_size, transcode
+from fuelrail.sharding.write.images import stored_field, stored_share, stored_size, transcode
 from support.nuscenes_tables import build_nuscenes, encode_image
 from support.sharding import digests, shard_nuscenes
 from support.shared_data import shared_data

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import heapq
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import msgspec
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 HEAD_BYTES: Final = 1024
 """How much of a message is read for its stamp and its layout; the headers of most JPEGs are in it too."""
+_MOST_PENDING: Final = 256 << 20
 
 
 class Topic(NamedTuple):
@@ -89,6 +91,32 @@ class LogFile(Protocol):
     def read(self, place: Locator, most: int | None = None) -> Message:
         """A whole message, or its first bytes."""
         ...
+
+
+def by_time(parts: Iterable[tuple[int, Iterable[Message]]], where: str) -> Iterator[Message]:
+    """Yield messages by the time of their recording; those of one time in the order in which they come.
+
+    ``parts`` have a time each, ascending, before which no message of it or of a later part is. Raises SourceError,
+    naming ``where``, for parts that overlap by more than the memory for it.
+    """
+    pending: list[tuple[int, int, Message]] = []
+    num_bytes = number = 0
+    for first_ns, messages in parts:
+        while pending and pending[0][0] <= first_ns:
+            message = heapq.heappop(pending)[2]
+            num_bytes -= len(message.data)
+            yield message
+        for message in messages:
+            number += 1
+            heapq.heappush(pending, (message.log_ns, number, message))
+            num_bytes += len(message.data)
+            if num_bytes > _MOST_PENDING:
+                raise SourceError(
+                    f"{where} has messages so far out of the order of time that over {_MOST_PENDING >> 20} MiB of them "
+                    "would wait for earlier ones: sort it first, as by `mcap sort`"
+                )
+    while pending:
+        yield heapq.heappop(pending)[2]
 
 
 def plain_type(name: str) -> str:

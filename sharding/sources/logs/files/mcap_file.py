@@ -10,10 +10,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator
 from functools import cached_property
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.logs.files.log_file import HEAD_BYTES, Locator, Message, Topic, check_compression
+from fuelrail.sharding.sources.logs.files.log_file import (
+    HEAD_BYTES,
+    Locator,
+    Message,
+    Topic,
+    by_time,
+    check_compression,
+)
 from fuelrail.sharding.sources.logs.files.mcap_records import (
     CHANNEL_OP,
     CHUNK,
@@ -93,12 +101,14 @@ class McapFile:
             return
         self._channels.topics = summary.channels
         with opened(self._files, self._name) as window:
-            for chunk in summary.chunks:
+
+            def messages(chunk: Chunk) -> Iterator[Message]:
                 check_compression(chunk.compression, self._of(chunk))
                 if chunk.is_plain and not self._check_all:
-                    yield from self._walk_index(window, chunk, wanted, frozenset(whole))
-                else:
-                    yield from self._walk_chunk(chunk, wanted, frozenset(whole))
+                    return self._walk_index(window, chunk, wanted, frozenset(whole))
+                return self._walk_chunk(chunk, wanted, frozenset(whole))
+
+            yield from by_time(((chunk.first_ns, messages(chunk)) for chunk in summary.chunks), self._where)
 
     def places(self, topic: str) -> list[Locator]:
         """Where the messages of a topic are, in the order of their recording; by an index nothing is decompressed."""
@@ -107,11 +117,9 @@ class McapFile:
             return [message.place for message in self._walk_records(frozenset([topic]), frozenset())]
         for chunk in summary.chunks:
             index = self._files.read(self._name, chunk.index_at, chunk.index_length)
-            offsets = [
-                offset for offset, _ in message_offsets(index, summary.channels, frozenset([topic]), self._of(chunk))
-            ]
-            found += [self._place(chunk, offset) for offset in offsets]
-        return found
+            offsets = message_offsets(index, summary.channels, frozenset([topic]), self._of(chunk))
+            found += [(log_ns, self._place(chunk, offset)) for log_ns, offset, _ in offsets]
+        return [place for _, place in sorted(found, key=itemgetter(0))]
 
     def read(self, place: Locator, most: int | None = None) -> Message:
         """A whole message, or its first bytes."""
@@ -141,7 +149,7 @@ class McapFile:
         """Messages of an uncompressed chunk by its message index."""
         end, data_at = chunk.at + chunk.length, chunk.data_at
         index = self._files.read(self._name, chunk.index_at, chunk.index_length)
-        for offset, topic in message_offsets(index, self._channels.topics, wanted, self._of(chunk)):
+        for _, offset, topic in message_offsets(index, self._channels.topics, wanted, self._of(chunk)):
             at, name = data_at + offset, topic.name
             head = window.at(at, MESSAGE.size + self._lengths.get(name, 0), HEAD_BYTES)
             if len(head) < MESSAGE.size or head[0] != MESSAGE_OP:
@@ -194,7 +202,7 @@ class McapFile:
             if not op or at + RECORD.size + length > self._size:
                 break
             if op == CHUNK_OP:
-                yield from self._walk_chunk(self._chunk_at(at, head), wanted, whole)
+                yield from sorted(self._walk_chunk(self._chunk_at(at, head), wanted, whole), key=attrgetter("log_ns"))
             elif op == MESSAGE_OP:
                 _, _, channel, _, log_ns, _ = MESSAGE.unpack_from(head)
                 topic, start = self._channels.topics.get(channel), at + MESSAGE.size
@@ -224,7 +232,7 @@ class McapFile:
         """A chunk by the first bytes of its record."""
         size = CHUNK.unpack_from(head, RECORD.size)[4]
         name = head[RECORD.size + CHUNK.size :][:size].decode("utf-8", "replace")
-        return Chunk(at, RECORD.size + RECORD.unpack_from(head)[1], name, 0, 0)
+        return Chunk(0, at, RECORD.size + RECORD.unpack_from(head)[1], name, 0, 0)
 
     def _whole(self, chunk: Chunk) -> Buffer:
         """The records of a chunk, decompressed, with the right checksum; the last chunk is kept."""

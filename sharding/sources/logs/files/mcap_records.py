@@ -32,8 +32,9 @@ SCHEMA_OP, CHANNEL_OP, MESSAGE_OP, CHUNK_OP, DATA_END_OP = 0x03, 0x04, 0x05, 0x0
 
 
 class Chunk(NamedTuple):
-    """A chunk: offset and length of its record, and where its message index is."""
+    """A chunk: time of its first message, offset and length of its record, and where its message index is."""
 
+    first_ns: int
     at: int
     length: int
     compression: str
@@ -52,7 +53,7 @@ class Chunk(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """Channels by number, and chunks in the order of the file."""
+    """Channels by number, and chunks in the order of their first times."""
 
     channels: dict[int, Topic]
     chunks: list[Chunk]
@@ -112,7 +113,11 @@ def read_summary(files: SourceFiles, name: str, size: int, where: str) -> Summar
             channels.add(record)
         elif isinstance(record, ChunkIndex):
             at, length = record.chunk_start_offset, record.chunk_length
-            chunks.append(Chunk(at, length, record.compression, at + length, record.message_index_length))
+            chunks.append(
+                Chunk(
+                    record.message_start_time, at, length, record.compression, at + length, record.message_index_length
+                )
+            )
         elif isinstance(record, Statistics):
             num_messages = record.message_count
     is_whole = chunks and channels.topics and all(chunk.index_length for chunk in chunks)
@@ -121,12 +126,12 @@ def read_summary(files: SourceFiles, name: str, size: int, where: str) -> Summar
 
 def message_offsets(
     index: bytes, topics: Mapping[int, Topic], wanted: frozenset[str], where: str
-) -> list[tuple[int, Topic]]:
-    """Offsets in a chunk of the messages of these topics, ascending, by the chunk's message index.
+) -> list[tuple[int, int, Topic]]:
+    """Time and offset in a chunk of the messages of these topics by its message index, offsets ascending.
 
     Raises SourceError, naming ``where``, for what is no index.
     """
-    found: list[tuple[int, Topic]] = []
+    found: list[tuple[int, int, Topic]] = []
     at = 0
     while at < len(index):
         op, length = RECORD.unpack_from(index, at) if at + _INDEX.size <= len(index) else (0, 0)
@@ -137,10 +142,11 @@ def message_offsets(
         if topic is not None and topic.name in wanted:
             pairs = index[at + _INDEX.size : at + RECORD.size + length][:size]
             found += [
-                (offset, topic) for _, offset in _PAIR.iter_unpack(pairs[: len(pairs) // _PAIR.size * _PAIR.size])
+                (log_ns, offset, topic)
+                for log_ns, offset in _PAIR.iter_unpack(pairs[: len(pairs) // _PAIR.size * _PAIR.size])
             ]
         at += RECORD.size + length
-    found.sort(key=itemgetter(0))
+    found.sort(key=itemgetter(1))
     return found
 
 

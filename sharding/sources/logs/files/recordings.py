@@ -52,6 +52,11 @@ class Recordings:
             if not name.endswith(self._suffixes) and self._files.facts(f"{name}/{METADATA}") is not None
         ]
         if not found:
+            if any(name.endswith(".bag") for name in names):
+                raise SourceError(
+                    f"source '{self._files.shown}' has ROS 1 bags (.bag), which are not read: convert each with "
+                    "`rosbags-convert --src FILE.bag --dst FOLDER`"
+                )
             raise SourceError(
                 f"source '{self._files.shown}' has no logs: it is empty, or none of its files ends with "
                 f"{' or '.join(self._suffixes)}, and no folder has a {METADATA}"

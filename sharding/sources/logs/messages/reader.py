@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.logs.messages.foxglove import Foxglove
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.logs.files.log_file import Message, Topic
     from fuelrail.sharding.sources.logs.messages.records import Calibration, Cloud, Edge, Fix, Marks, Picture
 
+_ZSTD: Final = b"\x28\xb5\x2f\xfd"
+"""Begins a frame of zstd; CDR begins with 0."""
 D = TypeVar("D")
 T = TypeVar("T")
 
@@ -33,6 +35,7 @@ class Reader:
             raise SourceError(
                 f"topic '{topic.name}' has the encoding '{topic.encoding}'; cdr (ROS 2) and protobuf are read"
             )
+        self._is_first = not self.is_proto
         self._form: Foxglove | Ros = Foxglove(topic) if self.is_proto else Ros(topic)
 
     def picture(self, message: Message) -> Picture:
@@ -100,10 +103,23 @@ class Reader:
         return self._guard(lambda data: self._form.cloud_head(data, message.length), message.data)
 
     def _guard(self, read: Callable[[D], T], data: D) -> T:
+        if self._is_first:
+            _check_plain(data, self._topic.name)
+            self._is_first = False
         try:
             return read(data)
         except _errors() as error:
             raise SourceError(f"topic '{self._topic.name}': a message is no {self._topic.type}: {error}") from error
+
+
+def _check_plain(data: Any, topic: str) -> None:  # noqa: ANN401 - of one message, or of several
+    """Raise SourceError where the first message is compressed by itself, which no topic of MCAP states."""
+    first = data[0] if isinstance(data, list) and data else data
+    if not isinstance(first, list) and bytes(memoryview(first)[:4]) == _ZSTD:
+        raise SourceError(
+            f"topic '{topic}': messages are compressed one by one, as rosbag2 does by compression_mode MESSAGE: `ros2 "
+            "bag convert` makes a file with compressed chunks of them, which is read"
+        )
 
 
 @functools.cache

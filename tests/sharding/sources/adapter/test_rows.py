@@ -10,7 +10,7 @@ import pytest
 
 import fuelrail as fr
 from fuelrail.pipeline.errors import ConfigError, SourceError
-from fuelrail.pipeline.sample.schema import decode_meta
+from fuelrail.pipeline.sample.schema import Boxes, decode_arrays, decode_meta
 from fuelrail.sharding.run import scan_source
 from fuelrail.sharding.sources.adapter.frame import Clip
 from fuelrail.sharding.sources.registry import SourceSpec
@@ -177,3 +177,32 @@ def test_check_writes_nothing(root, tmp_path, capsys):
     assert sorted(tmp_path.rglob("*")) == before
     assert main(["shard", f"neutral:{root}"]) == 2
     assert "needs an output folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("points", "valid", "unknown"), [(0, 0, 0), (3, 1, 0), (-1, 1, 24)])
+def test_boxes_without_a_known_lidar_point_are_not_valid_where_radar_is_unknown(root, tmp_path, points, valid, unknown):
+    def edit(world):
+        for clip in world["clips"]:
+            for row in clip["frames"]:
+                row["boxes"] = [[*box[:5], points] for box in row["boxes"]]
+
+    change(root, edit)
+    _, info, table = scanned("neutral", root, tmp_path)
+    boxes = decode_arrays(table.row(0).boxes, Boxes)
+    assert {*boxes.num_radar_pts.tolist()} == {-1}
+    assert {*boxes.valid.tolist()} == {valid}
+    assert info.report.unknown_points == unknown
+
+
+def test_holes_of_a_clip_are_reported(root):
+    def edit(world):
+        for row in world["clips"][1]["frames"][2:]:
+            row["t"] += 7_200_000_000_000
+            for one in (*row["images"].values(), *row["sweeps"].values()):
+                one["t"] += 7_200_000_000_000
+
+    assert not scan(root).report.noted
+    change(root, edit)
+    ((said, number),) = scan(root, kind="neutral_without_poses").report.noted.items()
+    assert number == 1
+    assert said.startswith("holes in clips")

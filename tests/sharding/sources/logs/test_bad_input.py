@@ -316,3 +316,90 @@ def test_clips_end_at_gaps_and_after_their_length():
     times = np.concatenate([np.arange(30), np.arange(50, 60)]) * 100_000_000
     assert [len(clip) for clip in sync.cuts(times, 0.5e9, 2e9)] == [20, 10, 10]
     assert sync.thinned(times[:30], 2.0).tolist() == times[[0, 5, 10, 15, 20, 25]].tolist()
+
+
+def by_log_time(path):
+    """What the public reader yields: topic and time of each message, in the order of time."""
+    from mcap.reader import make_reader
+
+    with path.open("rb") as file:
+        return [(channel.topic, message.log_time) for _, channel, message in make_reader(file).iter_messages()]
+
+
+@pytest.mark.parametrize("compression", ["NONE", "ZSTD"])
+@pytest.mark.parametrize("order", ["topic by topic", "backwards", "in turns"])
+def test_records_in_another_order_than_that_of_time_are_read_by_the_index(tmp_path, world, order, compression):
+    sent = sent_of(world)
+    moved = {
+        "topic by topic": sorted(sent, key=lambda one: one.topic),
+        "backwards": sent[::-1],
+        "in turns": [*sent[1::2], *sent[::2]],
+    }[order]
+    whole = scanned(tmp_path, sent, compression, chunk_size=4000)
+    info = scanned(tmp_path, moved, compression, chunk_size=4000)
+    assert info.num_samples == whole.num_samples == 8
+    assert info.report.noted == whole.report.noted
+    file = McapFile(source_files(str(tmp_path)), "log.mcap")
+    found = [(one.topic, one.log_ns) for one in file.walk(file.topics.keys(), ())]
+    assert [time for _, time in found] == [time for _, time in by_log_time(tmp_path / "log.mcap")]
+    assert sorted(found) == sorted(by_log_time(tmp_path / "log.mcap"))
+    for topic in file.topics:
+        places = file.places(topic)
+        assert places == [one.place for one in file.walk([topic], ())]
+
+
+def test_messages_that_wait_for_earlier_ones_are_bounded(tmp_path, world, monkeypatch):
+    from fuelrail.sharding.sources.logs.files import log_file
+
+    monkeypatch.setattr(log_file, "_MOST_PENDING", 1 << 14)
+    scanned(tmp_path, sent_of(world), chunk_size=4000)
+    with pytest.raises(SourceError, match=r"log.mcap' has messages so far out of the order of time.*mcap sort"):
+        scanned(tmp_path, sorted(sent_of(world), key=lambda one: one.topic), chunk_size=4000)
+
+
+def test_clocks_that_differ_are_named(tmp_path, world):
+    late_ns = 18_000_000_000
+    ros = Ros()
+
+    def late(_, message):
+        time = ros.time(message.header.stamp.sec * 10**9 + message.header.stamp.nanosec + late_ns)
+        message.header.stamp = time
+        return message
+
+    sent = sent_of(world)
+    for camera in world.cameras:
+        sent = changed(sent, f"/{camera}/image_raw/compressed", late)
+    with pytest.raises(SourceError, match=r"no camera image \(.*1[67]\.\d s after one of lidar_top: their clocks"):
+        scanned(tmp_path, sent, options={"poses": "none"})
+
+
+def test_times_since_a_start_are_not_taken_for_unix_times(tmp_path, world):
+    from fuelrail.sharding.sources.logs.source import _YEAR_2000_NS
+
+    assert scanned(tmp_path, sent_of(world)).time_base == "unix"
+    (tmp_path / "logs").mkdir()
+    write_mcap(tmp_path / "logs/a.mcap", sent_of(world))
+    spec = SourceSpec("mcap", str(tmp_path / "logs"), {"clock": "log_time"})
+    since_boot = [one._replace(stamp_ns=one.stamp_ns - 1_599_999_000 * 10**9) for one in sent_of(world)]
+    assert since_boot[0].stamp_ns < _YEAR_2000_NS
+    write_mcap(tmp_path / "boot.mcap", since_boot)
+    alone = scan_source(SourceSpec("mcap", str(tmp_path / "boot.mcap"), {"clock": "log_time", "poses": "none"}))
+    assert (alone.time_base, alone.num_samples) == ("boot", 8)
+    (tmp_path / "boot.mcap").rename(tmp_path / "logs/b.mcap")
+    with pytest.raises(SourceError, match="times of log 'b' and those of log 'a' are not of one kind"):
+        scan_source(spec._replace(options={"clock": "log_time", "poses": "none"}))
+
+
+def test_ros_1_bags_and_messages_compressed_one_by_one_are_named(tmp_path, world):
+    import zstandard
+
+    (tmp_path / "bags").mkdir()
+    (tmp_path / "bags/drive.bag").write_bytes(b"#ROSBAG V2.0\n")
+    for kind in ("mcap", "rosbag2"):
+        with pytest.raises(SourceError, match=r"has ROS 1 bags .*rosbags-convert"):
+            scan_source(SourceSpec(kind, str(tmp_path / "bags"), {}))
+    pack = zstandard.ZstdCompressor().compress
+    topic = Topic("/cam", "sensor_msgs/CompressedImage", "cdr", b"")
+    packed = pack(bytes(store().serialize_cdr(sent_of(world)[1].message, sent_of(world)[1].message.__msgtype__)))
+    with pytest.raises(SourceError, match=r"topic '/cam': messages are compressed one by one.*ros2 bag convert"):
+        Reader(topic).picture(Message("/cam", 0, Locator("a", 0, 0), packed, len(packed)))

@@ -123,6 +123,18 @@ BAD_WIDE = {
     "visibility": (put(0, boxes=[{**BOX, "visibility": 258}]), r"frame 0: visibility of a box is 258, out of range"),
     "size": (put(0, cam__cam_left__width=2**40, cam__cam_left__height=9), r"1099511627776 x 9 px"),
     "two splits": (put(1, split="val"), r"row 1, column split"),
+    "sensor of no word": (
+        lambda rows: [{**row, "cam.FRONT-LEFT.path": "a.jpg"} for row in rows],
+        r"cam.FRONT-LEFT.path names the sensor 'FRONT-LEFT'; .* letters, digits and _, as cam.FRONT_LEFT.path",
+    ),
+    "two of three": (
+        lambda rows: [{**row, "boxes": [{**BOX, "vx": 1.0, "vy": 0.0}]} for row in rows],
+        r"has vx, vy of velocity, but no vz; write 0",
+    ),
+    "absolute": (put(0, cam__cam_left__path="/data/1.jpg"), r"row 0.*'/data/1.jpg' is not inside.*root=FOLDER_OR_URL"),
+    "URL": (put(0, cam__cam_left__path="s3://a/1.jpg"), r"row 0.*'s3://a/1.jpg' is not inside.*root=FOLDER_OR_URL"),
+    "range elsewhere": (put(0, cam__cam_left__path="/data/1.bin#0+9"), r"row 0.*not inside.*root=FOLDER_OR_URL"),
+    "tar elsewhere": (put(0, cam__cam_left__path="tar:/data/1.tar#1.jpg"), r"row 0.*not inside.*root=FOLDER_OR_URL"),
     "plain q": (lambda rows: [{**row, "ego2global.q": [1, 0, 0, 0]} for row in rows], r"q_wxyz or ego2global.q_xyzw"),
 }  # fmt: skip
 
@@ -375,3 +387,49 @@ def test_csv_of_spreadsheets(tmp_path):
     csv.write_csv(table.set_column(0, "clip_id", names), root / "frames.csv")
     (root / "boxes.csv").unlink()
     assert [clip.clip_name for clip in scan(root).clips] == ["2024-01-02", "7"]
+
+
+@pytest.mark.parametrize("paths", ["file", "range", "tar"])
+def test_paths_may_be_below_a_root_and_name_it(tmp_path, paths):
+    root, tables = tmp_path / "data", tmp_path / "tables"
+    root.mkdir()
+    tables.mkdir()
+    write_wide(make_world(), root, "jsonl", paths)
+    (root / "frames.jsonl").rename(tables / "frames.jsonl")
+    with pytest.raises(SourceError, match=r"data\.tar|missing_camera"):
+        scan(tables)
+    below = scanned("manifest", tables, tmp_path, **OPTIONS, root=str(root))
+    members = [below.table.row(number).members for number in range(len(below.table))]
+    (tmp_path / "absolute").mkdir()
+
+    def absolute(rows):
+        for row in rows:
+            for name in [name for name in row if name.endswith(".path")]:
+                is_tar = row[name].startswith("tar:")
+                row[name] = f"{'tar:' if is_tar else ''}{root}/{row[name].removeprefix('tar:')}"
+
+    edit(tables, absolute)
+    named = scanned("manifest", tables, tmp_path / "absolute", **OPTIONS, root=f"file://{root}/")
+    assert [named.table.row(number).members for number in range(len(named.table))] == members
+    assert named.source.options == below.source.options
+    assert str(tmp_path) not in json.dumps(named.source.options), "no path of a machine is in a recipe"
+    (tables / "frames.jsonl").rename(root / "frames.jsonl")
+    assert scan(root).num_samples == 8
+
+
+def test_a_root_may_be_a_url(wide, tmp_path):
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    memory.put(str(wide), "/bucket/drive", recursive=True)
+    (tmp_path / "tables").mkdir()
+    (wide / "frames.jsonl").rename(tmp_path / "tables/frames.jsonl")
+    edit(tmp_path / "tables", put(0, cam__cam_left__path="memory://bucket/drive/drive-0/cam_left/0.jpg"))
+    options = {**OPTIONS, "root": "memory://bucket/drive"}
+    assert scan_source(SourceSpec("manifest", str(tmp_path / "tables"), options)).num_samples == 8
+
+
+def test_a_table_of_another_form_is_named(wide):
+    (wide / "frames.jsonl").rename(wide / "frames.json")
+    with pytest.raises(SourceError, match=r"frames.json' must end with .parquet, .jsonl, .csv \(JSON lines"):
+        scan(wide / "frames.json")

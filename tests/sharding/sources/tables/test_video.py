@@ -11,6 +11,7 @@ import fsspec
 import numpy as np
 import pytest
 import simplejpeg
+from av.stream import Disposition
 
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.sharding.engines.local import LocalEngine
@@ -18,6 +19,7 @@ from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.run import scan_source, shard
 from fuelrail.sharding.sources.registry import SourceSpec, make_source
+from fuelrail.sharding.sources.shared.video import VideoFile
 from fuelrail.sharding.sources.tables.members import Videos
 from support.manifest_world import GROUPS, as_video, write_long, write_video, write_wide
 from support.shared_data import shared_data
@@ -117,7 +119,7 @@ def test_rows_may_name_frames_in_any_order_and_each_is_decoded_once(tmp_path, mo
     })  # fmt: skip
     made: list[Videos] = []
     init = Videos.__init__
-    monkeypatch.setattr(Videos, "__init__", lambda self, files: (init(self, files), made.append(self))[0])
+    monkeypatch.setattr(Videos, "__init__", lambda self, *given: (init(self, *given), made.append(self))[0])
     make(tmp_path, tmp_path / "out")
     assert numbers_in(tmp_path / "out") == {"front": wanted, "back": wanted[::-1]}
     # 30 of the raw stream; of the other one groups 0 to 11 and 20 to 29, less those after the last wanted frame.
@@ -194,7 +196,7 @@ def test_frames_before_the_first_keyframe_are_absent_and_counted(tmp_path):
                 file.mux(packet)
     write_rows(tmp_path, {"front": [f"a.mkv#frame={at}" for at in range(10)]})
     spec = SourceSpec("manifest", str(tmp_path), {"missing_camera": "drop"})
-    assert scan_source(spec).report.dropped_samples == {"no camera image": 2}
+    assert scan_source(spec).report.dropped_samples == {"no camera image (no keyframe before it)": 2}
     make(tmp_path, tmp_path / "out", missing_camera="drop")
     assert numbers_in(tmp_path / "out") == {"front": [4, 5, 6, 7, 8, 9, 10, 11]}
 
@@ -262,3 +264,28 @@ def test_a_video_at_a_url_is_refused(tmp_path):
             scan_source(SourceSpec("manifest", url, {}))
     finally:
         fs.rm("/test_video_at_a_url", recursive=True)
+
+
+def test_of_several_streams_the_one_that_ffmpeg_takes_is_decoded(tmp_path):
+    """A small preview stands before the video."""
+    write_video(tmp_path / "small.mp4", [numbered(at)[:64, :64] for at in range(6)])
+    write_video(tmp_path / "large.mp4", [numbered(at) for at in range(6)])
+    with (
+        av.open(str(tmp_path / "small.mp4")) as small, av.open(str(tmp_path / "large.mp4")) as large,
+        av.open(str(tmp_path / "a.mp4"), "w") as file,
+    ):  # fmt: skip
+        pairs = [(one, file.add_stream_from_template(one.streams.video[0])) for one in (small, large)]
+        pairs[1][1].disposition = Disposition.default  # else the first of an mp4 is
+        for source, stream in pairs:
+            for packet in source.demux(video=0):
+                if packet.size:
+                    packet.stream = stream
+                    file.mux(packet)
+    with av.open(str(tmp_path / "large.mp4")) as large:
+        size = large.streams.video[0].width, large.streams.video[0].height
+    assert VideoFile(str(tmp_path / "a.mp4")).facts()[:2] == size
+    (tmp_path / "small.mp4").unlink()
+    (tmp_path / "large.mp4").unlink()
+    write_rows(tmp_path, {"front": [f"a.mp4#frame={at}" for at in range(6)]})
+    make(tmp_path, tmp_path / "out")
+    assert numbers_in(tmp_path / "out") == {"front": list(range(6))}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import os
 import random
@@ -14,13 +15,18 @@ import time
 from collections.abc import Iterator
 from functools import partial
 
+import msgspec
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetExistsError, ManifestError, SchemaError
 from fuelrail.pipeline.format.dataset import open_dataset
-from fuelrail.pipeline.format.layers import LayerView, open_layer
+from fuelrail.pipeline.format.index.tables import file_entry, seal_tables
+from fuelrail.pipeline.format.layers import LAYERS, LayerView, open_layer
+from fuelrail.pipeline.format.manifest import encode_manifest, load_manifest
 from fuelrail.sharding.api import verify
 from fuelrail.sharding.verify.inspect import describe_dataset, describe_sample
 from fuelrail.sharding.write.layers import finish as finish_module
@@ -220,7 +226,63 @@ def test_a_writer_with_another_table_base_or_view_is_refused_with_both_sides(bas
     with pytest.raises(DatasetExistsError, match="the order of its channels is another"):
         LayerWriter(base, tmp_path / "teacher", channels=TABLE[::-1])
     with pytest.raises(DatasetExistsError, match=r'view\.kind: none there, "per_view" here'):
-        LayerWriter(base, tmp_path / "teacher", channels=TABLE, view=LayerView(kind="per_view", epoch=1))
+        LayerWriter(base, tmp_path / "teacher", channels=TABLE, view=LayerView("per_view", 1, {}))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kind": "per_view"}, {"kind": "per_view", "epoch": 1}, {"kind": "per_view", "settings": {}}, {"epoch": 1},
+        {"settings": {}},
+    ],
+)  # fmt: skip
+def test_a_view_without_epoch_and_settings_is_refused(base, tmp_path, fields) -> None:
+    with pytest.raises(ConfigError, match="a view of kind 'per_view' has epoch and settings, one of kind 'fixed' has"):
+        LayerView(**fields)
+    layer = write_layer(base, tmp_path / "teacher")
+    manifest = json.loads((layer / "dataset.json").read_text())
+    manifest["view"] = fields
+    (layer / "dataset.json").write_text(json.dumps(manifest))
+    with pytest.raises(ManifestError, match=r"epoch and settings.* - at `\$\.view`"):
+        open_layer("teacher", layer, open_dataset(base))
+
+
+@pytest.mark.parametrize("stated", [7.5, None, float("nan")])
+def test_attributes_that_are_not_the_members_values_are_found(base, tmp_path, stated) -> None:
+    layer = write_layer(base, tmp_path / "teacher", positions=[3, 4, 6])
+    table = pq.read_table(layer / "attributes.parquet")
+    losses = pa.array([1.5, stated, 3.0], pa.float64())
+    pq.write_table(table.set_column(5, "loss", losses), layer / "attributes.parquet")
+    mend(layer)
+    assert not verify(layer).faults
+    (fault,) = verify(layer, deep=True).faults
+    assert (fault.file, fault.key) == ("attributes.parquet", "clip-0001-000000")
+    assert fault.text == f"row 1 has the loss {stated}, loss.npy has 2.0"
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (lambda table: table.drop_columns(["loss"]), "the channels of the layer make"),
+        (lambda table: table.append_column("night", pa.array([True] * 3)), "the channels of the layer make"),
+        (lambda table: table.drop_columns(["clip_id"]), "has no column 'clip_id'"),
+    ],
+)
+def test_other_columns_of_a_layers_attributes_are_found(base, tmp_path, edit, says) -> None:
+    layer = write_layer(base, tmp_path / "teacher", positions=[3, 4, 6])
+    pq.write_table(edit(pq.read_table(layer / "attributes.parquet")), layer / "attributes.parquet")
+    mend(layer)
+    (fault,) = verify(layer).faults
+    assert fault.file == "attributes.parquet"
+    assert says in fault.text
+
+
+def mend(layer) -> None:
+    """Make blocks and manifest agree with changed attributes."""
+    manifest = load_manifest(layer, LAYERS)
+    seal_tables(layer)
+    files = tuple(file_entry(layer / one.name) for one in manifest.files)
+    (layer / "dataset.json").write_bytes(encode_manifest(msgspec.structs.replace(manifest, files=files)))
 
 
 def test_missing_rows_are_named_and_allowed_where_asked_for(base, tmp_path) -> None:
