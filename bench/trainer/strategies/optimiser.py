@@ -61,12 +61,14 @@ def clip_gradients(parameters: Iterable[nn.Parameter], largest: float, pipeline:
     # By the groups of ranks that have a part each. DTensor's own norm warns on every rank where two axes divide it.
     divided: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     for parameter, gradient in zip(found, _local_gradients(found), strict=True):
-        axes = enumerate(parameter.placements) if isinstance(parameter, DTensor) else ()
-        groups = tuple(parameter.device_mesh.get_group(axis) for axis, kind in axes if not kind.is_replicate())
-        divided.setdefault(groups, []).append(gradient)
-    squares = {groups: get_total_norm(gradients).square() for groups, gradients in (divided or {(): []}).items()}
-    for groups, square in squares.items():
-        for group in groups:
+        groups = list[dist.ProcessGroup]()
+        if isinstance(parameter, DTensor):
+            axes = (axis for axis, kind in enumerate(parameter.placements) if not kind.is_replicate())
+            groups += map(parameter.device_mesh.get_group, axes)
+        divided.setdefault(tuple(groups), []).append(gradient)
+    squares = {shared: get_total_norm(gradients).square() for shared, gradients in (divided or {(): []}).items()}
+    for shared, square in squares.items():
+        for group in shared:
             dist.all_reduce(square, group=group)
     square = torch.stack(list(squares.values())).sum()
     if pipeline is not None:
