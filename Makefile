@@ -22,14 +22,15 @@ unexport PYTHONDONTWRITEBYTECODE
 # What codespell reads; its settings are in pyproject.toml.
 SPELLED := *.md bench configs docs loaders pipeline sharding tests .src/fuelrail/*.py
 
-.PHONY: help setup demo pictures test test-fast coverage test-floors lint fix types docs wheel bench dali test-dali gpu-check clean
+.PHONY: help setup demo pictures test test-fast test-slow coverage test-floors lint fix types docs wheel bench dali test-dali gpu-check clean
 
 help:
 	@echo "make demo       set up, synthesise, shard, verify, draw a sample, train on 2 ranks, write the report"
-	@echo "make test       set up and run the whole test suite: about 11 minutes on two cores"
-	@echo "make test-fast  set up and run the unit lane: about 75 seconds on two cores"
-	@echo "make coverage   the unit lane, and the share of each hall's lines that it runs: about 2.5 minutes"
-	@echo "make test-dali  DALI's own tests, on the CPU and on fake devices: about a minute"
+	@echo "make test       set up and run the test suite, all but the slow lane"
+	@echo "make test-fast  set up and run the unit lane: some five minutes of processor time"
+	@echo "make test-slow  proofs that are repeated: every strategy, 200 kills, the planner against real runs"
+	@echo "make coverage   the unit lane, and the share of each hall's lines that it runs"
+	@echo "make test-dali  DALI's own tests, on the CPU and on fake devices"
 	@echo "make test-floors  the unit lane with the lowest torch, numpy, pyarrow and DALI, in .venv-floors"
 	@echo "make lint       ruff check, format check and codespell"
 	@echo "make fix        apply what ruff can fix and format"
@@ -79,6 +80,9 @@ test: coverage
 test-fast: setup
 	$(PYTEST) -m unit
 
+test-slow: setup
+	$(BIN)/python -m pytest -v -m long tests/slow
+
 coverage: setup
 	$(PYTEST) -m unit --cov --cov-report=
 	@for hall in pipeline sharding loaders bench; do \
@@ -105,6 +109,7 @@ docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	$(BIN)/python -m fuelrail.bench.studies.diff.kinds build/site/schemas
 	@echo "file://$(abspath build/site)/index.html"
+	@echo "search needs a server: $(BIN)/python -m http.server --directory build/site"
 
 wheel: setup
 	$(BIN)/pip install -qq -c constraints.txt -e ".[release]"
@@ -114,9 +119,9 @@ wheel: setup
 	.ci/repair-wheel build/wheel dist
 
 bench: setup
-	$(BIN)/python -m fuelrail.bench.micro.loaders.decode
-	$(BIN)/python -m fuelrail.bench.micro.pipeline.metadata
-	$(BIN)/python -m fuelrail.bench.micro.loaders.overhead $(DEMO)/overhead
+	$(BIN)/python -m fuelrail.bench.micro.decode
+	$(BIN)/python -m fuelrail.bench.micro.metadata
+	$(BIN)/python -m fuelrail.bench.micro.overhead $(DEMO)/overhead
 
 dali: setup
 	$(BIN)/pip install -qq -c constraints.txt -e ".[dev,$(DALI),nvml]"

@@ -53,7 +53,7 @@ def _run_inspect(arguments: argparse.Namespace) -> int:
     from fuelrail.loaders.loader import DataLoader  # takes seconds: torch
 
     split = next(name for name, entry in open_dataset(arguments.dataset).splits.items() if entry.num_samples)
-    loader = DataLoader(arguments.dataset, 2, split=split, drop_last=False, num_workers=1)
+    loader = DataLoader(arguments.dataset, 2, split=split, num_workers=1)
     sys.stdout.write(f"{loader.describe()}\n")
     return 0
 

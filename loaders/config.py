@@ -6,7 +6,7 @@ import functools
 import math
 import os
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Never, TypeAlias
 
 import msgspec
 import numpy as np
@@ -48,12 +48,14 @@ class Normalize(Settings, frozen=True):
 
     Attributes:
         mean, std: of grey levels 0 to 255, for the channels in ``channel_order``. The defaults are ImageNet's, RGB.
+            Mean 0 and deviation 1 leave 0 to 255, deviation 255 gives 0 to 1.
             (BEVDet applies the RGB numbers to BGR channels: ``channel_order="bgr"`` and the defaults.)
         channel_order: ``"rgb"`` or ``"bgr"`` of the result.
         dtype: of the result.
         channels_last: memory format of each image; the shape stays [..., 3, H, W].
 
-    Raises ConfigError for a standard deviation that is not above 0.
+    Raises ConfigError for a standard deviation that is not above 0, and for values of the scale 0 to 1, which
+    torchvision and timm have.
     """
 
     mean: tuple[float, float, float] = (123.675, 116.28, 103.53)
@@ -66,6 +68,20 @@ class Normalize(Settings, frozen=True):
         """Refuse what cannot be meant."""
         if not all(level > 0.0 for level in self.std):
             raise ConfigError(f"std={list(self.std)} must be three numbers above 0")
+        # Of grey levels, a mean of 1 is black, and a deviation below 1 spreads the levels over more than 255.
+        of_unit = {
+            name: values
+            for name, values in (("mean", self.mean), ("std", self.std))
+            if 0.0 < max(values) <= 1.0 and values != (1.0, 1.0, 1.0)
+        }
+        if of_unit:
+            largest = max((255.0 - mean) / std for mean, std in zip(self.mean, self.std, strict=True))
+            given = ", ".join(f"{name}={list(values)}" for name, values in of_unit.items())
+            meant = ", ".join(f"{name}={[round(255 * one, 3) for one in values]}" for name, values in of_unit.items())
+            raise ConfigError(
+                f"{given} must be of grey levels 0 to 255, by which they give images of values up to {largest:.0f}: if "
+                f"they are of pixels from 0 to 1, as torchvision and timm have them, multiply by 255: {meant}"
+            )
 
     def images(self, img: torch.Tensor) -> torch.Tensor:
         """Return the images uint8 [..., 3, H, W], RGB, as the settings say; on their device."""
@@ -353,9 +369,13 @@ _STRUCTS: Final[dict[str, type[Settings]]] = {
     "window": FrameWindow,
     "num_workers": Budget,
 }
+_OWN_RANK: Final = (
+    "each rank reads its own part without one: no DistributedSampler, no `prepare_data_loader`, no skipped batches"
+)
 _TORCH_ONLY: Final = {
-    "sampler": "the order of samples is set by `shuffle`, or in full by `order=OrderSpec(...)`",
-    "batch_sampler": "a batch is the next `batch_size` samples of the order, which `order=OrderSpec(...)` sets",
+    "sampler": f"the order of samples is set by `shuffle`, or in full by `order=OrderSpec(...)`; {_OWN_RANK}",
+    "batch_sampler": "a batch is the next `batch_size` samples of the order, which `order=OrderSpec(...)` sets; "
+    f"{_OWN_RANK}",
     "worker_init_fn": "there are no worker processes to initialise; decoding runs in threads of this process",
     "persistent_workers": "there are no worker processes; the decoding threads always live on between epochs",
     "multiprocessing_context": "there are no worker processes; decoding runs in threads of this process",
@@ -376,6 +396,27 @@ def refuse_unknown(given: Mapping[str, object]) -> None:
                 raise TypeError(f"DataLoader has no argument {name!r}: it is a field of {kind.__name__}; use {fix}")
         known = Arguments.__struct_fields__
         raise TypeError(f"DataLoader has no argument {name!r}{did_you_mean(name, known)}; it has: {', '.join(known)}")
+
+
+class UnlikeTorch:
+    """What a loader says to code that takes it for torch's DataLoader: what to use instead."""
+
+    if not TYPE_CHECKING:  # where any name would be one
+
+        def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+            """Return an argument that torch's loader shows too; explain one that only torch's has."""
+            if name in ("collate_fn", "drop_last", "pin_memory"):
+                return getattr(self._arguments, name)
+            why = f", which torch's has: {_TORCH_ONLY[name]}" if name in _TORCH_ONLY else ""
+            raise AttributeError(f"DataLoader has no attribute {name!r}{why}", name=name, obj=self)
+
+    def __getitem__(self, _: object) -> Never:
+        """Refuse to be a dataset: batches come in the loader's order."""
+        raise TypeError(
+            "a fuelrail DataLoader gives whole batches in its order, and none by number: iterate it; or give torch's "
+            "DataLoader an IterableView(loader), with batch_size=None, or a MapView(dataset), with a sampler "
+            "(fuelrail.loaders.integrations)"
+        )
 
 
 def ranks_on_host() -> int:

@@ -20,7 +20,7 @@ from fuelrail.loaders.batch.counterfactual import LeftOut, LoaderPart, leave_out
 from fuelrail.loaders.batch.points import Points, choose_points
 from fuelrail.loaders.batch.stages import BatchPipeline, LoaderStats, Runner, make_batch_pipeline
 from fuelrail.loaders.batch.transfer import make_transfer, require_cuda
-from fuelrail.loaders.config import Arguments, Budget, StorageOptions, Transforms, refuse_unknown
+from fuelrail.loaders.config import Arguments, Budget, StorageOptions, Transforms, UnlikeTorch, refuse_unknown
 from fuelrail.loaders.decode import BatchDecoder, decodes_on_device
 from fuelrail.loaders.decode.protocol import MAX_LANES, MIN_LANES
 from fuelrail.loaders.distributed import check_ranks_agree, detect_world, resolve_world, warn_of_workers
@@ -53,12 +53,12 @@ DEFAULT_STORAGE = StorageOptions()
 DEFAULT_POLICY = BadSamplePolicy()
 
 
-class DataLoader(LoaderDisplay, AbstractContextManager["DataLoader"]):
+class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"]):
     """Iterates over batches of a Fuelrail dataset, as torch's DataLoader does over its own.
 
     ::
 
-        loader = DataLoader("DATASET", batch_size=8, shuffle=True, seed=7)
+        loader = DataLoader("DATASET", batch_size=8, shuffle=True, drop_last=True, seed=7)
         for epoch in range(epochs):
             for batch in loader:
                 loss = model(batch["img"], batch["ego2img"], ...)
@@ -73,10 +73,12 @@ class DataLoader(LoaderDisplay, AbstractContextManager["DataLoader"]):
     Args:
         dataset: folder or fsspec URL of a dataset, or an open one; or a dict of names to several of these, to ``mix``.
         batch_size: samples of this rank in each batch. The global batch is this times the number of ranks.
-        shuffle: True gives a seeded random order, False the stored order. ``order`` replaces both.
+        shuffle: True gives a seeded random order, another one each epoch; False, torch's default too, the stored order.
+            ``order`` replaces both.
         seed: seed of the order and of the augmentation.
-        drop_last: leave out the samples at an epoch's end that do not fill a global batch. False: fill it with the
-            epoch's first samples, ``valid`` False. Either way all ranks get the same number of batches.
+        drop_last: leave out the samples at an epoch's end that do not fill a global batch. False, torch's default too:
+            fill it with the epoch's first samples, as DistributedSampler does; ``valid`` of these is False. Either way
+            all ranks get the same number of batches, of the same size.
         num_workers: number of decoding threads (no processes are forked); None: this rank's share of the CPUs it may
             use; "auto": start there, and while the trainer waits for data search for better numbers of threads and
             ready batches. A `Budget` means "auto" within limits. The batches are the same with any number.
@@ -120,9 +122,9 @@ class DataLoader(LoaderDisplay, AbstractContextManager["DataLoader"]):
         dataset: DatasetLike | Mapping[str, DatasetLike],
         batch_size: int,
         *,
-        shuffle: bool = True,
+        shuffle: bool = False,
         seed: int = 0,
-        drop_last: bool = True,
+        drop_last: bool = False,
         num_workers: int | Literal["auto"] | Budget | Mapping[str, Any] | None = None,
         prefetch_factor: int = 2,
         pin_memory: bool | None = None,
@@ -202,11 +204,13 @@ class DataLoader(LoaderDisplay, AbstractContextManager["DataLoader"]):
         return self._batching.num_steps
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Start the epoch, from its beginning or from a restored position; ends a running iteration, of any thread.
+        """Start an epoch: the first one, or the one after that of the last iteration, however far that one went.
 
-        That one raises FuelrailError if it is continued, so that no epoch is short without an error.
-        Once exhausted, the next iteration is the next epoch, whose first batches are loaded by then: threads continue
-        over the epoch's end, until :meth:`close` or garbage collection.
+        After :meth:`load_state_dict` it is the rest of the restored epoch, after :meth:`set_epoch` the given one. An
+        iteration that handed out no batch does not count. A running iteration ends, of any thread: it raises
+        FuelrailError if it is continued, so that no epoch is short without an error.
+        Once exhausted, the next iteration finds the next epoch's first batches loaded: threads continue over the
+        epoch's end, until :meth:`close` or garbage collection.
         """
         if self._world_is_detected and (world := detect_world()) != self.world:
             raise WorldError(
@@ -230,16 +234,19 @@ class DataLoader(LoaderDisplay, AbstractContextManager["DataLoader"]):
             return self._drain(self._runner.take(), walk)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the one that the next iteration runs.
+        """Make ``epoch`` the one that the next iteration runs, from its beginning.
 
         A position restored inside that epoch is kept; restored at its very end, the iteration has no batches.
         """
         if epoch != self._start.epoch:
-            self._start = self._position = Cursor(epoch)
-        self._epoch_is_set = True
+            self._start = Cursor(epoch)
+        self._position, self._epoch_is_set = self._start, True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last delivered batch; plain JSON types, equal on all ranks."""
+        """Return the position after the last delivered batch; plain JSON types, equal on all ranks.
+
+        After a ``break`` that is the place of the break: a loader that loads it continues with the rest of that epoch.
+        """
         return encode_state(
             LoaderState(
                 version=STATE_VERSION,
@@ -297,10 +304,13 @@ class DataLoader(LoaderDisplay, AbstractContextManager["DataLoader"]):
             self._make.decoder.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle, for spawned processes, the arguments, the rank and the position."""
+        """Pickle, for spawned processes, the arguments, the rank and the position: a copy continues as a fork does."""
         datasets = {name: (one.url or one.root, one.storage_options) for name, one in self.datasets.items()}
         arguments = msgspec.structs.replace(self._arguments, dataset=None, world=self.world)
-        return _unpickle, (arguments, datasets, self.state_dict(), self._start.epoch if self._epoch_is_set else None)
+        return _unpickle, (arguments, datasets), (self._start, self._position, self._epoch_is_set)
+
+    def __setstate__(self, place: tuple[Cursor, Cursor, bool]) -> None:
+        self._start, self._position, self._epoch_is_set = place
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -309,11 +319,10 @@ class DataLoader(LoaderDisplay, AbstractContextManager["DataLoader"]):
         """Hand out one epoch's batches, keeping the position; leaving it early stops the threads."""
         num_batches, handed_out = walk.num_steps, 0
 
-        def end_epoch() -> None:
-            """Make the following epoch the next iteration's; the pipeline is at its start already."""
-            self._start = walk.following
-            self._runner.park_at(walk.following)
-            self._epoch_is_set = False
+        def begin_epoch() -> None:
+            """Make the following epoch the next iteration's, unless another one was set since this one started."""
+            if self._start is walk.start:
+                self._start, self._epoch_is_set = walk.following, False
 
         try:
             for made in islice(pipeline, num_batches):
@@ -321,6 +330,7 @@ class DataLoader(LoaderDisplay, AbstractContextManager["DataLoader"]):
                 del made
                 if self._check_ranks and not handed_out:
                     check_ranks_agree(_rank_settings(self.state_dict(), self.batch_size), self.world, batch)
+                begin_epoch()
                 handed_out += 1
                 self._batches += 1
                 self._position = walk.after(handed_out)
@@ -329,12 +339,13 @@ class DataLoader(LoaderDisplay, AbstractContextManager["DataLoader"]):
                     self._runner.adapt(self._left_out.stages(self.stages()))
                 if handed_out == num_batches and self._runner.runs(pipeline):
                     # Before the last batch, not after the loop: a user who counts by len() never asks for one more.
-                    end_epoch()
+                    self._runner.park_at(walk.following)
                 yield batch
                 del batch  # while the consumer asks for the next one, its buffer is free for another
             if self._runner.runs(pipeline):
                 if not num_batches:
-                    end_epoch()
+                    begin_epoch()
+                    self._runner.park_at(walk.following)
                 if self._runner.idle_at(walk.following):  # and no other iteration has started
                     self._position = walk.following
             elif handed_out < num_batches and self._walk is not walk:
@@ -414,8 +425,6 @@ def _choose_tuner(options: Arguments, batch_bytes: int, make: BatchPipeline) -> 
 def _unpickle(
     arguments: Arguments,
     datasets: dict[str, tuple[str | os.PathLike[str], Mapping[str, Any] | None]],
-    state: dict[str, Any],
-    epoch: int | None,
 ) -> DataLoader:
     storage = arguments.storage
     opened = {
@@ -424,8 +433,4 @@ def _unpickle(
     }
     given = {name: getattr(arguments, name) for name in arguments.__struct_fields__}
     given["dataset"] = opened if arguments.mix is not None else next(iter(opened.values()))
-    loader = DataLoader(**given)
-    loader.load_state_dict(state)
-    if epoch is not None:
-        loader.set_epoch(epoch)
-    return loader
+    return DataLoader(**given)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # every operator, and small models then take ten times as long. Read when torch is imported, so it is set first.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-LANES: Final = ("unit", "process", "slow", "gpu", "real", "network")
+LANES: Final = ("unit", "process", "slow", "gpu", "real", "network", "long")
 
 # No test asserts times: on a busy machine an example may take as long as it likes.
 settings.register_profile("fuelrail", deadline=None)

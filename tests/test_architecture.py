@@ -46,7 +46,7 @@ MANY_PARAMETERS = {
 PRIVATE_REACH = {
     "bench/measure/memory.py",
     "bench/peers/torch_workers.py",
-    "bench/planner/shape.py",
+    "bench/planner/fake_rank.py",
     "loaders/integrations/mmengine.py",
     "loaders/storage/clients.py",
 }
@@ -338,6 +338,14 @@ def test_tests_are_in_the_lanes_of_what_they_use() -> None:
         for lane, pattern in LANES.items():
             if any(re.fullmatch(pattern, name) for name in used):
                 assert f"pytest.mark.{lane}" in text, f"{file.relative_to(ROOT)} marks no test as `{lane}`"
+
+
+def test_tests_are_named_by_what_they_hold() -> None:
+    """No name starts with the code of a list that a reader does not have, such as a letter and a number."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    names = [(file, name) for file in files for name in re.findall(r"def (test_\w+)", file.read_text(encoding="utf-8"))]
+    coded = [f"{file.name} {name}" for file, name in names if re.match(r"test_(?!t4_)[a-z]\d{1,2}_", name)]
+    assert coded == []  # T4 is a dataset
 
 
 # Of pages, strings, comments and names of tests. Each word with what to write in its place.

@@ -333,7 +333,7 @@ def test_a_closed_output_is_no_error_of_the_code_that_prints(monkeypatch, word, 
 
 
 @pytest.mark.parametrize("address", ["localhost:abc", "http://a b", "http://[::1"])
-def test_l1_an_address_that_is_none_is_one_sentence(invoke, address) -> None:
+def test_an_address_that_is_none_is_one_sentence(invoke, address) -> None:
     code, out, err = invoke("top", address)
     assert (code, out) == (2, "")
     assert err.startswith("fuelrail: error: no metrics at ")
@@ -366,14 +366,14 @@ def dataset(tmp_path_factory) -> Path:
         (("annotate", "DS", "DS/dataset.json", "--model", "os:getcwd"), "dataset.json' is a file"),
     ],
 )
-def test_l1_arguments_out_of_range_are_one_sentence(invoke, dataset, words, said) -> None:
+def test_arguments_out_of_range_are_one_sentence(invoke, dataset, words, said) -> None:
     code, out, err = invoke(*(word.replace("DS", str(dataset)) for word in words))
     assert (code, out) == (2, "")
     assert said in err
     assert err.count("\n") == 1
 
 
-def test_l1_two_hyphens_end_the_options(invoke, dataset) -> None:
+def test_two_hyphens_end_the_options(invoke, dataset) -> None:
     """As in every POSIX command: nothing behind them is a key that is empty."""
     assert invoke("inspect", str(dataset), "--") == invoke("inspect", str(dataset))
 

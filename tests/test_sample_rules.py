@@ -1,7 +1,4 @@
-"""What a sample may hold: the writer refuses, verify reports, the loader skips or raises, inspect and view say it.
-
-Each row of finding M3 is a test here, and the rows of L1 that a sample's own members cause.
-"""
+"""What a sample may hold: the writer refuses, verify reports, the loader skips or raises, inspect and view say it."""
 
 from __future__ import annotations
 
@@ -247,7 +244,7 @@ def test_reshard_refuses_to_write_it(broken, tmp_path, capsys):
     "name",
     ["x_evil.pickle", "x_evil.pkl.gz", "x_evil.pyd", "x_model.pth", "x_lib.so", "x_run.py", "x_run.sh", "x_a.exe"],
 )
-def test_h1_verify_names_members_with_executable_endings(out, tmp_path, capsys, name):
+def test_verify_names_members_with_executable_endings(out, tmp_path, capsys, name):
     key = rewrite(out, 1, set_member(name, b"x")).key
     for deep in (False, True):
         (fault,) = verify(out, deep=deep, num_threads=1).faults
@@ -256,7 +253,7 @@ def test_h1_verify_names_members_with_executable_endings(out, tmp_path, capsys, 
     assert name in capsys.readouterr().err
 
 
-def test_h1_a_users_plain_member_is_fine(out, tmp_path):
+def test_a_users_plain_member_is_fine(out, tmp_path):
     rewrite(out, 1, set_member("x_notes.txt", b"x"))
     assert verify(out, deep=True, num_threads=1).faults == []
     assert main(["reshard", str(out), str(tmp_path / "again"), "--workers", "1"]) == 0
@@ -269,7 +266,7 @@ def with_key(key):
     return change
 
 
-def test_m3_keys_that_break_the_rule_are_reported(out):
+def test_keys_that_break_the_rule_are_reported(out):
     key = "../a.b"
     rewrite(out, 1, with_key(key), key=key)
     edit_attributes(out, "key", 1, key)
@@ -305,7 +302,7 @@ def manifest_edits(field):
         ("sizes", "sizes of camera 'cam_front' are [[48, 32], [9, 9]], its images have [[48, 32]]"),
     ],
 )
-def test_m3_a_wrong_manifest_is_reported(out, field, says):
+def test_a_wrong_manifest_is_reported(out, field, says):
     reseal(out, manifest_edits(field))
     (fault,) = verify(out, deep=True, num_threads=1).faults
     assert (fault.file, says in fault.text) == ("dataset.json", True)
@@ -315,14 +312,14 @@ def test_m3_a_wrong_manifest_is_reported(out, field, says):
     ("column", "value", "says"),
     [("clip_id", "zz", "row 2 has the clip_id zz, the index has"), ("frame", 77, "the frame 77, the index has")],
 )
-def test_m3_wrong_attributes_are_reported(out, column, value, says):
+def test_wrong_attributes_are_reported(out, column, value, says):
     edit_attributes(out, column, 2, value)
     (fault,) = verify(out, deep=True, num_threads=1).faults
     assert (fault.file, fault.key) == ("attributes.parquet", open_dataset(out).index.row(2).key)
     assert says in fault.text
 
 
-def test_l1_reshard_of_a_key_that_occurs_twice(out, tmp_path, capsys):
+def test_reshard_of_a_key_that_occurs_twice(out, tmp_path, capsys):
     index = open_dataset(out).index
     first = index.row(0)
     for position in range(1, len(index)):
@@ -344,19 +341,19 @@ def test_l1_reshard_of_a_key_that_occurs_twice(out, tmp_path, capsys):
     assert f"comes after frame {first.frame} of its clip: the source has it twice" in captured
 
 
-def test_l1_reshard_of_metadata_of_another_frame(out, tmp_path, capsys):
+def test_reshard_of_metadata_of_another_frame(out, tmp_path, capsys):
     key = rewrite(out, 1, of_meta(lambda meta: meta.update(frame_idx=2))).key
     assert main(["reshard", str(out), str(tmp_path / "again"), "--workers", "1"]) == 2
     assert f"sample '{key}': its meta.json is of sample '{key}'" in capsys.readouterr().err
 
 
-def test_l7_reshard_refuses_points_that_are_none(out, tmp_path, capsys):
+def test_reshard_refuses_points_that_are_none(out, tmp_path, capsys):
     rewrite(out, 1, set_member("lidar_top.npy", bytes(1 << 20)))
     assert main(["reshard", str(out), str(tmp_path / "again"), "--workers", "1"]) == 2
     assert "lidar_top.npy: not a .npy file of version 1.0" in capsys.readouterr().err
 
 
-def test_m3_cameras_without_an_image_may_be_unknown(tmp_path):
+def test_cameras_without_an_image_may_be_unknown(tmp_path):
     source = build_nuscenes(tmp_path / "source", {"a": 3}, cameras=("CAM_FRONT", "CAM_BACK"))
     rows = source.tables["sample_data"]
     rows.remove(next(row for row in rows if row["is_key_frame"] and "/CAM_BACK/" in row["filename"]))
@@ -368,7 +365,7 @@ def test_m3_cameras_without_an_image_may_be_unknown(tmp_path):
 
 
 @pytest.mark.real
-def test_m3_real_keyframes_break_no_rule(tmp_path):
+def test_real_keyframes_break_no_rule(tmp_path):
     root = shared_data("nuscenes-mini")
     shard_nuscenes(root, tmp_path / "out", version="v1.0-derived", splits={"train": 1.0})
     assert verify(tmp_path / "out", deep=True, num_threads=2).faults == []
@@ -416,7 +413,7 @@ class TestRules:
         ]  # fmt: skip
 
 
-def test_m3_the_writer_refuses_a_source_that_breaks_a_rule(tmp_path):
+def test_the_writer_refuses_a_source_that_breaks_a_rule(tmp_path):
     source = build_nuscenes(tmp_path / "source", {"a": 3}, cameras=("CAM_FRONT", "CAM_BACK"))
     source.tables["sample_annotation"][0]["size"][1] = 0.0
     source.write("sample_annotation")

@@ -4,7 +4,7 @@
 
     import fuelrail as fr
 
-    loader = fr.DataLoader("DATASET", batch_size=8, seed=7)
+    loader = fr.DataLoader("DATASET", batch_size=8, shuffle=True, drop_last=True, seed=7)
 
 Importing this package imports neither torch nor any other heavy library; the public names below are resolved on first
 use.

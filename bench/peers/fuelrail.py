@@ -19,7 +19,7 @@ class Fuelrail:
         raise AssertionError
 
     def batches(self, folder: Path, work: Work, recipe: str, /) -> Iterator[Batch]:
-        """Defaults, but for seed, size and threads."""
+        """Shuffled, in full batches; else defaults, but for seed, size and threads."""
         dataset = open_dataset(folder)
         (split,) = dataset.manifest.splits
         index = dataset.index
@@ -28,6 +28,8 @@ class Fuelrail:
         loader = DataLoader(
             dataset,
             work.batch_size,
+            shuffle=True,
+            drop_last=True,
             split=split,
             transforms=Transforms(
                 image=ImageAugment(height=work.height, width=work.width),

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from fuelrail.bench.measure.collectives import Collective, summed
-from fuelrail.bench.planner.closed import closed_shape
-from fuelrail.bench.planner.formulas import bubble, in_flight, sent_bytes
+from fuelrail.bench.planner.fake_rank import Inputs, is_gather_of_weights
+from fuelrail.bench.planner.formulas import bubble, sent_bytes
 from fuelrail.bench.planner.hardware import GIB, ClusterSettings
-from fuelrail.bench.planner.shape import Inputs, Shape, private_parts_are_there, shape_of
+from fuelrail.bench.planner.shape import Shape, stages
 from fuelrail.bench.planner.state import FP32, state_bytes, zero_stage
-from fuelrail.bench.planner.step_time import StepTime, Work, step_time
-from fuelrail.bench.trainer.models.settings import GptSettings, ModelSettings, VitSettings, num_blocks
-from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision, degrees_of
+from fuelrail.bench.planner.step_time import StepTime, Traffic, Work, step_time
+from fuelrail.bench.trainer.models.settings import num_blocks
+from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, degrees_of
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ TEACHER_WEIGHTS = "teacher's weights"
 _STATE_MARGIN = 1.05  # what is over by less is shaped, and refused with its kinds
 _STATE_PASSES = 7  # AdamW reads weight, gradient and two moments, and writes three of them
 _BUCKET_BYTES = (1 << 20, 25 << 20)  # of torch's DDP: the first one, and the others
-_BACKWARD = 2 / 3  # share of a micro-batch behind which DDP's buckets hide
 
 
 class Taught(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,12 +55,17 @@ class Fit(NamedTuple):
     work: Work
     time: StepTime
 
+    @property
+    def useful_flop(self) -> float:
+        """FLOP of a device in a step, without what is computed again."""
+        return sum(shape.flop for shape in self.once) / len(self.once) * self.inputs.micro_batches
+
 
 def candidates(asked: Scenario, cluster: ClusterSettings) -> Iterator[ParallelSettings]:
     """Strategies from the simplest on; what a scenario names is the only one.
 
-    The order: copies, sharded optimiser state, gradients too, parameters too, activations computed again, layers
-    divided within a node, stages.
+    The order: copies, sharded optimiser state, gradients too, parameters too (within a node, with copies across nodes,
+    then over all devices), activations computed again, layers divided within a node, stages.
     """
     if asked.parallel != "auto":
         yield asked.parallel
@@ -73,6 +77,7 @@ def candidates(asked: Scenario, cluster: ClusterSettings) -> Iterator[ParallelSe
         return
     yield ParallelSettings(strategy="zero1")
     yield ParallelSettings(strategy="zero2")
+    yield from hybrid(cluster)
     yield ParallelSettings(strategy="fsdp2")
     yield ParallelSettings(strategy="fsdp2", recompute="selective")
     yield ParallelSettings(strategy="fsdp2", recompute="full")
@@ -82,6 +87,13 @@ def candidates(asked: Scenario, cluster: ClusterSettings) -> Iterator[ParallelSe
     for pp in (2, 4, 8, 16):
         if inside and cluster.num_devices % (pp * inside[-1]) == 0:
             yield composed(cluster, pp, inside[-1])
+
+
+def hybrid(cluster: ClusterSettings, recompute: Recompute = "none") -> Iterator[ParallelSettings]:
+    """A model sharded within each node and copied across nodes, where there are several."""
+    if cluster.nodes > 1 and cluster.devices_per_node > 1:
+        mesh = f"dp_replicate={cluster.nodes},dp_shard={cluster.devices_per_node}"
+        yield ParallelSettings(mesh=mesh, recompute=recompute)
 
 
 def composed(cluster: ClusterSettings, pp: int, tp: int, recompute: Recompute = "full") -> ParallelSettings:
@@ -97,36 +109,49 @@ def named(settings: ParallelSettings) -> str:
     return (settings.mesh or settings.strategy) + again
 
 
+class TooLargeError(ConfigError):
+    """It does not fit into memory."""
+
+
+class IndivisibleError(ConfigError):
+    """The global batch is larger than what all ranks compute at once, and no multiple of it."""
+
+
 def fit(asked: Scenario, cluster: ClusterSettings, settings: ParallelSettings) -> Fit:
-    """Shape every stage and time a step. Raises ConfigError where the strategy does not divide or does not fit."""
+    """Shape every stage and time a step.
+
+    Raises ConfigError where the strategy does not divide the model, IndivisibleError where it does not divide the
+    batch, and TooLargeError where it does not fit.
+    """
     degrees = degrees_of(settings, cluster.num_devices)
     settings, inputs = inputs_of(asked, settings, degrees)
     usable = USABLE * cluster.device.memory_gib.value * GIB
     check_state(asked, settings, degrees, usable)
-    found = beside_teacher(asked, degrees, inputs, stages(asked.settings, settings, degrees, inputs, asked.precision))
+    shaped = partial(stages, asked.settings, degrees=degrees, inputs=inputs, precision=asked.precision)
+    beside = partial(beside_teacher, asked, degrees, inputs)
+    found = beside(shaped(settings))
     if peak(found) > usable:
         worst = max(found, key=lambda shape: shape.peak_bytes)
         largest = sorted(worst.memory.items(), key=lambda item: -item[1])[:3]
-        raise ConfigError(
+        raise TooLargeError(
             f"needs {worst.peak_bytes / GIB:.1f} GiB on stage {worst.stage} ("
             + ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in largest)
             + f"), and {usable / GIB:.1f} GiB of a device are usable"
         )
-    plain = msgspec.structs.replace(settings, recompute="none")
     once = found
-    if settings != plain:
-        once = beside_teacher(asked, degrees, inputs, stages(asked.settings, plain, degrees, inputs, asked.precision))
+    if settings.recompute != "none":
+        once = beside(shaped(msgspec.structs.replace(settings, recompute="none"), once=True))
     work = work_of(asked, settings, degrees, inputs, found, once)
-    return Fit(
-        settings, degrees, inputs, found, once, work, step_time(work, cluster, asked.precision, asked.efficiency)
-    )
+    time = step_time(work, cluster, asked.precision, asked.efficiency)
+    return Fit(settings, degrees, inputs, found, once, work, time)
 
 
 def inputs_of(asked: Scenario, settings: ParallelSettings, degrees: Degrees) -> tuple[ParallelSettings, Inputs]:
-    """Divide the global batch. Raises ConfigError where that is not even."""
+    """Divide the global batch. Raises ConfigError, or IndivisibleError, where that is not even."""
     at_once = degrees.data * asked.micro_batch
     if asked.global_batch % at_once:
-        raise ConfigError(
+        kind = IndivisibleError if asked.global_batch > at_once else ConfigError  # of which a smaller mesh has enough
+        raise kind(
             f"{degrees.data} data-parallel ranks with micro-batches of {asked.micro_batch} do not divide the global "
             f"batch of {asked.global_batch}; use a multiple of {at_once}"
         )
@@ -150,58 +175,10 @@ def check_state(asked: Scenario, settings: ParallelSettings, degrees: Degrees, u
     state = state_bytes(asked.settings, settings, degrees, asked.precision)
     if state > usable * _STATE_MARGIN:
         stage, _ = zero_stage(settings, degrees)
-        raise ConfigError(
+        raise TooLargeError(
             f"needs {state / GIB:.1f} GiB for weights, gradients and optimiser state alone (ZeRO stage {stage}), and "
             f"{usable / GIB:.1f} GiB of a device are usable"
         )
-
-
-def stages(
-    model: ModelSettings, settings: ParallelSettings, degrees: Degrees, inputs: Inputs, precision: Precision
-) -> list[Shape]:
-    """Shape each stage once; inner stages of equal blocks differ in nothing but their micro-batches in flight."""
-
-    def shaped(stage: int) -> Shape:
-        if not private_parts_are_there():
-            return closed_shape(model, settings, degrees, inputs, stage)
-        return cached_shape(model, settings, degrees, inputs, stage * degrees.data * degrees.tp, precision)
-
-    if degrees.pp < 4 or not isinstance(model, (GptSettings, VitSettings)):
-        return [shaped(stage) for stage in range(degrees.pp)]
-    inner = shaped(1)
-    return [shaped(0), inner, *(_later(inner, stage, degrees, inputs, settings) for stage in range(2, degrees.pp - 1)),
-            shaped(degrees.pp - 1)]  # fmt: skip
-
-
-def _later(inner: Shape, stage: int, degrees: Degrees, inputs: Inputs, settings: ParallelSettings) -> Shape:
-    count = in_flight(settings.pipeline_schedule, degrees.pp, stage, inputs.micro_batches)
-    # What it gathers by its own order differs from the inner stage's by its warm-up only.
-    memory = {**inner.memory, "activations in flight": inner.kept_bytes * (count - 1)}
-    return msgspec.structs.replace(
-        inner, rank=stage * degrees.data * degrees.tp, stage=stage, memory=memory, peak_bytes=sum(memory.values()),
-        in_flight=count,
-    )  # fmt: skip
-
-
-@cache
-def _shape(
-    model: ModelSettings, settings: ParallelSettings, degrees: Degrees, inputs: Inputs, rank: int, precision: Precision
-) -> Shape:
-    return shape_of(model, settings, degrees, inputs, rank=rank, precision=precision)
-
-
-def cached_shape(
-    model: ModelSettings, settings: ParallelSettings, degrees: Degrees, inputs: Inputs, rank: int, precision: Precision
-) -> Shape:
-    """Shape a rank once. Without stages a third micro-batch of a step is as the second."""
-    if degrees.pp == 1:
-        few = msgspec.structs.replace(inputs, micro_batches=min(2, inputs.micro_batches))
-        found = _shape(model, msgspec.structs.replace(settings, micro_batches=None), degrees, few, rank, precision)
-        more = summed(found.repeated, inputs.micro_batches - few.micro_batches)
-        return msgspec.structs.replace(
-            found, micro_batches=inputs.micro_batches, collectives=summed([*found.collectives, *more])
-        )
-    return _shape(model, settings, degrees, inputs, rank, precision)
 
 
 def taught(asked: Scenario, inputs: Inputs, devices: int) -> Taught | None:
@@ -274,37 +251,76 @@ def work_of(
     """Count the work of the stage that computes most, and of a teacher beside it."""
     beside = taught(asked, inputs, 1) if asked.teacher_from == "model" else None
     busiest = max(range(len(stages)), key=lambda number: stages[number].flop)
-    shape, plain = stages[busiest], once[busiest]
-
-    def sent(prefix: str) -> float:
-        return sum(
-            sent_bytes("all_reduce" if one.kind == "all_reduce" else "all_gather", one.ranks, one.bytes)
-            for one in shape.collectives
-            if one.axis.startswith(prefix)
-        )
-
-    sharded, count = degrees.dp_shard > 1, inputs.micro_batches
-    collectives, last = sum(one.count for one in shape.collectives if one.axis.startswith("dp_")), 0.0
-    if degrees.data > 1 and not degrees.composed:
-        collectives, last = buckets(shape.parameters * FP32, settings.bucket_mib)
+    shape, plain, count = stages[busiest], once[busiest], inputs.micro_batches
+    tensor, messages = _sent(one for one in shape.collectives if one.axis == "tp")
     state = shape.parameters * FP32 * _STATE_PASSES
-    if settings.strategy == "zero1" and settings.mesh is None:
+    if settings.shards_optimiser:
         state //= degrees.data
-    again = shape.flop / plain.flop  # what is computed again moves its activations again
+    own = 0 if beside is None else beside.flop
+    sent = traffic_of(settings, degrees, shape, plain.flop - own, own, num_blocks(asked.settings))
+    again = (shape.flop - own) / (plain.flop - own)  # what is computed again moves its activations again
     return Work(
         flop=shape.flop,
         activation_bytes=plain.kept_bytes * again + (0 if beside is None else beside.moved_bytes),
-        tensor_bytes=sent("tp") / count,
+        tensor_bytes=tensor / count,
+        tensor_count=messages / count,
         tensor_reach=degrees.tp,
         pipeline_bytes=2 * shape.hidden_bytes,
+        pipeline_count=2 if degrees.pp > 1 else 0,
         pipeline_reach=degrees.pp * degrees.data * degrees.tp,
         micro_batches=count,
         bubble=bubble(degrees.pp, count),
-        step_data_bytes=sent("dp_"),
-        step_collectives=collectives,
-        step_data_reach=degrees.data * degrees.tp,
-        step_data_stride=degrees.tp,
-        step_hidden=1.0 if sharded else _BACKWARD / count,
-        step_last=last,
+        traffic=tuple(one for one in sent if one.times and one.count),
         step_state_bytes=state,
     )
+
+
+def traffic_of(
+    settings: ParallelSettings, degrees: Degrees, shape: Shape, flop: int, teacher_flop: int, blocks: int
+) -> Iterator[Traffic]:
+    """What is sent of gradients and weights, and the share of a micro-batch's computing behind which it hides.
+
+    ``flop`` are those of the student without recomputation; a forward pass is a third of them. Copies reduce behind
+    the last backward pass, as their buckets fill; a sharded optimiser sends what it changed behind nothing. Shards
+    gather a block's weights while the block before it computes, and reduce its gradients while the next one does: of
+    each pass one block's hide behind nothing. A pipeline reduces when it is done.
+    """
+    taught, forward = teacher_flop / shape.flop, flop / 3 / shape.flop
+    backward, count, together = 1 - forward - taught, shape.micro_batches, degrees.pp == 1
+    one_block = 1 / (blocks / degrees.pp + 1)  # what is in no block is gathered as one, too
+    for axis in sorted({one.axis for one in shape.collectives if one.axis.startswith("dp_") and one.ranks > 1}):
+        mine = [one for one in shape.collectives if one.axis == axis]
+        group = partial(Traffic, **_place(axis, degrees))
+        ahead, ahead_number = _sent(one for one in shape.forward if one.axis == axis)
+        gathers, gathers_number = _sent(one for one in mine if is_gather_of_weights(one))
+        others, others_number = _sent(one for one in mine if not is_gather_of_weights(one))
+        if axis == "dp_teacher":
+            last = count / gathers_number
+            yield group(bytes=gathers / count, count=1 / last, times=count, hidden=taught, last=last)
+        elif not degrees.composed:
+            number, last = buckets(shape.parameters * FP32, settings.bucket_mib)
+            changed, changed_number = _sent(one for one in mine if one.kind == "broadcast")
+            yield group(bytes=others - changed, count=number, hidden=backward, last=last)
+            yield group(bytes=changed, count=changed_number, last=1.0)
+        else:
+            behind, messages = (gathers - ahead) / count, (gathers_number - ahead_number) / count
+            yield group(bytes=ahead / count, count=ahead_number / count, times=count, hidden=forward, last=one_block)
+            yield group(bytes=behind, count=messages, times=count - together, hidden=backward, last=one_block)
+            yield group(
+                bytes=others + together * behind, count=others_number + together * messages,
+                hidden=together * backward, last=one_block if together else 1.0,
+            )  # fmt: skip
+
+
+def _sent(collectives: Iterable[Collective]) -> tuple[float, int]:
+    """Bytes that a rank sends in collectives, and their number."""
+    found = list(collectives)
+    return sum(sent_bytes(one.kind, one.ranks, one.bytes) for one in found), sum(one.count for one in found)
+
+
+def _place(axis: str, degrees: Degrees) -> dict[str, int]:
+    """Where the ranks of a group of a data-parallel axis lie; a teacher's weights are shared by all."""
+    if axis == "dp_teacher":
+        return {"reach": degrees.pp * degrees.data * degrees.tp}
+    stride = degrees.tp * (degrees.dp_shard if axis == "dp_replicate" else 1)
+    return {"reach": stride * getattr(degrees, axis), "stride": stride}

@@ -104,9 +104,13 @@ def utilisation(flop: float, seconds: float, devices: int, peak_flops: float) ->
     return flop / (seconds * devices * peak_flops)
 
 
-def sent_bytes(kind: Literal["all_reduce", "all_gather", "reduce_scatter"], ranks: int, size: float) -> float:
-    """Bytes that each rank of a ring sends, ``size`` of the whole tensor (nccl-tests, doc/PERFORMANCE.md)."""
-    return (2 if kind == "all_reduce" else 1) * size * (ranks - 1) / ranks
+def sent_bytes(kind: str, ranks: int, size: float) -> float:
+    """Bytes that each rank of a ring sends, ``size`` of the whole tensor (nccl-tests, doc/PERFORMANCE.md).
+
+    ``kind`` is all_reduce, all_gather, reduce_scatter, or broadcast, whose root sends everything.
+    """
+    share = (ranks > 1) if kind == "broadcast" else (ranks - 1) / ranks
+    return (2 if kind == "all_reduce" else 1) * size * share
 
 
 def bubble(pp: int, micro_batches: int, virtual_stages: int = 1) -> float:

@@ -19,6 +19,7 @@ GIB = 2**30
 
 # What no device reaches today by a factor of ten: a figure above is in another unit.
 _LARGEST_TFLOPS, _LARGEST_GB_PER_S, _LARGEST_GIB = 5e4, 1e5, 4096.0
+_LARGEST_PORT_GB_PER_S = 125  # 1 Tb/s a device; ports are sold by their bits
 
 
 class Sourced(Settings, frozen=True):
@@ -124,7 +125,7 @@ def _check(cluster: ClusterSettings, path: Path) -> None:
         "inside.gb_per_s": (cluster.inside.gb_per_s, device.memory_gb_per_s.value),
     }
     if cluster.between is not None:
-        limits["between.gb_per_s"] = (cluster.between.gb_per_s, device.memory_gb_per_s.value)
+        limits["between.gb_per_s"] = (cluster.between.gb_per_s, _LARGEST_PORT_GB_PER_S)
     for name, (number, largest) in limits.items():
         if number.value > largest:
             raise ConfigError(

@@ -62,8 +62,7 @@ class Cluster(NamedTuple):
     """Parameters of a simulation.
 
     ``slow_share`` of the ranks compute ``slow_by`` (0.2 for 20 %) longer; ``storage_bytes_per_s`` is what all of them
-    together can read, infinite by default. ``all_reduce_ms``: exposed all-reduce of that number of ranks, as a planner
-    gives it; None: what the measurements say of two ranks, grown as the bytes of a ring.
+    together can read, infinite by default.
     """
 
     num_ranks: int
@@ -72,7 +71,6 @@ class Cluster(NamedTuple):
     slow_share: float = 0.0
     slow_by: float = 0.0
     storage_bytes_per_s: float = math.inf
-    all_reduce_ms: float | None = None
 
 
 class Simulated(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,8 +95,7 @@ def simulate(fit: Fit, cluster: Cluster, seed: int = 0, num_steps: int = NUM_STE
     if cluster.slow_share:
         num_slow = int(cluster.slow_share * ranks + 0.5)
         compute_ms[rng.choice(ranks, num_slow, replace=False)] *= 1 + cluster.slow_by
-    given_ms = cluster.all_reduce_ms
-    all_reduce_ms = exposed_all_reduce_ms(fit, ranks) if given_ms is None else given_ms
+    all_reduce_ms = exposed_all_reduce_ms(fit, ranks)
     made = np.zeros(ranks)
     free = np.zeros(ranks)
     taken = np.zeros((fit.queue_batches, ranks))  # of the last steps, in turns
@@ -123,7 +120,7 @@ def simulate(fit: Fit, cluster: Cluster, seed: int = 0, num_steps: int = NUM_STE
 
 
 def exposed_all_reduce_ms(fit: Fit, num_ranks: int) -> float:
-    """Extrapolate the exposed all-reduce from two ranks, as the planner does: by the bytes that a rank of a ring sends.
+    """Extrapolate the exposed all-reduce from two ranks by the bytes that a rank of a ring sends.
 
     That is 2 (p - 1) / p of the gradients: of many ranks twice what two take.
     """

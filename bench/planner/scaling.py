@@ -1,32 +1,23 @@
-"""Weak and strong scaling of a plan: step times of the planner, put through the recurrence of :mod:`scale_model`.
+"""Weak and strong scaling of a plan: the same strategy on other numbers of devices, planned one by one.
 
-The number of data-parallel ranks changes, and with it the bytes that a ring moves and the links that it passes; stages
-and divided layers stay. Padding of small shards is not in it.
+The number of data-parallel ranks changes; stages and divided layers stay.
 """
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from fuelrail.bench.planner.choice import TEACHER_WEIGHTS, USABLE, Fit
-from fuelrail.bench.planner.formulas import bubble, sent_bytes
-from fuelrail.bench.planner.hardware import GIB, ClusterSettings
-from fuelrail.bench.planner.scale_model import Cluster, Overhead, Simulated, simulate
-from fuelrail.bench.planner.scale_model import Fit as Measurements
-from fuelrail.bench.planner.state import FP32
-from fuelrail.bench.planner.step_time import step_time
+from fuelrail.bench.planner.choice import Fit, fit
+from fuelrail.bench.planner.hardware import ClusterSettings, Sourced
+from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fuelrail.bench.planner.scenario import Scenario
-    from fuelrail.bench.planner.shape import Shape
+    from fuelrail.bench.planner.scenario import Data, Scenario
 
 MAX_DEVICES = 1024
-_STEPS = 40  # of the simulation, whose times here do not vary: enough for a queue to fill
 _SLOW = (0.01, 0.2)  # share of slow devices, and by how much
-_DIVIDED = ("Sharded Param", "Sharded Grad", "moments")
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,127 +39,68 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
     points: list[Point]
 
 
-def scaling_curves(
-    asked: Scenario, cluster: ClusterSettings, fit: Fit, images_per_node_s: float, storage_gb_per_s: float
-) -> list[Curve]:
-    """Return weak and strong scaling, as planned and with 1 % of the devices 20 % slower."""
+def scaling_curves(asked: Scenario, cluster: ClusterSettings, chosen: Fit, data: Data) -> list[Curve]:
+    """Return weak and strong scaling, as planned and with 1 % of the devices 20 % slower.
+
+    A cluster without a link between nodes scales to one node.
+    """
     found = []
-    # A group of divided models is as slow as its slowest device.
-    group = fit.degrees.pp * fit.degrees.tp
-    slow = {"slow_share": 1 - (1 - _SLOW[0]) ** group, "slow_by": _SLOW[1]}
-    cases: list[tuple[str, dict[str, float]]] = [
-        ("as planned", {}),
-        (f"{_SLOW[0]:.0%} of the devices {_SLOW[1]:.0%} slower", slow),
-    ]
     kinds: tuple[Literal["weak", "strong"], ...] = ("weak", "strong")
     for scaling in kinds:
-        for name, case in cases:
+        for name, share in (("as planned", 0.0), (f"{_SLOW[0]:.0%} of the devices {_SLOW[1]:.0%} slower", _SLOW[0])):
             points: list[Point] = []
-            for data in _numbers(asked, cluster, fit, scaling):
-                result, batch = _simulated(
-                    asked, cluster, fit, data, scaling, (images_per_node_s, storage_gb_per_s), case
-                )
-                devices = data * fit.degrees.pp * fit.degrees.tp
-                rate = result.samples_per_s
-                first = points[0].samples_per_s / points[0].devices if points else rate / devices
-                points.append(
-                    Point(
-                        devices=devices, global_batch=batch, step_s=result.step_ms / 1e3, samples_per_s=rate,
-                        efficiency=rate / devices / first, occupancy=result.occupancy,
-                    )
-                )  # fmt: skip
+            # A sharded model is sharded over two ranks at least.
+            first_power = 1 if chosen.degrees.dp_shard > 1 else 0
+            for ranks in (2**power for power in range(first_power, MAX_DEVICES.bit_length())):
+                devices = ranks * chosen.degrees.pp * chosen.degrees.tp
+                if devices > (MAX_DEVICES if cluster.between is not None else cluster.devices_per_node):
+                    break
+                if devices % min(devices, cluster.devices_per_node):  # which no number of whole nodes has
+                    continue
+                try:
+                    grown = _grown(cluster, devices, share)
+                    first = points[0].samples_per_s / points[0].devices if points else None
+                    points.append(_point(asked, grown, chosen, ranks, scaling, data, first))
+                except ConfigError:  # it does not fit into memory, or does not divide the batch
+                    continue
             found.append(Curve(scaling=scaling, name=name, points=points))
     return found
 
 
-def _numbers(asked: Scenario, cluster: ClusterSettings, fit: Fit, scaling: str) -> list[int]:
-    """Numbers of data-parallel ranks that fit into memory, divide the batch, and keep to its limit."""
-    group = fit.degrees.pp * fit.degrees.tp
-    own = asked.global_batch // fit.degrees.data
-    found = []
-    for power in range(int(math.log2(MAX_DEVICES // group)) + 1):
-        data = 2**power
-        if scaling == "strong" and asked.global_batch % (data * asked.micro_batch):
-            continue
-        if scaling == "strong" and asked.global_batch // (data * asked.micro_batch) < fit.degrees.pp:
-            continue
-        if scaling == "weak" and asked.max_global_batch is not None and own * data > asked.max_global_batch:
-            continue
-        usable = USABLE * cluster.device.memory_gib.value * GIB
-        if max(_peak(shape, fit, data) for shape in fit.stages) <= usable:
-            found.append(data)
-    return found
-
-
-def _peak(shape: Shape, fit: Fit, data: int) -> float:
-    """Bytes at the peak with another number of data-parallel ranks: what they share changes."""
-    kinds = [TEACHER_WEIGHTS]
-    if fit.degrees.dp_shard > 1:
-        kinds += _DIVIDED
-    elif fit.settings.strategy == "zero1":
-        kinds.append("moments")
-    shared = sum(shape.memory.get(kind, 0) for kind in kinds)
-    return shape.peak_bytes + shared * (fit.degrees.data / data - 1)
-
-
-def _simulated(
-    asked: Scenario, cluster: ClusterSettings, fit: Fit, data: int, scaling: str, rates: tuple[float, float],
-    case: dict[str, float],
-) -> tuple[Simulated, int]:  # fmt: skip
-    degrees, group = fit.degrees, fit.degrees.pp * fit.degrees.tp
-    devices = data * group
-    grown = msgspec.structs.replace(
-        cluster,
-        nodes=-(-devices // cluster.devices_per_node),
-        between=cluster.between or cluster.inside,
-    )
-    own = asked.global_batch // degrees.data if scaling == "weak" else asked.global_batch // data
-    count = own // asked.micro_batch
-    sharded = degrees.dp_shard > 1
-    bytes_, collectives = fit.work.step_data_bytes, fit.work.step_collectives
-    if degrees.data == 1:
-        bytes_, collectives = (0.0, 0) if data == 1 else (sent_bytes("all_reduce", data, _gradients(fit)), 1)
-    else:
-        bytes_ *= (1 - 1 / data) / (1 - 1 / degrees.data)
-        if sharded:  # which gathers with each micro-batch, and reduces with the last: a little too much
-            bytes_ *= count / fit.work.micro_batches
-            collectives = collectives * count // fit.work.micro_batches
-    shared = sharded or fit.settings.strategy == "zero1"
-    work = msgspec.structs.replace(
-        fit.work,
-        micro_batches=count,
-        bubble=bubble(degrees.pp, count),
-        pipeline_reach=devices,
-        step_data_bytes=bytes_,
-        step_collectives=collectives if data > 1 else 0,
-        step_data_reach=data * degrees.tp,
-        step_hidden=fit.work.step_hidden if sharded else fit.work.step_hidden * fit.work.micro_batches / count,
-        step_state_bytes=fit.work.step_state_bytes * (degrees.data / data if shared else 1),
-    )
-    time = step_time(work, grown, asked.precision, asked.efficiency)
-    images = own * (asked.cameras or 0) if asked.reads_images else 0
-    # A rank whose group fills several nodes has the CPUs of all of them.
-    hosts = max(1.0, group / cluster.devices_per_node)
-    measured = Measurements(
-        service_ms=[1e3 * images / rates[0] / hosts], service_batch=own,
-        forward_backward_ms=1e3 * (time.total - time.data_exposed - time.optimiser) / own,
-        optimiser_ms=1e3 * time.optimiser, overheads=[Overhead(ranks_on_host=1, ms=[0.0])], all_reduce_ms=0.0,
-        trainer_cpus=0.0, host_cpus=1.0, queue_batches=2, sample_bytes=float(asked.stored_bytes or 0),
+def _grown(cluster: ClusterSettings, devices: int, slow_share: float) -> ClusterSettings:
+    """The cluster with that number of devices; one slow device holds up all of them."""
+    slowest = cluster.slowest_device
+    if round(slow_share * devices) > 0 and (slowest is None or slowest.value > 1 / (1 + _SLOW[1])):
+        slowest = Sourced(value=1 / (1 + _SLOW[1]), source="a case of the scaling curves")
+    return msgspec.structs.replace(
+        cluster, nodes=-(-devices // cluster.devices_per_node),
+        devices_per_node=min(devices, cluster.devices_per_node), slowest_device=slowest,
     )  # fmt: skip
-    simulated = simulate(
-        measured,
-        Cluster(
-            data,
-            own,
-            max(1, cluster.devices_per_node // group),
-            storage_bytes_per_s=rates[1] * 1e9,
-            all_reduce_ms=1e3 * time.data_exposed,
-            **case,
-        ),
-        num_steps=_STEPS,
-    )
-    return simulated, own * data
 
 
-def _gradients(fit: Fit) -> float:
-    return float(max(shape.parameters for shape in fit.stages) * FP32)
+def _point(
+    asked: Scenario, cluster: ClusterSettings, chosen: Fit, ranks: int, scaling: str, data: Data, first: float | None
+) -> Point:
+    """Plan ``ranks`` data-parallel ranks. Raises ConfigError where that cannot be."""
+    batch = asked.global_batch if scaling == "strong" else asked.global_batch // chosen.degrees.data * ranks
+    if asked.max_global_batch is not None and batch > asked.max_global_batch:
+        raise ConfigError(f"a global batch of {batch} no longer trains as well")
+    sized = msgspec.structs.replace(asked, global_batch=batch)
+    how, degrees = msgspec.structs.replace(chosen.settings, micro_batches=None), chosen.degrees
+    if degrees.composed:
+        shards = min(degrees.dp_shard, ranks) if degrees.dp_replicate > 1 else ranks
+        how = msgspec.structs.replace(how, mesh=str(degrees._replace(dp_replicate=ranks // shards, dp_shard=shards)))
+    time = fit(sized, cluster, how).time.total
+    step_s = max(time, *data_seconds(sized, cluster, data).values())
+    rate = batch / step_s
+    return Point(
+        devices=cluster.num_devices, global_batch=batch, step_s=step_s, samples_per_s=rate,
+        efficiency=1.0 if first is None else rate / cluster.num_devices / first, occupancy=time / step_s,
+    )  # fmt: skip
+
+
+def data_seconds(asked: Scenario, cluster: ClusterSettings, data: Data) -> dict[str, float]:
+    """Seconds that decoding and storage need for a step."""
+    images = asked.global_batch * (asked.cameras or 0) / cluster.nodes if asked.reads_images else 0
+    read = asked.global_batch * (asked.stored_bytes or 0)
+    return {"decoding": images / data.images_per_node_s, "storage": read / data.storage_gb_per_s / 1e9}

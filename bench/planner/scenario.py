@@ -137,11 +137,8 @@ class PlanOptions(Settings, frozen=True, kw_only=True):
     explain: Annotated[bool, flag("show formula, inputs and source of each figure")] = False
 
 
-_SCENARIO = (
-    "model", "cluster", "global_batch", "max_global_batch", "micro_batch", "precision", "cameras", "height", "width",
-    "sequence", "sample_bytes", "samples_per_epoch", "failures_per_day", "teacher", "teacher_from",
-)  # fmt: skip
-_PARALLEL = ("strategy", "mesh", "recompute", "pipeline_schedule")
+_SCENARIO = [name for name in PlanOptions.__struct_fields__ if name in Scenario.__struct_fields__]
+_PARALLEL = [name for name in PlanOptions.__struct_fields__ if name in ParallelSettings.__struct_fields__]
 
 
 def with_options(asked: Scenario | None, options: PlanOptions) -> Scenario:
@@ -190,6 +187,18 @@ def check(asked: Scenario) -> None:
             )
     elif asked.teacher_from == "layer":
         raise ConfigError(f"scenario '{asked.name}': teacher_from is given without a teacher; add teacher: MODEL")
+    if asked.max_global_batch is not None and asked.max_global_batch < asked.global_batch:
+        raise ConfigError(
+            f"scenario '{asked.name}': global_batch is {asked.global_batch}, and max_global_batch, the largest that "
+            f"trains as well, {asked.max_global_batch}; use a smaller global_batch, or a larger limit"
+        )
+    reads, others = ("images", ("sequence",)) if asked.reads_images else ("tokens", ("cameras", "height", "width"))
+    given = [name for name in others if getattr(asked, name) is not None]
+    if given:
+        raise ConfigError(
+            f"scenario '{asked.name}': model '{asked.model}' reads {reads}, and {', '.join(given)} is given; leave it "
+            "out, or choose another model"
+        )
     if not asked.reads_images:
         return
     missing = [name for name in ("cameras", "height", "width") if getattr(asked, name) is None]

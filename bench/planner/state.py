@@ -46,7 +46,8 @@ def state_bytes(model: ModelSettings, settings: ParallelSettings, degrees: Degre
     Tensor parallel and pipelines are taken to divide everything, which is the least.
     """
     stage, ranks = zero_stage(settings, degrees)
-    weights = DTYPES[precision].itemsize if stage == 2 else FP32  # ZeRO-2 keeps what it gathered
+    # ZeRO-2 keeps what it gathered, in the precision of computing, beside the shards that the optimiser updates.
+    weights = DTYPES[precision].itemsize + FP32 / ranks if stage == 2 else FP32
     moments = FP32 * MOMENTS[settings.optimiser]
     return zero_state_bytes(num_parameters(model)[0], ranks, stage, weights, FP32, moments) / degrees.pp / degrees.tp
 

@@ -1,10 +1,10 @@
 """Step time from counted work, a cluster and two efficiencies.
 
 All wait for the slowest device. A micro-batch computes its matrix products at a share of the device's peak, moves its
-activations through the device's memory a number of times, and waits for the collectives of its layers; these times add
-up. A pipeline lasts for m + (p - 1) / v micro-batches. Collectives of gradients and weights hide behind a share of the
-computing; the rest is exposed. The optimiser moves its state through memory once. Both efficiencies are fitted on
-measured steps.
+activations through the device's memory a number of times, and waits for the messages of its layers, each of which takes
+the link's latency and its bytes; these times add up. A pipeline lasts for m + (p - 1) / v micro-batches. Collectives of
+gradients and weights hide behind the computing of their own pass, as far as that does not wait for them; the rest is
+exposed. The optimiser moves its state through memory once. Both efficiencies are fitted on measured steps.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,8 +20,9 @@ import msgspec
 if TYPE_CHECKING:
     from fuelrail.bench.planner.hardware import ClusterSettings, ComputeType
 
-_SHARES = [0.2 + 0.01 * step for step in range(76)]
-_PASSES = [0.5 * step for step in range(33)]
+# Shares of the peak to all of it, and passes from none to far more than any kernel makes: an end of either is no fit.
+_SHARES = [0.01 * step for step in range(1, 101)]
+_PASSES = [*(0.5 * step for step in range(33)), *(round(16 * 1.1**step) for step in range(1, 45))]
 
 
 class Efficiency(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,29 +32,41 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True):
     passes: float = 4.0
 
 
+class Traffic(msgspec.Struct, frozen=True, kw_only=True):
+    """Collectives of gradients or weights, ``times`` a step: the bytes that are sent each time, in ``count`` of them.
+
+    The group lies in ``reach`` successive ranks, every ``stride``-th of them. It hides behind a share of the computing
+    of a micro-batch, ``hidden``, but for the share ``last`` of itself: no computing is left that does not need it.
+    """
+
+    bytes: float
+    count: float = 0.0
+    reach: int = 1
+    stride: int = 1
+    times: int = 1
+    hidden: float = 0.0
+    last: float = 0.0
+
+
 class Work(msgspec.Struct, frozen=True, kw_only=True):
     """What the busiest rank does: per micro-batch unless ``step_`` says per step; bytes are those that it sends.
 
-    ``*_reach``: number of successive ranks in which the group of such a collective lies, every ``*_stride``-th of them.
-    ``step_hidden``: share of the step's computing behind which the step's collectives can hide. ``step_last``: share
-    of what copies send that is ready with the last gradient, and so hides behind nothing.
+    ``tensor_count`` and ``pipeline_count``: number of messages of that kind; ``*_reach``: number of successive ranks
+    in which their group lies.
     """
 
     flop: float
     attention_flop: float = 0.0
     activation_bytes: float
     tensor_bytes: float = 0.0
+    tensor_count: float = 0.0
     tensor_reach: int = 1
     pipeline_bytes: float = 0.0
+    pipeline_count: int = 0
     pipeline_reach: int = 1
     micro_batches: int = 1
     bubble: float = 0.0
-    step_data_bytes: float = 0.0
-    step_collectives: int = 0
-    step_data_reach: int = 1
-    step_data_stride: int = 1
-    step_hidden: float = 0.0
-    step_last: float = 0.0
+    traffic: tuple[Traffic, ...] = ()
     step_state_bytes: float = 0.0
 
 
@@ -85,12 +99,16 @@ def step_time(work: Work, cluster: ClusterSettings, kind: ComputeType, efficienc
     count = work.micro_batches
     compute = count * products / efficiency.compute
     memory = count * efficiency.passes * work.activation_bytes / memory_rate
-    tensor = count * work.tensor_bytes / cluster.bytes_per_s(work.tensor_reach)
-    pipeline = count * work.pipeline_bytes / cluster.bytes_per_s(work.pipeline_reach, work.pipeline_reach)
-    latency = work.step_collectives * cluster.link(work.step_data_reach).latency_us.value / 1e6
-    data = latency + work.step_data_bytes / cluster.bytes_per_s(work.step_data_reach, work.step_data_stride)
-    hidden = work.step_hidden * (compute + memory)
-    exposed = max(data * work.step_last, data - hidden * (1 - work.step_last))
+    seconds = partial(_seconds, cluster)
+    tensor = count * seconds(work.tensor_bytes, work.tensor_count, work.tensor_reach)
+    reach = work.pipeline_reach
+    pipeline = count * seconds(work.pipeline_bytes, work.pipeline_count, reach, reach)
+    data = exposed = 0.0
+    for one in work.traffic:
+        taken = seconds(one.bytes, one.count, one.reach, one.stride)
+        behind = one.hidden * (compute + memory) / count
+        data += one.times * taken
+        exposed += one.times * max(taken * one.last, taken - behind * (1 - one.last))
     slowest = 1.0 if cluster.slowest_device is None else cluster.slowest_device.value
     return StepTime(
         compute=compute,
@@ -103,6 +121,10 @@ def step_time(work: Work, cluster: ClusterSettings, kind: ComputeType, efficienc
         optimiser=work.step_state_bytes / memory_rate,
         straggler=(1 / slowest - 1) * (compute + memory),
     )
+
+
+def _seconds(cluster: ClusterSettings, size: float, count: float, reach: int, stride: int = 1) -> float:
+    return size / cluster.bytes_per_s(reach, stride) + count * cluster.link(reach).latency_us.value / 1e6
 
 
 def fit(
@@ -124,3 +146,13 @@ def fit(
 
     compute, moved = min(itertools.product(_SHARES, passes), key=error)
     return Efficiency(compute=round(compute, 2), passes=moved)
+
+
+def limits_of(efficiency: Efficiency) -> list[str]:
+    """Say which efficiencies are an end of what is tried: a fit that ends there does not describe its steps."""
+    found = []
+    if efficiency.compute in (_SHARES[0], _SHARES[-1]):
+        found.append(f"{efficiency.compute:.0%} of the peak")
+    if efficiency.passes in (_PASSES[0], _PASSES[-1]):
+        found.append(f"activations moved {efficiency.passes:g} times")
+    return found

@@ -42,7 +42,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     model, optimiser = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-3))
     checkpoints = Checkpoints(options, "accelerate")
     progress = Progress()
-    with DataLoader(options.dataset, batch_size=2, transforms=TRANSFORMS, seed=7, device=accelerator.device) as loader:
+    with DataLoader(
+        options.dataset,
+        batch_size=2,
+        shuffle=True,
+        drop_last=True,
+        transforms=TRANSFORMS,
+        seed=7,
+        device=accelerator.device,
+    ) as loader:
         accelerator.register_for_checkpointing(loader, progress)
         if folder := checkpoints.newest():
             accelerator.load_state(str(folder))

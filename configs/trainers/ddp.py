@@ -28,7 +28,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     optimiser = torch.optim.AdamW(model.parameters(), 1e-3)
     checkpoints = Checkpoints(options, "ddp")
     first = 0
-    with DataLoader(options.dataset, batch_size=2, transforms=TRANSFORMS, seed=7, device=device) as loader:
+    with DataLoader(
+        options.dataset, batch_size=2, shuffle=True, drop_last=True, transforms=TRANSFORMS, seed=7, device=device
+    ) as loader:
         if folder := checkpoints.newest():
             saved = torch.load(folder / "state.pt", weights_only=True)
             model.load_state_dict(saved["model"])

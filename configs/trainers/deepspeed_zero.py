@@ -33,7 +33,9 @@ def main(argv: Sequence[str] | None = None, zero_stage: int = 1) -> None:
     )
     checkpoints = Checkpoints(options, f"zero{zero_stage}")
     first = 0
-    with DataLoader(options.dataset, batch_size=2, transforms=TRANSFORMS, seed=7, device=engine.device) as loader:
+    with DataLoader(
+        options.dataset, batch_size=2, shuffle=True, drop_last=True, transforms=TRANSFORMS, seed=7, device=engine.device
+    ) as loader:
         if folder := checkpoints.newest():
             _, client_state = engine.load_checkpoint(str(folder))
             loader.load_state_dict(client_state["loader"])

@@ -36,7 +36,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     fully_shard(model, mesh=mesh)
     optimiser = torch.optim.AdamW(model.parameters(), 1e-3)
     checkpoints = Checkpoints(options, "fsdp2")
-    with DataLoader(options.dataset, batch_size=2, transforms=TRANSFORMS, seed=7, device=device, world=mesh) as loader:
+    with DataLoader(
+        options.dataset,
+        batch_size=2,
+        shuffle=True,
+        drop_last=True,
+        transforms=TRANSFORMS,
+        seed=7,
+        device=device,
+        world=mesh,
+    ) as loader:
         progress: dict[str, Any] = {"step": 0}
         if saved := checkpoints.newest():
             weights, moments = get_state_dict(model, optimiser)

@@ -31,7 +31,14 @@ def main(argv: Sequence[str] | None = None, tensor_parallel: int = 2) -> None:
     checkpoints = Checkpoints(options, "megatron")
     first = 0
     with DataLoader(
-        options.dataset, batch_size=2, transforms=TRANSFORMS, seed=7, device=device, check_ranks=True
+        options.dataset,
+        batch_size=2,
+        shuffle=True,
+        drop_last=True,
+        transforms=TRANSFORMS,
+        seed=7,
+        device=device,
+        check_ranks=True,
     ) as loader:
         if folder := checkpoints.newest():
             saved = torch.load(folder / f"rank-{dist.get_rank()}.pt", weights_only=True)

@@ -68,7 +68,8 @@ def config(dataset: str, steps: int, folder: str) -> dict[str, Any]:
         "train_cfg": {"type": "FuelrailTrainLoop", "max_iters": steps},
         "train_dataloader": {
             "dataset": {
-                "type": "FuelrailDataset", "dataset": dataset, "batch_size": 2, "seed": 7,
+                "type": "FuelrailDataset", "dataset": dataset, "batch_size": 2,
+                "shuffle": True, "drop_last": True, "seed": 7,
                 "transforms": {"image": {"height": 64, "width": 176}},
             },
             "batch_size": None, "sampler": None, "num_workers": 0, "collate_fn": {"type": "fuelrail_batch"},

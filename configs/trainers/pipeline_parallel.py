@@ -34,7 +34,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     optimiser = torch.optim.SGD(part.parameters(), 1e-3)
     checkpoints = Checkpoints(options, "pipeline_parallel")
     first = 0
-    with DataLoader(options.dataset, batch_size=2, transforms=TRANSFORMS, seed=7, device=device, world=mesh) as loader:
+    with DataLoader(
+        options.dataset,
+        batch_size=2,
+        shuffle=True,
+        drop_last=True,
+        transforms=TRANSFORMS,
+        seed=7,
+        device=device,
+        world=mesh,
+    ) as loader:
         if folder := checkpoints.newest():
             saved = torch.load(folder / f"stage-{rank}.pt", weights_only=True)
             part.load_state_dict(saved["model"])

@@ -31,7 +31,9 @@ def train_worker(config: dict[str, Any]) -> None:
     optimiser = torch.optim.AdamW(model.parameters(), 1e-3)
     first = 0
     device = train.torch.get_device()
-    with DataLoader(config["dataset"], batch_size=2, transforms=TRANSFORMS, seed=7, device=device) as loader:
+    with DataLoader(
+        config["dataset"], batch_size=2, shuffle=True, drop_last=True, transforms=TRANSFORMS, seed=7, device=device
+    ) as loader:
         checkpoint = train.get_checkpoint()
         if checkpoint is not None:
             with checkpoint.as_directory() as folder:

@@ -34,7 +34,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     optimiser = torch.optim.SGD(model.parameters(), 1e-3)
     checkpoints = Checkpoints(options, "tensor_parallel")
     with DataLoader(
-        options.dataset, batch_size=2, transforms=TRANSFORMS, seed=7, device=device, world=mesh, check_ranks=True
+        options.dataset,
+        batch_size=2,
+        shuffle=True,
+        drop_last=True,
+        transforms=TRANSFORMS,
+        seed=7,
+        device=device,
+        world=mesh,
+        check_ranks=True,
     ) as loader:
         progress: dict[str, Any] = {"step": 0}
         if saved := checkpoints.newest():

@@ -36,6 +36,7 @@ PAGES: Final = {
     "index.md": "README.md",
     "CHANGELOG.md": "CHANGELOG.md",
     "CONTRIBUTING.md": "CONTRIBUTING.md",
+    "bench/DECISIONS.md": "bench/DECISIONS.md",
     "bench/RESULTS.md": "bench/RESULTS.md",
     "configs/recipes/README.md": "configs/recipes/README.md",
     "configs/trainers/README.md": "configs/trainers/README.md",

@@ -5,14 +5,15 @@ Nothing here refers to the loader itself, so that dropping the loader stops its 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from fuelrail.loaders.batch.channels import moved_frames
 from fuelrail.loaders.batch.temporal import hidden
 from fuelrail.loaders.decode import ImageDecoder, decode_images, decode_views
 from fuelrail.loaders.decode.pixels import change_pixels
-from fuelrail.loaders.records import CameraImages, DecodedSample, Fetched, Parsed, Task
+from fuelrail.loaders.records import CameraImages, DecodedSample, Fetched, Parsed, Source, Task
 from fuelrail.loaders.schedule.bad_samples import BAD_SAMPLE, BadSamples
 from fuelrail.loaders.storage.reader import FetchedSpan
 from fuelrail.pipeline.errors import ConfigError, ImageError
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.transforms.pixels import PixelAugment, PixelChange
 
 T = TypeVar("T")
+
+_MUCH_LARGER: Final = 8.0
 
 
 class Augments(NamedTuple):
@@ -94,6 +97,22 @@ def image_groups(transforms: Transforms, cameras: Sequence[str]) -> tuple[Camera
         CameraImages(name, tuple(map(cameras.index, group.cameras)), group.image)
         for name, group in transforms.camera_groups.items()
     )
+
+
+def warn_of_enlarged(images: Sequence[CameraImages], sources: Sequence[Source]) -> None:
+    """Warn where images become larger than they are stored by a factor that nobody means."""
+    for group in images:
+        for camera in (source.dataset.manifest.cameras[at] for source in sources for at in group.cameras):
+            for width, height in camera.sizes:
+                factor = group.augment.factor(width, height) if width and height else 0.0
+                if factor > _MUCH_LARGER:
+                    warnings.warn(
+                        f"the images of '{camera.channel}', stored as {width} x {height}, are enlarged {factor:.0f} "
+                        f"times, to {group.augment.width} x {group.augment.height} or a part of that: is this the size "
+                        "in Transforms(image=ImageAugment(height=..., width=...)) that you mean?",
+                        stacklevel=4,
+                    )
+                    return
 
 
 def fetch(bad: BadSamples, task: Task) -> Fetched:

@@ -160,6 +160,7 @@ def make_batch_pipeline(
         samples.image_groups(transforms, cameras), transforms.pixels, transforms.ego, options.seed, points.accumulation,
         transforms.undistort, options.batch_size if transforms.two_views else 0,
     )  # fmt: skip
+    samples.warn_of_enlarged(augments.images, sources)
     fixed = transforms.static_batches
     return BatchPipeline(
         bad, cameras, points.lidar, augments, decoder, options.batch_size, options.window, options.transform,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 if TYPE_CHECKING:
     from fuelrail.loaders.loader import DataLoader
+
+_MAX_WORKERS: Final = 4096
 
 
 class IterableView(IterableDataset[Any]):
@@ -16,30 +19,41 @@ class IterableView(IterableDataset[Any]):
 
     ::
 
-        view = IterableView(fuelrail.loaders.DataLoader("DATASET", batch_size=8, seed=7))
+        view = IterableView(fuelrail.loaders.DataLoader("DATASET", batch_size=8, shuffle=True, drop_last=True))
+        outer = torch.utils.data.DataLoader(view, batch_size=None)
         for epoch in range(epochs):
-            view.set_epoch(epoch)
-            for batch in torch.utils.data.DataLoader(view, batch_size=None):
+            for batch in outer:
                 ...
 
     The items are whole batches, so the outer loader must not batch again: ``batch_size=None``. Its ``num_workers`` can
     stay 0, the loader has threads of its own. With worker processes, worker w of n makes the steps w, w + n, ..., so
     that the outer loader, which takes from them in turn, gives the same batches in the same order; each process gets
-    its part of the decoding threads. Worker processes are made from the loader as it stands in the main process,
-    before its first iteration there, and do not hear of a later `set_epoch` if they are persistent: those
-    continue with the next epoch by themselves.
+    its part of the decoding threads. New worker processes begin where the loader of the main process stands, or else
+    with the epoch after that of the workers before them. Persistent ones continue by themselves, and do not hear of a
+    later `set_epoch`.
 
     State is that of the loader in this process: torchdata's StatefulDataLoader keeps each worker's.
     """
 
     def __init__(self, loader: DataLoader) -> None:
         self._loader = loader
+        # By worker, the epoch after its last one; -1: none yet. In memory that workers of any start method share, for
+        # those of the next iteration are new, and the loader of the main process has not moved.
+        self._following = torch.full((_MAX_WORKERS,), -1).share_memory_()  # type: ignore[no-untyped-call, unused-ignore]
+        self._is_new = True
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
-        if worker is not None:
+        if worker is None:
+            return iter(self._loader)
+        if self._is_new:
+            self._is_new = False
             self._loader.take_share(worker.id, worker.num_workers)
-        return iter(self._loader)
+            if (epoch := int(self._following[worker.id])) >= 0:
+                self._loader.set_epoch(epoch)
+        iterator = iter(self._loader)
+        self._following[worker.id] = self._loader.state_dict()["epoch"] + 1
+        return iterator
 
     def __len__(self) -> int:
         """Batches in a whole epoch, over all workers."""
@@ -47,6 +61,7 @@ class IterableView(IterableDataset[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one that the next iteration runs; to be called before each, in the main process."""
+        self._forget()
         self._loader.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -55,4 +70,10 @@ class IterableView(IterableDataset[Any]):
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Continue after a saved state; in worker processes with as many workers as saved it."""
+        self._forget()
         self._loader.load_state_dict(state, strict=strict)
+
+    def _forget(self) -> None:
+        """Let the loader itself say where new workers begin: in a worker process its own."""
+        worker = get_worker_info()
+        self._following[slice(None) if worker is None else worker.id] = -1

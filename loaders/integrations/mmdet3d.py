@@ -2,12 +2,14 @@
 
 ::
 
-    loader = DataLoader("DATASET", 8, transforms=Transforms(box_frame="lidar"))   # BEVFormer, bevfusion, StreamPETR
+    training = {"shuffle": True, "drop_last": True, "seed": 7}
+
+    loader = DataLoader("DATASET", 8, **training, transforms=Transforms(box_frame="lidar"))  # BEVFormer, StreamPETR
     for batch in loader:
         data = mmdet3d_samples(batch, as_data_samples=True)
         losses = model(**data, mode="loss")
 
-    loader = DataLoader("DATASET", 8)                                            # BEVDet: its boxes are in ego
+    loader = DataLoader("DATASET", 8, **training)  # BEVDet: its boxes are in ego
     for batch in loader:
         data = mmdet3d_samples(batch, box_frame="ego")
         imgs, sensor2ego, ego2global, intrinsics, post_rotations, post_translations, bda = img_inputs(batch)

@@ -1,11 +1,14 @@
-"""Fuelrail in MMEngine's runner: a config changes in three places.
+"""Fuelrail in MMEngine's runner: what a config gets.
 
 ::
 
     custom_imports = dict(imports=["fuelrail.loaders.integrations.mmengine"])
-    custom_hooks, default_hooks["sampler_seed"] = [dict(type="FuelrailStateHook")], None
+    custom_hooks = [dict(type="FuelrailStateHook")]
+    default_hooks = dict(sampler_seed=None)
     train_dataloader = dict(
-        dataset=dict(type="FuelrailDataset", dataset="DATASET", batch_size=8, seed=7),
+        dataset=dict(
+            type="FuelrailDataset", dataset="DATASET", batch_size=8, shuffle=True, drop_last=True, seed=7
+        ),
         batch_size=None, sampler=None, num_workers=0, collate_fn=dict(type="fuelrail_batch"),
     )
 

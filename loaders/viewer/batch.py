@@ -64,14 +64,14 @@ class LoaderDisplay(ABC):
 
     @abstractmethod
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return how to make it again, and its arguments, first the struct."""
+        """Return how to make it again, its arguments, first the struct, and where it stands."""
 
     @abstractmethod
     def stats(self) -> LoaderStats:
         """Return what the loader did."""
 
     def describe(self) -> BatchDescription:
-        """Return name, form and meaning of each entry of the next batch, which is loaded apart from the iteration.
+        """Return name, form and meaning of each entry of the next iteration's first batch, loaded apart from this one.
 
         Raises ConfigError where there is none, or where it is no dict.
         """
@@ -85,7 +85,7 @@ class LoaderDisplay(ABC):
         velocity in the others. Selected channels are drawn as `fuelrail.view` draws them.
 
         Args:
-            batch: a batch of this loader; None: the next one, which is loaded apart from the iteration.
+            batch: a batch of this loader; None: the first of the next iteration, loaded apart from this one.
             samples: number of samples to draw, from the first one on.
 
         Raises ConfigError where there is no batch, or where it lacks entries of `Batch` that a picture needs.
@@ -119,9 +119,10 @@ class LoaderDisplay(ABC):
         return f"<div><p>{escape(repr(self))}</p><table>{cells}</table>{stages}</div>"
 
     def _next_batch(self) -> dict[str, Any]:
-        """Load the next batch by a loader of its own."""
-        make, (arguments, *position) = self.__reduce__()
-        with make(msgspec.structs.replace(arguments, check_ranks=False, trace=None), *position) as other:
+        """Load the first batch of the next iteration by a loader of its own."""
+        make, (arguments, datasets), place = self.__reduce__()
+        with make(msgspec.structs.replace(arguments, check_ranks=False, trace=None), datasets) as other:
+            other.__setstate__(place)
             batch = next(iter(other), None)
         if not isinstance(batch, dict):
             raise ConfigError(f"the next batch must be a dict, and it is {type(batch).__name__}")

@@ -312,8 +312,8 @@ def load_manifest(root: str | os.PathLike[str], kinds: Kinds = DATASETS) -> Mani
 
 
 def _why_not_ready(root: Path, kinds: Kinds) -> str:
-    word = f"shard SOURCE {root}" if FORMAT in kinds else f"annotate DATASET {root} --model MODULE:FUNCTION"
-    make = f"make it with `fuelrail {word}`"
+    command = "fuelrail shard SOURCE {}" if FORMAT in kinds else "fuelrail annotate DATASET {} --model MODULE:FUNCTION"
+    make = f"make it with `{command.format(root)}`"
     if not root.is_dir():
         return "is a file, not a dataset's folder" if root.is_file() else f"is not a folder; {make}"
     if any(root.glob("v1.0-*/sample.json")):
@@ -327,6 +327,8 @@ def _why_not_ready(root: Path, kinds: Kinds) -> str:
         return "has no dataset.json: sharding has not finished there; run the same `fuelrail shard` again to resume"
     if any(root.glob("*.tar")) or any(root.glob("*.tar.zst")):
         return f"has shards, but its dataset.json is gone; {BRING_BACK}"
+    if any(root.iterdir()):  # not ours: never propose to write into it
+        return f"has no dataset.json, so no dataset; make one in a new folder: `{command.format('OUT')}`"
     return f"has no dataset.json, so no dataset; {make}"
 
 

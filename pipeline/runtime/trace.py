@@ -40,7 +40,7 @@ class TraceRecorder:
     ::
 
         trace = TraceRecorder()
-        loader = DataLoader("OUT", batch_size=8, trace=trace)
+        loader = DataLoader("OUT", batch_size=8, shuffle=True, drop_last=True, trace=trace)
         ...
         trace.write("loader.json")
 

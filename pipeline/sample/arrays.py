@@ -2,7 +2,7 @@
 
 Headers are written by the ``safetensors`` library, once for each set of names, dtypes and shapes. Reading a handful of
 small tensors is on every sample's path, so it is done here, with headers parsed once and numpy views on the bytes: same
-result (a property test holds it to the library) in a fraction of the time (``bench/micro/pipeline/metadata.py``). Every
+result (a property test holds it to the library) in a fraction of the time (``bench/micro/metadata.py``). Every
 size in the untrusted header is checked before use.
 """
 

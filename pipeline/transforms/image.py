@@ -139,6 +139,12 @@ class ImageAugment(Settings, frozen=True):
             draws = uniforms(seed, epoch, sample, rows, STREAM, _NUM_DRAWS).tolist()
         return [self._train(int(wh[0]), int(wh[1]), draw) for wh, draw in zip(img_wh, draws, strict=True)]
 
+    def factor(self, width: int, height: int) -> float:
+        """Return the largest factor by which an image of a stored size is resized, ``resize_jitter`` aside."""
+        if self.train and self.resize_range is not None:
+            return self.resize_range[1]
+        return max(self._base_factors(width, height))
+
     def _base_size(self, width: int, height: int) -> tuple[int, int]:
         """Resized (width, height) without randomness. Exact integers, where int(W * (fW / W)) may fall one short."""
         if self.resize == "stretch":

@@ -32,6 +32,7 @@ from fuelrail.sharding.sources.shared.arrow import (
     read_file,
     stacked,
 )
+from fuelrail.sharding.sources.shared.foreign import read_json
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.adapter.frame import F64
@@ -76,6 +77,7 @@ _POINTS: Final[dict[str, pa.DataType]] = {
 _TABLES: Final = (
     "calibration/intrinsics.feather", "calibration/egovehicle_SE3_sensor.feather", "city_SE3_egovehicle.feather",
 )  # fmt: skip
+_DIGITS: Final = 18
 _CITY: Final = re.compile(r"____([A-Z]+)_city_")
 MAP_LAYERS: Final = ("drivable_area", "ped_crossing", "lane_marking", "lane_border")
 """``lane_marking`` is painted, ``lane_border`` is where a lane ends without paint."""
@@ -206,7 +208,7 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
         """Times in the names of a sensor's files, ascending; none without its folder."""
         names = [name for name in names_in(self.files, folder, *parts) if name.endswith(suffix)]
         texts = [name.removesuffix(suffix) for name in names]
-        bad = [name for name, text in zip(names, texts, strict=True) if not text.isdecimal()]
+        bad = [name for name, text in zip(names, texts, strict=True) if not text.isdecimal() or len(text) > _DIGITS]
         if bad:
             where = "/".join((self.files.shown, folder, *parts))
             raise SourceError(f"file '{where}/{bad[0]}' has no time in its name; expected NANOSECONDS{suffix}")
@@ -346,10 +348,7 @@ class _File(msgspec.Struct, frozen=True):
 
 def parse_map(data: bytes, where: str) -> VectorMap:
     """The lines of a log's map; a border that two lanes share is one. Raises SourceError, naming ``where``."""
-    try:
-        found = msgspec.json.decode(data, type=_File)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise SourceError(f"{where} is no vector map of Argoverse 2: {error}") from error
+    found = read_json(data, where, _File, "is no vector map of Argoverse 2")
     outlines = [(0, [*one.area_boundary, *one.area_boundary[:1]]) for one in found.drivable_areas.values()]
     outlines += [(1, [*one.edge1, *reversed(one.edge2), *one.edge1[:1]]) for one in found.pedestrian_crossings.values()]
     for lane in found.lane_segments.values():

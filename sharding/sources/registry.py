@@ -42,6 +42,10 @@ _BUILT_IN: Final = {
     "rosbag2": "fuelrail.sharding.sources.logs.source:Rosbag2Source",
 }
 _OWN_PACKAGE: Final = "fuelrail"
+_EXAMPLES: Final = {
+    "pandaset": "`pip install ./configs/sources/pandaset` in a checkout brings package fuelrail-pandaset"
+}
+"""Plug-ins that the documents name, and how to install them."""
 CONTENTS: Final = {
     "fuelrail": ("dataset.json",),
     "nuscenes": ("v1.0-*/sample.json",),
@@ -241,6 +245,8 @@ def _entry(kind: str, where: str = "this names an") -> EntryPoint:
     if kind in _BUILT_IN:
         return EntryPoint(kind, _BUILT_IN[kind], GROUP)
     known = _kinds()
+    if kind not in known and kind in _EXAMPLES:
+        raise ConfigError(f"{where} kind {kind!r}, a plug-in that is not installed: {_EXAMPLES[kind]}")
     if kind not in known:
         raise ConfigError(
             f"{where} unknown kind {kind!r}; known kinds: {_listed(known)}{did_you_mean(kind, known)}; a plug-in's "

@@ -21,6 +21,7 @@ from fuelrail.pipeline.sample.image_header import probe
 from fuelrail.pipeline.text import shown
 from fuelrail.sharding.sources.adapter.frame import Absent, Clip, Frame, Image, Sensors
 from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
+from fuelrail.sharding.sources.shared.foreign import read_json
 from fuelrail.sharding.sources.shared.pictures import HEAD_BYTES
 from fuelrail.sharding.sources.shared.tars import COMPRESSED, Member, compressed_members, tar_members
 
@@ -230,10 +231,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             data = self.files.read(sample.tar, member.offset, member.length)
         else:
             data = sample.read[member.name].data
-        try:
-            return _Facts(msgspec.json.decode(data), where)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise SourceError(f"{where}: .{self.given.meta} is not JSON: {error}") from error
+        return _Facts(read_json(data, f"{where}: .{self.given.meta}", what="is not JSON"), where)
 
     def make_images(self, refs: Sequence[str]) -> Iterator[tuple[str, bytes]]:
         """Read images of compressed tars from front to back."""
@@ -275,7 +273,7 @@ class _Facts(NamedTuple):
         value = self.at(path, camera)
         try:
             return np.array(value, np.float64).reshape(size, size)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError, OverflowError) as error:
             text = f"{path.replace('{camera}', camera)} is no {size}x{size} matrix: {value!r:.200}"
             raise SourceError(f"{self.where}: {text}") from error
 

@@ -12,38 +12,28 @@ Each command runs in a fork of this process, which has all modules loaded: a sta
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import mmap
 import os
 import resource
 import shutil
-import signal
 import sys
 import tempfile
-import time
-import traceback
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support.forked import fork, join, resident_bytes
 from support.hostile import edited, small_dataset, small_layer
 from support.hostile_cases import cases
 from support.hostile_layers import MAY_PASS
 from support.hostile_layers import cases as layer_cases
+from support.hostile_runs import Outcome, footprint, in_fork, run
 from support.loaders import make_loader
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 pytestmark = pytest.mark.process
 
-SECONDS = 10
-MEMORY_BYTES = 1024 << 20  # beyond what the fork begins with
 EVERY = 40  # of the cases, by default
 
 COMMANDS = {
@@ -72,33 +62,6 @@ LAYER_COMMANDS = {
     "loader": [],
     "loader-filter": [],
 }
-
-
-class Outcome(NamedTuple):
-    """How one command ended: exit status (minus a signal), seconds, memory that it took [bytes], what it printed."""
-
-    status: int
-    seconds: float
-    memory_bytes: int
-    text: str
-
-    def faults(self) -> list[str]:
-        """What must not be."""
-        found = []
-        if self.status not in (0, 1, 2):
-            found.append(f"ended with {self.status}")
-        if "Traceback" in self.text:
-            found.append("a traceback: " + self.text.strip().rpartition("\n")[2][:200])
-        if self.seconds > SECONDS:
-            found.append(f"took {self.seconds:.1f} s")
-        if self.memory_bytes > MEMORY_BYTES:
-            found.append(f"took {self.memory_bytes >> 20} MiB")
-        if any(not (char.isprintable() or char == "\n") for char in self.text):
-            found.append(f"printed control characters: {self.text[:200]!r}")
-        longest = max(map(len, self.text.split("\n")))
-        if longest > 12_000:
-            found.append(f"printed a line of {longest} characters")
-        return found
 
 
 def preload() -> None:
@@ -138,47 +101,6 @@ def load(name: str, *, is_layer: bool) -> int:
     return 0
 
 
-def run(name: str, words: list[str], place: Path) -> Outcome:
-    """One command on ``DS`` and ``LAYER`` in ``place``, in a fork whose home and current folder that is."""
-    output, start_s = place / "output.txt", time.monotonic()
-    at_first = mmap.mmap(-1, 8)  # shared with the fork
-
-    def work() -> None:
-        at_first[:] = resident_bytes().to_bytes(8, "little")
-        handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(handle, 1)
-        os.dup2(handle, 2)
-        sys.stdout, sys.stderr = (os.fdopen(number, "w", encoding="utf-8") for number in (1, 2))
-        os.chdir(place)
-        os.environ.update(HOME=str(place), TMPDIR=str(place / "tmp"), XDG_CACHE_HOME=str(place / "tmp"))
-        tempfile.tempdir = None
-        from fuelrail.__main__ import main
-
-        try:
-            status = main(words) if words else load(name, is_layer=Path("LAYER").exists())
-        except SystemExit as error:
-            status = error.code if isinstance(error.code, int) else 70
-        except BaseException:  # noqa: BLE001 - reported by traceback and status
-            traceback.print_exc()
-            status = 70
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-
-    sys.stdout.flush()
-    pid = fork(work)
-    done = 0
-    while not done and time.monotonic() - start_s < 2 * SECONDS:
-        done, status, usage = os.wait4(pid, os.WNOHANG)
-        time.sleep(0.002)
-    if not done:
-        os.kill(pid, signal.SIGKILL)
-        _, status, usage = os.wait4(pid, 0)
-    text = output.read_text(errors="replace") if output.exists() else ""
-    taken = (usage.ru_maxrss << 10) - int.from_bytes(at_first, "little")
-    return Outcome(os.waitstatus_to_exitcode(status), time.monotonic() - start_s, taken, text)
-
-
 def make_small(place: Path) -> None:
     """The dataset that is edited, and beside it FIRST, to which it can be appended: the same with other clips."""
     small_dataset(place)
@@ -187,23 +109,6 @@ def make_small(place: Path) -> None:
             sample.key = sample.row.key.replace("clip", "other")
         parts.edit_rows = lambda rows: [row._replace(clip_id=row.clip_id.replace("clip", "other")) for row in rows]
     small_layer(place, place.parent / "GOOD")
-
-
-def in_fork(work: Callable[[], object]) -> None:
-    """Run it in a fork, so that this process has neither its threads nor its memory."""
-    assert join(fork(work)) == 0, "the dataset could not be made"
-
-
-def footprint(place: Path) -> dict[str, str]:
-    """Every path under ``place`` but OUT, temporary files and our own record, with its kind and content."""
-    found = {}
-    for path in sorted(place.rglob("*")):
-        name = str(path.relative_to(place))
-        if name.partition("/")[0] in ("out", "tmp", "output.txt"):
-            continue
-        regular = path.is_file() and not path.is_symlink() and path.stat().st_size < 1 << 30
-        found[name] = hashlib.sha256(path.read_bytes()).hexdigest() if regular else str(path.lstat().st_mode)
-    return found
 
 
 def attack(case: str, small: Path, place: Path) -> dict[str, Outcome | str]:
@@ -224,7 +129,9 @@ def attack(case: str, small: Path, place: Path) -> dict[str, Outcome | str]:
         (place / name).symlink_to(small.parent / name)
     before = footprint(place)
     commands = LAYER_COMMANDS if is_layer else COMMANDS
-    results: dict[str, Outcome | str] = {name: run(name, words, place) for name, words in commands.items()}
+    results: dict[str, Outcome | str] = {
+        name: run(words or partial(load, name, is_layer=is_layer), place) for name, words in commands.items()
+    }
     found = results["verify-deep"]
     if is_layer and found.status == 0 and not any(fnmatch(case, pattern) for pattern in MAY_PASS):
         results["accepted"] = "verify --deep found nothing"

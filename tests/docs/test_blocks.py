@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
 import fuelrail as fr
 from fuelrail.__main__ import main
@@ -60,15 +59,39 @@ def test_a_command_that_fails_fails_the_page(tmp_path, monkeypatch) -> None:
         pages.run_command('pip install "fuelrail[nosuch]"')
 
 
+def trains(call: ast.Call) -> bool:
+    """Whether a call makes a loader of ours that is neither of another split nor one for a single look."""
+    made = ast.unparse(call.func) in ("fr.DataLoader", "DataLoader")
+    return made and not any(keyword.arg in ("split", None) for keyword in call.keywords)
+
+
+def test_loaders_that_train_say_that_they_shuffle_and_drop_the_last_samples() -> None:
+    """Whoever copies a page or an example must not get the defaults, which are those of validation."""
+    programs = {page: [block.code for block in python_blocks(page)] for page in PAGES}
+    programs |= {file: [file.read_text(encoding="utf-8")] for file in (ROOT / "configs" / "trainers").glob("*.py")}
+    found = 0
+    for file, codes in programs.items():
+        for tree in map(ast.parse, codes):
+            looks = [
+                call.args[0]
+                for call in ast.walk(tree)
+                if isinstance(call, ast.Call) and ast.unparse(call.func) == "iter"
+            ]
+            for call in ast.walk(tree):
+                if isinstance(call, ast.Call) and trains(call) and call not in looks:
+                    given = {keyword.arg for keyword in call.keywords}
+                    assert "drop_last" in given and given & {"shuffle", "order"}, f"{file.name}: {ast.unparse(call)}"
+                    found += 1
+    assert found > 15
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", RUN_HERE, ids=lambda page: page.name)
 def test_blocks_run(page, desk, monkeypatch) -> None:
-    """Names that pages use for a reader's own things are given: a model, losses, folders."""
+    """Each page alone, with folders that it leaves to its reader: what its code names, it imports or makes."""
     monkeypatch.syspath_prepend(str(desk))
     fr.reshard("dataset", "DATASET", splits={"train": 1.0}, workers=1)
-    image = fr.ImageAugment(height=64, width=176)
-    batch = next(iter(fr.DataLoader("DATASET", batch_size=8)))
-    names = {"fr": fr, "torch": torch, "image": image, "batch": batch, "losses": torch.ones(8), "__name__": "page"}
+    names = {"__name__": "page"}
     if page.name == "layers.md":
         (desk / "filler.py").write_text(
             "def fill(batch):\n"
@@ -77,7 +100,6 @@ def test_blocks_run(page, desk, monkeypatch) -> None:
         )
         monkeypatch.delitem(sys.modules, "filler", raising=False)
         assert main(["annotate", "DATASET", "layers/teacher", "--model", "filler:fill"]) == 0
-        names["np"] = np
     for block in python_blocks(page):
         if (page.name, block.heading) not in NOT_RUN:
             run(block, names, page.name)

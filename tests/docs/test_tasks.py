@@ -43,6 +43,14 @@ def test_1_see_and_train_on_a_dataset_without_having_one(desk, quickstart) -> No
     assert next(iter(names["loader"]))["epoch"] == 2
 
 
+@pytest.mark.process
+def test_1_measure_a_training_run_as_both_first_pages_print_it(desk) -> None:
+    (block,) = [b for b in blocks_of(GUIDES / "quickstart.md") if b.heading == "A report of a training run"]
+    assert block.code.strip() in (ROOT / "README.md").read_text(encoding="utf-8")
+    follow(GUIDES / "quickstart.md", block.heading)
+    assert "occupancy" in (desk / "bench-train" / "report.html").read_text(encoding="utf-8")
+
+
 def test_2_load_a_batch_of_ones_own_files(desk, capsys) -> None:
     for number in range(6):
         jpeg(desk / "mydata" / "front" / f"{number:04d}.jpg", shade=number)
@@ -96,16 +104,82 @@ def test_4_bring_a_source_and_a_channel_of_ones_own(desk, monkeypatch, capsys) -
 
 
 def test_5_move_from_other_loaders(desk) -> None:
-    names = follow(GUIDES / "migrate.md")
+    names = follow(GUIDES / "migrate.md", "torch's DataLoader", "mmdetection3d, BEVDet, BEVFormer")
     batch, data = names["batch"], names["data"]
     boxes = data["data_samples"][0]["gt_bboxes_3d"]
     assert boxes.shape[1] == 9
     assert (names["imgs"] is batch["img"]) and names["bda"].shape == (2, 3, 3)
-    config = {}
-    exec((desk / "config.py").read_text(), config)
-    options = dict(config["train_dataloader"]["dataset"])
-    assert options.pop("type") == "FuelrailDataset"
-    assert next(iter(fr.DataLoader(**options)))["img"].shape == (2, 6, 3, 256, 704)
+
+
+@pytest.mark.filterwarnings("ignore::Warning")  # of the trainers
+def test_5_move_with_ones_trainer(desk) -> None:
+    pytest.importorskip("lightning", reason="lightning is not installed: pip install 'fuelrail[trainers]'")
+    trainer = follow(GUIDES / "migrate.md", "PyTorch Lightning")["trainer"]
+    assert (trainer.global_step, trainer.train_dataloader.state_dict()["epoch"]) == (4, 1)
+
+
+@pytest.mark.filterwarnings("ignore::Warning")
+def test_5_move_with_accelerate(desk) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed: pip install 'fuelrail[trainers]'")
+    names = follow(GUIDES / "migrate.md", "Hugging Face Accelerate")
+    assert names["loader"].state_dict()["epoch"] == 2
+    names["accelerator"].load_state("checkpoint")
+
+
+@pytest.mark.filterwarnings("ignore::Warning")
+def test_5_move_with_the_hugging_face_trainer(desk) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    names = follow(GUIDES / "migrate.md", "Hugging Face Trainer")
+    loader = names["loader"]
+    saved = json.loads((desk / "out" / "checkpoint-3" / "loader.json").read_text())
+    assert (saved["epoch"], saved["samples_consumed"]) == (1, 2)
+    with fr.DataLoader("dataset", 2, shuffle=True, drop_last=True, seed=7) as plain:
+        expected = [batch["sample_key"] for _ in range(3) for batch in plain]
+    loader.load_state_dict(saved)
+    seen, loss = [], names["FuelrailTrainer"].compute_loss
+
+    class Resumed(names["FuelrailTrainer"]):
+        def compute_loss(self, model, inputs, **options):
+            seen.append(inputs["sample_key"])
+            return loss(self, model, inputs, **options)
+
+    trainer = Resumed(torch.nn.Conv2d(3, 8, 7, stride=4), names["arguments"])
+    trainer.train(resume_from_checkpoint=str(desk / "out" / "checkpoint-3"))
+    assert seen == expected[3:6], "no batch twice, none left out"
+
+
+@pytest.mark.filterwarnings("ignore::Warning")
+def test_5_move_a_config_of_mmengine(desk) -> None:
+    """The lines of the page in a config of which all else is MMEngine's own, run by its Runner."""
+    pytest.importorskip("mmengine", reason="mmengine is not installed: pip install 'fuelrail[trainers]'")
+    from mmengine.config import Config
+    from mmengine.model import BaseModel
+    from mmengine.registry import MODELS
+    from mmengine.runner import Runner
+
+    seen = []
+
+    @MODELS.register_module(force=True)
+    class Detector(BaseModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1))
+
+        def forward(self, mode="loss", **batch):
+            seen.append((batch["epoch"], tuple(batch["img"].shape), batch["sample_key"]))
+            return {"loss": self.weight * batch["img"].float().mean()}
+
+    follow(GUIDES / "migrate.md", "mmdetection3d, BEVDet, BEVFormer")
+    config = Config.fromfile(str(desk / "config.py"))
+    config.merge_from_dict({
+        "work_dir": str(desk / "work"), "model": {"type": "Detector"}, "log_level": "ERROR",
+        "optim_wrapper": {"optimizer": {"type": "SGD", "lr": 1e-3}}, "train_cfg": {"by_epoch": True, "max_epochs": 2},
+    })  # fmt: skip
+    Runner.from_cfg(config).train()
+    num_steps = fr.open("dataset").split("train").num_samples // 2
+    assert [epoch for epoch, *_ in seen] == [0] * num_steps + [1] * num_steps
+    assert {shape for _, shape, _ in seen} == {(2, 6, 3, 256, 704)}
+    assert seen[0][2] != seen[num_steps][2], "shuffled"
 
 
 # A platform engineer

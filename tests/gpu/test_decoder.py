@@ -280,7 +280,7 @@ def _psnr_db(picture, expected):
     return 10 * math.log10(255**2 / error) if error else math.inf
 
 
-def test_f4_the_data_has_every_kind_of_image():
+def test_the_data_has_every_kind_of_image():
     found = {kind: probe(jpeg(kind)) for kind in KINDS}
     assert [kind for kind, info in found.items() if info.restart_interval] == ["restart"]
     assert {(info.width, info.height) for info in found.values()} == {(1600, 900)}
@@ -304,7 +304,7 @@ def wrong(kind, damage):
 @needs_dali
 @pytest.mark.parametrize("damage", [lambda image: image[:, :, ::-1].copy(), lambda image: 0], ids=["other", "black"])
 @pytest.mark.parametrize("kind", ["restart", "gray"])
-def test_f4_f32_one_wrong_picture_of_one_kind_is_found(kind, damage, bench, monkeypatch):
+def test_one_wrong_picture_of_one_kind_is_found(kind, damage, bench, monkeypatch):
     monkeypatch.setitem(globals(), "_decoded", wrong(kind, damage))
     facts = {}
     with pytest.raises(AssertionError, match="not as they must be"):
@@ -313,7 +313,7 @@ def test_f4_f32_one_wrong_picture_of_one_kind_is_found(kind, damage, bench, monk
 
 
 @needs_dali
-def test_f7_f31_pixels_that_depend_on_their_place_are_found(bench, monkeypatch):
+def test_pixels_that_depend_on_their_place_are_found(bench, monkeypatch):
     """The first place of each batch is decoded by something else."""
     monkeypatch.setitem(globals(), "_decoded", wrong(None, lambda image: image ^ 1))
     with pytest.raises(AssertionError, match="differs by 1 levels at another place"):
@@ -321,7 +321,7 @@ def test_f7_f31_pixels_that_depend_on_their_place_are_found(bench, monkeypatch):
 
 
 @pytest.mark.parametrize(("ours", "holds"), [(94.0, False), (96.0, True)])
-def test_f25_the_share_is_judged_against_the_best_batch_at_the_same_load(ours, holds, bench, monkeypatch):
+def test_the_share_is_judged_against_the_best_batch_at_the_same_load(ours, holds, bench, monkeypatch):
     rates = {1.0: {504: 100.0}, 0.12: {64: 300.0}}
     monkeypatch.setattr(gpu_bench, "NvmlWatch", Watch)
     monkeypatch.setitem(globals(), "_bare", lambda _, device, load, batch, s: rates.get(load, {}).get(batch, 50.0))
@@ -339,7 +339,7 @@ def test_f25_the_share_is_judged_against_the_best_batch_at_the_same_load(ours, h
 
 @needs_dali
 @pytest.mark.parametrize("graph", [None, *GRAPHS])
-def test_f25_the_bare_graphs_of_a_gpu_can_be_defined(graph, monkeypatch):
+def test_the_bare_graphs_of_a_gpu_can_be_defined(graph, monkeypatch):
     """Keywords that this version of DALI does not know raise when a graph is defined; building it needs a GPU."""
     from nvidia.dali import Pipeline
 
@@ -350,7 +350,7 @@ def test_f25_the_bare_graphs_of_a_gpu_can_be_defined(graph, monkeypatch):
 
 @needs_dali
 @pytest.mark.process
-def test_f30_a_first_run_that_dies_is_reported_and_harms_nothing(bench, tmp_path, monkeypatch):
+def test_a_first_run_that_dies_is_reported_and_harms_nothing(bench, tmp_path, monkeypatch):
     dies = tmp_path / "dies"
     dies.write_text("#!/bin/sh\nkill -SEGV $$\n")
     dies.chmod(0o755)

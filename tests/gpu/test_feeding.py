@@ -126,7 +126,7 @@ def _point(bench, batches, step_ms, compute):
     }
 
 
-def test_f26_the_host_waits_for_a_step_only_when_two_more_are_queued(bench, monkeypatch):
+def test_the_host_waits_for_a_step_only_when_two_more_are_queued(bench, monkeypatch):
     made, waited = [], []
 
     class Noted(Mark):
@@ -148,7 +148,7 @@ def test_f26_the_host_waits_for_a_step_only_when_two_more_are_queued(bench, monk
 
 @pytest.mark.parametrize(("occupancies", "holds"), [({10.0: 0.985}, False), ({5.0: 0.5, 10.0: 0.995}, True)])
 @pytest.mark.parametrize("bench", ["fake"], indirect=True)
-def test_f24_occupancy_is_judged_from_ten_milliseconds_on(occupancies, holds, bench, monkeypatch):
+def test_occupancy_is_judged_from_ten_milliseconds_on(occupancies, holds, bench, monkeypatch):
     monkeypatch.setitem(globals(), "_point", lambda *inputs: {"occupancy": occupancies.get(inputs[2], 1.0)})
     monkeypatch.setattr(Bench, "pick", lambda self, on_gpu, of_twin: on_gpu if isinstance(on_gpu, tuple) else of_twin)
     facts = {}

@@ -136,7 +136,7 @@ def _nvidia_smi():
         (None, "OSError: Driver Not Loaded", "NVML does not say.*Driver Not Loaded"),
     ],
 )
-def test_f29_idle_jpeg_engines_fail_a_check_and_so_does_not_knowing(jpeg, reason, problem, bench, monkeypatch):
+def test_idle_jpeg_engines_fail_a_check_and_so_does_not_knowing(jpeg, reason, problem, bench, monkeypatch):
     monkeypatch.setattr(gpu_bench, "NvmlWatch", type("Card", (Watch,), {"jpeg": jpeg, "reason": reason}))
     on_gpu, found = bench._replace(device=CUDA), {}
     if problem is None:
@@ -151,7 +151,7 @@ def test_f29_idle_jpeg_engines_fail_a_check_and_so_does_not_knowing(jpeg, reason
 
 
 @pytest.mark.process
-def test_f12_why_nvml_says_nothing_is_in_the_report(bench, tmp_path, monkeypatch):
+def test_why_nvml_says_nothing_is_in_the_report(bench, tmp_path, monkeypatch):
     monkeypatch.setattr(train_run, "NvmlWatch", type("Card", (Watch,), {"reason": "OSError: Driver Not Loaded"}))
     report = train_run.train(
         bench.dataset, out=tmp_path, html=False, steps=4, warmup=1, batch_size=1, model="light",

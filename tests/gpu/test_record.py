@@ -47,7 +47,7 @@ def run(pytester, monkeypatch):
     return work
 
 
-def test_f3_the_file_is_written_after_every_check_and_sigterm_keeps_what_there_is(run, pytester):
+def test_the_file_is_written_after_every_check_and_sigterm_keeps_what_there_is(run, pytester):
     before = signal.getsignal(signal.SIGTERM)
     done, result = run("""
 def test_a_b(facts):
@@ -73,7 +73,7 @@ def test_d(facts):
     )
 
 
-def test_f3_checks_are_chosen_by_the_time_that_is_left(run):
+def test_checks_are_chosen_by_the_time_that_is_left(run):
     _, result = run(
         """
 def test_one(facts):
@@ -121,7 +121,7 @@ def test_holds(facts):
 
 
 @pytest.mark.process
-def test_f1_every_fed_check_runs_with_both_decoders_and_all_are_listed():
+def test_every_fed_check_runs_with_both_decoders_and_all_are_listed():
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu", "--out", "-", "--collect-only"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     listed = {name: float(seconds) for seconds, name in re.findall(r"^ +(\d+) s  (.+)$", done.stdout, re.MULTILINE)}
@@ -136,7 +136,7 @@ def test_f1_every_fed_check_runs_with_both_decoders_and_all_are_listed():
 
 
 @pytest.mark.parametrize("is_small", [False, True])
-def test_f1_on_a_gpu_without_dali_a_check_fails_that_needs_it(is_small, bench, monkeypatch):
+def test_on_a_gpu_without_dali_a_check_fails_that_needs_it(is_small, bench, monkeypatch):
     monkeypatch.setattr(gpu_bench.importlib.util, "find_spec", lambda name: None)
     expected = pytest.skip.Exception if is_small else AssertionError
     with pytest.raises(expected, match="NVIDIA DALI is not installed"):
@@ -145,7 +145,7 @@ def test_f1_on_a_gpu_without_dali_a_check_fails_that_needs_it(is_small, bench, m
 
 @pytest.mark.process
 @pytest.mark.parametrize(("driver", "extra"), [("580.65.06", "dali-cu13"), ("535.104.05", "dali")])
-def test_f1_make_installs_dali_by_the_driver(driver, extra, tmp_path):
+def test_make_installs_dali_by_the_driver(driver, extra, tmp_path):
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho {driver}\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
@@ -155,7 +155,7 @@ def test_f1_make_installs_dali_by_the_driver(driver, extra, tmp_path):
 
 
 @pytest.mark.process
-def test_f2_it_runs_from_a_plain_folder_of_wheels():
+def test_it_runs_from_a_plain_folder_of_wheels():
     """Without a virtual environment: the base interpreter, the checkout, and a folder of packages on PYTHONPATH."""
     wheels = sysconfig.get_path("purelib")
     environment = {"PYTHONPATH": f"{ROOT / '.src'}:{wheels}", "PATH": "/nowhere", "HOME": os.environ["HOME"]}

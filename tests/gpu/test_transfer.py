@@ -148,7 +148,7 @@ def test_a_difference_between_batches_is_found(bench, monkeypatch):
 
 
 @pytest.mark.parametrize("bench", ["fake"], indirect=True)
-def test_f27_a_copy_that_waits_for_the_computation_is_found(bench, monkeypatch):
+def test_a_copy_that_waits_for_the_computation_is_found(bench, monkeypatch):
     honest = CudaTransfer.__call__
 
     def waiting(self, batch):

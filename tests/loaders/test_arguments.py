@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from fuelrail.loaders import (
     BadSamplePolicy,
@@ -235,6 +236,40 @@ def test_settings_may_be_structs_dicts_or_files(root, tmp_path):
     assert made(num_workers=2).budget is None
 
 
+def test_errors_say_what_to_use_to_code_that_takes_it_for_torchs_loader(root):
+    loader = DataLoader(root, 2, world=World())
+    torchs = torch.utils.data.DataLoader([1])
+    for name in ("sampler", "batch_sampler", "generator", "timeout", "worker_init_fn", "persistent_workers"):
+        assert hasattr(torchs, name)
+        assert not hasattr(loader, name)
+        with pytest.raises(AttributeError, match=rf"no attribute '{name}', which torch's has: .+"):
+            getattr(loader, name)
+    with pytest.raises(AttributeError, match=r"no attribute 'nosuch'$"):
+        loader.nosuch  # noqa: B018
+    with pytest.raises(TypeError, match=r"none by number: iterate it; .* IterableView\(loader\), with batch_size=None"):
+        loader[0]
+    with pytest.raises(TypeError, match="none by number"):
+        next(iter(torch.utils.data.DataLoader(loader, batch_size=None)))
+    for name, value in {"batch_size": 2, "drop_last": False, "collate_fn": None, "pin_memory": None}.items():
+        assert getattr(loader, name) is value, "what it was given"
+        assert hasattr(torchs, name)
+
+
+def test_the_defaults_are_torchs_where_the_names_are():
+    ours, torchs = (inspect.signature(one.__init__).parameters for one in (DataLoader, torch.utils.data.DataLoader))
+    for name in ("shuffle", "drop_last", "collate_fn"):
+        assert (ours[name].default or None) == (torchs[name].default or None), name
+
+
+def test_images_enlarged_many_times_are_warned_of(root):
+    with pytest.warns(UserWarning, match="the images of 'cam_front', stored as .* are enlarged 12 times, to") as warned:
+        DataLoader(root, 2, world=World(), transforms={"image": {"height": 64 * 12, "width": 96 * 12}})
+    assert [Path(one.filename).name for one in warned] == ["test_arguments.py"]
+    DataLoader(root, 2, world=World(), transforms={"image": {"height": 64 * 7, "width": 96 * 7}})
+    varied = {"height": 640, "width": 960, "train": True, "resize_range": (0.5, 1.0)}
+    DataLoader(root, 2, world=World(), transforms={"image": varied})
+
+
 def test_credentials_are_not_printed():
     assert "hunter2" not in repr(StorageOptions(options={"secret": "hunter2"}))
 
@@ -248,6 +283,6 @@ def test_numpys_integers_are_integers(root):
 
 
 def test_a_loader_and_its_dataset_print_in_one_line(root):
-    loader = DataLoader(root, 3, world=World(1, 2), drop_last=False)
+    loader = DataLoader(root, 3, world=World(1, 2))
     assert repr(loader) == ("DataLoader(tiny, split train, 8 samples, 2 batches of 3, rank 1 of 2, decoder auto)")
     assert repr(loader.dataset) == f"Dataset(tiny at '{root}': 8 samples in 1 shard; train 8)"

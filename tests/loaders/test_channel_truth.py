@@ -166,7 +166,9 @@ def augmentations(draw: st.DrawFn) -> Transforms:
 def batches(drive: Path, transforms: Transforms, seed: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return a batch, and the stored values of its samples."""
     transforms = msgspec.structs.replace(transforms, channels=NAMES)
-    with DataLoader(drive, 3, transforms=transforms, seed=seed, num_workers=1, world=World()) as loader:
+    with DataLoader(
+        drive, 3, shuffle=True, drop_last=True, transforms=transforms, seed=seed, num_workers=1, world=World()
+    ) as loader:
         batch = next(iter(loader))
     dataset = open_dataset(drive)
     channels = [channel for channel in dataset.manifest.channels if channel.name in NAMES]

@@ -113,7 +113,9 @@ def loader(root: Any, size: int = 4, **options: Any) -> DataLoader:
     options = {"channels": NAMES, "transforms": PLAIN, "shuffle": False, "num_workers": 2, **options}
     chosen = {name: options.pop(name) for name in ("channels", "points") if name in options}
     transforms = msgspec.structs.replace(options.pop("transforms"), **chosen)
-    return DataLoader(root, size, world=World(), transforms=transforms, **options)
+    return DataLoader(
+        root, size, world=World(), transforms=transforms, **{"shuffle": True, "drop_last": True, **options}
+    )
 
 
 def batches(made: DataLoader) -> list[dict[str, Any]]:

@@ -74,9 +74,9 @@ CHANNELS = [
 POINTS = {"transforms": {"image": IMAGE, "points": True}}
 # Name of the option: what it is set to, each a case. `DATASET` and `FRAMES` stand for what is made in the test.
 CASES: dict[str, list[dict[str, Any]]] = {
-    "shuffle": [{"shuffle": False}],
+    "shuffle": [{"shuffle": True}],
     "seed": [{"seed": 9}],
-    "drop_last": [{"drop_last": False}],
+    "drop_last": [{"drop_last": True}],
     "num_workers": [{"num_workers": 1}, {"num_workers": "auto"}, {"num_workers": {"cpus": 2}}],
     "prefetch_factor": [{"prefetch_factor": 1}, {"prefetch_factor": 4}],
     "pin_memory": [{"pin_memory": False}, {"pin_memory": True}],
@@ -214,7 +214,7 @@ def test_every_option_is_in_the_table():
 
 
 @pytest.mark.parametrize(("case", "decoder"), EACH_CASE)
-def test_f5_f10_no_option_races_and_batches_are_those_of_the_host(case, decoder, roots, cuda):
+def test_no_option_races_and_batches_are_those_of_the_host(case, decoder, roots, cuda):
     if decoder != "turbo" and "pixels" in case.get("transforms", {}):
         pytest.skip("pixel values are changed in host memory only")
     on_host = {name: value for name, value in case.items() if name not in ("device", "pin_memory")}
@@ -267,7 +267,7 @@ def broken(monkeypatch, what: str) -> None:
     [("hand_over", "was freed while"), ("synchronize", "without waiting for")],
 )
 @pytest.mark.parametrize("decoder", ["turbo", DALI])
-def test_f5_an_edge_that_is_missing_is_found(what, finding, decoder, roots, monkeypatch):
+def test_an_edge_that_is_missing_is_found(what, finding, decoder, roots, monkeypatch):
     if decoder == "dali":
         dali_on_host(monkeypatch)
     cuda = FakeCuda(monkeypatch)
@@ -286,14 +286,14 @@ NORMALIZED = {"transforms": {"image": IMAGE, "normalize": Normalize(mean=(1.5, 2
 
 @pytest.mark.parametrize("decoder", ["turbo", "batched", DALI])
 @pytest.mark.parametrize("case", [{}, {"window": {"frames": [-1, 0]}, **POINTS}, CHANNELS_CASE, NORMALIZED])
-def test_f14_f21_a_batch_takes_few_copies_to_the_device(case, decoder, roots, cuda):
+def test_a_batch_takes_few_copies_to_the_device(case, decoder, roots, cuda):
     read = consume(DataLoader(**arguments(roots, case, decoder, "cuda")))
     ahead = 8  # batches that the loader has made for the epoch that nobody asked for
     assert len(cuda.copies) <= COPIES_A_BATCH * (len(read) + ahead)
 
 
 @pytest.mark.parametrize("decoder", ["batched", DALI])
-def test_f15_the_host_pins_no_images_where_the_device_decodes(decoder, roots, cuda):
+def test_the_host_pins_no_images_where_the_device_decodes(decoder, roots, cuda):
     consume(DataLoader(**arguments(roots, POINTS, "turbo", "cuda")))
     with_images = cuda.pinned_bytes
     consume(DataLoader(**arguments(roots, POINTS, decoder, "cuda")))

@@ -80,14 +80,14 @@ def incomplete_dali(tmp_path: Path) -> Path:
 MISSING = "nvidia-dali-cuda120 2.4.0 is installed without nvidia-nvimgcodec-cu12-of-nobody, optree-of-nobody"
 
 
-def test_n10_dali_without_what_it_requires_is_not_ready(incomplete_dali: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dali_without_what_it_requires_is_not_ready(incomplete_dali: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(incomplete_dali)
     assert about("decoder=dali").state == f"not ready: {MISSING}"
     assert "pip install 'fuelrail[dali]'" in about("decoder=dali").advice
 
 
 @pytest.mark.process
-def test_n10_the_loaders_error_names_what_dali_misses(incomplete_dali: Path) -> None:
+def test_the_loaders_error_names_what_dali_misses(incomplete_dali: Path) -> None:
     code = "from fuelrail.loaders.decode import make_decoder; make_decoder('dali')"
     path = os.pathsep.join((str(incomplete_dali), *sys.path))
     done = subprocess.run(
@@ -97,7 +97,7 @@ def test_n10_the_loaders_error_names_what_dali_misses(incomplete_dali: Path) -> 
     assert "pip install 'fuelrail[dali]'" in done.stderr.splitlines()[-1]
 
 
-def test_f8_a_dali_that_is_too_old_is_one_sentence(incomplete_dali: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dali_that_is_too_old_is_one_sentence(incomplete_dali: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     metadata = incomplete_dali / "nvidia_dali_cuda120-2.4.0.dist-info" / "METADATA"
     metadata.write_text("Metadata-Version: 2.1\nName: nvidia-dali-cuda120\nVersion: 2.1.1\nRequires-Dist: numpy\n")
     monkeypatch.syspath_prepend(incomplete_dali)

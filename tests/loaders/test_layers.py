@@ -48,7 +48,10 @@ def make(base, layers, missing=None, channels=None, **options):
     transforms = msgspec.structs.replace(SMALL, channels=channels)
     if missing is not None:
         layers = {name: LayerOptions(path, missing) for name, path in layers.items()}
-    return DataLoader(base, 4, transforms=transforms, layers=layers, **{"num_workers": 1, **options})
+    return DataLoader(
+        base, 4, transforms=transforms, layers=layers,
+        **{"shuffle": True, "drop_last": True, "num_workers": 1, **options},
+    )  # fmt: skip
 
 
 def rows_of(base, layers, present=range(12), **options) -> list[int]:
@@ -206,7 +209,9 @@ def test_a_view_belongs_to_its_epoch_and_settings(base, tmp_path) -> None:
                 writer.write(position, {"point": np.array([[position, 2, 3]], np.float32)})
         writer.finish()
     layers = {"fixed": tmp_path / "fixed", "seen": tmp_path / "seen"}
-    with DataLoader(base, 4, seed=7, transforms=train, layers=layers, num_workers=1) as loader:
+    with DataLoader(
+        base, 4, shuffle=True, drop_last=True, seed=7, transforms=train, layers=layers, num_workers=1
+    ) as loader:
         with pytest.raises(ConfigError, match="views of epoch 2, the loader is at epoch 0"):
             next(iter(loader))
         loader.set_epoch(2)
@@ -216,6 +221,6 @@ def test_a_view_belongs_to_its_epoch_and_settings(base, tmp_path) -> None:
             assert batch["seen.point"][at][0].tolist() == [row, 2, 3]
             torch.testing.assert_close(batch["fixed.point"][at][0], (batch["bda_mat"][at] @ stored)[:3])
     with pytest.raises(ConfigError, match="seed: layer has 7, loader has 8"):
-        DataLoader(base, 4, seed=8, transforms=train, layers=layers)
+        DataLoader(base, 4, shuffle=True, drop_last=True, seed=8, transforms=train, layers=layers)
     with pytest.raises(ConfigError, match="a window augments its frames otherwise"):
         DataLoader(base, 4, seed=7, transforms=train, layers=layers, window={"frames": [-1, 0]})

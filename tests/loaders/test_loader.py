@@ -13,9 +13,10 @@ import pytest
 import simplejpeg
 import torch
 
-from fuelrail.loaders import ImageAugment, IterableView, OrderSpec
+from fuelrail.loaders import DataLoader, ImageAugment, IterableView, OrderSpec, World
 from fuelrail.loaders.config import Normalize
 from fuelrail.loaders.decode.lens import Undistort
+from fuelrail.loaders.integrations.map_style import MapView
 from fuelrail.pipeline.errors import (
     ChecksumError,
     ConfigError,
@@ -26,10 +27,11 @@ from fuelrail.pipeline.errors import (
     TruncatedShardError,
     WorldError,
 )
+from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.sample.schema import decode_sample
 from fuelrail.pipeline.transforms.ego import BevAugment
 from fuelrail.pipeline.transforms.pixels import PixelAugment
-from support.batches import FULL, keys, load
+from support.batches import FULL, SMALL, keys, load
 from support.datasets import CAMERAS, build_dataset
 
 NUM_TRAIN = 21
@@ -133,6 +135,7 @@ class TestOrder:
             loader.set_epoch(epoch)
             epochs.append(keys(loader))
         loader = load(tiny, 7)
+        gc.collect()  # loaders of tests before, whose threads would end at any time
         assert keys(loader) == epochs[0]
         threads = {thread for thread in threading.enumerate() if thread.name.startswith("fuelrail")}
         assert keys(loader) == epochs[1]
@@ -181,12 +184,65 @@ class TestOrder:
             next(second)
         assert len(list(third)) == len(loader)
 
-    def test_leaving_an_epoch_in_the_middle_and_iterating_again_goes_over_it_again(self, tiny):
+    def test_each_iteration_is_an_epoch_of_its_own_however_far_the_one_before_it_went(self, tiny):
+        whole = [keys(loader) for loader in [load(tiny)] for _ in range(6)]
         loader = load(tiny)
-        whole = keys(loader)
+        assert keys(islice(loader, 2)) == whole[0][:6]
+        assert loader.state_dict()["samples_consumed"] == 6, "where it was left"
+        assert next(iter(loader))["sample_key"] == whole[1][:3]
+        assert keys(loader) == whole[2]
+        iter(loader)
+        iter(loader)  # iterations that give no batch do not count
+        running = iter(loader)
+        assert next(running)["sample_key"] == whole[3][:3]
+        other = iter(loader)
+        assert next(other)["sample_key"] == whole[4][:3], "one that another one ended has been an epoch too"
+        assert keys(loader) == whole[5]
+
+    def test_a_restored_position_is_that_of_one_iteration(self, tiny):
+        whole = [keys(loader) for loader in [load(tiny)] for _ in range(3)]
+        left = load(tiny)
+        assert keys(islice(left, 2)) == whole[0][:6]
+        loader = load(tiny)
+        loader.load_state_dict(left.state_dict())
+        iter(loader)
+        assert keys(islice(loader, 2)) == whole[0][6:12]
+        assert keys(loader) == whole[1]
+        loader.load_state_dict(left.state_dict())
+        loader.set_epoch(1)  # the state was saved at a break: the run went on with the next epoch
+        assert keys(loader) == whole[1]
+
+    def test_an_epoch_that_is_set_is_the_next_iterations_wherever_the_one_before_is(self, tiny):
+        whole = [keys(loader) for loader in [load(tiny)] for _ in range(4)]
+        loader = load(tiny)
+        assert keys(islice(loader, 2)) == whole[0][:6]
         loader.set_epoch(0)
-        assert keys(islice(loader, 2)) == whole[:6]
-        assert keys(loader) == whole
+        assert loader.state_dict()["samples_consumed"] == 0
+        assert keys(loader) == whole[0]
+        running = iter(loader)
+        loader.set_epoch(3)  # before its first batch
+        assert next(running)["epoch"] == 1
+        assert keys(loader) == whole[3]
+        running = iter(loader)
+        next(running)
+        loader.set_epoch(2)  # in its middle
+        assert next(running)["epoch"] == 4
+        assert keys(loader) == whole[2]
+
+    def test_a_validation_loader_that_only_changes_its_class_gives_the_same_samples(self, tiny):
+        """As torch's with its defaults, on one rank and with a DistributedSampler on several."""
+        view = MapView(open_dataset(tiny), ["boxes"], transform=lambda item: item["key"])
+        train = torch.utils.data.Subset(view, range(NUM_TRAIN))
+        for batch_size in (1, 4, 7, 32):
+            theirs = [key for batch in torch.utils.data.DataLoader(train, batch_size) for key in batch]
+            with DataLoader(tiny, batch_size, transforms={"image": SMALL}) as loader:
+                found = list(loader)
+            assert [key for b in found for key, once in zip(b["sample_key"], b["valid"], strict=True) if once] == theirs
+        for rank in range(2):
+            sampler = torch.utils.data.DistributedSampler(train, num_replicas=2, rank=rank, shuffle=False)
+            theirs = torch.utils.data.DataLoader(train, 3, sampler=sampler)
+            with DataLoader(tiny, 3, world=World(rank, 2), transforms={"image": SMALL}) as loader:
+                assert len(loader) == len(list(loader)) == len(theirs)
 
 
 class TestState:
@@ -222,7 +278,7 @@ class TestState:
             ({"two_views": True}, "two_views: state has none, loader has True"),
         ],
     )
-    def test_n1_a_state_of_another_augmentation_is_refused_unless_allowed(self, tiny, options, both):
+    def test_a_state_of_another_augmentation_is_refused_unless_allowed(self, tiny, options, both):
         order = OrderSpec(seed=3)
         with load(tiny, order=order) as saved:
             next(iter(saved))
@@ -236,7 +292,7 @@ class TestState:
         with pytest.raises(StateMismatchError, match="another training sequence"):
             load(tiny, order=OrderSpec(seed=4)).load_state_dict(state, strict=False)
 
-    def test_n1_what_changes_no_sample_is_no_mismatch(self, tiny):
+    def test_what_changes_no_sample_is_no_mismatch(self, tiny):
         quiet = {"pixels": PixelAugment(hue_deg=18.0), "ego": BevAugment(flip_x_prob=0.5)}  # train is False
         other = load(tiny, decoder="pillow", backend="pread", verify=False, **quiet)
         other.load_state_dict(load(tiny).state_dict())

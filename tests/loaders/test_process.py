@@ -21,10 +21,11 @@ from support.ranks import environment
 pytestmark = pytest.mark.process
 
 SETUP = """
-import os, sys
+import os, pickle, sys
 from fuelrail.loaders import DataLoader
 from fuelrail.pipeline.errors import StageError
-loader = DataLoader(sys.argv[1], 2, transforms={"image": {"height": 64, "width": 96, "resize": 1.0}}, num_workers=2)
+image = {"height": 64, "width": 96, "resize": 1.0}
+loader = DataLoader(sys.argv[1], 2, shuffle=True, drop_last=True, transforms={"image": image}, num_workers=2)
 iterator = iter(loader)
 first = next(iterator)
 """
@@ -43,10 +44,11 @@ def python(root, code):
 
 
 def test_a_fork_while_it_runs(tiny):
-    """In the child, continuing is an error that says so, and starting again works; the parent does not notice."""
+    """In the child, continuing is an error that says so, and it continues as a pickled copy; so does the parent."""
     done = python(
         tiny,
         """
+pickled = pickle.dumps(loader)
 child = os.fork()
 if child == 0:
     try:
@@ -54,7 +56,8 @@ if child == 0:
     except StageError as error:
         print(error)
     del iterator
-    print(len(list(loader)), flush=True)
+    print(*[len({(b["epoch"], *b["sample_key"]) for b in one}) for one in (loader, pickle.loads(pickled))])
+    print(*sorted({b["epoch"] for one in (loader, pickle.loads(pickled)) for b in one}), flush=True)
     sys.exit(5)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), len(list(iterator)))
 kept = next(iter(loader))["img"]  # the interpreter ends in the middle of an epoch, with a batch's buffer in use
@@ -63,7 +66,7 @@ kept = next(iter(loader))["img"]  # the interpreter ends in the middle of an epo
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert "was forked from it without its threads: start iterating in the child" in lines[0]
-    assert lines[1:] == ["10", "5 9"]
+    assert lines[1:] == ["10 10", "1 2", "5 9"]
 
 
 def test_an_exception_in_the_training_loop_ends_the_process(tiny):
@@ -100,8 +103,8 @@ class TestRanks:
 
     def test_a_batch_larger_than_the_dataset(self, tiny):
         with pytest.raises(WorldError, match=r"an epoch of 21 samples has no full global batch of 64.*drop_last=False"):
-            DataLoader(tiny, 32, world=World(0, 2))
-        with DataLoader(tiny, 32, world=World(1, 2), drop_last=False) as loader:
+            DataLoader(tiny, 32, drop_last=True, world=World(0, 2))
+        with DataLoader(tiny, 32, world=World(1, 2)) as loader:
             (batch,) = list(loader)
         assert not batch["valid"].any(), "all of this rank's samples are padding"
         assert len(batch["sample_key"]) == 32

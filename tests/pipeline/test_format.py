@@ -121,7 +121,7 @@ class TestTables:
         assert "at most 8 GiB less one byte" in section("4. Shards")
 
 
-def test_n12_lens_models_and_the_order_of_their_coefficients() -> None:
+def test_lens_models_and_the_order_of_their_coefficients() -> None:
     rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", section("Lens models"), re.MULTILINE)
     stated = {name: len(words.split(", ")) for name, words in rows if name not in ("dist_model", "none")}
     assert stated == {name: lengths[-1] for name, (_, lengths) in MODELS.items()}

@@ -272,7 +272,7 @@ ENTRIES = st.one_of(
                                                    "speed": 1.0}, *rows]),
     st.lists(ENTRIES, min_size=1, max_size=4),
 )  # fmt: skip
-def test_n13_weights_and_lengths(rows, entries):
+def test_weights_and_lengths(rows, entries):
     table = pa.Table.from_pylist(rows, TYPES)
     weights = weights_of(entries, rows)
     assert compute_weights(entries, table).tolist() == weights
@@ -281,7 +281,7 @@ def test_n13_weights_and_lengths(rows, entries):
     assert ours(np.arange(len(ours))).tolist() == copies(weights, natural(entries, rows), 5, 2)
 
 
-def test_n13_ties_in_rounding_to_ticks_go_to_the_even_number():
+def test_ties_in_rounding_to_ticks_go_to_the_even_number():
     """0.5, 1.5 and 2.5 ticks become 0, 2 and 2: these weights' shares say so."""
     weights = [2.0**33, 1.0, 3.0, 5.0]
     expected = np.array([2**32, 0, 2, 2])
@@ -370,7 +370,7 @@ CONDITIONS = st.recursive(
 
 
 @given(st.lists(ROWS, min_size=1, max_size=12), CONDITIONS)
-def test_n13_filters(rows, text):
+def test_filters(rows, text):
     tree = ast.parse(text, mode="eval").body
     expected = [number for number, row in enumerate(rows) if truth(tree, row) is True]
     assert Filter(text, TYPES.names).select(pa.Table.from_pylist(rows, TYPES)).tolist() == expected
@@ -378,7 +378,7 @@ def test_n13_filters(rows, text):
 
 @pytest.mark.parametrize("values", [("true", "false"), ("false", "true")])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_n13_a_mixs_parts_count_in_the_order_of_the_ratios(tmp_path, values, weighted):
+def test_a_mixs_parts_count_in_the_order_of_the_ratios(tmp_path, values, weighted):
     rng = np.random.default_rng(0)
     rows = [{"night": bool(rng.random() < 0.4), "cars": int(rng.integers(0, 4))} for _ in range(60)]
     attributes = {name: [row[name] for row in rows] for name in ("night", "cars")}

@@ -21,12 +21,12 @@ TITLE = "\x1b]0;HACKED\x07"
         ("\u202egnp.exe", "\\u202egnp.exe"), ("\ud800", "\\ud800"), ("\U000e0041", "\\U000e0041"),
     ],
 )  # fmt: skip
-def test_l4_characters_that_do_not_print_are_escaped(text, wanted) -> None:
+def test_characters_that_do_not_print_are_escaped(text, wanted) -> None:
     assert escaped(text) == wanted
     assert escaped(wanted) == wanted
 
 
-def test_l5_values_and_messages_have_a_limit() -> None:
+def test_values_and_messages_have_a_limit() -> None:
     assert shown("k" * 200) == "k" * 200
     assert shown("k" * 2_000_000) == "k" * 200 + "... (2000000 characters)"
     long = message("begin " + "x" * 10_000_000 + " mend it so")
@@ -43,14 +43,14 @@ ERRORS = [
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_l4_no_error_brings_escapes_into_a_log(error) -> None:
+def test_no_error_brings_escapes_into_a_log(error) -> None:
     for one in (error, pickle.loads(pickle.dumps(error))):
         assert str(one).isprintable()
         assert len(str(one)) <= MAX_MESSAGE
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
-def test_l4_json_documents_print_as_themselves_and_say_the_same() -> None:
+def test_json_documents_print_as_themselves_and_say_the_same() -> None:
     value = {"key": "\x9b\u202e\U000e0041\x7f ä"}
     text = json_text(json.dumps(value, ensure_ascii=False, indent=1))
     assert text.replace("\n", "").isprintable()

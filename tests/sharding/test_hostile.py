@@ -1,4 +1,4 @@
-"""Findings on hostile datasets: memory, kinds of files, words. The broad attack is in tests/attack."""
+"""Hostile datasets: memory, kinds of files, words. The broad attack is in tests/attack."""
 
 from __future__ import annotations
 
@@ -81,10 +81,8 @@ print(peak() - began, file=sys.stderr)
 
 
 class TestMemory:
-    """M2."""
-
     @pytest.mark.parametrize("name", [META, GEOMETRY, BOXES, "lidar_top.npy", "cam_front.jpg", "x_user.bin"])
-    def test_m2_a_bomb_is_refused_by_the_index_alone(self, case, tmp_path, name):
+    def test_a_bomb_is_refused_by_the_index_alone(self, case, tmp_path, name):
         place = case(f"zstd/{name}-1024")
         assert "over the cap" in verify(place, deep=True, num_threads=1).as_text()
         dataset = open_dataset(place)
@@ -93,7 +91,7 @@ class TestMemory:
         with pytest.raises(FuelrailError, match="over the cap of"):
             reshard(place, tmp_path / "out")
 
-    def test_m2_the_members_of_a_sample_are_added_up(self, small, tmp_path):
+    def test_the_members_of_a_sample_are_added_up(self, small, tmp_path):
         with edited(small, tmp_path / "DS") as parts:
             for number in range(5):
                 parts.samples[0].members[f"x_{number}.bin"] = Member(b"", "zstd", zeros(120 << 20), 120 << 20)
@@ -102,7 +100,7 @@ class TestMemory:
         ):
             open_dataset(tmp_path / "DS").index.row(0)
 
-    def test_m2_commands_stay_within_a_gibibyte(self, case, tmp_path):
+    def test_commands_stay_within_a_gibibyte(self, case, tmp_path):
         """Four members of 120 MiB; and an index that is refused before its compressed buffers are decoded."""
         place = str(case("zstd/four-allowed"))
         compressed = [["inspect", str(case(f"arrow/{codec}", codec))] for codec in ("zstd", "lz4")]
@@ -116,7 +114,7 @@ class TestMemory:
         assert 100 << 20 < taken < GIB
 
     @pytest.mark.parametrize("name", ["offset-1=1099511627776", "length-2=1099511627776", "offset-9=-1"])
-    def test_m2_index_buffers_outside_the_file_are_refused(self, case, name):
+    def test_index_buffers_outside_the_file_are_refused(self, case, name):
         with pytest.raises(IndexFileError, match=r"a buffer of .* lies outside the file"):
             open_dataset(case(f"arrow/{name}")).index.row(0)
 
@@ -128,7 +126,7 @@ class TestMemory:
             ("columns", "at most 4096"),
         ],
     )
-    def test_m2_giant_texts_and_columns_of_attributes(self, case, tmp_path, name, says):
+    def test_giant_texts_and_columns_of_attributes(self, case, tmp_path, name, says):
         place = case(f"parquet/{name}")
         text = verify(place, deep=False, num_threads=1).as_text()
         assert "attributes.parquet" in text
@@ -136,19 +134,19 @@ class TestMemory:
         with pytest.raises(FuelrailError, match=says.replace("is read", "are read")):
             reshard(place, tmp_path / "out")
 
-    def test_m2_metadata_of_many_samples_is_limited_while_scanning(self, small, tmp_path, monkeypatch):
+    def test_metadata_of_many_samples_is_limited_while_scanning(self, small, tmp_path, monkeypatch):
         monkeypatch.setattr("fuelrail.sharding.sources.shared.scan_table._MAX_PENDING_BYTES", 10_000)
         with pytest.raises(SourceError, match="the metadata, geometry and boxes of"):
             reshard(small, tmp_path / "out")
 
-    def test_m2_the_writer_keeps_to_the_caps(self, small, tmp_path, monkeypatch):
+    def test_the_writer_keeps_to_the_caps(self, small, tmp_path, monkeypatch):
         monkeypatch.setattr("fuelrail.pipeline.format.codecs.MAX_SAMPLE_BYTES", 2000)
         with pytest.raises(FuelrailError, match=r"bytes of memory, over the caps of 4096 and 2000"):
             ShardPacker(io.BytesIO(), 0, 3, None, ReadBuffer()).add(
                 "a", "a", 0, 0, [RawMember("x_a.bin", "raw", bytes(1500)), RawMember("x_b.bin", "raw", bytes(600))]
             )
 
-    def test_m2_the_writer_keeps_to_the_limit_of_texts(self, small, tmp_path, monkeypatch):
+    def test_the_writer_keeps_to_the_limit_of_texts(self, small, tmp_path, monkeypatch):
         monkeypatch.setattr("fuelrail.sharding.sources.shared.scan_table.MAX_TEXT_BYTES", 3)
         with edited(small, tmp_path / "DS") as parts:
             cases()["parquet/short-text"](parts)
@@ -157,7 +155,7 @@ class TestMemory:
 
 
 @pytest.mark.parametrize("num_bytes", [1_500_000, 4_000_000])
-def test_l1_l7_reshard_under_a_limit_of_address_space_ends_in_a_sentence(case, tmp_path, num_bytes):
+def test_reshard_under_a_limit_of_address_space_ends_in_a_sentence(case, tmp_path, num_bytes):
     """Of the first not even OpenCV can be imported."""
     words = ["reshard", str(case(f"zstd/{BOXES}-1024")), str(tmp_path / "out"), "--workers", "2"]
     line = f'ulimit -v {num_bytes}; exec "$0" -m fuelrail "$@"'
@@ -169,26 +167,26 @@ def test_l1_l7_reshard_under_a_limit_of_address_space_ends_in_a_sentence(case, t
     assert "over the cap" in done.stderr or num_bytes == 1_500_000
 
 
-def test_l7_reshard_does_not_pass_on_points_that_are_none(small, tmp_path):
+def test_reshard_does_not_pass_on_points_that_are_none(small, tmp_path):
     with edited(small, tmp_path / "DS") as parts:
         parts.samples[0].members["lidar_top.npy"] = Member(bytes(1000))
     with pytest.raises(SourceError, match=r"not a \.npy file"):
         reshard(tmp_path / "DS", tmp_path / "out")
 
 
-def test_l1_a_shard_number_that_is_not_there(case):
+def test_a_shard_number_that_is_not_there(case):
     place = case("rows/shard=99")
     with pytest.raises(IndexFileError, match="a sample in shard number 99, but the manifest has 2"):
         list(make_loader(str(place), 1, image=ImageAugment(height=32, width=64), seed=1))
 
 
 @pytest.mark.parametrize("name", ["name=-1", "codec=-1", "name=2147483647", "codec=4611686018427387904"])
-def test_l1_inspect_refuses_names_and_codecs_that_are_not_there(case, capfd, name):
+def test_inspect_refuses_names_and_codecs_that_are_not_there(case, capfd, name):
     assert main(["inspect", str(case(f"rows/member-{name}"))]) == 2
     assert "no such name or codec" in capfd.readouterr().err
 
 
-def test_l1_paths_and_lists_that_cannot_be(tmp_path, capfd):
+def test_paths_and_lists_that_cannot_be(tmp_path, capfd):
     for words, says in (
         (
             [f"nuscenes:{tmp_path}", "/dev/null"],
@@ -203,7 +201,7 @@ def test_l1_paths_and_lists_that_cannot_be(tmp_path, capfd):
         assert len(error) < 400
 
 
-def test_l4_l5_reports_print_no_escapes(case, capfd):
+def test_reports_print_no_escapes(case, capfd):
     for name in ("names/key4", "manifest/name=escape", "parquet/escape"):
         place = case(name)
         for words in (["verify", "--deep"], ["inspect"], ["verify", "--json"], ["inspect", "--json"]):
@@ -214,7 +212,7 @@ def test_l4_l5_reports_print_no_escapes(case, capfd):
         shutil.rmtree(place)
 
 
-def test_l6_a_cut_run_json_costs_no_shards(small, tmp_path):
+def test_a_cut_run_json_costs_no_shards(small, tmp_path):
     out = tmp_path / "out"
     reshard(small, tmp_path / "whole", seed=1, name="whole")
     spec, recipe = SourceSpec("fuelrail", str(small), {}), make_recipe(seed=1, name="whole")
@@ -229,13 +227,13 @@ def test_l6_a_cut_run_json_costs_no_shards(small, tmp_path):
     assert digests(out) == digests(tmp_path / "whole")
 
 
-def test_l1_a_key_twice_is_a_sentence(case, tmp_path):
+def test_a_key_twice_is_a_sentence(case, tmp_path):
     with pytest.raises(FuelrailError, match=r"the source has it twice|is not the sample's key"):
         reshard(case("names/same-key"), tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", ["empty", "noise", "cut", "no-key", "two-keys", "numbers", "list", "fewer"])
-def test_l1_attributes_that_are_none(case, tmp_path, name):
+def test_attributes_that_are_none(case, tmp_path, name):
     place = case(f"parquet/{name}")
     report = verify(place, deep=True, num_threads=1)
     assert name == "list" or [fault.file for fault in report.faults] == ["attributes.parquet"]
@@ -245,7 +243,7 @@ def test_l1_attributes_that_are_none(case, tmp_path, name):
 
 
 @pytest.mark.parametrize(("name", "says"), [("numbers", "do not fit together"), ("list", "not text or numbers")])
-def test_l1_append_of_attributes_of_other_types(case, tmp_path, capfd, name, says):
+def test_append_of_attributes_of_other_types(case, tmp_path, capfd, name, says):
     with edited(small_dataset(tmp_path / "first"), tmp_path / "other") as parts:
         for sample in parts.samples:
             sample.key = sample.row.key.replace("clip", "other")
@@ -256,12 +254,12 @@ def test_l1_append_of_attributes_of_other_types(case, tmp_path, capfd, name, say
     assert says in capfd.readouterr().err
 
 
-def test_l1_a_rig_without_cameras(case, tmp_path):
+def test_a_rig_without_cameras(case, tmp_path):
     with pytest.raises(SourceError, match="the manifest has no sensor 'cam_front'"):
         reshard(case("manifest/channels=[]"), tmp_path / "out")
 
 
-def test_l6_no_address_space_for_the_index_is_not_called_damage(small, tmp_path):
+def test_no_address_space_for_the_index_is_not_called_damage(small, tmp_path):
     shutil.copytree(small, tmp_path / "DS")
     os.truncate(tmp_path / "DS" / "index.arrow", 1 << 30)
     whole = (tmp_path / "DS" / "blocks.sha256").read_bytes()  # a digest for every MiB: of shards, index and keys
@@ -290,7 +288,7 @@ except IndexFileError as error:
     assert "--repair" not in done.stdout
 
 
-def test_l6_a_full_shared_memory_is_named(dataroot, tmp_path, monkeypatch):
+def test_a_full_shared_memory_is_named(dataroot, tmp_path, monkeypatch):
     from fuelrail.sharding.engines import local
 
     def full(*_):
@@ -326,6 +324,6 @@ def endless():
 
 
 @pytest.mark.network
-def test_l2_a_manifest_without_end_over_http(endless):
+def test_a_manifest_without_end_over_http(endless):
     with pytest.raises(FuelrailError, match=r"dataset\.json' has more than 16777216 bytes"):
         open_dataset(endless)

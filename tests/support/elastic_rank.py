@@ -27,6 +27,8 @@ def main(root: str, out: str, global_batch: int, num_steps: int, kill_rank: int,
     loader = DataLoader(
         root,
         global_batch // size,
+        shuffle=True,
+        drop_last=True,
         transforms={"image": {"height": 64, "width": 96, "resize": 1.0}},
         seed=5,
         num_workers=1,

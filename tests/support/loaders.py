@@ -25,5 +25,8 @@ def grouped(**options: Any) -> dict[str, Any]:
 
 
 def make_loader(dataset: Any, batch_size: int, **options: Any) -> DataLoader:
-    """Make a loader of options that may be fields of its structs, such as ``image=`` or ``on_error=``."""
-    return DataLoader(dataset, batch_size, **grouped(**options))
+    """Make a loader of options that may be fields of its structs, such as ``image=`` or ``on_error=``.
+
+    It is one for training, shuffled and of full batches only, where the options do not say otherwise.
+    """
+    return DataLoader(dataset, batch_size, **{"shuffle": True, "drop_last": True, **grouped(**options)})

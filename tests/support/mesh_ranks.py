@@ -27,7 +27,7 @@ TRANSFORMS = {"image": {"height": 64, "width": 96, "resize": 1.0}}
 
 
 def make(root: str, batch_size: int = 2, **options: object) -> DataLoader:
-    return DataLoader(root, batch_size, transforms=TRANSFORMS, num_workers=1, **options)
+    return DataLoader(root, batch_size, shuffle=True, drop_last=True, transforms=TRANSFORMS, num_workers=1, **options)
 
 
 def outcome(loader: DataLoader) -> object:

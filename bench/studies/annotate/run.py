@@ -193,7 +193,7 @@ class _Annotation:
     def _loader(self, split: str, world: World | None = None) -> DataLoader:
         options = self._options
         return DataLoader(
-            self._base, options.batch_size, shuffle=False, seed=options.seed, drop_last=False, split=split,
+            self._base, options.batch_size, seed=options.seed, split=split,
             num_workers=options.workers, transforms=self._transforms, device=self._device, world=world,
         )  # fmt: skip
 

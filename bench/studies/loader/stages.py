@@ -162,6 +162,8 @@ def _make(kind: type[_L], dataset: Dataset, image: ImageAugment, choice: LoaderC
     return kind(
         dataset,
         choice.batch_size,
+        shuffle=True,
+        drop_last=True,
         split=choice.split,
         transforms=Transforms(image=image, decoder=choice.decoder, points=choice.points),
         seed=choice.seed,

@@ -12,7 +12,7 @@ import msgspec
 from fuelrail.bench.measure.machine import dataset_facts
 from fuelrail.bench.planner.choice import fit as shape_and_time
 from fuelrail.bench.planner.scenario import Data, Scenario
-from fuelrail.bench.planner.step_time import Work, fit, step_time
+from fuelrail.bench.planner.step_time import Work, fit, limits_of, step_time
 from fuelrail.bench.report.files import REPORT_JSON, load_report_of
 from fuelrail.bench.studies.loader import report as loader_report
 from fuelrail.bench.studies.loader.report import LoaderReport
@@ -40,6 +40,9 @@ def calibrated(asked: Scenario, cluster: ClusterSettings, reports: Sequence[str]
         f"efficiency {found.compute:.0%} of the peak and activations moved {found.passes:g} times, fitted to "
         f"{len(cases)} report{'s' if len(cases) != 1 else ''}; off by {max(errors):.0%} at most on them"
     )
+    ends = limits_of(found)
+    if ends:
+        said += f"; {' and '.join(ends)} is the limit of what can be, so the model does not describe these steps"
     return msgspec.structs.replace(asked, efficiency=found), [said]
 
 
@@ -83,7 +86,7 @@ def with_data(asked: Scenario, dataset: str, split: str) -> Scenario:
     size = None if facts.mean_sample_bytes is None else max(1, round(facts.mean_sample_bytes))
     return msgspec.structs.replace(
         asked,
-        cameras=asked.cameras or len(facts.cameras) or None,
+        cameras=asked.cameras or (len(facts.cameras) if asked.reads_images else 0) or None,
         sample_bytes=asked.sample_bytes or size,
         samples_per_epoch=asked.samples_per_epoch or facts.num_samples or None,
     )
@@ -98,7 +101,7 @@ def with_loader(asked: Scenario, cluster: ClusterSettings, data: Data, path: Pat
         raise ConfigError(f"--loader-report '{path}' has no figures: {report.too_short}; measure for longer")
     asked = msgspec.structs.replace(
         asked,
-        cameras=asked.cameras or len(report.dataset.cameras) or None,
+        cameras=asked.cameras or (len(report.dataset.cameras) if asked.reads_images else 0) or None,
         sample_bytes=asked.sample_bytes or max(1, round(report.sizes.stored_bytes)),
     )
     per_cpu = 1000 / figures.cpu_s_per_1000_images

@@ -36,6 +36,7 @@ STAGE_HEADER = (
     "collectives of a step",
 )
 SHOWN_OF_SWEEP = 20
+_FASTER = 1.05  # below which another strategy is no better than the simplest
 
 
 def figures(found: PlanReport) -> list[tuple[str, str]]:
@@ -43,20 +44,24 @@ def figures(found: PlanReport) -> list[tuple[str, str]]:
     step, data, asked = found.step, found.data, found.scenario
     images, read = found.images_per_node_s, found.read_gb_per_s
     overlap = "" if found.overlap is None else f", {found.overlap:.0%} of it hidden"
-    price = "" if found.usd_per_million is None else f", {found.usd_per_million:,.0f} USD"
+    price = "" if found.usd_per_million is None else f", {_rounded(found.usd_per_million, 0)} USD"
     epoch = "not known: the samples of an epoch are not given"
     if found.device_hours_per_epoch is not None:
-        epoch = f"{found.device_hours_per_epoch:,.1f} device-hours"
-        epoch += "" if found.usd_per_epoch is None else f", {found.usd_per_epoch:,.0f} USD"
+        epoch = f"{_rounded(found.device_hours_per_epoch)} device-hours"
+        epoch += "" if found.usd_per_epoch is None else f", {_rounded(found.usd_per_epoch, 0)} USD"
     taught = found.teacher
     lesson = "" if taught is None else (
         f"{taught.model}, from its {asked.teacher_from}: beside the student {taught.flop_share:.0%} of all FLOP and "
         f"{taught.memory_gib:.1f} GiB while it predicts; as a layer {taught.layer_bytes:,} bytes a sample, made "
-        f"once in {taught.layer_device_hours_per_million:,.1f} device-hours a million samples"
+        f"once in {_rounded(taught.layer_device_hours_per_million)} device-hours a million samples"
     )  # fmt: skip
     often = "" if found.checkpoint_interval_s is None else f", every {found.checkpoint_interval_s:,.0f} s"
+    fastest = max((one for one in found.tried if one.samples_per_s), key=lambda one: one.samples_per_s or 0.0)
+    own = next(one.samples_per_s for one in found.tried if one.strategy == found.strategy and one.samples_per_s)
+    faster = f"{fastest.strategy}: {fastest.samples_per_s:,.1f} samples/s of the devices; --strategy and --mesh choose"
     return [
         ("strategy", found.strategy),
+        *([("faster by these figures", faster)] if (fastest.samples_per_s or 0) > own * _FASTER else []),
         ("memory", f"{found.peak_gib:.1f} of {found.usable_gib:.1f} GiB usable on a device"),
         (
             "step",
@@ -80,10 +85,15 @@ def figures(found: PlanReport) -> list[tuple[str, str]]:
         ),
         ("storage", "not known" if read is None else f"{read:.2f} of {data.storage_gb_per_s:g} GB/s"),
         *([("teacher", lesson)] if lesson else []),
-        ("cost of a million samples", f"{found.device_hours_per_million:,.1f} device-hours{price}"),
+        ("cost of a million samples", f"{_rounded(found.device_hours_per_million)} device-hours{price}"),
         ("cost of an epoch", epoch),
         ("checkpoint", f"{found.checkpoint_gb:,.1f} GB in {found.checkpoint_s:,.1f} s{often}"),
     ]
+
+
+def _rounded(value: float, digits: int = 1) -> str:
+    """A number with that many decimals, or with two digits where decimals would say nothing."""
+    return f"{value:,.{digits}f}" if value >= 10 ** (1 - digits) else f"{value:.2g}"
 
 
 def tried_rows(found: PlanReport) -> list[list[str]]:
@@ -148,7 +158,7 @@ def describe(found: PlanReport, plots: Mapping[str, str]) -> Document:
             f"The bottleneck: {found.bottleneck}.",
         ),
         Tiles([(f"{found.mfu:.1%}", "MFU"), (f"{found.occupancy:.1%}", "occupancy"), (f"{found.bubble:.1%}", "bubble"),
-               (f"{found.device_hours_per_million:,.1f}", "device-hours a million samples")]),
+               (_rounded(found.device_hours_per_million), "device-hours a million samples")]),
         Section("What was tried", [Table(TRIED_HEADER, tried_rows(found), texts=True)]),
         Section("The plan", [Table(("figure", ""), figures(found), texts=True)]),
         *(Note(f"Assumed: {text}") for text in found.assumed),

@@ -9,13 +9,13 @@ import msgspec
 from fuelrail.bench.planner.choice import USABLE, Fit, named, peak, taught
 from fuelrail.bench.planner.formulas import schedule_order
 from fuelrail.bench.planner.hardware import GIB, ClusterSettings
-from fuelrail.bench.planner.scaling import Curve
+from fuelrail.bench.planner.scaling import Curve, data_seconds
 from fuelrail.bench.planner.scenario import Data, Scenario, questions
-from fuelrail.bench.planner.shape import Shape, private_parts_are_there
+from fuelrail.bench.planner.shape import Shape
 from fuelrail.bench.planner.state import FP32, MOMENTS
 from fuelrail.bench.planner.step_time import Efficiency, StepTime
 from fuelrail.bench.report.files import created_now
-from fuelrail.bench.studies.plan.sweep import Planned, data_seconds
+from fuelrail.bench.studies.plan.sweep import Planned
 from fuelrail.bench.studies.train.checkpoints import suggested_interval_s
 
 SCHEMA = "fuelrail-plan"
@@ -114,7 +114,6 @@ def build_report(
     seconds = data_seconds(asked, cluster, data)
     step_s = max(time.total, *seconds.values())
     rate, devices = batch / step_s, cluster.num_devices
-    useful = sum(shape.flop for shape in fit.once) / len(fit.once) * fit.inputs.micro_batches
     hours = 1e6 / rate / 3600 * devices
     price = None if cluster.usd_per_device_hour is None else cluster.usd_per_device_hour.value
     epoch = None if asked.samples_per_epoch is None else hours * asked.samples_per_epoch / 1e6
@@ -133,7 +132,7 @@ def build_report(
         schedule=[stage[:_SHOWN_ORDER] for stage in order], step=time, step_s=step_s,
         overlap=1 - time.data_exposed / time.data_total if time.data_total else None, bubble=time.bubble / time.total,
         bottleneck=bottleneck(time, seconds), occupancy=time.total / step_s,
-        mfu=useful / (step_s * cluster.peak_flops(asked.precision)), samples_per_s=rate, images_per_s=images,
+        mfu=fit.useful_flop / (step_s * cluster.peak_flops(asked.precision)), samples_per_s=rate, images_per_s=images,
         images_per_node_s=None if images is None else images / cluster.nodes, data=data,
         read_gb_per_s=None if read is None else read / 1e9,
         read_bytes_per_node_s=None if read is None else read / cluster.nodes, device_hours_per_million=hours,
@@ -182,10 +181,6 @@ def checkpoint_gb(fit: Fit) -> float:
 def assumptions(asked: Scenario, cluster: ClusterSettings, data: Data) -> list[str]:
     """Say what the figures rest on that nobody measured."""
     found = [f"{1 - USABLE:.0%} of a device's memory is left for the collective library, gaps and scratch memory"]
-    if not private_parts_are_there():
-        found.append(
-            "memory, FLOP and collectives by closed formulas: this torch has moved a part that the planner runs"
-        )
     if asked.efficiency == Efficiency():
         found.append(
             f"efficiency: {asked.efficiency.compute:.0%} of the peak, activations moved {asked.efficiency.passes:g} "
@@ -208,8 +203,12 @@ def explanations(asked: Scenario, cluster: ClusterSettings, fit: Fit, data: Data
     top, moved = device.peak_tflops[asked.precision], device.memory_gb_per_s
     rate = cluster.bytes_per_s
     ring = "NVIDIA nccl-tests, doc/PERFORMANCE.md; "
-    tensor, whole = rate(work.tensor_reach), rate(work.step_data_reach, work.step_data_stride)
-    link = cluster.link(work.step_data_reach).gb_per_s.source
+    links = {cluster.link(one.reach) for one in work.traffic}
+    sent = "; ".join(
+        f"{one.times} x {one.bytes / 1e6:,.1f} MB in {one.count:g} at {rate(one.reach, one.stride) / 1e9:g} GB/s, "
+        f"behind {one.hidden:.0%} of a micro-batch but for {one.last:.1%}"
+        for one in work.traffic
+    )
     count, price = work.micro_batches, cluster.usd_per_device_hour
 
     def line(formula: str, source: str, **inputs: float | str) -> Explained:
@@ -226,20 +225,21 @@ def explanations(asked: Scenario, cluster: ClusterSettings, fit: Fit, data: Data
                              flop=work.flop, compute=used.compute, peak_tflops=top.value),
         "step.memory": line("micro_batches x passes x activations / rate", moved.source, micro_batches=count,
                             passes=used.passes, activation_bytes=work.activation_bytes, gb_per_s=moved.value),
-        "step.tensor": line("micro_batches x bytes sent on axis tp / bus bandwidth",
-                            ring + cluster.inside.gb_per_s.source, bytes=work.tensor_bytes, gb_per_s=tensor / 1e9),
-        "step.pipeline": line("micro_batches x 2 x hidden tensor / one port", cluster.link(
-                              work.pipeline_reach).gb_per_s.source, bytes=work.pipeline_bytes),
+        "step.tensor": line("micro_batches x (bytes sent on axis tp / bus bandwidth + messages x latency)",
+                            ring + cluster.inside.gb_per_s.source, bytes=work.tensor_bytes,
+                            gb_per_s=rate(work.tensor_reach) / 1e9, messages=work.tensor_count),
+        "step.pipeline": line("micro_batches x (2 x hidden tensor / one port + messages x latency)", cluster.link(
+                              work.pipeline_reach).gb_per_s.source, bytes=work.pipeline_bytes,
+                              messages=work.pipeline_count),
         "step.bubble": line("(p - 1) / m x (compute + memory + tensor + pipeline)", "arXiv 2104.04473, section 2.2",
                             p=degrees.pp, m=count),
         "step.data_exposed": line("bytes sent on axes dp_* / bus bandwidth + latency - what hides behind computing",
-                                  ring + link, bytes=work.step_data_bytes, gb_per_s=whole / 1e9,
-                                  hidden_share=work.step_hidden, collectives=work.step_collectives),
+                                  ring + "; ".join(sorted(link.gb_per_s.source for link in links)), sent=sent),
         "step.optimiser": line("7 x 4 bytes x own parameters / rate", moved.source, bytes=work.step_state_bytes),
         "step_s": line("max(sum of step, decoding, storage)", "the slowest of three that run side by side",
                        **data_seconds(asked, cluster, data), devices=fit.time.total),
         "mfu": line("FLOP without recomputation / (step_s x peak)", "arXiv 2205.05198, equation 7; " + top.source,
-                    flop=sum(shape.flop for shape in fit.once) / len(fit.once) * count),
+                    flop=fit.useful_flop),
         "data.images_per_node_s": line("images/s of a CPU x CPUs of a node", data.images_source,
                                        images_per_s=data.images_per_node_s),
         "data.storage_gb_per_s": line("what all nodes together can read", data.storage_source,

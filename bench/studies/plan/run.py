@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from fuelrail.bench.planner.choice import Fit, candidates, fit, named, peak
+from fuelrail.bench.planner.choice import Fit, IndivisibleError, candidates, fit, named, peak
 from fuelrail.bench.planner.hardware import GIB, ClusterSettings, load_cluster
 from fuelrail.bench.planner.scaling import scaling_curves
 from fuelrail.bench.planner.scenario import Data, PlanOptions, Scenario, check, with_options
@@ -55,26 +55,49 @@ def plan(
         asked, found = calibrated(asked, cluster, options.calibrate)
         assumed += found
     chosen, tried = choose(asked, cluster)
+    at_once = cluster.num_devices * asked.micro_batch
+    if asked.parallel == "auto" and asked.global_batch < at_once:
+        assumed.append(
+            f"a global_batch of {asked.global_batch} is less than one micro-batch of {asked.micro_batch} on each of "
+            f"{cluster.num_devices} devices ({at_once}), so the model itself is divided"
+        )
     swept = sweep(asked, cluster, data) if options.sweep else []
-    curves = scaling_curves(asked, cluster, chosen, data.images_per_node_s, data.storage_gb_per_s)
+    curves = scaling_curves(asked, cluster, chosen, data)
     assumed.append(f"scaling: storage stays {data.storage_gb_per_s:g} GB/s for all nodes, however many")
+    if cluster.between is None:
+        assumed.append(
+            f"scaling ends at {cluster.devices_per_node} devices, one node: cluster '{cluster.name}' has no link "
+            "'between' nodes; add it to the file for more"
+        )
     said = {name: value for name, value in msgspec.to_builtins(options).items() if value not in (None, False, [])}
     return build_report(asked, cluster, chosen, data, said, (tried, swept, curves, assumed))
 
 
 def choose(asked: Scenario, cluster: ClusterSettings) -> tuple[Fit, list[Tried]]:
-    """Return the simplest strategy that fits, or the asked one, and all that were tried. Raises ConfigError."""
+    """Return the simplest strategy that fits, or the asked one, and all that were tried. Raises ConfigError.
+
+    Other ways to train without recomputation and without divided layers are tried too, for some may be faster.
+    """
     tried: list[Tried] = []
+    chosen: Fit | None = None
     for settings in candidates(asked, cluster):
+        if chosen is not None and settings.recompute != "none":
+            break
         try:
             found = fit(asked, cluster, settings)
+        except IndivisibleError as error:
+            hint = "" if asked.parallel != "auto" else ", or --mesh, which can divide the layers instead"
+            raise ConfigError(f"strategy {named(settings)}: {error}{hint}") from error
         except ConfigError as error:
             if asked.parallel != "auto":
                 raise ConfigError(f"strategy {named(settings)}: {error}") from error
             tried.append(Tried(strategy=named(settings), fails=str(error)))
             continue
+        chosen = chosen or found
         rate = asked.global_batch / found.time.total
-        size = peak(found.stages) / GIB
-        return found, [*tried, Tried(strategy=named(settings), fails=None, peak_gib=size, samples_per_s=rate)]
-    reasons = "; ".join(f"{one.strategy}: {one.fails}" for one in tried)
-    raise ConfigError(f"model '{asked.model}' does not fit on {cluster.num_devices} x {cluster.device.name}: {reasons}")
+        tried.append(Tried(strategy=named(settings), fails=None, peak_gib=peak(found.stages) / GIB, samples_per_s=rate))
+    if chosen is not None:
+        return chosen, tried
+    reasons = list(dict.fromkeys(one.fails for one in tried))
+    why = reasons[0] if len(reasons) == 1 else "; ".join(f"{one.strategy}: {one.fails}" for one in tried)
+    raise ConfigError(f"model '{asked.model}' does not fit on {cluster.num_devices} x {cluster.device.name}: {why}")

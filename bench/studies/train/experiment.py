@@ -63,8 +63,10 @@ def make_loader(
     loader = _DelayedLoader(
         settings.dataset,
         settings.batch_size,
+        shuffle=True,
         split=settings.split,
         seed=settings.seed,
+        drop_last=True,
         order=None if window is None else OrderSpec(kind="windowed", seed=settings.seed, window=window),
         num_workers=settings.workers,
         prefetch_factor=settings.prefetch_factor,

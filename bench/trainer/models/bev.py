@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from fuelrail.bench.trainer.models.staged import StagedModel
+from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from fuelrail.bench.trainer.models.settings import BevSettings, ResNetSettings, VitSettings
@@ -49,7 +50,15 @@ class ImageStem(nn.Module):
         step = self.subsample
         pixels = img[..., step // 2 :: step, step // 2 :: step].flatten(0, 1)
         normalised = (pixels.float() - self.mean) / self.std
-        features: Tensor = self.layers(normalised.contiguous(memory_format=self.layout))
+        try:
+            features: Tensor = self.layers(normalised.contiguous(memory_format=self.layout))
+        except RuntimeError as error:
+            if "Kernel size" not in str(error):
+                raise
+            raise ConfigError(
+                f"images of {img.shape[-2]} x {img.shape[-1]} pixels are smaller than what the model's first layers "
+                f"look at, of every {step}. pixel in both directions; use larger ones"
+            ) from error
         return features
 
 

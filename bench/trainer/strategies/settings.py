@@ -106,14 +106,15 @@ def degrees_of(settings: ParallelSettings, world: int) -> Degrees:
         rule = "AXIS=N with N of at least 1, each axis once; axes"
         degrees = Degrees(**read_pairs("mesh", mesh, Degrees._fields, int, rule))
     elif strategy == "hsdp":
+        odd = f"strategy 'hsdp' shards over two ranks, which do not divide {world}; use ranks={world + 1}"
+        _refuse(world % 2, odd)
         degrees = Degrees(dp_replicate=world // 2, dp_shard=2)
     else:
         degrees = Degrees(*(world if strategy in names else 1 for names in _AXES.values()))
     size = math.prod(degrees)
     rest = size // degrees.dp_shard
     hint = f"ranks={size}" + (f" or dp_shard={world // rest}" if world % rest == 0 else "")
-    odd = f"strategy 'hsdp' shards over two ranks, which do not divide {world}; use ranks={world + 1}"
-    _refuse(size != world, f"mesh '{mesh}' is for {size} ranks, the run has {world}; use {hint}" if mesh else odd)
+    _refuse(size != world, f"mesh '{mesh}' is for {size} ranks, the run has {world}; use {hint}")
     whole = f"needs whole models on each rank, and the mesh is {degrees}; use strategy=ddp"
     _refuse(degrees.composed and strategy == "zero1", f"zero1 {whole}")
     _refuse(degrees.composed and settings.compression != "none", f"compression {whole}")

@@ -8,13 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import msgspec
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.pipeline.settings import read_text
+from fuelrail.sharding.sources.shared.foreign import read_yaml
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.shared.scan_report import ScanReport
@@ -53,17 +52,15 @@ def loaded(option: ClassOption) -> ClassOption:
     if isinstance(option, dict) or option in (SOURCE, NUSCENES10):
         return option
     try:
-        found = yaml.safe_load(read_text(Path(option)))
-        return msgspec.convert(found, dict[str, str | None])
+        return read_yaml(read_text(Path(option)).encode(), f"'{option}'", dict[str, str | None])
     except OSError as error:
         raise ConfigError(
             f"classes={option}: allowed are {SOURCE}, {NUSCENES10}, or a YAML file that maps each category to a class; "
             f"'{option}' cannot be read: {error.strerror}"
         ) from error
-    except (msgspec.ValidationError, yaml.YAMLError, UnicodeDecodeError) as error:
+    except (SourceError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"classes={option}: the file must map each category to a class, or to null for none: "
-            f"{' '.join(str(error).split())}"
+            f"classes={option}: the file must map each category to a class, or to null for none: {error}"
         ) from error
 
 

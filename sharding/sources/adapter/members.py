@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -38,6 +39,7 @@ DAMAGED: Final = "damaged"
 NOTED: Final = "faulty"
 """Stands for what is noted as a fault of the source, so that it is noted once."""
 _LEFT_OUT: Final = "; the option damaged_image=mask leaves such members out, damaged_image=drop the whole frames"
+_NUMBER: Final = re.compile(r"[0-9]{1,18}\Z", re.ASCII)
 _EXTENSIONS: Final = {"jpg": "jpg", "jpeg": "jpg", "png": "png"}
 
 
@@ -53,7 +55,7 @@ class Part(msgspec.Struct, frozen=True, gc=False):
         """Parse a reference: ``NAME`` or ``NAME#OFFSET+LENGTH``."""
         name, _, place = ref.rpartition("#")
         offset, plus, length = place.partition("+")
-        if name and plus and (offset + length).isdecimal() and place.isascii() and offset and length:
+        if name and plus and _NUMBER.match(offset) and _NUMBER.match(length):
             return cls(name, int(offset), int(length))
         return cls(ref)
 
@@ -62,9 +64,14 @@ class Part(msgspec.Struct, frozen=True, gc=False):
         return files.read(self.name, self.offset, self.length)
 
 
+def is_inside(name: str) -> bool:
+    """Whether a file name does not lead out of the source's root."""
+    return not (name.startswith("/") or ".." in name.split("/") or "\0" in name)
+
+
 def check_inside(name: str, where: str) -> None:
     """Raise SourceError, naming ``where``, for a file name that leads out of the source's root."""
-    if name.startswith("/") or ".." in name.split("/") or "\0" in name:
+    if not is_inside(name):
         raise SourceError(f"{where}: the file name '{name}' is not inside the source")
 
 

@@ -128,7 +128,7 @@ class FrameSource(Generic[S]):
         self.noted = Counter[str]()
         path = Path(location.removeprefix("file://"))
         self.file = path.name if not is_url(location) and path.is_file() else None
-        self.files = source_files(location if self.file is None else str(path.parent))
+        self.files = source_files(location) if self.file is None else source_files(str(path.parent), path.name)
 
     # What an adapter has.
 

@@ -17,6 +17,7 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import homogeneous, invert_rigid
 from fuelrail.sharding.sources.adapter.poses import nearest_rigid
 from fuelrail.sharding.sources.shared.arrow import read_file
+from fuelrail.sharding.sources.shared.foreign import read_text
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.adapter.frame import F64
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 CATEGORIES: Final = ("Car", "Van", "Truck", "Pedestrian", "Person_sitting", "Cyclist", "Tram", "Misc")
 LIDAR: Final = "velodyne"
+_DIGITS: Final = 19
+"""Of which a number of 64 bits has fewer."""
 POINT_COLUMNS: Final = ("x", "y", "z", "intensity")
 
 
@@ -55,7 +58,7 @@ class Numbers(NamedTuple):
 def read_numbers(files: SourceFiles, name: str) -> Numbers:
     """The lines ``KEY: NUMBER NUMBER ...`` of a text file; others are left out."""
     found = {}
-    for line in read_file(files, name).decode(errors="replace").splitlines():
+    for line in read_text(read_file(files, name), f"file '{files.shown}/{name}'").splitlines():
         key, _, rest = line.partition(" ")
         try:
             found[key.removesuffix(":")] = [float(text) for text in rest.split()]
@@ -96,6 +99,6 @@ def numbers_of(names: Sequence[str], suffixes: Sequence[str]) -> dict[int, str]:
     found = {}
     for name in names:
         stem, dot, suffix = name.rpartition(".")
-        if dot and stem.isdecimal() and suffix.lower() in suffixes:
+        if dot and stem.isdecimal() and len(stem) < _DIGITS and suffix.lower() in suffixes:
             found[int(stem)] = name
     return found

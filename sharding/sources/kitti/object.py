@@ -23,7 +23,7 @@ from fuelrail.sharding.sources.kitti.calibration import (
     read_numbers,
     read_points,
 )
-from fuelrail.sharding.sources.shared.arrow import read_file
+from fuelrail.sharding.sources.shared.foreign import read_text
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.adapter.frame import F64
@@ -124,8 +124,7 @@ class KittiObject(FrameSource[KittiObjectSettings]):
     def _boxes(self, name: str, rect2ego: F64) -> tuple[BoxRows, dict[str, ImageBoxRows]]:
         """The rows of a label file, which stand on their bottom in rectified camera 0, with y down; and in image 2."""
         where = f"file '{self.files.shown}/{name}'"
-        data = self.files.read(name)
-        rows = [line.split() for line in (read_file(self.files, name) if data else data).decode().splitlines()]
+        rows = [line.split() for line in read_text(self.files.read(name), where).splitlines()]
         kinds, found = [], []
         for at, row in enumerate(rows, 1):
             try:

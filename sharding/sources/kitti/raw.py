@@ -37,6 +37,7 @@ from fuelrail.sharding.sources.kitti.calibration import (
 )
 from fuelrail.sharding.sources.shared.arrow import names_in, read_file
 from fuelrail.sharding.sources.shared.files import looks
+from fuelrail.sharding.sources.shared.foreign import parsing, read_text, read_xml
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
@@ -173,8 +174,8 @@ class Kitti(FrameSource[KittiSettings]):
 
     def _times(self, name: str, last: int) -> NDArray[np.int64]:
         """The rows of a file of times [ns]; raises SourceError where one is none, or the file ends before ``last``."""
-        lines = read_file(self.files, name).decode(errors="replace").splitlines()
         where = f"file '{self.files.shown}/{name}'"
+        lines = read_text(read_file(self.files, name), where).splitlines()
         try:
             found = np.array([line.strip() for line in lines], "datetime64[ns]")
         except ValueError as error:
@@ -256,17 +257,16 @@ class Kitti(FrameSource[KittiSettings]):
         if _TRACKLETS not in self.files.listed(folder):
             return None
         name = f"{folder}/{_TRACKLETS}"
-        tracks = []
-        try:
-            root = ElementTree.fromstring(read_file(self.files, name))
-            for item in root.iterfind("tracklets/item"):
+        tracks, builder, what = [], ElementTree.TreeBuilder(), "is not as tracklets are"
+        where = f"file '{self.files.shown}/{name}'"
+        read_xml(read_file(self.files, name), where, builder, what)
+        with parsing(where, what):
+            for item in builder.close().iterfind("tracklets/item"):
                 poses = item.findall("poses/item")
                 place = [[float(one.findtext(tag, "")) for one in poses] for tag in ("tx", "ty", "tz", "rz")]
                 size = [[float(item.findtext(tag, ""))] * len(poses) for tag in ("l", "w", "h")]
                 first, kind = int(item.findtext("first_frame", "")), category(item.findtext("objectType", "unknown"))
                 tracks.append((kind, np.arange(first, first + len(poses)), np.array(place + size)))
-        except (ElementTree.ParseError, ValueError) as error:
-            raise SourceError(f"file '{self.files.shown}/{name}' is not as tracklets are: {error}") from error
         return _boxes(tracks, invert_rigid(ego2lidar))
 
 

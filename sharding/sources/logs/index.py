@@ -28,6 +28,7 @@ from fuelrail.sharding.sources.logs.messages.records import (
     Picture,
 )
 from fuelrail.sharding.sources.logs.sync import matched
+from fuelrail.sharding.sources.shared.foreign import parsing
 from fuelrail.sharding.sources.shared.video import is_keyframe, stream_size
 
 if TYPE_CHECKING:
@@ -103,7 +104,8 @@ class LogIndex:
         self._heads: dict[str, EncodedHead] = {}
         self._codecs: dict[str, str] = {}
         for file in files:
-            self._read(file, set(cameras), set(lidars), options.poses)
+            with parsing(f"log '{name}'"):  # times, lengths and numbers that no type of ours holds
+                self._read(file, set(cameras), set(lidars), options.poses)
         self.tree.settle()
         self.series = {topic: self._sorted(topic) for topic in sensors}
 

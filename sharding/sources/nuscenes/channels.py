@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
 from fuelrail.pipeline.channels.table import Channel
 from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.shared.files import source_files
+from fuelrail.sharding.sources.shared.foreign import read_json
 from fuelrail.sharding.sources.shared.scan_table import Reference
 
 CHANNELS_FILE: Final = "channels.json"
@@ -22,13 +22,10 @@ CHANNELS_FOLDER: Final = "channels"
 
 def load_channels(folder: Path) -> tuple[Channel, ...]:
     """The entries beside the tables in ``folder``; none where the file is not there. Raises SourceError."""
-    path = folder / CHANNELS_FILE
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=tuple[Channel, ...])
-    except FileNotFoundError:
+    files, name = source_files(str(folder.parent)), f"{folder.name}/{CHANNELS_FILE}"
+    if not (folder / CHANNELS_FILE).exists():
         return ()
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise SourceError(f"'{path}' is not a list of channels: {error}") from error
+    return read_json(files.read(name), f"'{folder / CHANNELS_FILE}'", tuple[Channel, ...], "is not a list of channels")
 
 
 def channel_file(channel: Channel, token: str) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.sample.schema import POINTS_EXTENSION, SWEEPS_FIELD
-from fuelrail.sharding.sources.adapter.members import DAMAGED, Part, image_heads
+from fuelrail.sharding.sources.adapter.members import DAMAGED, Part, image_heads, is_inside
 from fuelrail.sharding.sources.shared.pictures import EXTENSION_OF
 from fuelrail.sharding.sources.shared.scan_report import Findings
 from fuelrail.sharding.sources.shared.scan_table import Reference
@@ -40,7 +40,7 @@ class KeyframeFiles:
         """Look at many files together; :meth:`file_bytes` knows of them then, with ``more`` of those before too."""
         if not more:
             self._facts = {}
-        inside = [name for name in dict.fromkeys(filenames) if not _leads_out(name) and name not in self._facts]
+        inside = [name for name in dict.fromkeys(filenames) if is_inside(name) and name not in self._facts]
         self._facts.update(zip(inside, self._files.facts_of(inside), strict=True))
 
     def examine(self, filenames: Iterable[str]) -> None:
@@ -154,7 +154,7 @@ class KeyframeFiles:
 
         Its stamp is added to ``stamps``.
         """
-        if _leads_out(filename):
+        if not is_inside(filename):
             raise SourceError(f"table 'sample_data' names the file '{filename}', which is not inside the dataroot")
         facts = self._facts[filename] if filename in self._facts else self._files.facts(filename)
         if facts is None:
@@ -167,10 +167,6 @@ class KeyframeFiles:
     def _refuse_missing(self, what: str) -> None:
         if self._policy.missing == "error":
             raise SourceError(f"{what}; the option missing_camera=mask makes it an absent member instead")
-
-
-def _leads_out(filename: str) -> bool:
-    return filename.startswith("/") or ".." in filename.split("/")
 
 
 def _of_no_known_kind(filename: str, sensor: str) -> SourceError:

@@ -39,6 +39,7 @@ from fuelrail.sharding.sources.nuscenes.samples import SceneFacts, attribute_typ
 from fuelrail.sharding.sources.nuscenes.sweeps import LidarSweeps, SweepList
 from fuelrail.sharding.sources.nuscenes.tables import TABLES, check_tables, check_time
 from fuelrail.sharding.sources.shared.files import check_no_pointer, source_files
+from fuelrail.sharding.sources.shared.foreign import read_json
 from fuelrail.sharding.sources.shared.joins import Cut
 from fuelrail.sharding.sources.shared.pictures import (
     CHECK_IMAGES,
@@ -84,12 +85,10 @@ _SCENE: Final = re.compile(r"scene-([0-9]{4})\Z")
 
 def source_splits(folder: Path, scenes: Sequence[str]) -> dict[str, list[str]] | None:
     """Split name to scene names for the tables in ``folder``, None where they say nothing and are not official."""
-    path = folder / SPLITS_FILE
-    if path.is_file():
-        try:
-            return msgspec.json.decode(path.read_bytes(), type=dict[str, list[str]])
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise SourceError(f"'{path}' does not map split names to lists of scene names: {error}") from error
+    files, name = source_files(str(folder.parent)), f"{folder.name}/{SPLITS_FILE}"
+    if (folder / SPLITS_FILE).exists():
+        what = "does not map split names to lists of scene names"
+        return read_json(files.read(name), f"'{folder / SPLITS_FILE}'", dict[str, list[str]], what)
     numbers = [int(match.group(1)) if (match := _SCENE.match(name)) else 0 for name in scenes]
     if not all(1 <= number <= _NUM_SCENES for number in numbers):
         return None

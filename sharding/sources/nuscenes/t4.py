@@ -44,7 +44,7 @@ from fuelrail.sharding.sources.nuscenes.tables import (
     Visibility,
     check_time,
 )
-from fuelrail.sharding.sources.shared.files import check_no_pointer
+from fuelrail.sharding.sources.shared.foreign import read_json
 from fuelrail.sharding.sources.shared.points import parse_points
 from fuelrail.sharding.sources.shared.scan_table import Reference
 
@@ -130,12 +130,8 @@ class T4(FrameSource[T4Settings]):
 
     def _read_table(self, dataset: str, table: str, of: type[R]) -> list[R]:
         name = f"{dataset}{_FOLDER}/{table}.json"
-        data = self.files.read(name)
-        check_no_pointer(data, f"table '{self.files.shown}/{name}'")
-        try:
-            return msgspec.json.decode(data, type=list[of])  # type: ignore[valid-type]
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise SourceError(f"table '{self.files.shown}/{name}': {error}") from error
+        where = f"table '{self.files.shown}/{name}'"
+        return read_json(self.files.read(name), where, list[of])  # type: ignore[valid-type]
 
     def _by_token(self, dataset: str, table: str, of: type[R]) -> dict[str, R]:
         return {record.token: record for record in self._table(dataset, table, of)}

@@ -22,7 +22,9 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.adapter.poses import are_unit
-from fuelrail.sharding.sources.shared.files import check_no_pointer
+from fuelrail.sharding.sources.shared.files import check_most, check_no_pointer, source_files
+from fuelrail.sharding.sources.shared.foreign import parsing
+from fuelrail.sharding.sources.shared.windows import open_file
 
 if TYPE_CHECKING:
     from typing import BinaryIO
@@ -34,6 +36,7 @@ TABLES: Final = (
     "sample_data", "scene", "sensor", "visibility",
 )  # fmt: skip
 _PIECE_BYTES: Final = 1 << 18
+_MOST_RECORD: Final = 16 << 20
 
 Vector3 = tuple[float, float, float]
 Vector4 = tuple[float, float, float, float]
@@ -169,7 +172,7 @@ def check_tables(folder: Path) -> None:
 
 def read_table(folder: Path, table: str, of: type[R]) -> Iterator[list[R]]:
     """Yield a table's records in pieces, in order; raises SourceError where it is no JSON list of such records."""
-    path = folder / f"{table}.json"
+    path, files = folder / f"{table}.json", source_files(str(folder.parent))
     strict = msgspec.json.Decoder(list[of]).decode  # type: ignore[valid-type]
     count = 0
 
@@ -182,17 +185,13 @@ def read_table(folder: Path, table: str, of: type[R]) -> Iterator[list[R]]:
                 raise
             return strict(whole)
 
-    try:
-        with path.open("rb") as file:
+    with parsing(f"table '{path}'", "is not JSON"), open_file(files, f"{folder.name}/{path.name}") as file:
+        try:
             for records in _pieces(file, path, decode):
                 yield records
                 count += len(records)
-    except msgspec.ValidationError as error:
-        raise SourceError(f"table '{path}', counted from record {count}: {error}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise SourceError(f"table '{path}' is not JSON: {error}") from error
-    except OSError as error:
-        raise SourceError(f"table '{path}' cannot be read: {error.strerror}") from error
+        except msgspec.ValidationError as error:
+            raise SourceError(f"table '{path}', counted from record {count}: {error}") from error
 
 
 def read_all(folder: Path, table: str, of: type[R]) -> list[R]:
@@ -217,6 +216,7 @@ def _pieces(file: BinaryIO, path: Path, decode: Callable[[bytes], list[R]]) -> I
             yield records
             pending = pending[cut:].lstrip()[1:]
         pending += more
+        check_most(len(pending), f"a record of table '{path}'", _MOST_RECORD)
     yield decode(b"[" + pending)
 
 

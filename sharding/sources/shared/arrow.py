@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,13 +12,17 @@ from numpy.typing import NDArray
 from pyarrow import feather
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.shared.files import check_no_pointer
+from fuelrail.sharding.sources.shared.files import check_most, check_no_pointer
+from fuelrail.sharding.sources.shared.foreign import parsing
+from fuelrail.sharding.sources.shared.windows import open_file
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.shared.files import SourceFiles
 
 QUATERNION: Final = ("qw", "qx", "qy", "qz")
 TRANSLATION: Final = ("tx_m", "ty_m", "tz_m")
+_MOST_COLUMN: Final = 512 << 20
+"""Bytes of one column in one row group of Parquet, before compression."""
 
 
 def read_file(files: SourceFiles, name: str) -> bytes:
@@ -44,10 +47,9 @@ def read_feather(files: SourceFiles, name: str, types: Mapping[str, pa.DataType]
     """These columns of a feather file, in these types (:func:`columns`)."""
     data = read_file(files, name)
     where = f"table '{files.shown}/{name}'"
-    try:
+    with parsing(where, "cannot be read as feather"):
         table = feather.read_table(pa.BufferReader(data))
-    except (pa.ArrowException, OSError) as error:
-        raise SourceError(f"{where} cannot be read as feather: {' '.join(str(error).split())}") from error
+        table.validate()
     return columns(table, where, types)
 
 
@@ -97,54 +99,31 @@ def read_parquet(
     """These columns of a Parquet file, in these types (:func:`columns`); ``whole`` as in :func:`open_parquet`."""
     where = f"table '{files.shown}/{name}'"
     with open_parquet(files, name, whole=whole) as file:
-        try:
+        with parsing(where):
             known = [column for column in types if column in file.schema_arrow.names]
             table = file.read(known, use_threads=False)
-        except (pa.ArrowException, OSError) as error:
-            raise SourceError(f"{where} cannot be read: {' '.join(str(error).split())}") from error
         names = file.schema_arrow.names
     if missing := [column for column in types if column not in names]:
         raise SourceError(f"{where} has no column '{missing[0]}'; it has {', '.join(names)}")
     return columns(table, where, types)
 
 
-class _Ranges(io.RawIOBase):
-    """A file of a source, read by ranges."""
-
-    def __init__(self, files: SourceFiles, name: str, num_bytes: int) -> None:
-        self._files, self._name, self._num_bytes, self._at = files, name, num_bytes, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._num_bytes}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        length = self._num_bytes - self._at if size < 0 else size
-        data = self._files.read(self._name, self._at, length) if length > 0 else b""
-        self._at += len(data)
-        return data
-
-
 def open_parquet(files: SourceFiles, name: str, *, whole: bool = False) -> pq.ParquetFile:
     """The file; at a URL by ranges, which a scan can, or ``whole``. Raises SourceError for one that is no Parquet."""
     where = f"table '{files.shown}/{name}'"
     path = files.path(name)
-    try:
+    with parsing(where, "cannot be read as Parquet"):
         if path is None and whole:
             return pq.ParquetFile(pa.BufferReader(files.read(name)))
-        facts = files.facts_of([name])[0]
-        if facts is None:
-            raise SourceError(f"{where} is not there")
-        return pq.ParquetFile(pa.PythonFile(_Ranges(files, name, facts.num_bytes), "r") if path is None else path)
-    except (pa.ArrowException, OSError) as error:
-        text = " ".join(str(error).split())
-        raise SourceError(f"{where} cannot be read as Parquet: {text}") from error
+        found = pq.ParquetFile(path or pa.PythonFile(open_file(files, name), "r"))
+        check_columns(found.metadata, where)
+        return found
+
+
+def check_columns(about: pq.FileMetaData, where: str) -> None:
+    """Raise SourceError, naming ``where``, for a Parquet file with a column that is too large in one row group."""
+    for group in range(about.num_row_groups):
+        part = about.row_group(group)
+        for number in range(about.num_columns):
+            column = part.column(number)
+            check_most(column.total_uncompressed_size, f"{where}: column '{column.path_in_schema}'", _MOST_COLUMN)

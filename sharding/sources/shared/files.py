@@ -1,4 +1,10 @@
-"""The files of a source: in a folder of this machine, or at a URL that fsspec knows."""
+"""The files of a source: in a folder of this machine, or at a URL that fsspec knows.
+
+Only regular files are read: a FIFO would wait for a writer for ever, a device has no end. A link is followed where it
+leads to something in the source's folder, or in one that the environment variable ``FUELRAIL_LINKED_FOLDERS`` names
+(several with a colon between them): a source that somebody else made cannot bring other files of this machine into a
+dataset.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Protocol, TypeVar
 
 from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.storage.files import open_descriptor
 from fuelrail.pipeline.storage.filesystem import filesystem, is_url, shown_url, stated_version
 from fuelrail.pipeline.storage.retry import RetryPolicy, call_with_retries
 from fuelrail.pipeline.text import shown
@@ -29,7 +36,11 @@ _NUM_TRIED: Final = 8
 _SLOW_LOOK_S: Final = 1e-4
 _NUM_THREADS: Final = 64
 _MOST_TOGETHER: Final = 16
-_LEAST: Final = 64
+_KEPT_FOLDERS: Final = 4096
+LINKED: Final = "FUELRAIL_LINKED_FOLDERS"
+"""The environment variable with further folders that links in a source may lead to."""
+MOST_BYTES: Final = 256 << 20
+"""What is read of a file at once."""
 
 
 def looks(look: Callable[[A], T], items: Sequence[A]) -> list[T]:
@@ -81,25 +92,30 @@ class SourceFiles(Protocol):
         """:meth:`facts` of many files, in threads where a look takes long."""
         ...
 
-    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
-        """A file's bytes, or those of a range of it; fewer where it ends before."""
+    def read(self, name: str, offset: int = 0, length: int | None = None, most: int = MOST_BYTES) -> bytes:
+        """A file's bytes, or those of a range of it; fewer where it ends before. Refuses more than ``most``."""
         ...
 
     def path(self, name: str) -> str | None:
-        """A path that this machine can open; None at a URL."""
+        """The path of a regular file, or of one that is not there, for a library that opens it; None at a URL."""
         ...
 
 
-def source_files(location: str) -> SourceFiles:
-    """The files at a folder or URL; reads nothing."""
-    return UrlFiles(location) if is_url(location) else FolderFiles(location.removeprefix("file://"))
+def source_files(location: str, named: str = "") -> SourceFiles:
+    """The files at a folder or URL; reads nothing. ``named``: a file that the user named, which may be any link."""
+    return UrlFiles(location) if is_url(location) else FolderFiles(location.removeprefix("file://"), named)
 
 
 class FolderFiles:
-    """Files of a folder."""
+    """Files of a folder; ``named`` is one that the user named, which may be a link to anywhere."""
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, named: str = "") -> None:
         self._root = self.shown = root
+        linked = [one for one in os.environ.get(LINKED, "").split(os.pathsep) if one]
+        self._roots = [os.path.realpath(one) for one in (root, *linked)]
+        if named:
+            self._roots.append(os.path.realpath(os.path.join(root, named)))  # noqa: PTH118
+        self._inside: dict[str, str] = {}
 
     def folders_with(self, name: str) -> list[str]:
         """Folders that have a file of this name."""
@@ -111,55 +127,96 @@ class FolderFiles:
             raise SourceError(f"source '{shown(self._root)}' cannot be read: {error.strerror}") from error
 
     @contextlib.contextmanager
-    def fetched(self, folder: str, names: Collection[str]) -> Iterator[Path]:  # noqa: ARG002 - they are here
-        """The folder itself."""
+    def fetched(self, folder: str, names: Collection[str]) -> Iterator[Path]:
+        """The folder itself, in which these are regular files."""
+        self.facts_of([f"{folder}/{name}" for name in names])
         yield Path(self._root) / folder
 
     def facts(self, name: str) -> FileFacts | None:
         """Size and time of change."""
+        path = self._place(name)
         try:
-            found = os.stat(f"{self._root}/{name}")  # noqa: PTH116 - for every file of the source
+            found = os.lstat(path)
+            if stat.S_ISLNK(found.st_mode):
+                found = os.stat(self._followed(path))  # noqa: PTH116
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except OSError as error:
-            raise SourceError(f"file '{self._root}/{name}' cannot be read: {error.strerror}") from error
+        except (OSError, ValueError) as error:
+            raise _unread(path, error) from error
         if stat.S_IFMT(found.st_mode) not in (stat.S_IFREG, stat.S_IFDIR):  # a FIFO would wait for a writer
-            raise SourceError(f"'{self._root}/{name}' is a FIFO, socket or device; wanted is a file")
+            raise SourceError(f"'{path}' is a FIFO, socket or device; wanted is a file")
         return FileFacts(found.st_size, str(found.st_mtime_ns))
 
     def listed(self, folder: str = "") -> list[str]:
         """Names in a folder."""
-        path = f"{self._root}/{folder}".rstrip("/") or "/"
+        path = self._place(f"{folder}/").rstrip("/") or "/"
         try:
             return sorted(os.listdir(path))  # noqa: PTH208 - names alone
         except NotADirectoryError:
             raise SourceError(f"source '{shown(path)}' is not a folder") from None
-        except OSError as error:
-            raise SourceError(f"source '{shown(path)}' cannot be read: {error.strerror}") from error
+        except (OSError, ValueError) as error:
+            raise SourceError(f"source '{shown(path)}' cannot be read: {_reason(error)}") from error
 
     def facts_of(self, names: Sequence[str]) -> list[FileFacts | None]:
         """One by one on a disk of this machine, in threads on a network's."""
         return looks(self.facts, names)
 
-    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+    def read(self, name: str, offset: int = 0, length: int | None = None, most: int = MOST_BYTES) -> bytes:
         """A file's bytes, or those of a range of it."""
-        path = f"{self._root}/{name}"
+        descriptor = self.descriptor(name)  # a file object takes twice as long, and scans read many heads
         try:
-            if length is None:
-                with open(path, "rb", buffering=0) as file:  # noqa: PTH123
-                    file.seek(offset)
-                    return file.read()
-            descriptor = os.open(path, os.O_RDONLY)  # a file object takes twice as long, and scans read many heads
-            try:
-                return os.pread(descriptor, length, offset)
-            finally:
-                os.close(descriptor)
+            num_bytes = os.fstat(descriptor).st_size - offset if length is None else length
+            check_most(num_bytes, f"file '{self._root}/{name}'", most)
+            if length is not None:
+                return os.pread(descriptor, num_bytes, offset)
+            os.lseek(descriptor, offset, os.SEEK_SET)
+            with open(descriptor, "rb", buffering=0, closefd=False) as file:
+                return file.read()
         except OSError as error:
-            raise SourceError(f"file '{path}' cannot be read: {error.strerror}") from error
+            raise _unread(f"{self._root}/{name}", error) from error
+        finally:
+            os.close(descriptor)
+
+    def descriptor(self, name: str) -> int:
+        """A descriptor to read a regular file."""
+        path = self._place(name)
+        try:
+            try:
+                return open_descriptor(path)
+            except PermissionError:  # it may be a link to another folder of the source
+                return open_descriptor(self._followed(path))
+        except (OSError, ValueError) as error:
+            raise _unread(path, error) from error
 
     def path(self, name: str) -> str | None:
-        """The file's path."""
-        return os.path.join(self._root, name)  # noqa: PTH118
+        """The file's path; raises SourceError for what is no regular file."""
+        self.facts(name)
+        return self._place(name)
+
+    def _place(self, name: str) -> str:
+        """The path of a name, whose folder is in the source."""
+        folder = name.rpartition("/")[0]
+        found = self._inside.get(folder)
+        if found is None:
+            found = f"{self._root}/{folder}" if folder else self._root
+            self._followed(found)
+            if len(self._inside) >= _KEPT_FOLDERS:
+                self._inside.clear()
+            self._inside[folder] = found
+        return f"{found}/{name[len(folder) :].lstrip('/')}"
+
+    def _followed(self, path: str) -> str:
+        """Where links of a path lead to; raises SourceError where that is outside of what the source may read."""
+        try:
+            found = os.path.realpath(path)
+        except (OSError, ValueError) as error:
+            raise _unread(path, error) from error
+        if not any(found == root or found.startswith(f"{root.rstrip('/')}/") for root in self._roots):
+            raise SourceError(
+                f"'{shown(path)}' leads to '{shown(found)}', which is outside of the source: bring it into the "
+                f"source's folder, or name the folder that it leads to in the environment variable {LINKED}"
+            )
+        return found
 
 
 class UrlFiles:
@@ -221,8 +278,9 @@ class UrlFiles:
         """From the listing, which is here."""
         return [self.facts(name) for name in names]
 
-    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+    def read(self, name: str, offset: int = 0, length: int | None = None, most: int = MOST_BYTES) -> bytes:
         """An object's bytes, or those of a range of it."""
+        check_most(length or 0, f"'{self.shown}/{name}'", most)
 
         def get() -> bytes:
             whole = not offset and length is None
@@ -334,38 +392,15 @@ def check_no_pointer(data: bytes, where: str) -> None:
         raise SourceError(f"{where} is a git-LFS pointer; run `git lfs pull` in the source first")
 
 
-class Window:
-    """Bytes of a file, a few at a time: what was read last is kept."""
-
-    def __init__(self, read: Callable[[int, int], bytes], num_bytes: int, where: str) -> None:
-        """``read(offset, length)`` reads; the file has ``num_bytes``; ``where`` names it in errors."""
-        self._read, self.num_bytes, self.where = read, num_bytes, where
-        self._start, self._data = 0, b""
-
-    def at(self, offset: int, length: int, ahead: int = 0) -> bytes:
-        """``length`` bytes from ``offset`` on, fewer where the file ends; reads ``ahead`` bytes beyond them."""
-        begin = offset - self._start
-        if begin < 0 or begin + length > len(self._data):
-            self._data = self._read(offset, max(length + ahead, _LEAST))
-            self._start, begin = offset, 0
-        return self._data[begin : begin + length]
+def check_most(num_bytes: int, where: str, most: int = MOST_BYTES) -> None:
+    """Raise SourceError, naming ``where``, for more bytes than are read at once."""
+    if num_bytes > most:
+        raise SourceError(f"{where} has {num_bytes} bytes, of which at most {most} are read at once: is it damaged?")
 
 
-@contextlib.contextmanager
-def opened(files: SourceFiles, name: str) -> Iterator[Window]:
-    """A window on a file, which is kept open; at a URL, each read is a request."""
-    facts = files.facts_of([name])[0]
-    where = f"file '{files.shown}/{name}'"
-    if facts is None:
-        raise SourceError(f"{where} is not there")
-    path = files.path(name)
-    if path is None:
-        yield Window(lambda offset, length: files.read(name, offset, length), facts.num_bytes, where)
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        yield Window(lambda offset, length: os.pread(descriptor, length, offset), facts.num_bytes, where)
-    except OSError as error:
-        raise SourceError(f"{where} cannot be read: {error.strerror}") from error
-    finally:
-        os.close(descriptor)
+def _reason(error: OSError | ValueError) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def _unread(path: str, error: OSError | ValueError) -> SourceError:
+    return SourceError(f"file '{shown(path)}' cannot be read: {_reason(error)}")

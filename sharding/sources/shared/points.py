@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.errors import SchemaError, SourceError
 from fuelrail.pipeline.sample.arrays import read_npy
 from fuelrail.sharding.sources.shared.files import check_no_pointer
+from fuelrail.sharding.sources.shared.foreign import parsing
 
 _NPY: Final = b"\x93NUMPY"
 _PCD: Final = (b"# .PCD", b"VERSION")
@@ -60,8 +61,10 @@ def _pcd(data: bytes, columns: Sequence[str], where: str) -> NDArray[np.float32]
         at = end + 1
         if words and not words[0].startswith("#"):
             head[words[0].upper()] = words[1:]
-    try:
+    with parsing(where, "is no sound PCD"):
         names, number = head["FIELDS"], int(head["POINTS"][0])
+        if not 0 <= number <= len(data):
+            raise ValueError(f"POINTS {number} in a file of {len(data)} bytes")
         sizes, kinds = head["SIZE"], [_PCD_TYPES[kind] for kind in head["TYPE"]]
         if any(count != "1" for count in head.get("COUNT", ())) or not len(names) == len(sizes) == len(kinds):
             raise SourceError(f"{where}: fields of one number each are wanted, COUNT is {head.get('COUNT')}")
@@ -74,6 +77,4 @@ def _pcd(data: bytes, columns: Sequence[str], where: str) -> NDArray[np.float32]
         if head["DATA"] != ["binary"]:
             raise SourceError(f"{where} has DATA {' '.join(head['DATA'])}; read are ascii and binary")
         table = np.frombuffer(data, form, number, at)
-    except (KeyError, IndexError, ValueError, TypeError) as error:
-        raise SourceError(f"{where} is no sound PCD: {error!r}") from error
-    return np.stack([table[name].astype(np.float32) for name in columns], 1)
+        return np.stack([table[name].astype(np.float32) for name in columns], 1)

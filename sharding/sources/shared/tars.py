@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import gzip
-import io
 import tarfile
-import zlib
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import zstandard
 
 from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.shared.files import check_most
+from fuelrail.sharding.sources.shared.foreign import parsing
+from fuelrail.sharding.sources.shared.windows import open_file
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.shared.files import SourceFiles
@@ -19,9 +20,7 @@ if TYPE_CHECKING:
 _BLOCK: Final = 512
 _AHEAD_BYTES: Final = 64 << 10
 _KEPT: Final = 4
-_DAMAGED: Final = (
-    tarfile.TarError, OSError, ValueError, OverflowError, EOFError, zlib.error, zstandard.ZstdError
-)  # fmt: skip
+_BAD: Final = "is damaged, cut off or none"
 COMPRESSED: Final = (".tar.gz", ".tgz", ".tar.zst", ".tzst")
 
 
@@ -40,8 +39,8 @@ def tar_members(files: SourceFiles, tar: str) -> Iterator[Member]:
     devices, and names that lead out of the tar.
     """
     where = f"tar '{files.shown}/{tar}'"
-    with _opened(files, tar) as file:
-        try:
+    with open_file(files, tar, _AHEAD_BYTES) as file:
+        with parsing(where, _BAD):
             with tarfile.open(fileobj=file, mode="r:") as opened:
                 for found in _regular(opened, where):
                     yield Member(found.name, found.offset_data, found.size)
@@ -49,8 +48,6 @@ def tar_members(files: SourceFiles, tar: str) -> Iterator[Member]:
             # The library takes a damaged header for the end.
             file.seek(at)
             rest = file.read(_BLOCK) or b""
-        except _DAMAGED as error:
-            raise SourceError(f"{where} is damaged, cut off or none: {error}") from error
         if rest.strip(b"\0"):
             raise SourceError(f"{where} is cut off, or has a damaged header, at byte {at}")
 
@@ -64,20 +61,19 @@ def compressed_members(
     Raises SourceError as :func:`tar_members` does.
     """
     where = f"tar '{files.shown}/{tar}'"
-    with _opened(files, tar) as file:
+    with open_file(files, tar, _AHEAD_BYTES) as file:
         plain: Any = gzip.GzipFile(fileobj=file) if not tar.endswith("zst") else _zstd(file)
-        try:
-            with plain, tarfile.open(fileobj=plain, mode="r|") as opened:
-                for found in _regular(opened, where):
-                    data = None
-                    if wanted is None or found.name in wanted:
-                        content = opened.extractfile(found)
-                        assert content is not None, "a regular file"
-                        is_whole = bool(whole) and found.name.lower().endswith(whole)
-                        data = content.read(-1 if is_whole or head_bytes is None else head_bytes)
-                    yield Member(found.name, 0, found.size), data
-        except _DAMAGED as error:
-            raise SourceError(f"{where} is damaged, cut off or none: {error}") from error
+        with plain, parsing(where, _BAD), tarfile.open(fileobj=plain, mode="r|") as opened:
+            for found in _regular(opened, where):
+                data = None
+                if wanted is None or found.name in wanted:
+                    content = opened.extractfile(found)
+                    assert content is not None, "a regular file"
+                    is_whole = bool(whole) and found.name.lower().endswith(whole)
+                    length = found.size if is_whole or head_bytes is None else head_bytes
+                    check_most(length, f"{where}: '{found.name}'")
+                    data = content.read(length)
+                yield Member(found.name, 0, found.size), data
 
 
 def _zstd(file: Any) -> Any:  # noqa: ANN401 - the library's reader
@@ -113,44 +109,3 @@ class Tars:
         if len(self._kept) > _KEPT:
             del self._kept[next(iter(self._kept))]
         return found.get(name)
-
-
-def _opened(files: SourceFiles, name: str) -> BinaryIO:
-    path = files.path(name)
-    if path is None:
-        return io.BufferedReader(_Ranges(files, name), _AHEAD_BYTES)
-    try:
-        return open(path, "rb", buffering=0)  # noqa: PTH123 - closed by the caller
-    except OSError as error:
-        raise SourceError(f"tar '{path}' cannot be read: {error.strerror}") from error
-
-
-class _Ranges(io.RawIOBase):
-    """A file at a URL, read by ranges."""
-
-    def __init__(self, files: SourceFiles, name: str) -> None:
-        self._files, self._name, self._at = files, name, 0
-        facts = files.facts(name)
-        if facts is None:
-            raise SourceError(f"tar '{files.shown}/{name}' is not there")
-        self._size = facts.num_bytes
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:  # noqa: ANN401 - a buffer
-        length = max(min(len(buffer), self._size - self._at), 0)
-        data = self._files.read(self._name, self._at, length) if length else b""
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import cv2
@@ -29,6 +30,7 @@ CODECS: Final = ("h264", "hevc", "av1")
 _NAMES: Final = {"h265": "hevc", "avc": "h264", "avc1": "h264", "hvc1": "hevc", "hev1": "hevc"}
 _BOXES: Final = {"h264": "h264", "hevc": "hevc", "av1": "obu"}
 _HD_LINES: Final = 720
+_LARGE_BYTES, _END_BYTES = 4 << 30, 4096
 _UNKNOWN_MATRIX, _BT709, _BT601 = 2, 1, 5
 _MATRICES: Final = {
     1: (0.2126, 0.0722), 4: (0.30, 0.11), 5: (0.299, 0.114), 6: (0.299, 0.114), 7: (0.212, 0.087), 9: (0.2627, 0.0593),
@@ -194,6 +196,7 @@ class VideoFile:
         import av
 
         try:
+            _check_end(self._path, self._where)
             container = av.open(self._path)
         except (av.error.FFmpegError, OSError) as error:
             text = f"{self._where} cannot be opened ({error}): is it cut off, or no video?"
@@ -218,6 +221,15 @@ def _best(container: Any) -> Any:  # noqa: ANN401 - PyAV
         return not marks & Disposition.attached_pic, size
 
     return max(container.streams.video, key=rank)
+
+
+def _check_end(path: str, where: str) -> None:
+    """Raise SourceError for a large file that ends with zeros, which FFmpeg would read eight bytes at a time."""
+    with Path(path).open("rb") as file:
+        if file.seek(0, io.SEEK_END) > _LARGE_BYTES:
+            file.seek(-_END_BYTES, io.SEEK_END)
+            if not file.read().strip(b"\0"):
+                raise SourceError(f"{where} ends with zeros: it was not written to its end; cut it with ffmpeg")
 
 
 class StreamDecoder:

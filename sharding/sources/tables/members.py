@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.storage.filesystem import is_url
 from fuelrail.sharding.sources.adapter.frame import Absent, Image, Sweep
-from fuelrail.sharding.sources.adapter.members import check_inside
+from fuelrail.sharding.sources.adapter.members import check_inside, is_inside
 from fuelrail.sharding.sources.shared.tars import Tars
 from fuelrail.sharding.sources.shared.video import VideoFacts, VideoFile
 from fuelrail.sharding.sources.tables.calibration import shared
@@ -30,7 +30,7 @@ _EXTENSIONS: Final = {".jpg": "jpg", "jpeg": "jpg", ".png": "png"}
 
 FRAME: Final = "#frame="
 """What a path has between a video and the number of a frame."""
-_FRAME: Final = re.compile(r"(.+)#frame=([0-9]+)\Z", re.DOTALL)
+_FRAME: Final = re.compile(r"(.+)#frame=([0-9]{1,18})\Z", re.DOTALL)
 _KEPT: Final = 256
 
 
@@ -63,7 +63,7 @@ class Videos:
                 videos = [text.partition(FRAME)[0] for text in rows.texts(column) if text and FRAME in text]
                 with contextlib.suppress(SourceError):  # which the row's own check reports
                     found.update((self._inside(name), None) for name in videos)
-        return tuple(name for name in found if self._files.facts(name) is not None)
+        return tuple(name for name in found if is_inside(name) and self._files.facts(name) is not None)
 
     def jpegs(self, refs: Sequence[str], quality: int) -> Iterator[tuple[str, bytes]]:
         """Yield these frames as JPEG: video by video, in the order of presentation, each decoded once."""

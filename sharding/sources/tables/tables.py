@@ -7,7 +7,6 @@ rows of any clip are read alone, so memory does not grow with the table.
 from __future__ import annotations
 
 import codecs
-import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -20,7 +19,9 @@ from pyarrow import csv, json, parquet
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.format.index.attributes_file import MAX_TEXT_BYTES
 from fuelrail.pipeline.text import shown
-from fuelrail.sharding.sources.shared.files import LFS_MAGIC, check_no_pointer
+from fuelrail.sharding.sources.shared.arrow import check_columns
+from fuelrail.sharding.sources.shared.files import LFS_MAGIC, check_most, check_no_pointer
+from fuelrail.sharding.sources.shared.foreign import parsing
 from fuelrail.sharding.sources.tables.values import Rows
 
 if TYPE_CHECKING:
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
 EXTENSIONS: Final = ("parquet", "jsonl", "csv")
 CLIP: Final = "clip_id"
 _ROWS: Final = 1024
+_ROWS_AT_ONCE: Final = 256
+"""Of Parquet: a dictionary has a value of a megabyte once, and the rows of a batch have it each."""
+_MOST_ROW: Final = 64 << 20
+_MOST_AT_URL: Final = 4 << 30
 _BLOCK_BYTES: Final = 4 << 20
 _KEPT_BATCHES: Final = 4
 _PYTHON: Final = {pa.int64(): int, pa.float64(): float, pa.string(): str, pa.bool_(): bool}
@@ -48,7 +53,7 @@ def find_table(files: SourceFiles, stem: str) -> str | None:
 
 def table_schema(files: SourceFiles, name: str, type_of: TypeOf) -> pa.Schema:
     """Return names and types of the columns, from the first rows."""
-    with _readable(files, name), _opened(files, name) as file:
+    with parsing(f"table '{files.shown}/{name}'"), _opened(files, name) as file:
         if name.endswith(".parquet"):
             return _plain(parquet.read_schema(file))
         return next(_batches(file, f"{files.shown}/{name}", type_of)).schema
@@ -56,11 +61,13 @@ def table_schema(files: SourceFiles, name: str, type_of: TypeOf) -> pa.Schema:
 
 def has_text(files: SourceFiles, name: str, text: str, of_column: Callable[[str], bool]) -> bool:
     """Return whether a text occurs in a table: in these columns of Parquet, anywhere in the other forms."""
-    with _readable(files, name), _opened(files, name) as file:
+    with parsing(f"table '{files.shown}/{name}'"), _opened(files, name) as file:
         if name.endswith(".parquet"):
-            opened = parquet.ParquetFile(file, buffer_size=1 << 16, pre_buffer=False)
+            opened = _parquet(file, name)
             columns = [column for column in opened.schema_arrow.names if of_column(column)]
-            batches = opened.iter_batches(batch_size=_ROWS, columns=columns, use_threads=False) if columns else ()
+            batches = (
+                opened.iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns, use_threads=False) if columns else ()
+            )
             return any(
                 pc.any(pc.match_substring(column.cast(pa.string()), text)).as_py() or False
                 for batch in batches
@@ -73,16 +80,6 @@ def has_text(files: SourceFiles, name: str, text: str, of_column: Callable[[str]
                 return True
             rest = block[-len(wanted) :]
     return False
-
-
-@contextlib.contextmanager
-def _readable(files: SourceFiles, name: str) -> Iterator[None]:
-    """Turn Arrow's errors into SourceError."""
-    try:
-        yield
-    except (pa.ArrowException, OSError) as error:
-        text = " ".join(str(error).split())
-        raise SourceError(f"table '{files.shown}/{name}' cannot be read: {text}") from error
 
 
 class Table:
@@ -102,7 +99,7 @@ class Table:
         options = pa.ipc.IpcWriteOptions(compression="lz4")
         writer = None
         try:
-            with _readable(files, name), _opened(files, name) as file:
+            with parsing(f"table '{files.shown}/{name}'"), _opened(files, name) as file:
                 for batch in _batches(file, self.name, type_of):
                     if writer is None:
                         self.schema = batch.schema
@@ -178,10 +175,7 @@ class Table:
 def _opened(files: SourceFiles, name: str) -> pa.NativeFile:
     """The table's file; one at a URL is read whole."""
     path = files.path(name)
-    try:
-        file = pa.BufferReader(files.read(name)) if path is None else pa.OSFile(path)
-    except OSError as error:
-        raise SourceError(f"table '{files.shown}/{name}' cannot be read: {error}") from error
+    file = pa.BufferReader(files.read(name, most=_MOST_AT_URL)) if path is None else pa.OSFile(path)
     head = file.read(len(LFS_MAGIC))
     has_mark = head.startswith(codecs.BOM_UTF8) and name.endswith(".jsonl")  # what Arrow passes over in CSV only
     file.seek(len(codecs.BOM_UTF8) if has_mark else 0)
@@ -209,10 +203,16 @@ def _batches(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterator[pa.Rec
 
 
 def _parquet_tables(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterator[pa.Table]:  # noqa: ARG001
-    opened = parquet.ParquetFile(file, buffer_size=1 << 16, pre_buffer=False)
+    opened = _parquet(file, name)
     schema = _plain(opened.schema_arrow)
-    for batch in opened.iter_batches(batch_size=_ROWS, use_threads=False):
+    for batch in opened.iter_batches(batch_size=_ROWS_AT_ONCE, use_threads=False):
         yield pa.Table.from_batches([batch]).cast(schema)
+
+
+def _parquet(file: pa.NativeFile, name: str) -> parquet.ParquetFile:
+    found = parquet.ParquetFile(file, buffer_size=1 << 16, pre_buffer=False)
+    check_columns(found.metadata, f"table '{name}'")
+    return found
 
 
 def _plain(schema: pa.Schema) -> pa.Schema:
@@ -248,6 +248,7 @@ def _json_tables(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterator[pa
     while block := file.read(_BLOCK_BYTES):
         block, newline, rest_ = (rest + block).rpartition(b"\n")
         rest = rest_
+        check_most(len(rest), f"table '{name}': a row after row {row}", _MOST_ROW)
         if newline:
             table = _json_table(block + newline, name, row, schema, type_of)
             schema, row = table.schema, row + len(table)
@@ -298,10 +299,9 @@ def _lines(block: bytes, name: str, row: int) -> Iterator[tuple[int, dict[str, A
     """Rows with their numbers; raises SourceError for one that is no JSON object."""
     decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
     for at, line in enumerate((line for line in block.split(b"\n") if line.strip()), row):
-        try:
-            yield at, decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise SourceError(f"table '{name}', row {at}: not a JSON object: {error}") from error
+        with parsing(f"table '{name}', row {at}:", "not a JSON object"):
+            found = decode(line)
+        yield at, found
 
 
 def _check_types(line: dict[str, Any], schema: pa.Schema, where: str) -> None:

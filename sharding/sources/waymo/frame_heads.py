@@ -29,7 +29,7 @@ from fuelrail.sharding.sources.waymo.records import (
 )
 
 if TYPE_CHECKING:
-    from fuelrail.sharding.sources.shared.files import Window
+    from fuelrail.sharding.sources.shared.windows import Window
     from fuelrail.sharding.sources.waymo.records import Fail, FieldPlace, Record
 
 CAMERAS: Final = {1: "FRONT", 2: "FRONT_LEFT", 3: "FRONT_RIGHT", 4: "SIDE_LEFT", 5: "SIDE_RIGHT"}

@@ -18,7 +18,7 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.shared.files import LFS_MAGIC
 
 if TYPE_CHECKING:
-    from fuelrail.sharding.sources.shared.files import Window
+    from fuelrail.sharding.sources.shared.windows import Window
 
 VARINT: Final = 0
 FIXED64: Final = 1

@@ -23,7 +23,7 @@ from fuelrail.sharding.sources.adapter.frame import BoxRows, Clip, Frame, Image,
 from fuelrail.sharding.sources.adapter.members import Part
 from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
 from fuelrail.sharding.sources.adapter.vector_maps import MapWindows, VectorMap
-from fuelrail.sharding.sources.shared.files import opened
+from fuelrail.sharding.sources.shared.windows import opened
 from fuelrail.sharding.sources.source import Camera
 from fuelrail.sharding.sources.waymo.frame_heads import (
     CAMERAS,

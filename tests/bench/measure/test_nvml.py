@@ -73,7 +73,7 @@ def test_gpus_are_numbered_as_cuda_does(visible, handles, monkeypatch):
     assert [gpu.kernels for gpu in watched(2, Card())] == [pytest.approx(0.90 + handle / 100) for handle in handles]
 
 
-def test_f12_gpus_are_found_by_the_uuid_of_torchs_device(monkeypatch):
+def test_gpus_are_found_by_the_uuid_of_torchs_device(monkeypatch):
     uuids = ["1234-fast", "5678-slow"]  # CUDA numbers the fastest first, NVML by the bus
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -82,7 +82,7 @@ def test_f12_gpus_are_found_by_the_uuid_of_torchs_device(monkeypatch):
     assert [gpu.kernels for gpu in watched(2, Card())] == [pytest.approx(0.92), pytest.approx(0.91)]
 
 
-def test_f12_why_nvml_says_nothing_is_logged(caplog):
+def test_why_nvml_says_nothing_is_logged(caplog):
     card = Card(driver=False)
     with NvmlWatch(1, card) as watch:
         pass

@@ -23,7 +23,7 @@ def test_a_group_across_nodes_has_its_members_ports():
     ("old", "new", "message"),
     [
         ("gb_per_s: {value: 3350", "gb_per_s: {value: 3350000", "memory_gb_per_s is 3.35e\\+06, and at most 100000"),
-        ("  gb_per_s: {value: 48,", "  gb_per_s: {value: 400000,", "between.gb_per_s is 400000, and at most 3350"),
+        ("  gb_per_s: {value: 48,", "  gb_per_s: {value: 400,", "between.gb_per_s is 400, and at most 125"),
         ("memory_gib: {value: 80,", "memory_gib: {value: -80,", "Expected `float` > 0.0"),
         ("nodes: 8", "nodes: 0", "Expected `int` >= 1"),
         (', source: "400 Gb/s', ', sourse: "400 Gb/s', "sourse"),

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from fuelrail.bench.measure.collectives import Counter
-from fuelrail.bench.planner.choice import beside_teacher, inputs_of, stages, taught
+from fuelrail.bench.planner.choice import beside_teacher, inputs_of, taught
+from fuelrail.bench.planner.fake_rank import Inputs, private_parts, run_rank
 from fuelrail.bench.planner.formulas import Transformer, model_flop
 from fuelrail.bench.planner.hardware import CLUSTERS
 from fuelrail.bench.planner.scenario import Scenario
-from fuelrail.bench.planner.shape import Inputs, private_parts, shape_of
+from fuelrail.bench.planner.shape import shape_of, stages
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.parallel import build, parallelise
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, degrees_of
@@ -137,7 +138,15 @@ def test_copies_send_their_gradients():
     found = shape("gpt-tiny", 8, strategy="ddp")
     sent = [(one.kind, one.ranks, one.bytes) for one in found.collectives]
     assert sent == [("all_reduce", 8, 4 * found.parameters)]
-    assert shape("gpt-tiny", 8, strategy="zero1").memory["moments"] == found.memory["moments"] / 8
+
+
+def test_a_sharded_optimiser_sends_the_parameters_that_its_ranks_changed():
+    copies, found = shape("gpt-tiny", 8, strategy="ddp"), shape("gpt-tiny", 8, strategy="zero1")
+    assert found.memory["moments"] == copies.memory["moments"] / 8
+    reduced, changed = found.collectives
+    assert [reduced] == copies.collectives
+    tensors = len(list(build(MODELS["gpt-tiny"], "cpu", 0).parameters()))
+    assert (changed.kind, changed.count, changed.bytes) == ("broadcast", tensors, 4 * found.parameters)
 
 
 def test_stages_hold_what_the_schedule_leaves_in_flight():
@@ -173,6 +182,48 @@ def test_the_first_stage_of_a_hundred_billion_parameters_needs_what_its_scenario
     found = shape_of(asked.settings, settings, degrees, inputs, precision=asked.precision)
     text = (SCENARIOS / "gpt-100b-64-gpus.md").read_text()
     assert f": {found.peak_bytes / 2**30:.1f} of 72.0 GiB" in text
+
+
+@pytest.mark.parametrize(
+    ("world", "parallel", "rows", "count"),
+    [
+        (8, ParallelSettings(strategy="fsdp2"), 8, 3),
+        (4, ParallelSettings(strategy="zero1", recompute="full"), 1, 2),
+        (8, ParallelSettings(mesh="pp=2,dp_shard=2,tp=2", micro_batches=4), 4, 4),
+        (32, ParallelSettings(mesh="pp=4,dp_replicate=2,dp_shard=2,tp=2", micro_batches=8, recompute="full"), 4, 8),
+    ],
+    ids=["sharded", "copies", "stages", "all of them"],
+)
+def test_a_shape_from_small_runs_is_the_whole_models(world, parallel, rows, count):
+    model, degrees = MODELS["gpt-tiny"], degrees_of(parallel, world)
+    inputs = Inputs(micro_batch=rows, micro_batches=count)
+    found = stages(model, parallel, degrees, inputs, "fp32")
+    assert len(found) == degrees.pp
+    for quick in (found[0], *found[-2:]):
+        exact = shape_of(model, parallel, degrees, inputs, rank=quick.rank)
+        assert (quick.flop, quick.parameters, quick.in_flight) == (exact.flop, exact.parameters, exact.in_flight)
+        assert (quick.stage, quick.collectives, quick.forward) == (exact.stage, exact.collectives, exact.forward)
+        assert quick.kept_bytes == pytest.approx(exact.kept_bytes, rel=0.01)
+        assert quick.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.01)
+
+
+def test_plans_share_runs():
+    """Whatever the micro-batch, the number of shards and stages, the buckets, and where the optimiser's state lies."""
+    run_rank.cache_clear()
+    for world, rows in ((4, 1), (16, 4)):
+        for options in ({"strategy": "ddp", "bucket_mib": 2.0}, {"strategy": "zero1"}, {"strategy": "ddp"}):
+            settings = ParallelSettings(**options)
+            stages(GPT, settings, degrees_of(settings, world), Inputs(micro_batch=rows, micro_batches=4), "fp32")
+    assert run_rank.cache_info().misses == 2, "of 2 and of 3 blocks"
+    for mesh, world in (("dp_shard=8", 8), ("dp_shard=4", 4), ("dp_replicate=2,dp_shard=2", 4)):
+        settings = ParallelSettings(mesh=mesh)
+        stages(GPT, settings, degrees_of(settings, world), Inputs(micro_batch=1, micro_batches=2), "fp32")
+    assert run_rank.cache_info().misses == 4
+
+
+def test_images_that_are_smaller_than_a_kernel_are_refused():
+    with pytest.raises(ConfigError, match=r"images of 2 x 8 pixels are smaller than .* every 8\. pixel"):
+        shape("bev-tiny", inputs=msgspec.structs.replace(INPUTS, height=2, width=8))
 
 
 def test_what_is_refused():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fuelrail.bench.planner.state import check_memory, least_bytes
+from fuelrail.bench.planner.state import check_memory, least_bytes, state_bytes
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings
 from fuelrail.pipeline.errors import ConfigError
@@ -24,6 +24,15 @@ def test_state_is_sixteen_bytes_a_parameter_divided_by_the_shards():
 def test_a_hundred_billion_parameters_fit_on_enough_gpus():
     check_memory("gpt-100b", ParallelSettings(), Degrees(dp_shard=64), "bf16", 80 * 2**30, alone=True)
     check_memory("gpt-100b", ParallelSettings(), Degrees(pp=8, tp=8), "bf16", 80 * 2**30, alone=True)
+
+
+def test_zero2_holds_its_shards_beside_what_it_gathered():
+    """Of each parameter: a gathered copy, and 4 bytes of master weight, gradient and two moments over the ranks."""
+    size = MODELS["gpt2"]
+    parameters = least_bytes(size, ParallelSettings(), Degrees(), "fp32") / 16
+    for ranks, precision, copy in ((2, "fp32", 4), (8, "fp32", 4), (8, "bf16", 2)):
+        settings, degrees = ParallelSettings(strategy="zero2"), Degrees(dp_shard=ranks)
+        assert state_bytes(size, settings, degrees, precision) == parameters * (copy + 16 / ranks)
 
 
 def test_a_model_that_does_not_fit_is_refused_with_what_would():

@@ -33,7 +33,7 @@ def some_tensors() -> list[torch.Tensor]:
     ]
 
 
-def test_f14_tensors_of_any_kind_are_views_of_one_block():
+def test_tensors_of_any_kind_are_views_of_one_block():
     tensors = some_tensors()
     arena = Arena(pinned=False)
     for order, channels_last in ((tensors, 10), (tensors[::-1], -11)):

@@ -32,7 +32,7 @@ def test_buffers_are_writable_and_of_the_stated_shape() -> None:
 
 
 @pytest.mark.parametrize("count", [1 << 45, 1 << 62])
-def test_l1_a_buffer_that_no_memory_holds_is_refused_with_its_size(count: int) -> None:
+def test_a_buffer_that_no_memory_holds_is_refused_with_its_size(count: int) -> None:
     with pytest.raises(ConfigError, match=rf"shape \[{count}, 3, 4\], {count * 12} bytes: take a smaller batch_size"):
         BufferPool((count, 3, 4), pinned=False, keep=1).take()
 

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import json
+import re
+
 import numpy as np
 import pytest
 import torch
 
-from fuelrail.loaders import Normalize
+from fuelrail.loaders import Normalize, Transforms
 from fuelrail.loaders.batch.transfer import map_tensors
 from fuelrail.pipeline.errors import ConfigError, StageError
 from fuelrail.pipeline.settings import convert
@@ -70,6 +73,29 @@ def test_settings() -> None:
     assert convert({"dtype": "float16"}, Normalize, "x.yaml").dtype == "float16"
     with pytest.raises(ConfigError, match=r"std=\[1.0, 0.0, 1.0\] must be three numbers above 0"):
         Normalize(std=(1.0, 0.0, 1.0))
+
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+@pytest.mark.parametrize("given", [{"mean": MEAN, "std": STD}, {"mean": MEAN}, {"std": STD}, {"mean": (0.5,) * 3}])
+def test_values_of_pixels_from_0_to_1_are_refused_with_those_that_are_meant(given):
+    for make in (lambda: Normalize(**given), lambda: Transforms(normalize=given)):
+        with pytest.raises(
+            ConfigError, match=r"of grey levels 0 to 255, by which .* if they are of pixels from 0 to 1"
+        ) as caught:
+            make()
+    meant = re.findall(r"(mean|std)=(\[[^]]*\])", str(caught.value).rpartition("multiply by 255")[2])
+    meant = {name: tuple(json.loads(values)) for name, values in meant}
+    assert meant == {name: pytest.approx([255 * one for one in values]) for name, values in given.items()}
+    Normalize(**meant)
+
+
+@pytest.mark.parametrize(
+    ("mean", "std"), [((0, 0, 0), (1, 1, 1)), ((0, 0, 0), (255, 255, 255)), ((103, 116, 123), (1, 1, 1))]
+)
+def test_values_that_are_of_grey_levels_are_taken(mean, std):
+    Normalize(mean=mean, std=std)
 
 
 def test_a_normalised_batch_still_goes_through_the_transfers_walk() -> None:

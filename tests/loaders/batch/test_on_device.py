@@ -29,7 +29,7 @@ def dataset(made):
     return made({"train": (6, 6)})[0]
 
 
-def test_f15_leaving_out_the_decoding_takes_the_decoders_memory(dataset, cuda) -> None:
+def test_leaving_out_the_decoding_takes_the_decoders_memory(dataset, cuda) -> None:
     with load(dataset, 4, decoder="batched", **DEVICE) as loader:
         loader.leave_out(["decode"])
         for batch in loader:
@@ -38,7 +38,7 @@ def test_f15_leaving_out_the_decoding_takes_the_decoders_memory(dataset, cuda) -
 
 
 @pytest.mark.parametrize("decoder", ["turbo", "batched"])
-def test_f5_the_users_functions_run_on_streams_of_their_own_and_are_waited_for(dataset, cuda, decoder, monkeypatch):
+def test_the_users_functions_run_on_streams_of_their_own_and_are_waited_for(dataset, cuda, decoder, monkeypatch):
     used, waited = [], set()
     record = FakeEvent.record
     monkeypatch.setattr(
@@ -62,7 +62,7 @@ def test_f5_the_users_functions_run_on_streams_of_their_own_and_are_waited_for(d
     assert own <= waited, "handed on before its kernels were done"
 
 
-def test_f5_a_function_that_fails_is_waited_for_too(dataset, cuda) -> None:
+def test_a_function_that_fails_is_waited_for_too(dataset, cuda) -> None:
     used = []
 
     def fail(sample):
@@ -75,7 +75,7 @@ def test_f5_a_function_that_fails_is_waited_for_too(dataset, cuda) -> None:
     assert all(stream.query() for stream in used)
 
 
-def test_f22_copies_come_first_and_waiting_takes_no_core(cuda, monkeypatch) -> None:
+def test_copies_come_first_and_waiting_takes_no_core(cuda, monkeypatch) -> None:
     blocking = []
     monkeypatch.setattr(torch.cuda, "Event", lambda **options: blocking.append(options) or FakeEvent())
     transfer = make_transfer("cuda")
@@ -87,13 +87,13 @@ def test_f22_copies_come_first_and_waiting_takes_no_core(cuda, monkeypatch) -> N
     assert transfer.hand_over(moved)["img"].cpu().tolist() == [1, 1, 1]
 
 
-def test_f9_images_that_dali_failed_on_are_counted_in_the_stats(dataset, cuda) -> None:
+def test_images_that_dali_failed_on_are_counted_in_the_stats(dataset, cuda) -> None:
     for decoder, refused in (("batched", batched_turbo.BatchedTurbo.num_refused), ("turbo", 0)):
         with load(dataset, 4, decoder=decoder, **DEVICE) as loader:
             assert loader.stats().refused_images == refused
 
 
-def test_f16_f23_three_lanes_decode_and_auto_tunes_their_number(dataset, cuda) -> None:
+def test_three_lanes_decode_and_auto_tunes_their_number(dataset, cuda) -> None:
     for num_workers, lanes in ((1, 3), (64, 4), ("auto", 3)):
         with load(dataset, 4, decoder="batched", num_workers=num_workers, **DEVICE) as loader:
             (decode,) = [stage for stage in loader.stages() if stage.name == "decode"]

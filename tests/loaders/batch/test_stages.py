@@ -51,7 +51,7 @@ def test_batches_are_those_of_decoding_one_by_one(dataset, drop_last: bool, wind
     assert BatchedTurbo.sizes[:2] == [10 * frames, 10 * frames]  # all frames and cameras of a batch in one call
 
 
-def test_f16_on_a_device_three_lanes_take_batches_in_turns(dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_device_three_lanes_take_batches_in_turns(dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     together, calls = threading.Barrier(3), itertools.count()  # broken where there are fewer lanes
 
     class Elsewhere(BatchedTurbo):
@@ -153,7 +153,7 @@ def test_dali_gives_the_same_samples_and_nearly_the_same_pixels(dataset) -> None
         assert np.array_equal(a["img"].flatten(2).any(2), b["img"].flatten(2).any(2))
 
 
-def test_f33_closing_a_loader_closes_its_decoder(dataset):
+def test_closing_a_loader_closes_its_decoder(dataset):
     loader = load(dataset, 2, decoder="batched")
     before = BatchedTurbo.num_closed
     loader.close()

@@ -63,7 +63,7 @@ def decoding(monkeypatch: pytest.MonkeyPatch) -> dict[str, Calls]:
 
 @pytest.mark.parametrize("is_aligned", [True, False])
 @pytest.mark.parametrize("facts", [UNKNOWN, ImageFacts((1600, 900), 0.5), ImageFacts((1600, 900), 0.0)])
-def test_f29_f30_f7_the_graph_of_a_gpu_decodes_whole_images_by_hardware(decoding, monkeypatch, facts, is_aligned):
+def test_the_graph_of_a_gpu_decodes_whole_images_by_hardware(decoding, monkeypatch, facts, is_aligned):
     monkeypatch.setattr(dali.Pipeline, "build", lambda pipeline: None)  # which needs a GPU; defining does not
     decoder = dali.DaliDecoder("cuda:0", facts=facts)
     decoder._build("bilinear", is_aligned, 64, 48)

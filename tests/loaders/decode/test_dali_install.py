@@ -28,7 +28,7 @@ STICKY_ON_A_SAMPLE = BAD_IMAGE.replace("sample #2 : ", f"sample #2 : {STICKY}")
 OLD_DRIVER = "CUDA runtime API error cudaErrorInsufficientDriver (35):\nCUDA driver version is insufficient for CUDA"
 
 
-def test_f9_errors_about_images_are_known_and_no_others_are() -> None:
+def test_errors_about_images_are_known_and_no_others_are() -> None:
     texts = (BAD_IMAGE, CODE_STREAM, INTERNAL, NO_MEMORY, STICKY, STICKY_ON_A_SAMPLE, OLD_DRIVER, "unknown")
     assert [text for text in texts if is_about_an_image(text)] == [BAD_IMAGE, CODE_STREAM]
 
@@ -42,7 +42,7 @@ def test_f9_errors_about_images_are_known_and_no_others_are() -> None:
         (OLD_DRIVER, "the NVIDIA driver 570.10 is older than 580, which nvidia-dali-cuda130 needs: update it"),
     ],
 )
-def test_f9_a_failure_is_one_sentence_that_says_what_to_do(text, expected, monkeypatch) -> None:
+def test_a_failure_is_one_sentence_that_says_what_to_do(text, expected, monkeypatch) -> None:
     found = InstalledDali("nvidia-dali-cuda130", "2.4.0", [], "13.3.2.43", "0.9.0.20")
     monkeypatch.setattr(dali_install, "installed_dali", lambda: found)
     monkeypatch.setattr(dali_install, "driver_version", lambda: "570.10")
@@ -54,14 +54,14 @@ def test_f9_a_failure_is_one_sentence_that_says_what_to_do(text, expected, monke
     assert "\n" not in message
 
 
-def test_f8_the_extras_ask_for_the_version_that_the_decoder_needs() -> None:
+def test_the_extras_ask_for_the_version_that_the_decoder_needs() -> None:
     extras = tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]
     floor = ".".join(map(str, dali_install.MIN_VERSION))
     assert extras["dali"] == [f"nvidia-dali-cuda120>={floor}; platform_system == 'Linux'"]
     assert extras["dali-cu13"] == [f"nvidia-dali-cuda130>={floor}; platform_system == 'Linux'"]
 
 
-def test_f8_versions_below_the_floor_are_a_problem() -> None:
+def test_versions_below_the_floor_are_a_problem() -> None:
     for version, is_usable in (("1.53.0", False), ("2.1.1", False), ("2.2.0", True), ("2.10", True)):
         found = InstalledDali("nvidia-dali-cuda120", version, [], "12.4.0.76", "0.8.0")
         assert (found.problem == "") == is_usable, version
@@ -96,7 +96,7 @@ def test_the_libraries_of_the_installed_dali_are_found() -> None:
 LOOKED_AT = {"nvidia-nvjpeg": (13, 3), "nvidia-nvjpeg-cu12": (12, 4), "nvimgcodec": (0, 9)}
 
 
-def test_f29_f30_the_table_of_faults_covers_what_the_extra_brings() -> None:
+def test_the_table_of_faults_covers_what_the_extra_brings() -> None:
     found = dali_install.installed_dali()
     if found is None:
         pytest.skip("NVIDIA DALI is not installed")

@@ -65,7 +65,7 @@ BAD_IMAGE = "Error in an operator, encountered:\n\nFailed to decode sample #0 : 
         (BAD_IMAGE, [16, 8, 4, 2, 1, 1], "not because of an image"),  # every image is called bad
     ],
 )  # fmt: skip
-def test_f9_what_is_not_about_an_image_is_raised_at_once(text, sizes, says, monkeypatch) -> None:
+def test_what_is_not_about_an_image_is_raised_at_once(text, sizes, says, monkeypatch) -> None:
     def fail(fed: list[np.ndarray]) -> None:
         raise RuntimeError(text)
 
@@ -78,7 +78,7 @@ def test_f9_what_is_not_about_an_image_is_raised_at_once(text, sizes, says, monk
     assert decoder.num_refused == 0
 
 
-def test_f6_the_first_run_of_every_pipeline_on_a_gpu_is_a_full_batch(monkeypatch, as_on_gpu) -> None:
+def test_the_first_run_of_every_pipeline_on_a_gpu_is_a_full_batch(monkeypatch, as_on_gpu) -> None:
     runs = Runs(monkeypatch, lambda fed: None)
     decoder = as_on_gpu(check_every=0)
     encoded, maps = batch(3, EVALUATION)
@@ -91,7 +91,7 @@ def test_f6_the_first_run_of_every_pipeline_on_a_gpu_is_a_full_batch(monkeypatch
     assert (out.int() - expected.int()).abs().max() <= 2
 
 
-def test_f20_an_image_that_comes_again_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_that_comes_again_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = Runs(monkeypatch, lambda fed: None)
     encoded, maps = batch(6, EVALUATION)
     damaged = encode(natural(320, 180))[:-300]
@@ -107,7 +107,7 @@ def test_f20_an_image_that_comes_again_is_decoded_once(monkeypatch: pytest.Monke
     assert sum(runs.sizes[1:]) == 2
 
 
-def test_f16_f31_outputs_are_held_until_one_wait_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_are_held_until_one_wait_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     held = []
     wait = dali.ThreadState.wait
     monkeypatch.setattr(dali.ThreadState, "wait", lambda state: held.append(len(state._held)) or wait(state))
@@ -119,7 +119,7 @@ def test_f16_f31_outputs_are_held_until_one_wait_at_the_end(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("engine", "threads"), [("hardware", 4), ("CUDA", 16 // MIN_LANES), (None, 4)])
-def test_f18_threads_of_a_pipeline_are_few(engine: str | None, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_of_a_pipeline_are_few(engine: str | None, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: engine is not None)
     monkeypatch.setattr(dali_install, "gpu_engine", lambda index: Engine(engine, "as set by the test"))
     decoder = dali.DaliDecoder("cuda:0", num_threads=16)
@@ -127,13 +127,13 @@ def test_f18_threads_of_a_pipeline_are_few(engine: str | None, threads: int, mon
     assert dali.DaliDecoder("cpu", num_threads=16)._num_threads == 16
 
 
-def test_f18_the_memory_of_a_thread_is_that_of_the_largest_image() -> None:
+def test_the_memory_of_a_thread_is_that_of_the_largest_image() -> None:
     options = dali.DaliDecoder("cuda:0", facts=ImageFacts((1600, 900), 1.0))._gpu_options()
     assert options["device_memory_padding"] == options["host_memory_padding"] == 1600 * 900 * 3 * 2
     assert "device_memory_padding" not in dali.DaliDecoder("cuda:0")._gpu_options()
 
 
-def test_f18_a_run_takes_memory_for_the_images_of_a_batch_only(monkeypatch, as_on_gpu) -> None:
+def test_a_run_takes_memory_for_the_images_of_a_batch_only(monkeypatch, as_on_gpu) -> None:
     assert dali.DaliDecoder(facts=ImageFacts((1600, 900), 1.0, 12))._max_run == 12
     assert dali.DaliDecoder(facts=ImageFacts((1600, 900), 1.0, 500))._max_run == dali.MAX_BATCH
     runs = Runs(monkeypatch, lambda fed: None)
@@ -144,7 +144,7 @@ def test_f18_a_run_takes_memory_for_the_images_of_a_batch_only(monkeypatch, as_o
     assert runs.sizes == [5, 5, 2]  # the first is the warm-up
 
 
-def test_f7_a_share_is_a_public_option() -> None:
+def test_a_share_is_a_public_option() -> None:
     transforms = Transforms(dali={"hardware_share": 0.5, "check_every": 10})
     decoder = make_decoder("dali", "cuda:0", dali=transforms.dali)
     assert decoder._gpu_options()["hw_decoder_load"] == 0.5
@@ -188,7 +188,7 @@ def test_no_memory_on_the_device_is_a_sentence_that_says_what_to_do(monkeypatch:
         decoder.new_output((1, 3, 48, 64))
 
 
-def test_f32_one_image_in_n_is_compared(monkeypatch, as_on_gpu) -> None:
+def test_one_image_in_n_is_compared(monkeypatch, as_on_gpu) -> None:
     encoded, maps = batch(13)
     decoder = as_on_gpu(check_every=5)
     compared: list[int] = []
@@ -212,7 +212,7 @@ def test_f32_one_image_in_n_is_compared(monkeypatch, as_on_gpu) -> None:
         np.random.default_rng(1).integers(0, 256, (22, 40, 3), np.uint8).repeat(8, 0).repeat(8, 1),
     ],
 )
-def test_f32_right_pixels_pass(image, as_on_gpu) -> None:
+def test_right_pixels_pass(image, as_on_gpu) -> None:
     encoded = [encode(image) for _ in range(12)]
     size = image.shape[1], image.shape[0]
     maps = [AUGMENT.draw([size], seed=0, epoch=0, sample=number)[0] for number in range(12)]
@@ -221,7 +221,7 @@ def test_f32_right_pixels_pass(image, as_on_gpu) -> None:
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros_like, lambda pictures: pictures.roll(1, 0)])
-def test_f32_wrong_pixels_without_an_error_are_an_error(wrong, monkeypatch, as_on_gpu) -> None:
+def test_wrong_pixels_without_an_error_are_an_error(wrong, monkeypatch, as_on_gpu) -> None:
     right = torch.utils.dlpack.from_dlpack
     monkeypatch.setattr(torch.utils.dlpack, "from_dlpack", lambda pictures: wrong(right(pictures)))
     encoded, maps = batch(8, EVALUATION)
@@ -231,7 +231,7 @@ def test_f32_wrong_pixels_without_an_error_are_an_error(wrong, monkeypatch, as_o
     assert make_decoder("dali").decode_batch(encoded, maps, out) == [None] * 8  # which compares nothing on the CPU
 
 
-def test_f33_closing_drops_the_pipelines_of_all_threads() -> None:
+def test_closing_drops_the_pipelines_of_all_threads() -> None:
     decoder = dali.DaliDecoder()
     encoded, maps = batch(2, EVALUATION)
     out = empty(2)
@@ -252,7 +252,7 @@ def test_f33_closing_drops_the_pipelines_of_all_threads() -> None:
 
 
 @pytest.mark.process
-def test_f33_no_pipeline_is_left_when_the_interpreter_ends() -> None:
+def test_no_pipeline_is_left_when_the_interpreter_ends() -> None:
     code = """
 import atexit
 atexit.register(lambda: print("left", len(decoder._local.state.pipelines)))  # runs after what dali registers
@@ -268,7 +268,7 @@ print("built", len(decoder._local.state.pipelines))
     assert done.stdout.split() == ["built", "1", "left", "0"]
 
 
-def test_f8_a_dali_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dali_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     found = InstalledDali("nvidia-dali-cuda120", "2.1.1", [], "12.4.0.76", "0.7.0")
     monkeypatch.setattr(dali_install, "installed_dali", lambda: found)
     with pytest.raises(

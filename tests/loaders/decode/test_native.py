@@ -188,7 +188,7 @@ class TestDeclined:
                 assert by_libjpeg(bytes(damaged), 2).shape == (48, 80, 3)
         assert outcomes == {True, False}
 
-    def test_l3_coefficients_beyond_those_of_pictures_are_declined_or_the_pixels_are_the_same(
+    def test_coefficients_beyond_those_of_pictures_are_declined_or_the_pixels_are_the_same(
         self, camera_jpeg, portable
     ) -> None:
         taken = set()
@@ -209,7 +209,7 @@ class TestDeclined:
         assert {(2, True), (255, False)} <= taken
 
     @pytest.mark.slow
-    def test_l3_what_is_refused_does_not_depend_on_the_native_decoder(self, camera_jpeg) -> None:
+    def test_what_is_refused_does_not_depend_on_the_native_decoder(self, camera_jpeg) -> None:
         encoded = encode(natural(320, 400), subsampling="4:2:0", restart_marker_rows=1)
         scan = probe(encoded).scan_at
         markers = [at for at in range(scan, len(encoded)) if encoded[at] == 0xFF and encoded[at + 1] != 0]
@@ -236,7 +236,7 @@ class TestDeclined:
                 outcomes.add((first is None, bool(trailer)))
         assert len(outcomes) == 4
 
-    def test_l3_a_jfif_version_that_libjpeg_warns_of_is_declined(self, camera_jpeg) -> None:
+    def test_a_jfif_version_that_libjpeg_warns_of_is_declined(self, camera_jpeg) -> None:
         encoded = encode(natural(160, 96), subsampling="4:2:0")
         at = encoded.index(b"JFIF\0") + 5
         other = encoded[:at] + b"\x02" + encoded[at + 1 :]
@@ -334,8 +334,8 @@ class TestLibrary:
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitize", [False, True])
-def test_l3_mutations_are_the_same_with_and_without_the_native_decoder(sanitize, tmp_path):
-    """A small share: 200,000 with sanitizers are in `docs/measured/decoders.md`."""
+def test_mutations_are_the_same_with_and_without_the_native_decoder(sanitize, tmp_path):
+    """With and without the native decoder the same files are refused, and the same pixels decoded."""
     if isinstance(native.load(), str) or (sanitize and shutil.which("gcc") is None):
         pytest.skip("needs the native decoder, and gcc to build it with sanitizers")
     images = [tmp_path / "a.jpg", tmp_path / "b.png"]

@@ -74,7 +74,7 @@ def rendered(picture: np.ndarray, image_map) -> np.ndarray:
         START.crop(600, 300, 301, 203).resize(500, 371).rotate(-5.0),
     ],
 )
-def test_n4_rotated_pictures_are_not_darkened(image_map) -> None:
+def test_rotated_pictures_are_not_darkened(image_map) -> None:
     assert not image_map.is_axis_aligned
     picture = natural(*NUSCENES_WH)
     width, height = image_map.out_wh

@@ -29,7 +29,7 @@ LEAST_DB = {
     ("pillow", "bicubic"): 43.0, ("pillow", "bilinear"): 43.0, ("turbo", "bicubic"): 34.0,
     ("turbo", "bilinear"): 36.0, ("dali", "bicubic"): 43.0, ("dali", "bilinear"): 40.0,
 }  # fmt: skip
-"""On a made picture; `docs/measured/decoders.md` has those of real ones too."""
+"""On a made picture."""
 
 
 @pytest.mark.parametrize("file", IMAGES, ids=lambda file: file.stem)

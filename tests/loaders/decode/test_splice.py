@@ -155,7 +155,7 @@ def test_views_can_be_spliced() -> None:
     assert splice_rows(memoryview(b"x" + encoded)[1:], probe(encoded), 300, 400) == expected
 
 
-def test_f17_the_native_library_cuts_a_whole_batch_as_python_does() -> None:
+def test_the_native_library_cuts_a_whole_batch_as_python_does() -> None:
     native = load_native()
     assert not isinstance(native, str), native
     wanted = []
@@ -188,7 +188,7 @@ def test_f17_the_native_library_cuts_a_whole_batch_as_python_does() -> None:
     assert splice_batch([], scratch, native) == []
 
 
-def test_f17_a_batch_is_cut_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_is_cut_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     native = load_native()
     assert not isinstance(native, str), native
     calls: list[int] = []

@@ -37,6 +37,22 @@ def test_torchs_loader_gives_the_same_batches_with_any_number_of_worker_processe
         assert unlike(list(outer), list(plain)) == []
 
 
+@pytest.mark.parametrize("num_processes", [0, 2])
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_each_iteration_is_an_epoch_of_its_own_in_new_workers_too(tiny, num_processes, method):
+    view, plain = IterableView(load(tiny, 4)), load(tiny, 4)
+    context = method if num_processes else None
+    outer = TorchLoader(view, batch_size=None, num_workers=num_processes, multiprocessing_context=context)
+    whole = [keys(plain) for _ in range(4)]
+    assert keys(islice(outer, 2)) == whole[0][:2]
+    assert keys(outer) == whole[1]
+    view.set_epoch(0)
+    assert keys(outer) == whole[0]
+    view.load_state_dict(plain.state_dict() | {"epoch": 2, "samples_consumed": 8})
+    assert keys(islice(outer, 2)) == whole[2][2:4]
+    assert keys(outer) == whole[3]
+
+
 def test_persistent_workers_continue_to_the_next_epoch_together(tiny):
     outer = TorchLoader(IterableView(load(tiny, 4)), batch_size=None, num_workers=2, persistent_workers=True)
     plain = load(tiny, 4)
@@ -76,17 +92,17 @@ class Plain(torch.utils.data.IterableDataset):
 
 class TestL8WorkersWithoutTheView:
     @pytest.mark.parametrize("num_processes", [0, 1])
-    def test_l8_one_iteration_is_no_reason_to_warn(self, tiny, num_processes):
+    def test_one_iteration_is_no_reason_to_warn(self, tiny, num_processes):
         outer = TorchLoader(Plain(load(tiny, 2)), batch_size=None, num_workers=num_processes)
         assert keys(outer) == keys(load(tiny, 2))
 
-    def test_l8_several_workers_that_each_give_every_batch_warn(self, tiny):
+    def test_several_workers_that_each_give_every_batch_warn(self, tiny):
         """Warnings are errors here, and torch hands a worker's error to the main process."""
         outer = TorchLoader(Plain(load(tiny, 2)), batch_size=None, num_workers=2)
         with pytest.raises(UserWarning, match=r"gives every batch, 2 times in all; wrap it in .*IterableView"):
             next(iter(outer))
 
-    def test_l8_the_view_does_not_warn(self, tiny):
+    def test_the_view_does_not_warn(self, tiny):
         assert keys(TorchLoader(IterableView(load(tiny, 2)), batch_size=None, num_workers=2)) == keys(load(tiny, 2))
 
 
@@ -98,8 +114,13 @@ class TestPickle:
         copy = pickle.loads(pickle.dumps(loader))
         assert copy.world == World(1, 2)
         assert copy.state_dict() == loader.state_dict()
-        rest = load(tiny, 2, rank=1, size=2, seed=5, drop_last=False)
-        assert keys(copy) == keys(rest)[2:]
+        assert [batch["epoch"] for batch in copy] == [1] * len(loader), "as the loader itself would continue"
+        assert unlike(list(pickle.loads(pickle.dumps(loader))), list(loader)) == []
+
+    def test_a_restored_position_travels(self, tiny):
+        loader, whole = load(tiny), keys(load(tiny))
+        loader.load_state_dict(loader.state_dict() | {"samples_consumed": 6})
+        assert keys(pickle.loads(pickle.dumps(loader))) == whole[2:]
 
     def test_an_epoch_that_was_set_stays_set(self, tiny):
         loader = load(tiny)

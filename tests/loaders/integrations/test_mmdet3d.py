@@ -24,7 +24,7 @@ def root(made):
 
 def batch_of(root, box_frame="ego", ego=BEV, points=False, **options):
     transforms = Transforms(image=IMAGE, ego=ego, box_frame=box_frame, points=points)
-    with DataLoader(root, 5, transforms=transforms, seed=3, **options) as loader:
+    with DataLoader(root, 5, shuffle=True, drop_last=True, transforms=transforms, seed=3, **options) as loader:
         return next(iter(loader))
 
 
@@ -52,7 +52,7 @@ def test_bevdets_formula_leads_to_our_pixels(root) -> None:
 
 def test_intrinsics_are_those_of_the_stored_image(root) -> None:
     stored = batch_of(root, ego=BevAugment())
-    with DataLoader(root, 5, transforms=Transforms(image=FULL), seed=3) as plain:
+    with DataLoader(root, 5, shuffle=True, drop_last=True, transforms=Transforms(image=FULL), seed=3) as plain:
         torch.testing.assert_close(img_inputs(stored).intrinsics, next(iter(plain))["intrinsics"], atol=1e-3, rtol=1e-5)
 
 

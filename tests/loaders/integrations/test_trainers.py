@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from fuelrail.loaders import DataLoader, World
+from support.batches import TINY, load
 from support.ranks import TESTS, environment
 
 pytestmark = pytest.mark.process
@@ -36,7 +37,7 @@ def tiny(made):
 
 def expected(root, world):
     """(step, epoch, keys) of the first steps, from a loader that nobody stopped."""
-    with DataLoader(root, batch_size=2, seed=7, world=world) as loader:
+    with DataLoader(root, batch_size=2, shuffle=True, drop_last=True, seed=7, world=world) as loader:
         batches = (batch for _ in range(9) for batch in loader)
         return [(step, b["epoch"], b["sample_key"]) for step, b in enumerate(islice(batches, NUM_STEPS))]
 
@@ -126,6 +127,71 @@ def test_other_trainers(tiny, tmp_path, package, example, worlds):
     assert_samples(tiny, ranks, worlds)
 
 
+def epochs_of(root, count):
+    """The keys of each batch, epoch by epoch, of a loader that nobody stopped."""
+    with load(root, 2, seed=7, image=TINY) as loader:
+        return [[batch["sample_key"] for batch in loader] for _ in range(count)]
+
+
+@pytest.mark.filterwarnings("ignore::Warning")  # Lightning's advice, and what torch has deprecated
+def test_lightning_with_limited_batches_takes_another_epoch_each_time(tiny, tmp_path):
+    pl = pytest.importorskip("lightning.pytorch", reason="lightning is not installed: pip install 'fuelrail[trainers]'")
+    seen = []
+
+    class Model(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1))
+
+        def train_dataloader(self):
+            loader = load(tiny, 2, seed=7, image=TINY)
+            loader.set_epoch(self.current_epoch)
+            return loader
+
+        def training_step(self, batch):
+            seen.append(batch["sample_key"])
+            return self.weight * batch["img"].float().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 1e-3)
+
+    def trainer(epochs):
+        return pl.Trainer(
+            max_epochs=epochs, limit_train_batches=2, accelerator="cpu", devices=1, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+
+    whole = epochs_of(tiny, 5)
+    first = trainer(3)
+    first.fit(Model())
+    assert seen == [keys for epoch in whole[:3] for keys in epoch[:2]]
+    first.save_checkpoint(tmp_path / "run.ckpt")
+    seen.clear()
+    trainer(5).fit(Model(), ckpt_path=tmp_path / "run.ckpt", weights_only=True)
+    assert seen == [keys for epoch in whole[3:] for keys in epoch[:2]], "as without a stop"
+
+
+@pytest.mark.filterwarnings("ignore::Warning")
+def test_accelerate_leaves_the_loader_as_it_is_and_restores_it(tiny, tmp_path):
+    accelerate = pytest.importorskip(
+        "accelerate", reason="accelerate is not installed: pip install 'fuelrail[trainers]'"
+    )
+    whole = epochs_of(tiny, 3)
+    accelerator, loader = accelerate.Accelerator(cpu=True), load(tiny, 2, seed=7, image=TINY)
+    assert accelerator.prepare(loader) is loader
+    for refused in (accelerator.prepare_data_loader, accelerator.skip_first_batches):
+        with pytest.raises(AttributeError, match=r"no `prepare_data_loader`, no skipped batches"):
+            refused(loader)
+    accelerator.register_for_checkpointing(loader)
+    for epoch in range(2):
+        assert [batch["sample_key"] for batch in islice(loader, 3)] == whole[epoch][:3]
+    accelerator.save_state(str(tmp_path))
+    assert [batch["sample_key"] for batch in islice(loader, 3)] == whole[2][:3]
+    accelerator.load_state(str(tmp_path))
+    assert [batch["sample_key"] for batch in loader] == whole[1][3:]
+    loader.close()
+
+
 class _Calls:
     """An object whose pickle calls a function when it is loaded."""
 
@@ -172,7 +238,7 @@ def test_ray_train_continues_after_its_workers_died(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])
-def test_f28_nccl_is_bound_to_the_ranks_gpu(has_gpu, monkeypatch):
+def test_nccl_is_bound_to_the_ranks_gpu(has_gpu, monkeypatch):
     spec = importlib.util.spec_from_file_location("example", EXAMPLES / "example.py")
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
@@ -185,6 +251,6 @@ def test_f28_nccl_is_bound_to_the_ranks_gpu(has_gpu, monkeypatch):
     assert made == ([(("nccl",), {"device_id": torch.device("cuda", 1)})] if has_gpu else [(("gloo",), {})])
 
 
-def test_f28_no_example_joins_a_group_by_itself():
+def test_no_example_joins_a_group_by_itself():
     own = {file.name for file in EXAMPLES.glob("*.py") if "init_process_group(" in file.read_text(encoding="utf-8")}
     assert own == {"example.py", "mmengine_runner.py"}

@@ -124,7 +124,7 @@ def write_tar(path, members):
 
 @pytest.mark.parametrize("stored", ["", ".zst"])
 @pytest.mark.parametrize("ending", ["pickle", "pkl", "pyd", "pth"])
-def test_h1_no_member_is_unpickled(tmp_path, ending, stored):
+def test_no_member_is_unpickled(tmp_path, ending, stored):
     evil = pickle.dumps(Payload(tmp_path / "PWNED"), protocol=0)
     data = zstandard.compress(evil) if stored else evil
     name = f"x_evil.{ending}{stored}"
@@ -139,7 +139,7 @@ OTHER_ENDINGS = sorted({*decoders, "bmp", "eps", "mp4", "wav", "gz", "pickle.gz"
 
 
 @pytest.mark.parametrize("ending", OTHER_ENDINGS)
-def test_h1_only_the_known_endings_reach_webdatasets_handlers(tmp_path, ending):
+def test_only_the_known_endings_reach_webdatasets_handlers(tmp_path, ending):
     data = b"\x80 no value of any kind"
     name = f"x_mine.{ending}"
     shard = write_tar(tmp_path / "t.tar", {"a.meta.json": b"{}", f"a.{name}": data})
@@ -148,7 +148,7 @@ def test_h1_only_the_known_endings_reach_webdatasets_handlers(tmp_path, ending):
 
 
 @pytest.mark.parametrize("name", ["x_page.jpg", "x_page.png", "x_page.jpg.zst"])
-def test_h1_other_content_under_an_images_name_is_refused(name):
+def test_other_content_under_an_images_name_is_refused(name):
     data = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 1 1\n"
     data = zstandard.compress(data) if name.endswith(".zst") else data
     with pytest.raises(DecodingError) as caught:

@@ -103,7 +103,7 @@ def test_state_of_another_sequence_shows_both_sides(change, both) -> None:
         ({"samples_consumed": 2**62}, "both must be 0 or more, and below 2**62"),
     ],
 )
-def test_l9_what_is_no_state_is_refused(change, words) -> None:
+def test_what_is_no_state_is_refused(change, words) -> None:
     with pytest.raises(StateMismatchError) as caught:
         decode_state({**encode_state(state()), **change}, IDENTITY)
     assert words in str(caught.value)

@@ -36,7 +36,8 @@ for turn, how in [(turn, how) for turn in range(3) for how in ("cut", "half", "c
     image = ImageAugment(height=64, width=176)
     bad_samples = {"on_error": on_error, "file": None}
     with DataLoader(
-        root, 1, transforms={"image": image}, seed=turn, storage="mapped", num_workers=2, bad_samples=bad_samples
+        root, 1, shuffle=True, transforms={"image": image}, seed=turn, storage="mapped", num_workers=2,
+        bad_samples=bad_samples,
     ) as loader:
         try:
             for number, batch in enumerate(loader):
@@ -79,7 +80,7 @@ def run(code, *arguments):
 @pytest.mark.process
 @needs_guard
 @pytest.mark.parametrize("on_error", ["raise", "substitute"])
-def test_m1_a_shard_changed_during_an_epoch_is_a_named_error_or_no_harm(pristine, tmp_path, on_error):
+def test_a_shard_changed_during_an_epoch_is_a_named_error_or_no_harm(pristine, tmp_path, on_error):
     done = run(EPOCHS, pristine, tmp_path, on_error)
     assert done.returncode == 0, done.stdout + done.stderr
     found = [line.split("|") for line in done.stdout.splitlines()]
@@ -93,8 +94,8 @@ def test_m1_a_shard_changed_during_an_epoch_is_a_named_error_or_no_harm(pristine
 
 @needs_guard
 class TestMappedShards:
-    def test_m1_zeros_in_the_place_of_a_lost_page_are_never_taken_for_data(self, own):
-        """The window of the finding: cut after the digest was checked, before the bytes are decoded."""
+    def test_zeros_in_the_place_of_a_lost_page_are_never_taken_for_data(self, own):
+        """Cut after the digest was checked, before the bytes are decoded."""
         dataset = open_dataset(own)
         storage = MappedShards(dataset)
         index, row = rows_of(dataset)[7]
@@ -110,7 +111,7 @@ class TestMappedShards:
         assert bytes(storage.span(other, good)) == spans_of(own)[12]
         storage.recheck([other])
 
-    def test_m1_a_shard_that_is_whole_again_is_read_again(self, own, pristine):
+    def test_a_shard_that_is_whole_again_is_read_again(self, own, pristine):
         dataset = open_dataset(own)
         storage = MappedShards(dataset)
         index, row = rows_of(dataset)[7]
@@ -141,7 +142,7 @@ class TestMappedShards:
             storage.span(index, row)
         assert type(caught.value) is expected
 
-    def test_m1_bytes_changed_in_place_after_their_check_are_found_before_they_are_handed_out(self, own):
+    def test_bytes_changed_in_place_after_their_check_are_found_before_they_are_handed_out(self, own):
         dataset = open_dataset(own)
         storage = MappedShards(dataset)
         index, row = rows_of(dataset)[7]

@@ -298,7 +298,7 @@ class TestOpening:
         with pytest.raises(DatasetError, match="choose another folder with cache_dir"):
             open_dataset(serve(pristine).url, cache_dir=tmp_path / "file")
 
-    def test_h2_a_folder_for_the_index_that_others_made_is_refused(self, serve, pristine, tmp_path):
+    def test_a_folder_for_the_index_that_others_made_is_refused(self, serve, pristine, tmp_path):
         server = serve(pristine)
         home = tmp_path / "home"
         home.mkdir(mode=0o755)
@@ -319,7 +319,7 @@ class TestOpening:
             open_dataset(server.url, cache_dir=tmp_path / "good")
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
-    def test_h2_a_folder_for_the_index_of_another_user_is_refused(self, serve, pristine, tmp_path):
+    def test_a_folder_for_the_index_of_another_user_is_refused(self, serve, pristine, tmp_path):
         server = serve(pristine)
         root = open_dataset(server.url, cache_dir=tmp_path / "cache").root
         for path in (root / "dataset.json", root, root.parent, root.parent.parent):

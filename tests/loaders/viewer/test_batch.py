@@ -33,7 +33,9 @@ def root(made):
 
 def loader_of(root, transforms=(), **options):
     transforms = {"image": IMAGE, "points": True, **dict(transforms)}
-    return DataLoader(root, 2, seed=3, num_workers=1, world=World(), transforms=transforms, **options)
+    return DataLoader(
+        root, 2, shuffle=True, drop_last=True, seed=3, num_workers=1, world=World(), transforms=transforms, **options
+    )
 
 
 def picture(root, transforms=(), **options):
@@ -102,7 +104,9 @@ def test_groups_of_cameras_keep_their_sizes(root):
         "front": {"cameras": ["cam_front"], "image": {"height": 64, "width": 96}},
         "rest": {"cameras": ["cam_back"], "image": {"height": 32, "width": 48}},
     }
-    with DataLoader(root, 1, seed=3, transforms={"camera_groups": groups}, num_workers=1) as loader:
+    with DataLoader(
+        root, 1, shuffle=True, drop_last=True, seed=3, transforms={"camera_groups": groups}, num_workers=1
+    ) as loader:
         batch = next(iter(loader))
         shown = loader.show(batch).pixels
         assert "in groups" in loader._repr_html_()

@@ -77,7 +77,7 @@ class TestCommand:
             fuelrail.view(root, image={"tall": 64})
 
     @pytest.mark.parametrize("side", [40_000, 1_000_000_000])
-    def test_l1_sizes_beyond_all_images_are_refused(self, root, side, capsys, tmp_path):
+    def test_sizes_beyond_all_images_are_refused(self, root, side, capsys, tmp_path):
         settings = tmp_path / "f.yaml"
         settings.write_text(f"height: {side}\nwidth: {side}\n")
         assert main(["view", str(root), "--image", str(settings), "--output", str(tmp_path / "x.png")]) == 2
@@ -86,7 +86,7 @@ class TestCommand:
         assert error.count("\n") == 1
 
     @pytest.mark.process
-    def test_l1_a_picture_that_memory_cannot_hold_is_refused(self, root, tmp_path):
+    def test_a_picture_that_memory_cannot_hold_is_refused(self, root, tmp_path):
         settings = tmp_path / "f.yaml"
         settings.write_text("height: 8192\nwidth: 8192\n")
         code = (

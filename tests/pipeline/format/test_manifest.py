@@ -235,6 +235,18 @@ def test_what_to_do_where_there_is_no_manifest(tmp_path) -> None:
             load_manifest(folder)
 
 
+def test_it_never_proposes_to_write_into_a_folder_of_other_files(tmp_path) -> None:
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(
+        DatasetNotReadyError, match=r"so no dataset; make one in a new folder: `fuelrail shard SOURCE OUT`$"
+    ):
+        load_manifest(tmp_path)
+    with pytest.raises(
+        DatasetNotReadyError, match=r"new folder: `fuelrail annotate DATASET OUT --model MODULE:FUNCTION`$"
+    ):
+        load_manifest(tmp_path, LAYERS)
+
+
 def named(number: int) -> str:
     """A fingerprint for each number."""
     return f"{number:064x}"

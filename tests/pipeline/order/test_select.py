@@ -37,7 +37,7 @@ def select(text, table=TABLE):
     ],
 )  # fmt: skip
 def test_selects(text, rows):
-    """Of each form one; `test_n13_filters` compares all forms and their compositions with ORDER.md."""
+    """Of each form one; `test_order_document.py` compares all forms and their compositions with ORDER.md."""
     assert select(text) == rows
 
 

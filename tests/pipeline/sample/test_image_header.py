@@ -145,7 +145,7 @@ def with_scans(encoded: bytes, count: int) -> bytes:
     return encoded + b"\xff\xda\0\x02" * (count - encoded.count(b"\xff\xda"))
 
 
-def test_m4_scans_times_pixels_are_limited() -> None:
+def test_scans_times_pixels_are_limited() -> None:
     progressive = encode(PICTURE, progressive=True)
     for width, height, num_scans in ((8000, 8000, 12), (3840, 2160, MAX_SCANS)):
         assert probe(with_scans(with_size(progressive, width, height), num_scans)).progressive
@@ -154,7 +154,7 @@ def test_m4_scans_times_pixels_are_limited() -> None:
         probe(hostile)
 
 
-def test_m4_baseline_files_of_many_scans_are_limited_too() -> None:
+def test_baseline_files_of_many_scans_are_limited_too() -> None:
     encoded = with_size(encode(PICTURE), 8000, 8000)
     start = encoded.index(b"\xff\xda")
     one_by_one = encoded[:start] + b"\xff\xda\0\x08\x01\x01\0\0\x3f\0" + encoded[start + 14 :]
@@ -180,7 +180,7 @@ def with_pixel_data(encoded: bytes, packed: bytes) -> bytes:
         (lambda raw: b"", "PNG has 0 of 5180 bytes"),
     ],
 )
-def test_m4_png_data_are_as_many_as_the_header_says(change, message: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_png_data_are_as_many_as_the_header_says(change, message: str, capfd: pytest.CaptureFixture[str]) -> None:
     raw = b"".join(b"\0" + row.tobytes() for row in PICTURE)
     encoded = encode(PICTURE, "png")
     hostile = with_pixel_data(encoded, change(raw))
@@ -197,7 +197,7 @@ def test_m4_png_data_are_as_many_as_the_header_says(change, message: str, capfd:
 
 @pytest.mark.parametrize("mode", ["L", "LA", "RGB", "RGBA"])
 @pytest.mark.parametrize("wh", [(1, 1), (3, 5), (4, 4), (49, 35)])
-def test_m4_unpacked_pngs_have_the_same_pixels(mode: str, wh: tuple[int, int]) -> None:
+def test_unpacked_pngs_have_the_same_pixels(mode: str, wh: tuple[int, int]) -> None:
     image = Image.fromarray(natural(*wh)).convert(mode)
     file = io.BytesIO()
     image.save(file, "png")
@@ -206,7 +206,7 @@ def test_m4_unpacked_pngs_have_the_same_pixels(mode: str, wh: tuple[int, int]) -
 
 
 @pytest.mark.parametrize("wh", [(1, 1), (2, 1), (5, 3), (8, 8), (49, 35)])
-def test_m4_interlaced_pngs_are_unpacked(wh: tuple[int, int]) -> None:
+def test_interlaced_pngs_are_unpacked(wh: tuple[int, int]) -> None:
     width, height = wh
     picture = natural(*wh)
     raw = bytearray()

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def test_l2_regular_files_and_links_within_the_folder(tmp_path) -> None:
+def test_regular_files_and_links_within_the_folder(tmp_path) -> None:
     (tmp_path / "a").write_bytes(b"12345")
     (tmp_path / "b").symlink_to("a")
     (tmp_path / "c").symlink_to(tmp_path / "a")
@@ -73,7 +73,7 @@ def kinds(place: Path) -> dict[str, Path]:
     return made
 
 
-def test_l2_other_kinds_of_files_are_refused_at_once(tmp_path) -> None:
+def test_other_kinds_of_files_are_refused_at_once(tmp_path) -> None:
     for name, place in kinds(tmp_path).items():
         says = {"folder": "is a folder, not a file", **dict.fromkeys(("device", "out"), "leads out of the dataset's")}
         with pytest.raises(OSError, match=says.get(name, "is not a regular file")):

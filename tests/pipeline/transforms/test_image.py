@@ -195,6 +195,6 @@ def test_settings_that_cannot_be_meant_are_refused(wrong: dict, message: str) ->
         ImageAugment(**{"height": 256, "width": 704, **wrong})
 
 
-def test_l1_the_largest_final_sizes_are_taken() -> None:
+def test_the_largest_final_sizes_are_taken() -> None:
     assert ImageAugment(height=8192, width=8192).width == 8192
     assert ImageAugment(height=1, width=16384).width == 16384

@@ -1,7 +1,4 @@
-"""Dataroots in nuScenes' tables that are not nuScenes: T4, Lyft, home-made ones; and the report of what was not taken.
-
-Each test is named after a finding (F1 to F6).
-"""
+"""Dataroots in nuScenes' tables that are not nuScenes: T4, Lyft, home-made ones; and what the report says was left."""
 
 from __future__ import annotations
 
@@ -69,7 +66,7 @@ def data_rows(made, channel, frames=None):
         (0, 2, (0, 2), 1),
     ],
 )
-def test_nuscenes_f1_boxes_are_valid_unless_no_point_is_known(made, tmp_path, lidar, radar, stored, valid):
+def test_nuscenes_boxes_are_valid_unless_no_point_is_known(made, tmp_path, lidar, radar, stored, valid):
     for row in made.tables["sample_annotation"]:
         for column, number in (("num_lidar_pts", lidar), ("num_radar_pts", radar)):
             row[column] = number
@@ -83,7 +80,7 @@ def test_nuscenes_f1_boxes_are_valid_unless_no_point_is_known(made, tmp_path, li
     assert info.report.unknown_points == (4 * 7 if stored[0] < 0 else 0)
 
 
-def test_nuscenes_f6_a_count_that_int32_does_not_hold_is_refused(made, tmp_path):
+def test_nuscenes_a_count_that_int32_does_not_hold_is_refused(made, tmp_path):
     made.tables["sample_annotation"][0]["num_lidar_pts"] = 2**31
     made.write("sample_annotation")
     with pytest.raises(SourceError, match=r"sample_annotation\.json.*num_lidar_pts"):
@@ -93,7 +90,7 @@ def test_nuscenes_f6_a_count_that_int32_does_not_hold_is_refused(made, tmp_path)
 LYFT = ("car", "pedestrian", "other_vehicle", "truck", "bus", "bicycle", "motorcycle", "emergency_vehicle", "animal")
 
 
-def test_nuscenes_f2_lyft_categories(tmp_path):
+def test_nuscenes_lyft_categories(tmp_path):
     made = build_nuscenes(tmp_path / "root", {"a": 2}, cameras=TWO, num_tracks=9)
     made.tables["category"] = [{"token": token("category", name), "name": name} for name in LYFT]
     for number, instance in enumerate(made.tables["instance"]):
@@ -111,7 +108,7 @@ def test_nuscenes_f2_lyft_categories(tmp_path):
 
 
 @pytest.mark.real
-def test_nuscenes_f2_nuscenes_own_categories_are_none_unmapped(tmp_path):
+def test_nuscenes_nuscenes_own_categories_are_none_unmapped(tmp_path):
     oracle = pytest.importorskip("nuscenes.eval.detection.utils", reason="nuscenes-devkit is not installed")
     folder = shared_data("nuscenes-mini") / "v1.0-mini"
     names = [record["name"] for record in json.loads((folder / "category.json").read_text())]
@@ -143,7 +140,7 @@ def test_nuscenes_f2_nuscenes_own_categories_are_none_unmapped(tmp_path):
         (None, "none"),
     ],
 )
-def test_nuscenes_f3_camera_distortion(made, tmp_path, stated, model):
+def test_nuscenes_camera_distortion(made, tmp_path, stated, model):
     made.tables["calibrated_sensor"][0]["camera_distortion"] = stated
     made.write("calibrated_sensor")
     _, info, table = scan(made, tmp_path)
@@ -162,7 +159,7 @@ def test_nuscenes_f3_camera_distortion(made, tmp_path, stated, model):
         assert info.report.distorted == {"cam_front": 7}
 
 
-def test_nuscenes_f3_the_loader_rectifies_what_the_table_states(tmp_path):
+def test_nuscenes_the_loader_rectifies_what_the_table_states(tmp_path):
     ramp = np.linspace(0, 6, 96)[None, :, None] + np.linspace(0, 4, 64)[:, None, None] + np.arange(3)
     picture = (127 + 100 * np.sin(ramp)).astype(np.uint8)
     images = [simplejpeg.encode_jpeg(picture, 98, "RGB", "444")]
@@ -183,7 +180,7 @@ def test_nuscenes_f3_the_loader_rectifies_what_the_table_states(tmp_path):
 
 
 @pytest.mark.parametrize("length", [1, 3, 6, 7, 13, 15, 1000])
-def test_nuscenes_f3_a_length_that_no_lens_has_is_refused(made, tmp_path, length):
+def test_nuscenes_a_length_that_no_lens_has_is_refused(made, tmp_path, length):
     made.tables["calibrated_sensor"][1]["camera_distortion"] = [0.1] * length
     made.write("calibrated_sensor")
     says = rf"{token('calibrated', 'CAM_BACK')}' has {length} values in camera_distortion; allowed are 0 \(none\), 4 \("
@@ -191,7 +188,7 @@ def test_nuscenes_f3_a_length_that_no_lens_has_is_refused(made, tmp_path, length
         scan(made, tmp_path)
 
 
-def test_nuscenes_f3_data_that_is_not_valid_is_masked(made, tmp_path):
+def test_nuscenes_data_that_is_not_valid_is_masked(made, tmp_path):
     add_sweeps(made, 2)
     for row in (*data_rows(made, "CAM_BACK", [1, 2]), *data_rows(made, "LIDAR_TOP", [1])):
         row["is_valid"] = False
@@ -214,7 +211,7 @@ def last_token(made, frame):
     return data_rows(made, "LIDAR_TOP", [frame])[0]["token"]
 
 
-def test_nuscenes_f3_data_that_is_not_valid_may_have_no_size(made, tmp_path):
+def test_nuscenes_data_that_is_not_valid_may_have_no_size(made, tmp_path):
     data_rows(made, "CAM_BACK")[0].update(is_valid=False, width=0, height=0)
     made.write("sample_data")
     _, _, table = scan(made, tmp_path)
@@ -225,7 +222,7 @@ def test_nuscenes_f3_data_that_is_not_valid_may_have_no_size(made, tmp_path):
     assert verify(tmp_path / "out", deep=True, num_threads=1).faults == []
 
 
-def test_nuscenes_f3_visibility_levels_of_t4(tmp_path):
+def test_nuscenes_visibility_levels_of_t4(tmp_path):
     made = build_nuscenes(tmp_path / "root", {"a": 2}, cameras=TWO, num_tracks=6)
     made.tables["visibility"] = [{"token": name, "level": name, "description": ""} for name in T4_LEVELS]
     names = [*T4_LEVELS, ""]
@@ -252,7 +249,7 @@ CONDITIONS = {
 
 
 @pytest.mark.parametrize("text", CONDITIONS)
-def test_nuscenes_f4_night_and_rain_are_unknown_unless_stated(made, tmp_path, text):
+def test_nuscenes_night_and_rain_are_unknown_unless_stated(made, tmp_path, text):
     made.tables["scene"][0]["description"] = text
     made.write("scene")
     _, _, table = scan(made, tmp_path)
@@ -271,7 +268,7 @@ def test_nuscenes_f4_night_and_rain_are_unknown_unless_stated(made, tmp_path, te
     assert (attributes["night"], attributes["rain"]) == known
 
 
-def test_nuscenes_f4_an_unknown_condition_is_selected_neither_way(made, tmp_path):
+def test_nuscenes_an_unknown_condition_is_selected_neither_way(made, tmp_path):
     made.tables["scene"][0]["description"] = "derived"
     made.tables["scene"][1]["description"] = "Night"
     made.write("scene")
@@ -283,7 +280,7 @@ def test_nuscenes_f4_an_unknown_condition_is_selected_neither_way(made, tmp_path
     assert chosen == {"night": 3, "not night": 0, "night is None": 4, "night or num_boxes > 0": 7}
 
 
-def test_nuscenes_f5_a_sample_without_any_image_is_dropped(made, tmp_path):
+def test_nuscenes_a_sample_without_any_image_is_dropped(made, tmp_path):
     for channel in TWO:
         for row in data_rows(made, channel, [2, 4, 5, 6]):  # one of clip a, all of clip b
             (made.root / row["filename"]).unlink()
@@ -306,7 +303,7 @@ def test_nuscenes_f5_a_sample_without_any_image_is_dropped(made, tmp_path):
     assert verify(tmp_path / "out", deep=True, num_threads=1).faults == []
 
 
-def test_nuscenes_f5_a_sample_of_images_marked_as_not_valid_is_dropped(made, tmp_path):
+def test_nuscenes_a_sample_of_images_marked_as_not_valid_is_dropped(made, tmp_path):
     for row in (*data_rows(made, "CAM_FRONT", [0, 1]), *data_rows(made, "CAM_BACK", [0])):
         row["is_valid"] = False
     made.write("sample_data")
@@ -317,7 +314,7 @@ def test_nuscenes_f5_a_sample_of_images_marked_as_not_valid_is_dropped(made, tmp
     assert decode_meta(table.row(0).meta).prev_key is None
 
 
-def test_nuscenes_f5_a_source_without_any_image_is_refused(made, tmp_path):
+def test_nuscenes_a_source_without_any_image_is_refused(made, tmp_path):
     for row in made.tables["sample_data"]:
         row["is_valid"] = False
     made.write("sample_data")
@@ -361,7 +358,7 @@ def test_nuscenes_the_scan_report_is_printed_and_in_the_manifest(made, tmp_path,
     assert scanned == {"event": "scanned", "clips": 2, "samples": 6, "report": report}
 
 
-def test_nuscenes_f2_boxes_without_any_class_are_said(made, tmp_path):
+def test_nuscenes_boxes_without_any_class_are_said(made, tmp_path):
     for category in made.tables["category"]:
         category["name"] = f"Voiture {category['name']}"
     made.write("category")

@@ -13,6 +13,7 @@ from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.sharding.run import scan_source
 from fuelrail.sharding.sources.registry import CONTENTS, SourceSpec, make_source, options_of_texts, parse_source
 from support.neutral_source import install_plugin, write_neutral
+from support.pages import ROOT
 from support.source_world import make_world
 
 
@@ -37,6 +38,17 @@ def test_a_plugin_is_listed_with_its_options(capsys):
     assert "missing_camera (drop or error or mask, default error)" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"'broken' of package 'broken-source' cannot be imported"):
         make_source(SourceSpec("broken", "/x", {}))
+
+
+def test_a_plug_in_of_the_documents_that_is_not_installed_is_named_with_its_package():
+    """Where it is installed, the kind is known: `test_pandaset_plugin.py` does that."""
+    page = (ROOT / "docs" / "sharding.md").read_text(encoding="utf-8")
+    install = "pip install ./configs/sources/pandaset"
+    assert install in page and (ROOT / "configs" / "sources" / "pandaset" / "pyproject.toml").is_file()
+    with pytest.raises(
+        ConfigError, match=rf"'pandaset', a plug-in that is not installed: `{install}`.*fuelrail-pandaset"
+    ):
+        parse_source("pandaset:/data/pandaset", {})
 
 
 @pytest.mark.usefixtures("neutral")

@@ -212,6 +212,33 @@ def test_tars_of_others_are_read_as_tarfile_reads_them_or_named(folder):
     assert num_read or folder == "tar-cpython"
 
 
+@pytest.mark.parametrize("ending", ["tar", "tar.gz", "tar.zst"])
+@pytest.mark.parametrize(
+    ("json_bytes", "says"),
+    [
+        (b"[" * 200_000, r"\.json is not JSON: it is nested too deeply"),
+        (b'{"t": "\xff"}', r"\.json is not JSON: "),
+        (b" " * (17 << 20), "17825792 bytes, of which at most 16777216 are read"),
+        (b" " * (257 << 20), "269484032 bytes, of which at most 268435456 are read at once"),
+    ],
+    ids=["nested", "not UTF-8", "long", "longer"],
+)
+def test_json_that_is_hostile_is_named(tmp_path, ending, json_bytes, says):
+    """Also where little of a compressed tar becomes much."""
+    (clip, *_) = make_world(1, 2).clips
+    with tarfile.open(tmp_path / "plain", "w") as tar:
+        for name, data in (("0.json", json_bytes), ("0.jpg", next(iter(clip.frames[0].images.values())).jpeg)):
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    data = (tmp_path / "plain").read_bytes()
+    packed = {"tar": bytes, "tar.gz": lambda data: gzip.compress(data, 1), "tar.zst": zstandard.compress}[ending](data)
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / f"a.{ending}").write_bytes(packed)
+    with pytest.raises(SourceError, match=says):
+        scan(tmp_path / "source", timestamp_ns="t")
+
+
 @pytest.mark.real
 @pytest.mark.parametrize("name", ["tendata.tar", "mpdata.tar", "compressed.tar", "n01491361.tar"])
 def test_samples_of_real_tars_are_those_of_webdataset(name, tmp_path):

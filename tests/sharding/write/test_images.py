@@ -98,7 +98,7 @@ ARITHMETIC = JPEG.replace(b"\xff\xc0", b"\xff\xc9", 1)
         (ARITHMETIC, "jpg", "arithmetic-coded JPEG is not supported"),
     ],
 )
-def test_l1_m3_what_the_loader_refuses_is_refused_by_the_writer_and_verify_deep(data, extension, says):
+def test_what_the_loader_refuses_is_refused_by_the_writer_and_verify_deep(data, extension, says):
     for refuse in (
         lambda: image_size(data, extension),
         lambda: check_pixels(data, extension, None),

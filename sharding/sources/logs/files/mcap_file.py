@@ -39,11 +39,13 @@ from fuelrail.sharding.sources.logs.files.mcap_records import (
     message_offsets,
     read_summary,
 )
-from fuelrail.sharding.sources.shared.files import opened
+from fuelrail.sharding.sources.shared.foreign import parsing
+from fuelrail.sharding.sources.shared.windows import opened
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
-    from fuelrail.sharding.sources.shared.files import SourceFiles, Window
+    from fuelrail.sharding.sources.shared.files import SourceFiles
+    from fuelrail.sharding.sources.shared.windows import Window
 
 _HEAD = MESSAGE.size - RECORD.size
 
@@ -59,7 +61,7 @@ class McapFile:
         self._files, self._name = files, name
         self._where = f"file '{files.shown}/{name}'"
         self._skip_damaged, self._check_all = skip_damaged, check_all
-        self._channels = Channels()
+        self._channels = Channels(self._where)
         self._chunk: tuple[int, Buffer] = (-1, b"")
         self._lengths: dict[str, int] = {}
         self.num_decompressed = 0
@@ -123,17 +125,18 @@ class McapFile:
 
     def read(self, place: Locator, most: int | None = None) -> Message:
         """A whole message, or its first bytes."""
-        if place.chunk < 0:
-            head = self._files.read(self._name, place.at, MESSAGE.size)
-            length, start = RECORD.unpack_from(head)[1] - _HEAD, place.at + MESSAGE.size
-            data = self._files.read(self._name, start, length if most is None else min(most, length))
-            return Message("", 0, place, data, length, start)
-        if self._chunk[0] != place.chunk:
-            head = self._files.read(self._name, place.chunk, RECORD.size + CHUNK.size + 8)
-            self._whole(self._chunk_at(place.chunk, head))
-        chunk = self._chunk[1]
-        length, start = RECORD.unpack_from(chunk, place.at)[1] - _HEAD, place.at + MESSAGE.size
-        return Message("", 0, place, memoryview(chunk)[start : start + length], length)
+        with parsing(f"{self._where}: the message at {place.chunk}:{place.at}"):
+            if place.chunk < 0:
+                head = self._files.read(self._name, place.at, MESSAGE.size)
+                length, start = RECORD.unpack_from(head)[1] - _HEAD, place.at + MESSAGE.size
+                data = self._files.read(self._name, start, length if most is None else min(most, length))
+                return Message("", 0, place, data, length, start)
+            if self._chunk[0] != place.chunk:
+                head = self._files.read(self._name, place.chunk, RECORD.size + CHUNK.size + 8)
+                self._whole(self._chunk_at(place.chunk, head))
+            chunk = self._chunk[1]
+            length, start = RECORD.unpack_from(chunk, place.at)[1] - _HEAD, place.at + MESSAGE.size
+            return Message("", 0, place, memoryview(chunk)[start : start + length], length)
 
     def _of(self, chunk: Chunk) -> str:
         return f"{self._where}: the chunk at byte {chunk.at}"

@@ -9,8 +9,12 @@ from collections.abc import Mapping
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import zstandard
+
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.logs.files.log_file import Topic, check_compression, plain_type
+from fuelrail.sharding.sources.shared.files import check_most
+from fuelrail.sharding.sources.shared.foreign import parsing
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
@@ -29,6 +33,9 @@ _PAIR: Final = struct.Struct("<QQ")
 _INDEX_OP: Final = 0x07
 _FOOTER: Final = struct.Struct("<BQQQI")
 SCHEMA_OP, CHANNEL_OP, MESSAGE_OP, CHUNK_OP, DATA_END_OP = 0x03, 0x04, 0x05, 0x06, 0x0F
+
+
+_DAMAGED: Final = "is damaged (the option damaged=skip leaves it out)"
 
 
 class Chunk(NamedTuple):
@@ -62,7 +69,8 @@ class Summary(NamedTuple):
 class Channels:
     """Schemas and channels, as they come by."""
 
-    def __init__(self) -> None:
+    def __init__(self, where: str) -> None:
+        self._where = where
         self.topics: dict[int, Topic] = {}
         self._schemas: dict[int, Any] = {}
 
@@ -71,11 +79,10 @@ class Channels:
         from mcap.data_stream import ReadDataStream
         from mcap.records import Channel, Schema
 
-        stream = ReadDataStream(io.BytesIO(data))
-        if op == SCHEMA_OP:
-            self.add(Schema.read(stream))
-        elif op == CHANNEL_OP:
-            self.add(Channel.read(stream))
+        kind: Any = {SCHEMA_OP: Schema, CHANNEL_OP: Channel}.get(op)
+        if kind is not None:
+            with parsing(self._where, f"has a damaged {kind.__name__.lower()}"):
+                self.add(kind.read(ReadDataStream(io.BytesIO(data))))
 
     def add(self, record: Any) -> None:  # noqa: ANN401 - a record of mcap
         """Note a schema or a channel of the library."""
@@ -107,19 +114,17 @@ def read_summary(files: SourceFiles, name: str, size: int, where: str) -> Summar
     summary = files.read(name, start, size - start)
     if crc and zlib.crc32(summary[: -len(MAGIC) - 4]) != crc:
         return None
-    channels, chunks, num_messages = Channels(), [], -1
-    for record in StreamReader(io.BytesIO(summary), skip_magic=True).records:
-        if isinstance(record, Schema | Channel):
-            channels.add(record)
-        elif isinstance(record, ChunkIndex):
-            at, length = record.chunk_start_offset, record.chunk_length
-            chunks.append(
-                Chunk(
-                    record.message_start_time, at, length, record.compression, at + length, record.message_index_length
-                )
-            )
-        elif isinstance(record, Statistics):
-            num_messages = record.message_count
+    channels, chunks, num_messages = Channels(where), [], -1
+    with parsing(where, "has a damaged summary"):
+        for record in StreamReader(io.BytesIO(summary), skip_magic=True).records:
+            if isinstance(record, Schema | Channel):
+                channels.add(record)
+            elif isinstance(record, ChunkIndex):
+                at, length = record.chunk_start_offset, record.chunk_length
+                first_ns, index_bytes = record.message_start_time, record.message_index_length
+                chunks.append(Chunk(first_ns, at, length, record.compression, at + length, index_bytes))
+            elif isinstance(record, Statistics):
+                num_messages = record.message_count
     is_whole = chunks and channels.topics and all(chunk.index_length for chunk in chunks)
     return Summary(channels.topics, sorted(chunks)) if is_whole or not num_messages else None
 
@@ -151,17 +156,26 @@ def message_offsets(
 
 
 def chunk_data(record: bytes, where: str) -> Buffer:
-    """Decompress the records of a chunk; raises SourceError, naming ``where``, for a wrong checksum."""
+    """Decompress the records of a chunk, of which no more are made than it states.
+
+    Raises SourceError, naming ``where``, for another size or a wrong checksum.
+    """
+    import lz4.frame  # type: ignore[import-untyped]
     from mcap.data_stream import ReadDataStream
     from mcap.records import Chunk as Record
-    from mcap.stream_reader import get_chunk_data_stream
 
-    chunk = Record.read(ReadDataStream(io.BytesIO(record)))
-    check_compression(chunk.compression, where)
-    try:
-        stream, size = get_chunk_data_stream(chunk, validate_crc=True)
-        data: bytes = stream.read(size)
-    except Exception as error:
-        text = f"{where} is damaged ({type(error).__name__}: {error})"
-        raise SourceError(f"{text}; the option damaged=skip leaves it out") from error
+    with parsing(where, _DAMAGED):
+        chunk = Record.read(ReadDataStream(io.BytesIO(record)))
+        check_compression(chunk.compression, where)
+        check_most(chunk.uncompressed_size, where)
+        data: bytes = chunk.data
+        size = chunk.uncompressed_size
+        if chunk.compression == "lz4":
+            data = lz4.frame.LZ4FrameDecompressor().decompress(data, size + 1)
+        elif chunk.compression == "zstd":
+            data = zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True).read(size + 1)
+        if len(data) != size:
+            raise ValueError(f"{size} bytes are stated, and it has {'more' if len(data) > size else len(data)}")
+        if chunk.uncompressed_crc and zlib.crc32(data) != chunk.uncompressed_crc:
+            raise ValueError("its checksum is wrong")
     return data

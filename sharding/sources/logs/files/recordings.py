@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
-import yaml
+import msgspec
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.logs.files.mcap_file import McapFile
 from fuelrail.sharding.sources.logs.files.sqlite_file import SqliteFile
+from fuelrail.sharding.sources.shared.foreign import parsing, read_yaml
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.logs.files.log_file import LogFile, Topic
@@ -22,6 +23,15 @@ _GENERIC: Final = re.compile(
     r"(compressed|image|video|raw|rect|color|colour|points?|point_?cloud|packets|data|sensing|camera|lidar|sensors?)"
     r"(_?(raw|rect|color|colour|compressed|mono|video|points?|[0-9]))*\Z"
 )
+
+
+class _Information(msgspec.Struct):
+    relative_file_paths: list[str]
+    compression_mode: str | None = None
+
+
+class _Metadata(msgspec.Struct):
+    rosbag2_bagfile_information: _Information
 
 
 class Recordings:
@@ -66,12 +76,11 @@ class Recordings:
     @cached_property
     def topics(self) -> dict[str, Topic]:
         """Topics of all logs by name."""
-        return {
-            topic.name: topic
-            for _, files in self.logs
-            for name in files
-            for topic in self.log_file(name).topics.values()
-        }
+        found: dict[str, Topic] = {}
+        for name in (name for _, files in self.logs for name in files):
+            with parsing(f"file '{self._files.shown}/{name}'"):
+                found |= self.log_file(name).topics
+        return found
 
     def log_file(self, name: str) -> LogFile:
         """A file of a log; it is looked at once."""
@@ -110,19 +119,16 @@ class Recordings:
     def _split_files(self, folder: str) -> list[str]:
         """The files of a rosbag2 folder by its metadata; raises SourceError where one is missing."""
         where = f"file '{self._files.shown}/{folder}{METADATA}'"
-        try:
-            facts = yaml.safe_load(self._files.read(f"{folder}{METADATA}"))["rosbag2_bagfile_information"]
-            names = [str(name) for name in facts["relative_file_paths"]]
-            compression = facts.get("compression_mode") or ""
-        except (yaml.YAMLError, KeyError, TypeError) as error:
-            raise SourceError(f"{where} is no metadata of rosbag2: {error}") from error
+        data = self._files.read(f"{folder}{METADATA}")
+        facts = read_yaml(data, where, _Metadata, "is no metadata of rosbag2").rosbag2_bagfile_information
+        compression = facts.compression_mode or ""
         if compression.lower() not in ("", "none"):
             raise SourceError(
                 f"{where}: the bag is compressed by {compression}; `ros2 bag convert` makes an MCAP file with "
                 "compressed chunks of it, which is read"
             )
         found = []
-        for name in names:
+        for name in facts.relative_file_paths:
             inside = f"{folder}{name}"
             if self._files.facts(inside) is None:  # older versions put the name of the folder in front
                 inside = f"{folder}{name.rpartition('/')[2]}"

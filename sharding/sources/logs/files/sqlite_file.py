@@ -9,13 +9,19 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.logs.files.log_file import HEAD_BYTES, Locator, Message, Topic, plain_type
+from fuelrail.sharding.sources.shared.files import MOST_BYTES
+from fuelrail.sharding.sources.shared.foreign import parsing
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.shared.files import SourceFiles
+
+T = TypeVar("T")
 
 
 class SqliteFile:
@@ -34,26 +40,29 @@ class SqliteFile:
 
     @cached_property
     def _database(self) -> sqlite3.Connection:
-        if not self._path.is_file():
-            raise SourceError(f"{self._where} is not there")
         uri = f"{self._path.absolute().as_uri()}?mode=ro&immutable=1"
         database = sqlite3.connect(uri, uri=True, check_same_thread=False)
         weakref.finalize(self, database.close)  # one that goes unclosed is a warning from Python 3.13 on
+        database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)
         return database
 
-    def _rows(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
-        try:
+    def _rows(self, kind: type[T], query: str, values: Sequence[Any] = ()) -> list[T]:
+        with parsing(self._where, "is no rosbag2 database, or it is damaged"):
             with self._lock:
-                return self._database.execute(query, values).fetchall()
-        except sqlite3.Error as error:
-            raise SourceError(f"{self._where} is no rosbag2 database, or it is damaged: {error}") from error
+                rows = self._database.execute(query, values).fetchall()
+            return msgspec.convert(rows, list[kind])  # type: ignore[valid-type]
 
     @cached_property
     def _ids(self) -> dict[int, Topic]:
-        rows = self._rows("SELECT id, name, type, serialization_format FROM topics ORDER BY id")
-        has_texts = self._rows("SELECT 1 FROM sqlite_master WHERE name = 'message_definitions'")
+        kinds = dict(self._rows(tuple[str, str], "SELECT lower(name), sql FROM sqlite_master WHERE sql IS NOT NULL"))
+        for name in ("topics", "messages", "message_definitions"):
+            if not kinds.get(name, "CREATE TABLE").upper().startswith("CREATE TABLE"):  # a view may have no end
+                raise SourceError(f"{self._where} is no rosbag2 database: '{name}' is not a table")
+        rows = self._rows(
+            tuple[int, str, str, str], "SELECT id, name, type, serialization_format FROM topics ORDER BY id"
+        )
         query = "SELECT topic_type, encoded_message_definition FROM message_definitions"
-        texts = dict(self._rows(query)) if has_texts else {}
+        texts = dict(self._rows(tuple[str, str], query)) if "message_definitions" in kinds else {}
         return {
             number: Topic(name, plain_type(kind), encoding, texts.get(kind, "").encode())
             for number, name, kind, encoding in rows
@@ -79,7 +88,7 @@ class SqliteFile:
             "SELECT timestamp, id, topic_id FROM messages "
             f"WHERE topic_id IN ({listed}) AND id > ? ORDER BY id LIMIT 4096"
         )
-        while rows := self._rows(query, (after,)):
+        while rows := self._rows(tuple[int, int, int], query, (after,)):
             for log_ns, row, topic in rows:
                 data, length = self._bytes(row, most[topic])
                 yield Message(self._ids[topic].name, log_ns, Locator(self._name, 0, row), data, length)
@@ -89,11 +98,13 @@ class SqliteFile:
         """Where the messages of a topic are, in the order of their recording."""
         query = "SELECT id FROM messages WHERE topic_id = ? ORDER BY id"
         numbers = [number for number, found in self._ids.items() if found.name == topic]
-        return [Locator(self._name, 0, row) for number in numbers for (row,) in self._rows(query, (number,))]
+        return [
+            Locator(self._name, 0, row) for number in numbers for (row,) in self._rows(tuple[int], query, (number,))
+        ]
 
     def read(self, place: Locator, most: int | None = None) -> Message:
         """A whole message, or its first bytes."""
-        rows = self._rows("SELECT timestamp, topic_id FROM messages WHERE id = ?", (place.at,))
+        rows = self._rows(tuple[int, int], "SELECT timestamp, topic_id FROM messages WHERE id = ?", (place.at,))
         if not rows:
             raise SourceError(f"{self._where} has no message {place.at}: has it changed since the scan?")
         ((log_ns, topic),) = rows
@@ -102,8 +113,8 @@ class SqliteFile:
 
     def _bytes(self, row: int, most: int | None) -> tuple[bytes, int]:
         """The first bytes of a message, and the length of all; the rest is not read, as substr() would."""
-        try:
-            with self._lock, self._database.blobopen("messages", "data", row, readonly=True) as blob:
-                return blob.read(-1 if most is None else most), len(blob)
-        except sqlite3.Error as error:
-            raise SourceError(f"{self._where}: message {row} cannot be read: {error}") from error
+        with (
+            parsing(f"{self._where}: message {row}"), self._lock,
+            self._database.blobopen("messages", "data", row, readonly=True) as blob,
+        ):  # fmt: skip
+            return blob.read(-1 if most is None else most), len(blob)

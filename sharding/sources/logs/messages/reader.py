@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import struct
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -11,6 +9,7 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.logs.messages.foxglove import Foxglove
 from fuelrail.sharding.sources.logs.messages.records import Edges
 from fuelrail.sharding.sources.logs.messages.ros import Ros
+from fuelrail.sharding.sources.shared.foreign import parsing
 
 if TYPE_CHECKING:
     import numpy as np
@@ -82,7 +81,7 @@ class Reader:
     @property
     def columns(self) -> list[str]:
         """Where in a message of ROS its single numbers are; raises SourceError where it has none, or no stamp."""
-        names = self._form.columns if isinstance(self._form, Ros) else []
+        names = self._guard(lambda form: form.columns, self._form) if isinstance(self._form, Ros) else []
         if not names:
             raise SourceError(
                 f"topic '{self._topic.name}' has the type {self._topic.type}, which is no message of ROS 2 with numbers"
@@ -106,10 +105,8 @@ class Reader:
         if self._is_first:
             _check_plain(data, self._topic.name)
             self._is_first = False
-        try:
+        with parsing(f"topic '{self._topic.name}': a message", f"is no {self._topic.type}"):
             return read(data)
-        except _errors() as error:
-            raise SourceError(f"topic '{self._topic.name}': a message is no {self._topic.type}: {error}") from error
 
 
 def _check_plain(data: Any, topic: str) -> None:  # noqa: ANN401 - of one message, or of several
@@ -120,11 +117,3 @@ def _check_plain(data: Any, topic: str) -> None:  # noqa: ANN401 - of one messag
             f"topic '{topic}': messages are compressed one by one, as rosbag2 does by compression_mode MESSAGE: `ros2 "
             "bag convert` makes a file with compressed chunks of them, which is read"
         )
-
-
-@functools.cache
-def _errors() -> tuple[type[Exception], ...]:
-    """What a message that is not of its type raises."""
-    from rosbags.serde import SerdeError
-
-    return struct.error, AttributeError, IndexError, KeyError, ValueError, AssertionError, SerdeError

@@ -40,6 +40,8 @@ _STAMP: Final = slice(4, 12)
 _FIRST_STAMP: Final = slice(8, 16)
 """Where that of the first of a list is."""
 _PADDING: Final = 3
+_MOST_LINES, _MOST_VALUES = 10_000, 1000
+"""Of a definition: the library takes seconds for them."""
 _KINDS: Final = dict(enumerate(("i1", "u1", "i2", "u2", "i4", "u4", "f4", "f8"), 1))
 
 
@@ -243,6 +245,7 @@ def _standard() -> Any:  # noqa: ANN401 - rosbags
 @functools.cache
 def _store(name: str, schema: bytes) -> Any:  # noqa: ANN401 - rosbags
     """Types that have this one: ROS 2's own, else by the log's text."""
+    from rosbags.interfaces import Nodetype
     from rosbags.typesys import Stores, get_types_from_msg, get_typestore
 
     if name in _standard().types:
@@ -252,8 +255,34 @@ def _store(name: str, schema: bytes) -> Any:  # noqa: ANN401 - rosbags
             f"the log has no definition of the type {name}, which is none of ROS 2's own; `ros2 bag convert` of ROS 2 "
             "Iron or later writes one that has"
         )
-    found = get_typestore(Stores.ROS2_HUMBLE)
-    found.register(get_types_from_msg(schema.decode(), name))
+    text = schema.decode()
+    if text.count("\n") > _MOST_LINES:
+        raise ValueError(f"its definition has over {_MOST_LINES} lines")
+    types, found = get_types_from_msg(text, name), get_typestore(Stores.ROS2_HUMBLE)
+    sizes: dict[str, int] = {}
+
+    def num_values(kind: str, inside: tuple[str, ...]) -> int:
+        """How many values a message has, of which the library writes code for each: a number, a text, or a list."""
+        if kind in inside:
+            raise ValueError(f"in its definition {kind} has itself as a field")
+        if kind not in sizes:
+            fields: Any = types[kind][1] if kind in types else found.fielddefs[kind][1]
+            sizes[kind] = 1 + sum(of_field(node, about, (*inside, kind)) for _, (node, about) in fields)
+            if sizes[kind] > _MOST_VALUES:
+                raise ValueError(f"in its definition {kind} has over {_MOST_VALUES} values")
+        return sizes[kind]
+
+    def of_field(node: Any, about: Any, inside: tuple[str, ...]) -> int:  # noqa: ANN401 - rosbags
+        if node in (Nodetype.ARRAY, Nodetype.SEQUENCE):
+            (node, about), number = about
+            is_numbers = node == Nodetype.BASE and about[0] != "string"
+            number = 1 if is_numbers or node == Nodetype.SEQUENCE else max(number, 1)
+        else:
+            number = 1
+        return int(number) * (num_values(about, inside) if node == Nodetype.NAME else 1)
+
+    num_values(name, ())
+    found.register(types)
     return found
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.adapter.channels import signals_channel
-from fuelrail.sharding.sources.shared.files import check_no_pointer
+from fuelrail.sharding.sources.shared.foreign import read_json
 from fuelrail.sharding.sources.shared.scan_table import Reference
 
 if TYPE_CHECKING:
@@ -116,12 +116,8 @@ def _parsed(read: Callable[[str], bytes], message: str, file: str) -> tuple[NDAr
 
 def parse_can(data: bytes, message: str, file: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Times [us] (N,), ascending, and values (N, C) of a file of the CAN bus; raises SourceError."""
-    check_no_pointer(data, f"CAN file '{file}'")
     fields = MESSAGES[message]
-    try:
-        records = _DECODERS[message].decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise SourceError(f"CAN file '{file}' is not a list of messages '{message}': {error}") from error
+    records = read_json(data, f"CAN file '{file}'", _RECORDS[message], f"is not a list of messages '{message}'")
     times = np.array([record.utime for record in records], np.int64)
     if (np.diff(times) < 0).any():
         at = int(np.argmax(np.diff(times) < 0)) + 1
@@ -143,6 +139,4 @@ def _list_of(message: str) -> Any:  # noqa: ANN401 - a type made of the table ab
     return list[record]
 
 
-_DECODERS: Final[dict[str, msgspec.json.Decoder[Any]]] = {
-    message: msgspec.json.Decoder(_list_of(message)) for message in MESSAGES
-}
+_RECORDS: Final[dict[str, Any]] = {message: _list_of(message) for message in MESSAGES}

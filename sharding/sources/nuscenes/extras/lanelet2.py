@@ -7,15 +7,14 @@ https://docs.ros.org/en/ros2_packages/rolling/api/lanelet2_core/doc/LinestringTa
 
 from __future__ import annotations
 
-from typing import Final, NoReturn
-from xml.parsers import expat
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.adapter.vector_maps import VectorMap
-from fuelrail.sharding.sources.shared.files import check_no_pointer
+from fuelrail.sharding.sources.shared.foreign import read_xml
 
 FILE: Final = "map/lanelet2_map.osm"
 MAP_LAYERS: Final = ("lane", "ped_crossing", "walkway", "lane_marking", "lane_border", "road_border", "stop_line")
@@ -35,7 +34,6 @@ _WAYS: Final = {
 
 def parse_map(data: bytes, where: str) -> tuple[VectorMap, int]:
     """The lines of a map, and the number of ways that are of no layer; raises SourceError, naming ``where``."""
-    check_no_pointer(data, where)
     found = _Elements(data, where)
     lines: list[NDArray[np.float64]] = []
     layers: list[int] = []
@@ -73,10 +71,7 @@ def outline(left: NDArray[np.float64], right: NDArray[np.float64]) -> NDArray[np
 
 
 class _Elements:
-    """The elements of a file: tags, nodes of ways, and members of relations by the id of each.
-
-    Document types are refused, and with them entities, external ones and those that grow without bound.
-    """
+    """The elements of a file: tags, nodes of ways, and members of relations by the id of each."""
 
     def __init__(self, data: bytes, where: str) -> None:
         self._where = where
@@ -85,20 +80,10 @@ class _Elements:
         self.tags: dict[str, dict[str, dict[str, str]]] = {"way": {}, "relation": {}}
         self.members: dict[str, list[tuple[str, str]]] = {}
         self._element, self._kind, self._name = "", "", ""
-        parser = expat.ParserCreate()
-        parser.StartElementHandler = self._start
-        parser.StartDoctypeDeclHandler = self._doctype
-        try:
-            parser.Parse(data, True)
-        except (expat.ExpatError, LookupError, ValueError) as error:
-            text = f"'{self._element}' has no {error}" if isinstance(error, KeyError) else str(error)
-            line = parser.CurrentLineNumber
-            raise SourceError(f"{where} is no Lanelet2 map, or it is cut off: line {line}: {text}") from error
+        read_xml(data, where, self, "is no Lanelet2 map, or it is cut off")
 
-    def _doctype(self, *_given: object) -> NoReturn:
-        raise SourceError(f"{self._where} has a document type, which a Lanelet2 map has not; remove it")
-
-    def _start(self, element: str, given: dict[str, str]) -> None:
+    def start(self, element: str, given: dict[str, str]) -> None:
+        """Take an element."""
         if not self._element and element != "osm":
             raise ValueError(f"its first element is '{element}', wanted is 'osm'")
         self._element = element

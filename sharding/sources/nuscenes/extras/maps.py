@@ -14,7 +14,7 @@ import numpy as np
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.adapter.vector_maps import VectorMap, encoded_window, map_channel
-from fuelrail.sharding.sources.shared.files import check_no_pointer
+from fuelrail.sharding.sources.shared.foreign import read_json
 from fuelrail.sharding.sources.shared.scan_table import Reference
 
 if TYPE_CHECKING:
@@ -117,11 +117,7 @@ def _parsed(read: Callable[[str], bytes], file: str) -> VectorMap:
 
 def parse_map(data: bytes, file: str) -> VectorMap:
     """The lines of a file of the map expansion, and the outlines of its areas; raises SourceError."""
-    check_no_pointer(data, f"map file '{file}'")
-    try:
-        found = msgspec.json.decode(data, type=_File)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise SourceError(f"map file '{file}' is not a map of nuScenes' expansion: {error}") from error
+    found = read_json(data, f"map file '{file}'", _File, "is not a map of nuScenes' expansion")
     nodes = {node.token: (node.x, node.y) for node in found.node}
     of_line = {line.token: [line.node_tokens] for line in found.line}
     of_polygon = {

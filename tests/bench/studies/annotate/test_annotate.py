@@ -97,7 +97,9 @@ def test_the_loader_gets_what_the_model_said(base, tmp_path) -> None:
 
 def test_a_view_is_what_a_loader_shows_in_that_epoch(base, tmp_path) -> None:
     annotate(base, tmp_path / "seen", teacher, transforms=TRAIN, view="per_view", seed=5, epoch=3, workers=1)
-    with DataLoader(base, 7, seed=5, transforms=TRAIN, layers={"t": tmp_path / "seen"}) as loader:
+    with DataLoader(
+        base, 7, shuffle=True, drop_last=True, seed=5, transforms=TRAIN, layers={"t": tmp_path / "seen"}
+    ) as loader:
         loader.set_epoch(3)
         batch = next(iter(loader))
         torch.testing.assert_close(batch["t.mean"], teacher(batch)["mean"])

@@ -179,7 +179,7 @@ def test_the_command_runs_and_prints_what_its_report_and_page_say(dataset, tmp_p
 
 
 def test_a_gain_within_the_noise_of_a_repeat_gives_no_verdict():
-    """NEWCOMER rank 8: decode's gain was 17.5 % (from 0.3 % on), more than the repeat's 16.9 %, but not by enough."""
+    """Decode's gain was 17.5 % (from 0.3 % on), more than the repeat's 16.9 %, but not by enough."""
     steps, helped = {"wait_ms": 15.0, "noise_ms": 6.0}, {"wait_ms": 6.0, "noise_ms": 6.0}
     noisy = everywhere(**steps) | {"loading": helped, "decode": helped}
     found = judge(training(0, **steps), without=noisy, again={"wait_ms": 7.5, "noise_ms": 6.0})

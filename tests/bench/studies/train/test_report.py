@@ -143,7 +143,7 @@ def on_data(read_bytes, *, ranks=2, leave_out=(), num_samples=10):
     return build_report(settings, logs, machine=MACHINE, dataset=dataset, cut_off=None)
 
 
-def test_n2_a_run_from_the_page_cache_says_so():
+def test_a_run_from_the_page_cache_says_so():
     report = on_data(0)
     source = report.source
     assert (source.num_taken, source.num_distinct, source.passes, source.stored_bytes) == (80, 10, 8.0, 80_000_000)
@@ -161,19 +161,19 @@ def test_n2_a_run_from_the_page_cache_says_so():
         (None, None, "It is unknown whether"),
     ],
 )
-def test_n2_what_storage_read_is_reported(read_bytes, share, said):
+def test_what_storage_read_is_reported(read_bytes, share, said):
     report = on_data(read_bytes)
     assert report.source.from_storage == share
     assert said in report.source.sentence()
     assert any("page cache" in warning for warning in report.warnings) is (share == 0.25)
 
 
-def test_n2_a_run_without_loading_has_no_source():
+def test_a_run_without_loading_has_no_source():
     assert on_data(0, leave_out=("loading",)).source is None
 
 
 def test_headline_bar_and_sentence_agree_on_a_loaded_host():
-    """NEWCOMER rank 8b: the stand-in's surplus and late waking count as other, in the bar and in the sentence."""
+    """The stand-in's surplus and late waking count as other, in the bar and in the sentence."""
     clock = HandClock(lateness_ns=2 * MS)
     accelerator = EmulatedAccelerator(PROFILE, clock)
     records = []

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fuelrail.bench.micro.trainer.parallel_equality import train_step
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
 from fuelrail.bench.trainer.distill.student import distilled
 from fuelrail.bench.trainer.distill.teacher import Teacher
@@ -20,6 +19,7 @@ from fuelrail.bench.trainer.strategies.parallel import build, parallelise
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings
 from fuelrail.loaders import DataLoader, ImageAugment, Transforms
 from support.datasets import build_dataset
+from support.parallel_equality import train_step
 from support.ranks import run_ranks
 
 RANKS, STEPS, BOUND = 2, 4, 2e-6

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fuelrail.bench.micro.trainer.parallel_equality import train_step
 from fuelrail.bench.studies.annotate.run import annotate
 from fuelrail.bench.studies.train.run import train
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
@@ -24,6 +23,7 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.transforms.ego import BevAugment
 from fuelrail.sharding.write.layers.writer import LayerWriter
 from support.datasets import build_dataset
+from support.parallel_equality import train_step
 
 IMAGE = ImageAugment(height=64, width=96)
 FIXED = {"name": "fixed"}
@@ -152,7 +152,7 @@ FLIPPED = {"ego": BevAugment(train=True, flip_x_prob=0.5)}
         ({"teacher": "nothing"}, {}, "has no whole checkpoint"),
     ],
 )  # fmt: skip
-def test_f19_a_teacher_that_does_not_fit_is_refused_before_training(place, settings, transforms, message):
+def test_a_teacher_that_does_not_fit_is_refused_before_training(place, settings, transforms, message):
     shape = {"narrow": (10,), "still": (8, 8)}.get(settings.get("layer"))
     if shape is not None and not (place / settings["layer"]).exists():
         channel = logits_channel(FIXED, shape)
@@ -172,7 +172,7 @@ def test_f19_a_teacher_that_does_not_fit_is_refused_before_training(place, setti
         ("labels=1", "takes nothing from the teacher"),
     ],
 )
-def test_f19_weights_that_cannot_be_meant_are_refused(text, message):
+def test_weights_that_cannot_be_meant_are_refused(text, message):
     with pytest.raises(ConfigError, match=message):
         weights_of(text)
 
@@ -189,6 +189,6 @@ def test_weights_are_read_by_name():
         ({"teacher": "a", "distill": "labels=1"}, "takes nothing from the teacher"),
     ],
 )
-def test_f19_options_without_sense_are_refused_before_a_rank_starts(place, tmp_path, options, message):
+def test_options_without_sense_are_refused_before_a_rank_starts(place, tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):
         train(place / "data", out=tmp_path, accelerator="emulated:resnet50-224-h100", **options)

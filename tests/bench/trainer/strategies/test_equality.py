@@ -1,7 +1,6 @@
-"""A small part of ``bench/micro/trainer/parallel_equality.py``: strategies against one process, on real ranks.
+"""A small part of ``tests/slow/test_parallel_equality.py``: strategies against one process, on real ranks.
 
-Each strategy, each option and each model's own way to be divided is here once. The whole matrix is that command's, on
-2, 4 and 8 ranks; its result is ``bench/results/parallel_equality.json``.
+Each strategy, each option and each model's own way to be divided is here once.
 """
 
 from __future__ import annotations
@@ -10,8 +9,9 @@ import msgspec
 import pytest
 import torch.distributed as dist
 
-from fuelrail.bench.micro.trainer import parallel_equality
-from fuelrail.bench.micro.trainer.parallel_equality import (
+from support import parallel_equality
+from support.cameras import write_cameras
+from support.parallel_equality import (
     EXACT,
     GLOBAL_BATCH,
     TINY,
@@ -21,7 +21,6 @@ from fuelrail.bench.micro.trainer.parallel_equality import (
     divided,
     measure,
 )
-from support.cameras import write_cameras
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -54,10 +53,11 @@ FOUR_RANKS = [
 ]
 
 
-def test_ranks_train_as_one_process(tmp_path):
-    compared = measure({2: TWO_RANKS, 4: FOUR_RANKS}, tmp_path)
+@pytest.mark.parametrize(("world", "cases"), [(2, TWO_RANKS), (4, FOUR_RANKS)])
+def test_ranks_train_as_one_process(world, cases, tmp_path):
+    compared = measure(world, cases, tmp_path)
     assert [(one.case, one.difference) for one in compared if not one.holds] == []
-    assert len(compared) == len(TWO_RANKS) + len(FOUR_RANKS)
+    assert len(compared) == len(cases)
     assert all(one.first_loss != one.last_loss for one in compared)
     assert (tmp_path / "4.log").read_text() == "", "gradients over two axes were clipped without a warning of torch"
 

@@ -43,6 +43,7 @@ def test_degrees_of_a_world(options, world, degrees):
         ({"mesh": "tp=2,tp=2"}, 4, "each axis once"),
         ({"mesh": "tp=0"}, 2, "N of at least 1"),
         ({"strategy": "hsdp"}, 3, "two ranks, which do not divide 3; use ranks=4"),
+        ({"strategy": "hsdp"}, 1, "two ranks, which do not divide 1; use ranks=2"),
         ({"strategy": "ddp", "offload": True}, 2, "offload needs sharded parameters"),
         ({"strategy": "fsdp2", "compression": "fp16"}, 2, "compression needs whole models"),
         ({"compile": "inductor", "bucket_mib": 0.5}, 2, "no bucket_mib below 1, and it is 0.5; use 1 or more"),

@@ -317,7 +317,7 @@ def thesis(tmp_path):
 class TestH2:
     """Another user who may write in ``cache_dir`` can neither delete nor overwrite nor read a file."""
 
-    def test_h2_all_is_made_for_this_user_only(self, pristine, tmp_path):
+    def test_all_is_made_for_this_user_only(self, pristine, tmp_path):
         umask = os.umask(0o002)
         try:
             cache = SpanCache.open_for(open_dataset(pristine), tmp_path / "new" / "cache", "1MB")
@@ -330,7 +330,7 @@ class TestH2:
         files_made = ("cache.json", "lock", "users.lock", "table", "3")
         assert modes == dict.fromkeys(names, "0o700") | dict.fromkeys(files_made, "0o600")
 
-    def test_h2_the_rights_of_others_in_an_older_cache_are_taken_away(self, tmp_path):
+    def test_the_rights_of_others_in_an_older_cache_are_taken_away(self, tmp_path):
         cache_at(tmp_path).close()
         (tmp_path / "data").chmod(0o777)
         tmp_path.chmod(0o775)
@@ -338,7 +338,7 @@ class TestH2:
         assert [path.stat().st_mode & 0o777 for path in (tmp_path, tmp_path / "data")] == [0o700, 0o700]
 
     @pytest.mark.parametrize("linked", ["", "spans", "spans/FINGERPRINT", "*/data", "*/tmp", "*/data/0"])
-    def test_h2_links_to_folders_are_refused(self, pristine, tmp_path, thesis, linked):
+    def test_links_to_folders_are_refused(self, pristine, tmp_path, thesis, linked):
         dataset = open_dataset(pristine)
         shared = tmp_path / "shared"
         place = shared / linked.replace("*", "spans/FINGERPRINT").replace("FINGERPRINT", dataset.manifest.fingerprint)
@@ -352,7 +352,7 @@ class TestH2:
 
     @pytest.mark.parametrize("name", ["cache.json", "lock", "users.lock", "table"])
     @pytest.mark.parametrize("how", ["symbolic link", "other name"])
-    def test_h2_links_to_files_are_refused(self, tmp_path, thesis, name, how):
+    def test_links_to_files_are_refused(self, tmp_path, thesis, name, how):
         cache = tmp_path / "cache"
         cache_at(cache).close()
         (cache / name).unlink()
@@ -364,7 +364,7 @@ class TestH2:
             cache_at(cache)
         (cache / name).unlink()
 
-    def test_h2_a_pipe_in_the_place_of_a_file_is_refused_without_waiting(self, pristine, tmp_path):
+    def test_a_pipe_in_the_place_of_a_file_is_refused_without_waiting(self, pristine, tmp_path):
         dataset = open_dataset(pristine)
         SpanCache.open_for(dataset, tmp_path, None).close()
         for name in ("table", "lock", "cache.json"):
@@ -375,7 +375,7 @@ class TestH2:
                 SpanCache.open_for(dataset, tmp_path, None)
             file.unlink()
 
-    def test_h2_links_planted_as_samples_are_neither_read_nor_written_through(self, tmp_path, thesis):
+    def test_links_planted_as_samples_are_neither_read_nor_written_through(self, tmp_path, thesis):
         cache = cache_at(tmp_path / "cache")
         assert cache.put(3, span(3))
         for index in (3, 4):
@@ -386,13 +386,13 @@ class TestH2:
         assert read(cache, 4) == bytes(span(4))
         cache.close()
 
-    def test_h2_a_temporary_file_is_new_or_nothing(self, tmp_path, thesis, monkeypatch):
+    def test_a_temporary_file_is_new_or_nothing(self, tmp_path, thesis, monkeypatch):
         cache = cache_at(tmp_path / "cache")
         cache.folder._token, cache.folder._numbers = "planted", itertools.count()
         (tmp_path / "cache" / "tmp" / f"{os.getpid()}-planted-0").symlink_to(thesis / "thesis.tex")
         assert not cache.put(3, span(3))
 
-    def test_h2_a_folder_that_fuelrail_did_not_make_is_refused(self, tmp_path, thesis):
+    def test_a_folder_that_fuelrail_did_not_make_is_refused(self, tmp_path, thesis):
         (thesis / "data" / "0").mkdir(parents=True)
         (thesis / "data" / "0" / "5").write_bytes(b"mine")
         with pytest.raises(ConfigError, match=r"files in 'data' but no cache\.json, so fuelrail did not make it"):
@@ -402,7 +402,7 @@ class TestH2:
         shutil.rmtree(thesis / "tmp")
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
-    def test_h2_folders_and_files_of_another_user_are_refused(self, pristine, tmp_path):
+    def test_folders_and_files_of_another_user_are_refused(self, pristine, tmp_path):
         dataset = open_dataset(pristine)
         cache = SpanCache.open_for(dataset, tmp_path, None)
         cache.put(3, memoryview(bytes(dataset.index.row(3).length)))

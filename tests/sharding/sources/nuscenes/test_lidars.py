@@ -59,7 +59,7 @@ def test_every_lidar_of_a_rig_is_in_batches(tmp_path) -> None:
     fr.shard(f"nuscenes:{made.root}", tmp_path / "out", workers=1)
     ego = fr.BevAugment(train=True, rotate_deg=(20, 30), scale=(0.9, 0.95))
     transforms = fr.Transforms(ego=ego, points=True, channels=["lidar_rear", "lidar_front_left"])
-    with fr.DataLoader(tmp_path / "out", 3, transforms=transforms, drop_last=False) as loader:
+    with fr.DataLoader(tmp_path / "out", 3, transforms=transforms) as loader:
         (batch,) = loader
     dataset = fr.open(tmp_path / "out")
     for row, key in enumerate(batch["sample_key"]):

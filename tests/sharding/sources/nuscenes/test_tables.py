@@ -53,6 +53,8 @@ def test_large_tables_come_in_several_pieces(tmp_path, monkeypatch):
         ('[{"token": 1, "name": "b"}]', "Expected `str`"),
         ('[{"token": "a", "name": "b"}] x', "not JSON"),
         ("version https://git-lfs.github.com/spec/v1\n", "git-LFS pointer"),
+        ('[{"token": "a", "name": "b", "c": ' + "[" * 300_000, "nested too deeply"),
+        ('[{"token": "a", "name": "' + "b" * (17 << 20), "a record of table '.*' has [0-9]+ bytes, of which at most"),
         ('[{"token": "\udce4", "name": "b"}]', "not JSON"),
     ],
 )

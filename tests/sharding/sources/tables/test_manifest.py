@@ -18,6 +18,7 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.sample.schema import Geometry, decode_arrays
 from fuelrail.sharding.run import scan_source
 from fuelrail.sharding.sources.registry import SourceSpec, make_source
+from fuelrail.sharding.sources.shared import arrow
 from fuelrail.sharding.sources.shared.points import parse_points
 from fuelrail.sharding.sources.tables import tables
 from fuelrail.sharding.sources.tables.matching import nearest
@@ -174,6 +175,12 @@ def test_bad_rows_of_long_tables_are_named(long, table, change, match):
         ("jsonl", b'{"clip_id": "a"}\n{"clip_id": "name \xe9"}\n', "row 1: .*write the file as UTF-8"),
         ("jsonl", b"\n", "no rows"),
         ("csv", b"clip_id,timestamp_ns\na,1,2\n", "cannot be read.*Expected 2 columns, got 3"),
+        ("jsonl", b"[" * 100_000, "row 0: not a JSON object"),
+        ("jsonl", b'{"a": ' * 100_000, "row 0: not a JSON object.*nested too deeply"),
+        ("jsonl", b'{"clip_id": "a"}\n' + b" " * (70 << 20), "a row after row 1 has [0-9]+ bytes, of which at most"),
+        ("csv", b"clip_id,\xff\xfe\na,1\n", "cannot be read: 'utf-8'"),
+        ("csv", b"clip_id,timestamp_ns\n\xff,1\n", "cannot be read: .*UTF8"),
+        ("csv", b"clip_id,timestamp_ns\n" + b"a" * (9 << 20), "cannot be read: .*block"),
         ("csv", b"clip_id,timestamp_ns\na,noon\n", "cannot be read.*'noon'"),
         ("csv", b"clip_id,timestamp_ns,ego2global\na,1,[1]\n", "CSV has no lists, and ego2global is one"),
     ],
@@ -182,6 +189,26 @@ def test_damaged_tables_are_named(tmp_path, form, data, match):
     (tmp_path / f"frames.{form}").write_bytes(data)
     with pytest.raises(SourceError, match=match):
         scan(tmp_path)
+
+
+def test_a_column_that_is_too_large_is_named_before_it_is_read(tmp_path, monkeypatch):
+    write_wide(make_world(), tmp_path, "parquet")
+    monkeypatch.setattr(arrow, "_MOST_COLUMN", 100)
+    with pytest.raises(SourceError, match=r"frames\.parquet': column '.*' has [0-9]+ bytes, of which at most 100 are"):
+        scan(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("ref", "says"),
+    [("blob.npy#1+" + "9" * 5000, "is not there|too long"), ("a.mp4#frame=" + "9" * 5000, "N from 0")],
+)
+def test_numbers_in_paths_that_no_file_has_are_named(wide, ref, says):
+    def change(rows):
+        rows[0].update({name: ref for name in rows[0] if name.startswith("cam.") and name.endswith(".path")})
+
+    edit(wide, change)
+    with pytest.raises(SourceError, match=says):
+        scan(wide)
 
 
 def test_two_tables_of_one_name_are_refused(wide):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fuelrail.pipeline.sample.schema import Geometry, decode_arrays
+from fuelrail.sharding.sources.shared.files import LINKED
 from support.manifest_world import write_table
 from support.sharding import scanned
 from support.shared_data import shared_data
@@ -15,9 +16,10 @@ from support.shared_data import shared_data
 pytestmark = pytest.mark.real
 
 
-def test_real_keyframes_by_a_manifest_are_those_of_the_adapter(tmp_path):
+def test_real_keyframes_by_a_manifest_are_those_of_the_adapter(tmp_path, monkeypatch):
     """Times, poses and calibration are copied from the tables as text; images are the files themselves."""
     root = shared_data("nuscenes-mini")
+    monkeypatch.setenv(LINKED, str(root))
     tables = {
         name: {row["token"]: row for row in json.loads((root / "v1.0-derived" / f"{name}.json").read_text())}
         for name in ("scene", "sample", "sample_data", "ego_pose", "calibrated_sensor", "sensor")

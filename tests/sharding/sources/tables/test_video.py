@@ -19,6 +19,7 @@ from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.run import scan_source, shard
 from fuelrail.sharding.sources.registry import SourceSpec, make_source
+from fuelrail.sharding.sources.shared.files import LINKED
 from fuelrail.sharding.sources.shared.video import VideoFile
 from fuelrail.sharding.sources.tables.members import Videos
 from support.manifest_world import GROUPS, as_video, write_long, write_video, write_wide
@@ -127,8 +128,9 @@ def test_rows_may_name_frames_in_any_order_and_each_is_decoded_once(tmp_path, mo
 
 
 @pytest.mark.real
-def test_real_pictures_with_b_frames_and_a_varying_rate(tmp_path):
+def test_real_pictures_with_b_frames_and_a_varying_rate(tmp_path, monkeypatch):
     root = shared_data("video-made")
+    monkeypatch.setenv(LINKED, str(root))
     for name in ("front_h264_bframes_vfr.mp4", "left_h264_intra.mp4", "front_cut_without_moov.mp4"):
         (tmp_path / name).symlink_to(root / name)
     rows = range(24)

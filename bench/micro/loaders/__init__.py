@@ -1,1 +1,0 @@
-"""The loader and its decoders against other ways to do the same work."""

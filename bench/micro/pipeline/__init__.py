@@ -1,1 +1,0 @@
-"""Metadata, and tables of any size."""

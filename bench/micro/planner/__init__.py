@@ -1,1 +1,0 @@
-"""The planner against published figures, emulated clusters and real runs."""

@@ -1,1 +1,0 @@
-"""The sharding engine against other writers."""

@@ -1,1 +1,0 @@
-"""The reference trainer: equality, kills, stalls, rate, distillation."""

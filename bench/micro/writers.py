@@ -1,0 +1,266 @@
+"""Who turns loose files into shards, each at what its guide says is best: the candidates of the sharding benchmark.
+
+Sweeps are compressed as Fuelrail does it by everybody who writes samples, so that all do the same work; the tar
+programs take them as they are. The others are handed each frame's files; what only Fuelrail does on top (tables read
+and joined, metadata and geometry written, images looked at, digests of samples and shards, an index, durable files)
+stays in its time. *Floors* read and write the files and take their digests, and nothing else; each thread has a part
+of the frames, and memory that it uses again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import importlib.util
+import io
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from fuelrail.bench.micro.source import SWEEP_CODEC, packed
+from fuelrail.pipeline.format import codecs
+from fuelrail.pipeline.format.tar import BLOCK_BYTES
+from fuelrail.sharding.planning.recipe import make_recipe
+from fuelrail.sharding.progress import Quiet
+from fuelrail.sharding.run import shard
+from fuelrail.sharding.sources.registry import SourceSpec
+from fuelrail.sharding.write.blocks import BlockWriter
+
+if TYPE_CHECKING:
+    from fuelrail.bench.micro.source import Files
+
+SHARD_BYTES = 64 << 20
+_BUFFER_BYTES = 16 << 20
+COMMAND = "fuelrail shard, the whole command"
+FLOORS = {
+    "floor: reading and writing alone": (),
+    "floor: with SHA-256": ("sha256",),
+    "floor: with SHA-256 and XXH3": ("sha256", "xxh3"),
+}
+"""The limit of any program that does this work, with as many threads as there are CPUs."""
+
+
+@contextlib.contextmanager
+def _fresh(folder: Path) -> Iterator[Path]:
+    """An empty folder that is removed afterwards: removing counts for every candidate alike."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def with_fuelrail(root: Path, num_workers: int, out: Path) -> None:
+    """The whole run of `fuelrail shard`."""
+    with _fresh(out) as folder:
+        recipe = make_recipe(shard_size_bytes=SHARD_BYTES)
+        shard(SourceSpec("nuscenes", str(root), {}), folder, recipe, num_workers, Quiet())
+
+
+def with_command(root: Path, num_workers: int, out: Path) -> None:
+    """`fuelrail shard` as a user types it: start of the interpreter and imports count."""
+    with _fresh(out) as folder:
+        command = [
+            sys.executable, "-m", "fuelrail", "shard", f"nuscenes:{root}", str(folder), "--workers", str(num_workers),
+            "--shard-size", str(SHARD_BYTES),
+        ]  # fmt: skip
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # it finds what this process found
+        subprocess.run(command, check=True, capture_output=True, env=environment)
+
+
+def fuelrail_with(num_workers: int) -> str:
+    """Fuelrail's name as a candidate."""
+    return f"fuelrail, {num_workers} worker{'s' if num_workers > 1 else ''}"
+
+
+def with_gnu_tar(files: Files, out: Path) -> None:
+    """One tar of all files."""
+    with _fresh(out) as folder:
+        _gnu_tar(files, folder / "all.tar")
+
+
+def with_gnu_tar_and_digest(files: Files, out: Path) -> None:
+    """One tar of all files, and its SHA-256 after that (OpenSSL's, which is faster than coreutils')."""
+    with _fresh(out) as folder:
+        _gnu_tar(files, folder / "all.tar")
+        with (folder / "all.tar").open("rb") as tar:
+            hashlib.file_digest(tar, "sha256")
+
+
+def _gnu_tar(files: Files, tar: Path) -> None:
+    names = b"\0".join(os.fsencode(path) for _, paths in files for path in paths)
+    # A file that is named again is to be copied again, as everybody does it, not linked.
+    options = ["--absolute-names", "--hard-dereference", "--null", "--files-from=-"]
+    command = ["tar", "--create", *options, f"--file={tar}"]
+    subprocess.run(command, input=names, check=True)
+
+
+def with_tarfile(files: Files, out: Path) -> None:
+    """One tar of all files, by Python's own module."""
+    with _fresh(out) as folder, tarfile.open(folder / "all.tar", "w") as tar:
+        for key, paths in files:
+            for path in paths:
+                tar.add(path, f"{key}.{path.parent.name.lower()}.{path.suffix}")
+
+
+def _sample(paths: list[Path]) -> dict[str, bytes]:
+    """The members of a frame by channel."""
+    return {path.parent.name.lower(): packed(path) for path in paths}
+
+
+def write_webdataset(files: Files, folder: Path) -> None:
+    """``webdataset.ShardWriter``."""
+    import webdataset
+
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        webdataset.ShardWriter(str(folder / "%06d.tar"), maxsize=SHARD_BYTES, verbose=0) as writer,
+    ):
+        for key, paths in files:
+            names = {p.parent.name.lower(): "bin.zst" if p.suffix == ".bin" else "jpg" for p in paths}
+            writer.write({"__key__": key, **{f"{name}.{names[name]}": data for name, data in _sample(paths).items()}})
+
+
+def write_mds(files: Files, folder: Path) -> None:
+    """``streaming.MDSWriter`` with hashes, as its guide recommends."""
+    writer_type = importlib.import_module("streaming").MDSWriter
+    columns = {"key": "str", **{path.parent.name.lower(): "bytes" for path in files[0][1]}}
+    with writer_type(out=str(folder), columns=columns, hashes=["xxh3_64"], size_limit=SHARD_BYTES) as writer:
+        for key, paths in files:
+            writer.write({"key": key, **_sample(paths)})
+
+
+def lit_sample(frame: tuple[str, list[Path]]) -> dict[str, Any]:
+    """What ``litdata.optimize`` calls in its workers."""
+    key, paths = frame
+    return {"key": key, **_sample(paths)}
+
+
+def with_litdata(files: Files, num_workers: int, out: Path) -> None:
+    """``litdata.optimize`` with its own workers; its cache lies beside the output, on the same file system."""
+    lit = importlib.import_module("litdata")
+    with _fresh(out) as folder:
+        cache = {"DATA_OPTIMIZER_CACHE_FOLDER": "cache", "DATA_OPTIMIZER_DATA_CACHE_FOLDER": "data"}
+        before = {name: os.environ.get(name) for name in cache}
+        os.environ.update({name: str(folder / sub) for name, sub in cache.items()})
+        try:
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                lit.optimize(
+                    fn=lit_sample, inputs=files, output_dir=str(folder / "out"), num_workers=num_workers,
+                    chunk_bytes=SHARD_BYTES, reorder_files=False, verbose=False, start_method="fork",
+                )  # fmt: skip
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def copy_part(files: Files, out: Path, digests: Collection[str]) -> None:
+    """Write the files of these frames to ``out``; ``digests``: ``sha256`` of all, ``xxh3`` of each frame, or both."""
+    memory = memoryview(bytearray(_BUFFER_BYTES))
+    whole = hashlib.sha256()
+    with out.open("wb") as file:
+        writer = BlockWriter(file)
+        for _, paths in files:
+            end = 0
+            for path in paths:
+                handle = os.open(path, os.O_RDONLY)
+                have = os.readv(handle, [memory[end + BLOCK_BYTES :]])
+                os.close(handle)
+                start = end + BLOCK_BYTES
+                if path.suffix == ".bin":
+                    stored = codecs.encode(SWEEP_CODEC, memory[start : start + have])
+                    have = len(stored)
+                    memory[start : start + have] = stored
+                end = start + have + -have % BLOCK_BYTES
+            span = memory[:end]
+            if "xxh3" in digests:
+                xxhash.xxh3_64_intdigest(span)
+            if "sha256" in digests:
+                whole.update(span)
+            writer.write([span])
+        writer.flush()
+    whole.hexdigest()
+
+
+def copy_files(files: Files, num_threads: int, digests: Collection[str], folder: Path) -> None:
+    """All frames, in this number of threads."""
+    with ThreadPoolExecutor(num_threads) as pool:
+        parts = [
+            files[len(files) * number // num_threads : len(files) * (number + 1) // num_threads]
+            for number in range(num_threads)
+        ]
+        outs = [folder / f"{number}.bin" for number in range(num_threads)]
+        list(pool.map(copy_part, parts, outs, [digests] * num_threads))
+
+
+def with_floor(files: Files, num_threads: int, digests: Collection[str], out: Path) -> None:
+    """Reading, writing and these digests alone."""
+    with _fresh(out) as folder:
+        copy_files(files, num_threads, digests, folder)
+
+
+def alone(write: Callable[[Files, Path], None], files: Files, out: Path) -> None:
+    """One writer, in this process."""
+    with _fresh(out) as folder:
+        write(files, folder)
+
+
+def in_parts(write: Callable[[Files, Path], None], files: Files, num_writers: int, out: Path) -> None:
+    """Several writers, each in a forked process with its part of the frames and a folder of its own."""
+    context = multiprocessing.get_context("fork")
+    with _fresh(out) as folder:
+        workers = []
+        for number in range(num_writers):
+            part = folder / str(number)
+            part.mkdir()
+            own = files[len(files) * number // num_writers : len(files) * (number + 1) // num_writers]
+            workers.append(context.Process(target=write, args=(own, part)))
+            workers[-1].start()
+        for worker in workers:
+            worker.join()
+            if worker.exitcode:
+                raise RuntimeError(f"a writer ended with {worker.exitcode}")
+
+
+def candidates(
+    root: Path, files: Files, work: Path, num_cpus: int
+) -> tuple[dict[str, Callable[[], object]], list[str]]:
+    """All that are installed, GNU tar first; and the names of what is not."""
+    made: dict[str, Callable[[], object]] = {}
+    missing: list[str] = []
+    if shutil.which("tar"):
+        made["GNU tar"] = partial(with_gnu_tar, files, work / "tar")
+        made["GNU tar, then SHA-256"] = partial(with_gnu_tar_and_digest, files, work / "tar")
+    else:
+        missing.append("GNU tar")
+    made["tarfile"] = partial(with_tarfile, files, work / "tarfile")
+    for name, module, write in (
+        ("webdataset.ShardWriter", "webdataset", write_webdataset),
+        ("streaming.MDSWriter", "streaming", write_mds),
+    ):
+        if importlib.util.find_spec(module) is None:
+            missing.append(name)
+            continue
+        made[name] = partial(alone, write, files, work / module)
+        if num_cpus > 1:
+            made[f"{name}, {num_cpus} processes"] = partial(in_parts, write, files, num_cpus, work / module)
+    if importlib.util.find_spec("litdata"):
+        made[f"litdata.optimize, {num_cpus} workers"] = partial(with_litdata, files, num_cpus, work / "litdata")
+    else:
+        missing.append("litdata.optimize")
+    for num_workers in sorted({1, num_cpus}):
+        made[fuelrail_with(num_workers)] = partial(with_fuelrail, root, num_workers, work / "fuelrail")
+    made[COMMAND] = partial(with_command, root, num_cpus, work / "fuelrail")
+    for title, digests in FLOORS.items():
+        made[title] = partial(with_floor, files, num_cpus, digests, work / "floor")
+    return made, missing

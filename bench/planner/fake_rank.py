@@ -1,0 +1,348 @@
+"""One rank of a cluster, run without the others: the trainer's own strategies on fake tensors.
+
+A fake process group stands for the other ranks, the model is divided on the meta device, and fake tensors run a forward
+and a backward pass: torch's memory tracker says what lies in memory after each operator, its FLOP counter what is
+computed, and a dispatch mode what is sent. No weight is ever allocated.
+
+The micro-batch is a large prime, which says of each size whether and how it grows with the samples: FLOP, hidden
+tensors and each block of memory either are multiples of it or do not grow. So memory after each operator is a line over
+the micro-batch, and one run is enough for all of them.
+
+The fake store, the trackers and DTensor's caches are private parts of torch: :func:`private_parts` finds them or says
+so.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from operator import attrgetter
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from fuelrail.bench.measure.collectives import Collective, Counter
+from fuelrail.bench.trainer.models.build import build_model
+from fuelrail.bench.trainer.models.settings import GptSettings, ModelSettings, VitSettings
+from fuelrail.bench.trainer.strategies.optimiser import DTYPES, autocast
+from fuelrail.bench.trainer.strategies.parallel import Parallel, make_mesh, parallelise
+from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision
+from fuelrail.pipeline.errors import FuelrailError
+
+if TYPE_CHECKING:
+    from fuelrail.bench.trainer.models.staged import StagedModel
+
+ROWS = 16777259  # a prime, and more than the bytes that a step's smallest collectives send whatever the micro-batch
+_GROWS = torch.device("meta")  # on which the tracker sees nothing else
+
+Bytes = dict[str, tuple[int, int]]
+
+
+class Inputs(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank trains on: samples of a micro-batch, number of micro-batches in a step, and images of a sample."""
+
+    micro_batch: int
+    micro_batches: int = 1
+    cameras: int = 6
+    height: int = 256
+    width: int = 704
+
+
+class Run(NamedTuple):
+    """A rank's forward and backward pass. Pairs are bytes that do not depend on the micro-batch, and those of a sample.
+
+    ``parameters`` and their ``tensors`` are the rank's own; ``flop``, ``hidden_bytes`` and ``input_bytes`` are those of
+    a sample. ``forward`` and ``backward`` are the bytes in memory after each operator, [operator, kind, 2], by
+    ``kinds``; ``kept`` is what the forward pass kept. ``sent``: collectives of a forward pass, of a backward pass, and
+    of what closes a pipeline's step, at ``ROWS`` samples.
+    """
+
+    parameters: int
+    tensors: int
+    flop: int
+    hidden_bytes: int
+    input_bytes: int
+    kinds: list[str]
+    forward: NDArray[np.float64]
+    backward: NDArray[np.float64]
+    kept: tuple[int, int]
+    sent: list[list[Collective]]
+
+
+class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While entered, notes the bytes in memory after each operator."""
+
+    def __init__(self, tracker: Any) -> None:  # noqa: ANN401 - torch's
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tracker = tracker
+        self.noted: list[Bytes] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401 - an operator
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - what the operator returns
+        """Run an operator and note the bytes after it."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its local operators come here by themselves
+        result = func(*args, **(kwargs or {}))
+        self.noted.append(_bytes_by_kind(self._tracker))
+        return result
+
+
+def _bytes_by_kind(tracker: Any) -> Bytes:  # noqa: ANN401 - torch's
+    """Bytes that lie in memory now, as pairs."""
+    found: Bytes = {}
+    for device, sizes in tracker._curr_mem_snap.items():  # noqa: SLF001 - its own method copies them
+        for kind, size in sizes.items():
+            name = str(getattr(kind, "value", kind)).replace("Other", "Inputs and buckets")
+            if name != "Total" and size:
+                fixed, grows = found.get(name, (0, 0))
+                found[name] = (fixed, grows + size // ROWS) if device == _GROWS else (fixed + size, grows)
+    return found
+
+
+def _watch_growth(tracker: Any) -> None:  # noqa: ANN401 - torch's
+    """Let the tracker count what grows with the rows as another device's, and look for no peaks: it takes long."""
+    update = tracker._update_snap  # noqa: SLF001
+
+    def noted(kind: Any, block: Any, **old: Any) -> None:  # noqa: ANN401 - torch's
+        if kind.name == "ADD" and block.mem_consumed % ROWS == 0:
+            block.device = _GROWS
+        update(kind, block, **old)
+
+    tracker._update_snap, tracker._update_peak_stats = noted, lambda _: None  # noqa: SLF001
+
+
+class PrivateParts(NamedTuple):
+    """What of torch is private: the fake store, two memory trackers, how DTensors find placements, their caches."""
+
+    fake_store: Any
+    tracker: Any
+    sharded_tracker: Any
+    propagator: Any
+    forget: tuple[Callable[[], None], ...]
+
+
+def private_parts() -> PrivateParts:
+    """Return what is private. Raises FuelrailError where this torch has it elsewhere."""
+    try:
+        from torch._C import _clear_DTensor_sharding_propagator_cache as forget_native
+        from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+        from torch.distributed._tools.mem_tracker import MemTracker
+        from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
+        from torch.distributed.tensor._sharding_prop import ShardingPropagator
+        from torch.distributed.tensor.debug import _clear_python_sharding_prop_cache as forget_python
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        attrgetter("_update_snap", "_update_peak_stats")(MemTracker)  # which _watch_growth replaces
+        attrgetter("_propagate_tensor_meta_non_cached")(ShardingPropagator)
+    except (ImportError, AttributeError) as error:
+        raise FuelrailError(
+            f"torch {torch.__version__} has moved a part that the planner runs ({error}); it was tested with torch "
+            "2.13: install that, in an environment of its own where training needs another"
+        ) from error
+    forget = (forget_native, forget_python, clear_redistribute_planner_cache, _gen_transform_infos.cache_clear)
+    return PrivateParts(FakeStore, MemTracker, FSDPMemTracker, ShardingPropagator, forget)
+
+
+@cache
+def run_rank(
+    model: ModelSettings, settings: ParallelSettings, degrees: Degrees, inputs: Inputs, rank: int, precision: Precision
+) -> Run:
+    """Run one rank, whatever the samples of a micro-batch; with more than one of them in a step, the second one.
+
+    The process must have no process group of its own. Raises ConfigError for images that are too small for the model,
+    and FuelrailError as :func:`private_parts`.
+    """
+    inputs = msgspec.structs.replace(inputs, micro_batch=ROWS)
+    with _fake_group(rank, degrees.pp * degrees.data * degrees.tp):
+        whole = not degrees.composed
+        mesh = make_mesh(degrees, "cpu")
+        with torch.device("meta"):
+            made = build_model(model)
+            example = _example(model, inputs)
+        stage = 0 if degrees.pp == 1 or mesh is None else int(mesh.get_local_rank("pp"))
+        hidden = _hidden(made, example, stage, degrees, model) if degrees.pp > 1 else None
+        parallel = parallelise(
+            made, settings, Degrees() if whole else degrees, mesh, batch_size=ROWS, precision="fp32" if
+            precision == "fp16" else precision,
+        )  # fmt: skip
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            part = parallel.models[0]
+            part.to_empty(device="cpu")
+            given = tuple(torch.empty(one.shape, dtype=one.dtype) for one in example)
+            received = None
+            if hidden is not None:
+                low = degrees.dp_shard > 1 and isinstance(model, (GptSettings, VitSettings))
+                received = torch.empty(hidden.shape, dtype=DTYPES[precision] if low else torch.float32)
+            passes = _Passes(parallel, given, received, precision)
+            return passes.run(min(2, inputs.micro_batches), copied=degrees.data > 1 and whole)
+
+
+@contextmanager
+def _fake_group(rank: int, world: int) -> Iterator[None]:
+    if dist.is_initialized():
+        raise FuelrailError("the planner needs a process without a process group; call it in one of its own")
+    parts = private_parts()
+    find = parts.propagator._propagate_tensor_meta_non_cached  # noqa: SLF001 - torch's
+
+    def unseen(*args: Any) -> Any:  # noqa: ANN401 - torch's
+        """Let DTensors find placements, by operators at global sizes, where neither tracker nor counter looks."""
+        with _disable_current_modes():
+            return find(*args)
+
+    hook = sys.excepthook  # to which each group adds its rank
+    dist.init_process_group("fake", rank=rank, world_size=world, store=parts.fake_store())
+    parts.propagator._propagate_tensor_meta_non_cached = unseen  # noqa: SLF001
+    try:
+        yield
+    finally:
+        parts.propagator._propagate_tensor_meta_non_cached = find  # noqa: SLF001
+        dist.destroy_process_group()
+        sys.excepthook = hook
+        # They know meshes by their ranks, and would bring this one's groups to the next of the same ranks.
+        for forget in parts.forget:
+            forget()
+
+
+def _example(model: ModelSettings, inputs: Inputs) -> tuple[Tensor, ...]:
+    """Arguments of the model's forward, as its method ``inputs`` returns them."""
+    count, cameras = inputs.micro_batch, inputs.cameras
+    if isinstance(model, GptSettings):
+        return torch.zeros(count, model.context + 1, dtype=torch.long), torch.ones(count)
+    return (
+        torch.zeros(count, cameras, 3, inputs.height, inputs.width, dtype=torch.uint8),
+        torch.ones(count, cameras),
+        torch.zeros(count, cameras, 3, 3),
+        torch.zeros(count, cameras, 4, 4),
+        torch.zeros(count, model.grid**2),
+        torch.ones(count),
+    )
+
+
+def _hidden(
+    model: StagedModel, example: Sequence[Tensor], stage: int, degrees: Degrees, settings: ModelSettings
+) -> Tensor:
+    """What a stage receives, or the first one sends, on the meta device."""
+    with torch.no_grad():
+        hidden: Tensor = model.stem(*example)
+        for block in list(model.blocks)[: len(model.blocks) * stage // degrees.pp]:
+            hidden = block(hidden)
+    if isinstance(settings, (GptSettings, VitSettings)):  # whose tokens tensor parallel divides
+        hidden = hidden.narrow(1, 0, hidden.shape[1] // degrees.tp)
+    return hidden
+
+
+class _Passes:
+    """Forward and backward passes of one rank on fake tensors, with what they hold and send."""
+
+    def __init__(
+        self, parallel: Parallel, given: tuple[Tensor, ...], received: Tensor | None, precision: Precision
+    ) -> None:
+        self._parallel, self._given, self._received, self._precision = parallel, given, received, precision
+        self._part, self._pipeline = parallel.models[0], received is not None
+
+    def run(self, count: int, *, copied: bool) -> Run:
+        """Make ``count`` passes, of which the last reduces the gradients: of ``copied`` models by DDP."""
+        part, parts = self._part, private_parts()
+        sharded = isinstance(part, FSDPModule)
+        tracker = parts.sharded_tracker(part) if sharded else parts.tracker()
+        _watch_growth(tracker)
+        if sharded:
+            tracker.track_inputs(self._given)
+        else:
+            tracker.track_external(part, *self._given)
+        learnt = [parameter for parameter in part.parameters() if parameter.requires_grad]
+        buckets = [torch.empty_like(parameter) for parameter in learnt] if copied else []
+        if buckets:  # of DDP, which exist all the time
+            tracker.track_external(*buckets)
+        sent: list[list[Collective]] = []
+        with tracker:
+            for number in range(count):
+                last = number == count - 1
+                if number:
+                    tracker.reset_mod_stats()
+                for parameter, bucket in zip(learnt, buckets, strict=True) if last and copied else ():
+                    # DDP copies a gradient into its bucket, and frees it, once it is whole.
+                    parameter.register_post_accumulate_grad_hook(partial(_into_bucket, bucket=bucket))  # type: ignore[no-untyped-call]
+                forward, backward, kept, counters = self._pass(tracker, last=last)
+                found = [counter.collectives() for counter in counters]
+                if sent:  # the first pass alone gathered all of a stage's weights
+                    found = [
+                        [one for one in was if is_gather_of_weights(one)]
+                        + [one for one in now if not is_gather_of_weights(one)]
+                        for was, now in zip(sent, found, strict=True)
+                    ]
+                sent = found
+        kinds = sorted({kind for noted in (*forward, *backward) for kind in noted})
+        return Run(
+            parameters=sum(_local(parameter).numel() for parameter in learnt), tensors=len(learnt),
+            flop=sum(counter.flop for counter in counters) // ROWS,
+            hidden_bytes=0 if self._received is None else self._received.nbytes // ROWS,
+            input_bytes=sum(one.nbytes for one in self._given) // ROWS, kinds=kinds, forward=_as_array(forward, kinds),
+            backward=_as_array(backward, kinds), kept=kept, sent=sent,
+        )  # fmt: skip
+
+    def _pass(self, tracker: Any, *, last: bool) -> tuple[list[Bytes], list[Bytes], tuple[int, int], list[Counter]]:  # noqa: ANN401 - torch's
+        part, mesh = self._part, self._parallel.mesh
+        if isinstance(part, FSDPModule) and self._pipeline:
+            part.set_is_last_backward(False)
+            part.set_reshard_after_backward(False)
+            part.set_requires_gradient_sync(False)
+        elif isinstance(part, FSDPModule):
+            part.set_requires_gradient_sync(last)
+        forward, backward = _Memory(tracker), _Memory(tracker)
+        counters = [Counter(mesh) for _ in range(3)]
+        with forward, counters[0], autocast(torch.device("cpu"), self._precision):
+            result = self._result()
+        kept = _bytes_by_kind(tracker).get("Activation", (0, 0))
+        with backward, counters[1]:
+            torch.autograd.backward(result, None if result.dim() == 0 else torch.empty_like(result))
+        with counters[2]:
+            if last and self._pipeline:
+                PipelineStage.perform_reduce_grad(cast("PipelineStage", SimpleNamespace(submod=part)), 1)
+        return forward.noted, backward.noted, kept, counters
+
+    def _result(self) -> Tensor:
+        named = {f"input_{number}": tensor for number, tensor in enumerate(self._given)}
+        result: Tensor
+        if self._received is None:
+            result = self._part(*self._given)
+        elif getattr(self._part, "stem", None) is not None:
+            result = self._part(**named)
+        else:
+            result = self._part(self._received.requires_grad_(), **named)
+        return result
+
+
+def _as_array(noted: Sequence[Bytes], kinds: Sequence[str]) -> NDArray[np.float64]:
+    return np.array([[one.get(kind, (0, 0)) for kind in kinds] for one in noted], dtype=np.float64)
+
+
+def is_gather_of_weights(one: Collective) -> bool:
+    """Whether a collective gathers what the ranks of a sharded model hold."""
+    return one.kind == "all_gather" and one.axis.startswith("dp_")
+
+
+def _into_bucket(parameter: Tensor, bucket: Tensor) -> None:
+    parameter.grad = bucket
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -1,0 +1,102 @@
+"""Foreign text as values: JSON, YAML, XML and plain text, with limits of size and depth.
+
+Whatever is wrong with it is a SourceError that names the file. Every reader takes ``where``, the file as messages name
+it, and refuses a Git LFS pointer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Final, TypeVar, overload
+from xml.parsers import expat
+
+import msgspec
+import yaml
+
+from fuelrail.pipeline.errors import FuelrailError, SourceError
+from fuelrail.sharding.sources.shared.files import check_no_pointer
+
+T = TypeVar("T")
+
+_LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_MOST_UNTYPED: Final = 16 << 20
+"""Bytes of JSON and YAML of no known type: a value may take 30 times its text."""
+_DEEPEST: Final = 64
+
+
+@contextlib.contextmanager
+def parsing(where: str, what: str = "cannot be read") -> Iterator[None]:
+    """Turn whatever a parser raises at foreign bytes into a SourceError: ``where``, ``what``, and why."""
+    try:
+        yield
+    except FuelrailError:
+        raise
+    except Exception as error:
+        why = {RecursionError: "it is nested too deeply", MemoryError: "it takes too much memory"}.get(type(error))
+        text = f"no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
+        raise SourceError(f"{where} {what}: {why or text or type(error).__name__}") from error
+
+
+def read_text(data: bytes, where: str) -> str:
+    """The text of UTF-8, without its mark."""
+    check_no_pointer(data, where)
+    with parsing(where, "is no text in UTF-8"):
+        return str(data, "utf-8-sig")
+
+
+@overload
+def read_json(data: bytes, where: str, kind: type[T], what: str = ...) -> T: ...
+@overload
+def read_json(data: bytes, where: str, kind: Any = ..., what: str = ...) -> Any: ...  # noqa: ANN401
+def read_json(data: bytes, where: str, kind: Any = Any, what: str = "is not JSON as it should be") -> Any:
+    """The value of a JSON text of this type."""
+    check_no_pointer(data, where)
+    if kind is Any:
+        _check_size(data, where)
+    with parsing(where, what):
+        return msgspec.json.decode(data, type=kind)
+
+
+def read_yaml(data: bytes, where: str, kind: type[T], what: str = "is not YAML as it should be") -> T:
+    """The value of a YAML text of this type. Merge keys, which may grow without bound, are refused."""
+    check_no_pointer(data, where)
+    _check_size(data, where)
+    with parsing(where, what):
+        depth = 0
+        for event in yaml.parse(data, Loader=_LOADER):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _DEEPEST:
+                raise ValueError(f"it is nested deeper than {_DEEPEST} levels")
+            if isinstance(event, yaml.ScalarEvent) and event.value == "<<":
+                raise ValueError("it has a merge key, <<: write its entries out")
+        return msgspec.convert(yaml.load(data, Loader=_LOADER), kind)
+
+
+def read_xml(data: bytes, where: str, target: Any, what: str = "is no XML, or it is cut off") -> None:  # noqa: ANN401
+    """Call ``target.start(element, attributes)``, and ``end`` and ``data`` where it has them, for an XML text.
+
+    Entities of the document's own, which may be files or grow without bound, are refused.
+    """
+    check_no_pointer(data, where)
+
+    def refuse(*_: object) -> None:
+        raise ValueError("it declares entities")
+
+    with parsing(where, what):
+        parser = expat.ParserCreate()
+        parser.buffer_text = True
+        parser.EntityDeclHandler = refuse
+        parser.StartElementHandler = target.start
+        parser.EndElementHandler = getattr(target, "end", None)
+        parser.CharacterDataHandler = getattr(target, "data", None)
+        try:
+            parser.Parse(data, True)
+        except (expat.ExpatError, LookupError, ValueError) as error:
+            text = f"an element has no {error}" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"line {parser.CurrentLineNumber}: {text}") from error
+
+
+def _check_size(data: bytes, where: str) -> None:
+    if len(data) > _MOST_UNTYPED:
+        raise SourceError(f"{where} has {len(data)} bytes, of which at most {_MOST_UNTYPED} are read")

@@ -1,0 +1,85 @@
+"""Foreign text that is hostile ends in a sentence that names its file."""
+
+from __future__ import annotations
+
+from xml.etree.ElementTree import TreeBuilder
+
+import pytest
+
+from fuelrail.pipeline.errors import ConfigError, SourceError
+from fuelrail.sharding.sources.adapter.classes import loaded
+from fuelrail.sharding.sources.shared.foreign import parsing, read_json, read_text, read_xml, read_yaml
+
+LAUGHS = "a: &a {x: 1}\n" + "\n".join(
+    f"{b}: &{b} {{<<: [*{a}, *{a}]}}" for a, b in zip("abcdefg", "bcdefgh", strict=True)
+)
+POINTER = b"version https://git-lfs.github.com/spec/v1\n"
+
+
+def as_xml(data, where):
+    read_xml(data, where, TreeBuilder())
+
+
+def as_json(data, where):
+    return read_json(data, where)
+
+
+def as_yaml(data, where):
+    return read_yaml(data, where, dict[str, str | None])
+
+
+@pytest.mark.parametrize(
+    ("read", "data", "says"),
+    [
+        (read_text, b"a\xff", "is no text in UTF-8: .*position 1"),
+        (as_json, b"[" * 1_000_000, "nested too deeply"),
+        (as_json, b'{"a": "\xff"}', "is not JSON"),
+        (as_json, b"[1, 2", "is not JSON"),
+        (as_json, b"1" * ((16 << 20) + 1), "16777217 bytes, of which at most 16777216 are read"),
+        (as_yaml, b"{a: " * 100_000, "nested deeper than 64 levels"),
+        (as_yaml, b"[" * 100_000, "nested deeper than 64 levels"),
+        (as_yaml, b"- " * 100_000, "nested deeper than 64 levels"),
+        (as_yaml, LAUGHS.encode(), "merge key"),
+        (as_yaml, b"a: 2001-99-99", "month must be"),
+        (as_yaml, b"a: !!int x", "is not YAML"),
+        (as_yaml, b"a: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
+        (as_yaml, b"a: \xff", "is not YAML"),
+        (as_yaml, b"a: [1]", r"Expected `str \| null`, got `array`"),
+        (as_xml, b"<?xml version='1.0' encoding='no-such'?><a/>", "line 1: .*no-such"),
+        (as_xml, b"<!DOCTYPE a [<!ENTITY b 'c'>]><a>&b;</a>", "declares entities"),
+        (as_xml, b"<!DOCTYPE a [<!ENTITY b SYSTEM 'file:///etc/passwd'>]><a>&b;</a>", "declares entities"),
+        (as_xml, b"<a>\n" * 300_000, "line 300001: no element found"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named_with_the_file(read, data, says):
+    with pytest.raises(SourceError, match=f"(?s)^file 'x' .*{says}"):
+        read(data, "file 'x'")
+
+
+@pytest.mark.parametrize("read", [read_text, as_json, as_yaml, as_xml])
+def test_a_pointer_of_git_lfs_is_named(read):
+    with pytest.raises(SourceError, match="file 'x' is a git-LFS pointer"):
+        read(POINTER, "file 'x'")
+
+
+def test_sound_text_is_read():
+    assert read_text(b"\xef\xbb\xbfna\xc3\xafve", "x") == "na\u00efve"
+    assert read_json(b'{"a": [1]}', "x", dict[str, list[int]]) == {"a": [1]}
+    assert read_yaml(b"a: b\nc:\n", "x", dict[str, str | None]) == {"a": "b", "c": None}
+    builder = TreeBuilder()
+    read_xml(b"<?xml version='1.0'?><!DOCTYPE boost_serialization><a b='c'>d&amp;e</a>", "x", builder)
+    root = builder.close()
+    assert (root.tag, root.attrib, root.text) == ("a", {"b": "c"}, "d&e")
+
+
+@pytest.mark.parametrize("error", [RecursionError, MemoryError, OverflowError("big"), KeyError("k"), AssertionError])
+def test_whatever_a_parser_raises_is_a_source_error(error):
+    with pytest.raises(SourceError, match=r"file 'x' cannot be read: .+") as found, parsing("file 'x'"):
+        raise error
+    assert found.value.__cause__ is not None
+
+
+def test_a_nested_file_of_classes_is_a_mistake_of_the_option(tmp_path):
+    (tmp_path / "classes.yaml").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=r"must map each category to a class.*nested deeper"):
+        loaded(str(tmp_path / "classes.yaml"))
