@@ -5,13 +5,17 @@ from __future__ import annotations
 import gzip
 import re
 import shutil
+import signal
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
 
+from support.datasets import build_dataset
+from support.ranks import environment
 from support.shared_data import shared_data
 
 HALLS = ("bench", "loaders", "pipeline", "sharding")
@@ -77,6 +81,75 @@ def test_shell_recipes_parse_and_ask_for_what_they_need(path):
     asked = subprocess.run(["bash", path], capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"})
     assert asked.returncode == 1
     assert re.search(r": (address|folder|KIND:PATH)", asked.stderr)
+
+
+def test_the_slurm_recipe_gives_each_node_its_cpus_and_lets_the_signal_through(tmp_path):
+    """Slurm itself is not here: stand-ins in its place say what they are given, and run it."""
+    for name, does in {"scontrol": "echo node7; echo node8", "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
+                       "torchrun": "true"}.items():  # fmt: skip
+        stand_in = tmp_path / name
+        stand_in.write_text(f'#!/usr/bin/env bash\necho "{name} $*" >> {tmp_path}/said\n{does}\n')
+        stand_in.chmod(0o755)
+    text = (RECIPES / "slurm.sbatch").read_text()
+    asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", text, re.MULTILINE))
+    # "B:" would send the signal to the batch shell alone, and the trainer would get none.
+    assert re.fullmatch(r"(SIG)?TERM@\d+", asked["signal"])
+    slurm = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "5"}
+    slurm |= {"SLURM_CPUS_PER_TASK": asked["cpus-per-task"], "DATASET": "s3://b/train", "CHECKPOINTS": "/shared/run"}
+    paths = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    subprocess.run(["bash", RECIPES / "slurm.sbatch"], env={**slurm, **paths}, cwd=RECIPES.parents[1], check=True)
+    said = (tmp_path / "said").read_text()
+    (step,) = re.findall("^srun (.*)$", said, re.MULTILINE)
+    assert f"--cpus-per-task={asked['cpus-per-task']}" in step.split()
+    (launch,) = re.findall("^torchrun (.*)$", said, re.MULTILINE)
+    for words in ("--nnodes 2", "--rdzv-endpoint node7:29500", "--rdzv-id 5", "s3://b/train --checkpoint /shared/run"):
+        assert words in launch
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_signal_to_the_recipe_reaches_the_trainer_which_saves(tmp_path):
+    bin_folder = Path(sys.executable).parent
+    given = {"FIRST_NODE": "localhost", "NODES": "1", "GPUS": "2", "STEPS": "100000", "EVERY": "100000"}
+    given |= {"DATASET": str(tmp_path / "data"), "CHECKPOINTS": str(tmp_path)}
+    paths = {"PATH": f"{bin_folder}:/usr/bin:/bin"}
+    build_dataset(tmp_path / "data", {"train": (5, 7, 9)})
+    with subprocess.Popen(
+        ["bash", RECIPES / "torchrun.sh"], cwd=RECIPES.parents[1], env={**environment(), **given, **paths},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    ) as process:  # fmt: skip
+        try:
+            said = ""
+            while "rank 0 step 2 " not in said:
+                line = process.stdout.readline()
+                assert line, said
+                said += line
+            process.send_signal(signal.SIGTERM)
+            said += process.stdout.read()
+        finally:
+            process.kill()
+    last = max(int(step) for step in re.findall(r"rank 0 step (\d+) ", said))
+    assert [path.name for path in (tmp_path / "fsdp2").iterdir()] == [f"step-{last + 1}"], said[-3000:]
+
+
+def pods(value):
+    """The specifications of pods in a document."""
+    if isinstance(value, dict):
+        yield from [value] if "containers" in value else []
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from pods(part)
+
+
+@pytest.mark.parametrize("name", ["pytorchjob.yaml", "trainjob.yaml", "jobset.yaml"])
+def test_kubernetes_recipes_give_nccl_shared_memory_and_keep_checkpoints(name):
+    text = (RECIPES / name).read_text()
+    (pod,) = (pod for document in yaml.safe_load_all(text) for pod in pods(document))
+    (container,) = pod["containers"]
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
+    assert mounts["/dev/shm"]["emptyDir"] == {"medium": "Memory"}
+    (place,) = re.findall(r"--checkpoint=(\S+)|name: CHECKPOINTS, value: (\S+)\}", text)
+    assert "persistentVolumeClaim" in mounts["".join(place)]
 
 
 def test_recipes_name_what_exists():

@@ -53,15 +53,14 @@ def state_bytes(model: ModelSettings, settings: ParallelSettings, degrees: Degre
 
 
 def least_bytes(model: ModelSettings, settings: ParallelSettings, degrees: Degrees, precision: Precision) -> int:
-    """Bytes that a rank has at once at least; activations come on top.
+    """Bytes that a rank has at once at least: the state, with shards also the largest block in full with its gradient.
 
-    They are the state, with shards also the largest block in full with its gradient, or, if that is more, the weights
-    of the whole model, which each rank makes before it divides it.
+    Activations come on top.
     """
-    whole, block = num_parameters(model)
+    _, block = num_parameters(model)
     state = 0.0 if settings.offload else state_bytes(model, settings, degrees, precision)
     gathered = 2 * FP32 * block / degrees.tp if degrees.dp_shard > 1 else 0.0
-    return round(max(FP32 * whole, state + gathered))
+    return round(state + gathered)
 
 
 def check_memory(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
-from example import TRANSFORMS, arguments, build_model, forever, inputs, report, targets
+from example import TRANSFORMS, Checkpoints, arguments, build_model, inputs, report, targets
 from torch.nn.functional import mse_loss
 
 from fuelrail.loaders import DataLoader
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     model = build_model()
     model, optimiser = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-3))
-    folder = options.checkpoint / "accelerate"
+    checkpoints = Checkpoints(options, "accelerate")
     progress = Progress()
     with DataLoader(
         options.dataset,
@@ -52,17 +52,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         device=accelerator.device,
     ) as loader:
         accelerator.register_for_checkpointing(loader, progress)
-        if folder.exists():
+        if folder := checkpoints.newest():
             accelerator.load_state(str(folder))
-        for step, batch in zip(range(progress.step, options.steps), forever(loader), strict=False):
+        for step, batch in checkpoints.batches(loader, progress.step):
             loss = mse_loss(model(inputs(batch)), targets(batch))
             optimiser.zero_grad()
             accelerator.backward(loss)
             optimiser.step()
             report(step, loss.item(), batch)
-        progress.step = options.steps
-        accelerator.save_state(str(folder))
-    accelerator.wait_for_everyone()
+            progress.step = step + 1
+            if checkpoints.due(progress.step):
+                with checkpoints.saving(progress.step) as folder:
+                    accelerator.save_state(str(folder))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from example import TRANSFORMS, arguments, build_model, forever, inputs, join_group, own_device, report, targets
+from example import TRANSFORMS, Checkpoints, arguments, build_model, inputs, join_group, own_device, report, targets
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,27 +26,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = own_device()
     model = DistributedDataParallel(build_model().to(device))
     optimiser = torch.optim.AdamW(model.parameters(), 1e-3)
-    file = options.checkpoint / "ddp.pt"
+    checkpoints = Checkpoints(options, "ddp")
     first = 0
     with DataLoader(
         options.dataset, batch_size=2, shuffle=True, drop_last=True, transforms=TRANSFORMS, seed=7, device=device
     ) as loader:
-        if file.exists():
-            saved = torch.load(file, weights_only=True)
+        if folder := checkpoints.newest():
+            saved = torch.load(folder / "state.pt", weights_only=True)
             model.load_state_dict(saved["model"])
             optimiser.load_state_dict(saved["optimiser"])
             loader.load_state_dict(saved["loader"])
             first = saved["step"]
-        for step, batch in zip(range(first, options.steps), forever(loader), strict=False):
+        for step, batch in checkpoints.batches(loader, first):
             loss = mse_loss(model(inputs(batch)), targets(batch))
             optimiser.zero_grad()
             loss.backward()
             optimiser.step()
             report(step, loss.item(), batch)
-        if dist.get_rank() == 0:
-            state = {"model": model.state_dict(), "optimiser": optimiser.state_dict()}
-            torch.save({**state, "loader": loader.state_dict(), "step": options.steps}, file)
-    dist.barrier()
+            if checkpoints.due(step + 1):
+                with checkpoints.saving(step + 1) as folder:
+                    if dist.get_rank() == 0:
+                        state = {"model": model.state_dict(), "optimiser": optimiser.state_dict()}
+                        torch.save({**state, "loader": loader.state_dict(), "step": step + 1}, folder / "state.pt")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import deepspeed
 import torch
-from example import TRANSFORMS, arguments, build_model, forever, inputs, report, targets
+from example import TRANSFORMS, Checkpoints, arguments, build_model, inputs, report, targets
 from torch.nn.functional import mse_loss
 
 from fuelrail.loaders import DataLoader
@@ -31,21 +31,23 @@ def main(argv: Sequence[str] | None = None, zero_stage: int = 1) -> None:
             "zero_allow_untested_optimizer": True,
         },
     )
-    folder = options.checkpoint / f"zero{zero_stage}"
+    checkpoints = Checkpoints(options, f"zero{zero_stage}")
     first = 0
     with DataLoader(
         options.dataset, batch_size=2, shuffle=True, drop_last=True, transforms=TRANSFORMS, seed=7, device=engine.device
     ) as loader:
-        if folder.exists():
+        if folder := checkpoints.newest():
             _, client_state = engine.load_checkpoint(str(folder))
             loader.load_state_dict(client_state["loader"])
             first = client_state["step"]
-        for step, batch in zip(range(first, options.steps), forever(loader), strict=False):
+        for step, batch in checkpoints.batches(loader, first):
             loss = mse_loss(engine(inputs(batch)), targets(batch))
             engine.backward(loss)
             engine.step()
             report(step, loss.item(), batch)
-        engine.save_checkpoint(str(folder), client_state={"loader": loader.state_dict(), "step": options.steps})
+            if checkpoints.due(step + 1):
+                with checkpoints.saving(step + 1) as folder:
+                    engine.save_checkpoint(str(folder), client_state={"loader": loader.state_dict(), "step": step + 1})
 
 
 if __name__ == "__main__":

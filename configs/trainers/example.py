@@ -1,13 +1,16 @@
-"""What the example trainers share: arguments, a small model, a loss, and a line of output for each step.
+"""What the example trainers share: arguments, a small model, a loss, checkpoints, a line of output for each step.
 
-Each example is one file that trains on a Fuelrail dataset (`make demo` writes one to .demo/dataset), saves a checkpoint
-with the loader's position in it through its framework's own means, and continues from there when it is run again.
+Each example is one file that trains on a Fuelrail dataset (`make demo` writes one to .demo/dataset), saves checkpoints
+with the loader's position in them through its framework's own means, and continues from the newest when it runs again.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
+import signal
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +34,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--checkpoint", type=Path, default=Path(".checkpoint"), metavar="DIR", help="where to save and resume"
     )
+    parser.add_argument("--every", type=int, default=5, metavar="STEPS", help="steps between two checkpoints")
     options = parser.parse_args(argv)
     options.checkpoint.mkdir(parents=True, exist_ok=True)
     return options
@@ -39,7 +43,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def build_model() -> nn.Sequential:
     """Guesses, from one image, how many boxes its sample has."""
     torch.manual_seed(0)
-    backbone = nn.Sequential(nn.Conv2d(3, 8, 8, 8), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten())
+    backbone = nn.Sequential(nn.Conv2d(3, 8, 8, 8), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Dropout(0.1))
     return nn.Sequential(backbone, nn.Linear(128, 32), nn.ReLU(), nn.Linear(32, 1))
 
 
@@ -78,13 +82,101 @@ def forever(loader: Any) -> Iterator[Any]:  # noqa: ANN401 - a loader, or what a
         yield from loader
 
 
-def latest(folder: Path) -> Path | None:
-    """The checkpoint of the most steps in a folder of ``step-N``, None if there is none."""
-    return max(folder.glob("step-*"), key=lambda path: int(path.name[5:]), default=None)
+class Checkpoints:
+    """A run's checkpoints: folders ``step-N``, which appear by one rename once all ranks have written all their files.
+
+    So each that is found is whole, whenever a run was killed. They hold the random generators of each rank too. SIGTERM
+    makes all ranks save after this step, and stop. All ranks call the same methods, and see the same folder.
+    """
+
+    def __init__(self, options: argparse.Namespace, name: str) -> None:
+        self.stopped, self._terminated = False, False
+        self._folder: Path = options.checkpoint / name
+        self._every, self._steps, self._saved = options.every, options.steps, None
+        self._rank = int(os.environ.get("RANK", "0"))
+        self.listen()
+
+    def listen(self) -> None:
+        """Note SIGTERM from here on; again where a framework has set a handler of its own."""
+
+        def note(*_: object) -> None:
+            self._terminated = True
+
+        signal.signal(signal.SIGTERM, note)
+
+    def newest(self) -> Path | None:
+        """The checkpoint of the most steps, None if there is none; what killed saves left is removed."""
+        if self._rank == 0:
+            for left in self._folder.glob("unfinished-*"):
+                shutil.rmtree(left)
+        self._saved = max(self._folder.glob("step-*"), key=lambda path: int(path.name[5:]), default=None)
+        return self._saved
+
+    def batches(self, loader: Any, first: int) -> Iterator[tuple[int, Any]]:  # noqa: ANN401 - a framework's, maybe
+        """The steps that are left, the first of which is ``first``, each with its batch."""
+        for step, batch in zip(range(first, self._steps), forever(loader), strict=False):
+            self.restore_generators()
+            yield step, batch
+            if self.stopped:
+                return
+
+    def restore_generators(self) -> None:
+        """Before the first step: set this rank's random generators to those of the newest checkpoint."""
+        file = None if self._saved is None else self._saved / f"generators-{self._rank}.pt"
+        if file is not None and file.exists():  # not on more ranks than it was saved on
+            saved = torch.load(file, weights_only=True)
+            torch.set_rng_state(saved["cpu"])
+            if torch.cuda.is_available() and "cuda" in saved:
+                torch.cuda.set_rng_state(saved["cuda"])
+        self._saved = None
+
+    def due(self, num_steps: int) -> bool:
+        """Whether to save now that this number of steps is done."""
+        terminated = torch.tensor(float(self._terminated), device=own_device())
+        if dist.is_initialized():
+            dist.all_reduce(terminated)  # the signal reaches the ranks in different steps
+        self.stopped = bool(terminated)
+        return self.stopped or num_steps % self._every == 0 or num_steps == self._steps
+
+    @contextmanager
+    def saving(self, num_steps: int) -> Iterator[Path]:
+        """A folder for the files of all ranks, which is then the newest checkpoint; of the others one is kept."""
+        folder = self._folder / f"unfinished-{num_steps}"
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+        generators = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            generators["cuda"] = torch.cuda.get_rng_state()
+        torch.save(generators, folder / f"generators-{self._rank}.pt")
+        barrier()
+        if self._rank == 0:
+            for path in (*folder.rglob("*"), folder):
+                sync(path)
+            folder.rename(self._folder / f"step-{num_steps}")
+            sync(self._folder)
+            for number in sorted(int(path.name[5:]) for path in self._folder.glob("step-*"))[:-2]:
+                old = (self._folder / f"step-{number}").rename(self._folder / f"unfinished-{number}")
+                shutil.rmtree(old)
+        barrier()
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def sync(path: Path) -> None:
+    """Have a file or folder survive a crash of the machine."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def report(step: int, loss: float | None, batch: dict[str, Any]) -> None:
     """One line for a step; a rank that does not know the loss leaves it out."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    result = "" if loss is None else f" loss {loss:.4f}"
+    result = "" if loss is None else f" loss {loss:.6f}"
     print(f"rank {rank} step {step} epoch {batch['epoch']}{result} samples {' '.join(batch['sample_key'])}", flush=True)  # noqa: T201

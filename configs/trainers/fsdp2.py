@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from example import TRANSFORMS, arguments, build_model, forever, inputs, join_group, latest, own_device, report, targets
+from example import TRANSFORMS, Checkpoints, arguments, build_model, inputs, join_group, own_device, report, targets
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimiser = torch.optim.AdamW(model.parameters(), 1e-3)
-    folder = options.checkpoint / "fsdp2"
+    checkpoints = Checkpoints(options, "fsdp2")
     with DataLoader(
         options.dataset,
         batch_size=2,
@@ -47,24 +47,24 @@ def main(argv: Sequence[str] | None = None) -> None:
         world=mesh,
     ) as loader:
         progress: dict[str, Any] = {"step": 0}
-        if saved := latest(folder):
+        if saved := checkpoints.newest():
             weights, moments = get_state_dict(model, optimiser)
             state = {"model": weights, "optimiser": moments, "loader": loader, "progress": progress}
             dcp.load(state, checkpoint_id=saved)
             set_state_dict(model, optimiser, model_state_dict=weights, optim_state_dict=moments)
             progress = state["progress"]
-        for step, batch in zip(range(progress["step"], options.steps), forever(loader), strict=False):
+        for step, batch in checkpoints.batches(loader, progress["step"]):
             loss = mse_loss(model(inputs(batch)), targets(batch))
             optimiser.zero_grad()
             loss.backward()
             optimiser.step()
             report(step, loss.item(), batch)
-        weights, moments = get_state_dict(model, optimiser)
-        progress = {"step": options.steps}
-        dcp.save(
-            {"model": weights, "optimiser": moments, "loader": loader, "progress": progress},
-            checkpoint_id=folder / f"step-{options.steps}",
-        )
+            if checkpoints.due(step + 1):
+                with checkpoints.saving(step + 1) as folder:
+                    weights, moments = get_state_dict(model, optimiser)
+                    progress = {"step": step + 1}
+                    state = {"model": weights, "optimiser": moments, "loader": loader, "progress": progress}
+                    dcp.save(state, checkpoint_id=folder)
 
 
 if __name__ == "__main__":

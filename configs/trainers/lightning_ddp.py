@@ -1,7 +1,8 @@
 """PyTorch Lightning: ``torchrun --nproc-per-node 2 configs/trainers/lightning_ddp.py DATASET``.
 
 The loader is made in `train_dataloader`, where the process group is initialised. Lightning's checkpoints hold its
-state, and ``ckpt_path`` restores it, in the middle of an epoch too. Needs ``pip install lightning``.
+state, and ``ckpt_path`` restores it, in the middle of an epoch too. A callback saves them, since Lightning's own writes
+a checkpoint under the name that it is found by. Needs ``pip install lightning``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from example import TRANSFORMS, arguments, build_model, inputs, report, targets
+from example import TRANSFORMS, Checkpoints, arguments, build_model, inputs, report, targets
 from torch.nn.functional import mse_loss
 
 from fuelrail.loaders import DataLoader
@@ -42,16 +43,38 @@ class Counter(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), 1e-3)
 
 
+class Save(pl.Callback):
+    """Saves while the model trains."""
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self.checkpoints = checkpoints
+
+    def on_train_start(self, *_: object) -> None:
+        """Take SIGTERM back: Lightning stops without a save."""
+        self.checkpoints.listen()
+
+    def on_train_batch_start(self, *_: object) -> None:
+        """Continue with the random numbers of the checkpoint."""
+        self.checkpoints.restore_generators()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
+        """Save, and stop if that was asked for."""
+        if self.checkpoints.due(trainer.global_step):
+            with self.checkpoints.saving(trainer.global_step) as folder:
+                trainer.save_checkpoint(folder / "lightning.ckpt")
+            trainer.should_stop = self.checkpoints.stopped
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Fit, from the checkpoint if there is one."""
     options = arguments(argv)
-    file = options.checkpoint / "lightning.ckpt"
+    checkpoints = Checkpoints(options, "lightning")
+    saved = checkpoints.newest()
     trainer = pl.Trainer(
         max_steps=options.steps, strategy="ddp", devices=int(os.environ["LOCAL_WORLD_SIZE"]), logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=Save(checkpoints),
     )  # fmt: skip
-    trainer.fit(Counter(options.dataset), ckpt_path=file if file.exists() else None, weights_only=True)
-    trainer.save_checkpoint(file)
+    trainer.fit(Counter(options.dataset), ckpt_path=saved and saved / "lightning.ckpt", weights_only=True)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from example import TRANSFORMS, arguments, build_model, forever, inputs, join_group, own_device, report, targets
+from example import TRANSFORMS, Checkpoints, arguments, build_model, inputs, join_group, own_device, report, targets
 from megatron.core import parallel_state
 from torch.nn.functional import mse_loss
 
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None, tensor_parallel: int = 2) -> None:
     model = build_model().to(device)
     optimiser = torch.optim.SGD(model.parameters(), 1e-3)
     group = parallel_state.get_data_parallel_group()
-    file = options.checkpoint / f"megatron-{dist.get_rank()}.pt"
+    checkpoints = Checkpoints(options, "megatron")
     first = 0
     with DataLoader(
         options.dataset,
@@ -40,20 +40,26 @@ def main(argv: Sequence[str] | None = None, tensor_parallel: int = 2) -> None:
         device=device,
         check_ranks=True,
     ) as loader:
-        if file.exists():
-            saved = torch.load(file, weights_only=True)
+        if folder := checkpoints.newest():
+            saved = torch.load(folder / f"rank-{dist.get_rank()}.pt", weights_only=True)
             model.load_state_dict(saved["model"])
+            optimiser.load_state_dict(saved["optimiser"])
             loader.load_state_dict(saved["loader"])
             first = saved["step"]
-        for step, batch in zip(range(first, options.steps), forever(loader), strict=False):
+        for step, batch in checkpoints.batches(loader, first):
             loss = mse_loss(model(inputs(batch)), targets(batch))
             optimiser.zero_grad()
             loss.backward()
             for parameter in model.parameters():
                 dist.all_reduce(parameter.grad, group=group)
+                parameter.grad /= group.size()
             optimiser.step()
             report(step, loss.item(), batch)
-        torch.save({"model": model.state_dict(), "loader": loader.state_dict(), "step": options.steps}, file)
+            if checkpoints.due(step + 1):
+                with checkpoints.saving(step + 1) as folder:
+                    state = {"model": model.state_dict(), "optimiser": optimiser.state_dict()}
+                    file = folder / f"rank-{dist.get_rank()}.pt"
+                    torch.save({**state, "loader": loader.state_dict(), "step": step + 1}, file)
     parallel_state.destroy_model_parallel()
 
 

@@ -1,7 +1,8 @@
 """MMEngine's runner: ``torchrun --nproc-per-node 2 configs/trainers/mmengine_runner.py DATASET``.
 
 A config of the BEVDet kind: beside the imports, Fuelrail changes its `train_dataloader` and its hooks: one
-keeps the position in the checkpoints, and there is no sampler to be seeded. Needs ``pip install mmengine``.
+keeps the position in the checkpoints, and there is no sampler to be seeded. `SaveHook` stands for MMEngine's own, which
+writes a checkpoint under the name that it is found by. Needs ``pip install mmengine``.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from example import arguments, build_model, inputs, report, targets
+from example import Checkpoints, arguments, build_model, inputs, report, targets
 from mmengine.config import Config
+from mmengine.hooks import Hook
 from mmengine.logging import MessageHub
 from mmengine.model import BaseModel
 from mmengine.registry import MODELS
@@ -38,6 +40,24 @@ class ExampleModel(BaseModel):
         return {"loss": loss}
 
 
+class SaveHook(Hook):
+    """Saves while the model trains."""
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self.checkpoints = checkpoints
+
+    def before_train_iter(self, runner: Runner, *_: object, **__: object) -> None:  # noqa: ARG002 - MMEngine's
+        """Continue with the random numbers of the checkpoint."""
+        self.checkpoints.restore_generators()
+
+    def after_train_iter(self, runner: Runner, *_: object, **__: object) -> None:
+        """Save, and stop if that was asked for."""
+        if self.checkpoints.due(runner.iter + 1):
+            with self.checkpoints.saving(runner.iter + 1) as folder:
+                runner.save_checkpoint(str(folder), "state.pth", by_epoch=False)
+            runner.train_loop.stop_training = self.checkpoints.stopped
+
+
 def config(dataset: str, steps: int, folder: str) -> dict[str, Any]:
     """The runner's config."""
     return {
@@ -55,11 +75,7 @@ def config(dataset: str, steps: int, folder: str) -> dict[str, Any]:
             "batch_size": None, "sampler": None, "num_workers": 0, "collate_fn": {"type": "fuelrail_batch"},
         },
         "custom_hooks": [{"type": "FuelrailStateHook"}],
-        "default_hooks": {
-            "checkpoint": {"type": "CheckpointHook", "by_epoch": False, "interval": 1},
-            "sampler_seed": None,
-        },
-        "resume": True,
+        "default_hooks": {"checkpoint": None, "sampler_seed": None},
         "launcher": "pytorch" if "RANK" in os.environ else "none",
         # MMEngine's own choice names a GPU.
         "model_wrapper_cfg": None if torch.cuda.is_available() else {"device_ids": None},
@@ -75,7 +91,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = arguments(argv)
     if "RANK" in os.environ and not torch.cuda.is_available() and not dist.is_initialized():
         dist.init_process_group("gloo")  # MMEngine would look for a GPU
-    Runner.from_cfg(Config(config(options.dataset, options.steps, str(options.checkpoint)))).train()
+    checkpoints = Checkpoints(options, "mmengine")
+    made = config(options.dataset, options.steps, str(options.checkpoint))
+    if saved := checkpoints.newest():
+        made |= {"load_from": str(saved / "state.pth"), "resume": True}
+    runner = Runner.from_cfg(Config(made))
+    runner.register_hook(SaveHook(checkpoints))
+    runner.train()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from example import TRANSFORMS, arguments, build_model, forever, inputs, join_group, own_device, report, targets
+from example import TRANSFORMS, Checkpoints, arguments, build_model, inputs, join_group, own_device, report, targets
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.functional import mse_loss
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     stage = PipelineStage(part, stage_index=rank, num_stages=2, device=device, group=mesh.get_group())
     schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=mse_loss)
     optimiser = torch.optim.SGD(part.parameters(), 1e-3)
-    file = options.checkpoint / f"pipeline_parallel-{rank}.pt"
+    checkpoints = Checkpoints(options, "pipeline_parallel")
     first = 0
     with DataLoader(
         options.dataset,
@@ -44,12 +44,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         device=device,
         world=mesh,
     ) as loader:
-        if file.exists():
-            saved = torch.load(file, weights_only=True)
+        if folder := checkpoints.newest():
+            saved = torch.load(folder / f"stage-{rank}.pt", weights_only=True)
             part.load_state_dict(saved["model"])
+            optimiser.load_state_dict(saved["optimiser"])
             loader.load_state_dict(saved["loader"])
             first = saved["step"]
-        for step, batch in zip(range(first, options.steps), forever(loader), strict=False):
+        for step, batch in checkpoints.batches(loader, first):
             optimiser.zero_grad()
             losses: list[torch.Tensor] = []
             if rank == 0:
@@ -58,8 +59,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                 schedule.step(target=targets(batch), losses=losses)
             optimiser.step()
             report(step, torch.stack(losses).mean().item() if losses else None, batch)
-        torch.save({"model": part.state_dict(), "loader": loader.state_dict(), "step": options.steps}, file)
-    dist.barrier()
+            if checkpoints.due(step + 1):
+                with checkpoints.saving(step + 1) as folder:
+                    state = {"model": part.state_dict(), "optimiser": optimiser.state_dict()}
+                    file = folder / f"stage-{rank}.pt"
+                    torch.save({**state, "loader": loader.state_dict(), "step": step + 1}, file)
 
 
 if __name__ == "__main__":

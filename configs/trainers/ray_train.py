@@ -39,6 +39,8 @@ def train_worker(config: dict[str, Any]) -> None:
             with checkpoint.as_directory() as folder:
                 saved = torch.load(Path(folder, "state.pt"), weights_only=True)
             model.load_state_dict(saved["model"])
+            optimiser.load_state_dict(saved["optimiser"])
+            torch.set_rng_state(saved["generators"][dist.get_rank() % len(saved["generators"])])
             loader.load_state_dict(saved["loader"])
             first = saved["step"]
         for step, batch in zip(range(first, config["steps"]), forever(loader), strict=False):
@@ -50,10 +52,12 @@ def train_worker(config: dict[str, Any]) -> None:
             if step == config["fail_at"] and checkpoint is None:
                 raise RuntimeError("a worker dies, for the example's sake")
             metrics = {"step": step, "rank": dist.get_rank(), "samples": batch["sample_key"]}
+            generators: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(generators, torch.get_rng_state())
             with tempfile.TemporaryDirectory() as folder:
-                # The state is the same on every rank: rank 0's is enough.
-                state = {"model": model.state_dict(), "loader": loader.state_dict(), "step": step + 1}
-                torch.save(state, Path(folder, "state.pt"))
+                # The rest of the state is the same on every rank: rank 0's is enough.
+                state = {"model": model.state_dict(), "optimiser": optimiser.state_dict(), "generators": generators}
+                torch.save({**state, "loader": loader.state_dict(), "step": step + 1}, Path(folder, "state.pt"))
                 train.report(metrics, checkpoint=Checkpoint(folder) if dist.get_rank() == 0 else None)
 
 

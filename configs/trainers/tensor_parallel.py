@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from example import TRANSFORMS, arguments, build_model, forever, inputs, join_group, latest, own_device, report, targets
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from example import TRANSFORMS, Checkpoints, arguments, build_model, inputs, join_group, own_device, report, targets
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import mse_loss
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parallelize_module(model, mesh["tp"], {"1": ColwiseParallel(), "3": RowwiseParallel()})
     # Plain SGD keeps this short: with more than one rank along "dp" add fully_shard(model, mesh=mesh["dp"]).
     optimiser = torch.optim.SGD(model.parameters(), 1e-3)
-    folder = options.checkpoint / "tensor_parallel"
+    checkpoints = Checkpoints(options, "tensor_parallel")
     with DataLoader(
         options.dataset,
         batch_size=2,
@@ -45,19 +45,24 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_ranks=True,
     ) as loader:
         progress: dict[str, Any] = {"step": 0}
-        if saved := latest(folder):
-            state = {"model": get_model_state_dict(model), "loader": loader, "progress": progress}
+        if saved := checkpoints.newest():
+            weights, moments = get_state_dict(model, optimiser)
+            state = {"model": weights, "optimiser": moments, "loader": loader, "progress": progress}
             dcp.load(state, checkpoint_id=saved)
-            set_model_state_dict(model, state["model"])
+            set_state_dict(model, optimiser, model_state_dict=weights, optim_state_dict=moments)
             progress = state["progress"]
-        for step, batch in zip(range(progress["step"], options.steps), forever(loader), strict=False):
+        for step, batch in checkpoints.batches(loader, progress["step"]):
             loss = mse_loss(model(inputs(batch)), targets(batch))
             optimiser.zero_grad()
             loss.backward()
             optimiser.step()
             report(step, loss.item(), batch)
-        state = {"model": get_model_state_dict(model), "loader": loader, "progress": {"step": options.steps}}
-        dcp.save(state, checkpoint_id=folder / f"step-{options.steps}")
+            if checkpoints.due(step + 1):
+                with checkpoints.saving(step + 1) as folder:
+                    weights, moments = get_state_dict(model, optimiser)
+                    progress = {"step": step + 1}
+                    state = {"model": weights, "optimiser": moments, "loader": loader, "progress": progress}
+                    dcp.save(state, checkpoint_id=folder)
 
 
 if __name__ == "__main__":

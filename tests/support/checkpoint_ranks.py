@@ -117,7 +117,7 @@ def run_rank(
     degrees = degrees_of(MESHES[name].settings, MESHES[name].num_ranks)
     mesh = make_mesh(degrees, "cpu")
     share = GLOBAL_BATCH // degrees.data
-    model = build(MODELS[MODEL], "cpu", seed=0)
+    model = build(MODELS[MODEL], "cpu", 0, mesh)
     parallel = parallelise(model, MESHES[name].settings, degrees, mesh, batch_size=share)
     image = ImageAugment(height=128, width=128)
     with (

@@ -113,7 +113,7 @@ def _variations() -> Iterator[Case]:
         for model in ("gpt-tiny", "vit-tiny"):
             pipeline = divided(strategy="pipeline", pipeline_schedule=schedule, micro_batches=8)
             yield Case(model=model, parallel=pipeline)
-    for options in (
+    listed: tuple[dict[str, Any], ...] = (
         {"strategy": "fsdp2", "recompute": "full"},
         {"strategy": "fsdp2", "recompute": "selective"},
         {"strategy": "tensor", "recompute": "selective"},
@@ -126,7 +126,8 @@ def _variations() -> Iterator[Case]:
             {"strategy": name, "optimiser": "adamw"}
             for name in ("ddp", "zero1", "zero2", "fsdp2", "tensor", "pipeline")
         ),
-    ):
+    )
+    for options in listed:
         yield Case(model="gpt-tiny", parallel=divided(**options))
     low = (
         ("bev-tiny", "ddp"),
@@ -165,7 +166,7 @@ class Comparison:
         batches = self._load(place.rank, place.size)
         started_s = time.perf_counter()
         parallel = parallelise(
-            build(MODELS[case.model], "cpu", 0), case.parallel, degrees, mesh,
+            build(MODELS[case.model], "cpu", 0, mesh), case.parallel, degrees, mesh,
             batch_size=rows, learning_rate=case.rate, precision=case.precision,
         )  # fmt: skip
         losses = [train_step(parallel, batch) for batch in itertools.islice(itertools.cycle(batches), case.steps)]

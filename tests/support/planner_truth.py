@@ -117,7 +117,7 @@ def real(pair: Pair, rank: int) -> Real:
 
     degrees = degrees_of(pair.parallel, pair.world)
     mesh = make_mesh(degrees, "cpu")
-    parallel = parallelise(build(SIZES[pair.model], "cpu", 0), pair.parallel, degrees, mesh, batch_size=_ROWS)
+    parallel = parallelise(build(SIZES[pair.model], "cpu", 0, mesh), pair.parallel, degrees, mesh, batch_size=_ROWS)
     inputs = parallel.inputs(_batch())
     for _ in range(2):
         parallel.forward_backward(inputs)

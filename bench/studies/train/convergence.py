@@ -1,8 +1,9 @@
 """Loss curves: whether two runs learn the same, and when one reached a target.
 
-The noise of a curve is estimated from its own steps: half the mean square of successive differences, which a slow trend
-hardly changes (J. von Neumann, "Distribution of the ratio of the mean square successive difference to the variance",
-Annals of Mathematical Statistics 12 (1941) 367-395).
+Two runs are compared in the last third of what they share, cut into up to ten batches of steps: their differences are
+nearly independent where those of neighbouring steps are not, and what both curves do is in none of them (the method of
+batch means: G. S. Fishman, "Grouping observations in digital simulation", Management Science 24 (1978) 510-521). The
+mean of the differences is judged by Student's t at 2 % of false alarms.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from fuelrail.bench.trainer.strategies.settings import ParallelSettings, degrees
 if TYPE_CHECKING:
     from fuelrail.bench.studies.train.series import Series
 
-_NUM_WINDOWS = 20
-_MIN_WINDOW_STEPS = 3
-# A window that differs by more than this many standard errors is outside the noise; several in a row are no accident.
-_NUM_ERRORS = 3.0
-_IN_A_ROW = 2
+_BATCH_STEPS = 3
+# Quantiles of Student's t at 99 %, from two degrees of freedom on: one less than there are batches.
+_QUANTILES = (6.96, 4.54, 3.75, 3.36, 3.14, 3.00, 2.90, 2.82)
+_MIN_BATCHES, _MAX_BATCHES = 3, 10
+# One standard error more, and four runs in five show a difference.
+_POWER = 1.0
+# Of the loss: what another order of sums may change.
+_ROUNDING = 1e-5
 _TARGET_STEPS = 5
 
 
@@ -32,8 +36,9 @@ class LossComparison(msgspec.Struct, frozen=True, kw_only=True):
     """This run's loss compared with that of another report, at equal numbers of samples.
 
     ``largest_difference``: of any single step, where both runs have the same global batch; else None. ``difference``
-    is this run's mean loss less the other's over the last window, ``noise`` the standard error of that. ``part_at``:
-    the number of samples at which the curves part; None where they stay within the noise.
+    is this run's mean loss less the other's over the last third, ``noise`` the standard error of that, ``smallest`` the
+    smallest difference that would mostly have been seen, all over ``num_windows`` batches of steps. ``part_at``: the
+    number of samples at which the curves part; None where they stay within the noise.
     """
 
     other: str
@@ -42,6 +47,7 @@ class LossComparison(msgspec.Struct, frozen=True, kw_only=True):
     num_windows: int
     difference: float | None
     noise: float | None
+    smallest: float | None = None
     largest_difference: float | None
     part_at: int | None
     part_at_step: int | None
@@ -50,9 +56,12 @@ class LossComparison(msgspec.Struct, frozen=True, kw_only=True):
         """The result as text."""
         if self.verdict == "too short":
             return f"The loss cannot be compared with {self.other}: the runs share too few steps."
-        end = "at the end the loss is not finite"
-        if self.difference is not None and self.noise is not None:
-            end = f"at the end this run's loss differs by {self.difference:+.4g} (standard error {self.noise:.2g})"
+        end = "in the last third the loss is not finite"
+        if self.difference is not None and self.noise is not None and self.smallest is not None:
+            end = (
+                f"in the last third this run's loss differs by {self.difference:+.4g} (standard error "
+                f"{self.noise:.2g}; a difference of {self.smallest:.2g} would have been seen)"
+            )
         if self.part_at is not None:
             return (
                 f"The loss parts from that of {self.other} at step {self.part_at_step}, after {self.part_at:,} "
@@ -102,34 +111,44 @@ def compare_losses(
     """Compare the losses of two runs; the batches are samples of an optimiser step, ``name`` is that of the other."""
     ours, theirs = _curve(own, own_batch), _curve(other, other_batch)
     start, end = max(ours.start, theirs.start), min(ours.end, theirs.end)
-    steps = min((end - start) // ours.batch, (end - start) // theirs.batch)
-    num_windows = min(_NUM_WINDOWS, steps // _MIN_WINDOW_STEPS)
-    if num_windows < _IN_A_ROW:
+    steps = min((end - start) // ours.batch, (end - start) // theirs.batch) // 3
+    count = min(max(_MIN_BATCHES, steps // _BATCH_STEPS), _MAX_BATCHES)
+    if steps < count:
         return LossComparison(
             other=name, verdict="too short", num_samples=max(0, end - start), num_windows=0, difference=None,
             noise=None, largest_difference=None, part_at=None, part_at_step=None,
         )  # fmt: skip
-    edges = np.linspace(start, end, num_windows + 1)
-    our_means, our_errors = ours.windows(edges)
-    their_means, their_errors = theirs.windows(edges)
-    differences, errors = our_means - their_means, np.hypot(our_errors, their_errors)
-    # Not finite in one run only: parted.
-    outside = ~(np.abs(differences) <= _NUM_ERRORS * errors) & ~(np.isnan(our_means) & np.isnan(their_means))
-    # The last window alone would be one in many.
-    runs = [at for at in range(num_windows - _IN_A_ROW + 1) if outside[at : at + _IN_A_ROW].all()]
-    part_at = int(edges[runs[0]]) if runs else None
+    edges = np.linspace(start, end, 3 * count + 1)
+    our_means, their_means = ours.means(edges), theirs.means(edges)
+    differences, their_level = our_means - their_means, their_means[-count:].mean()
+    difference, deviation = differences[-count:].mean(), differences[-count:].std(ddof=1)
+    noise, quantile = deviation / np.sqrt(count), _QUANTILES[count - _MIN_BATCHES]
+    if np.isfinite(difference):
+        parted = abs(difference) > max(quantile * noise, _ROUNDING * abs(their_level))
+    else:
+        parted = np.isfinite(our_means[-count:].mean()) != np.isfinite(their_level)
+    part_at = int(edges[_change(differences)]) if parted else None
     same_batch = ours.batch == theirs.batch
     return LossComparison(
         other=name,
-        verdict="parted" if runs else "within noise",
+        verdict="parted" if parted else "within noise",
         num_samples=int(end - start),
-        num_windows=num_windows,
-        difference=_finite(differences[-1]),
-        noise=_finite(errors[-1]),
+        num_windows=count,
+        difference=_finite(difference),
+        noise=_finite(noise),
+        smallest=_finite((quantile + _POWER) * noise),
         largest_difference=_largest(ours, theirs, start, end) if same_batch else None,
         part_at=part_at,
         part_at_step=None if part_at is None else part_at // ours.batch,
     )
+
+
+def _change(differences: NDArray[np.float64]) -> int:
+    """Return where differences change from 0 to another level, by least squares; or the first that is not finite."""
+    if not np.isfinite(differences).all():
+        return int(np.argmin(np.isfinite(differences)))
+    gains = [rest.sum() ** 2 / len(rest) for rest in (differences[at:] for at in range(len(differences)))]
+    return int(np.argmax(gains))
 
 
 class _Curve(msgspec.Struct, frozen=True):
@@ -149,18 +168,11 @@ class _Curve(msgspec.Struct, frozen=True):
         found: NDArray[np.float64] = self.loss[first : (end - self.start) // self.batch]
         return found
 
-    def windows(self, edges: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Mean loss between neighbouring edges, and its standard error by the noise around it."""
-        at = self.start + (np.arange(len(self.loss)) + 0.5) * self.batch
-        means, errors = [], []
-        for first, last in pairwise(edges):
-            inside = self.loss[(at > first) & (at <= last)]
-            # The noise is estimated from neighbours too: a few steps say little on it.
-            around = self.loss[(at > 2 * first - last) & (at <= 2 * last - first)]
-            variance = np.square(np.diff(around)).mean() / 2
-            means.append(inside.mean() if len(inside) else np.nan)
-            errors.append(np.sqrt(variance / max(1, len(inside))))
-        return np.array(means), np.array(errors)
+    def means(self, edges: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Mean loss between neighbouring edges."""
+        # A step belongs where its middle is.
+        cuts = np.ceil((edges - self.start) / self.batch - 0.5).astype(int)
+        return np.array([self.loss[first:last].mean() for first, last in pairwise(cuts)])
 
 
 def global_batch(options: Mapping[str, Any], num_ranks: int) -> int:

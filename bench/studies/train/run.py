@@ -67,6 +67,11 @@ def run_training(
     dataset: str | os.PathLike[str], options: TrainOptions, out: str | os.PathLike[str] | None, *, html: bool
 ) -> Made:
     """Make one run and write its report into ``out``, if given; see :func:`train`."""
+    if (world := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise ConfigError(
+            f"this is one of WORLD_SIZE={world} processes; `bench train` starts all ranks itself, on one host: run it "
+            "once, with --ranks; for several hosts start a script of your own as configs/recipes do"
+        )
     if options.trace and out is None:
         raise ConfigError("trace=True writes a file: give out=FOLDER")
     other = None if options.against is None else load_report(_report_file(options.against))
@@ -91,7 +96,10 @@ def _report_file(place: str) -> Path:
 
 
 def _larger_batch(options: TrainOptions, batch_size: int) -> TrainOptions:
-    """The same number of samples in steps of another size; the learning rate is scaled with it (Goyal et al. 2017)."""
+    """The same number of samples in steps of another size; the learning rate is scaled with it (Goyal et al. 2017).
+
+    With ``base_batch`` the ranks scale the rate themselves.
+    """
     if options.checkpoint is not None or options.against is not None:
         raise ConfigError("check_batch makes two runs of its own: leave out checkpoint and against")
     if batch_size <= options.batch_size:
@@ -102,9 +110,8 @@ def _larger_batch(options: TrainOptions, batch_size: int) -> TrainOptions:
     steps = None if options.epochs is not None else int((options.steps or _DEFAULT_STEPS) / scale)
     if steps == 0:
         raise ConfigError(f"steps={options.steps} are less than one step of check_batch={batch_size}: use more steps")
-    return msgspec.structs.replace(
-        options, batch_size=batch_size, steps=steps, learning_rate=options.learning_rate * scale
-    )
+    rate = options.learning_rate * (scale if options.base_batch is None else 1)
+    return msgspec.structs.replace(options, batch_size=batch_size, steps=steps, learning_rate=rate)
 
 
 def _compared(made: Made, options: TrainOptions, other: Report | None) -> Made:
@@ -212,6 +219,7 @@ def _settings(dataset: str, options: TrainOptions, records: Path) -> TrainSettin
     if options.steps is not None and options.epochs is not None:
         raise ConfigError(f"steps={options.steps} and epochs={options.epochs} exclude each other: give one of them")
     profile = options.profile or _profile(options.accelerator)
+    default = "stand-in" if degrees_of(options, options.ranks).pp == 1 else "bev-tiny"  # one layer cannot be cut
     changes: dict[str, Any] = {
         name: str(Path(place).absolute())
         for name in ("cache_dir", "transforms")
@@ -222,7 +230,7 @@ def _settings(dataset: str, options: TrainOptions, records: Path) -> TrainSettin
         "records": str(records.absolute()),
         "steps": _DEFAULT_STEPS if options.steps is None and options.epochs is None else options.steps,
         "precision": options.precision or ("fp32" if profile else "bf16"),
-        "model": options.model or ("stand-in" if profile else "base"),
+        "model": options.model or (default if profile else "base"),
         "profile": profile,
         "checkpoint": _checkpoint_place(options),
         **_teacher_places(options),

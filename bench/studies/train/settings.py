@@ -27,7 +27,7 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
     """
 
     split: Annotated[str, flag("split to train on")] = "train"
-    ranks: Annotated[Positive, flag("number of ranks on this host")] = 1
+    ranks: Annotated[Positive, flag("number of ranks, all on this host")] = 1
     batch_size: Annotated[Positive, flag("samples per data-parallel rank in a batch")] = 4
     steps: Annotated[Positive | None, flag("optimiser steps (default: 60, unless --epochs is given)")] = None
     epochs: Annotated[Positive | None, flag("whole epochs instead of a number of steps")] = None
@@ -39,7 +39,9 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
             f"profiles: {', '.join(profile_names())}, or a .yaml file (default: auto)"
         ),
     ] = "auto"
-    model: Annotated[ModelName | None, flag("model to train (default: stand-in if emulated, base on cuda)")] = None
+    model: Annotated[
+        ModelName | None, flag("model to train (default: base on cuda; emulated stand-in, bev-tiny in a pipeline)")
+    ] = None
     precision: Annotated[
         Precision | None,
         flag("fp32, or autocast to bf16, or to fp16 with scaled loss (default: bf16 on cuda, else fp32)"),

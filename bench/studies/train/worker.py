@@ -30,7 +30,7 @@ from fuelrail.bench.measure.cuda import CudaAccelerator, peak_tflops
 from fuelrail.bench.measure.machine import peak_memory_bytes
 from fuelrail.bench.measure.processes import storage_bytes_read
 from fuelrail.bench.measure.records import RankEnd, RankFailure, RankHeader, RankWriter, StageSnapshot, rank_path
-from fuelrail.bench.planner.state import check_memory
+from fuelrail.bench.planner.state import check_memory, num_parameters
 from fuelrail.bench.ranks.elastic import end_with, join_world
 from fuelrail.bench.ranks.injection import StallingAccelerator, late_batches, slow_reads
 from fuelrail.bench.ranks.tracing import RankTrace, TracedAccelerator
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 
     from fuelrail.bench.measure.accelerator import Accelerator
     from fuelrail.bench.measure.clock import Clock
-    from fuelrail.bench.trainer.models.staged import StagedModel
     from fuelrail.bench.trainer.strategies.parallel import Parallel
     from fuelrail.loaders import DataLoader
     from fuelrail.pipeline.runtime.stages import StageClock
@@ -87,8 +86,6 @@ def run_rank(
     if trace is not None:
         accelerator = cast("Accelerator", TracedAccelerator(accelerator, trace))
 
-    # The seed makes every rank start from the same weights, and runs repeatable.
-    model = build(MODELS[settings.model], accelerator.torch_device, settings.seed)
     writer.write(
         RankHeader(
             rank=rank,
@@ -96,11 +93,11 @@ def run_rank(
             device=device,
             backend=dist.get_backend() if dist.is_initialized() else None,
             model=settings.model,
-            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+            num_parameters=num_parameters(MODELS[settings.model])[0],
             peak_tflops=None if settings.profile is not None else peak_tflops(device, settings.precision),
         )
     )
-    parallel = _divided(model, settings, mesh, accelerator, loader)
+    parallel = _divided(settings, mesh, accelerator, loader)
     checkpoints = _RunCheckpoints(settings, parallel, loader, writer)
     read_before = storage_bytes_read()
     noted = noting_input(batches, writer, None if settings.profile is not None else MODELS[settings.model])
@@ -149,20 +146,16 @@ def parameters_digest(parallel: Parallel) -> str:
 
 
 def _divided(
-    model: StagedModel,
-    settings: TrainSettings,
-    mesh: DeviceMesh | None,
-    accelerator: Accelerator,
-    loader: DataLoader | None,
+    settings: TrainSettings, mesh: DeviceMesh | None, accelerator: Accelerator, loader: DataLoader | None
 ) -> Parallel:
-    """Divide the model over the ranks, with its teacher."""
+    """Make the model, with its teacher, divided over the ranks."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     degrees = Degrees() if "all-reduce" in settings.leave_out else degrees_of(settings, world)
-    teacher = None
+    size, wrap, teacher = MODELS[settings.model], None, None
     if settings.teacher is not None or settings.teacher_layer is not None:
         assert loader is not None, "a teacher's layer comes with the loader"
-        model, teacher = distilled(
-            model,
+        wrap, teacher = distilled(
+            size,
             loader,
             accelerator.torch_device,
             teacher=settings.teacher,
@@ -173,7 +166,8 @@ def _divided(
         )
     global_batch = degrees.data * settings.batch_size * settings.accumulation
     parallel = parallelise(
-        model,
+        # The seed makes every rank start from the same weights, and runs repeatable.
+        build(size, accelerator.torch_device, settings.seed, mesh, wrap),
         settings,
         degrees,
         mesh,

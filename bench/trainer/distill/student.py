@@ -16,6 +16,7 @@ targets    the student's own loss, with the teacher's detections in place of the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,7 @@ from fuelrail.bench.trainer.models.staged import StagedModel, mean_over_samples
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
+    from fuelrail.bench.trainer.models.settings import ModelSettings
     from fuelrail.loaders import DataLoader
 
 
@@ -46,9 +48,8 @@ class Distilled(StagedModel):
         del student.stem, student.blocks, student.head  # it lives on for its inputs and losses
         self.student, self._weights, self._source, self._temperature = student, weights, source, temperature
         if "features" in weights:
-            device = next(self.parameters()).device
             width = feature_width(self.settings)
-            self.head.register_module("projection", nn.Conv2d(width, source.width, 1, bias=False).to(device))
+            self.head.register_module("projection", nn.Conv2d(width, source.width, 1, bias=False))
             self.head.register_forward_hook(self._with_features)
 
     def _with_features(self, head: nn.Module, arguments: tuple[Tensor, ...], logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,7 +105,7 @@ def divergence(logits: Tensor, teacher: Tensor, temperature: float, *, binary: b
 
 
 def distilled(
-    student: StagedModel,
+    size: ModelSettings,
     loader: DataLoader,
     device: str,
     *,
@@ -113,15 +114,15 @@ def distilled(
     weights: str = DISTILL,
     temperature: float = TEMPERATURE,
     tp: int = 1,
-) -> tuple[StagedModel, Callable[..., tuple[Tensor, ...]] | None]:
-    """Return the student with the loss of distillation, and the teacher that is to be called with a batch's inputs.
+) -> tuple[Callable[[StagedModel], StagedModel], Callable[..., tuple[Tensor, ...]] | None]:
+    """Return what gives a student of a size the loss of distillation, and the teacher to call with a batch's inputs.
 
     The teacher is one out of checkpoints, or a ``layer`` of predictions, which needs no call: its values are in the
     batches. ``weights`` is the text that :func:`weights_of` reads; ``temperature`` softens the logits; ``tp`` is the
     student's degree of tensor parallel. All ranks must call this. Raises ConfigError for a teacher that predicts other
     things than the student, and what :class:`Teacher` and `open_layer` raise.
     """
-    parts, size = weights_of(weights), student.settings
+    parts = weights_of(weights)
     if "targets" in parts and not isinstance(size, GridSettings):
         raise ConfigError(
             f"distill '{weights}': 'targets' are detections, which this model does not learn; use a model of "
@@ -134,7 +135,7 @@ def distilled(
         )
     if teacher is None:
         source = of_layer(str(layer), size, loader.dataset, parts, loader.transforms)
-        return Distilled(student, source, parts, temperature), None
+        return partial(Distilled, source=source, weights=parts, temperature=temperature), None
     model = Teacher(teacher, device, shard=dist.is_initialized() and dist.get_world_size() > 1)
     cameras = len(loader.cameras)
     (own, ours), (its, theirs) = (predictions(one, cameras) for one in (size, model.settings))
@@ -144,4 +145,4 @@ def distilled(
             "teacher of the same predictions"
         )
     source = Source(("logits", "features"), feature_width(model.settings))
-    return Distilled(student, source, parts, temperature), model
+    return partial(Distilled, source=source, weights=parts, temperature=temperature), model

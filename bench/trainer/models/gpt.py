@@ -54,10 +54,10 @@ class Gpt(StagedModel):
 class _Embeddings(nn.Module):
     def __init__(self, settings: GptSettings) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(settings.vocabulary, settings.width)
-        self.positions = nn.Embedding(settings.context, settings.width)
-        for embedding in (self.tokens, self.positions):
+        tokens, positions = (nn.Embedding(size, settings.width) for size in (settings.vocabulary, settings.context))
+        for embedding in (tokens, positions):
             nn.init.normal_(embedding.weight, std=0.02)
+        self.tokens, self.positions = tokens, positions
 
     def forward(self, tokens: Tensor, *_: Tensor) -> Tensor:
         places = torch.arange(tokens.shape[1] - 1, device=tokens.device)

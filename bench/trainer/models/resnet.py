@@ -73,11 +73,11 @@ class _Bottleneck(nn.Module):
         outputs = width * _EXPANSION
         relu = nn.ReLU(inplace=True)
         last, norm = _convolution(width, outputs, 1, 1)
+        # A block starts as the identity, which keeps deep networks well conditioned (arXiv 1706.02677, section 5.1).
+        nn.init.zeros_(norm.weight)
         self.body = nn.Sequential(
             *_convolution(inputs, width, 1, 1), relu, *_convolution(width, width, 3, stride), relu, last, norm
         )  # fmt: skip
-        # A block starts as the identity, which keeps deep networks well conditioned (arXiv 1706.02677, section 5.1).
-        nn.init.zeros_(norm.weight)
         same = inputs == outputs and stride == 1
         self.shortcut = nn.Identity() if same else nn.Sequential(*_convolution(inputs, outputs, 1, stride))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
@@ -28,6 +28,8 @@ class StagedModel(nn.Module, ABC):
     Sharding is by block, recomputation by block, and a pipeline cuts between any two blocks. All inputs have the
     batch's samples along their first axis, the last one is their weight; the hidden tensor has a multiple of them. The
     loss is the mean over the batch's real samples, so means over parts of a batch average to the mean over the batch.
+
+    A module has its first values before another one takes it as a part: then a rank may keep its share alone (`draft`).
     """
 
     stem: nn.Module
@@ -36,6 +38,8 @@ class StagedModel(nn.Module, ABC):
     # What tensor parallel shards, as for `parallelize_module`; `blocks.*` is each block. What is not named is computed
     # by every rank of the tensor-parallel group alike.
     plan: Mapping[str, ParallelStyle] = {}
+    # Gives parts of a model that was made without memory their values; None where the model has them.
+    fill: Callable[[Collection[nn.Module], bool], None] | None = None
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__()

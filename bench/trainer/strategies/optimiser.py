@@ -57,17 +57,24 @@ def scaled_rate(rate: float, settings: ParallelSettings, global_batch: int) -> f
 
 def clip_gradients(parameters: Iterable[nn.Parameter], largest: float, pipeline: dist.ProcessGroup | None) -> None:
     """Scale all gradients so that their norm, over all ranks' parts and stages, is at most ``largest``."""
-    groups = _by_mesh(p for p in parameters if p.grad is not None)
-    _local_gradients(p for group in groups for p in group)  # sums what is still to be summed
-    square = torch.zeros(())
-    for group in groups:
-        norm = get_total_norm([p.grad for p in group if p.grad is not None])
-        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        square = square.to(whole.device) + whole.square()
+    found = [p for p in parameters if p.grad is not None]
+    # By the groups of ranks that have a part each. DTensor's own norm warns on every rank where two axes divide it.
+    divided: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    for parameter, gradient in zip(found, _local_gradients(found), strict=True):
+        groups = list[dist.ProcessGroup]()
+        if isinstance(parameter, DTensor):
+            axes = (axis for axis, kind in enumerate(parameter.placements) if not kind.is_replicate())
+            groups += map(parameter.device_mesh.get_group, axes)
+        divided.setdefault(tuple(groups), []).append(gradient)
+    squares = {shared: get_total_norm(gradients).square() for shared, gradients in (divided or {(): []}).items()}
+    for shared, square in squares.items():
+        for group in shared:
+            dist.all_reduce(square, group=group)
+    square = torch.stack(list(squares.values())).sum()
     if pipeline is not None:
         dist.all_reduce(square, group=pipeline)
-    for group in groups:
-        clip_grads_with_norm_(group, largest, square.sqrt())
+    for same_mesh in _by_mesh(found):
+        clip_grads_with_norm_(same_mesh, largest, square.sqrt())
 
 
 def _local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:

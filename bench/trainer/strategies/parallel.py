@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils import checkpoint
 
-from fuelrail.bench.trainer.models.build import build_model
+from fuelrail.bench.trainer.models.build import build_model, draft
 from fuelrail.bench.trainer.strategies.data_parallel import data_parallel, shard
 from fuelrail.bench.trainer.strategies.optimiser import SharedGradScaler, autocast, clip_gradients, make_optimiser
 from fuelrail.bench.trainer.strategies.pipeline import V_SHAPED, Pipeline, Stage
@@ -145,7 +145,7 @@ def parallelise(
     precision: Precision = "fp32",
     accelerator: Accelerator | None = None,
 ) -> Parallel:
-    """Divide a model that lies on this rank's device, the meta device included; all ranks must call this.
+    """Divide a model that lies on this rank's device, or a draft; all ranks must call this.
 
     ``mesh`` is :func:`make_mesh`'s; :func:`check_fits` has found nothing against the degrees. ``batch_size`` is the
     number of samples per data-parallel rank in a micro-batch. With Degrees() a rank trains alone, whatever the world.
@@ -171,6 +171,8 @@ def parallelise(
         if mesh is not None:
             shard(part, mesh, settings, precision)
     parts: list[nn.Module] = list(stages.values())
+    if model.fill is not None:
+        model.fill(parts, settings.offload)
     if mesh is None and degrees.data > 1:
         parts = [data_parallel(model, accelerator, settings)]
     pipeline = None
@@ -201,12 +203,27 @@ def _recompute(block: nn.Module, *, selective: bool) -> None:
         checkpoint.checkpoint,
         block.forward,
         use_reentrant=False,
-        preserve_rng_state=False,
         context_fn=selected if selective else checkpoint.noop_context_fn,
     )
 
 
-def build(settings: ModelSettings, device: str, seed: int) -> StagedModel:
-    """Make the model with the weights that the seed says, on a device; the same on every rank."""
+def build(
+    settings: ModelSettings,
+    device: str,
+    seed: int,
+    mesh: DeviceMesh | None = None,
+    wrap: Callable[[StagedModel], StagedModel] | None = None,
+) -> StagedModel:
+    """Make the model with the weights that the seed says, on a device; the same on every rank.
+
+    For a ``mesh`` it is a draft: it gets its values when :func:`parallelise` has divided it. ``wrap`` makes of it what
+    is to be trained.
+    """
+
+    def make() -> StagedModel:
+        return build_model(settings) if wrap is None else wrap(build_model(settings))
+
+    if mesh is not None:
+        return draft(make, device, seed)
     torch.manual_seed(seed)
-    return build_model(settings).to(device)
+    return make().to(device)

@@ -154,7 +154,7 @@ def check_fits(
     cut = f"{stages} stages ({schedule}, pp={pp})"
     uneven = isinstance(model, VitSettings | GptSettings) and blocks % stages
     _refuse(uneven, f"{cut} do not divide the model's {blocks} layers; {_divisors('stages', blocks)}")
-    _refuse(blocks < stages, f"{cut} are more than the model's {blocks} layers; use a smaller pp")
+    _refuse(blocks < stages, f"{cut} are more than the model's {blocks} layers; use a model of more, or a smaller pp")
     _refuse(
         schedule in _APART and degrees.data > 1,
         f"{schedule} loses gradients where data-parallel ranks share a pipeline (dp_shard={degrees.dp_shard}, "

@@ -18,8 +18,12 @@ def test_state_is_sixteen_bytes_a_parameter_divided_by_the_shards():
     # arXiv 1910.02054 leaves out the block that is gathered: 8 bytes for each of its parameters.
     block = 12 * 768**2 + 13 * 768
     assert least_bytes(size, ParallelSettings(), Degrees(dp_shard=2), "fp32") == whole // 2 + 8 * block
-    # The weights of the whole model, which each rank makes.
-    assert least_bytes(size, ParallelSettings(), Degrees(dp_shard=8), "fp32") == whole // 4
+    assert least_bytes(size, ParallelSettings(), Degrees(dp_shard=8), "fp32") == whole // 8 + 8 * block
+
+
+def test_a_hundred_billion_parameters_fit_on_enough_gpus():
+    check_memory("gpt-100b", ParallelSettings(), Degrees(dp_shard=64), "bf16", 80 * 2**30, alone=True)
+    check_memory("gpt-100b", ParallelSettings(), Degrees(pp=8, tp=8), "bf16", 80 * 2**30, alone=True)
 
 
 def test_zero2_holds_its_shards_beside_what_it_gathered():

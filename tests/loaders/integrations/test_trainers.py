@@ -1,4 +1,5 @@
-"""Every example trainer, really run, stopped at step 3 and resumed from its checkpoint: the right samples each step.
+"""Every example trainer, really run, killed between steps and in a save, and resumed: the samples and losses of a run
+that nothing interrupted.
 
 The trainers beyond torch are tested where they are installed: ``pip install 'fuelrail[trainers]'``, deepspeed,
 megatron-core, ray[train].
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import json
 import os
 import pickle
 import re
@@ -20,7 +22,7 @@ import torch
 
 from fuelrail.loaders import DataLoader, World
 from support.batches import TINY, load
-from support.ranks import TESTS, environment, run_ranks
+from support.ranks import TESTS, environment
 
 pytestmark = pytest.mark.process
 
@@ -46,40 +48,71 @@ def output_of(text, rank):
     return [(int(step), int(epoch), keys.split()) for step, epoch, _, keys in lines], [loss for *_, loss, _ in lines]
 
 
-def run(root, out, *examples, num_ranks=2):
-    run_ranks(num_ranks, TESTS / "support" / "trainer_ranks.py", root, out, *examples, timeout_s=280)
-    return {
-        name: [(out / f"{name}-{rank}.txt").read_text() for rank in range(num_ranks)]
-        for name in (example.partition(":")[0] + example.partition("=")[2] for example in examples)
-    }
+def run(root, out, *examples):
+    """Run examples whole and with ends; compare the steps of each; return the losses of each rank of the whole runs."""
+    command = [sys.executable, TESTS / "support" / "trainer_ranks.py", root, out, *examples]
+    done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=580)
+    assert done.returncode == 0, done.stdout.decode()[-6000:]
+    found = {}
+    for example in examples:
+        name = example.partition(":")[0] + example.partition("=")[2]
+        assert json.loads((out / f"{name}.json").read_text()) == LEFT
+        found[name] = [assert_same_steps(out, name, rank) for rank in range(2)]
+    return found
+
+
+# The checkpoints after each phase: two are kept, a save that was cut off is never among them.
+LEFT = {
+    "whole": ["step-6", "step-8"],
+    "killed": ["step-2", "step-4"],
+    "saving": ["step-2", "step-4", "unfinished-6"],
+    "terminated": ["step-6", "step-7"],
+    "rest": ["step-7", "step-8"],
+}
+STEPS = {"killed": (0, 5), "saving": (4, 6), "terminated": (4, 7), "rest": (7, 8)}
+
+
+def assert_same_steps(out, name, rank):
+    """Every step after a restart has the samples and the loss of the run that nothing interrupted."""
+    whole, losses = output_of((out / f"{name}-whole-{rank}.txt").read_text(), rank)
+    for phase, (first, last) in STEPS.items():
+        found = output_of((out / f"{name}-{phase}-{rank}.txt").read_text(), rank)
+        if phase == "killed" and rank == 0 and len(found[0]) == last - 1:
+            last -= 1  # it fell before it could report the step at which the other one did
+        assert found == (whole[first:last], losses[first:last]), phase
+    return whole, losses
 
 
 DATA_PARALLEL = (World(0, 2), World(1, 2))
 SAME_BATCHES = (World(0, 1), World(0, 1))
 
 
-def assert_samples(root, texts, worlds):
-    for rank, (text, world) in enumerate(zip(texts, worlds, strict=True)):
-        assert output_of(text, rank)[0] == expected(root, world)
+def assert_samples(root, ranks, worlds):
+    assert [steps for steps, _ in ranks] == [expected(root, world) for world in worlds]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_what_torch_brings(tiny, tmp_path):
-    reports = run(tiny, tmp_path, "ddp", "fsdp2", "tensor_parallel", "pipeline_parallel")
-    assert_samples(tiny, reports["ddp"], DATA_PARALLEL)
-    assert_samples(tiny, reports["fsdp2"], DATA_PARALLEL)
-    assert_samples(tiny, reports["tensor_parallel"], SAME_BATCHES)
-    assert_samples(tiny, reports["pipeline_parallel"], SAME_BATCHES)
+    ranks = run(tiny, tmp_path, "ddp", "fsdp2", "tensor_parallel", "pipeline_parallel")
+    assert_samples(tiny, ranks["ddp"], DATA_PARALLEL)
+    assert_samples(tiny, ranks["fsdp2"], DATA_PARALLEL)
+    assert_samples(tiny, ranks["tensor_parallel"], SAME_BATCHES)
+    assert_samples(tiny, ranks["pipeline_parallel"], SAME_BATCHES)
     for rank in range(2):
         # Sharded or not, it is the same training: nothing was lost over checkpoint and resume either.
-        ddp, fsdp2 = (output_of(reports[name][rank], rank)[1] for name in ("ddp", "fsdp2"))
+        ddp, fsdp2 = (ranks[name][rank][1] for name in ("ddp", "fsdp2"))
         assert [float(loss) for loss in fsdp2] == pytest.approx([float(loss) for loss in ddp], abs=2e-3)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("package", "example", "worlds"),
     [
         ("lightning", "lightning_ddp", DATA_PARALLEL),
         ("accelerate", "accelerate_ddp", DATA_PARALLEL),
+        ("mmengine", "mmengine_runner", DATA_PARALLEL),
         ("deepspeed", "deepspeed_zero:zero_stage=1", DATA_PARALLEL),
         ("deepspeed", "deepspeed_zero:zero_stage=2", DATA_PARALLEL),
         ("deepspeed", "deepspeed_zero:zero_stage=3", DATA_PARALLEL),
@@ -90,8 +123,8 @@ def test_what_torch_brings(tiny, tmp_path):
 def test_other_trainers(tiny, tmp_path, package, example, worlds):
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
-    (texts,) = run(tiny, tmp_path, example, num_ranks=len(worlds)).values()
-    assert_samples(tiny, texts, worlds)
+    (ranks,) = run(tiny, tmp_path, example).values()
+    assert_samples(tiny, ranks, worlds)
 
 
 def epochs_of(root, count):
@@ -157,23 +190,6 @@ def test_accelerate_leaves_the_loader_as_it_is_and_restores_it(tiny, tmp_path):
     accelerator.load_state(str(tmp_path))
     assert [batch["sample_key"] for batch in loader] == whole[1][3:]
     loader.close()
-
-
-def test_mmengine_resumes_as_its_page_says(tiny, tmp_path):
-    """torchrun twice: the second run loads the first one's checkpoint with torch's safe loading."""
-    pytest.importorskip("mmengine", reason="mmengine is not installed: pip install 'fuelrail[trainers]'")
-    first, second = (
-        # Two ranks' lines may come on one: torchrun's ranks write text and line feed one after the other.
-        re.sub(r"(?<=\d)rank (?=\d+ step)", "\nrank ", text)
-        for text in (
-            run_ranks(
-                2, EXAMPLES / "mmengine_runner.py", tiny, "--steps", steps, "--checkpoint", tmp_path, timeout_s=200
-            )
-            for steps in (3, 8)
-        )
-    )
-    for rank, world in enumerate(DATA_PARALLEL):
-        assert output_of(first, rank)[0] + output_of(second, rank)[0] == expected(tiny, world)
 
 
 class _Calls:

@@ -38,7 +38,8 @@ def losses(folder, *, sharded):
     with DataLoader(
         f"{folder}/data", 2, num_workers=1, transforms=Transforms(image=ImageAugment(**transforms))
     ) as loader:
-        model, teaches = distilled(build(MODELS["bev-tiny"], "cpu", 0), loader, "cpu", teacher=place, weights=PARTS)
+        wrap, teaches = distilled(MODELS["bev-tiny"], loader, "cpu", teacher=place, weights=PARTS)
+        model = build(MODELS["bev-tiny"], "cpu", 0, None, wrap)
         if not sharded:
             teaches = Teacher(place)
         parallel = parallelise(model, ParallelSettings(), Degrees(dp_replicate=RANKS), None, batch_size=2)

@@ -56,9 +56,10 @@ def losses(place, settings, *, student="bev-tiny", **transforms):
     layers = {LAYER: settings["layer"]} if settings and "layer" in settings else None
     made = Transforms(image=IMAGE, **transforms)
     with DataLoader(place / "data", 2, num_workers=1, transforms=made, layers=layers) as loader:
-        model, teacher = build(MODELS[student], "cpu", 0), None
+        wrap, teacher = [], None
         if settings is not None:
-            model, teacher = distilled(model, loader, "cpu", **settings)
+            *wrap, teacher = distilled(MODELS[student], loader, "cpu", **settings)
+        model = build(MODELS[student], "cpu", 0, None, *wrap)
         parallel = parallelise(model, ParallelSettings(), Degrees(), None, batch_size=2)
         parallel.teacher = teacher
         return [train_step(parallel, batch) for batch in islice(loader, STEPS)]

@@ -7,8 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.data_parallel import data_parallel
-from fuelrail.bench.trainer.strategies.settings import ParallelSettings
+from fuelrail.bench.trainer.strategies.parallel import build, parallelise
+from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings
 
 
 class Listener:
@@ -68,3 +70,17 @@ def test_nothing_is_reduced_while_gradients_accumulate():
         with nullcontext() if reduces else wrapped.no_sync():
             wrapped(torch.ones(2, 32)).sum().backward()
         assert bool(listener.heard) == reduces
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_a_block_that_is_computed_again_drops_the_same_values(recompute):
+    def gradients(recompute):
+        model = build(MODELS["gpt-tiny"], "cpu", 0)
+        for block in model.blocks:
+            block.mlp.append(nn.Dropout(0.5))
+        parallel = parallelise(model, ParallelSettings(recompute=recompute), Degrees(), None, batch_size=2)
+        torch.manual_seed(1)
+        parallel.forward_backward((torch.arange(66).view(2, 33) % 64, torch.ones(2)))
+        return [parameter.grad for parameter in model.parameters()]
+
+    assert all(map(torch.equal, gradients("none"), gradients(recompute)))

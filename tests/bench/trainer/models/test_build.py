@@ -1,0 +1,92 @@
+"""A model that was made without memory gets the weights of the whole one; on ranks, each its share, and no more."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from fuelrail.bench.trainer.models.settings import MODELS, GptSettings
+from fuelrail.bench.trainer.strategies.parallel import build, make_mesh, parallelise
+from fuelrail.bench.trainer.strategies.settings import ParallelSettings, degrees_of
+from support.ranks import run_ranks
+
+RANKS = 4
+WIDE = GptSettings(width=512, depth=24, heads=8, vocabulary=64, context=64)
+WIDE_BYTES = 4 * 76_000_000
+DIVIDED = [
+    ("gpt-tiny", {"strategy": "fsdp2"}),
+    ("resnet-tiny", {"strategy": "zero2"}),
+    ("vit-tiny", {"mesh": "dp_shard=2,tp=2"}),
+    ("bev-tiny", {"mesh": "pp=2,dp_shard=2"}),
+    ("gpt-tiny", {"mesh": "pp=2,tp=2"}),
+    ("gpt-tiny", {"strategy": "tensor"}),
+]
+
+
+def tensors(models):
+    """Parameters and buffers of this rank's part by name, each of them whole."""
+    named = (pair for model in models for pair in (*model.named_parameters(), *model.named_buffers()))
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in named}
+
+
+@pytest.mark.parametrize("name", ["bev-tiny", "resnet-tiny", "vit-tiny", "gpt-tiny"])
+def test_a_filled_draft_is_the_model(name):
+    whole = build(MODELS[name], "cpu", 5)
+    drawn = torch.rand(1)
+    model = build(MODELS[name], "cpu", 5, mesh=object())
+    assert {value.device.type for value in model.parameters()} == {"meta"}
+    model.fill([model], False)
+    assert torch.rand(1) == drawn
+    expected, found = tensors([whole]), tensors([model])
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(value, found[key]) for key, value in expected.items())
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_ranks_have_their_share_of_the_same_weights_and_never_the_whole_model():
+    assert run_ranks(RANKS, __file__).count("compared") == RANKS
+
+
+def peak_bytes():
+    """Largest resident memory since the last call, and the present one."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    Path("/proc/self/clear_refs").write_text("5")
+    return tuple(int(fields[name].split()[0]) * 1024 for name in ("VmHWM", "VmRSS"))
+
+
+def divided(size, options):
+    settings = ParallelSettings(**options)
+    degrees = degrees_of(settings, RANKS)
+    mesh = make_mesh(degrees, "cpu")
+    return parallelise(build(size, "cpu", 5, mesh), settings, degrees, mesh, batch_size=2)
+
+
+def main():
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    divided(MODELS["gpt-tiny"], {"strategy": "fsdp2"})  # what torch loads at first
+    _, before = peak_bytes()
+    parallel = divided(WIDE, {"strategy": "fsdp2"})
+    peak, _ = peak_bytes()
+    assert sum(value.numel() for value in parallel.models[0].parameters()) * 4 > 0.99 * WIDE_BYTES
+    assert peak - before < WIDE_BYTES / 2, f"{peak - before} bytes more, the model has {WIDE_BYTES}"
+    for name, options in DIVIDED:
+        whole = tensors([build(MODELS[name], "cpu", 5)])
+        found = tensors(divided(MODELS[name], options).models)
+        if "pp" not in options.get("mesh", ""):
+            assert found.keys() == whole.keys()
+        assert found
+        assert all(torch.equal(value, whole[key]) for key, value in found.items()), (name, options)
+    dist.barrier()
+    print("compared", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
