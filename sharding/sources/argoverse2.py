@@ -77,7 +77,7 @@ _POINTS: Final[dict[str, pa.DataType]] = {
 _TABLES: Final = (
     "calibration/intrinsics.feather", "calibration/egovehicle_SE3_sensor.feather", "city_SE3_egovehicle.feather",
 )  # fmt: skip
-_DIGITS: Final = 18
+_DIGITS: Final = 19
 _CITY: Final = re.compile(r"____([A-Z]+)_city_")
 MAP_LAYERS: Final = ("drivable_area", "ped_crossing", "lane_marking", "lane_border")
 """``lane_marking`` is painted, ``lane_border`` is where a lane ends without paint."""

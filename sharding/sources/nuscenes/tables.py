@@ -86,10 +86,11 @@ class Sensor(Record, frozen=True, gc=False):
 
 def of_rig(sensors: Sequence[Sensor], cameras: Sequence[str], where: str) -> NDArray[np.bool_]:
     """Which sensors are lidars, or of these cameras (none: all), in lower case; ConfigError for one that is none."""
-    named = [one.channel.lower() if one.modality == "camera" else "" for one in sensors]
-    kept = choose_cameras(list(dict.fromkeys(filter(None, named))), cameras or None, where)
+    named = dict.fromkeys(one.channel.lower() for one in sensors if one.modality == "camera")
+    kept = choose_cameras(list(named), cameras or None, where)
     return np.array(
-        [one.modality == "lidar" or name in kept for one, name in zip(sensors, named, strict=True)], np.bool_
+        [one.modality == "lidar" or (one.modality == "camera" and one.channel.lower() in kept) for one in sensors],
+        np.bool_,
     )
 
 

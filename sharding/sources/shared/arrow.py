@@ -112,6 +112,8 @@ def open_parquet(files: SourceFiles, name: str, *, whole: bool = False) -> pq.Pa
     """The file; at a URL by ranges, which a scan can, or ``whole``. Raises SourceError for one that is no Parquet."""
     where = f"table '{files.shown}/{name}'"
     path = files.path(name)
+    if path is not None and files.facts(name) is None:
+        raise SourceError(f"{where} is not there")
     with parsing(where, "cannot be read as Parquet"):
         if path is None and whole:
             return pq.ParquetFile(pa.BufferReader(files.read(name)))

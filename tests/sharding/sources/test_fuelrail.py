@@ -100,7 +100,7 @@ def test_sources_that_cannot_be(first, tmp_path):
         make_source(SourceSpec("fuelrail", str(tmp_path), {}))
     with pytest.raises(ConfigError, match="expected 00"):
         make_source(SourceSpec("fuelrail", str(first), {"fingerprint": "00"}))
-    with pytest.raises(ConfigError, match="allowed here: points, fingerprint"):
+    with pytest.raises(ConfigError, match="allowed here: points, cameras, fingerprint"):
         make_source(SourceSpec("fuelrail", str(first), {"version": "v1.0-mini"}))
 
 

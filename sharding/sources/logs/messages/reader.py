@@ -112,7 +112,7 @@ class Reader:
 def _check_plain(data: Any, topic: str) -> None:  # noqa: ANN401 - of one message, or of several
     """Raise SourceError where the first message is compressed by itself, which no topic of MCAP states."""
     first = data[0] if isinstance(data, list) and data else data
-    if not isinstance(first, list) and bytes(memoryview(first)[:4]) == _ZSTD:
+    if isinstance(first, bytes | bytearray | memoryview) and bytes(first[:4]) == _ZSTD:
         raise SourceError(
             f"topic '{topic}': messages are compressed one by one, as rosbag2 does by compression_mode MESSAGE: `ros2 "
             "bag convert` makes a file with compressed chunks of them, which is read"

@@ -58,7 +58,9 @@ def test_every_lidar_of_a_rig_is_in_batches(tmp_path) -> None:
     with_more_lidars(made)
     fr.shard(f"nuscenes:{made.root}", tmp_path / "out", workers=1)
     ego = fr.BevAugment(train=True, rotate_deg=(20, 30), scale=(0.9, 0.95))
-    transforms = fr.Transforms(ego=ego, points=True, channels=["lidar_rear", "lidar_front_left"])
+    transforms = fr.Transforms(
+        image=fr.ImageAugment(height=32, width=48), ego=ego, points=True, channels=["lidar_rear", "lidar_front_left"]
+    )
     with fr.DataLoader(tmp_path / "out", 3, transforms=transforms) as loader:
         (batch,) = loader
     dataset = fr.open(tmp_path / "out")
