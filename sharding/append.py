@@ -58,7 +58,7 @@ from fuelrail.sharding.output.url import UrlOutput
 from fuelrail.sharding.output.workspace import RunState, Workspace
 from fuelrail.sharding.planning.recipe import Recipe
 from fuelrail.sharding.progress import Quiet
-from fuelrail.sharding.sources.shared.merging import check_alike, check_disjoint, joined
+from fuelrail.sharding.sources.merging import check_alike, check_disjoint, joined
 from fuelrail.sharding.write.finish import ROWS_PER_GROUP
 from fuelrail.sharding.write.shard_writer import ShardDone
 

@@ -40,7 +40,7 @@ from fuelrail.pipeline.storage.files import open_file
 from fuelrail.pipeline.storage.filesystem import filesystem
 from fuelrail.pipeline.storage.retry import fault_of
 from fuelrail.pipeline.text import shown
-from fuelrail.sharding.sources.shared.merging import check_alike, check_disjoint, joined, joined_types
+from fuelrail.sharding.sources.merging import check_alike, check_disjoint, joined, joined_types
 from fuelrail.sharding.sources.shared.scan_table import Reference, frame_key
 from fuelrail.sharding.sources.source import Camera, ScanInfo
 

@@ -103,6 +103,10 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"transforms": {"camera_groups": GROUPS, "normalize": Normalize()}},
         {"transforms": {"camera_groups": GROUPS, "static": True, "two_views": True}},
     ],
+    "transforms.cameras": [{"transforms": {"image": TRAIN, "cameras": ["cam_back"]}, "window": {"frames": [-1, 0]}}],
+    "transforms.attributes": [
+        {"transforms": {"image": IMAGE, "channels": [], "attributes": ["teacher.score"]}, "layers": {"teacher": {}}}
+    ],
     "transforms.pixels": [{"transforms": {"image": IMAGE, "pixels": {"train": True, "brightness": 32}}}],
     "transforms.ego": [{"transforms": {"image": IMAGE, "ego": EGO, "points": True}}],
     "transforms.points": [POINTS, {"transforms": {"image": IMAGE, "points": {"num_sweeps": 1}}}],
