@@ -156,9 +156,8 @@ def jpeg_engines(bench: Bench, decoder: str, facts: dict[str, Any], name: str = 
 def make_loader(bench: Bench, dataset: Path, batch_size: int, decoder: str, **options: Any) -> DataLoader:
     """Return a loader of a check; its batches go to the device."""
     options["transforms"] = msgspec.structs.replace(options.get("transforms", Transforms()), decoder=decoder)
-    return DataLoader(
-        dataset, batch_size, **{"shuffle": True, "drop_last": True, "seed": 7, "device": bench.device} | options
-    )
+    options = {"shuffle": True, "drop_last": True, **options}
+    return DataLoader(dataset, batch_size, seed=7, device=bench.device, **options)
 
 
 def endless(loader: DataLoader):
