@@ -12,6 +12,7 @@ import fsspec
 import pytest
 
 from fuelrail.__main__ import main
+from fuelrail.loaders import ImageAugment
 from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetExistsError, DatasetNotReadyError, SourceError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, WORK_FOLDER
@@ -292,7 +293,8 @@ def test_a_whole_run_at_any_store(source, expected, store, tmp_path):
     for path in fs.ls(f"{root[:-6]}out", detail=False):
         fs.get_file(path, str(copy / path.rpartition("/")[2]))
     assert digests(copy) == expected
-    options = {"split": "train", "cache_dir": tmp_path / "loader", "seed": 1, "num_workers": 1}
+    image = ImageAugment(height=32, width=48)
+    options = {"split": "train", "cache_dir": tmp_path / "loader", "seed": 1, "num_workers": 1, "image": image}
     with make_loader(out, 2, **options) as remote, make_loader(copy, 2, **options) as local:
         assert [batch["sample_key"] for batch in remote] == [batch["sample_key"] for batch in local]
 
