@@ -95,7 +95,7 @@ def test_a_partial_report_says_so_and_nothing_keeps_running(word, dataset, tmp_p
     assert "the report is partial: " in error
     report = json.loads((out / "report.json").read_text())
     assert "interrupted" in report["cut_off"]
-    assert "**Partial: " in (out / "report.md").read_text()
+    assert "**Partial report: " in (out / "report.md").read_text()
     assert processes_of(token) == []
     assert {one.name for one in out.with_name("temporary").iterdir()} <= {f"torchinductor_{getuser()}"}  # a cache
     if word == "diagnose":

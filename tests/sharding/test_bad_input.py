@@ -9,7 +9,7 @@ import tarfile
 import pytest
 import webdataset
 
-from fuelrail.loaders import DataLoader
+from fuelrail.loaders import DataLoader, ImageAugment, Transforms
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.sharding.verify.dataset import verify
@@ -99,7 +99,8 @@ def test_names_over_100_bytes_go_all_the_way(tmp_path, layout):
     assert [sample["__key__"] for sample in read] == keys
     field = cameras[1].lower() + ".jpg"
     assert [sample[field] for sample in read] == [(extracted / f"{key}.{field}").read_bytes() for key in keys]
-    with DataLoader(out, 2, num_workers=1, shuffle=False) as loader:
+    transforms = Transforms(image=ImageAugment(height=32, width=48))
+    with DataLoader(out, 2, transforms=transforms, num_workers=1) as loader:
         assert [key for batch in loader for key in batch["sample_key"]] == keys
     again = tmp_path / "again"
     reshard(out, again, seed=9, layout="none")

@@ -272,7 +272,8 @@ def measure(world: int, cases: Sequence[Case], folder: Path) -> list[Compared]:
     write_cameras(folder / "cameras", GLOBAL_BATCH * _num_batches(cases), channels=("cam_front", "cam_front_right"))
     listed, out = folder / "cases.json", folder / "compared.jsonl"
     listed.write_bytes(msgspec.json.encode(list(cases)))
-    run_ranks(world, "-m", "support.parallel_equality", listed, folder / "cameras", out, timeout_s=_PATIENCE_S)
+    said = run_ranks(world, "-m", "support.parallel_equality", listed, folder / "cameras", out, timeout_s=_PATIENCE_S)
+    (folder / "ranks.log").write_text(said)
     return [msgspec.json.decode(line, type=Compared) for line in out.read_text().splitlines()]
 
 

@@ -85,11 +85,11 @@ def test_a_pipeline_has_a_bubble_and_all_its_stages():
     ("name", "runs"),
     # Of 2 and 3 blocks: copies and two kinds of shards, three stages with recomputation and without; else whole models.
     [
-        ("bev-student-8-gpus", 5),
+        ("bev-student-8-gpus", 6),
         ("gpt-1.3b-4-gpus", 10),
         ("gpt-100b-64-gpus", 12),
-        ("resnet50-4-gpus", 4),
-        ("vit-2b-64-gpus", 8),
+        ("resnet50-4-gpus", 6),
+        ("vit-2b-64-gpus", 12),
     ],
 )
 def test_the_text_beside_a_shipped_scenario_is_what_the_command_writes(name, runs, tmp_path, capsys):

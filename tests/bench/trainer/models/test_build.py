@@ -75,7 +75,7 @@ def main():
     parallel = divided(WIDE, {"strategy": "fsdp2"})
     peak, _ = peak_bytes()
     assert sum(value.numel() for value in parallel.models[0].parameters()) * 4 > 0.99 * WIDE_BYTES
-    assert peak - before < WIDE_BYTES / 2, f"{peak - before} bytes more, the model has {WIDE_BYTES}"
+    assert peak - before < 0.7 * WIDE_BYTES, f"{peak - before} bytes more, the model has {WIDE_BYTES}"
     for name, options in DIVIDED:
         whole = tensors([build(MODELS[name], "cpu", 5)])
         found = tensors(divided(MODELS[name], options).models)

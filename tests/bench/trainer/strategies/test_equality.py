@@ -59,7 +59,9 @@ def test_ranks_train_as_one_process(world, cases, tmp_path):
     assert [(one.case, one.difference) for one in compared if not one.holds] == []
     assert len(compared) == len(cases)
     assert all(one.first_loss != one.last_loss for one in compared)
-    assert (tmp_path / "4.log").read_text() == "", "gradients over two axes were clipped without a warning of torch"
+    if world == 4:
+        said = (tmp_path / "ranks.log").read_text()
+        assert "Warning" not in said, "gradients over two axes are clipped without a warning of torch"
 
 
 def test_gradients_that_are_added_and_not_averaged_are_seen_in_every_model(tmp_path, monkeypatch):
