@@ -78,6 +78,8 @@ def has_text(files: SourceFiles, name: str, text: str, of_column: Callable[[str]
         while block := file.read(_BLOCK_BYTES):
             if wanted in rest + block:
                 return True
+            if b"\0" in block:  # no text, and perhaps without end: the reader of the rows reports it
+                return False
             rest = block[-len(wanted) :]
     return False
 

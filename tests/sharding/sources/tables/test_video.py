@@ -291,3 +291,10 @@ def test_of_several_streams_the_one_that_ffmpeg_takes_is_decoded(tmp_path):
     write_rows(tmp_path, {"front": [f"a.mp4#frame={at}" for at in range(6)]})
     make(tmp_path, tmp_path / "out")
     assert numbers_in(tmp_path / "out") == {"front": list(range(6))}
+
+
+def test_a_table_of_a_terabyte_of_zeros_is_named_and_not_searched_for_videos(tmp_path):
+    with (tmp_path / "frames.jsonl").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(SourceError, match=r"frames\.jsonl': a row after row 0 has \d+ bytes, of which at most"):
+        scan_source(SourceSpec("manifest", str(tmp_path), {}))
