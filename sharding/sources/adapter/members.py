@@ -40,7 +40,6 @@ NOTED: Final = "faulty"
 """Stands for what is noted as a fault of the source, so that it is noted once."""
 _LEFT_OUT: Final = "; the option damaged_image=mask leaves such members out, damaged_image=drop the whole frames"
 _NUMBER: Final = re.compile(r"[0-9]{1,18}\Z", re.ASCII)
-_EXTENSIONS: Final = {"jpg": "jpg", "jpeg": "jpg", "png": "png"}
 
 
 class Part(msgspec.Struct, frozen=True, gc=False):
@@ -199,7 +198,7 @@ class MemberFinder:
         head = known.heads.get(image.ref)
         size, extension = (image.width, image.height), _extension(image)
         if image.made and not extension:
-            listed = ", ".join(_EXTENSIONS)
+            listed = ", ".join(EXTENSION_OF)
             return self._note(place, channel, f"image '{image.ref}' has none of the extensions {listed}; state it")
         if head is not None:  # not the name, which may be wrong
             extension, stated_size, size = EXTENSION_OF[head.format], size, (head.width, head.height)
@@ -251,7 +250,7 @@ class MemberFinder:
 def _extension(image: Image) -> str:
     """By what is stated, or by the name; "" where neither says one that is stored."""
     stated = image.extension or image.ref.partition("#")[0].rpartition(".")[2].lower()
-    return _EXTENSIONS.get(stated, "")
+    return EXTENSION_OF.get(stated, "")
 
 
 class _Known(NamedTuple):

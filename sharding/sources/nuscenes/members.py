@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.shared.pictures import ImagePolicy
     from fuelrail.sharding.sources.shared.scan_report import ScanReport
 
-_IMAGE_EXTENSIONS: Final = {"jpg": "jpg", "jpeg": "jpg", "png": "png"}
 _NOT_VALID: Final = "marked as not valid"
 
 
@@ -94,7 +93,7 @@ class KeyframeFiles:
                 f"camera file '{self._files.shown}/{row.filename}' of table 'sample_data' is not there"
             )
             return "no file"
-        extension = _IMAGE_EXTENSIONS.get(row.filename.rpartition(".")[2].lower())
+        extension = EXTENSION_OF.get(row.filename.rpartition(".")[2].lower())
         if extension is None:
             raise _of_no_known_kind(row.filename, camera)
         if row.width <= 0 or row.height <= 0:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 HEAD_BYTES: Final = (4 << 10, 64 << 10)
 """How much of an image is read for its size; the second where the first does not reach the frame header."""
-EXTENSION_OF: Final = {"jpeg": "jpg", "png": "png"}
+EXTENSION_OF: Final = {"jpg": "jpg", "jpeg": "jpg", "png": "png"}
 Depth = Literal["head", "ends", "pixels"]
 """How much of an image a scan looks at."""
 
