@@ -72,12 +72,14 @@ def stacked_geometry(
     sensors: Sensors,
     frames: Sequence[Frame],
     sizes: NDArray[np.int32],
+    is_there: NDArray[np.bool_],
     arrays: ClipArrays,
     rows: NDArray[np.intp],
 ) -> Geometry:
     """The geometry of some frames of a clip, with an axis more in front; ``rows`` are their numbers.
 
-    ``sizes`` (R, N, 2) [px] are of their images, -1 where there is none. Raises SourceError, naming ``where``.
+    ``sizes`` (R, N, 2) [px] are of their images, -1 where there is none, and ``is_there`` (R, N) is which are members.
+    Raises SourceError, naming ``where``.
     """
     cameras = [camera.channel for camera in sensors.cameras]
     chosen = [frames[at] for at in rows.tolist()]
@@ -104,7 +106,7 @@ def stacked_geometry(
     )
     is_placed = np.asarray(np.isfinite(cam2ego).all((1, 2)))
     bad = _uncalibrated(intrinsics)[intrinsics_at] | ~is_placed[camera_at]
-    bad &= needs & (sizes[..., 0].ravel() > 0)
+    bad &= needs & is_there.ravel()
     if bad.any():
         at = int(np.argmax(bad))
         shown = intrinsics[intrinsics_at[at]].tolist(), cam2ego[camera_at[at]].tolist()
@@ -121,7 +123,7 @@ def stacked_geometry(
     }
     motion = arrays.motion[rows]
     return Geometry(
-        cam_valid=(sizes[..., 0] > 0).astype(np.uint8),
+        cam_valid=is_there.astype(np.uint8),
         cam_timestamp_ns=arrays.cam_time_ns[rows],
         img_wh=sizes,
         intrinsics=intrinsics[intrinsics_at].reshape(*shape, 3, 3),

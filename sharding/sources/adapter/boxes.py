@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid, rotation_matrices
 from fuelrail.pipeline.sample.schema import Boxes, encode_parts
+from fuelrail.sharding.sources.adapter.frame import BoxRows, StoredBoxes
 from fuelrail.sharding.sources.adapter.poses import FARTHEST_M, are_unit, quaternions
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.adapter.classes import ClassMap
-    from fuelrail.sharding.sources.adapter.frame import BoxRows
     from fuelrail.sharding.sources.shared.scan_report import ScanReport
 
     F64 = NDArray[np.float64]
@@ -35,7 +35,7 @@ class ClipBoxes(NamedTuple):
 
 
 def clip_boxes(
-    rows: Sequence[BoxRows | None],
+    rows: Sequence[BoxRows | StoredBoxes | None],
     timestamp_ns: NDArray[np.int64],
     ego2global: F64,
     classes: ClassMap,
@@ -51,6 +51,33 @@ def clip_boxes(
     if not own:
         return ClipBoxes([None] * len(rows), [0] * len(rows), np.zeros((len(rows), len(classes.names)), np.int64))
     frame = np.repeat(np.array([at for at, _ in own], np.int64), counts)
+    stored = [one for _, one in own if isinstance(one, StoredBoxes)]
+    stated = [(at, one) for at, one in own if isinstance(one, BoxRows)]
+    if stored:
+        assert not stated, "a source has boxes of one form"
+        found = {name: np.concatenate([one.columns[name] for one in stored]) for name in stored[0].columns}
+        for one in stored:
+            for text, number in one.unknown_visibility.items():
+                report.unknown_visibility[text] = report.unknown_visibility.get(text, 0) + number
+    else:
+        found = _in_ego(stated, counts, frame, timestamp_ns, ego2global)
+    found["label"] = classes.labels([name for _, one in own for name in one.category])
+    found["valid"], num_unknown = validity(found["num_lidar_pts"], found["num_radar_pts"])
+    report.unknown_points += num_unknown
+    encoded: list[bytes | None] = [None] * len(rows)
+    for (at, _), data in zip(own, encode_parts(Boxes(**found), counts.tolist()), strict=True):
+        encoded[at] = data
+    num_classes = len(classes.names) + 1
+    of_class = np.bincount(frame * num_classes + found["label"] + 1, minlength=len(rows) * num_classes)
+    num_boxes = np.bincount(frame, minlength=len(rows)).tolist()
+    return ClipBoxes(encoded, num_boxes, of_class.reshape(len(rows), num_classes)[:, 1:])
+
+
+def _in_ego(
+    own: Sequence[tuple[int, BoxRows]], counts: NDArray[np.int64], frame: NDArray[np.int64],
+    timestamp_ns: NDArray[np.int64], ego2global: F64,
+) -> dict[str, NDArray[Any]]:  # fmt: skip
+    """The columns of boxes but label and validity; ``own`` are numbers of frames with their boxes, as ``counts``."""
 
     def column(name: str, kind: type, *shape: int, unknown: float = np.nan) -> NDArray[Any]:
         return _cast(_column(own, len(frame), name, shape, unknown), kind, name, frame)
@@ -86,29 +113,17 @@ def clip_boxes(
     ids = np.array([stable_id(name) if name else -1 for name in numbers], np.int64)
     quaternion = quaternions(rotation)
     quaternion = np.where(quaternion[:, :1] < 0, -quaternion, quaternion)
-    lidar, radar = (column(name, np.int32, unknown=-1) for name in ("num_lidar_pts", "num_radar_pts"))
-    valid, num_unknown = validity(lidar, radar)
-    report.unknown_points += num_unknown
     yaw = np.arctan2(rotation[:, 1, 0], rotation[:, 0, 0])
-    found: dict[str, NDArray[Any]] = {
+    return {
         "boxes3d": np.concatenate([centre_in_ego, size, yaw[:, None]], 1).astype(np.float32),
         "rotation_wxyz": quaternion.astype(np.float32),
         "velocity": velocity.astype(np.float32),
-        "label": classes.labels([name for _, one in own for name in one.category]),
         "instance_id": ids[tracks],
-        "num_lidar_pts": lidar,
-        "num_radar_pts": radar,
+        "num_lidar_pts": column("num_lidar_pts", np.int32, unknown=-1),
+        "num_radar_pts": column("num_radar_pts", np.int32, unknown=-1),
         "visibility": column("visibility", np.int8, unknown=-1),
         "attribute": column("attribute", np.int16, unknown=-1),
-        "valid": valid,
     }
-    encoded: list[bytes | None] = [None] * len(rows)
-    for (at, _), data in zip(own, encode_parts(Boxes(**found), counts.tolist()), strict=True):
-        encoded[at] = data
-    num_classes = len(classes.names) + 1
-    of_class = np.bincount(frame * num_classes + found["label"] + 1, minlength=len(rows) * num_classes)
-    num_boxes = np.bincount(frame, minlength=len(rows)).tolist()
-    return ClipBoxes(encoded, num_boxes, of_class.reshape(len(rows), num_classes)[:, 1:])
 
 
 def _cast(values: F64, kind: type, name: str, frame: NDArray[np.int64]) -> NDArray[Any]:

@@ -209,8 +209,9 @@ def image_boxes(
     """
     found = []
     for channel in channels:
-        rows = boxes.get(channel.law.camera or "")
-        if rows is None or channel.law.camera not in cameras:
+        camera = channel.law.camera or ""
+        rows = boxes.get(camera) if channel.name == f"boxes2d_{camera}" else None
+        if rows is None or camera not in cameras:
             continue
         box = np.asarray(rows.box, np.float64).reshape(-1, 4)
         bad = ~(np.isfinite(box).all(1) & (box[:, 2:] >= box[:, :2]).all(1))

@@ -70,6 +70,8 @@ class Image(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         readout_ns: duration of the read-out.
         exposure_ns: duration of the exposure.
         token: the source's name for it.
+        absent: why the source says not to use it; no policy refuses that. Empty: it is there.
+        stays: time, size and calibration stay in the sample where the image is absent.
 
     """
 
@@ -89,6 +91,8 @@ class Image(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     readout_ns: int | None = None
     exposure_ns: int | None = None
     token: str = ""
+    absent: str = ""
+    stays: bool = False
 
 
 class Absent(msgspec.Struct, frozen=True, gc=False):
@@ -105,7 +109,7 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A sweep of one lidar.
 
     ``ref`` is what the source's ``points`` takes. ``num_bytes`` is about that of the points as float32; None: that of
-    the file ``ref``.
+    the file ``ref``. ``absent`` is why the source says not to use it, empty: it is there.
     """
 
     ref: str
@@ -113,6 +117,7 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     lidar2ego: F64
     ego2global: F64 | None = None
     num_bytes: int | None = None
+    absent: str = ""
 
 
 class BoxRows(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -148,6 +153,21 @@ class BoxRows(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     in_global: bool = False
 
 
+class StoredBoxes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The boxes of one frame as they are stored, M rows, from a source that computes them itself.
+
+    Attributes:
+        columns: the arrays of :class:`~fuelrail.pipeline.sample.schema.Boxes` by name, but ``label`` and ``valid``.
+        category: the source's name of the class of each.
+        unknown_visibility: texts of the visibility that have no level, with their numbers.
+
+    """
+
+    columns: Mapping[str, NDArray[Any]]
+    category: Sequence[str]
+    unknown_visibility: Mapping[str, int] = {}
+
+
 NO_BOXES: Final = BoxRows(centre=np.empty((0, 3)), size_lwh=np.empty((0, 3)), category=(), yaw=np.empty(0))
 """Of a frame that is labelled, and has no box."""
 
@@ -169,6 +189,22 @@ class ImageBoxRows(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     row: Vectors | None = None
 
 
+class FileMember(msgspec.Struct, frozen=True, gc=False):
+    """A member that the source makes of whole files.
+
+    ``name`` is the field, ``ref`` what the source's ``open`` takes, ``files`` are names below the root. ``hint`` ends
+    the error for a file that is not there; empty: the frame has no such member then. ``num_bytes`` is about that of the
+    member; 0: that of the files. ``is_estimate`` false: the member has as many bytes.
+    """
+
+    name: str
+    ref: str
+    files: Sequence[str]
+    hint: str = ""
+    num_bytes: int = 0
+    is_estimate: bool = True
+
+
 class Frame(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One moment: a sample, if the policy for missing cameras keeps it.
 
@@ -184,9 +220,9 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     images: Mapping[str, Image | Absent]
     ego2global: F64 | None = None
     sweeps: Mapping[str, Sweep] = {}
-    boxes: BoxRows | None = None
+    boxes: BoxRows | StoredBoxes | None = None
     boxes2d: Mapping[str, ImageBoxRows] = {}
-    members: Sequence[Reference] = ()
+    members: Sequence[Reference | FileMember] = ()
     values: Mapping[str, Any] = {}
     attributes: Mapping[str, Any] = {}
     token: str = ""
@@ -205,9 +241,9 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class Clip(msgspec.Struct, frozen=True, kw_only=True):
     """One continuous drive, without its frames.
 
-    ``name`` becomes the clip's id, as far as it is legal. ``files`` are names below the root whose sizes and times say
-    whether the source has changed, for clips whose images are made. ``attributes`` are values of the source's
-    ``columns`` that all frames share, ``tags`` go into the metadata. ``split`` is the source's own.
+    ``name`` becomes the clip's id, as far as it is legal, unless ``id`` states one. ``files`` are names below the root
+    whose sizes and times say whether the source has changed, for clips whose images are made. ``attributes`` are values
+    of the source's ``columns`` that all frames share, ``tags`` go into the metadata. ``split`` is the source's own.
     """
 
     name: str
@@ -218,3 +254,4 @@ class Clip(msgspec.Struct, frozen=True, kw_only=True):
     tags: dict[str, Any] = {}
     attributes: dict[str, Any] = {}
     files: tuple[str, ...] = ()
+    id: str = ""

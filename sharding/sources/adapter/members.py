@@ -12,7 +12,7 @@ import msgspec
 from fuelrail.pipeline.errors import ImageError, SourceError
 from fuelrail.pipeline.format.rules import LARGEST_IMAGE
 from fuelrail.pipeline.sample.schema import POINTS_EXTENSION
-from fuelrail.sharding.sources.adapter.frame import Absent, Image
+from fuelrail.sharding.sources.adapter.frame import Absent, FileMember, Image
 from fuelrail.sharding.sources.shared.files import looks
 from fuelrail.sharding.sources.shared.pictures import EXTENSION_OF, examined
 from fuelrail.sharding.sources.shared.scan_table import Reference
@@ -110,7 +110,7 @@ class Found(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class MemberFinder:
-    """Finds the images and sweeps of a clip's frames; notes what is wrong with them.
+    """Finds the files of a clip's frames: images, sweeps, other members; notes what is wrong with them.
 
     ``points`` and ``policy`` are options of the source. The first image of each camera and those whose size or form is
     not stated are looked at in any case.
@@ -123,8 +123,10 @@ class MemberFinder:
     points: bool
     policy: ImagePolicy
 
-    def find(self, where: str, frames: Sequence[Frame], has_pose: NDArray[np.bool_]) -> list[dict[str, Found | str]]:
-        """For each frame by channel, in rig order, the image or sweep that is there, or why it is not.
+    def find(
+        self, where: str, frames: Sequence[Frame], has_pose: NDArray[np.bool_]
+    ) -> tuple[list[dict[str, Found | str]], list[list[Found]]]:
+        """For each frame by channel, in rig order, the image or sweep that is there, or why not; and other members.
 
         ``has_pose`` (F, N) is whether the ego pose of an image is known.
         """
@@ -132,10 +134,11 @@ class MemberFinder:
         seen: set[str] = set()
         parts: dict[str, Part] = {}
         looked_at: dict[str, str] = {}
+        others: dict[str, None] = {}
         for frame in frames:
             in_clip.update(frame.images)
             for channel, own in frame.images.items():
-                if isinstance(own, Image) and not own.made:
+                if isinstance(own, Image) and not own.made and not own.absent:
                     ref = own.ref
                     parts[ref] = Part.of(ref)
                     is_known = own.width > 0 and own.height > 0 and bool(_extension(own))
@@ -143,14 +146,18 @@ class MemberFinder:
                         looked_at[ref] = channel
                         seen.add(channel)
             for one in frame.sweeps.values() if self.points else ():
-                if one.num_bytes is None:
+                if one.num_bytes is None and not one.absent:
                     parts[one.ref] = Part.of(one.ref)
-        names = list(dict.fromkeys([part.name for part in parts.values()]))
+            for member in frame.members:
+                if isinstance(member, FileMember):
+                    others.update(dict.fromkeys(member.files))
+        names = list(dict.fromkeys([*[part.name for part in parts.values()], *others]))
         for name in names:
             check_inside(name, where)
         facts = facts_by_name(self.files, names)
         known = _Known(parts, facts, self._heads(where, looked_at, parts, facts))
         found: list[dict[str, Found | str]] = []
+        members: list[list[Found]] = []
         channels = [camera.channel for camera in self.sensors.cameras]
         for at, (frame, placed) in enumerate(zip(frames, has_pose.tolist(), strict=True)):
             row: dict[str, Found | str] = {}
@@ -161,14 +168,40 @@ class MemberFinder:
                     row[channel] = "no image" if channel in in_clip else NOT_IN_CLIP
                 elif isinstance(image, Absent):
                     row[channel] = image.reason
+                elif image.absent:
+                    row[channel] = image.absent
                 elif not is_placed:
                     row[channel] = NO_POSE
                 else:
                     row[channel] = self._image(place, channel, image, known)
             for lidar in self.sensors.lidars if self.points else ():
                 sweep = frame.sweeps.get(lidar.channel)
-                row[lidar.channel] = "no sweep" if sweep is None else self._sweep(place, lidar.channel, sweep, known)
+                if sweep is None or sweep.absent:
+                    row[lidar.channel] = "no sweep" if sweep is None else sweep.absent
+                else:
+                    row[lidar.channel] = self._sweep(place, lidar.channel, sweep, known)
             found.append(row)
+            members.append(self._members(place, frame, facts))
+        return found, members
+
+    def _members(self, place: str, frame: Frame, facts: Mapping[str, FileFacts | None]) -> list[Found]:
+        found = []
+        for member in frame.members:
+            if not isinstance(member, FileMember):
+                found.append(Found(member, ""))
+                continue
+            own = [facts[name] for name in member.files]
+            empty = [name for name, one in zip(member.files, own, strict=True) if one is not None and not one.num_bytes]
+            there = [one for one in own if one is not None]
+            if empty:
+                self._note(place, member.name, f"file '{self.files.shown}/{empty[0]}' is empty (0 bytes)")
+            elif len(there) == len(own):
+                num_bytes = member.num_bytes or sum(one.num_bytes for one in there)
+                reference = Reference(member.name, member.ref, num_bytes, is_estimate=member.is_estimate)
+                found.append(Found(reference, " ".join(one.stamp for one in there)))
+            elif member.hint:
+                name = member.files[own.index(None)]
+                self._note(place, member.name, f"file '{self.files.shown}/{name}' is not there; {member.hint}")
         return found
 
     def _heads(

@@ -78,19 +78,23 @@ def may_be_attribute(name: str) -> bool:
     return bool(_COLUMN.match(name)) and name not in (*_RESERVED, *_COMMON)
 
 
-def clip_id(name: str) -> str:
-    """A legal id for a clip: its name where that is one, else a slug with a hash of the name."""
-    if _CLIP_ID.match(name) and not name.startswith("__"):
+def clip_id(name: str, token: str = "", *, is_taken: bool = False) -> str:
+    """A legal id for a clip: its name where that is one, else a slug with a hash of the token, or of the name.
+
+    ``is_taken``: other clips of the source have the name.
+    """
+    if _CLIP_ID.match(name) and not name.startswith("__") and not is_taken:
         return name
     slug = re.sub(r"[^a-z0-9_-]+", "-", name.lower())[:48].strip("-_")
-    return f"{slug or 'clip'}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return f"{slug or 'clip'}-{hashlib.sha256((token or name).encode()).hexdigest()[:8]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipRows:
     """Writes the rows of one clip after the other.
 
-    ``columns`` are the names of all attributes; ``policy`` and ``points`` are options of the source.
+    ``columns`` are the names of all attributes; ``policy`` and ``points`` are options of the source; ``sync`` says how
+    images were matched.
     """
 
     out: ScanWriter
@@ -101,6 +105,7 @@ class ClipRows:
     findings: Findings
     columns: list[str]
     policy: ImagePolicy
+    sync: str
     points: bool
     has_poses: bool
     is_unix: bool
@@ -115,34 +120,40 @@ class ClipRows:
         arrays = clip_arrays(self.sensors, frames, trajectory, has_poses=self.has_poses)
         stamp = self._stamp(clip)
         finder = MemberFinder(self.files, self.sensors, self.findings, self.report, self.points, self.policy)
-        found = finder.find(where, frames, ~np.isnan(arrays.cam_ego2global[..., 0, 0]))
+        found, others = finder.find(where, frames, ~np.isnan(arrays.cam_ego2global[..., 0, 0]))
         kept = self._kept(where, frames, found, arrays)
         boxes = self._boxes(where, frames, kept, arrays)
         order = np.flatnonzero(kept)
         if not len(order):
             return
-        self.out.begin_clip(clip_id(clip.name), clip.name, clip.token or clip.name)
+        self.out.begin_clip(clip.id or clip_id(clip.name), clip.name, clip.token or clip.name)
         facts = _ClipFacts(self, clip, frames, kept, arrays, boxes)
-        sizes, cameras = self._image_sizes(found), [camera.channel for camera in self.sensors.cameras]
+        cameras = [camera.channel for camera in self.sensors.cameras]
+        is_there = np.array([[isinstance(row[channel], Found) for channel in cameras] for row in found], np.bool_)
+        sizes = self._image_sizes(frames, found)
         rank = {channel.field: number for number, channel in enumerate(self.channels)}
         for first in range(0, len(order), _AT_ONCE):
             rows = order[first : first + _AT_ONCE]
-            geometry = stacked_geometry(where, self.sensors, frames, sizes[rows], arrays, rows)
-            self.report.note_principal_points(cameras, geometry.intrinsics, geometry.img_wh)
+            geometry = stacked_geometry(where, self.sensors, frames, sizes[rows], is_there[rows], arrays, rows)
+            shown = np.where(is_there[rows, :, None], geometry.img_wh, -1)
+            self.report.note_principal_points(cameras, geometry.intrinsics, shown)
             for at, encoded in zip(rows.tolist(), encode_stacked(geometry), strict=True):
                 there = [one for one in found[at].values() if isinstance(one, Found)]
                 members = [one.reference for one in there]
+                present = {one.name.partition(".")[0] for one in members}
                 meta = facts.meta(at, found[at])
-                attributes = facts.attributes(at, len(meta.cameras))
+                attributes = facts.attributes(at, int(is_there[at].sum()))
+                own = [one.reference for one in others[at]]
                 if self.channels:
-                    present, place = [one.name.partition(".")[0] for one in members], f"{where}: frame {at}"
-                    own = [*frames[at].members, *value_members(self.channels, frames[at].values, place)]
+                    place = f"{where}: frame {at}"
+                    own += value_members(self.channels, frames[at].values, place)
                     own += image_boxes(self.channels, frames[at].boxes2d, present, self.classes, place)
-                    members += sorted(own, key=lambda member: rank.get(member.name, -1))
-                stamps = xxhash.xxh3_64_intdigest(" ".join([stamp, *[one.stamp for one in there]]).encode())
+                members += sorted(own, key=lambda member: rank.get(member.name, -1))
+                files = [one.stamp for one in (*there, *others[at]) if one.stamp]
+                stamps = xxhash.xxh3_64_intdigest(" ".join([stamp, *files]).encode())
                 self.out.append(meta, encoded, boxes.encoded[at], members, attributes, stamps)
         self.report.samples += len(order)
-        self._note_cameras(frames, sizes, arrays, order)
+        self._note_cameras(frames, is_there, arrays, order)
 
     def _check_frames(self, where: str, frames: Sequence[Frame]) -> None:
         channels = set(self.sensors.channels)
@@ -180,7 +191,12 @@ class ClipRows:
             if not lacking and has_pose[at]:
                 continue
             absent = {channel: why for channel, why in lacking.items() if channel in channels}
-            refused = {channel: why for channel, why in absent.items() if why not in (NOT_IN_CLIP, NOTED)}
+            images = frames[at].images
+            refused = {
+                channel: why
+                for channel, why in absent.items()
+                if why not in (NOT_IN_CLIP, NOTED) and not getattr(images.get(channel), "absent", "")
+            }
             if not has_pose[at] or len(absent) == len(channels):
                 kept[at] = False
                 causes = f" ({', '.join(sorted(set(refused.values())))})" if refused else ""
@@ -194,7 +210,7 @@ class ClipRows:
                 kept[at] = False
                 self.report.drop(f"{dropping}: {refused[dropping]}")
             for channel, why in refused.items():
-                image = frames[at].images.get(channel)
+                image = images.get(channel)
                 if why == DAMAGED:
                     self.report.damaged[channel] = self.report.damaged.get(channel, 0) + 1
                 elif left_out[channel] == "error":
@@ -215,18 +231,22 @@ class ClipRows:
         except SourceError as error:
             raise SourceError(f"{where}: {error}") from error
 
-    def _image_sizes(self, found: Sequence[Mapping[str, Found | str]]) -> NDArray[np.int32]:
-        """(F, N, 2) [px], -1 where there is no image."""
+    def _image_sizes(self, frames: Sequence[Frame], found: Sequence[Mapping[str, Found | str]]) -> NDArray[np.int32]:
+        """(F, N, 2) [px], -1 where there is no image, but for what the source states of one that is absent."""
         channels = [camera.channel for camera in self.sensors.cameras]
-        ones = [row[channel] for row in found for channel in channels]
-        sizes = [(-1, -1) if isinstance(one, str) else (one.reference.width, one.reference.height) for one in ones]
+        sizes = []
+        for frame, row in zip(frames, found, strict=True):
+            for channel in channels:
+                one = row[channel]
+                image = _staying(frame, channel) if isinstance(one, str) else one.reference
+                sizes.append((-1, -1) if image is None else (image.width, image.height))
         return np.array(sizes, np.int32).reshape(len(found), -1, 2)
 
     def _note_cameras(
-        self, frames: Sequence[Frame], sizes: NDArray[np.int32], arrays: ClipArrays, order: NDArray[np.intp]
+        self, frames: Sequence[Frame], is_there: NDArray[np.bool_], arrays: ClipArrays, order: NDArray[np.intp]
     ) -> None:
         """Count distorted images, and note the largest time offsets."""
-        is_there = sizes[order, :, 0] > 0
+        is_there = is_there[order]
         offset_ns = np.where(is_there, np.abs(arrays.cam_time_ns - arrays.time_ns[:, None])[order], 0).max(0).tolist()
         for number, camera in enumerate(self.sensors.cameras):
             channel = camera.channel
@@ -237,6 +257,12 @@ class ClipRows:
                 self.report.distorted[channel] = self.report.distorted.get(channel, 0) + bent
 
 
+def _staying(frame: Frame, channel: str) -> Image | None:
+    """The image of a camera that stays in the sample where its bytes are absent, and has a size."""
+    image = frame.images.get(channel)
+    return image if isinstance(image, Image) and image.stays and min(image.width, image.height) > 0 else None
+
+
 class _ClipFacts:
     """Metadata and attributes of a clip's frames; frames keep their numbers, and a dropped one is no neighbour."""
 
@@ -244,8 +270,8 @@ class _ClipFacts:
         self, rows: ClipRows, clip: Clip, frames: Sequence[Frame], kept: NDArray[np.bool_], arrays: ClipArrays,
         boxes: ClipBoxes,
     ) -> None:  # fmt: skip
-        self._clip, self._frames, self._id = clip, frames, clip_id(clip.name)
-        self._policy, self._is_unix = rows.policy.missing, rows.is_unix
+        self._clip, self._frames, self._id = clip, frames, clip.id or clip_id(clip.name)
+        self._sync, self._is_unix = rows.sync or rows.policy.missing, rows.is_unix
         self._has_frame = np.pad(kept, 1).tolist()
         self._cameras = [camera.channel for camera in rows.sensors.cameras]
         names = [count_column(name) for name in rows.classes.names]
@@ -270,13 +296,16 @@ class _ClipFacts:
         latest_ns, time_ns, number = 0, frame.timestamp_ns, self._num_boxes[at]
         for name in self._cameras:
             one, image = found[name], frame.images.get(name)
-            if isinstance(one, Found) and isinstance(image, Image):
-                latest_ns = max(latest_ns, abs(image.timestamp_ns - time_ns))
+            if not isinstance(image, Image) or (isinstance(one, str) and not image.stays):
+                continue
+            latest_ns = max(latest_ns, abs(image.timestamp_ns - time_ns))
+            size = _staying(frame, name) if isinstance(one, str) else one.reference
+            if size is not None:
                 cameras[name] = CameraMeta(
                     token=image.token,
                     timestamp_ns=image.timestamp_ns,
-                    width=one.reference.width,
-                    height=one.reference.height,
+                    width=size.width,
+                    height=size.height,
                     dist_model=image.dist_model,
                     rolling_shutter=image.rolling_shutter,
                     readout_ns=image.readout_ns,
@@ -302,7 +331,7 @@ class _ClipFacts:
             cameras=cameras,
             tags=clip.tags,
             stats={"max_sync_offset_ns": latest_ns, **({} if number is None else {"num_boxes": number})},
-            sync={"policy": self._policy, "dropped": [name for name in self._cameras if name not in cameras]},
+            sync={"policy": self._sync, "dropped": [name for name in self._cameras if isinstance(found[name], str)]},
         )
 
     def attributes(self, at: int, num_cameras: int) -> dict[str, Any]:

@@ -94,6 +94,7 @@ class FrameSource(Generic[S]):
         reads: "clip" where made images are slow to make unless a clip is read in order, as from video.
         time_base: "unix" where times are nanoseconds since 1970, else a word of the source's own.
         ego_origin: where in the vehicle the origin of ego is.
+        sync: how images were matched to frames, for the metadata; empty: as the option missing_camera says.
         has_poses: false where the source knows no ego poses: all are the identity, and the manifest says so.
         columns: columns of attributes of the source's own: name to bool, int, float or str.
         image_boxes: cameras whose 2-D boxes frames have, to what these are; each becomes the channel boxes2d_CAMERA.
@@ -113,6 +114,7 @@ class FrameSource(Generic[S]):
     reads: Reads = "random"
     time_base: str = "unix"
     ego_origin: str = "unknown"
+    sync: str = ""
     has_poses: bool = True
     columns: Mapping[str, type] = {}
     image_boxes: Mapping[str, str] = {}
@@ -202,7 +204,7 @@ class FrameSource(Generic[S]):
         sensors, channels, left_out = _chosen(sensors, channels, names, self.files.shown)
         rows = ClipRows(
             out=out, files=self.files, sensors=sensors, classes=classes, report=report, findings=findings,
-            columns=columns, policy=policy, points=self.given.points, has_poses=self.has_poses,
+            columns=columns, policy=policy, sync=self.sync, points=self.given.points, has_poses=self.has_poses,
             is_unix=self.time_base == "unix", channels=channels,
         )  # fmt: skip
         splits: dict[str, list[str]] = {}

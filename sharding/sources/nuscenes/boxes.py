@@ -7,7 +7,7 @@ devkit's ``NuScenes.box_velocity`` has it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.rigid import rotation_matrices
-from fuelrail.pipeline.sample.schema import Boxes
 from fuelrail.pipeline.storage.columns import ROWS_AT_ONCE
-from fuelrail.sharding.sources.adapter.boxes import stable_id, validity, velocities
-from fuelrail.sharding.sources.adapter.classes import CLASSES, NUSCENES10, ClassMap, check_mapped
+from fuelrail.sharding.sources.adapter.boxes import stable_id, velocities
+from fuelrail.sharding.sources.adapter.classes import CLASSES
+from fuelrail.sharding.sources.adapter.frame import StoredBoxes
 from fuelrail.sharding.sources.nuscenes.tables import (
     Annotation,
     Instance,
@@ -32,11 +32,10 @@ from fuelrail.sharding.sources.nuscenes.tables import (
 from fuelrail.sharding.sources.shared.joins import Tokens
 
 if TYPE_CHECKING:
-    from fuelrail.sharding.sources.adapter.classes import ClassOption
     from fuelrail.sharding.sources.shared.joins import Cut, Database
-    from fuelrail.sharding.sources.shared.scan_report import ScanReport
 
-DETECTION_CLASS: Final = {
+CATEGORIES: Final[dict[str, str | None]] = {
+    **{name: name for name in CLASSES},  # T4, Lyft
     "movable_object.barrier": "barrier",
     "vehicle.bicycle": "bicycle",
     "vehicle.bus.bendy": "bus",
@@ -51,15 +50,13 @@ DETECTION_CLASS: Final = {
     "movable_object.trafficcone": "traffic_cone",
     "vehicle.trailer": "trailer",
     "vehicle.truck": "truck",
-}
-"""Category to detection class (nuScenes detection task)."""
-
-OUTSIDE: Final = frozenset((
-    "animal", "human.pedestrian.personal_mobility", "human.pedestrian.stroller", "human.pedestrian.wheelchair",
-    "movable_object.debris", "movable_object.pushable_pullable", "static_object.bicycle_rack",
-    "vehicle.emergency.ambulance", "vehicle.emergency.police",
-))  # fmt: skip
-"""nuScenes' other nine categories, which are no detection class: label -1."""
+    **dict.fromkeys((
+        "animal", "human.pedestrian.personal_mobility", "human.pedestrian.stroller", "human.pedestrian.wheelchair",
+        "movable_object.debris", "movable_object.pushable_pullable", "static_object.bicycle_rack",
+        "vehicle.emergency.ambulance", "vehicle.emergency.police",
+    )),
+}  # fmt: skip
+"""Category to detection class (nuScenes detection task), None for those that are no detection class."""
 
 _COLUMNS: Final[dict[str, tuple[type, tuple[int, ...]]]] = {
     "visibility": (np.int32, ()),
@@ -94,11 +91,10 @@ class Annotations:
         database: Database,
         samples: Tokens,
         timestamp_us: NDArray[np.int64],
-        classes: ClassOption,
         cut: Cut,
     ) -> None:
         """Read tables category, attribute, visibility, instance and sample_annotation; raises SourceError."""
-        self._database, self._timestamp_us, self._class_option, self._cut = database, timestamp_us, classes, cut
+        self._database, self._timestamp_us, self._cut = database, timestamp_us, cut
         attributes = read_all(folder, "attribute", Named)
         self.attribute_names = [record.name for record in attributes]
         self._attributes = Tokens("attribute", database, [record.token for record in attributes])
@@ -107,8 +103,6 @@ class Annotations:
         self._visibilities = Tokens("visibility", database, [record.token for record in visibilities])
         # The last entry is for annotations without a visibility, which are row -1.
         self._visibility_code = np.array([*(VISIBILITY.get(level, -1) for level in self._levels), -1], np.int8)
-        self._per_level = np.zeros(len(self._levels) + 1, np.int64)
-        self._unknown_points = 0
         self._read_instances(folder)
         self._read(folder, samples)
         self._sort_by_sample(len(samples))
@@ -120,12 +114,7 @@ class Annotations:
         """Tracks: category and id of each."""
         categories = read_all(folder, "category", Named)
         tokens = Tokens("category", self._database, [record.token for record in categories])
-        self._categories = [record.name for record in categories]
-        option = self._class_option
-        known = ClassMap(option, self._categories)
-        labels = map(label_of, self._categories) if option == NUSCENES10 else known.labels(self._categories)
-        self.classes, self._label_of = known.names, np.array(list(labels), np.int16)
-        self._per_category = np.zeros(len(categories), np.int64)
+        self.categories = [record.name for record in categories]
         self._instances = Tokens("instance", self._database)
         category, number = self._database.column(np.int32), self._database.column(np.int64)
         for whole in read_table(folder, "instance", Instance):
@@ -211,7 +200,7 @@ class Annotations:
 
     def of_samples(
         self, samples: NDArray[np.int64], ego_wxyz: NDArray[np.float64], ego_xyz: NDArray[np.float64]
-    ) -> Iterator[Boxes]:
+    ) -> list[StoredBoxes | None]:
         """The boxes of each of some samples in ego, whose poses in global are rotations (S, 4) and translations (S, 3).
 
         What is done box by box is done for all samples at once.
@@ -220,7 +209,7 @@ class Annotations:
         rows = np.concatenate([self._order[start:end] for start, end in zip(starts, ends, strict=True)]) % self._radix
         self._database.used(4 * len(rows))
         columns = {name: self.columns[name][rows] for name in _COLUMNS}
-        instance = self.columns["instance"][rows]
+        instance, visibility = self.columns["instance"][rows], columns["visibility"]
         last = np.cumsum(ends - starts)
         parts = [slice(*bounds) for bounds in zip((last - (ends - starts)).tolist(), last.tolist(), strict=True)]
         ego2global, left = rotation_matrices(ego_wxyz), _left_factors(ego_wxyz)
@@ -236,23 +225,22 @@ class Annotations:
         rotation = rotation_matrices(rotation_wxyz)
         yaw = np.arctan2(rotation[:, 1, 0], rotation[:, 0, 0])
         length_width_height = columns["size_wlh"][:, [1, 0, 2]]
-        category, visibility = self._instance_category[instance], columns["visibility"]
-        valid, num_unknown = validity(columns["num_lidar_pts"], columns["num_radar_pts"])
-        self._per_category += np.bincount(category, minlength=len(self._per_category))
-        self._per_level += np.bincount(visibility + 1, minlength=len(self._per_level))
-        self._unknown_points += num_unknown
-        found = {
+        stored = {
             "boxes3d": np.concatenate([centre, length_width_height, yaw[:, None]], 1).astype(np.float32),
             "rotation_wxyz": rotation_wxyz.astype(np.float32),
             "velocity": velocity.astype(np.float32),
-            "valid": valid,
-            "label": self._label_of[category],
             "visibility": self._visibility_code[visibility],
             "instance_id": self._instance_id[instance],
             **{name: columns[name] for name in _AS_THEY_ARE},
         }
+        category = [self.categories[row] for row in self._instance_category[instance].tolist()]
+        levels = [*self._levels, NOT_STATED]  # the last is row -1
+        found: list[StoredBoxes | None] = []
         for part in parts:
-            yield Boxes(**{name: values[part] for name, values in found.items()})
+            unknown = Counter(levels[row] for row in visibility[part].tolist() if levels[row] not in VISIBILITY)
+            own = {name: values[part] for name, values in stored.items()}
+            found.append(StoredBoxes(columns=own, category=category[part], unknown_visibility=unknown))
+        return found
 
     def rows_of(self, sample: int) -> NDArray[np.int64]:
         """Rows of one sample's annotations in ``columns``, in the order of its boxes."""
@@ -270,27 +258,6 @@ class Annotations:
             "instance": self._instances.take(self.columns["instance"][rows]),
             "visibility": [self._visibilities[row] if row >= 0 else "" for row in visibilities],
         }
-
-    def report(self, report: ScanReport) -> None:
-        """Add what is known of all boxes that :meth:`of_samples` gave; raises SourceError where none has a class."""
-        report.boxes = int(self._per_category.sum())
-        report.unknown_points = self._unknown_points
-        for name, label, count in zip(self._categories, self._label_of, self._per_category.tolist(), strict=True):
-            if label < 0 and count:
-                option = self._class_option
-                on_purpose = name in (option if isinstance(option, dict) else OUTSIDE)
-                names = report.outside_classes if on_purpose else report.unmapped
-                names[name] = names.get(name, 0) + count
-        for level, count in zip([NOT_STATED, *self._levels], self._per_level.tolist(), strict=True):
-            if level not in VISIBILITY and count:
-                report.unknown_visibility[level] = report.unknown_visibility.get(level, 0) + count
-        check_mapped(report)
-
-
-def label_of(category: str) -> int:
-    """Number of the class of a category: nuScenes' own, or of the very name of a class (T4, Lyft); -1 for none."""
-    name = DETECTION_CLASS.get(category, category)
-    return CLASSES.index(name) if name in CLASSES else -1
 
 
 def _point_counts(stated: list[int | None]) -> NDArray[np.int32]:

@@ -6,15 +6,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from fuelrail.pipeline.channels.table import Channel
-from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.adapter.frame import FileMember
 from fuelrail.sharding.sources.shared.files import source_files
 from fuelrail.sharding.sources.shared.foreign import read_json
-from fuelrail.sharding.sources.shared.scan_table import Reference
+
+if TYPE_CHECKING:
+    from fuelrail.sharding.sources.nuscenes.geometry import SceneRows
 
 CHANNELS_FILE: Final = "channels.json"
 CHANNELS_FOLDER: Final = "channels"
@@ -33,22 +35,15 @@ def channel_file(channel: Channel, token: str) -> str:
     return f"{CHANNELS_FOLDER}/{channel.name}/{token}.{channel.extension}"
 
 
-def channel_members(
-    channels: tuple[Channel, ...], token: str, file_bytes: Callable[[str], int | None]
-) -> list[Reference]:
-    """References of a sample's members; ``file_bytes`` gives a file's size, None where it is not there.
+class OwnChannels:
+    """The channels that have files beside the tables."""
 
-    Raises SourceError for a channel that is not optional and has no file.
-    """
-    members = []
-    for channel in channels:
-        name = channel_file(channel, token)
-        size = file_bytes(name)
-        if size is not None:
-            members.append(Reference(channel.field, name, size))
-        elif not channel.optional:
-            raise SourceError(
-                f"file '{name}' of channel '{channel.name}' is not there: bring it there, or say \"optional\": true in "
-                f"{CHANNELS_FILE}"
-            )
-    return members
+    def __init__(self, channels: tuple[Channel, ...]) -> None:
+        self.channels = channels
+
+    def members(self, rows: SceneRows, at: int) -> Iterator[FileMember]:
+        """Yield the members of one sample."""
+        for channel in self.channels:
+            hint = f'bring it there, or say "optional": true in {CHANNELS_FILE}'
+            name = channel_file(channel, rows.tokens[at])
+            yield FileMember(channel.field, name, (name,), "" if channel.optional else hint, is_estimate=False)

@@ -1,4 +1,4 @@
-"""A nuScenes dataroot's keyframes: the tables joined into columns, and each sample's geometry and boxes from them.
+"""A nuScenes dataroot's keyframes: the tables joined into columns, and the rows of a scene from them.
 
 * ``timestamp_ns`` is the sample's timestamp, which is that of its LIDAR_TOP row; ``ego2global`` is that row's ego
   pose. Without a LIDAR_TOP row it is the ego pose of the sample's sensor row nearest in time.
@@ -9,9 +9,8 @@
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import rigid
-from fuelrail.pipeline.sample.schema import NUM_DIST, Geometry
+from fuelrail.pipeline.sample.schema import NUM_DIST
 from fuelrail.pipeline.storage.columns import ROWS_AT_ONCE
 from fuelrail.pipeline.transforms.lens import MODELS, UNBENT
 from fuelrail.sharding.sources.nuscenes.boxes import Annotations
@@ -42,9 +41,8 @@ from fuelrail.sharding.sources.nuscenes.tables import (
 from fuelrail.sharding.sources.shared.joins import Cut, Tokens
 
 if TYPE_CHECKING:
-    from fuelrail.pipeline.sample.schema import Boxes
     from fuelrail.pipeline.storage.columns import Texts
-    from fuelrail.sharding.sources.adapter.classes import ClassOption
+    from fuelrail.sharding.sources.adapter.frame import StoredBoxes
     from fuelrail.sharding.sources.shared.joins import Database, Owners
 
 RIG: Final = ("CAM_FRONT", "CAM_FRONT_RIGHT", "CAM_FRONT_LEFT", "CAM_BACK", "CAM_BACK_LEFT", "CAM_BACK_RIGHT")
@@ -54,36 +52,10 @@ NS_PER_US: Final = 1000
 _CHANNEL: Final = re.compile(r"[a-z0-9_]{1,64}\Z")
 
 
-class SensorRow(NamedTuple):
-    """A keyframe of one sensor, a row of ``sample_data``; size [px] of an image, 0 for others.
-
-    ``row``: its number among them. ``is_valid`` false: the source says to ignore the file. ``dist_model``: the lens
-    model of a camera.
-    """
-
-    row: int
-    token: str
-    filename: str
-    timestamp_us: int
-    width: int
-    height: int
-    is_valid: bool
-    dist_model: str
-
-
-class Frame(NamedTuple):
-    """A sample; ``sensors`` are the cameras' rows and then the lidars', None for one that has none."""
-
-    token: str
-    timestamp_us: int
-    sensors: list[SensorRow | None]
-    boxes: Boxes | None
-
-
 class Keyframes:
     """The tables of a dataroot as columns on disk, joined, keyframes only."""
 
-    def __init__(self, folder: Path, database: Database, classes: ClassOption, cut: Cut, keep: Sequence[str]) -> None:
+    def __init__(self, folder: Path, database: Database, cut: Cut, keep: Sequence[str]) -> None:
         """``keep``: the cameras to keep, in lower case; none: all."""
         self._database, self._cut = database, cut
         self.log = read_all(folder, "log", Log)
@@ -96,7 +68,7 @@ class Keyframes:
         )  # fmt: skip
         self._read_samples(folder, scene_tokens)
         self._read_sensors(folder, keep)
-        self.annotations = Annotations(folder, database, self.sample_tokens, self.timestamp_us, classes, cut)
+        self.annotations = Annotations(folder, database, self.sample_tokens, self.timestamp_us, cut)
 
     def scenes(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """Scene row and its samples in time order, scenes in table order; those without samples left out.
@@ -247,86 +219,87 @@ class Keyframes:
         """Poses of samples (S, 4, 4)."""
         return self._poses.ego2global(self._reference_poses(samples))
 
-    def have_pictures(
-        self, samples: NDArray[np.int64], are_files: Callable[[list[str]], list[bool]] | None
-    ) -> NDArray[np.bool_]:
-        """For each of some samples whether it has the image of one camera at least.
-
-        ``are_files`` says which files exist. None where an absent row or file is no mask but an error: both count.
-        """
-        found = np.empty(len(samples), np.bool_)
-        for first in range(0, len(samples), ROWS_AT_ONCE):
-            rows = self.sensor_rows[samples[first : first + ROWS_AT_ONCE], : len(self.cameras)]
-            usable = self._is_valid[rows]
-            if are_files is None:
-                found[first : first + len(rows)] = (usable | (rows < 0)).any(axis=1)
-            else:
-                usable &= rows >= 0
-                usable[usable] = are_files(self.filenames.take(rows[usable]))
-                found[first : first + len(rows)] = usable.any(axis=1)
-            self._database.used(rows.size)
-        return found
-
-    @staticmethod
-    def num_distorted(geometry: Geometry) -> list[int]:
-        """For each camera, how many of its images in a geometry of several samples have lens coefficients."""
-        bent = np.isfinite(geometry.dist[..., 0]) & (geometry.cam_valid > 0)
-        counts: list[int] = np.count_nonzero(bent, axis=0).tolist()
-        return counts
-
-    def frames(self, samples: NDArray[np.int64]) -> tuple[Geometry, list[Frame]]:
-        """What the tables say of some samples; in the arrays of the geometry they are an axis more, in front.
-
-        Sensors without a row are NaN, -1 and invalid.
-        """
+    def scene_rows(self, scene: int, samples: NDArray[np.int64]) -> SceneRows:
+        """What the tables say of some samples of a scene; what is done row by row is done for all of them at once."""
         rows = self.sensor_rows[samples]
         has = rows >= 0
-        calibrated, poses = self._calibrated_of[rows], self._poses.of_row[rows]
+        there = rows[has]
+        calibrated, ego2global = self._calibrated_of[there], self._poses.ego2global(self._poses.of_row[there])
         reference = self._reference_poses(samples)
-        split = len(self.cameras)
-        timestamp_ns = np.where(has, self.data_timestamp_us[rows] * NS_PER_US, -1)
-        sensor2ego = np.where(has[..., None, None], self._calibrations.sensor2ego[calibrated], np.nan)
-        ego2global = np.where(has[..., None, None], self._poses.ego2global(poses), np.nan)
-        image_wh = self.image_wh[rows[:, :split]]
-        img_wh = np.where(has[:, :split, None] & (image_wh > 0), image_wh, -1).astype(np.int32)
-        intrinsics = np.where(has[:, :split, None, None], self._calibrations.intrinsics[calibrated[:, :split]], np.nan)
-        unknown = np.full((len(samples), 3), np.nan)
-        geometry = Geometry(
-            cam_valid=has[:, :split].astype(np.uint8),
-            cam_timestamp_ns=timestamp_ns[:, :split],
-            img_wh=img_wh,
-            intrinsics=intrinsics,
-            dist=np.where(has[:, :split, None], self._calibrations.dist[calibrated[:, :split]], np.nan),
-            cam2ego=sensor2ego[:, :split],
-            cam_ego2global=ego2global[:, :split],
-            ego2global=self._poses.ego2global(reference),
-            lidar2ego=sensor2ego[:, split:],
-            lidar_ego2global=ego2global[:, split:],
-            lidar_timestamp_ns=timestamp_ns[:, split:],
-            ego_velocity=unknown,
-            ego_accel=unknown,
-            ego_rates=unknown,
-        )
-        boxes: Iterable[Boxes | None] = itertools.repeat(None, len(samples))
+        boxes: list[StoredBoxes | None] = [None] * len(samples)
         if len(self.annotations):  # a test split has none
             boxes = self.annotations.of_samples(samples, self._poses.wxyz[reference], self._poses.xyz[reference])
-        there = rows[has]
+        known = {number: self._calibrations.of_row(number) for number in np.unique(calibrated).tolist()}
         self._database.used(rows.size)
-        sensor_rows = zip(
-            there.tolist(),
+        columns = zip(
             self.data_tokens.take(there),
             self.filenames.take(there),
-            self.data_timestamp_us[there].tolist(),
+            (self.data_timestamp_us[there] * NS_PER_US).tolist(),
             *self.image_wh[there].T.tolist(),
             self._is_valid[there].tolist(),
-            map(LENS_OF_LENGTH.get, self._calibrations.num_dist[calibrated[has]].tolist()),
+            map(known.__getitem__, calibrated.tolist()),
+            ego2global,
+            there.tolist(),
             strict=True,
         )
-        found = map(SensorRow._make, sensor_rows)
+        found = map(SensorRow._make, columns)
         sensors = [[next(found) if is_there else None for is_there in row] for row in has.tolist()]
-        tokens, timestamp_us = self.sample_tokens.take(samples), self.timestamp_us[samples].tolist()
-        frames = map(Frame._make, zip(tokens, timestamp_us, sensors, boxes, strict=True))
-        return geometry, list(frames)
+        return SceneRows(
+            self, scene, samples, self.sample_tokens.take(samples), self.timestamp_us[samples].tolist(),
+            self._poses.ego2global(reference), sensors, boxes,
+        )  # fmt: skip
+
+
+class Calibration(NamedTuple):
+    """A row of table ``calibrated_sensor``: sensor to ego (4, 4), K (3, 3), lens coefficients, and the lens model."""
+
+    sensor2ego: NDArray[np.float64]
+    intrinsics: NDArray[np.float64]
+    dist: tuple[float, ...]
+    dist_model: str
+
+
+class SensorRow(NamedTuple):
+    """A keyframe of one sensor, a row of ``sample_data``; size [px] of an image, 0 for others.
+
+    ``is_valid`` false: the source says to ignore the file. ``ego2global`` is (4, 4) at the row's time. ``row`` is the
+    number of the row among the keyframes.
+    """
+
+    token: str
+    filename: str
+    timestamp_ns: int
+    width: int
+    height: int
+    is_valid: bool
+    calibration: Calibration
+    ego2global: NDArray[np.float64]
+    row: int
+
+
+class SceneRows(NamedTuple):
+    """Some samples of one scene, in time order: rows of the tables, joined.
+
+    Attributes:
+        keyframes: the tables.
+        scene: row in table ``scene``.
+        samples: rows (S,) in table ``sample``.
+        tokens: of the samples.
+        timestamp_us: of the samples.
+        ego2global: (S, 4, 4) at the samples' times.
+        sensors: of each sample the rows of the cameras and then of the lidars, None for one that has none.
+        boxes: of each sample; None where the tables have no annotations.
+
+    """
+
+    keyframes: Keyframes
+    scene: int
+    samples: NDArray[np.int64]
+    tokens: list[str]
+    timestamp_us: list[int]
+    ego2global: NDArray[np.float64]
+    sensors: list[list[SensorRow | None]]
+    boxes: list[StoredBoxes | None]
 
 
 def _check_channels(names: Sequence[str]) -> None:
@@ -388,6 +361,12 @@ class Calibrations:
         self.intrinsics: NDArray[np.float64] = intrinsics.values
         self.dist: NDArray[np.float64] = dist.values
         self.num_dist: NDArray[np.int32] = num_dist.values
+
+    def of_row(self, row: int) -> Calibration:
+        """One row."""
+        num_dist = int(self.num_dist[row])
+        dist = tuple(self.dist[row, :num_dist].tolist())
+        return Calibration(self.sensor2ego[row], self.intrinsics[row], dist, LENS_OF_LENGTH.get(num_dist, UNBENT))
 
     def of_kind(self, *modalities: str) -> NDArray[np.bool_]:
         """For each row whether its sensor is of one of these."""

@@ -7,7 +7,7 @@ the options ask for sweeps or radars.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,13 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.pipeline.sample.schema import Sweeps, encode_arrays
+from fuelrail.pipeline.sample.schema import SWEEPS_FIELD, Sweeps, encode_arrays
+from fuelrail.sharding.sources.adapter.frame import FileMember
 from fuelrail.sharding.sources.nuscenes.geometry import Calibrations, Poses
 from fuelrail.sharding.sources.nuscenes.tables import SampleData, read_table
 from fuelrail.sharding.sources.shared.joins import Tokens
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.storage.columns import Texts
+    from fuelrail.sharding.sources.nuscenes.geometry import SceneRows
     from fuelrail.sharding.sources.shared.joins import Database
 
 
@@ -138,15 +141,23 @@ class SensorSweeps:
 class LidarSweeps(SensorSweeps):
     """The sweeps of all lidars, found by a keyframe's row."""
 
-    def __init__(self, folder: Path, database: Database, keyframes: Texts) -> None:
-        """``keyframes``: the tokens of the keyframes' rows."""
-        super().__init__(folder, database, "lidar")
-        self._row_of = self.tokens.rows_of(keyframes)
+    channels: tuple[Channel, ...] = ()
 
-    def before(self, row: int, num_sweeps: int) -> SweepList:
-        """The ``num_sweeps`` valid sweeps before a keyframe's row, fewer where its links end; raises SourceError."""
-        rows = self.rows_before(int(self._row_of[row]), num_sweeps)
-        sensor2global = self.sensor2global(rows)
-        return SweepList(
-            self.files(rows), self.timestamp_ns(rows).tolist(), sensor2global[:, :3].reshape(-1, 12).tolist()
-        )
+    def __init__(self, folder: Path, database: Database, keyframes: Texts, num_sweeps: int) -> None:
+        """``keyframes``: the tokens of the keyframes' rows; ``num_sweeps``: how many to store with each."""
+        super().__init__(folder, database, "lidar")
+        self._row_of, self._num_sweeps = self.tokens.rows_of(keyframes), num_sweeps
+
+    def members(self, rows: SceneRows, at: int) -> Iterator[FileMember]:
+        """Yield the earlier sweeps of each lidar, fewer where its links end; raises SourceError."""
+        lidars = rows.keyframes.lidars
+        for lidar, row in zip(lidars, rows.sensors[at][-len(lidars) :], strict=True):
+            if row is None or not row.is_valid:
+                continue
+            before = self.rows_before(int(self._row_of[row.row]), self._num_sweeps)
+            if len(before):
+                poses = self.sensor2global(before)[:, :3].reshape(-1, 12).tolist()
+                found = SweepList(self.files(before), self.timestamp_ns(before).tolist(), poses)
+                hint = "the option sweeps=0 leaves earlier sweeps out"
+                name = f"{lidar.lower()}{SWEEPS_FIELD}"
+                yield FileMember(name, found.encode(), found.files, hint, is_estimate=False)

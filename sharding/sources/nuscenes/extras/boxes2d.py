@@ -9,15 +9,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.table import Channel, Law
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid
-from fuelrail.sharding.sources.adapter.channels import boxes2d_channel
-from fuelrail.sharding.sources.nuscenes.extras.batch import inline
+from fuelrail.pipeline.sample.schema import box_corners
+from fuelrail.sharding.sources.adapter.channels import boxes2d_channel, computed
+from fuelrail.sharding.sources.adapter.frame import ImageBoxRows
 
 if TYPE_CHECKING:
-    from fuelrail.sharding.sources.nuscenes.extras.batch import Batch
+    from fuelrail.sharding.sources.nuscenes.geometry import SceneRows
     from fuelrail.sharding.sources.shared.scan_table import Reference
 
 _DESCRIPTION: Final = "bounds of the part of each 3-D box that is in the image, whatever hides it; row counts in boxes"
@@ -42,34 +42,35 @@ class ImageBoxes:
         """``has_boxes``: whether the tables have annotations at all."""
         self.channels = tuple(boxes2d_channel(name.lower(), _DESCRIPTION) for name in cameras) if has_boxes else ()
 
-    def members(self, batch: Batch, at: int) -> list[Reference]:
-        """References of one sample's members, of the cameras that have an image; raises SourceError."""
-        boxes, geometry = batch.frames[at].boxes, batch.geometry
-        found: list[Reference] = []
+    def members(self, rows: SceneRows, at: int) -> tuple[()]:  # noqa: ARG002 - they are the frame's 2-D boxes
+        """None."""
+        return ()
+
+    def boxes2d(self, rows: SceneRows, at: int) -> dict[str, ImageBoxRows]:
+        """The boxes of one sample by camera; raises SourceError for an image that is not rectified."""
+        boxes = rows.boxes[at]
+        found: dict[str, ImageBoxRows] = {}
         if boxes is None:
             return found
-        corners = boxes.corners().astype(np.float64)
-        for camera, channel in enumerate(self.channels):
-            if not geometry.cam_valid[at, camera]:
+        tracks = rows.keyframes.annotations.tokens_of(int(rows.samples[at]))["instance"]
+        corners = box_corners(boxes.columns["boxes3d"], boxes.columns["rotation_wxyz"]).astype(np.float64)
+        for channel, row in zip(self.channels, rows.sensors[at], strict=False):
+            if row is None or not row.is_valid:
                 continue
-            if np.isfinite(geometry.dist[at, camera, 0]):
+            if row.calibration.dist:
                 raise SourceError(
-                    f"sample '{batch.frames[at].token}': the image of '{channel.law.camera}' is not rectified, so that "
-                    "its 2-D boxes are not known; leave out 'boxes2d' in the option channels"
+                    f"sample '{rows.tokens[at]}': the image of '{channel.law.camera}' is not rectified, so that its "
+                    "2-D boxes are not known; leave out 'boxes2d' in the option channels"
                 )
-            cam2global = geometry.cam_ego2global[at, camera] @ geometry.cam2ego[at, camera]
-            ego2cam = invert_rigid(cam2global) @ geometry.ego2global[at]
+            ego2cam = invert_rigid(row.ego2global @ row.calibration.sensor2ego) @ rows.ego2global[at]
             in_camera = corners @ ego2cam[:3, :3].T + ego2cam[:3, 3]
-            width, height = geometry.img_wh[at, camera].tolist()
-            bounds, rows = image_bounds(in_camera, geometry.intrinsics[at, camera], (width, height))
-            value = {
-                "box": bounds.astype(np.float32),
-                "row": rows.astype(np.int32),
-                "label": boxes.label[rows],
-                "instance_id": boxes.instance_id[rows],
-                "visible": np.ones(len(rows), np.uint8),
-            }
-            found.append(inline(channel, KINDS[channel.kind].encode(value, channel)))
+            bounds, numbers = image_bounds(in_camera, row.calibration.intrinsics, (row.width, row.height))
+            found[str(channel.law.camera)] = ImageBoxRows(
+                box=bounds,
+                category=[boxes.category[number] for number in numbers.tolist()],
+                track=[tracks[number] for number in numbers.tolist()],
+                row=numbers,
+            )
         return found
 
 
@@ -79,12 +80,12 @@ class BoxTokens:
     def __init__(self, *, has_boxes: bool) -> None:
         self.channels = (TOKENS,) if has_boxes else ()
 
-    def members(self, batch: Batch, at: int) -> list[Reference]:
+    def members(self, rows: SceneRows, at: int) -> list[Reference]:
         """The reference of one sample's member."""
-        if batch.frames[at].boxes is None:
+        if rows.boxes[at] is None:
             return []
-        tokens = batch.keyframes.annotations.tokens_of(int(batch.samples[at]))
-        return [inline(TOKENS, msgspec.json.encode(tokens))]
+        tokens = rows.keyframes.annotations.tokens_of(int(rows.samples[at]))
+        return [computed(TOKENS, msgspec.json.encode(tokens))]
 
 
 def image_bounds(

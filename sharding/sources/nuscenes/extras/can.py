@@ -6,7 +6,7 @@ https://github.com/nutonomy/nuscenes-devkit/blob/master/python-sdk/nuscenes/can_
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.adapter.channels import signals_channel
+from fuelrail.sharding.sources.adapter.frame import FileMember
 from fuelrail.sharding.sources.shared.foreign import read_json
-from fuelrail.sharding.sources.shared.scan_table import Reference
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
-    from fuelrail.sharding.sources.nuscenes.extras.batch import Batch
+    from fuelrail.sharding.sources.nuscenes.geometry import SceneRows
 
 FOLDER: Final = "can_bus"
 MESSAGES: Final[dict[str, dict[str, tuple[int, str]]]] = {
@@ -62,7 +62,7 @@ def can_channel(message: str) -> Channel:
     return signals_channel(f"can_{message}", units, message)
 
 
-class CanMessages(msgspec.Struct, frozen=True, tag="can"):
+class CanMessages(msgspec.Struct, frozen=True):
     """What a worker needs to build the member: messages of ``after_us < utime <= until_us``, relative to the latter."""
 
     message: str
@@ -80,32 +80,19 @@ class CanMessages(msgspec.Struct, frozen=True, tag="can"):
 
 
 class CanBus:
-    """The messages of all scenes; scenes and messages without a file are left out, as nuScenes has several of them."""
+    """The messages of all scenes; nuScenes lacks several scenes and messages."""
 
-    def __init__(self) -> None:
-        self._found: dict[str, None] = {}
+    channels = tuple(map(can_channel, MESSAGES))
 
-    @property
-    def channels(self) -> tuple[Channel, ...]:
-        """Entries of the messages that any sample so far has."""
-        return tuple(can_channel(message) for message in MESSAGES if message in self._found)
-
-    def members(self, batch: Batch, at: int) -> list[Reference]:
-        """References of one sample's members."""
-        scene = batch.scene(at).name
-        until_us = batch.frames[at].timestamp_us
-        before_us = batch.time_before_us(at)
-        after_us = until_us - round(_FIRST_S * 1e6) if before_us is None else before_us
-        found = []
-        for message in MESSAGES:
-            file = f"{FOLDER}/{scene}_{message}.json"
-            size = batch.file_bytes(file, at)
-            if size is None:
-                continue
-            self._found[message] = None
-            ref = msgspec.json.encode(CanMessages(message, file, after_us, until_us)).decode()
-            found.append(Reference(can_channel(message).field, ref, size, is_estimate=True))
-        return found
+    def members(self, rows: SceneRows, at: int) -> Iterator[FileMember]:
+        """Yield the members of one sample, as far as their files are there."""
+        keyframes, sample, until_us = rows.keyframes, rows.samples[at], rows.timestamp_us[at]
+        before = int(keyframes.prev[sample])
+        after_us = until_us - round(_FIRST_S * 1e6) if before < 0 else int(keyframes.timestamp_us[before])
+        for channel in self.channels:
+            file = f"{FOLDER}/{keyframes.scene[rows.scene].name}_{channel.source_name}.json"
+            made = CanMessages(str(channel.source_name), file, after_us, until_us)
+            yield FileMember(channel.field, msgspec.json.encode(made).decode(), (file,))
 
 
 @lru_cache(maxsize=8)

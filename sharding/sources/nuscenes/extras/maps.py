@@ -5,28 +5,25 @@ Layout of the files: https://www.nuscenes.org/nuscenes#map-expansion and ``NuSce
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.adapter.vector_maps import VectorMap, encoded_window, map_channel
+from fuelrail.sharding.sources.adapter.frame import FileMember
+from fuelrail.sharding.sources.adapter.vector_maps import MapWindows, VectorMap
 from fuelrail.sharding.sources.shared.foreign import read_json
-from fuelrail.sharding.sources.shared.scan_table import Reference
 
 if TYPE_CHECKING:
-    from fuelrail.pipeline.channels.table import Channel
-    from fuelrail.sharding.sources.nuscenes.extras.batch import Batch
+    from fuelrail.sharding.sources.nuscenes.geometry import SceneRows
 
 FOLDER: Final = "maps/expansion"
 LAYERS: Final = (
     "drivable_area", "road_segment", "road_block", "lane", "ped_crossing", "walkway", "stop_line", "carpark_area",
     "road_divider", "lane_divider",
 )  # fmt: skip
-MAP: Final = map_channel(LAYERS)
 
 
 class _Node(msgspec.Struct, frozen=True, gc=False):
@@ -74,45 +71,18 @@ class _File(msgspec.Struct, frozen=True):
     lane_divider: list[_Element] = []
 
 
-class MapWindow(msgspec.Struct, frozen=True, tag="map"):
-    """What a worker needs to build the member: the map's file, and ego to global (3 x 4)."""
-
-    file: str
-    ego2global: list[float]
-
-    def member(self, read: Callable[[str], bytes]) -> bytes:
-        """The member's bytes; raises SourceError."""
-        return encoded_window(_parsed(read, self.file), self.ego2global, MAP)
-
-
 class Maps:
     """The maps of the scenes' locations; scenes of a place without a file have none."""
 
-    def __init__(self) -> None:
-        self._found = False
+    def __init__(self, windows: MapWindows) -> None:
+        self._windows, self.channels = windows, (windows.channel,)
 
-    @property
-    def channels(self) -> tuple[Channel, ...]:
-        """The entry of the table, where any sample so far has a map."""
-        return (MAP,) if self._found else ()
-
-    def members(self, batch: Batch, at: int) -> list[Reference]:
-        """The reference of one sample's member."""
-        keyframes = batch.keyframes
-        log = keyframes.log[int(keyframes.scene_log[int(keyframes.sample_scene[batch.samples[at]])])]
+    def members(self, rows: SceneRows, at: int) -> Iterator[FileMember]:
+        """Yield the window at one sample, as far as the file is there."""
+        log = rows.keyframes.log[int(rows.keyframes.scene_log[rows.scene])]
         file = f"{FOLDER}/{log.location}.json"
-        if batch.file_bytes(file, at) is None:
-            return []
-        self._found = True
-        made = MapWindow(file, batch.geometry.ego2global[at, :3].reshape(-1).tolist())
-        # A window has tens of kilobytes; its file has tens of megabytes.
-        return [Reference(MAP.field, msgspec.json.encode(made).decode(), 1 << 15, is_estimate=True)]
-
-
-@lru_cache(maxsize=2)
-def _parsed(read: Callable[[str], bytes], file: str) -> VectorMap:
-    """A whole map; kept for the samples that follow."""
-    return parse_map(read(file), file)
+        for (one,) in self._windows.references(file, rows.ego2global[at : at + 1]):
+            yield FileMember(one.name, one.ref, (file,), num_bytes=one.bytes)
 
 
 def parse_map(data: bytes, file: str) -> VectorMap:

@@ -8,7 +8,7 @@ https://github.com/nutonomy/nuscenes-devkit/blob/master/python-sdk/nuscenes/util
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -16,18 +16,17 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.table import Channel, Law
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid
-from fuelrail.sharding.sources.nuscenes.geometry import check_name
+from fuelrail.sharding.sources.adapter.frame import FileMember
+from fuelrail.sharding.sources.adapter.members import POINTS
+from fuelrail.sharding.sources.nuscenes.geometry import NS_PER_US, check_name
 from fuelrail.sharding.sources.nuscenes.sweeps import SensorSweeps
 from fuelrail.sharding.sources.shared.files import check_no_pointer
-from fuelrail.sharding.sources.shared.scan_table import Reference
 
 if TYPE_CHECKING:
-    from fuelrail.sharding.sources.nuscenes.extras.batch import Batch
-    from fuelrail.sharding.sources.nuscenes.geometry import Keyframes
+    from fuelrail.sharding.sources.nuscenes.geometry import Keyframes, SceneRows
     from fuelrail.sharding.sources.shared.joins import Database
 
 FIELDS: Final = {
@@ -72,11 +71,6 @@ class RadarFiles(msgspec.Struct, frozen=True, tag="radar"):
     dt_s: list[float]
     sensor2ego: list[list[float]]
 
-    def member(self, read: Callable[[str], bytes]) -> bytes:
-        """The member's bytes."""
-        channel = radar_channel(self.channel)
-        return KINDS[channel.kind].encode(self.points(read), channel)
-
     def points(self, read: Callable[[str], bytes]) -> NDArray[np.float32]:
         """(P, 19): the fields and the age of each point; raises SourceError."""
         parts = []
@@ -117,41 +111,22 @@ class Radars:
                 )
             rows[channel][sample] = number
         self._rows = dict(sorted(rows.items()))
-        self._chains: dict[tuple[int, str], NDArray[np.int64]] = {}
         self.channels = tuple(map(radar_channel, self._rows))
 
-    def look_at(self, batch: Batch) -> None:
-        """Look at the files of all samples of a batch together; raises SourceError."""
-        self._chains.clear()
-        for name, rows in self._rows.items():
-            for at, own in enumerate(rows[batch.samples].tolist()):
-                if own >= 0 and self._sweeps.is_valid(own):
-                    self._chains[at, name] = np.array([own, *self._sweeps.rows_before(own, self._num_sweeps)])
-        names = (name for chain in self._chains.values() for name in self._sweeps.files(chain))
-        batch.files.look_at(names, more=True)
-
-    def members(self, batch: Batch, at: int) -> list[Reference]:
-        """References of one sample's members; radars without a valid row are left out. Raises SourceError."""
-        found = []
-        global2ego = invert_rigid(batch.geometry.ego2global[at])
-        for channel, name in zip(self.channels, self._rows, strict=True):
-            chain = self._chains.get((at, name))
-            if chain is None:
+    def members(self, rows: SceneRows, at: int) -> Iterator[FileMember]:
+        """Yield the members of one sample; radars without a valid row are left out. Raises SourceError."""
+        global2ego = invert_rigid(rows.ego2global[at])
+        for channel, numbers in zip(self.channels, self._rows.values(), strict=True):
+            own = int(numbers[rows.samples[at]])
+            if own < 0 or not self._sweeps.is_valid(own):
                 continue
+            chain = np.array([own, *self._sweeps.rows_before(own, self._num_sweeps)])
             files = self._sweeps.files(chain)
-            sizes = [batch.file_bytes(file, at) for file in files]
-            if None in sizes:
-                hint = "radar_sweeps=0 leaves earlier sweeps out" if sizes[0] is not None else "leave out 'radar'"
-                raise SourceError(
-                    f"radar file '{files[sizes.index(None)]}' of table 'sample_data' is not there; {hint} in the "
-                    "options of the source"
-                )
-            dt_s = (batch.timestamp_ns(at) - self._sweeps.timestamp_ns(chain)) * 1e-9
-            sensor2ego = global2ego @ self._sweeps.sensor2global(chain)
-            made = RadarFiles(channel.source_name, files, dt_s.tolist(), sensor2ego[:, :3].reshape(-1, 12).tolist())
-            ref = msgspec.json.encode(made).decode()
-            found.append(Reference(channel.field, ref, sum(size or 0 for size in sizes), is_estimate=True))
-        return found
+            dt_s = (rows.timestamp_us[at] * NS_PER_US - self._sweeps.timestamp_ns(chain)) * 1e-9
+            sensor2ego = (global2ego @ self._sweeps.sensor2global(chain))[:, :3].reshape(-1, 12)
+            made = RadarFiles(str(channel.source_name), files, dt_s.tolist(), sensor2ego.tolist())
+            hint = "leave out 'radar' in the option channels, or earlier sweeps by radar_sweeps=0"
+            yield FileMember(channel.field, POINTS + msgspec.json.encode(made).decode(), files, hint)
 
 
 def parse_pcd(data: bytes, name: str) -> NDArray[np.float64]:

@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law
 from fuelrail.pipeline.rigid import invert_rigid, rotation_matrices
-from fuelrail.sharding.sources.nuscenes.extras.batch import inline
+from fuelrail.sharding.sources.adapter.channels import computed
 
 if TYPE_CHECKING:
-    from fuelrail.sharding.sources.nuscenes.extras.batch import Batch
-    from fuelrail.sharding.sources.nuscenes.geometry import Keyframes
+    from fuelrail.sharding.sources.nuscenes.geometry import Keyframes, SceneRows
     from fuelrail.sharding.sources.shared.joins import Database
     from fuelrail.sharding.sources.shared.scan_table import Reference
 
@@ -67,16 +66,16 @@ class Trajectories:
         for _, samples in keyframes.scenes():
             self._frame[samples] = np.arange(len(samples))
 
-    def members(self, batch: Batch, at: int) -> list[Reference]:
+    def members(self, rows: SceneRows, at: int) -> list[Reference]:
         """References of one sample's members."""
-        global2ego = invert_rigid(batch.geometry.ego2global[at])
-        found = [inline(EGO, KINDS[EGO.kind].encode(self._ego(batch, at, global2ego), EGO))]
+        global2ego = invert_rigid(rows.ego2global[at])
+        found = [computed(EGO, KINDS[EGO.kind].encode(self._ego(rows, at, global2ego), EGO))]
         if self._has_boxes:
-            found.append(inline(AGENTS, KINDS[AGENTS.kind].encode(self._agents(batch, at, global2ego), AGENTS)))
+            found.append(computed(AGENTS, KINDS[AGENTS.kind].encode(self._agents(rows, at, global2ego), AGENTS)))
         return found
 
-    def _ego(self, batch: Batch, at: int, global2ego: NDArray[np.float64]) -> NDArray[np.float32]:
-        keyframes, own = batch.keyframes, np.array([batch.samples[at]])
+    def _ego(self, rows: SceneRows, at: int, global2ego: NDArray[np.float64]) -> NDArray[np.float32]:
+        keyframes, own = rows.keyframes, rows.samples[at : at + 1]
         past, future = _followed(own, keyframes.prev, PAST), _followed(own, keyframes.next, FUTURE)
         samples = np.concatenate([past[::-1, 0], own, future[:, 0]])
         there = samples >= 0
@@ -84,16 +83,16 @@ class Trajectories:
         poses = global2ego @ keyframes.ego2global(samples[there])
         value[there, :3] = poses[:, :3, 3]
         value[there, 3] = np.arctan2(poses[:, 1, 0], poses[:, 0, 0])
-        value[there, 4] = (keyframes.timestamp_us[samples[there]] - batch.frames[at].timestamp_us) * 1e-6
+        value[there, 4] = (keyframes.timestamp_us[samples[there]] - rows.timestamp_us[at]) * 1e-6
         value[:, 5] = there
         return value.astype(np.float32)
 
-    def _agents(self, batch: Batch, at: int, global2ego: NDArray[np.float64]) -> dict[str, NDArray[np.generic]]:
-        sample, annotations = int(batch.samples[at]), batch.keyframes.annotations
+    def _agents(self, rows: SceneRows, at: int, global2ego: NDArray[np.float64]) -> dict[str, NDArray[np.generic]]:
+        sample, annotations = int(rows.samples[at]), rows.keyframes.annotations
         own = annotations.rows_of(sample)
-        rows = np.full((len(own), STEPS), -1, np.int64)
-        rows[:, PAST] = own
-        scene_of = batch.keyframes.sample_scene
+        steps = np.full((len(own), STEPS), -1, np.int64)
+        steps[:, PAST] = own
+        scene_of = rows.keyframes.sample_scene
         for link, number in ((annotations.columns["prev"], PAST), (annotations.columns["next"], FUTURE)):
             for found in _followed(own, link, number):
                 # A track may leave keyframes out: what counts is the keyframe of the box, not the number of links.
@@ -101,10 +100,10 @@ class Trajectories:
                 step = self._frame[samples] - self._frame[sample] + PAST
                 fits = (found >= 0) & (step >= 0) & (step < STEPS) & (step != PAST)
                 fits &= scene_of[samples] == scene_of[sample]
-                rows[np.flatnonzero(fits), step[fits]] = found[fits]
-        there = rows >= 0
-        position = annotations.columns["translation"][rows] @ global2ego[:3, :3].T + global2ego[:3, 3]
-        turn = global2ego[:3, :3] @ rotation_matrices(annotations.columns["rotation"][rows])
+                steps[np.flatnonzero(fits), step[fits]] = found[fits]
+        there = steps >= 0
+        position = annotations.columns["translation"][steps] @ global2ego[:3, :3].T + global2ego[:3, 3]
+        turn = global2ego[:3, :3] @ rotation_matrices(annotations.columns["rotation"][steps])
         yaw = np.arctan2(turn[..., 1, 0], turn[..., 0, 0])
         return {
             "position": np.where(there[..., None], position, np.nan).astype(np.float32),

@@ -1,0 +1,63 @@
+"""A scene's rows of the tables become frames: images, lidar sweeps, boxes, and members of further channels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.adapter.frame import Absent, Frame, Image, Sweep
+from fuelrail.sharding.sources.nuscenes.extras.boxes2d import ImageBoxes
+from fuelrail.sharding.sources.nuscenes.geometry import NS_PER_US
+
+if TYPE_CHECKING:
+    from fuelrail.sharding.sources.nuscenes.extras.groups import Group
+    from fuelrail.sharding.sources.nuscenes.geometry import SceneRows, SensorRow
+
+_NOT_VALID: Final = "marked as not valid"
+_POINT_FILES: Final = (".bin", ".npy", ".pcd")
+_NOT_STATED: Final = (np.nan, np.nan, np.nan)
+
+
+def scene_frames(rows: SceneRows, groups: Sequence[Group]) -> Iterator[Frame]:
+    """Yield the frames of a scene, with the members of ``groups``; raises SourceError."""
+    cameras = [name.lower() for name in rows.keyframes.cameras]
+    lidars = [name.lower() for name in rows.keyframes.lidars]
+    for at, (token, own) in enumerate(zip(rows.tokens, rows.sensors, strict=True)):
+        sweeps = zip(lidars, own[len(cameras) :], strict=True)
+        yield Frame(
+            timestamp_ns=rows.timestamp_us[at] * NS_PER_US,
+            images={name: _image(row) for name, row in zip(cameras, own, strict=False)},
+            ego2global=rows.ego2global[at],
+            sweeps={name: _sweep(row) for name, row in sweeps if row is not None},
+            boxes=rows.boxes[at],
+            boxes2d={k: v for one in groups if isinstance(one, ImageBoxes) for k, v in one.boxes2d(rows, at).items()},
+            members=[member for group in groups for member in group.members(rows, at)],
+            token=token,
+            ego_velocity=_NOT_STATED,
+        )
+
+
+def _image(row: SensorRow | None) -> Image | Absent:
+    if row is None:
+        return Absent("no row")
+    one = row.calibration
+    return Image(
+        ref=row.filename, timestamp_ns=row.timestamp_ns, intrinsics=one.intrinsics, cam2ego=one.sensor2ego,
+        ego2global=row.ego2global, width=row.width, height=row.height, dist=one.dist, dist_model=one.dist_model,
+        token=row.token, absent="" if row.is_valid else _NOT_VALID, stays=True,
+    )  # fmt: skip
+
+
+def _sweep(row: SensorRow) -> Sweep:
+    if row.is_valid and not row.filename.endswith(_POINT_FILES):
+        raise SourceError(
+            f"table 'sample_data': row '{row.token}' of a lidar has the file '{row.filename}', of a kind that is not "
+            f"read; read are {', '.join(_POINT_FILES)}"
+        )
+    return Sweep(
+        ref=row.filename, timestamp_ns=row.timestamp_ns, lidar2ego=row.calibration.sensor2ego,
+        ego2global=row.ego2global, absent="" if row.is_valid else _NOT_VALID,
+    )  # fmt: skip
