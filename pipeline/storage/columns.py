@@ -148,9 +148,11 @@ class Texts:
 
     def append(self, texts: Sequence[str]) -> None:
         """Add texts."""
-        encoded = [text.encode() for text in texts]
-        self._ends.append(np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded))) + len(self._utf8))
-        self._utf8.append(np.frombuffer(b"".join(encoded), np.uint8))
+        joined = "".join(texts)
+        utf8 = joined.encode()
+        counted = texts if len(utf8) == len(joined) else [text.encode() for text in texts]  # mostly a letter is a byte
+        self._ends.append(np.cumsum(np.fromiter(map(len, counted), np.int64, len(texts))) + len(self._utf8))
+        self._utf8.append(np.frombuffer(utf8, np.uint8))
 
     def __getitem__(self, row: int) -> str:
         first, end = self._ends.values[row : row + 2].tolist()

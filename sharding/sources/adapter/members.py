@@ -52,6 +52,8 @@ class Part(msgspec.Struct, frozen=True, gc=False):
     @classmethod
     def of(cls, ref: str) -> Part:
         """Parse a reference: ``NAME`` or ``NAME#OFFSET+LENGTH``."""
+        if "#" not in ref:
+            return cls(ref)
         name, _, place = ref.rpartition("#")
         offset, plus, length = place.partition("+")
         if name and plus and _NUMBER.match(offset) and _NUMBER.match(length):
@@ -65,7 +67,7 @@ class Part(msgspec.Struct, frozen=True, gc=False):
 
 def is_inside(name: str) -> bool:
     """Whether a file name does not lead out of the source's root."""
-    return not (name.startswith("/") or ".." in name.split("/") or "\0" in name)
+    return not (name.startswith("/") or "\0" in name or (".." in name and ".." in name.split("/")))
 
 
 def check_inside(name: str, where: str) -> None:
@@ -135,16 +137,18 @@ class MemberFinder:
         parts: dict[str, Part] = {}
         looked_at: dict[str, str] = {}
         others: dict[str, None] = {}
+        are_all_looked_at = self.policy.depth != "head"
         for frame in frames:
             in_clip.update(frame.images)
             for channel, own in frame.images.items():
-                if isinstance(own, Image) and not own.made and not own.absent:
-                    ref = own.ref
-                    parts[ref] = Part.of(ref)
-                    is_known = own.width > 0 and own.height > 0 and bool(_extension(own))
-                    if not is_known or channel not in seen or self.policy.depth != "head":
-                        looked_at[ref] = channel
-                        seen.add(channel)
+                if isinstance(own, Absent) or own.made or own.absent:
+                    continue
+                ref = own.ref
+                parts[ref] = Part.of(ref)
+                is_first = are_all_looked_at or channel not in seen
+                if is_first or own.width <= 0 or own.height <= 0 or not _extension(own):
+                    looked_at[ref] = channel
+                    seen.add(channel)
             for one in frame.sweeps.values() if self.points else ():
                 if one.num_bytes is None and not one.absent:
                     parts[one.ref] = Part.of(one.ref)
@@ -282,6 +286,9 @@ class MemberFinder:
 
 def _extension(image: Image) -> str:
     """By what is stated, or by the name; "" where neither says one that is stored."""
+    found = EXTENSION_OF.get(image.extension or image.ref[image.ref.rfind(".") + 1 :])
+    if found is not None:
+        return found
     stated = image.extension or image.ref.partition("#")[0].rpartition(".")[2].lower()
     return EXTENSION_OF.get(stated, "")
 

@@ -129,8 +129,8 @@ class ClipRows:
         self.out.begin_clip(clip.id or clip_id(clip.name), clip.name, clip.token or clip.name)
         facts = _ClipFacts(self, clip, frames, kept, arrays, boxes)
         cameras = [camera.channel for camera in self.sensors.cameras]
-        is_there = np.array([[isinstance(row[channel], Found) for channel in cameras] for row in found], np.bool_)
-        sizes = self._image_sizes(frames, found)
+        sizes, is_there = self._image_sizes(frames, found)
+        num_cameras = is_there.sum(1).tolist()
         rank = {channel.field: number for number, channel in enumerate(self.channels)}
         for first in range(0, len(order), _AT_ONCE):
             rows = order[first : first + _AT_ONCE]
@@ -138,17 +138,18 @@ class ClipRows:
             shown = np.where(is_there[rows, :, None], geometry.img_wh, -1)
             self.report.note_principal_points(cameras, geometry.intrinsics, shown)
             for at, encoded in zip(rows.tolist(), encode_stacked(geometry), strict=True):
-                there = [one for one in found[at].values() if isinstance(one, Found)]
+                there = [one for one in found[at].values() if not isinstance(one, str)]
                 members = [one.reference for one in there]
-                present = {one.name.partition(".")[0] for one in members}
                 meta = facts.meta(at, found[at])
-                attributes = facts.attributes(at, int(is_there[at].sum()))
+                attributes = facts.attributes(at, num_cameras[at])
                 own = [one.reference for one in others[at]]
                 if self.channels:
                     place = f"{where}: frame {at}"
                     own += value_members(self.channels, frames[at].values, place)
+                    present = [one.name.partition(".")[0] for one in members]
                     own += image_boxes(self.channels, frames[at].boxes2d, present, self.classes, place)
-                members += sorted(own, key=lambda member: rank.get(member.name, -1))
+                if own:
+                    members += sorted(own, key=lambda member: rank.get(member.name, -1))
                 files = [one.stamp for one in (*there, *others[at]) if one.stamp]
                 stamps = xxhash.xxh3_64_intdigest(" ".join([stamp, *files]).encode())
                 self.out.append(meta, encoded, boxes.encoded[at], members, attributes, stamps)
@@ -163,7 +164,8 @@ class ClipRows:
                 what = "is negative" if frame.timestamp_ns < 0 else f"is not later than {before} of the frame before it"
                 raise SourceError(f"{where}: the time of frame {at}, {frame.timestamp_ns} ns, {what}")
             before = frame.timestamp_ns
-            if unknown := (frame.images.keys() | frame.sweeps.keys()) - channels:
+            if not (frame.images.keys() <= channels and frame.sweeps.keys() <= channels):
+                unknown = (frame.images.keys() | frame.sweeps.keys()) - channels
                 known = ", ".join(sorted(channels))
                 raise SourceError(f"{where}: frame {at} has the sensor '{min(unknown)}', the rig has {known}")
         steps_s = np.diff([frame.timestamp_ns for frame in frames]) * 1e-9
@@ -231,16 +233,20 @@ class ClipRows:
         except SourceError as error:
             raise SourceError(f"{where}: {error}") from error
 
-    def _image_sizes(self, frames: Sequence[Frame], found: Sequence[Mapping[str, Found | str]]) -> NDArray[np.int32]:
-        """(F, N, 2) [px], -1 where there is no image, but for what the source states of one that is absent."""
+    def _image_sizes(
+        self, frames: Sequence[Frame], found: Sequence[Mapping[str, Found | str]]
+    ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """(F, N, 2) [px], -1 where nothing says it of an image, and (F, N) whether the image is there."""
         channels = [camera.channel for camera in self.sensors.cameras]
-        sizes = []
+        sizes, is_there = [], []
         for frame, row in zip(frames, found, strict=True):
             for channel in channels:
                 one = row[channel]
+                is_there.append(not isinstance(one, str))
                 image = _staying(frame, channel) if isinstance(one, str) else one.reference
                 sizes.append((-1, -1) if image is None else (image.width, image.height))
-        return np.array(sizes, np.int32).reshape(len(found), -1, 2)
+        shape = (len(found), len(channels))
+        return np.array(sizes, np.int32).reshape(*shape, 2), np.array(is_there, np.bool_).reshape(shape)
 
     def _note_cameras(
         self, frames: Sequence[Frame], is_there: NDArray[np.bool_], arrays: ClipArrays, order: NDArray[np.intp]

@@ -8,6 +8,7 @@ devkit's ``NuScenes.box_velocity`` has it.
 from __future__ import annotations
 
 from collections import Counter
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -139,7 +140,7 @@ class Annotations:
             own = [record.token for record in records]
             tokens.append(own)
             for name, column in links.items():
-                column.append([getattr(record, name) for record in records])
+                column.append(list(map(attrgetter(name), records)))
             for name, values in self._columns_of(records, own).items():
                 columns[name].append(values)
         tokens.check_unique()
@@ -157,7 +158,7 @@ class Annotations:
         of: dict[str, Any] = {"table": "sample_annotation", "owners": own}
         visibilities = [record.visibility_token for record in records]
         # An annotation has one attribute or none; should it have several, the first counts.
-        attributes = [next(iter(record.attribute_tokens), "") for record in records]
+        attributes = [record.attribute_tokens[0] if record.attribute_tokens else "" for record in records]
         found: dict[str, Any] = {
             "visibility": self._visibilities.resolve(visibilities, column="visibility_token", **of),
             "attribute": self._attributes.resolve(attributes, column="attribute_tokens", **of),
@@ -234,12 +235,15 @@ class Annotations:
             **{name: columns[name] for name in _AS_THEY_ARE},
         }
         category = [self.categories[row] for row in self._instance_category[instance].tolist()]
-        levels = [*self._levels, NOT_STATED]  # the last is row -1
+        unknown = [level if level not in VISIBILITY else "" for level in (*self._levels, NOT_STATED)]  # -1 is the last
+        is_unknown = np.array(list(map(bool, unknown)), np.bool_)[visibility]
         found: list[StoredBoxes | None] = []
         for part in parts:
-            unknown = Counter(levels[row] for row in visibility[part].tolist() if levels[row] not in VISIBILITY)
+            counts: dict[str, int] = {}
+            if is_unknown[part].any():
+                counts = Counter(unknown[row] for row in visibility[part][is_unknown[part]].tolist())
             own = {name: values[part] for name, values in stored.items()}
-            found.append(StoredBoxes(columns=own, category=category[part], unknown_visibility=unknown))
+            found.append(StoredBoxes(columns=own, category=category[part], unknown_visibility=counts))
         return found
 
     def rows_of(self, sample: int) -> NDArray[np.int64]:

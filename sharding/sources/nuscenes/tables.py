@@ -223,7 +223,8 @@ def _pieces(file: BinaryIO, path: Path, decode: Callable[[bytes], list[R]]) -> I
         raise SourceError(f"table '{path}' is not a JSON list")
     pending = body[1:]
     while more := file.read(_PIECE_BYTES):
-        if (cut := _last_gap(pending)) and (records := _decoded(b"[" + pending[:cut] + b"]", decode)) is not None:
+        whole = (b"[", memoryview(pending)[: (cut := _last_gap(pending))], b"]")
+        if cut and (records := _decoded(b"".join(whole), decode)) is not None:
             yield records
             pending = pending[cut:].lstrip()[1:]
         pending += more

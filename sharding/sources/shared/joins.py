@@ -105,7 +105,7 @@ class Tokens(Texts):
 
     def find(self, tokens: Sequence[str]) -> NDArray[np.int64]:
         """Row number of each token; -1 where there is none. For a table of few rows."""
-        return np.array([self._row_of.get(token, -1) for token in tokens], np.int64)
+        return np.fromiter(map(self._row_of.get, tokens, itertools.repeat(-1)), np.int64, len(tokens))
 
     def resolve(self, tokens: Sequence[str], *, may_be_empty: bool = True, **where: Any) -> NDArray[np.int64]:  # noqa: ANN401
         """:meth:`resolve_all` of a few tokens at hand, for a table of few rows."""

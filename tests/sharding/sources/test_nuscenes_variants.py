@@ -287,7 +287,7 @@ def test_nuscenes_a_sample_without_any_image_is_dropped(made, tmp_path):
     with pytest.raises(SourceError, match="missing_camera=mask"):
         scan(made, tmp_path)
     _, info, table = scan(made, tmp_path, missing_camera="mask")
-    assert info.report.dropped_samples == {"no camera image": 4}
+    assert info.report.dropped_samples == {"no camera image (no file)": 4}
     assert (info.report.samples, len(table), info.num_samples) == (3, 3, 3)
     assert info.report.boxes == 12
     assert info.report.masked == {}
@@ -318,7 +318,7 @@ def test_nuscenes_a_source_without_any_image_is_refused(made, tmp_path):
     for row in made.tables["sample_data"]:
         row["is_valid"] = False
     made.write("sample_data")
-    with pytest.raises(SourceError, match=r"no camera of the 7 samples in .* has an image"):
+    with pytest.raises(SourceError, match=r"no frame of the nuscenes source .* is kept: no camera image 7"):
         scan(made, tmp_path)
 
 

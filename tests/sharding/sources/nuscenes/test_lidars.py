@@ -86,7 +86,7 @@ def test_every_lidar_of_a_rig_is_stored_with_its_sweeps(tmp_path) -> None:
         members = {member.name: member.ref for member in row.members}
         rows = made.tables["sample_data"]
         for at, (name, lidar) in enumerate(zip(names, LIDARS, strict=True)):
-            own = next(r for r in rows if r["filename"] == members[f"{name}.npy"])
+            own = next(r for r in rows if f"points:{r['filename']}" == members[f"{name}.npy"])
             calibrated = next(r for r in made.tables["calibrated_sensor"] if r["token"] == token("calibrated", lidar))
             assert own["calibrated_sensor_token"] == calibrated["token"]
             assert geometry.lidar_timestamp_ns[at] == own["timestamp"] * 1000

@@ -220,7 +220,8 @@ def test_several_versions_must_be_distinguished(copy, tmp_path):
 def test_a_missing_camera_file(copy, tmp_path):
     gone = copy.files("CAM_BACK")[2]
     gone.unlink()
-    with pytest.raises(SourceError, match=f"{gone.name}.*is not there; the option missing_camera=mask"):
+    says = rf"frame 2 has no image of cam_back .*{gone.name}' \(no file\); the option missing_camera=mask"
+    with pytest.raises(SourceError, match=says):
         scan(copy.root, tmp_path)
     _, info, table = scan(copy.root, tmp_path, missing_camera="mask")
     assert info.facts["num_masked_cameras"] == 1
@@ -235,7 +236,8 @@ def test_a_missing_camera_row(copy, tmp_path):
     data = copy.tables["sample_data"]
     data.remove(next(row for row in data if row["is_key_frame"] and "CAM_BACK/" in row["filename"]))
     copy.write("sample_data")
-    with pytest.raises(SourceError, match="has no row for CAM_BACK; the option missing_camera=mask"):
+    says = r"frame 0 has no image of cam_back \(no row\); the option missing_camera=mask"
+    with pytest.raises(SourceError, match=says):
         scan(copy.root, tmp_path)
     _, _, table = scan(copy.root, tmp_path, missing_camera="mask")
     geometry = decode_arrays(table.row(0).geometry, Geometry)
@@ -254,7 +256,7 @@ def test_a_lidar_file_that_was_cut(copy, tmp_path):
     source, _, table = scan(copy.root, tmp_path)
     path = copy.files("LIDAR_TOP")[0]
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(SourceError, match="does not hold points of 20 bytes"):
+    with pytest.raises(SourceError, match="of 1199 bytes does not hold rows of 5 float32"):
         source.open(table.row(0).members[-1].ref)
     path.unlink()
     with pytest.raises(SourceError, match="No such file"):
@@ -277,10 +279,21 @@ BREAKS = {
     "a pose of NaN": ("ego_pose", 0, {"translation": [float("nan"), 0, 0]}, "table 'ego_pose'"),
     "no rotation": ("calibrated_sensor", 0, {"rotation": [0, 0, 0, 0]}, r"rotation \[0.0, 0.0, 0.0, 0.0\]"),
     "no intrinsics": ("calibrated_sensor", 0, {"camera_intrinsic": []}, "no 3 x 3 intrinsics"),
-    "a file outside": ("sample_data", 0, {"filename": "../secret.jpg"}, "not inside the dataroot"),
-    "an absolute file": ("sample_data", 0, {"filename": "/etc/passwd"}, "not inside the dataroot"),
-    "another kind of file": ("sample_data", 0, {"filename": "v1.0-mini/map.json"}, "a kind this adapter does not read"),
-    "no size": ("sample_data", 0, {"width": 0}, "the size 0 x 32"),
+    "a file outside": (
+        "sample_data",
+        0,
+        {"filename": "../secret.jpg"},
+        "scene-0061': the file name .* is not inside the",
+    ),
+    "an absolute file": (
+        "sample_data",
+        0,
+        {"filename": "/etc/passwd"},
+        "scene-0061': the file name .* is not inside the",
+    ),
+    "another kind of file": ("sample_data", 0, {"filename": "v1.0-mini/map.json"}, "map.json': image is neither JPEG"),
+    "another kind of lidar file": ("sample_data", 12, {"filename": "a.las"}, "has the file 'a.las', of a kind that is"),
+    "a negative size": ("sample_data", 0, {"width": -1}, "stated to have -1 x 32 px"),
     "a channel with a dot": ("sensor", 3, {"channel": "CAM.BACK"}, "'CAM.BACK' has other characters"),
     "a channel without a name": ("sensor", 3, {"channel": ""}, "'' has other characters"),
     "two cases": ("sensor", 3, {"channel": "cam_front"}, "'CAM_FRONT' and 'cam_front' differ in case alone"),
@@ -296,6 +309,20 @@ def test_tables_that_are_wrong(copy, tmp_path, case):
         says = "ego_pose.json' is not JSON"
     with pytest.raises(SourceError, match=says):
         scan(copy.root, tmp_path)
+
+
+def test_a_size_that_is_not_stated_is_read(copy, tmp_path):
+    copy.tables["sample_data"][0].update(width=0, height=None)
+    copy.write("sample_data")
+    _, _, table = scan(copy.root, tmp_path)
+    assert decode_arrays(table.row(0).geometry, Geometry).img_wh[0].tolist() == [48, 32]
+
+
+def test_a_frame_without_a_camera_is_dropped(copy, tmp_path):
+    copy.files("CAM_BACK")[1].unlink()
+    _, info, table = scan(copy.root, tmp_path, missing_camera="drop")
+    assert info.report.dropped_samples == {"cam_back: no file": 1}
+    assert [row.key for row in map(table.row, range(2))] == ["scene-0061-000000", "scene-0061-000002"]
 
 
 def test_a_file_over_the_cap(copy, tmp_path):

@@ -131,5 +131,5 @@ def test_a_hostile_file_is_a_named_error(text, wanted) -> None:
 
 def test_a_hostile_scene_name_leads_nowhere(tmp_path) -> None:
     made = build_nuscenes(tmp_path / "root", {"../../evil": 1}, cameras=("CAM_FRONT",))
-    with pytest.raises(SourceError, match="not inside the dataroot"):
+    with pytest.raises(SourceError, match="is not inside the source"):
         scanned("nuscenes", made.root, tmp_path, channels=["can"])
