@@ -158,6 +158,11 @@ class Texts:
         first, end = self._ends.values[row : row + 2].tolist()
         return str(self._utf8.values.data[first:end], "utf-8")
 
+    def num_bytes(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the bytes that the texts of some rows have."""
+        ends: NDArray[np.int64] = self._ends.values
+        return np.asarray(ends[rows + 1] - ends[rows])
+
     def take(self, rows: NDArray[np.int64]) -> list[str]:
         """Return the texts of some rows, in that order."""
         ends, utf8 = self._ends.values, self._utf8.values.data

@@ -114,13 +114,12 @@ def stacked_geometry(
             f"{where}: frame {rows[at // len(cameras)]}, {cameras[at % len(cameras)]}: the camera is not calibrated: "
             f"intrinsics {shown[0]}, cam2ego {shown[1]}; wanted are finite numbers, and focal lengths over 0"
         )
-    poses = {
-        "cam2ego": _rigid(f"{where}: cam2ego", cam2ego)[camera_at].reshape(*shape, 4, 4),
-        "cam_ego2global": _rigid(f"{where}: cam_ego2global", arrays.cam_ego2global[rows]),
-        "ego2global": _rigid(f"{where}: ego2global", arrays.ego2global[rows]),
-        "lidar2ego": _rigid(f"{where}: lidar2ego", lidar2ego)[lidar_at].reshape(len(rows), len(sensors.lidars), 4, 4),
-        "lidar_ego2global": _rigid(f"{where}: lidar_ego2global", arrays.lidar_ego2global[rows]),
-    }
+    poses = _rigid(
+        where, cam2ego=cam2ego, cam_ego2global=arrays.cam_ego2global[rows], ego2global=arrays.ego2global[rows],
+        lidar2ego=lidar2ego, lidar_ego2global=arrays.lidar_ego2global[rows],
+    )  # fmt: skip
+    poses["cam2ego"] = poses["cam2ego"][camera_at].reshape(*shape, 4, 4)
+    poses["lidar2ego"] = poses["lidar2ego"][lidar_at].reshape(len(rows), len(sensors.lidars), 4, 4)
     motion = arrays.motion[rows]
     return Geometry(
         cam_valid=is_there.astype(np.uint8),
@@ -143,17 +142,21 @@ def _uncalibrated(intrinsics: NDArray[np.float64]) -> NDArray[np.bool_]:
     return np.asarray(~is_sound)
 
 
-def _rigid(where: str, values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Transforms with exact rotations; NaN stays. Raises SourceError for what is no transform."""
-    flat = values.reshape(-1, 4, 4)
+def _rigid(where: str, **values: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
+    """Transforms with exact rotations, by name; NaN stays. Raises SourceError for what is no transform."""
+    flat = np.concatenate([value.reshape(-1, 4, 4) for value in values.values()])
     known = np.flatnonzero(~np.isnan(flat).all((1, 2)))
     made, sound = nearest_rigid(flat[known])
+    ends = np.cumsum([value.size // 16 for value in values.values()])
     if not sound.all():
-        bad = made[int(np.argmin(sound))].tolist()
-        raise SourceError(f"{where} is not a rotation and a translation with the last row 0 0 0 1: {bad}")
-    flat = flat.copy()
+        at = int(np.argmin(sound))
+        name = list(values)[int(np.searchsorted(ends, known[at], "right"))]
+        raise SourceError(
+            f"{where}: {name} is not a rotation and a translation with the last row 0 0 0 1: {made[at].tolist()}"
+        )
     flat[known] = made
-    return flat.reshape(values.shape)
+    parts = np.split(flat, ends[:-1])
+    return {name: part.reshape(value.shape) for part, (name, value) in zip(parts, values.items(), strict=True)}
 
 
 def _unique(values: Sequence[Any], size: int, where: str) -> tuple[NDArray[np.float64], NDArray[np.intp]]:

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -164,7 +164,7 @@ class Keyframes:
         by_kind = {
             kind: {sensors[i].channel: i for i in used if sensors[i].modality == kind} for kind in ("camera", "lidar")
         }
-        self.cameras = sorted(by_kind["camera"], key=lambda name: (RIG.index(name) if name in RIG else len(RIG), name))
+        self.cameras = in_rig_order(by_kind["camera"])
         self.lidars = sorted(by_kind["lidar"], key=lambda name: (name != "LIDAR_TOP", name))
         if not self.cameras:
             raise SourceError(f"table '{folder / 'sample_data.json'}' has no keyframes of cameras")
@@ -302,6 +302,11 @@ class SceneRows(NamedTuple):
     boxes: list[StoredBoxes | None]
 
 
+def in_rig_order(cameras: Iterable[str]) -> list[str]:
+    """Return the names of cameras in the order of `RIG`."""
+    return sorted(cameras, key=lambda name: (RIG.index(name) if name in RIG else len(RIG), name))
+
+
 def _check_channels(names: Sequence[str]) -> None:
     """Channels are stored in lower case, as part of members' names."""
     seen: dict[str, str] = {}
@@ -352,7 +357,7 @@ class Calibrations:
             intrinsics.append(
                 [record.camera_intrinsic if len(record.camera_intrinsic) == 3 else none for record in piece]
             )
-            lenses = [_coefficients(record) for record in piece]
+            lenses = [coefficients(record) for record in piece]
             dist.append([(*lens, *[np.nan] * NUM_DIST)[:NUM_DIST] for lens in lenses])
             num_dist.append([len(lens) for lens in lenses])
         self.tokens.check_unique()
@@ -417,7 +422,7 @@ class Poses:
         return rigid(self.wxyz[flat], self.xyz[flat]).reshape(*poses.shape, 4, 4)
 
 
-def _coefficients(record: CalibratedSensor) -> tuple[float, ...]:
+def coefficients(record: CalibratedSensor) -> tuple[float, ...]:
     """The lens coefficients of a row; none where all are 0."""
     stated = record.camera_distortion or ()
     return stated if any(stated) else ()

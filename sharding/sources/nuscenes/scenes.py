@@ -1,24 +1,44 @@
-"""A scene's rows of the tables become frames: images, lidar sweeps, boxes, and members of further channels."""
+"""What the kinds with nuScenes' tables share, and how a scene's rows of the tables become frames."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 import numpy as np
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.adapter.frame import Absent, Frame, Image, Sweep
+from fuelrail.sharding.sources.adapter.source import FrameSource, S
 from fuelrail.sharding.sources.nuscenes.extras.boxes2d import ImageBoxes
+from fuelrail.sharding.sources.nuscenes.extras.radar import RadarFiles
 from fuelrail.sharding.sources.nuscenes.geometry import NS_PER_US
+from fuelrail.sharding.sources.shared.points import parse_points
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from fuelrail.sharding.sources.nuscenes.extras.groups import Group
     from fuelrail.sharding.sources.nuscenes.geometry import SceneRows, SensorRow
 
-_NOT_VALID: Final = "marked as not valid"
+POINT_COLUMNS: Final = ("x", "y", "z", "intensity", "ring")
+NOT_VALID: Final = "marked as not valid"
+"""Why there is no image or sweep where the tables say so."""
 _POINT_FILES: Final = (".bin", ".npy", ".pcd")
 _NOT_STATED: Final = (np.nan, np.nan, np.nan)
+
+
+class TableSource(FrameSource[S]):
+    """A source of nuScenes' tables."""
+
+    ego_origin = "rear_axle_ground"
+
+    def points(self, ref: str) -> NDArray[np.float32]:
+        """Read a sweep: rows of five float32, ``.npy``, or PCD with these columns; or a radar's."""
+        if ref.startswith("{"):
+            return msgspec.json.decode(ref, type=RadarFiles).points(self.files.read)
+        return parse_points(self.files.read(ref), POINT_COLUMNS, f"lidar file '{self.files.shown}/{ref}'")
 
 
 def scene_frames(rows: SceneRows, groups: Sequence[Group]) -> Iterator[Frame]:
@@ -47,7 +67,7 @@ def _image(row: SensorRow | None) -> Image | Absent:
     return Image(
         ref=row.filename, timestamp_ns=row.timestamp_ns, intrinsics=one.intrinsics, cam2ego=one.sensor2ego,
         ego2global=row.ego2global, width=row.width, height=row.height, dist=one.dist, dist_model=one.dist_model,
-        token=row.token, absent="" if row.is_valid else _NOT_VALID, stays=True,
+        token=row.token, absent="" if row.is_valid else NOT_VALID, stays=True,
     )  # fmt: skip
 
 
@@ -59,5 +79,5 @@ def _sweep(row: SensorRow) -> Sweep:
         )
     return Sweep(
         ref=row.filename, timestamp_ns=row.timestamp_ns, lidar2ego=row.calibration.sensor2ego,
-        ego2global=row.ego2global, absent="" if row.is_valid else _NOT_VALID,
+        ego2global=row.ego2global, absent="" if row.is_valid else NOT_VALID,
     )  # fmt: skip

@@ -22,22 +22,20 @@ from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.sharding.sources.adapter.classes import NUSCENES10, ClassMap, ClassOption, count_column
 from fuelrail.sharding.sources.adapter.frame import Clip, Frame, Sensors
 from fuelrail.sharding.sources.adapter.rows import attribute_types, clip_id
-from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
+from fuelrail.sharding.sources.adapter.source import FrameSettings
 from fuelrail.sharding.sources.adapter.vector_maps import MapWindows
 from fuelrail.sharding.sources.nuscenes.boxes import CATEGORIES
 from fuelrail.sharding.sources.nuscenes.channels import CHANNELS_FILE, OwnChannels, load_channels
 from fuelrail.sharding.sources.nuscenes.extras.can import CanMessages
 from fuelrail.sharding.sources.nuscenes.extras.groups import Group, GroupName, chosen_groups
 from fuelrail.sharding.sources.nuscenes.extras.maps import LAYERS, Maps, parse_map
-from fuelrail.sharding.sources.nuscenes.extras.radar import RadarFiles
 from fuelrail.sharding.sources.nuscenes.geometry import Keyframes
-from fuelrail.sharding.sources.nuscenes.scenes import scene_frames
+from fuelrail.sharding.sources.nuscenes.scenes import POINT_COLUMNS, TableSource, scene_frames
 from fuelrail.sharding.sources.nuscenes.sweeps import LidarSweeps, SweepList
 from fuelrail.sharding.sources.nuscenes.tables import TABLES, check_tables, check_time
 from fuelrail.sharding.sources.shared.files import source_files
 from fuelrail.sharding.sources.shared.foreign import read_json
 from fuelrail.sharding.sources.shared.joins import Cut
-from fuelrail.sharding.sources.shared.points import parse_points
 
 if TYPE_CHECKING:
     import numpy as np
@@ -98,7 +96,6 @@ def source_splits(folder: Path, scenes: Sequence[str]) -> dict[str, list[str]] |
 
 
 _TABLE_FILES: Final = (*(f"{table}.json" for table in TABLES), SPLITS_FILE, CHANNELS_FILE)
-POINT_COLUMNS: Final = ("x", "y", "z", "intensity", "ring")
 _COLUMNS: Final = {"location": str, "description": str, "night": bool, "rain": bool}
 _ATTRIBUTES: Final = ("clip_name", "log_id", "vehicle", *_COLUMNS, "num_cameras", "num_boxes")
 _CONDITIONS: Final = {
@@ -172,12 +169,11 @@ class _SceneClip(Clip, frozen=True, kw_only=True):
     samples: NDArray[np.int64]
 
 
-class NuScenesSource(FrameSource[NuScenesOptions]):
+class NuScenesSource(TableSource[NuScenesOptions]):
     """A nuScenes dataroot: a folder, or a URL that fsspec knows."""
 
     kind = "nuscenes"
     settings = NuScenesOptions
-    ego_origin = "rear_axle_ground"
     sync = "keyframe"
     columns = _COLUMNS
     _keyframes: Keyframes
@@ -263,12 +259,6 @@ class NuScenesSource(FrameSource[NuScenesOptions]):
         """Yield the samples of a scene."""
         assert isinstance(clip, _SceneClip), "it is of this source"
         yield from scene_frames(self._keyframes.scene_rows(clip.row, clip.samples), self._groups)
-
-    def points(self, ref: str) -> NDArray[np.float32]:
-        """Read a sweep: rows of five float32, ``.npy``, or PCD with these columns; or a radar's."""
-        if ref.startswith("{"):
-            return msgspec.json.decode(ref, type=RadarFiles).points(self.files.read)
-        return parse_points(self.files.read(ref), POINT_COLUMNS, f"lidar file '{self.files.shown}/{ref}'")
 
     def place(self, ref: str) -> Place | None:
         """The file of an image on this machine; None for what :meth:`open` makes, and at a URL."""

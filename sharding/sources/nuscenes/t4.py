@@ -22,12 +22,13 @@ from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.sharding.sources.adapter.frame import Absent, BoxRows, Clip, Frame, Image, ImageBoxRows, Sensors, Sweep
 from fuelrail.sharding.sources.adapter.members import POINTS
 from fuelrail.sharding.sources.adapter.poses import pose
-from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
+from fuelrail.sharding.sources.adapter.source import FrameSettings
 from fuelrail.sharding.sources.adapter.vector_maps import MapWindows, VectorMap
 from fuelrail.sharding.sources.nuscenes.boxes import VISIBILITY
 from fuelrail.sharding.sources.nuscenes.extras import lanelet2, vehicle_state
 from fuelrail.sharding.sources.nuscenes.extras.radar import RadarFiles, radar_channel
-from fuelrail.sharding.sources.nuscenes.geometry import LENS_OF_LENGTH, NS_PER_US, RIG
+from fuelrail.sharding.sources.nuscenes.geometry import LENS_OF_LENGTH, NS_PER_US, coefficients, in_rig_order
+from fuelrail.sharding.sources.nuscenes.scenes import NOT_VALID, POINT_COLUMNS, TableSource
 from fuelrail.sharding.sources.nuscenes.tables import (
     Annotation,
     CalibratedSensor,
@@ -45,7 +46,6 @@ from fuelrail.sharding.sources.nuscenes.tables import (
     check_time,
 )
 from fuelrail.sharding.sources.shared.foreign import read_json
-from fuelrail.sharding.sources.shared.points import parse_points
 from fuelrail.sharding.sources.shared.scan_table import Reference
 
 if TYPE_CHECKING:
@@ -57,7 +57,6 @@ _FOLDER: Final = "annotation"
 _BOXES2D: Final = "annotated in the image; row counts in boxes, by the track"
 _RADAR_BYTES: Final = 1 << 13
 """About that of a radar's member: 100 points."""
-_COLUMNS: Final = ("x", "y", "z", "intensity", "ring")
 
 
 class _Annotation(Annotation, frozen=True, gc=False):
@@ -97,12 +96,11 @@ class T4Settings(FrameSettings, frozen=True, kw_only=True):
     ] = False
 
 
-class T4(FrameSource[T4Settings]):
+class T4(TableSource[T4Settings]):
     """T4 datasets (TIER IV): one dataset, or a folder of many, each with the folder annotation."""
 
     kind = "t4"
     settings = T4Settings
-    ego_origin = "rear_axle_ground"
 
     def __init__(self, location: str, options: dict[str, Any]) -> None:
         super().__init__(location, options)
@@ -159,8 +157,7 @@ class T4(FrameSource[T4Settings]):
         self.image_boxes = {name.lower(): _BOXES2D for name in cameras} if self.given.boxes2d else {}
         self.channels = tuple(map(radar_channel, sorted(radars))) if self.given.radars else ()
         self.channels += (vehicle_state.CHANNEL,) if self.given.vehicle_state else ()
-        ranked = sorted(cameras, key=lambda name: (RIG.index(name) if name in RIG else len(RIG), name))
-        return Sensors.of(ranked, dict.fromkeys(sorted(lidars), _COLUMNS))
+        return Sensors.of(in_rig_order(cameras), dict.fromkeys(sorted(lidars), POINT_COLUMNS))
 
     def clips(self) -> Iterator[Clip]:
         """Yield the scene of each dataset."""
@@ -214,7 +211,7 @@ class T4(FrameSource[T4Settings]):
                 if channel in images or channel in sweeps:
                     raise SourceError(f"row '{row.token}' is a second keyframe of {sensor.channel} in its sample")
                 if sensor.modality == "camera" and not row.is_valid:
-                    images[channel] = Absent("marked as not valid")
+                    images[channel] = Absent(NOT_VALID)
                 elif sensor.modality == "camera":
                     images[channel] = self._image(dataset, row, record, sensor2ego, own)
                     if in_images is not None:
@@ -285,8 +282,8 @@ class T4(FrameSource[T4Settings]):
         self, dataset: str, row: SampleData, record: CalibratedSensor, cam2ego: NDArray[np.float64],
         ego2global: NDArray[np.float64],
     ) -> Image:  # fmt: skip
-        dist = tuple(record.camera_distortion or ())
-        if any(dist) and len(dist) not in LENS_OF_LENGTH:
+        dist = coefficients(record)
+        if len(dist) not in LENS_OF_LENGTH:
             raise SourceError(
                 f"table 'calibrated_sensor': row '{record.token}' has {len(dist)} lens coefficients, allowed are 4, 5, "
                 "8, 12 and 14"
@@ -295,7 +292,7 @@ class T4(FrameSource[T4Settings]):
             ref=f"{dataset}{row.filename}", timestamp_ns=row.timestamp * NS_PER_US,
             intrinsics=np.array(record.camera_intrinsic, np.float64).reshape(-1, 3), cam2ego=cam2ego,
             ego2global=ego2global, width=row.width or 0, height=row.height or 0, token=row.token,
-            dist=dist if any(dist) else (), dist_model=LENS_OF_LENGTH[len(dist)] if any(dist) else "none",
+            dist=dist, dist_model=LENS_OF_LENGTH[len(dist)],
         )  # fmt: skip
 
     def _boxes(self, dataset: str) -> dict[str, list[tuple[_Annotation, str, int, int]]]:
@@ -322,12 +319,6 @@ class T4(FrameSource[T4Settings]):
             category = self._found(dataset, "category", categories, one.category_token, one.token)
             found.setdefault(one.sample_data_token, []).append((one, category.name))
         return found
-
-    def points(self, ref: str) -> NDArray[np.float32]:
-        """Read a sweep: rows of five float32, or PCD with these columns; or a radar's."""
-        if ref.startswith("{"):
-            return msgspec.json.decode(ref, type=RadarFiles).points(self.files.read)
-        return parse_points(self.files.read(ref), _COLUMNS, f"lidar file '{self.files.shown}/{ref}'")
 
 
 def _inside(files: SourceFiles, folder: str) -> list[str]:

@@ -115,7 +115,7 @@ class FolderFiles:
         self._roots = [os.path.realpath(one) for one in (root, *linked)]
         if named:
             self._roots.append(os.path.realpath(os.path.join(root, named)))  # noqa: PTH118
-        self._inside: dict[str, str] = {}
+        self._inside: set[str] = set()
 
     def folders_with(self, name: str) -> list[str]:
         """Folders that have a file of this name."""
@@ -196,14 +196,12 @@ class FolderFiles:
     def _place(self, name: str) -> str:
         """The path of a name, whose folder is in the source."""
         folder = name.rpartition("/")[0]
-        found = self._inside.get(folder)
-        if found is None:
-            found = f"{self._root}/{folder}" if folder else self._root
-            self._followed(found)
+        if folder not in self._inside:
+            self._followed(f"{self._root}/{folder}" if folder else self._root)
             if len(self._inside) >= _KEPT_FOLDERS:
                 self._inside.clear()
-            self._inside[folder] = found
-        return f"{found}/{name[len(folder) :].lstrip('/')}"
+            self._inside.add(folder)
+        return f"{self._root}/{name}"
 
     def _followed(self, path: str) -> str:
         """Where links of a path lead to; raises SourceError where that is outside of what the source may read."""

@@ -144,7 +144,10 @@ class Tokens(Texts):
     ) -> None:  # fmt: skip
         findings = Findings()
         for first in range(0, len(rows), ROWS_AT_ONCE):
-            for at in (first + np.flatnonzero(rows[first : first + ROWS_AT_ONCE] < 0)).tolist():
+            lacking = first + np.flatnonzero(rows[first : first + ROWS_AT_ONCE] < 0)
+            if may_be_empty and isinstance(links, Texts):
+                lacking = lacking[links.num_bytes(lacking) > 0]
+            for at in lacking.tolist():
                 token = links[at]
                 if token and cut is not None and cut.is_on:
                     cut.count(table, column)

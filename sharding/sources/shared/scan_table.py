@@ -53,6 +53,7 @@ _COLUMNS: Final = [
     pa.field("size_bytes", pa.int64(), nullable=False),
     pa.field(_SAMPLE, pa.binary(), nullable=False),
 ]
+_CAPS: Final = {name: member_cap(name) for name in (META, GEOMETRY, BOXES)}
 _ATTRIBUTE_TYPES: Final = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
 _PREFIX: Final = "attribute."
 
@@ -188,7 +189,8 @@ class ScanWriter:
         size = 0
         for name, data in ((META, blob), (GEOMETRY, geometry), (BOXES, boxes)):
             if data is not None:
-                _check_cap(name, name, len(data), key)
+                if len(data) > _CAPS[name]:
+                    _check_cap(name, name, len(data), key)
                 self._pending_bytes += len(data)
                 size += tar_bytes(len(data) // 2)
         for member in members:
