@@ -192,6 +192,56 @@ def test_accelerate_leaves_the_loader_as_it_is_and_restores_it(tiny, tmp_path):
     loader.close()
 
 
+@pytest.mark.filterwarnings("ignore::Warning")
+def test_mmengine_with_limited_batches_takes_another_epoch_each_time(tiny, tmp_path):
+    pytest.importorskip("mmengine", reason="mmengine is not installed: pip install 'fuelrail[trainers]'")
+    from mmengine.model import BaseModel
+    from mmengine.registry import LOOPS
+    from mmengine.runner import EpochBasedTrainLoop, Runner
+
+    from fuelrail.loaders.integrations import mmengine
+
+    seen = []
+
+    class Model(BaseModel):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1))
+
+        def forward(self, mode="loss", **batch):
+            seen.append((batch["epoch"], batch["sample_key"]))
+            return {"loss": self.weight * batch["img"].float().mean()}
+
+    @LOOPS.register_module(force=True)
+    class Limited(EpochBasedTrainLoop):
+        def run_epoch(self):
+            self.runner.call_hook("before_train_epoch")
+            for number, batch in enumerate(self.dataloader):
+                self.run_iter(number, batch)
+                if number == 1:
+                    break
+            self.runner.call_hook("after_train_epoch")
+            self._epoch += 1
+
+    def train(epochs, **options):
+        dataset = mmengine.FuelrailDataset(
+            str(tiny), 2, shuffle=True, drop_last=True, seed=7, num_workers=1, transforms={"image": TINY}
+        )
+        outer = torch.utils.data.DataLoader(dataset, batch_size=None, collate_fn=mmengine.fuelrail_batch)
+        Runner(
+            Model(), str(tmp_path), train_dataloader=outer, train_cfg={"type": "Limited", "max_epochs": epochs},
+            optim_wrapper={"optimizer": {"type": "SGD", "lr": 1e-3}}, custom_hooks=[{"type": "FuelrailStateHook"}],
+            default_hooks={"sampler_seed": None}, log_level="ERROR", experiment_name=f"limited-{epochs}", **options,
+        ).train()  # fmt: skip
+
+    whole = epochs_of(tiny, 5)
+    train(3)
+    assert seen == [(epoch, keys) for epoch in range(3) for keys in whole[epoch][:2]]
+    seen.clear()
+    train(5, resume=True)
+    assert seen == [(2, keys) for keys in whole[2][2:4]] + [(3, keys) for keys in whole[3][:2]], "as after a break"
+
+
 class _Calls:
     """An object whose pickle calls a function when it is loaded."""
 
