@@ -265,6 +265,7 @@ def test_mmengine_checkpoints_that_call_anything_else_are_refused(call):
         torch.load(file)
 
 
+@pytest.mark.timeout(900)
 def test_ray_train_continues_after_its_workers_died(tiny, tmp_path):
     # `ray.train` is there in every installation of ray, and raises without what ray[train] brings.
     pytest.importorskip("ray.train", reason="ray[train] is not installed", exc_type=ImportError)
@@ -273,13 +274,22 @@ def test_ray_train_continues_after_its_workers_died(tiny, tmp_path):
         "ray_train.main([sys.argv[2], '--steps', '8', '--checkpoint', sys.argv[3]], fail_at=4)"
     )
     paths = environment()["PYTHONPATH"] + os.pathsep + str(EXAMPLES)
+    settings = {"PYTHONPATH": paths, "RAY_DEDUP_LOGS": "0", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "400"}
     done = subprocess.run(
         [sys.executable, "-c", code, EXAMPLES, tiny, tmp_path],
-        capture_output=True, text=True, timeout=280, env={**environment(), "PYTHONPATH": paths, "RAY_DEDUP_LOGS": "0"},
+        capture_output=True, text=True, timeout=580, env={**environment(), **settings},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    plain = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", EXAMPLES / "ddp.py", tiny, "--steps=8",
+         f"--checkpoint={tmp_path / 'ddp'}"],
+        env={**environment(), "PYTHONPATH": paths}, capture_output=True, text=True, check=True, timeout=280,
+    )  # fmt: skip
     for rank, world in enumerate(DATA_PARALLEL):
-        reported = output_of(done.stdout + done.stderr, rank)[0]
+        reported, losses = output_of(done.stdout + done.stderr, rank)
+        steps, wanted = output_of(plain.stdout, rank)
+        losses_of = {step: loss for (step, *_), loss in zip(steps, wanted, strict=True)}
+        assert [losses_of[step] for step, *_ in reported] == losses, "model, optimiser and generators came back"
         again = [entry for entry in reported if entry[0] >= 4]
         assert sorted({entry[0] for entry in reported}) == list(range(NUM_STEPS))
         for step, epoch, keys in reported:
