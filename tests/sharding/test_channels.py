@@ -228,7 +228,7 @@ def with_nan(points: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         ),
         (
             lambda drive: min((drive / "channels" / "radar").iterdir()).unlink(),
-            "of channel 'radar' is not there: bring it there",
+            "is not there; bring it there",
         ),
         (lambda drive: edit_table(drive, "radar", kind="voxels"), "its kind 'voxels' is unknown; known: "),
         (
