@@ -8,7 +8,6 @@ devkit's ``NuScenes.box_velocity`` has it.
 from __future__ import annotations
 
 from collections import Counter
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -139,8 +138,10 @@ class Annotations:
             records = self._cut.kept(piece, "sample_annotation", sample_token=samples, instance_token=self._instances)
             own = [record.token for record in records]
             tokens.append(own)
-            for name, column in links.items():
-                column.append(list(map(attrgetter(name), records)))
+            links["sample_token"].append([record.sample_token for record in records])
+            links["instance_token"].append([record.instance_token for record in records])
+            links["prev"].append([record.prev for record in records])
+            links["next"].append([record.next for record in records])
             for name, values in self._columns_of(records, own).items():
                 columns[name].append(values)
         tokens.check_unique()

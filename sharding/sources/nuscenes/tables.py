@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, TypeVar
@@ -266,9 +267,9 @@ def check_time(timestamp_us: int, token: str) -> None:
 
 
 def vectors(values: Sequence[tuple[float, ...]], length: int) -> NDArray[np.float64]:
-    """Vectors of some length as an array (N, length); numpy's own way takes twice as long."""
-    flat = itertools.chain.from_iterable(values)
-    return np.fromiter(flat, np.float64, length * len(values)).reshape(-1, length)
+    """Vectors of some length as an array (N, length), read-only; numpy's own ways take longer."""
+    packed = struct.pack(f"{length * len(values)}d", *itertools.chain.from_iterable(values))
+    return np.frombuffer(packed, np.float64).reshape(-1, length)
 
 
 def check_finite(values: NDArray[np.float64], owners: Owners, *, table: str, column: str) -> None:

@@ -66,7 +66,7 @@ class Database(Disk):
             )
             for batch in found.to_arrow_reader(ROWS_AT_ONCE):
                 yield batch["row"].to_numpy(), batch["link"].to_numpy()
-        if len(own) + len(links) > ROWS_AT_ONCE:
+        if num_parts > 1:
             self.close()  # DuckDB keeps the memory of its largest join; to connect again takes 10 ms
 
 
