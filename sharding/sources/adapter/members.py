@@ -254,6 +254,8 @@ class MemberFinder:
             return "no file"
         end = there.num_bytes if part.length is None else part.offset + part.length
         num_bytes = there.num_bytes if part.length is None else part.length
+        if not there.num_bytes:
+            return self._note(place, channel, f"image '{self.files.shown}/{part.name}' is empty (0 bytes)")
         if end > there.num_bytes or not num_bytes or image.num_bytes not in (None, num_bytes):
             stated = "" if image.num_bytes is None else f", stated are {image.num_bytes}"
             return self._note(
