@@ -12,12 +12,3 @@ def dataset(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data") / "tiny"
     build_dataset(folder, {"train": (12, 12)})
     return folder
-
-
-@pytest.fixture
-def warm_ranks(monkeypatch):
-    """Have the ranks of `fuelrail bench` be forks of a process that has torch loaded."""
-    from fuelrail.bench.ranks import launch
-    from support.warm_ranks import Warm
-
-    monkeypatch.setattr(launch, "subprocess", Warm)

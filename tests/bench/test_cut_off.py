@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from getpass import getuser
 from pathlib import Path
 
 import pytest
 
+from fuelrail.__main__ import main
 from fuelrail.bench.measure.records import read_rank
 from support.ranks import environment
 
@@ -42,13 +44,6 @@ def timed(out):
 
 CASES = {
     "train": ((*QUICK, "--ranks", 2, "--steps", 100_000, "--warmup", 2), stepped("records", 20), signal.SIGINT),
-    "diagnose": (
-        (*QUICK, "--steps", 100, "--warmup", 2), stepped("without-storage/records", 1), signal.SIGINT,
-    ),
-    "scale": (
-        (*QUICK, "--ranks", "1,2", "--steps", 100, "--warmup", 2),
-        stepped("records/ranks-2-batch-1", 1), signal.SIGTERM,
-    ),
     "compare": (
         ("--only", "fuelrail:turbo", "--height", 32, "--width", 48, "--batch-size", 2, "--psnr", 15, "--seconds", 0.3,
          "--rounds", 1000),
@@ -98,10 +93,36 @@ def test_a_partial_report_says_so_and_nothing_keeps_running(word, dataset, tmp_p
     assert "**Partial report: " in (out / "report.md").read_text()
     assert processes_of(token) == []
     assert {one.name for one in out.with_name("temporary").iterdir()} <= {f"torchinductor_{getuser()}"}  # a cache
+
+
+STUDIES = {
+    "diagnose": ((*QUICK, "--steps", 100, "--warmup", 2), stepped("without-storage/records", 1)),
+    "scale": ((*QUICK, "--ranks", "1,2", "--steps", 100, "--warmup", 2), stepped("records/ranks-2-batch-1", 1)),
+}
+
+
+@pytest.mark.usefixtures("warm_ranks")
+@pytest.mark.parametrize("word", STUDIES)
+def test_a_study_of_several_runs_keeps_those_that_were_whole(word, dataset, tmp_path, capsys):
+    options, is_under_way = STUDIES[word]
+    out = tmp_path / "out"
+
+    def interrupt():
+        wait_until(lambda: is_under_way(out))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with ThreadPoolExecutor(1) as pool:
+        interrupted = pool.submit(interrupt)
+        assert main([*map(str, ("bench", word, dataset, "--out", out, "--no-html", *options))]) == 130
+    interrupted.result()
+    assert "the report is partial: " in capsys.readouterr().err
+    report = json.loads((out / "report.json").read_text())
+    assert "interrupted" in report["cut_off"]
+    assert "**Partial report: " in (out / "report.md").read_text()
     if word == "diagnose":
         assert report["diagnosis"] is None
         assert [run["name"] for run in report["runs"]] == ["as-it-is", "without-loading"]
-    if word == "scale":
+    else:
         assert {run["num_ranks"] for run in report["measured"]} >= {1}
         assert report["curves"] == []
 
