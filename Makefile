@@ -75,8 +75,8 @@ pictures: demo
 		--screenshot=docs/assets/report.png "file://$(abspath $(DEMO))/bench/report.html"
 	$(BIN)/python -m fuelrail.bench.studies.compare.plots bench/results/compare.json docs/assets/compare.svg
 
-test: coverage
-	$(PYTEST) -m "not unit and not long"
+test: setup
+	$(PYTEST) -m "not long"
 
 test-fast: setup
 	$(PYTEST) -m unit --first-cases

@@ -64,7 +64,8 @@ def run_ranks(num_ranks: int, *arguments: object, timeout_s: float = 280) -> str
             for process in ranks:
                 process.kill()
                 process.join()
-        assert [process.exitcode for process in ranks] == [0] * num_ranks, _said(log)
+        codes = [process.exitcode for process in ranks]
+        assert codes == [0] * num_ranks, f"ranks ended with {codes}; {_said(log)}"
         return log.read_text()
 
 
