@@ -80,8 +80,10 @@ def run_program(words: Sequence[str], env: Mapping[str, object], log: str | None
     sys.argv = list(words[1:] if is_module else words)
     sys.modules.pop(sys.argv[0], None)  # runpy warns of a module that is loaded
     try:
-        run = runpy.run_module if is_module else runpy.run_path
-        run(sys.argv[0], run_name="__main__")
+        if is_module:
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(sys.argv[0], run_name="__main__")
         code = 0
     except SystemExit as end:
         code = int(end.code or 0)
