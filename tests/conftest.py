@@ -33,6 +33,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 _OTHER_LANE: Final = re.compile(rf"^pytestmark = \[?\s*pytest\.mark\.({'|'.join(LANES[1:])})\b", re.MULTILINE)
+# Where Hypothesis keeps the settings of a test; what it decorates has no public place to change them.
+_EXAMPLES: Final = "_hypothesis_internal_use_settings"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -45,7 +47,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--first-cases", action="store_true", help="run the first case of each parametrised test alone")
+    parser.addoption(
+        "--first-cases", action="store_true", help="run the first case of each test of the unit lane alone"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -53,10 +57,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if not any(item.get_closest_marker(lane) for lane in LANES):
             item.add_marker(pytest.mark.unit)
-    if config.option.first_cases:
+    if config.getoption("first_cases", False):
         quick = [item for item in reversed(items) if item.get_closest_marker("unit")]
         first = {item.nodeid.partition("[")[0]: item for item in quick}
         items[:] = [item for item in items if first.get(item.nodeid.partition("[")[0]) is item]
+        for item in items:  # of properties a few examples
+            if (found := getattr(item.function, _EXAMPLES, None)) is not None:
+                setattr(item.function, _EXAMPLES, settings(found, max_examples=min(found.max_examples, 10)))
 
 
 def pytest_collection_finish() -> None:

@@ -13,8 +13,10 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from getpass import getuser
+from multiprocessing import forkserver
 from pathlib import Path
 
+import psutil
 import pytest
 
 from fuelrail.__main__ import main
@@ -101,20 +103,38 @@ STUDIES = {
 }
 
 
+def bench_until(is_under_way, act, word, dataset, out, *options):
+    """Run the command here on warm ranks, and ``act()`` once it is as far as that; return its exit code."""
+
+    def acting():
+        wait_until(lambda: is_under_way(out))
+        act()
+
+    with ThreadPoolExecutor(1) as pool:
+        acted = pool.submit(acting)
+        code = main([*map(str, ("bench", word, dataset, "--out", out, "--no-html", *options))])
+    acted.result()
+    assert server().children() == []
+    return code
+
+
+def server():
+    """The process that warm ranks are forks of."""
+    return psutil.Process(forkserver._forkserver._forkserver_pid)
+
+
+def rank_1():
+    (launcher,) = server().children()
+    return sorted(process.pid for process in launcher.children())[1]
+
+
 @pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("word", STUDIES)
 def test_a_study_of_several_runs_keeps_those_that_were_whole(word, dataset, tmp_path, capsys):
     options, is_under_way = STUDIES[word]
     out = tmp_path / "out"
-
-    def interrupt():
-        wait_until(lambda: is_under_way(out))
-        os.kill(os.getpid(), signal.SIGINT)
-
-    with ThreadPoolExecutor(1) as pool:
-        interrupted = pool.submit(interrupt)
-        assert main([*map(str, ("bench", word, dataset, "--out", out, "--no-html", *options))]) == 130
-    interrupted.result()
+    code = bench_until(is_under_way, lambda: os.kill(os.getpid(), signal.SIGINT), word, dataset, out, *options)
+    assert code == 130
     assert "the report is partial: " in capsys.readouterr().err
     report = json.loads((out / "report.json").read_text())
     assert "interrupted" in report["cut_off"]
@@ -127,47 +147,39 @@ def test_a_study_of_several_runs_keeps_those_that_were_whole(word, dataset, tmp_
         assert report["curves"] == []
 
 
-def test_a_rank_that_is_killed_is_named_in_a_partial_report(dataset, tmp_path):
+@pytest.mark.usefixtures("warm_ranks")
+def test_a_rank_that_is_killed_is_named_in_a_partial_report(dataset, tmp_path, capsys):
     options, is_under_way, _ = CASES["train"]
     out = tmp_path / "out"
-    with under_way("train", dataset, out, options, is_under_way) as (process, token):
-        os.kill(rank_1_of(token), signal.SIGKILL)
-        _, error = process.communicate(timeout=_PATIENCE_S)
-    assert process.returncode == 1, error
+    assert bench_until(is_under_way, lambda: os.kill(rank_1(), signal.SIGKILL), "train", dataset, out, *options) == 1
     report = json.loads((out / "report.json").read_text())
     assert report["cut_off"].startswith("rank 1 was ended by SIGKILL after ")
-    assert f"the report is partial: {report['cut_off']}" in error
+    assert f"the report is partial: {report['cut_off']}" in capsys.readouterr().err
     assert all(shown["num_steps"] >= 10 for shown in report["ranks"])
-    assert processes_of(token) == []
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("warm_ranks")
 def test_a_rank_that_is_stuck_is_named_within_the_time_limit(dataset, tmp_path):
     """Once it is asked to end, it is continued: the launcher would wait half a minute before it kills it."""
     options, is_under_way, _ = CASES["train"]
     # A mesh of two axes has groups of its own, which must have the same limit.
     options = (*options, "--ranks", 4, "--mesh", "dp_replicate=2,dp_shard=2", "--timeout-s", 10)
-    with under_way("train", dataset, tmp_path / "out", options, is_under_way) as (process, token):
-        rank = rank_1_of(token)
+
+    def stop():
+        rank = rank_1()
         os.kill(rank, signal.SIGSTOP)
         wait_until(lambda: is_asked_to_end(rank))
         os.kill(rank, signal.SIGCONT)
-        _, error = process.communicate(timeout=_PATIENCE_S)
-    assert process.returncode == 1, error
+
+    assert bench_until(is_under_way, stop, "train", dataset, tmp_path / "out", *options) == 1
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["cut_off"].startswith("rank 1 did not answer within the time limit (timeout_s), after ")
-    assert processes_of(token) == []
 
 
 def is_asked_to_end(pid):
     """Whether SIGTERM waits for a process that is stopped."""
     (pending,) = re.findall(r"^ShdPnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     return bool(int(pending, 16) >> (signal.SIGTERM - 1) & 1)
-
-
-def rank_1_of(token):
-    (rank,) = (pid for pid in processes_of(token) if b"RANK=1" in environ_of(pid).split(b"\0"))
-    return rank
 
 
 def test_nothing_outlives_a_command_that_is_killed(dataset, tmp_path):
