@@ -73,6 +73,9 @@ class Rank(_Started):
     def __init__(self, *, args: Sequence[str], env: dict[str, str], **_: Any) -> None:
         def work() -> None:
             os.setsid()
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # the launcher's, which a program never has
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             run_program(args[1:], env, None)
 
         self.pid = fork(work)
