@@ -28,7 +28,7 @@ SPELLED := *.md bench configs docs loaders pipeline sharding tests .src/fuelrail
 help:
 	@echo "make demo       set up, synthesise, shard, verify, draw a sample, train on 2 ranks, write the report"
 	@echo "make test       set up and run the test suite, all but the slow lane"
-	@echo "make test-fast  set up and run the first case of each test of the unit lane: about a minute"
+	@echo "make test-fast  set up and run the first case of each test of the unit lane"
 	@echo "make test-slow  proofs that are repeated: every strategy, 200 kills, the planner against real runs"
 	@echo "make coverage   the unit lane, and the share of each hall's lines that it runs"
 	@echo "make test-dali  DALI's own tests, on the CPU and on fake devices"
