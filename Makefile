@@ -82,7 +82,7 @@ test-fast: setup
 	$(PYTEST) -m unit --first-cases
 
 test-slow: setup
-	$(BIN)/python -m pytest -v -m long tests/slow tests
+	$(BIN)/python -m pytest -v -m long tests/slow tests/bench/studies/plan
 
 coverage: setup
 	$(PYTEST) -m unit --cov --cov-report=

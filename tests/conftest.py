@@ -60,7 +60,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("first_cases", False):
         quick = [item for item in reversed(items) if item.get_closest_marker("unit")]
         first = {item.nodeid.partition("[")[0]: item for item in quick}
-        items[:] = [item for item in items if first.get(item.nodeid.partition("[")[0]) is item]
+        chosen = set(first.values())
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = [item for item in items if item in chosen]
         for item in items:  # of properties a few examples
             if (found := getattr(item.function, _EXAMPLES, None)) is not None:
                 setattr(item.function, _EXAMPLES, settings(found, max_examples=min(found.max_examples, 10)))
