@@ -162,7 +162,7 @@ KINDS: Final[dict[str, _Kind]] = {
     "human.pedestrian.child": _Kind((0.5, 0.52, 1.22), _CLOTHES),
     "human.pedestrian.construction_worker": _Kind((0.7, 0.72, 1.8), ((240, 130, 20),)),
     "movable_object.trafficcone": _Kind((0.4, 0.4, 0.82), ((238, 96, 24),)),
-    "movable_object.barrier": _Kind((2.1, 0.55, 1.0), ((226, 226, 224),)),
+    "movable_object.barrier": _Kind((2.1, 0.55, 1.0), ((206, 40, 34),)),
 }
 
 _BARE_BICYCLE: Final = _Kind((0.6, 1.75, 1.0), KINDS["vehicle.bicycle"].colours)
@@ -238,10 +238,8 @@ def _parked(draw: np.random.Generator, start: float, end: float) -> Iterator[Act
         while along < end:
             category = "vehicle.truck" if draw.random() < 0.12 else "vehicle.car"
             if draw.random() < 0.55:
-                left = side * PARKING_M + draw.uniform(-0.1, 0.1)
-                yield _actor(
-                    draw, category, along, left, facing_rad=facing + draw.normal(0, 0.02), attribute="vehicle.parked"
-                )
+                left, turn = side * PARKING_M + draw.uniform(-0.1, 0.1), facing + draw.normal(0, 0.02)
+                yield _actor(draw, category, along, left, facing_rad=turn, attribute="vehicle.parked")
             along += KINDS[category].size_wlh[1] + draw.uniform(1.4, 5.0)
 
 
@@ -249,12 +247,11 @@ def _people(draw: np.random.Generator, start: float, end: float) -> Iterator[Act
     for _ in range(int((end - start) / 9.0)):
         category = "human.pedestrian.child" if draw.random() < 0.15 else "human.pedestrian.adult"
         along, left = draw.uniform(start, end), draw.choice([-1.0, 1.0]) * draw.uniform(KERB_M + 1.7, KERB_M + 4.2)
-        if draw.random() < 0.3:
-            facing = draw.uniform(-math.pi, math.pi)
-            yield _actor(draw, category, along, left, facing_rad=facing, attribute="pedestrian.standing")
-        else:
-            speed = draw.choice([-1.0, 1.0]) * draw.uniform(0.9, 1.6)
-            yield _actor(draw, category, along, left, (speed, 0.0), attribute="pedestrian.moving")
+        is_standing, away = draw.random() < 0.3, draw.choice([-1.0, 1.0])
+        velocity = (0.0 if is_standing else away * draw.uniform(0.9, 1.6), 0.0)
+        facing = draw.uniform(-math.pi, math.pi) if is_standing else None
+        attribute = "pedestrian.standing" if is_standing else "pedestrian.moving"
+        yield _actor(draw, category, along, left, velocity, facing, attribute)
     for _ in range(6):  # crossing the road where the traffic lets them
         side = float(draw.choice([-1.0, 1.0]))
         velocity = (draw.uniform(-0.2, 0.2), -side * draw.uniform(1.2, 1.7))
@@ -273,9 +270,8 @@ def _people(draw: np.random.Generator, start: float, end: float) -> Iterator[Act
 def _roadworks(draw: np.random.Generator, along: float) -> Iterator[Actor]:
     side = float(draw.choice([-1.0, 1.0]))
     lane = side * PARKING_M
-    yield _actor(
-        draw, "vehicle.construction", along, lane, facing_rad=draw.uniform(-0.2, 0.2), attribute="vehicle.stopped"
-    )
+    facing = draw.uniform(-0.2, 0.2)
+    yield _actor(draw, "vehicle.construction", along, lane, facing_rad=facing, attribute="vehicle.stopped")
     for step in range(6):
         yield _actor(draw, "movable_object.trafficcone", along - 12.0 + 3.2 * step, lane - side * 2.1, facing_rad=0.0)
     for step in range(3):
