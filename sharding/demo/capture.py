@@ -49,7 +49,7 @@ class Sighting(NamedTuple):
 
 
 def filename(world: SynthOptions, clip: Clip, channel: str, timestamp_us: int, *, is_key_frame: bool) -> str:
-    """Path of a sensor file below the dataroot, as nuScenes names them."""
+    """Return the path of a sensor file below the dataroot, as nuScenes names them."""
     suffix = "pcd.bin" if channel == LIDAR_CHANNEL else "jpg"
     logfile = log_facts(world, clip.log)["logfile"]
     return f"{'samples' if is_key_frame else 'sweeps'}/{channel}/{logfile}__{channel}__{timestamp_us}.{suffix}"

@@ -29,7 +29,7 @@ _REFLECTANCE: Final = {"building": 18.0, "tree": 9.0, "crown": 7.0, "post": 30.0
 
 
 def cast(clip: Clip, solids: list[Solid], capture_us: int) -> NDArray[np.float32]:
-    """Points (N, 5) of the sweep with this reference time."""
+    """Return the points (N, 5) of the sweep with this reference time."""
     lidar2global = clip.ego2global(capture_us) @ clip.rig.lidar.sensor2ego
     global2lidar = invert_rigid(lidar2global)
     rays = _rays()

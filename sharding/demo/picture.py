@@ -96,7 +96,7 @@ def _inverse(matrix: NDArray[np.float64]) -> NDArray[np.float64]:
 def _inside(
     corners: NDArray[np.float64], px2ray: NDArray[np.float64], u: NDArray[np.int_], v: NDArray[np.int_]
 ) -> NDArray[np.bool_]:
-    """Return which pixels (H, W) see a convex polygon (N, 3) in camera axes, clockwise as the camera sees it."""
+    """Return which pixels (H, W) see a convex polygon (N, 3) in camera axes, counter-clockwise as it sees it."""
     inside = np.ones((len(v), len(u)), np.bool_)
     # Each edge and the eye span a plane: a ray through the polygon is on the same side of all of them.
     for a, b, c in np.cross(corners, np.roll(corners, -1, 0)) @ px2ray:
@@ -127,7 +127,7 @@ def owners(
 
 
 def visible_shares(clip: Clip, solids: list[Solid], capture_us: int) -> dict[int, float]:
-    """Share 0..1 of each actor's silhouettes in all images that nothing nearer hides; actors out of all images lack."""
+    """Return the share 0..1 of each actor's silhouettes that nothing nearer hides, for actors in at least one image."""
     whole, seen = np.zeros(len(clip.actors) + 1), np.zeros(len(clip.actors) + 1)
     for camera in clip.rig.cameras:
         cam2global = clip.ego2global(capture_us - camera.lead_us) @ camera.sensor2ego

@@ -40,7 +40,7 @@ def _rotation(roll: float, pitch: float, yaw: float) -> NDArray[np.float64]:
 
 
 def yaw_quaternion(yaw_rad: float) -> tuple[float, float, float, float]:
-    """Rounded quaternion of a rotation about z."""
+    """Return the rounded quaternion of a rotation about z."""
     half = yaw_rad / 2.0
     return (round(math.cos(half), QUATERNION_DECIMALS), 0.0, 0.0, round(math.sin(half), QUATERNION_DECIMALS))
 
@@ -87,7 +87,7 @@ class Sensor:
 
     @property
     def sensor2ego(self) -> NDArray[np.float64]:
-        """Sensor to ego, (4, 4)."""
+        """Return sensor to ego, (4, 4)."""
         return rigid(np.array(self.rotation), np.array(self.translation))
 
 
@@ -106,7 +106,7 @@ def _rounded_metres(values: NDArray[np.float64]) -> tuple[float, float, float]:
 
 
 def make_rig(seed: int, vehicle: str, width_px: int, height_px: int) -> Rig:
-    """Calibrated rig of ``vehicle`` with images of ``width_px`` x ``height_px``.
+    """Return the calibrated rig of ``vehicle`` with images of ``width_px`` x ``height_px``.
 
     Intrinsics are drawn for 1600 x 900 and scaled as a resize scales them on centre-origin pixels:
     ``f' = s f`` and ``c' = s (c + 1/2) - 1/2``.

@@ -141,9 +141,9 @@ def noise_at(x_m: Floats, y_m: Floats, px_per_m: float = _NOISE_PX_PER_M) -> Flo
 
 
 def colours(solid: Solid, part: Part, side: str, s: Floats, t: Floats, size_m: Floats) -> tuple[Floats, Floats]:
-    """Return RGB (N, 3) of places on a side in daylight, and what of it they have at night too (N,), 0 to 1.
+    """Return RGB (N, 3) of places on a side in full light, and the light of their own at night (N,), 0 for none.
 
-    ``s`` (to the right) and ``t`` (down) in 0..1 of the side, whose width and height are ``size_m``.
+    ``s`` (to the right) and ``t`` (down) are float32 (N,), 0 to 1 on the side, whose width and height are ``size_m``.
     """
     material, upright = part.material, side not in ("top", "bottom")
     base = _WALLS[solid.style % len(_WALLS)] if material == "facade" else _COLOURS.get(material, solid.colour)

@@ -37,12 +37,12 @@ class Solid:
     lamps: bool = False  # whether its lamps are on at night
 
     def footprint(self) -> NDArray[np.float64]:
-        """Corners (4, 2) in the ground plane, counter-clockwise from the front left one."""
+        """Return the corners (4, 2) in the ground plane, counter-clockwise from the front left one."""
         x, y, _ = self.centre
         return corners(np.asarray(x), np.asarray(y), np.asarray(self.yaw_rad), self.size_lwh[0], self.size_lwh[1])
 
     def unit2global(self) -> NDArray[np.float64]:
-        """Unit box coordinates of its shape to global, (4, 4); annotated ones stay a little inside their boxes."""
+        """Return unit box coordinates to global, (4, 4); annotated objects stay a little inside their boxes."""
         inset = INSET_M if self.actor >= 0 else 0.0
         length, width, height = (size - 2.0 * inset for size in self.size_lwh)
         c, s = math.cos(self.yaw_rad), math.sin(self.yaw_rad)
@@ -58,7 +58,7 @@ class Solid:
 
 
 def solids_near(clip: Clip, capture_us: int) -> list[Solid]:
-    """Everything within sight of the car in a capture, actors first, at their places at its reference time."""
+    """Return all within sight of the car in a capture, actors first, at their places at its reference time."""
     ego_xy = clip.ego(capture_us)[0][:2]
 
     found = []
@@ -91,5 +91,5 @@ VISIBILITY_LEVELS: Final = ("v0-40", "v40-60", "v60-80", "v80-100")
 
 
 def visibility_level(share: float) -> str:
-    """Token of the visibility table for a share of 0 to 1: ``"1"`` to ``"4"``."""
+    """Return the token of the visibility table for a share of 0 to 1: ``"1"`` to ``"4"``."""
     return str(1 + sum(share > limit for limit in (0.4, 0.6, 0.8)))

@@ -43,12 +43,12 @@ _VAL_EVERY: Final = 4
 
 
 def map_filename(world: SynthOptions) -> str:
-    """Path below the dataroot of the one map mask, which the devkit wants to exist."""
+    """Return the path below the dataroot of the one map mask, which the devkit wants to exist."""
     return f"maps/{token(world.seed, 'map')}.png"
 
 
 def splits(world: SynthOptions) -> dict[str, list[str]]:
-    """Split name to scene names: every fourth clip, or the last of fewer, is val; a single one is train."""
+    """Return split name to scene names: every fourth clip, or the last of fewer, is val; a single one is train."""
     names = [make_clip(world, index).name for index in range(world.clips)]
     val = names[_VAL_EVERY - 1 :: _VAL_EVERY] or names[1:][-1:]
     return {"train": [name for name in names if name not in val], "val": val}
@@ -117,7 +117,7 @@ def _scene(world: SynthOptions, clip: Clip, tokens: Tokens, tables: dict[str, li
 
 
 def _chained(rows: Sequence[Row]) -> list[Row]:
-    """The rows, each with the tokens of those before and after it."""
+    """Return the rows, each with the tokens of those before and after it."""
     tokens = ["", *(row["token"] for row in rows), ""]
     return [{**row, "prev": tokens[place], "next": tokens[place + 2]} for place, row in enumerate(rows)]
 
@@ -165,7 +165,7 @@ def _sensor_data(world: SynthOptions, clip: Clip, sensor: Sensor, tokens: Tokens
 def _annotations(
     clip: Clip, times: list[int], sightings: list[Sequence[Sighting]], tokens: Tokens, tables: dict[str, list[Row]]
 ) -> None:
-    """An actor is annotated from the first to the last keyframe in which the lidar has a point of it."""
+    """Annotate each actor from the first to the last keyframe in which the lidar has a point of it."""
     by_actor: dict[int, dict[int, Sighting]] = defaultdict(dict)
     for frame, found in enumerate(sightings):
         for sighting in found:

@@ -89,34 +89,34 @@ class Clip:
 
     @property
     def description(self) -> str:
-        """Free text as a nuScenes scene has it; rain and night are found by these words."""
+        """Return free text as a nuScenes scene has it; rain and night are found by these words."""
         bend = self.road.curvature_per_m
         way = "straight road" if abs(bend) < 1e-3 else f"road bends {'left' if bend > 0 else 'right'}"
         return f"Synthetic, {self.weather.description}, {way}, roadworks, parked cars, peds on sidewalk, peds crossing"
 
     def seconds(self, timestamp_us: int) -> float:
-        """Time since the start of the clip."""
+        """Return the time since the start of the clip [s]."""
         return (timestamp_us - self.start_us) / 1e6
 
     def ego(self, timestamp_us: int) -> tuple[tuple[float, float, float], tuple[float, float, float, float]]:
-        """Rounded global translation and rotation (w, x, y, z) of the car; it moves in the plane z = 0."""
+        """Return the rounded global translation and rotation (w, x, y, z) of the car; it moves in the plane z = 0."""
         x, y, yaw = _ego_pose(self.road, self.speed_mps, self.sway, self.seconds(timestamp_us))
         return (round(x, METRE_DECIMALS), round(y, METRE_DECIMALS), 0.0), yaw_quaternion(yaw)
 
     def ego2global(self, timestamp_us: int) -> NDArray[np.float64]:
-        """Ego to global (4, 4) of exactly the pose that the tables hold."""
+        """Return ego to global (4, 4) of exactly the pose that the tables hold."""
         translation, rotation = self.ego(timestamp_us)
         return rigid(np.array(rotation), np.array(translation))
 
     def actor_box(self, actor: Actor, capture_us: int) -> tuple[tuple[float, float, float], float]:
-        """Rounded global centre and yaw of an actor's box in the capture with this reference time."""
+        """Return the rounded global centre and yaw of an actor's box in the capture with this reference time."""
         x, y, yaw = actor.pose(self.road, self.seconds(capture_us))
         # Boxes end a little above the ground: no ground point is ever inside one.
         return (x, y, round(_BOX_LIFT_M + actor.size_wlh[2] / 2.0, METRE_DECIMALS)), yaw
 
 
 def _ego_pose(road: Road, speed_mps: float, sway: tuple[float, float, float], t_s: float) -> tuple[float, float, float]:
-    """x, y, yaw; speed v + a sin(w t), so arc length v t + a (1 - cos w t) / w, and a slow sway within the lane."""
+    """Return x, y, yaw: speed v + a sin(w t), so arc length v t + a (1 - cos w t) / w, and a slow sway in the lane."""
     pulse, rate, drift = sway
     along = speed_mps * t_s + pulse * (1.0 - math.cos(rate * t_s)) / rate
     left = -LANE_WIDTH_M / 2.0 + drift * math.sin(0.11 * along)
@@ -126,13 +126,13 @@ def _ego_pose(road: Road, speed_mps: float, sway: tuple[float, float, float], t_
 
 
 def token(seed: int, *path: object) -> str:
-    """32 hex digits for a record, from the seed and what the record is."""
+    """Return 32 hex digits for a record, from the seed and what the record is."""
     return hashlib.sha256("/".join(map(str, ("fuelrail-synth", seed, *path))).encode()).hexdigest()[:32]
 
 
 @lru_cache(maxsize=2)
 def make_clip(world: SynthOptions, index: int) -> Clip:
-    """Clip ``index`` of the world; does not depend on how many clips there are."""
+    """Return clip ``index`` of the world, which does not depend on how many clips there are."""
     draw = stream(world.seed, "clip", index)
     night_rain = index % 4 == 3 and index // 4 % 2 == 1
     weather = _WEATHERS[4 if night_rain else index % 4]
@@ -176,7 +176,7 @@ def _ego_footprints(track: list[tuple[float, float, float]]) -> NDArray[np.float
 
 
 def log_facts(world: SynthOptions, log: int) -> dict[str, str]:
-    """Name, vehicle, date and place of a log, as the nuScenes log table has them."""
+    """Return name, vehicle, date and place of a log, as the nuScenes log table has them."""
     clip = make_clip(world, log * _CLIPS_PER_LOG)
     started = datetime.fromtimestamp(clip.start_us // 1_000_000, tz=UTC)
     return {
@@ -188,7 +188,7 @@ def log_facts(world: SynthOptions, log: int) -> dict[str, str]:
 
 
 def captures(world: SynthOptions, clip: Clip) -> list[Capture]:
-    """All captures of a clip in time order. Keyframes are half a second apart, within 2 ms; sweeps divide the time."""
+    """Return all captures of a clip by time. Keyframes are half a second apart, within 2 ms; sweeps divide the time."""
     draw = stream(world.seed, "clock", clip.index)
     jitter = draw.integers(-1000, 1001, world.frames)
     keys = [clip.start_us + KEYFRAME_US * frame + (int(jitter[frame]) if frame else 0) for frame in range(world.frames)]
