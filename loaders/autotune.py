@@ -46,12 +46,12 @@ class Tuning(NamedTuple):
 
 
 def decode_ahead(num_workers: int, batch_size: int) -> int:
-    """Decoded samples that may wait to be made a batch."""
+    """Return the number of decoded samples that may wait for their batch."""
     return max(batch_size, 2 * num_workers)
 
 
 def batches_in_flight(tuning: Tuning, batch_size: int) -> int:
-    """Batch buffers in use at most: ready, being decoded, being assembled, at the trainer and just given up by it."""
+    """Count the batch buffers in use at most: ready, in decoding, in assembly, at the trainer, just given up."""
     return tuning.ready + 3 + -(-decode_ahead(tuning.num_workers, batch_size) // batch_size)
 
 

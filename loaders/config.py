@@ -428,16 +428,16 @@ class UnlikeTorch:
 
 
 def ranks_on_host() -> int:
-    """Ranks that share this host, as the launcher says (LOCAL_WORLD_SIZE), else 1."""
+    """Return the number of ranks that share this host, as the launcher says (LOCAL_WORLD_SIZE), else 1."""
     stated = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(stated)) if stated.isdecimal() else 1
 
 
 def default_num_workers() -> int:
-    """Decoding threads for this rank: its share of the CPUs that the process may use."""
+    """Return the number of decoding threads for this rank: its share of the CPUs that the process may use."""
     return max(1, math.ceil(usable_cpus()) // ranks_on_host())
 
 
 def default_memory_bytes() -> int:
-    """Default memory for batch buffers of this rank."""
+    """Return the default memory for batch buffers of this rank."""
     return int(available_memory_bytes() * _MEMORY_SHARE) // ranks_on_host()

@@ -30,7 +30,7 @@ class Command(NamedTuple):
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun: ``1 shard``, ``2,000 shards``."""
+    """Return a number with its noun: ``1 shard``, ``2,000 shards``."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 

@@ -131,7 +131,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         noted[1] += size
 
     def collectives(self) -> list[Collective]:
-        """What was counted."""
+        """Return the counted collectives."""
         return [
             Collective(kind=kind, axis=axis, ranks=ranks, count=count, bytes=size)
             for (kind, axis, ranks), (count, size) in sorted(self._found.items())
@@ -174,5 +174,5 @@ class EmulatedLink(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def link_of(accelerator: EmulatedAccelerator) -> AbstractContextManager[Any]:
-    """The accelerator's link, to be entered around training; nothing where its profile names none."""
+    """Return the accelerator's link, to be entered around training; nothing where its profile names none."""
     return nullcontext() if accelerator.profile.link_gb_per_s is None else EmulatedLink(accelerator)

@@ -121,7 +121,7 @@ class CudaAccelerator:
         return sum(_elapsed_ns(start, end) for start, end in self._spans.get(phase, ()))
 
     def _all_reduce_union_ns(self) -> int:
-        """Length of the union of the all-reduce intervals; buckets are reduced in the order of their launches."""
+        """Return the length of the union of the all-reduce intervals; buckets are reduced in launch order."""
         total_ns, covered_to_ns = 0, 0
         for launch, arrival in zip(self._launches, self._arrivals, strict=True):
             start_ns = _elapsed_ns(self._launches[0], launch)
@@ -168,7 +168,7 @@ def peak_tflops(device: str, precision: str) -> float | None:
 
 
 def count_training_flop(model: nn.Module, inputs: Sequence[Tensor]) -> int:
-    """Operations of one forward and backward pass of these inputs, by their shapes alone: nothing is computed.
+    """Count the operations of one forward and backward pass of these inputs, by their shapes alone.
 
     Attention is counted as its two products: torch's counter does not know the kernel that CPUs use for it.
     """

@@ -60,7 +60,7 @@ class SampleSizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sample_sizes(fetched: Sequence[Fetched], parsed: Sequence[Parsed], output_bytes: int) -> SampleSizes:
-    """Mean sizes over some samples."""
+    """Return the mean sizes over some samples."""
     encoded = [sum(memoryview(image).nbytes for image in entry.sample.images.values()) for entry in parsed]
     return SampleSizes(
         stored_bytes=float(np.mean([sum(frame.row.length for frame in entry.stored) for entry in fetched])),

@@ -170,7 +170,7 @@ _STATUS = Path("/proc/self/status")
 
 
 def peak_memory_bytes() -> int:
-    """Peak resident set of this process.
+    """Return the peak resident set of this process.
 
     Linux: VmHWM of ``/proc/self/status``. ``ru_maxrss`` is no substitute there: a process inherits it from the one that
     it was forked from, so under a large parent a small process looks as large.
@@ -242,7 +242,7 @@ def _own_s() -> float:
 
 
 def all_cpu_s() -> float | None:
-    """CPU seconds that all processes have used since the machine started: user, nice, system, irq, softirq, steal.
+    """Return the CPU seconds of all processes since the machine started: user, nice, system, irq, softirq, steal.
 
     None where there is no ``/proc/stat``.
     """
@@ -250,7 +250,7 @@ def all_cpu_s() -> float | None:
 
 
 def stolen_cpu_s() -> float | None:
-    """CPU seconds that the host of a virtual machine kept back since it started; None without ``/proc/stat``."""
+    """Return CPU seconds that the host kept from a virtual machine since it started; None without ``/proc/stat``."""
     return _cpu_s((8,))
 
 

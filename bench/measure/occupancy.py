@@ -74,7 +74,7 @@ def measured_steps(steps: Sequence[StepRecord], window: Window) -> Sequence[Step
 
 
 def occupancy_of(ranks: Sequence[Sequence[StepRecord]], window: Window) -> Occupancy:
-    """Occupancy over a window that is long enough (``window.too_short`` is None)."""
+    """Return the occupancy over a window that is long enough (``window.too_short`` is None)."""
     assert window.too_short is None, window.too_short
     rows = []
     for rank, steps in enumerate(ranks):
@@ -100,7 +100,7 @@ def occupancy_of(ranks: Sequence[Sequence[StepRecord]], window: Window) -> Occup
 
 
 def rolling_occupancy(steps: Sequence[StepRecord], num_steps: int) -> list[float]:
-    """Occupancy over the last ``num_steps`` steps up to each step (fewer at the start), for the plot over time."""
+    """Return the occupancy over the last ``num_steps`` steps up to each step (fewer at the start), for a plot."""
     busy = np.cumsum([0, *(step.device_busy_ns for step in steps)])
     wall = np.cumsum([0, *(step.wall_ns for step in steps)])
     last = np.arange(1, len(steps) + 1)

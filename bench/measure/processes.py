@@ -58,12 +58,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def tree_cpu_s(root: int) -> float:
-    """User and system time of a process, its descendants, and those of their children that ended [s]."""
+    """Return user and system time of a process, its descendants, and those of their children that ended [s]."""
     return sum(_each(root, lambda process: sum(process.cpu_times()[:4])))
 
 
 def tree_memory_bytes(root: int) -> int:
-    """Memory of a process and its descendants; pages that several share are counted once (PSS)."""
+    """Return the memory of a process and its descendants; pages that several share are counted once (PSS)."""
     return sum(_each(root, lambda process: process.memory_full_info().pss))
 
 

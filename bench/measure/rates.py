@@ -125,7 +125,7 @@ def warm_up_length(values: Sequence[float]) -> int:
 
 
 def interval_of(values: Sequence[float]) -> Interval:
-    """Median of at least one repeat, between the lowest and the highest.
+    """Return the median of at least one repeat, between the lowest and the highest.
 
     Whatever the distribution, n independent repeats all fall on one side of the true median with probability
     ``2^(1-n)``: so lowest to highest is a confidence interval of ``1 - 2^(1-n)``, 94 % for five.
@@ -141,7 +141,7 @@ def interval_of(values: Sequence[float]) -> Interval:
 
 
 def ratio_interval(ratios: Sequence[float]) -> Interval:
-    """Geometric mean of ratios that were each taken within one round, with a 95 % interval: Student's t on the logs.
+    """Return the geometric mean of ratios, each of one round, with a 95 % interval: Student's t on the logs.
 
     What disturbs a whole round cancels in its ratio; what is left multiplies: so the logarithm. One ratio alone has
     no interval: low and high are the value, with a confidence of 0.
@@ -163,7 +163,7 @@ def ratio_interval(ratios: Sequence[float]) -> Interval:
 
 
 def bootstrap_means(values: NDArray[np.float64], seed: int) -> NDArray[np.float64]:
-    """Means of 2,000 resamples made of blocks of consecutive values: circular block bootstrap, block length n^(1/3).
+    """Return means of 2,000 resamples of blocks of consecutive values: circular block bootstrap, length n^(1/3).
 
     Steps are alike but not independent (epochs turn, queues drain), so blocks of them are drawn; scipy's bootstrap has
     no blocks.

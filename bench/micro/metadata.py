@@ -38,7 +38,7 @@ _FIELDS = (META, GEOMETRY, BOXES, *(f"{channel.lower()}.jpg" for channel in CAME
 
 
 def sample_members(work: Path) -> tuple[str, dict[str, bytes]]:
-    """Key and metadata of a sample with six cameras and as many boxes as nuScenes' have; ``work`` is a new folder."""
+    """Make key and metadata of a sample with six cameras and as many boxes as nuScenes' in the new folder ``work``."""
     dataset = make_dataset(work, 2, size=(320, 180), layout="none")
     with tarfile.open(next(dataset.glob("*.tar"))) as shard:
         found = {name: file.read() for name in shard.getnames() if (file := shard.extractfile(name)) is not None}
@@ -47,7 +47,7 @@ def sample_members(work: Path) -> tuple[str, dict[str, bytes]]:
 
 
 def index_rows(count: int) -> Iterator[IndexRow]:
-    """Rows of a dataset with six cameras and a lidar."""
+    """Yield rows of a dataset with six cameras and a lidar."""
     members = tuple(MemberEntry(name, 4096 * i + 512, 3000, 3000, "raw", 0) for i, name in enumerate(_FIELDS))
     for i in range(count):
         clip_id = f"scene-{i // 40:06d}"
@@ -55,7 +55,7 @@ def index_rows(count: int) -> Iterator[IndexRow]:
 
 
 def pyarrow_row(table: pa.Table, number: int, names: Sequence[str], codecs: Sequence[str]) -> dict[str, Any]:
-    """The same row through pyarrow's own conversion to Python."""
+    """Return the same row through pyarrow's own conversion to Python."""
     row: dict[str, Any] = table.slice(number, 1).to_pylist()[0]
     for member in row["members"]:
         member["name"], member["codec"] = names[member["name"]], codecs[member["codec"]]
@@ -63,7 +63,7 @@ def pyarrow_row(table: pa.Table, number: int, names: Sequence[str], codecs: Sequ
 
 
 def measure(effort: Effort) -> Iterator[Comparison]:
-    """All comparisons: sample metadata, the header of a sweep, a row of the index."""
+    """Yield all comparisons: sample metadata, the header of a sweep, a row of the index."""
     with tempfile.TemporaryDirectory() as folder:
         key, members = sample_members(Path(folder) / "work")
     yield compare(

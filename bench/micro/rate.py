@@ -131,7 +131,7 @@ class _Clock:
         self.cpu_s.append(_cpu_s() - before)
 
     def over(self, other: _Clock, num_rounds: int) -> Quartiles:
-        """How many times as fast as another one, round by round; the calls before the first round only warm up."""
+        """Return how many times as fast as another one it is, by round; the calls before the first only warm up."""
         ratios = np.divide(other.taken_s[-num_rounds:], self.taken_s[-num_rounds:])
         return Quartiles(*np.quantile(ratios, (0.25, 0.5, 0.75)).tolist())
 
@@ -192,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _merged(path: Path, report: ShardingReport) -> ShardingReport:
-    """The report, with the cases that an earlier one of the same machine has and it has not."""
+    """Add to the report the cases that only an earlier one of the same machine has."""
     try:
         earlier = msgspec.json.decode(path.read_bytes(), type=ShardingReport)
     except (OSError, msgspec.DecodeError):

@@ -101,7 +101,7 @@ def compare(title: str, candidates: Mapping[str, Callable[[], object]], effort: 
 
 
 def _calls_per_lap(work: Callable[[], object], min_lap_s: float) -> int:
-    """How many calls fill a lap; the trial runs warm the candidate up."""
+    """Return the number of calls that fill a lap; the trial runs warm the candidate up."""
     work()
     calls = 1
     while (took_s := _lap_s(work, calls)) < min_lap_s:
@@ -123,7 +123,7 @@ def _lap_s(work: Callable[[], object], num_calls: int) -> float:
 
 
 def render(report: Report) -> str:
-    """The report as a table of text."""
+    """Return the report as a table of text."""
     lines = [f"fuelrail {report.benchmark} on {report.machine.cpu}"]
     for comparison in report.comparisons:
         lines += ["", f"{comparison.title} ({comparison.num_rounds} rounds)"]

@@ -14,7 +14,7 @@ _WIDE = 200
 
 
 def report_console() -> Console:
-    """Standard output; in a file or a pipe wide enough that no table is cut."""
+    """Return standard output; in a file or a pipe wide enough that no table is cut."""
     console = Console(soft_wrap=True, markup=False, highlight=False)
     return console if console.is_terminal else Console(soft_wrap=True, markup=False, highlight=False, width=_WIDE)
 

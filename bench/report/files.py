@@ -38,7 +38,7 @@ class ReportHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def created_now() -> str:
-    """The field ``created``: UTC, to the second."""
+    """Return the value of the field ``created``: UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -116,7 +116,7 @@ def publish_json(path: Path, value: Any) -> None:  # noqa: ANN401 - whatever msg
 
 
 def read_report(path: Path) -> Any:  # noqa: ANN401 - what JSON holds
-    """A report file as JSON; raises ConfigError for what is no regular file, is too large or is not JSON."""
+    """Read a report file as JSON; raise ConfigError for what is no regular file, is too large or is not JSON."""
     try:
         if not path.is_file():
             reason = "it is not a regular file" if path.exists() else "there is no such file"

@@ -273,12 +273,12 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Mark
 
 
 def when(created: str) -> str:
-    """A report's time, as people write it; UTC."""
+    """Return a report's time, as people write it; UTC."""
     return f"{datetime.fromisoformat(created):%Y-%m-%d %H:%M} UTC"
 
 
 def as_text(options: Mapping[str, Any]) -> str:
-    """Options in a line, those within others by ``outer.inner``; what is off, empty or left to the program is not."""
+    """Return options in a line, nested ones as ``outer.inner``, without those that are off, empty or automatic."""
     return ", ".join(f"{name}={value}" for name, value in _flat(options, ""))
 
 

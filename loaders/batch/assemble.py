@@ -177,7 +177,7 @@ def _labels(boxes: Sequence[Boxes], bevs: Sequence[BevMap]) -> dict[str, list[to
 
 
 def _in_lidar(sample: Sample, bev: BevMap) -> tuple[torch.Tensor, torch.Tensor]:
-    """Boxes and velocities of a sample, as augmented, in the first lidar's frame.
+    """Return boxes and velocities of a sample, as augmented, in the first lidar's frame.
 
     The heading is that of the full rotation, as nuscenes-devkit turns a box before it takes the yaw.
     """

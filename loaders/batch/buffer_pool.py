@@ -38,7 +38,7 @@ class BufferPool:
         self._lock = threading.Lock()
 
     def take(self) -> NDArray[np.uint8]:
-        """A buffer with undefined content.
+        """Return a buffer with undefined content.
 
         It is free again when the returned array and all views of it, numpy's and torch's, are gone.
         """

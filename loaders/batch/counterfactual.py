@@ -110,7 +110,7 @@ class _SilentStorage:
         return self._inner.span(index, row)
 
     def recheck(self, indices: Sequence[int]) -> None:
-        """Nothing is read, so nothing can have changed."""
+        """Do nothing: nothing is read, so nothing can have changed."""
 
     def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> _SilentSession:  # noqa: ARG002
         return _SilentSession()
@@ -127,7 +127,7 @@ class _SilentSession:
         return [lambda: memoryview(b"") for _ in rows]
 
     def close(self) -> None:
-        """Nothing was requested."""
+        """Do nothing: nothing was requested."""
 
 
 class _Remembered:

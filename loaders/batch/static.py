@@ -52,14 +52,14 @@ def pad(settings: StaticBatches, batch: Any) -> dict[str, Any]:  # noqa: ANN401
 
 
 def _has_tensors(value: Any) -> bool:  # noqa: ANN401
-    """Whether a value other than a tensor holds tensors."""
+    """Return whether a value other than a tensor holds tensors."""
     if isinstance(value, dict):
         value = list(value.values())
     return isinstance(value, (list, tuple)) and any(isinstance(one, torch.Tensor) or _has_tensors(one) for one in value)
 
 
 def _is_flat(value: Any) -> bool:  # noqa: ANN401
-    """Whether a value is a dict of tensors: images by group of cameras."""
+    """Return whether a value is a dict of tensors: images by group of cameras."""
     return isinstance(value, dict) and all(isinstance(one, torch.Tensor) for one in value.values())
 
 

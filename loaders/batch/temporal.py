@@ -73,7 +73,7 @@ class Frames(NamedTuple):
 
     @classmethod
     def of(cls, decoded: Sequence[DecodedSample]) -> Self:
-        """The frames of some samples, of which all or none have windows."""
+        """Collect the frames of some samples, of which all or none have windows."""
         if decoded[0].window is None:
             return cls([entry.sample for entry in decoded], [entry.maps for entry in decoded], (len(decoded),))
         windows = [entry.window for entry in decoded if entry.window is not None]
@@ -87,20 +87,20 @@ class Frames(NamedTuple):
         return len(self.axes) > 1
 
     def shaped(self, values: Sequence[Any]) -> NDArray[Any]:
-        """A value of each frame as an array [B, T, ...], or [B, ...] without windows."""
+        """Return a value of each frame as an array [B, T, ...], or [B, ...] without windows."""
         stacked = np.array(values)
         return stacked.reshape(*self.axes, *stacked.shape[1:])
 
     def of_samples(self, matrices: NDArray[np.float64]) -> NDArray[np.float64]:
-        """A matrix of each sample, (B, 4, 4), shaped to broadcast over its frames."""
+        """Return a matrix of each sample, (B, 4, 4), shaped to broadcast over its frames."""
         return matrices[:, None] if self.has_windows else matrices
 
     def repeated(self, values: Sequence[T]) -> Iterator[T]:
-        """A value of each sample, repeated for each of its frames."""
+        """Return a value of each sample, repeated for each of its frames."""
         return (value for value in values for _ in range(self.axes[1] if self.has_windows else 1))
 
     def listed(self, values: list[Any]) -> list[Any]:
-        """A value of each frame as a list for each sample; without windows as it is."""
+        """Return a value of each frame as a list for each sample; without windows as it is."""
         if not self.has_windows:
             return values
         num_samples, t = self.axes
@@ -108,7 +108,7 @@ class Frames(NamedTuple):
 
 
 def frame_facts(decoded: Sequence[DecodedSample]) -> dict[str, torch.Tensor]:
-    """Which frames the samples' windows show."""
+    """Return which frames the samples' windows show."""
     windows = [entry.window for entry in decoded if entry.window is not None]
     return {
         "frame_valid": torch.tensor([window.present for window in windows]),

@@ -25,7 +25,7 @@ def require_cuda(what: str) -> None:
 def make_transfer(
     device: torch.device | str | int | None, then: Callable[[Any], Any] | None = None, *, pinned: bool = True
 ) -> CudaTransfer | None:
-    """What brings batches to a device: nothing for None or the CPU. Raises ConfigError for any but CPU and CUDA.
+    """Make what brings batches to a device: None for None or the CPU. Raise ConfigError for any but CPU and CUDA.
 
     ``then`` is called with each batch on the device, on the copy's stream; its result is handed on. ``pinned`` is
     whether what is copied together is put together in page-locked memory.

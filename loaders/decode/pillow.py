@@ -98,7 +98,7 @@ class PillowDecoder:
         outs: Sequence[NDArray[np.uint8]],
         interpolation: str,
     ) -> None:
-        """An antialiased resize to the output's scale, then lens and map undone by one interpolation, as `_rotate`."""
+        """Resize with antialiasing to the output's scale, then undo lens and map by one interpolation, as `_rotate`."""
         lenses = [image_map.lens for image_map in image_maps if image_map.lens is not None]
         scales = [min(1.0, largest_scale(*view)) for view in zip(image_maps, lenses, strict=True)]
         reach = [(_REACH[interpolation] + 1.0) / scale for scale in scales]

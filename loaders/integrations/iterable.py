@@ -56,7 +56,7 @@ class IterableView(IterableDataset[Any]):
         return iterator
 
     def __len__(self) -> int:
-        """Batches in a whole epoch, over all workers."""
+        """Return the number of batches in a whole epoch, over all workers."""
         return len(self._loader)
 
     def set_epoch(self, epoch: int) -> None:
@@ -65,7 +65,7 @@ class IterableView(IterableDataset[Any]):
         self._loader.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this process's loader stands, after the last batch that it handed out."""
+        """Return the position of this process's loader, after the last batch that it handed out."""
         return self._loader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:

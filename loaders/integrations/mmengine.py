@@ -43,7 +43,7 @@ _STATISTICS = ("min", "max", "current", "mean")
 
 
 def _statistic(owner: object, name: str) -> object:
-    """What a checkpoint may look up by ``getattr``: the statistics of a HistoryBuffer, which it stores by name."""
+    """Return what a checkpoint looks up by ``getattr``: the statistics of a HistoryBuffer, which it stores by name."""
     if owner is not HistoryBuffer or name not in _STATISTICS:
         raise AttributeError(f"a checkpoint asks for the attribute {name!r:.50}; allowed: {', '.join(_STATISTICS)}")
     return getattr(HistoryBuffer, name)
@@ -77,7 +77,7 @@ class FuelrailDataset(IterableView):
 
 @FUNCTIONS.register_module()  # type: ignore[untyped-decorator, unused-ignore]
 def fuelrail_batch(batch: Any) -> Any:  # noqa: ANN401
-    """The batch as it is, where MMEngine would collate samples."""
+    """Return the batch as it is, where MMEngine would collate samples."""
     return batch
 
 

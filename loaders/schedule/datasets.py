@@ -137,7 +137,7 @@ def _channel_facts(current: Sequence[Channel], others: Sequence[Channel]) -> dic
 
 
 def have_poses(sources: Sequence[Source]) -> bool:
-    """Whether the datasets of these sources have ego poses."""
+    """Return whether the datasets of these sources have ego poses."""
     return all(source.dataset.manifest.has_poses for source in sources)
 
 
@@ -162,7 +162,7 @@ def make_sources(
     layers: Mapping[str, Sequence[Layer]],
     named: bool,
 ) -> tuple[Source, ...]:
-    """One source for each dataset, rows numbered on from one to the next; raises ConfigError for an unknown split."""
+    """Make one source for each dataset, with rows numbered over all of them; raise ConfigError for an unknown split."""
     sources: list[Source] = []
     base = 0
     for name, dataset in datasets.items():
@@ -196,7 +196,7 @@ _NUM_LOOKED_AT = 4
 
 
 def image_facts(sources: Sequence[Source]) -> ImageFacts:
-    """Sizes from the manifests, and how the images of a few samples, spread over the datasets, are coded."""
+    """Return sizes from the manifests, and how the images of a few samples, spread over the datasets, are coded."""
     sizes = [
         size
         for source in sources

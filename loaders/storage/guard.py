@@ -120,7 +120,7 @@ class GuardedMap:
         return np.asarray(self).data
 
     def advise(self, start: int, length: int, advice: int) -> int:
-        """``madvise`` on the pages of a range; 0 or the error number."""
+        """Call ``madvise`` on the pages of a range; return 0 or the error number."""
         first = start & -mmap.PAGESIZE
         done: int = _libc.madvise(self.address + first, start + length - first, advice)
         return 0 if done == 0 else ctypes.get_errno()

@@ -40,7 +40,7 @@ class LayerPart(NamedTuple):
     fields: Mapping[str, str]
 
     def find(self, position: int, key: str) -> _Found:
-        """The layer's row of a sample of the base, None where it has none.
+        """Return the layer's row of a sample of the base, None where it has none.
 
         Where it must have one it is an OrderError, where the row has another key an IndexFileError: returned, so that
         it is raised at the sample's turn, however far ahead this is called.
@@ -57,7 +57,7 @@ class LayerPart(NamedTuple):
         )
 
     def members(self, stored: StoredRow) -> dict[str, memoryview]:
-        """The raw members of a stored row, by the names that a loader has for them.
+        """Return the raw members of a stored row, by the names that a loader has for them.
 
         Raises MemberError and IndexFileError, with the layer's name.
         """
@@ -73,7 +73,7 @@ class LayerPart(NamedTuple):
         return {self.fields[field]: content for field, content in found.items()}
 
     def stored(self, row: IndexRow, read: PendingSpan) -> StoredRow:
-        """A row with what ``read`` returns; an error of a shard says which layer's shard it is."""
+        """Add to a row what ``read`` returns; an error of a shard says which layer's shard it is."""
         try:
             return StoredRow(row, read())
         except ShardError as error:
@@ -103,7 +103,7 @@ class LayeredStorage:
         self.look_ahead_bytes, self.needs_whole_spans = base.look_ahead_bytes, base.needs_whole_spans
 
     def span(self, index: int, row: IndexRow) -> Span:
-        """One sample's bytes and those of its layers, now. Raises ShardError with shard, offset and key."""
+        """Return one sample's bytes and those of its layers, now. Raise ShardError with shard, offset and key."""
         base = self._base.span(index, row)
         layers = []
         for part in self.parts:

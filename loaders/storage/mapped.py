@@ -185,7 +185,7 @@ class MappedShards:
         return _MappedSession(self, self._files)
 
     def stats(self) -> StorageStats:
-        """Spans handed out."""
+        """Return the number of spans handed out."""
         return StorageStats("mapped", self._spans, self._span_bytes)
 
     def close(self) -> None:
@@ -312,5 +312,5 @@ class Residency:
 
 
 def page_cache_room_bytes() -> int:
-    """Memory that the page cache may take: what the kernel calls available, or the container's limit."""
+    """Return the memory that the page cache may take: what the kernel calls available, or the container's limit."""
     return min(free_memory_bytes(), memory_limit_bytes() or sys.maxsize)

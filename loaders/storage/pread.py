@@ -103,7 +103,7 @@ class PreadShards:
         return _PreadSession(self, self._files, self._residency)
 
     def stats(self) -> StorageStats:
-        """Spans handed out, and what had to be read again."""
+        """Return the numbers of spans handed out and of spans read again."""
         return StorageStats("pread", self._spans, self._span_bytes, retries=self._retries, refetched=self._refetched)
 
     def close(self) -> None:
@@ -127,7 +127,7 @@ class PreadShards:
         return buffer.toreadonly()
 
     def _read_again(self, row: IndexRow) -> memoryview:
-        """Past the page cache, from a newly opened file."""
+        """Read past the page cache, from a newly opened file."""
         try:
             file = self._files[row.shard]
             os.posix_fadvise(file.fd, row.offset, row.length, os.POSIX_FADV_DONTNEED)
@@ -162,7 +162,7 @@ class _PreadSession:
         return [partial(self._take, index, row) for index, row in rows]
 
     def close(self) -> None:
-        """Nothing is under way that would need an end."""
+        """Do nothing: no read is under way."""
 
     def _take(self, index: int, row: IndexRow) -> memoryview:
         span = self._storage.span(index, row)

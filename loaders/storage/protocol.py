@@ -96,7 +96,7 @@ class Storage(Protocol):
     """Whether rows must be those of whole spans: a cache serves loaders that select other channels, too."""
 
     def span(self, index: int, row: IndexRow) -> memoryview:
-        """One sample's bytes, now, read-only. Raises ShardError with shard, offset and key."""
+        """Return one sample's bytes, now, read-only. Raise ShardError with shard, offset and key."""
 
     def recheck(self, indices: Sequence[int]) -> None:
         """Raise ShardError where what was made of spans may not have been made of the bytes that were checked."""
@@ -131,7 +131,7 @@ class SampleStorage(Protocol):
     needs_whole_spans: bool
 
     def span(self, index: int, row: IndexRow) -> Span:
-        """One sample's bytes, now. Raises ShardError with shard, offset and key."""
+        """Return one sample's bytes, now. Raise ShardError with shard, offset and key."""
 
     def recheck(self, indices: Sequence[int]) -> None:
         """Raise ShardError where what was made of spans may not have been made of the bytes that were checked."""

@@ -97,7 +97,7 @@ class RemoteShards:
             self._begin()
 
     def span(self, index: int, row: IndexRow) -> memoryview:
-        """One sample's bytes, from the cache or fetched now. Raises StorageError and the other ShardErrors."""
+        """Return one sample's bytes, from the cache or fetched now. Raise StorageError and the other ShardErrors."""
         self._ensure_process()
         return _RemoteSession(self).request([(index, row)])[0]()
 
@@ -133,7 +133,7 @@ class RemoteShards:
         return asyncio.run_coroutine_threadsafe(self.requester.fetch(get, end - start), self.loop)
 
     def fetched_again(self, row: IndexRow, future: concurrent.futures.Future[memoryview]) -> memoryview:
-        """One span on its own, after its first coming failed a check. Raises what :meth:`span` raises."""
+        """Fetch one span on its own, after its first coming failed a check. Raise what :meth:`span` raises."""
         self._refetched += 1
         try:
             span = future.result()

@@ -217,7 +217,7 @@ class Requester:
         self.requests = self.request_bytes = self.retries = self.hedges = self.hedges_won = 0
 
     async def fetch(self, get: Callable[[], Coroutine[Any, Any, Buffer]], length: int) -> memoryview:
-        """The ``length`` bytes that ``get()`` brings. Raises FetchFailedError."""
+        """Return the ``length`` bytes that ``get()`` brings. Raise FetchFailedError."""
         loop = asyncio.get_running_loop()
         started = 0.0  # the deadline is for storage, not for the queue in front of it
         failures = short = 0
@@ -256,7 +256,7 @@ class Requester:
             await asyncio.sleep(pause_s)
 
     async def _attempt(self, get: Callable[[], Coroutine[Any, Any, Buffer]], deadline: float) -> Buffer:
-        """One request and perhaps its hedges; whichever answers first counts, the others are given up."""
+        """Make one request and perhaps its hedges; the first answer counts, the others are given up."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         end = min(deadline, began + self._timeout_s())

@@ -281,7 +281,7 @@ def _check_image(data: Buffer, channel: Channel) -> None:
 
 
 def image_size(data: Buffer, channel: Channel) -> tuple[int, int]:
-    """Width and height [px] of an image of the channel; raises ImageError where its header is not as the table says."""
+    """Return width and height [px] of an image of the channel; raise ImageError for a header unlike the table."""
     info = probe(data, bits=(_PNG_BITS[channel.dtype],))
     components = 3 if len(channel.shape) == 3 else 1
     if info.num_components != components or info.format != ("png" if channel.extension == "png" else "jpeg"):

@@ -35,7 +35,7 @@ class LidarEntry(Settings, frozen=True):
 
 
 def camera_channel(camera: CameraEntry, extension: str = "jpg") -> Channel:
-    """The entry of a camera in the table of channels; ``extension`` is that of most of its images."""
+    """Return the entry of a camera in the table of channels; ``extension`` is that of most of its images."""
     return Channel(
         name=camera.channel,
         kind="image",
@@ -53,7 +53,7 @@ def camera_channel(camera: CameraEntry, extension: str = "jpg") -> Channel:
 
 
 def lidar_channel(lidar: LidarEntry) -> Channel:
-    """The entry of a lidar in the table of channels; the first three columns are x, y, z [m]."""
+    """Return the entry of a lidar in the table of channels; the first three columns are x, y, z [m]."""
     return Channel(
         name=lidar.channel,
         kind="points",
@@ -114,7 +114,7 @@ def choose_cameras(rig: Sequence[str], names: Collection[str] | None, where: str
 
 
 def lies_on(channel: Channel, cameras: Collection[str]) -> bool:
-    """Whether a channel belongs to samples of these cameras: it lies on none, or on the image of one of them."""
+    """Return whether a channel belongs to samples of these cameras: it lies on none, or on the image of one of them."""
     return channel.law.camera is None or channel.law.camera in cameras
 
 
@@ -124,7 +124,7 @@ def channel_table(
     extra: Sequence[Channel] = (),
     fields: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Channel, ...]:
-    """The table of a dataset: cameras in rig order, lidars, boxes, then other channels.
+    """Return the table of a dataset: cameras in rig order, lidars, boxes, then other channels.
 
     ``fields`` are the field names that occur, with their usual codecs: boxes are in the table where they are among
     them, and a camera without any ``.jpg`` has ``.png``.

@@ -93,7 +93,7 @@ class Lineage(Settings, frozen=True):
 
     @classmethod
     def of(cls, parents: Sequence[Manifest]) -> Lineage:
-        """The lineage of a dataset that is made of these."""
+        """Make the lineage of a dataset that is made of these."""
         found: dict[str, Ancestor] = {}
         for parent in parents:
             made_by = str(parent.provenance.get("recipe", {}).get("source", "unknown"))
@@ -152,7 +152,7 @@ class Manifest(Settings, frozen=True):
         return sum(split.num_shards for split in self.splits.values())
 
     def file(self, name: str) -> FileEntry | None:
-        """The entry of a file, None where the manifest does not name it."""
+        """Return the entry of a file, None where the manifest does not name it."""
         return next((entry for entry in self.files if entry.name == name), None)
 
     @property
@@ -215,7 +215,7 @@ _READ_BY_LOADERS: Final = ("shards.arrow", "index.arrow", "rows.npy", "zstd.dict
 
 
 def fingerprint(manifest: Manifest) -> str:
-    """SHA-256 (hex) of the canonical JSON of what a training run depends on: rows, bytes, rig, classes, splits.
+    """Return SHA-256 (hex) of the canonical JSON of what a training run depends on: rows, bytes, rig, classes, splits.
 
     Two datasets with one fingerprint have the same shards, index and dictionary, byte by byte. The version of the tool,
     the name and the options are not covered, so that a later release can make the same dataset again. Nor is
@@ -236,7 +236,7 @@ def _digest(manifest: Manifest) -> str:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The bytes of ``dataset.json``: indented JSON, fingerprint and digest filled in, closing newline."""
+    """Return the bytes of ``dataset.json``: indented JSON, fingerprint and digest filled in, closing newline."""
     named = msgspec.structs.replace(manifest, fingerprint=fingerprint(manifest))
     full = msgspec.structs.replace(named, digest=_digest(named))
     return msgspec.json.format(msgspec.json.encode(full), indent=2) + b"\n"
@@ -333,7 +333,7 @@ def _why_not_ready(root: Path, kinds: Kinds) -> str:
 
 
 def _check_limits(manifest: Manifest, where: str) -> None:
-    """Tables grow with the rig and the lists of names, so both are limited; and free objects are what readers take."""
+    """Limit the rig and the lists of names, because tables grow with them; check free objects as readers do."""
     for what, names, most in (
         ("channels", manifest.channels, MAX_CHANNELS),
         ("cameras", manifest.cameras, _MAX_CAMERAS),
@@ -374,7 +374,7 @@ def check_fingerprints(where: str, *fingerprints: str) -> None:
 
 
 def _check_names(manifest: Manifest, where: str) -> None:
-    """Names become paths, keys and member names: they must be plain, and none may occur twice."""
+    """Check names, which become paths, keys and member names: they must be plain, and none may occur twice."""
     files = [file.name for file in manifest.files]
     for name in files:
         is_plain = name.isprintable() and "/" not in name and len(name.encode()) <= _MAX_FILE_NAME_BYTES
@@ -420,7 +420,7 @@ def check_parts(channels: Sequence[Channel], where: str) -> None:
 
 
 def _check_runs(manifest: Manifest, where: str) -> None:
-    """Splits must tile the rows and the shards without gap or overlap."""
+    """Check that splits tile the rows and the shards without gap or overlap."""
     row = shard = 0
     for name, split in sorted(manifest.splits.items(), key=lambda item: (item[1].first_shard, item[1].first_sample)):
         if (split.first_sample, split.first_shard) != (row, shard) or not 0 <= split.num_shards <= split.num_samples:

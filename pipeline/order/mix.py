@@ -102,7 +102,7 @@ class MixedOrder:
         return np.concatenate(counts)[stored]
 
     def epoch(self, epoch: int, /) -> MixedEpoch:
-        """One epoch; raises OrderError for an epoch that is negative or so late that its samples cannot be counted."""
+        """Return one epoch; raise OrderError for a negative epoch, or one whose samples are too many to count."""
         if epoch < 0 or (epoch + 1) * self.epoch_length > MAX_LENGTH:
             raise OrderError(f"epoch must be 0 or more and end before position 2**62 of the mix, got {epoch}")
         return MixedEpoch(self, epoch)
@@ -131,7 +131,7 @@ class MixedEpoch:
         return self.entries(positions).samples
 
     def entries(self, positions: ArrayLike, /) -> Entries:
-        """Parts and samples at ``positions``, all valid; raises OrderError for positions outside."""
+        """Return parts and samples at ``positions``, all valid; raise OrderError for positions outside."""
         wanted = as_positions(positions, len(self))
         flat = wanted.reshape(-1)
         parts, samples = np.empty_like(flat), np.empty_like(flat)

@@ -83,7 +83,7 @@ class Filter:
         return tuple(self._found)
 
     def select(self, table: pa.Table) -> NDArray[np.int64]:
-        """Rows of ``table`` (which has all of ``columns``) for which the expression holds: ascending int64.
+        """Return rows of ``table`` (which has all of ``columns``) for which the expression holds: ascending int64.
 
         Raises OrderError where types don't fit, such as a text compared with a number.
         """

@@ -246,7 +246,7 @@ class _Window:
     def __init__(
         self, permutation: KeyedPermutation, start: int, starts: NDArray[np.int64], offsets: NDArray[np.int64]
     ) -> None:
-        """``starts``: where the slots begin, from 0; ``offsets``: from there to samples as stored."""
+        """Take the slots' first positions (``starts``, from 0), and ``offsets`` from there to stored samples."""
         self._permutation, self._start, self._starts, self._offsets = permutation, start, starts, offsets
         n = len(permutation)
         self._next_starts = np.append(starts[1:], n)

@@ -79,7 +79,7 @@ class Observer(Protocol):
     """
 
     def __call__(self, stage: str, item: int, batch: int, begin_s: float, end_s: float) -> None:
-        """One item went through one stage."""
+        """Take note that one item went through one stage."""
 
 
 class _Times(NamedTuple):
@@ -93,7 +93,7 @@ class _Times(NamedTuple):
     since_s: float
 
     def until(self, now_s: float) -> _Times:
-        """With what is under way counted up to now."""
+        """Return the times with what is under way counted up to now."""
         name = f"{self.doing}_s"
         if not self.doing:
             return self
@@ -300,7 +300,7 @@ def _per_batch(stages: Sequence[Stage]) -> int:
 
 
 def _run(crew: _Crew, number: int) -> None:
-    """One thread of one stage."""
+    """Run one thread of one stage."""
     now = time.perf_counter
     stage, inbox, outbox, clock = crew.stage, crew.inbox, crew.outbox, crew.clocks[number]
     items, busy_s, starved_s, blocked_s = clock.times[:4]

@@ -61,7 +61,7 @@ GRACE_S: Final = 3.0
 
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """While inside, SIGTERM, which batch systems and Kubernetes send before they kill, raises KeyboardInterrupt.
+    """Raise KeyboardInterrupt on SIGTERM while inside: batch systems and Kubernetes send SIGTERM before they kill.
 
     Does nothing on another thread than the main one, which alone gets signals.
     """
@@ -122,7 +122,7 @@ def ctrl_c_waits() -> Iterator[None]:
 
 
 def set_up_worker() -> None:
-    """To be called first in a worker process: it ignores Ctrl-C, and ends when its parent does, however that ends.
+    """Set up a worker process, before all else: it ignores Ctrl-C, and ends when its parent ends for any reason.
 
     A SIGTERM that all processes of a run get leaves the parent ``GRACE_S`` to end it between two samples.
     """

@@ -69,7 +69,7 @@ def write_tensors(tensors: Mapping[str, NDArray[np.generic]]) -> bytes:
 
 
 def write_stacked(tensors: Mapping[str, NDArray[np.generic]]) -> list[bytes]:
-    """:func:`write_tensors` of many records at once: all arrays have one axis more in front, of the same length."""
+    """Do :func:`write_tensors` for many records at once: all arrays have one more axis in front, of the same length."""
     arrays = {name: _plain(array) for name, array in tensors.items()}
     start, order = _header(tuple((name, array.dtype, array.shape[1:]) for name, array in arrays.items()))
     num_records = len(arrays[order[0]])
@@ -79,7 +79,7 @@ def write_stacked(tensors: Mapping[str, NDArray[np.generic]]) -> list[bytes]:
 
 
 def write_parts(tensors: Mapping[str, NDArray[np.generic]], counts: Sequence[int]) -> list[bytes]:
-    """:func:`write_tensors` of many records at once, whose rows follow each other; ``counts`` are rows of each."""
+    """Do :func:`write_tensors` for many records at once, whose rows follow each other; ``counts`` are rows of each."""
     arrays = {name: _plain(array) for name, array in tensors.items()}
     heads = {
         count: _header(tuple((name, array.dtype, (count, *array.shape[1:])) for name, array in arrays.items()))
@@ -101,7 +101,7 @@ def write_parts(tensors: Mapping[str, NDArray[np.generic]], counts: Sequence[int
 
 
 def _plain(array: NDArray[np.generic]) -> NDArray[np.generic]:
-    """The array in little-endian and C order, itself where it is so."""
+    """Return the array in little-endian and C order, itself where it is so already."""
     if array.flags.c_contiguous and array.dtype.byteorder in _LITTLE:
         return array
     return np.asarray(array, array.dtype.newbyteorder("<"), order="C")
@@ -109,7 +109,7 @@ def _plain(array: NDArray[np.generic]) -> NDArray[np.generic]:
 
 @functools.lru_cache(maxsize=512)
 def _header(specs: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...]) -> tuple[bytes, tuple[str, ...]]:
-    """Length and header as the library writes them for arrays of these kinds, and the order in which data follow."""
+    """Return length and header as the library writes them for these kinds of arrays, and the order of their data."""
     whole = bytes(_save({name: np.zeros(shape, dtype) for name, dtype, shape in specs}))
     end = 8 + int.from_bytes(whole[:8], "little")
     begins = {name: entry.data_offsets for name, entry in _header_decoder.decode(whole[8:end]).items()}
@@ -147,7 +147,7 @@ class Layout:
         self.fits: set[type] = set()
 
     def views(self, data: Buffer) -> dict[str, NDArray[np.generic]]:
-        """The tensors of a buffer of this layout, as read-only views into it; raises SchemaError if it is cut."""
+        """Return the tensors of a buffer of this layout, as read-only views into it; raise SchemaError if it is cut."""
         view = memoryview(data).toreadonly()
         if len(view) != self.num_bytes:
             raise SchemaError(f"the tensors end at byte {self.num_bytes} of a buffer of {len(view)}")
@@ -155,7 +155,7 @@ class Layout:
 
 
 def read_layout(data: Buffer) -> Layout:
-    """The layout of a safetensors buffer; raises SchemaError where its header describes none."""
+    """Return the layout of a safetensors buffer; raise SchemaError where its header describes none."""
     view = memoryview(data)
     if len(view) < 8:
         raise SchemaError(f"{len(view)} bytes are too few for safetensors")
@@ -207,7 +207,7 @@ def write_npy(array: NDArray[np.generic]) -> bytes:
 
 @functools.lru_cache(maxsize=512)
 def _npy_start(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
-    """Everything before the data of a ``.npy`` file, by numpy's own writer."""
+    """Return all bytes before the data of a ``.npy`` file, as numpy's own writer makes them."""
     if dtype.hasobject:
         raise ValueError("object arrays cannot be written when allow_pickle=False")
     buffer = io.BytesIO()
@@ -242,7 +242,7 @@ def read_npy(data: Buffer, *, any_order: bool = False) -> NDArray[np.generic]:
 
 @functools.lru_cache(maxsize=512)
 def _npy_header(header: bytes) -> tuple[np.dtype[Any], tuple[int, ...], Literal["C", "F"]]:
-    """Dtype, shape and order of a header as numpy writes it; whatever is wrong raises one of :func:`read_npy`'s."""
+    """Return dtype, shape and order of a header as numpy writes it; raise an error of :func:`read_npy` for a fault."""
     found = _NPY_HEADER.fullmatch(header)
     if found is None:
         raise ValueError("not as numpy writes it for an array of numbers")

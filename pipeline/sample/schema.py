@@ -142,7 +142,7 @@ class Geometry:
         return replace(self, **{name: getattr(self, name)[[*rows]] for name in names})
 
     def cam2keyego(self, key2global: F64 | None = None) -> F64:
-        """(N, 4, 4): each camera at its exposure to ego at the sample's time, through both ego poses.
+        """Return (N, 4, 4): each camera at its exposure to ego at the sample's time, through both ego poses.
 
         ``key2global`` is the ego pose of another sample to end in; it broadcasts over the leading axes.
         """
@@ -150,25 +150,25 @@ class Geometry:
         return np.asarray(invert_rigid(origin)[..., None, :, :] @ (self.cam_ego2global @ self.cam2ego))
 
     def ego2cam(self) -> F64:
-        """(N, 4, 4): ego at the sample's time to each camera at its exposure."""
+        """Return (N, 4, 4): ego at the sample's time to each camera at its exposure."""
         return invert_rigid(self.cam2keyego())
 
     def ego2img(self) -> F64:
-        """(N, 4, 4): ego at the sample's time to homogeneous pixels (u d, v d, d, 1) of the stored image."""
+        """Return (N, 4, 4): ego at the sample's time to homogeneous pixels (u d, v d, d, 1) of the stored image."""
         return np.asarray(homogeneous(self.intrinsics) @ self.ego2cam())
 
     def lidar2keyego(self, lidar: int = 0) -> F64:
-        """(4, 4): one lidar at its own time to ego at the sample's time."""
+        """Return (4, 4): one lidar at its own time to ego at the sample's time."""
         lidar2global = self.lidar_ego2global[..., lidar, :, :] @ self.lidar2ego[..., lidar, :, :]
         return np.asarray(invert_rigid(self.ego2global) @ lidar2global)
 
     def lidar2img(self, lidar: int = 0) -> F64:
-        """(N, 4, 4): one lidar at its own time to homogeneous pixels, through both ego poses (as mmdet3d's infos)."""
+        """Return (N, 4, 4): one lidar at its own time to homogeneous pixels, by both ego poses (as mmdet3d's)."""
         return np.asarray(self.ego2img() @ self.lidar2keyego(lidar)[..., None, :, :])
 
 
 def box_corners(boxes3d: F32, rotation_wxyz: F32) -> F32:
-    """Corners (M, 8, 3) of boxes (M, 7) with rotations (M, 4), in the frame of the boxes.
+    """Return the corners (M, 8, 3) of boxes (M, 7) with rotations (M, 4), in the frame of the boxes.
 
     Order: x front to back outermost, then y left to right, then z top to bottom.
     """
@@ -277,7 +277,7 @@ def encode_arrays(record: Geometry | Boxes | Sweeps) -> bytes:
 
 
 def encode_stacked(record: Geometry | Boxes | Sweeps) -> list[bytes]:
-    """:func:`encode_arrays` of many records of the same shapes, whose arrays all have one axis more in front."""
+    """Do :func:`encode_arrays` for many records of the same shapes, whose arrays all have one more axis in front."""
     kind = type(record)
     arrays = {name: getattr(record, name) for name, _, _ in _SPECS[kind]}
     _check_once(kind, {name: array[0] for name, array in arrays.items()})
@@ -285,7 +285,7 @@ def encode_stacked(record: Geometry | Boxes | Sweeps) -> list[bytes]:
 
 
 def encode_parts(record: Boxes, counts: Sequence[int]) -> list[bytes]:
-    """:func:`encode_arrays` of many records whose rows follow each other in one; ``counts`` are rows of each."""
+    """Do :func:`encode_arrays` for many records whose rows follow each other; ``counts`` are rows of each."""
     arrays = {name: getattr(record, name) for name, _, _ in _SPECS[Boxes]}
     _check_once(Boxes, arrays)
     return write_parts(arrays, counts)
@@ -363,7 +363,7 @@ def decode_points(data: Buffer) -> F32:
 
 
 def lidar_channel(name: str) -> str:
-    """The channel of a lidar's member: ``lidar_top`` of ``lidar_top.npy`` and ``lidar_top_sweeps.safetensors``."""
+    """Return channel of a lidar's member: ``lidar_top`` of ``lidar_top.npy`` and ``lidar_top_sweeps.safetensors``."""
     return name.removesuffix(SWEEPS_FIELD) if name.endswith(SWEEPS_FIELD) else name.partition(".")[0]
 
 

@@ -132,7 +132,7 @@ def _status(error: BaseException) -> int | None:
 
 
 def redacted(text: str, storage_options: Mapping[str, Any] | None = None) -> str:
-    """Text without user names, passwords and query strings of URLs, and without any value of ``storage_options``."""
+    """Remove user names, passwords and query strings of URLs from a text, and all values of ``storage_options``."""
     text = _USERINFO.sub(r"\1", _QUERY.sub(r"\1?...", text))
     for secret in sorted(_strings(storage_options), key=len, reverse=True):
         text = text.replace(secret, "...")

@@ -146,7 +146,7 @@ class ImageAugment(Settings, frozen=True):
         return max(self._base_factors(width, height))
 
     def _base_size(self, width: int, height: int) -> tuple[int, int]:
-        """Resized (width, height) without randomness. Exact integers, where int(W * (fW / W)) may fall one short."""
+        """Return (width, height) without randomness. Exact integers, where int(W * (fW / W)) may be one short."""
         if self.resize == "stretch":
             return self.width, self.height
         if isinstance(self.resize, str):

@@ -115,7 +115,7 @@ class FuelrailSource:
         return joined_types([part.attribute_types for part in self._parts])
 
     def open(self, ref: str) -> memoryview:
-        """Raw bytes of a member; ``ref`` is its dataset's number, its row and its field name."""
+        """Read a member's raw bytes; ``ref`` is the number of its dataset, its row and its field name."""
         part, number, field = ref.split("/", 2)
         return self._parts[int(part)].read(int(number), field)
 
@@ -202,7 +202,7 @@ class FuelrailSource:
 
 
 def _of_cameras(meta: SampleMeta, names: Collection[str]) -> SampleMeta:
-    """The metadata of a sample with these cameras alone."""
+    """Return the metadata of a sample, of these cameras alone."""
     cameras = {name: camera for name, camera in meta.cameras.items() if name in names}
     stats, sync = dict(meta.stats), dict(meta.sync)
     if "max_sync_offset_ns" in stats:
@@ -279,24 +279,24 @@ class DatasetPart:
         return {field.name: _python_type(field) for field in schema if field.name not in _OF_INDEX}
 
     def clip_ids(self) -> list[str]:
-        """Ids of its clips, sorted."""
+        """Return the ids of the dataset's clips, sorted."""
         return self.dataset.index.clip_ids()
 
     def splits(self) -> dict[str, list[str]]:
-        """Ids of the clips of each split, sorted."""
+        """Return the ids of the clips of each split, sorted."""
         return {
             name: self.dataset.index.clip_ids(s.first_sample, s.first_sample + s.num_samples)
             for name, s in self.dataset.manifest.splits.items()
         }
 
     def samples(self, disk: Disk) -> Iterator[Iterator[Sample]]:
-        """For each clip, in the order of the ids, its samples by frame. Their attributes are copied to ``disk``."""
+        """Yield the samples of each clip by frame, in the order of the ids. Their attributes are copied to ``disk``."""
         numbered = ((at, self._row(at), attributes) for at, attributes in self._attributes(disk))
         for _, clip in itertools.groupby(numbered, lambda sample: sample[1].clip_id):
             yield (((at, row), attributes) for at, row, attributes in clip)
 
     def small_members(self, row: IndexRow) -> dict[str, Any]:
-        """Metadata, geometry and boxes, decoded, without reading the rest of the span."""
+        """Decode metadata, geometry and boxes without reading the rest of the span."""
         entries = [entry for entry in row.members if entry.name in INLINE]
         end = max((entry.offset + entry.stored_bytes for entry in entries), default=0)
         if min((entry.offset for entry in entries), default=0) < 0 or end > codecs.MAX_SAMPLE_BYTES:
@@ -316,7 +316,7 @@ class DatasetPart:
         return found
 
     def read(self, at: int, field: str) -> memoryview:
-        """A member of row number ``at``, decoded; those of one row are decoded together."""
+        """Return a member of row number ``at``, decoded; those of one row are decoded together."""
         if self._read[0] != at or field not in self._read[1]:
             row = self._row(at)
             span = self._read_bytes(row, row.length)
@@ -340,14 +340,14 @@ class DatasetPart:
                 )  # fmt: skip
 
     def _row(self, at: int) -> IndexRow:
-        """A row of the index, all of which would else stand in this process's memory in the end."""
+        """Return a row of the index by itself: all rows together would fill this process's memory."""
         self._num_looks += 1
         if self._num_looks % _LOOKS_BETWEEN == 0:
             self.dataset.index.release()
         return self.dataset.index.row(at)
 
     def _attributes(self, disk: Disk) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Each row in the order of clips and frames, with its attributes; few of them as Python objects."""
+        """Yield each row in the order of clips and frames, with its attributes, of which few are Python objects."""
         rows, names = self._rows_by_clip(), list(self.attribute_types)
         table = disk.table(self.dataset.attributes_file().batches(names)) if names else None
         for first in range(0, len(rows), _ROWS_AT_ONCE):
@@ -362,7 +362,7 @@ class DatasetPart:
         return np.lexsort((index.column("frame"), rank[clips.indices.to_numpy()]))
 
     def _read_head(self, row: IndexRow, num_bytes: int) -> bytes:
-        """The first bytes of a span, decoded if it is a frame."""
+        """Read the first bytes of a span, decoded if it is a frame."""
         name = self.dataset.shards.name_of(row)
         if not is_framed(name):
             return self._read_bytes(row, num_bytes)
@@ -379,7 +379,7 @@ class DatasetPart:
             raise SourceError(f"shard '{self.dataset.location}/{name}' cannot be read: {error.strerror}") from error
 
     def _read_bytes(self, row: IndexRow, num_bytes: int) -> bytes:
-        """The first bytes of a span as they are stored."""
+        """Read the first bytes of a span as they are stored."""
         path = self.dataset.shard_path(row)
         try:
             if self._remote is not None:

@@ -169,7 +169,7 @@ def dataset_diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Datase
 
 
 def _matched(one: Dataset, two: Dataset) -> tuple[NDArray[np.int64], ...]:
-    """Rows that only one has, only two has, and the rows of both for the keys that both have."""
+    """Return the rows that only one has, those that only two has, and the rows of both for the keys that both have."""
     a, b = one.keys.entries(), two.keys.entries()
     in_b, in_a = np.isin(a["xxh3"], b["xxh3"]), np.isin(b["xxh3"], a["xxh3"])
     rows = [np.sort(a["row"][~in_b]), np.sort(b["row"][~in_a]), a["row"][in_b], b["row"][in_a]]
@@ -187,7 +187,7 @@ def _ids(ids: set[str]) -> Keys:
 
 
 def _channel_differences(one: Dataset, two: Dataset) -> dict[str, tuple[Any, Any]]:
-    """The entries that one table alone has, and of those in both what differs."""
+    """Return the entries that one table alone has, and the differences of those in both."""
     tables = [{entry.name: msgspec.to_builtins(entry) for entry in made.manifest.channels} for made in (one, two)]
     found = _differences(*tables)
     for name, (a, b) in found.items():

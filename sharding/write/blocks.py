@@ -89,7 +89,7 @@ class ReadBuffer:
         self._files: dict[int, tuple[memoryview, int]] = {}
 
     def clear(self) -> None:
-        """From now on what was read before may be overwritten."""
+        """Allow what was read before to be overwritten from now on."""
         self._used = _FRONT_BYTES
         self._files.clear()
 

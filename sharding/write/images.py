@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def stored_size(recipe: ImageRecipe, source_wh: tuple[int, int]) -> tuple[int, int]:
-    """Width and height [px] that an image is stored with; raises ImageError where it would grow or vanish."""
+    """Return the width and height [px] that an image is stored with; raise ImageError where it would grow or vanish."""
     width, height = source_wh
     if recipe.size is not None:
         wanted = recipe.size

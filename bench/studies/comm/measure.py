@@ -112,7 +112,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _collective(kind: Kind, group: dist.ProcessGroup, whole: torch.Tensor) -> Callable[[], object]:
-    """What to call: ``whole`` is the tensor that is reduced, gathered, scattered or sent to the next rank."""
+    """Return the function to call: ``whole`` is the tensor to reduce, gather, scatter or send to the next rank."""
     ranks, rank = group.size(), dist.get_rank(group)
     part = whole.new_empty(whole.numel() // ranks)
     if kind == "all_reduce":
@@ -138,7 +138,7 @@ def _collective(kind: Kind, group: dist.ProcessGroup, whole: torch.Tensor) -> Ca
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``OPTIONS OUT PARENT``: one rank of this host; rank 0 writes the report."""
+    """Run ``OPTIONS OUT PARENT``: one rank of this host; rank 0 writes the report."""
     options = msgspec.json.decode(Path(arguments[0]).read_bytes(), type=CommOptions)
     rank = int(os.environ["RANK"])
     report = measure(options)

@@ -11,7 +11,7 @@ HEADER = ("collective", "axis", "ranks", "bytes", "us", "algorithm GB/s", "bus G
 
 
 def rows(report: CommReport) -> list[list[str]]:
-    """One row a size."""
+    """Return one row for each size."""
     return [
         [
             one.kind, one.axis, str(one.ranks), f"{one.num_bytes:,}", f"{one.microseconds:,.1f}",

@@ -88,7 +88,7 @@ def timed(kind: Kind, axis: str, ranks: int, num_bytes: int, seconds: float) -> 
 
 
 def link_of(found: Sequence[Timed]) -> tuple[float, float]:
-    """GB/s and microseconds of a link: the largest all-reduce's bus bandwidth, and the smallest one's time.
+    """Return GB/s and microseconds of a link: the largest all-reduce's bus bandwidth, and the smallest one's time.
 
     Of several axes the one with most ranks counts. Needs an all-reduce.
     """

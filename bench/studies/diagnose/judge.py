@@ -391,7 +391,7 @@ def _is_contention(evidence: Evidence) -> bool:
 
 
 def _device_and_wait_ms(report: Report) -> tuple[float, float]:
-    """Mean time of forward and backward on the device, and of the wait for data."""
+    """Return the mean time of forward and backward on the device, and of the wait for data."""
     figures = report.figures
     assert figures is not None
     mean_ms = {phase.phase: phase.time.mean_ms for phase in figures.phases}

@@ -161,8 +161,9 @@ def _figures(
 def _waterfall(
     limits: Sequence[Rate], stages: Sequence[Rate], stacked: Sequence[Rate], samples_per_s: float
 ) -> list[Step]:
-    """From the bare JPEG library over the decode stage to the whole loader, all with the same number of threads; and
-    what of it reaches the device, if there is one. Copies run beside the loading, so the slower of both counts.
+    """Return the steps from the bare JPEG library over the decode stage to the whole loader, all with the same number
+    of threads; and to what reaches the device, if there is one. Copies run beside the loading, so the slower of both
+    counts.
     """
     named = []
     jpeg = jpeg_limit(limits)

@@ -95,7 +95,7 @@ class OccupancyHead(nn.Module):
     def forward(
         self, features: Tensor, img: Tensor, cam_valid: Tensor, intrinsics: Tensor, cam2ego: Tensor, *_: Tensor
     ) -> Tensor:
-        """Logits of the cells, float [B, G].
+        """Return logits of the cells, float [B, G].
 
         features [B * N, C, h, w]; img uint8 [B, N, 3, H, W] (of which the shape is read); cam_valid [B, N]; intrinsics
         [B, N, 3, 3] of the delivered pixels; cam2ego [B, N, 4, 4].
@@ -114,7 +114,7 @@ class OccupancyHead(nn.Module):
         return logits
 
     def _rays(self, size: torch.Size, intrinsics: Tensor, cam2ego: Tensor) -> Tensor:
-        """Unit directions and origins (tens of metres) in the ego frame of the feature cells: [B*N, h*w, 6]."""
+        """Return unit directions and origins (tens of metres) in the ego frame of the feature cells: [B*N, h*w, 6]."""
         height, width = size
         # Centre of a feature cell in delivered pixels, whose top-left pixel has its centre at (0, 0).
         rows = (torch.arange(height, device=cam2ego.device) + 0.5) * self.stride - 0.5
@@ -136,7 +136,7 @@ HEAD_PLAN: dict[str, ParallelStyle] = {"ray_embedding.0": ColwiseParallel(), "ra
 
 
 def occupied_cells(boxes: Sequence[Tensor], grid: int, range_m: float) -> Tensor:
-    """Which cells of a square grid around the ego origin hold a box centre: float [B, grid * grid], 0 or 1.
+    """Return which cells of a square grid around the ego origin hold a box centre: float [B, grid * grid], 0 or 1.
 
     ``boxes`` holds for each sample [M, 7] boxes in the ego frame, of which x (forward) and y (left), in metres, are
     read. The grid covers -range_m to range_m in both; centres outside are left out. The result lies on the boxes'

@@ -62,7 +62,7 @@ class _Classifier(nn.Module):
         self.classes = nn.Linear(inputs, classes)
 
     def forward(self, features: Tensor, img: Tensor, *_: Tensor) -> Tensor:
-        """Logits [B, N, classes] of features [B * N, C, h, w]."""
+        """Return logits [B, N, classes] of features [B * N, C, h, w]."""
         logits: Tensor = self.classes(features.mean(dim=(2, 3))).float()
         return logits.reshape(*img.shape[:2], -1)
 

@@ -78,7 +78,7 @@ class StagedModel(nn.Module, ABC):
 
 
 def mean_over_samples(losses: Tensor, weight: Tensor) -> Tensor:
-    """Mean of a loss per sample [B] over samples whose weight [B] is 1; padding has 0."""
+    """Return the mean of a loss per sample [B] over samples whose weight [B] is 1; padding has 0."""
     return (losses * weight).sum() / weight.sum().clamp(min=1)
 
 
@@ -93,7 +93,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Hidden states [B, T, C] to the same shape."""
+        """Compute hidden states [B, T, C] of the same shape."""
         hidden = hidden + self.attention(self.attention_norm(hidden))
         result: Tensor = hidden + self.mlp(self.mlp_norm(hidden))
         return result

@@ -125,7 +125,7 @@ class SpanCache:
     def open_or_warn(
         cls, dataset: Dataset, cache_dir: str | os.PathLike[str], cache_size: int | str | None
     ) -> Self | None:
-        """As :meth:`open_for`; None, with a warning, where the disk is full already."""
+        """Open as :meth:`open_for`; return None, with a warning, where the disk is full already."""
         try:
             return cls.open_for(dataset, cache_dir, cache_size)
         except ConfigError as error:

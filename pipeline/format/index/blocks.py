@@ -49,12 +49,12 @@ _BACKGROUND_REQUESTS: Final = 4
 
 
 def num_blocks(num_bytes: int) -> int:
-    """The number of blocks of a file of that size; the last one may be shorter."""
+    """Return the number of blocks of a file of that size; the last block may be shorter."""
     return -(-num_bytes // BLOCK_BYTES)
 
 
 def block_digests(path: Path) -> bytes:
-    """The SHA-256 of each block of a file of a dataset, one after the other; raises OSError."""
+    """Return the SHA-256 of each block of a file of a dataset, one after the other; raise OSError."""
     with open_file(path) as file:
         return b"".join(hashlib.sha256(block).digest() for block in iter(lambda: file.read(BLOCK_BYTES), b""))
 
@@ -102,7 +102,7 @@ class BlockFile:
         self._claim, self._in_background = threading.Lock(), list[threading.Thread]()
 
     def need(self, first: int, end: int) -> memoryview:
-        """Bytes ``first`` to ``end - 1``, checked where the file has digests, and fetched where they are not here.
+        """Return bytes ``first`` to ``end - 1``, checked where the file has digests, fetched where they are missing.
 
         Raises IndexFileError for bytes outside the file or at odds with their digest, DatasetError where a block cannot
         be fetched or stored.
@@ -124,7 +124,7 @@ class BlockFile:
             self._check(sorted(found))
 
     def _missing(self, blocks: Sequence[int]) -> list[int]:
-        """Those of the blocks that do not have the bytes of their digests."""
+        """Return the blocks whose bytes do not match their digests."""
         assert self._descriptor is not None, "there are digests"
         for block in blocks:
             if not self._good[block]:
@@ -208,11 +208,11 @@ class BlockFile:
             self._good[block] = 1
 
     def stream(self) -> RawIOBase:
-        """The file as a stream that reads no more than it is asked for; its errors are those of :meth:`need`."""
+        """Return the file as a stream that reads no more than asked; its errors are those of :meth:`need`."""
         return _Stream(self)
 
     def open_arrow(self) -> pa.ipc.RecordBatchFileReader:
-        """The file as an Arrow file; raises IndexFileError where it is none."""
+        """Return the file as an Arrow file; raise IndexFileError where it is none."""
         try:
             self.need(*footer_range(self._view, self.need))
             return pa.ipc.open_file(pa.BufferReader(pa.py_buffer(self.map)))
@@ -220,11 +220,11 @@ class BlockFile:
             raise IndexFileError(f"index '{self.path}' cannot be opened: {error}") from error
 
     def has(self, first: int, end: int) -> bool:
-        """Whether bytes ``first`` to ``end - 1`` are here, so that :meth:`need` fetches nothing."""
+        """Return whether bytes ``first`` to ``end - 1`` are here, so that :meth:`need` fetches nothing."""
         return self._read is None or not self._missing(range(first // BLOCK_BYTES, num_blocks(end)))
 
     def has_batch(self, number: int) -> bool:
-        """Whether the whole of a record batch is here, so that :meth:`need_batch` fetches nothing."""
+        """Return whether the whole of a record batch is here, so that :meth:`need_batch` fetches nothing."""
         return self._read is None or self.has(*batch_range(self._view, number))
 
     def need_batch(self, number: int) -> None:
@@ -238,7 +238,7 @@ class BlockFile:
 
 
 def _runs(blocks: Iterable[int]) -> list[range]:
-    """Ascending numbers of blocks as ranges, each of which one request fetches."""
+    """Merge ascending numbers of blocks into ranges, each of which one request fetches."""
     runs: list[range] = []
     for block in blocks:
         if runs and runs[-1].stop == block and len(runs[-1]) < _MAX_RUN:
@@ -301,7 +301,7 @@ class FixedColumns:
             self._columns[name] = np.frombuffer(data, dtype, self.num_rows), data.address - base
 
     def read(self, name: str, first: int, end: int) -> NDArray[np.generic]:
-        """Rows ``first`` to ``end - 1`` of a column, not copied; raises what :meth:`BlockFile.need` does."""
+        """Return rows ``first`` to ``end - 1`` of a column, not copied; raise what :meth:`BlockFile.need` does."""
         values, place = self._columns[name]
         size = values.dtype.itemsize
         self._file.need(place + first * size, place + end * size)
@@ -309,7 +309,7 @@ class FixedColumns:
 
 
 def open_sparse(path: Path, num_bytes: int, digests: bytes, read: Callable[[int, int], bytes]) -> BlockFile:
-    """A table at a URL, which comes by blocks: ``read`` gets a range, and a sparse file in the cache takes it.
+    """Open a table at a URL, fetched by blocks: ``read`` gets a range, which a sparse file in the cache takes.
 
     Raises IndexFileError, and DatasetError where the sparse file cannot be made.
     """

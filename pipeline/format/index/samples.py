@@ -68,7 +68,7 @@ _make_row = partial(tuple.__new__, IndexRow)
 
 
 def index_schema(names: Sequence[str], codecs: Sequence[str]) -> pa.Schema:
-    """The schema of an index of these field names and codecs."""
+    """Return the schema of an index of these field names and codecs."""
     metadata = {
         _VERSION_KEY: str(INDEX_VERSION),
         _NAMES_KEY: json.dumps(list(names)),
@@ -284,11 +284,11 @@ class SampleIndex:
         ))  # fmt: skip
 
     def has_row(self, index: int) -> bool:
-        """Whether nothing has to be fetched to read a row."""
+        """Return whether nothing has to be fetched to read a row."""
         return self._source.has_batch(index // ROWS_PER_BATCH)
 
     def column(self, name: str, first: int = 0, end: int | None = None) -> NDArray[Any]:
-        """A scalar column (frame, timestamp_ns, shard, offset, length or xxh3) of rows first to end - 1, copied."""
+        """Copy a scalar column (frame, timestamp_ns, shard, offset, length or xxh3) of rows first to end - 1."""
         at = _SCALARS.index(name)
         end = self._length if end is None else end
         numbers = range(first // ROWS_PER_BATCH, -(-end // ROWS_PER_BATCH)) if end > first else range(0)
@@ -296,12 +296,12 @@ class SampleIndex:
         return np.concatenate(parts) if parts else np.empty(0, numpy_dtype(_COLUMNS[2 + at].type))
 
     def strings(self, name: str, first: int = 0, end: int | None = None) -> list[str]:
-        """The keys or clip ids (``key``, ``clip_id``) of rows first to end - 1."""
+        """Return the keys or clip ids (``key``, ``clip_id``) of rows first to end - 1."""
         found: list[str] = self.texts(name, first, end).to_pylist()
         return found
 
     def texts(self, name: str, first: int = 0, end: int | None = None) -> pa.ChunkedArray:
-        """The keys or clip ids (``key``, ``clip_id``) of rows first to end - 1 as an Arrow array, not copied."""
+        """Return the keys or clip ids (``key``, ``clip_id``) of rows first to end - 1 as an Arrow array, not copied."""
         end = self._length if end is None else end
         parts = []
         for n in range(first // ROWS_PER_BATCH, -(-end // ROWS_PER_BATCH)) if end > first else range(0):
@@ -310,17 +310,17 @@ class SampleIndex:
         return pa.chunked_array(parts, pa.string())
 
     def clip_ids(self, first: int = 0, end: int | None = None) -> list[str]:
-        """The clip ids that rows first to end - 1 have, each once, sorted."""
+        """Return the clip ids that rows first to end - 1 have, each once, sorted."""
         return sorted(pc.unique(self.texts("clip_id", first, end)).to_pylist())
 
     def clip_numbers(self, first: int = 0, end: int | None = None) -> NDArray[np.int32]:
-        """The clips of rows first to end - 1 as numbers: equal where the ids are, counted by first appearance."""
+        """Return clips of rows first to end - 1 as numbers: equal where the ids are, counted by first appearance."""
         encoded = self.texts("clip_id", first, end).dictionary_encode().combine_chunks()
         numbers: NDArray[np.int32] = encoded.indices.to_numpy(zero_copy_only=False)
         return numbers
 
     def member_totals(self) -> NDArray[np.float64]:
-        """[3, names, codecs]: number, stored bytes and raw bytes of all members of each name and codec."""
+        """Return [3, names, codecs]: number, stored bytes and raw bytes of all members of each name and codec."""
         totals = np.zeros((3, len(self.names), len(self.codecs)))
         for number in range(len(self._batches)):
             name, codec, _, stored, raw, _ = map(np.asarray, self._batch(number).row_members.columns)
@@ -346,7 +346,7 @@ class SampleIndex:
         return batch
 
     def _column(self, number: int, name: str) -> Any:  # noqa: ANN401 - texts are an Arrow array, numbers numpy's
-        """One column of a batch, checked by itself: nothing else of the mapped batch is read."""
+        """Return one column of a batch, checked by itself: nothing else of the mapped batch is read."""
         if (batch := self._batches[number]) is not None:
             return getattr(batch, name) if name in _TEXTS else batch.scalars[_SCALARS.index(name)]
         self._source.need_batch(number)

@@ -33,7 +33,7 @@ MAX_BLOCKS_BYTES: Final = 64 << 20
 
 
 def comes_whole(entry: FileEntry) -> bool:
-    """Whether a file at a URL is fetched as a whole."""
+    """Return whether a file at a URL is fetched as a whole."""
     return entry.bytes <= (min(WHOLE_BYTES, WHOLE_KEYS_BYTES) if entry.name == KEYS_FILE else WHOLE_BYTES)
 
 
@@ -44,7 +44,7 @@ class Origin(Protocol):
         """Have a file in the folder; raises DatasetError or ManifestError where that fails."""
 
     def read(self, name: str, first: int, end: int) -> bytes:
-        """Bytes ``first`` to ``end - 1`` of a file; raises DatasetError."""
+        """Return bytes ``first`` to ``end - 1`` of a file; raise DatasetError."""
 
 
 class Tables(NamedTuple):
@@ -81,7 +81,7 @@ class _Opener:
         self._folder, self._manifest, self._origin = folder, manifest, origin
 
     def table(self, name: str, *, is_checked: bool = False) -> BlockFile:
-        """A table. At a URL it comes as a whole or by blocks; here those of ``shards.arrow`` are always checked."""
+        """Open a table, at a URL whole or by blocks; in a folder check the blocks of ``shards.arrow`` always."""
         entry, path = self._entry(name), self._folder / name
         if self._origin is not None and not comes_whole(entry):
             read: Callable[[int, int], bytes] = partial(self._origin.read, name)
@@ -146,7 +146,7 @@ def seal_tables(folder: Path) -> list[FileEntry]:
 
 
 def file_entry(path: Path) -> FileEntry:
-    """The manifest's entry of a file."""
+    """Return the manifest's entry of a file."""
     with open_file(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return FileEntry(name=path.name, bytes=path.stat().st_size, sha256=digest)

@@ -53,7 +53,7 @@ class FrameMaker:
         self._all = {**cameras, **lidars, **given.radars}
 
     def frames(self, times: NDArray[np.int64]) -> Iterator[Frame]:
-        """A frame for each of these times of the reference [ns]; raises SourceError."""
+        """Yield a frame for each of these times of the reference [ns]; raise SourceError."""
         index = self._index
         rows = {channel: self._matched(channel, topic, times).tolist() for channel, topic in self._all.items()}
         stamps = {topic: index.series[topic].stamps.tolist() for topic in self._cameras.values()}
@@ -95,7 +95,7 @@ class FrameMaker:
             )  # fmt: skip
 
     def _members(self, times: Sequence[int], rows: Mapping[str, Sequence[int]]) -> list[list[Reference]]:
-        """The members of each time's radars, whose rows are by channel, and signals."""
+        """Return the members of each time's radars, by the rows of each channel, and signals."""
         found: list[list[Reference]] = [[] for _ in times]
         for channel in self._channels:
             parts: Iterable[list[Reference]]
@@ -110,7 +110,7 @@ class FrameMaker:
         return found
 
     def _marks(self, channel: str) -> dict[int, Marks]:
-        """By row of a camera's pictures the boxes in them."""
+        """Return the boxes in a camera's pictures, by the picture's row."""
         given = self._given
         offset_ns, tolerance_ns = (
             round(delay_ms * 1e6) for delay_ms in (given.offsets_ms.get(f"boxes2d_{channel}", 0), given.tolerance_ms)
@@ -118,7 +118,7 @@ class FrameMaker:
         return self._index.marks_of(self._cameras[channel], given.boxes2d[channel], offset_ns, tolerance_ns)
 
     def _radar(self, channel: Channel, rows: Sequence[int], times: Sequence[int]) -> Iterator[list[Reference]]:
-        """The member of a radar at each time: moved to ego there by the poses at both times, without any as it is."""
+        """Yield the member of a radar at each time, moved to ego there by the poses at both times if there are any."""
         index, topic, vectors = self._index, channel.source_name, channel.law.roles.get("vectors", ())
         stamps, items = index.series[topic]
         frame_id = index.frame_ids.get(topic, "").lstrip("/")
@@ -137,7 +137,7 @@ class FrameMaker:
             yield [Reference(channel.field, POINTS + job.ref, num_bytes, is_estimate=True)]
 
     def _fixes(self, times: NDArray[np.int64]) -> list[dict[str, float | None]]:
-        """The position nearest to each time, at most ``max_gap_s`` away; None where there is none."""
+        """Return the position nearest to each time, at most ``max_gap_s`` away; None where there is none."""
         fixes = sorted(self._index.fixes)
         if not fixes:
             return []
@@ -151,7 +151,7 @@ class FrameMaker:
         return found
 
     def _matched(self, channel: str, topic: str, times: NDArray[np.int64]) -> NDArray[np.intp]:
-        """The row of a channel's message for each time; -1: none. Notes the delay that was estimated."""
+        """Return the row of a channel's message for each time, -1 for none. Note the delay that was estimated."""
         index = self._index
         stamps = index.series[topic].stamps
         if channel == self._reference:
@@ -168,7 +168,7 @@ class FrameMaker:
         return rows
 
     def _info_topic(self, channel: str, topic: str) -> str:
-        """The topic of a camera's calibration."""
+        """Return the topic of a camera's calibration."""
         index = self._index
         given = self._given.camera_infos.get(channel)
         parts = topic.split("/")
@@ -225,5 +225,5 @@ class FrameMaker:
 
 
 def _image_boxes(marks: Marks) -> ImageBoxRows:
-    """With the centre of the first pixel at 0: in messages, that is its left edge."""
+    """Shift boxes so that the centre of the first pixel is 0: in messages, its left edge is."""
     return ImageBoxRows(box=np.array(marks.box).reshape(-1, 4) - 0.5, category=marks.category, track=marks.track)

@@ -30,7 +30,7 @@ class VideoSettings(FrameSettings, frozen=True, kw_only=True):
 
 
 def libraries_of(*, has_video: bool) -> str:
-    """The versions that decide the bytes of a source's frames of video; empty without video."""
+    """Return the versions that decide the bytes of a source's frames of video; empty without video."""
     return _libraries() if has_video else ""
 
 

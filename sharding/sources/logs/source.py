@@ -67,7 +67,7 @@ class LogSource(FrameSource[LogSettings]):
         return "clip" if in_order or _has_video(self) else "random"
 
     def sensors(self) -> Sensors:
-        """Cameras and lidars by their channels; a lidar has the columns x, y, z, intensity, ring, time."""
+        """Return cameras and lidars by their channels; a lidar has the columns x, y, z, intensity, ring, time."""
         assert self.channels is not None, "they are checked first"
         _check_channels(self)
         self.time_base = "unix" if _is_unix(self, self._indexed(self.recordings.logs[0][0])) else "boot"
@@ -75,7 +75,7 @@ class LogSource(FrameSource[LogSettings]):
         return Sensors.of(self.camera_topics, dict.fromkeys(self.lidar_topics, COLUMNS))
 
     def clips(self) -> Iterator[Clip]:
-        """The parts of each log: cut at gaps of the reference, and after ``clip_seconds``."""
+        """Yield the parts of each log: cut at gaps of the reference, and after ``clip_seconds``."""
         given = self.given
         reference = _reference(self)
         for name, files in self.recordings.logs:
@@ -98,7 +98,7 @@ class LogSource(FrameSource[LogSettings]):
             self.noted.update(index.noted)
 
     def poses(self, clip: Clip) -> Trajectory | None:
-        """Of the log's transforms, or of the Odometry topic."""
+        """Return the poses of the log's transforms, or of the Odometry topic."""
         given, index = self.given, self._indexed(clip.log_id)
         if not self.has_poses:
             return None
@@ -113,7 +113,7 @@ class LogSource(FrameSource[LogSettings]):
         return Trajectory(times, moved.at(times) @ ego2child, clip.name, max_gap_s=given.max_gap_s)
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
-        """One for each message of the reference that is left."""
+        """Yield a frame for each remaining message of the reference."""
         log, times = self._cuts[clip.name]
         maker = FrameMaker(
             self._indexed(log), self.given, self.recordings.topics, self.camera_topics, self.lidar_topics,
@@ -172,7 +172,7 @@ class LogSource(FrameSource[LogSettings]):
         return (*found, *_radar_channels(self))
 
     def _indexed(self, log: str) -> LogIndex:
-        """What is known of a log; that of the last one is kept."""
+        """Return the index of a log; keep that of the last one."""
         if self._index is None or self._index.name != log:
             files = next(files for name, files in self.recordings.logs if name == log)
             self._index = LogIndex(
@@ -202,12 +202,12 @@ class Rosbag2Source(LogSource):
 
 
 def _reference(source: LogSource) -> str:
-    """The channel that makes the frames."""
+    """Return the channel that makes the frames."""
     return source.given.reference or next(iter(source.lidar_topics), "") or next(iter(source.camera_topics))
 
 
 def _is_unix(source: LogSource, index: LogIndex) -> bool:
-    """Whether the times of a log count from 1970: they are after the year 2000, or there are none."""
+    """Return whether the times of a log count from 1970: they are after the year 2000, or there are none."""
     topics = {**source.camera_topics, **source.lidar_topics}
     stamps = index.series[topics[_reference(source)]].stamps
     return not len(stamps) or bool(stamps[0] >= _YEAR_2000_NS)
@@ -218,12 +218,12 @@ def _has_video(source: LogSource) -> bool:
 
 
 def _levels(source: LogSource) -> dict[str, tuple[int, int]]:
-    """By topic the values that become black and white, of raw pictures of 16 bits."""
+    """Return the values that become black and white, of raw pictures of 16 bits, by topic."""
     return {source.camera_topics[channel]: levels for channel, levels in source.given.levels.items()}
 
 
 def _radar_channels(source: LogSource) -> list[Channel]:
-    """By the first message of each topic; raises SourceError where there is none."""
+    """Return the channels of radars by the first message of each topic; raise SourceError where there is none."""
     if not source.given.radars:
         return []
     topics = source.recordings.chosen("radars", source.given.radars, CLOUDS)
@@ -242,7 +242,7 @@ def _radar_channels(source: LogSource) -> list[Channel]:
 
 
 def _gps(source: LogSource) -> str:
-    """The topic of positions; empty: there is none. Raises ConfigError for another one that is asked for."""
+    """Return the topic of positions, empty without one. Raise ConfigError for a missing one that the options name."""
     topics = sorted(name for name, topic in source.recordings.topics.items() if topic.type in FIXES)
     if source.given.gps and source.given.gps not in topics:
         raise ConfigError(f"gps: '{source.given.gps}' is not one of: {', '.join(topics) or '-'}")

@@ -45,7 +45,7 @@ _END_OF_IMAGE: Final = b"\xff\xd9"
 
 
 def recorded(options: dict[str, Any]) -> dict[str, Any]:
-    """Options of a source as its recipe has them: no byte depends on those of damaged images where these are errors."""
+    """Return the options of a source for its recipe: those of damaged images change no byte where these are errors."""
     if options["damaged_image"] == "error":
         return {name: value for name, value in options.items() if name not in _OF_DAMAGED}
     return options

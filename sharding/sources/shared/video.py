@@ -64,7 +64,7 @@ class _Shown(NamedTuple):
 
 
 def libraries() -> str:
-    """What decides the bytes of a JPEG made from video: versions of PyAV, FFmpeg's decoders and scaler, simplejpeg."""
+    """Return what decides the bytes of a JPEG from video: versions of PyAV, FFmpeg's decoders and scaler, simplejpeg."""
     from importlib.metadata import version
 
     import av
@@ -90,7 +90,7 @@ class VideoFile:
         self.num_decoded = 0
 
     def facts(self) -> VideoFacts:
-        """What the index of the file states; without an index packets are counted, and none is decoded.
+        """Return what the index of the file states; without an index count packets, decode nothing.
 
         Raises SourceError for a file whose index leads beyond its end, and as :func:`video_frames` does.
         """
@@ -109,7 +109,7 @@ class VideoFile:
             return VideoFacts(*head, len(packets), first)
 
     def jpegs(self, numbers: Iterable[int], quality: int = QUALITY) -> Iterator[tuple[int, bytes]]:
-        """As :func:`video_frames`."""
+        """Yield frames as :func:`video_frames`."""
         wanted = sorted(set(numbers))
         if not wanted:
             return
@@ -154,7 +154,7 @@ class VideoFile:
         raise SourceError(f"{self._where}: frame {min(wanted)} cannot be decoded: is the file cut, or damaged?")
 
     def _from_the_start(self, wanted: list[int], quality: int) -> Iterator[tuple[int, bytes]]:
-        """A raw stream has no times: frames are counted."""
+        """Yield the frames of a raw stream, which has no times: frames are counted."""
         chosen, number = set(wanted), -1
         with self._opened() as container:
             encoder = _Encoder(quality, self._where)
@@ -209,7 +209,7 @@ class VideoFile:
 
 
 def _best(container: Any) -> Any:  # noqa: ANN401 - PyAV
-    """The stream that the program ffmpeg takes of several, such as a preview and the video: the largest picture.
+    """Return the stream that the program ffmpeg takes of several, such as a preview and the video: the largest picture.
 
     The one that is marked as default counts five million pixels more, and a cover comes last.
     """
@@ -269,7 +269,7 @@ class StreamDecoder:
 
 
 def stream_size(data: Buffer, codec: str, where: str) -> tuple[int, int]:
-    """Width and height [px] of a stream by its first keyframe's parameter sets."""
+    """Return width and height [px] of a stream by its first keyframe's parameter sets."""
     import av
 
     try:
@@ -284,7 +284,7 @@ def stream_size(data: Buffer, codec: str, where: str) -> tuple[int, int]:
 
 
 def is_keyframe(data: Buffer, codec: str, where: str) -> bool:
-    """Whether a packet, of which the first bytes will do, begins a group of pictures.
+    """Return whether a packet, by its first bytes, begins a group of pictures.
 
     By NAL units of H.264 (ITU-T H.264 table 7-1) and HEVC (H.265 table 7-1), and OBUs of AV1 (AV1 6.2.2).
     """
@@ -320,7 +320,7 @@ def _obu_types(head: bytes) -> Iterator[int]:
 
 
 def _codec(name: str, where: str) -> str:
-    """FFmpeg's name of the codec."""
+    """Return FFmpeg's name of the codec."""
     plain = name.lower().strip()
     plain = "av1" if plain == "libdav1d" else _NAMES.get(plain, plain)
     if plain not in CODECS:
@@ -338,7 +338,7 @@ class _Encoder:
         self._reformatter = VideoReformatter()
 
     def jpeg(self, frame: Any, number: int) -> bytes:  # noqa: ANN401 - PyAV
-        """The frame as JPEG; raises SourceError for one that is damaged or is to be turned."""
+        """Encode the frame as JPEG; raise SourceError for one that is damaged or rotated."""
         if frame.is_corrupt:
             raise SourceError(f"{self._where}: frame {number} is damaged, or what it builds on is missing")
         if frame.rotation:
@@ -351,7 +351,7 @@ class _Encoder:
         return data
 
     def _planes(self, frame: Any) -> list[NDArray[np.uint8]]:  # noqa: ANN401 - PyAV
-        """Planes of 8 bits, full range, BT.601, with the chroma of the video."""
+        """Return the planes of 8 bits, full range, BT.601, with the chroma of the video."""
         name = frame.format.name
         is_full = name.startswith("yuvj") or frame.color_range == _FULL
         matrix = frame.colorspace
@@ -398,7 +398,7 @@ def _converted(planes: Sequence[NDArray[np.uint8]], matrix: int, is_full: bool) 
 
 
 def _ycc2rgb(matrix: int) -> NDArray[np.float64]:
-    """(3, 3): full-range Y, Cb, Cr to R, G, B."""
+    """Return the matrix (3, 3) from full-range Y, Cb, Cr to R, G, B."""
     kr, kb = _MATRICES[matrix]
     kg = 1 - kr - kb
     red, blue = 2 * (1 - kr), 2 * (1 - kb)

@@ -21,12 +21,12 @@ class Window:
     """Bytes of a file, a few at a time: what was read last is kept."""
 
     def __init__(self, read: Callable[[int, int], bytes], num_bytes: int, where: str) -> None:
-        """``read(offset, length)`` reads; the file has ``num_bytes``; ``where`` names it in errors."""
+        """Take a function ``read(offset, length)`` of a file of ``num_bytes``; ``where`` names it in errors."""
         self._read, self.num_bytes, self.where = read, num_bytes, where
         self._start, self._data = 0, b""
 
     def at(self, offset: int, length: int, ahead: int = 0) -> bytes:
-        """``length`` bytes from ``offset`` on, fewer where the file ends; reads ``ahead`` bytes beyond them."""
+        """Return ``length`` bytes from ``offset`` on, fewer where the file ends; read ``ahead`` bytes beyond them."""
         begin = offset - self._start
         if begin < 0 or begin + length > len(self._data):
             check_most(length, f"{self.where}: the part at byte {offset}")
@@ -37,7 +37,7 @@ class Window:
 
 @contextlib.contextmanager
 def opened(files: SourceFiles, name: str) -> Iterator[Window]:
-    """A window on a file, which is kept open; at a URL, each read is a request."""
+    """Yield a window on a file, which is kept open; at a URL, each read is a request."""
     facts = files.facts_of([name])[0]
     where = f"file '{files.shown}/{name}'"
     if facts is None:
@@ -55,7 +55,7 @@ def opened(files: SourceFiles, name: str) -> Iterator[Window]:
 
 
 def open_file(files: SourceFiles, name: str, ahead: int = 0) -> BinaryIO:
-    """A file, without a buffer; at a URL it is read by ranges of at least ``ahead`` bytes."""
+    """Open a file without a buffer; at a URL it is read by ranges of at least ``ahead`` bytes."""
     if isinstance(files, FolderFiles):
         return open(files.descriptor(name), "rb", buffering=0)  # noqa: PTH123 - closed by the caller
     facts = files.facts_of([name])[0]

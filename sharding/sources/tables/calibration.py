@@ -34,7 +34,7 @@ class Calibration(NamedTuple):
     dist: list[tuple[float, ...]]
 
     def at(self, row: int) -> Calibration:
-        """One row."""
+        """Return one row."""
         columns: Any = [[column[row]] for column in self.columns]
         return Calibration(*columns)
 
@@ -45,7 +45,7 @@ class Calibration(NamedTuple):
         return list(found)
 
     def filled(self, other: Calibration | None) -> Calibration:
-        """This, and the one row of ``other`` where nothing is stated."""
+        """Fill what is not stated from the one row of ``other``."""
         if other is None:
             return self
         columns: Any = [

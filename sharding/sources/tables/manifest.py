@@ -329,7 +329,7 @@ class Manifest(FrameSource[ManifestSettings]):
     # Wide: columns of the frame's row.
 
     def _calibration(self, clip: Clip, rows: Rows, prefix: str) -> Calibration:
-        """The calibration of the sensor whose columns begin with ``prefix``, and what ``calibration`` has of it."""
+        """Return the calibration of the sensor with this prefix of columns, completed from ``calibration``."""
         _, name, _ = prefix.split(".")
         is_camera, given = prefix.startswith("cam."), self.given.camera_axes
         axes = given if isinstance(given, str) else given.get(name, "optical")
@@ -347,12 +347,12 @@ class Manifest(FrameSource[ManifestSettings]):
 
 
 def _columns(table: Table | None) -> list[str]:
-    """Names of the columns of a table; none where it is not there."""
+    """Return the names of a table's columns; none where the table does not exist."""
     return [] if table is None else list(table.schema.names)
 
 
 def _times(rows: Rows, *, is_unix: bool) -> NDArray[np.int64]:
-    """Times of all rows [ns]; raises SourceError where one has none."""
+    """Return the times of all rows [ns]; raise SourceError where one has none."""
     times = rows.times(is_unix=is_unix)
     if times is None:
         raise SourceError(f"table '{rows.table}' has no column of time, one of {', '.join(TIME_COLUMNS)}")
@@ -362,7 +362,7 @@ def _times(rows: Rows, *, is_unix: bool) -> NDArray[np.int64]:
 
 
 def _one(rows: Rows, name: str) -> str | None:
-    """The one text that all rows have."""
+    """Return the one text that all rows have."""
     found = rows.texts(name)
     if len(set(found)) > 1:
         other = next(row for row, text in enumerate(found) if text != found[0])
@@ -371,7 +371,7 @@ def _one(rows: Rows, name: str) -> str | None:
 
 
 def _value_channels(table: Table | None) -> tuple[Channel, ...]:
-    """The channels of the columns of values; raises SourceError where the rows of one are not alike."""
+    """Return the channels of the columns of values; raise SourceError where the rows of one differ in kind."""
     forms = ValueForms()
     names = [name for name in _columns(table) if name.startswith(VALUE)]
     for rows in table.parts() if table is not None and names else ():

@@ -38,13 +38,13 @@ class Videos:
     """The video files of a source; what is known of the last ones is kept. ``num_decoded`` counts decoded frames."""
 
     def __init__(self, files: SourceFiles, inside: Callable[[str], str]) -> None:
-        """``inside`` makes names below the root of paths."""
+        """Take ``inside``, which makes names below the root of paths."""
         self._files, self._inside = files, inside
         self._kept: dict[str, VideoFacts | None] = {}
         self.num_decoded = 0
 
     def facts(self, name: str) -> VideoFacts | None:
-        """What the video states; None where it is not there. Raises SourceError."""
+        """Return what the video states; None where it does not exist. Raise SourceError."""
         if name not in self._kept:
             check_inside(name, "video")
             path = self._files.path(name)
@@ -56,7 +56,7 @@ class Videos:
         return self._kept[name]
 
     def named(self, tables: Iterable[Rows]) -> tuple[str, ...]:
-        """Names of the videos in the paths of these rows that are there."""
+        """Return the names of the existing videos in the paths of these rows."""
         found: dict[str, None] = {}
         for rows in tables:
             for column in filter(is_path, rows.batch.schema.names):
@@ -79,7 +79,7 @@ class Videos:
 
 
 def frame_of(ref: str) -> tuple[str, int]:
-    """The video and the number that ``VIDEO#frame=NUMBER`` names; raises SourceError."""
+    """Return the video and the number that ``VIDEO#frame=NUMBER`` names; raise SourceError."""
     found = _FRAME.match(ref)
     if found is None:
         raise SourceError(f"'{ref}' must be VIDEO{FRAME}N, N from 0 in the order in which frames are shown")
@@ -90,7 +90,7 @@ class Paths:
     """What the paths of a manifest refer to."""
 
     def __init__(self, files: SourceFiles, root: str) -> None:
-        """``files`` are those below the folder or URL ``root``."""
+        """Take ``files``, those below the folder or URL ``root``."""
         folder = Path(root.removeprefix("file://"))
         roots = [root] if is_url(root) else [str(folder.absolute()), str(folder.resolve())]
         self._roots = [f"{one.rstrip('/')}/" for one in roots]

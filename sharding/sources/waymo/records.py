@@ -44,7 +44,7 @@ class Record(NamedTuple):
 
 
 def records(window: Window, *, whole: bool, payloads: bool) -> Iterator[Record]:
-    """The records of a file, in order; the checksums of lengths are checked, with ``payloads`` those of bytes too.
+    """Yield the records of a file, in order; check the checksums of lengths, with ``payloads`` those of bytes too.
 
     ``whole`` reads each record at once. Raises SourceError for a bad checksum and for a file that is cut off.
     """
@@ -82,12 +82,12 @@ def records(window: Window, *, whole: bool, payloads: bool) -> Iterator[Record]:
 
 
 def masked(crc: int) -> int:
-    """A CRC32C as TFRecord files have it: rotated by 15 bits, and a constant added."""
+    """Mask a CRC32C as TFRecord files do: rotate it by 15 bits and add a constant."""
     return ((crc >> 15 | crc << 17) + _MASK) & 0xFFFFFFFF
 
 
 def varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number, and where the next byte is; raises ValueError where it does not end."""
+    """Return a number, and where the next byte is; raise ValueError where it does not end."""
     value = 0
     for number, byte in enumerate(data[at : at + 10]):
         if byte < 0x80:
@@ -97,7 +97,7 @@ def varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def fields(data: bytes) -> Iterator[tuple[int, int, int | bytes]]:
-    """Number, wire type and value of each field of a message; raises ValueError where it is not one."""
+    """Yield number, wire type and value of each field of a message; raise ValueError where it is not one."""
     for number, wire, start, end in spans(data):
         yield number, wire, varint(data, start)[0] if wire == VARINT else data[start:end]
 
@@ -130,12 +130,12 @@ def alike(
 
 
 def numbers(columns: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """The varints (N,) whose bytes are the rows of (N, B)."""
+    """Return the varints (N,) whose bytes are the rows of (N, B)."""
     return (columns & 0x7F).astype(np.int64) @ (1 << 7 * np.arange(columns.shape[1]))
 
 
 def spans(data: bytes) -> Iterator[tuple[int, int, int, int]]:
-    """Number and wire type of each field of a message, and where its value begins and ends."""
+    """Yield number and wire type of each field of a message, and where its value begins and ends."""
     at, end = 0, len(data)
     while at < end:
         key = data[at]
@@ -168,7 +168,7 @@ class FieldPlace(msgspec.Struct, frozen=True, gc=False):
 
 
 def field_places(window: Window, start: int, end: int, ahead: int = 0) -> Iterator[FieldPlace]:
-    """The fields of the message from ``start`` to ``end`` in a file, of which only their heads are read.
+    """Yield the fields of the message from ``start`` to ``end`` in a file, of which only their heads are read.
 
     ``ahead`` bytes are read beyond each head that is not in memory. Raises ValueError where it is no message.
     """
@@ -202,7 +202,7 @@ def _fixed(wire: int) -> int:
 
 
 def doubles(data: bytes, number: int) -> list[float]:
-    """The values of a repeated field of doubles, packed or not; raises ValueError for another type."""
+    """Return the values of a repeated field of doubles, packed or not; raise ValueError for another type."""
     found: list[float] = []
     for field, wire, value in fields(data):
         if field == number:

@@ -49,7 +49,7 @@ class CameraModel(NamedTuple):
 
 
 def camera_models(index: LogIndex, channel: str, topic: str, info_topic: str, ego: str) -> list[CameraModel]:
-    """A camera's models in the order of time; raises SourceError for a lens that is not known."""
+    """Return a camera's models in the order of time; raise SourceError for an unknown lens."""
     where = f"log '{index.name}', {channel}: {info_topic}"
     is_rectified = any("rect" in part for part in topic.split("/"))
     frame = index.frame_ids.get(topic) or index.calibrations[info_topic][0][1].frame_id

@@ -58,7 +58,7 @@ class Ros:
         return _store(self._type, self._topic.schema).deserialize_cdr(bytes(data), self._type)
 
     def picture(self, data: Buffer) -> Picture:
-        """The head of a picture; one that differs from the last in stamp and length alone is not parsed again."""
+        """Read the head of a picture; parse one again only if more than stamp and length changed."""
         order, text, last = self._pictured
         at = last.offset - 4
         if data[_STAMP.stop : at] == text and data[: _STAMP.start] == order:
@@ -86,11 +86,11 @@ class Ros:
         return Picture(stamp_ns, frame_id, cdr.at, length)
 
     def video_format(self, data: Buffer) -> str:
-        """The codec."""
+        """Read the codec of a video."""
         return str(self._read(data).format)
 
     def calibrations(self, messages: Sequence[Buffer]) -> Iterator[tuple[int, Calibration]]:
-        """With their stamps; one that says the same as the one before it is the same record."""
+        """Yield each calibration with its stamp; one that equals the one before it is the same record."""
         for data in messages:
             text = data[_STAMP.stop :]
             if self._calibrated is None or self._calibrated[0] != text:
@@ -98,7 +98,7 @@ class Ros:
             yield _stamp_ns(data, _STAMP.start), self._calibrated[1]
 
     def calibration(self, data: Buffer) -> Calibration:
-        """A CameraInfo, or foxglove's CameraCalibration."""
+        """Read a CameraInfo, or foxglove's CameraCalibration."""
         info = self._read(data)
         size = info.width, info.height, info.distortion_model
         is_foxglove = self._topic.type != "sensor_msgs/CameraInfo"
@@ -111,7 +111,7 @@ class Ros:
         return Calibration(_time_ns(info.header.stamp), info.header.frame_id, *size, d, k, r, p, binning, part)
 
     def transforms(self, data: Buffer) -> list[Edge]:
-        """A TFMessage, or foxglove's FrameTransform and FrameTransforms."""
+        """Read a TFMessage, or foxglove's FrameTransform and FrameTransforms."""
         if self._topic.type == "tf2_msgs/TFMessage":
             cdr = _Cdr(data)
             edges = [cdr.edge() for _ in range(cdr.u32())]
@@ -128,7 +128,7 @@ class Ros:
         ]  # fmt: skip
 
     def edges(self, messages: Sequence[Buffer]) -> list[Edges]:
-        """The transforms of many messages.
+        """Read the transforms of many messages.
 
         TFMessages of one transform that differ in stamp and pose alone are read together.
         """
@@ -155,7 +155,7 @@ class Ros:
         return Edges.joined([*found, *Edges.of(loose)])
 
     def pose(self, data: Buffer) -> Edge:
-        """An Odometry, a PoseStamped, or one with covariance."""
+        """Read an Odometry, a PoseStamped, or one with covariance."""
         one = self._read(data)
         pose = one.pose if self._topic.type == "geometry_msgs/PoseStamped" else one.pose.pose
         child = getattr(one, "child_frame_id", "")
@@ -163,7 +163,7 @@ class Ros:
         return Edge(one.header.frame_id, child, stamp_ns, _wxyz(pose.orientation), _xyz(pose.position))
 
     def fix(self, data: Buffer) -> Fix:
-        """A NavSatFix; its status is -1 without a fix."""
+        """Read a NavSatFix; its status is -1 without a fix."""
         one = self._read(data)
         place = (one.latitude, one.longitude, one.altitude) if one.status.status >= 0 else (math.nan,) * 3
         return Fix(_time_ns(one.header.stamp), *map(float, place))
@@ -183,14 +183,14 @@ class Ros:
         return list(paths(self._type))
 
     def signals(self, messages: Sequence[Buffer]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Stamps (N,) [ns], and the numbers (N, C) of :attr:`columns`."""
+        """Read stamps (N,) [ns], and the numbers (N, C) of :attr:`columns`."""
         read = [operator.attrgetter(path) for path in self.columns]
         found = [self._read(data) for data in messages]
         stamps = [_time_ns(one.header.stamp if hasattr(one, "header") else one.stamp) for one in found]
         return np.array(stamps, np.int64), np.array([[get(one) for get in read] for one in found], np.float64)
 
     def marks(self, data: Buffer) -> Marks:
-        """A Detection2DArray of any version, or foxglove's ImageAnnotations.
+        """Read a Detection2DArray of any version, or foxglove's ImageAnnotations.
 
         The bounds of a box that is turned, and the category of the best score.
         """
@@ -220,12 +220,12 @@ class Ros:
         return found
 
     def cloud_head(self, data: Buffer, length: int) -> tuple[int, str, int]:  # noqa: ARG002 - foxglove's needs it
-        """Stamp, frame and number of points."""
+        """Read stamp, frame and number of points."""
         cdr = _Cdr(data)
         return cdr.stamp(), cdr.text(), max(cdr.u32() * cdr.u32(), 1)
 
     def cloud(self, data: Buffer) -> Cloud:
-        """A PointCloud2."""
+        """Read a PointCloud2."""
         one = self._read(data)
         columns = tuple(PointField(field.name, field.offset, _KINDS[field.datatype]) for field in one.fields)
         return Cloud(
@@ -236,7 +236,7 @@ class Ros:
 
 @functools.cache
 def _standard() -> Any:  # noqa: ANN401 - rosbags
-    """ROS 2's own types; making them takes tens of milliseconds."""
+    """Return ROS 2's own types; making them takes tens of milliseconds."""
     from rosbags.typesys import Stores, get_typestore
 
     return get_typestore(Stores.ROS2_HUMBLE)
@@ -244,7 +244,7 @@ def _standard() -> Any:  # noqa: ANN401 - rosbags
 
 @functools.cache
 def _store(name: str, schema: bytes) -> Any:  # noqa: ANN401 - rosbags
-    """Types that have this one: ROS 2's own, else by the log's text."""
+    """Return the types that include this one: ROS 2's own, else by the log's text."""
     from rosbags.interfaces import Nodetype
     from rosbags.typesys import Stores, get_types_from_msg, get_typestore
 
@@ -262,7 +262,7 @@ def _store(name: str, schema: bytes) -> Any:  # noqa: ANN401 - rosbags
     sizes: dict[str, int] = {}
 
     def num_values(kind: str, inside: tuple[str, ...]) -> int:
-        """How many values a message has, of which the library writes code for each: a number, a text, or a list."""
+        """Count the values of a message (numbers, texts, lists), for each of which the library writes code."""
         if kind in inside:
             raise ValueError(f"in its definition {kind} has itself as a field")
         if kind not in sizes:
@@ -303,7 +303,7 @@ class _Cdr:
         return bytes(self.chars()).rstrip(b"\0").decode("utf-8", "replace")
 
     def chars(self) -> memoryview:
-        """A text as it is, with its end mark."""
+        """Read a text with its end mark."""
         start = self.at + -self.at % 4 + 4
         (length,) = self._u32(self._data, start - 4)
         self.at = start + length
@@ -315,7 +315,7 @@ class _Cdr:
         return _stamp_ns(self._data, at)
 
     def edge(self) -> Edge:
-        """A TransformStamped."""
+        """Read a TransformStamped."""
         stamp_at = self.at + -self.at % 4
         self.at = stamp_at + 8
         parent, child = self.text(), self.text()
@@ -330,7 +330,7 @@ def _readers(data: Buffer) -> tuple[Callable[..., tuple[Any, ...]], ...]:
 
 
 def _last_pose(data: Buffer) -> int:
-    """Where the last transform of a TFMessage has its translation: what follows it is padding to 4 bytes."""
+    """Return where the last transform of a TFMessage has its translation: padding to 4 bytes follows it."""
     return len(data) - _POSE_BYTES - (len(data) - 4) % 8
 
 
