@@ -233,7 +233,7 @@ class Transforms(Settings, frozen=True):
 
     @property
     def static_batches(self) -> StaticBatches | None:
-        """How batches are made static; None: they are not."""
+        """The settings of static batches; None where batches are not static."""
         if isinstance(self.static, bool):
             return StaticBatches() if self.static else None
         return self.static

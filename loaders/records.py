@@ -47,16 +47,16 @@ class Source(NamedTuple):
     """One dataset to read from. It is no stage's record: all samples of the dataset share it."""
 
     name: str | None
-    """In a mix; None for a dataset alone."""
+    """The name in a mix; None for a dataset alone."""
     dataset: Dataset
     first_row: int
-    """Where its split begins in its index."""
+    """The row of its index where its split begins."""
     base: int
     """Rows of the mix's datasets before it: ``base + row`` numbers samples over all of them."""
     storage: SampleStorage
     reader: SampleReader
     attributes: AttributeColumns
-    """Those that a batch has."""
+    """The attributes that a batch has."""
 
 
 class Scheduled(NamedTuple):
@@ -67,17 +67,17 @@ class Scheduled(NamedTuple):
     at: int
     """Row in the rank's batch."""
     position: int
-    """In the epoch, over all ranks."""
+    """The position in the epoch, over all ranks."""
     rows: Sequence[int]
     """Rows of the dataset's index, one for each frame."""
     valid: bool
-    """False: padding."""
+    """False for padding."""
     part: int = 0
     """Which dataset of a mix."""
     present: Sequence[bool] | None = None
     """False: the clip has no such frame, the row is that of its stand-in; None: all frames exist."""
     flags: Mapping[str, NDArray[Any]] = NO_FLAGS
-    """Of the whole batch (`BatchSlot`), the same for all of its samples."""
+    """Facts of the whole batch (`BatchSlot`), the same for all of its samples."""
 
 
 class Requested(NamedTuple):
@@ -94,7 +94,7 @@ class CameraImages(NamedTuple):
     """Cameras whose images have one size in a batch."""
 
     name: str | None
-    """Of the group (``Transforms.camera_groups``); None: all cameras of the rig have one size."""
+    """The name of the group (``Transforms.camera_groups``); None: all cameras of the rig have one size."""
     cameras: tuple[int, ...]
     """Which of the loaded cameras."""
     augment: ImageAugment
@@ -163,7 +163,7 @@ class FrameTask(NamedTuple):
     """One frame of a sample to load."""
 
     row: int
-    """In its dataset's index."""
+    """The row in its dataset's index."""
     present: bool
     """False: a stand-in for a frame that the clip does not have."""
     entry: IndexRow | None
@@ -181,13 +181,13 @@ class Task(NamedTuple):
     slot: BatchSlot
     at: int
     source: Source
-    """Its dataset."""
+    """The sample's dataset."""
     frames: tuple[FrameTask, ...]
     current: int
     """Which of the frames is the sample's own."""
     valid: bool
     position: int
-    """In the epoch, over all ranks."""
+    """The position in the epoch, over all ranks."""
     num_replaced: int = 0
     """Number of bad samples that it replaces."""
 
@@ -227,19 +227,19 @@ class Parsed(NamedTuple):
     maps: tuple[Sequence[ImageMap], ...]
     """Frame by frame, camera by camera: stored pixels to output pixels."""
     changes: Sequence[PixelChange]
-    """Of pixel values, camera by camera."""
+    """The changes of pixel values, camera by camera."""
     bev: BevMap
-    """Of the ego frame."""
+    """The augmentation of the ego frame."""
     extra: Sequence[Mapping[str, Any]] = ()
     """Frame by frame the values of the selected channels, moved; None for what the frame lacks."""
     view: int | None = None
     """Which of two draws it is (``Transforms.two_views``), 0 or 1; None: there is one."""
     second: Parsed | None = None
-    """The same sample under its other draw, for another row of the batch ."""
+    """The same sample under its other draw, for another row of the batch."""
 
     @property
     def views(self) -> tuple[Parsed, ...]:
-        """Return the draws of the sample: itself, and the other one where there are two."""
+        """The draws of the sample: itself, and the other one where there are two."""
         return (self,) if self.second is None else (self, self.second)
 
     @property
@@ -297,7 +297,7 @@ class DecodedSample(NamedTuple):
     maps: Sequence[ImageMap]
     bev: BevMap = IDENTITY
     dataset: str | None = None
-    """Its name in a mix."""
+    """The dataset's name in a mix."""
     base: int = 0
     """Rows of the mix's datasets before it: ``base + row`` numbers samples over all of them."""
     window: DecodedWindow | None = None

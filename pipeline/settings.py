@@ -230,7 +230,7 @@ def _check_type(name: str, value: object, annotation: Any, error: type[Exception
 
 
 def _resolved(value: object, annotation: object, name: str) -> object:
-    """Read the settings that a dict or a path stands for, also those in a dict by name; other values stay as they are."""
+    """Read the settings of a dict or a path, also those in a dict by name; keep other values."""
     if not isinstance(value, Mapping | str | os.PathLike):
         return value
     kinds = list(_variants([inspect.type_info(annotation)]))

@@ -201,7 +201,7 @@ class CpuUse(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def disturbed(self) -> str | None:
-        """What other processes used, where that was more than a twentieth of the CPUs."""
+        """A message on the CPU time of other processes, if that was more than a twentieth of the CPUs."""
         if self.others is None or self.others <= 0.05 * self.usable:
             return None
         return f"other processes used {self.others:.1f} of {self.usable:g} CPUs, this measurement {self.own:.1f}"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 KINDS: Final = (
     "parameters", "buffers", "optimiser", "gradients", "activations", "temporary", "communication", "other"
 )  # fmt: skip
-"""In the order in which a plot stacks them: what stays first, what comes and goes last."""
+"""The kinds in the order of a plot's stack: what stays first, what comes and goes last."""
 TRACKED: Final = {
     "Parameter": "parameters", "Sharded Param": "parameters", "Unsharded Param": "parameters", "Buffer": "buffers",
     "Optstate": "optimiser", "OptState": "optimiser", "Gradient": "gradients", "Sharded Grad": "gradients",

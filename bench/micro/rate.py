@@ -104,7 +104,7 @@ class ShardingReport(msgspec.Struct, frozen=True, kw_only=True):
     machine: MachineFacts
     num_cpus: int
     commits: dict[str, str | None]
-    """Of each case what was measured; ``machine`` has the latest."""
+    """The commit that each case measured; ``machine`` has the latest."""
     num_files: dict[str, int]
     num_bytes: dict[str, int]
     restart: dict[str, RestartCost]

@@ -23,7 +23,7 @@ CAMERAS = ("CAM_FRONT", "CAM_FRONT_RIGHT", "CAM_FRONT_LEFT", "CAM_BACK", "CAM_BA
 NUM_POINTS = 34_720
 
 SWEEP_CODEC = codecs.planes(20)
-"""Of sweeps of five float32 a point."""
+"""The codec of sweeps of five float32 a point."""
 
 Files = list[tuple[str, list[Path]]]
 """Key of a frame and its files."""

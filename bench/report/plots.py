@@ -44,7 +44,7 @@ __all__ = [
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 BLUE, ORANGE, GREY = "#0072b2", "#e69f00", "#bbbbbb"
 _LEGEND_CHARACTERS = 96
-"""Of the legend's font, beside each other above a page's figure."""
+"""The characters of the legend's font that fit beside each other above a page's figure."""
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text: sharp, selectable, and in the page's own font
     "svg.hashsalt": "fuelrail",

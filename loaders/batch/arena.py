@@ -25,7 +25,7 @@ class _Piece(NamedTuple):
     shape: torch.Size
     strides: tuple[int, ...]
     offset: int
-    """In elements."""
+    """The place in the arena, in elements."""
 
 
 class Packed(NamedTuple):

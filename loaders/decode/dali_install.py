@@ -80,12 +80,12 @@ class InstalledDali(NamedTuple):
 
     @property
     def advice(self) -> str:
-        """What to do about a problem."""
+        """Advice about a problem."""
         return f"install it with what it requires: pip install '{self._line.extra}'"
 
     @property
     def problem(self) -> str:
-        """Why it cannot be used; empty if nothing is known against it."""
+        """The reason why it cannot be used; empty if none is known."""
         if self.missing:
             return f"{self.package} {self.version} is installed without {', '.join(self.missing)}"
         if _numbers(self.version) < MIN_VERSION:
@@ -99,7 +99,7 @@ class InstalledDali(NamedTuple):
 
     @property
     def known_faults(self) -> list[Fault]:
-        """Those of `KNOWN_FAULTS` that its libraries have."""
+        """The members of `KNOWN_FAULTS` that its libraries have."""
         versions = {"nvJPEG": self.nvjpeg, "nvImageCodec": self.nvimgcodec}
         found = ((fault, versions[fault.library]) for fault in KNOWN_FAULTS)
         return [

@@ -34,7 +34,7 @@ class Span(NamedTuple):
 
     @property
     def needed(self) -> tuple[int, int]:
-        """Source lines that lines which are kept are made of."""
+        """The source lines from which kept lines are made."""
         return self.first_needed, self.stop
 
 

@@ -26,7 +26,7 @@ class Identity(Settings, frozen=True, omit_defaults=True):
     """What a position is a position of. Two loaders with one identity give the same samples with the same content."""
 
     dataset: str | dict[str, str]
-    """Its fingerprint; of a mix, those of all datasets by name."""
+    """The dataset's fingerprint; for a mix, those of all datasets by name."""
     split: str
     order: dict[str, Any]
     drop_last: bool

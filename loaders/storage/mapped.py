@@ -53,9 +53,8 @@ _MADV_POPULATE_READ: Final = 22
 _SURE_AFTER: Final = 32
 
 _PROBE_EVERY: Final = 8
-"""After this number of spans in a row that were in memory only each eighth is looked up ahead, until one is not.
-Looking up costs a twentieth of checking a span, and is done again when it is taken.
-"""
+"""After this number of successive spans in memory only each eighth is looked up ahead, until one is not in memory.
+Looking up costs a twentieth of checking a span, and is done again when the span is taken."""
 
 _NUM_READERS: Final = 4
 """Threads that read huge pages ahead: one waits for one page at a time, and disks like several requests at once."""

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _EXPLAIN = RetryPolicy(deadline_s=5.0, attempt_timeout_s=5.0)
-"""For looking up what changed, when something is wrong already."""
+"""The patience of looking up what changed, when something is wrong already."""
 
 
 class RemoteShards:

@@ -40,7 +40,7 @@ _ENOUGH: Final = 20
 _EXTRA_REQUESTS: Final = 10.0
 """Hedges and immediate retries that may come together after a quiet time."""
 _FIRST_HEDGE_S: Final = 1.0
-"""When to hedge before there are enough answers to know what is usual."""
+"""The time before a hedge until enough answers show what is usual."""
 _LOOK_AGAIN_S: Final = 0.1
 """How long an estimate of the usual time holds."""
 _WIDEN_ABOVE: Final = 0.75

@@ -120,7 +120,7 @@ class Channel(Settings, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def numpy_dtype(self) -> np.dtype[np.generic]:
-        """``dtype`` as numpy has it, little-endian."""
+        """The numpy dtype, little-endian."""
         return little_endian(self.dtype)
 
     def column_numbers(self, group: tuple[str, ...]) -> list[int]:

@@ -32,7 +32,7 @@ class _Axis(NamedTuple):
     lower: NDArray[np.intp]
     upper: NDArray[np.intp]
     weight: NDArray[np.float64]
-    """Of the upper one."""
+    """Weight of the upper element, 0 to 1."""
     inside: NDArray[np.bool_]
 
 

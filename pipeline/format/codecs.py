@@ -55,10 +55,10 @@ ZSTD: Final = "zstd"
 ZSTD_DICT: Final = "zstd-dict"
 
 _MIN_BLOCK_BYTES: Final = 4096
-"""Of planes that get blocks of their own: a block costs 3 bytes, and a table some 100."""
+"""The least size of planes that get blocks of their own: a block costs 3 bytes, and a table some 100."""
 
 MAX_ROW_BYTES: Final = 4096
-"""Of rows that the codec ``zstd-pR`` takes."""
+"""The largest row that the codec ``zstd-pR`` takes."""
 
 _PLANES = re.compile(r"zstd-p([1-9][0-9]{0,3})\Z")
 

@@ -238,7 +238,7 @@ class Dataset:
 
     @property
     def location(self) -> str:
-        """Where the dataset is, for messages: folder, or URL without credentials."""
+        """The place of the dataset, for messages: folder, or URL without credentials."""
         return str(self.root) if self.url is None else shown_url(self.url)
 
     def split(self, name: str) -> SplitEntry:

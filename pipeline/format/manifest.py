@@ -35,19 +35,19 @@ MANIFEST_FILE: Final = "dataset.json"
 FORMAT: Final = "fuelrail-dataset"
 FORMAT_VERSION: Final = 1
 MAX_MANIFEST_BYTES: Final = 16 << 20
-"""Of ``dataset.json``, which has some kilobytes whatever the number of shards."""
+"""The largest ``dataset.json``, which has some kilobytes for any number of shards."""
 
 _MAX_FREE_BYTES: Final = 4 << 20
-"""Of the two objects whose keys are free: as Python objects they may take twenty times as much."""
+"""The largest size of the two objects with free keys: as Python objects they may take twenty times as much."""
 _MAX_FILE_NAME_BYTES: Final = 255
 _MAX_CAMERAS: Final = 256
 _MAX_LIDARS: Final = 64
 _MAX_TEXT: Final = 4096
 _MAX_SPLITS: Final = 1 << 10
 MAX_ANCESTORS: Final = 128
-"""Of ``lineage``: the nearest ones are kept."""
+"""The longest ``lineage``: the nearest ancestors are kept."""
 _MAX_NAMES: Final = 1 << 15
-"""Of classes and of attributes: their numbers are 16 bits wide."""
+"""The most classes, and the most attributes: their numbers are 16 bits wide."""
 BRING_BACK: Final = "bring it back from a copy, or make it again in another folder"
 _WHAT_IT_IS: Final = {
     b'"fuelrail-layer"': "; it is a layer: open its base, and give the layer as layers={NAME: PATH}",

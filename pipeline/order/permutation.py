@@ -186,7 +186,7 @@ class KeyedPermutation:
 def _round_function(
     right: NDArray[np.uint64], key: np.uint64, size: np.uint64, out: NDArray[np.uint64], spare: NDArray[np.uint64]
 ) -> None:
-    """Compute F: high 32 bits of fmix64(right ^ round key), scaled to [0, size); the constructor says what is left out."""
+    """Compute F: high 32 bits of fmix64(right ^ round key), scaled to [0, size); see the constructor for the rest."""
     np.bitwise_xor(right, key, out=out)
     np.multiply(out, _FMIX_1, out=out)
     np.right_shift(out, _S33, out=spare)

@@ -70,7 +70,7 @@ class OrderSpec(Settings, frozen=True):
     """Positions in a weighted or mixed epoch. None: weighted, class balance's own number, else as many as there are
     selected samples; mixed, as many as it takes for all of them to come."""
     pieces_per_clip: Annotated[int | None, flag("pieces that a clip is cut into, for --kind lanes")] = None
-    """With kind ``lanes`` only: into how many pieces of equal length clips are cut; None: 1."""
+    """The number of equal pieces into which clips are cut, with kind ``lanes`` only; None: 1."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):

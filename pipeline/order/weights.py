@@ -53,7 +53,7 @@ class AttributeWeights(Settings, frozen=True, tag="attribute", tag_field="by"):
     values: dict[str, float] | None = None
     """Weight by value, written as text: ``{"night": 3, "day": 1}``, ``{"true": 2.5}``, ``{"4": 1}``."""
     default: float = 1.0
-    """For values that ``values`` does not name, and for unknown ones."""
+    """The weight of values that ``values`` does not name, and of unknown ones."""
 
 
 class FileWeights(Settings, frozen=True, tag="file", tag_field="by"):
@@ -61,7 +61,7 @@ class FileWeights(Settings, frozen=True, tag="file", tag_field="by"):
 
     file: str
     default: float = 1.0
-    """For keys that the file does not name."""
+    """The weight of keys that the file does not name."""
 
 
 Weighting = ClassBalance | AttributeWeights | FileWeights

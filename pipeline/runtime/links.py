@@ -39,7 +39,7 @@ class Link:
 
     @property
     def capacity(self) -> int:
-        """How many items may wait here."""
+        """The number of items that may wait here."""
         return self._capacity
 
     def set_capacity(self, capacity: int) -> None:

@@ -13,7 +13,7 @@ from fuelrail.pipeline.errors import FuelrailError, ImageError
 from fuelrail.pipeline.sample.image_header import probe
 
 _WIDTH: Final = 200
-"""Of a thumbnail [px]."""
+"""The width of a thumbnail [px]."""
 
 
 def thumbnail(encoded: bytes, width: int = _WIDTH) -> bytes:

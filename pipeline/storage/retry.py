@@ -53,7 +53,7 @@ class RetryPolicy(Settings, frozen=True):
     """
 
     deadline_s: float = 120.0
-    """From the first attempt on; then the last error is reported."""
+    """The time from the first attempt to the report of the last error."""
     attempt_timeout_s: float = 30.0
     """A single attempt that takes longer counts as failed."""
     first_delay_s: float = 0.1

@@ -29,7 +29,7 @@ _NUM_DRAWS = 5
 _MIN_FACTOR, _MAX_FACTOR = 1e-3, 1e3
 _MAX_SIDE = 16384
 _MAX_PIXELS = 1 << 26
-"""Of the final size: the limit of a stored image, too."""
+"""The largest output: the limit of a stored image, too."""
 
 
 class ImageAugment(Settings, frozen=True):

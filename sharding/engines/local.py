@@ -92,7 +92,7 @@ class LocalEngine:
 
 
 _own = threading.local()
-"""Of each worker: how to make its writer, as readers of the scan table must not be shared, and its ``pulse``."""
+"""The state of each worker: its writer's maker, as readers of the scan table must not be shared, and its ``pulse``."""
 
 
 def _start_worker(job: WriteJob, written: Any, lock: Any, stop: Any) -> None:  # noqa: ANN401 - of threads or processes

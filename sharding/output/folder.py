@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 _MAX_SMALL_BYTES: Final = 1 << 30
-"""Of a file that is read as a whole: a shard's record, which has its rows of the index, is the largest."""
+"""The largest file that is read as a whole: the largest are shards' records, which have their rows of the index."""
 
 
 class Output(Protocol):

@@ -48,7 +48,7 @@ _DECODED: Final[dict[str, Callable[[bytes], Any]]] = {
     **dict.fromkeys(("txt", "text", "transcript"), bytes.decode),
     "npy": lambda data: read_npy(data, any_order=True),
 }
-"""By the last part of an extension, as the library decodes them."""
+"""Decoders by the last part of an extension, as the library decodes them."""
 _MOST_VALUE_BYTES: Final = 1 << 20  # values stand in the scan's table
 _LATE: Final = "none of the first samples has it; first_samples=0 looks at all"
 _TYPES: Final[dict[str, type]] = {"": str, "bool": bool, "int64": int, "float64": float}
@@ -197,12 +197,12 @@ class WebDataset(FrameSource[WebDatasetSettings]):
 
     @property
     def channels(self) -> Sequence[Channel]:  # type: ignore[override]
-        """Those of members and of lists in the JSON."""
+        """The channels of members and of lists in the JSON."""
         return tuple(self._forms[0].values())
 
     @property
     def columns(self) -> Mapping[str, type]:  # type: ignore[override]
-        """Those of single values in the JSON."""
+        """The columns of single values in the JSON."""
         return self._forms[1]
 
     @property

@@ -62,7 +62,7 @@ class DatasetLog(_Printed, frozen=True, kw_only=True):
     parents: tuple[str, ...]
     ancestors: tuple[Ancestor, ...]
     base: str | None
-    """Of a layer: the fingerprint of the dataset that it belongs to."""
+    """The fingerprint of the dataset that a layer belongs to; None for a dataset."""
 
     def as_text(self) -> str:
         """Return the report for people: a paragraph for the dataset, and a line for each ancestor."""

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 Sizes = dict[str, tuple[int, int]]
 """Width and height [px] of the source's image of each camera of a sample."""
 Step = Callable[["Reference", "Buffer", Sizes], "Buffer"]
-"""From a member's bytes to its bytes after the step; raises MemberError or SourceError."""
+"""A function from a member's bytes to its bytes after the step; it raises MemberError or SourceError."""
 
 
 class Chain(NamedTuple):

@@ -29,7 +29,8 @@ REBUILD = "python -m fuelrail.loaders.decode.native"
 
 _MCU_PX = 16
 _MIN_SCALE = 0.5
-"""Of the output to the decoded picture. Below, bilinear interpolation would alias, and the code's windows end."""
+"""The least scale from decoded picture to output. Below, bilinear interpolation would alias, and the code's windows
+end."""
 
 
 class _Resize(ctypes.Structure):

@@ -185,7 +185,7 @@ class CacheFolder:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the samples that are here, or on their way, of all processes."""
+        """Bytes of the samples that are stored or on their way, of all processes."""
         return int(self._header[0])
 
     @used_bytes.setter

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 ATTRIBUTES_FILE: Final = "attributes.parquet"
 ATTRIBUTE_TYPES: Final = (pa.bool_(), pa.int64(), pa.float64(), pa.string())
-"""Of the columns beside those of the index."""
+"""The types of columns beside those of the index."""
 MAX_TEXT_BYTES: Final = 4 << 10
 """Cap on one text in it."""
 

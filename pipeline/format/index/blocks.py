@@ -45,7 +45,7 @@ _MAX_RUN: Final = 16
 _MAX_REQUESTS: Final = 8
 """Range requests at once at most."""
 _BACKGROUND_REQUESTS: Final = 4
-"""As that, of what is fetched in the background."""
+"""The number of requests in the background."""
 
 
 def num_blocks(num_bytes: int) -> int:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _END: Final = b"ARROW1"
 _TAIL_BYTES: Final = 10
-"""At the end of an Arrow file: the footer's size, and ``_END``."""
+"""The bytes at the end of an Arrow file: the footer's size, and ``_END``."""
 _CONTINUED: Final = 0xFFFFFFFF
 _BLOCK_BYTES: Final = 24
 _NONE: Final = np.zeros(0, np.int64)

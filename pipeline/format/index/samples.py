@@ -61,7 +61,7 @@ _SCALARS: Final = ("frame", "timestamp_ns", "shard", "offset", "length", "xxh3")
 _TYPES: Final = {field.name: field.type for field in (pa.field("num_members", pa.int32()), *_COLUMNS[:-1])} | {
     f"members.{field.name}": field.type for field in _MEMBER_TYPE
 }
-"""Of the columns that a batch is made of."""
+"""The types of the columns of a batch."""
 _VERSION_KEY, _NAMES_KEY, _CODECS_KEY = b"fuelrail.index.version", b"fuelrail.members", b"fuelrail.codecs"
 _make_row = partial(tuple.__new__, IndexRow)
 """An IndexRow from a tuple, at half the price of the call."""

@@ -160,7 +160,7 @@ class ShardTable(Sequence[ShardEntry]):
 
     @property
     def num_framed(self) -> int:
-        """How many shards are compressed frame by frame."""
+        """The number of shards that are compressed frame by frame."""
         return int(np.count_nonzero(self._columns.read("framed", 0, self._length)))
 
     def lengths(self, first: int, end: int) -> NDArray[np.int64]:

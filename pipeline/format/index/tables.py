@@ -27,9 +27,9 @@ from fuelrail.pipeline.storage.files import open_file, read_file
 WHOLE_BYTES: Final = 64 << 20
 """Tables at a URL of up to this size are fetched as a whole, larger ones by blocks."""
 WHOLE_KEYS_BYTES: Final = 4 << 20
-"""As that, of the table of keys: 131,072 samples. Most loaders never ask for a key."""
+"""The same limit for the table of keys: 131,072 samples. Most loaders never ask for a key."""
 MAX_BLOCKS_BYTES: Final = 64 << 20
-"""Of ``blocks.sha256``: the digests of 2 TiB of tables."""
+"""The largest ``blocks.sha256``: the digests of 2 TiB of tables."""
 
 
 def comes_whole(entry: FileEntry) -> bool:

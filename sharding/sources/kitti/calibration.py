@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 CATEGORIES: Final = ("Car", "Van", "Truck", "Pedestrian", "Person_sitting", "Cyclist", "Tram", "Misc")
 LIDAR: Final = "velodyne"
 _DIGITS: Final = 19
-"""Of which a number of 64 bits has fewer."""
+"""More digits than a number of 64 bits has."""
 POINT_COLUMNS: Final = ("x", "y", "z", "intensity")
 
 

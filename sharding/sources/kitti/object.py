@@ -122,7 +122,7 @@ class KittiObject(FrameSource[KittiObjectSettings]):
         return read_points(self.files, ref)
 
     def _boxes(self, name: str, rect2ego: F64) -> tuple[BoxRows, dict[str, ImageBoxRows]]:
-        """Read a label file's boxes, which are centred at their bottom in rectified camera 0 (y down); and in image 2."""
+        """Read the boxes of a label file, by their bottom centre in rectified camera 0 (y down); and in image 2."""
         where = f"file '{self.files.shown}/{name}'"
         rows = [line.split() for line in read_text(self.files.read(name), where).splitlines()]
         kinds, found = [], []

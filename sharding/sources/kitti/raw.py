@@ -116,7 +116,7 @@ class Kitti(FrameSource[KittiSettings]):
 
     @cached_property
     def _layout(self) -> _Layout:
-        """Drives and calibrations wherever they are: each zip brings a folder of the date."""
+        """Drives and calibrations in any folder: each zip brings a folder of the date."""
         found = _Layout({}, {})
         waiting = [("", 0)]
         while waiting:
@@ -231,7 +231,7 @@ class Kitti(FrameSource[KittiSettings]):
 
     @property
     def channels(self) -> tuple[Channel, ...]:  # type: ignore[override]  # by the options
-        """Of oxts, with the option."""
+        """The channels of oxts, with the option."""
         return (CAN,) if self.given.oxts else ()
 
     def points(self, ref: str) -> NDArray[np.float32]:
@@ -253,7 +253,7 @@ class Kitti(FrameSource[KittiSettings]):
         return _Rig(cameras, invert_rigid(imu2velo))
 
     def _tracklets(self, folder: str, ego2lidar: F64) -> dict[int, BoxRows] | None:
-        """Read boxes by frame number; None without tracklets. They are centred at their bottom, in the lidar's frame."""
+        """Read boxes by frame number; None without tracklets. Their place is the bottom centre, in the lidar's frame."""
         if _TRACKLETS not in self.files.listed(folder):
             return None
         name = f"{folder}/{_TRACKLETS}"

@@ -43,7 +43,7 @@ class Job(NamedTuple):
 
     @property
     def ref(self) -> str:
-        """As a reference."""
+        """The text of the job as a reference."""
         more = f"|{self.key or ''}|{self.log}" if self.log else ""
         return f"{self.kind}|{self.topic}|{self.place}{more}"
 

@@ -61,7 +61,7 @@ class LogSource(FrameSource[LogSettings]):
 
     @property
     def reads(self) -> Reads:  # type: ignore[override]  # of these logs, not of the kind
-        """By clip where chunks are compressed, or where there is video."""
+        """ "clip" where chunks are compressed, or where there is video."""
         found = self.recordings
         in_order = any(found.log_file(name).reads_in_order for _, files in found.logs for name in files)
         return "clip" if in_order or _has_video(self) else "random"
@@ -156,12 +156,12 @@ class LogSource(FrameSource[LogSettings]):
 
     @property
     def columns(self) -> dict[str, type]:  # type: ignore[override]  # of these logs, not of the kind
-        """Of the position, where it is recorded."""
+        """The columns of the position, where it is recorded."""
         return dict.fromkeys(FIX_COLUMNS, float) if _gps(self) else {}
 
     @cached_property
     def channels(self) -> tuple[Channel, ...]:  # type: ignore[override]  # of these logs, not of the kind
-        """Of the signals, and of radars."""
+        """The channels of signals and of radars."""
         topics, found = self.recordings.topics, []
         for name, topic in self.given.signals.items():
             if topic not in topics or topic in (*self.camera_topics.values(), *self.lidar_topics.values()):

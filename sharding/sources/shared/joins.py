@@ -99,7 +99,7 @@ class Tokens(Texts):
 
     @cached_property
     def _row_of(self) -> dict[str, int]:
-        """In memory: for tables of few rows, and for sources that are cut out, which are small."""
+        """The rows in memory: for tables of few rows, and for sources that are cut out, which are small."""
         tokens = itertools.chain.from_iterable(part.to_pylist() for part in self.parts())
         return {token: row for row, token in enumerate(tokens)}
 

@@ -110,7 +110,7 @@ class Proto:
 
     @property
     def stamp_ns(self) -> int:
-        """Its field ``timestamp`` (google.protobuf.Timestamp) [ns]."""
+        """The field ``timestamp`` (google.protobuf.Timestamp) [ns]."""
         time = self.message("timestamp")
         return time.number("seconds") * 1_000_000_000 + time.number("nanos")
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _MOST_NAMES: Final = 12
 _MOST_CHARACTERS: Final = 60
 MOST_FINDINGS: Final = 20
-"""Of one table, or of one other place of a source."""
+"""The most findings of one table, or of one other place of a source."""
 
 
 class ScanReport(msgspec.Struct, kw_only=True):
@@ -166,7 +166,7 @@ class Findings:
 
     @property
     def num_found(self) -> int:
-        """How many there are."""
+        """The number of all findings."""
         return sum(self._counts.values())
 
     def add(self, table: str, text: str) -> None:

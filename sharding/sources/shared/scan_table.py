@@ -40,7 +40,7 @@ CLIP_NUMBER: Final = "clip number"
 """Column of :meth:`ScanTable.attribute_parts`; no attribute's name has a blank."""
 
 _MAX_PENDING_BYTES: Final = 256 << 20
-"""Of the small members of a batch, which is made in memory; Arrow's offsets in a batch end at 2 GiB."""
+"""The limit of the small members of a batch, made in memory; Arrow's offsets in a batch end at 2 GiB."""
 
 _MOST_PLACES: Final = 1024  # batches: 4 KiB for each
 

@@ -64,7 +64,7 @@ class _Shown(NamedTuple):
 
 
 def libraries() -> str:
-    """Return what decides the bytes of a JPEG from video: versions of PyAV, FFmpeg's decoders and scaler, simplejpeg."""
+    """Return what decides the bytes of JPEGs of video: versions of PyAV, FFmpeg's decoders and scaler, simplejpeg."""
     from importlib.metadata import version
 
     import av

@@ -40,7 +40,7 @@ class Calibration(NamedTuple):
 
     @property
     def columns(self) -> list[list[Any]]:
-        """All, as one type."""
+        """All columns, as one type."""
         found: Any = tuple(self)
         return list(found)
 
@@ -118,7 +118,7 @@ class Calibrations:
 
     @cached_property
     def sensors(self) -> dict[str, bool]:
-        """Return all sensors in order, and whether each is a camera: it has intrinsics."""
+        """All sensors in order, and whether each is a camera: it has intrinsics."""
         found: dict[str, bool] = {}
         for rows in self.table.parts():
             intrinsics = rows.intrinsics("")

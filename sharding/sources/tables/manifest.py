@@ -123,7 +123,7 @@ class Manifest(FrameSource[ManifestSettings]):
 
     @cached_property
     def _names(self) -> dict[str, str]:
-        """Names of the tables that are there."""
+        """Names of the existing tables."""
         found = {stem: name for stem in TABLES if (name := find_table(self._table_files, stem)) is not None}
         if self.file is not None:
             if not self.file.endswith(tuple(f".{one}" for one in EXTENSIONS)):
@@ -153,7 +153,7 @@ class Manifest(FrameSource[ManifestSettings]):
 
     @cached_property
     def _prefixes(self) -> list[str]:
-        """What the columns of each sensor in ``frames`` begin with, such as ``cam.front.``."""
+        """The prefix of the columns of each sensor in ``frames``, such as ``cam.front.``."""
         found = (SENSOR.match(column) for column in _columns(self._tables.get("frames")))
         return list(dict.fromkeys(f"{match[1]}.{match[2]}." for match in found if match is not None))
 
@@ -172,7 +172,7 @@ class Manifest(FrameSource[ManifestSettings]):
 
     @property
     def reads(self) -> Reads:  # type: ignore[override]  # of these tables, not of the kind
-        """By clip where there is video."""
+        """ "clip" where there is video."""
         return "clip" if self._has_video else "random"
 
     def make_images(self, refs: Sequence[str]) -> Iterator[tuple[str, Buffer]]:

@@ -34,7 +34,7 @@ EXTENSIONS: Final = ("parquet", "jsonl", "csv")
 CLIP: Final = "clip_id"
 _ROWS: Final = 1024
 _ROWS_AT_ONCE: Final = 256
-"""Of Parquet: a dictionary has a value of a megabyte once, and the rows of a batch have it each."""
+"""Rows of Parquet in memory: a dictionary has a value of a megabyte once, and the rows of a batch have it each."""
 _MOST_ROW: Final = 64 << 20
 _MOST_AT_URL: Final = 4 << 30
 _BLOCK_BYTES: Final = 4 << 20

@@ -158,7 +158,7 @@ class Rows:
         return np.where(known, np.asarray(found, np.int64) * factor, -1)
 
     def poses(self, prefix: str) -> F64 | None:
-        """Return transforms (R, 4, 4), NaN for null, by the columns of the pose ``prefix``; None where there are none."""
+        """Return transforms (R, 4, 4), NaN for null, by columns of the pose ``prefix``; None without such columns."""
         if f"{prefix}.q" in self or f"{prefix}.rotation" in self:
             raise SourceError(
                 f"table '{self.table}': the order of a quaternion must be in its name: "

@@ -36,7 +36,7 @@ CAMERAS: Final = {1: "FRONT", 2: "FRONT_LEFT", 3: "FRONT_RIGHT", 4: "SIDE_LEFT",
 LABEL_TYPES: Final = ("unknown", "vehicle", "pedestrian", "sign", "cyclist")
 SHUTTERS: Final = ("none", "top_to_bottom", "left_to_right", "bottom_to_top", "right_to_left", "none")
 OPTICAL: Final = np.array([[0.0, 0, 1, 0], [-1, 0, 0, 0], [0, -1, 0, 0], [0, 0, 0, 1]])
-"""From a camera's axes right, down, forward to Waymo's: x forward, y left, z up."""
+"""The rotation from a camera's axes right, down, forward to Waymo's: x forward, y left, z up."""
 
 _FRAME_CONTEXT, _FRAME_TIME, _FRAME_POSE, _FRAME_IMAGES, _FRAME_LASERS, _FRAME_LABELS = range(1, 7)
 _FRAME_CAMERA_LABELS: Final = 8

@@ -56,7 +56,7 @@ _INTRINSIC: Final = tuple(
     f"{_LENS}intrinsic.{name}" for name in ("f_u", "f_v", "c_u", "c_v", "k1", "k2", "p1", "p2", "k3")
 )
 _BOX: Final = ("center.x", "center.y", "center.z", "size.y", "size.x", "size.z", "heading")
-"""In the order of version 1: width before length."""
+"""The columns of a box in the order of version 1: width before length."""
 _CAMERA_BOX: Final = "[CameraBoxComponent]."
 _SIDES: Final = tuple(f"{_CAMERA_BOX}box.{name}" for name in ("center.x", "center.y", "size.x", "size.y"))
 _NEEDED: Final = ("camera_image", "camera_calibration", "vehicle_pose")

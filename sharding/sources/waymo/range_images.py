@@ -22,7 +22,7 @@ from fuelrail.sharding.sources.waymo.records import doubles, fields
 
 POINT_COLUMNS: Final = ("x", "y", "z", "intensity", "elongation")
 _MAX_BYTES: Final = 1 << 27
-"""Of a range image that is not compressed: those of the dataset have 2.7 and 4.1 MB."""
+"""The largest decompressed range image: those of the dataset have 2.7 and 4.1 MB."""
 
 
 def frame_points(frame: bytes, where: str) -> NDArray[np.float32]:

@@ -95,7 +95,7 @@ class Recordings:
         return found
 
     def chosen(self, option: str, given: Mapping[str, str], types: frozenset[str]) -> dict[str, str]:
-        """Return channel to topic: what the option gives, else all topics of these types, in the order of their names."""
+        """Return channel to topic: what the option gives, else all topics of these types, by name."""
         for channel, topic in given.items():
             found = self.topics.get(topic)
             if found is None or found.type not in types:

@@ -80,7 +80,7 @@ class Reader:
 
     @property
     def columns(self) -> list[str]:
-        """Where in a message of ROS its single numbers are; raises SourceError where it has none, or no stamp."""
+        """Places of single numbers in a message of ROS; raises SourceError where it has none, or no stamp."""
         names = self._guard(lambda form: form.columns, self._form) if isinstance(self._form, Ros) else []
         if not names:
             raise SourceError(

@@ -36,12 +36,12 @@ _LITTLE, _BIG = (tuple(struct.Struct(order + kind).unpack_from for kind in ("I",
 _TIMES: Final = ("std_msgs/msg/Header", "builtin_interfaces/msg/Time", "builtin_interfaces/msg/Duration")
 _POSE_BYTES: Final = 56
 _STAMP: Final = slice(4, 12)
-"""Where the stamp of a message is that begins with one."""
+"""The place of the stamp in a message that begins with one."""
 _FIRST_STAMP: Final = slice(8, 16)
-"""Where that of the first of a list is."""
+"""The place of the first stamp in a list."""
 _PADDING: Final = 3
 _MOST_LINES, _MOST_VALUES = 10_000, 1000
-"""Of a definition: the library takes seconds for them."""
+"""The limits of a definition: larger ones take the library seconds."""
 _KINDS: Final = dict(enumerate(("i1", "u1", "i2", "u2", "i4", "u4", "f4", "f8"), 1))
 
 
@@ -170,7 +170,7 @@ class Ros:
 
     @functools.cached_property
     def columns(self) -> list[str]:
-        """Where the single numbers of a message are, such as ``twist.linear.x``: not in lists, as of covariances."""
+        """Places of the single numbers of a message, such as ``twist.linear.x``; none in lists, as of covariances."""
         fields = _store(self._type, self._topic.schema).fielddefs
 
         def paths(kind: str) -> Iterator[str]:
