@@ -186,7 +186,7 @@ def _padded(settings: StaticBatches, collate: Callable[[Any], Any]) -> Callable[
 
 
 def _transformed(bad: BadSamples, function: Callable[[Any], Any], decoded: Any) -> Any:  # noqa: ANN401
-    return _rechecked(bad, lambda samples: function(samples[0]), (decoded,))
+    return _rechecked(bad, lambda given: function(given[0]), (decoded,))
 
 
 def _transformed_views(each: Callable[[Any], Any], decoded: Any) -> list[Any]:  # noqa: ANN401
@@ -380,12 +380,12 @@ def with_ranges(
     pop: Callable[[], object] = torch.cuda.nvtx.range_pop,
 ) -> Stage:
     """Return stage with an NVTX range ``fuelrail NAME`` around each call of its work, on the thread that does it."""
-    samples, name = stage.work, f"fuelrail {stage.name}"
+    work, name = stage.work, f"fuelrail {stage.name}"
 
     def ranged(item: Any) -> Any:  # noqa: ANN401
         push(name)
         try:
-            return samples(item)
+            return work(item)
         finally:
             pop()
 

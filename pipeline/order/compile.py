@@ -48,8 +48,6 @@ from fuelrail.pipeline.order.windows import FrameWindow, WindowLookup
 if TYPE_CHECKING:
     from fuelrail.pipeline.format.dataset import Dataset
 
-
-if TYPE_CHECKING:
     Rows = NDArray[np.int64]
 
 _DIGEST_CHARS: Final = 16

@@ -253,7 +253,7 @@ class Kitti(FrameSource[KittiSettings]):
         return _Rig(cameras, invert_rigid(imu2velo))
 
     def _tracklets(self, folder: str, ego2lidar: F64) -> dict[int, BoxRows] | None:
-        """Read boxes by frame number; None without tracklets. Their place is the bottom centre, in the lidar's frame."""
+        """Read boxes by frame number; None without tracklets. Their places are bottom centres in the lidar's frame."""
         if _TRACKLETS not in self.files.listed(folder):
             return None
         name = f"{folder}/{_TRACKLETS}"
