@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.transforms.image_map import ImageMap
     from fuelrail.pipeline.transforms.pixels import PixelChange
 
+Images: TypeAlias = "NDArray[np.uint8] | torch.Tensor"
+
 
 class Source(NamedTuple):
     """One dataset to read from. It is no stage's record: all samples of the dataset share it."""
@@ -98,9 +100,6 @@ class CameraImages(NamedTuple):
     cameras: tuple[int, ...]
     """Which of the loaded cameras."""
     augment: ImageAugment
-
-
-Images: TypeAlias = "NDArray[np.uint8] | torch.Tensor"
 
 
 class BatchSlot(NamedTuple):

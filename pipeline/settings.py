@@ -43,6 +43,14 @@ Above0 = Annotated[float, msgspec.Meta(gt=0, le=_LARGE)]
 S = TypeVar("S", bound=msgspec.Struct)
 N = TypeVar("N", int, float)
 
+# `configs/` is beside `pipeline/` in a checkout (whose package is a link: so resolve) and in an installed package.
+_CONFIGS: Final = Path(__file__).resolve().parents[1] / "configs"
+_PRESETS: Final = {
+    "ImageAugment": "images", "BevAugment": "bev", "PixelAugment": "pixels", "OrderSpec": "orders",
+    "Scenario": "scenarios",
+}  # fmt: skip
+"""Folder of the presets of each type of settings that has some."""
+
 
 class _SettingsMeta(msgspec.StructMeta):
     if not TYPE_CHECKING:  # type checkers see the fields as parameters
@@ -89,15 +97,6 @@ class CheckedSettings(Settings, frozen=True):
     def __post_init__(self) -> None:
         resolve_fields(self)
         check_types(self, ConfigError)
-
-
-# `configs/` is beside `pipeline/` in a checkout (whose package is a link: so resolve) and in an installed package.
-_CONFIGS: Final = Path(__file__).resolve().parents[1] / "configs"
-_PRESETS: Final = {
-    "ImageAugment": "images", "BevAugment": "bev", "PixelAugment": "pixels", "OrderSpec": "orders",
-    "Scenario": "scenarios",
-}  # fmt: skip
-"""Folder of the presets of each type of settings that has some."""
 
 
 def preset_files(kind: type) -> dict[str, Path]:

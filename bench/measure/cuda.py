@@ -26,6 +26,12 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.cuda import Event
 
+# Dense bf16 tensor-core peaks in TFLOPS, by the data sheets (SXM where there are several).
+_PEAKS_BF16 = {"H200": 989.4, "H100 PCIe": 756.0, "H100": 989.4, "A100": 312.0, "L40S": 362.0, "B200": 2250.0}
+
+# In fp32 convolutions run on TF32 tensor cores, torch's default, at half of that.
+_TF32_SHARE = 0.5
+
 
 class CudaAccelerator:
     """One CUDA device of this process."""
@@ -150,13 +156,6 @@ def pinned_copy(num_bytes: int) -> Callable[[int], None] | None:
 def _elapsed_ns(start: Event, end: Event) -> int:
     elapsed_ms: float = start.elapsed_time(end)
     return round(elapsed_ms * NS_PER_MS)
-
-
-# Dense bf16 tensor-core peaks in TFLOPS, by the data sheets (SXM where there are several).
-_PEAKS_BF16 = {"H200": 989.4, "H100 PCIe": 756.0, "H100": 989.4, "A100": 312.0, "L40S": 362.0, "B200": 2250.0}
-
-# In fp32 convolutions run on TF32 tensor cores, torch's default, at half of that.
-_TF32_SHARE = 0.5
 
 
 def peak_tflops(device: str, precision: str) -> float | None:

@@ -36,6 +36,8 @@ HOST_TO_DEVICE = "host to device"
 
 _JPEG_SCALES = (1, 2, 4, 8)
 
+_NUM_THREADS = 8
+
 
 class _Scratch(threading.local):
     """Each thread's reused memory: fresh megabytes would cost as much in page faults as the work that is measured."""
@@ -165,9 +167,6 @@ def _decode(image: Buffer, divisor: int, scratch: _Scratch) -> None:
     info = probe(image)
     height, width = -(-info.height // divisor), -(-info.width // divisor)
     simplejpeg.decode_jpeg(image, "RGBX", min_height=height, min_width=width, buffer=scratch.take((height, width, 4)))
-
-
-_NUM_THREADS = 8
 
 
 def shard_scaling(location: str, split: str, *, storage: str = "auto", seconds: float = 1.5) -> float | None:

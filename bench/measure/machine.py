@@ -38,6 +38,10 @@ _PACKAGES = (
     "nvidia-dali-cuda130",
 )
 
+_STATUS = Path("/proc/self/status")
+
+_STAT = Path("/proc/stat")
+
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU as its driver names it."""
@@ -166,9 +170,6 @@ def dataset_facts(dataset: Dataset, split: str) -> DatasetFacts:
     )
 
 
-_STATUS = Path("/proc/self/status")
-
-
 def peak_memory_bytes() -> int:
     """Return the peak resident set of this process.
 
@@ -182,9 +183,6 @@ def peak_memory_bytes() -> int:
     if found is not None:
         return int(found.group(1)) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-_STAT = Path("/proc/stat")
 
 
 class CpuUse(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,6 +27,11 @@ from fuelrail.bench.measure.records import PHASES, StepRecord
 
 MIN_MEASURED_STEPS = 8
 
+# A rank is called slow if its own part is longer than the others' by this share, and longest in most steps.
+SLOWER, MOSTLY = 0.05, 0.75
+
+_OWN = tuple(phase for phase in PHASES if phase != "all_reduce")
+
 
 class RankOccupancy(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's occupancy and the times that it is made of."""
@@ -106,12 +111,6 @@ def rolling_occupancy(steps: Sequence[StepRecord], num_steps: int) -> list[float
     last = np.arange(1, len(steps) + 1)
     first = np.maximum(last - num_steps, 0)
     return [float(value) for value in (busy[last] - busy[first]) / (wall[last] - wall[first])]
-
-
-# A rank is called slow if its own part is longer than the others' by this share, and longest in most steps.
-SLOWER, MOSTLY = 0.05, 0.75
-
-_OWN = tuple(phase for phase in PHASES if phase != "all_reduce")
 
 
 class RankPace(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,6 +14,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+_NUM_RESAMPLES = 2000
+
+MIN_REPEATS = 3
+"""Fewer repeats of a measurement give no interval: two values do not show how far a third may lie."""
+
 
 class Rate(msgspec.Struct, frozen=True, kw_only=True):
     """A piece of work on one sample: how often a second with all threads, and CPU time of one [ms]."""
@@ -74,12 +79,6 @@ def measure_rate(name: str, work: Callable[[int], Any], num_threads: int, second
     samples_per_s = sum(count / (ended_s - started_s) for count, started_s, ended_s, _ in laps)
     cpu_s = sum(cpu for *_, cpu in laps)
     return Rate(name=name, num_threads=num_threads, samples_per_s=samples_per_s, cpu_ms_per_sample=1e3 * cpu_s / total)
-
-
-_NUM_RESAMPLES = 2000
-
-MIN_REPEATS = 3
-"""Fewer repeats of a measurement give no interval: two values do not show how far a third may lie."""
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 # In the order in which they follow each other in a step. `all_reduce` is the exposed part only.
 PHASES = ("data_wait", "host_to_device", "forward", "backward", "all_reduce", "optimiser", "other")
 
+_ENCODER = msgspec.json.Encoder()
+
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     """One optimiser step of one rank; times in nanoseconds of the host's monotonic clock.
@@ -193,7 +195,6 @@ Record = (
     | RankEnd | RankFailure
 )  # fmt: skip
 _DECODER = msgspec.json.Decoder(Record)
-_ENCODER = msgspec.json.Encoder()
 
 
 class RankWriter:

@@ -45,6 +45,11 @@ if TYPE_CHECKING:
 
 NUM_REWRITTEN = 200
 
+_SLOW = (
+    "GNU tar, then SHA-256", "tarfile", "streaming.MDSWriter", "streaming.MDSWriter, 2 processes",
+    "litdata.optimize, 2 workers", "floor: reading and writing alone", "floor: with SHA-256",
+)  # fmt: skip
+
 
 class Case(NamedTuple):
     """What is sharded: frames, those with files of their own (the others name these again), rounds to measure.
@@ -60,10 +65,6 @@ class Case(NamedTuple):
     full_tables: bool = True
 
 
-_SLOW = (
-    "GNU tar, then SHA-256", "tarfile", "streaming.MDSWriter", "streaming.MDSWriter, 2 processes",
-    "litdata.optimize, 2 workers", "floor: reading and writing alone", "floor: with SHA-256",
-)  # fmt: skip
 CASES = {
     "cameras": Case(lidar=False, num_frames=480, num_files=480, num_rounds=9),
     "cameras and lidar, sweeps compressed": Case(lidar=True, num_frames=340, num_files=340, num_rounds=9),

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from fuelrail.bench.measure.clock import Clock
     from fuelrail.pipeline.runtime.stages import Stage
 
+_BLOCK = bytes(1 << 16)  # hashed without the interpreter's lock, in well under a millisecond
+_PAGE = 4096
+# What this process has read slowly so far, as (inode, page): a cache keeps it from one run to the next.
+_READ: set[tuple[int, int]] = set()
+
 
 class Injection(Settings, frozen=True):
     """Faults put into a run on purpose, to see what the harness makes of them; all in milliseconds, 0: none.
@@ -44,12 +49,6 @@ class Injection(Settings, frozen=True):
     all_reduce: float = 0.0
     other: float = 0.0
     rank: int | None = None
-
-
-_BLOCK = bytes(1 << 16)  # hashed without the interpreter's lock, in well under a millisecond
-_PAGE = 4096
-# What this process has read slowly so far, as (inode, page): a cache keeps it from one run to the next.
-_READ: set[tuple[int, int]] = set()
 
 
 def delayed_stages(stages: Sequence[Stage], inject: Injection) -> list[Stage]:

@@ -17,6 +17,17 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import convert
 from fuelrail.pipeline.storage.files import published
 
+REPORT_JSON, REPORT_HTML, REPORT_MARKDOWN = "report.json", "report.html", "report.md"
+
+_R = TypeVar("_R", bound=msgspec.Struct)
+
+TRACE_JSON = "trace.json"
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+"""The measurements that README and RESULTS.md cite."""
+
+_MAX_REPORT_BYTES = 256 << 20
+
 
 class ReportHeader(msgspec.Struct, frozen=True, kw_only=True):
     """The beginning of a report.
@@ -40,18 +51,6 @@ class ReportHeader(msgspec.Struct, frozen=True, kw_only=True):
 def created_now() -> str:
     """Return the value of the field ``created``: UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-REPORT_JSON, REPORT_HTML, REPORT_MARKDOWN = "report.json", "report.html", "report.md"
-
-_R = TypeVar("_R", bound=msgspec.Struct)
-
-TRACE_JSON = "trace.json"
-
-RESULTS = Path(__file__).resolve().parents[1] / "results"
-"""The measurements that README and RESULTS.md cite."""
-
-_MAX_REPORT_BYTES = 256 << 20
 
 
 def prepare_folder(out: Path, *, html: bool, needs: Sequence[str] = ()) -> None:

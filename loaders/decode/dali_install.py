@@ -11,6 +11,19 @@ from typing import NamedTuple
 MIN_VERSION = (2, 2)
 """The first DALI whose decoder is nvImageCodec's, which knows `adjust_orientation`."""
 
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+
+_ABOUT_AN_IMAGE = re.compile(r"Failed to decode sample #\d+|nvImageCodec failure: '#(3|4|13|14|19)'")
+"""What DALI says of bad images; the numbers are nvImageCodec's: bad, unsupported or incomplete code stream."""
+
+_CUDA = re.compile(r"CUDA (runtime|driver) API error|\bcudaError\w|\bCUDA_ERROR_", re.IGNORECASE)
+_NO_MEMORY = re.compile(
+    r"out of memory|allocation failed|ALLOCATOR_FAILURE|cudaErrorMemoryAllocation|bad_alloc"
+    r"|nvImageCodec failure: '#(5|15)'",
+    re.IGNORECASE,
+)
+
 
 class _Line(NamedTuple):
     """One CUDA line of DALI: our extra, the packages of its libraries, and the driver that it needs."""
@@ -25,8 +38,6 @@ _LINES = {
     "nvidia-dali-cuda120": _Line("fuelrail[dali]", "nvidia-nvjpeg-cu12", "nvidia-nvimgcodec-cu12", (525, 60)),
     "nvidia-dali-cuda130": _Line("fuelrail[dali-cu13]", "nvidia-nvjpeg", "nvidia-nvimgcodec-cu13", (580,)),
 }
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
 class Fault(NamedTuple):
@@ -184,17 +195,6 @@ def driver_version() -> str | None:
         return None
     found = re.search(r"\b\d{3,}\.[\d.]*\d", text)
     return None if found is None else found[0]
-
-
-_ABOUT_AN_IMAGE = re.compile(r"Failed to decode sample #\d+|nvImageCodec failure: '#(3|4|13|14|19)'")
-"""What DALI says of bad images; the numbers are nvImageCodec's: bad, unsupported or incomplete code stream."""
-
-_CUDA = re.compile(r"CUDA (runtime|driver) API error|\bcudaError\w|\bCUDA_ERROR_", re.IGNORECASE)
-_NO_MEMORY = re.compile(
-    r"out of memory|allocation failed|ALLOCATOR_FAILURE|cudaErrorMemoryAllocation|bad_alloc"
-    r"|nvImageCodec failure: '#(5|15)'",
-    re.IGNORECASE,
-)
 
 
 def is_about_an_image(text: str) -> bool:

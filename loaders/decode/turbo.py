@@ -44,6 +44,11 @@ _WARP_REACH = 4
 _MIN_SCALABLE_PX = 16
 """Smallest image side for DCT-scaled decoding. Below 8 pixels, different scales give the same size."""
 
+# Re-entrant: a finalizer may run on any allocation, also inside the other function in the same thread.
+_opencv_lock = threading.RLock()
+_opencv_holds: list[int] = []
+"""OpenCV's thread count before each hold."""
+
 
 class _Straightened(NamedTuple):
     """One view of a distorted image: its map, and the pixel rows of the stored image that it samples."""
@@ -358,12 +363,6 @@ def _decode_png(encoded: Buffer, info: ImageInfo) -> Picture:
     if image is None or image.shape != (info.height, info.width, 3):
         raise ImageError("PNG cannot be decoded: its pixel data are broken")
     return image
-
-
-# Re-entrant: a finalizer may run on any allocation, also inside the other function in the same thread.
-_opencv_lock = threading.RLock()
-_opencv_holds: list[int] = []
-"""OpenCV's thread count before each hold."""
 
 
 def _hold_opencv_threads() -> None:

@@ -41,6 +41,9 @@ from fuelrail.loaders.loader import DataLoader
 _STATE = "fuelrail_loader"
 _STATISTICS = ("min", "max", "current", "mean")
 
+# The module that pickled arrays and scalars refer to is `numpy._core` in NumPy 2, `numpy.core` in NumPy 1.
+_NUMPY = (getattr(np, "_core", None) or np.core).multiarray  # type: ignore[attr-defined, unused-ignore]
+
 
 def _statistic(owner: object, name: str) -> object:
     """Return what a checkpoint looks up by ``getattr``: the statistics of a HistoryBuffer, which it stores by name."""
@@ -49,8 +52,6 @@ def _statistic(owner: object, name: str) -> object:
     return getattr(HistoryBuffer, name)
 
 
-# The module that pickled arrays and scalars refer to is `numpy._core` in NumPy 2, `numpy.core` in NumPy 1.
-_NUMPY = (getattr(np, "_core", None) or np.core).multiarray  # type: ignore[attr-defined, unused-ignore]
 torch.serialization.add_safe_globals(
     [
         HistoryBuffer,

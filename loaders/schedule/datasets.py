@@ -27,8 +27,11 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.format.layers import Layer
     from fuelrail.pipeline.storage.retry import RetryPolicy
 
-
 _STORED_ONLY: Final = frozenset({"field", "codec", "optional", "sizes", "source_name", "description"})
+
+DatasetLike: TypeAlias = "str | os.PathLike[str] | Dataset"
+
+_NUM_LOOKED_AT = 4
 
 
 class Chosen(NamedTuple):
@@ -37,9 +40,6 @@ class Chosen(NamedTuple):
     cameras: Sequence[str] | None = None
     channels: Sequence[Channel] = ()
     attributes: AttributeColumns = AttributeColumns()
-
-
-DatasetLike: TypeAlias = "str | os.PathLike[str] | Dataset"
 
 
 def open_all(
@@ -190,9 +190,6 @@ def require_lidar(sources: Sequence[Source]) -> None:
                 f"box_frame='lidar' needs a lidar, and dataset {manifest.name!r} has none; use box_frame='ego'"
             )
         source.reader.needs_lidar = True
-
-
-_NUM_LOOKED_AT = 4
 
 
 def image_facts(sources: Sequence[Source]) -> ImageFacts:

@@ -21,6 +21,8 @@ STATE_VERSION: Final = 1
 _MAX_NUMBER: Final = 2**62
 _DIGEST_CHARS: Final = 16
 
+_NONE: Final = "none"
+
 
 class Identity(Settings, frozen=True, omit_defaults=True):
     """What a position is a position of. Two loaders with one identity give the same samples with the same content."""
@@ -146,9 +148,6 @@ def settings_that_differ(other: Mapping[str, Any] | None, current: Mapping[str, 
     return "; ".join(
         f"{name}: {whose} has {left.get(name, _NONE)}, loader has {right.get(name, _NONE)}" for name in shown
     )
-
-
-_NONE: Final = "none"
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, str]:

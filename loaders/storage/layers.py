@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.index.row import IndexRow
 
+_Found = tuple[int, "IndexRow"] | FuelrailError | None
+"""A layer's row of a sample; None where it has none; or the error to raise when it is the sample's turn."""
+
 
 class LayerPart(NamedTuple):
     """A layer that is read: its storage, and the decoded fields by the names that it stores, with those of a loader."""
@@ -133,10 +136,6 @@ class LayeredStorage:
         self._base.close()
         for part in self.parts:
             part.storage.close()
-
-
-_Found = tuple[int, "IndexRow"] | FuelrailError | None
-"""A layer's row of a sample; None where it has none; or the error to raise when it is the sample's turn."""
 
 
 class LayeredSession:

@@ -63,6 +63,9 @@ _mincore = ctypes.PyDLL(None).mincore  # does not release the GIL: takes less th
 
 _mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.POINTER(ctypes.c_ubyte))
 
+_KEEP_OF_MEMORY: Final = 0.6
+"""Part of the page cache's room that a dataset larger than it may hold."""
+
 
 class _MappedFile(ShardFile):
     """A shard and its map. Views of the map keep it alive on their own."""
@@ -287,10 +290,6 @@ class _MappedSession:
         with contextlib.suppress(OSError, ShardError):
             self._files[row.shard].populate(row.offset, row.length)
         return self._storage.span(index, row)
-
-
-_KEEP_OF_MEMORY: Final = 0.6
-"""Part of the page cache's room that a dataset larger than it may hold."""
 
 
 class Residency:

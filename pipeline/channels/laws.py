@@ -51,6 +51,15 @@ if TYPE_CHECKING:
 
     Array = NDArray[Any]
 
+ROLES: Final[dict[str, dict[str, tuple[int, ...]]]] = {
+    "image_points": {"points": (2,), "boxes": (4,), "visible": (1,)},
+    "ego_points": {"positions": (2, 3), "vectors": (2, 3)},
+    "ego_boxes": {"boxes": (7,), "vectors": (2, 3), "rotations": (4,)},
+    "ego_grid": {"vectors": (2, 3)},
+    "ego_poses": {"positions": (2, 3), "vectors": (2, 3), "yaws": (1,), "rotations": (4,)},
+}
+"""Law to role to the numbers of columns that a group may have."""
+
 
 @dataclass(frozen=True, slots=True)
 class Motion:
@@ -87,16 +96,6 @@ class LawCode:
     def moves(self) -> bool:
         """Whether it changes values at all."""
         return self.move is not _stays
-
-
-ROLES: Final[dict[str, dict[str, tuple[int, ...]]]] = {
-    "image_points": {"points": (2,), "boxes": (4,), "visible": (1,)},
-    "ego_points": {"positions": (2, 3), "vectors": (2, 3)},
-    "ego_boxes": {"boxes": (7,), "vectors": (2, 3), "rotations": (4,)},
-    "ego_grid": {"vectors": (2, 3)},
-    "ego_poses": {"positions": (2, 3), "vectors": (2, 3), "yaws": (1,), "rotations": (4,)},
-}
-"""Law to role to the numbers of columns that a group may have."""
 
 
 def _stays(value: Value, _: Channel, __: Motion) -> Value:

@@ -17,6 +17,27 @@ CAMERA: Final = "camera"
 LIDAR: Final = "lidar"
 """Sensors whose channels every reader knows."""
 
+BOXES_CHANNEL: Final = Channel(
+    name="boxes",
+    kind="ragged",
+    field=BOXES,
+    law=Law(
+        "ego_boxes",
+        roles={"boxes": (("boxes3d",),), "vectors": (("velocity",),), "rotations": (("rotation_wxyz",),)},
+    ),
+    arrays=tuple(
+        ArraySpec(name, dtype.name, tuple(side for side in shape if isinstance(side, int)))
+        for name, dtype, shape in array_specs(Boxes)
+    ),
+    frame="ego",
+    allows_nan=True,
+    optional=True,
+)
+"""The entry of the 3-D annotations in the table of channels."""
+
+RESERVED: Final = ("meta", "geometry", BOXES_CHANNEL.name)
+"""Names that no other channel has: those of the parts of every sample."""
+
 
 class CameraEntry(Settings, frozen=True):
     """One camera of the table: its channel, the source's name for it, the stored sizes that occur (w, h) [px]."""
@@ -70,29 +91,6 @@ def lidar_channel(lidar: LidarEntry) -> Channel:
         optional=True,
         source_name=lidar.source_name,
     )
-
-
-BOXES_CHANNEL: Final = Channel(
-    name="boxes",
-    kind="ragged",
-    field=BOXES,
-    law=Law(
-        "ego_boxes",
-        roles={"boxes": (("boxes3d",),), "vectors": (("velocity",),), "rotations": (("rotation_wxyz",),)},
-    ),
-    arrays=tuple(
-        ArraySpec(name, dtype.name, tuple(side for side in shape if isinstance(side, int)))
-        for name, dtype, shape in array_specs(Boxes)
-    ),
-    frame="ego",
-    allows_nan=True,
-    optional=True,
-)
-"""The entry of the 3-D annotations in the table of channels."""
-
-
-RESERVED: Final = ("meta", "geometry", BOXES_CHANNEL.name)
-"""Names that no other channel has: those of the parts of every sample."""
 
 
 def choose_cameras(rig: Sequence[str], names: Collection[str] | None, where: str) -> tuple[str, ...]:

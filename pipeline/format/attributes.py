@@ -24,6 +24,11 @@ TEXTS: Final = ("key", "clip_id")
 
 _INDEX_NUMBERS: Final = ("frame", "timestamp_ns")
 
+_FRAME_BITS: Final = 32
+
+FRAME_LIMIT: Final = 2**31
+"""Frame numbers lie in [0, FRAME_LIMIT), so that half of a key's frame bits keep clips apart."""
+
 
 class Attributes:
     """The attributes of one split's samples; the index's key, clip_id, frame and timestamp_ns are among them.
@@ -109,12 +114,6 @@ def no_attribute(name: str, known: Collection[str]) -> str:
     near = difflib.get_close_matches(name, known, n=3)
     hint = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(sorted(known))}"
     return f"no attribute {name!r}; {hint}"
-
-
-_FRAME_BITS: Final = 32
-
-FRAME_LIMIT: Final = 2**31
-"""Frame numbers lie in [0, FRAME_LIMIT), so that half of a key's frame bits keep clips apart."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,19 @@ _PLANES_SUFFIX = re.compile(r"\.p([1-9][0-9]{0,3})\.zst\Z")
 
 _local = threading.local()
 
+DICTIONARY_FILE: Final = "zstd.dict"
+
+MIN_DICTIONARY_BYTES: Final = 1 << 10
+
+MAX_DICTIONARY_BYTES: Final = 1 << 20
+
+# All of fastCover's parameters are given: left open, the library searches, and its next version may do so otherwise.
+_SEGMENT_BYTES: Final = 512
+
+_MATCH_BYTES: Final = 8
+
+_LOG2_FREQUENCIES: Final = 20
+
 
 def member_cap(name: str) -> int:
     """Return the most bytes that a member of this field name (without codec suffix) may decode to."""
@@ -270,20 +283,6 @@ def _decompressor() -> zstandard.ZstdDecompressor:
         _local.decompressor = zstandard.ZstdDecompressor()
     decompressor: zstandard.ZstdDecompressor = _local.decompressor
     return decompressor
-
-
-DICTIONARY_FILE: Final = "zstd.dict"
-
-MIN_DICTIONARY_BYTES: Final = 1 << 10
-
-MAX_DICTIONARY_BYTES: Final = 1 << 20
-
-# All of fastCover's parameters are given: left open, the library searches, and its next version may do so otherwise.
-_SEGMENT_BYTES: Final = 512
-
-_MATCH_BYTES: Final = 8
-
-_LOG2_FREQUENCIES: Final = 20
 
 
 class Dictionary:

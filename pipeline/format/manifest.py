@@ -55,6 +55,15 @@ _WHAT_IT_IS: Final = {
 }
 WORK_FOLDER: Final = ".fuelrail"
 
+Kinds: TypeAlias = "Mapping[str, type[Manifest]]"
+"""Formats that a reader takes, with the types of their manifests."""
+
+_NOT_IN_FINGERPRINT: Final = frozenset(
+    {"name", "fingerprint", "seed", "order_unit", "license", "compression", "lineage", "provenance", "digest"}
+)
+"""How a dataset was made, and its name. Whatever these decide about the samples is in the other entries."""
+_READ_BY_LOADERS: Final = ("shards.arrow", "index.arrow", "rows.npy", "zstd.dict")
+
 
 class FileEntry(Settings, frozen=True):
     """A file of the dataset other than a shard and its listing for DALI: size and SHA-256 (hex)."""
@@ -194,10 +203,6 @@ class Manifest(Settings, frozen=True):
         return tuple(one for one in self.channels if one.sensor not in (CAMERA, LIDAR) and one.field != BOXES)
 
 
-Kinds: TypeAlias = "Mapping[str, type[Manifest]]"
-"""Formats that a reader takes, with the types of their manifests."""
-
-
 def _lacks_poses(provenance: object) -> bool:
     facts = provenance.get("facts") if isinstance(provenance, dict) else None
     if not isinstance(facts, dict):
@@ -205,13 +210,6 @@ def _lacks_poses(provenance: object) -> bool:
     parts = [part for name in ("merged", "appended") for part in facts.get(name) or () if isinstance(part, dict)]
     inner = [facts.get("provenance"), *(part.get("provenance") for part in parts)]
     return facts.get("poses") == "none" or any(map(_lacks_poses, inner))
-
-
-_NOT_IN_FINGERPRINT: Final = frozenset(
-    {"name", "fingerprint", "seed", "order_unit", "license", "compression", "lineage", "provenance", "digest"}
-)
-"""How a dataset was made, and its name. Whatever these decide about the samples is in the other entries."""
-_READ_BY_LOADERS: Final = ("shards.arrow", "index.arrow", "rows.npy", "zstd.dict")
 
 
 def fingerprint(manifest: Manifest) -> str:

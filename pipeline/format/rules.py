@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.manifest import Manifest
 
-
 LARGEST: Final = 1e9
 """Bound of all lengths, speeds and coefficients. A float64 resolves 0.1 micrometres at 1e9 m, 150 times the Earth's
 radius, and a product of three such numbers is still a float32."""
@@ -84,6 +83,10 @@ _BOX_LOW, _BOX_HIGH = np.array(((-LARGEST_BOX, LARGEST_BOX),) * 3 + ((1e-6, LARG
 _LAST_ROW: Final = np.array((0.0, 0.0, 0.0, 1.0))
 
 A = TypeVar("A", "Geometry", "Boxes")
+
+_BOUND_WORDS: Final = f"-{LARGEST:g} to {LARGEST:g}"
+_K_WORDS: Final = "finite rows (fx s cx), (0 fy cy), (0 0 1) with fx, fy from 0.001 to 1e6 and the rest within 1e6"
+_POSE_WORDS: Final = f"a rotation and a translation within {LARGEST:g} m, finite, with the last row 0 0 0 1"
 
 
 class Rig(NamedTuple):
@@ -290,11 +293,6 @@ def broken_calibration(geometry: Geometry) -> Iterator[str]:
         bad = np.abs(values) > LARGEST  # NaN is not: it means unknown
         if bad.any():
             yield from _first(bad, name, values, f"{_BOUND_WORDS}, or NaN where it is unknown")
-
-
-_BOUND_WORDS: Final = f"-{LARGEST:g} to {LARGEST:g}"
-_K_WORDS: Final = "finite rows (fx s cx), (0 fy cy), (0 0 1) with fx, fy from 0.001 to 1e6 and the rest within 1e6"
-_POSE_WORDS: Final = f"a rotation and a translation within {LARGEST:g} m, finite, with the last row 0 0 0 1"
 
 
 def _of_poses(geometry: Geometry, is_absent: NDArray[np.bool_], may_lack: NDArray[np.bool_]) -> Iterator[str]:

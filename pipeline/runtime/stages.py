@@ -33,6 +33,9 @@ from fuelrail.pipeline.runtime.links import END, Failure, Link, Source
 _JOIN_TIMEOUT_S: Final = 10.0
 _LOG = logging.getLogger(__name__)
 
+_RUNNING: Final[set[_Run]] = set()
+"""Pipelines whose threads have not all been waited for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -170,10 +173,6 @@ class _Run:
 
     def threads(self) -> list[threading.Thread]:
         return [thread for crew in self.crews for thread in list(crew.threads.values())]
-
-
-_RUNNING: Final[set[_Run]] = set()
-"""Pipelines whose threads have not all been waited for."""
 
 
 def add_clocks(before: Sequence[StageClock], now: Sequence[StageClock]) -> tuple[StageClock, ...]:

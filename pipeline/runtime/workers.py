@@ -28,13 +28,14 @@ B = TypeVar("B")
 
 _large = threading.Lock()
 
+_ANY_TIME: Final = contextlib.nullcontext()
+
+GRACE_S: Final = 3.0
+
 
 def one_at_a_time(num_bytes: int) -> AbstractContextManager[object]:
     """Return a context to work on a sample of this size in: a process works on one large sample at a time."""
     return _large if num_bytes > LARGE_BYTES else _ANY_TIME
-
-
-_ANY_TIME: Final = contextlib.nullcontext()
 
 
 def in_threads(work: Callable[[A], B], items: Iterable[A], num_threads: int) -> Iterator[B]:
@@ -54,9 +55,6 @@ def in_threads(work: Callable[[A], B], items: Iterable[A], num_threads: int) -> 
         finally:
             for future in pending:
                 future.cancel()
-
-
-GRACE_S: Final = 3.0
 
 
 @contextlib.contextmanager

@@ -51,6 +51,9 @@ _SIZE: Final = re.compile(rb"0|[1-9]\d{0,17}")
 
 _Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
+Buffer: TypeAlias = bytes | bytearray | memoryview
+"""A contiguous run of bytes. Views into mapped shards are ``memoryview`` and read-only."""
+
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
@@ -272,7 +275,3 @@ def _npy_dtype(descr: bytes) -> np.dtype[Any]:
             raise ValueError("object arrays and odd types are refused")
         return dtype
     raise ValueError(f"its dtype {text:.100} could not be read")
-
-
-Buffer: TypeAlias = bytes | bytearray | memoryview
-"""A contiguous run of bytes. Views into mapped shards are ``memoryview`` and read-only."""

@@ -56,6 +56,10 @@ Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 F64 = NDArray[np.float64]
 F32 = NDArray[np.float32]
 
+_MOST_FITTING: Final = 1024
+_fitting: set[tuple[type, tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]]] = set()
+"""What arrays of a record were found to be and passed: the same need no second look."""
+
 
 class CameraMeta(msgspec.Struct, frozen=True, kw_only=True):
     """One camera of one sample, scalars: source token, exposure time [ns], stored image size [px]."""
@@ -313,11 +317,6 @@ _SPECS: Final = {record: _specs(record) for record in (Geometry, Boxes, Sweeps)}
 def array_specs(record: type[Geometry | Boxes | Sweeps]) -> list[tuple[str, np.dtype[Any], tuple[int | str, ...]]]:
     """Name, dtype and shape of each array of a record; a text in a shape stands for a length that varies."""
     return list(_SPECS[record])
-
-
-_MOST_FITTING: Final = 1024
-_fitting: set[tuple[type, tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]]] = set()
-"""What arrays of a record were found to be and passed: the same need no second look."""
 
 
 def _check_once(kind: type[Geometry | Boxes | Sweeps], arrays: Mapping[str, NDArray[Any]]) -> None:

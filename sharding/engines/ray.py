@@ -49,6 +49,14 @@ NO_NODE_S: Final = 300.0
 
 _RESULT_S: Final = 120.0  # for the line of result of a task that is done
 
+_writer: tuple[str, ShardWriter] | None = None
+
+_INPUTS: Final = f"{WORK_FOLDER}/inputs"
+
+_RUN: Final = "run"
+
+_FIELDS: Final = ("scan_table", "plan_rows", "selection")
+
 
 class RayEngine:
     """A cluster. ``num_workers`` bounds how many shards are made at once; 0 for as many as there are CPUs."""
@@ -212,9 +220,6 @@ class _Nodes:
             self._fitting_s = self._looked_s
 
 
-_writer: tuple[str, ShardWriter] | None = None
-
-
 def _make(job: WriteJob, run: str, number: int) -> ShardDone | FuelrailError:
     """Run the task. Return a permanent error; raise an error after which Ray is to try again."""
     global _writer
@@ -233,13 +238,6 @@ def _make(job: WriteJob, run: str, number: int) -> ShardDone | FuelrailError:
 
 def _no_pulse(num_bytes: int) -> None:
     """Do nothing: nobody counts bytes before a shard is done, and Ray interrupts a task that is to end."""
-
-
-_INPUTS: Final = f"{WORK_FOLDER}/inputs"
-
-_RUN: Final = "run"
-
-_FIELDS: Final = ("scan_table", "plan_rows", "selection")
 
 
 def share_inputs(job: WriteJob, run: str) -> None:

@@ -54,6 +54,17 @@ if TYPE_CHECKING:
 SEPARATOR = "\n"
 """Between the locations of several datasets: no path or URL has it."""
 
+INLINE: Final = (META, GEOMETRY, BOXES)
+
+_OF_INDEX: Final = ("key", "clip_id", "split", "frame", "timestamp_ns")
+
+_ROWS_AT_ONCE: Final = 1 << 9
+
+_LOOKS_BETWEEN: Final = 8
+
+Sample = tuple[tuple[int, "IndexRow"], dict[str, Any]]
+"""A row's number and the row, and its attributes."""
+
 
 class FuelrailOptions(Settings, frozen=True):
     """Options of the adapter. ``points``: keep lidar sweeps. ``cameras``: keep these alone (none: all).
@@ -224,21 +235,6 @@ def _check_channel(key: str, name: str, part: DatasetPart) -> None:
             f"sample '{key}' of dataset '{part.dataset.location}' has the member '{shown(name)}', but the manifest has "
             f"no sensor '{shown(channel)}': `fuelrail verify` says more"
         )
-
-
-INLINE: Final = (META, GEOMETRY, BOXES)
-
-
-_OF_INDEX: Final = ("key", "clip_id", "split", "frame", "timestamp_ns")
-
-
-_ROWS_AT_ONCE: Final = 1 << 9
-
-
-_LOOKS_BETWEEN: Final = 8
-
-Sample = tuple[tuple[int, "IndexRow"], dict[str, Any]]
-"""A row's number and the row, and its attributes."""
 
 
 class DatasetPart:

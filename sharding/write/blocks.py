@@ -23,6 +23,12 @@ IO_BLOCK_BYTES: Final = 2 << 20
 
 _MOST_PIECES: Final = os.sysconf("SC_IOV_MAX") - 1
 
+_FIRST_BYTES: Final = 4 << 20
+
+_FRONT_BYTES: Final = 64 << 10  # for the members in front of the first file: metadata, geometry, boxes
+
+_SMALL_BYTES: Final = 16 << 10  # what is smaller is copied to where it belongs
+
 
 class BlockWriter:
     """Writes to a new file, in blocks where it is one of this machine's. Call :meth:`flush` in the end."""
@@ -71,13 +77,6 @@ class BlockWriter:
             rest = memoryview(b"".join(views))[written:]
             while rest:
                 rest = rest[os.write(self._file.fileno(), rest) :]
-
-
-_FIRST_BYTES: Final = 4 << 20
-
-_FRONT_BYTES: Final = 64 << 10  # for the members in front of the first file: metadata, geometry, boxes
-
-_SMALL_BYTES: Final = 16 << 10  # what is smaller is copied to where it belongs
 
 
 class ReadBuffer:

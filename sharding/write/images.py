@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from fuelrail.sharding.planning.recipe import ImageRecipe
     from fuelrail.sharding.sources.shared.scan_table import Reference
 
+_PROGRAM = "jpegtran"
+
+_TIMEOUT_S = 60.0
+
 
 def stored_size(recipe: ImageRecipe, source_wh: tuple[int, int]) -> tuple[int, int]:
     """Return the width and height [px] that an image is stored with; raise ImageError where it would grow or vanish."""
@@ -151,11 +155,6 @@ def scale_meta(meta: Meta, recipe: ImageRecipe) -> Meta:
         width, height = stored_size(recipe, (camera.width, camera.height))
         cameras[channel] = msgspec.structs.replace(camera, width=width, height=height)
     return msgspec.structs.replace(meta, cameras=cameras)
-
-
-_PROGRAM = "jpegtran"
-
-_TIMEOUT_S = 60.0
 
 
 def jpegtran_version() -> str:

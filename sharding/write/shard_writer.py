@@ -55,13 +55,12 @@ if TYPE_CHECKING:
     from fuelrail.sharding.planning.plan import PlannedShard
     from fuelrail.sharding.planning.recipe import Recipe
 
+Pulse = Callable[[int], None]
+"""Called after each sample with the bytes it took; raises RunStoppedError where the run is to end."""
+
 
 class RunStoppedError(FuelrailError):
     """The run was stopped between two samples; there is no partial file."""
-
-
-Pulse = Callable[[int], None]
-"""Called after each sample with the bytes it took; raises RunStoppedError where the run is to end."""
 
 
 class ShardDone(NamedTuple):

@@ -39,6 +39,10 @@ _SAMPLE: Final = "sample"
 _MOST_BANDS: Final = 16
 NO_BAND: Final = -1
 
+_Given = tuple["SourceSpec", Path, Path, Path, int]
+
+_staging: Staging
+
 
 class _Index(msgspec.Struct, frozen=True, array_like=True):
     """What a staged clip holds: digest of its rows, bytes of each band, and by reference band, offset and length."""
@@ -240,9 +244,6 @@ def _check_space(table: ScanTable, rows: NDArray[np.int64], folder: Path) -> Non
         )
 
 
-_Given = tuple["SourceSpec", Path, Path, Path, int]
-
-
 def _staged(given: _Given, tasks: Sequence[StageTask], num_workers: int) -> Iterator[None]:
     if num_workers > _MAX_THREADS:
         context = get_context("spawn")
@@ -261,9 +262,6 @@ def _staged(given: _Given, tasks: Sequence[StageTask], num_workers: int) -> Iter
         staging.stage(task)
 
     yield from in_threads(stage, tasks, max(num_workers, 1))
-
-
-_staging: Staging
 
 
 def _start_worker(*given: Any) -> None:  # noqa: ANN401 - of Staging

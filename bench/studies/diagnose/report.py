@@ -20,6 +20,15 @@ SCHEMA = "fuelrail-bench-diagnose"
 
 VERSION = 5
 
+RUNS_HEADER = ("run", "step ms", "faster by", "95 % interval")
+
+TRIED_HEADER = ("settings tried", "samples/s", "faster by", "95 % interval", "")
+
+_LOOK_AHEAD_BYTES = 512 << 20
+
+# Gains below this are not worth a changed setting.
+_WORTH = 0.02
+
 
 class RunMade(msgspec.Struct, frozen=True, kw_only=True):
     """One complete run; its own report is in a folder beside this one."""
@@ -39,11 +48,6 @@ class DiagnoseReport(ReportHeader, frozen=True, kw_only=True):
     diagnosis: Diagnosis | None
     tried: list[Tried] | None
     runs: list[RunMade]
-
-
-RUNS_HEADER = ("run", "step ms", "faster by", "95 % interval")
-
-TRIED_HEADER = ("settings tried", "samples/s", "faster by", "95 % interval", "")
 
 
 def title_of(entry: Counterfactual) -> str:
@@ -92,12 +96,6 @@ def conclusion(tried: Sequence[Tried] | None) -> str:
         return "nothing was tried: no setting of this command removes this bottleneck; see the advice"
     winner = best(list(tried))
     return "none of the settings tried helped; see the advice" if winner is None else f"use: {winner.options}"
-
-
-_LOOK_AHEAD_BYTES = 512 << 20
-
-# Gains below this are not worth a changed setting.
-_WORTH = 0.02
 
 
 class Suggestion(NamedTuple):

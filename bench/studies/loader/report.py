@@ -29,6 +29,16 @@ _ABOVE = 0.02
 CLOCK_JUMP_S = 0.25
 """A run whose wall clock and monotonic clock differ by more is left out."""
 
+Kind = Literal["cpu", "threads", "single thread", "storage", "waiting", "hand-over"]
+
+# Shares from which a resource counts as used up, and a thread as always busy.
+_USED_UP = 0.85
+
+_ALWAYS_BUSY = 0.9
+
+# A thread that computes for less than this share of its busy time mostly waits.
+_COMPUTING = 0.5
+
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
     """One step of the waterfall: a rate with all threads, and the share that is left of the step before.
@@ -244,17 +254,6 @@ def _warnings(runs: Sequence[LoaderRun], steady: Sequence[LoaderRun], figures: L
         if spread > 0.1:
             warnings.append(f"The repeats differ by {spread:.0%} of their median: don't trust small differences.")
     return warnings
-
-
-Kind = Literal["cpu", "threads", "single thread", "storage", "waiting", "hand-over"]
-
-# Shares from which a resource counts as used up, and a thread as always busy.
-_USED_UP = 0.85
-
-_ALWAYS_BUSY = 0.9
-
-# A thread that computes for less than this share of its busy time mostly waits.
-_COMPUTING = 0.5
 
 
 class Bound(msgspec.Struct, frozen=True, kw_only=True):

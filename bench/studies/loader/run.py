@@ -33,6 +33,10 @@ MIN_STEADY_BATCHES = 8
 
 _QUEUE_EVERY_S = 0.02
 
+_NUM_BATCHES_KEPT = 3
+
+_NUM_SAMPLES_KEPT = 12
+
 
 class QueueDepths(msgspec.Struct, frozen=True, kw_only=True):
     """Number of results waiting after each stage, in the stages' order, when a batch was taken."""
@@ -101,11 +105,6 @@ def run_loader(dataset: Dataset, image: ImageAugment, choice: LoaderChoice, seco
 
 def _storage_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
-
-
-_NUM_BATCHES_KEPT = 3
-
-_NUM_SAMPLES_KEPT = 12
 
 
 class Round(NamedTuple):

@@ -29,6 +29,9 @@ _MEAN = (123.675, 116.28, 103.53)
 _STD = (58.395, 57.12, 57.375)
 _STEM_STRIDE = 4
 
+# What tensor parallel shards of the head: the embedding of rays. Torch shards no convolutions.
+HEAD_PLAN: dict[str, ParallelStyle] = {"ray_embedding.0": ColwiseParallel(), "ray_embedding.2": RowwiseParallel()}
+
 
 class ImageStem(nn.Module):
     """uint8 images [B, N, 3, H, W] to features [B * N, C, h, w]: every n-th pixel, normalised, through the layers."""
@@ -129,10 +132,6 @@ class OccupancyHead(nn.Module):
         rays = (pixels[None, :, None, :] * rotated[:, None]).sum(dim=-1)
         origins = extrinsics[:, None, :3, 3].expand_as(rays) / 10
         return torch.cat((F.normalize(rays, dim=-1), origins), dim=-1)
-
-
-# What tensor parallel shards of the head: the embedding of rays. Torch shards no convolutions.
-HEAD_PLAN: dict[str, ParallelStyle] = {"ray_embedding.0": ColwiseParallel(), "ray_embedding.2": RowwiseParallel()}
 
 
 def occupied_cells(boxes: Sequence[Tensor], grid: int, range_m: float) -> Tensor:

@@ -39,6 +39,20 @@ _KEEP_BUFFERS_BYTES: Final = 64 << 20
 _NOT_THE_FILE: Final = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 """Errors of a file that is gone or another. Of the rest, such as too many open files, a good one can have any."""
 
+_PART_OF_FREE_SPACE: Final = 0.8
+
+_UNITS: Final = {
+    "": 1,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "KI": 2**10,
+    "MI": 2**20,
+    "GI": 2**30,
+    "TI": 2**40,
+}
+
 
 class CachedSpan:
     """A span that is in the cache; opened at once where descriptors allow it, so that eviction cannot take it away."""
@@ -274,21 +288,6 @@ class SpanCache:
             "cache '%s' disabled for new samples: %s; continuing without it, at the speed of the remote storage",
             self.folder.path, error,
         )  # fmt: skip
-
-
-_PART_OF_FREE_SPACE: Final = 0.8
-
-_UNITS: Final = {
-    "": 1,
-    "K": 10**3,
-    "M": 10**6,
-    "G": 10**9,
-    "T": 10**12,
-    "KI": 2**10,
-    "MI": 2**20,
-    "GI": 2**30,
-    "TI": 2**40,
-}
 
 
 def parse_size(size: int | str) -> int:

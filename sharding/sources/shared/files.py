@@ -42,6 +42,8 @@ LINKED: Final = "FUELRAIL_LINKED_FOLDERS"
 MOST_BYTES: Final = 256 << 20
 """What is read of a file at once."""
 
+LFS_MAGIC: Final = b"version https://git-lfs"
+
 
 def looks(look: Callable[[A], T], items: Sequence[A]) -> list[T]:
     """Return ``look(item)`` for each item, in order: in 64 threads where the first ones take over 0.1 ms each.
@@ -381,9 +383,6 @@ class _Listings:
         """Return the facts of one of them; None where it does not exist."""
         found = self._database.execute("SELECT num_bytes, stamp FROM facts WHERE name = ?", (name,)).fetchone()
         return None if found is None else FileFacts(*found)
-
-
-LFS_MAGIC: Final = b"version https://git-lfs"
 
 
 def check_no_pointer(data: bytes, where: str) -> None:

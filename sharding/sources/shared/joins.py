@@ -27,14 +27,13 @@ _MOST_PARTS: Final = 32
 _FEW_ROWS: Final = 1 << 13
 """Joins of at most this number of rows are looked up in memory: to load DuckDB takes 0.1 s and 40 MB."""
 
+R = TypeVar("R")
+
 
 class Owners(Protocol):
     """The tokens of rows that link to another table."""
 
     def __getitem__(self, row: int, /) -> str: ...
-
-
-R = TypeVar("R")
 
 
 class Database(Disk):

@@ -15,21 +15,11 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.sample.image_header import ImageInfo
 
-
 HEAD_BYTES: Final = (4 << 10, 64 << 10)
 """How much of an image is read for its size; the second where the first does not reach the frame header."""
 EXTENSION_OF: Final = {"jpg": "jpg", "jpeg": "jpg", "png": "png"}
 Depth = Literal["head", "ends", "pixels"]
 """How much of an image a scan looks at."""
-
-
-class ImagePolicy(NamedTuple):
-    """Options on images: what becomes of missing and of damaged ones, and how much of each the scan looks at."""
-
-    missing: str
-    damaged: str
-    depth: Depth
-
 
 MaxDamaged = Annotated[float, Meta(ge=0, le=1)]
 CHECK_IMAGES: Final = (
@@ -42,6 +32,14 @@ _STARTS: Final = {"jpg": b"\xff\xd8", "png": b"\x89PNG\r\n\x1a\n"}
 _NAMES: Final = {"jpg": "JPEG", "png": "PNG"}
 _PNG_END: Final = b"\x00\x00\x00\x00IEND\xaeB`\x82"
 _END_OF_IMAGE: Final = b"\xff\xd9"
+
+
+class ImagePolicy(NamedTuple):
+    """Options on images: what becomes of missing and of damaged ones, and how much of each the scan looks at."""
+
+    missing: str
+    damaged: str
+    depth: Depth
 
 
 def recorded(options: dict[str, Any]) -> dict[str, Any]:

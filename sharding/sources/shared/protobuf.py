@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 Names = dict[str, dict[int, tuple[str, str]]]
 """Type to its fields: number to name and type of a nested message ("" for none)."""
 
+_FILE_FIELDS = {number: (f"f{number}", "") for number in range(1, 16)}
+
 
 class Span(tuple[int, int]):
     """Offset and length of bytes in a message; they may end behind what is here of it."""
@@ -116,9 +118,6 @@ class Proto:
 
     def _bytes(self, span: tuple[int, int]) -> bytes:
         return bytes(memoryview(self._data)[span[0] : span[0] + span[1]])
-
-
-_FILE_FIELDS = {number: (f"f{number}", "") for number in range(1, 16)}
 
 
 def _parts(data: bytes, number: int) -> list[bytes]:

@@ -18,6 +18,12 @@ FRAME_MAP: Final = 10
 FRAME_MAP_OFFSET: Final = 11
 """Fields of a ``Frame``."""
 
+_POINT: Final = np.dtype([("_0", "V3"), ("x", "<f8"), ("_1", "V1"), ("y", "<f8"), ("_2", "V9")])
+"""A point with its key and length, as the dataset's own files have it."""
+_KEYS: Final = np.array([0, 1, 2, 11, 20])
+"""The places of a point's keys: of the point, of x, y and z, and its length."""
+_LENGTH_AND_KEYS: Final = (_POINT.itemsize - 2, *(at << 3 | FIXED64 for at in (1, 2, 3)))
+
 
 class _Kind(NamedTuple):
     """A kind of feature: the field of its points, and whether these are an outline."""
@@ -33,11 +39,6 @@ _KINDS: Final = {
     10: _Kind("driveway", 1, closed=True),
 }  # fmt: skip
 MAP_LAYERS: Final = tuple(kind.name for kind in _KINDS.values())
-_POINT: Final = np.dtype([("_0", "V3"), ("x", "<f8"), ("_1", "V1"), ("y", "<f8"), ("_2", "V9")])
-"""A point with its key and length, as the dataset's own files have it."""
-_KEYS: Final = np.array([0, 1, 2, 11, 20])
-"""The places of a point's keys: of the point, of x, y and z, and its length."""
-_LENGTH_AND_KEYS: Final = (_POINT.itemsize - 2, *(at << 3 | FIXED64 for at in (1, 2, 3)))
 
 
 def parse_map(data: bytes, where: str) -> VectorMap:

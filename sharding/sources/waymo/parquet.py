@@ -64,6 +64,9 @@ _OPTIONAL: Final = ("lidar_box", "lidar_camera_synced_box", "camera_box", "stats
 _LIDAR: Final = ("lidar", "lidar_calibration", "lidar_pose")
 _ROWS_AT_ONCE: Final = 16
 
+_NONE: Final = image_rows(np.empty((0, 4)), [], [])
+_NO_LABELS: Final = LabelColumns(np.empty((0, 7)), [], [], [])
+
 
 class WaymoParquet(FrameSource[WaymoSettings]):
     """Waymo Open Dataset, perception, version 2: Parquet files with five cameras at 10 Hz."""
@@ -306,7 +309,3 @@ class WaymoParquet(FrameSource[WaymoSettings]):
         rows = self._read(name, {f"[StatsComponent].{part}": pa.string() for part in parts})
         values = (rows[f"[StatsComponent].{part}"] for part in parts)
         return weather_columns({part: found[0] for part, found in zip(parts, values, strict=True) if len(found)})
-
-
-_NONE: Final = image_rows(np.empty((0, 4)), [], [])
-_NO_LABELS: Final = LabelColumns(np.empty((0, 7)), [], [], [])
