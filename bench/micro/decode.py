@@ -30,7 +30,7 @@ from PIL import Image
 
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.source import noise_jpeg
-from fuelrail.bench.micro.timing import QUICK, Comparison, Effort, Report, compare, render
+from fuelrail.bench.micro.timing import QUICK, Effort, TimedContest, TimingReport, compare, render
 from fuelrail.bench.report.files import publish_json
 from fuelrail.loaders.decode import make_decoder
 from fuelrail.pipeline.transforms.image import ImageAugment
@@ -58,7 +58,7 @@ class DecodeReport(msgspec.Struct, frozen=True, kw_only=True):
     num_images: int
     mean_bytes: float
     images_per_s: dict[str, dict[str, float]]
-    comparisons: list[Comparison]
+    comparisons: list[TimedContest]
 
 
 def with_restart_rows(encoded: bytes) -> bytes | None:
@@ -135,7 +135,7 @@ def _simplejpeg_full(encoded: bytes, out: NDArray[np.uint8]) -> None:
     out[:] = cv2.resize(image, RESIZED_WH, interpolation=cv2.INTER_LINEAR)[_TOP:].transpose(2, 0, 1)
 
 
-def measure(images: list[bytes], effort: Effort) -> list[Comparison]:
+def measure(images: list[bytes], effort: Effort) -> list[TimedContest]:
     """Measure one thread and ``NUM_THREADS``, the same images in turns; a call decodes all of them."""
     image_map = ImageAugment(height=OUT_WH[1], width=OUT_WH[0]).draw([SOURCE_WH], seed=0, epoch=0, sample=0)[0]
     batch = np.empty((len(images), 3, *OUT_WH[::-1]), np.uint8)
@@ -184,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         images_per_s={c.title: {e.name: len(images) / e.seconds_per_call for e in c.entries} for c in comparisons},
         comparisons=comparisons,
     )
-    print(render(Report(benchmark="decode", machine=report.machine, comparisons=comparisons)))  # noqa: T201
+    print(render(TimingReport(benchmark="decode", machine=report.machine, comparisons=comparisons)))  # noqa: T201
     for title, rates in report.images_per_s.items():
         print(f"\n{title} of {report.mean_bytes / 1e3:.0f} kB, {report.source}")  # noqa: T201
         for name, rate in rates.items():

@@ -22,7 +22,7 @@ import pyarrow as pa
 import safetensors.numpy
 
 from fuelrail.bench.micro.source import CAMERAS, NUM_BOXES, NUM_POINTS, make_dataset
-from fuelrail.bench.micro.timing import Comparison, Effort, compare, main
+from fuelrail.bench.micro.timing import Effort, TimedContest, compare, main
 from fuelrail.pipeline.format.index.row import IndexRow, MemberEntry
 from fuelrail.pipeline.format.index.samples import ROWS_PER_BATCH, SampleIndex, write_index
 from fuelrail.pipeline.sample.schema import (
@@ -62,7 +62,7 @@ def pyarrow_row(table: pa.Table, number: int, names: Sequence[str], codecs: Sequ
     return row
 
 
-def measure(effort: Effort) -> Iterator[Comparison]:
+def measure(effort: Effort) -> Iterator[TimedContest]:
     """Yield all comparisons: sample metadata, the header of a sweep, a row of the index."""
     with tempfile.TemporaryDirectory() as folder:
         key, members = sample_members(Path(folder) / "work")

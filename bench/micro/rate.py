@@ -34,7 +34,7 @@ import numpy as np
 
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.source import list_files, make_dataroot
-from fuelrail.bench.micro.timing import QUICK, Comparison, Effort, Report, compare, render
+from fuelrail.bench.micro.timing import QUICK, Effort, TimedContest, TimingReport, compare, render
 from fuelrail.bench.micro.writers import FLOORS, candidates, fuelrail_with
 from fuelrail.bench.report.files import publish_json
 from fuelrail.pipeline.runtime.workers import in_threads
@@ -114,7 +114,7 @@ class ShardingReport(msgspec.Struct, frozen=True, kw_only=True):
     cpu_s_per_gb: dict[str, dict[str, float]]
     share_of_floor: dict[str, Quartiles]
     """Fuelrail's rate over that of the floor that takes the same digests, in the same round."""
-    comparisons: list[Comparison]
+    comparisons: list[TimedContest]
 
 
 class _Clock:
@@ -252,7 +252,7 @@ def _measure(work: Path, options: argparse.Namespace, num_cpus: int) -> Sharding
 
 
 def _table(report: ShardingReport) -> str:
-    plain = Report(benchmark="sharding", machine=report.machine, comparisons=report.comparisons)
+    plain = TimingReport(benchmark="sharding", machine=report.machine, comparisons=report.comparisons)
     lines = [
         render(plain),
         "",

@@ -136,7 +136,7 @@ class TensorSpec(NamedTuple):
     offset: int
 
 
-class Layout:
+class TensorLayout:
     """The header of a safetensors buffer: tensors without holes or overlaps up to the buffer's end.
 
     Samples of one rig have equal headers, so a layout is parsed and checked once and then found by its header's bytes.
@@ -157,7 +157,7 @@ class Layout:
         return {name: np.ndarray(shape, dtype, view, at) for name, (dtype, shape, at) in self.specs.items()}
 
 
-def read_layout(data: Buffer) -> Layout:
+def read_layout(data: Buffer) -> TensorLayout:
     """Return the layout of a safetensors buffer; raise SchemaError where its header describes none."""
     view = memoryview(data)
     if len(view) < 8:
@@ -169,7 +169,7 @@ def read_layout(data: Buffer) -> Layout:
     return _known_layout(header) if header_bytes <= _MAX_KNOWN_HEADER_BYTES else _parse(header)
 
 
-def _parse(header: bytes) -> Layout:
+def _parse(header: bytes) -> TensorLayout:
     start = 8 + len(header)
     try:
         entries = _header_decoder.decode(header)
@@ -195,7 +195,7 @@ def _parse(header: bytes) -> Layout:
         except ValueError as error:  # more than numpy can hold, in a tensor that holds nothing
             raise SchemaError(f"tensor '{name}' {entry.dtype}{list(entry.shape)}: {error}") from error
         specs[name] = TensorSpec(dtype, entry.shape, start + begin)
-    return Layout(specs, start + position)
+    return TensorLayout(specs, start + position)
 
 
 _known_layout = functools.lru_cache(maxsize=512)(_parse)

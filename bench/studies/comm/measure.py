@@ -15,7 +15,16 @@ import torch.distributed as dist
 
 from fuelrail.bench.measure.machine import CpuUse, CpuWatch, machine_facts, of_one_host
 from fuelrail.bench.report.files import created_now
-from fuelrail.bench.studies.comm.report import KINDS, SCHEMA, VERSION, CommOptions, CommReport, Kind, Timed, timed
+from fuelrail.bench.studies.comm.report import (
+    KINDS,
+    SCHEMA,
+    VERSION,
+    CommOptions,
+    CommReport,
+    Kind,
+    TimedCollective,
+    timed,
+)
 from fuelrail.bench.trainer.strategies.parallel import make_mesh
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings, degrees_of
 
@@ -88,7 +97,7 @@ def _sizes(options: CommOptions) -> Iterator[int]:
 
 def _timed(
     kind: Kind, axis: str, group: dist.ProcessGroup, size: int, device: torch.device, options: CommOptions
-) -> Timed:
+) -> TimedCollective:
     ranks = group.size()
     elements = max(1, size // 4 // ranks) * ranks
     collective = _collective(kind, group, torch.ones(elements, device=device))

@@ -67,18 +67,18 @@ def read_numbers(files: SourceFiles, name: str) -> Numbers:
     return Numbers(found, f"file '{files.shown}/{name}'")
 
 
-class Camera(NamedTuple):
+class RectifiedCamera(NamedTuple):
     """K (3, 3) of the rectified images, and the rectified camera's pose in ego (4, 4)."""
 
     intrinsics: F64
     cam2ego: F64
 
 
-def camera(projection: F64, ego2rect: F64) -> Camera:
+def camera(projection: F64, ego2rect: F64) -> RectifiedCamera:
     """Return the camera of P_rect (3, 4); ``ego2rect`` (4, 4) leads to rectified camera 0."""
     shift = np.eye(4)
     shift[:3, 3] = np.linalg.solve(projection[:, :3], projection[:, 3])
-    return Camera(projection[:, :3], invert_rigid(shift @ ego2rect))
+    return RectifiedCamera(projection[:, :3], invert_rigid(shift @ ego2rect))
 
 
 def read_points(files: SourceFiles, name: str) -> NDArray[np.float32]:

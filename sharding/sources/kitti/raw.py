@@ -42,7 +42,7 @@ from fuelrail.sharding.sources.shared.foreign import parsing, read_text, read_xm
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.sharding.sources.adapter.frame import F64
-    from fuelrail.sharding.sources.kitti.calibration import Camera
+    from fuelrail.sharding.sources.kitti.calibration import RectifiedCamera
     from fuelrail.sharding.sources.shared.scan_table import Reference
 
 COLOUR: Final = ("image_02", "image_03")
@@ -82,7 +82,7 @@ class _Layout(NamedTuple):
 
 
 class _Rig(NamedTuple):
-    cameras: dict[str, Camera]
+    cameras: dict[str, RectifiedCamera]
     lidar2ego: F64
 
 

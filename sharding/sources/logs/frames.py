@@ -16,8 +16,7 @@ from fuelrail.sharding.sources.adapter.frame import Absent, Frame, Image, ImageB
 from fuelrail.sharding.sources.adapter.members import POINTS
 from fuelrail.sharding.sources.logs import sync
 from fuelrail.sharding.sources.logs.geometry.calibration import CameraModel, camera_models
-from fuelrail.sharding.sources.logs.index import LogIndex, Shot
-from fuelrail.sharding.sources.logs.index import Sweep as LidarSweep
+from fuelrail.sharding.sources.logs.index import LogIndex, LogSweep, Shot
 from fuelrail.sharding.sources.logs.members import Job
 from fuelrail.sharding.sources.logs.messages.clouds import COLUMNS, RadarSweep
 from fuelrail.sharding.sources.logs.messages.records import RAWS, VIDEOS
@@ -128,7 +127,7 @@ class FrameMaker:
             if item is not None and self._poses is not None:
                 measured, sampled = self._poses.at(np.array([stamps[row], time]))
                 sensor2ego = invert_rigid(sampled) @ measured @ mount
-            if not isinstance(item, LidarSweep) or np.isnan(sensor2ego).any():
+            if not isinstance(item, LogSweep) or np.isnan(sensor2ego).any():
                 yield []
                 continue
             made = RadarSweep(channel.columns, vectors, (time - int(stamps[row])) * 1e-9, sensor2ego.ravel().tolist())

@@ -21,7 +21,7 @@ from fuelrail.sharding.sources.logs.messages.records import (
     RAWS,
     TRANSFORMS,
     VIDEOS,
-    Calibration,
+    CameraInfo,
     Edges,
     Fix,
     Marks,
@@ -57,7 +57,7 @@ class Shot(msgspec.Struct, frozen=True, gc=False):
     key: Locator | None = None
 
 
-class Sweep(NamedTuple):
+class LogSweep(NamedTuple):
     """A sweep: its message, and about how many points it has."""
 
     place: Locator
@@ -68,7 +68,7 @@ class Series(NamedTuple):
     """The pictures or sweeps of one topic in time order: stamps (N,) [ns], ascending, and what is there."""
 
     stamps: NDArray[np.int64]
-    items: list[Shot] | list[Sweep]
+    items: list[Shot] | list[LogSweep]
 
 
 class LogIndex:
@@ -88,7 +88,7 @@ class LogIndex:
         self._only_keyframes, self._gps, self._levels = options.frames == "keyframes", gps, levels
         self.noted = Counter[str]()
         self.frame_ids: dict[str, str] = {}
-        self.calibrations: dict[str, list[tuple[int, Calibration]]] = {}
+        self.calibrations: dict[str, list[tuple[int, CameraInfo]]] = {}
         self.poses: list[Edges] = []
         self.fixes: list[Fix] = []
         self.marks = {topic: list[Marks]() for topic in options.boxes2d.values()}
@@ -96,7 +96,7 @@ class LogIndex:
         self.signals = {topic: list[_Signals]() for topic in options.signals.values()}
         self.tree = FrameTree(f"log '{name}'")
         sensors = (*cameras, *lidars)
-        self._found: dict[str, list[tuple[int, int, Shot | Sweep]]] = {topic: [] for topic in sensors}
+        self._found: dict[str, list[tuple[int, int, Shot | LogSweep]]] = {topic: [] for topic in sensors}
         self._items: dict[str, list[Any]] = {topic: [] for topic in sensors}
         self._stamped: dict[str, list[NDArray[np.int64]]] = {topic: [] for topic in sensors}
         self._keys: dict[str, Locator] = {}
@@ -136,7 +136,7 @@ class LogIndex:
                 stamp_ns, frame_id, number = readers[name].cloud_head(message)
                 self.frame_ids.setdefault(name, frame_id)
                 stamp_ns = self._stamp(name, message, stamp_ns)
-                self._found[name].append((stamp_ns, message.log_ns, Sweep(message.place, number)))
+                self._found[name].append((stamp_ns, message.log_ns, LogSweep(message.place, number)))
             else:
                 pending[name].append(message)
                 num_pending += 1

@@ -64,7 +64,7 @@ class _Group(NamedTuple):
     wanted: dict[int, Job]
 
 
-class Members:
+class LogMembers:
     """Reads members of logs. ``logs`` are names to files; ``num_decoded`` counts frames of video."""
 
     def __init__(

@@ -19,7 +19,7 @@ from fuelrail.sharding.sources.logs.files.recordings import Recordings
 from fuelrail.sharding.sources.logs.frames import FIX_COLUMNS, FrameMaker
 from fuelrail.sharding.sources.logs.geometry.transforms import edges_trajectory
 from fuelrail.sharding.sources.logs.index import LogIndex
-from fuelrail.sharding.sources.logs.members import Job, Members
+from fuelrail.sharding.sources.logs.members import Job, LogMembers
 from fuelrail.sharding.sources.logs.messages.clouds import COLUMNS, radar_channel
 from fuelrail.sharding.sources.logs.messages.reader import Reader
 from fuelrail.sharding.sources.logs.messages.records import CLOUDS, FIXES, MARKS, PICTURES, POSES, VIDEOS
@@ -133,7 +133,7 @@ class LogSource(FrameSource[LogSettings]):
 
     def read_clip(self, refs: Sequence[str]) -> Iterator[tuple[str, Buffer]]:
         """Yield members in the order of the recording, so that a chunk is decompressed once."""
-        jobs, rest = Members.split(refs)
+        jobs, rest = LogMembers.split(refs)
         for job, data in self._members.read(list(jobs)):
             yield jobs[job], data
         for ref in rest:
@@ -184,8 +184,8 @@ class LogSource(FrameSource[LogSettings]):
         return self._index
 
     @cached_property
-    def _members(self) -> Members:
-        return Members(
+    def _members(self) -> LogMembers:
+        return LogMembers(
             self.recordings.log_file,
             lambda: self.recordings.topics,
             lambda: dict(self.recordings.logs),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _LEAST: Final = 64
 
 
-class Window:
+class FileWindow:
     """Bytes of a file, a few at a time: what was read last is kept."""
 
     def __init__(self, read: Callable[[int, int], bytes], num_bytes: int, where: str) -> None:
@@ -36,18 +36,18 @@ class Window:
 
 
 @contextlib.contextmanager
-def opened(files: SourceFiles, name: str) -> Iterator[Window]:
+def opened(files: SourceFiles, name: str) -> Iterator[FileWindow]:
     """Yield a window on a file, which is kept open; at a URL, each read is a request."""
     facts = files.facts_of([name])[0]
     where = f"file '{files.shown}/{name}'"
     if facts is None:
         raise SourceError(f"{where} is not there")
     if not isinstance(files, FolderFiles):
-        yield Window(lambda offset, length: files.read(name, offset, length), facts.num_bytes, where)
+        yield FileWindow(lambda offset, length: files.read(name, offset, length), facts.num_bytes, where)
         return
     descriptor = files.descriptor(name)
     try:
-        yield Window(lambda offset, length: os.pread(descriptor, length, offset), facts.num_bytes, where)
+        yield FileWindow(lambda offset, length: os.pread(descriptor, length, offset), facts.num_bytes, where)
     except OSError as error:
         raise SourceError(f"{where} cannot be read: {error.strerror}") from error
     finally:

@@ -98,7 +98,7 @@ def shared(matrices: F64 | None, count: int) -> list[F64 | None]:
     return [seen.setdefault(one.tobytes(), one) if there else None for one, there in zip(matrices, known, strict=True)]
 
 
-class Calibrations:
+class CalibrationTable:
     """The table ``calibration``: rows of all clips (no clip), and rows of one clip, which come first."""
 
     def __init__(self, table: Table, axes: Mapping[str, str], *, is_corner: bool) -> None:

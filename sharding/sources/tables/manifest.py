@@ -29,7 +29,7 @@ from fuelrail.sharding.sources.logs.settings import VideoSettings, check_decoder
 from fuelrail.sharding.sources.shared.files import source_files
 from fuelrail.sharding.sources.shared.points import parse_points
 from fuelrail.sharding.sources.tables.boxes import box_type, boxes_of_frames, check_box_columns
-from fuelrail.sharding.sources.tables.calibration import Calibrations, read_calibration, shared
+from fuelrail.sharding.sources.tables.calibration import CalibrationTable, read_calibration, shared
 from fuelrail.sharding.sources.tables.columns import (
     OF_CLIP,
     SENSOR,
@@ -119,7 +119,7 @@ class Manifest(FrameSource[ManifestSettings]):
             self.files = source_files(self.given.root)
         self._paths = Paths(self.files, self.given.root or folder)
         self._tables: dict[str, Table] = {}
-        self._calibrations: Calibrations | None = None
+        self._calibrations: CalibrationTable | None = None
 
     @cached_property
     def _names(self) -> dict[str, str]:
@@ -201,7 +201,7 @@ class Manifest(FrameSource[ManifestSettings]):
                 given = self.given.camera_axes
                 axes = {"": given} if isinstance(given, str) else {"": "optical", **given}
                 corner = self.given.pixel_origin == "corner"
-                self._calibrations = Calibrations(self._tables["calibration"], axes, is_corner=corner)
+                self._calibrations = CalibrationTable(self._tables["calibration"], axes, is_corner=corner)
             self.has_poses = "ego_pose" in self._tables or any(
                 name.partition(".")[0] == "ego2global" for name in _columns(self._tables.get("frames"))
             )

@@ -29,8 +29,8 @@ from fuelrail.sharding.sources.waymo.records import (
 )
 
 if TYPE_CHECKING:
-    from fuelrail.sharding.sources.shared.windows import Window
-    from fuelrail.sharding.sources.waymo.records import Fail, FieldPlace, Record
+    from fuelrail.sharding.sources.shared.windows import FileWindow
+    from fuelrail.sharding.sources.waymo.records import Fail, FieldPlace, FileRecord
 
 CAMERAS: Final = {1: "FRONT", 2: "FRONT_LEFT", 3: "FRONT_RIGHT", 4: "SIDE_LEFT", 5: "SIDE_RIGHT"}
 LABEL_TYPES: Final = ("unknown", "vehicle", "pedestrian", "sign", "cyclist")
@@ -99,7 +99,7 @@ class FrameHead(NamedTuple):
 
 
 def read_frame(
-    window: Window, record: Record, context: bytes | None, *, boxes2d: bool = False, has_map: bool = False
+    window: FileWindow, record: FileRecord, context: bytes | None, *, boxes2d: bool = False, has_map: bool = False
 ) -> FrameHead:
     """Read a record that is a frame; ``context`` of the frame before it is not read again where it is the same.
 
@@ -121,7 +121,7 @@ def read_frame(
     return head
 
 
-def _read(window: Window, record: Record, context: bytes | None, *, boxes2d: bool, has_map: bool) -> FrameHead:
+def _read(window: FileWindow, record: FileRecord, context: bytes | None, *, boxes2d: bool, has_map: bool) -> FrameHead:
     time, pose, images, labels, laser_bytes, camera_labels = -1, None, [], [], 0, []
     map_span, map_offset = None, (0.0, 0.0, 0.0)
     for field in field_places(window, record.start, record.end):
@@ -167,7 +167,7 @@ def _expect(field: FieldPlace, wire: int, name: str) -> None:
         raise ValueError(f"field {field.number} is not {name}")
 
 
-def _image(window: Window, place: FieldPlace) -> ImageHead | None:
+def _image(window: FileWindow, place: FieldPlace) -> ImageHead | None:
     """Return the head of an image; None for an unknown camera, or one without a picture."""
     name, offset, num_bytes, pose = 0, 0, 0, None
     if (usual := _usual_image(window, place)) is not None:
@@ -191,7 +191,7 @@ def _image(window: Window, place: FieldPlace) -> ImageHead | None:
     return ImageHead(CAMERAS[name], offset, num_bytes, pose, *times.values())
 
 
-def _usual_image(window: Window, place: FieldPlace) -> ImageHead | None:
+def _usual_image(window: FileWindow, place: FieldPlace) -> ImageHead | None:
     """Return an image whose fields are those of the dataset's own files, in their order; None for another."""
     head = window.at(place.start, MAX_HEAD)
     if len(head) < MAX_HEAD or head[0] != _IMAGE_NAME << 3 or head[2] != _IMAGE_JPEG << 3 | BYTES:
@@ -209,7 +209,7 @@ def _usual_image(window: Window, place: FieldPlace) -> ImageHead | None:
     return ImageHead(CAMERAS[head[1]], offset, length, _POSE.unpack_from(tail, 3), *times) if times[0] > 0 else None
 
 
-def _image_fields(window: Window, place: FieldPlace) -> Iterator[tuple[int, int, int | bytes | tuple[int, int]]]:
+def _image_fields(window: FileWindow, place: FieldPlace) -> Iterator[tuple[int, int, int | bytes | tuple[int, int]]]:
     """Yield number, wire type and value of each field of an image; for the JPEG its place and length."""
     for field in field_places(window, place.start, place.end):
         length = field.end - field.start

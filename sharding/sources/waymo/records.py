@@ -18,7 +18,7 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.shared.files import LFS_MAGIC
 
 if TYPE_CHECKING:
-    from fuelrail.sharding.sources.shared.windows import Window
+    from fuelrail.sharding.sources.shared.windows import FileWindow
 
 VARINT: Final = 0
 FIXED64: Final = 1
@@ -35,7 +35,7 @@ _MASK: Final = 0xA282EAD8
 _CRC_CHUNK: Final = 1 << 20
 
 
-class Record(NamedTuple):
+class FileRecord(NamedTuple):
     """Where a record's bytes begin and end in the file."""
 
     number: int
@@ -43,7 +43,7 @@ class Record(NamedTuple):
     end: int
 
 
-def records(window: Window, *, whole: bool, payloads: bool) -> Iterator[Record]:
+def records(window: FileWindow, *, whole: bool, payloads: bool) -> Iterator[FileRecord]:
     """Yield the records of a file, in order; check the checksums of lengths, with ``payloads`` those of bytes too.
 
     ``whole`` reads each record at once. Raises SourceError for a bad checksum and for a file that is cut off.
@@ -77,7 +77,7 @@ def records(window: Window, *, whole: bool, payloads: bool) -> Iterator[Record]:
                 raise SourceError(f"{place}: the CRC32C of its {length} bytes does not agree; the file is damaged")
         if whole:
             window.at(start, length)
-        yield Record(number, start, end)
+        yield FileRecord(number, start, end)
         at, number = end + _U32.size, number + 1
 
 
@@ -167,7 +167,7 @@ class FieldPlace(msgspec.Struct, frozen=True, gc=False):
     end: int
 
 
-def field_places(window: Window, start: int, end: int, ahead: int = 0) -> Iterator[FieldPlace]:
+def field_places(window: FileWindow, start: int, end: int, ahead: int = 0) -> Iterator[FieldPlace]:
     """Yield the fields of the message from ``start`` to ``end`` in a file, of which only their heads are read.
 
     ``ahead`` bytes are read beyond each head that is not in memory. Raises ValueError where it is no message.

@@ -41,7 +41,7 @@ from fuelrail.sharding.sources.waymo.records import records
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.shared.scan_table import Reference
     from fuelrail.sharding.sources.waymo.frame_heads import CameraCalibration, FrameHead
-    from fuelrail.sharding.sources.waymo.records import Record
+    from fuelrail.sharding.sources.waymo.records import FileRecord
 
 LIDAR: Final = "lidar"
 SPLITS: Final = {"training": "train", "validation": "val", "testing": "test"}
@@ -178,7 +178,7 @@ class Waymo(FrameSource[WaymoFileSettings]):
     def _frame(
         self,
         file: str,
-        record: Record,
+        record: FileRecord,
         head: FrameHead,
         cameras: dict[str, CameraCalibration],
         stats: dict[str, str],

@@ -45,7 +45,7 @@ from fuelrail.sharding.sources.shared.windows import opened
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.shared.files import SourceFiles
-    from fuelrail.sharding.sources.shared.windows import Window
+    from fuelrail.sharding.sources.shared.windows import FileWindow
 
 _HEAD = MESSAGE.size - RECORD.size
 
@@ -147,7 +147,7 @@ class McapFile:
         return Locator(self._name, chunk.at, offset)
 
     def _walk_index(
-        self, window: Window, chunk: Chunk, wanted: frozenset[str], whole: frozenset[str]
+        self, window: FileWindow, chunk: Chunk, wanted: frozenset[str], whole: frozenset[str]
     ) -> Iterator[Message]:
         """Yield the messages of an uncompressed chunk by its message index."""
         end, data_at = chunk.at + chunk.length, chunk.data_at

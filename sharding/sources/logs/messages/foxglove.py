@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.logs.messages.records import (
-    Calibration,
+    CameraInfo,
     Cloud,
     Edge,
     Edges,
@@ -48,14 +48,14 @@ class Foxglove:
         """Read the codec of a video."""
         return self._read(data).text("format")
 
-    def calibration(self, data: Buffer) -> Calibration:
+    def calibration(self, data: Buffer) -> CameraInfo:
         """Read a CameraCalibration."""
         one = self._read(data)
         d, k, r, p = (tuple(one.doubles(name)) for name in "DKRP")
         width, height, model = one.number("width"), one.number("height"), one.text("distortion_model")
-        return Calibration(one.stamp_ns, one.text("frame_id"), width, height, model, d, k, r, p)
+        return CameraInfo(one.stamp_ns, one.text("frame_id"), width, height, model, d, k, r, p)
 
-    def calibrations(self, messages: Sequence[Buffer]) -> Iterator[tuple[int, Calibration]]:
+    def calibrations(self, messages: Sequence[Buffer]) -> Iterator[tuple[int, CameraInfo]]:
         """Yield each calibration with its stamp."""
         return ((one.stamp_ns, one) for one in map(self.calibration, messages))
 

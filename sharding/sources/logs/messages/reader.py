@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.sharding.sources.logs.files.log_file import Message, Topic
-    from fuelrail.sharding.sources.logs.messages.records import Calibration, Cloud, Edge, Fix, Marks, Picture
+    from fuelrail.sharding.sources.logs.messages.records import CameraInfo, Cloud, Edge, Fix, Marks, Picture
 
 _ZSTD: Final = b"\x28\xb5\x2f\xfd"
 """Begins a frame of zstd; CDR begins with 0."""
@@ -45,11 +45,11 @@ class Reader:
         """Read the codec from a whole CompressedVideo."""
         return self._guard(self._form.video_format, message.data)
 
-    def calibration(self, message: Message) -> Calibration:
+    def calibration(self, message: Message) -> CameraInfo:
         """Read a whole CameraInfo or CameraCalibration."""
         return self._guard(self._form.calibration, message.data)
 
-    def calibrations(self, messages: Sequence[Message]) -> list[tuple[int, Calibration]]:
+    def calibrations(self, messages: Sequence[Message]) -> list[tuple[int, CameraInfo]]:
         """Read calibrations with their stamps; successive equal ones may be one record."""
         return self._guard(lambda data: list(self._form.calibrations(data)), [one.data for one in messages])
 

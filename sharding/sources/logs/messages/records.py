@@ -57,7 +57,7 @@ class Picture(msgspec.Struct, frozen=True, gc=False):
     big_endian: bool = False
 
 
-class Calibration(NamedTuple):
+class CameraInfo(NamedTuple):
     """What CameraInfo says: ``k`` (9,), ``r`` (9,) and ``p`` (12,) by rows, ``d``; ``roi`` is x, y, width, height."""
 
     stamp_ns: int

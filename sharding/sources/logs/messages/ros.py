@@ -16,7 +16,7 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.logs.messages.records import (
     RAWS,
     UNKNOWN,
-    Calibration,
+    CameraInfo,
     Cloud,
     Edge,
     Edges,
@@ -51,7 +51,7 @@ class Ros:
     def __init__(self, topic: Topic) -> None:
         self._topic = topic
         self._type = topic.type.replace("/", "/msg/")
-        self._calibrated: tuple[Buffer, Calibration] | None = None
+        self._calibrated: tuple[Buffer, CameraInfo] | None = None
         self._pictured: tuple[Buffer, Buffer, Picture] = b"", b"", Picture(0, "", 0, 0)
 
     def _read(self, data: Buffer) -> Any:  # noqa: ANN401 - rosbags
@@ -89,7 +89,7 @@ class Ros:
         """Read the codec of a video."""
         return str(self._read(data).format)
 
-    def calibrations(self, messages: Sequence[Buffer]) -> Iterator[tuple[int, Calibration]]:
+    def calibrations(self, messages: Sequence[Buffer]) -> Iterator[tuple[int, CameraInfo]]:
         """Yield each calibration with its stamp; one that equals the one before it is the same record."""
         for data in messages:
             text = data[_STAMP.stop :]
@@ -97,7 +97,7 @@ class Ros:
                 self._calibrated = text, self.calibration(data)
             yield _stamp_ns(data, _STAMP.start), self._calibrated[1]
 
-    def calibration(self, data: Buffer) -> Calibration:
+    def calibration(self, data: Buffer) -> CameraInfo:
         """Read a CameraInfo, or foxglove's CameraCalibration."""
         info = self._read(data)
         size = info.width, info.height, info.distortion_model
@@ -105,10 +105,10 @@ class Ros:
         names = "DKRP" if is_foxglove else "dkrp"
         d, k, r, p = (tuple(map(float, getattr(info, name))) for name in names)
         if is_foxglove:
-            return Calibration(_time_ns(info.timestamp), info.frame_id, *size, d, k, r, p)
+            return CameraInfo(_time_ns(info.timestamp), info.frame_id, *size, d, k, r, p)
         binning, roi = (max(info.binning_x, 1), max(info.binning_y, 1)), info.roi
         part = (roi.x_offset, roi.y_offset, roi.width, roi.height)
-        return Calibration(_time_ns(info.header.stamp), info.header.frame_id, *size, d, k, r, p, binning, part)
+        return CameraInfo(_time_ns(info.header.stamp), info.header.frame_id, *size, d, k, r, p, binning, part)
 
     def transforms(self, data: Buffer) -> list[Edge]:
         """Read a TFMessage, or foxglove's FrameTransform and FrameTransforms."""
