@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.adapter.poses import Trajectory
     from fuelrail.sharding.sources.logs.files.log_file import Topic
     from fuelrail.sharding.sources.logs.messages.records import Marks
-    from fuelrail.sharding.sources.logs.settings import LogSettings
+    from fuelrail.sharding.sources.logs.topics import LogTopics
 
 
 FIX_COLUMNS: Final = ("latitude", "longitude", "altitude_m")
@@ -35,21 +35,21 @@ FIX_COLUMNS: Final = ("latitude", "longitude", "altitude_m")
 
 
 class FrameMaker:
-    """Makes frames of one log. ``cameras`` and ``lidars`` map channel to topic; ``noted`` takes estimated delays.
-
-    ``channels`` are those of signals and radars, ``poses`` the clip's, None without any.
-    """
+    """Makes frames of one log. ``noted`` takes estimated delays, ``poses`` are the clip's, None without any."""
 
     def __init__(
-        self, index: LogIndex, given: LogSettings, topics: Mapping[str, Topic], cameras: Mapping[str, str],
-        lidars: Mapping[str, str], reference: str, noted: dict[str, int], channels: Sequence[Channel],
+        self,
+        index: LogIndex,
+        chosen: LogTopics,
+        topics: Mapping[str, Topic],
+        noted: dict[str, int],
         poses: Trajectory | None,
-    ) -> None:  # fmt: skip
-        self._channels, self._poses = channels, poses
+    ) -> None:
+        self._index, self._given, self._topics, self._noted = index, chosen.given, topics, noted
+        self._channels, self._poses = chosen.channels, poses
         self._apart = dict[str, float]()
-        self._index, self._given, self._topics, self._noted = index, given, topics, noted
-        self._cameras, self._lidars, self._reference = cameras, lidars, reference
-        self._all = {**cameras, **lidars, **given.radars}
+        self._cameras, self._lidars, self._reference = chosen.cameras, chosen.lidars, chosen.reference
+        self._all = {**self._cameras, **self._lidars, **self._given.radars}
 
     def frames(self, times: NDArray[np.int64]) -> Iterator[Frame]:
         """Yield a frame for each of these times of the reference [ns]; raise SourceError."""
