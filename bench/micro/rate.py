@@ -81,7 +81,7 @@ OWN_SOURCE = Case(lidar=False, num_frames=0, num_files=0, num_rounds=3)
 
 
 class Quartiles(NamedTuple):
-    """Of a ratio over the rounds."""
+    """The quartiles of a ratio over the rounds."""
 
     q25: float
     median: float
@@ -99,7 +99,7 @@ class RestartCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShardingReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Of each candidate the rate [MB of source files a second] and the CPU time [s for a GB of them], medians."""
+    """Rate [MB of source files a second] and CPU time [s for a GB of them] of each candidate, medians."""
 
     benchmark: str
     machine: MachineFacts

@@ -102,7 +102,7 @@ class Dataset:
         row, span = self._found(which)
         path = self.shard_path(row)
         if span is None:
-            span = _read(self, path, row)
+            span = _read(self.origin, path, row)
         check_span(row, span, path.name)
         rig = Rig.of(self.manifest)
         sample = decode_sample(row.key, read_members(row, span, path.name, dictionary=self.dictionary), rig.fields)
@@ -140,7 +140,7 @@ class Dataset:
             moved = tuple(entry._replace(offset=entry.offset - first) for entry in wanted)
             row = row._replace(offset=row.offset + first, length=length, members=moved, is_part=True)
         if span is None:
-            span = _read(self, path, row)
+            span = _read(self.origin, path, row)
         check_span(row, span, path.name)
         names = [entry.name for entry in wanted]
         members = read_members(row, span, path.name, names, dictionary=self.dictionary)
@@ -308,10 +308,10 @@ def open_kind(
     return Dataset(folder, manifest, *tables, url, storage_options, dictionary, origin)
 
 
-def _read(dataset: Dataset, path: Path, row: IndexRow) -> bytes:
+def _read(origin: RemoteFolder | None, path: Path, row: IndexRow) -> bytes:
     try:
-        if dataset.origin is not None:
-            return dataset.origin.read(path.name, row.offset, row.offset + row.length)
+        if origin is not None:
+            return origin.read(path.name, row.offset, row.offset + row.length)
         with open_file(path) as file:
             file.seek(row.offset)
             return file.read(row.length)

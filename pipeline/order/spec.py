@@ -162,7 +162,7 @@ class Order:
 
 
 class _Sequential:
-    """As stored."""
+    """The samples as stored."""
 
     __slots__ = ("_num_samples",)
 

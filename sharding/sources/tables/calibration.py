@@ -24,7 +24,7 @@ CALIBRATION: Final = ("width", "height", "dist_model", "dist", "intrinsics", "fx
 
 
 class Calibration(NamedTuple):
-    """Of R rows: K or None, sensor to ego or None, size [px] (0: not stated), lens model and coefficients."""
+    """The calibration of R rows: K or None, sensor to ego or None, size [px] (0: not stated), lens."""
 
     intrinsics: list[F64 | None]
     sensor2ego: list[F64 | None]

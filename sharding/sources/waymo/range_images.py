@@ -76,7 +76,7 @@ def _points(images: dict[int, Any], calibration: bytes, pose: NDArray[np.float64
 
 
 class Inclination(NamedTuple):
-    """Of the rows of a range image from bottom to top [rad], or none: evenly between ``low`` and ``high``."""
+    """Angles of the rows of a range image, from bottom to top [rad], or none: evenly between ``low`` and ``high``."""
 
     stated: Sequence[float]
     low: float
