@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-KINDS: Final = (
-    "parameters", "buffers", "optimiser", "gradients", "activations", "temporary", "communication", "other"
-)  # fmt: skip
+KINDS: Final = ("parameters", "buffers", "optimiser", "gradients", "activations", "temporary", "communication", "other")
 """The kinds in the order of a plot's stack: what stays first, what comes and goes last."""
 TRACKED: Final = {
     "Parameter": "parameters", "Sharded Param": "parameters", "Unsharded Param": "parameters", "Buffer": "buffers",

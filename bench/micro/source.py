@@ -229,7 +229,7 @@ def _annotations(num_frames: int) -> Rows:
             for first, place in tracks
         ),
         "sample_annotation": boxes(),
-    }  # fmt: skip
+    }
 
 
 def _sensor_tokens(frame: int, channels: list[str], *, full: bool) -> list[str]:

@@ -199,8 +199,10 @@ class MappedShards:
         if not 0 <= start <= end <= len(file.view):
             raise TruncatedShardError(
                 f"sample needs bytes up to {end}, the shard has {len(file.view)}",
-                shard=file.name, offset=start, key=row.key,
-            )  # fmt: skip
+                shard=file.name,
+                offset=start,
+                key=row.key,
+            )
         if not file.may_be_touched(start, row.length):
             self._populate(file, row)
         span = file.view[start:end]
@@ -218,8 +220,10 @@ class MappedShards:
         if size < row.offset + row.length:
             raise TruncatedShardError(
                 f"sample needs bytes up to {row.offset + row.length}, the shard was cut to {size} while in use",
-                shard=file.name, offset=row.offset, key=row.key,
-            )  # fmt: skip
+                shard=file.name,
+                offset=row.offset,
+                key=row.key,
+            )
         if error == errno.EFAULT and file.was_written():  # cut when its pages were asked for, whole again by now
             raise _cut(file, row)
         if error != errno.EINVAL:  # an older kernel: there a cut is noticed, but a disk that fails is not
@@ -237,8 +241,10 @@ def _map(dataset: Dataset, faults: Faults, number: int, *, huge_pages: bool) -> 
 def _cut(file: _MappedFile, row: IndexRow) -> TruncatedShardError:
     return TruncatedShardError(
         f"the shard was cut or rewritten in place while in use (it has {file.size_now()} bytes now)",
-        shard=file.name, offset=row.offset, key=row.key,
-    )  # fmt: skip
+        shard=file.name,
+        offset=row.offset,
+        key=row.key,
+    )
 
 
 class _MappedSession:

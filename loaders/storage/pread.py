@@ -119,8 +119,10 @@ class PreadShards:
             if count == 0:
                 raise TruncatedShardError(
                     f"sample needs bytes up to {row.offset + row.length}, the shard ends at {row.offset + done}",
-                    shard=file.name, offset=row.offset, key=row.key,
-                )  # fmt: skip
+                    shard=file.name,
+                    offset=row.offset,
+                    key=row.key,
+                )
             done += count
         if self._verify:
             check_span(row, buffer, file.name)

@@ -177,8 +177,10 @@ class RemoteShards:
         }.get(fault.kind, f"no answer after {error.num_attempts} attempts in {error.elapsed_s:.0f} s")
         raise StorageError(
             f"'{shown_url(self._url)}': {reason}; {fault.text}",
-            shard=self.shard_name(row), offset=row.offset, key=row.key,
-        ) from None  # fmt: skip
+            shard=self.shard_name(row),
+            offset=row.offset,
+            key=row.key,
+        ) from None
 
     def shard_name(self, row: IndexRow) -> str:
         """Return the file that holds a sample."""
@@ -283,9 +285,11 @@ class _RemoteSession:
             span = self._wait(asked, row)
         except concurrent.futures.CancelledError:
             raise StorageError(
-                "the loader was closed before the sample came", shard=storage.shard_name(row), offset=row.offset,
+                "the loader was closed before the sample came",
+                shard=storage.shard_name(row),
+                offset=row.offset,
                 key=row.key,
-            ) from None  # fmt: skip
+            ) from None
         if storage.cache is not None:
             storage.cache.put(index, span, None if self._future_uses is None else self._future_uses.time_of(number))
         return storage.handed_out(span)

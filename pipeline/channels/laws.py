@@ -386,7 +386,8 @@ def _moved_boxes(boxes: Array, image_map: ImageMap) -> tuple[Array, Array]:
 
 
 LAWS: Final = Registry(
-    "law", "fuelrail.laws",
+    "law",
+    "fuelrail.laws",
     {
         "fixed": LawCode(_nothing_broken, _stays),
         "image": LawCode(_broken_image, _image, _image_shape),
@@ -398,5 +399,5 @@ LAWS: Final = Registry(
         "classes": LawCode(_nothing_broken, _stays),
     },
     LawCode,
-)  # fmt: skip
+)
 """All laws by name."""

@@ -374,9 +374,11 @@ def check_digests(row: IndexRow, span: Buffer, shard: str) -> None:
     for entry in row.members:
         if xxhash.xxh3_64_intdigest(view[entry.offset : entry.offset + entry.stored_bytes]) != entry.xxh3:
             raise ChecksumError(
-                f"member '{entry.name}': checksum mismatch (xxh3): the data is corrupt", shard=shard,
-                offset=row.offset, key=row.key,
-            )  # fmt: skip
+                f"member '{entry.name}': checksum mismatch (xxh3): the data is corrupt",
+                shard=shard,
+                offset=row.offset,
+                key=row.key,
+            )
 
 
 def read_members(

@@ -353,9 +353,11 @@ def _check_limits(manifest: Manifest, where: str) -> None:
     if longest > _MAX_TEXT:
         raise ManifestError(f"'{where}': a name of {longest} characters, at most {_MAX_TEXT} are allowed")
     check_fingerprints(
-        where, *manifest.lineage.parents, *(text for one in manifest.lineage.ancestors for text in one.parents),
+        where,
+        *manifest.lineage.parents,
+        *(text for one in manifest.lineage.ancestors for text in one.parents),
         *(one.fingerprint for one in manifest.lineage.ancestors),
-    )  # fmt: skip
+    )
     for name in ("recipe", "facts"):
         if not isinstance(manifest.provenance.get(name, {}), dict):
             raise ManifestError(f"'{where}': provenance.{name} is not an object; {BRING_BACK}")

@@ -78,7 +78,7 @@ _FOCAL, _LENGTH = (1e-3, 1e6), (-1e6, 1e6)
 _ZERO, _ONE = (0.0, 0.0), (1.0, 1.0)
 _K_LOW, _K_HIGH = np.array(
     ((_FOCAL, _LENGTH, _LENGTH), (_ZERO, _FOCAL, _LENGTH), (_ZERO, _ZERO, _ONE)), np.float64
-).transpose(2, 0, 1)  # fmt: skip
+).transpose(2, 0, 1)
 _BOX_LOW, _BOX_HIGH = np.array(((-LARGEST_BOX, LARGEST_BOX),) * 3 + ((1e-6, LARGEST_BOX),) * 3 + ((-7.0, 7.0),)).T
 _LAST_ROW: Final = np.array((0.0, 0.0, 0.0, 1.0))
 

@@ -340,8 +340,10 @@ def _check(record: type[Geometry | Boxes | Sweeps], arrays: Mapping[str, NDArray
         if array is None:
             raise SchemaError(f"array '{name}' is missing")
         found = array.shape
-        wanted = tuple(sizes.setdefault(n, found[i] if i < len(found) else -1) if isinstance(n, str) else n
-                       for i, n in enumerate(shape))  # fmt: skip
+        wanted = tuple(
+            sizes.setdefault(n, found[i] if i < len(found) else -1) if isinstance(n, str) else n
+            for i, n in enumerate(shape)
+        )
         if array.dtype != dtype or found != wanted:
             raise SchemaError(f"array '{name}' is {array.dtype}{list(found)}; wanted {dtype}{list(wanted)}")
 

@@ -62,9 +62,11 @@ MAX_GAP_S: Final = 0.02
 _F64: Final = pa.float64()
 _POSE: Final[dict[str, pa.DataType]] = dict.fromkeys((*QUATERNION, *TRANSLATION), _F64)
 _INTRINSICS: Final[dict[str, pa.DataType]] = {
-    "sensor_name": pa.string(), **dict.fromkeys(("fx_px", "fy_px", "cx_px", "cy_px"), _F64),
-    "width_px": pa.int64(), "height_px": pa.int64(),
-}  # fmt: skip
+    "sensor_name": pa.string(),
+    **dict.fromkeys(("fx_px", "fy_px", "cx_px", "cy_px"), _F64),
+    "width_px": pa.int64(),
+    "height_px": pa.int64(),
+}
 _SIZE: Final = ("length_m", "width_m", "height_m")
 _BOXES: Final[dict[str, pa.DataType]] = {
     "timestamp_ns": pa.int64(), "track_uuid": pa.string(), "category": pa.string(), **dict.fromkeys(_SIZE, _F64),
@@ -75,8 +77,10 @@ _POINTS: Final[dict[str, pa.DataType]] = {
     "offset_ns": pa.int64(),
 }
 _TABLES: Final = (
-    "calibration/intrinsics.feather", "calibration/egovehicle_SE3_sensor.feather", "city_SE3_egovehicle.feather",
-)  # fmt: skip
+    "calibration/intrinsics.feather",
+    "calibration/egovehicle_SE3_sensor.feather",
+    "city_SE3_egovehicle.feather",
+)
 _DIGITS: Final = 19
 _CITY: Final = re.compile(r"____([A-Z]+)_city_")
 MAP_LAYERS: Final = ("drivable_area", "ped_crossing", "lane_marking", "lane_border")

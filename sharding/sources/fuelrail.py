@@ -332,8 +332,9 @@ class DatasetPart:
             if points is not None and points.shape[1] != wanted:
                 raise SchemaError(
                     f"points of {points.shape[1]} columns, the manifest has {wanted}",
-                    key=sample.key, member=f"{lidar.channel}.{POINTS_EXTENSION}",
-                )  # fmt: skip
+                    key=sample.key,
+                    member=f"{lidar.channel}.{POINTS_EXTENSION}",
+                )
 
     def _row(self, at: int) -> IndexRow:
         """Return a row of the index by itself: all rows together would fill this process's memory."""

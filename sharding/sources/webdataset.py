@@ -321,7 +321,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
 
     def _image(
         self, sample: _Sample, member: Member, extension: str, camera: str, time_ns: int, facts: _Facts
-    ) -> Image:  # fmt: skip
+    ) -> Image:
         calibrated = bool(self.given.intrinsics)
         last = extension.rpartition(".")[2].rstrip("0123456789_")
         common: dict[str, Any] = {

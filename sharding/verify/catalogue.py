@@ -117,10 +117,12 @@ class DatasetDiff(_Printed, frozen=True, kw_only=True):
         same = "have one fingerprint" if self.is_same else "have different fingerprints"
         lines = [f"a: {escaped(self.a)}", f"b: {escaped(self.b)}", f"They {same}."]
         for title, keys in (
-            ("samples only in a", self.samples_only_in_a), ("samples only in b", self.samples_only_in_b),
-            ("samples with other bytes", self.samples_changed), ("clips only in a", self.clips_only_in_a),
+            ("samples only in a", self.samples_only_in_a),
+            ("samples only in b", self.samples_only_in_b),
+            ("samples with other bytes", self.samples_changed),
+            ("clips only in a", self.clips_only_in_a),
             ("clips only in b", self.clips_only_in_b),
-        ):  # fmt: skip
+        ):
             if keys.count:
                 more = ", ..." if keys.count > len(keys.first) else ""
                 lines.append(f"{title}: {keys.count:,} ({', '.join(map(escaped, keys.first))}{more})")

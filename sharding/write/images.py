@@ -125,9 +125,11 @@ def scale_value(
         fraction = channel.law.fraction or 1
         a, b, tx, c, d, ty = (number / fraction for number in image_map.coefficients)
         image_map = dataclasses.replace(
-            image_map, coefficients=(a, b, tx, c, d, ty), out_wh=_raster_size(image_map.out_wh, fraction),
+            image_map,
+            coefficients=(a, b, tx, c, d, ty),
+            out_wh=_raster_size(image_map.out_wh, fraction),
             visible=(0.0, 0.0, math.inf, math.inf),
-        )  # fmt: skip
+        )
     kind = KINDS[channel.kind]
     moved = LAWS[channel.law.name].move(kind.decode(data, channel), channel, Motion({camera: image_map}))
     return kind.encode(moved, stored)

@@ -77,7 +77,7 @@ class _Bottleneck(nn.Module):
         nn.init.zeros_(norm.weight)
         self.body = nn.Sequential(
             *_convolution(inputs, width, 1, 1), relu, *_convolution(width, width, 3, stride), relu, last, norm
-        )  # fmt: skip
+        )
         same = inputs == outputs and stride == 1
         self.shortcut = nn.Identity() if same else nn.Sequential(*_convolution(inputs, outputs, 1, stride))
 

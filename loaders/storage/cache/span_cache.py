@@ -286,8 +286,9 @@ class SpanCache:
         self._writes = False
         _LOG.warning(
             "cache '%s' disabled for new samples: %s; continuing without it, at the speed of the remote storage",
-            self.folder.path, error,
-        )  # fmt: skip
+            self.folder.path,
+            error,
+        )
 
 
 def parse_size(size: int | str) -> int:

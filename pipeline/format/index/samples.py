@@ -201,8 +201,10 @@ class _MemberParts:
         name, codec, offset, stored, raw, _ = self.columns
         return MemberColumns(
             self._kinds(name[first:end], codec[first:end]),
-            offset[first:end].tolist(), stored[first:end].tolist(), raw[first:end].tolist(),
-        )  # fmt: skip
+            offset[first:end].tolist(),
+            stored[first:end].tolist(),
+            raw[first:end].tolist(),
+        )
 
     def digests(self, first: int, end: int) -> Sequence[int]:
         return self.columns[5][first:end]

@@ -114,7 +114,8 @@ class SqliteFile:
     def _bytes(self, row: int, most: int | None) -> tuple[bytes, int]:
         """Read the first bytes of a message, and the length of all; substr() would read the rest too."""
         with (
-            parsing(f"{self._where}: message {row}"), self._lock,
+            parsing(f"{self._where}: message {row}"),
+            self._lock,
             self._database.blobopen("messages", "data", row, readonly=True) as blob,
-        ):  # fmt: skip
+        ):
             return blob.read(-1 if most is None else most), len(blob)

@@ -83,12 +83,14 @@ class Foxglove:
         one = self._read(data)
         shapes = [
             Shape(
-                shape.stamp_ns, shape.number("type"), [point.double("x") for point in shape.messages("points")],
+                shape.stamp_ns,
+                shape.number("type"),
+                [point.double("x") for point in shape.messages("points")],
                 [point.double("y") for point in shape.messages("points")],
                 {pair.text("key"): pair.text("value") for pair in shape.messages("metadata")},
             )
             for shape in one.messages("points")
-        ]  # fmt: skip
+        ]
         return Marks.of_shapes(one.stamp_ns, shapes, [text.text("text") for text in one.messages("texts")])
 
     def cloud_head(self, data: Buffer, length: int) -> tuple[int, str, int]:

@@ -162,9 +162,11 @@ class Marks(NamedTuple):
         category = [said(one, ("category", "class", "label")) or name for one, name in zip(loops, names, strict=True)]
         stamps = (stamp_ns, *(one.stamp_ns for one in shapes))
         return cls(
-            next(filter(None, stamps), 0), box, [name or UNKNOWN for name in category],
+            next(filter(None, stamps), 0),
+            box,
+            [name or UNKNOWN for name in category],
             [said(one, ("track", "track_id", "id")) for one in loops],
-        )  # fmt: skip
+        )
 
 
 class Shape(NamedTuple):

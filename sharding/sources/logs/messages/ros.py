@@ -198,12 +198,14 @@ class Ros:
         if self._topic.type != "vision_msgs/Detection2DArray":
             shapes = [
                 Shape(
-                    _time_ns(shape.timestamp), shape.type, [point.x for point in shape.points],
+                    _time_ns(shape.timestamp),
+                    shape.type,
+                    [point.x for point in shape.points],
                     [point.y for point in shape.points],
                     {pair.key: pair.value for pair in getattr(shape, "metadata", ())},
                 )
                 for shape in one.points
-            ]  # fmt: skip
+            ]
             stamp_ns = _time_ns(one.timestamp) if hasattr(one, "timestamp") else 0
             return Marks.of_shapes(stamp_ns, shapes, [text.text for text in getattr(one, "texts", ())])
         found = Marks(_time_ns(one.header.stamp), [], [], [])
