@@ -53,7 +53,8 @@ class Sample(NamedTuple):
         return f"sample {self.key!r} (epoch {self.slot.epoch}, step {self.slot.step})"
 
 
-def as_sample(
+def transform(
+    function: Callable[[dict[str, Any]], Any] | None,
     decoded: DecodedSample,
     *,
     lidar: LidarEntry | None,
@@ -62,7 +63,7 @@ def as_sample(
     channels: SelectedChannels = NO_CHANNELS,
     has_poses: bool = True,
 ) -> Sample:
-    """Return one decoded sample as a dict: a batch of one without its B axis, and the sample's ``seed``."""
+    """Pass a sample through the user's function, as a dict: a batch of one without its B axis, and its ``seed``."""
     batch = assemble([decoded], lidar=lidar, box_frame=box_frame, channels=channels, has_poses=has_poses)
     whole = batch.pop("img")
     image = {name: one[decoded.at] for name, one in whole.items()} if isinstance(whole, dict) else whole[decoded.at]
@@ -77,28 +78,9 @@ def as_sample(
     number = decoded.base + decoded.row
     number = second_view(number) if decoded.view else number
     drawn = uniforms(seed, decoded.slot.epoch, number, [ALL_CAMERAS], "transform", 1)
-    sample = {
-        "img": image,
-        **own,
-        **common,
-        "seed": int(drawn[0, 0] * 2**53),
-    }
-    return Sample(decoded.slot, decoded.at, decoded.sample.key, sample, joins, common)
-
-
-def transform(
-    function: Callable[[dict[str, Any]], Any] | None,
-    decoded: DecodedSample,
-    *,
-    lidar: LidarEntry | None,
-    seed: int,
-    box_frame: BoxFrame = "ego",
-    channels: SelectedChannels = NO_CHANNELS,
-    has_poses: bool = True,
-) -> Sample:
-    """Do the stage's work: pass the sample as a dict through the user's function."""
-    sample = as_sample(decoded, lidar=lidar, seed=seed, box_frame=box_frame, channels=channels, has_poses=has_poses)
-    return sample if function is None else sample._replace(value=function(sample.value))
+    sample = {"img": image, **own, **common, "seed": int(drawn[0, 0] * 2**53)}
+    value = sample if function is None else function(sample)
+    return Sample(decoded.slot, decoded.at, decoded.sample.key, value, joins, common)
 
 
 def collate(function: Callable[[list[Any]], Any] | None, transformed: Sequence[Sample]) -> Any:  # noqa: ANN401
