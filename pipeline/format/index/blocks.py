@@ -13,19 +13,17 @@ import os
 import random
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from io import RawIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import DatasetError, FuelrailError, IndexFileError
-from fuelrail.pipeline.format.index.checks import batch_range, check_plain, footer_range
+from fuelrail.pipeline.format.index.checks import batch_range, footer_range
 from fuelrail.pipeline.storage.files import open_file
 from fuelrail.pipeline.storage.private import open_file as open_private
 from fuelrail.pipeline.storage.retry import RetryPolicy, read_checked
@@ -38,8 +36,6 @@ BLOCK_BYTES: Final = 1 << 20
 DIGEST_BYTES: Final = 32
 TABLE_FILES: Final = ("shards.arrow", "index.arrow", "keys.arrow", "attributes.parquet")
 """The files that have block digests, in the order in which ``blocks.sha256`` holds these; not all have the last one."""
-HEAD_BYTES: Final = 4 << 10
-"""More than lies before the columns in a table of one record batch: schema and message take some hundred bytes each."""
 _MAX_RUN: Final = 16
 """Blocks of one range request at most."""
 _MAX_REQUESTS: Final = 8
@@ -269,43 +265,6 @@ class _Stream(RawIOBase):
         buffer[: len(found)] = found
         self._at += len(found)
         return len(found)
-
-
-class FixedColumns:
-    """The columns of an Arrow file of one record batch, all of fixed width and without nulls; read range by range."""
-
-    def __init__(self, file: BlockFile, schema: pa.Schema, dtypes: Mapping[str, np.dtype]) -> None:
-        """Open it; raises IndexFileError where the file is not of that schema."""
-        self._file = file
-        reader = file.open_arrow()
-        if not reader.schema.equals(schema, check_metadata=True) or reader.num_record_batches != 1:
-            raise IndexFileError(f"'{file.path}' does not have the columns and the one record batch of this version")
-        try:
-            first, end = batch_range(memoryview(file.map), 0)
-            file.need(first, min(end, first + HEAD_BYTES))
-            check_plain(memoryview(file.map), 0)
-            batch = reader.get_batch(0)
-            batch.validate()
-        except (OSError, pa.ArrowException, IndexFileError) as error:
-            raise IndexFileError(f"'{file.path}' is damaged: {error}") from error
-        self.num_rows = batch.num_rows
-        base = int(np.frombuffer(file.map, np.uint8).ctypes.data)
-        self._columns: dict[str, tuple[NDArray[np.generic], int]] = {}
-        for number, (name, dtype) in enumerate(dtypes.items()):
-            buffers = batch.column(number).buffers()
-            if any(buffer is not None and buffer.size for buffer in buffers[:-1]):
-                raise IndexFileError(f"'{file.path}': column {name} has nulls")
-            data = buffers[-1]
-            if data is None or data.size < self.num_rows * dtype.itemsize or batch.column(number).offset:
-                raise IndexFileError(f"'{file.path}': column {name} is shorter than its {self.num_rows} rows")
-            self._columns[name] = np.frombuffer(data, dtype, self.num_rows), data.address - base
-
-    def read(self, name: str, first: int, end: int) -> NDArray[np.generic]:
-        """Return rows ``first`` to ``end - 1`` of a column, not copied; raise what :meth:`BlockFile.need` does."""
-        values, place = self._columns[name]
-        size = values.dtype.itemsize
-        self._file.need(place + first * size, place + end * size)
-        return values[first:end]
 
 
 def open_sparse(path: Path, num_bytes: int, digests: bytes, read: Callable[[int, int], bytes]) -> BlockFile:

@@ -14,11 +14,12 @@ import xxhash
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import IndexFileError
-from fuelrail.pipeline.format.index.blocks import HEAD_BYTES, BlockFile, FixedColumns
+from fuelrail.pipeline.format.index.fixed_columns import HEAD_BYTES, FixedColumns
 from fuelrail.pipeline.storage.columns import Disk
 from fuelrail.pipeline.text import shown
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.format.index.blocks import BlockFile
     from fuelrail.pipeline.format.index.samples import SampleIndex
 
 KEYS_FILE: Final = "keys.arrow"

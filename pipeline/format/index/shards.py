@@ -12,9 +12,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import IndexFileError, ManifestError
-from fuelrail.pipeline.format.index.blocks import BlockFile, FixedColumns
+from fuelrail.pipeline.format.index.fixed_columns import FixedColumns
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.format.index.blocks import BlockFile
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.format.manifest import Manifest
 

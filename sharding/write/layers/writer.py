@@ -39,7 +39,6 @@ from fuelrail.pipeline.settings import convert
 from fuelrail.pipeline.text import differences
 from fuelrail.sharding.output.folder import check_out, open_output
 from fuelrail.sharding.planning.recipe import channel_codec
-from fuelrail.sharding.write.blocks import ReadBuffer
 from fuelrail.sharding.write.layers.finish import LayerRun, finish_layer, scalar_channels
 from fuelrail.sharding.write.layers.segments import (
     BYTES_PER_SEGMENT,
@@ -50,6 +49,7 @@ from fuelrail.sharding.write.layers.segments import (
     publish_segment,
 )
 from fuelrail.sharding.write.packer import RawMember, ShardPacker
+from fuelrail.sharding.write.read_buffer import ReadBuffer
 
 _KEPT: Final = "rows that were published"
 _RUN_FILE: Final = f"{WORK_FOLDER}/layer.json"
