@@ -180,7 +180,7 @@ class Dataset:
             return self.index.row(self.position(which)), None
         place = IndexRow(str(which), "", 0, 0, entry.shard, entry.offset, entry.length, 0, ())
         with ThreadPoolExecutor(1) as pool:
-            coming = pool.submit(_read, self, self.shard_path(place), place)
+            coming = pool.submit(_read, self.origin, self.shard_path(place), place)
             row = self.index.row(self.position(which))
             span = coming.result()
         # The index is right where they differ: `fuelrail verify` finds that.
