@@ -125,7 +125,7 @@ class SampleReader:
         return sample
 
     def sample(self, index: int) -> Sample:
-        """Return one whole sample; images are views of the mapped shard."""
+        """Return one whole sample; images are views of its bytes."""
         return self.parse(self.fetch(index))
 
     def find(self, key: str) -> int:
