@@ -1,6 +1,6 @@
 """Text of strangers, made fit to print: names, keys and messages that come out of a dataset.
 
-A terminal obeys escape sequences, and a reader believes a line that begins like one of ours. So whatever a file may
+A terminal obeys escape sequences, and a reader believes a line that begins like one of ours. So what a file may
 have put into a text is printed with control characters escaped, and never at full length where that is without bound.
 """
 

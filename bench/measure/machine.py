@@ -68,7 +68,7 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def machine_facts() -> MachineFacts:
-    """Collect the facts of this machine; whatever cannot be found out is "unknown" or None, never invented."""
+    """Collect the facts of this machine; what cannot be found out is "unknown" or None, never invented."""
     commit, changed = _commit()
     return MachineFacts(
         cpu=_cpu_model(),

@@ -1,6 +1,6 @@
 """Reports as documents: one list of blocks, of which one template makes the page and another one the Markdown.
 
-Texts are plain and show as they are, whatever is in them. Strong words and links are spans (:class:`Span`,
+Texts are plain and show as they are, for any content. Strong words and links are spans (:class:`Span`,
 :func:`marked`), so that no name out of a dataset becomes markup. A page is one file that loads nothing else, for a
 browser and for paper. Markdown has no figures.
 """

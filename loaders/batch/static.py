@@ -23,7 +23,7 @@ _BOX_FILL: Final = {
     "gt_valid": False,
     "instance_id": -1,
 }
-"""The entries that have a row a box, and what stands in the rows beyond a sample's boxes."""
+"""The entries that have a row a box, and the content of the rows beyond a sample's boxes."""
 
 
 def pad(settings: StaticBatches, batch: Any) -> dict[str, Any]:  # noqa: ANN401

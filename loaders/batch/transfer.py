@@ -61,7 +61,7 @@ class CudaTransfer:
     """Copies batches to a CUDA device on a stream of its own; one thread calls it, ahead of the trainer.
 
     What lies in page-locked memory in large pieces, which is the images, is copied from there. All other tensors are
-    put together in one block (`Arena`) and copied as one, so that a batch is two copies whatever it holds.
+    put together in one block (`Arena`) and copied as one, so that a batch is always two copies.
 
     The call returns when the copy is complete, so a pinned buffer can go back to its pool, and the stage's busy time is
     the host-to-device time. :meth:`hand_over` must then be called on the consumer's thread: it ties the memory to the

@@ -38,7 +38,7 @@ _SLOW_MS: Final = 1.0
 class Sample(NamedTuple):
     """One sample for the user's functions, with what collating needs to know.
 
-    ``joins`` has, by name, what joins values that are not stacked whatever the lengths: which batch happens to have
+    ``joins`` has, by name, what joins values that are never stacked, for any lengths: which batch happens to have
     equal ones must not change its type. ``common`` is what a batch has once.
     """
 

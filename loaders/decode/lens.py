@@ -125,7 +125,7 @@ def sampling(
 
 
 def _centre_matrix(image_map: ImageMap) -> NDArray[np.float64]:
-    """Return the true map on centre-origin pixels, (3, 3), whatever matrix is published in its place."""
+    """Return the true map on centre-origin pixels, (3, 3), not the matrix that is published in its place."""
     return dataclasses.replace(image_map, published=None).centre_matrix()
 
 

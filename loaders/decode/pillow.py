@@ -139,7 +139,7 @@ def _decode_by_pillow(plugin: type[ImageFile.ImageFile], encoded: Buffer, info: 
     # The plugins are called by name: Image.open would try other formats, and warn about limits that probe has checked.
     try:
         image = plugin(io.BytesIO(encoded)).convert("RGB")
-    except Exception as error:  # the plugins raise whatever their parsing of hostile bytes runs into
+    except Exception as error:  # hostile bytes make the plugins raise any error
         raise ImageError(f"image cannot be decoded: {error}") from error
     if image.size != (info.width, info.height):
         raise ImageError(f"image decoded to {image.size[0]}x{image.size[1]}, header says {info.width}x{info.height}")

@@ -7,7 +7,7 @@ unused channel: decoding to it is free, and OpenCV warps four channels in half t
 release the GIL, so threads scale.
 
 Where `fuelrail.loaders.decode.native` is built, it decodes what cameras usually write, and does the resize in the same
-pass. It declines whatever is unusual or damaged, and the way above is taken.
+pass. It declines what is unusual or damaged, and the way above is taken.
 """
 
 from __future__ import annotations

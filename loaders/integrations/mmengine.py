@@ -98,7 +98,7 @@ class FuelrailStateHook(Hook):  # type: ignore[misc, unused-ignore]
 
 @LOOPS.register_module()  # type: ignore[untyped-decorator, unused-ignore]
 class FuelrailTrainLoop(IterBasedTrainLoop):  # type: ignore[misc, unused-ignore]
-    """MMEngine's loop of iterations, over a loader that knows where it stands: a resume loads nothing twice."""
+    """MMEngine's loop of iterations, over a loader that knows its position: a resume loads nothing twice."""
 
     def run(self) -> Any:  # noqa: ANN401
         """Train to the last iteration."""

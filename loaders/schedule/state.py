@@ -2,7 +2,7 @@
 
 The identity is the dataset, split, order and windows, which decide the samples and their order, and the settings that
 decide the content of a sample. A state holds no shuffled list, no generator and no queue content, so it is the same on
-every rank, and restoring it costs one seek whatever the position. Batches that were prefetched but not delivered do
+every rank, and restoring it costs one seek for any position. Batches that were prefetched but not delivered do
 not count as consumed.
 """
 

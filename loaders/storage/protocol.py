@@ -1,7 +1,7 @@
 """The protocol of a storage backend: spans at once, or requested ahead of time.
 
 A *session* is one iteration's stream of requests. The loader knows the order, so it asks for spans long before it
-needs them: ``request`` starts whatever makes them come (read-ahead, a coalesced download, nothing) and returns one
+needs them: ``request`` starts what makes them come (read-ahead, a coalesced download, nothing) and returns one
 call for each row, which waits for the bytes, checks them and hands them over. Bytes that were asked for and not yet
 taken are bounded by the look-ahead of who asks.
 """

@@ -54,7 +54,7 @@ _SHORT_ANSWERS: Final = 3
 class HedgePolicy(Settings, frozen=True):
     """When a second request goes out: after that ``quantile`` of recent latencies.
 
-    At most ``part`` of all requests are extra, not counting those made while hardly any other is in flight.
+    At most ``part`` of all requests are extra, not counting those made while few others are in flight.
     """
 
     quantile: float = 0.95

@@ -65,7 +65,7 @@ class LoaderDisplay(ABC):
 
     @abstractmethod
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return how to make it again, its arguments, first the struct, and where it stands."""
+        """Return how to make it again, its arguments, first the struct, and its position."""
 
     @abstractmethod
     def stats(self) -> LoaderStats:

@@ -190,7 +190,7 @@ def _broken_ragged(channel: Channel) -> Iterator[str]:
     if not channel.arrays:
         yield "arrays must name at least one array"
     if channel.dtype or channel.shape or channel.columns:
-        yield "dtype, shape and columns stand in its arrays: leave them out"
+        yield "dtype, shape and columns are in its arrays: leave them out"
 
 
 def _ragged(arrays: dict[str, NDArray[np.generic]], channel: Channel) -> dict[str, NDArray[np.generic]]:

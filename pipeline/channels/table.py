@@ -135,7 +135,7 @@ def little_endian(dtype: str) -> np.dtype[np.generic]:
 
 
 def broken_entry(channel: Channel) -> Iterator[str]:
-    """Yield what is wrong with an entry whatever its kind and law: names, dtype, axes, texts."""
+    """Yield what is wrong with an entry of any kind and law: names, dtype, axes, texts."""
     if not _NAME.fullmatch(channel.name):
         yield f"channel name '{shown(channel.name)}' does not match [a-z0-9_]{{1,100}}"
     if channel.field != f"{channel.name}.{channel.extension}" or not re.fullmatch(

@@ -265,7 +265,7 @@ def open_dataset(
     cache_dir: str | os.PathLike[str] | None = None,
     retry: RetryPolicy | None = None,
 ) -> Dataset:
-    """Open a dataset folder, or a dataset at a URL that fsspec knows; in constant time, whatever its size.
+    """Open a dataset folder, or a dataset at a URL that fsspec knows; in constant time for any size.
 
     Of a dataset at a URL the manifest is fetched, and unless they are here already tables and attributes, into
     ``cache_dir`` (None: the user's cache folder). Files of more than 64 MiB (``keys.arrow``: 4 MiB) are fetched when

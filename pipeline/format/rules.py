@@ -194,7 +194,7 @@ def broken_names(names: tuple[str, ...], rig: Rig) -> tuple[Broken, ...]:
         except ConfigError as error:
             found.append(Broken(name, str(error)))
             continue
-        # A camera has one image, whatever its extension.
+        # A camera has one image, of any extension.
         slot = channel if extension in IMAGE_EXTENSIONS else name
         if slot in seen:
             found.append(Broken(name, f"the sample has '{slot}' twice; each field occurs once"))

@@ -143,7 +143,7 @@ class Cursor:
     def rest(self, whole: Batching) -> Batching:
         """Return the remaining batches of this cursor's epoch, of the size of ``whole``'s.
 
-        The first begins after the last consumed sample, whatever batch size that was consumed with. Without a step the
+        The first begins after the last consumed sample, at any batch size. Without a step the
         epoch is over (:meth:`rolled`). Raises WorldError where more samples were consumed than the epoch has.
         """
         return replace(whole, start=self.samples_consumed)

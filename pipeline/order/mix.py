@@ -4,7 +4,7 @@ With ratios 4:2:1 each block of 7 consecutive positions holds 4, 2 and 1 samples
 is shuffled for each block; a global batch that is a multiple of 7 always holds the same shares. A dataset's
 samples come in the order that it would have alone. When its epoch ends, its next one begins in the middle of the
 mix's, and the mix's next epoch continues it: over time every sample of a dataset comes equally
-often, whatever the sizes. All of it is arithmetic, so any position is known without the ones before.
+often, for any sizes. All of it is arithmetic, so any position is known without the ones before.
 """
 
 from __future__ import annotations

@@ -354,7 +354,7 @@ def _attempt(stage: Stage, item: Any) -> Any:  # noqa: ANN401
         return stage.work(item)
     except FuelrailError as error:  # says itself what and where
         return Failure(error)
-    except BaseException as error:  # noqa: BLE001 - whatever it is, sys.exit() too, the consumer must see it
+    except BaseException as error:  # noqa: BLE001 - the consumer must see any error, sys.exit() too
         subject = f"{_text(item[0])} .. {_text(item[-1])}" if stage.group is not None else _text(item)
         return _failure(f"stage '{stage.name}' failed on {subject:.300}", error)
 

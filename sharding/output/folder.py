@@ -36,7 +36,7 @@ _MAX_SMALL_BYTES: Final = 1 << 30
 
 
 class Output(Protocol):
-    """One OUT. Names are relative to it, with ``/``; each process, on whatever machine, makes its own."""
+    """One OUT. Names are relative to it, with ``/``; each process, on any machine, makes its own."""
 
     location: str
     """The text that :func:`open_output` takes."""

@@ -74,7 +74,7 @@ class DatasetPart:
 
     @property
     def attribute_types(self) -> dict[str, type]:
-        """The columns of ``attributes.parquet`` that do not stand in the index."""
+        """The columns of ``attributes.parquet`` that are not in the index."""
         file = self.dataset.attributes_file()
         if not file.exists:
             return {}

@@ -99,7 +99,7 @@ class FuelrailSource:
 
     @property
     def attribute_types(self) -> dict[str, type]:
-        """The columns of ``attributes.parquet`` that do not stand in the index."""
+        """The columns of ``attributes.parquet`` that are not in the index."""
         return joined_types([part.attribute_types for part in self._parts])
 
     def open(self, ref: str) -> memoryview:

@@ -70,7 +70,7 @@ def joined_types(tables: Sequence[Mapping[str, type]]) -> dict[str, type]:
     return types
 
 
-def _shown(value: Any) -> str:  # noqa: ANN401 - whatever a manifest holds
+def _shown(value: Any) -> str:  # noqa: ANN401 - a value of a manifest
     if isinstance(value, tuple) and value and not isinstance(value[0], str):
         parts = [f"{entry.channel} ({entry.source_name}{_columns(entry)})" for entry in value]
         return ", ".join(parts)

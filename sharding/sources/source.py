@@ -1,7 +1,7 @@
 """The protocol of a source of driving data.
 
 Most adapters are a :class:`fuelrail.sharding.sources.adapter.source.FrameSource`, which implements all of it but a few
-methods. The kinds that there are stand in :mod:`fuelrail.sharding.sources.registry`.
+methods. All kinds are in :mod:`fuelrail.sharding.sources.registry`.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ _DECODED: Final[dict[str, Callable[[bytes], Any]]] = {
     "npy": lambda data: read_npy(data, any_order=True),
 }
 """Decoders by the last part of an extension, as the library decodes them."""
-_MOST_VALUE_BYTES: Final = 1 << 20  # values stand in the scan's table
+_MOST_VALUE_BYTES: Final = 1 << 20  # values are in the scan's table
 _LATE: Final = "none of the first samples has it; first_samples=0 looks at all"
 _TYPES: Final[dict[str, type]] = {"": str, "bool": bool, "int64": int, "float64": float}
 _MOST_EXTENSIONS: Final = 12

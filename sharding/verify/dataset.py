@@ -322,7 +322,7 @@ def _manifest_faults(dataset: Dataset, sizes: Mapping[str, set[tuple[int, int]]]
     ):
         for name, count in Counter(names).items():
             if count > 1:
-                yield f"the {kind} have {name!r:.80} {count} times; each stands once"
+                yield f"the {kind} have {name!r:.80} {count} times; each is allowed once"
     total = 0
     for name, split in manifest.splits.items():
         num_clips = len(index.clip_ids(split.first_sample, split.first_sample + split.num_samples))

@@ -219,7 +219,7 @@ def _judge(
         gain = counting["decode"].gain if "decode" in counting else loading.gain
         return _Verdict(
             "GPU decode contention",
-            f"Without decoding the run would be {gain:.0%} faster, though it hardly waits for data: forward and "
+            f"Without decoding the run would be {gain:.0%} faster, though it rarely waits for data: forward and "
             "backward themselves get shorter. Decoding on the GPU takes its computing units from the training.",
             "Decode on the CPU (--decoder turbo) where cores are free, or leave more of the decoding to the hardware "
             "decoder (baseline JPEGs, larger batches).",

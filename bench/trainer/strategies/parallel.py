@@ -148,7 +148,7 @@ def parallelise(
     """Divide a model that lies on this rank's device, or a draft; all ranks must call this.
 
     ``mesh`` is :func:`make_mesh`'s; :func:`check_fits` has found nothing against the degrees. ``batch_size`` is the
-    number of samples per data-parallel rank in a micro-batch. With Degrees() a rank trains alone, whatever the world.
+    number of samples per data-parallel rank in a micro-batch. With Degrees() a rank trains alone in any world.
     Of a pipeline's model the parts that are not this rank's are given up.
     """
     schedule, num_stages = settings.pipeline_schedule, stages_of(settings, degrees)

@@ -36,7 +36,7 @@ _BATCH_BUFFERS, _BATCH_COMPRESSION = 2, 3
 def check_plain(view: memoryview, number: int) -> None:
     """Raise IndexFileError where record batch ``number`` has buffers that are compressed or lie outside the file.
 
-    Arrow decompresses a buffer to whatever size it states as soon as the batch is read, so this looks first.
+    Arrow decompresses a buffer to the size that it states as soon as the batch is read, so this looks first.
     """
     try:
         start, metadata_bytes, body_bytes = _block(view, number)

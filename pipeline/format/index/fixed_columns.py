@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.format.index.blocks import BlockFile
 
 HEAD_BYTES: Final = 4 << 10
-"""More than lies before the columns in a table of one record batch: schema and message take some hundred bytes each."""
+"""More than what precedes the columns in a table of one record batch: schema and message take about 100 bytes each."""
 
 
 class FixedColumns:

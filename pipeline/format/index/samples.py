@@ -175,7 +175,7 @@ class _Texts(NamedTuple):
 
 
 class _Kinds:
-    """Lists of names and codecs by the numbers that stand for them; hardly any two samples have different ones."""
+    """Lists of names and codecs by the numbers that stand for them; samples rarely have different ones."""
 
     def __init__(self, names: Sequence[str], codecs: Sequence[str]) -> None:
         self._names, self._codecs = names, codecs

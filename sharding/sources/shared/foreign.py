@@ -27,7 +27,7 @@ _DEEPEST: Final = 64
 
 @contextlib.contextmanager
 def parsing(where: str, what: str = "cannot be read") -> Iterator[None]:
-    """Turn whatever a parser raises at foreign bytes into a SourceError: ``where``, ``what``, and why."""
+    """Turn any error that a parser raises at foreign bytes into a SourceError: ``where``, ``what``, and why."""
     try:
         yield
     except FuelrailError:

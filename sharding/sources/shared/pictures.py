@@ -52,7 +52,7 @@ def recorded(options: dict[str, Any]) -> dict[str, Any]:
 def image_size(data: Buffer, extension: str) -> tuple[int, int]:
     """Return width and height [px] of a whole encoded image (``jpg`` or ``png``).
 
-    Raises ImageError for bytes of another kind, an image that is cut short, and whatever the loader refuses by the
+    Raises ImageError for bytes of another kind, an image that is cut short, and all that the loader refuses by the
     header (`fuelrail.pipeline.sample.image_header.probe`).
     """
     view = memoryview(data)

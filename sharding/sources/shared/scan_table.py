@@ -177,7 +177,7 @@ class ScanWriter:
         clip = self.clips[-1]
         key = frame_key(clip.clip_id, meta.frame_idx)
         if (meta.clip_id, meta.key) != (clip.clip_id, key):
-            raise SourceError(f"sample '{meta.key}' of clip '{meta.clip_id}' stands where the source has '{key}'")
+            raise SourceError(f"sample '{meta.key}' of clip '{meta.clip_id}' takes the place of '{key}' of the source")
         if meta.frame_idx <= self._last_frame:
             raise SourceError(
                 f"sample '{key}' comes after frame {self._last_frame} of its clip: the source has it twice, or numbers "

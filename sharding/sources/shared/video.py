@@ -1,6 +1,6 @@
 """Video to JPEG: each frame is decoded once, in order, and encoded from the decoder's planes.
 
-Frame n is the n-th in the order of presentation, whatever the order in the file. JPEG (JFIF) wants the matrix of BT.601
+Frame n is the n-th in the order of presentation, for any order in the file. JPEG (JFIF) wants the matrix of BT.601
 and the full range: planes of another matrix, range or depth are converted, and not by way of RGB. Video
 without a matrix is BT.709 from 720 lines on, else BT.601, as players have it.
 
@@ -298,7 +298,7 @@ def is_keyframe(data: Buffer, codec: str, where: str) -> bool:
             return kind == 5 if name == "h264" else 16 <= kind < 24
         has_parameters |= kind == (7 if name == "h264" else 33)
         at = head.find(b"\0\0\1", at + 3)
-    return has_parameters  # notes of an encoder may fill the head; only a keyframe's parameter sets stand before them
+    return has_parameters  # notes of an encoder may fill the head; only a keyframe's parameter sets precede them
 
 
 def _obu_types(head: bytes) -> Iterator[int]:

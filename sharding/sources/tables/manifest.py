@@ -249,7 +249,7 @@ class Manifest(FrameSource[ManifestSettings]):
         channels = [name.lower() for name in (*cameras, *lidars)]
         for name, channel in zip((*cameras, *lidars), channels, strict=True):
             if not re.fullmatch(r"[a-z0-9_]+", channel) or channels.count(channel) > 1:
-                raise SourceError(f"sensor '{name}': names have letters, digits and _, each once whatever its case")
+                raise SourceError(f"sensor '{name}': names have letters, digits and _, each once, upper or lower case")
         return Sensors.of(cameras, dict.fromkeys(lidars, self.given.lidar_columns))
 
     def clips(self) -> Iterator[Clip]:
