@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.shared.scan_table import ScanWriter
     from fuelrail.sharding.sources.source import Reads, ScanInfo
-    from fuelrail.sharding.sources.tables.calibration import Calibration
+    from fuelrail.sharding.sources.tables.calibration import CalibrationRows
 
 TABLES: Final = ("frames", "sensor_data", "calibration", "ego_pose", "boxes")
 _AXES = Literal["optical", "flu"]
@@ -328,7 +328,7 @@ class Manifest(FrameSource[ManifestSettings]):
 
     # Wide: columns of the frame's row.
 
-    def _calibration(self, clip: Clip, rows: Rows, prefix: str) -> Calibration:
+    def _calibration(self, clip: Clip, rows: Rows, prefix: str) -> CalibrationRows:
         """Return the calibration of the sensor with this prefix of columns, completed from ``calibration``."""
         _, name, _ = prefix.split(".")
         is_camera, given = prefix.startswith("cam."), self.given.camera_axes

@@ -22,7 +22,7 @@ from fuelrail.sharding.sources.tables.columns import is_path
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.shared.files import SourceFiles
-    from fuelrail.sharding.sources.tables.calibration import Calibration
+    from fuelrail.sharding.sources.tables.calibration import CalibrationRows
     from fuelrail.sharding.sources.tables.values import Rows
 
 _EXTENSIONS: Final = {".jpg": "jpg", "jpeg": "jpg", ".png": "png"}
@@ -171,7 +171,7 @@ class RowFiles:
             return self._where.reference(self.rows, row, path)
         return path
 
-    def image(self, row: int, found: Calibration, calibrated: int) -> Image | Absent:
+    def image(self, row: int, found: CalibrationRows, calibrated: int) -> Image | Absent:
         """Return the image of a row; absent where it has no path. ``calibrated`` is the row of its calibration."""
         path = self._paths[row]
         if not path:
@@ -193,7 +193,7 @@ class RowFiles:
             dist_model=found.dist_model[calibrated], extension=_EXTENSIONS.get(name[-4:].lower(), ""),
         )  # fmt: skip
 
-    def _video_frame(self, row: int, path: str, found: Calibration, calibrated: int) -> Image | Absent:
+    def _video_frame(self, row: int, path: str, found: CalibrationRows, calibrated: int) -> Image | Absent:
         if self._ranges is not None and self._ranges[row][0] >= 0:
             self.rows.fail(row, f"{self._prefix}byte_offset", f"'{path}' is a frame of a video, not bytes of a file")
         made = self._where.frame(self.rows, row, path)
@@ -212,7 +212,7 @@ class RowFiles:
             dist_model=found.dist_model[calibrated], extension="jpg",
         )  # fmt: skip
 
-    def sweep(self, row: int, found: Calibration, calibrated: int) -> Sweep | None:
+    def sweep(self, row: int, found: CalibrationRows, calibrated: int) -> Sweep | None:
         """Return the sweep of a row; None where it has no path."""
         path, lidar2ego = self._paths[row], found.sensor2ego[calibrated]
         if not path:
@@ -231,7 +231,7 @@ def add_columns(
     rows: Rows,
     prefix: str,
     frame_ns: NDArray[np.int64],
-    found: Calibration,
+    found: CalibrationRows,
     images: Sequence[dict[str, Image | Absent]],
     sweeps: Sequence[dict[str, Sweep]],
     *,
