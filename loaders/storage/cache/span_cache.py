@@ -66,7 +66,7 @@ class CachedSpan:
         """Return its bytes, unchecked; None where it cannot be read. A file that is gone or cut is forgotten."""
         try:
             if self._fd < 0:
-                self._fd = self._cache.folder.open_file(self._index)
+                self._fd = self._cache.folder.files.open(self._index)
                 self._cache.num_open += 1
             buffer = self._cache.buffers.take(self._length)
             done = 0
@@ -79,7 +79,7 @@ class CachedSpan:
         except OSError as error:
             if error.errno in _NOT_THE_FILE:
                 self._cache.forget(self._index)
-            _LOG.warning("cache file '%s' cannot be read: %s", self._cache.folder.file(self._index), error)
+            _LOG.warning("cache file '%s' cannot be read: %s", self._cache.folder.files.path_of(self._index), error)
             return None
         return buffer
 
@@ -167,7 +167,7 @@ class SpanCache:
         if self.num_open >= _OPEN_FILES:
             return CachedSpan(self, index, length, -1)
         try:
-            fd = self.folder.open_file(index)
+            fd = self.folder.files.open(index)
         except OSError as error:
             if error.errno not in _NOT_THE_FILE:
                 return CachedSpan(self, index, length, -1)
@@ -192,7 +192,7 @@ class SpanCache:
             self._give_up_writing(error)
             return False
         try:
-            self.folder.write(index, span)
+            self.folder.files.write(index, span)
         except OSError as error:
             with self.folder.locked():
                 self.folder.used_bytes -= len(span)
@@ -207,7 +207,8 @@ class SpanCache:
         with self.folder.locked():
             if self.folder.holds(index):
                 _LOG.warning(
-                    "cache file '%s' is missing or damaged; the sample is fetched again", self.folder.file(index)
+                    "cache file '%s' is missing or damaged; the sample is fetched again",
+                    self.folder.files.path_of(index),
                 )
                 self._counts = self._counts._replace(damaged=self._counts.damaged + 1)
                 self.folder.remove(index)
