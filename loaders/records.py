@@ -408,7 +408,7 @@ def describe_batch(batch: Mapping[str, Any], channels: Sequence[Channel], box_fr
     )
 
 
-def _form(value: Any) -> str:  # noqa: ANN401 - a value of a batch
+def _form(value: object) -> str:
     """Say what a value is: ``float32 [4, 6, 3, 3]``, ``list of 4 float32 [*, 7]``; ``*`` is a length that differs."""
     if isinstance(value, torch.Tensor):
         where = "" if value.device.type == "cpu" else f" on {value.device}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table as RichTable
@@ -29,7 +28,7 @@ def print_table(console: Console, header: Sequence[str], rows: Iterable[Sequence
     console.print(table)
 
 
-def print_report(report: Any, console: Console) -> None:  # noqa: ANN401 - a report of any study
+def print_report(report: object, console: Console) -> None:
     """Print the figures of a report."""
     document = document_of(report)
     console.print(plain(document.about))

@@ -97,7 +97,7 @@ def merge_traces(folder: Path, out: Path) -> int:
     return len(parts)
 
 
-def publish_json(path: Path, value: Any) -> None:  # noqa: ANN401 - what msgspec can encode
+def publish_json(path: Path, value: object) -> None:
     """Write a value as indented JSON, by rename; raises ConfigError where that cannot be done.
 
     A result for this repository's ``bench/results`` must be of a clean commit. One that was measured with uncommitted

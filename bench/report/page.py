@@ -198,7 +198,7 @@ def write_report(report: msgspec.Struct, out: Path, *, html: bool) -> None:
         publish(out / REPORT_HTML, render_page(report).encode())
 
 
-def render_page(report: Any) -> str:  # noqa: ANN401 - a report of any study
+def render_page(report: object) -> str:
     """Return the page of a report as one string; raises ConfigError where matplotlib is not installed."""
     plots: dict[str, str] = _of_study(report, "plots").plots(report)
     return _template("page.html.j2").render(
@@ -207,12 +207,12 @@ def render_page(report: Any) -> str:  # noqa: ANN401 - a report of any study
     )
 
 
-def render_markdown(report: Any) -> str:  # noqa: ANN401 - a report of any study
+def render_markdown(report: object) -> str:
     """Return a report as Markdown."""
     return _template("report.md.j2").render(document=document_of(report))
 
 
-def document_of(report: Any, plots: Mapping[str, str] | None = None) -> Document:  # noqa: ANN401 - likewise
+def document_of(report: object, plots: Mapping[str, str] | None = None) -> Document:
     """Return a report as a document with these plots."""
     found: Document = _of_study(report, "page").describe(report, plots or {})
     return found

@@ -225,7 +225,7 @@ def draw_sample(
     return contact_sheet(drawn, cameras, classes, values, points=frames.points(), key=frames.key)
 
 
-def _array(value: Any) -> NDArray[Any]:  # noqa: ANN401
+def _array(value: object) -> NDArray[Any]:
     return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
 
 

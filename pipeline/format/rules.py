@@ -399,6 +399,6 @@ def _first(bad: NDArray[np.bool_], name: str, values: NDArray[Any], words: str) 
     return (f"{name}[{at}] is {_shown(values[at])}; allowed: {words}",)
 
 
-def _shown(value: Any) -> str:  # noqa: ANN401
+def _shown(value: object) -> str:
     text = str(value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -70,7 +70,7 @@ def joined_types(tables: Sequence[Mapping[str, type]]) -> dict[str, type]:
     return types
 
 
-def _shown(value: Any) -> str:  # noqa: ANN401 - a value of a manifest
+def _shown(value: object) -> str:
     if isinstance(value, tuple) and value and not isinstance(value[0], str):
         parts = [f"{entry.channel} ({entry.source_name}{_columns(entry)})" for entry in value]
         return ", ".join(parts)
@@ -83,5 +83,5 @@ def _table(channels: Sequence[Channel]) -> dict[str, Any]:
     return {channel.name: msgspec.to_builtins(channel) for channel in alike}
 
 
-def _columns(entry: Any) -> str:  # noqa: ANN401 - CameraEntry or LidarEntry; sizes of images may differ
+def _columns(entry: object) -> str:
     return f": {' '.join(entry.columns)}" if hasattr(entry, "columns") else ""
