@@ -114,7 +114,7 @@ class T4(FrameSource[T4Settings]):
         self.maps = MapWindows(lanelet2.MAP_LAYERS, read_map) if self.given.map else None
 
     def _datasets(self) -> list[str]:
-        """Folders of datasets below the root, with a slash at the end; of several versions of one the last."""
+        """Return folders of datasets below the root, with a slash at the end; for several versions of one the last."""
         found = []
         names = self.files.listed()
         if _FOLDER in names:
@@ -244,7 +244,7 @@ class T4(FrameSource[T4Settings]):
             )  # fmt: skip
 
     def _states(self, dataset: str, times_ns: list[int]) -> list[list[Reference]]:
-        """The members of the vehicle's states at these times, with the option; a dataset without them is noted."""
+        """Return the members of the vehicle's states at these times, with the option; note a dataset without them."""
         rows = []
         if self.given.vehicle_state and f"{vehicle_state.TABLE}.json" in self.files.listed(f"{dataset}{_FOLDER}"):
             rows = self._table(dataset, vehicle_state.TABLE, vehicle_state.VehicleState)
@@ -253,7 +253,7 @@ class T4(FrameSource[T4Settings]):
         return vehicle_state.state_members(rows, times_ns)
 
     def _radar_rows(self, dataset: str) -> list[tuple[str, SampleData]]:
-        """Channel and row of each PCD file of a radar at a sample; files of JSON are noted, and left out."""
+        """Return channel and row of each PCD file of a radar at a sample; note files of JSON, and leave them out."""
         if not self.given.radars:
             return []
         calibrated = self._calibrations(dataset)
@@ -303,7 +303,7 @@ class T4(FrameSource[T4Settings]):
         )  # fmt: skip
 
     def _boxes(self, dataset: str) -> dict[str, list[tuple[_Annotation, str, int, int]]]:
-        """By sample: annotations with category, visibility and attribute."""
+        """Return annotations with category, visibility and attribute, by sample."""
         instances = self._by_token(dataset, "instance", Instance)
         categories = self._by_token(dataset, "category", Named)
         levels = {one.token: VISIBILITY.get(one.level, -1) for one in self._table(dataset, "visibility", Visibility)}
@@ -319,7 +319,7 @@ class T4(FrameSource[T4Settings]):
         return found
 
     def _in_images(self, dataset: str) -> dict[str, list[tuple[_ImageAnnotation, str]]]:
-        """By row of ``sample_data``: annotations in images with their categories."""
+        """Return annotations in images with their categories, by row of ``sample_data``."""
         categories = self._by_token(dataset, "category", Named)
         found: dict[str, list[tuple[_ImageAnnotation, str]]] = {}
         for one in self._table(dataset, "object_ann", _ImageAnnotation):
@@ -389,5 +389,5 @@ def _image_boxes(
 
 
 def _number(stated: int | None) -> int:
-    """A number of points, -1 unknown."""
+    """Return a number of points, -1 unknown."""
     return -1 if stated is None or stated < 0 else stated

@@ -123,7 +123,7 @@ class LayerWriter:
         return self._run.channels
 
     def written(self) -> NDArray[np.bool_]:
-        """Which positions of the base have a published row, of any writer: bool (num_samples,)."""
+        """Return which positions of the base have a published row, of any writer: bool (num_samples,)."""
         self._segments.update()
         # Checked afterwards: the process that finishes the layer removes the segments.
         self.is_finished = self._out.size(MANIFEST_FILE) is not None
@@ -295,5 +295,5 @@ def _plain(value: Any) -> bool | int | float:  # noqa: ANN401
 
 
 def _versions() -> str:
-    """The version of zstd, which the stored bytes depend on."""
+    """Return the version of zstd, which the stored bytes depend on."""
     return ".".join(map(str, zstandard.ZSTD_VERSION))
