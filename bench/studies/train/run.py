@@ -34,9 +34,10 @@ from fuelrail.bench.studies.train.settings import TrainOptions, TrainSettings
 from fuelrail.bench.trainer.distill.settings import DISTILL, weights_of
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.settings import check_fits, degrees_of
+from fuelrail.loaders.config import Transforms
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.dataset import open_dataset
-from fuelrail.pipeline.settings import make_options
+from fuelrail.pipeline.settings import as_settings, make_options
 from fuelrail.pipeline.storage.filesystem import filesystem, is_url
 
 _SETTINGS_FILE = "settings.json"
@@ -218,6 +219,8 @@ def measure_all(runs: Sequence[TrainRun]) -> Made:
 def _settings(dataset: str, options: TrainOptions, records: Path) -> TrainSettings:
     if options.steps is not None and options.epochs is not None:
         raise ConfigError(f"steps={options.steps} and epochs={options.epochs} exclude each other: give one of them")
+    if options.transforms is not None:
+        as_settings(options.transforms, Transforms, "transforms")  # refused before ranks are started
     profile = options.profile or _profile(options.accelerator)
     default = "stand-in" if degrees_of(options, options.ranks).pp == 1 else "bev-tiny"  # one layer cannot be cut
     changes: dict[str, Any] = {

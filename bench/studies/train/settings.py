@@ -10,6 +10,7 @@ from fuelrail.bench.ranks.injection import Injection
 from fuelrail.bench.trainer.distill.settings import DISTILL
 from fuelrail.bench.trainer.models.settings import ModelName
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings, Precision
+from fuelrail.loaders.storage import Backend
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Above0, AtLeast0, Finite, NotNegative, Positive, check_types, flag
 
@@ -53,7 +54,7 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
     )
     decoder: Annotated[str, flag("decode backend, as in the DataLoader")] = "auto"
     prefetch_factor: Annotated[Positive, flag("number of finished batches to keep ready")] = 2
-    storage: Annotated[str, flag("storage backend, as in the DataLoader")] = "auto"
+    storage: Annotated[Backend, flag("storage backend, as in the DataLoader")] = "auto"
     cache_dir: Annotated[str | None, flag("folder on a local disk to cache samples in")] = None
     window: Annotated[Positive | None, flag("shuffle in windows of N shards instead of the whole split")] = None
     verify: Annotated[bool, flag("skip checksum verification")] = True
