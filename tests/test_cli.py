@@ -374,7 +374,7 @@ def test_arguments_out_of_range_are_one_sentence(invoke, dataset, words, said) -
 
 
 def test_two_hyphens_end_the_options(invoke, dataset) -> None:
-    """As in every POSIX command: nothing behind them is a key that is empty."""
+    """Nothing behind them is an empty key, as in every POSIX command."""
     assert invoke("inspect", str(dataset), "--") == invoke("inspect", str(dataset))
 
 

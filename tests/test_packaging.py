@@ -119,7 +119,7 @@ class TestImports:
                 assert folder in HEAVY.get(name.split(".")[0], set(FOLDERS)), f"{file.relative_to(ROOT)}: {name}"
 
     def test_every_import_is_declared(self) -> None:
-        """Of the code that ships: the standard library, ourselves, or what pyproject.toml asks for."""
+        """Shipped code imports the standard library, ourselves, or what pyproject.toml asks for."""
 
         def distributions(requirements: list[str]) -> set[str]:
             names = (re.match(r"[\w.-]+", requirement) for requirement in requirements)
@@ -320,7 +320,7 @@ class TestBuild:
 
     @pytest.mark.process
     def test_the_repaired_wheel_is_for_manylinux_and_its_decoder_loads(self, wheel: Path, tmp_path: Path) -> None:
-        """As `make wheel` makes it: tagged for old systems, stripped, and the native decoder is still taken."""
+        """The wheel of `make wheel` is tagged for old systems, stripped, and the native decoder is still taken."""
         pytest.importorskip("auditwheel", reason="the extra release is not installed here")
         if not wheel.name.endswith("-linux_x86_64.whl"):
             pytest.skip("the native decoder was not built for x86-64 here")

@@ -38,6 +38,10 @@ _KINDS = {
     "send": ("c10d.send",),
 }
 
+# Attention on a CPU is an operator of its own, which torch's registry does not know. Its backward pass computes the
+# scores again: a tenth more than the papers' formulas where attention is all there is.
+_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
+
 
 def collective_of(func: Any, args: Sequence[Any]) -> tuple[str, int] | None:  # noqa: ANN401 - an operator
     """Return a collective's kind and the bytes of its whole tensor; None for other operators."""
@@ -78,11 +82,6 @@ def summed(collectives: Sequence[Collective], times: int = 1) -> list[Collective
         Collective(kind=kind, axis=axis, ranks=ranks, count=count, bytes=size)
         for (kind, axis, ranks), (count, size) in sorted(found.items())
     ]
-
-
-# Attention on a CPU is an operator of its own, which torch's registry does not know. Its backward pass computes the
-# scores again: a tenth more than the papers' formulas where attention is all there is.
-_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
 
 
 class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -131,7 +130,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         noted[1] += size
 
     def collectives(self) -> list[Collective]:
-        """What was counted."""
+        """Return the counted collectives."""
         return [
             Collective(kind=kind, axis=axis, ranks=ranks, count=count, bytes=size)
             for (kind, axis, ranks), (count, size) in sorted(self._found.items())
@@ -174,5 +173,5 @@ class EmulatedLink(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def link_of(accelerator: EmulatedAccelerator) -> AbstractContextManager[Any]:
-    """The accelerator's link, to be entered around training; nothing where its profile names none."""
+    """Return the accelerator's link, to be entered around training; nothing where its profile names none."""
     return nullcontext() if accelerator.profile.link_gb_per_s is None else EmulatedLink(accelerator)

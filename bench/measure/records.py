@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 # In the order in which they follow each other in a step. `all_reduce` is the exposed part only.
 PHASES = ("data_wait", "host_to_device", "forward", "backward", "all_reduce", "optimiser", "other")
 
+_ENCODER = msgspec.json.Encoder()
+
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     """One optimiser step of one rank; times in nanoseconds of the host's monotonic clock.
@@ -38,7 +40,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
 
     ``all_reduce_total_ns`` is the time in which at least one all-reduce was under way, hidden or exposed.
     ``device_busy_ns`` is what occupancy counts: on a GPU forward + backward + optimiser by device events; on the
-    emulated accelerator the profile's time, never more, whatever the host took. ``overrun_ns`` is the time by which
+    emulated accelerator the profile's time, never more, for any time of the host. ``overrun_ns`` is the time by which
     the stand-in's real work outlasted the emulated phases, ``overshoot_ns`` how late waits woke, and ``stand_in_ns``
     the host time of the stand-in's real work (all three 0 on a GPU). ``launch_ns`` is what the host took to queue the
     device's work (on the emulated accelerator: what its profile says that it would take). ``loss`` is None where it was
@@ -193,7 +195,6 @@ Record = (
     | RankEnd | RankFailure
 )  # fmt: skip
 _DECODER = msgspec.json.Decoder(Record)
-_ENCODER = msgspec.json.Encoder()
 
 
 class RankWriter:

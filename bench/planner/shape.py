@@ -166,7 +166,7 @@ class _Ranks:
         return round(few + self._more * (many[0] - few)) if many else round(few)
 
     def _peak(self, rows: int, degrees: Degrees) -> dict[str, int]:
-        """Bytes by kind at the peak of a pass."""
+        """Return bytes by kind at the peak of a pass."""
         early = len(self._runs[0].backward) // 2
         late = len(self._runs[0].backward) - early
         phases: list[dict[str, int]] = []
@@ -183,7 +183,7 @@ class _Ranks:
         return {kind: size for kind, size in max(phases, key=lambda phase: sum(phase.values())).items() if size}
 
     def _sent(self, way: int, order: Sequence[str] | None, degrees: Degrees, inputs: Inputs) -> list[Collective]:
-        """Collectives of all forward passes, all backward passes, or of what closes a pipeline's step."""
+        """Return the collectives of all forward passes, all backward passes, or the end of a pipeline's step."""
         every = gathering = inputs.micro_batches  # without stages each pass gathers
         if order is not None and way < 2:
             every, gathering = passes_of(order, "FB"[way])
@@ -205,7 +205,9 @@ class _Ranks:
         return found
 
     def _copied(self, settings: ParallelSettings, degrees: Degrees, own: int) -> list[Collective]:
-        """What copies send: gradients, and of a sharded optimiser what each rank changed, a tensor at a time."""
+        """Return the collectives of copies: gradients, and of a sharded optimiser each rank's changes, a tensor at a
+        time.
+        """
         found = [_replicated("all_reduce", degrees, 1, FP32 * own)]
         if settings.shards_optimiser:
             tensors = self._at(lambda run: run.tensors)

@@ -44,7 +44,7 @@ __all__ = [
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 BLUE, ORANGE, GREY = "#0072b2", "#e69f00", "#bbbbbb"
 _LEGEND_CHARACTERS = 96
-"""Of the legend's font, beside each other above a page's figure."""
+"""The characters of the legend's font that fit beside each other above a page's figure."""
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text: sharp, selectable, and in the page's own font
     "svg.hashsalt": "fuelrail",
@@ -68,12 +68,12 @@ _STYLE: dict[Any, Any] = {
 
 
 def style() -> AbstractContextManager[None]:
-    """Within it, plots are drawn in the reports' style."""
+    """Draw plots inside it in the reports' style."""
     return mpl.rc_context(_STYLE)
 
 
 def new_figure(height_in: float, width_in: float = 7.4) -> tuple[Figure, Axes]:
-    """A figure with one pair of axes; sizes in inches, the default as wide as a page."""
+    """Make a figure with one pair of axes; sizes in inches, the default as wide as a page."""
     figure = Figure(figsize=(width_in, height_in), layout="constrained")
     return figure, figure.subplots()
 
@@ -93,7 +93,7 @@ def legend_above(axes: Axes) -> None:
 
 
 def stage_bars(rows: Sequence[tuple[str, float, float, float]]) -> str:
-    """Loader stages, each with the shares of its threads' time: (label, busy, starved, blocked)."""
+    """Draw loader stages, each with the shares of its threads' time: (label, busy, starved, blocked)."""
     figure, axes = new_figure(0.9 + 0.32 * len(rows))
     places = np.arange(len(rows))
     base = np.zeros(len(rows))

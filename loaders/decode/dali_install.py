@@ -11,6 +11,19 @@ from typing import NamedTuple
 MIN_VERSION = (2, 2)
 """The first DALI whose decoder is nvImageCodec's, which knows `adjust_orientation`."""
 
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+
+_ABOUT_AN_IMAGE = re.compile(r"Failed to decode sample #\d+|nvImageCodec failure: '#(3|4|13|14|19)'")
+"""What DALI says of bad images; the numbers are nvImageCodec's: bad, unsupported or incomplete code stream."""
+
+_CUDA = re.compile(r"CUDA (runtime|driver) API error|\bcudaError\w|\bCUDA_ERROR_", re.IGNORECASE)
+_NO_MEMORY = re.compile(
+    r"out of memory|allocation failed|ALLOCATOR_FAILURE|cudaErrorMemoryAllocation|bad_alloc"
+    r"|nvImageCodec failure: '#(5|15)'",
+    re.IGNORECASE,
+)
+
 
 class _Line(NamedTuple):
     """One CUDA line of DALI: our extra, the packages of its libraries, and the driver that it needs."""
@@ -25,8 +38,6 @@ _LINES = {
     "nvidia-dali-cuda120": _Line("fuelrail[dali]", "nvidia-nvjpeg-cu12", "nvidia-nvimgcodec-cu12", (525, 60)),
     "nvidia-dali-cuda130": _Line("fuelrail[dali-cu13]", "nvidia-nvjpeg", "nvidia-nvimgcodec-cu13", (580,)),
 }
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
 class Fault(NamedTuple):
@@ -80,12 +91,12 @@ class InstalledDali(NamedTuple):
 
     @property
     def advice(self) -> str:
-        """What to do about a problem."""
+        """Advice about a problem."""
         return f"install it with what it requires: pip install '{self._line.extra}'"
 
     @property
     def problem(self) -> str:
-        """Why it cannot be used; empty if nothing is known against it."""
+        """The reason why it cannot be used; empty if none is known."""
         if self.missing:
             return f"{self.package} {self.version} is installed without {', '.join(self.missing)}"
         if _numbers(self.version) < MIN_VERSION:
@@ -99,7 +110,7 @@ class InstalledDali(NamedTuple):
 
     @property
     def known_faults(self) -> list[Fault]:
-        """Those of `KNOWN_FAULTS` that its libraries have."""
+        """The members of `KNOWN_FAULTS` that its libraries have."""
         versions = {"nvJPEG": self.nvjpeg, "nvImageCodec": self.nvimgcodec}
         found = ((fault, versions[fault.library]) for fault in KNOWN_FAULTS)
         return [
@@ -184,17 +195,6 @@ def driver_version() -> str | None:
         return None
     found = re.search(r"\b\d{3,}\.[\d.]*\d", text)
     return None if found is None else found[0]
-
-
-_ABOUT_AN_IMAGE = re.compile(r"Failed to decode sample #\d+|nvImageCodec failure: '#(3|4|13|14|19)'")
-"""What DALI says of bad images; the numbers are nvImageCodec's: bad, unsupported or incomplete code stream."""
-
-_CUDA = re.compile(r"CUDA (runtime|driver) API error|\bcudaError\w|\bCUDA_ERROR_", re.IGNORECASE)
-_NO_MEMORY = re.compile(
-    r"out of memory|allocation failed|ALLOCATOR_FAILURE|cudaErrorMemoryAllocation|bad_alloc"
-    r"|nvImageCodec failure: '#(5|15)'",
-    re.IGNORECASE,
-)
 
 
 def is_about_an_image(text: str) -> bool:

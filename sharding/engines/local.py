@@ -23,6 +23,9 @@ MAX_THREADS: Final = 4
 _POLL_S: Final = 0.1
 _TASKS_AHEAD: Final = 2  # submitted for each worker, so that none waits for the next one
 
+_own = threading.local()
+"""The state of each worker: its writer's maker, as readers of the scan table must not be shared, and its ``pulse``."""
+
 
 class LocalEngine:
     """A number of workers on this machine; ``kind`` is ``threads`` or ``processes``, None: chosen by the number."""
@@ -89,10 +92,6 @@ class LocalEngine:
                 stop.set()
                 # Cancelled by the pool's own thread: one that we cancelled would make it stumble over a worker's death.
                 pool.shutdown(cancel_futures=True)
-
-
-_own = threading.local()
-"""Of each worker: how to make its writer, as readers of the scan table must not be shared, and its ``pulse``."""
 
 
 def _start_worker(job: WriteJob, written: Any, lock: Any, stop: Any) -> None:  # noqa: ANN401 - of threads or processes

@@ -54,12 +54,12 @@ def check_disjoint(clips: Sequence[tuple[str, Sequence[str]]]) -> None:
 
 
 def joined(values: Sequence[str | None]) -> str | None:
-    """Names or licenses of several datasets as one: each once, in order; None where none is stated."""
+    """Join names or licenses of several datasets: each once, in order; None where none is stated."""
     return " + ".join(dict.fromkeys(value for value in values if value)) or None
 
 
 def joined_types(tables: Sequence[Mapping[str, type]]) -> dict[str, type]:
-    """All attribute columns of several datasets; raises SourceError for one that is of two types."""
+    """Return all attribute columns of several datasets; raise SourceError for one that is of two types."""
     types: dict[str, type] = {}
     for table in tables:
         for name, kind in table.items():
@@ -70,7 +70,7 @@ def joined_types(tables: Sequence[Mapping[str, type]]) -> dict[str, type]:
     return types
 
 
-def _shown(value: Any) -> str:  # noqa: ANN401 - whatever a manifest holds
+def _shown(value: object) -> str:
     if isinstance(value, tuple) and value and not isinstance(value[0], str):
         parts = [f"{entry.channel} ({entry.source_name}{_columns(entry)})" for entry in value]
         return ", ".join(parts)
@@ -78,10 +78,10 @@ def _shown(value: Any) -> str:  # noqa: ANN401 - whatever a manifest holds
 
 
 def _table(channels: Sequence[Channel]) -> dict[str, Any]:
-    """The entries by name, without what may differ between two datasets that become one."""
+    """Return the entries by name, without what may differ between two datasets that become one."""
     alike = [msgspec.structs.replace(channel, codec="", description="", source_name="") for channel in channels]
     return {channel.name: msgspec.to_builtins(channel) for channel in alike}
 
 
-def _columns(entry: Any) -> str:  # noqa: ANN401 - CameraEntry or LidarEntry; sizes of images may differ
+def _columns(entry: object) -> str:
     return f": {' '.join(entry.columns)}" if hasattr(entry, "columns") else ""

@@ -191,7 +191,7 @@ def test_nothing_outlives_a_command_that_is_killed(dataset, tmp_path):
 
 
 def processes_of(token):
-    """Those with the token in their environment, which children inherit."""
+    """Find the processes with the token in their environment, which children inherit."""
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return [pid for pid in pids if pid != os.getpid() and token.encode() in environ_of(pid)]
 

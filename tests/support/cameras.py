@@ -43,8 +43,8 @@ from fuelrail.pipeline.sample.schema import (
     encode_arrays,
     encode_meta,
 )
-from fuelrail.sharding.write.blocks import ReadBuffer
 from fuelrail.sharding.write.packer import RawMember, ShardPacker
+from fuelrail.sharding.write.read_buffer import ReadBuffer
 from support.datasets import dataset_manifest
 
 if TYPE_CHECKING:

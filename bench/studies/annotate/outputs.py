@@ -24,7 +24,7 @@ _BY_HAND: Final = "describe it in a table of channels (--channels FILE; FORMAT.m
 
 
 def read_table(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The channels of a YAML or JSON file: a list of objects. Raises ConfigError for anything else."""
+    """Read the channels of a YAML or JSON file: a list of objects. Raise ConfigError for anything else."""
     try:
         table = yaml.safe_load(read_text(Path(path)))
     except OSError as error:
@@ -37,7 +37,7 @@ def read_table(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def infer_table(outputs: Mapping[str, Any], num_rows: int, store: str) -> list[dict[str, Any]]:
-    """The channels of these outputs of ``num_rows`` samples: arrays, texts and bytes that augmentation does not move.
+    """Infer the channels of outputs of ``num_rows`` samples: arrays, texts and bytes that no augmentation moves.
 
     ``store`` is how floating arrays of one axis and more are stored: ``as_is``, ``float16``, or ``int8`` beside a
     channel ``{name}_scale``. Raises ConfigError for values that need a table written by hand.
@@ -71,7 +71,7 @@ def infer_table(outputs: Mapping[str, Any], num_rows: int, store: str) -> list[d
 
 
 def rows_of(outputs: Mapping[str, Any], num_rows: int, channels: Sequence[Channel]) -> list[dict[str, Any]]:
-    """The values of each row as the table stores them.
+    """Return the values of each row as the table stores them.
 
     Floating values are cast to a floating dtype of the table; for int8 with a channel ``{name}_scale`` beside, they
     are divided by the row's largest absolute value / 127, and that is the scale. Raises ConfigError for an output whose
@@ -114,7 +114,7 @@ def _quantised(name: str, value: NDArray[Any]) -> tuple[NDArray[np.int8], np.flo
 
 
 def _split(name: str, output: object, num_rows: int) -> list[Any]:
-    """The rows of an output; tensors as arrays in host memory, bfloat16 as float32."""
+    """Return the rows of an output; tensors as arrays in host memory, bfloat16 as float32."""
     import torch
 
     kind = type(output).__name__

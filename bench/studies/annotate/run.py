@@ -140,7 +140,7 @@ class _Annotation:
         self._device = f"cuda:{os.environ.get(_LAUNCHER_RANK, '0')}" if device == "cuda" else device
 
     def table(self) -> list[dict[str, Any]]:
-        """The channels: those of the file, or those of the first batch's outputs, which all ranks compute alike."""
+        """Return channels: those of the file, or those of the first batch's outputs, which all ranks compute alike."""
         if self._options.channels is not None:
             return read_table(self._options.channels)
         split = next(name for name, entry in self._base.splits.items() if entry.num_samples)

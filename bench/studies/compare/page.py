@@ -62,7 +62,7 @@ def _hero(report: CompareReport) -> list[Hero]:
 
 
 def rows(report: CompareReport) -> Iterator[list[str]]:
-    """One row a contestant that was timed, the fastest first."""
+    """Yield one row for each contestant that was timed, the fastest first."""
     for entry in ranking(report):
         yield _row(entry)
 

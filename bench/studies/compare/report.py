@@ -193,7 +193,7 @@ def _warnings(contestants: Sequence[Contestant]) -> list[str]:
 
 
 def _disturbed(contestants: Sequence[Contestant]) -> str | None:
-    """What others used of the host, where that was more than a tenth of a CPU."""
+    """Return a message on the others' use of the host, if that was more than a tenth of a CPU."""
     runs = [run for entry in contestants for run in entry.runs if run.doubt is None]
     others = [run.others_cpus for run in runs if run.others_cpus is not None]
     if not others or max(others) <= 0.1:

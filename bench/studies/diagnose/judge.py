@@ -219,7 +219,7 @@ def _judge(
         gain = counting["decode"].gain if "decode" in counting else loading.gain
         return _Verdict(
             "GPU decode contention",
-            f"Without decoding the run would be {gain:.0%} faster, though it hardly waits for data: forward and "
+            f"Without decoding the run would be {gain:.0%} faster, though it rarely waits for data: forward and "
             "backward themselves get shorter. Decoding on the GPU takes its computing units from the training.",
             "Decode on the CPU (--decoder turbo) where cores are free, or leave more of the decoding to the hardware "
             "decoder (baseline JPEGs, larger batches).",
@@ -391,7 +391,7 @@ def _is_contention(evidence: Evidence) -> bool:
 
 
 def _device_and_wait_ms(report: Report) -> tuple[float, float]:
-    """Mean time of forward and backward on the device, and of the wait for data."""
+    """Return the mean time of forward and backward on the device, and of the wait for data."""
     figures = report.figures
     assert figures is not None
     mean_ms = {phase.phase: phase.time.mean_ms for phase in figures.phases}

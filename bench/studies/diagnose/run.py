@@ -22,7 +22,7 @@ from fuelrail.bench.studies.diagnose.report import (
     DiagnoseReport,
     RunMade,
     Suggestion,
-    Tried,
+    TriedSetting,
     judge,
     suggestions,
 )
@@ -184,7 +184,7 @@ class _Examination:
         if cut_off is not None:
             raise _CutOff(f"the runs after '{list(runs)[len(reports) - 1]}': {cut_off}", interrupted=interrupted)
 
-    def _try(self, diagnosis: Diagnosis) -> list[Tried]:
+    def _try(self, diagnosis: Diagnosis) -> list[TriedSetting]:
         """Run what may help, after one more unchanged run: the machine may have drifted since the first."""
         facts = self._made[_AS_IT_IS].dataset
         found = suggestions(
@@ -220,7 +220,7 @@ def _prefix(number: int) -> str:
 
 
 def _report(
-    made: Mapping[str, Report], diagnosis: Diagnosis | None, tried: list[Tried] | None, cut_off: str | None
+    made: Mapping[str, Report], diagnosis: Diagnosis | None, tried: list[TriedSetting] | None, cut_off: str | None
 ) -> DiagnoseReport:
     base = made[_AS_IT_IS]
     runs = []

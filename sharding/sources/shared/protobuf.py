@@ -17,7 +17,7 @@ from fuelrail.pipeline.errors import SourceError
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
-    from fuelrail.sharding.sources.shared.windows import Window
+    from fuelrail.sharding.sources.shared.windows import FileWindow
 
 VARINT: Final = 0
 FIXED64: Final = 1
@@ -31,6 +31,8 @@ MAX_HEAD: Final = 20
 
 Names = dict[str, dict[int, tuple[str, str]]]
 """Type to its fields: number to name and type of a nested message ("" for none)."""
+
+_FILE_FIELDS = {number: (f"f{number}", "") for number in range(1, 16)}
 
 
 class Span(tuple[int, int]):
@@ -126,7 +128,7 @@ class FieldPlace(msgspec.Struct, frozen=True, gc=False):
     end: int
 
 
-def field_places(window: Window, start: int, end: int, ahead: int = 0) -> Iterator[FieldPlace]:
+def field_places(window: FileWindow, start: int, end: int, ahead: int = 0) -> Iterator[FieldPlace]:
     """The fields of the message from ``start`` to ``end`` in a file, of which only their heads are read.
 
     ``ahead`` bytes are read beyond each head that is not in memory. Raises ValueError where it is no message.
@@ -184,7 +186,7 @@ def descriptor(schema: bytes) -> Names:
 def _named(
     data: Buffer, names: dict[int, tuple[str, str]], start: int = 0, end: int | None = None
 ) -> dict[str, list[Any]]:
-    """The fields of a message by name: integers, raw 4 or 8 bytes, or spans of nested data.
+    """Return the fields of a message by name: integers, raw 4 or 8 bytes, or spans of nested data.
 
     ``data`` may be cut off: the span of the last field says where it would end.
     """
@@ -211,30 +213,30 @@ class Proto:
         self._fields = _named(data, self._types, start, end)
 
     def span(self, name: str) -> tuple[int, int]:
-        """Offset and length of bytes."""
+        """Return offset and length of bytes."""
         found = self._fields.get(name)
         return found[-1] if found else (0, 0)
 
     def raw(self, name: str) -> bytes:
-        """Bytes."""
+        """Return bytes."""
         start, length = self.span(name)
         return bytes(memoryview(self._data)[start : start + length])
 
     def text(self, name: str) -> str:
-        """A string."""
+        """Return a string."""
         return self.raw(name).decode("utf-8", "replace")
 
     def number(self, name: str) -> int:
-        """An integer, of either encoding; 0 where it is absent, as proto3 has it."""
+        """Return an integer, of either encoding; 0 where it is absent, as proto3 has it."""
         value = self._fields.get(name, [0])[-1]
         return int.from_bytes(value, "little") if isinstance(value, bytes) else value
 
     def double(self, name: str) -> float:
-        """A double."""
+        """Return a double."""
         return float(struct.unpack("<d", self._fields.get(name, [bytes(8)])[-1])[0])
 
     def doubles(self, name: str) -> list[float]:
-        """Repeated doubles, packed or not."""
+        """Return repeated doubles, packed or not."""
         found: list[float] = []
         for value in self._fields.get(name, []):
             data = value if isinstance(value, bytes) else self._bytes(value)
@@ -242,27 +244,24 @@ class Proto:
         return found
 
     def messages(self, name: str) -> list[Proto]:
-        """Nested messages."""
+        """Return nested messages."""
         kind = next((kind for own, kind in self._types.values() if own == name), "")
         spans = self._fields.get(name, [])
         return [Proto(self._data, self._names, kind, start, start + length) for start, length in spans]
 
     def message(self, name: str) -> Proto:
-        """A nested message; an empty one where it is absent."""
+        """Return a nested message; an empty one where it is absent."""
         found = self.messages(name)
         return found[-1] if found else Proto(b"", self._names, "")
 
     @property
     def stamp_ns(self) -> int:
-        """Its field ``timestamp`` (google.protobuf.Timestamp) [ns]."""
+        """The field ``timestamp`` (google.protobuf.Timestamp) [ns]."""
         time = self.message("timestamp")
         return time.number("seconds") * 1_000_000_000 + time.number("nanos")
 
     def _bytes(self, span: tuple[int, int]) -> bytes:
         return bytes(memoryview(self._data)[span[0] : span[0] + span[1]])
-
-
-_FILE_FIELDS = {number: (f"f{number}", "") for number in range(1, 16)}
 
 
 def _parts(data: bytes, number: int) -> list[bytes]:

@@ -14,7 +14,7 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.shared.files import LFS_MAGIC
 
 if TYPE_CHECKING:
-    from fuelrail.sharding.sources.shared.windows import Window
+    from fuelrail.sharding.sources.shared.windows import FileWindow
 
 _HEAD: Final = struct.Struct("<QI")
 _U32: Final = struct.Struct("<I")
@@ -22,7 +22,7 @@ _MASK: Final = 0xA282EAD8
 _CRC_CHUNK: Final = 1 << 20
 
 
-class Record(NamedTuple):
+class FileRecord(NamedTuple):
     """Where a record's bytes begin and end in the file."""
 
     number: int
@@ -30,8 +30,8 @@ class Record(NamedTuple):
     end: int
 
 
-def records(window: Window, *, whole: bool, payloads: bool) -> Iterator[Record]:
-    """The records of a file, in order; the checksums of lengths are checked, with ``payloads`` those of bytes too.
+def records(window: FileWindow, *, whole: bool, payloads: bool) -> Iterator[FileRecord]:
+    """Yield the records of a file, in order; check the checksums of lengths, with ``payloads`` those of bytes too.
 
     ``whole`` reads each record at once. Raises SourceError for a bad checksum and for a file that is cut off.
     """
@@ -64,10 +64,10 @@ def records(window: Window, *, whole: bool, payloads: bool) -> Iterator[Record]:
                 raise SourceError(f"{place}: the CRC32C of its {length} bytes does not agree; the file is damaged")
         if whole:
             window.at(start, length)
-        yield Record(number, start, end)
+        yield FileRecord(number, start, end)
         at, number = end + _U32.size, number + 1
 
 
 def masked(crc: int) -> int:
-    """A CRC32C as TFRecord files have it: rotated by 15 bits, and a constant added."""
+    """Mask a CRC32C as TFRecord files do: rotate it by 15 bits and add a constant."""
     return ((crc >> 15 | crc << 17) + _MASK) & 0xFFFFFFFF

@@ -57,7 +57,7 @@ def ratios_to(name: str, others: tuple[str, ...], titles: tuple[str, ...] = tupl
 
 
 def loaders() -> tuple[dict[str, float], dict[str, float], dict]:
-    """Of each loader and recipe: images a second, and our speed-up; the figures of all."""
+    """Check each loader and recipe: images a second, and our speed-up; the figures of all."""
     figures = {f"{one['peer']}:{one['recipe']}": one["figures"] for one in result("compare")["contestants"]}
     times = {name: one["ours_times_as_fast"] for name, one in figures.items()}
     return {name: one["images_per_s"]["median"] for name, one in figures.items()}, times, figures

@@ -50,7 +50,7 @@ def run(source: Path, out: Path, num_workers: int = 1, **changes):
 
 
 def kill_at(point: int) -> None:
-    """From now on this process dies at this point: an image is about to be made, or a file is or was renamed."""
+    """Let this process die at this point from now on: an image is about to be made, or a file is or was renamed."""
     seen = 0
     replace, make = Path.replace, Neutral.make_images
 

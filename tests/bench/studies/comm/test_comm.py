@@ -97,7 +97,7 @@ def test_what_is_refused(tmp_path):
 
 @pytest.mark.process
 def test_gloo_on_a_machine_with_gpus_is_warned_of(tmp_path, monkeypatch):
-    """In this process, as a rank of torchrun alone; the GPU is claimed, for gloo asks nothing of it."""
+    """Run in this process, as the only rank of torchrun; the GPU is claimed, for gloo asks nothing of it."""
     import torch
 
     from fuelrail.bench.studies.comm import measure

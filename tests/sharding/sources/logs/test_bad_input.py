@@ -256,11 +256,11 @@ def test_raw_pictures_have_their_colours(tmp_path, world, encoding, pixels):
 
 def test_rectified_pictures_have_the_projection_and_raw_ones_binning(tmp_path, world):
     from fuelrail.sharding.sources.logs.geometry.calibration import _model
-    from fuelrail.sharding.sources.logs.messages.records import Calibration
+    from fuelrail.sharding.sources.logs.messages.records import CameraInfo
 
     p = (50.0, 0, 31.5, -5.0, 0, 50.0, 23.5, 0, 0, 0, 1, 0)
     k = (100.0, 0, 63.5, 0, 100.0, 47.5, 0, 0, 1)
-    one = Calibration(0, "c", 128, 96, "plumb_bob", (0.1,) * 5, k, tuple(np.eye(3).ravel()), p)
+    one = CameraInfo(0, "c", 128, 96, "plumb_bob", (0.1,) * 5, k, tuple(np.eye(3).ravel()), p)
     found = _model("t", one, np.eye(4), is_rectified=True)
     assert (found.intrinsics[0, 0], found.dist, found.dist_model) == (50.0, (), "none")
     np.testing.assert_allclose(found.cam2ego[:3, 3], (0.1, 0, 0))  # the second camera of a pair, 0.1 m to the right
