@@ -60,7 +60,7 @@ WIDE = {
 
 # Modules under MIN_MODULE_LINES with a single importer, each with the reason why it is a module of its own.
 SMALL = {
-    "bench/studies/diff/command.py": "one command a file, in a list of commands",
+    "bench/peers": "one loader a file",
     "bench/studies/order/plot.py": "imports matplotlib, which must stay optional",
     "bench/trainer/models": "one model a file",
     "loaders/storage/ranges.py": "pure arithmetic with property tests, apart from sessions and threads",

@@ -133,7 +133,6 @@ PEERS: dict[str, Entry] = {
     "mds": Entry(
         "mds", ("streaming",), "pip install mosaicml-streaming", ("mosaicml-streaming",), ("cv2", "cv2fast", "sjfast")
     ),
-    "lit": Entry("lit", ("litdata",), "pip install litdata", ("litdata",), ("cv2", "cv2fast", "sjfast")),
     "spdl": Entry(
         "spdl", ("spdl.pipeline",), "pip install spdl-core", ("spdl-core",), ("cv2", "cv2fast", "sjfast"), "wds"
     ),
@@ -141,18 +140,10 @@ PEERS: dict[str, Entry] = {
         "spdl", ("spdl.pipeline", "spdl.io"), "pip install spdl spdl-io, and FFmpeg's shared libraries",
         ("spdl-io",), ("ffmpeg",), "wds",
     ),
-    "energon": Entry(
-        "energon", ("megatron.energon",), "pip install megatron-energon", ("megatron-energon",),
-        ("cv2", "cv2fast", "sjfast"),
-    ),
     "grain": Entry(
         "grain", ("grain", "array_record"), "pip install grain array-record", ("grain", "array-record"),
         ("thr-cv2", "thr-cv2fast", "thr-cv2fast+toppad", "thr-sjfast"),
     ),
-    "dali": Entry(
-        "dali", ("nvidia.dali",), "pip install nvidia-dali-cuda120", ("nvidia-dali-cuda120",), ("roi", "noaa"), "wds"
-    ),
-    "ffcv": Entry("ffcv", ("ffcv",), "pip install ffcv (built against OpenCV and libjpeg-turbo)", ("ffcv",), ("area",)),
 }  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from fuelrail.pipeline.storage.files import published
 class ReportHeader(msgspec.Struct, frozen=True, kw_only=True):
     """The beginning of a report.
 
-    ``schema`` and ``version`` say its kind (:mod:`fuelrail.bench.studies.diff.kinds`). ``cut_off`` says why it is
+    ``schema`` and ``version`` say its kind (:mod:`fuelrail.bench.studies.diff`). ``cut_off`` says why it is
     partial, ``disturbed`` by how much other processes used the host meanwhile (None: too little to matter, or unknown),
     ``warnings`` why its figures may be wrong.
     """

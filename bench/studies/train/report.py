@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.bench.measure.clock import NS_PER_S, Summary, summarise_ns
 from fuelrail.bench.measure.machine import CpuUse, DatasetFacts, MachineFacts
@@ -21,6 +23,7 @@ from fuelrail.bench.measure.occupancy import (
     rank_paces,
     window_of,
 )
+from fuelrail.bench.measure.rates import bootstrap_means
 from fuelrail.bench.measure.records import PHASES, MemoryLine, RankLog, StageSnapshot, StepRecord
 from fuelrail.bench.report.files import ReportHeader, created_now, load_report_of
 from fuelrail.bench.studies.train.checkpoints import CheckpointFigures, checkpoint_figures
@@ -193,6 +196,19 @@ def learning_sentences(report: Report) -> list[str]:
     """What the report says on loss and checkpoints, as text."""
     parts = [part.sentence() for part in (report.against, report.target) if part is not None]
     return [*parts, *(report.checkpoints.sentences() if report.checkpoints else [])]
+
+
+def step_ratios(before: Report, after: Report) -> NDArray[np.float64]:
+    """Return the mean step time of a run over that of another, resampled: float64 (num_resamples,).
+
+    A step's time is its mean over ranks. Both reports must have figures.
+    """
+    means = []
+    for seed, report in enumerate((before, after)):
+        first, end = report.window.num_warmup_steps, report.window.num_warmup_steps + report.window.num_measured_steps
+        steps = np.array([series.wall_ms[first:end] for series in report.series], dtype=np.float64)
+        means.append(bootstrap_means(steps.mean(axis=0), seed))
+    return means[1] / means[0]
 
 
 def load_report(path: Path) -> Report:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from fuelrail.bench.report.page import render_markdown, render_page
-from fuelrail.bench.studies.diff.changes import compare
+from fuelrail.bench.studies.diff import compare
 from fuelrail.bench.studies.scale.report import make_curves
 from support.html_page import Page
 from support.scale_runs import CONDITIONS, RUNS, fit, measured, scale_report
