@@ -40,7 +40,7 @@ _COMMANDS: dict[str, _Entry] = {
     "view": _Entry("fuelrail.loaders.commands", "draw a sample's cameras and boxes as a contact sheet"),
     "doctor": _Entry("fuelrail.loaders.commands", "check which decoders are installed and suggest faster ones"),
     "order": _Entry(
-        "fuelrail.bench.studies.order.command", "show which samples an order selects, and how well it shuffles"
+        "fuelrail.bench.studies.order.describe", "show which samples an order selects, and how well it shuffles"
     ),
     "plan": _Entry(
         "fuelrail.bench.studies.commands",
