@@ -43,7 +43,7 @@ def test_one_and_two_ranks_are_measured_and_more_simulated(dataset, tmp_path, ca
     ]
     assert all(run.step_low_ms <= run.step_ms <= run.step_high_ms for run in report.measured)
     assert len(report.trials) == 3
-    assert {curve.points[-1].result.num_ranks for curve in report.curves} == {8}
+    assert {curve.points[-1].num_ranks for curve in report.curves} == {8}
     assert "efficiency" in capsys.readouterr().out
     assert str(dataset) not in (out / "report.json").read_text()
     assert {"report.html", "report.md"} <= {path.name for path in out.iterdir()}
