@@ -108,7 +108,7 @@ FLOORS: dict[str, list[set[str]]] = {
     "bench": [
         {"measure"},
         {"ranks", "report", "trainer"},
-        {"peers", "planner"},
+        {"annotate", "peers", "planner"},
         {"studies"},
         {"commands"},
         {"micro"},

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, Final
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
+    from fuelrail.bench.annotate.run import AnnotateOptions as AnnotateOptions
+    from fuelrail.bench.annotate.run import AnnotateReport as AnnotateReport
+    from fuelrail.bench.annotate.run import annotate as annotate
     from fuelrail.bench.planner.scenario import PlanOptions as PlanOptions
     from fuelrail.bench.planner.scenario import Scenario as Scenario
-    from fuelrail.bench.studies.annotate.run import AnnotateOptions as AnnotateOptions
-    from fuelrail.bench.studies.annotate.run import AnnotateReport as AnnotateReport
-    from fuelrail.bench.studies.annotate.run import annotate as annotate
     from fuelrail.bench.studies.diagnose.run import DiagnoseOptions as DiagnoseOptions
     from fuelrail.bench.studies.diagnose.run import diagnose as diagnose
     from fuelrail.bench.studies.diff import DiffOptions as DiffOptions
@@ -126,9 +126,9 @@ if TYPE_CHECKING:
 
 _PUBLIC: Final = {
     # bench
-    "annotate": "fuelrail.bench.studies.annotate.run",
-    "AnnotateOptions": "fuelrail.bench.studies.annotate.run",
-    "AnnotateReport": "fuelrail.bench.studies.annotate.run",
+    "annotate": "fuelrail.bench.annotate.run",
+    "AnnotateOptions": "fuelrail.bench.annotate.run",
+    "AnnotateReport": "fuelrail.bench.annotate.run",
     "bench_loader": "fuelrail.bench.studies.loader.measure",
     "plan": "fuelrail.bench.studies.plan.run",
     "PlanOptions": "fuelrail.bench.planner.scenario",

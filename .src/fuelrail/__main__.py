@@ -33,7 +33,7 @@ _COMMANDS: dict[str, _Entry] = {
     "verify": _Entry("fuelrail.sharding.commands", "check every byte of a dataset against its checksums"),
     "inspect": _Entry("fuelrail.bench.commands", "show the contents of a dataset or of one sample"),
     "layer": _Entry("fuelrail.sharding.commands", "bind a layer to another version of its base"),
-    "annotate": _Entry("fuelrail.bench.studies.annotate.command", "run a model over a dataset and store a layer"),
+    "annotate": _Entry("fuelrail.bench.annotate.command", "run a model over a dataset and store a layer"),
     "log": _Entry("fuelrail.sharding.commands", "show what a dataset was made of, and its tags"),
     "diff": _Entry("fuelrail.sharding.commands", "show how two datasets differ: samples, clips, channels, options"),
     "tag": _Entry("fuelrail.sharding.commands", "add, remove or list tags of a dataset"),

@@ -101,14 +101,6 @@ def unpack_number(data: bytes) -> int:
 
 OURS = "fuelrail"
 
-TOPPAD = "toppad"
-
-MALLOC = {
-    "MALLOC_TOP_PAD_": "268435456",
-    "MALLOC_MMAP_THRESHOLD_": "4294967296",
-    "MALLOC_TRIM_THRESHOLD_": "4294967296",
-}
-
 
 class Entry(NamedTuple):
     """One peer: its module, what must be importable, how to get it, distributions to tell versions of, and recipes.
@@ -125,7 +117,7 @@ class Entry(NamedTuple):
 
 
 PEERS: dict[str, Entry] = {
-    OURS: Entry("fuelrail", (), "", (), ("pillow", "restart", "turbo+again", "turbo")),
+    OURS: Entry("fuelrail", (), "", (), ("pillow", "restart", "turbo")),
     "loose": Entry("loose", ("PIL",), "pip install pillow", ("torch",), ("pil", "pilfast", "cv2", "cv2fast", "sjfast")),
     "wds": Entry(
         "wds", ("webdataset",), "pip install webdataset", ("webdataset",), ("pil", "cv2", "cv2fast", "sjfast")
@@ -142,7 +134,7 @@ PEERS: dict[str, Entry] = {
     ),
     "grain": Entry(
         "grain", ("grain", "array_record"), "pip install grain array-record", ("grain", "array-record"),
-        ("thr-cv2", "thr-cv2fast", "thr-cv2fast+toppad", "thr-sjfast"),
+        ("thr-cv2", "thr-cv2fast", "thr-sjfast"),
     ),
 }  # fmt: skip
 
@@ -157,16 +149,6 @@ class Contestant(NamedTuple):
     def name(self) -> str:
         """As reports and the command line name it."""
         return f"{self.peer}:{self.recipe}"
-
-    @property
-    def decoding(self) -> str:
-        """The recipe without its settings."""
-        return self.recipe.partition("+")[0]
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Environment variables of its process."""
-        return MALLOC if self.recipe.endswith(f"+{TOPPAD}") else {}
 
 
 def contestants(only: tuple[str, ...] = ()) -> list[Contestant]:

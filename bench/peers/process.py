@@ -105,7 +105,7 @@ def _check(peer: Peer, task: Task) -> Check:
     work, dataset = task.work, open_dataset(task.dataset)
     seen: dict[int, int] = {}
     errors: list[float] = []
-    batches = peer.batches(Path(task.folder), work, _decoding(task))
+    batches = peer.batches(Path(task.folder), work, task.recipe)
     num_batches = work.num_samples // work.batch_size if task.whole_epoch else _NUM_BATCHES_CHECKED
     for _ in range(num_batches):
         numbers, images = next(batches)
@@ -160,15 +160,11 @@ def reference(encoded: bytes, work: Work) -> NDArray[np.float32]:
 def _time(peer: Peer, task: Task) -> NoReturn:
     with Path(task.arrivals).open("wb", buffering=0) as out:
         times = array.array("d", [time.monotonic()])
-        batches = peer.batches(Path(task.folder), task.work, _decoding(task))
+        batches = peer.batches(Path(task.folder), task.work, task.recipe)
         while True:
             out.write(times)
             next(batches)
             times[0] = time.monotonic()
-
-
-def _decoding(task: Task) -> str:
-    return task.recipe.partition("+")[0]
 
 
 def main(path: str) -> None:

@@ -17,7 +17,8 @@ from fuelrail.bench.measure.rates import MIN_REPEATS, ratio_interval
 from fuelrail.bench.studies.train.report import step_ratios
 
 if TYPE_CHECKING:
-    from fuelrail.bench.studies.train.report import Figures, Report
+    from fuelrail.bench.studies.train.figures import Figures
+    from fuelrail.bench.studies.train.report import Report
     from fuelrail.bench.studies.train.settings import LeaveOut
 
 Bound = Literal[

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from msgspec import Meta
 
-from fuelrail.bench.studies.annotate.outputs import infer_table, read_table, rows_of
+from fuelrail.bench.annotate.outputs import infer_table, read_table, rows_of
 from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.loader import DataLoader
 from fuelrail.loaders.schedule.layers import view_settings
