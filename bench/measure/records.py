@@ -47,7 +47,7 @@ class DeviceTimes(msgspec.Struct, kw_only=True):
     launch_ns: int = 0
 
 
-class StepRecord(DeviceTimes, frozen=True, kw_only=True, tag="step"):
+class StepRecord(DeviceTimes, kw_only=True, tag="step"):
     """One optimiser step of one rank; times in nanoseconds of the host's monotonic clock.
 
     A step lasts from the end of the one before (for the first: from the start of the loop) to its own end, so steps

@@ -116,7 +116,8 @@ def publish_json(path: Path, value: Any) -> None:  # noqa: ANN401 - whatever msg
 
 
 def read_report(path: Path) -> Any:  # noqa: ANN401 - what JSON holds
-    """A report file as JSON; raises ConfigError for what is no regular file, is too large or is not JSON."""
+    """A report as JSON, given as file or folder; raises ConfigError for what is no file, is too large or no JSON."""
+    path = path / REPORT_JSON if path.is_dir() else path
     try:
         if not path.is_file():
             reason = "it is not a regular file" if path.exists() else "there is no such file"

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from fuelrail.bench.report.console import print_table, report_console
-from fuelrail.bench.report.files import REPORT_JSON, ReportHeader, load_report_of, read_report
+from fuelrail.bench.report.files import ReportHeader, load_report_of, read_report
 from fuelrail.bench.studies.diagnose import report as diagnose_report
 from fuelrail.bench.studies.diagnose.report import DiagnoseReport
 from fuelrail.bench.studies.loader import report as loader_report
@@ -145,10 +145,7 @@ def diff(
 
 
 def _load(report: Comparable | str | os.PathLike[str]) -> Comparable:
-    if isinstance(report, msgspec.Struct):
-        return report
-    path = Path(report)
-    return load_comparable(path / REPORT_JSON if path.is_dir() else path)
+    return report if isinstance(report, msgspec.Struct) else load_comparable(Path(report))
 
 
 def load_comparable(path: Path) -> Comparable:
@@ -204,7 +201,11 @@ def _train_changes(before: Report, after: Report) -> list[Change]:
             ("samples/s", old.throughput.samples_per_s, new.throughput.samples_per_s),
         ):
             times.append((name, a, b, b / a * rates, True))
-    return [Change(name, a, b, *np.quantile(of, (0.025, 0.975)).tolist(), up) for name, a, b, of, up in times]
+    changes = []
+    for name, a, b, of, higher_is_better in times:
+        low, high = np.quantile(of, (0.025, 0.975)).tolist()
+        changes.append(Change(name, a, b, low, high, higher_is_better))
+    return changes
 
 
 def _loader_changes(before: LoaderReport, after: LoaderReport) -> list[Change]:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def plots(report: ScaleReport) -> dict[str, str]:
     """Return a plot of each kind of scaling that was measured, each an ``<svg>`` element."""
-    drawn = {}
+    drawn: dict[str, str] = {}
     scalings: tuple[Scaling, ...] = get_args(Scaling)
     for scaling in scalings:
         measured = [(run.num_ranks, run.efficiency[scaling]) for run in report.measured if scaling in run.efficiency]

@@ -31,7 +31,7 @@ from fuelrail.bench.studies.scale.report import (
     make_curves,
 )
 from fuelrail.bench.studies.train.run import Made, TrainRun, measure_all
-from fuelrail.bench.studies.train.settings import TrainOptions
+from fuelrail.bench.studies.train.settings import TrainOptions, ask
 from fuelrail.loaders import Transforms
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.dataset import open_dataset
@@ -148,7 +148,7 @@ class ScalePlan:
     def _runs(self, count: int, records: Path) -> list[TrainRun]:
         sizes = sorted({self.batch_size, self.global_batch // count})
         return [
-            TrainRun(self._dataset, self._training(count, size), records / f"ranks-{count}-batch-{size}")
+            TrainRun(ask(self._dataset, self._training(count, size), records / f"ranks-{count}-batch-{size}"))
             for size in sizes
         ]
 

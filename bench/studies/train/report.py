@@ -25,13 +25,14 @@ from fuelrail.bench.studies.train.checkpoints import CheckpointFigures, checkpoi
 from fuelrail.bench.studies.train.convergence import LossComparison, Series, Target
 from fuelrail.bench.studies.train.figures import Figures, figures_of
 from fuelrail.bench.studies.train.warnings import DataSource, data_source, find_warnings, ranks_disagree
+from fuelrail.bench.trainer.strategies.settings import degrees_of
 
 if TYPE_CHECKING:
     from fuelrail.bench.studies.train.settings import TrainSettings
 
 SCHEMA = "fuelrail-bench-train"
 
-VERSION = 2
+VERSION = 3
 
 _ROLLING_STEPS = 5
 
@@ -57,7 +58,8 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
 class Report(ReportHeader, frozen=True, kw_only=True):
     """A whole report.
 
-    ``cpu`` is the use of the host's CPUs by the ranks and by others, from the ranks' start to their end.
+    ``global_batch``: samples of an optimiser step. ``cpu`` is the use of the host's CPUs by the ranks and by others,
+    from the ranks' start to their end.
     ``figures`` is None when the window is too short; ``cut_off`` says why a run ended early; ``ranks_disagree``: they
     ended with different weights, so the gradients were not the same on all of them. ``gpus`` is what NVML saw from the
     ranks' start to their end, where there is a GPU and `pynvml`. ``source`` says where the bytes came from.
@@ -66,6 +68,7 @@ class Report(ReportHeader, frozen=True, kw_only=True):
     """
 
     num_ranks: int
+    global_batch: int
     accelerator: dict[str, Any]
     model: dict[str, Any]
     window: Window
@@ -107,6 +110,7 @@ def build_report(
         cut_off=cut_off,
         options=_options(settings),
         num_ranks=len(logs),
+        global_batch=degrees_of(settings, len(logs)).data * settings.batch_size * settings.accumulation,
         machine=machine,
         dataset=dataset,
         accelerator={"kind": "cuda", "device": header.device if header else "unknown"}

@@ -15,26 +15,23 @@ from fuelrail.bench.measure.machine import (
     CpuUse,
     CpuWatch,
     MachineFacts,
-    dataset_facts,
     machine_facts,
 )
 from fuelrail.bench.measure.nvml import GpuUse, NvmlWatch
 from fuelrail.bench.measure.records import RankLog, rank_path, read_rank
 from fuelrail.bench.ranks.launch import Outcome, run_ranks
-from fuelrail.bench.report.files import REPORT_JSON, TRACE_JSON, merge_traces, prepare_folder
+from fuelrail.bench.report.files import TRACE_JSON, merge_traces, prepare_folder
 from fuelrail.bench.report.options import output_folder
 from fuelrail.bench.report.page import write_report
 from fuelrail.bench.report.progress import Progress
-from fuelrail.bench.studies.train.convergence import compare_losses, global_batch, time_to
+from fuelrail.bench.studies.train.convergence import compare_losses, time_to
 from fuelrail.bench.studies.train.report import Report, build_report, load_report
-from fuelrail.bench.studies.train.settings import TrainOptions, larger_batch, settings_of
+from fuelrail.bench.studies.train.settings import Asked, TrainOptions, ask_all
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
-from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.settings import make_options
 
 _SETTINGS_FILE = "settings.json"
 _LOG_FILE = "ranks.log"
-_RECORDS = "records"
 
 
 def train(
@@ -66,11 +63,9 @@ def run_training(
         )
     if options.trace and out is None:
         raise ConfigError("trace=True writes a file: give out=FOLDER")
-    other = None if options.against is None else load_report(_report_file(options.against))
+    other = None if options.against is None else load_report(Path(options.against))
     with output_folder(out) as folder:
-        runs = [TrainRun(dataset, options, folder / _RECORDS)]
-        if options.check_batch is not None:
-            runs.append(TrainRun(dataset, larger_batch(options, options.check_batch), folder / f"{_RECORDS}-larger"))
+        runs = [TrainRun(asked) for asked in ask_all(dataset, options, folder)]
         prepare_folder(folder, html=html and out is not None)
         made = _compared(measure_all(runs), options, other)
         if out is not None:
@@ -82,19 +77,14 @@ def run_training(
     return made
 
 
-def _report_file(place: str) -> Path:
-    path = Path(place)
-    return path / REPORT_JSON if path.is_dir() else path
-
-
 def _compared(made: Made, options: TrainOptions, other: Report | None) -> Made:
     """Add to the last report what is said on its loss: compared with another run's, and with a target."""
     report, name = made.reports[-1], options.against
     if len(made.reports) > 1:
         other, name = made.reports[0], f"the run with batch size {options.batch_size}"
-    batch = global_batch(report.options, report.num_ranks)
+    batch = report.global_batch
     if other is not None:
-        sides = (report.series, batch, other.series, global_batch(other.options, other.num_ranks))
+        sides = (report.series, batch, other.series, other.global_batch)
         report = msgspec.structs.replace(report, against=compare_losses(*sides, str(name)))
     if options.target_loss is not None:
         target = time_to(options.target_loss, report.series, batch)
@@ -103,15 +93,11 @@ def _compared(made: Made, options: TrainOptions, other: Report | None) -> Made:
 
 
 class TrainRun:
-    """A training run whose options are checked; :func:`measure_all` runs it.
+    """A training run that was asked for; :func:`measure_all` runs it."""
 
-    ``records`` is the folder for the ranks' records. Raises ConfigError and DatasetErrors.
-    """
-
-    def __init__(self, dataset: str | os.PathLike[str], options: TrainOptions, records: Path) -> None:
-        self._dataset = dataset_facts(open_dataset(dataset), options.split)
-        self.settings = settings_of(os.fspath(dataset), self._dataset, options, records)
-        self.num_ranks, self.records = options.ranks, records
+    def __init__(self, asked: Asked) -> None:
+        self.settings, self._dataset = asked
+        self.num_ranks, self.records = self.settings.ranks, Path(self.settings.records)
 
     def report(self, machine: MachineFacts, outcome: Outcome, cpu: CpuUse | None, gpus: list[GpuUse] | None) -> Report:
         """Return the report of the ranks' records; raises FuelrailError, or KeyboardInterrupt, without any step."""

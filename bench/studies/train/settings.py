@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
 from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE, AcceleratorProfile, load_profile, profile_names
-from fuelrail.bench.measure.machine import installed_gpus
+from fuelrail.bench.measure.machine import DatasetFacts, dataset_facts, installed_gpus
 from fuelrail.bench.ranks.injection import Injection
 from fuelrail.bench.trainer.distill.settings import DISTILL, weights_of
 from fuelrail.bench.trainer.models.settings import MODELS, ModelName
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision, check_fits, degrees_of
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.settings import Above0, AtLeast0, Finite, NotNegative, Positive, check_types, flag
 from fuelrail.pipeline.storage.filesystem import filesystem, is_url
 
-if TYPE_CHECKING:
-    from fuelrail.bench.measure.machine import DatasetFacts
-
+RECORDS = "records"
 _DEFAULT_STEPS = 60
 _TEACHERS = ("teacher", "teacher_layer")
 
@@ -147,10 +147,67 @@ class TrainSettings(TrainOptions, frozen=True, kw_only=True):
         return Path(self.records).parent / "trace"
 
 
-def larger_batch(options: TrainOptions, batch_size: int) -> TrainOptions:
-    """The same number of samples in steps of another size; the learning rate is scaled with it (Goyal et al. 2017).
+class Asked(NamedTuple):
+    """One run that options ask for: its settings, with nothing left open, and the facts of its split."""
 
-    With ``base_batch`` the ranks scale the rate themselves.
+    settings: TrainSettings
+    dataset: DatasetFacts
+
+
+def ask(dataset: str | os.PathLike[str], options: TrainOptions, records: Path) -> Asked:
+    """Answer everything that options leave open, before a rank is started.
+
+    ``records`` is the folder for the ranks' records. Raises DatasetErrors, and ConfigError for what the ranks would
+    refuse: in one sentence, without torch where possible.
+    """
+    facts = dataset_facts(open_dataset(dataset), options.split)
+    if options.steps is not None and options.epochs is not None:
+        raise ConfigError(f"steps={options.steps} and epochs={options.epochs} exclude each other: give one of them")
+    if options.memory and options.warmup < 3:
+        raise ConfigError(f"memory=True follows the third warm-up step: warmup={options.warmup} must be 3 or more")
+    _check_teacher(options)
+    profile = options.profile or _profile(options.accelerator)
+    changes: dict[str, Any] = {
+        name: _absolute(getattr(options, name)) for name in ("cache_dir", "transforms", *_TEACHERS)
+    }
+    changes["checkpoint"] = _checkpoint_place(options)
+    weights_of(options.distill or DISTILL)
+    degrees = degrees_of(options, options.ranks)
+    default = "stand-in" if degrees.pp == 1 else "bev-tiny"  # one layer cannot be cut
+    changes |= {
+        "dataset": _absolute(os.fspath(dataset)),
+        "records": str(records.absolute()),
+        "steps": _DEFAULT_STEPS if options.steps is None and options.epochs is None else options.steps,
+        "precision": options.precision or ("fp32" if profile else "bf16"),
+        "model": options.model or (default if profile else "base"),
+        "profile": profile,
+    }
+    settings = TrainSettings(**{**msgspec.structs.asdict(options), **changes})
+    check_fits(settings, degrees, MODELS[settings.model], settings.batch_size)
+    _check_world(settings, degrees, facts)
+    if settings.decoder != "auto":
+        from fuelrail.loaders.decode import make_decoder
+
+        make_decoder(settings.decoder)
+    return Asked(settings, facts)
+
+
+def ask_all(dataset: str | os.PathLike[str], options: TrainOptions, folder: Path) -> list[Asked]:
+    """Answer what options leave open for the run that they ask for, and with ``check_batch`` for a second one.
+
+    ``folder`` is for the records of all of them. Raises as :func:`ask`.
+    """
+    asked = [ask(dataset, options, folder / RECORDS)]
+    if options.check_batch is not None:
+        larger = larger_batch(options, options.check_batch)
+        asked.append(ask(dataset, larger, folder / f"{RECORDS}-larger"))
+    return asked
+
+
+def larger_batch(options: TrainOptions, batch_size: int) -> TrainOptions:
+    """Return options of as many samples in steps of another size; the learning rate is scaled with it.
+
+    With ``base_batch`` the ranks scale the rate themselves (Goyal et al. 2017). Raises ConfigError.
     """
     if options.checkpoint is not None or options.against is not None:
         raise ConfigError("check_batch makes two runs of its own: leave out checkpoint and against")
@@ -164,39 +221,6 @@ def larger_batch(options: TrainOptions, batch_size: int) -> TrainOptions:
         raise ConfigError(f"steps={options.steps} are less than one step of check_batch={batch_size}: use more steps")
     rate = options.learning_rate * (scale if options.base_batch is None else 1)
     return msgspec.structs.replace(options, batch_size=batch_size, steps=steps, learning_rate=rate)
-
-
-def settings_of(dataset: str, facts: DatasetFacts, options: TrainOptions, records: Path) -> TrainSettings:
-    """Answer everything that options leave open, before a rank is started.
-
-    ``facts`` are those of the split. Raises ConfigError for what the ranks would refuse: in one sentence, without torch
-    where possible.
-    """
-    if options.steps is not None and options.epochs is not None:
-        raise ConfigError(f"steps={options.steps} and epochs={options.epochs} exclude each other: give one of them")
-    if options.memory and options.warmup < 3:
-        raise ConfigError(f"memory=True follows the third warm-up step: warmup={options.warmup} must be 3 or more")
-    _check_teacher(options)
-    degrees, profile = degrees_of(options, options.ranks), options.profile or _profile(options.accelerator)
-    default = "stand-in" if degrees.pp == 1 else "bev-tiny"  # one layer cannot be cut
-    places = {name: _absolute(getattr(options, name)) for name in ("cache_dir", "transforms", *_TEACHERS)}
-    changes: dict[str, Any] = {
-        **places,
-        "dataset": _absolute(dataset),
-        "records": str(records.absolute()),
-        "steps": _DEFAULT_STEPS if options.steps is None and options.epochs is None else options.steps,
-        "precision": options.precision or ("fp32" if profile else "bf16"),
-        "model": options.model or (default if profile else "base"),
-        "profile": profile,
-        "checkpoint": _checkpoint_place(options),
-    }
-    settings = TrainSettings(**{**msgspec.structs.asdict(options), **changes})
-    _check_world(settings, degrees, facts)
-    if settings.decoder != "auto":
-        from fuelrail.loaders.decode import make_decoder
-
-        make_decoder(settings.decoder)
-    return settings
 
 
 def _absolute(place: str | None) -> str | None:
@@ -213,7 +237,6 @@ def _check_teacher(options: TrainOptions) -> None:
         raise ConfigError(
             f"teacher={options.teacher} and teacher_layer={options.teacher_layer} exclude each other: give one of them"
         )
-    weights_of(options.distill or DISTILL)
 
 
 def _checkpoint_place(options: TrainOptions) -> str | None:
@@ -258,7 +281,6 @@ def _profile(choice: str) -> AcceleratorProfile | None:
 
 
 def _check_world(settings: TrainSettings, degrees: Degrees, dataset: DatasetFacts) -> None:
-    check_fits(settings, degrees, MODELS[settings.model], settings.batch_size)
     if degrees.composed and "all-reduce" in settings.leave_out:
         raise ConfigError(f"leave_out all-reduce needs whole models on each rank, and the mesh is {degrees}; use ddp")
     global_batch = degrees.data * settings.batch_size * settings.accumulation

@@ -13,7 +13,7 @@ from fuelrail.bench.ranks.launch import Outcome, RankExit
 from fuelrail.bench.studies.train import settings as train_settings
 from fuelrail.bench.studies.train.report import load_report
 from fuelrail.bench.studies.train.run import TrainRun, why_cut_off
-from fuelrail.bench.studies.train.settings import TrainOptions, larger_batch
+from fuelrail.bench.studies.train.settings import TrainOptions, ask, larger_batch
 from fuelrail.bench.trainer.strategies.optimiser import scaled_rate
 from fuelrail.pipeline.format.dataset import open_dataset
 from support.bench_runs import log, steps
@@ -95,7 +95,7 @@ def test_a_larger_batch_gets_a_learning_rate_that_was_scaled_once(base_batch):
 
 def test_a_pipeline_without_a_model_gets_one_of_enough_layers(dataset, tmp_path):
     options = TrainOptions(ranks=2, batch_size=2, strategy="pipeline", accelerator="emulated:resnet50-224-h100")
-    assert TrainRun(dataset, options, tmp_path).settings.model == "bev-tiny"
+    assert TrainRun(ask(dataset, options, tmp_path)).settings.model == "bev-tiny"
     out = ("--ranks", 2, "--strategy", "pipeline", "--steps", 4, "--warmup", 1, "--workers", 1, "--no-html")
     assert bench(dataset, tmp_path / "out", *out) == 0
 
