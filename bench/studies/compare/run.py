@@ -241,7 +241,7 @@ def _answer(files: _Files) -> Answer:
         return answer
     tail = files.log.read_text(errors="replace").strip().splitlines()[-1:]
     last = f"; its last words: {tail[0][:200]}" if tail else ""
-    return Failure(message=f"its process gave no answer{last}", missing=False)
+    return Failure(message=f"its process gave no answer{last}")
 
 
 def _failure(files: _Files) -> str:

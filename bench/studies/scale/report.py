@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from fuelrail.bench.planner.scaling import Cluster, Curve, HostFit, Point, Scaling, draw_curves, simulate
-from fuelrail.bench.report.files import ReportHeader, created_now, load_report_of
+from fuelrail.bench.report.files import ReportHeader, created_now
 
 if TYPE_CHECKING:
     from fuelrail.bench.measure.machine import DatasetFacts, MachineFacts
@@ -155,8 +154,3 @@ def build_scale_report(
         disturbed=disturbed,
         warnings=found,
     )
-
-
-def load_scale_report(path: Path) -> ScaleReport:
-    """Read a report; raises ConfigError for other files and other versions."""
-    return load_report_of(path, ScaleReport, SCHEMA, VERSION)

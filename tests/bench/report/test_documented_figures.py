@@ -21,8 +21,8 @@ from fuelrail.bench.report.files import RESULTS
 from fuelrail.bench.report.page import markdown_table
 from fuelrail.bench.studies.compare.page import HEADER, rows
 from fuelrail.bench.studies.compare.report import load_compare_report
+from fuelrail.bench.studies.diff import load_comparable
 from fuelrail.bench.studies.scale.page import MEASURED_HEADER, measured_rows
-from fuelrail.bench.studies.scale.report import load_scale_report
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -126,7 +126,7 @@ def compared() -> Iterator[str]:
 
 
 def scaled() -> Iterator[str]:
-    report = load_scale_report(RESULTS / "scale.json")
+    report = load_comparable(RESULTS / "scale.json")
     yield markdown_table(MEASURED_HEADER, measured_rows(report))
     (held_out,) = [trial for trial in report.trials if trial.held_out]
     assert held_out.num_ranks == 4
