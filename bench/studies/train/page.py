@@ -162,7 +162,10 @@ def _real_and_emulated(report: Report) -> list[Section]:
         f"backward per {accelerator['per']}, {accelerator['optimiser_ms']:g} ms optimiser a step). Copies to the "
         "device and the real network's gradient sizes are not emulated."
     )
-    meaning = "The figures say whether this host and dataset keep such an accelerator fed, not how fast it trains."
+    meaning = (
+        "This run used an emulated GPU: the figures say whether this host and dataset keep such an accelerator fed, "
+        "not how fast it trains."
+    )
     table = Table(("real, measured", "emulated"), [(real, emulated)], prose=True)
     return [Section("What is real here, and what is emulated", [Text(meaning), table])]
 
