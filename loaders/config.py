@@ -260,7 +260,7 @@ class StorageOptions(CheckedSettings, frozen=True):
     """How shards are read and cached.
 
     Attributes:
-        backend: "mapped", "pread" (network file systems), "remote" (any fsspec URL, in ranges; "fsspec" and "obstore"
+        backend: "pread" (local paths), "remote" (any fsspec URL, in ranges; "fsspec" and "obstore"
             also choose the client), or "auto"; see :mod:`fuelrail.loaders.storage`.
         options: passed to fsspec: credentials, endpoint, profile. Environment variables are the better place.
         cache_dir: local folder in which samples of slow or remote storage are kept, shared by the ranks of a host. It

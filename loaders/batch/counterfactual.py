@@ -109,9 +109,6 @@ class _SilentStorage:
     def span(self, index: int, row: IndexRow) -> Span:
         return self._inner.span(index, row)
 
-    def recheck(self, indices: Sequence[int]) -> None:
-        """Nothing is read, so nothing can have changed."""
-
     def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> _SilentSession:  # noqa: ARG002
         return _SilentSession()
 

@@ -101,14 +101,13 @@ class BatchPipeline(NamedTuple):
             decode_one = partial(samples.decode, self.decoder, self.cameras, fill, self.bad, parse)
             stages.append(Stage("decode", decode_one, num_workers, decode_ahead(num_workers, self.batch_size)))
         if self.transform is None and self.collate_fn is None:
-            assembled = partial(
+            collate: Callable[[Any], Any] = partial(
                 assemble, lidar=self.lidar, box_frame=self.box_frame, channels=self.channels, has_poses=self.has_poses
             )
-            collate: Callable[[Any], Any] = partial(_rechecked, self.bad, assembled)
             if self.augments.second_at:
                 collate = _of_views(collate, lambda decoded: (decoded, decoded.second))
         else:
-            transform = partial(
+            each: Callable[[Any], Any] = partial(
                 user.transform,
                 self.transform,
                 lidar=self.lidar,
@@ -117,7 +116,6 @@ class BatchPipeline(NamedTuple):
                 channels=self.channels,
                 has_poses=self.has_poses,
             )
-            each: Callable[[Any], Any] = partial(_transformed, self.bad, transform)
             if self.augments.second_at:
                 each = partial(_transformed_views, each)
             each = each if group else partial(samples.for_each, each)
@@ -170,23 +168,8 @@ def make_batch_pipeline(
     )  # fmt: skip
 
 
-def _rechecked(bad: BadSamples, function: Callable[[Sequence[Any]], Any], decoded: Sequence[Any]) -> Any:  # noqa: ANN401
-    """What becomes of decoded samples, once it is sure that their bytes did not change while they were read."""
-    try:
-        made = function(decoded)
-    except Exception:
-        bad.recheck(decoded)  # an error that explains this one
-        raise
-    bad.recheck(decoded)
-    return made
-
-
 def _padded(settings: StaticBatches, collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda decoded: static.pad(settings, collate(decoded))
-
-
-def _transformed(bad: BadSamples, function: Callable[[Any], Any], decoded: Any) -> Any:  # noqa: ANN401
-    return _rechecked(bad, lambda samples: function(samples[0]), (decoded,))
 
 
 def _transformed_views(each: Callable[[Any], Any], decoded: Any) -> list[Any]:  # noqa: ANN401

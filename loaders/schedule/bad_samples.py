@@ -27,14 +27,13 @@ from fuelrail.pipeline.errors import (
     ChecksumError,
     FrameError,
     MemberError,
-    ShardError,
     TarFormatError,
     TruncatedShardError,
 )
 from fuelrail.pipeline.settings import CheckedSettings, PathText, must_be
 
 if TYPE_CHECKING:
-    from fuelrail.loaders.records import DecodedSample, Source, Task
+    from fuelrail.loaders.records import Source, Task
     from fuelrail.loaders.schedule.positions import PositionIndex
 
 _LOG = logging.getLogger(__name__)
@@ -73,13 +72,12 @@ class BadSamples:
         """Distinct bad samples so far."""
         return len(self._bad)
 
-    def replace(self, task: Task, frame: int, failure: Exception) -> Task:
+    def replace(self, task: Task, frame: int, error: Exception) -> Task:
         """Return the task with the next sample of the order, all its frames, in place of one that has a bad frame.
 
-        Raises ``failure`` itself, or the change of its shard that explains it, where the policy says so and where it
-        is not the sample that is bad; BadSamplesError where there are more than allowed.
+        Raises ``error`` itself where the policy says so and where it is not the sample that is bad; BadSamplesError
+        where there are more than allowed.
         """
-        error = self._cause(task, frame, failure)
         if self._policy.on_error == "raise" or not isinstance(error, BAD_SAMPLE):
             raise error
         if task.num_replaced >= self._where.epoch_length:
@@ -107,25 +105,6 @@ class BadSamples:
                     f"{len(self._bad)} bad samples, max_bad={self._policy.max_bad} are allowed; the last: {error}"
                 ) from error
         return replaced
-
-    def recheck(self, decoded: Sequence[DecodedSample]) -> None:
-        """See that samples, now decoded, were made of the bytes that were checked; raises ShardError.
-
-        It is too late then to put others in their place.
-        """
-        rows: dict[str | None, list[int]] = {source.name: [] for source in self._sources}
-        for sample in decoded:
-            rows[sample.dataset] += (sample.row,) if sample.window is None else sample.window.rows
-        for source in self._sources:
-            source.storage.recheck(rows[source.name])
-
-    def _cause(self, task: Task, frame: int, error: Exception) -> Exception:
-        """Return the error, or the change of the shard during the run that explains it."""
-        try:
-            task.source.storage.recheck([task.frames[frame].row])
-        except ShardError as cause:
-            return error if isinstance(error, ShardError) else cause
-        return error
 
     def _note(self, task: Task, frame: int, error: Exception, replaced_by: str) -> None:
         row, _, entry, _ = task.frames[frame]

@@ -3,9 +3,7 @@
 =========  ==========================================  =====================================================
 backend    for                                         how
 =========  ==========================================  =====================================================
-mapped     local disks, datasets that fit into memory  memory maps, read-ahead in huge pages, no copies; "auto" takes
-                                                       it where the native library is built (it guards the maps)
-pread      larger datasets; NFS, Lustre, FUSE, ...     ``pread`` into reused buffers, retries
+pread      local disks; NFS, Lustre, FUSE, ...         ``pread`` into reused buffers, read-ahead, retries
 remote     any fsspec URL; local paths with a cache    coalesced concurrent ranges, retries, hedging, cache
 =========  ==========================================  =====================================================
 """
@@ -17,8 +15,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
-from fuelrail.loaders.storage.guard import is_guarding
-from fuelrail.loaders.storage.mapped import MappedShards, Residency
 from fuelrail.loaders.storage.protocol import Session, Storage, StorageStats
 from fuelrail.pipeline.errors import ConfigError
 
@@ -28,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BACKENDS", "Backend", "Session", "Storage", "StorageStats", "open_storage"]
 
-Backend: TypeAlias = Literal["auto", "mapped", "pread", "remote", "fsspec", "obstore"]
+Backend: TypeAlias = Literal["auto", "pread", "remote", "fsspec", "obstore"]
 BACKENDS: Final = get_args(Backend)
 """Names that :func:`open_storage` knows; the last two are ``remote`` with that client."""
 
@@ -45,10 +41,9 @@ def open_storage(
 ) -> Storage:
     """Return the storage of an open dataset.
 
-    ``auto`` is ``remote`` for a dataset at a URL and wherever a cache is asked for, ``pread`` on a network file system
-    and for a dataset larger than the memory, ``mapped`` elsewhere. ``verify`` holds every span against its xxh3.
-    ``storage_options`` go to fsspec (None: those the dataset was opened with). ``cache_dir`` keeps spans on a local
-    disk, up to ``cache_size`` bytes.
+    ``auto`` is ``remote`` for a dataset at a URL and where a cache is requested, ``pread`` elsewhere. ``verify`` checks
+    every span against its xxh3. ``storage_options`` go to fsspec (None: those the dataset was opened with).
+    ``cache_dir`` keeps spans on a local disk, up to ``cache_size`` bytes.
 
     Raises ConfigError for an unknown backend or one that cannot read the dataset, and for a cache that cannot be used.
     """
@@ -57,19 +52,12 @@ def open_storage(
     if cache_dir is None and cache_size is not None:
         raise ConfigError(f"cache_size={cache_size!r} needs cache_dir: give the folder of the cache")
     local = dataset.url is None
-    if backend in ("mapped", "pread"):
+    if backend == "pread":
         if not local:
             raise ConfigError(f"backend={backend!r} reads local files; the dataset is at '{dataset.location}'")
         if cache_dir is not None:
             raise ConfigError(f"cache_dir needs backend 'remote' or 'auto', got {backend!r}")
-    if backend == "mapped" or (backend == "auto" and local and cache_dir is None):
-        from fuelrail.loaders.storage.pread import is_network_file_system
-
-        fits = Residency(dataset).is_whole
-        if backend == "mapped" or (fits and is_guarding() and not is_network_file_system(dataset.root)):
-            return MappedShards(dataset, verify=verify)
-        backend = "pread"
-    if backend == "pread":
+    if backend == "pread" or (backend == "auto" and local and cache_dir is None):
         from fuelrail.loaders.storage.pread import PreadShards
 
         return PreadShards(dataset, verify=verify, retry=retry)

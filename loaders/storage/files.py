@@ -58,11 +58,6 @@ class OpenShards(Generic[T]):
                 self._shards.move_to_end(number)
             return shard
 
-    def opened(self) -> list[T]:
-        """Return those that are open; none where others may have been forgotten."""
-        with self._lock:
-            return list(self._shards.values()) if len(self._shards) < self._limit else []
-
     def drop(self, number: int) -> None:
         """Forget one, so that the next use opens it again."""
         with self._lock:
@@ -93,7 +88,6 @@ class ShardFile:
         self._opened = os.fstat(self.fd)
         self._byte = [bytearray(1)]
         if self._opened.st_size != expected_bytes:
-            # A shard that shrinks under a map kills the process with SIGBUS, so its size is settled here.
             kind = TruncatedShardError if self._opened.st_size < expected_bytes else ShardError
             raise kind(f"has {self._opened.st_size} bytes, the manifest says {expected_bytes}", shard=path.name)
 
@@ -117,15 +111,6 @@ class ShardFile:
         """Have the kernel read a range into the page cache, without waiting for it. Raises OSError."""
         for at in range(start, start + length, _ADVISED_BYTES):
             os.posix_fadvise(self.fd, at, min(_ADVISED_BYTES, start + length - at), os.POSIX_FADV_WILLNEED)
-
-    def size_now(self) -> int:
-        """Return the bytes in the file at this moment."""
-        return os.fstat(self.fd).st_size
-
-    def was_written(self) -> bool:
-        """Return whether the file was written to or cut since it was opened, by its size and time of change."""
-        now, then = os.fstat(self.fd), self._opened
-        return now.st_mtime_ns != then.st_mtime_ns or now.st_size != then.st_size
 
     def was_replaced(self) -> bool:
         """Return whether the name now leads to another file, or the file was written to since it was opened."""

@@ -25,11 +25,11 @@ from fuelrail.loaders.storage.protocol import (
 )
 from fuelrail.pipeline.errors import FuelrailError, IndexFileError, MemberError, OrderError, ShardError
 from fuelrail.pipeline.format.dataset import Dataset, read_members
-from fuelrail.pipeline.format.layers import NO_ROW, Layer
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.index.row import IndexRow
+    from fuelrail.pipeline.format.layers import Layer
 
 
 class LayerPart(NamedTuple):
@@ -112,13 +112,6 @@ class LayeredStorage:
                 raise found
             layers.append(None if found is None else part.stored(found[1], partial(part.storage.span, *found)))
         return LayeredSpan(base, tuple(layers))
-
-    def recheck(self, indices: Sequence[int]) -> None:
-        """Raise ShardError where what was made of spans may not have been made of the bytes that were checked."""
-        self._base.recheck(indices)
-        for part in self.parts:
-            rows = part.layer.rows
-            part.storage.recheck(indices if rows is None else [n for n in rows[indices].tolist() if n != NO_ROW])
 
     def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> LayeredSession:
         """Start a stream of requests to the base and to all layers."""

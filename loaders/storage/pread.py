@@ -1,11 +1,11 @@
-"""Shards on a network file system, or larger than the memory, read with ``pread`` into reused buffers.
+"""Shards at local paths, network mounts included, read with ``pread`` into reused buffers.
 
-On NFS and its like a mapped page that cannot be served hangs the thread that touches it, or kills the process. A read
-comes back with an error instead, and an error can be tried again: with a freshly opened file, which is what a stale
-handle or a server that came back wants.
+Files are not mapped: a mapped page that cannot be served ends the process with SIGBUS, or hangs the thread that touches
+it. A read returns an error, and is made again with a newly opened file, which a stale handle or a server that came back
+needs. A span is a copy that nobody changes between its check and its decoding. The copy costs 1 % of the decoding or
+less (``bench/DECISIONS.md``).
 
-Of a dataset that exceeds the memory most samples leave the page cache as soon as they were read
-(:mod:`fuelrail.loaders.storage.mapped`). To copy such a sample is cheaper than to map and unmap its pages.
+Of a dataset that exceeds the memory most samples leave the page cache as soon as they were read (:class:`Residency`).
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import collections
 import contextlib
 import logging
 import os
+import sys
 import threading
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.loaders.storage.files import OpenShards, ShardFile, explained, middle
-from fuelrail.loaders.storage.mapped import Residency
 from fuelrail.loaders.storage.protocol import PendingSpan, StorageStats
 from fuelrail.pipeline.errors import ChecksumError, ShardError, StorageError, TruncatedShardError
 from fuelrail.pipeline.format.dataset import Dataset, check_span
+from fuelrail.pipeline.runtime.host import free_memory_bytes, memory_limit_bytes
 from fuelrail.pipeline.storage.retry import Fault, RetryPolicy, call_with_retries
 
 if TYPE_CHECKING:
@@ -36,20 +36,15 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-_NETWORK_FILE_SYSTEMS: Final = frozenset(
-    {
-        *("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "glusterfs", "lustre", "gpfs", "beegfs"),
-        *("wekafs", "vastnfs", "pvfs2", "virtiofs"),
-    }
-)
-
 _KEEP_BUFFERS_BYTES: Final = 64 << 20
+_KEEP_OF_MEMORY: Final = 0.6
+"""Part of the page cache's room that a dataset larger than it may take."""
 
 
 class PreadShards:
-    """Local paths whose shards are read, not mapped. Thread-safe. ``verify`` holds every span against its digest.
+    """Shards at local paths. Thread-safe. ``verify`` checks every span against its digest.
 
-    ``memory_bytes`` is what the page cache may take; None: what there is.
+    ``memory_bytes`` is the room of the page cache; None: that of this machine and control group.
     """
 
     look_ahead_bytes = 64 << 20
@@ -95,9 +90,6 @@ class PreadShards:
         self._span_bytes += row.length
         return span
 
-    def recheck(self, indices: Sequence[int]) -> None:
-        """Do nothing: a span is a copy, which cannot change."""
-
     def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> _PreadSession:  # noqa: ARG002
         """Return a stream of requests, with the kernel's read-ahead."""
         return _PreadSession(self, self._files, self._residency)
@@ -127,14 +119,15 @@ class PreadShards:
         return buffer.toreadonly()
 
     def _read_again(self, row: IndexRow) -> memoryview:
-        """Past the page cache, from a newly opened file."""
+        """Read past the page cache, from a newly opened file."""
+        file = None
         try:
             file = self._files[row.shard]
             os.posix_fadvise(file.fd, row.offset, row.length, os.POSIX_FADV_DONTNEED)
             self._files.drop(row.shard)
             return self._read(row)
         except (TruncatedShardError, ChecksumError) as error:
-            raise explained(self._dataset, row, error) from error
+            raise explained(self._dataset, row, error, file) from error
         except OSError as error:
             name = self._dataset.shards.name(row.shard)
             raise StorageError(f"cannot be read: {error}", shard=name, offset=row.offset, key=row.key) from error
@@ -172,20 +165,25 @@ class _PreadSession:
         return span
 
 
-def is_network_file_system(folder: Path) -> bool:
-    """Return whether a folder is on a network file system (or FUSE), by the kernel's list of mounts."""
-    try:
-        mounts = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-        where = folder.resolve()
-    except OSError:
-        return False
-    best, found = -1, ""
-    for line in mounts:
-        _, point, kind, *_ = line.split(" ")
-        mount = Path(point.replace("\\040", " "))
-        if (where == mount or mount in where.parents) and len(mount.parts) >= best:
-            best, found = len(mount.parts), kind
-    return found in _NETWORK_FILE_SYSTEMS or found.startswith("fuse.")
+class Residency:
+    """Choose the samples whose pages stay in memory: all, or a part by their digests, the same in every process.
+
+    ``memory_bytes`` is the room of the page cache; None: what the machine and the control group have now.
+    """
+
+    def __init__(self, dataset: Dataset, memory_bytes: int | None = None) -> None:
+        room = page_cache_room_bytes() if memory_bytes is None else memory_bytes
+        total = dataset.manifest.num_bytes
+        self._digests_below = 1 << 64 if total <= room else int(_KEEP_OF_MEMORY * room / total * 2**64)
+
+    def keeps(self, row: IndexRow) -> bool:
+        """Return whether a sample's pages stay."""
+        return row.xxh3 < self._digests_below
+
+
+def page_cache_room_bytes() -> int:
+    """Return the memory that the page cache may take: what the kernel calls available, or the container's limit."""
+    return min(free_memory_bytes(), memory_limit_bytes() or sys.maxsize)
 
 
 class _Lent(np.ndarray[tuple[int], np.dtype[np.uint8]]):

@@ -98,9 +98,6 @@ class Storage(Protocol):
     def span(self, index: int, row: IndexRow) -> memoryview:
         """One sample's bytes, now, read-only. Raises ShardError with shard, offset and key."""
 
-    def recheck(self, indices: Sequence[int]) -> None:
-        """Raise ShardError where what was made of spans may not have been made of the bytes that were checked."""
-
     def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> Session:
         """Start a stream of requests, made in the order of ``future_uses``, by which a cache evicts.
 
@@ -132,9 +129,6 @@ class SampleStorage(Protocol):
 
     def span(self, index: int, row: IndexRow) -> Span:
         """One sample's bytes, now. Raises ShardError with shard, offset and key."""
-
-    def recheck(self, indices: Sequence[int]) -> None:
-        """Raise ShardError where what was made of spans may not have been made of the bytes that were checked."""
 
     def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> SampleSession:
         """Start a stream of requests."""

@@ -101,9 +101,6 @@ class RemoteShards:
         self._ensure_process()
         return _RemoteSession(self).request([(index, row)])[0]()
 
-    def recheck(self, indices: Sequence[int]) -> None:
-        """Do nothing: a span is a copy, which cannot change."""
-
     def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> _RemoteSession:
         """Return a stream of requests, whose future the cache may know."""
         self._ensure_process()

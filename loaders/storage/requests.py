@@ -12,8 +12,8 @@ requests. A budget keeps it at that: when all of storage is slow, second request
 same budget comes the first retry of a request, at once: one fault says nothing of the next request. When many fail
 the budget is spent, and they back off.
 
-*Concurrency* adapts by additive increase and multiplicative decrease on measured throughput: more in flight while
-that brings more bytes a second, fewer when storage says "slow down".
+*Concurrency* is limited. The limit decreases by 30 % while more than a fifth of the answers are "slow down", and
+increases again by an eighth in each round with fewer of them.
 
 Everything here runs on one event loop and needs no locks.
 """
@@ -43,10 +43,6 @@ _FIRST_HEDGE_S: Final = 1.0
 """When to hedge before there are enough answers to know what is usual."""
 _LOOK_AGAIN_S: Final = 0.1
 """How long an estimate of the usual time holds."""
-_WIDEN_ABOVE: Final = 0.75
-"""Part of the best bytes a second that one place had, above which one more still brings something."""
-_LEARN_ROUNDS: Final = 100
-"""How long that best counts: storage changes."""
 _SHORT_ANSWERS: Final = 3
 """This many short answers in a row mean that the file ends there."""
 
@@ -92,28 +88,13 @@ class Latencies:
 
 
 class Concurrency:
-    """A gate for requests in flight, whose width follows the throughput.
+    """A gate for requests in flight: ``at_most`` places, fewer while storage answers "slow down"."""
 
-    After every two ``width`` answers it looks at bytes a second and place. While storage has room these stay the same
-    however many places there are; where it has none they share what there is. So as long as requests wait at the gate
-    and a place brings three quarters of the best that one brought so far, it widens: at first to twice as many, and
-    once that was too wide it goes half the way back and on by quarters. (Comparing the throughput of one width with
-    that of the next takes rounds so long that noise does not decide: it got stuck.) Every hundred rounds it narrows by
-    a third and learns again. After a round in which over a fifth of the answers asked to slow down it narrows by 30 %.
-    """
-
-    def __init__(self, start: int = 8, at_most: int = 64) -> None:
-        self.width, self._at_most = min(start, at_most), at_most
+    def __init__(self, at_most: int = 64) -> None:
+        self.width = self._at_most = at_most
         self.in_flight = 0
         self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
-        self._round_started: float | None = None
-        self._answers = 0
-        self._bytes = 0
-        self._best_rate = 0.0  # bytes a second and place
-        self._rounds_left = _LEARN_ROUNDS
-        self._throttles = 0
-        self._had_waiters = False
-        self._starting = True
+        self._answers = self._throttles = 0  # of this round
 
     @property
     def is_idle(self) -> bool:
@@ -151,49 +132,16 @@ class Concurrency:
                 self.in_flight += 1
                 place.set_result(None)
 
-    def answered(self, num_bytes: int, now_s: float) -> None:
-        """Count an answer; at the end of a round, decide."""
-        if self._round_started is None:
-            self._round_started = now_s
-            return
+    def count(self, *, throttled: bool = False) -> None:
+        """Count an answer or a "slow down"; change the limit after a round of as many as there are places, or 16."""
         self._answers += 1
-        self._bytes += num_bytes
-        self._end_round(now_s)
-
-    def throttled(self, now_s: float) -> None:
-        """Count a "slow down"."""
-        self._throttles += 1
-        self._end_round(now_s)
-
-    def _end_round(self, now_s: float) -> None:
-        if self._answers + self._throttles < max(16, 2 * self.width):
-            return
-        if self._round_started is not None:
-            self._decide(self._bytes / max(now_s - self._round_started, 1e-9))
-        self._round_started, self._answers, self._bytes, self._throttles = now_s, 0, 0, 0
-        self._had_waiters = bool(self._waiting)
-
-    def _decide(self, rate: float) -> None:
-        if self._throttles >= 3 and self._throttles * 5 > self._answers + self._throttles:
-            self._starting = False
-            self.width = max(1, int(self.width * 0.7))
-            self._rounds_left = min(self._rounds_left, _LEARN_ROUNDS // 4)
-            self._best_rate = float("inf")  # not wider until then
-            return
-        if not self._had_waiters:
-            return
-        self._rounds_left -= 1
-        if self._rounds_left <= 0:
-            self.width = max(1, self.width * 2 // 3)
-            self._best_rate, self._rounds_left = 0.0, _LEARN_ROUNDS
-            return
-        of_one = rate / self.width
-        self._best_rate = max(self._best_rate, of_one)
-        if of_one >= _WIDEN_ABOVE * self._best_rate:
-            step = self.width if self._starting else max(1, self.width // 4)
-            self.width = min(self.width + step, self._at_most)
-        elif self._starting:
-            self.width, self._starting = max(1, self.width * 3 // 4), False
+        self._throttles += throttled
+        if self._answers >= max(16, self.width):
+            if self._throttles * 5 > self._answers:
+                self.width = max(1, int(self.width * 0.7))
+            else:
+                self.width = min(self.width + max(1, self.width // 8), self._at_most)
+            self._answers = self._throttles = 0
 
 
 class Requester:
@@ -234,7 +182,7 @@ class Requester:
                 if len(view) == length:
                     self.requests += 1
                     self.request_bytes += length
-                    self.concurrency.answered(length, loop.time())
+                    self.concurrency.count()
                     return view
                 short += len(view) < length
                 fault = _wrong_length(len(view), length, short)
@@ -244,7 +192,7 @@ class Requester:
                 fault = fault_of(error, self._options)
             failures += 1
             if fault.kind == "throttled":
-                self.concurrency.throttled(loop.time())
+                self.concurrency.count(throttled=True)
             at_once = failures == 1 and not fault.is_final and self._may_ask_once_more()
             pause_s = 0.0 if at_once else self._retry.delay_s(failures, random.random())
             elapsed_s = loop.time() - started

@@ -105,7 +105,7 @@ def test_the_state_names_the_cameras(dataset) -> None:
     assert load(dataset, 4, cameras=CAMERAS[::-1]).state_dict() == load(dataset, 4).state_dict()
 
 
-@pytest.mark.parametrize("backend", ["mapped", "pread", "remote"])
+@pytest.mark.parametrize("backend", ["pread", "remote"])
 def test_fewer_bytes_are_fetched_and_fewer_images_decoded(six, backend, monkeypatch) -> None:
     decoded = []
     decode = samples.decode_images

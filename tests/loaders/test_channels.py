@@ -265,7 +265,7 @@ def read(root: Path, names: list[str] | None, **options: Any) -> StorageStats:
     return reader.storage.stats()
 
 
-@pytest.mark.parametrize("storage", ["mapped", "pread", "remote"])
+@pytest.mark.parametrize("storage", ["pread", "remote"])
 def test_what_is_behind_the_last_selected_member_is_not_fetched(root, tmp_path, storage) -> None:
     index = open_dataset(root).index
     rows = [index.row(number) for number in range(len(index))]

@@ -74,7 +74,7 @@ def check(batch, name="t", present=range(12)) -> list[int]:
     return rows
 
 
-@pytest.mark.parametrize("storage", ["mapped", "pread", "remote"])
+@pytest.mark.parametrize("storage", ["pread", "remote"])
 def test_values_belong_to_their_samples(base, layer, storage) -> None:
     with make(base, {"t": layer}, storage=storage, seed=3) as loader, make(base, None, seed=3) as plain:
         for with_layer, without in zip(loader, plain, strict=True):

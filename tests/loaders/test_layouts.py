@@ -41,7 +41,7 @@ def test_every_storage_gives_the_same_batches(roots, layout, tmp_path):
     expected = epoch(roots / "member")
     assert len(set(keys(expected))) == 12
     cached = {"backend": "remote", "cache_dir": tmp_path / "cache"}
-    for options in ({"backend": "mapped"}, {"backend": "pread"}, cached, cached):
+    for options in ({"backend": "pread"}, cached, cached):
         assert unlike(epoch(roots / layout, **options), expected) == [], options
     with FaultServer(roots / layout) as server:
         assert unlike(epoch(server.url), expected) == []
@@ -64,7 +64,7 @@ def framed(roots, tmp_path):
     return dataset, dataset.index.row(5)
 
 
-@pytest.mark.parametrize("storage", ["mapped", "pread", "remote"])
+@pytest.mark.parametrize("storage", ["pread", "remote"])
 @pytest.mark.parametrize("verify", [True, False])
 def test_damage_to_a_frame_is_named(framed, storage, verify):
     dataset, row = framed
@@ -76,7 +76,7 @@ def test_damage_to_a_frame_is_named(framed, storage, verify):
     assert reader.sample(4).key == dataset.index.row(4).key
 
 
-@pytest.mark.parametrize("storage", ["mapped", "pread", "remote"])
+@pytest.mark.parametrize("storage", ["pread", "remote"])
 def test_a_cut_frame_shard_is_named(framed, storage):
     dataset, row = framed
     path = dataset.shard_path(row)

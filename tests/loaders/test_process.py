@@ -117,8 +117,7 @@ def test_it_starts_no_process(tiny):
         assert psutil.Process().children() == before
 
 
-@pytest.mark.parametrize("storage", ["mapped", "pread"])
-def test_a_dropped_loader_gives_its_files_back_at_once(tiny, storage):
+def test_a_dropped_loader_gives_its_files_back_at_once(tiny):
     """Not when the garbage collector comes: a loop that opens loaders must not run out of files, nor map them all."""
 
     def counts():
@@ -129,13 +128,13 @@ def test_a_dropped_loader_gives_its_files_back_at_once(tiny, storage):
             sum(str(tiny) in mapped.path for mapped in process.memory_maps()),
         ))  # fmt: skip
 
-    list(make_loader(tiny, 2, num_workers=1, backend=storage))  # what libraries open on first use stays open
+    list(make_loader(tiny, 2, num_workers=1))  # what libraries open on first use stays open
     gc.collect()
     gc.disable()
     try:
         before = counts()
         for number in range(20):
-            loader = make_loader(tiny, 2, num_workers=1, backend=storage)
+            loader = make_loader(tiny, 2, num_workers=1)
             next(iter(loader))
             if number % 2:
                 loader.close()

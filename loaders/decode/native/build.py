@@ -52,7 +52,6 @@ def build(folder: Path = FOLDER, flags: tuple[str, ...] | None = None) -> Path:
             *flags,
             f"-DSOURCE_CRC={source_crc(folder)}u",
             "camera_jpeg.c",
-            "map_guard.c",
             "restart_rows.c",
         ]
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Mapped and pread storage: the suite, and what is each one's own."""
+"""Storage at local paths: the suite, and what is its own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ctypes
 import mmap
 import os
 import resource
-import threading
 import weakref
 from pathlib import Path
 from typing import ClassVar
@@ -16,8 +15,14 @@ import pytest
 
 from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.storage.files import OpenShards, open_files_limit
-from fuelrail.loaders.storage.mapped import MappedShards, Residency, page_cache_room_bytes
-from fuelrail.loaders.storage.pread import PreadShards, SpanBuffers, is_network_file_system, rounded_up
+from fuelrail.loaders.storage.pread import (
+    PreadShards,
+    Residency,
+    SpanBuffers,
+    page_cache_room_bytes,
+    rounded_up,
+)
+from fuelrail.loaders.storage.remote import RemoteShards
 from fuelrail.pipeline.errors import ChecksumError, ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
 from support.datasets import build_dataset
@@ -48,13 +53,8 @@ def drop_from_memory(root):
             pytest.skip("this file system does not let go of pages (tmpfs?)")
 
 
-class TestMapped(StorageSuite):
-    how: ClassVar = {"backend": "mapped"}
-
-    def test_no_byte_is_copied(self, opened, pristine):
-        dataset, storage = opened(pristine)
-        index, row = rows_of(dataset)[0]
-        assert storage.span(index, row).obj is storage.span(index, row).obj
+class TestPread(StorageSuite):
+    how: ClassVar = {"backend": "pread"}
 
     def test_a_folder_may_have_a_name_that_is_not_unicode(self, opened, own):
         other = own.with_name("name-\udce9")
@@ -72,20 +72,6 @@ class TestMapped(StorageSuite):
         new.rename(own / "train-000000.tar")
         assert bytes(storage.span(*rows[1])) == expected[1]
 
-    def test_what_is_read_ahead_comes_with_its_pages_mapped_whatever_page_sizes_there_are(self, opened, own):
-        dataset, _ = opened(own)
-        rows, expected = rows_of(dataset), spans_of(own)
-        for memory_bytes in (None, 1):  # huge pages, and only what is asked for
-            for path in own.glob("*.tar"):
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())  # dirty pages would not go
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            storage = MappedShards(dataset, memory_bytes=memory_bytes)
-            session = storage.session()
-            pending = session.request(rows)
-            assert [bytes(take()) for take in pending] == expected
-            session.close()
-
     def test_pages_of_neighbours_do_not_pass_for_a_samples_own(self, tmp_path):
         root = tmp_path / "large"
         build_dataset(root, {"train": (60, 60)}, size=(320, 192))
@@ -93,7 +79,7 @@ class TestMapped(StorageSuite):
         rows = rows_of(dataset)
         assert min(row.length for _, row in rows) > 3 * PAGE
         drop_from_memory(root)
-        storage = MappedShards(dataset, memory_bytes=1)
+        storage = PreadShards(dataset, memory_bytes=1)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
         for asked in (rows[1::2], rows[::2]):  # the latter have their neighbours' pages at both ends
             for first in range(0, len(asked), 16):
@@ -104,44 +90,17 @@ class TestMapped(StorageSuite):
         # Read page by page it was one for each page.
         assert resource.getrusage(resource.RUSAGE_SELF).ru_majflt - before < len(rows)
 
-    def test_no_reader_outlives_its_session(self, opened, own):
-        dataset, storage = opened(own)
-        session = storage.session()
-        file = storage._files[0]
-        file.is_cached = lambda position: False
-        pending = session.request(rows_of(dataset)[:4])
-        assert any("read-ahead" in thread.name for thread in threading.enumerate())
-        session.close()
-        assert not any("read-ahead" in thread.name for thread in threading.enumerate())
-        assert [len(take()) for take in pending] == [row.length for _, row in rows_of(dataset)[:4]]
-        assert len(session.request(rows_of(dataset)[:4])) == 4
-
-    def test_who_may_not_ask_the_kernel_reads_a_byte_to_find_out(self, opened, own):
-        dataset, storage = opened(own)
-        _, row = rows_of(dataset)[0]
-        storage.span(0, row)
-        file = storage._files[row.shard]
-        for file._may_ask in (True, False):
-            assert file.is_cached(row.offset)
-        os.truncate(file.path, 0)
-        for file._may_ask in (True, False):
-            assert not file.is_cached(row.offset)
-
     def test_more_shards_than_files_may_be_open(self, pristine, monkeypatch):
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         assert 1 <= open_files_limit(2) <= soft // 4
         monkeypatch.setattr(OpenShards, "_all", weakref.WeakSet())
         monkeypatch.setattr("fuelrail.loaders.storage.files.open_files_limit", lambda storages: 2 // storages)
         dataset = open_dataset(pristine)
-        storages = MappedShards(dataset), MappedShards(dataset)
+        storages = PreadShards(dataset), PreadShards(dataset)
         spans = [[one.span(index, row) for index, row in rows_of(dataset)[::3]] for one in storages]
         assert list(map(bytes, spans[1])) == spans_of(pristine)[::3]
         open_files = [link.resolve() for link in Path("/proc/self/fd").iterdir()]
         assert [file.parent for file in open_files if file.suffix == ".tar"] == [pristine.resolve()] * 2
-
-
-class TestPread(StorageSuite):
-    how: ClassVar = {"backend": "pread"}
 
     def test_beyond_memory_used_pages_go_but_for_a_part_that_stays_the_same(self, tmp_path):
         root = tmp_path / "large"
@@ -237,36 +196,16 @@ def test_buffer_sizes_waste_an_eighth_at_most():
     assert len(buffers.take(3)) == 3
 
 
-def test_the_backend_fits_the_place(pristine, tmp_path, monkeypatch):
+def test_the_backend_fits_the_place(pristine, tmp_path):
     dataset = open_dataset(pristine)
-    assert open_storage(dataset).stats().backend == "mapped"
-    assert open_storage(dataset, "pread").stats().backend == "pread"
-    monkeypatch.setattr("fuelrail.loaders.storage.pread.is_network_file_system", lambda folder: True)
-    assert open_storage(dataset).stats().backend == "pread"
-    assert open_storage(dataset, "mapped").stats().backend == "mapped"
-    monkeypatch.undo()
-    monkeypatch.setattr("fuelrail.loaders.storage.mapped.page_cache_room_bytes", lambda: 1000)
-    assert open_storage(dataset).stats().backend == "pread"
-    with pytest.raises(ConfigError, match="backend='nfs' is not known; choose one of auto, mapped"):
+    assert open_storage(dataset).stats().backend == open_storage(dataset, "pread").stats().backend == "pread"
+    assert isinstance(open_storage(dataset, cache_dir=tmp_path / "cache"), RemoteShards)
+    with pytest.raises(ConfigError, match="backend='nfs' is not known; choose one of auto, pread"):
         open_storage(dataset, "nfs")
     with pytest.raises(ConfigError, match="cache_size='1GB' needs cache_dir"):
         open_storage(dataset, cache_size="1GB")
     with pytest.raises(ConfigError, match="cache_dir needs backend 'remote'"):
         open_storage(dataset, "pread", cache_dir=tmp_path)
-
-
-def test_network_file_systems_are_known_by_the_kernels_list(tmp_path, monkeypatch):
-    from pathlib import Path
-
-    mounts = (
-        f"dev / ext4 rw 0 0\nserver:/data {tmp_path}/nfs\\040share nfs4 rw 0 0\ns3 {tmp_path}/fuse fuse.s3 ro 0 0\n"
-    )
-    real = Path.read_text
-    monkeypatch.setattr(Path, "read_text", lambda self, **k: mounts if "mounts" in str(self) else real(self, **k))
-    assert is_network_file_system(tmp_path / "nfs share" / "dataset")
-    assert is_network_file_system(tmp_path / "fuse")
-    assert not is_network_file_system(tmp_path / "nfs")
-    assert not is_network_file_system(tmp_path)
 
 
 def test_wrong_bytes_are_wrong_for_every_reader(own):

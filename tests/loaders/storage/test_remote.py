@@ -108,7 +108,7 @@ class TestHttp(StorageSuite):
         session = open_storage(dataset).session()
         takes = [take for row in rows_of(dataset) for take in session.request([row])]
         assert [bytes(take()) for take in takes] == spans_of(pristine)
-        assert 8 <= server.most_at_once <= 10  # with hedges
+        assert server.most_at_once >= 20  # of 25 samples
 
 
 class TestFileUrl(StorageSuite):

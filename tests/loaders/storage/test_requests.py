@@ -128,7 +128,7 @@ class TestRetries:
 
     @on_that_loop
     async def test_a_retry_that_comes_too_late_to_its_turn_tells_the_last_fault(self):
-        made = requester(RetryPolicy(deadline_s=0.05, attempt_timeout_s=2.0), start=1, at_most=1)
+        made = requester(RetryPolicy(deadline_s=0.05, attempt_timeout_s=2.0), at_most=1)
         server = Server(OSError("x"), OSError("y"))
 
         async def in_its_way():
@@ -142,7 +142,7 @@ class TestRetries:
     def test_waiting_for_ones_turn_does_not_count(self):
         retry = RetryPolicy(deadline_s=0.1, attempt_timeout_s=2.0, first_delay_s=0.001, max_delay_s=0.01)
         server = Server(*[0.06] * 5, OSError("x"))
-        answers = fetch(requester(retry, hedge=None, start=1, at_most=1), server, 6)
+        answers = fetch(requester(retry, hedge=None, at_most=1), server, 6)
         assert answers == [DATA] * 6
 
     def test_the_first_retry_is_at_once_and_the_next_are_not(self):
@@ -154,12 +154,12 @@ class TestRetries:
 
     def test_when_many_fail_only_a_few_come_back_at_once(self):
         patient = RetryPolicy(deadline_s=100.0, attempt_timeout_s=2.0, first_delay_s=1e9, max_delay_s=1e9)
-        answers = fetch(requester(patient, start=64), Server(*[OSError("down")] * 50), 50)
+        answers = fetch(requester(patient, at_most=64), Server(*[OSError("down")] * 50), 50)
         assert 10 <= sum(isinstance(answer, bytes) for answer in answers) <= 15
 
     @on_that_loop
     async def test_a_retry_goes_ahead_of_those_that_wait_for_their_first(self):
-        made, answered = requester(start=1, at_most=1), []
+        made, answered = requester(at_most=1), []
 
         async def one(name, server):
             await server.fetched(made)
@@ -209,7 +209,7 @@ class TestHedging:
 
     @on_that_loop
     async def test_a_storage_that_is_slow_as_a_whole_is_not_asked_twice_as_much(self):
-        made = requester(start=64)
+        made = requester(at_most=64)
         await get_used_to(made)
         slow = Server(*[0.05] * 2000)
         await asyncio.gather(*(slow.fetched(made) for _ in range(200)))
@@ -225,7 +225,7 @@ class TestHedging:
 
     @on_that_loop
     async def test_without_budget_it_waits_for_the_others_to_be_done(self):
-        made = requester(start=8)
+        made = requester(at_most=8)
         made._extra = -1e9
         await get_used_to(made)
         stalled, busy = Server(None), Server(*[0.1] * 7)
@@ -253,43 +253,36 @@ class TestHedging:
 
 class TestConcurrency:
     def test_no_more_at_once_than_its_width(self):
-        made, server = requester(hedge=None, start=3, at_most=3), Server(*[0.002] * 40)
+        made, server = requester(hedge=None, at_most=3), Server(*[0.002] * 40)
         assert len(fetch(made, server, 40)) == 40
         assert server.most_at_once == 3
         assert made.concurrency.in_flight == 0
 
-    def test_it_widens_while_that_brings_more(self):
-        for useful in (6, 20, 500):
-            gate, now = Concurrency(start=8, at_most=64), 0.0
-            for _ in range(20_000):
-                now += 0.02 / min(gate.width, useful)
-                gate._had_waiters = True
-                gate.answered(1000, now)
-            assert min(useful, 64) * 0.8 <= gate.width <= min(max(8, useful) * 1.6, 64)
-
-    def test_it_begins_with_great_steps(self):
-        gate, now = Concurrency(start=8, at_most=64), 0.0
-        for _ in range(16 + 32 + 64 + 4):
-            now += 0.02 / gate.width
-            gate._had_waiters = True
-            gate.answered(1000, now)
-        assert gate.width == 64
-
     def test_it_narrows_when_asked_to_slow_down_and_never_to_nothing(self):
-        gate = Concurrency(start=32)
-        for number in range(500):
-            gate.throttled(float(number))
+        gate = Concurrency(at_most=32)
+        for _ in range(32):  # requests that were sent together narrow it once
+            gate.count(throttled=True)
+        assert gate.width == 22
+        for _ in range(500):
+            gate.count(throttled=True)
         assert gate.width == 1
 
+    def test_it_widens_again_up_to_its_limit(self):
+        gate = Concurrency(at_most=32)
+        gate.width = 1
+        widths = [gate.width for _ in range(1000) if gate.count() is None]
+        assert widths == sorted(widths)
+        assert widths[-1] == 32
+
     def test_a_few_busy_answers_change_nothing(self):
-        gate = Concurrency(start=16)
+        gate = Concurrency(at_most=16)
         for number in range(1000):
-            (gate.throttled if number % 50 == 0 else lambda now: gate.answered(10, now))(float(number))
-        assert gate.width >= 16
+            gate.count(throttled=number % 50 == 0)
+        assert gate.width == 16
 
     @on_that_loop
     async def test_who_gives_up_waiting_leaves_no_hole(self):
-        gate = Concurrency(start=1, at_most=1)
+        gate = Concurrency(at_most=1)
         passed = []
 
         async def through(name, hold_s):

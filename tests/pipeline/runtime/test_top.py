@@ -25,7 +25,7 @@ class Stats(NamedTuple):
     images: int
     waited_s: float
     elapsed_s: float
-    storage: StorageStats = StorageStats("mapped")
+    storage: StorageStats = StorageStats("pread")
     bad_samples: int = 0
 
 

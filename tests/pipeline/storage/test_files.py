@@ -115,7 +115,6 @@ READERS: dict[str, Callable[[], object]] = {
     **{
         f"loader, {name}": partial(epoch, "DS", storage=options)
         for name, options in {
-            "mapped": {"backend": "mapped"},
             "pread": {"backend": "pread"},
             "cached": {"backend": "remote", "cache_dir": "out/cache"},
         }.items()
