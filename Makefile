@@ -109,7 +109,6 @@ docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	$(BIN)/python -m fuelrail.bench.studies.diff build/site/schemas
 	@echo "file://$(abspath build/site)/index.html"
-	@echo "search needs a server: $(BIN)/python -m http.server --directory build/site"
 
 wheel: setup
 	$(BIN)/pip install -qq -c constraints.txt -e ".[release]"

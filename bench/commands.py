@@ -67,9 +67,9 @@ def _configure_inspect(parser: argparse.ArgumentParser) -> None:
 def _run_inspect(arguments: argparse.Namespace) -> int:
     if not from_flags(arguments, BatchOption).batch:
         return INSPECT.run(arguments)
+    split = next(name for name, entry in open_dataset(arguments.dataset).splits.items() if entry.num_samples)
     from fuelrail.loaders.loader import DataLoader  # takes seconds: torch
 
-    split = next(name for name, entry in open_dataset(arguments.dataset).splits.items() if entry.num_samples)
     loader = DataLoader(arguments.dataset, 2, split=split, num_workers=1)
     sys.stdout.write(f"{loader.describe()}\n")
     return 0

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Never, TypeAli
 
 import msgspec
 import numpy as np
-import torch
 from msgspec import Meta
 
 from fuelrail.loaders.decode.lens import Undistort
@@ -36,10 +35,15 @@ from fuelrail.pipeline.transforms.image import CameraGroup, ImageAugment
 from fuelrail.pipeline.transforms.pixels import PixelAugment
 from fuelrail.pipeline.transforms.points import PointSweeps
 
+if TYPE_CHECKING:
+    import torch
+
 
 @functools.lru_cache(maxsize=64)
 def _column(levels: tuple[float, ...], device: torch.device) -> torch.Tensor:
     """Return numbers as float32 (n, 1, 1) on a device, the same tensor each time: making it is a blocking copy."""
+    import torch  # here and below: takes seconds, and settings are read without it
+
     return torch.tensor(levels, dtype=torch.float32, device=device)[:, None, None]
 
 
@@ -85,6 +89,8 @@ class Normalize(Settings, frozen=True):
 
     def images(self, img: torch.Tensor) -> torch.Tensor:
         """Return the images uint8 [..., 3, H, W], RGB, as the settings say; on their device."""
+        import torch
+
         flat = img.flatten(0, -4) if img.ndim > 3 else img[None]
         if self.channel_order == "bgr":
             flat = flat.flip(1)
@@ -95,6 +101,8 @@ class Normalize(Settings, frozen=True):
 
     def __call__(self, batch: Any) -> Any:  # noqa: ANN401
         """Return the batch with its ``img`` normalised. Raises ConfigError for a batch that has none of uint8."""
+        import torch
+
         img = batch.get("img") if isinstance(batch, dict) else None
         if isinstance(img, dict):
             return {**batch, "img": {name: self({"img": one})["img"] for name, one in img.items()}}
@@ -109,7 +117,6 @@ class Normalize(Settings, frozen=True):
 
 BoxFrame: TypeAlias = Literal["ego", "lidar"]
 """Frames of reference that boxes can be in."""
-
 
 _MEMORY_SHARE: Final = 0.25
 

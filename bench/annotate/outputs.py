@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import torch
 import yaml
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.table import DTYPES, Channel
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import read_text
+
+if TYPE_CHECKING:
+    import torch
 
 _MOST_INT8: Final = 127
 _SCALE: Final = "_scale"
@@ -113,6 +115,8 @@ def _quantised(name: str, value: NDArray[Any]) -> tuple[NDArray[np.int8], np.flo
 
 def _split(name: str, output: object, num_rows: int) -> list[Any]:
     """The rows of an output; tensors as arrays in host memory, bfloat16 as float32."""
+    import torch
+
     kind = type(output).__name__
     if isinstance(output, torch.Tensor):
         output = _on_host(name, output)
@@ -128,6 +132,8 @@ def _split(name: str, output: object, num_rows: int) -> list[Any]:
 
 
 def _on_host(name: str, tensor: torch.Tensor) -> NDArray[Any]:
+    import torch
+
     host = tensor.detach().cpu()
     try:
         return (host.float() if host.dtype == torch.bfloat16 else host).numpy()
@@ -139,6 +145,8 @@ def _on_host(name: str, tensor: torch.Tensor) -> NDArray[Any]:
 
 
 def _array(name: str, row: Any) -> Any:  # noqa: ANN401
+    import torch
+
     if isinstance(row, torch.Tensor):
         return _on_host(name, row)
     if isinstance(row, dict):

@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
 import numpy as np
-import torch
 from msgspec import Meta
 
 from fuelrail.bench.annotate.outputs import infer_table, read_table, rows_of
 from fuelrail.loaders.config import Transforms
-from fuelrail.loaders.loader import DataLoader
 from fuelrail.loaders.schedule.layers import view_settings
 from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
@@ -34,6 +32,8 @@ from fuelrail.sharding.output.folder import check_out, open_output
 from fuelrail.sharding.write.layers.writer import LayerWriter
 
 if TYPE_CHECKING:
+    from fuelrail.loaders.loader import DataLoader
+
     Model = Callable[[dict[str, Any]], Mapping[str, Any]]
 
 _LAUNCHER_RANK: Final = "LOCAL_RANK"
@@ -173,6 +173,8 @@ class _Annotation:
         return num_written
 
     def _outputs(self, batch: dict[str, Any]) -> Mapping[str, Any]:
+        import torch
+
         try:
             with torch.inference_mode():
                 outputs = self._model(batch)
@@ -191,6 +193,8 @@ class _Annotation:
         return outputs
 
     def _loader(self, split: str, world: World | None = None) -> DataLoader:
+        from fuelrail.loaders.loader import DataLoader
+
         options = self._options
         return DataLoader(
             self._base, options.batch_size, seed=options.seed, split=split,

@@ -27,12 +27,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, get_args
 import msgspec
 import numpy as np
 
-from fuelrail.bench.planner.choice import Fit, fit
 from fuelrail.bench.planner.formulas import sent_bytes
-from fuelrail.bench.planner.hardware import ClusterSettings, Sourced
+from fuelrail.bench.planner.hardware import Sourced
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
+    from fuelrail.bench.planner.choice import Fit
+    from fuelrail.bench.planner.hardware import ClusterSettings
     from fuelrail.bench.planner.scenario import Data, Scenario
 
 NUM_WARM_UP = 60
@@ -230,6 +231,8 @@ def _grown(cluster: ClusterSettings, devices: int, slow_share: float) -> Cluster
 
 def _planned(asked: Scenario, cluster: ClusterSettings, chosen: Fit, ranks: int, scaling: Scaling, data: Data) -> Point:
     """Plan ``ranks`` data-parallel ranks. Raises ConfigError where that cannot be."""
+    from fuelrail.bench.planner.choice import fit  # needs torch, and the simulation does not
+
     batch = asked.global_batch if scaling == "strong" else asked.global_batch // chosen.degrees.data * ranks
     if asked.max_global_batch is not None and batch > asked.max_global_batch:
         raise ConfigError(f"a global batch of {batch} no longer trains as well")

@@ -30,7 +30,9 @@ class Counter(pl.LightningModule):
 
     def train_dataloader(self) -> DataLoader:
         """One rank's loader; Lightning moves its batches to the device."""
-        return DataLoader(self.dataset, batch_size=2, shuffle=True, drop_last=True, transforms=TRANSFORMS, seed=7)
+        loader = DataLoader(self.dataset, batch_size=2, shuffle=True, drop_last=True, transforms=TRANSFORMS, seed=7)
+        loader.set_epoch(self.current_epoch)  # all that Lightning restores at an epoch's end
+        return loader
 
     def training_step(self, batch: dict[str, Any]) -> torch.Tensor:
         """One batch."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, Protocol, TypeAlias, get_args, runtime_checkable
 
 import numpy as np
-import torch
 from msgspec import Meta
 from numpy.typing import NDArray
 
@@ -14,6 +13,8 @@ from fuelrail.pipeline.errors import ConfigError, ImageError
 from fuelrail.pipeline.settings import CheckedSettings, must_be
 
 if TYPE_CHECKING:
+    import torch
+
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.sample.image_header import ImageInfo
     from fuelrail.pipeline.transforms.image_map import ImageMap
@@ -228,6 +229,8 @@ class Place(NamedTuple):
 
 def wait_on_host(stream: torch.cuda.Stream) -> None:
     """Wait until the work queued on a stream is done; the CPU sleeps meanwhile, where `Stream.synchronize` spins."""
+    import torch
+
     done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     done.record(stream)
     done.synchronize()

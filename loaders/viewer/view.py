@@ -16,12 +16,9 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from fuelrail.loaders.batch.assemble import assemble
 from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.decode import make_decoder
-from fuelrail.loaders.records import BatchSlot, DecodedSample, DecodedWindow
 from fuelrail.loaders.storage.reader import SampleReader
-from fuelrail.loaders.viewer.batch import Picture, draw_sample
 from fuelrail.loaders.viewer.drawing import ON_IMAGES, png
 from fuelrail.pipeline.channels.laws import LAWS, Motion
 from fuelrail.pipeline.channels.selection import select
@@ -35,6 +32,7 @@ from fuelrail.pipeline.text import shown
 from fuelrail.pipeline.transforms.image import ImageAugment
 
 if TYPE_CHECKING:
+    from fuelrail.loaders.records import DecodedWindow
     from fuelrail.pipeline.channels.sensors import LidarEntry
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.sample.schema import Sample
@@ -113,11 +111,13 @@ def view(
     lidar = next(iter(opened.manifest.lidars), None)
     window = None if options.frames == (0,) else _window(opened, reader, row, FrameWindow(options.frames))
     try:
+        maps = image.draw(sample.geometry.img_wh.tolist(), seed=options.seed, epoch=options.epoch, sample=row)
+        values, missing = _values(opened, row, options, Motion(dict(zip(cameras, maps, strict=True))))
+        from fuelrail.loaders.viewer.batch import Picture, draw_sample  # needs torch, and the checks above do not
+
         batch = decode_single(
             sample, cameras, image, seed=options.seed, epoch=options.epoch, row=row, lidar=lidar, window=window
         )
-        maps = image.draw(sample.geometry.img_wh.tolist(), seed=options.seed, epoch=options.epoch, sample=row)
-        values, missing = _values(opened, row, options, Motion(dict(zip(cameras, maps, strict=True))))
         sheet = draw_sample(batch, 0, cameras, opened.manifest.classes, Transforms(image=image), values)
         if output is not None:
             Picture(sheet).save(output)
@@ -164,6 +164,8 @@ def _values(
 
 def _window(dataset: Dataset, reader: SampleReader, row: int, window: FrameWindow) -> DecodedWindow:
     """Return the frames of a sample's window, without maps."""
+    from fuelrail.loaders.records import DecodedWindow
+
     name, split = next(
         (name, one) for name, one in dataset.splits.items() if 0 <= row - one.first_sample < one.num_samples
     )
@@ -189,6 +191,9 @@ def decode_single(
     ``row`` is the sample's in the index: with the seed and the epoch it decides the augmentation, as in the loader.
     ``lidar`` is the one whose points are in the batch, ``window`` holds the frames, whose maps are drawn here.
     """
+    from fuelrail.loaders.batch.assemble import assemble
+    from fuelrail.loaders.records import BatchSlot, DecodedSample
+
     samples = (sample,) if window is None else window.samples
     maps = [image.draw(one.geometry.img_wh.tolist(), seed=seed, epoch=epoch, sample=row) for one in samples]
     images = np.zeros((1, len(samples), len(cameras), 3, image.height, image.width), np.uint8)

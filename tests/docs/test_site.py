@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from html import unescape
@@ -55,3 +56,12 @@ def test_references_name_everything(site) -> None:
 def test_the_formats_page_is_the_specification(site) -> None:
     page = (site / "pipeline" / "format" / "FORMAT.html").read_text(encoding="utf-8")
     assert "blocks.sha256" in page
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+def test_search_works_from_files(site) -> None:
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom"]
+    for page in ("index.html", "guides/quickstart.html"):
+        address = f"{(site / page).as_uri()}?q=occupancy"
+        done = subprocess.run(["chromium", *options, address], capture_output=True, text=True, check=True, timeout=120)
+        assert re.search(r'<a href="file://[^"]*/training.html[^"]*" class="md-search-result__link"', done.stdout)

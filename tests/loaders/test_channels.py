@@ -146,6 +146,7 @@ def test_each_kind_is_collated_as_documented(root) -> None:
     assert batch["topics"].shape == (4, 3)
     assert batch["caption"] == ["frame 0", "frame 1", None, "frame 3"]
     assert batch["blob"] == [b"\0\0", b"\1\1", None, b"\3\3"]
+    assert batch["words"]._fields == ("values", "offsets")
     assert batch["words"].offsets.tolist() == [0, 0, 1, 1, 4]
     assert batch["words"].values.tolist() == [0, 0, 1, 2]
     for row in range(4):

@@ -179,6 +179,19 @@ def test_a_new_version_of_such_datasets(outs, source, tmp_path, name):
     append(datasets, tmp_path / "out")
     assert verify(tmp_path / "out", deep=True, num_threads=2).faults == []
     assert members_of(tmp_path / "out").keys() == members_of(outs / name).keys() | members_of(tmp_path / "other").keys()
+    # The table says of each shard what the one that `shard` wrote says, on any path to the same version.
+    said = {
+        place: {(row["sha256"], row["idx_bytes"], row["idx_sha256"]) for row in rows_of(f"{place}/shards.arrow")}
+        for place in (*datasets, str(tmp_path / "out"))
+    }
+    assert said[str(tmp_path / "out")] == said[datasets[0]] | said[datasets[1]]
+    assert {one[1:] for one in said[str(tmp_path / "out")]} == {(0, bytes(32))}
+    build_nuscenes(tmp_path / "last", {"e": 3}, num_points=61)
+    shard_nuscenes(tmp_path / "last", tmp_path / "third", **options)
+    at_once = append([*datasets, str(tmp_path / "third")], tmp_path / "at-once")
+    assert (
+        append([str(tmp_path / "out"), str(tmp_path / "third")], tmp_path / "later").fingerprint == at_once.fingerprint
+    )
 
 
 def test_inspect_says_how_samples_are_stored(outs):

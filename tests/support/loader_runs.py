@@ -5,8 +5,7 @@ from __future__ import annotations
 from fuelrail.bench.measure.limits import SampleSizes
 from fuelrail.bench.measure.machine import CpuUse
 from fuelrail.bench.measure.rates import Rate
-from fuelrail.bench.studies.loader.report import LoaderReport, build_loader_report
-from fuelrail.bench.studies.loader.run import LoaderRun, QueueDepths
+from fuelrail.bench.studies.loader.report import LoaderReport, LoaderRun, QueueDepths, build_loader_report
 from fuelrail.pipeline.runtime.stages import StageClock
 from support.bench_runs import DATASET, MACHINE
 

@@ -15,9 +15,7 @@ from fuelrail.bench.report.page import write_report
 from fuelrail.bench.report.progress import Progress
 from fuelrail.bench.studies.loader.options import LoaderOptions
 from fuelrail.bench.studies.loader.report import LoaderReport, build_loader_report
-from fuelrail.bench.studies.loader.run import measure_rounds
-from fuelrail.bench.studies.loader.stages import LoaderChoice
-from fuelrail.loaders import Transforms
+from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.decode import make_decoder
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
@@ -51,6 +49,9 @@ def bench_loader(
         )
     if out is not None:
         prepare_folder(Path(out), html=html)
+    from fuelrail.bench.studies.loader.run import measure_rounds  # needs torch, and the checks above do not
+    from fuelrail.bench.studies.loader.stages import LoaderChoice
+
     image = Transforms().image if options.image is None else options.image
     choice = LoaderChoice(
         split=options.split,

@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from fuelrail.bench.measure.limits import SampleSizes, device_limit, jpeg_limit
+from fuelrail.bench.measure.machine import CpuUse
 from fuelrail.bench.measure.rates import Interval, Rate, interval_of
 from fuelrail.bench.report.files import ReportHeader, created_now
-from fuelrail.bench.studies.loader.run import MIN_STEADY_BATCHES, LoaderRun
+from fuelrail.pipeline.runtime.stages import StageClock
 
 if TYPE_CHECKING:
-    from fuelrail.bench.measure.machine import CpuUse, DatasetFacts, MachineFacts
-    from fuelrail.pipeline.runtime.stages import StageClock
+    from fuelrail.bench.measure.machine import DatasetFacts, MachineFacts
 
 SCHEMA = "fuelrail-bench-loader"
 
 VERSION = 3
+
+MIN_STEADY_BATCHES = 8
 
 # A few pages are read again by any process.
 _MANY_FAULTS = 100
@@ -28,6 +30,34 @@ _ABOVE = 0.02
 
 CLOCK_JUMP_S = 0.25
 """A run whose wall clock and monotonic clock differ by more is left out."""
+
+
+class QueueDepths(msgspec.Struct, frozen=True, kw_only=True):
+    """Number of results waiting after each stage, in the stages' order, when a batch was taken."""
+
+    at_s: float
+    waiting: list[int]
+
+
+class LoaderRun(msgspec.Struct, frozen=True, kw_only=True):
+    """One run. Rates are of the steady part, after ``num_warm_up_batches``; stage clocks and CPU use of the whole run.
+
+    ``num_storage_faults`` counts the pages that were not in memory when they were touched.
+    ``batch_s`` is the time between batches, the first from the loader's making. ``samples_per_s`` is None when fewer
+    than ``MIN_STEADY_BATCHES`` were steady. ``clock_jump_s``: by how much wall clock and monotonic clock disagree about
+    the run's length.
+    """
+
+    first_batch_s: float
+    num_warm_up_batches: int
+    batch_s: list[float]
+    samples_per_s: float | None
+    cpu_ms_per_sample: float
+    cpu: CpuUse
+    stages: list[StageClock]
+    num_storage_faults: int
+    queues: list[QueueDepths]
+    clock_jump_s: float
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,14 +7,13 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
-
 from fuelrail.bench.measure.clock import clock_jump_s
 from fuelrail.bench.measure.cuda import pinned_copy
 from fuelrail.bench.measure.limits import SampleSizes, measure_limits, sample_sizes
-from fuelrail.bench.measure.machine import CpuUse, CpuWatch, peak_memory_bytes
+from fuelrail.bench.measure.machine import CpuWatch, peak_memory_bytes
 from fuelrail.bench.measure.processes import NOTHING_MEASURED
 from fuelrail.bench.measure.rates import Rate, warm_up_length
+from fuelrail.bench.studies.loader.report import MIN_STEADY_BATCHES, LoaderRun, QueueDepths
 from fuelrail.bench.studies.loader.stages import (
     LoaderChoice,
     Recorded,
@@ -23,43 +22,12 @@ from fuelrail.bench.studies.loader.stages import (
     measure_stages,
     record_stages,
 )
-from fuelrail.pipeline.runtime.stages import StageClock
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.transforms.image import ImageAugment
 
-MIN_STEADY_BATCHES = 8
-
 _QUEUE_EVERY_S = 0.02
-
-
-class QueueDepths(msgspec.Struct, frozen=True, kw_only=True):
-    """Number of results waiting after each stage, in the stages' order, when a batch was taken."""
-
-    at_s: float
-    waiting: list[int]
-
-
-class LoaderRun(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. Rates are of the steady part, after ``num_warm_up_batches``; stage clocks and CPU use of the whole run.
-
-    ``num_storage_faults`` counts the pages that were not in memory when they were touched.
-    ``batch_s`` is the time between batches, the first from the loader's making. ``samples_per_s`` is None when fewer
-    than ``MIN_STEADY_BATCHES`` were steady. ``clock_jump_s``: by how much wall clock and monotonic clock disagree about
-    the run's length.
-    """
-
-    first_batch_s: float
-    num_warm_up_batches: int
-    batch_s: list[float]
-    samples_per_s: float | None
-    cpu_ms_per_sample: float
-    cpu: CpuUse
-    stages: list[StageClock]
-    num_storage_faults: int
-    queues: list[QueueDepths]
-    clock_jump_s: float
 
 
 def run_loader(dataset: Dataset, image: ImageAugment, choice: LoaderChoice, seconds: float) -> LoaderRun:

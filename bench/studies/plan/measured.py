@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fuelrail.bench.measure.machine import dataset_facts
-from fuelrail.bench.planner.choice import fit as shape_and_time
 from fuelrail.bench.planner.scenario import Data, Scenario
 from fuelrail.bench.planner.step_time import Work, fit, limits_of, step_time
 from fuelrail.bench.report.files import load_report_of
@@ -19,7 +18,7 @@ from fuelrail.bench.studies.loader.report import LoaderReport
 from fuelrail.bench.studies.train.report import Report, load_report
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings
-from fuelrail.loaders import Transforms
+from fuelrail.loaders.config import Transforms
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
 
@@ -76,6 +75,8 @@ def _case(report: Report, path: Path, cluster: ClusterSettings) -> tuple[Work, C
     )
     waits = sum(phase.time.mean_ms for phase in report.figures.phases if phase.phase == "data_wait")
     seconds = (report.figures.step_time.mean_ms - waits) / 1e3
+    from fuelrail.bench.planner.choice import fit as shape_and_time  # needs torch, and the checks above do not
+
     return shape_and_time(run, inside, settings).work, inside, run.precision, seconds
 
 

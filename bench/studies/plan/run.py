@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fuelrail.bench.planner.choice import Fit, IndivisibleError, candidates, fit, named, peak
 from fuelrail.bench.planner.hardware import GIB, ClusterSettings, load_cluster
-from fuelrail.bench.planner.scaling import scaling_curves
 from fuelrail.bench.planner.scenario import Data, PlanOptions, Scenario, check, with_options
 from fuelrail.bench.studies.plan.measured import calibrated, with_data, with_loader
-from fuelrail.bench.studies.plan.report import PlanReport, Tried, build_report
-from fuelrail.bench.studies.plan.sweep import sweep
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import load_yaml, make_options
+
+if TYPE_CHECKING:
+    from fuelrail.bench.planner.choice import Fit
+    from fuelrail.bench.studies.plan.report import PlanReport, Tried
 
 
 def plan(
@@ -54,6 +54,10 @@ def plan(
     if options.calibrate:
         asked, found = calibrated(asked, cluster, options.calibrate)
         assumed += found
+    from fuelrail.bench.planner.scaling import scaling_curves  # need torch, and the checks above do not
+    from fuelrail.bench.studies.plan.report import build_report
+    from fuelrail.bench.studies.plan.sweep import sweep
+
     chosen, tried = choose(asked, cluster)
     at_once = cluster.num_devices * asked.micro_batch
     if asked.parallel == "auto" and asked.global_batch < at_once:
@@ -78,6 +82,9 @@ def choose(asked: Scenario, cluster: ClusterSettings) -> tuple[Fit, list[Tried]]
 
     Other ways to train without recomputation and without divided layers are tried too, for some may be faster.
     """
+    from fuelrail.bench.planner.choice import IndivisibleError, candidates, fit, named, peak
+    from fuelrail.bench.studies.plan.report import Tried
+
     tried: list[Tried] = []
     chosen: Fit | None = None
     for settings in candidates(asked, cluster):

@@ -20,8 +20,6 @@ from fuelrail.bench.report.files import prepare_folder
 from fuelrail.bench.report.options import output_folder
 from fuelrail.bench.report.page import write_report
 from fuelrail.bench.report.progress import Progress
-from fuelrail.bench.studies.loader.run import run_loader
-from fuelrail.bench.studies.loader.stages import LoaderChoice
 from fuelrail.bench.studies.scale.options import ScaleOptions
 from fuelrail.bench.studies.scale.report import (
     FITTED_RANKS,
@@ -32,7 +30,7 @@ from fuelrail.bench.studies.scale.report import (
 )
 from fuelrail.bench.studies.train.run import Made, TrainRun, measure_all
 from fuelrail.bench.studies.train.settings import TrainOptions, ask
-from fuelrail.loaders import Transforms
+from fuelrail.loaders.config import Transforms
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.runtime.host import usable_cpus
@@ -200,6 +198,9 @@ class ScalePlan:
         Only runs of up to ``FITTED_RANKS`` ranks are used: the others test the model.
         """
         dataset, settings = open_dataset(self._dataset), self.runs[self.ranks[0]][0].settings
+        from fuelrail.bench.studies.loader.run import run_loader  # needs torch
+        from fuelrail.bench.studies.loader.stages import LoaderChoice
+
         choice = LoaderChoice(
             split=settings.split,
             batch_size=self.batch_size,

@@ -14,9 +14,11 @@ from fuelrail.bench.ranks.injection import Injection
 from fuelrail.bench.trainer.distill.settings import DISTILL, weights_of
 from fuelrail.bench.trainer.models.settings import MODELS, ModelName
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision, check_fits, degrees_of
+from fuelrail.loaders.config import Transforms
+from fuelrail.loaders.storage import Backend
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
-from fuelrail.pipeline.settings import Above0, AtLeast0, Finite, NotNegative, Positive, check_types, flag
+from fuelrail.pipeline.settings import Above0, AtLeast0, Finite, NotNegative, Positive, as_settings, check_types, flag
 from fuelrail.pipeline.storage.filesystem import filesystem, is_url
 
 RECORDS = "records"
@@ -63,7 +65,7 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
     )
     decoder: Annotated[str, flag("decode backend, as in the DataLoader")] = "auto"
     prefetch_factor: Annotated[Positive, flag("number of finished batches to keep ready")] = 2
-    storage: Annotated[str, flag("storage backend, as in the DataLoader")] = "auto"
+    storage: Annotated[Backend, flag("storage backend, as in the DataLoader")] = "auto"
     cache_dir: Annotated[str | None, flag("folder on a local disk to cache samples in")] = None
     window: Annotated[Positive | None, flag("shuffle in windows of N shards instead of the whole split")] = None
     verify: Annotated[bool, flag("skip checksum verification")] = True
@@ -165,6 +167,8 @@ def ask(dataset: str | os.PathLike[str], options: TrainOptions, records: Path) -
         raise ConfigError(f"steps={options.steps} and epochs={options.epochs} exclude each other: give one of them")
     if options.memory and options.warmup < 3:
         raise ConfigError(f"memory=True follows the third warm-up step: warmup={options.warmup} must be 3 or more")
+    if options.transforms is not None:
+        as_settings(options.transforms, Transforms, "transforms")  # refused before ranks are started
     _check_teacher(options)
     profile = options.profile or _profile(options.accelerator)
     changes: dict[str, Any] = {

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fuelrail.bench.trainer.checkpoints.store import DamagedError, Store
 from fuelrail.bench.trainer.models.bev import occupied_cells
-from fuelrail.bench.trainer.models.build import build_model
+from fuelrail.bench.trainer.models.build import build_model, draft
 from fuelrail.bench.trainer.models.settings import MODELS, GridSettings, predictions
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.layers import open_layer
@@ -39,8 +40,9 @@ LAYER = "teacher"
 class Teacher(nn.Module):
     """A trained model out of the newest whole checkpoint of a run; it predicts, and does not learn.
 
-    With ``shard`` its parameters are divided over all ranks, and gathered block by block; all ranks must call it. Load
-    checkpoints that you trust only. Raises ConfigError where there is none, and StateMismatchError for another version.
+    With ``shard`` its parameters are divided over all ranks from the start, and gathered block by block; all ranks must
+    call it. Load checkpoints that you trust only. Raises ConfigError where there is none, and StateMismatchError for
+    another version.
     """
 
     def __init__(self, place: str, device: str = "cpu", *, shard: bool = False) -> None:
@@ -62,18 +64,21 @@ class Teacher(nn.Module):
         if self.name not in MODELS:
             raise ConfigError(f"teacher '{store.shown}' is of model '{self.name}'; models: {', '.join(MODELS)}")
         self.settings = MODELS[self.name]
+        make = partial(build_model, self.settings)
         with torch.random.fork_rng(devices=[]):  # the student draws the same weights with any teacher
-            self.model = build_model(self.settings)
+            self.model = draft(make, device, 0) if shard else make().to(device)
+            self.eval().requires_grad_(requires_grad=False)
+            if shard:
+                mesh = init_device_mesh(device.partition(":")[0], (dist.get_world_size(),))
+                for block in self.model.blocks:
+                    fully_shard(block, mesh=mesh)
+                fully_shard(self, mesh=mesh)
+            if self.model.fill is not None:
+                self.model.fill([self.model], False)  # buffers; the weights are those of the checkpoint
         tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # each rank loads all of it
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # each rank loads its own
             load(tensors, storage_reader=store.reader(folder), no_dist=True)
-        self.to(device).eval().requires_grad_(requires_grad=False)
-        if shard:
-            mesh = init_device_mesh(device.partition(":")[0], (dist.get_world_size(),))
-            for block in self.model.blocks:
-                fully_shard(block, mesh=mesh)
-            fully_shard(self, mesh=mesh)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits and features of a model's inputs."""

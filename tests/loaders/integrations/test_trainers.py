@@ -192,6 +192,56 @@ def test_accelerate_leaves_the_loader_as_it_is_and_restores_it(tiny, tmp_path):
     loader.close()
 
 
+@pytest.mark.filterwarnings("ignore::Warning")
+def test_mmengine_with_limited_batches_takes_another_epoch_each_time(tiny, tmp_path):
+    pytest.importorskip("mmengine", reason="mmengine is not installed: pip install 'fuelrail[trainers]'")
+    from mmengine.model import BaseModel
+    from mmengine.registry import LOOPS
+    from mmengine.runner import EpochBasedTrainLoop, Runner
+
+    from fuelrail.loaders.integrations import mmengine
+
+    seen = []
+
+    class Model(BaseModel):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1))
+
+        def forward(self, mode="loss", **batch):
+            seen.append((batch["epoch"], batch["sample_key"]))
+            return {"loss": self.weight * batch["img"].float().mean()}
+
+    @LOOPS.register_module(force=True)
+    class Limited(EpochBasedTrainLoop):
+        def run_epoch(self):
+            self.runner.call_hook("before_train_epoch")
+            for number, batch in enumerate(self.dataloader):
+                self.run_iter(number, batch)
+                if number == 1:
+                    break
+            self.runner.call_hook("after_train_epoch")
+            self._epoch += 1
+
+    def train(epochs, **options):
+        dataset = mmengine.FuelrailDataset(
+            str(tiny), 2, shuffle=True, drop_last=True, seed=7, num_workers=1, transforms={"image": TINY}
+        )
+        outer = torch.utils.data.DataLoader(dataset, batch_size=None, collate_fn=mmengine.fuelrail_batch)
+        Runner(
+            Model(), str(tmp_path), train_dataloader=outer, train_cfg={"type": "Limited", "max_epochs": epochs},
+            optim_wrapper={"optimizer": {"type": "SGD", "lr": 1e-3}}, custom_hooks=[{"type": "FuelrailStateHook"}],
+            default_hooks={"sampler_seed": None}, log_level="ERROR", experiment_name=f"limited-{epochs}", **options,
+        ).train()  # fmt: skip
+
+    whole = epochs_of(tiny, 5)
+    train(3)
+    assert seen == [(epoch, keys) for epoch in range(3) for keys in whole[epoch][:2]]
+    seen.clear()
+    train(5, resume=True)
+    assert seen == [(2, keys) for keys in whole[2][2:4]] + [(3, keys) for keys in whole[3][:2]], "as after a break"
+
+
 class _Calls:
     """An object whose pickle calls a function when it is loaded."""
 
@@ -215,6 +265,7 @@ def test_mmengine_checkpoints_that_call_anything_else_are_refused(call):
         torch.load(file)
 
 
+@pytest.mark.timeout(900)
 def test_ray_train_continues_after_its_workers_died(tiny, tmp_path):
     # `ray.train` is there in every installation of ray, and raises without what ray[train] brings.
     pytest.importorskip("ray.train", reason="ray[train] is not installed", exc_type=ImportError)
@@ -223,13 +274,22 @@ def test_ray_train_continues_after_its_workers_died(tiny, tmp_path):
         "ray_train.main([sys.argv[2], '--steps', '8', '--checkpoint', sys.argv[3]], fail_at=4)"
     )
     paths = environment()["PYTHONPATH"] + os.pathsep + str(EXAMPLES)
+    settings = {"PYTHONPATH": paths, "RAY_DEDUP_LOGS": "0", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "400"}
     done = subprocess.run(
         [sys.executable, "-c", code, EXAMPLES, tiny, tmp_path],
-        capture_output=True, text=True, timeout=280, env={**environment(), "PYTHONPATH": paths, "RAY_DEDUP_LOGS": "0"},
+        capture_output=True, text=True, timeout=580, env={**environment(), **settings},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    plain = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", EXAMPLES / "ddp.py", tiny, "--steps=8",
+         f"--checkpoint={tmp_path / 'ddp'}"],
+        env={**environment(), "PYTHONPATH": paths}, capture_output=True, text=True, check=True, timeout=280,
+    )  # fmt: skip
     for rank, world in enumerate(DATA_PARALLEL):
-        reported = output_of(done.stdout + done.stderr, rank)[0]
+        reported, losses = output_of(done.stdout + done.stderr, rank)
+        steps, wanted = output_of(plain.stdout, rank)
+        losses_of = {step: loss for (step, *_), loss in zip(steps, wanted, strict=True)}
+        assert [losses_of[step] for step, *_ in reported] == losses, "model, optimiser and generators came back"
         again = [entry for entry in reported if entry[0] >= 4]
         assert sorted({entry[0] for entry in reported}) == list(range(NUM_STEPS))
         for step, epoch, keys in reported:

@@ -259,13 +259,16 @@ def test_nuscenes_night_and_rain_are_unknown_unless_stated(made, tmp_path, text)
     tags = decode_meta(table.row(0).meta).tags
     assert {name: tags.get(name) for name in stated} == stated
     # For nuScenes itself, whose descriptions name both wherever they occur, silence is a denial.
-    for log in made.tables["log"]:
-        log["location"] = "boston-seaport"
-    made.write("log")
-    _, _, table = scan(made, tmp_path)
-    attributes = next(table.attribute_parts()).to_pylist()[0]
     known = tuple(bool(value) for value in CONDITIONS[text]) if text else (None, None)
-    assert (attributes["night"], attributes["rain"]) == known
+    for location in ("boston-seaport", "singapore-onenorth", "singapore-queenstown", "singapore-hollandvillage",
+                     "synth-city", "boston-seaport-2"):  # fmt: skip
+        for log in made.tables["log"]:
+            log["location"] = location
+        made.write("log")
+        _, _, table = scan(made, tmp_path)
+        attributes = next(table.attribute_parts()).to_pylist()[0]
+        found = (attributes["night"], attributes["rain"])
+        assert found == (CONDITIONS[text] if location == "boston-seaport-2" else known), location
 
 
 def test_nuscenes_an_unknown_condition_is_selected_neither_way(made, tmp_path):

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
+from fuelrail.bench.trainer.distill import teacher
 from fuelrail.bench.trainer.distill.student import distilled
 from fuelrail.bench.trainer.distill.teacher import Teacher
 from fuelrail.bench.trainer.models.settings import MODELS
@@ -58,7 +59,14 @@ def main(folder):
     checkpoints.save(1, trained, {})
     checkpoints.close()
 
-    parameters = list(Teacher(f"{folder}/teacher", shard=True).parameters())
+    loaded, load = [], teacher.load
+    teacher.load = lambda tensors, **options: (loaded.extend(tensors.values()), load(tensors, **options))
+    made = Teacher(f"{folder}/teacher", shard=True)
+    teacher.load = load
+    parameters = list(made.parameters())
+    assert len(loaded) == len(parameters)
+    assert all(isinstance(one, DTensor) for one in loaded), "no rank makes or reads the whole model"
+    assert made.model.stem.mean.flatten().tolist() == pytest.approx([123.675, 116.28, 103.53], abs=0.01)
     assert all(isinstance(one, DTensor) and not one.requires_grad for one in parameters)
     assert sum(one.to_local().numel() for one in parameters) < 0.6 * sum(one.numel() for one in parameters)
 

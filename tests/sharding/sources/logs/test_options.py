@@ -182,6 +182,16 @@ def test_frames_of_video_before_the_first_keyframe_are_absent(tmp_path):
     assert report.masked["cam_left"] == {"no keyframe before it": 2, "no message in time": 1}
 
 
+def test_video_that_is_not_stored_in_the_order_of_its_times_is_refused(tmp_path):
+    """A legal file of MCAP; pictures and sweeps in any order are read, but a decoder wants a video's own order."""
+    world = make_world(1, 9, cameras={"cam_front": (64, 48), "cam_left": (64, 48)}, lidars=())
+    write_mcap(tmp_path / "log.mcap", video_messages(world, world.clips[0])[::-1])
+    cameras = {name: f"/{name}/video" for name in world.cameras}
+    said = r"log 'log': the video of topic '/cam_\w+/video' is not stored in the order of its times.*`mcap sort`"
+    with pytest.raises(SourceError, match=said):
+        SourceSuite().make(SourceSpec("mcap", str(tmp_path / "log.mcap"), {"cameras": cameras}), tmp_path / "out")
+
+
 def test_a_transform_that_is_cut_off_is_named(tmp_path, monkeypatch):
     world, add = make_world(1, 4), Writer.add_message
 

@@ -122,6 +122,16 @@ def test_boxes_around_the_camera_bound_their_visible_sides() -> None:
     assert near >= 5
 
 
+def test_the_near_plane_is_a_decimetre_before_the_camera() -> None:
+    signs = np.array([[x, y, z] for x in (1, -1) for y in (1, -1) for z in (1, -1)]) / 2
+    through = signs * (0.01, 0.01, 2.0) + (0.025, 0.025, 0.0)  # x and y from 0.02 to 0.03 m, z from -1 to 1 m
+    corners = np.stack([through, signs * (1, 1, 0.08) + (0, 0, 0.05)])  # the second ends at 0.09 m
+    bounds, rows = image_bounds(corners, K, SIZE)
+    assert rows.tolist() == [0]
+    wanted = [320 + 400 * 0.02 / 1, 180 + 410 * 0.02 / 1, 320 + 400 * 0.03 / 0.1, 180 + 410 * 0.03 / 0.1]
+    np.testing.assert_allclose(bounds, [wanted], atol=1e-6)
+
+
 def test_tokens_are_those_of_the_tables_in_the_order_of_boxes(made, tmp_path) -> None:
     source, info, table = scanned("nuscenes", made.root, tmp_path, channels=["tokens", "description"])
     of = {row["token"]: row for row in made.tables["sample_annotation"]}
