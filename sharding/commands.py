@@ -255,7 +255,7 @@ def _run_layer(args: argparse.Namespace) -> int:
 
 
 def _configure_synth(parser: argparse.ArgumentParser) -> None:
-    from fuelrail.sharding.demo.synth import SynthOptions
+    from fuelrail.sharding.demo.options import SynthOptions
 
     parser.description = (
         "Render a synthetic street world with exact calibration, poses, boxes and lidar, as nuScenes v1.0 tables. "
@@ -266,7 +266,8 @@ def _configure_synth(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_synth(args: argparse.Namespace) -> int:
-    from fuelrail.sharding.demo.synth import SynthOptions, synth
+    from fuelrail.sharding.demo.options import SynthOptions
+    from fuelrail.sharding.demo.synth import synth
     from fuelrail.sharding.progress import rendering
 
     options = from_flags(args, SynthOptions)

@@ -198,6 +198,16 @@ def test_rooms_import_lower_floors_only(hall: str) -> None:
                 assert mine == theirs or level[theirs] < level[mine], f"{file} imports {other}"
 
 
+def test_no_source_imports_another() -> None:
+    """What two kinds of sources need is in a common room; only the registry knows the kinds."""
+    common = {"adapter", "merging", "registry", "shared", "source"}
+    for file, others in graph().items():
+        for other in others:
+            if file.parts[:2] == other.parts[:2] == ("sharding", "sources"):
+                mine, theirs = file.with_suffix("").parts[2], other.with_suffix("").parts[2]
+                assert theirs in common | {mine} or mine == "registry", f"{file} imports {other}"
+
+
 def test_no_import_cycles() -> None:
     """Kahn's algorithm: what is left when nothing without imports remains is a cycle."""
     waiting = {file: set(others) for file, others in graph().items()}

@@ -108,7 +108,7 @@ if TYPE_CHECKING:
     from fuelrail.sharding.api import shard as shard
     from fuelrail.sharding.api import sources as sources
     from fuelrail.sharding.api import verify as verify
-    from fuelrail.sharding.demo.synth import SynthOptions as SynthOptions
+    from fuelrail.sharding.demo.options import SynthOptions as SynthOptions
     from fuelrail.sharding.demo.synth import synth as synth
     from fuelrail.sharding.planning.recipe import Recipe as Recipe
     from fuelrail.sharding.sources.registry import SourceKind as SourceKind
@@ -229,7 +229,7 @@ _PUBLIC: Final = {
     "SourceReport": "fuelrail.sharding.api",
     "sources": "fuelrail.sharding.api",
     "synth": "fuelrail.sharding.demo.synth",
-    "SynthOptions": "fuelrail.sharding.demo.synth",
+    "SynthOptions": "fuelrail.sharding.demo.options",
     "tag": "fuelrail.sharding.verify.catalogue",
     "verify": "fuelrail.sharding.api",
     "VerifyReport": "fuelrail.sharding.verify.dataset",

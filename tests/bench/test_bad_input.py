@@ -33,6 +33,7 @@ def bench(word, dataset, out, *options):
     return main(["bench", word, str(dataset), "--out", str(out), *map(str, options)])
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_a_dataset_that_ends_in_the_warm_up_gives_no_figure(dataset, tmp_path, capsys):
     assert bench("train", dataset, tmp_path, *QUICK, "--epochs", 1, "--warmup", 20) == 0
     report = load_report(tmp_path / "report.json")
@@ -43,6 +44,7 @@ def test_a_dataset_that_ends_in_the_warm_up_gives_no_figure(dataset, tmp_path, c
         assert "samples/s" not in said
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_scaling_over_too_few_steps_gives_no_figure(dataset, tmp_path, capsys):
     options = ("--ranks", "1", "--steps", 6, "--warmup", 5, "--loader-seconds", 0.2)
     assert bench("scale", dataset, tmp_path, *QUICK, *options) == 0

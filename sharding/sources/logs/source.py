@@ -23,7 +23,8 @@ from fuelrail.sharding.sources.logs.members import Job, Members
 from fuelrail.sharding.sources.logs.messages.clouds import COLUMNS, radar_channel
 from fuelrail.sharding.sources.logs.messages.reader import Reader
 from fuelrail.sharding.sources.logs.messages.records import CLOUDS, FIXES, MARKS, PICTURES, POSES, VIDEOS
-from fuelrail.sharding.sources.logs.settings import LogSettings, check_decoder, libraries_of
+from fuelrail.sharding.sources.logs.settings import LogSettings
+from fuelrail.sharding.sources.shared.video import check_decoder, libraries
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
@@ -57,7 +58,7 @@ class LogSource(FrameSource[LogSettings]):
     @property
     def options(self) -> dict[str, Any]:
         """All options; the versions of libraries where there is video."""
-        return {**super().options, "libraries": libraries_of(has_video=_has_video(self))}
+        return {**super().options, "libraries": libraries() if _has_video(self) else ""}
 
     @property
     def reads(self) -> Reads:  # type: ignore[override]  # of these logs, not of the kind

@@ -10,17 +10,21 @@ PyAV (the extra ``video``) brings FFmpeg.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import cv2
 import numpy as np
 import simplejpeg
+from msgspec import Meta
 from numpy.typing import NDArray
 
-from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.errors import ConfigError, SourceError
+from fuelrail.sharding.sources.adapter.source import FrameSettings
+from fuelrail.sharding.sources.shared.protobuf import varint
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
@@ -63,14 +67,38 @@ class _Shown(NamedTuple):
     has_times: bool
 
 
+class VideoSettings(FrameSettings, frozen=True, kw_only=True):
+    """Options of sources that may have video."""
+
+    video_quality: Annotated[int, Meta(ge=1, le=100, description="JPEG quality of frames of video")] = QUALITY
+    libraries: str = ""
+    """Versions that decide the bytes of frames of video; filled in, and other ones are refused."""
+
+    def check_libraries(self) -> None:
+        """Raise ConfigError where the dataset's video was decoded with other libraries than those that are here."""
+        if self.libraries and self.libraries != libraries():
+            raise ConfigError(
+                f"the dataset's video was decoded with {self.libraries}, here is {libraries()}: install those "
+                "versions, or make the dataset again"
+            )
+
+
 def libraries() -> str:
     """What decides the bytes of a JPEG made from video: versions of PyAV, FFmpeg's decoders and scaler, simplejpeg."""
     from importlib.metadata import version
 
+    if importlib.util.find_spec("av") is None:
+        return "no PyAV"
     import av
 
     parts = [f"{name} {'.'.join(map(str, av.library_versions[name]))}" for name in ("libavcodec", "libswscale")]
     return ", ".join([f"PyAV {av.__version__}", *parts, f"simplejpeg {version('simplejpeg')}"])
+
+
+def check_decoder(where: str) -> None:
+    """Raise ConfigError where video is to be decoded and PyAV is not installed."""
+    if importlib.util.find_spec("av") is None:
+        raise ConfigError(f"{where} is video, which needs: pip install 'fuelrail[video]'")
 
 
 def video_frames(path: str, numbers: Iterable[int], quality: int = QUALITY) -> Iterator[tuple[int, bytes]]:
@@ -309,13 +337,10 @@ def _obu_types(head: bytes) -> Iterator[int]:
         at += 1 + extended
         if not sized:
             return
-        length = shift = 0
-        while at < len(head):
-            byte = head[at]
-            length |= (byte & 0x7F) << shift
-            at, shift = at + 1, shift + 7
-            if byte < 0x80:
-                break
+        try:
+            length, at = varint(head, at)
+        except ValueError:  # the head ends
+            return
         at += length
 
 

@@ -25,9 +25,9 @@ from fuelrail.sharding.sources.adapter.members import Part
 from fuelrail.sharding.sources.adapter.poses import Trajectory
 from fuelrail.sharding.sources.adapter.rows import attribute_types
 from fuelrail.sharding.sources.adapter.source import FrameSource
-from fuelrail.sharding.sources.logs.settings import VideoSettings, check_decoder, libraries_of
 from fuelrail.sharding.sources.shared.files import source_files
 from fuelrail.sharding.sources.shared.points import parse_points
+from fuelrail.sharding.sources.shared.video import VideoSettings, check_decoder, libraries
 from fuelrail.sharding.sources.tables.boxes import box_type, boxes_of_frames, check_box_columns
 from fuelrail.sharding.sources.tables.calibration import Calibrations, read_calibration, shared
 from fuelrail.sharding.sources.tables.columns import (
@@ -166,7 +166,7 @@ class Manifest(FrameSource[ManifestSettings]):
     @property
     def options(self) -> dict[str, Any]:
         """All options but ``root``, on which no byte depends; the versions of libraries where there is video."""
-        found = {**super().options, "libraries": libraries_of(has_video=self._has_video)}
+        found = {**super().options, "libraries": libraries() if self._has_video else ""}
         del found["root"]
         return found
 

@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.waymo.maps import FRAME_MAP, FRAME_MAP_OFFSET, place
-from fuelrail.sharding.sources.waymo.records import (
+from fuelrail.sharding.sources.shared.protobuf import (
     BYTES,
     FIXED64,
     MAX_HEAD,
@@ -27,10 +26,12 @@ from fuelrail.sharding.sources.waymo.records import (
     numbers,
     varint,
 )
+from fuelrail.sharding.sources.waymo.maps import FRAME_MAP, FRAME_MAP_OFFSET, place
 
 if TYPE_CHECKING:
+    from fuelrail.sharding.sources.shared.protobuf import Fail, FieldPlace
     from fuelrail.sharding.sources.shared.windows import Window
-    from fuelrail.sharding.sources.waymo.records import Fail, FieldPlace, Record
+    from fuelrail.sharding.sources.waymo.records import Record
 
 CAMERAS: Final = {1: "FRONT", 2: "FRONT_LEFT", 3: "FRONT_RIGHT", 4: "SIDE_LEFT", 5: "SIDE_RIGHT"}
 LABEL_TYPES: Final = ("unknown", "vehicle", "pedestrian", "sign", "cyclist")

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.adapter.vector_maps import VectorMap
-from fuelrail.sharding.sources.waymo.records import BYTES, FIXED64, doubles, fields, spans
+from fuelrail.sharding.sources.shared.protobuf import BYTES, FIXED64, doubles, fields, spans
 
 FRAME_MAP: Final = 10
 FRAME_MAP_OFFSET: Final = 11
@@ -81,7 +81,7 @@ def _points(data: bytes, wanted: int) -> NDArray[np.float64]:
             found.append(np.stack([rows["x"], rows["y"]], 1))
             at += count * _POINT.itemsize
             continue
-        number, wire, start, end = next(spans(data[at:]))
+        number, wire, start, end, _ = next(spans(data[at:]))
         if number == wanted:
             found.append(np.array([place(_message(number, wire, data[at + start : at + end]))[:2]]))
         at += end

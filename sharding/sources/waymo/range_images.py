@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid
+from fuelrail.sharding.sources.shared.protobuf import doubles, fields
 from fuelrail.sharding.sources.waymo.frame_heads import transform
-from fuelrail.sharding.sources.waymo.records import doubles, fields
 
 POINT_COLUMNS: Final = ("x", "y", "z", "intensity", "elongation")
 _MAX_BYTES: Final = 1 << 27

@@ -45,6 +45,7 @@ def test_the_link_is_the_largest_groups_all_reduce():
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("warm_ranks")
 def test_two_ranks_of_this_host(tmp_path, capsys):
     out = tmp_path / "comm"
     sizes = ["--smallest", "1000", "--largest", "100000", "--repeats", "2", "--warmup", "0"]

@@ -83,13 +83,14 @@ def test_a_pipeline_has_a_bubble_and_all_its_stages():
 
 @pytest.mark.parametrize(
     ("name", "runs"),
+    # `tests/bench/planner/test_shape.py` has the peak of the longest.
     # Of 2 and 3 blocks: copies and two kinds of shards, three stages with recomputation and without; else whole models.
     [
         ("bev-student-8-gpus", 6),
         ("gpt-1.3b-4-gpus", 10),
-        ("gpt-100b-64-gpus", 12),
+        pytest.param("gpt-100b-64-gpus", 12, marks=pytest.mark.long),
         ("resnet50-4-gpus", 6),
-        ("vit-2b-64-gpus", 12),
+        pytest.param("vit-2b-64-gpus", 12, marks=pytest.mark.long),
     ],
 )
 def test_the_text_beside_a_shipped_scenario_is_what_the_command_writes(name, runs, tmp_path, capsys):

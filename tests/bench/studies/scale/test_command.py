@@ -8,7 +8,7 @@ from fuelrail.bench.studies.diff import load_comparable
 from fuelrail.bench.studies.scale import report as report_module
 from fuelrail.bench.studies.scale.run import merged_warnings
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("warm_ranks")]
 
 _PROFILE = """
 name: quick

@@ -18,7 +18,7 @@ from fuelrail.bench.trainer.strategies.optimiser import scaled_rate
 from fuelrail.pipeline.format.dataset import open_dataset
 from support.bench_runs import log, steps
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("warm_ranks")]
 
 
 def bench(dataset, out, *options):
