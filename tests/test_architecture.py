@@ -52,6 +52,7 @@ PRIVATE_REACH = {
 
 # Folders with more entries than MAX_ENTRIES, each with its reason.
 WIDE = {
+    "bench": "rooms, and three files on what was measured and decided",
     "bench/peers": "plug-ins, one loader a file",
     "bench/results": "data, one result a file",
     "sharding/sources": "plug-ins, one format each",
@@ -97,7 +98,7 @@ FLOORS: dict[str, list[set[str]]] = {
     "bench": [
         {"measure"},
         {"ranks", "report", "trainer"},
-        {"peers", "planner"},
+        {"annotate", "peers", "planner"},
         {"studies"},
         {"commands"},
         {"micro"},

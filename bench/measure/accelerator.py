@@ -32,6 +32,7 @@ from typing import Annotated, Any, Literal, Protocol
 import msgspec
 
 from fuelrail.bench.measure.clock import NS_PER_MS, Clock
+from fuelrail.bench.measure.records import DeviceTimes
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings, load_yaml
 
@@ -87,25 +88,6 @@ class AcceleratorProfile(Settings, frozen=True):
         """Return the device time of one step over the given rank's batch, in milliseconds."""
         units = num_samples if self.per == "sample" else num_images
         return units * (self.forward_ms + self.backward_ms) + self.optimiser_ms
-
-
-class DeviceTimes(msgspec.Struct, kw_only=True):
-    """One step's times on the device, in nanoseconds.
-
-    Meanings as in :class:`fuelrail.bench.measure.records.StepRecord`.
-    """
-
-    host_to_device_ns: int = 0
-    forward_ns: int = 0
-    backward_ns: int = 0
-    all_reduce_ns: int = 0
-    optimiser_ns: int = 0
-    all_reduce_total_ns: int = 0
-    device_busy_ns: int = 0
-    overrun_ns: int = 0
-    overshoot_ns: int = 0
-    stand_in_ns: int = 0
-    launch_ns: int = 0
 
 
 class Accelerator(Protocol):

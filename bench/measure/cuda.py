@@ -19,8 +19,8 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from fuelrail.bench.measure.accelerator import DeviceTimes
 from fuelrail.bench.measure.clock import NS_PER_MS
+from fuelrail.bench.measure.records import DeviceTimes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -84,10 +84,6 @@ class Peer(Protocol):
         """Batches of one shuffled epoch after another, without end."""
 
 
-class UnavailableError(ConfigError):
-    """A peer cannot run here; the message says why."""
-
-
 def pack_number(number: int) -> bytes:
     """A sample's number as the member of a format that stores bytes: 8 bytes, little-endian."""
     return _NUMBER.pack(number)
@@ -100,14 +96,6 @@ def unpack_number(data: bytes) -> int:
 
 
 OURS = "fuelrail"
-
-TOPPAD = "toppad"
-
-MALLOC = {
-    "MALLOC_TOP_PAD_": "268435456",
-    "MALLOC_MMAP_THRESHOLD_": "4294967296",
-    "MALLOC_TRIM_THRESHOLD_": "4294967296",
-}
 
 
 class Entry(NamedTuple):
@@ -125,15 +113,14 @@ class Entry(NamedTuple):
 
 
 PEERS: dict[str, Entry] = {
-    OURS: Entry("fuelrail", (), "", (), ("pillow", "restart", "turbo+again", "turbo")),
-    "loose": Entry("loose", ("PIL",), "pip install pillow", ("torch",), ("pil", "pilfast", "cv2", "cv2fast", "sjfast")),
+    OURS: Entry("fuelrail", (), "", (), ("pillow", "restart", "turbo")),
+    "loose": Entry("loose", ("PIL",), "pip install pillow", ("torch",), ("pil", "cv2", "cv2fast", "sjfast")),
     "wds": Entry(
         "wds", ("webdataset",), "pip install webdataset", ("webdataset",), ("pil", "cv2", "cv2fast", "sjfast")
     ),
     "mds": Entry(
         "mds", ("streaming",), "pip install mosaicml-streaming", ("mosaicml-streaming",), ("cv2", "cv2fast", "sjfast")
     ),
-    "lit": Entry("lit", ("litdata",), "pip install litdata", ("litdata",), ("cv2", "cv2fast", "sjfast")),
     "spdl": Entry(
         "spdl", ("spdl.pipeline",), "pip install spdl-core", ("spdl-core",), ("cv2", "cv2fast", "sjfast"), "wds"
     ),
@@ -141,18 +128,10 @@ PEERS: dict[str, Entry] = {
         "spdl", ("spdl.pipeline", "spdl.io"), "pip install spdl spdl-io, and FFmpeg's shared libraries",
         ("spdl-io",), ("ffmpeg",), "wds",
     ),
-    "energon": Entry(
-        "energon", ("megatron.energon",), "pip install megatron-energon", ("megatron-energon",),
-        ("cv2", "cv2fast", "sjfast"),
-    ),
     "grain": Entry(
         "grain", ("grain", "array_record"), "pip install grain array-record", ("grain", "array-record"),
-        ("thr-cv2", "thr-cv2fast", "thr-cv2fast+toppad", "thr-sjfast"),
+        ("thr-cv2", "thr-cv2fast", "thr-sjfast"),
     ),
-    "dali": Entry(
-        "dali", ("nvidia.dali",), "pip install nvidia-dali-cuda120", ("nvidia-dali-cuda120",), ("roi", "noaa"), "wds"
-    ),
-    "ffcv": Entry("ffcv", ("ffcv",), "pip install ffcv (built against OpenCV and libjpeg-turbo)", ("ffcv",), ("area",)),
 }  # fmt: skip
 
 
@@ -166,16 +145,6 @@ class Contestant(NamedTuple):
     def name(self) -> str:
         """As reports and the command line name it."""
         return f"{self.peer}:{self.recipe}"
-
-    @property
-    def decoding(self) -> str:
-        """The recipe without its settings."""
-        return self.recipe.partition("+")[0]
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Environment variables of its process."""
-        return MALLOC if self.recipe.endswith(f"+{TOPPAD}") else {}
 
 
 def contestants(only: tuple[str, ...] = ()) -> list[Contestant]:
@@ -203,7 +172,7 @@ def is_there(name: str) -> str | None:
 
 
 def load_peer(name: str) -> Peer:
-    """Import a peer; raises UnavailableError, saying what to install, where it is not there."""
+    """Import a peer; raises ConfigError, saying what to install, where it is not there."""
     entry = PEERS[name]
     for module in entry.needs:
         try:
@@ -213,9 +182,9 @@ def load_peer(name: str) -> Peer:
         # A library without its shared libraries fails in its own way, and not always with ImportError.
         except Exception as error:
             reason = str(error).partition("\n")[0]
-            raise UnavailableError(f"{name}: '{module}' cannot be imported ({reason}): {entry.install}") from error
+            raise ConfigError(f"{name}: '{module}' cannot be imported ({reason}): {entry.install}") from error
         if not found:
-            raise UnavailableError(f"{name}: '{module}' is not installed: {entry.install}")
+            raise ConfigError(f"{name}: '{module}' is not installed: {entry.install}")
     peer: Peer = importlib.import_module(f"fuelrail.bench.peers.{entry.module}").PEER
     return peer
 
@@ -267,22 +236,14 @@ def shrink_factor(source_wh: tuple[int, int], out_wh: tuple[int, int]) -> int:
     return max(factor for factor in _REDUCED if factor == 1 or factor <= least)
 
 
-def _pil(encoded: Buffer, planes: NDArray[np.uint8], *, draft: bool = False) -> None:
+def _pil(encoded: Buffer, planes: NDArray[np.uint8]) -> None:
     from PIL import Image
 
     out_wh = planes.shape[2], planes.shape[1]
     picture: Any = Image.open(io.BytesIO(encoded))
-    source_wh = picture.size
-    factor = shrink_factor(source_wh, out_wh) if draft else 1
-    if factor > 1:
-        picture.draft("RGB", (source_wh[0] // factor, source_wh[1] // factor))
-    box = tuple(edge / factor for edge in seen_box(source_wh, out_wh))
+    box = seen_box(picture.size, out_wh)
     resized = picture.convert("RGB").resize(out_wh, Image.Resampling.BILINEAR, box=box)
     np.copyto(planes, np.asarray(resized).transpose(2, 0, 1))
-
-
-def _pil_fast(encoded: Buffer, planes: NDArray[np.uint8]) -> None:
-    _pil(encoded, planes, draft=True)
 
 
 def _cv2(encoded: Buffer, planes: NDArray[np.uint8]) -> None:
@@ -326,7 +287,6 @@ def _jpeg_size(encoded: Buffer) -> tuple[int, int]:
 
 RECIPES: dict[str, Callable[[Buffer, NDArray[np.uint8]], None]] = {
     "pil": _pil,
-    "pilfast": _pil_fast,
     "cv2": _cv2,
     "cv2fast": _cv2_fast,
     "sjfast": _sj_fast,

@@ -17,7 +17,7 @@ import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
 
-from fuelrail.bench.peers.peer import Peer, Sample, UnavailableError, Work, load_peer, prepare_worker
+from fuelrail.bench.peers.peer import Peer, Sample, Work, load_peer, prepare_worker
 from fuelrail.bench.ranks.elastic import end_with
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
@@ -59,16 +59,13 @@ class Task(Settings, frozen=True):
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
-    """Reason why a task failed, in one sentence; ``missing``: because something is not installed."""
+    """Reason why a task failed, in one sentence."""
 
     message: str
-    missing: bool
 
 
 class Written(msgspec.Struct, frozen=True, kw_only=True, tag="written"):
-    """The data was written in this number of seconds."""
-
-    seconds: float
+    """The data was written."""
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True, tag="check"):
@@ -94,9 +91,8 @@ def perform(task: Task) -> Answer:
     """Do a task in this process."""
     peer = load_peer(task.peer)
     if task.action == "write":
-        started_s = time.perf_counter()
         peer.write(read_samples(open_dataset(task.dataset)), Path(task.folder), task.work)
-        return Written(seconds=time.perf_counter() - started_s)
+        return Written()
     return _check(peer, task) if task.action == "check" else _time(peer, task)
 
 
@@ -105,7 +101,7 @@ def _check(peer: Peer, task: Task) -> Check:
     work, dataset = task.work, open_dataset(task.dataset)
     seen: dict[int, int] = {}
     errors: list[float] = []
-    batches = peer.batches(Path(task.folder), work, _decoding(task))
+    batches = peer.batches(Path(task.folder), work, task.recipe)
     num_batches = work.num_samples // work.batch_size if task.whole_epoch else _NUM_BATCHES_CHECKED
     for _ in range(num_batches):
         numbers, images = next(batches)
@@ -160,15 +156,11 @@ def reference(encoded: bytes, work: Work) -> NDArray[np.float32]:
 def _time(peer: Peer, task: Task) -> NoReturn:
     with Path(task.arrivals).open("wb", buffering=0) as out:
         times = array.array("d", [time.monotonic()])
-        batches = peer.batches(Path(task.folder), task.work, _decoding(task))
+        batches = peer.batches(Path(task.folder), task.work, task.recipe)
         while True:
             out.write(times)
             next(batches)
             times[0] = time.monotonic()
-
-
-def _decoding(task: Task) -> str:
-    return task.recipe.partition("+")[0]
 
 
 def main(path: str) -> None:
@@ -180,13 +172,11 @@ def main(path: str) -> None:
     answer: Answer
     try:
         answer = perform(task)
-    except UnavailableError as error:
-        answer = Failure(message=str(error), missing=True)
     except FuelrailError as error:
-        answer = Failure(message=str(error), missing=False)
+        answer = Failure(message=str(error))
     except Exception as error:  # noqa: BLE001 - whatever a peer raises is its result
         first_line = str(error).partition("\n")[0]
-        answer = Failure(message=f"{type(error).__name__}: {first_line}", missing=False)
+        answer = Failure(message=f"{type(error).__name__}: {first_line}")
     with published(Path(task.result)) as file:
         file.write(msgspec.json.encode(answer))
     sys.stdout.flush()

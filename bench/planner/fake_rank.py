@@ -15,7 +15,7 @@ so.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from operator import attrgetter
@@ -32,9 +32,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
-from fuelrail.bench.measure.collectives import Collective, Counter
+from fuelrail.bench.measure.collectives import Collective, Counter, LocalOperators
 from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.models.settings import GptSettings, ModelSettings, VitSettings
 from fuelrail.bench.trainer.strategies.optimiser import DTYPES, autocast
@@ -82,7 +82,7 @@ class Run(NamedTuple):
     sent: list[list[Collective]]
 
 
-class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Memory(LocalOperators):
     """While entered, notes the bytes in memory after each operator."""
 
     def __init__(self, tracker: Any) -> None:  # noqa: ANN401 - torch's
@@ -90,19 +90,9 @@ class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._tracker = tracker
         self.noted: list[Bytes] = []
 
-    def __torch_dispatch__(
-        self,
-        func: Any,  # noqa: ANN401 - an operator
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - what the operator returns
-        """Run an operator and note the bytes after it."""
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its local operators come here by themselves
-        result = func(*args, **(kwargs or {}))
+    def after(self, *_: object) -> None:
+        """Note the bytes after an operator."""
         self.noted.append(_bytes_by_kind(self._tracker))
-        return result
 
 
 def _bytes_by_kind(tracker: Any) -> Bytes:  # noqa: ANN401 - torch's

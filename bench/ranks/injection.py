@@ -18,8 +18,9 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings
 
 if TYPE_CHECKING:
-    from fuelrail.bench.measure.accelerator import Accelerator, DeviceTimes
+    from fuelrail.bench.measure.accelerator import Accelerator
     from fuelrail.bench.measure.clock import Clock
+    from fuelrail.bench.measure.records import DeviceTimes
     from fuelrail.pipeline.runtime.stages import Stage
 
 _BLOCK = bytes(1 << 16)  # hashed without the interpreter's lock, in well under a millisecond

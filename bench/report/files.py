@@ -32,7 +32,7 @@ _MAX_REPORT_BYTES = 256 << 20
 class ReportHeader(msgspec.Struct, frozen=True, kw_only=True):
     """The beginning of a report.
 
-    ``schema`` and ``version`` say its kind (:mod:`fuelrail.bench.studies.diff.kinds`). ``cut_off`` says why it is
+    ``schema`` and ``version`` say its kind (:mod:`fuelrail.bench.studies.diff`). ``cut_off`` says why it is
     partial, ``disturbed`` by how much other processes used the host meanwhile (None: too little to matter, or unknown),
     ``warnings`` why its figures may be wrong.
     """
@@ -115,7 +115,11 @@ def publish_json(path: Path, value: object) -> None:
 
 
 def read_report(path: Path) -> Any:  # noqa: ANN401 - what JSON holds
-    """Read a report file as JSON; raise ConfigError for what is no regular file, is too large or is not JSON."""
+    """Read a report, given as file or folder, as JSON.
+
+    Raises ConfigError for what is not a regular file, is too large or is not JSON.
+    """
+    path = path / REPORT_JSON if path.is_dir() else path
     try:
         if not path.is_file():
             reason = "it is not a regular file" if path.exists() else "there is no such file"

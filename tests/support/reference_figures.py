@@ -14,21 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fuelrail.bench.planner.formulas import (
+from fuelrail.bench.planner.formulas import bubble, sent_bytes, zero_state_bytes
+from fuelrail.bench.planner.hardware import GIB, load_cluster
+from fuelrail.bench.planner.step_time import Efficiency, Traffic, Work, fit, step_time
+from support.published_formulas import (
     Transformer,
-    bubble,
     first_stage_layers,
     hardware_flop,
     layer_activation_bytes,
     model_flop,
     parameters,
-    sent_bytes,
     training_days,
     utilisation,
-    zero_state_bytes,
 )
-from fuelrail.bench.planner.hardware import GIB, load_cluster
-from fuelrail.bench.planner.step_time import Efficiency, Traffic, Work, fit, step_time
 
 if TYPE_CHECKING:
     from fuelrail.bench.planner.hardware import ClusterSettings, ComputeType

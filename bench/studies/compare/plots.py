@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fuelrail.bench.peers.peer import OURS, PEERS
-from fuelrail.bench.report.files import load_report_of
 from fuelrail.bench.report.plots import BLUE, new_figure, style, to_svg
-from fuelrail.bench.studies.compare.report import SCHEMA, VERSION, CompareReport, Contestant, ranking
+from fuelrail.bench.studies.compare.report import CompareReport, Contestant, load_compare_report, ranking
 
 _GREEN = "#009e73"
 _BARS = "Images a second of each loader"
@@ -57,4 +56,4 @@ def _bars(timed: Sequence[Contestant], names: Sequence[str]) -> str:
 
 if __name__ == "__main__":  # `make pictures`: REPORT.json PICTURE.svg
     given, written = map(Path, sys.argv[1:])
-    written.write_text(picture(load_report_of(given, CompareReport, SCHEMA, VERSION)), encoding="utf-8")
+    written.write_text(picture(load_compare_report(given)), encoding="utf-8")

@@ -73,7 +73,7 @@ class Workshop:
 
     def folder(self, contestant: Contestant) -> Path:
         """Return the data that a contestant reads."""
-        if contestant.peer == OURS and contestant.decoding != RESTART:
+        if contestant.peer == OURS and contestant.recipe != RESTART:
             return self._dataset.root
         if contestant.peer == OURS:
             return self._data / f"{OURS}-{RESTART}"
@@ -82,7 +82,7 @@ class Workshop:
     def prepare(self, contestant: Contestant) -> str | None:
         """Write the contestant's data unless it exists; return the reason why that fails, or None."""
         folder = self.folder(contestant)
-        if contestant.peer == OURS and contestant.decoding != RESTART:
+        if contestant.peer == OURS and contestant.recipe != RESTART:
             return None
         done = _Done(self._dataset.manifest.fingerprint, self._format_work())
         if _read_done(folder) == done:
@@ -168,7 +168,7 @@ class Workshop:
     def _started(self, contestant: Contestant) -> Iterator[_Runner]:
         read_through(self.folder(contestant))
         with self._files(contestant, "time") as files:
-            command, environment = _command(files.task), _environment(contestant)
+            command, environment = _command(files.task), _environment()
             with process_group(command, environment, files.log) as process:
                 yield _Runner(LapProcess(process, files.arrivals), files)
 
@@ -198,7 +198,7 @@ class Workshop:
     def _run(self, contestant: Contestant, action: Action, *, whole_epoch: bool = False) -> Answer:
         with self._files(contestant, action, whole_epoch=whole_epoch) as files:
             with (
-                process_group(_command(files.task), _environment(contestant), files.log) as process,
+                process_group(_command(files.task), _environment(), files.log) as process,
                 contextlib.suppress(subprocess.TimeoutExpired),
             ):
                 process.wait(_PREPARE_LIMIT_S)
@@ -229,10 +229,10 @@ def _command(task: Path) -> list[str]:
     return [sys.executable, "-m", "fuelrail.bench.peers.process", str(task)]
 
 
-def _environment(contestant: Contestant) -> dict[str, str]:
+def _environment() -> dict[str, str]:
     package_root = str(Path(fuelrail.__file__).parents[1])
     paths = os.pathsep.join([package_root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, **contestant.environment, "PYTHONPATH": paths}
+    return {**os.environ, "PYTHONPATH": paths}
 
 
 def _answer(files: _Files) -> Answer:
@@ -241,7 +241,7 @@ def _answer(files: _Files) -> Answer:
         return answer
     tail = files.log.read_text(errors="replace").strip().splitlines()[-1:]
     last = f"; its last words: {tail[0][:200]}" if tail else ""
-    return Failure(message=f"its process gave no answer{last}", missing=False)
+    return Failure(message=f"its process gave no answer{last}")
 
 
 def _failure(files: _Files) -> str:

@@ -27,7 +27,7 @@ from fuelrail.bench.studies.diagnose.report import (
     suggestions,
 )
 from fuelrail.bench.studies.train.run import TrainRun, measure_all
-from fuelrail.bench.studies.train.settings import LeaveOut, TrainOptions, TrainSettings
+from fuelrail.bench.studies.train.settings import RECORDS, LeaveOut, TrainOptions, TrainSettings, ask
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.settings import Positive, flag, make_options
 from fuelrail.pipeline.storage.filesystem import is_url
@@ -142,7 +142,7 @@ class _Examination:
 
     def _run(self, name: str, **changes: object) -> TrainRun:
         options = msgspec.structs.replace(_training(self._options), **changes)
-        return TrainRun(self._dataset, options, self._out / name / "records")
+        return TrainRun(ask(self._dataset, options, self._out / name / RECORDS))
 
     def _round(self, prefix: str) -> dict[str, TrainRun]:
         plan: dict[str, tuple[LeaveOut, ...]] = {

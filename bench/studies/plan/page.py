@@ -129,8 +129,9 @@ def scaling_rows(found: PlanReport) -> list[list[str]]:
     """One row a point."""
     return [
         [
-            f"{curve.scaling}, {curve.name}", f"{point.devices:,}", f"{point.global_batch:,}", f"{point.step_s:.3f}",
-            f"{point.samples_per_s:,.1f}", f"{point.efficiency:.1%}", f"{point.occupancy:.1%}",
+            f"{curve.scaling}, {curve.name}", f"{point.num_ranks:,}", f"{point.global_batch:,}",
+            f"{point.step_ms / 1e3:.3f}", f"{point.samples_per_s:,.1f}", f"{point.efficiency:.1%}",
+            f"{point.occupancy:.1%}",
         ]
         for curve in found.scaling
         for point in curve.points

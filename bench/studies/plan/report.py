@@ -19,7 +19,7 @@ from fuelrail.bench.studies.plan.sweep import Planned
 from fuelrail.bench.studies.train.checkpoints import suggested_interval_s
 
 SCHEMA = "fuelrail-plan"
-VERSION = 1
+VERSION = 2
 _SHOWN_ORDER = 64  # operations of a stage
 
 

@@ -8,18 +8,13 @@ mean of the differences is judged by Student's t at 2 % of false alarms.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-
-from fuelrail.bench.trainer.strategies.settings import ParallelSettings, degrees_of
-
-if TYPE_CHECKING:
-    from fuelrail.bench.studies.train.series import Series
 
 _BATCH_STEPS = 3
 # Quantiles of Student's t at 99 %, from two degrees of freedom on: one less than there are batches.
@@ -30,6 +25,21 @@ _POWER = 1.0
 # Of the loss: what another order of sums may change.
 _ROUNDING = 1e-5
 _TARGET_STEPS = 5
+
+
+class Series(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's steps, warm-up included, column by column. ``end_s`` counts from the first rank's start.
+
+    ``first_step`` is not 0 in a run that continues from a checkpoint.
+    """
+
+    rank: int
+    first_step: int = 0
+    end_s: list[float]
+    occupancy: list[float]
+    loss: list[float | None]
+    wall_ms: list[float]
+    phases_ms: dict[str, list[float]]
 
 
 class LossComparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,12 +183,6 @@ class _Curve(msgspec.Struct, frozen=True):
         # A step belongs where its middle is.
         cuts = np.ceil((edges - self.start) / self.batch - 0.5).astype(int)
         return np.array([self.loss[first:last].mean() for first, last in pairwise(cuts)])
-
-
-def global_batch(options: Mapping[str, Any], num_ranks: int) -> int:
-    """Samples of one optimiser step over all ranks, of a report's options."""
-    ranks = degrees_of(ParallelSettings.among(options, "report"), num_ranks).data
-    return int(ranks * options["batch_size"] * options["accumulation"])
 
 
 def _curve(series: Sequence[Series], batch: int) -> _Curve:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import msgspec
 import torch
 
-from fuelrail.bench.measure.accelerator import DeviceTimes
 from fuelrail.bench.measure.cuda import count_training_flop
-from fuelrail.bench.measure.records import InputFacts, StepRecord
+from fuelrail.bench.measure.records import DeviceTimes, InputFacts, StepRecord
 from fuelrail.bench.ranks.injection import Injection, delayed_stages
 from fuelrail.bench.trainer.distill.teacher import LAYER
 from fuelrail.bench.trainer.loop import real_rows

@@ -8,10 +8,9 @@ import msgspec
 import pytest
 
 from fuelrail.bench.measure.accelerator import load_profile
-from fuelrail.bench.studies.compare.options import CompareOptions
-from fuelrail.bench.studies.compare.session import compare
+from fuelrail.bench.studies.compare.session import CompareOptions, compare
 from fuelrail.bench.studies.diagnose.run import DiagnoseOptions, diagnose
-from fuelrail.bench.studies.diff.compare import DiffOptions, diff
+from fuelrail.bench.studies.diff import DiffOptions, diff
 from fuelrail.bench.studies.loader.measure import bench_loader
 from fuelrail.bench.studies.loader.options import LoaderOptions
 from fuelrail.bench.studies.order.describe import DescribeOptions, describe_order

@@ -113,7 +113,7 @@ def test_other_strategies_that_may_be_faster_are_tried_and_named():
     best = max(found.tried, key=lambda one: one.samples_per_s)
     said = dict(figures(found)).get("faster by these figures", "")
     assert said.startswith(f"{best.strategy}: ") == (best.samples_per_s > 1.05 * rates["ddp"])
-    assert [point.devices for point in found.scaling[0].points] == [2**power for power in range(11)]
+    assert [point.num_ranks for point in found.scaling[0].points] == [2**power for power in range(11)]
 
 
 def test_a_batch_that_does_not_divide_is_refused_and_one_that_is_too_small_divides_the_model():

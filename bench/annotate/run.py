@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fuelrail.bench.studies.annotate.outputs import infer_table, read_table, rows_of
+from fuelrail.bench.annotate.outputs import infer_table, read_table, rows_of
 from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.schedule.layers import view_settings
 from fuelrail.pipeline.cli import counted

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fuelrail.bench.studies.annotate.run import annotate
+from fuelrail.bench.annotate.run import annotate
 from fuelrail.loaders import DataLoader
 from fuelrail.pipeline.errors import ConfigError, SchemaError, StageError
 from fuelrail.pipeline.format.dataset import open_dataset

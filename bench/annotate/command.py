@@ -26,7 +26,7 @@ class ModelOption(Settings, frozen=True, kw_only=True):
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    from fuelrail.bench.studies.annotate.run import AnnotateOptions
+    from fuelrail.bench.annotate.run import AnnotateOptions
 
     parser.description = _DESCRIPTION
     add_dataset(parser)
@@ -39,7 +39,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from fuelrail.bench.studies.annotate.run import AnnotateOptions, annotate
+    from fuelrail.bench.annotate.run import AnnotateOptions, annotate
 
     report = annotate(args.dataset, args.layer, from_flags(args, ModelOption).model, from_flags(args, AnnotateOptions))
     print_json(report) if from_flags(args, PrintOptions).json else sys.stdout.write(report.as_text())

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from fuelrail.bench.planner.scale_model import Cluster, Overhead, exposed_all_reduce_ms, simulate
+from fuelrail.bench.planner.scaling import Cluster, Overhead, exposed_all_reduce_ms, simulate
 from support.scale_runs import fit
 
 QUIET = {"overheads": [Overhead(ranks_on_host=1, ms=[0.0])], "trainer_cpus": 0.0}
