@@ -49,7 +49,7 @@ from fuelrail.sharding.output.url import UrlOutput
 from fuelrail.sharding.output.workspace import RunState, Workspace
 from fuelrail.sharding.planning.recipe import Recipe
 from fuelrail.sharding.progress import Quiet
-from fuelrail.sharding.sources.merging import check_alike, check_disjoint, joined
+from fuelrail.sharding.sources.fuelrail.merging import check_alike, check_disjoint, joined
 from fuelrail.sharding.write.publish import ROWS_PER_GROUP, publish_tables, write_attributes, write_index
 from fuelrail.sharding.write.shard_writer import ShardDone
 
@@ -199,7 +199,7 @@ def _same_store(url: str, out: UrlOutput) -> bool:
 
 
 def _copy(source: Dataset, old: str, out: Output, new: str, sha256: str) -> None:
-    """A copy, which gets its name if it has that digest."""
+    """Copy a file, which gets its name if it has that digest."""
     if source.url is None:
         opened: Any = open_file(source.root / old)
     else:
@@ -294,7 +294,7 @@ def _attributes(folder: Path, datasets: Sequence[Dataset], pieces: Sequence[Piec
 
 
 def _runs(pieces: Sequence[Piece]) -> list[tuple[int, range]]:
-    """Datasets and runs of their rows, in the new order: shards that stay neighbours are one run."""
+    """Return datasets and runs of their rows, in the new order: shards that stay neighbours are one run."""
     runs: list[tuple[int, range]] = []
     for dataset, old, _ in pieces:
         rows = range(old.first_sample, old.first_sample + old.num_samples)

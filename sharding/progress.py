@@ -115,7 +115,7 @@ class JsonLines(_Counting):
         self.emit("shard", name=shard.name, bytes=shard.num_bytes, kept=shard.kept)
 
     @staticmethod
-    def emit(event: str, **values: Any) -> None:  # noqa: ANN401 - values that JSON takes
+    def emit(event: str, **values: Any) -> None:  # values that JSON takes
         """Print one event."""
         sys.stdout.write(json.dumps({"event": event, **values}) + "\n")
         sys.stdout.flush()

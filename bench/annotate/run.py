@@ -91,7 +91,7 @@ def annotate(
     layer: str | os.PathLike[str],
     model: Model | str,
     options: AnnotateOptions | None = None,
-    **changes: Any,  # noqa: ANN401 - fields of AnnotateOptions
+    **changes: Any,  # fields of AnnotateOptions
 ) -> AnnotateReport:
     """Run a model over all samples of a dataset, in their order, and write a layer.
 

@@ -56,7 +56,7 @@ class Work(Settings, frozen=True):
 
     @property
     def samples_per_shard(self) -> int:
-        """Of every format that has shards: few enough that each worker has several, even of a small dataset."""
+        """Samples of a shard, in formats that have shards; few, so that each worker has several of a small dataset."""
         return max(1, min(_SAMPLES_PER_SHARD, self.num_samples // (2 * self.num_workers)))
 
 
@@ -81,16 +81,16 @@ class Peer(Protocol):
         """Write the samples in the loader's own format; the folder is there and empty."""
 
     def batches(self, folder: Path, work: Work, recipe: str, /) -> Iterator[Batch]:
-        """Batches of one shuffled epoch after another, without end."""
+        """Return batches of one shuffled epoch after another, without end."""
 
 
 def pack_number(number: int) -> bytes:
-    """A sample's number as the member of a format that stores bytes: 8 bytes, little-endian."""
+    """Return a sample's number as the member of a format that stores bytes: 8 bytes, little-endian."""
     return _NUMBER.pack(number)
 
 
 def unpack_number(data: bytes) -> int:
-    """The number of :func:`pack_number`."""
+    """Return the number of :func:`pack_number`."""
     number: int = _NUMBER.unpack(data)[0]
     return number
 
@@ -143,12 +143,12 @@ class Contestant(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As reports and the command line name it."""
+        """The name in reports and on the command line."""
         return f"{self.peer}:{self.recipe}"
 
 
 def contestants(only: tuple[str, ...] = ()) -> list[Contestant]:
-    """All of them, or those named by peer or as ``PEER:RECIPE``; ours come along. Raises ConfigError."""
+    """Return all contestants, or those named by peer or as ``PEER:RECIPE``, and ours. Raise ConfigError."""
     every = [Contestant(peer, recipe) for peer, entry in PEERS.items() for recipe in entry.recipes]
     if not only:
         return every
@@ -208,7 +208,7 @@ def decode_sample(images: Sequence[Buffer], recipe: str, out: NDArray[np.uint8])
 
 
 def new_sample(images: Sequence[Buffer], recipe: str, work: Work) -> NDArray[np.uint8]:
-    """A sample's images, decoded into fresh memory."""
+    """Return a sample's images, decoded into fresh memory."""
     return decode_sample(images, recipe, np.empty(work.sample_shape, np.uint8))
 
 
@@ -219,7 +219,7 @@ def prepare_worker() -> None:
 
 @cache
 def seen_box(source_wh: tuple[int, int], out_wh: tuple[int, int]) -> tuple[float, float, float, float]:
-    """The part of the source that the output shows: left, upper, right, lower, in source pixels."""
+    """Return the part of the source that the output shows: left, upper, right, lower, in source pixels."""
     (width, height), (out_width, out_height) = source_wh, out_wh
     scale = max(out_width / width, out_height / height)
     # The resized picture has whole pixels, and the crop begins at one.
@@ -230,7 +230,7 @@ def seen_box(source_wh: tuple[int, int], out_wh: tuple[int, int]) -> tuple[float
 
 
 def shrink_factor(source_wh: tuple[int, int], out_wh: tuple[int, int]) -> int:
-    """The largest factor that libjpeg-turbo may shrink by without going below the final size."""
+    """Return the largest factor that libjpeg-turbo may shrink by without going below the final size."""
     left, upper, right, lower = seen_box(source_wh, out_wh)
     least = min((right - left) / out_wh[0], (lower - upper) / out_wh[1])
     return max(factor for factor in _REDUCED if factor == 1 or factor <= least)

@@ -142,7 +142,7 @@ def _psnr_db(mean_square_error: float) -> float:
 
 
 def reference(encoded: bytes, work: Work) -> NDArray[np.float32]:
-    """An image by the definition: decoded at full size, all of it shrunk by area, cropped; [3, H, W]."""
+    """Decode an image by the definition: at full size, all of it shrunk by area, cropped; [3, H, W]."""
     picture: Any = cv2.imdecode(np.frombuffer(encoded, np.uint8), cv2.IMREAD_COLOR_RGB)
     height, width = picture.shape[:2]
     scale = max(work.width / width, work.height / height)
@@ -184,7 +184,7 @@ def main(path: str) -> None:
 
 
 def read_samples(dataset: Dataset, numbers: Iterable[int] | None = None) -> Iterator[Sample]:
-    """All samples by number, or those of some numbers. A sample's number is its place among the sorted keys.
+    """Yield all samples by number, or those of some numbers. A sample's number is its place among the sorted keys.
 
     Raises ConfigError for a sample that lacks an image: the other loaders have no mask for it.
     """
@@ -201,7 +201,7 @@ def read_samples(dataset: Dataset, numbers: Iterable[int] | None = None) -> Iter
 
 
 def describe_work(dataset: Dataset, *, height: int, width: int, batch_size: int, num_workers: int, seed: int) -> Work:
-    """The work that a dataset's samples make; raises ConfigError for one that cannot be compared."""
+    """Return the work that a dataset's samples make; raise ConfigError for one that cannot be compared."""
     num_samples = len(dataset.index)
     if len(dataset.manifest.splits) != 1:
         raise ConfigError(

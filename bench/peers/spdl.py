@@ -23,7 +23,7 @@ RawSample = tuple[bytes, list[memoryview]]
 
 
 class Spdl:
-    """Its tar iterator on mapped files, its pipeline; one task makes one batch.
+    """SPDL: its tar iterator on mapped files, its pipeline; one task makes one batch.
 
     With the recipe ``ffmpeg`` FFmpeg decodes at full size, scales bilinearly (antialiased) and crops.
     """

@@ -14,7 +14,7 @@ from fuelrail.bench.planner.formulas import bubble, sent_bytes
 from fuelrail.bench.planner.hardware import GIB, ClusterSettings
 from fuelrail.bench.planner.shape import Shape, stages
 from fuelrail.bench.planner.state import FP32, state_bytes, zero_stage
-from fuelrail.bench.planner.step_time import StepTime, Traffic, Work, step_time
+from fuelrail.bench.planner.step_time import StepTime, StepWork, Traffic, step_time
 from fuelrail.bench.trainer.models.settings import num_blocks
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, degrees_of
 from fuelrail.pipeline.errors import ConfigError
@@ -52,7 +52,7 @@ class Fit(NamedTuple):
     inputs: Inputs
     stages: list[Shape]
     once: list[Shape]
-    work: Work
+    work: StepWork
     time: StepTime
 
     @property
@@ -247,7 +247,7 @@ def peak(stages: list[Shape]) -> int:
 def work_of(
     asked: Scenario, settings: ParallelSettings, degrees: Degrees, inputs: Inputs, stages: list[Shape],
     once: list[Shape],
-) -> Work:  # fmt: skip
+) -> StepWork:  # fmt: skip
     """Count the work of the stage that computes most, and of a teacher beside it."""
     beside = taught(asked, inputs, 1) if asked.teacher_from == "model" else None
     busiest = max(range(len(stages)), key=lambda number: stages[number].flop)
@@ -259,7 +259,7 @@ def work_of(
     own = 0 if beside is None else beside.flop
     sent = traffic_of(settings, degrees, shape, plain.flop - own, own, num_blocks(asked.settings))
     again = (shape.flop - own) / (plain.flop - own)  # what is computed again moves its activations again
-    return Work(
+    return StepWork(
         flop=shape.flop,
         activation_bytes=plain.kept_bytes * again + (0 if beside is None else beside.moved_bytes),
         tensor_bytes=tensor / count,

@@ -13,14 +13,14 @@ def zero_state_bytes(
     grad_bytes: float = 2,
     optimiser_bytes: float = 12,
 ) -> float:
-    """Bytes of weights, gradients and optimiser state per rank under ZeRO (arXiv 1910.02054, figure 1)."""
+    """Return bytes of weights, gradients and optimiser state per rank under ZeRO (arXiv 1910.02054, figure 1)."""
     divided = [1 if stage < least else ranks for least in (3, 2, 1)]
     sizes = (param_bytes, grad_bytes, optimiser_bytes)
     return parameters * sum(size / by for size, by in zip(sizes, divided, strict=True))
 
 
 def sent_bytes(kind: str, ranks: int, size: float) -> float:
-    """Bytes that each rank of a ring sends, ``size`` of the whole tensor (nccl-tests, doc/PERFORMANCE.md).
+    """Return the bytes that each rank of a ring sends, ``size`` of the whole tensor (nccl-tests, doc/PERFORMANCE.md).
 
     ``kind`` is all_reduce, all_gather, reduce_scatter, or broadcast, whose root sends everything.
     """
@@ -29,7 +29,7 @@ def sent_bytes(kind: str, ranks: int, size: float) -> float:
 
 
 def bubble(pp: int, micro_batches: int, virtual_stages: int = 1) -> float:
-    """Idle time of a pipeline over its ideal time, (p - 1) / (v m) (arXiv 2104.04473, section 2.2)."""
+    """Return the idle time of a pipeline over its ideal time, (p - 1) / (v m) (arXiv 2104.04473, section 2.2)."""
     return (pp - 1) / (virtual_stages * micro_batches)
 
 

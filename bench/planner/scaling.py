@@ -177,7 +177,7 @@ def exposed_all_reduce_ms(host: HostFit, num_ranks: int) -> float:
 
 
 def _service_ms(host: HostFit, cluster: Cluster) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Times of a batch: as measured, longer by the CPUs' and the storage's other users."""
+    """Return the times of a batch: as measured, longer by the other users of CPUs and storage."""
     ranks_here = min(cluster.num_ranks, cluster.ranks_per_host)
     # Trainers and loaders get fair shares where they want more than there is.
     left = max(host.host_cpus - ranks_here * host.trainer_cpus, 0.5 * host.host_cpus)
@@ -189,7 +189,7 @@ def _service_ms(host: HostFit, cluster: Cluster) -> np.ndarray[tuple[int], np.dt
 
 
 def _overhead(host: HostFit, ranks_per_host: int) -> list[float]:
-    """Of as many ranks on a host as were measured: the most that are not more, else the fewest."""
+    """Return the overhead of as many ranks on a host as were measured: the most that are not more, else the fewest."""
     fewer = [entry for entry in host.overheads if entry.ranks_on_host <= ranks_per_host]
     if fewer:
         return max(fewer, key=lambda entry: entry.ranks_on_host).ms
@@ -219,7 +219,7 @@ def scaling_curves(asked: Scenario, cluster: ClusterSettings, chosen: Fit, data:
 
 
 def _grown(cluster: ClusterSettings, devices: int, slow_share: float) -> ClusterSettings:
-    """The cluster with that number of devices; one slow device holds up all of them."""
+    """Return the cluster with that number of devices; one slow device delays all of them."""
     slowest = cluster.slowest_device
     if round(slow_share * devices) > 0 and (slowest is None or slowest.value > 1 / (1 + _SLOW[1])):
         slowest = Sourced(value=1 / (1 + _SLOW[1]), source="a case of the scaling curves")
@@ -250,7 +250,7 @@ def _planned(asked: Scenario, cluster: ClusterSettings, chosen: Fit, ranks: int,
 
 
 def data_seconds(asked: Scenario, cluster: ClusterSettings, data: Data) -> dict[str, float]:
-    """Seconds that decoding and storage need for a step."""
+    """Return seconds that decoding and storage need for a step."""
     images = asked.global_batch * (asked.cameras or 0) / cluster.nodes if asked.reads_images else 0
     read = asked.global_batch * (asked.stored_bytes or 0)
     return {"decoding": images / data.images_per_node_s, "storage": read / data.storage_gb_per_s / 1e9}

@@ -61,7 +61,7 @@ class Scenario(Facts, frozen=True, kw_only=True):
         return self.sized(self.model)
 
     def sized(self, name: ModelName) -> ModelSettings:
-        """Size of a model, with the scenario's number of tokens."""
+        """Return the size of a model, with the scenario's number of tokens."""
         found = MODELS[name]
         if isinstance(found, GptSettings) and self.sequence is not None:
             return msgspec.structs.replace(found, context=self.sequence)
@@ -207,7 +207,7 @@ def check(asked: Scenario) -> None:
 
 
 def questions(asked: Scenario) -> list[str]:
-    """What only the user can know, and has not said; each with what is taken instead."""
+    """Return the questions that only the user can answer and has not; each with the assumption made instead."""
     found = []
     if asked.max_global_batch is None:
         found.append(

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from fuelrail.bench.measure.collectives import Collective, summed
-from fuelrail.bench.planner.fake_rank import ROWS, Inputs, Run, is_gather_of_weights, run_rank
+from fuelrail.bench.planner.fake_rank import ROWS, Inputs, RankRun, is_gather_of_weights, run_rank
 from fuelrail.bench.planner.formulas import in_flight, passes_of, schedule_order
 from fuelrail.bench.planner.state import FP32, MOMENTS
 from fuelrail.bench.trainer.models.settings import GptSettings, ModelSettings, VitSettings, num_blocks
@@ -32,7 +32,7 @@ _SHARDS = 8
 _REDUCED = ("reduce_scatter", "dp_shard")
 _DIVIDED = ("Sharded Param", "Sharded Grad")
 
-Value = Callable[[Run], float]
+Value = Callable[[RankRun], float]
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,7 +110,7 @@ def _check(settings: ParallelSettings, degrees: Degrees, model: ModelSettings, i
 def _run(
     model: ModelSettings, settings: ParallelSettings, degrees: Degrees, inputs: Inputs, rank: int,
     precision: Precision, passes: int = 2,
-) -> Run:  # fmt: skip
+) -> RankRun:  # fmt: skip
     """Run a rank, or take the run of another plan that differs in nothing that a run shows."""
     how = ParallelSettings(
         strategy="zero2" if settings.strategy == "zero2" else "ddp", recompute=settings.recompute,
@@ -126,7 +126,7 @@ class _Ranks:
     ``more`` is the number of blocks beyond those of the smaller run.
     """
 
-    def __init__(self, runs: Sequence[Run], more: float, small: Degrees) -> None:
+    def __init__(self, runs: Sequence[RankRun], more: float, small: Degrees) -> None:
         self._runs, self._more, self._small = runs, more, small
 
     def shape(self, settings: ParallelSettings, degrees: Degrees, inputs: Inputs, stage: int, rank: int) -> Shape:

@@ -124,7 +124,7 @@ def diff(
     before: Comparable | str | os.PathLike[str],
     after: Comparable | str | os.PathLike[str],
     options: DiffOptions | None = None,
-    **changes: Any,  # noqa: ANN401 - fields of DiffOptions
+    **changes: Any,  # fields of DiffOptions
 ) -> Comparison:
     """Compare two reports of one kind, given as reports, files or folders.
 

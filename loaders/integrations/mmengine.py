@@ -72,7 +72,7 @@ class FuelrailDataset(IterableView):
     The options are those of :class:`fuelrail.loaders.DataLoader`; settings are given as dicts.
     """
 
-    def __init__(self, dataset: str, batch_size: int, **options: Any) -> None:  # noqa: ANN401
+    def __init__(self, dataset: str, batch_size: int, **options: Any) -> None:
         super().__init__(DataLoader(dataset, batch_size, **options))
 
 

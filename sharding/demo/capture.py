@@ -16,7 +16,7 @@ from fuelrail.sharding.demo.lidar import cast, points_in_box
 from fuelrail.sharding.demo.picture import render, visible_shares
 from fuelrail.sharding.demo.rig import LIDAR_CHANNEL
 from fuelrail.sharding.demo.solids import Solid, solids_near
-from fuelrail.sharding.demo.world import Capture, Clip, log_facts, make_clip, token
+from fuelrail.sharding.demo.world import Capture, SynthClip, log_facts, make_clip, token
 from fuelrail.sharding.sources.nuscenes.channels import channel_file
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Sighting(NamedTuple):
     visible_share: float
 
 
-def filename(world: SynthOptions, clip: Clip, channel: str, timestamp_us: int, *, is_key_frame: bool) -> str:
+def filename(world: SynthOptions, clip: SynthClip, channel: str, timestamp_us: int, *, is_key_frame: bool) -> str:
     """Return the path of a sensor file below the dataroot, as nuScenes names them."""
     suffix = "pcd.bin" if channel == LIDAR_CHANNEL else "jpg"
     logfile = log_facts(world, clip.log)["logfile"]
@@ -81,7 +81,7 @@ def record(world: SynthOptions, capture: Capture, root: Path) -> tuple[Capture, 
     return capture, _sightings(clip, solids, capture.timestamp_us, points) if capture.is_key_frame else []
 
 
-def _sightings(clip: Clip, solids: list[Solid], capture_us: int, points: NDArray[np.float32]) -> list[Sighting]:
+def _sightings(clip: SynthClip, solids: list[Solid], capture_us: int, points: NDArray[np.float32]) -> list[Sighting]:
     lidar2global = clip.ego2global(capture_us) @ clip.rig.lidar.sensor2ego
     places = points[:, :3].astype(np.float64) @ lidar2global[:3, :3].T + lidar2global[:3, 3]
     shares = visible_shares(clip, solids, capture_us)
@@ -96,7 +96,7 @@ def _sightings(clip: Clip, solids: list[Solid], capture_us: int, points: NDArray
     ]
 
 
-def top_view_tokens(clip: Clip, solids: list[Solid], capture_us: int) -> NDArray[np.uint16]:
+def top_view_tokens(clip: SynthClip, solids: list[Solid], capture_us: int) -> NDArray[np.uint16]:
     """Return the tokens (1025,) that `TOKENS` describes."""
     global2ego = invert_rigid(clip.ego2global(capture_us))
     cells = np.zeros((_CELLS, _CELLS), np.uint16)

@@ -17,7 +17,7 @@ from fuelrail.sharding.demo.shapes import SIDES, shape_of
 
 if TYPE_CHECKING:
     from fuelrail.sharding.demo.solids import Solid
-    from fuelrail.sharding.demo.world import Clip
+    from fuelrail.sharding.demo.world import SynthClip
 
 NUM_RINGS: Final = 32
 NUM_COLUMNS: Final = 1084
@@ -28,7 +28,7 @@ _NOISE_M, _MOST_NOISE_M = 0.008, 0.015  # stays below the room that objects have
 _REFLECTANCE: Final = {"building": 18.0, "tree": 9.0, "crown": 7.0, "post": 30.0}
 
 
-def cast(clip: Clip, solids: list[Solid], capture_us: int) -> NDArray[np.float32]:
+def cast(clip: SynthClip, solids: list[Solid], capture_us: int) -> NDArray[np.float32]:
     """Return the points (N, 5) of the sweep with this reference time."""
     lidar2global = clip.ego2global(capture_us) @ clip.rig.lidar.sensor2ego
     global2lidar = invert_rigid(lidar2global)

@@ -17,13 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.rigid import invert_rigid
-from fuelrail.sharding.demo.rig import Sensor, stream
-from fuelrail.sharding.demo.shapes import SIDES, Part, colours, noise_at, shape_of
+from fuelrail.sharding.demo.rig import RigSensor, stream
+from fuelrail.sharding.demo.shapes import SIDES, ShapePart, colours, noise_at, shape_of
 from fuelrail.sharding.demo.street import FACADE_M, KERB_M, LANE_WIDTH_M
 
 if TYPE_CHECKING:
     from fuelrail.sharding.demo.solids import Solid
-    from fuelrail.sharding.demo.world import Clip
+    from fuelrail.sharding.demo.world import SynthClip
 
     Floats = NDArray[np.floating[Any]]
 
@@ -38,7 +38,7 @@ _SILHOUETTE_PX: Final = 400  # width of the pictures in which silhouettes are co
 class Side(NamedTuple):
     """A side of an object that faces the camera, in a window of the image of H x W pixels."""
 
-    part: Part
+    part: ShapePart
     name: str
     number: int
     window: tuple[slice, slice]
@@ -105,7 +105,7 @@ def _inside(
 
 
 def owners(
-    camera: Sensor, cam2global: NDArray[np.float64], solids: list[Solid], width_px: int
+    camera: RigSensor, cam2global: NDArray[np.float64], solids: list[Solid], width_px: int
 ) -> tuple[NDArray[np.int32], dict[int, int]]:
     """Return the actor that each pixel (H, W) shows, -1 for none, and the number of pixels of each actor if alone."""
     scale = width_px / camera.size[0]
@@ -126,7 +126,7 @@ def owners(
     return found, alone
 
 
-def visible_shares(clip: Clip, solids: list[Solid], capture_us: int) -> dict[int, float]:
+def visible_shares(clip: SynthClip, solids: list[Solid], capture_us: int) -> dict[int, float]:
     """Return the share 0..1 of each actor's silhouettes that nothing nearer hides, for actors in at least one image."""
     whole, seen = np.zeros(len(clip.actors) + 1), np.zeros(len(clip.actors) + 1)
     for camera in clip.rig.cameras:
@@ -138,7 +138,7 @@ def visible_shares(clip: Clip, solids: list[Solid], capture_us: int) -> dict[int
     return {actor - 1: float(seen[actor] / whole[actor]) for actor in range(1, len(whole)) if whole[actor]}
 
 
-def render(clip: Clip, camera: Sensor, solids: list[Solid], exposure_us: int) -> NDArray[np.uint8]:
+def render(clip: SynthClip, camera: RigSensor, solids: list[Solid], exposure_us: int) -> NDArray[np.uint8]:
     """Return the picture (H, W, 3), RGB, taken at ``exposure_us``."""
     weather, ego2global = clip.weather, clip.ego2global(exposure_us)
     global2ego = invert_rigid(ego2global)
@@ -184,7 +184,7 @@ def _lamplight(lamps: NDArray[np.float64], x: Floats, y: Floats) -> Floats:
     return np.asarray(light, np.float32)
 
 
-def _shadow(clip: Clip, camera: Sensor, solids: list[Solid], global2cam: NDArray[np.float64]) -> Floats:
+def _shadow(clip: SynthClip, camera: RigSensor, solids: list[Solid], global2cam: NDArray[np.float64]) -> Floats:
     """Return the share of the light (H, W) that objects keep off the ground; under a grey sky its edges are soft."""
     sun = clip.weather.sun
     mask = np.zeros(camera.size[::-1], np.float32)
@@ -220,7 +220,7 @@ class _View(NamedTuple):
 
 
 @lru_cache(maxsize=6)
-def _view(camera: Sensor) -> _View:
+def _view(camera: RigSensor) -> _View:
     u, v = np.meshgrid(np.arange(camera.size[0]), np.arange(camera.size[1]))
     turn = camera.sensor2ego[:3, :3] @ np.linalg.inv(camera.intrinsics)
     rays = (np.stack([u, v, np.ones_like(u)], axis=-1) @ turn.T).astype(np.float32)
@@ -236,7 +236,7 @@ def _view(camera: Sensor) -> _View:
 
 
 def _backdrop(
-    clip: Clip, camera: Sensor, ego2global: NDArray[np.float64], lamps: NDArray[np.float64], shadow: Floats
+    clip: SynthClip, camera: RigSensor, ego2global: NDArray[np.float64], lamps: NDArray[np.float64], shadow: Floats
 ) -> Floats:
     """Return sky and ground (H, W, 3)."""
     view, weather = _view(camera), clip.weather

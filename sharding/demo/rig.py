@@ -71,7 +71,7 @@ _OPTICAL2FORWARD: Final = np.array([[0.0, 0.0, 1.0], [-1.0, 0.0, 0.0], [0.0, -1.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sensor:
+class RigSensor:
     """A pinhole camera, or the lidar, on the car.
 
     ``intrinsics`` (3, 3) put the centre of the top left pixel at (0, 0); the lidar's are empty and its ``size`` in
@@ -96,8 +96,8 @@ class Rig:
     """The calibrated sensors of one vehicle."""
 
     vehicle: str
-    cameras: tuple[Sensor, ...]
-    lidar: Sensor
+    cameras: tuple[RigSensor, ...]
+    lidar: RigSensor
 
 
 def _rounded_metres(values: NDArray[np.float64]) -> tuple[float, float, float]:
@@ -130,10 +130,10 @@ def make_rig(seed: int, vehicle: str, width_px: int, height_px: int) -> Rig:
         lead_us = mount.lead_us + int(draw.integers(-300, 301))
         turned = _rounded_quaternion(_rotation(roll, pitch, math.radians(mount.yaw_deg) + yaw) @ _OPTICAL2FORWARD)
         size = (width_px, height_px)
-        cameras.append(Sensor(channel, size, np.round(intrinsics, 9), translation, turned, lead_us))
+        cameras.append(RigSensor(channel, size, np.round(intrinsics, 9), translation, turned, lead_us))
     draw = stream(seed, "rig", vehicle, LIDAR_CHANNEL)
     roll, pitch, yaw = np.radians(draw.normal((0.0, 0.0, -90.0), (0.4, 0.4, 0.3)))
     translation = _rounded_metres(np.array([0.96 + draw.normal(0.0, 0.02), 0.0, 1.84]))
     turned = _rounded_quaternion(_rotation(roll, pitch, yaw))
-    lidar = Sensor(LIDAR_CHANNEL, (0, 0), np.empty((0, 0)), translation, turned, 0)
+    lidar = RigSensor(LIDAR_CHANNEL, (0, 0), np.empty((0, 0)), translation, turned, 0)
     return Rig(vehicle, tuple(cameras), lidar)

@@ -37,7 +37,7 @@ _NOISE_PX: Final = 512
 _NOISE_PX_PER_M: Final = 24
 
 
-class Part(NamedTuple):
+class ShapePart(NamedTuple):
     """A convex block of one material.
 
     ``vertices`` (8, 3) in the unit box; ``frames`` (6, 3, 3) for each side: its texture's direction to the right,
@@ -49,7 +49,7 @@ class Part(NamedTuple):
     material: str
 
 
-def _block(x: tuple[float, float], z: tuple[float, float], half: float, material: str, taper: float = 1.0) -> Part:
+def _block(x: tuple[float, float], z: tuple[float, float], half: float, material: str, taper: float = 1.0) -> ShapePart:
     """Return an upright block of that half width; its top is ``taper`` times as long and wide as its bottom."""
     middle = (x[0] + x[1]) / 2
     vertices = np.array(
@@ -64,23 +64,23 @@ def _block(x: tuple[float, float], z: tuple[float, float], half: float, material
         right = max(bottom_right - bottom_left, top_right - top_left, key=lambda one: float(one @ one))
         middle_top = (top_left + top_right) / 2
         frames.append(np.column_stack([right, (bottom_left + bottom_right) / 2 - middle_top, middle_top - right / 2]))
-    return Part(vertices, np.array(frames), material)
+    return ShapePart(vertices, np.array(frames), material)
 
 
-def _wheels(top: float) -> Part:
+def _wheels(top: float) -> ShapePart:
     return _block((-0.42, 0.42), (0.0, top), 0.46, "tyre")
 
 
-def _person(legs: float, x: float) -> tuple[Part, ...]:
+def _person(legs: float, x: float) -> tuple[ShapePart, ...]:
     return _block((-x, x), (legs, 0.84), 0.5, "cloth", 0.8), _block((-0.16, 0.16), (0.84, 1.0), 0.17, "skin")
 
 
-def _cycle(wheel: float, half: float) -> tuple[Part, ...]:
+def _cycle(wheel: float, half: float) -> tuple[ShapePart, ...]:
     wheels = (_block(x, (0.0, wheel), half, "tyre") for x in ((-0.5, -0.16), (0.16, 0.5)))
     return (*wheels, _block((-0.16, 0.16), (0.3 * wheel, wheel), half, "paint"))
 
 
-_SHAPES: Final[dict[str, tuple[Part, ...]]] = {
+_SHAPES: Final[dict[str, tuple[ShapePart, ...]]] = {
     "vehicle.car": (
         _wheels(0.14), _block((-0.5, 0.5), (0.14, 0.56), 0.5, "body", 0.97),
         _block((-0.47, 0.26), (0.56, 1.0), 0.46, "glass", 0.72),
@@ -116,7 +116,7 @@ _SHAPES: Final[dict[str, tuple[Part, ...]]] = {
 }  # fmt: skip
 
 
-def shape_of(kind: str) -> tuple[Part, ...]:
+def shape_of(kind: str) -> tuple[ShapePart, ...]:
     """Return the parts of an annotated category, of ``bicycle`` (one without its rider) or of a kind of scenery."""
     return _SHAPES["human" if kind.startswith("human.") else kind]
 
@@ -140,7 +140,7 @@ def noise_at(x_m: Floats, y_m: Floats, px_per_m: float = _NOISE_PX_PER_M) -> Flo
     return np.asarray(_noise()[y % _NOISE_PX, x % _NOISE_PX], np.float32)
 
 
-def colours(solid: Solid, part: Part, side: str, s: Floats, t: Floats, size_m: Floats) -> tuple[Floats, Floats]:
+def colours(solid: Solid, part: ShapePart, side: str, s: Floats, t: Floats, size_m: Floats) -> tuple[Floats, Floats]:
     """Return RGB (N, 3) of places on a side in full light, and the light of their own at night (N,), 0 for none.
 
     ``s`` (to the right) and ``t`` (down) are float32 (N,), 0 to 1 on the side, whose width and height are ``size_m``.

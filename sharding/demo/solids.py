@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fuelrail.sharding.demo.street import Prop, corners
 
 if TYPE_CHECKING:
-    from fuelrail.sharding.demo.world import Clip
+    from fuelrail.sharding.demo.world import SynthClip
 
 TRUNK_WIDTH_M: Final = 0.3
 CROWN_BASE_M: Final = 3.9  # above every parked vehicle
@@ -57,7 +57,7 @@ class Solid:
         )
 
 
-def solids_near(clip: Clip, capture_us: int) -> list[Solid]:
+def solids_near(clip: SynthClip, capture_us: int) -> list[Solid]:
     """Return all within sight of the car in a capture, actors first, at their places at its reference time."""
     ego_xy = clip.ego(capture_us)[0][:2]
 

@@ -44,7 +44,7 @@ def synth(
     world: SynthOptions | None = None,
     *,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
-    **options: Any,  # noqa: ANN401 - checked by the conversion
+    **options: Any,  # checked by the conversion
 ) -> SynthReport:
     """Render a synthetic street world as nuScenes v1.0 tables; the same options give the same bytes.
 

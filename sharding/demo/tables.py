@@ -11,9 +11,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from fuelrail.sharding.demo.capture import Sighting, filename
-from fuelrail.sharding.demo.rig import CAMERA_CHANNELS, LIDAR_CHANNEL, Sensor, yaw_quaternion
+from fuelrail.sharding.demo.rig import CAMERA_CHANNELS, LIDAR_CHANNEL, RigSensor, yaw_quaternion
 from fuelrail.sharding.demo.solids import VISIBILITY_LEVELS, visibility_level
-from fuelrail.sharding.demo.world import Clip, captures, log_facts, make_clip, token
+from fuelrail.sharding.demo.world import SynthClip, captures, log_facts, make_clip, token
 
 if TYPE_CHECKING:
     from fuelrail.sharding.demo.options import SynthOptions
@@ -94,7 +94,7 @@ def make_tables(world: SynthOptions, sightings: Mapping[tuple[int, int], Sequenc
     return tables
 
 
-def _scene(world: SynthOptions, clip: Clip, tokens: Tokens, tables: dict[str, list[Row]]) -> list[int]:
+def _scene(world: SynthOptions, clip: SynthClip, tokens: Tokens, tables: dict[str, list[Row]]) -> list[int]:
     times = [capture.timestamp_us for capture in captures(world, clip) if capture.is_key_frame]
     samples = [tokens("sample", clip.index, frame) for frame in range(len(times))]
     tables["scene"].append(
@@ -122,7 +122,9 @@ def _chained(rows: Sequence[Row]) -> list[Row]:
     return [{**row, "prev": tokens[place], "next": tokens[place + 2]} for place, row in enumerate(rows)]
 
 
-def _sensor_data(world: SynthOptions, clip: Clip, sensor: Sensor, tokens: Tokens, tables: dict[str, list[Row]]) -> None:
+def _sensor_data(
+    world: SynthOptions, clip: SynthClip, sensor: RigSensor, tokens: Tokens, tables: dict[str, list[Row]]
+) -> None:
     channel, is_lidar = sensor.channel, sensor.channel == LIDAR_CHANNEL
     calibrated = tokens("calibrated_sensor", clip.index, channel)
     tables["calibrated_sensor"].append(
@@ -163,7 +165,7 @@ def _sensor_data(world: SynthOptions, clip: Clip, sensor: Sensor, tokens: Tokens
 
 
 def _annotations(
-    clip: Clip, times: list[int], sightings: list[Sequence[Sighting]], tokens: Tokens, tables: dict[str, list[Row]]
+    clip: SynthClip, times: list[int], sightings: list[Sequence[Sighting]], tokens: Tokens, tables: dict[str, list[Row]]
 ) -> None:
     """Annotate each actor from the first to the last keyframe in which the lidar has a point of it."""
     by_actor: dict[int, dict[int, Sighting]] = defaultdict(dict)

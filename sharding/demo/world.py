@@ -71,7 +71,7 @@ class Capture(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Clip:
+class SynthClip:
     """One drive segment: a road, those on it, a rig, and the car's motion."""
 
     index: int
@@ -131,7 +131,7 @@ def token(seed: int, *path: object) -> str:
 
 
 @lru_cache(maxsize=2)
-def make_clip(world: SynthOptions, index: int) -> Clip:
+def make_clip(world: SynthOptions, index: int) -> SynthClip:
     """Return clip ``index`` of the world, which does not depend on how many clips there are."""
     draw = stream(world.seed, "clip", index)
     night_rain = index % 4 == 3 and index // 4 % 2 == 1
@@ -152,7 +152,7 @@ def make_clip(world: SynthOptions, index: int) -> Clip:
     )
     sway = (float(draw.uniform(0.4, 1.0)), float(draw.uniform(0.7, 1.1)), float(draw.uniform(0.1, 0.25)))
     track = [_ego_pose(road, speed_mps, sway, t) for t in check_times(duration_s)]
-    return Clip(
+    return SynthClip(
         index=index,
         name=f"scene-{9001 + index:04d}",
         log=log,
@@ -187,7 +187,7 @@ def log_facts(world: SynthOptions, log: int) -> dict[str, str]:
     }
 
 
-def captures(world: SynthOptions, clip: Clip) -> list[Capture]:
+def captures(world: SynthOptions, clip: SynthClip) -> list[Capture]:
     """Return all captures of a clip by time. Keyframes are half a second apart, within 2 ms; sweeps divide the time."""
     draw = stream(world.seed, "clock", clip.index)
     jitter = draw.integers(-1000, 1001, world.frames)

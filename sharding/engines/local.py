@@ -107,7 +107,7 @@ def _start_worker(job: WriteJob, written: Any, lock: Any, stop: Any) -> None:  #
     _own.writer, _own.pulse = lru_cache(1)(lambda: ShardWriter(job)), pulse
 
 
-def _start_process(*shared: Any) -> None:  # noqa: ANN401
+def _start_process(*shared: Any) -> None:
     set_up_worker()
     _start_worker(*shared)
 

@@ -256,7 +256,7 @@ class Recipe(Settings, frozen=True):
     zstd: str = ".".join(map(str, zstandard.ZSTD_VERSION))
 
 
-def make_recipe(**values: Any) -> Recipe:  # noqa: ANN401 - checked by the conversion
+def make_recipe(**values: Any) -> Recipe:  # checked by the conversion
     """Make a recipe from plain values; raises ConfigError naming the one that is not allowed."""
     recipe = convert(values, Recipe, "options")
     check_recipe(recipe)

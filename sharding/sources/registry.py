@@ -32,7 +32,7 @@ _BUILT_IN: Final = {
     "t4": "fuelrail.sharding.sources.nuscenes.t4:T4",
     "manifest": "fuelrail.sharding.sources.tables.manifest:Manifest",
     "webdataset": "fuelrail.sharding.sources.webdataset:WebDataset",
-    "fuelrail": "fuelrail.sharding.sources.fuelrail:FuelrailSource",
+    "fuelrail": "fuelrail.sharding.sources.fuelrail.source:FuelrailSource",
     "argoverse2": "fuelrail.sharding.sources.argoverse2:Argoverse2",
     "kitti": "fuelrail.sharding.sources.kitti.raw:Kitti",
     "kitti_object": "fuelrail.sharding.sources.kitti.object:KittiObject",

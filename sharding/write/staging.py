@@ -264,7 +264,7 @@ def _staged(given: _Given, tasks: Sequence[StageTask], num_workers: int) -> Iter
     yield from in_threads(stage, tasks, max(num_workers, 1))
 
 
-def _start_worker(*given: Any) -> None:  # noqa: ANN401 - of Staging
+def _start_worker(*given: Any) -> None:  # of Staging
     global _staging
     set_up_worker()
     _staging = Staging(*given)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fuelrail.bench.planner.scaling import HostFit, Overhead
 from fuelrail.bench.studies.scale.options import ScaleOptions
-from fuelrail.bench.studies.scale.report import Measured, ScaleReport, build_scale_report, make_curves
+from fuelrail.bench.studies.scale.report import MeasuredRun, ScaleReport, build_scale_report, make_curves
 from support.bench_runs import DATASET, MACHINE
 
 CONDITIONS = ScaleOptions(
@@ -23,9 +23,9 @@ def fit(**changes) -> HostFit:
     return HostFit(**(made | changes))
 
 
-def measured(num_ranks, batch_size, step_ms, scalings) -> Measured:
+def measured(num_ranks, batch_size, step_ms, scalings) -> MeasuredRun:
     """A run with such a step."""
-    return Measured(
+    return MeasuredRun(
         num_ranks=num_ranks, batch_size=batch_size, scalings=scalings, step_ms=step_ms, step_low_ms=step_ms * 0.99,
         step_high_ms=step_ms * 1.01, step_p99_ms=step_ms * 1.1, samples_per_s=1e3 * num_ranks * batch_size / step_ms,
         occupancy=0.9, efficiency={},

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.sharding.demo.solids import Solid
-    from fuelrail.sharding.demo.world import Clip
+    from fuelrail.sharding.demo.world import SynthClip
 
 _POINTS_PER_ACTOR: Final = 4
 _HALF_STEP_S: Final = 0.05
@@ -186,7 +186,7 @@ def depth_map(camera: Sensor, cam2global: NDArray[np.float64], solids: list[Soli
     return np.where(depth < _FARTHEST_M, depth, 0.0).astype(np.float32)
 
 
-def radar_points(clip: Clip, solids: list[Solid], capture_us: int) -> NDArray[np.float32]:
+def radar_points(clip: SynthClip, solids: list[Solid], capture_us: int) -> NDArray[np.float32]:
     """Points (P, 7) as `RADAR` has them, on the upright sides of the actors' boxes, in ego at ``capture_us``."""
     global2ego = invert_rigid(clip.ego2global(capture_us))
     draw = stream("radar", clip.name, capture_us)

@@ -120,7 +120,7 @@ class Workshop:
         return answer, None
 
     def round(self, turns: Sequence[Contestant]) -> Iterator[Measured]:
-        """One run of each. The reference runs all along, in laps between those of each other one; its run comes last.
+        """Run each once. The reference runs all along, in laps between those of each other one; its run comes last.
 
         Who is first changes from lap to lap, so that a machine that becomes faster or slower favours neither.
         """
@@ -173,7 +173,7 @@ class Workshop:
                 yield _Runner(LapProcess(process, files.arrivals), files)
 
     def _begin(self, runner: _Runner) -> bool:
-        """A lap that does not count behind the first batch: queues fill, memory is taken."""
+        """Run a lap that does not count behind the first batch: queues fill, memory is taken."""
         return runner.process.begin(self._lap_s, _START_LIMIT_S)
 
     def _format_work(self) -> Work:
@@ -264,7 +264,7 @@ def _why_not(answer: Answer) -> str:
 
 
 def affinity(text: str | None) -> tuple[int, ...]:
-    """CPUs from a list such as "0,1" or "0-3"; None: all that this process may use. Raises ConfigError."""
+    """Return the CPUs of a list such as "0,1" or "0-3"; None: all that this process may use. Raise ConfigError."""
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     if text is None:
         return tuple(sorted(usable))

@@ -20,8 +20,13 @@ from fuelrail.bench.report.options import output_folder
 from fuelrail.bench.report.page import write_report
 from fuelrail.bench.report.progress import Progress
 from fuelrail.bench.studies.commands import Study, command
-from fuelrail.bench.studies.compare.report import CompareReport, build_compare_report, load_compare_report, make_run
-from fuelrail.bench.studies.compare.report import Contestant as Entry
+from fuelrail.bench.studies.compare.report import (
+    CompareReport,
+    ContestantResult,
+    build_compare_report,
+    load_compare_report,
+    make_run,
+)
 from fuelrail.bench.studies.compare.run import Measured, Workshop, affinity
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
@@ -85,7 +90,7 @@ def compare(
     *,
     out: str | os.PathLike[str] | None = None,
     html: bool = True,
-    **changes: Any,  # noqa: ANN401 - fields of CompareOptions
+    **changes: Any,  # fields of CompareOptions
 ) -> CompareReport:
     """Compare the speed of all installed loaders on the images of a dataset, or of a source as in `shard`.
 
@@ -149,7 +154,7 @@ class _Session:
             self._refuse_other(before)
 
     def prepare(self, workshop: Workshop, entrants: list[Contestant]) -> None:
-        """Data and images of every contestant; those that fail are noted and stay out."""
+        """Make data and images of every contestant; note those that fail, and leave them out."""
         self._entrants = []
         for number, contestant in enumerate(entrants):
             name = contestant.name
@@ -165,7 +170,7 @@ class _Session:
                 else:
                     reason = workshop.prepare(contestant)
             runs = known.runs if known else []
-            self._entries[name] = Entry(
+            self._entries[name] = ContestantResult(
                 name=name, peer=contestant.peer, recipe=contestant.recipe, check=check, left_out=reason, runs=runs,
                 figures=None,
             )  # fmt: skip
@@ -176,7 +181,7 @@ class _Session:
             self.publish(cut_off=_UNDER_WAY)
 
     def measure(self, workshop: Workshop) -> None:
-        """The rounds; the report is written after each run, so that nothing measured is lost."""
+        """Measure the rounds; write the report after each run, so that nothing measured is lost."""
         for done in range(self._given.rounds):
             turns = self._entrants if self._rounds % 2 == 0 else self._entrants[::-1]
             with Progress(f"round {self._rounds + 1}", self._console) as progress:

@@ -70,7 +70,7 @@ def diagnose(
     *,
     out: str | os.PathLike[str] | None = None,
     html: bool = True,
-    **changes: Any,  # noqa: ANN401 - fields of DiagnoseOptions
+    **changes: Any,  # fields of DiagnoseOptions
 ) -> DiagnoseReport:
     """Find the bottleneck of a training run by leaving out one part at a time.
 

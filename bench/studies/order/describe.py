@@ -68,7 +68,7 @@ def describe_order(
     dataset: str | os.PathLike[str],
     order: OrderSpec | None = None,
     options: DescribeOptions | None = None,
-    **changes: Any,  # noqa: ANN401 - fields of DescribeOptions
+    **changes: Any,  # fields of DescribeOptions
 ) -> Description:
     """Measure which samples an order selects and how random it is; without ``order`` and ``config`` a seeded shuffle.
 

@@ -109,7 +109,7 @@ def measure(order: NDArray[np.int64]) -> ShuffleQuality:
 
 
 def _bucket_z(order: NDArray[np.int64]) -> float:
-    """Chi-square of position buckets against sample buckets, 2 to 64 of each with 10 expected in a cell, as a z.
+    """Return chi-square of position buckets against sample buckets, 2 to 64 of each with 10 expected in a cell, as a z.
 
     Both margins are fixed, as every sample comes once; the mean over random permutations is then degrees * n / (n - 1).
     The z is Wilson and Hilferty's cube root (1931).
@@ -137,7 +137,7 @@ def same_pairs(groups: NDArray[np.integer], batch: int) -> float:
 
 
 def distinct_per_batch(groups: NDArray[np.integer], batch: int) -> float:
-    """Different groups in a full batch, on average; NaN without a full batch."""
+    """Return the mean number of different groups in a full batch; NaN without a full batch."""
     batches = np.sort(groups[: len(groups) // batch * batch].reshape(-1, batch), axis=1)
     return float(_is_new(batches).sum(axis=1).mean()) if len(batches) else float("nan")
 

@@ -11,7 +11,7 @@ import msgspec
 
 from fuelrail.bench.measure.machine import dataset_facts
 from fuelrail.bench.planner.scenario import Data, Scenario
-from fuelrail.bench.planner.step_time import Work, fit, limits_of, step_time
+from fuelrail.bench.planner.step_time import StepWork, fit, limits_of, step_time
 from fuelrail.bench.report.files import load_report_of
 from fuelrail.bench.studies.loader import report as loader_report
 from fuelrail.bench.studies.loader.report import LoaderReport
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def calibrated(asked: Scenario, cluster: ClusterSettings, reports: Sequence[str]) -> tuple[Scenario, list[str]]:
     """Return the scenario with fitted efficiencies, and what they rest on. Raises ConfigError."""
-    cases: list[tuple[Work, ClusterSettings, ComputeType, float]] = []
+    cases: list[tuple[StepWork, ClusterSettings, ComputeType, float]] = []
     for name in reports:
         path = Path(name)
         cases.append(_case(load_report(path), path, cluster))
@@ -44,7 +44,7 @@ def calibrated(asked: Scenario, cluster: ClusterSettings, reports: Sequence[str]
     return msgspec.structs.replace(asked, efficiency=found), [said]
 
 
-def _case(report: Report, path: Path, cluster: ClusterSettings) -> tuple[Work, ClusterSettings, ComputeType, float]:
+def _case(report: Report, path: Path, cluster: ClusterSettings) -> tuple[StepWork, ClusterSettings, ComputeType, float]:
     """Return what a run counted, and how long its steps took without waiting for data."""
     name = str(report.model["name"])
     if report.accelerator["kind"] != "cuda":

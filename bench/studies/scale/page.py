@@ -64,7 +64,7 @@ def _hero(report: ScaleReport) -> list[Hero]:
 
 
 def measured_rows(report: ScaleReport) -> list[list[str]]:
-    """One row a run, with what the model made of it."""
+    """Return one row for each run, with the model's prediction."""
     trials = {(trial.num_ranks, trial.batch_size): trial for trial in report.trials}
     rows = []
     for run in report.measured:

@@ -20,10 +20,10 @@ FITTED_RANKS = 2
 """Runs with up to this number of ranks feed the model; those with more are compared with it."""
 
 _MAX_ERROR = 0.1
-"""Of the simulated step time of a measured run; beyond it nothing is simulated."""
+"""The largest error of the simulated step time of a measured run; beyond it nothing is simulated."""
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
+class MeasuredRun(msgspec.Struct, frozen=True, kw_only=True):
     """One measured run: ``batch_size`` samples a rank.
 
     ``scalings`` names what it is a point of: ``weak`` (each rank's batch stays the same) or ``strong`` (all ranks'
@@ -58,13 +58,13 @@ class ScaleReport(ReportHeader, frozen=True, kw_only=True):
     """A whole report. ``cut_off`` says why it is partial: which runs are missing; then there may be no curves."""
 
     accelerator: dict[str, Any]
-    measured: list[Measured]
+    measured: list[MeasuredRun]
     fit: HostFit | None
     trials: list[Trial]
     curves: list[Curve]
 
 
-def with_efficiencies(runs: Sequence[Measured]) -> list[Measured]:
+def with_efficiencies(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
     """Return the runs, each with its efficiency on every curve, against the run there with the fewest ranks."""
     found = []
     for run in runs:
@@ -76,7 +76,7 @@ def with_efficiencies(runs: Sequence[Measured]) -> list[Measured]:
     return found
 
 
-def try_model(fit: HostFit, runs: Sequence[Measured], seed: int) -> list[Trial]:
+def try_model(fit: HostFit, runs: Sequence[MeasuredRun], seed: int) -> list[Trial]:
     """Simulate every measured run: all of its ranks on one host, as they were."""
     trials = []
     for run in runs:
@@ -95,7 +95,8 @@ def try_model(fit: HostFit, runs: Sequence[Measured], seed: int) -> list[Trial]:
 
 
 def make_curves(fit: HostFit, batch_size: int, global_batch: int, options: ScaleOptions) -> list[Curve]:
-    """Weak and strong scaling to ``max_ranks``: as measured, with stragglers, and with a limited storage bandwidth.
+    """Return weak and strong scaling to ``max_ranks``: as measured, with stragglers, and with a limited storage
+    bandwidth.
 
     Strong scaling shares ``strong_batch`` samples, and ends where each rank has one; without it one for each of
     ``max_ranks``, or ``global_batch``, what was shared as it was measured, if that is more.
@@ -121,7 +122,7 @@ def build_scale_report(
     dataset: DatasetFacts,
     accelerator: dict[str, Any],
     options: dict[str, Any],
-    runs: Sequence[Measured],
+    runs: Sequence[MeasuredRun],
     fit: HostFit | None,
     curves: Sequence[Curve],
     cut_off: str | None,

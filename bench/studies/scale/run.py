@@ -23,7 +23,7 @@ from fuelrail.bench.report.progress import Progress
 from fuelrail.bench.studies.scale.options import ScaleOptions
 from fuelrail.bench.studies.scale.report import (
     FITTED_RANKS,
-    Measured,
+    MeasuredRun,
     ScaleReport,
     build_scale_report,
     make_curves,
@@ -49,7 +49,7 @@ def scale(
     *,
     out: str | os.PathLike[str] | None = None,
     html: bool = True,
-    **changes: Any,  # noqa: ANN401 - fields of ScaleOptions
+    **changes: Any,  # fields of ScaleOptions
 ) -> ScaleReport:
     """Measure weak and strong scaling on this host with emulated accelerators, and simulate more ranks.
 
@@ -168,7 +168,7 @@ class ScalePlan:
         """Run all points of a number of ranks."""
         return measure_all(self.runs[count])
 
-    def point(self, report: Report) -> Measured | None:
+    def point(self, report: Report) -> MeasuredRun | None:
         """Return a report as a point; None where its window was too short for figures."""
         if report.figures is None:
             return None
@@ -179,7 +179,7 @@ class ScalePlan:
         if size * count == self.global_batch:
             scalings.append("strong")
         low, high = np.quantile(bootstrap_means(_column(report, "wall").mean(axis=0), 0), (0.025, 0.975))
-        return Measured(
+        return MeasuredRun(
             num_ranks=count,
             batch_size=size,
             scalings=scalings,
@@ -241,7 +241,7 @@ class ScalePlan:
 
 
 def _communication_ms(report: Report) -> float:
-    """Exposed all-reduce of the rank that came last, which does not wait; mean over steps."""
+    """Return the exposed all-reduce of the rank that came last, which does not wait; mean over steps."""
     return float(_column(report, "all_reduce").min(axis=0).mean())
 
 

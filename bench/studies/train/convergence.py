@@ -63,7 +63,7 @@ class LossComparison(msgspec.Struct, frozen=True, kw_only=True):
     part_at_step: int | None
 
     def sentence(self) -> str:
-        """The result as text."""
+        """Return the result as text."""
         if self.verdict == "too short":
             return f"The loss cannot be compared with {self.other}: the runs share too few steps."
         end = "in the last third the loss is not finite"
@@ -95,7 +95,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     samples: int | None
 
     def sentence(self) -> str:
-        """The result as text."""
+        """Return the result as text."""
         if self.step is None:
             return f"The loss did not reach {self.loss:g}."
         return (
@@ -105,7 +105,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def time_to(target: float, series: Sequence[Series], global_batch: int) -> Target:
-    """When the mean of the ranks' losses reached a target."""
+    """Return when the mean of the ranks' losses reached a target."""
     loss, end_s = _mean_loss(series), np.array([one.end_s[: _length(series)] for one in series]).max(axis=0)
     first = series[0].first_step
     for at in range(_TARGET_STEPS - 1, len(loss)):
@@ -173,13 +173,13 @@ class _Curve(msgspec.Struct, frozen=True):
         return self.start + len(self.loss) * self.batch
 
     def between(self, start: int, end: int) -> NDArray[np.float64]:
-        """The losses of the steps from ``start`` to ``end`` samples."""
+        """Return the losses of the steps from ``start`` to ``end`` samples."""
         first = -(-(start - self.start) // self.batch)
         found: NDArray[np.float64] = self.loss[first : (end - self.start) // self.batch]
         return found
 
     def means(self, edges: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Mean loss between neighbouring edges."""
+        """Return the mean loss between neighbouring edges."""
         # A step belongs where its middle is.
         cuts = np.ceil((edges - self.start) / self.batch - 0.5).astype(int)
         return np.array([self.loss[first:last].mean() for first, last in pairwise(cuts)])

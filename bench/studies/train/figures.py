@@ -103,7 +103,7 @@ def figures_of(settings: TrainSettings, logs: Sequence[RankLog], window: Window)
 
 
 def _mfu(settings: TrainSettings, logs: Sequence[RankLog], steps: Sequence[StepRecord]) -> float | None:
-    """Of all ranks' steps together; padding rows, which the device computes too, do not count."""
+    """Return the use of all ranks' steps together; padding rows, which the device computes too, do not count."""
     profile = settings.profile
     facts = next((log.input for log in logs if log.input), None)
     header = next((log.header for log in logs if log.header), None)
@@ -144,7 +144,7 @@ def _throughput(ranks: Sequence[Sequence[StepRecord]], price_per_gpu_hour: float
 
 
 def _stage_figures(snapshots: Sequence[Sequence[StageSnapshot]], wall_s: float) -> list[StageFigures]:
-    """Differences of the stage clocks over the window; none if a rank was cut off before its second snapshot."""
+    """Return the differences of the stage clocks over the window; none if a rank ended before its second snapshot."""
     if not all(len(rank) == 2 for rank in snapshots):
         return []
     figures = []

@@ -227,7 +227,7 @@ def _memory(report: Report, plots: Mapping[str, str]) -> list[Section]:
 
 
 def _learning(report: Report) -> list[Section]:
-    """Loss compared, targets and checkpoints, one sentence each."""
+    """Return the comparison of losses, targets and checkpoints, one sentence each."""
     lines = learning_sentences(report)
     return [Section("Learning and checkpoints", [Items(lines)])] if lines else []
 

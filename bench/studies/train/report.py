@@ -133,7 +133,7 @@ def build_report(
 
 
 def learning_sentences(report: Report) -> list[str]:
-    """What the report says on loss and checkpoints, as text."""
+    """Return the report's sentences on loss and checkpoints."""
     parts = [part.sentence() for part in (report.against, report.target) if part is not None]
     return [*parts, *(report.checkpoints.sentences() if report.checkpoints else [])]
 

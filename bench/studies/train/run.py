@@ -40,7 +40,7 @@ def train(
     *,
     out: str | os.PathLike[str] | None = None,
     html: bool = True,
-    **changes: Any,  # noqa: ANN401 - fields of TrainOptions
+    **changes: Any,  # fields of TrainOptions
 ) -> Report:
     """Train a small multi-camera model on a dataset and report how busy the accelerators were.
 
@@ -202,7 +202,7 @@ def _launch(num_ranks: int, runs: Sequence[TrainRun], settings_file: Path) -> Ou
 
 
 def why_cut_off(outcome: Outcome, logs: Sequence[RankLog]) -> str | None:
-    """One sentence on why a run ended early, or None: the first cause, not what the other ranks died of after it."""
+    """Return one sentence on why a run ended early, or None: the first cause, not the later faults of other ranks."""
     if outcome.interrupted:
         return "the run was interrupted"
     if outcome.exit_code == 0:

@@ -244,7 +244,7 @@ def _check_teacher(options: TrainOptions) -> None:
 
 
 def _checkpoint_place(options: TrainOptions) -> str | None:
-    """The place of checkpoints as all ranks see it. Raises ConfigError where it cannot be one."""
+    """Return the place of checkpoints as all ranks see it. Raise ConfigError where it cannot be one."""
     place = options.checkpoint
     if place is None:
         return None

@@ -179,7 +179,7 @@ def _of_the_window(settings: TrainSettings, logs: Sequence[RankLog], window: Win
 
 
 def _waits_at_turns(logs: Sequence[RankLog], window: Window) -> tuple[int, float]:
-    """Steps of the longest epoch seen, and the share of all data wait that fell on epochs' first steps."""
+    """Return the steps of the longest epoch seen, and the share of all data wait that fell on epochs' first steps."""
     at_turns = total = 0
     lengths: dict[int, int] = {}
     for log in logs:
@@ -192,7 +192,9 @@ def _waits_at_turns(logs: Sequence[RankLog], window: Window) -> tuple[int, float
 
 
 def _share_from_stock(logs: Sequence[RankLog], window: Window, accumulation: int) -> float:
-    """Largest share of a rank's measured steps that was fed from stock: results that waited before and not after."""
+    """Return the largest share of a rank's measured steps that was fed from stock: results that waited before and not
+    after.
+    """
     shares = [
         (first.stages[-1].waiting - last.stages[-1].waiting) / accumulation / window.num_measured_steps
         for log in logs

@@ -194,7 +194,7 @@ def parallelise(
 def _recompute(block: nn.Module, *, selective: bool) -> None:
     """Compute a block again in the backward pass instead of keeping its activations: all of it, or what is cheap."""
 
-    def policy(_: object, operation: object, *__: Any, **___: Any) -> checkpoint.CheckpointPolicy:  # noqa: ANN401
+    def policy(_: object, operation: object, *__: Any, **___: Any) -> checkpoint.CheckpointPolicy:
         policies = checkpoint.CheckpointPolicy
         return policies.MUST_SAVE if str(operation).startswith(_KEPT) else policies.PREFER_RECOMPUTE
 

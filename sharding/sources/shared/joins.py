@@ -106,13 +106,13 @@ class Tokens(Texts):
         """Return the row number of each token; -1 where there is none. For a table of few rows."""
         return np.array([self._row_of.get(token, -1) for token in tokens], np.int64)
 
-    def resolve(self, tokens: Sequence[str], *, may_be_empty: bool = True, **where: Any) -> NDArray[np.int64]:  # noqa: ANN401
+    def resolve(self, tokens: Sequence[str], *, may_be_empty: bool = True, **where: Any) -> NDArray[np.int64]:
         """Do :meth:`resolve_all` for a few tokens at hand, for a table of few rows."""
         rows = self.find(tokens)
         self._check(rows, tokens, may_be_empty=may_be_empty, **where)
         return rows
 
-    def resolve_all(self, links: Texts, *, may_be_empty: bool = True, **where: Any) -> NDArray[np.int64]:  # noqa: ANN401
+    def resolve_all(self, links: Texts, *, may_be_empty: bool = True, **where: Any) -> NDArray[np.int64]:
         """Return the row number of each token; -1 for an empty one.
 
         ``where``: ``table`` and ``column`` of the links, and ``owners``, the tokens of the rows that have them; ``cut``

@@ -42,7 +42,7 @@ class Span(tuple[int, int]):
 
 
 def varint(data: bytes | memoryview, at: int) -> tuple[int, int]:
-    """A number, and where the next byte is; raises ValueError where it does not end."""
+    """Return a number, and where the next byte is; raise ValueError where it does not end."""
     value = 0
     for number, byte in enumerate(data[at : at + 10]):
         if byte < 0x80:
@@ -52,7 +52,7 @@ def varint(data: bytes | memoryview, at: int) -> tuple[int, int]:
 
 
 def fields(data: bytes) -> Iterator[tuple[int, int, int | bytes]]:
-    """Number, wire type and value of each field of a message; raises ValueError where it is not one."""
+    """Yield number, wire type and value of each field of a message; raise ValueError where it is not one."""
     for number, wire, start, end, value in spans(data):
         yield number, wire, value if wire == VARINT else data[start:end]
 
@@ -85,14 +85,15 @@ def alike(
 
 
 def numbers(columns: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """The varints (N,) whose bytes are the rows of (N, B)."""
+    """Return the varints (N,) whose bytes are the rows of (N, B)."""
     return (columns & 0x7F).astype(np.int64) @ (1 << 7 * np.arange(columns.shape[1]))
 
 
 def spans(
     data: bytes | memoryview, at: int = 0, end: int | None = None, *, whole: bool = True
 ) -> Iterator[tuple[int, int, int, int, int]]:
-    """Number and wire type of each field of a message, where its value begins and ends, and the value of a number.
+    """Yield number and wire type of each field of a message, where its value begins and ends, and the value of a
+    number.
 
     The message is from ``at`` to ``end``, by default all of ``data``. If not ``whole``, the last value may end behind
     it. Raises ValueError for what is no message.
@@ -129,7 +130,7 @@ class FieldPlace(msgspec.Struct, frozen=True, gc=False):
 
 
 def field_places(window: FileWindow, start: int, end: int, ahead: int = 0) -> Iterator[FieldPlace]:
-    """The fields of the message from ``start`` to ``end`` in a file, of which only their heads are read.
+    """Yield the fields of the message from ``start`` to ``end`` in a file, of which only their heads are read.
 
     ``ahead`` bytes are read beyond each head that is not in memory. Raises ValueError where it is no message.
     """
@@ -163,7 +164,7 @@ def _fixed(wire: int) -> int:
 
 
 def doubles(data: bytes, number: int) -> list[float]:
-    """The values of a repeated field of doubles, packed or not; raises ValueError for another type."""
+    """Return the values of a repeated field of doubles, packed or not; raise ValueError for another type."""
     found: list[float] = []
     for field, wire, value in fields(data):
         if field == number:

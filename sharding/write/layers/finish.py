@@ -1,4 +1,4 @@
-"""From the rows of a layer to its files: shards by arithmetic, tables, attributes, the manifest last."""
+"""The rows of a layer become its files: shards by arithmetic, tables, attributes, the manifest last."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ _ARROW: Final = {"b": pa.bool_(), "i": pa.int64(), "u": pa.int64(), "f": pa.floa
 
 
 def scalar_channels(channels: Sequence[Channel]) -> dict[str, pa.DataType]:
-    """Names and Arrow types of the channels that are attributes too: single numbers of at most 63 bits, and truths."""
+    """Return names and Arrow types of the channels that are attributes too: single numbers of at most 63 bits, and
+    bools.
+    """
     return {
         one.name: _ARROW[one.numpy_dtype.kind]
         for one in channels

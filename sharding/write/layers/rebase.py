@@ -130,7 +130,7 @@ def _check_sensors(manifest: LayerManifest, entry: BaseEntry, where: str) -> Non
 
 
 def _rows_by_key(layer: Dataset, base: Dataset) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """The row of the layer for each position of the base, int64 (num_samples,), `NO_ROW` where it has none."""
+    """Return the row of the layer for each position of the base, int64 (num_samples,), `NO_ROW` where it has none."""
     keys: pa.ChunkedArray = layer.index.texts("key")
     found = pc.index_in(base.index.texts("key"), value_set=keys.combine_chunks())
     return np.asarray(pc.fill_null(found, NO_ROW).to_numpy(), np.int64)

@@ -8,20 +8,20 @@ from fuelrail.sharding.demo.lidar import NUM_COLUMNS, NUM_RINGS, cast, points_in
 from fuelrail.sharding.demo.options import SynthOptions
 from fuelrail.sharding.demo.shapes import SIDES, shape_of
 from fuelrail.sharding.demo.solids import Solid, solids_near
-from fuelrail.sharding.demo.world import Clip, captures, make_clip
+from fuelrail.sharding.demo.world import SynthClip, captures, make_clip
 
 pytestmark = pytest.mark.slow
 
 SPEC = SynthOptions(seed=9, frames=2)
 
 
-def _sweep(index: int) -> tuple[Clip, list[Solid], int]:
+def _sweep(index: int) -> tuple[SynthClip, list[Solid], int]:
     clip = make_clip(SPEC, index)
     capture_us = captures(SPEC, clip)[0].timestamp_us
     return clip, solids_near(clip, capture_us), capture_us
 
 
-def _global(clip: Clip, capture_us: int, points: np.ndarray) -> np.ndarray:
+def _global(clip: SynthClip, capture_us: int, points: np.ndarray) -> np.ndarray:
     lidar2global = clip.ego2global(capture_us) @ clip.rig.lidar.sensor2ego
     return points[:, :3].astype(np.float64) @ lidar2global[:3, :3].T + lidar2global[:3, 3]
 

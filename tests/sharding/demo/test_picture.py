@@ -12,10 +12,10 @@ from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.sharding.demo.options import SynthOptions
 from fuelrail.sharding.demo.picture import owners, render
 from fuelrail.sharding.demo.solids import Solid, solids_near
-from fuelrail.sharding.demo.world import Clip, captures, make_clip
+from fuelrail.sharding.demo.world import SynthClip, captures, make_clip
 
 if TYPE_CHECKING:
-    from fuelrail.sharding.demo.rig import Sensor
+    from fuelrail.sharding.demo.rig import RigSensor
 
 pytestmark = pytest.mark.slow
 
@@ -24,8 +24,8 @@ CLEAR, RAIN, DUSK, NIGHT = range(4)
 
 
 class _Shot(NamedTuple):
-    clip: Clip
-    camera: Sensor
+    clip: SynthClip
+    camera: RigSensor
     solids: list[Solid]
     exposure_us: int
 

@@ -18,7 +18,7 @@ from fuelrail.sharding.demo.rig import make_rig
 from fuelrail.sharding.demo.shapes import shape_of
 from fuelrail.sharding.demo.solids import Solid, solids_near, visibility_level
 from fuelrail.sharding.demo.street import check_times, corners, footprint_track, footprints_overlap
-from fuelrail.sharding.demo.world import KEYFRAME_US, Clip, captures, make_clip, token
+from fuelrail.sharding.demo.world import KEYFRAME_US, SynthClip, captures, make_clip, token
 
 SPEC = SynthOptions(seed=11, clips=6, frames=5, lidar_sweeps=2, camera_sweeps=1)
 
@@ -148,7 +148,7 @@ def test_levels_end_where_nuscenes_says(share: float, level: str) -> None:
     assert visibility_level(share) == level
 
 
-def _ahead(clip: Clip, metres: float, left: float, actor: int, size: tuple[float, float, float]) -> Solid:
+def _ahead(clip: SynthClip, metres: float, left: float, actor: int, size: tuple[float, float, float]) -> Solid:
     (x, y, _), _ = clip.ego(clip.start_us)
     forward = clip.ego2global(clip.start_us)[:3, 0]
     side = np.array([-forward[1], forward[0]])

@@ -29,8 +29,8 @@ from fuelrail.pipeline.sample.schema import (
 from fuelrail.pipeline.sample.schema import Meta as SampleMeta
 from fuelrail.pipeline.settings import Settings, convert, flag
 from fuelrail.pipeline.text import shown
-from fuelrail.sharding.sources.dataset_part import INLINE, DatasetPart
-from fuelrail.sharding.sources.merging import check_alike, check_disjoint, joined, joined_types
+from fuelrail.sharding.sources.fuelrail.merging import check_alike, check_disjoint, joined, joined_types
+from fuelrail.sharding.sources.fuelrail.part import INLINE, DatasetPart
 from fuelrail.sharding.sources.shared.scan_table import Reference, frame_key
 from fuelrail.sharding.sources.source import Camera, ScanInfo
 
