@@ -14,7 +14,8 @@ DALI := $(shell test "$(DRIVER)" -ge 580 2>/dev/null && echo dali-cu13 || echo d
 # Its own requirements pin numpy below 2 though it runs with 2, so it is installed without them (the tests use it as an oracle).
 DEVKIT := nuscenes-devkit==1.2.0
 
-PYTEST := $(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile
+# Files start in the order of their names: those that take long are not among the last.
+PYTEST := $(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # Tests start hundreds of interpreters: without compiled files on disk, each compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -27,7 +28,7 @@ SPELLED := *.md bench configs docs loaders pipeline sharding tests .src/fuelrail
 help:
 	@echo "make demo       set up, synthesise, shard, verify, draw a sample, train on 2 ranks, write the report"
 	@echo "make test       set up and run the test suite, all but the slow lane"
-	@echo "make test-fast  set up and run the unit lane: some five minutes of processor time"
+	@echo "make test-fast  set up and run the first case of each test of the unit lane"
 	@echo "make test-slow  proofs that are repeated: every strategy, 200 kills, the planner against real runs"
 	@echo "make coverage   the unit lane, and the share of each hall's lines that it runs"
 	@echo "make test-dali  DALI's own tests, on the CPU and on fake devices"
@@ -74,14 +75,14 @@ pictures: demo
 		--screenshot=docs/assets/report.png "file://$(abspath $(DEMO))/bench/report.html"
 	$(BIN)/python -m fuelrail.bench.studies.compare.plots bench/results/compare.json docs/assets/compare.svg
 
-test: coverage
-	$(PYTEST) -m "not unit"
+test: setup
+	$(PYTEST) -m "not long"
 
 test-fast: setup
-	$(PYTEST) -m unit
+	$(PYTEST) -m unit --first-cases
 
 test-slow: setup
-	$(BIN)/python -m pytest -v -m long tests/slow
+	$(BIN)/python -m pytest -v -m long tests/slow tests/bench/studies/plan
 
 coverage: setup
 	$(PYTEST) -m unit --cov --cov-report=
@@ -107,7 +108,7 @@ types: setup
 docs: setup
 	$(BIN)/pip install -qq -c constraints.txt -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
-	$(BIN)/python -m fuelrail.bench.studies.diff.kinds build/site/schemas
+	$(BIN)/python -m fuelrail.bench.studies.diff build/site/schemas
 	@echo "file://$(abspath build/site)/index.html"
 
 wheel: setup

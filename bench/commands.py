@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from typing import TYPE_CHECKING, Annotated
 
 from fuelrail.pipeline.cli import Command, add_flags, from_flags
+from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.runtime.workers import sigterm_interrupts
 from fuelrail.pipeline.settings import Settings, flag
@@ -21,13 +23,28 @@ INSPECT = OFFLINE["inspect"]
 def _configure(parser: argparse.ArgumentParser) -> None:
     # Not before: studies take a second to import, and `inspect` needs none.
     from fuelrail.bench.studies.commands import STUDIES, command
-    from fuelrail.bench.studies.diff.command import DIFF
+    from fuelrail.bench.studies.diff import COMPARE_ROOM, DIFF
 
+    entries = {word: command(word, study) for word, study in STUDIES.items()} | {"diff": DIFF}
     words = parser.add_subparsers(dest="word", required=True, metavar="WORD")
-    for word, entry in {**{word: command(word, study) for word, study in STUDIES.items()}, "diff": DIFF}.items():
+    if importlib.util.find_spec(COMPARE_ROOM) is not None:
+        from fuelrail.bench.studies.compare.session import COMPARE
+
+        entries["compare"] = COMPARE
+    else:  # whatever its arguments are
+        refused = words.add_parser("compare", help="compare loaders: runs from a checkout", prefix_chars="+")
+        refused.add_argument("arguments", nargs="*")
+        refused.set_defaults(run_word=_refuse_compare)
+    for word, entry in entries.items():
         parser_of_word = words.add_parser(word, help=entry.help)
         entry.configure(parser_of_word)
         parser_of_word.set_defaults(run_word=entry.run)
+
+
+def _refuse_compare(_: argparse.Namespace) -> int:
+    from fuelrail.bench.studies.diff import FROM_CHECKOUT
+
+    raise ConfigError(FROM_CHECKOUT)
 
 
 def _run(arguments: argparse.Namespace) -> int:

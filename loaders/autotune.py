@@ -6,7 +6,7 @@ is busy all the time gets a thread more; where none is, batches come in bursts, 
 out; where decoding has all the threads it may have, one fewer is tried, for threads beyond the cores that are really
 free get into each other's way, and into the trainer's. When nothing helps it rests, longer each time.
 
-The order of samples and every byte of a batch are the same whatever it picks. Changes go to the log at INFO.
+The order of samples and every byte of a batch are the same for any choice. Changes go to the log at INFO.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Tuning(NamedTuple):
 
 
 def decode_ahead(num_workers: int, batch_size: int) -> int:
-    """Decoded samples that may wait to be made a batch."""
+    """Return the number of decoded samples that may wait for their batch."""
     return max(batch_size, 2 * num_workers)
 
 
 def batches_in_flight(tuning: Tuning, batch_size: int) -> int:
-    """Batch buffers in use at most: ready, being decoded, being assembled, at the trainer and just given up by it."""
+    """Count the batch buffers in use at most: ready, in decoding, in assembly, at the trainer, just given up."""
     return tuning.ready + 3 + -(-decode_ahead(tuning.num_workers, batch_size) // batch_size)
 
 
@@ -60,7 +60,7 @@ def make_tuner(
 ) -> Autotuner:
     """Return the tuner of a loader: it starts with this rank's CPUs and ``ready`` batches, within the budget.
 
-    ``lanes`` is for a decoder on a GPU: its least and largest number of threads, whatever the CPUs. Raises ConfigError
+    ``lanes`` is for a decoder on a GPU: its least and largest number of threads, for any CPUs. Raises ConfigError
     where the memory does not hold the batches that are in flight at the least.
     """
     share = default_num_workers()

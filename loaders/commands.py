@@ -147,9 +147,7 @@ def _pillow() -> Finding:
 
 
 def _dali() -> list[Finding]:
-    """Return whether DALI can be used, what decodes on a GPU, and the known faults of its libraries."""
-    import torch
-
+    """Return whether DALI can be used, and what decodes on a GPU."""
     found = dali_install.installed_dali()
     if found is None:
         return [Finding("decoder=dali", "NVIDIA DALI is not installed", dali_install.what_to_install()), _engine()]
@@ -160,11 +158,7 @@ def _dali() -> list[Finding]:
         f"ready: {found}; on the CPU it decodes in full size and is slower than turbo",
         "with a GPU give the loader decoder='dali' and device='cuda'; auto does not choose it",
     )
-    faults = [
-        Finding("known fault", f"{fault.library} {fault.effect}; avoided: {fault.avoided_by}")
-        for fault in found.known_faults
-    ]
-    return [ready, _engine(), *(faults if torch.cuda.is_available() else ())]
+    return [ready, _engine()]
 
 
 def _engine() -> Finding:

@@ -38,6 +38,38 @@ from fuelrail.pipeline.transforms.points import PointSweeps
 if TYPE_CHECKING:
     import torch
 
+BoxFrame: TypeAlias = Literal["ego", "lidar"]
+"""Frames of reference that boxes can be in."""
+
+_MEMORY_SHARE: Final = 0.25
+
+_DEFAULT_IMAGE: Final = ImageAugment(height=256, width=704)
+
+_BOOL: Final = must_be("True or False")
+_COUNT: Final = must_be("an integer >= 1")
+_WORKERS: Final = must_be(
+    "an integer from 1 to 4096, 'auto', a Budget or None: it is the number of threads that decode in "
+    "this process, not of worker processes, so 0 is not possible; leave it out for one thread for each CPU of this rank"
+)
+_RATIOS: Final = must_be(
+    'a dict with an integer >= 1 for each dataset, by its name, or None; such as {"city": 3, "highway": 1}'
+)
+
+_OWN_RANK: Final = (
+    "each rank reads its own part without one: no DistributedSampler, no `prepare_data_loader`, no skipped batches"
+)
+_TORCH_ONLY: Final = {
+    "sampler": f"the order of samples is set by `shuffle`, or in full by `order=OrderSpec(...)`; {_OWN_RANK}",
+    "batch_sampler": "a batch is the next `batch_size` samples of the order, which `order=OrderSpec(...)` sets; "
+    f"{_OWN_RANK}",
+    "worker_init_fn": "there are no worker processes to initialise; decoding runs in threads of this process",
+    "persistent_workers": "there are no worker processes; the decoding threads always live on between epochs",
+    "multiprocessing_context": "there are no worker processes; decoding runs in threads of this process",
+    "timeout": "`storage=StorageOptions(retry=RetryPolicy(deadline_s=...))` limits how long storage may take",
+    "generator": "all randomness comes from `seed`, so that any rank can resume it",
+    "pin_memory_device": "with `device='cuda:N'` batches are pinned and copied to that device",
+}
+
 
 @functools.lru_cache(maxsize=64)
 def _column(levels: tuple[float, ...], device: torch.device) -> torch.Tensor:
@@ -115,12 +147,6 @@ class Normalize(Settings, frozen=True):
         return {**batch, "img": self.images(img)}
 
 
-BoxFrame: TypeAlias = Literal["ego", "lidar"]
-"""Frames of reference that boxes can be in."""
-
-_MEMORY_SHARE: Final = 0.25
-
-
 class Budget(CheckedSettings, frozen=True):
     """Limits for ``num_workers="auto"``; given as ``num_workers`` itself it means "auto" within these limits.
 
@@ -155,9 +181,6 @@ class StaticBatches(CheckedSettings, frozen=True):
     max_boxes: Annotated[int, Meta(ge=1), must_be("an integer >= 1")] = 256
     max_points: Annotated[Annotated[int, Meta(ge=1)] | None, must_be("an integer >= 1, or None")] = None
     buffers: Annotated[int, Meta(ge=1, le=1024), must_be("an integer from 1 to 1024")] = 2
-
-
-_DEFAULT_IMAGE: Final = ImageAugment(height=256, width=704)
 
 
 class Transforms(Settings, frozen=True):
@@ -240,7 +263,7 @@ class Transforms(Settings, frozen=True):
 
     @property
     def static_batches(self) -> StaticBatches | None:
-        """How batches are made static; None: they are not."""
+        """The settings of static batches; None where batches are not static."""
         if isinstance(self.static, bool):
             return StaticBatches() if self.static else None
         return self.static
@@ -295,17 +318,6 @@ class StorageOptions(CheckedSettings, frozen=True):
         """Return all fields, without the values in ``options``, which may be credentials."""
         hidden = None if self.options is None else dict.fromkeys(self.options, "...")
         return msgspec.Struct.__repr__(msgspec.structs.replace(self, options=hidden))
-
-
-_BOOL: Final = must_be("True or False")
-_COUNT: Final = must_be("an integer >= 1")
-_WORKERS: Final = must_be(
-    "an integer from 1 to 4096, 'auto', a Budget or None: it is the number of threads that decode in "
-    "this process, not of worker processes, so 0 is not possible; leave it out for one thread for each CPU of this rank"
-)
-_RATIOS: Final = must_be(
-    'a dict with an integer >= 1 for each dataset, by its name, or None; such as {"city": 3, "highway": 1}'
-)
 
 
 class Arguments(Settings, frozen=True, kw_only=True):
@@ -384,20 +396,6 @@ _STRUCTS: Final[dict[str, type[Settings]]] = {
     "window": FrameWindow,
     "num_workers": Budget,
 }
-_OWN_RANK: Final = (
-    "each rank reads its own part without one: no DistributedSampler, no `prepare_data_loader`, no skipped batches"
-)
-_TORCH_ONLY: Final = {
-    "sampler": f"the order of samples is set by `shuffle`, or in full by `order=OrderSpec(...)`; {_OWN_RANK}",
-    "batch_sampler": "a batch is the next `batch_size` samples of the order, which `order=OrderSpec(...)` sets; "
-    f"{_OWN_RANK}",
-    "worker_init_fn": "there are no worker processes to initialise; decoding runs in threads of this process",
-    "persistent_workers": "there are no worker processes; the decoding threads always live on between epochs",
-    "multiprocessing_context": "there are no worker processes; decoding runs in threads of this process",
-    "timeout": "`storage=StorageOptions(retry=RetryPolicy(deadline_s=...))` limits how long storage may take",
-    "generator": "all randomness comes from `seed`, so that any rank can resume it",
-    "pin_memory_device": "with `device='cuda:N'` batches are pinned and copied to that device",
-}
 
 
 def refuse_unknown(given: Mapping[str, object]) -> None:
@@ -435,16 +433,16 @@ class UnlikeTorch:
 
 
 def ranks_on_host() -> int:
-    """Ranks that share this host, as the launcher says (LOCAL_WORLD_SIZE), else 1."""
+    """Return the number of ranks that share this host, as the launcher says (LOCAL_WORLD_SIZE), else 1."""
     stated = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(stated)) if stated.isdecimal() else 1
 
 
 def default_num_workers() -> int:
-    """Decoding threads for this rank: its share of the CPUs that the process may use."""
+    """Return the number of decoding threads for this rank: its share of the CPUs that the process may use."""
     return max(1, math.ceil(usable_cpus()) // ranks_on_host())
 
 
 def default_memory_bytes() -> int:
-    """Default memory for batch buffers of this rank."""
+    """Return the default memory for batch buffers of this rank."""
     return int(available_memory_bytes() * _MEMORY_SHARE) // ranks_on_host()

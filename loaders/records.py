@@ -20,9 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, TypedDict, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeAlias, TypedDict, get_type_hints
 
 import torch
+from torch import Tensor
 
 from fuelrail.pipeline.order.epoch import NO_FLAGS
 from fuelrail.pipeline.transforms.ego import IDENTITY, BevMap
@@ -42,21 +43,30 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.transforms.image_map import ImageMap
     from fuelrail.pipeline.transforms.pixels import PixelChange
 
+Images: TypeAlias = "NDArray[np.uint8] | torch.Tensor"
+
+_IMG: Final = "RGB planes; zeros where `cam_valid` is False; with `camera_groups` a dict of these"
+_CAM_VALID: Final = "the camera's image exists; where it does not, its matrices can be NaN: the calibration is unknown"
+_DIST: Final = "lens coefficients of the stored image; 0 without, and where `undistort` removed them"
+_BOXES: Final = "x y z l w h yaw; x y z is the gravity centre; in `box_frame`"
+_POINTS: Final = "first lidar, its own frame and columns; with several sweeps also `dt_s`, seconds since measured"
+_FRAME_VALID: Final = "False: the clip has no such frame, and another one or zeros (`pad`) are in its place"
+
 
 class Source(NamedTuple):
     """One dataset to read from. It is no stage's record: all samples of the dataset share it."""
 
     name: str | None
-    """In a mix; None for a dataset alone."""
+    """The name in a mix; None for a dataset alone."""
     dataset: Dataset
     first_row: int
-    """Where its split begins in its index."""
+    """The row of its index where its split begins."""
     base: int
     """Rows of the mix's datasets before it: ``base + row`` numbers samples over all of them."""
     storage: SampleStorage
     reader: SampleReader
     attributes: AttributeColumns
-    """Those that a batch has."""
+    """The attributes that a batch has."""
 
 
 class Scheduled(NamedTuple):
@@ -67,17 +77,17 @@ class Scheduled(NamedTuple):
     at: int
     """Row in the rank's batch."""
     position: int
-    """In the epoch, over all ranks."""
+    """The position in the epoch, over all ranks."""
     rows: Sequence[int]
     """Rows of the dataset's index, one for each frame."""
     valid: bool
-    """False: padding."""
+    """False for padding."""
     part: int = 0
     """Which dataset of a mix."""
     present: Sequence[bool] | None = None
     """False: the clip has no such frame, the row is that of its stand-in; None: all frames exist."""
     flags: Mapping[str, NDArray[Any]] = NO_FLAGS
-    """Of the whole batch (`BatchSlot`), the same for all of its samples."""
+    """Facts of the whole batch (`BatchSlot`), the same for all of its samples."""
 
 
 class Requested(NamedTuple):
@@ -94,13 +104,10 @@ class CameraImages(NamedTuple):
     """Cameras whose images have one size in a batch."""
 
     name: str | None
-    """Of the group (``Transforms.camera_groups``); None: all cameras of the rig have one size."""
+    """The name of the group (``Transforms.camera_groups``); None: all cameras of the rig have one size."""
     cameras: tuple[int, ...]
     """Which of the loaded cameras."""
     augment: ImageAugment
-
-
-Images: TypeAlias = "NDArray[np.uint8] | torch.Tensor"
 
 
 class BatchSlot(NamedTuple):
@@ -163,7 +170,7 @@ class FrameTask(NamedTuple):
     """One frame of a sample to load."""
 
     row: int
-    """In its dataset's index."""
+    """The row in its dataset's index."""
     present: bool
     """False: a stand-in for a frame that the clip does not have."""
     entry: IndexRow | None
@@ -181,13 +188,13 @@ class Task(NamedTuple):
     slot: BatchSlot
     at: int
     source: Source
-    """Its dataset."""
+    """The sample's dataset."""
     frames: tuple[FrameTask, ...]
     current: int
     """Which of the frames is the sample's own."""
     valid: bool
     position: int
-    """In the epoch, over all ranks."""
+    """The position in the epoch, over all ranks."""
     num_replaced: int = 0
     """Number of bad samples that it replaces."""
 
@@ -227,19 +234,19 @@ class Parsed(NamedTuple):
     maps: tuple[Sequence[ImageMap], ...]
     """Frame by frame, camera by camera: stored pixels to output pixels."""
     changes: Sequence[PixelChange]
-    """Of pixel values, camera by camera."""
+    """The changes of pixel values, camera by camera."""
     bev: BevMap
-    """Of the ego frame."""
+    """The augmentation of the ego frame."""
     extra: Sequence[Mapping[str, Any]] = ()
     """Frame by frame the values of the selected channels, moved; None for what the frame lacks."""
     view: int | None = None
     """Which of two draws it is (``Transforms.two_views``), 0 or 1; None: there is one."""
     second: Parsed | None = None
-    """The same sample under its other draw, for another row of the batch ."""
+    """The same sample under its other draw, for another row of the batch."""
 
     @property
     def views(self) -> tuple[Parsed, ...]:
-        """Return the draws of the sample: itself, and the other one where there are two."""
+        """The draws of the sample: itself, and the other one where there are two."""
         return (self,) if self.second is None else (self, self.second)
 
     @property
@@ -297,7 +304,7 @@ class DecodedSample(NamedTuple):
     maps: Sequence[ImageMap]
     bev: BevMap = IDENTITY
     dataset: str | None = None
-    """Its name in a mix."""
+    """The dataset's name in a mix."""
     base: int = 0
     """Rows of the mix's datasets before it: ``base + row`` numbers samples over all of them."""
     window: DecodedWindow | None = None
@@ -316,49 +323,58 @@ class DecodedSample(NamedTuple):
 class Batch(TypedDict, total=False):
     """What a batch holds, for type checkers and readers: ``batch = cast(fr.Batch, batch)``.
 
-    B samples, N cameras, M boxes, P points. With a temporal window an axis of T frames follows B in what belongs to a
-    frame (`fuelrail.loaders.batch.temporal`). `fuelrail.loaders.batch.assemble` says more about frames of reference.
-    Selected channels and layers add entries of their own.
+    Each entry has its form and its meaning. B samples, N cameras of the rig, output images H x W, M boxes, P points of
+    C columns; the axis in brackets, of T frames, exists with a temporal window. Selected channels and layers add
+    entries of their own. `fuelrail.loaders.batch.assemble` says more about frames of reference.
     """
 
-    img: Annotated[torch.Tensor, "RGB planes [B, N, 3, H, W]; 0 where cam_valid is False; a dict with camera_groups"]
-    cam_valid: Annotated[torch.Tensor, "the camera's image exists"]
-    intrinsics: Annotated[torch.Tensor, "K of the output image"]
-    dist: Annotated[torch.Tensor, "lens coefficients of the stored image; 0 without, and where they were undone"]
-    ida_mat: Annotated[torch.Tensor, "stored pixels to output pixels, homogeneous"]
-    cam2ego: Annotated[torch.Tensor, "static extrinsics"]
-    cam2keyego: Annotated[torch.Tensor, "camera at its exposure to ego at the sample's time"]
-    ego2img: Annotated[torch.Tensor, "ego to (u d, v d, d, 1) of the output image"]
-    lidar2img: Annotated[torch.Tensor, "first lidar at its time to (u d, v d, d, 1) of the output image"]
-    lidar2ego: Annotated[torch.Tensor, "first lidar at its time to ego, not augmented"]
-    ego2global: Annotated[torch.Tensor, "ego pose"]
-    ego2key: Annotated[torch.Tensor, "ego at the frame's time to ego at the key frame's"]
-    bda_mat: Annotated[torch.Tensor, "stored ego frame to augmented ego frame"]
-    timestamp_ns: Annotated[torch.Tensor, "the sample's time"]
-    img_timestamp_ns: Annotated[torch.Tensor, "each camera's exposure"]
-    gt_boxes_3d: Annotated[list[torch.Tensor], "x y z l w h yaw; x y z is the gravity centre; in box_frame"]
-    gt_labels_3d: Annotated[list[torch.Tensor], "class, -1 outside the dataset's classes"]
-    gt_velocity: Annotated[list[torch.Tensor], "m/s over ground, axes of box_frame, NaN if unknown"]
-    gt_valid: Annotated[list[torch.Tensor], "has lidar or radar points, or unknown"]
-    gt_mask: Annotated[torch.Tensor, "static batches: which rows are boxes"]
-    instance_id: Annotated[list[torch.Tensor], "track"]
-    points: Annotated[list[torch.Tensor], "first lidar, its own frame and columns"]
-    points_mask: Annotated[torch.Tensor, "static batches: which rows are points"]
-    sample_key: Annotated[list[str], "name of the sample"]
-    sample_token: Annotated[list[str], "the source's own name of the sample"]
-    clip_id: Annotated[list[str], "clip of the sample"]
-    frame: Annotated[torch.Tensor, "number in the clip"]
-    global_index: Annotated[torch.Tensor, "row of the dataset's index"]
-    frame_valid: Annotated[torch.Tensor, "False: the clip has no such frame, another stands in for it"]
-    frame_global_index: Annotated[torch.Tensor, "row of the dataset's index that is shown"]
-    valid: Annotated[torch.Tensor, "False: a repeated sample (drop_last=False, lanes that ended)"]
-    lane: Annotated[torch.Tensor, "lane of the global batch"]
-    prev_exists: Annotated[torch.Tensor, "the lane showed the frame before; False: forget the past"]
-    dataset: Annotated[list[str], "name of the sample's dataset in the mix"]
-    seed: Annotated[int, "of a sample before `transform`: take randomness from it only"]
-    view: Annotated[torch.Tensor, "number of the sample's draw with two_views"]
-    epoch: Annotated[int, "which epoch this is"]
-    step: Annotated[int, "which global batch of the epoch this is"]
+    img: Annotated[Tensor, "[B, (T,) N, 3, H, W] uint8", _IMG]
+    cam_valid: Annotated[Tensor, "[B, (T,) N] bool", _CAM_VALID]
+    intrinsics: Annotated[Tensor, "[B, (T,) N, 3, 3] float32", "K of the output image"]
+    dist: Annotated[Tensor, "[B, (T,) N, 14] float32", _DIST]
+    ida_mat: Annotated[Tensor, "[B, (T,) N, 4, 4] float32", "stored pixels to output pixels, homogeneous"]
+    cam2ego: Annotated[Tensor, "[B, (T,) N, 4, 4] float32", "static extrinsics"]
+    cam2keyego: Annotated[Tensor, "[B, (T,) N, 4, 4] float32", "camera at its exposure to ego at the sample's time"]
+    ego2img: Annotated[Tensor, "[B, (T,) N, 4, 4] float32", "ego to (u d, v d, d, 1) of the output image"]
+    lidar2img: Annotated[Tensor, "[B, (T,) N, 4, 4] float32", "first lidar at its time to the same"]
+    lidar2ego: Annotated[Tensor, "[B, (T,) 4, 4] float32", "first lidar at its time to ego, not augmented"]
+    ego2global: Annotated[
+        Tensor, "[B, (T,) 4, 4] float64", "ego pose; absent where the source of the dataset knew none"
+    ]
+    ego2key: Annotated[Tensor, "[B, T, 4, 4] float32", "ego at the frame's time to ego at the time of frame 0"]
+    bda_mat: Annotated[Tensor, "[B, 4, 4] float32", "stored ego frame to augmented ego frame"]
+    timestamp_ns: Annotated[Tensor, "[B, (T)] int64", "the time of the sample or the frame"]
+    img_timestamp_ns: Annotated[Tensor, "[B, (T,) N] int64", "each camera's exposure"]
+    gt_boxes_3d: Annotated[list[Tensor], "list of [M, 7] float32", _BOXES]
+    gt_labels_3d: Annotated[list[Tensor], "list of [M] int64", "class, -1 outside the dataset's classes"]
+    gt_velocity: Annotated[
+        list[Tensor], "list of [M, 3] float32", "m/s over ground, axes of `box_frame`, NaN if unknown"
+    ]
+    gt_valid: Annotated[list[Tensor], "list of [M] bool", "has lidar or radar points, or unknown"]
+    gt_mask: Annotated[Tensor, "[B, M] bool", "static batches: which rows are boxes"]
+    instance_id: Annotated[list[Tensor], "list of [M] int64", "track"]
+    points: Annotated[list[Tensor], "list of (T of) [P, C] float32", _POINTS]
+    points_mask: Annotated[Tensor, "[B, P] bool", "static batches: which rows are points"]
+    sample_key: Annotated[list[str], "list of str", "name of the sample"]
+    sample_token: Annotated[list[str], "list of str", "the source's own name of it: nuScenes' token, the key in a tar"]
+    clip_id: Annotated[list[str], "list of str", "clip of the sample"]
+    frame: Annotated[Tensor, "[B] int64", "number in the clip"]
+    global_index: Annotated[Tensor, "[B] int64", "row of the dataset's index"]
+    frame_valid: Annotated[Tensor, "[B, T] bool", _FRAME_VALID]
+    frame_global_index: Annotated[Tensor, "[B, T] int64", "row of the dataset's index that is shown"]
+    valid: Annotated[Tensor, "[B] bool", "False: a repeated sample (`drop_last=False`, lanes that ended)"]
+    lane: Annotated[Tensor, "[B] int64", "with lanes: the lane of the global batch"]
+    prev_exists: Annotated[Tensor, "[B] bool", "with lanes: the lane showed the frame before; False: forget the past"]
+    dataset: Annotated[list[str], "list of str", "with a mix: the name of the sample's dataset"]
+    seed: Annotated[int, "int", "of a sample before `transform`: take randomness from it only"]
+    view: Annotated[Tensor, "[2 B] int64", "with `two_views`: the draw, 0 or 1; all other entries have 2 B rows too"]
+    epoch: Annotated[int, "int", "number of the epoch"]
+    step: Annotated[int, "int", "number of the global batch in the epoch"]
+
+
+def batch_entries() -> dict[str, tuple[str, str]]:
+    """Return form and meaning of each entry of `Batch`, by name."""
+    return {name: hint.__metadata__ for name, hint in get_type_hints(Batch, include_extras=True).items()}
 
 
 class BatchDescription(NamedTuple):
@@ -381,16 +397,18 @@ class BatchDescription(NamedTuple):
 
 def describe_batch(batch: Mapping[str, Any], channels: Sequence[Channel], box_frame: str) -> BatchDescription:
     """Return form and meaning of each entry of a batch with these selected channels, and with boxes in this frame."""
-    known = {name: hint.__metadata__[0] for name, hint in get_type_hints(Batch, include_extras=True).items()}
+    known = {name: meaning for name, (_, meaning) in batch_entries().items()}
     for one in channels:
         frame = f", frame {one.frame}" if one.frame else ""
         known[one.name] = f"channel: {one.kind}{frame}, moved by law {one.law.name}"
         known[f"{one.name}_valid"] = f"the sample has {one.name}"
-    known = {name: text.replace("box_frame", f"the {box_frame} frame") for name, text in known.items()}
-    return BatchDescription(tuple((name, _form(value), known.get(name, "")) for name, value in batch.items()))
+    known = {name: text.replace("`box_frame`", f"the {box_frame} frame") for name, text in known.items()}
+    return BatchDescription(
+        tuple((name, _form(value), known.get(name, "").replace("`", "")) for name, value in batch.items())
+    )
 
 
-def _form(value: Any) -> str:  # noqa: ANN401 - whatever is in a batch
+def _form(value: object) -> str:
     """Say what a value is: ``float32 [4, 6, 3, 3]``, ``list of 4 float32 [*, 7]``; ``*`` is a length that differs."""
     if isinstance(value, torch.Tensor):
         where = "" if value.device.type == "cpu" else f" on {value.device}"

@@ -16,6 +16,8 @@ from msgspec import inspect
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings, convert, flag, load_yaml, preset_files, presets
 
+S = TypeVar("S", bound=msgspec.Struct)
+
 
 class Command(NamedTuple):
     """One command: its one-line help, the function that declares its arguments, and the one that runs it.
@@ -30,11 +32,8 @@ class Command(NamedTuple):
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun: ``1 shard``, ``2,000 shards``."""
+    """Return a number with its noun: ``1 shard``, ``2,000 shards``."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-S = TypeVar("S", bound=msgspec.Struct)
 
 
 def add_flags(

@@ -161,7 +161,7 @@ class ImageError(MemberError):
 
 
 class DecoderError(FuelrailError):
-    """A decoder that fails, whatever the image: no memory, a CUDA error, or wrong pixels without an error.
+    """A decoder that fails for any image: no memory, a CUDA error, or wrong pixels without an error.
 
     It says nothing about the sample, so it is never treated as a bad sample.
     """

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def invert_rigid(matrix: F64) -> F64:
-    """Inverse of rigid transforms (..., 4, 4): [R t]^-1 = [R^T  -R^T t]."""
+    """Return the inverse of rigid transforms (..., 4, 4): [R t]^-1 = [R^T -R^T t]."""
     inverse = np.zeros_like(matrix)
     rotation = np.swapaxes(matrix[..., :3, :3], -1, -2)
     inverse[..., :3, :3] = rotation
@@ -30,14 +30,14 @@ def homogeneous(matrix: F64) -> F64:
 
 
 def rigid(rotation_wxyz: F64, translation: F64) -> F64:
-    """Rigid transforms (..., 4, 4) from quaternions (..., 4) w, x, y, z and translations (..., 3)."""
+    """Make rigid transforms (..., 4, 4) from quaternions (..., 4) w, x, y, z and translations (..., 3)."""
     out = homogeneous(rotation_matrices(rotation_wxyz))
     out[..., :3, 3] = translation
     return out
 
 
 def rotation_matrices(rotation_wxyz: NDArray[Any]) -> NDArray[Any]:
-    """Rotation matrices (..., 3, 3) of quaternions (..., 4) w, x, y, z, normalised first."""
+    """Make rotation matrices (..., 3, 3) from quaternions (..., 4) w, x, y, z, normalised first."""
     q = rotation_wxyz / np.linalg.norm(rotation_wxyz, axis=-1, keepdims=True)
     w, x, y, z = (q[..., i] for i in range(4))
     rows = [

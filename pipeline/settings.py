@@ -43,6 +43,14 @@ Above0 = Annotated[float, msgspec.Meta(gt=0, le=_LARGE)]
 S = TypeVar("S", bound=msgspec.Struct)
 N = TypeVar("N", int, float)
 
+# `configs/` is beside `pipeline/` in a checkout (whose package is a link: so resolve) and in an installed package.
+_CONFIGS: Final = Path(__file__).resolve().parents[1] / "configs"
+_PRESETS: Final = {
+    "ImageAugment": "images", "BevAugment": "bev", "PixelAugment": "pixels", "OrderSpec": "orders",
+    "Scenario": "scenarios",
+}  # fmt: skip
+"""Folder of the presets of each type of settings that has some."""
+
 
 class _SettingsMeta(msgspec.StructMeta):
     if not TYPE_CHECKING:  # type checkers see the fields as parameters
@@ -89,15 +97,6 @@ class CheckedSettings(Settings, frozen=True):
     def __post_init__(self) -> None:
         resolve_fields(self)
         check_types(self, ConfigError)
-
-
-# `configs/` is beside `pipeline/` in a checkout (whose package is a link: so resolve) and in an installed package.
-_CONFIGS: Final = Path(__file__).resolve().parents[1] / "configs"
-_PRESETS: Final = {
-    "ImageAugment": "images", "BevAugment": "bev", "PixelAugment": "pixels", "OrderSpec": "orders",
-    "Scenario": "scenarios",
-}  # fmt: skip
-"""Folder of the presets of each type of settings that has some."""
 
 
 def preset_files(kind: type) -> dict[str, Path]:
@@ -230,7 +229,7 @@ def _check_type(name: str, value: object, annotation: Any, error: type[Exception
 
 
 def _resolved(value: object, annotation: object, name: str) -> object:
-    """The settings that a dict or a path stands for, also those in a dict by name, a path's text, or the value."""
+    """Read the settings of a dict or a path, also those in a dict by name; keep other values."""
     if not isinstance(value, Mapping | str | os.PathLike):
         return value
     kinds = list(_variants([inspect.type_info(annotation)]))
@@ -250,7 +249,7 @@ def _resolved(value: object, annotation: object, name: str) -> object:
 
 
 def _allowed(annotation: object) -> str | None:
-    """What a field may be, in words: what `must_be` says, or the forms of its settings; None: neither is known."""
+    """Say what a field may be: what `must_be` says, or the forms of its settings; None where neither is known."""
     for one in getattr(annotation, "__metadata__", ()):
         words = (one.extra or {}).get("must be") if isinstance(one, msgspec.Meta) else None
         if words is not None:
@@ -305,7 +304,7 @@ def read_pairs(what: str, text: str, names: Sequence[str], number: Callable[[str
 
 
 def read_text(file: Path) -> str:
-    """The text of a small file that a user named, which may be a pipe; raises OSError, and for what is too large."""
+    """Read a small text file that a user named, or a pipe; raise OSError, also for too large a file."""
     with file.open("rb") as stream:
         data = stream.read(_MAX_TEXT_BYTES + 1)
     if len(data) > _MAX_TEXT_BYTES:
@@ -352,12 +351,12 @@ def _split(message: str) -> tuple[str, str]:
 
 
 def _steps(path: str) -> list[str]:
-    """Field names and list positions of a path; "..." is msgspec's word for some entry of a mapping."""
+    """Return the field names and list positions of a path; "..." is msgspec's word for some entry of a mapping."""
     return [] if path == "top level" else re.findall(r"[^.\[\]]+|\.\.\.", path)
 
 
 def _hint(text: str, path: str, root: type) -> str:
-    """What is allowed at this place: the keys for an unknown or missing one, the values for one out of a fixed set."""
+    """Say what is allowed at this place: the keys for an unknown or missing one, the values for one of a fixed set."""
     kinds = list(_variants([inspect.type_info(root)]))
     for step in _steps(path):
         kinds = list(_variants(inner for kind in kinds for inner in _inner(kind, step)))
@@ -376,13 +375,13 @@ def _hint(text: str, path: str, root: type) -> str:
 
 
 def did_you_mean(name: str, allowed: Iterable[str]) -> str:
-    """``; did you mean 'flip_prob'?`` with the allowed name that is most like a wrong one; empty where none is."""
+    """Return ``; did you mean 'flip_prob'?`` with the most similar allowed name; empty where none is similar."""
     near = difflib.get_close_matches(name, list(allowed), 1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _variants(kinds: Iterable[inspect.Type]) -> Iterator[inspect.Type]:
-    """The types themselves, with the members of unions in place of the unions, and without their descriptions."""
+    """Yield the types, without their descriptions; a union as its members."""
     for kind in kinds:
         if isinstance(kind, inspect.UnionType):
             yield from _variants(kind.types)
@@ -393,7 +392,7 @@ def _variants(kinds: Iterable[inspect.Type]) -> Iterator[inspect.Type]:
 
 
 def _inner(kind: inspect.Type, step: str) -> Iterator[inspect.Type]:
-    """The type of the entry ``step`` of a value of type ``kind``."""
+    """Yield the type of the entry ``step`` of a value of type ``kind``."""
     if isinstance(kind, inspect.StructType):
         yield from (field.type for field in kind.fields if field.encode_name == step)
     elif isinstance(kind, inspect.DictType):
@@ -405,7 +404,7 @@ def _inner(kind: inspect.Type, step: str) -> Iterator[inspect.Type]:
 
 
 def _line_of(root: yaml.Node | None, path: str, message: str) -> int:
-    """Line (from 1) of the entry that ``path`` and a field named in ``message`` lead to, as far as they exist."""
+    """Return the line (from 1) of the entry that ``path`` and a field named in ``message`` lead to."""
     named = re.search(r"unknown field `([^`]+)`", message)
     node, line = root, 1
     for step in [*_steps(path), *([named.group(1)] if named else [])]:

@@ -1,6 +1,6 @@
 """Text of strangers, made fit to print: names, keys and messages that come out of a dataset.
 
-A terminal obeys escape sequences, and a reader believes a line that begins like one of ours. So whatever a file may
+A terminal obeys escape sequences, and a reader believes a line that begins like one of ours. So what a file may
 have put into a text is printed with control characters escaped, and never at full length where that is without bound.
 """
 
@@ -23,7 +23,7 @@ _MAX_SIDE: Final = 80
 
 
 def escaped(text: str) -> str:
-    """The text with every character that does not print as itself as ``\\x1b`` or ``\\u202e``.
+    """Return the text with each character that does not print as itself in the form ``\\x1b`` or ``\\u202e``.
 
     That is control characters (line feeds, ESC, BEL, C1), direction marks and lone surrogates.
     """
@@ -33,13 +33,13 @@ def escaped(text: str) -> str:
 
 
 def shown(value: object, limit: int = MAX_VALUE) -> str:
-    """One value as text to print: escaped, and cut beyond ``limit`` characters, with their number."""
+    """Return one value as text to print: escaped, and cut beyond ``limit`` characters, with their number."""
     text = str(value)
     return escaped(text) if len(text) <= limit else f"{escaped(text[:limit])}... ({len(text)} characters)"
 
 
 def repeated_key(data: bytes, decoded: object) -> str | None:
-    """A key that an object of a JSON document has twice, None where there is none. Parsers differ in which they take.
+    """Return a duplicate key of an object in a JSON document, None without one: parsers differ in the one taken.
 
     ``decoded`` is what msgspec made of the document: to look at one that msgspec wrote costs no more than to write it.
     """
@@ -56,7 +56,7 @@ def repeated_key(data: bytes, decoded: object) -> str | None:
 
 
 def differing(one: Mapping[str, Any], two: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Both sides of every entry that differs, None where one lacks it; of entries in objects that both have by path."""
+    """Yield path and both sides of every entry that differs, None where one lacks it; objects are compared by entry."""
     for name in {**one, **two}:
         a, b = one.get(name), two.get(name)
         if isinstance(a, dict) and isinstance(b, dict):
@@ -66,13 +66,13 @@ def differing(one: Mapping[str, Any], two: Mapping[str, Any]) -> Iterator[tuple[
 
 
 def differences(one: Mapping[str, Any], two: Mapping[str, Any], first: str, second: str) -> str:
-    """What differs between two JSON objects as text; ``first`` and ``second`` say whose a side is."""
+    """Return what differs between two JSON objects as text; ``first`` and ``second`` say whose a side is."""
     found = [(name, [_value(side) for side in sides]) for name, *sides in differing(one, two)]
     return "; ".join(f"{name}: {a} {first}, {b} {second}" for name, (a, b) in found)
 
 
 def message(text: str) -> str:
-    """A whole message, escaped; of one that is too long the middle is left out. A message so made stays as it is."""
+    """Return a whole message, escaped, without its middle where it is too long. A message so made stays as it is."""
     text = escaped(text)
     if len(text) <= MAX_MESSAGE:
         return text
@@ -81,7 +81,7 @@ def message(text: str) -> str:
 
 
 def json_text(document: str) -> str:
-    """A JSON document that prints as itself: what does not is written as JSON's own escapes, line feeds stay."""
+    """Return a JSON document that prints as itself: JSON's escapes replace all else, line feeds stay."""
     lines = document.split("\n")
     return "\n".join("".join(c if c.isprintable() else _json_code(c) for c in line) for line in lines)
 

@@ -27,7 +27,7 @@ from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.run import Outcome, Progress, scan_source
 from fuelrail.sharding.run import repair as repair_dataset
 from fuelrail.sharding.run import shard as run_shard
-from fuelrail.sharding.sources.fuelrail import SEPARATOR
+from fuelrail.sharding.sources.fuelrail.source import SEPARATOR
 from fuelrail.sharding.sources.registry import SourceKind, SourceSpec, parse_source, source_kinds
 from fuelrail.sharding.sources.shared.scan_report import ScanReport
 from fuelrail.sharding.verify.dataset import Checked, VerifyReport, ignore
@@ -161,7 +161,7 @@ def shard(
     engine: str | Engine | None = None,
     ray_address: str | None = None,
     progress: Progress | None = None,
-    **settings: Any,  # noqa: ANN401 - checked by the recipe
+    **settings: Any,  # checked by the recipe
 ) -> ShardReport:
     """Convert a source, such as ``nuscenes:/data/nuscenes``, into a Fuelrail dataset; an interrupted run is resumed.
 
@@ -219,7 +219,7 @@ def reshard(
     engine: str | Engine | None = None,
     ray_address: str | None = None,
     progress: Progress | None = None,
-    **options: Any,  # noqa: ANN401 - checked by the recipe
+    **options: Any,  # checked by the recipe
 ) -> ShardReport:
     """Merge, split, reshuffle or recompress datasets, with the options of :func:`shard`.
 

@@ -13,32 +13,23 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from fuelrail.pipeline.channels.sensors import channel_table
 from fuelrail.pipeline.errors import ConfigError, DatasetError, SourceError
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
-from fuelrail.pipeline.format.index.samples import INDEX_FILE, IndexWriter
 from fuelrail.pipeline.format.index.shards import ShardEntry, shard_name
-from fuelrail.pipeline.format.index.tables import file_entry, write_tables
-from fuelrail.pipeline.format.manifest import (
-    MANIFEST_FILE,
-    FileEntry,
-    Lineage,
-    Manifest,
-    SplitEntry,
-    decode_manifest,
-    encode_manifest,
-)
+from fuelrail.pipeline.format.index.tables import file_entry
+from fuelrail.pipeline.format.manifest import MANIFEST_FILE, Lineage, Manifest
 from fuelrail.pipeline.format.zstd_frames import is_framed, shard_stem
 from fuelrail.pipeline.storage.columns import Disk
 from fuelrail.pipeline.storage.files import open_file
@@ -58,11 +49,12 @@ from fuelrail.sharding.output.url import UrlOutput
 from fuelrail.sharding.output.workspace import RunState, Workspace
 from fuelrail.sharding.planning.recipe import Recipe
 from fuelrail.sharding.progress import Quiet
-from fuelrail.sharding.sources.merging import check_alike, check_disjoint, joined
-from fuelrail.sharding.write.finish import ROWS_PER_GROUP
+from fuelrail.sharding.sources.fuelrail.merging import check_alike, check_disjoint, joined
+from fuelrail.sharding.write.publish import ROWS_PER_GROUP, publish_tables, write_attributes, write_index
 from fuelrail.sharding.write.shard_writer import ShardDone
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.sharding.run import Progress
 
 _COPY_BYTES: Final = 8 << 20
@@ -117,13 +109,9 @@ def append(locations: Sequence[str], out: str | os.PathLike[str], progress: Prog
         if whole is not None:
             work.remove()
             return whole
-        files = _own_files(work, datasets, pieces)
-        manifest = _manifest(datasets, pieces, files, recipe)
-        data = encode_manifest(manifest)
-        with output.publish(MANIFEST_FILE) as file:
-            file.write(data)
+        manifest = _publish(work, datasets, pieces, recipe)
         work.remove()
-    return decode_manifest(data, f"{output.shown}/{MANIFEST_FILE}")
+    return manifest
 
 
 def _open(location: str) -> Dataset:
@@ -211,7 +199,7 @@ def _same_store(url: str, out: UrlOutput) -> bool:
 
 
 def _copy(source: Dataset, old: str, out: Output, new: str, sha256: str) -> None:
-    """A copy, which gets its name if it has that digest."""
+    """Copy a file, which gets its name if it has that digest."""
     if source.url is None:
         opened: Any = open_file(source.root / old)
     else:
@@ -226,31 +214,62 @@ def _copy(source: Dataset, old: str, out: Output, new: str, sha256: str) -> None
             raise SourceError(f"'{source.location}/{old}' is not the file that its manifest describes: verify it")
 
 
-def _own_files(work: Workspace, datasets: Sequence[Dataset], pieces: Sequence[Piece]) -> list[FileEntry]:
-    """Tables, attributes and dictionary of the new version, published."""
-    index, attributes = work.temporary / INDEX_FILE, work.temporary / ATTRIBUTES_FILE
+def _publish(work: Workspace, datasets: Sequence[Dataset], pieces: Sequence[Piece], recipe: Recipe) -> Manifest:
+    """Publish dictionary, tables and manifest of the new version."""
     names = list(dict.fromkeys(name for dataset in datasets for name in dataset.index.names))
-    codecs = sorted({codec for dataset in datasets for codec in dataset.index.codecs})
-    with IndexWriter(index, names, codecs) as rows:
-        for number, piece in enumerate(pieces):
-            old = piece.old
-            source = datasets[piece.dataset].index
-            for at in range(old.first_sample, old.first_sample + old.num_samples):
-                rows.append(source.row(at)._replace(shard=number))
-            source.release()
-    _write_attributes(attributes, datasets, pieces)
-    entries = write_tables(work.temporary, [piece.new for piece in pieces])
+    codecs = {codec for dataset in datasets for codec in dataset.index.codecs}
+    write_index(work.temporary, names, codecs, _rows(datasets, pieces))
+    write_attributes(work.temporary, _attributes(work.temporary, datasets, pieces))
+    published = []
     if datasets[0].dictionary is not None:
         dictionary = work.temporary / DICTIONARY_FILE
         dictionary.write_bytes(datasets[0].dictionary.data)
-        entries.append(file_entry(dictionary))
-    for entry in entries:
-        work.out.publish_file(entry.name, work.temporary / entry.name)
-    return entries
+        published.append(file_entry(dictionary))
+        work.out.publish_file(DICTIONARY_FILE, dictionary)
+    manifests = [dataset.manifest for dataset in datasets]
+    first = manifests[0]
+    cameras = [
+        msgspec.structs.replace(
+            camera, sizes=tuple(sorted({size for m in manifests for size in m.cameras[number].sizes}))
+        )
+        for number, camera in enumerate(first.cameras)
+    ]
+    stored = {channel.field: channel.codec for m in reversed(manifests) for channel in m.channels}
+    stated = {name: codec for m in reversed(manifests) for name, codec in m.compression.get("codecs", {}).items()}
+    make = partial(
+        msgspec.structs.replace,
+        first,
+        name=joined([manifest.name for manifest in manifests]) or first.name,
+        license=joined([manifest.license for manifest in manifests]),
+        channels=channel_table(cameras, first.lidars, first.extra_channels, stored),
+        compression={**first.compression, "codecs": stated},
+        lineage=Lineage.of(manifests),
+        provenance={
+            "recipe": msgspec.to_builtins(recipe),
+            "facts": {
+                "appended": [
+                    {"name": m.name, "fingerprint": m.fingerprint, "provenance": m.provenance} for m in manifests
+                ]
+            },
+        },
+    )
+    num_clips = {
+        split: sum(m.splits[split].num_clips for m in manifests if split in m.splits)
+        for split in dict.fromkeys(piece.new.split for piece in pieces)
+    }
+    return publish_tables(work.out, work.temporary, [piece.new for piece in pieces], num_clips, make, published)
 
 
-def _write_attributes(path: Path, datasets: Sequence[Dataset], pieces: Sequence[Piece]) -> None:
-    """The attributes of all samples; a column that a dataset lacks is null for its samples."""
+def _rows(datasets: Sequence[Dataset], pieces: Sequence[Piece]) -> Iterator[IndexRow]:
+    for number, piece in enumerate(pieces):
+        old, source = piece.old, datasets[piece.dataset].index
+        for at in range(old.first_sample, old.first_sample + old.num_samples):
+            yield source.row(at)._replace(shard=number)
+        source.release()
+
+
+def _attributes(folder: Path, datasets: Sequence[Dataset], pieces: Sequence[Piece]) -> Iterator[pa.Table]:
+    """Yield the attributes of all samples; a column that a dataset lacks is null for its samples."""
     files = [dataset.attributes_file() for dataset in datasets]
     schemas = [file.schema(len(dataset.index)) for file, dataset in zip(files, datasets, strict=True)]
     try:
@@ -262,21 +281,20 @@ def _write_attributes(path: Path, datasets: Sequence[Dataset], pieces: Sequence[
             raise SourceError(
                 f"{ATTRIBUTES_FILE}: column {shown(field.name)} has type {shown(str(field.type))}, not text or numbers"
             )
-    disk = Disk(path.parent)
+    disk = Disk(folder)
     tables = [disk.table(file.batches(of.names)) for file, of in zip(files, schemas, strict=True)]
-    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
-        for dataset, rows in _runs(pieces):
-            for first in range(rows.start, rows.stop, ROWS_PER_GROUP):
-                found = disk.take(tables[dataset], np.arange(first, min(first + ROWS_PER_GROUP, rows.stop)))
-                columns = [
-                    found[name] if name in found.column_names else pa.nulls(len(found), kind)
-                    for name, kind in zip(schema.names, schema.types, strict=True)
-                ]
-                writer.write_table(pa.Table.from_arrays(columns, schema=schema))
+    for dataset, rows in _runs(pieces):
+        for first in range(rows.start, rows.stop, ROWS_PER_GROUP):
+            found = disk.take(tables[dataset], np.arange(first, min(first + ROWS_PER_GROUP, rows.stop)))
+            columns = [
+                found[name] if name in found.column_names else pa.nulls(len(found), kind)
+                for name, kind in zip(schema.names, schema.types, strict=True)
+            ]
+            yield pa.Table.from_arrays(columns, schema=schema)
 
 
 def _runs(pieces: Sequence[Piece]) -> list[tuple[int, range]]:
-    """Datasets and runs of their rows, in the new order: shards that stay neighbours are one run."""
+    """Return datasets and runs of their rows, in the new order: shards that stay neighbours are one run."""
     runs: list[tuple[int, range]] = []
     for dataset, old, _ in pieces:
         rows = range(old.first_sample, old.first_sample + old.num_samples)
@@ -284,57 +302,3 @@ def _runs(pieces: Sequence[Piece]) -> list[tuple[int, range]]:
             rows = range(runs.pop()[1].start, rows.stop)
         runs.append((dataset, rows))
     return runs
-
-
-def _manifest(
-    datasets: Sequence[Dataset], pieces: Sequence[Piece], files: Sequence[FileEntry], recipe: Recipe
-) -> Manifest:
-    manifests = [dataset.manifest for dataset in datasets]
-    first = manifests[0]
-    splits: dict[str, SplitEntry] = {}
-    for split in dict.fromkeys(piece.new.split for piece in pieces):
-        numbers = [number for number, piece in enumerate(pieces) if piece.new.split == split]
-        splits[split] = SplitEntry(
-            first_sample=pieces[numbers[0]].new.first_sample,
-            num_samples=sum(pieces[number].new.num_samples for number in numbers),
-            first_shard=numbers[0],
-            num_shards=len(numbers),
-            num_clips=sum(m.splits[split].num_clips for m in manifests if split in m.splits),
-        )
-    return msgspec.structs.replace(
-        first,
-        fingerprint="",
-        name=joined([manifest.name for manifest in manifests]) or first.name,
-        license=joined([manifest.license for manifest in manifests]),
-        num_samples=sum(manifest.num_samples for manifest in manifests),
-        num_clips=sum(manifest.num_clips for manifest in manifests),
-        channels=channel_table(
-            [
-                msgspec.structs.replace(
-                    camera, sizes=tuple(sorted({size for m in manifests for size in m.cameras[number].sizes}))
-                )
-                for number, camera in enumerate(first.cameras)
-            ],
-            first.lidars,
-            first.extra_channels,
-            {channel.field: channel.codec for m in reversed(manifests) for channel in m.channels},
-        ),
-        compression={
-            **first.compression,
-            "codecs": {
-                name: codec for m in reversed(manifests) for name, codec in m.compression.get("codecs", {}).items()
-            },
-        },
-        splits=splits,
-        num_bytes=sum(piece.new.bytes for piece in pieces),
-        files=tuple(files),
-        lineage=Lineage.of(manifests),
-        provenance={
-            "recipe": msgspec.to_builtins(recipe),
-            "facts": {
-                "appended": [
-                    {"name": m.name, "fingerprint": m.fingerprint, "provenance": m.provenance} for m in manifests
-                ]
-            },
-        },
-    )

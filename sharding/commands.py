@@ -74,7 +74,7 @@ def _run_sources(args: argparse.Namespace) -> int:
 def _configure_reshard(parser: argparse.ArgumentParser) -> None:
     _choose_arrow_pool()
     from fuelrail.sharding.api import ReshardOptions
-    from fuelrail.sharding.sources.fuelrail import FuelrailOptions
+    from fuelrail.sharding.sources.fuelrail.source import FuelrailOptions
 
     parser.add_argument("datasets", metavar="DATASET", nargs="+", help=f"{_DATASET}; several are merged")
     parser.add_argument("out", metavar="OUT", help=_OUT)
@@ -87,7 +87,7 @@ def _run_reshard(args: argparse.Namespace) -> int:
     from fuelrail.sharding.api import ReshardOptions, append_refuses, reshard
     from fuelrail.sharding.engines import EngineOptions
     from fuelrail.sharding.planning.recipe import Recipe
-    from fuelrail.sharding.sources.fuelrail import FuelrailOptions
+    from fuelrail.sharding.sources.fuelrail.source import FuelrailOptions
 
     if from_flags(args, ReshardOptions).append:
         kinds = (Recipe, EngineOptions, FuelrailOptions)
@@ -255,7 +255,7 @@ def _run_layer(args: argparse.Namespace) -> int:
 
 
 def _configure_synth(parser: argparse.ArgumentParser) -> None:
-    from fuelrail.sharding.demo.synth import SynthOptions
+    from fuelrail.sharding.demo.options import SynthOptions
 
     parser.description = (
         "Render a synthetic street world with exact calibration, poses, boxes and lidar, as nuScenes v1.0 tables. "
@@ -266,7 +266,8 @@ def _configure_synth(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_synth(args: argparse.Namespace) -> int:
-    from fuelrail.sharding.demo.synth import SynthOptions, synth
+    from fuelrail.sharding.demo.options import SynthOptions
+    from fuelrail.sharding.demo.synth import synth
     from fuelrail.sharding.progress import rendering
 
     options = from_flags(args, SynthOptions)

@@ -24,16 +24,16 @@ class Quiet:
     """Shows nothing."""
 
     def scanned(self, info: ScanInfo) -> None:
-        """Ignored."""
+        """Ignore the scan."""
 
     def planned(self, num_samples: int, shards: Sequence[str], num_bytes: int) -> None:
-        """Ignored."""
+        """Ignore the plan."""
 
     def advanced(self, num_bytes: int) -> None:
-        """Ignored."""
+        """Ignore the bytes so far."""
 
     def shard_done(self, shard: ShardDone) -> None:
-        """Ignored."""
+        """Ignore a finished shard."""
 
     def __enter__(self) -> Self:
         return self
@@ -84,17 +84,17 @@ class JsonLines(_Counting):
         self._last = time.monotonic()
 
     def scanned(self, info: ScanInfo) -> None:
-        """Counts of the source, and the report of its scan where it has one."""
+        """Print counts of the source, and the report of its scan where it has one."""
         report = None if info.report is None else info.report.builtins()
         self.emit("scanned", clips=len(info.clips), samples=info.num_samples, report=report)
 
     def planned(self, num_samples: int, shards: Sequence[str], num_bytes: int) -> None:
-        """Counts of the plan."""
+        """Print counts of the plan."""
         super().planned(num_samples, shards, num_bytes)
         self.emit("planned", samples=num_samples, shards=len(shards), bytes=num_bytes)
 
     def advanced(self, num_bytes: int) -> None:
-        """Bytes so far, rate, seconds to go and the current shard, once a second."""
+        """Print bytes so far, rate, seconds to go and the current shard, once a second."""
         super().advanced(num_bytes)
         if time.monotonic() - self._last >= _TICK_S:
             self._last = time.monotonic()
@@ -115,7 +115,7 @@ class JsonLines(_Counting):
         self.emit("shard", name=shard.name, bytes=shard.num_bytes, kept=shard.kept)
 
     @staticmethod
-    def emit(event: str, **values: Any) -> None:  # noqa: ANN401 - whatever JSON takes
+    def emit(event: str, **values: Any) -> None:  # values that JSON takes
         """Print one event."""
         sys.stdout.write(json.dumps({"event": event, **values}) + "\n")
         sys.stdout.flush()
@@ -172,7 +172,7 @@ class Bar(_Counting):
 
 
 def make_progress(*, as_json: bool) -> Quiet:
-    """JSON lines where asked for, a bar where stderr is a terminal, else nothing."""
+    """Make JSON lines where asked for, a bar where stderr is a terminal, else nothing."""
     if as_json:
         return JsonLines()
     return Bar() if sys.stderr.isatty() else Quiet()

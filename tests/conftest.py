@@ -7,15 +7,14 @@ import gc
 import os
 import re
 import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
     from support.datasets import DatasetMaker
 
 # Tests run beside each other, and their processes inherit it: OpenMP's threads that share a CPU wait for each other at
@@ -34,28 +33,39 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 _OTHER_LANE: Final = re.compile(rf"^pytestmark = \[?\s*pytest\.mark\.({'|'.join(LANES[1:])})\b", re.MULTILINE)
-_ANY_OTHER_LANE: Final = re.compile(rf"\bmark\.({'|'.join(LANES[1:])})\b|\bsupport\.gpu_bench\b")
+# Where Hypothesis keeps the settings of a test; what it decorates has no public place to change them.
+_EXAMPLES: Final = "_hypothesis_internal_use_settings"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out files without a test of the lanes asked for before they are imported: that takes seconds."""
-    lanes = config.option.markexpr
-    if lanes not in ("unit", "not unit") or not collection_path.match("test_*.py"):
+    if not collection_path.match("test_*.py") or config.option.markexpr not in ("unit", "long"):
         return None
     text = collection_path.read_text(encoding="utf-8")
-    left_out = _OTHER_LANE.search(text) if lanes == "unit" else not _ANY_OTHER_LANE.search(text)
+    left_out = _OTHER_LANE.search(text) if config.option.markexpr == "unit" else "mark.long" not in text
     return True if left_out else None
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--first-cases", action="store_true", help="run the first case of each test of the unit lane alone"
+    )
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put each test that names no lane into the lane ``unit``: `make test-fast` runs that one."""
+    """Put each test that names no lane into the lane ``unit``; with ``--first-cases`` leave out all other cases."""
     for item in items:
         if not any(item.get_closest_marker(lane) for lane in LANES):
             item.add_marker(pytest.mark.unit)
-    if config.option.markexpr == "unit":
-        others = {item.path for item in items if not item.get_closest_marker("unit")}
-        unseen = [path for path in others if not _ANY_OTHER_LANE.search(path.read_text(encoding="utf-8"))]
-        assert not unseen, f"`-m 'not unit'` leaves these files out, which have tests of other lanes: {unseen}"
+    if config.getoption("first_cases", False):
+        quick = [item for item in reversed(items) if item.get_closest_marker("unit")]
+        first = {item.nodeid.partition("[")[0]: item for item in quick}
+        chosen = set(first.values())
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = [item for item in items if item in chosen]
+        for item in items:  # of properties a few examples
+            if (found := getattr(item.function, _EXAMPLES, None)) is not None:
+                setattr(item.function, _EXAMPLES, settings(found, max_examples=min(found.max_examples, 10)))
 
 
 def pytest_collection_finish() -> None:
@@ -94,3 +104,12 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callab
         return folder
 
     return make
+
+
+@pytest.fixture
+def warm_ranks(monkeypatch):
+    """Have the ranks of `fuelrail bench` be forks of a process that has torch loaded."""
+    from fuelrail.bench.ranks import launch
+    from support.warm_ranks import Warm
+
+    monkeypatch.setattr(launch, "subprocess", Warm)

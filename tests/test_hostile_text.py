@@ -240,6 +240,7 @@ COMMANDS = [
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("words", COMMANDS)
 def test_a_command_prints_and_writes_hostile_names_as_text(words, hostile_dataset, tmp_path, capfd):
     word, *options = words.split()

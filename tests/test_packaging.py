@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 FACE = ROOT / ".src" / "fuelrail"
 FOLDERS = ("bench", "loaders", "pipeline", "sharding")
-CHECKOUT_ONLY = ROOT / "bench" / "micro"
+CHECKOUT_ONLY = [ROOT / "bench" / place for place in ("micro", "peers", "studies/compare")]
+LOOK_FOR_COMPARE = ("bench/commands.py", "bench/studies/diff.py")  # and say where it runs if it is not there
 FACE_FILES = ("__init__.py", "__main__.py", "py.typed")
 PROGRAMS = ("recipes", "sources", "trainers")  # of configs: what users copy, not what the package reads
 FLOORS = {
@@ -77,6 +78,10 @@ def imported_by() -> dict[Path, set[str]]:
     return {file: set(imported(file)) for file in MODULES}
 
 
+def stays_in_checkout(file: Path) -> bool:
+    return any(place in file.parents for place in CHECKOUT_ONLY)
+
+
 def shipped() -> set[str]:
     """What must be in a wheel: the package's face, all files of the four folders, and the configs that they load."""
     configs = [f"configs/{path.name}" for path in (ROOT / "configs").iterdir() if path.name not in PROGRAMS]
@@ -85,7 +90,7 @@ def shipped() -> set[str]:
         f"{place}/{file.relative_to(ROOT / folder).as_posix()}"
         for folder, place in places.items()
         for file in (ROOT / folder).rglob("*")
-        if file.is_file() and "__pycache__" not in file.parts and CHECKOUT_ONLY not in file.parents
+        if file.is_file() and "__pycache__" not in file.parts and not stays_in_checkout(file)
     }
     return files | {f"fuelrail/{name}" for name in FACE_FILES}
 
@@ -103,8 +108,9 @@ class TestImports:
 
     def test_nothing_that_ships_imports_what_stays_in_the_checkout(self) -> None:
         for file, names in imported_by().items():
-            if CHECKOUT_ONLY not in file.parents:
-                stays = {name for name in names if re.match(r"fuelrail\.bench\.(gpu|micro)|(support|tests)", name)}
+            if not stays_in_checkout(file) and file.relative_to(ROOT).as_posix() not in LOOK_FOR_COMPARE:
+                rooms = r"(fuelrail\.bench\.(gpu|micro|peers|studies\.compare)|support|tests)\b"
+                stays = {name for name in names if re.match(rooms, name)}
                 assert not stays, f"{file.relative_to(ROOT)} imports {stays}"
 
     def test_no_bare_folder_names(self) -> None:
@@ -119,7 +125,7 @@ class TestImports:
                 assert folder in HEAVY.get(name.split(".")[0], set(FOLDERS)), f"{file.relative_to(ROOT)}: {name}"
 
     def test_every_import_is_declared(self) -> None:
-        """Of the code that ships: the standard library, ourselves, or what pyproject.toml asks for."""
+        """Shipped code imports the standard library, ourselves, or what pyproject.toml asks for."""
 
         def distributions(requirements: list[str]) -> set[str]:
             names = (re.match(r"[\w.-]+", requirement) for requirement in requirements)
@@ -315,12 +321,19 @@ class TestBuild:
             archive.extractall(tmp_path / "site")
         out = run_python("-m", "fuelrail", "--version", cwd=tmp_path, path=tmp_path / "site")
         assert out == f"fuelrail {fuelrail.__version__}\n"
+        site = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+        (tmp_path / "report.json").write_text('{"schema": "fuelrail-bench-compare", "version": 2}')
+        for words in (["compare", "--rounds", "0", "dataset"], ["diff", "report.json", "report.json"]):
+            command = [sys.executable, "-m", "fuelrail", "bench", *words]
+            refused = subprocess.run(command, cwd=tmp_path, env=site, capture_output=True, text=True, check=False)
+            assert refused.returncode == 2
+            assert "clone the repository" in refused.stderr
         code = "import fuelrail.pipeline.format.dataset as d; print(d.__file__)"
         assert run_python("-c", code, cwd=tmp_path, path=tmp_path / "site").startswith(str(tmp_path))
 
     @pytest.mark.process
     def test_the_repaired_wheel_is_for_manylinux_and_its_decoder_loads(self, wheel: Path, tmp_path: Path) -> None:
-        """As `make wheel` makes it: tagged for old systems, stripped, and the native decoder is still taken."""
+        """The wheel of `make wheel` is tagged for old systems, stripped, and the native decoder is still taken."""
         pytest.importorskip("auditwheel", reason="the extra release is not installed here")
         if not wheel.name.endswith("-linux_x86_64.whl"):
             pytest.skip("the native decoder was not built for x86-64 here")

@@ -10,7 +10,7 @@ import pytest
 
 import fuelrail as fr
 from fuelrail import __main__ as command_line
-from fuelrail.loaders.batch import assemble, temporal
+from fuelrail.loaders.records import batch_entries
 
 ROOT = Path(__file__).resolve().parents[1]
 HALLS = ("pipeline", "sharding", "loaders", "bench")
@@ -98,13 +98,11 @@ def test_every_task_of_contributing_names_a_file_to_open() -> None:
         assert re.search(rf"^##+ {steps}$", text, re.MULTILINE), steps
 
 
-def test_every_name_of_a_batch_is_on_the_loaders_page() -> None:
+def test_the_table_of_a_batch_on_the_loaders_page_is_made_of_its_type() -> None:
     page = (ROOT / "docs" / "loader.md").read_text(encoding="utf-8")
-    names = {
-        name for module in (assemble, temporal) for name in re.findall(r"^``(\w+)``", module.__doc__, re.MULTILINE)
-    }
-    assert {"img", "ego2img", "frame_valid"} <= names
-    assert not [name for name in names if f"`{name}`" not in page]
+    rows = [f"| `{name}` | {form} | {meaning} |" for name, (form, meaning) in batch_entries().items()]
+    table = "\n".join(("| name | shape, dtype | meaning |", "|---|---|---|", *rows))
+    assert table in page, f"replace the table of docs/loader.md by\n{table}"
 
 
 def test_every_command_is_on_the_commands_page() -> None:

@@ -297,7 +297,7 @@ def manifest_edits(field):
     [
         ("num_clips", "num_clips is 9, the index has 2"),
         ("splits", "num_clips of split 'train' is 7, the index has 2"),
-        ("classes", "the classes have 'car' 2 times; each stands once"),
+        ("classes", "the classes have 'car' 2 times; each is allowed once"),
         ("attributes", "the attributes have 'a' 2 times"),
         ("sizes", "sizes of camera 'cam_front' are [[48, 32], [9, 9]], its images have [[48, 32]]"),
     ],

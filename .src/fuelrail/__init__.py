@@ -18,17 +18,15 @@ from typing import TYPE_CHECKING, Any, Final
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
+    from fuelrail.bench.annotate.run import AnnotateOptions as AnnotateOptions
+    from fuelrail.bench.annotate.run import AnnotateReport as AnnotateReport
+    from fuelrail.bench.annotate.run import annotate as annotate
     from fuelrail.bench.planner.scenario import PlanOptions as PlanOptions
     from fuelrail.bench.planner.scenario import Scenario as Scenario
-    from fuelrail.bench.studies.annotate.run import AnnotateOptions as AnnotateOptions
-    from fuelrail.bench.studies.annotate.run import AnnotateReport as AnnotateReport
-    from fuelrail.bench.studies.annotate.run import annotate as annotate
-    from fuelrail.bench.studies.compare.options import CompareOptions as CompareOptions
-    from fuelrail.bench.studies.compare.session import compare as compare
     from fuelrail.bench.studies.diagnose.run import DiagnoseOptions as DiagnoseOptions
     from fuelrail.bench.studies.diagnose.run import diagnose as diagnose
-    from fuelrail.bench.studies.diff.compare import DiffOptions as DiffOptions
-    from fuelrail.bench.studies.diff.compare import diff as diff
+    from fuelrail.bench.studies.diff import DiffOptions as DiffOptions
+    from fuelrail.bench.studies.diff import diff as diff
     from fuelrail.bench.studies.loader.measure import bench_loader as bench_loader
     from fuelrail.bench.studies.loader.options import LoaderOptions as LoaderOptions
     from fuelrail.bench.studies.order.describe import DescribeOptions as DescribeOptions
@@ -110,7 +108,7 @@ if TYPE_CHECKING:
     from fuelrail.sharding.api import shard as shard
     from fuelrail.sharding.api import sources as sources
     from fuelrail.sharding.api import verify as verify
-    from fuelrail.sharding.demo.synth import SynthOptions as SynthOptions
+    from fuelrail.sharding.demo.options import SynthOptions as SynthOptions
     from fuelrail.sharding.demo.synth import synth as synth
     from fuelrail.sharding.planning.recipe import Recipe as Recipe
     from fuelrail.sharding.sources.registry import SourceKind as SourceKind
@@ -128,12 +126,10 @@ if TYPE_CHECKING:
 
 _PUBLIC: Final = {
     # bench
-    "annotate": "fuelrail.bench.studies.annotate.run",
-    "AnnotateOptions": "fuelrail.bench.studies.annotate.run",
-    "AnnotateReport": "fuelrail.bench.studies.annotate.run",
+    "annotate": "fuelrail.bench.annotate.run",
+    "AnnotateOptions": "fuelrail.bench.annotate.run",
+    "AnnotateReport": "fuelrail.bench.annotate.run",
     "bench_loader": "fuelrail.bench.studies.loader.measure",
-    "compare": "fuelrail.bench.studies.compare.session",
-    "CompareOptions": "fuelrail.bench.studies.compare.options",
     "plan": "fuelrail.bench.studies.plan.run",
     "PlanOptions": "fuelrail.bench.planner.scenario",
     "Scenario": "fuelrail.bench.planner.scenario",
@@ -141,8 +137,8 @@ _PUBLIC: Final = {
     "DescribeOptions": "fuelrail.bench.studies.order.describe",
     "diagnose": "fuelrail.bench.studies.diagnose.run",
     "DiagnoseOptions": "fuelrail.bench.studies.diagnose.run",
-    "diff": "fuelrail.bench.studies.diff.compare",
-    "DiffOptions": "fuelrail.bench.studies.diff.compare",
+    "diff": "fuelrail.bench.studies.diff",
+    "DiffOptions": "fuelrail.bench.studies.diff",
     "LoaderOptions": "fuelrail.bench.studies.loader.options",
     "scale": "fuelrail.bench.studies.scale.run",
     "ScaleOptions": "fuelrail.bench.studies.scale.options",
@@ -233,7 +229,7 @@ _PUBLIC: Final = {
     "SourceReport": "fuelrail.sharding.api",
     "sources": "fuelrail.sharding.api",
     "synth": "fuelrail.sharding.demo.synth",
-    "SynthOptions": "fuelrail.sharding.demo.synth",
+    "SynthOptions": "fuelrail.sharding.demo.options",
     "tag": "fuelrail.sharding.verify.catalogue",
     "verify": "fuelrail.sharding.api",
     "VerifyReport": "fuelrail.sharding.verify.dataset",

@@ -33,14 +33,14 @@ _COMMANDS: dict[str, _Entry] = {
     "verify": _Entry("fuelrail.sharding.commands", "check every byte of a dataset against its checksums"),
     "inspect": _Entry("fuelrail.bench.commands", "show the contents of a dataset or of one sample"),
     "layer": _Entry("fuelrail.sharding.commands", "bind a layer to another version of its base"),
-    "annotate": _Entry("fuelrail.bench.studies.annotate.command", "run a model over a dataset and store a layer"),
+    "annotate": _Entry("fuelrail.bench.annotate.command", "run a model over a dataset and store a layer"),
     "log": _Entry("fuelrail.sharding.commands", "show what a dataset was made of, and its tags"),
     "diff": _Entry("fuelrail.sharding.commands", "show how two datasets differ: samples, clips, channels, options"),
     "tag": _Entry("fuelrail.sharding.commands", "add, remove or list tags of a dataset"),
     "view": _Entry("fuelrail.loaders.commands", "draw a sample's cameras and boxes as a contact sheet"),
     "doctor": _Entry("fuelrail.loaders.commands", "check which decoders are installed and suggest faster ones"),
     "order": _Entry(
-        "fuelrail.bench.studies.order.command", "show which samples an order selects, and how well it shuffles"
+        "fuelrail.bench.studies.order.describe", "show which samples an order selects, and how well it shuffles"
     ),
     "plan": _Entry(
         "fuelrail.bench.studies.commands",

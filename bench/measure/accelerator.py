@@ -32,6 +32,7 @@ from typing import Annotated, Any, Literal, Protocol
 import msgspec
 
 from fuelrail.bench.measure.clock import NS_PER_MS, Clock
+from fuelrail.bench.measure.records import DeviceTimes
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings, load_yaml
 
@@ -84,28 +85,9 @@ class AcceleratorProfile(Settings, frozen=True):
     link_latency_us: float = 0.0
 
     def step_ms(self, num_samples: float, num_images: float) -> float:
-        """Device time of one step over the given rank's batch, in milliseconds."""
+        """Return the device time of one step over the given rank's batch, in milliseconds."""
         units = num_samples if self.per == "sample" else num_images
         return units * (self.forward_ms + self.backward_ms) + self.optimiser_ms
-
-
-class DeviceTimes(msgspec.Struct, kw_only=True):
-    """One step's times on the device, in nanoseconds.
-
-    Meanings as in :class:`fuelrail.bench.measure.records.StepRecord`.
-    """
-
-    host_to_device_ns: int = 0
-    forward_ns: int = 0
-    backward_ns: int = 0
-    all_reduce_ns: int = 0
-    optimiser_ns: int = 0
-    all_reduce_total_ns: int = 0
-    device_busy_ns: int = 0
-    overrun_ns: int = 0
-    overshoot_ns: int = 0
-    stand_in_ns: int = 0
-    launch_ns: int = 0
 
 
 class Accelerator(Protocol):
@@ -119,22 +101,22 @@ class Accelerator(Protocol):
         """The torch device on which the model and its inputs lie."""
 
     def host_to_device(self, num_bytes: int) -> AbstractContextManager[None]:
-        """Around the copy of a batch of that size; when it ends the batch may be used by ``forward``."""
+        """Surround the copy of a batch of that size; when it ends the batch may be used by ``forward``."""
 
     def forward(self, num_samples: float, num_images: float) -> AbstractContextManager[None]:
-        """Around the forward pass of a rank's (micro-)batch; a pipeline's stage counts parts of samples."""
+        """Surround the forward pass of a rank's (micro-)batch; a pipeline's stage counts parts of samples."""
 
     def backward(self) -> AbstractContextManager[None]:
-        """Around the backward pass, all-reduce included."""
+        """Surround the backward pass, all-reduce included."""
 
     def optimiser(self) -> AbstractContextManager[None]:
-        """Around the optimiser's step."""
+        """Surround the optimiser's step."""
 
     def gradients_ready(self, share: float) -> None:
-        """Local gradients that make up ``share`` (0 to 1) of all gradient bytes are computed."""
+        """Note that local gradients that make up ``share`` (0 to 1) of all gradient bytes are computed."""
 
     def all_reduce_started(self, num_bytes: int = 0) -> None:
-        """One bucket's all-reduce, of that size, is about to be queued."""
+        """Note that one bucket's all-reduce, of that size, is about to be queued."""
 
     def all_reduce_finished(self) -> None:
         """Record that one bucket's all-reduce is complete; thread-safe."""
@@ -275,7 +257,7 @@ class EmulatedAccelerator:
         self._free_at_ns = end_ns
 
     def _drag_ms(self, share: float) -> float:
-        """By how much a phase with ``share`` of the step's kernels lasts longer than its computing, in milliseconds."""
+        """Return by how much a phase with ``share`` of the step's kernels exceeds its computing, in milliseconds."""
         profile = self.profile
         own_ms = self._units * (profile.forward_ms if share < 0.5 else profile.backward_ms)
         device_ms = own_ms + share * self._units * profile.gpu_decode_ms
@@ -308,7 +290,7 @@ def without_costs(profile: AcceleratorProfile, leave_out: Collection[str]) -> Ac
 
 
 def profile_names() -> list[str]:
-    """Names of the profiles that come with Fuelrail."""
+    """Return names of the profiles that come with Fuelrail."""
     return sorted(path.stem for path in PROFILES.glob("*.yaml"))
 
 

@@ -20,7 +20,7 @@ class Clock(Protocol):
     """The clock of the harness; tests replace it and need not wait."""
 
     def now_ns(self) -> int:
-        """Nanoseconds since an arbitrary start; never goes back."""
+        """Return nanoseconds since an arbitrary start; they never decrease."""
 
     def wait_until(self, deadline_ns: int) -> int:
         """Return once ``now_ns() >= deadline_ns``; the value is the overshoot in ns, also for a deadline passed."""
@@ -30,7 +30,7 @@ class MonotonicClock:
     """The system's monotonic clock: unmoved by clock corrections, and on Linux common to all processes of a host."""
 
     def now_ns(self) -> int:
-        """Nanoseconds of ``CLOCK_MONOTONIC``."""
+        """Return nanoseconds of ``CLOCK_MONOTONIC``."""
         return time.monotonic_ns()
 
     def wait_until(self, deadline_ns: int) -> int:

@@ -38,6 +38,10 @@ _KINDS = {
     "send": ("c10d.send",),
 }
 
+# Attention on a CPU is an operator of its own, which torch's registry does not know. Its backward pass computes the
+# scores again: a tenth more than the papers' formulas where attention is all there is.
+_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
+
 
 def collective_of(func: Any, args: Sequence[Any]) -> tuple[str, int] | None:  # noqa: ANN401 - an operator
     """Return a collective's kind and the bytes of its whole tensor; None for other operators."""
@@ -80,12 +84,34 @@ def summed(collectives: Sequence[Collective], times: int = 1) -> list[Collective
     ]
 
 
-# Attention on a CPU is an operator of its own, which torch's registry does not know. Its backward pass computes the
-# scores again: a tenth more than the papers' formulas where attention is all there is.
-_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
+class LocalOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While entered, sees each operator on this rank's own tensors: those of a DTensor come by themselves."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401 - an operator
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - what the operator returns
+        """Run an operator between ``before`` and ``after``."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        if func is torch.ops.prim.device.default:  # half of all calls under fake tensors, and no other mode's business
+            return args[0].device
+        self.before(func, args)
+        result = func(*args, **(kwargs or {}))
+        self.after(func, args, {**(kwargs or {}), "out_val": result})
+        return result
+
+    def before(self, func: Any, args: Sequence[Any]) -> None:  # noqa: ANN401 - an operator
+        """Act before an operator runs."""
+
+    def after(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:  # noqa: ANN401 - an operator
+        """Act after an operator ran; ``kwargs`` has its result as ``out_val``."""
 
 
-class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Counter(LocalOperators):
     """Counts this rank's FLOP, and what is sent by kind and axis of the mesh.
 
     Torch's own counter takes a DTensor's operators at their global size.
@@ -98,19 +124,8 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._found: dict[tuple[str, str, int], list[int]] = {}
         self.flop = 0
 
-    def __torch_dispatch__(
-        self,
-        func: Any,  # noqa: ANN401 - an operator
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - what the operator returns
-        """Run and count an operator."""
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its local operators and collectives come here by themselves
-        if func is torch.ops.prim.device.default:  # half of all calls under fake tensors, and no other mode's business
-            return args[0].device
-        result = func(*args, **(kwargs or {}))
+    def after(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:  # noqa: ANN401 - an operator
+        """Count an operator."""
         name = str(func)
         moved = collective_of(func, args)
         if moved is not None:
@@ -120,8 +135,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif name.startswith(_ATTENTION):
             self.flop += sdpa_flop_count(*(one.shape for one in args[:3]))  # type: ignore[no-untyped-call]
         elif func.overloadpacket in flop_registry:
-            self.flop += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=result)
-        return result
+            self.flop += flop_registry[func.overloadpacket](*args, **kwargs)
 
     def _note(self, kind: str, size: int, args: Sequence[Any]) -> None:
         names = [name for name in map(_group_name, args) if name in self._axes]
@@ -131,7 +145,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         noted[1] += size
 
     def collectives(self) -> list[Collective]:
-        """What was counted."""
+        """Return the counted collectives."""
         return [
             Collective(kind=kind, axis=axis, ranks=ranks, count=count, bytes=size)
             for (kind, axis, ranks), (count, size) in sorted(self._found.items())
@@ -150,29 +164,20 @@ def _group_name(argument: object) -> str:
     return ""
 
 
-class EmulatedLink(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class EmulatedLink(LocalOperators):
     """While entered, holds every collective of this thread for the time that the accelerator's link takes."""
 
     def __init__(self, accelerator: EmulatedAccelerator) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._accelerator = accelerator
 
-    def __torch_dispatch__(
-        self,
-        func: Any,  # noqa: ANN401 - an operator
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - what the operator returns
+    def before(self, func: Any, args: Sequence[Any]) -> None:  # noqa: ANN401 - an operator
         """Wait before a collective; the peers' links are as slow, so all of them start it late."""
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its own collectives come here by themselves
         moved = None if self._accelerator.reducing else collective_of(func, args)
         if moved is not None:
             self._accelerator.communicate(moved[1] * (2 if moved[0] == "all_reduce" else 1))
-        return func(*args, **(kwargs or {}))
 
 
 def link_of(accelerator: EmulatedAccelerator) -> AbstractContextManager[Any]:
-    """The accelerator's link, to be entered around training; nothing where its profile names none."""
+    """Return the accelerator's link, to be entered around training; nothing where its profile names none."""
     return nullcontext() if accelerator.profile.link_gb_per_s is None else EmulatedLink(accelerator)

@@ -19,12 +19,18 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from fuelrail.bench.measure.accelerator import DeviceTimes
 from fuelrail.bench.measure.clock import NS_PER_MS
+from fuelrail.bench.measure.records import DeviceTimes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.cuda import Event
+
+# Dense bf16 tensor-core peaks in TFLOPS, by the data sheets (SXM where there are several).
+_PEAKS_BF16 = {"H200": 989.4, "H100 PCIe": 756.0, "H100": 989.4, "A100": 312.0, "L40S": 362.0, "B200": 2250.0}
+
+# In fp32 convolutions run on TF32 tensor cores, torch's default, at half of that.
+_TF32_SHARE = 0.5
 
 
 class CudaAccelerator:
@@ -121,7 +127,7 @@ class CudaAccelerator:
         return sum(_elapsed_ns(start, end) for start, end in self._spans.get(phase, ()))
 
     def _all_reduce_union_ns(self) -> int:
-        """Length of the union of the all-reduce intervals; buckets are reduced in the order of their launches."""
+        """Return the length of the union of the all-reduce intervals; buckets are reduced in launch order."""
         total_ns, covered_to_ns = 0, 0
         for launch, arrival in zip(self._launches, self._arrivals, strict=True):
             start_ns = _elapsed_ns(self._launches[0], launch)
@@ -152,13 +158,6 @@ def _elapsed_ns(start: Event, end: Event) -> int:
     return round(elapsed_ms * NS_PER_MS)
 
 
-# Dense bf16 tensor-core peaks in TFLOPS, by the data sheets (SXM where there are several).
-_PEAKS_BF16 = {"H200": 989.4, "H100 PCIe": 756.0, "H100": 989.4, "A100": 312.0, "L40S": 362.0, "B200": 2250.0}
-
-# In fp32 convolutions run on TF32 tensor cores, torch's default, at half of that.
-_TF32_SHARE = 0.5
-
-
 def peak_tflops(device: str, precision: str) -> float | None:
     """Return a device's peak by its name; None for one that isn't known."""
     for name, peak in _PEAKS_BF16.items():
@@ -168,7 +167,7 @@ def peak_tflops(device: str, precision: str) -> float | None:
 
 
 def count_training_flop(model: nn.Module, inputs: Sequence[Tensor]) -> int:
-    """Operations of one forward and backward pass of these inputs, by their shapes alone: nothing is computed.
+    """Count the operations of one forward and backward pass of these inputs, by their shapes alone.
 
     Attention is counted as its two products: torch's counter does not know the kernel that CPUs use for it.
     """

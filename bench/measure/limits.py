@@ -36,6 +36,8 @@ HOST_TO_DEVICE = "host to device"
 
 _JPEG_SCALES = (1, 2, 4, 8)
 
+_NUM_THREADS = 8
+
 
 class _Scratch(threading.local):
     """Each thread's reused memory: fresh megabytes would cost as much in page faults as the work that is measured."""
@@ -60,7 +62,7 @@ class SampleSizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sample_sizes(fetched: Sequence[Fetched], parsed: Sequence[Parsed], output_bytes: int) -> SampleSizes:
-    """Mean sizes over some samples."""
+    """Return the mean sizes over some samples."""
     encoded = [sum(memoryview(image).nbytes for image in entry.sample.images.values()) for entry in parsed]
     return SampleSizes(
         stored_bytes=float(np.mean([sum(frame.row.length for frame in entry.stored) for entry in fetched])),
@@ -165,9 +167,6 @@ def _decode(image: Buffer, divisor: int, scratch: _Scratch) -> None:
     info = probe(image)
     height, width = -(-info.height // divisor), -(-info.width // divisor)
     simplejpeg.decode_jpeg(image, "RGBX", min_height=height, min_width=width, buffer=scratch.take((height, width, 4)))
-
-
-_NUM_THREADS = 8
 
 
 def shard_scaling(location: str, split: str, *, storage: str = "auto", seconds: float = 1.5) -> float | None:

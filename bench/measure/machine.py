@@ -38,6 +38,10 @@ _PACKAGES = (
     "nvidia-dali-cuda130",
 )
 
+_STATUS = Path("/proc/self/status")
+
+_STAT = Path("/proc/stat")
+
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU as its driver names it."""
@@ -64,7 +68,7 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def machine_facts() -> MachineFacts:
-    """Collect the facts of this machine; whatever cannot be found out is "unknown" or None, never invented."""
+    """Collect the facts of this machine; what cannot be found out is "unknown" or None, never invented."""
     commit, changed = _commit()
     return MachineFacts(
         cpu=_cpu_model(),
@@ -166,11 +170,8 @@ def dataset_facts(dataset: Dataset, split: str) -> DatasetFacts:
     )
 
 
-_STATUS = Path("/proc/self/status")
-
-
 def peak_memory_bytes() -> int:
-    """Peak resident set of this process.
+    """Return the peak resident set of this process.
 
     Linux: VmHWM of ``/proc/self/status``. ``ru_maxrss`` is no substitute there: a process inherits it from the one that
     it was forked from, so under a large parent a small process looks as large.
@@ -182,9 +183,6 @@ def peak_memory_bytes() -> int:
     if found is not None:
         return int(found.group(1)) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-_STAT = Path("/proc/stat")
 
 
 class CpuUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,7 +199,7 @@ class CpuUse(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def disturbed(self) -> str | None:
-        """What other processes used, where that was more than a twentieth of the CPUs."""
+        """A message on the CPU time of other processes, if that was more than a twentieth of the CPUs."""
         if self.others is None or self.others <= 0.05 * self.usable:
             return None
         return f"other processes used {self.others:.1f} of {self.usable:g} CPUs, this measurement {self.own:.1f}"
@@ -242,7 +240,7 @@ def _own_s() -> float:
 
 
 def all_cpu_s() -> float | None:
-    """CPU seconds that all processes have used since the machine started: user, nice, system, irq, softirq, steal.
+    """Return the CPU seconds of all processes since the machine started: user, nice, system, irq, softirq, steal.
 
     None where there is no ``/proc/stat``.
     """
@@ -250,7 +248,7 @@ def all_cpu_s() -> float | None:
 
 
 def stolen_cpu_s() -> float | None:
-    """CPU seconds that the host of a virtual machine kept back since it started; None without ``/proc/stat``."""
+    """Return CPU seconds that the host kept from a virtual machine since it started; None without ``/proc/stat``."""
     return _cpu_s((8,))
 
 

@@ -24,10 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-KINDS: Final = (
-    "parameters", "buffers", "optimiser", "gradients", "activations", "temporary", "communication", "other"
-)  # fmt: skip
-"""In the order in which a plot stacks them: what stays first, what comes and goes last."""
+KINDS: Final = ("parameters", "buffers", "optimiser", "gradients", "activations", "temporary", "communication", "other")
+"""The kinds in the order of a plot's stack: what stays first, what comes and goes last."""
 TRACKED: Final = {
     "Parameter": "parameters", "Sharded Param": "parameters", "Unsharded Param": "parameters", "Buffer": "buffers",
     "Optstate": "optimiser", "OptState": "optimiser", "Gradient": "gradients", "Sharded Grad": "gradients",

@@ -27,6 +27,11 @@ from fuelrail.bench.measure.records import PHASES, StepRecord
 
 MIN_MEASURED_STEPS = 8
 
+# A rank is called slow if its own part is longer than the others' by this share, and longest in most steps.
+SLOWER, MOSTLY = 0.05, 0.75
+
+_OWN = tuple(phase for phase in PHASES if phase != "all_reduce")
+
 
 class RankOccupancy(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's occupancy and the times that it is made of."""
@@ -74,7 +79,7 @@ def measured_steps(steps: Sequence[StepRecord], window: Window) -> Sequence[Step
 
 
 def occupancy_of(ranks: Sequence[Sequence[StepRecord]], window: Window) -> Occupancy:
-    """Occupancy over a window that is long enough (``window.too_short`` is None)."""
+    """Return the occupancy over a window that is long enough (``window.too_short`` is None)."""
     assert window.too_short is None, window.too_short
     rows = []
     for rank, steps in enumerate(ranks):
@@ -100,18 +105,12 @@ def occupancy_of(ranks: Sequence[Sequence[StepRecord]], window: Window) -> Occup
 
 
 def rolling_occupancy(steps: Sequence[StepRecord], num_steps: int) -> list[float]:
-    """Occupancy over the last ``num_steps`` steps up to each step (fewer at the start), for the plot over time."""
+    """Return the occupancy over the last ``num_steps`` steps up to each step (fewer at the start), for a plot."""
     busy = np.cumsum([0, *(step.device_busy_ns for step in steps)])
     wall = np.cumsum([0, *(step.wall_ns for step in steps)])
     last = np.arange(1, len(steps) + 1)
     first = np.maximum(last - num_steps, 0)
     return [float(value) for value in (busy[last] - busy[first]) / (wall[last] - wall[first])]
-
-
-# A rank is called slow if its own part is longer than the others' by this share, and longest in most steps.
-SLOWER, MOSTLY = 0.05, 0.75
-
-_OWN = tuple(phase for phase in PHASES if phase != "all_reduce")
 
 
 class RankPace(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,6 +20,13 @@ _T = TypeVar("_T", int, float)
 _GONE_S = 2.0
 _POLL_S = 0.005
 
+FAILED: Final = 1
+
+INTERRUPTED: Final = 130
+
+NOTHING_MEASURED: Final = "before anything was measured whole: no report was written"
+"""Message of a KeyboardInterrupt that ends a command too early for a partial report."""
+
 
 @contextlib.contextmanager
 def process_group(
@@ -58,12 +65,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def tree_cpu_s(root: int) -> float:
-    """User and system time of a process, its descendants, and those of their children that ended [s]."""
+    """Return user and system time of a process, its descendants, and those of their children that ended [s]."""
     return sum(_each(root, lambda process: sum(process.cpu_times()[:4])))
 
 
 def tree_memory_bytes(root: int) -> int:
-    """Memory of a process and its descendants; pages that several share are counted once (PSS)."""
+    """Return the memory of a process and its descendants; pages that several share are counted once (PSS)."""
     return sum(_each(root, lambda process: process.memory_full_info().pss))
 
 
@@ -76,14 +83,6 @@ def _each(root: int, of: Callable[[Any], _T]) -> Iterator[_T]:
         for process in [parent, *parent.children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 yield of(process)
-
-
-FAILED: Final = 1
-
-INTERRUPTED: Final = 130
-
-NOTHING_MEASURED: Final = "before anything was measured whole: no report was written"
-"""Message of a KeyboardInterrupt that ends a command too early for a partial report."""
 
 
 def exit_code(cut_off: str | None, *, interrupted: bool) -> int:

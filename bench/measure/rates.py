@@ -14,6 +14,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+_NUM_RESAMPLES = 2000
+
+MIN_REPEATS = 3
+"""Fewer repeats of a measurement give no interval: two values do not show how far a third may lie."""
+
 
 class Rate(msgspec.Struct, frozen=True, kw_only=True):
     """A piece of work on one sample: how often a second with all threads, and CPU time of one [ms]."""
@@ -76,12 +81,6 @@ def measure_rate(name: str, work: Callable[[int], Any], num_threads: int, second
     return Rate(name=name, num_threads=num_threads, samples_per_s=samples_per_s, cpu_ms_per_sample=1e3 * cpu_s / total)
 
 
-_NUM_RESAMPLES = 2000
-
-MIN_REPEATS = 3
-"""Fewer repeats of a measurement give no interval: two values do not show how far a third may lie."""
-
-
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
     """A middle over repeats (median, or geometric mean of ratios), and an interval that holds the true one with
     probability ``confidence``.
@@ -125,7 +124,7 @@ def warm_up_length(values: Sequence[float]) -> int:
 
 
 def interval_of(values: Sequence[float]) -> Interval:
-    """Median of at least one repeat, between the lowest and the highest.
+    """Return the median of at least one repeat, between the lowest and the highest.
 
     Whatever the distribution, n independent repeats all fall on one side of the true median with probability
     ``2^(1-n)``: so lowest to highest is a confidence interval of ``1 - 2^(1-n)``, 94 % for five.
@@ -141,7 +140,7 @@ def interval_of(values: Sequence[float]) -> Interval:
 
 
 def ratio_interval(ratios: Sequence[float]) -> Interval:
-    """Geometric mean of ratios that were each taken within one round, with a 95 % interval: Student's t on the logs.
+    """Return the geometric mean of ratios, each of one round, with a 95 % interval: Student's t on the logs.
 
     What disturbs a whole round cancels in its ratio; what is left multiplies: so the logarithm. One ratio alone has
     no interval: low and high are the value, with a confidence of 0.
@@ -163,7 +162,7 @@ def ratio_interval(ratios: Sequence[float]) -> Interval:
 
 
 def bootstrap_means(values: NDArray[np.float64], seed: int) -> NDArray[np.float64]:
-    """Means of 2,000 resamples made of blocks of consecutive values: circular block bootstrap, block length n^(1/3).
+    """Return means of 2,000 resamples of blocks of consecutive values: circular block bootstrap, length n^(1/3).
 
     Steps are alike but not independent (epochs turn, queues drain), so blocks of them are drawn; scipy's bootstrap has
     no blocks.

@@ -9,40 +9,54 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
+from typing import Literal, Self
 
 import msgspec
 
 from fuelrail.pipeline.runtime.stages import StageClock
 
-if TYPE_CHECKING:
-    from fuelrail.bench.measure.accelerator import DeviceTimes
-
 # In the order in which they follow each other in a step. `all_reduce` is the exposed part only.
 PHASES = ("data_wait", "host_to_device", "forward", "backward", "all_reduce", "optimiser", "other")
 
+_ENCODER = msgspec.json.Encoder()
 
-class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
-    """One optimiser step of one rank; times in nanoseconds of the host's monotonic clock.
 
-    A step lasts from the end of the one before (for the first: from the start of the loop) to its own end, so steps
-    leave no gaps, and the seven phases add up to ``end_ns - start_ns``:
+class DeviceTimes(msgspec.Struct, kw_only=True):
+    """One step's times on the device, in nanoseconds.
 
-    - ``data_wait_ns``: from asking the loader for the next batch to getting it;
-    - ``host_to_device_ns``: from then until it is on the device;
+    - ``host_to_device_ns``: from getting the batch until it is on the device;
     - ``forward_ns``, ``backward_ns``, ``optimiser_ns``: the device's phases; backward ends when the last local
       gradient is computed;
     - ``all_reduce_ns``: the exposed all-reduce, from the last local gradient to the last reduced one;
-    - ``other_ns``: the rest of the wall time: the trainer's own book-keeping, launch gaps, and on the emulated
-      accelerator ``overrun_ns`` and the late wake-ups that lengthen the step.
+    - ``all_reduce_total_ns``: the time in which at least one all-reduce was under way, hidden or exposed;
+    - ``device_busy_ns``: what occupancy counts: on a GPU forward + backward + optimiser by device events; on the
+      emulated accelerator the profile's time, never more, whatever the host took;
+    - ``overrun_ns``: by how much the stand-in's real work outlasted the emulated phases, ``overshoot_ns``: how late
+      waits woke, ``stand_in_ns``: the host time of the stand-in's real work; all three 0 on a GPU;
+    - ``launch_ns``: what the host took to queue the device's work (emulated: what its profile says that it would take).
+    """
 
-    ``all_reduce_total_ns`` is the time in which at least one all-reduce was under way, hidden or exposed.
-    ``device_busy_ns`` is what occupancy counts: on a GPU forward + backward + optimiser by device events; on the
-    emulated accelerator the profile's time, never more, whatever the host took. ``overrun_ns`` is the time by which
-    the stand-in's real work outlasted the emulated phases, ``overshoot_ns`` how late waits woke, and ``stand_in_ns``
-    the host time of the stand-in's real work (all three 0 on a GPU). ``launch_ns`` is what the host took to queue the
-    device's work (on the emulated accelerator: what its profile says that it would take). ``loss`` is None where it was
-    not finite.
+    host_to_device_ns: int = 0
+    forward_ns: int = 0
+    backward_ns: int = 0
+    all_reduce_ns: int = 0
+    optimiser_ns: int = 0
+    all_reduce_total_ns: int = 0
+    device_busy_ns: int = 0
+    overrun_ns: int = 0
+    overshoot_ns: int = 0
+    stand_in_ns: int = 0
+    launch_ns: int = 0
+
+
+class StepRecord(DeviceTimes, kw_only=True, tag="step"):
+    """One optimiser step of one rank; times in nanoseconds of the host's monotonic clock.
+
+    A step lasts from the end of the one before (for the first: from the start of the loop) to its own end, so steps
+    leave no gaps, and the seven phases add up to ``end_ns - start_ns``. ``data_wait_ns`` is from asking the loader for
+    the next batch to getting it. ``other_ns`` is the rest of the wall time: the trainer's own book-keeping, launch
+    gaps, and on the emulated accelerator ``overrun_ns`` and the late wake-ups that lengthen the step. ``loss`` is None
+    where it was not finite.
     """
 
     step: int
@@ -53,18 +67,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     start_ns: int
     end_ns: int
     data_wait_ns: int
-    host_to_device_ns: int
-    forward_ns: int
-    backward_ns: int
-    all_reduce_ns: int
-    optimiser_ns: int
     other_ns: int
-    all_reduce_total_ns: int
-    device_busy_ns: int
-    overrun_ns: int = 0
-    overshoot_ns: int = 0
-    stand_in_ns: int = 0
-    launch_ns: int = 0
 
     @property
     def wall_ns(self) -> int:
@@ -193,7 +196,10 @@ Record = (
     | RankEnd | RankFailure
 )  # fmt: skip
 _DECODER = msgspec.json.Decoder(Record)
-_ENCODER = msgspec.json.Encoder()
+_FIELDS: dict[type[Record], str] = {
+    RankHeader: "header", InputFacts: "input", MemoryLine: "memory", CheckpointRestore: "restored", RankEnd: "end",
+    RankFailure: "failure",
+}  # fmt: skip
 
 
 class RankWriter:
@@ -239,22 +245,13 @@ def read_rank(path: Path) -> RankLog:
         return log
     for line in path.read_bytes().split(b"\n")[:-1]:
         record = _DECODER.decode(line)
-        if isinstance(record, StepRecord):
-            log.steps.append(record)
-        elif isinstance(record, StageSnapshot):
-            log.snapshots.append(record)
-        elif isinstance(record, MemoryLine):
-            log.memory = record
-        elif isinstance(record, CheckpointSave):
-            log.saves.append(record)
-        elif isinstance(record, CheckpointRestore):
-            log.restored = record
-        elif isinstance(record, RankHeader):
-            log.header = record
-        elif isinstance(record, InputFacts):
-            log.input = record
-        elif isinstance(record, RankEnd):
-            log.end = record
-        else:
-            log.failure = record
+        match record:
+            case StepRecord():
+                log.steps.append(record)
+            case StageSnapshot():
+                log.snapshots.append(record)
+            case CheckpointSave():
+                log.saves.append(record)
+            case _:
+                setattr(log, _FIELDS[type(record)], record)
     return log

@@ -30,7 +30,7 @@ from PIL import Image
 
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.source import noise_jpeg
-from fuelrail.bench.micro.timing import QUICK, Comparison, Effort, Report, compare, render
+from fuelrail.bench.micro.timing import QUICK, Effort, TimedContest, TimingReport, compare, render
 from fuelrail.bench.report.files import publish_json
 from fuelrail.loaders.decode import make_decoder
 from fuelrail.pipeline.transforms.image import ImageAugment
@@ -58,11 +58,11 @@ class DecodeReport(msgspec.Struct, frozen=True, kw_only=True):
     num_images: int
     mean_bytes: float
     images_per_s: dict[str, dict[str, float]]
-    comparisons: list[Comparison]
+    comparisons: list[TimedContest]
 
 
 def with_restart_rows(encoded: bytes) -> bytes | None:
-    """The same coefficients with a restart marker at each row of MCUs; None without the program jpegtran."""
+    """Return the same coefficients with a restart marker at each row of MCUs; None without the program jpegtran."""
     program = shutil.which("jpegtran")
     if program is None:
         return None
@@ -70,7 +70,7 @@ def with_restart_rows(encoded: bytes) -> bytes | None:
 
 
 def load_images(folder: Path) -> list[bytes]:
-    """The JPEG files of that size below the folder."""
+    """Read the JPEG files of that size below the folder."""
     images = []
     for path in sorted(folder.rglob("*.jpg")):
         encoded = path.read_bytes()
@@ -82,7 +82,7 @@ def load_images(folder: Path) -> list[bytes]:
 
 
 def decoders(image_map: ImageMap) -> dict[str, Decode]:
-    """Ways to do the work, the reference first. All write (3, 256, 704) uint8 planes."""
+    """Return ways to do the work, the reference first. All write (3, 256, 704) uint8 planes."""
     turbo, pillow = make_decoder("turbo"), make_decoder("pillow")
     return {
         "bare limit: half scale, reused buffers": bare,
@@ -99,7 +99,7 @@ def decoders(image_map: ImageMap) -> dict[str, Decode]:
 
 
 def bare(encoded: bytes, out: NDArray[np.uint8]) -> None:
-    """Half scale and 0.88 of that, of the rows that are kept; buffers belong to the thread."""
+    """Decode at half scale and 0.88 of that, of the rows that are kept; buffers belong to the thread."""
     buffers = getattr(_local, "bare", None)
     if buffers is None:
         buffers = _local.bare = (np.empty((450, 800, 3), np.uint8), np.empty((*OUT_WH[::-1], 3), np.uint8))
@@ -124,7 +124,7 @@ def _pillow(encoded: bytes, out: NDArray[np.uint8], *, draft: bool) -> None:
 
 
 def pillow_box(encoded: bytes, out: NDArray[np.uint8]) -> None:
-    """Full decode and Pillow's antialiased filter, of the part that is kept only."""
+    """Decode in full, with Pillow's antialiased filter, the part that is kept only."""
     box = (0.0, _TOP / RESIZED_WH[1] * SOURCE_WH[1], float(SOURCE_WH[0]), float(SOURCE_WH[1]))
     image = Image.open(io.BytesIO(encoded)).resize(OUT_WH, Image.Resampling.BILINEAR, box=box)
     out[:] = np.asarray(image).transpose(2, 0, 1)
@@ -135,8 +135,8 @@ def _simplejpeg_full(encoded: bytes, out: NDArray[np.uint8]) -> None:
     out[:] = cv2.resize(image, RESIZED_WH, interpolation=cv2.INTER_LINEAR)[_TOP:].transpose(2, 0, 1)
 
 
-def measure(images: list[bytes], effort: Effort) -> list[Comparison]:
-    """One thread and ``NUM_THREADS``, the same images in turns; a call decodes all of them."""
+def measure(images: list[bytes], effort: Effort) -> list[TimedContest]:
+    """Measure one thread and ``NUM_THREADS``, the same images in turns; a call decodes all of them."""
     image_map = ImageAugment(height=OUT_WH[1], width=OUT_WH[0]).draw([SOURCE_WH], seed=0, epoch=0, sample=0)[0]
     batch = np.empty((len(images), 3, *OUT_WH[::-1]), np.uint8)
     decodes = decoders(image_map)  # holds OpenCV's own threads at one, for all candidates, as long as it lives
@@ -184,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         images_per_s={c.title: {e.name: len(images) / e.seconds_per_call for e in c.entries} for c in comparisons},
         comparisons=comparisons,
     )
-    print(render(Report(benchmark="decode", machine=report.machine, comparisons=comparisons)))  # noqa: T201
+    print(render(TimingReport(benchmark="decode", machine=report.machine, comparisons=comparisons)))  # noqa: T201
     for title, rates in report.images_per_s.items():
         print(f"\n{title} of {report.mean_bytes / 1e3:.0f} kB, {report.source}")  # noqa: T201
         for name, rate in rates.items():

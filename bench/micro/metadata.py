@@ -22,7 +22,7 @@ import pyarrow as pa
 import safetensors.numpy
 
 from fuelrail.bench.micro.source import CAMERAS, NUM_BOXES, NUM_POINTS, make_dataset
-from fuelrail.bench.micro.timing import Comparison, Effort, compare, main
+from fuelrail.bench.micro.timing import Effort, TimedContest, compare, main
 from fuelrail.pipeline.format.index.row import IndexRow, MemberEntry
 from fuelrail.pipeline.format.index.samples import ROWS_PER_BATCH, SampleIndex, write_index
 from fuelrail.pipeline.sample.schema import (
@@ -38,7 +38,7 @@ _FIELDS = (META, GEOMETRY, BOXES, *(f"{channel.lower()}.jpg" for channel in CAME
 
 
 def sample_members(work: Path) -> tuple[str, dict[str, bytes]]:
-    """Key and metadata of a sample with six cameras and as many boxes as nuScenes' have; ``work`` is a new folder."""
+    """Make key and metadata of a sample with six cameras and as many boxes as nuScenes' in the new folder ``work``."""
     dataset = make_dataset(work, 2, size=(320, 180), layout="none")
     with tarfile.open(next(dataset.glob("*.tar"))) as shard:
         found = {name: file.read() for name in shard.getnames() if (file := shard.extractfile(name)) is not None}
@@ -47,7 +47,7 @@ def sample_members(work: Path) -> tuple[str, dict[str, bytes]]:
 
 
 def index_rows(count: int) -> Iterator[IndexRow]:
-    """Rows of a dataset with six cameras and a lidar."""
+    """Yield rows of a dataset with six cameras and a lidar."""
     members = tuple(MemberEntry(name, 4096 * i + 512, 3000, 3000, "raw", 0) for i, name in enumerate(_FIELDS))
     for i in range(count):
         clip_id = f"scene-{i // 40:06d}"
@@ -55,15 +55,15 @@ def index_rows(count: int) -> Iterator[IndexRow]:
 
 
 def pyarrow_row(table: pa.Table, number: int, names: Sequence[str], codecs: Sequence[str]) -> dict[str, Any]:
-    """The same row through pyarrow's own conversion to Python."""
+    """Return the same row through pyarrow's own conversion to Python."""
     row: dict[str, Any] = table.slice(number, 1).to_pylist()[0]
     for member in row["members"]:
         member["name"], member["codec"] = names[member["name"]], codecs[member["codec"]]
     return row
 
 
-def measure(effort: Effort) -> Iterator[Comparison]:
-    """All comparisons: sample metadata, the header of a sweep, a row of the index."""
+def measure(effort: Effort) -> Iterator[TimedContest]:
+    """Yield all comparisons: sample metadata, the header of a sweep, a row of the index."""
     with tempfile.TemporaryDirectory() as folder:
         key, members = sample_members(Path(folder) / "work")
     yield compare(

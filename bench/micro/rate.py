@@ -34,7 +34,7 @@ import numpy as np
 
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.source import list_files, make_dataroot
-from fuelrail.bench.micro.timing import QUICK, Comparison, Effort, Report, compare, render
+from fuelrail.bench.micro.timing import QUICK, Effort, TimedContest, TimingReport, compare, render
 from fuelrail.bench.micro.writers import FLOORS, candidates, fuelrail_with
 from fuelrail.bench.report.files import publish_json
 from fuelrail.pipeline.runtime.workers import in_threads
@@ -44,6 +44,11 @@ if TYPE_CHECKING:
     from fuelrail.bench.micro.source import Files
 
 NUM_REWRITTEN = 200
+
+_SLOW = (
+    "GNU tar, then SHA-256", "tarfile", "streaming.MDSWriter", "streaming.MDSWriter, 2 processes",
+    "litdata.optimize, 2 workers", "floor: reading and writing alone", "floor: with SHA-256",
+)  # fmt: skip
 
 
 class Case(NamedTuple):
@@ -60,10 +65,6 @@ class Case(NamedTuple):
     full_tables: bool = True
 
 
-_SLOW = (
-    "GNU tar, then SHA-256", "tarfile", "streaming.MDSWriter", "streaming.MDSWriter, 2 processes",
-    "litdata.optimize, 2 workers", "floor: reading and writing alone", "floor: with SHA-256",
-)  # fmt: skip
 CASES = {
     "cameras": Case(lidar=False, num_frames=480, num_files=480, num_rounds=9),
     "cameras and lidar, sweeps compressed": Case(lidar=True, num_frames=340, num_files=340, num_rounds=9),
@@ -80,7 +81,7 @@ OWN_SOURCE = Case(lidar=False, num_frames=0, num_files=0, num_rounds=3)
 
 
 class Quartiles(NamedTuple):
-    """Of a ratio over the rounds."""
+    """The quartiles of a ratio over the rounds."""
 
     q25: float
     median: float
@@ -98,13 +99,13 @@ class RestartCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShardingReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Of each candidate the rate [MB of source files a second] and the CPU time [s for a GB of them], medians."""
+    """Rate [MB of source files a second] and CPU time [s for a GB of them] of each candidate, medians."""
 
     benchmark: str
     machine: MachineFacts
     num_cpus: int
     commits: dict[str, str | None]
-    """Of each case what was measured; ``machine`` has the latest."""
+    """The commit that each case measured; ``machine`` has the latest."""
     num_files: dict[str, int]
     num_bytes: dict[str, int]
     restart: dict[str, RestartCost]
@@ -113,7 +114,7 @@ class ShardingReport(msgspec.Struct, frozen=True, kw_only=True):
     cpu_s_per_gb: dict[str, dict[str, float]]
     share_of_floor: dict[str, Quartiles]
     """Fuelrail's rate over that of the floor that takes the same digests, in the same round."""
-    comparisons: list[Comparison]
+    comparisons: list[TimedContest]
 
 
 class _Clock:
@@ -131,7 +132,7 @@ class _Clock:
         self.cpu_s.append(_cpu_s() - before)
 
     def over(self, other: _Clock, num_rounds: int) -> Quartiles:
-        """How many times as fast as another one, round by round; the calls before the first round only warm up."""
+        """Return how many times as fast as another one it is, by round; the calls before the first only warm up."""
         ratios = np.divide(other.taken_s[-num_rounds:], self.taken_s[-num_rounds:])
         return Quartiles(*np.quantile(ratios, (0.25, 0.5, 0.75)).tolist())
 
@@ -192,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _merged(path: Path, report: ShardingReport) -> ShardingReport:
-    """The report, with the cases that an earlier one of the same machine has and it has not."""
+    """Add to the report the cases that only an earlier one of the same machine has."""
     try:
         earlier = msgspec.json.decode(path.read_bytes(), type=ShardingReport)
     except (OSError, msgspec.DecodeError):
@@ -251,7 +252,7 @@ def _measure(work: Path, options: argparse.Namespace, num_cpus: int) -> Sharding
 
 
 def _table(report: ShardingReport) -> str:
-    plain = Report(benchmark="sharding", machine=report.machine, comparisons=report.comparisons)
+    plain = TimingReport(benchmark="sharding", machine=report.machine, comparisons=report.comparisons)
     lines = [
         render(plain),
         "",

@@ -23,7 +23,7 @@ CAMERAS = ("CAM_FRONT", "CAM_FRONT_RIGHT", "CAM_FRONT_LEFT", "CAM_BACK", "CAM_BA
 NUM_POINTS = 34_720
 
 SWEEP_CODEC = codecs.planes(20)
-"""Of sweeps of five float32 a point."""
+"""The codec of sweeps of five float32 a point."""
 
 Files = list[tuple[str, list[Path]]]
 """Key of a frame and its files."""
@@ -56,7 +56,7 @@ def make_dataroot(
     num_files: int | None = None,
     full_tables: bool = True,
 ) -> None:
-    """A nuScenes dataroot of scenes of 40 frames: images of noise of about 150 kB, sweeps of smooth surfaces and rings.
+    """Make a nuScenes dataroot of scenes of 40 frames: noise images of about 150 kB, sweeps of surfaces and rings.
 
     ``num_files``: number of files for each sensor, which the frames name in turns (None: each frame has its own).
     ``full_tables``: with annotations, and as many rows for each frame as nuScenes' own tables have.
@@ -90,7 +90,7 @@ def make_dataset(
 
 
 def noise_jpeg(rng: np.random.Generator, size: tuple[int, int]) -> bytes:
-    """A JPEG of noise, as large as a photograph of this size (width, height)."""
+    """Make a JPEG of noise, as large as a photograph of this size (width, height)."""
     width, height = size
     coarse = rng.random((height // 4 + 1, width // 4 + 1, 3))
     pixels = (np.kron(coarse, np.ones((4, 4, 1)))[:height, :width] * 60 + 90).astype(np.uint8)
@@ -98,7 +98,7 @@ def noise_jpeg(rng: np.random.Generator, size: tuple[int, int]) -> bytes:
 
 
 def _sweep(rng: np.random.Generator) -> bytes:
-    """A sweep as a 32-beam lidar stores it: by azimuth and ring, ranges with centimetres of noise."""
+    """Make a sweep as a 32-beam lidar stores it: by azimuth and ring, ranges with centimetres of noise."""
     ring = np.arange(NUM_POINTS) % 32
     azimuth = np.arange(NUM_POINTS) // 32 * (2 * np.pi / (NUM_POINTS // 32))
     elevation = np.deg2rad(-30 + ring * 1.29)
@@ -110,7 +110,7 @@ def _sweep(rng: np.random.Generator) -> bytes:
 
 
 def list_files(root: Path) -> Files:
-    """The keyframe files of a dataroot, frame by frame."""
+    """Return the keyframe files of a dataroot, frame by frame."""
     folder = next(path.parent for path in root.glob("*/sample_data.json"))
     frames: dict[str, list[Path]] = {}
     for row in json.loads((folder / "sample_data.json").read_text()):
@@ -120,13 +120,13 @@ def list_files(root: Path) -> Files:
 
 
 def packed(path: Path) -> bytes:
-    """A member's bytes as the writers of samples store it: sweeps compressed, images as they are."""
+    """Return a member's bytes as the writers of samples store it: sweeps compressed, images as they are."""
     data = path.read_bytes()
     return bytes(codecs.encode(SWEEP_CODEC, data)) if path.suffix == ".bin" else data
 
 
 def file_name(frame: int, channel: str) -> str:
-    """A sensor file of a keyframe, from the dataroot."""
+    """Return a sensor file of a keyframe, from the dataroot."""
     return f"samples/{channel}/{frame:06d}.{'pcd.bin' if channel.startswith('LIDAR') else 'jpg'}"
 
 
@@ -195,7 +195,7 @@ def _sample_data(
 
 
 def _annotations(num_frames: int) -> Rows:
-    """Tables of annotations: ``NUM_BOXES`` tracks at any time, each of ``TRACK_FRAMES`` frames of a scene at most."""
+    """Yield tables of annotations: ``NUM_BOXES`` tracks at any time, each of up to ``TRACK_FRAMES`` frames."""
     rng = np.random.default_rng(0)
 
     def track(frame: int, place: int) -> int:
@@ -229,16 +229,16 @@ def _annotations(num_frames: int) -> Rows:
             for first, place in tracks
         ),
         "sample_annotation": boxes(),
-    }  # fmt: skip
+    }
 
 
 def _sensor_tokens(frame: int, channels: list[str], *, full: bool) -> list[str]:
-    """Tokens of a frame's rows of ``sample_data``, keyframes of ``channels`` first; its ego poses have the same."""
+    """Return tokens of a frame's rows of ``sample_data``, keyframes of ``channels`` first; ego poses have the same."""
     return [_token(frame, name) for name in (*channels, *(f"other{n}" for n in range(NUM_OTHER_ROWS if full else 0)))]
 
 
 def _pose(frame: int) -> dict[str, list[float]]:
-    """With as many digits as real ones."""
+    """Make a pose with as many digits as real ones."""
     angle = 1e-3 * frame
     return {
         "translation": [411.3039349319818 + frame, 1180.8903791765097, 0.0],
@@ -251,12 +251,12 @@ def _modality(channel: str) -> str:
 
 
 def _neighbours(frame: int, num_frames: int) -> dict[str, str]:
-    """Links to the samples before and after in the scene."""
+    """Return the links to the samples before and after in the scene."""
     first = frame // SCENE_FRAMES * SCENE_FRAMES
     last = min(first + SCENE_FRAMES, num_frames) - 1
     return {"prev": _token(frame - 1) if frame > first else "", "next": _token(frame + 1) if frame < last else ""}
 
 
 def _token(frame: int, of: str = "sample") -> str:
-    """A token of 32 characters, as nuScenes' are."""
+    """Make a token of 32 characters, as nuScenes' are."""
     return f"{of:_>16}{frame:016x}"

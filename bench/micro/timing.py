@@ -44,7 +44,7 @@ QUICK = Effort(num_rounds=3, min_lap_s=0.0)
 """One call a lap: shows that a benchmark still runs, measures nothing."""
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class TimedCandidate(msgspec.Struct, frozen=True, kw_only=True):
     """One candidate: median time of one call, and how many times as fast as the reference it is (median, quartiles)."""
 
     name: str
@@ -55,23 +55,23 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     calls_per_lap: int
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+class TimedContest(msgspec.Struct, frozen=True, kw_only=True):
     """Candidates that do the same work, in the order given; the first is the reference, with a speed-up of 1."""
 
     title: str
     num_rounds: int
-    entries: list[Entry]
+    entries: list[TimedCandidate]
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class TimingReport(msgspec.Struct, frozen=True, kw_only=True):
     """All comparisons of one benchmark and the machine they were taken on."""
 
     benchmark: str
     machine: MachineFacts
-    comparisons: list[Comparison]
+    comparisons: list[TimedContest]
 
 
-def compare(title: str, candidates: Mapping[str, Callable[[], object]], effort: Effort | None = None) -> Comparison:
+def compare(title: str, candidates: Mapping[str, Callable[[], object]], effort: Effort | None = None) -> TimedContest:
     """Measure the candidates in turns. The first one is the reference that the others' speed-ups refer to.
 
     Times are wall clock, so a candidate may use threads. Each candidate is called twice or more before the first lap,
@@ -91,17 +91,17 @@ def compare(title: str, candidates: Mapping[str, Callable[[], object]], effort: 
     low, median, high = np.quantile(speedups, (0.25, 0.5, 0.75), axis=0).tolist()
     times = np.median(lap_s, axis=0).tolist()
     entries = [
-        Entry(
+        TimedCandidate(
             name=name, seconds_per_call=times[i], speedup=median[i], speedup_q25=low[i], speedup_q75=high[i],
             calls_per_lap=num_calls[i],
         )
         for i, name in enumerate(candidates)
     ]  # fmt: skip
-    return Comparison(title=title, num_rounds=effort.num_rounds, entries=entries)
+    return TimedContest(title=title, num_rounds=effort.num_rounds, entries=entries)
 
 
 def _calls_per_lap(work: Callable[[], object], min_lap_s: float) -> int:
-    """How many calls fill a lap; the trial runs warm the candidate up."""
+    """Return the number of calls that fill a lap; the trial runs warm the candidate up."""
     work()
     calls = 1
     while (took_s := _lap_s(work, calls)) < min_lap_s:
@@ -122,8 +122,8 @@ def _lap_s(work: Callable[[], object], num_calls: int) -> float:
             gc.enable()
 
 
-def render(report: Report) -> str:
-    """The report as a table of text."""
+def render(report: TimingReport) -> str:
+    """Return the report as a table of text."""
     lines = [f"fuelrail {report.benchmark} on {report.machine.cpu}"]
     for comparison in report.comparisons:
         lines += ["", f"{comparison.title} ({comparison.num_rounds} rounds)"]
@@ -143,14 +143,14 @@ def _duration(seconds: float) -> str:
     return f"{seconds * 1e9:.0f} ns"
 
 
-def main(argv: Sequence[str] | None, benchmark: str, measure: Callable[[Effort], Iterable[Comparison]]) -> int:
+def main(argv: Sequence[str] | None, benchmark: str, measure: Callable[[Effort], Iterable[TimedContest]]) -> int:
     """Run a benchmark from its command line: print the table and, with ``--out``, write the report as JSON."""
     parser = argparse.ArgumentParser(prog=f"python -m fuelrail.bench.micro.{benchmark}")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
     parser.add_argument("--quick", action="store_true", help="call everything a few times, to see that it runs")
     options = parser.parse_args(argv)
     comparisons = list(measure(QUICK if options.quick else Effort()))
-    report = Report(benchmark=benchmark, machine=machine_facts(), comparisons=comparisons)
+    report = TimingReport(benchmark=benchmark, machine=machine_facts(), comparisons=comparisons)
     print(render(report))  # noqa: T201
     if options.out is not None:
         publish_json(options.out, report)

@@ -53,7 +53,7 @@ FLOORS = {
 
 @contextlib.contextmanager
 def _fresh(folder: Path) -> Iterator[Path]:
-    """An empty folder that is removed afterwards: removing counts for every candidate alike."""
+    """Yield an empty folder and remove it afterwards: removing counts for every candidate alike."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     yield folder
@@ -61,14 +61,14 @@ def _fresh(folder: Path) -> Iterator[Path]:
 
 
 def with_fuelrail(root: Path, num_workers: int, out: Path) -> None:
-    """The whole run of `fuelrail shard`."""
+    """Run all of `fuelrail shard`."""
     with _fresh(out) as folder:
         recipe = make_recipe(shard_size_bytes=SHARD_BYTES)
         shard(SourceSpec("nuscenes", str(root), {}), folder, recipe, num_workers, Quiet())
 
 
 def with_command(root: Path, num_workers: int, out: Path) -> None:
-    """`fuelrail shard` as a user types it: start of the interpreter and imports count."""
+    """Run `fuelrail shard` as a user types it: start of the interpreter and imports count."""
     with _fresh(out) as folder:
         command = [
             sys.executable, "-m", "fuelrail", "shard", f"nuscenes:{root}", str(folder), "--workers", str(num_workers),
@@ -79,18 +79,18 @@ def with_command(root: Path, num_workers: int, out: Path) -> None:
 
 
 def fuelrail_with(num_workers: int) -> str:
-    """Fuelrail's name as a candidate."""
+    """Return Fuelrail's name as a candidate."""
     return f"fuelrail, {num_workers} worker{'s' if num_workers > 1 else ''}"
 
 
 def with_gnu_tar(files: Files, out: Path) -> None:
-    """One tar of all files."""
+    """Write one tar of all files."""
     with _fresh(out) as folder:
         _gnu_tar(files, folder / "all.tar")
 
 
 def with_gnu_tar_and_digest(files: Files, out: Path) -> None:
-    """One tar of all files, and its SHA-256 after that (OpenSSL's, which is faster than coreutils')."""
+    """Write one tar of all files, and its SHA-256 after that (OpenSSL's, which is faster than coreutils')."""
     with _fresh(out) as folder:
         _gnu_tar(files, folder / "all.tar")
         with (folder / "all.tar").open("rb") as tar:
@@ -106,7 +106,7 @@ def _gnu_tar(files: Files, tar: Path) -> None:
 
 
 def with_tarfile(files: Files, out: Path) -> None:
-    """One tar of all files, by Python's own module."""
+    """Write one tar of all files, by Python's own module."""
     with _fresh(out) as folder, tarfile.open(folder / "all.tar", "w") as tar:
         for key, paths in files:
             for path in paths:
@@ -114,12 +114,12 @@ def with_tarfile(files: Files, out: Path) -> None:
 
 
 def _sample(paths: list[Path]) -> dict[str, bytes]:
-    """The members of a frame by channel."""
+    """Return the members of a frame by channel."""
     return {path.parent.name.lower(): packed(path) for path in paths}
 
 
 def write_webdataset(files: Files, folder: Path) -> None:
-    """``webdataset.ShardWriter``."""
+    """Write with ``webdataset.ShardWriter``."""
     import webdataset
 
     with (
@@ -132,7 +132,7 @@ def write_webdataset(files: Files, folder: Path) -> None:
 
 
 def write_mds(files: Files, folder: Path) -> None:
-    """``streaming.MDSWriter`` with hashes, as its guide recommends."""
+    """Write with ``streaming.MDSWriter`` and hashes, as its guide recommends."""
     writer_type = importlib.import_module("streaming").MDSWriter
     columns = {"key": "str", **{path.parent.name.lower(): "bytes" for path in files[0][1]}}
     with writer_type(out=str(folder), columns=columns, hashes=["xxh3_64"], size_limit=SHARD_BYTES) as writer:
@@ -141,13 +141,13 @@ def write_mds(files: Files, folder: Path) -> None:
 
 
 def lit_sample(frame: tuple[str, list[Path]]) -> dict[str, Any]:
-    """What ``litdata.optimize`` calls in its workers."""
+    """Return the sample that ``litdata.optimize`` asks for in its workers."""
     key, paths = frame
     return {"key": key, **_sample(paths)}
 
 
 def with_litdata(files: Files, num_workers: int, out: Path) -> None:
-    """``litdata.optimize`` with its own workers; its cache lies beside the output, on the same file system."""
+    """Write with ``litdata.optimize`` and its own workers; its cache is beside the output, on the same file system."""
     lit = importlib.import_module("litdata")
     with _fresh(out) as folder:
         cache = {"DATA_OPTIMIZER_CACHE_FOLDER": "cache", "DATA_OPTIMIZER_DATA_CACHE_FOLDER": "data"}
@@ -193,7 +193,7 @@ def copy_part(files: Files, out: Path, digests: Collection[str]) -> None:
 
 
 def copy_files(files: Files, num_threads: int, digests: Collection[str], folder: Path) -> None:
-    """All frames, in this number of threads."""
+    """Copy all frames, in this number of threads."""
     with ThreadPoolExecutor(num_threads) as pool:
         parts = [
             files[len(files) * number // num_threads : len(files) * (number + 1) // num_threads]
@@ -204,19 +204,19 @@ def copy_files(files: Files, num_threads: int, digests: Collection[str], folder:
 
 
 def with_floor(files: Files, num_threads: int, digests: Collection[str], out: Path) -> None:
-    """Reading, writing and these digests alone."""
+    """Read, write and compute these digests, nothing else."""
     with _fresh(out) as folder:
         copy_files(files, num_threads, digests, folder)
 
 
 def alone(write: Callable[[Files, Path], None], files: Files, out: Path) -> None:
-    """One writer, in this process."""
+    """Run one writer in this process."""
     with _fresh(out) as folder:
         write(files, folder)
 
 
 def in_parts(write: Callable[[Files, Path], None], files: Files, num_writers: int, out: Path) -> None:
-    """Several writers, each in a forked process with its part of the frames and a folder of its own."""
+    """Run several writers, each in a forked process with its part of the frames and a folder of its own."""
     context = multiprocessing.get_context("fork")
     with _fresh(out) as folder:
         workers = []
@@ -235,7 +235,7 @@ def in_parts(write: Callable[[Files, Path], None], files: Files, num_writers: in
 def candidates(
     root: Path, files: Files, work: Path, num_cpus: int
 ) -> tuple[dict[str, Callable[[], object]], list[str]]:
-    """All that are installed, GNU tar first; and the names of what is not."""
+    """Return all that are installed, GNU tar first; and the names of those that are not."""
     made: dict[str, Callable[[], object]] = {}
     missing: list[str] = []
     if shutil.which("tar"):

@@ -15,11 +15,11 @@ class Fuelrail:
     """``turbo`` and ``pillow`` decode the dataset itself, ``restart`` its copy with restart markers."""
 
     def write(self, _samples: Iterable[Sample], _folder: Path, _work: Work, /) -> None:
-        """The dataset is what the others are written from."""
+        """Do nothing: the others are written from this dataset."""
         raise AssertionError
 
     def batches(self, folder: Path, work: Work, recipe: str, /) -> Iterator[Batch]:
-        """Shuffled, in full batches; else defaults, but for seed, size and threads."""
+        """Yield shuffled, full batches, with defaults but for seed, size and threads."""
         dataset = open_dataset(folder)
         (split,) = dataset.manifest.splits
         index = dataset.index

@@ -20,7 +20,7 @@ class Grain:
     """Records read at random; what its threads hand over are whole batches."""
 
     def write(self, samples: Iterable[Sample], folder: Path, work: Work, /) -> None:
-        """ArrayRecord files with one record a group, which random reading wants."""
+        """Write ArrayRecord files with one record a group, which random reading needs."""
         module = import_module("array_record.python.array_record_module")
         writer = None
         for count, sample in enumerate(samples):
@@ -35,7 +35,7 @@ class Grain:
             writer.close()
 
     def batches(self, folder: Path, work: Work, recipe: str, /) -> Iterator[Batch]:
-        """A MapDataset: seeded shuffle, batches, each decoded by one of as many threads as there are CPUs."""
+        """Return batches of a MapDataset: seeded shuffle, each decoded by one of as many threads as there are CPUs."""
         grain = import_module("grain.python")
         prepare_worker()
         decoding = recipe.removeprefix("thr-")

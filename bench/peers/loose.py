@@ -20,13 +20,13 @@ class Loose:
     """One file an image, named by sample and camera."""
 
     def write(self, samples: Iterable[Sample], folder: Path, work: Work, /) -> None:
-        """The files."""
+        """Write the files."""
         for sample in samples:
             for camera, image in zip(work.cameras, sample.images, strict=True):
                 (folder / f"{sample.number:06d}.{camera}.jpg").write_bytes(image)
 
     def batches(self, folder: Path, work: Work, recipe: str, /) -> Iterator[Batch]:
-        """A sample is one item of a map-style dataset."""
+        """Return batches of a map-style dataset with one sample an item."""
         loader = torch.utils.data.DataLoader(
             _Files(folder, work, recipe),
             work.batch_size,

@@ -21,14 +21,14 @@ class Mds:
     """MDS shards of the default size."""
 
     def write(self, samples: Iterable[Sample], folder: Path, work: Work, /) -> None:
-        """Shards by the library's own writer, the JPEGs as they are."""
+        """Write shards by the library's own writer, the JPEGs as they are."""
         columns = {"number": "int", **dict.fromkeys(work.cameras, "bytes")}
         with import_module("streaming").MDSWriter(out=str(folder), columns=columns, exist_ok=True) as writer:
             for sample in samples:
                 writer.write({"number": sample.number, **dict(zip(work.cameras, sample.images, strict=True))})
 
     def batches(self, folder: Path, work: Work, recipe: str, /) -> Iterator[Batch]:
-        """Its dataset with its default shuffle; decoding where its examples put it, in ``__getitem__``."""
+        """Return the batches of its dataset with its default shuffle; decode in ``__getitem__``, as its examples do."""
         import_module("streaming.base.util").clean_stale_shared_memory()
         dataset = _dataset_class()(folder, work, recipe)
         loader = torch.utils.data.DataLoader(

@@ -56,7 +56,7 @@ class Work(Settings, frozen=True):
 
     @property
     def samples_per_shard(self) -> int:
-        """Of every format that has shards: few enough that each worker has several, even of a small dataset."""
+        """Samples of a shard, in formats that have shards; few, so that each worker has several of a small dataset."""
         return max(1, min(_SAMPLES_PER_SHARD, self.num_samples // (2 * self.num_workers)))
 
 
@@ -81,33 +81,21 @@ class Peer(Protocol):
         """Write the samples in the loader's own format; the folder is there and empty."""
 
     def batches(self, folder: Path, work: Work, recipe: str, /) -> Iterator[Batch]:
-        """Batches of one shuffled epoch after another, without end."""
-
-
-class UnavailableError(ConfigError):
-    """A peer cannot run here; the message says why."""
+        """Return batches of one shuffled epoch after another, without end."""
 
 
 def pack_number(number: int) -> bytes:
-    """A sample's number as the member of a format that stores bytes: 8 bytes, little-endian."""
+    """Return a sample's number as the member of a format that stores bytes: 8 bytes, little-endian."""
     return _NUMBER.pack(number)
 
 
 def unpack_number(data: bytes) -> int:
-    """The number of :func:`pack_number`."""
+    """Return the number of :func:`pack_number`."""
     number: int = _NUMBER.unpack(data)[0]
     return number
 
 
 OURS = "fuelrail"
-
-TOPPAD = "toppad"
-
-MALLOC = {
-    "MALLOC_TOP_PAD_": "268435456",
-    "MALLOC_MMAP_THRESHOLD_": "4294967296",
-    "MALLOC_TRIM_THRESHOLD_": "4294967296",
-}
 
 
 class Entry(NamedTuple):
@@ -125,15 +113,14 @@ class Entry(NamedTuple):
 
 
 PEERS: dict[str, Entry] = {
-    OURS: Entry("fuelrail", (), "", (), ("pillow", "restart", "turbo+again", "turbo")),
-    "loose": Entry("loose", ("PIL",), "pip install pillow", ("torch",), ("pil", "pilfast", "cv2", "cv2fast", "sjfast")),
+    OURS: Entry("fuelrail", (), "", (), ("pillow", "restart", "turbo")),
+    "loose": Entry("loose", ("PIL",), "pip install pillow", ("torch",), ("pil", "cv2", "cv2fast", "sjfast")),
     "wds": Entry(
         "wds", ("webdataset",), "pip install webdataset", ("webdataset",), ("pil", "cv2", "cv2fast", "sjfast")
     ),
     "mds": Entry(
         "mds", ("streaming",), "pip install mosaicml-streaming", ("mosaicml-streaming",), ("cv2", "cv2fast", "sjfast")
     ),
-    "lit": Entry("lit", ("litdata",), "pip install litdata", ("litdata",), ("cv2", "cv2fast", "sjfast")),
     "spdl": Entry(
         "spdl", ("spdl.pipeline",), "pip install spdl-core", ("spdl-core",), ("cv2", "cv2fast", "sjfast"), "wds"
     ),
@@ -141,18 +128,10 @@ PEERS: dict[str, Entry] = {
         "spdl", ("spdl.pipeline", "spdl.io"), "pip install spdl spdl-io, and FFmpeg's shared libraries",
         ("spdl-io",), ("ffmpeg",), "wds",
     ),
-    "energon": Entry(
-        "energon", ("megatron.energon",), "pip install megatron-energon", ("megatron-energon",),
-        ("cv2", "cv2fast", "sjfast"),
-    ),
     "grain": Entry(
         "grain", ("grain", "array_record"), "pip install grain array-record", ("grain", "array-record"),
-        ("thr-cv2", "thr-cv2fast", "thr-cv2fast+toppad", "thr-sjfast"),
+        ("thr-cv2", "thr-cv2fast", "thr-sjfast"),
     ),
-    "dali": Entry(
-        "dali", ("nvidia.dali",), "pip install nvidia-dali-cuda120", ("nvidia-dali-cuda120",), ("roi", "noaa"), "wds"
-    ),
-    "ffcv": Entry("ffcv", ("ffcv",), "pip install ffcv (built against OpenCV and libjpeg-turbo)", ("ffcv",), ("area",)),
 }  # fmt: skip
 
 
@@ -164,22 +143,12 @@ class Contestant(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As reports and the command line name it."""
+        """The name in reports and on the command line."""
         return f"{self.peer}:{self.recipe}"
-
-    @property
-    def decoding(self) -> str:
-        """The recipe without its settings."""
-        return self.recipe.partition("+")[0]
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Environment variables of its process."""
-        return MALLOC if self.recipe.endswith(f"+{TOPPAD}") else {}
 
 
 def contestants(only: tuple[str, ...] = ()) -> list[Contestant]:
-    """All of them, or those named by peer or as ``PEER:RECIPE``; ours come along. Raises ConfigError."""
+    """Return all contestants, or those named by peer or as ``PEER:RECIPE``, and ours. Raise ConfigError."""
     every = [Contestant(peer, recipe) for peer, entry in PEERS.items() for recipe in entry.recipes]
     if not only:
         return every
@@ -203,7 +172,7 @@ def is_there(name: str) -> str | None:
 
 
 def load_peer(name: str) -> Peer:
-    """Import a peer; raises UnavailableError, saying what to install, where it is not there."""
+    """Import a peer; raises ConfigError, saying what to install, where it is not there."""
     entry = PEERS[name]
     for module in entry.needs:
         try:
@@ -213,9 +182,9 @@ def load_peer(name: str) -> Peer:
         # A library without its shared libraries fails in its own way, and not always with ImportError.
         except Exception as error:
             reason = str(error).partition("\n")[0]
-            raise UnavailableError(f"{name}: '{module}' cannot be imported ({reason}): {entry.install}") from error
+            raise ConfigError(f"{name}: '{module}' cannot be imported ({reason}): {entry.install}") from error
         if not found:
-            raise UnavailableError(f"{name}: '{module}' is not installed: {entry.install}")
+            raise ConfigError(f"{name}: '{module}' is not installed: {entry.install}")
     peer: Peer = importlib.import_module(f"fuelrail.bench.peers.{entry.module}").PEER
     return peer
 
@@ -239,7 +208,7 @@ def decode_sample(images: Sequence[Buffer], recipe: str, out: NDArray[np.uint8])
 
 
 def new_sample(images: Sequence[Buffer], recipe: str, work: Work) -> NDArray[np.uint8]:
-    """A sample's images, decoded into fresh memory."""
+    """Return a sample's images, decoded into fresh memory."""
     return decode_sample(images, recipe, np.empty(work.sample_shape, np.uint8))
 
 
@@ -250,7 +219,7 @@ def prepare_worker() -> None:
 
 @cache
 def seen_box(source_wh: tuple[int, int], out_wh: tuple[int, int]) -> tuple[float, float, float, float]:
-    """The part of the source that the output shows: left, upper, right, lower, in source pixels."""
+    """Return the part of the source that the output shows: left, upper, right, lower, in source pixels."""
     (width, height), (out_width, out_height) = source_wh, out_wh
     scale = max(out_width / width, out_height / height)
     # The resized picture has whole pixels, and the crop begins at one.
@@ -261,28 +230,20 @@ def seen_box(source_wh: tuple[int, int], out_wh: tuple[int, int]) -> tuple[float
 
 
 def shrink_factor(source_wh: tuple[int, int], out_wh: tuple[int, int]) -> int:
-    """The largest factor that libjpeg-turbo may shrink by without going below the final size."""
+    """Return the largest factor that libjpeg-turbo may shrink by without going below the final size."""
     left, upper, right, lower = seen_box(source_wh, out_wh)
     least = min((right - left) / out_wh[0], (lower - upper) / out_wh[1])
     return max(factor for factor in _REDUCED if factor == 1 or factor <= least)
 
 
-def _pil(encoded: Buffer, planes: NDArray[np.uint8], *, draft: bool = False) -> None:
+def _pil(encoded: Buffer, planes: NDArray[np.uint8]) -> None:
     from PIL import Image
 
     out_wh = planes.shape[2], planes.shape[1]
     picture: Any = Image.open(io.BytesIO(encoded))
-    source_wh = picture.size
-    factor = shrink_factor(source_wh, out_wh) if draft else 1
-    if factor > 1:
-        picture.draft("RGB", (source_wh[0] // factor, source_wh[1] // factor))
-    box = tuple(edge / factor for edge in seen_box(source_wh, out_wh))
+    box = seen_box(picture.size, out_wh)
     resized = picture.convert("RGB").resize(out_wh, Image.Resampling.BILINEAR, box=box)
     np.copyto(planes, np.asarray(resized).transpose(2, 0, 1))
-
-
-def _pil_fast(encoded: Buffer, planes: NDArray[np.uint8]) -> None:
-    _pil(encoded, planes, draft=True)
 
 
 def _cv2(encoded: Buffer, planes: NDArray[np.uint8]) -> None:
@@ -326,7 +287,6 @@ def _jpeg_size(encoded: Buffer) -> tuple[int, int]:
 
 RECIPES: dict[str, Callable[[Buffer, NDArray[np.uint8]], None]] = {
     "pil": _pil,
-    "pilfast": _pil_fast,
     "cv2": _cv2,
     "cv2fast": _cv2_fast,
     "sjfast": _sj_fast,

@@ -17,7 +17,7 @@ import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
 
-from fuelrail.bench.peers.peer import Peer, Sample, UnavailableError, Work, load_peer, prepare_worker
+from fuelrail.bench.peers.peer import Peer, Sample, Work, load_peer, prepare_worker
 from fuelrail.bench.ranks.elastic import end_with
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
@@ -59,16 +59,13 @@ class Task(Settings, frozen=True):
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
-    """Reason why a task failed, in one sentence; ``missing``: because something is not installed."""
+    """Reason why a task failed, in one sentence."""
 
     message: str
-    missing: bool
 
 
 class Written(msgspec.Struct, frozen=True, kw_only=True, tag="written"):
-    """The data was written in this number of seconds."""
-
-    seconds: float
+    """The data was written."""
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True, tag="check"):
@@ -94,9 +91,8 @@ def perform(task: Task) -> Answer:
     """Do a task in this process."""
     peer = load_peer(task.peer)
     if task.action == "write":
-        started_s = time.perf_counter()
         peer.write(read_samples(open_dataset(task.dataset)), Path(task.folder), task.work)
-        return Written(seconds=time.perf_counter() - started_s)
+        return Written()
     return _check(peer, task) if task.action == "check" else _time(peer, task)
 
 
@@ -105,7 +101,7 @@ def _check(peer: Peer, task: Task) -> Check:
     work, dataset = task.work, open_dataset(task.dataset)
     seen: dict[int, int] = {}
     errors: list[float] = []
-    batches = peer.batches(Path(task.folder), work, _decoding(task))
+    batches = peer.batches(Path(task.folder), work, task.recipe)
     num_batches = work.num_samples // work.batch_size if task.whole_epoch else _NUM_BATCHES_CHECKED
     for _ in range(num_batches):
         numbers, images = next(batches)
@@ -146,7 +142,7 @@ def _psnr_db(mean_square_error: float) -> float:
 
 
 def reference(encoded: bytes, work: Work) -> NDArray[np.float32]:
-    """An image by the definition: decoded at full size, all of it shrunk by area, cropped; [3, H, W]."""
+    """Decode an image by the definition: at full size, all of it shrunk by area, cropped; [3, H, W]."""
     picture: Any = cv2.imdecode(np.frombuffer(encoded, np.uint8), cv2.IMREAD_COLOR_RGB)
     height, width = picture.shape[:2]
     scale = max(work.width / width, work.height / height)
@@ -160,15 +156,11 @@ def reference(encoded: bytes, work: Work) -> NDArray[np.float32]:
 def _time(peer: Peer, task: Task) -> NoReturn:
     with Path(task.arrivals).open("wb", buffering=0) as out:
         times = array.array("d", [time.monotonic()])
-        batches = peer.batches(Path(task.folder), task.work, _decoding(task))
+        batches = peer.batches(Path(task.folder), task.work, task.recipe)
         while True:
             out.write(times)
             next(batches)
             times[0] = time.monotonic()
-
-
-def _decoding(task: Task) -> str:
-    return task.recipe.partition("+")[0]
 
 
 def main(path: str) -> None:
@@ -180,13 +172,11 @@ def main(path: str) -> None:
     answer: Answer
     try:
         answer = perform(task)
-    except UnavailableError as error:
-        answer = Failure(message=str(error), missing=True)
     except FuelrailError as error:
-        answer = Failure(message=str(error), missing=False)
+        answer = Failure(message=str(error))
     except Exception as error:  # noqa: BLE001 - whatever a peer raises is its result
         first_line = str(error).partition("\n")[0]
-        answer = Failure(message=f"{type(error).__name__}: {first_line}", missing=False)
+        answer = Failure(message=f"{type(error).__name__}: {first_line}")
     with published(Path(task.result)) as file:
         file.write(msgspec.json.encode(answer))
     sys.stdout.flush()
@@ -194,7 +184,7 @@ def main(path: str) -> None:
 
 
 def read_samples(dataset: Dataset, numbers: Iterable[int] | None = None) -> Iterator[Sample]:
-    """All samples by number, or those of some numbers. A sample's number is its place among the sorted keys.
+    """Yield all samples by number, or those of some numbers. A sample's number is its place among the sorted keys.
 
     Raises ConfigError for a sample that lacks an image: the other loaders have no mask for it.
     """
@@ -211,7 +201,7 @@ def read_samples(dataset: Dataset, numbers: Iterable[int] | None = None) -> Iter
 
 
 def describe_work(dataset: Dataset, *, height: int, width: int, batch_size: int, num_workers: int, seed: int) -> Work:
-    """The work that a dataset's samples make; raises ConfigError for one that cannot be compared."""
+    """Return the work that a dataset's samples make; raise ConfigError for one that cannot be compared."""
     num_samples = len(dataset.index)
     if len(dataset.manifest.splits) != 1:
         raise ConfigError(

@@ -23,17 +23,17 @@ RawSample = tuple[bytes, list[memoryview]]
 
 
 class Spdl:
-    """Its tar iterator on mapped files, its pipeline; one task makes one batch.
+    """SPDL: its tar iterator on mapped files, its pipeline; one task makes one batch.
 
     With the recipe ``ffmpeg`` FFmpeg decodes at full size, scales bilinearly (antialiased) and crops.
     """
 
     def write(self, samples: Iterable[Sample], folder: Path, work: Work, /) -> None:
-        """As the webdataset library does."""
+        """Write as the webdataset library does."""
         wds.PEER.write(samples, folder, work)
 
     def batches(self, folder: Path, work: Work, recipe: str, /) -> Iterator[Batch]:
-        """As many decoding threads as there are CPUs."""
+        """Yield batches from as many decoding threads as there are CPUs."""
         prepare_worker()
         builder = import_module("spdl.pipeline").PipelineBuilder()
         pipeline = (
@@ -68,7 +68,7 @@ def _decode_by_ffmpeg(encoded: list[memoryview], work: Work, planes: NDArray[np.
 
 
 def _shuffled_batches(folder: Path, work: Work) -> Iterator[list[RawSample]]:
-    """Full batches of samples without end: shards in a new order each epoch, samples through a shuffle buffer."""
+    """Yield full batches of samples without end: shards in a new order each epoch, samples through a shuffle buffer."""
     rng = random.Random(work.seed)
     shards = sorted(folder.glob("*.tar"))
     while True:

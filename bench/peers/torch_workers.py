@@ -13,13 +13,13 @@ from fuelrail.bench.peers.peer import Batch, prepare_worker
 
 
 def start_worker(_worker: int) -> None:
-    """Of each worker process: no threads within it."""
+    """Set up a worker process: no threads within it."""
     prepare_worker()
     torch.set_num_threads(1)
 
 
 def worker_options(num_workers: int) -> dict[str, Any]:
-    """Arguments of torch's DataLoader: workers that outlive the epoch, two batches ahead."""
+    """Return the arguments of torch's DataLoader: workers that outlive the epoch, two batches ahead."""
     return {
         "num_workers": num_workers,
         "prefetch_factor": 2,
@@ -29,7 +29,7 @@ def worker_options(num_workers: int) -> dict[str, Any]:
 
 
 def stack(samples: Sequence[tuple[int, NDArray[np.uint8]]]) -> tuple[list[int], torch.Tensor]:
-    """Collate: in a worker straight into shared memory, as torch's own does."""
+    """Collate samples, in a worker straight into shared memory, as torch's own does."""
     numbers = [number for number, _ in samples]
     tensors = [torch.from_numpy(images) for _, images in samples]
     out = None
@@ -44,7 +44,7 @@ def stack(samples: Sequence[tuple[int, NDArray[np.uint8]]]) -> tuple[list[int], 
 
 
 def endless(loader: Iterable[tuple[list[int], torch.Tensor]]) -> Iterator[Batch]:
-    """A loader's batches, epoch after epoch."""
+    """Yield a loader's batches, epoch after epoch."""
     while True:
         for numbers, images in loader:
             yield Batch(numbers, images.numpy())

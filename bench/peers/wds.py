@@ -25,7 +25,7 @@ class Webdataset:
     """Tar shards, one group of members a sample."""
 
     def write(self, samples: Iterable[Sample], folder: Path, work: Work, /) -> None:
-        """Shards by the library's own writer."""
+        """Write shards by the library's own writer."""
         import webdataset
 
         pattern = str(folder / "train-%06d.tar")
@@ -35,7 +35,7 @@ class Webdataset:
                 writer.write({"__key__": f"{sample.number:06d}", NUMBER: pack_number(sample.number), **images})
 
     def batches(self, folder: Path, work: Work, recipe: str, /) -> Iterator[Batch]:
-        """Shards are shuffled and shared out to the workers, samples pass through a shuffle buffer."""
+        """Return batches of shards that are shuffled and divided among workers, samples through a shuffle buffer."""
         import webdataset
 
         dataset = (

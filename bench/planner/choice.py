@@ -14,7 +14,7 @@ from fuelrail.bench.planner.formulas import bubble, sent_bytes
 from fuelrail.bench.planner.hardware import GIB, ClusterSettings
 from fuelrail.bench.planner.shape import Shape, stages
 from fuelrail.bench.planner.state import FP32, state_bytes, zero_stage
-from fuelrail.bench.planner.step_time import StepTime, Traffic, Work, step_time
+from fuelrail.bench.planner.step_time import StepTime, StepWork, Traffic, step_time
 from fuelrail.bench.trainer.models.settings import num_blocks
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, degrees_of
 from fuelrail.pipeline.errors import ConfigError
@@ -52,7 +52,7 @@ class Fit(NamedTuple):
     inputs: Inputs
     stages: list[Shape]
     once: list[Shape]
-    work: Work
+    work: StepWork
     time: StepTime
 
     @property
@@ -62,7 +62,7 @@ class Fit(NamedTuple):
 
 
 def candidates(asked: Scenario, cluster: ClusterSettings) -> Iterator[ParallelSettings]:
-    """Strategies from the simplest on; what a scenario names is the only one.
+    """Yield strategies from the simplest on; one that a scenario names is the only one.
 
     The order: copies, sharded optimiser state, gradients too, parameters too (within a node, with copies across nodes,
     then over all devices), activations computed again, layers divided within a node, stages.
@@ -90,7 +90,7 @@ def candidates(asked: Scenario, cluster: ClusterSettings) -> Iterator[ParallelSe
 
 
 def hybrid(cluster: ClusterSettings, recompute: Recompute = "none") -> Iterator[ParallelSettings]:
-    """A model sharded within each node and copied across nodes, where there are several."""
+    """Yield the settings of a model sharded within each node and copied across nodes, where there are several."""
     if cluster.nodes > 1 and cluster.devices_per_node > 1:
         mesh = f"dp_replicate={cluster.nodes},dp_shard={cluster.devices_per_node}"
         yield ParallelSettings(mesh=mesh, recompute=recompute)
@@ -247,7 +247,7 @@ def peak(stages: list[Shape]) -> int:
 def work_of(
     asked: Scenario, settings: ParallelSettings, degrees: Degrees, inputs: Inputs, stages: list[Shape],
     once: list[Shape],
-) -> Work:  # fmt: skip
+) -> StepWork:  # fmt: skip
     """Count the work of the stage that computes most, and of a teacher beside it."""
     beside = taught(asked, inputs, 1) if asked.teacher_from == "model" else None
     busiest = max(range(len(stages)), key=lambda number: stages[number].flop)
@@ -259,7 +259,7 @@ def work_of(
     own = 0 if beside is None else beside.flop
     sent = traffic_of(settings, degrees, shape, plain.flop - own, own, num_blocks(asked.settings))
     again = (shape.flop - own) / (plain.flop - own)  # what is computed again moves its activations again
-    return Work(
+    return StepWork(
         flop=shape.flop,
         activation_bytes=plain.kept_bytes * again + (0 if beside is None else beside.moved_bytes),
         tensor_bytes=tensor / count,
@@ -278,7 +278,7 @@ def work_of(
 def traffic_of(
     settings: ParallelSettings, degrees: Degrees, shape: Shape, flop: int, teacher_flop: int, blocks: int
 ) -> Iterator[Traffic]:
-    """What is sent of gradients and weights, and the share of a micro-batch's computing behind which it hides.
+    """Yield the traffic of gradients and weights, and the share of a micro-batch's computing behind which it hides.
 
     ``flop`` are those of the student without recomputation; a forward pass is a third of them. Copies reduce behind
     the last backward pass, as their buckets fill; a sharded optimiser sends what it changed behind nothing. Shards
@@ -313,13 +313,13 @@ def traffic_of(
 
 
 def _sent(collectives: Iterable[Collective]) -> tuple[float, int]:
-    """Bytes that a rank sends in collectives, and their number."""
+    """Return bytes that a rank sends in collectives, and their number."""
     found = list(collectives)
     return sum(sent_bytes(one.kind, one.ranks, one.bytes) for one in found), sum(one.count for one in found)
 
 
 def _place(axis: str, degrees: Degrees) -> dict[str, int]:
-    """Where the ranks of a group of a data-parallel axis lie; a teacher's weights are shared by all."""
+    """Return where the ranks of a group of a data-parallel axis are; all share a teacher's weights."""
     if axis == "dp_teacher":
         return {"reach": degrees.pp * degrees.data * degrees.tp}
     stride = degrees.tp * (degrees.dp_shard if axis == "dp_replicate" else 1)

@@ -15,7 +15,7 @@ so.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from operator import attrgetter
@@ -32,9 +32,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
-from fuelrail.bench.measure.collectives import Collective, Counter
+from fuelrail.bench.measure.collectives import Collective, Counter, LocalOperators
 from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.models.settings import GptSettings, ModelSettings, VitSettings
 from fuelrail.bench.trainer.strategies.optimiser import DTYPES, autocast
@@ -61,7 +61,7 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
     width: int = 704
 
 
-class Run(NamedTuple):
+class RankRun(NamedTuple):
     """A rank's forward and backward pass. Pairs are bytes that do not depend on the micro-batch, and those of a sample.
 
     ``parameters`` and their ``tensors`` are the rank's own; ``flop``, ``hidden_bytes`` and ``input_bytes`` are those of
@@ -82,7 +82,7 @@ class Run(NamedTuple):
     sent: list[list[Collective]]
 
 
-class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Memory(LocalOperators):
     """While entered, notes the bytes in memory after each operator."""
 
     def __init__(self, tracker: Any) -> None:  # noqa: ANN401 - torch's
@@ -90,23 +90,13 @@ class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._tracker = tracker
         self.noted: list[Bytes] = []
 
-    def __torch_dispatch__(
-        self,
-        func: Any,  # noqa: ANN401 - an operator
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - what the operator returns
-        """Run an operator and note the bytes after it."""
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its local operators come here by themselves
-        result = func(*args, **(kwargs or {}))
+    def after(self, *_: object) -> None:
+        """Note the bytes after an operator."""
         self.noted.append(_bytes_by_kind(self._tracker))
-        return result
 
 
 def _bytes_by_kind(tracker: Any) -> Bytes:  # noqa: ANN401 - torch's
-    """Bytes that lie in memory now, as pairs."""
+    """Return the bytes in memory now, as pairs."""
     found: Bytes = {}
     for device, sizes in tracker._curr_mem_snap.items():  # noqa: SLF001 - its own method copies them
         for kind, size in sizes.items():
@@ -164,7 +154,7 @@ def private_parts() -> PrivateParts:
 @cache
 def run_rank(
     model: ModelSettings, settings: ParallelSettings, degrees: Degrees, inputs: Inputs, rank: int, precision: Precision
-) -> Run:
+) -> RankRun:
     """Run one rank, whatever the samples of a micro-batch; with more than one of them in a step, the second one.
 
     The process must have no process group of its own. Raises ConfigError for images that are too small for the model,
@@ -222,7 +212,7 @@ def _fake_group(rank: int, world: int) -> Iterator[None]:
 
 
 def _example(model: ModelSettings, inputs: Inputs) -> tuple[Tensor, ...]:
-    """Arguments of the model's forward, as its method ``inputs`` returns them."""
+    """Return arguments of the model's forward, as its method ``inputs`` returns them."""
     count, cameras = inputs.micro_batch, inputs.cameras
     if isinstance(model, GptSettings):
         return torch.zeros(count, model.context + 1, dtype=torch.long), torch.ones(count)
@@ -239,7 +229,7 @@ def _example(model: ModelSettings, inputs: Inputs) -> tuple[Tensor, ...]:
 def _hidden(
     model: StagedModel, example: Sequence[Tensor], stage: int, degrees: Degrees, settings: ModelSettings
 ) -> Tensor:
-    """What a stage receives, or the first one sends, on the meta device."""
+    """Return the hidden states that a stage receives, or the first one sends, on the meta device."""
     with torch.no_grad():
         hidden: Tensor = model.stem(*example)
         for block in list(model.blocks)[: len(model.blocks) * stage // degrees.pp]:
@@ -258,7 +248,7 @@ class _Passes:
         self._parallel, self._given, self._received, self._precision = parallel, given, received, precision
         self._part, self._pipeline = parallel.models[0], received is not None
 
-    def run(self, count: int, *, copied: bool) -> Run:
+    def run(self, count: int, *, copied: bool) -> RankRun:
         """Make ``count`` passes, of which the last reduces the gradients: of ``copied`` models by DDP."""
         part, parts = self._part, private_parts()
         sharded = isinstance(part, FSDPModule)
@@ -291,7 +281,7 @@ class _Passes:
                     ]
                 sent = found
         kinds = sorted({kind for noted in (*forward, *backward) for kind in noted})
-        return Run(
+        return RankRun(
             parameters=sum(_local(parameter).numel() for parameter in learnt), tensors=len(learnt),
             flop=sum(counter.flop for counter in counters) // ROWS,
             hidden_bytes=0 if self._received is None else self._received.nbytes // ROWS,
@@ -336,7 +326,7 @@ def _as_array(noted: Sequence[Bytes], kinds: Sequence[str]) -> NDArray[np.float6
 
 
 def is_gather_of_weights(one: Collective) -> bool:
-    """Whether a collective gathers what the ranks of a sharded model hold."""
+    """Return whether a collective gathers what the ranks of a sharded model hold."""
     return one.kind == "all_gather" and one.axis.startswith("dp_")
 
 

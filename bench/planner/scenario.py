@@ -18,32 +18,40 @@ Recompute = Literal["none", "selective", "full"]
 TeacherFrom = Literal["model", "layer"]
 
 
-class Scenario(Settings, frozen=True, kw_only=True):
+class Facts(Settings, frozen=True, kw_only=True):
+    """Facts that a scenario may give and an option may replace; None: not given.
+
+    ``cameras``, ``height`` and ``width`` are of a sample's images, and needed by every model but GPT's.
+    ``sample_bytes`` are those stored of a sample. ``teacher`` is a model that the student is distilled from.
+    """
+
+    max_global_batch: Annotated[
+        Positive | None, flag("largest global batch that trains as well: ends weak scaling")
+    ] = None
+    cameras: Annotated[Positive | None, flag("images of a sample")] = None
+    height: Annotated[Positive | None, flag("height of an image in pixels")] = None
+    width: Annotated[Positive | None, flag("width of an image in pixels")] = None
+    sequence: Annotated[Positive | None, flag("tokens of a GPT's sample (default: the model's own)")] = None
+    sample_bytes: Annotated[Positive | None, flag("stored bytes of a sample")] = None
+    samples_per_epoch: Annotated[Positive | None, flag("samples of an epoch")] = None
+    failures_per_day: Annotated[Above0 | None, flag("failures of the whole job a day")] = None
+    teacher: Annotated[ModelName | None, flag("model that the student is distilled from")] = None
+
+
+class Scenario(Facts, frozen=True, kw_only=True):
     """What is to be trained, on what. ``parallel`` auto: the simplest strategy that fits is looked for.
 
-    ``cameras``, ``height`` and ``width`` (pixels) are of a sample's images, and needed by every model but GPT's;
-    ``sequence`` is the number of tokens of GPT's samples (None: the model's own). ``sample_bytes`` are those stored of
-    a sample. ``max_global_batch``: larger ones no longer train as well; None: not known, and weak scaling has no end.
-    ``teacher`` is a model that the student is distilled from: it predicts beside the student, or its logits are read
-    with the samples from a layer. ``efficiency`` is a fit to measured steps.
+    A teacher predicts beside the student, or its logits are read with the samples from a layer. ``efficiency`` is a fit
+    to measured steps.
     """
 
     name: str
     model: ModelName
     cluster: str
     global_batch: Positive
-    max_global_batch: Positive | None = None
     micro_batch: Positive = 1
     precision: Precision = "bf16"
     parallel: ParallelSettings | Auto = "auto"
-    cameras: Positive | None = None
-    height: Positive | None = None
-    width: Positive | None = None
-    sequence: Positive | None = None
-    sample_bytes: Positive | None = None
-    samples_per_epoch: Positive | None = None
-    failures_per_day: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    teacher: ModelName | None = None
     teacher_from: TeacherFrom = "model"
     efficiency: Efficiency = Efficiency()
 
@@ -53,7 +61,7 @@ class Scenario(Settings, frozen=True, kw_only=True):
         return self.sized(self.model)
 
     def sized(self, name: ModelName) -> ModelSettings:
-        """Size of a model, with the scenario's number of tokens."""
+        """Return the size of a model, with the scenario's number of tokens."""
         found = MODELS[name]
         if isinstance(found, GptSettings) and self.sequence is not None:
             return msgspec.structs.replace(found, context=self.sequence)
@@ -86,15 +94,12 @@ class Data(msgspec.Struct, frozen=True, kw_only=True):
     storage_source: str
 
 
-class PlanOptions(Settings, frozen=True, kw_only=True):
+class PlanOptions(Facts, frozen=True, kw_only=True):
     """Options of `fuelrail.plan`, and flags of ``fuelrail plan``. What a scenario says, they replace."""
 
     model: Annotated[ModelName | None, flag("model to train")] = None
     cluster: Annotated[str | None, flag("cluster to train on: a name of configs/clusters, or a .yaml file")] = None
     global_batch: Annotated[Positive | None, flag("samples of an optimiser step")] = None
-    max_global_batch: Annotated[
-        Positive | None, flag("largest global batch that trains as well: ends weak scaling")
-    ] = None
     micro_batch: Annotated[Positive | None, flag("samples of a data-parallel rank at once (default: 1)")] = None
     precision: Annotated[Precision | None, flag("compute type (default: bf16)")] = None
     strategy: Annotated[
@@ -103,14 +108,6 @@ class PlanOptions(Settings, frozen=True, kw_only=True):
     mesh: Annotated[str | None, flag("degrees of a composed strategy, as in bench train", metavar="AXIS=N")] = None
     recompute: Annotated[Recompute | None, flag("activation checkpointing, with a strategy")] = None
     pipeline_schedule: Annotated[Schedule | None, flag("order of work in a pipeline")] = None
-    cameras: Annotated[Positive | None, flag("images of a sample")] = None
-    height: Annotated[Positive | None, flag("height of an image in pixels")] = None
-    width: Annotated[Positive | None, flag("width of an image in pixels")] = None
-    sequence: Annotated[Positive | None, flag("tokens of a GPT's sample (default: the model's own)")] = None
-    sample_bytes: Annotated[Positive | None, flag("stored bytes of a sample")] = None
-    samples_per_epoch: Annotated[Positive | None, flag("samples of an epoch")] = None
-    failures_per_day: Annotated[Above0 | None, flag("failures of the whole job a day")] = None
-    teacher: Annotated[ModelName | None, flag("model that the student is distilled from")] = None
     teacher_from: Annotated[
         TeacherFrom | None, flag("model: it predicts beside the student (default); layer: its logits are read")
     ] = None
@@ -137,14 +134,9 @@ class PlanOptions(Settings, frozen=True, kw_only=True):
     explain: Annotated[bool, flag("show formula, inputs and source of each figure")] = False
 
 
-_SCENARIO = [name for name in PlanOptions.__struct_fields__ if name in Scenario.__struct_fields__]
-_PARALLEL = [name for name in PlanOptions.__struct_fields__ if name in ParallelSettings.__struct_fields__]
-
-
 def with_options(asked: Scenario | None, options: PlanOptions) -> Scenario:
     """Return the scenario with what the options replace. Raises ConfigError for what neither of them says."""
-    given: dict[str, Any] = {name: getattr(options, name) for name in _SCENARIO}
-    given = {name: value for name, value in given.items() if value is not None}
+    given, how = _given(options, Scenario), _given(options, ParallelSettings)
     if asked is None:
         missing = [name for name in ("model", "cluster", "global_batch") if name not in given]
         if missing:
@@ -155,8 +147,6 @@ def with_options(asked: Scenario | None, options: PlanOptions) -> Scenario:
         asked = Scenario(name=f"{given['model']} on {given['cluster']}", **given)
     else:
         asked = msgspec.structs.replace(asked, **given)
-    how: dict[str, Any] = {name: getattr(options, name) for name in _PARALLEL}
-    how = {name: value for name, value in how.items() if value is not None}
     if how.get("strategy") == "auto":
         if len(how) > 1:
             raise ConfigError(
@@ -174,6 +164,12 @@ def with_options(asked: Scenario | None, options: PlanOptions) -> Scenario:
             )
         return msgspec.structs.replace(asked, parallel=ParallelSettings(**how))
     return msgspec.structs.replace(asked, parallel=msgspec.structs.replace(asked.parallel, **how))
+
+
+def _given(options: PlanOptions, kind: type[Settings]) -> dict[str, Any]:
+    """Return the options that are given, of those that are fields of ``kind``."""
+    found = {name: getattr(options, name, None) for name in kind.__struct_fields__}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def check(asked: Scenario) -> None:
@@ -211,7 +207,7 @@ def check(asked: Scenario) -> None:
 
 
 def questions(asked: Scenario) -> list[str]:
-    """What only the user can know, and has not said; each with what is taken instead."""
+    """Return the questions that only the user can answer and has not; each with the assumption made instead."""
     found = []
     if asked.max_global_batch is None:
         found.append(

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from fuelrail.bench.measure.collectives import Collective, summed
-from fuelrail.bench.planner.fake_rank import ROWS, Inputs, Run, is_gather_of_weights, run_rank
+from fuelrail.bench.planner.fake_rank import ROWS, Inputs, RankRun, is_gather_of_weights, run_rank
 from fuelrail.bench.planner.formulas import in_flight, passes_of, schedule_order
 from fuelrail.bench.planner.state import FP32, MOMENTS
 from fuelrail.bench.trainer.models.settings import GptSettings, ModelSettings, VitSettings, num_blocks
@@ -32,7 +32,7 @@ _SHARDS = 8
 _REDUCED = ("reduce_scatter", "dp_shard")
 _DIVIDED = ("Sharded Param", "Sharded Grad")
 
-Value = Callable[[Run], float]
+Value = Callable[[RankRun], float]
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,7 +110,7 @@ def _check(settings: ParallelSettings, degrees: Degrees, model: ModelSettings, i
 def _run(
     model: ModelSettings, settings: ParallelSettings, degrees: Degrees, inputs: Inputs, rank: int,
     precision: Precision, passes: int = 2,
-) -> Run:  # fmt: skip
+) -> RankRun:  # fmt: skip
     """Run a rank, or take the run of another plan that differs in nothing that a run shows."""
     how = ParallelSettings(
         strategy="zero2" if settings.strategy == "zero2" else "ddp", recompute=settings.recompute,
@@ -126,7 +126,7 @@ class _Ranks:
     ``more`` is the number of blocks beyond those of the smaller run.
     """
 
-    def __init__(self, runs: Sequence[Run], more: float, small: Degrees) -> None:
+    def __init__(self, runs: Sequence[RankRun], more: float, small: Degrees) -> None:
         self._runs, self._more, self._small = runs, more, small
 
     def shape(self, settings: ParallelSettings, degrees: Degrees, inputs: Inputs, stage: int, rank: int) -> Shape:
@@ -166,7 +166,7 @@ class _Ranks:
         return round(few + self._more * (many[0] - few)) if many else round(few)
 
     def _peak(self, rows: int, degrees: Degrees) -> dict[str, int]:
-        """Bytes by kind at the peak of a pass."""
+        """Return bytes by kind at the peak of a pass."""
         early = len(self._runs[0].backward) // 2
         late = len(self._runs[0].backward) - early
         phases: list[dict[str, int]] = []
@@ -183,7 +183,7 @@ class _Ranks:
         return {kind: size for kind, size in max(phases, key=lambda phase: sum(phase.values())).items() if size}
 
     def _sent(self, way: int, order: Sequence[str] | None, degrees: Degrees, inputs: Inputs) -> list[Collective]:
-        """Collectives of all forward passes, all backward passes, or of what closes a pipeline's step."""
+        """Return the collectives of all forward passes, all backward passes, or the end of a pipeline's step."""
         every = gathering = inputs.micro_batches  # without stages each pass gathers
         if order is not None and way < 2:
             every, gathering = passes_of(order, "FB"[way])
@@ -205,7 +205,9 @@ class _Ranks:
         return found
 
     def _copied(self, settings: ParallelSettings, degrees: Degrees, own: int) -> list[Collective]:
-        """What copies send: gradients, and of a sharded optimiser what each rank changed, a tensor at a time."""
+        """Return the collectives of copies: gradients, and of a sharded optimiser each rank's changes, a tensor at a
+        time.
+        """
         found = [_replicated("all_reduce", degrees, 1, FP32 * own)]
         if settings.shards_optimiser:
             tensors = self._at(lambda run: run.tensors)

@@ -41,7 +41,7 @@ def zero_stage(settings: ParallelSettings, degrees: Degrees) -> tuple[int, int]:
 
 
 def state_bytes(model: ModelSettings, settings: ParallelSettings, degrees: Degrees, precision: Precision) -> float:
-    """Bytes of weights, gradients and optimiser state on one rank (arXiv 1910.02054, section 3.1).
+    """Return bytes of weights, gradients and optimiser state on one rank (arXiv 1910.02054, section 3.1).
 
     Tensor parallel and pipelines are taken to divide everything, which is the least.
     """
@@ -53,7 +53,7 @@ def state_bytes(model: ModelSettings, settings: ParallelSettings, degrees: Degre
 
 
 def least_bytes(model: ModelSettings, settings: ParallelSettings, degrees: Degrees, precision: Precision) -> int:
-    """Bytes that a rank has at once at least: the state, with shards also the largest block in full with its gradient.
+    """Return the least bytes that a rank has at once, with shards also the largest block in full with its gradient.
 
     Activations come on top.
     """

@@ -48,7 +48,7 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     last: float = 0.0
 
 
-class Work(msgspec.Struct, frozen=True, kw_only=True):
+class StepWork(msgspec.Struct, frozen=True, kw_only=True):
     """What the busiest rank does: per micro-batch unless ``step_`` says per step; bytes are those that it sends.
 
     ``tensor_count`` and ``pipeline_count``: number of messages of that kind; ``*_reach``: number of successive ranks
@@ -90,7 +90,7 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
         return sum((*inside, self.data_exposed, self.optimiser, self.straggler))
 
 
-def step_time(work: Work, cluster: ClusterSettings, kind: ComputeType, efficiency: Efficiency) -> StepTime:
+def step_time(work: StepWork, cluster: ClusterSettings, kind: ComputeType, efficiency: Efficiency) -> StepTime:
     """Predict a step. Attention computes in 16 bits where products compute in 8."""
     memory_rate = cluster.device.memory_gb_per_s.value * 1e9
 
@@ -128,7 +128,7 @@ def _seconds(cluster: ClusterSettings, size: float, count: float, reach: int, st
 
 
 def fit(
-    cases: Sequence[tuple[Work, ClusterSettings, ComputeType, float]], start: Efficiency | None = None
+    cases: Sequence[tuple[StepWork, ClusterSettings, ComputeType, float]], start: Efficiency | None = None
 ) -> Efficiency:
     """Find the efficiencies with the least squares of log(predicted / measured); measured times in seconds.
 

@@ -64,7 +64,7 @@ def _act_as_device(policy: int) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``PARENT NUM_RANKS EXITS MODULE [ARGUMENT ...]``: run the module once a rank; it gets our process id last.
+    """Run ``PARENT NUM_RANKS EXITS MODULE [ARGUMENT ...]``: the module once a rank; it gets our process id last.
 
     EXITS is the file that names, as JSON, the ranks that failed.
     """

@@ -18,9 +18,15 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings
 
 if TYPE_CHECKING:
-    from fuelrail.bench.measure.accelerator import Accelerator, DeviceTimes
+    from fuelrail.bench.measure.accelerator import Accelerator
     from fuelrail.bench.measure.clock import Clock
+    from fuelrail.bench.measure.records import DeviceTimes
     from fuelrail.pipeline.runtime.stages import Stage
+
+_BLOCK = bytes(1 << 16)  # hashed without the interpreter's lock, in well under a millisecond
+_PAGE = 4096
+# What this process has read slowly so far, as (inode, page): a cache keeps it from one run to the next.
+_READ: set[tuple[int, int]] = set()
 
 
 class Injection(Settings, frozen=True):
@@ -46,14 +52,8 @@ class Injection(Settings, frozen=True):
     rank: int | None = None
 
 
-_BLOCK = bytes(1 << 16)  # hashed without the interpreter's lock, in well under a millisecond
-_PAGE = 4096
-# What this process has read slowly so far, as (inode, page): a cache keeps it from one run to the next.
-_READ: set[tuple[int, int]] = set()
-
-
 def delayed_stages(stages: Sequence[Stage], inject: Injection) -> list[Stage]:
-    """The stages with what is to be injected into each call of their work. Raises ConfigError for others."""
+    """Wrap the stages with the delays to inject into each call of their work. Raise ConfigError for unknown stages."""
     wanted = {*inject.stage_lasts, *inject.stage_cpu, *inject.stage_python}
     names = [stage.name for stage in stages]
     if unknown := sorted(wanted - {*names}):
@@ -86,7 +86,7 @@ def _compute(cpu_ms: float, once: Callable[[], object]) -> None:
 
 @contextmanager
 def slow_reads(inject: Injection) -> Iterator[None]:
-    """While inside, reads of this process (``os.preadv``, what the `pread` storage calls) take that much longer."""
+    """Delay, while inside, reads of this process (``os.preadv``, which the `pread` storage calls) by that time."""
     if not inject.read:
         yield
         return
@@ -108,7 +108,7 @@ def slow_reads(inject: Injection) -> Iterator[None]:
 
 
 def late_batches(batches: Iterable[Mapping[str, Any]], stall_ms: float, clock: Clock) -> Iterator[Mapping[str, Any]]:
-    """The batches, each handed over that much after it was asked for, however long the loader itself takes."""
+    """Yield the batches, each handed over that much after it was asked for, however long the loader itself takes."""
     for batch in batches:
         clock.wait_until(clock.now_ns() + round(stall_ms * NS_PER_MS))
         yield batch
@@ -125,27 +125,27 @@ class StallingAccelerator:
 
     @contextmanager
     def host_to_device(self, num_bytes: int) -> Iterator[None]:
-        """As the inner one's, longer."""
+        """Surround the copy as the inner accelerator does, but take longer."""
         with self._inner.host_to_device(num_bytes):
             yield
             self._stall(self._inject.host_to_device)
 
     @contextmanager
     def forward(self, num_samples: float, num_images: float) -> Iterator[None]:
-        """As the inner one's; the host takes as long as is injected, which may outlast the emulated phase."""
+        """Surround the forward pass, with the injected time of the host, which may outlast the emulated phase."""
         with self._inner.forward(num_samples, num_images):
             started_ns = self._clock.now_ns()
             yield
             self._clock.wait_until(started_ns + round(self._inject.forward * NS_PER_MS))
 
     def gradients_ready(self, share: float) -> None:
-        """The inner one's; the last bucket's all-reduce starts late."""
+        """Pass it on to the inner accelerator; start the last bucket's all-reduce late."""
         self._inner.gradients_ready(share)
         if share >= 1.0:
             self._stall(self._inject.all_reduce)
 
     def finish_step(self) -> DeviceTimes:
-        """The inner one's, then the stall between two steps."""
+        """Finish the step of the inner accelerator, then stall before the next one."""
         times = self._inner.finish_step()
         self._stall(self._inject.other)
         return times

@@ -83,7 +83,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """Our environment; the ranks import the same `fuelrail` as this process, wherever it came from."""
+    """Return our environment; the ranks import the same `fuelrail` as this process, from the same place."""
     package_root = str(Path(fuelrail.__file__).parents[1])
     paths = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
     defaults = {"OMP_NUM_THREADS": "1"}

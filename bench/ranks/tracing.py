@@ -43,7 +43,7 @@ class RankTrace:
         self.step = 0
 
     def of_steps(self, steps: Iterator[StepRecord]) -> Iterator[StepRecord]:
-        """The steps, taken down; some of them under torch's profiler."""
+        """Yield the steps and record them; some of them under torch's profiler."""
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -98,18 +98,18 @@ class TracedAccelerator:
                 torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
     def all_reduce_started(self, num_bytes: int = 0) -> None:
-        """The inner one's."""
+        """Pass it on to the inner accelerator."""
         self._reducing_since.append(time.perf_counter())
         self._inner.all_reduce_started(num_bytes)
 
     def all_reduce_finished(self) -> None:
-        """The inner one's; buckets are reduced in the order of their launches."""
+        """Pass it on to the inner accelerator; buckets are reduced in the order of their launches."""
         self._inner.all_reduce_finished()
         self._trace.span("all-reduce", self._reducing_since.pop(0), time.perf_counter())
 
 
 def _exported(profiler: torch.profiler.profile) -> list[dict[str, Any]]:
-    """The profiler's events with times in microseconds since the Unix epoch, as ours have."""
+    """Return the profiler's events with times in microseconds since the Unix epoch, as ours have."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "profile.json"
         profiler.export_chrome_trace(str(path))

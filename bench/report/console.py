@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table as RichTable
@@ -14,7 +13,7 @@ _WIDE = 200
 
 
 def report_console() -> Console:
-    """Standard output; in a file or a pipe wide enough that no table is cut."""
+    """Return standard output; in a file or a pipe wide enough that no table is cut."""
     console = Console(soft_wrap=True, markup=False, highlight=False)
     return console if console.is_terminal else Console(soft_wrap=True, markup=False, highlight=False, width=_WIDE)
 
@@ -29,7 +28,7 @@ def print_table(console: Console, header: Sequence[str], rows: Iterable[Sequence
     console.print(table)
 
 
-def print_report(report: Any, console: Console) -> None:  # noqa: ANN401 - a report of any study
+def print_report(report: object, console: Console) -> None:
     """Print the figures of a report."""
     document = document_of(report)
     console.print(plain(document.about))

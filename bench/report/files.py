@@ -17,11 +17,22 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import convert
 from fuelrail.pipeline.storage.files import published
 
+REPORT_JSON, REPORT_HTML, REPORT_MARKDOWN = "report.json", "report.html", "report.md"
+
+_R = TypeVar("_R", bound=msgspec.Struct)
+
+TRACE_JSON = "trace.json"
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+"""The measurements that README and RESULTS.md cite."""
+
+_MAX_REPORT_BYTES = 256 << 20
+
 
 class ReportHeader(msgspec.Struct, frozen=True, kw_only=True):
     """The beginning of a report.
 
-    ``schema`` and ``version`` say its kind (:mod:`fuelrail.bench.studies.diff.kinds`). ``cut_off`` says why it is
+    ``schema`` and ``version`` say its kind (:mod:`fuelrail.bench.studies.diff`). ``cut_off`` says why it is
     partial, ``disturbed`` by how much other processes used the host meanwhile (None: too little to matter, or unknown),
     ``warnings`` why its figures may be wrong.
     """
@@ -38,20 +49,8 @@ class ReportHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def created_now() -> str:
-    """The field ``created``: UTC, to the second."""
+    """Return the value of the field ``created``: UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-REPORT_JSON, REPORT_HTML, REPORT_MARKDOWN = "report.json", "report.html", "report.md"
-
-_R = TypeVar("_R", bound=msgspec.Struct)
-
-TRACE_JSON = "trace.json"
-
-RESULTS = Path(__file__).resolve().parents[1] / "results"
-"""The measurements that README and RESULTS.md cite."""
-
-_MAX_REPORT_BYTES = 256 << 20
 
 
 def prepare_folder(out: Path, *, html: bool, needs: Sequence[str] = ()) -> None:
@@ -98,7 +97,7 @@ def merge_traces(folder: Path, out: Path) -> int:
     return len(parts)
 
 
-def publish_json(path: Path, value: Any) -> None:  # noqa: ANN401 - whatever msgspec can encode
+def publish_json(path: Path, value: object) -> None:
     """Write a value as indented JSON, by rename; raises ConfigError where that cannot be done.
 
     A result for this repository's ``bench/results`` must be of a clean commit. One that was measured with uncommitted
@@ -116,7 +115,11 @@ def publish_json(path: Path, value: Any) -> None:  # noqa: ANN401 - whatever msg
 
 
 def read_report(path: Path) -> Any:  # noqa: ANN401 - what JSON holds
-    """A report file as JSON; raises ConfigError for what is no regular file, is too large or is not JSON."""
+    """Read a report, given as file or folder, as JSON.
+
+    Raises ConfigError for what is not a regular file, is too large or is not JSON.
+    """
+    path = path / REPORT_JSON if path.is_dir() else path
     try:
         if not path.is_file():
             reason = "it is not a regular file" if path.exists() else "there is no such file"

@@ -1,6 +1,6 @@
 """Reports as documents: one list of blocks, of which one template makes the page and another one the Markdown.
 
-Texts are plain and show as they are, whatever is in them. Strong words and links are spans (:class:`Span`,
+Texts are plain and show as they are, for any content. Strong words and links are spans (:class:`Span`,
 :func:`marked`), so that no name out of a dataset becomes markup. A page is one file that loads nothing else, for a
 browser and for paper. Markdown has no figures.
 """
@@ -198,7 +198,7 @@ def write_report(report: msgspec.Struct, out: Path, *, html: bool) -> None:
         publish(out / REPORT_HTML, render_page(report).encode())
 
 
-def render_page(report: Any) -> str:  # noqa: ANN401 - a report of any study
+def render_page(report: object) -> str:
     """Return the page of a report as one string; raises ConfigError where matplotlib is not installed."""
     plots: dict[str, str] = _of_study(report, "plots").plots(report)
     return _template("page.html.j2").render(
@@ -207,12 +207,12 @@ def render_page(report: Any) -> str:  # noqa: ANN401 - a report of any study
     )
 
 
-def render_markdown(report: Any) -> str:  # noqa: ANN401 - a report of any study
+def render_markdown(report: object) -> str:
     """Return a report as Markdown."""
     return _template("report.md.j2").render(document=document_of(report))
 
 
-def document_of(report: Any, plots: Mapping[str, str] | None = None) -> Document:  # noqa: ANN401 - likewise
+def document_of(report: object, plots: Mapping[str, str] | None = None) -> Document:
     """Return a report as a document with these plots."""
     found: Document = _of_study(report, "page").describe(report, plots or {})
     return found
@@ -273,12 +273,12 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Mark
 
 
 def when(created: str) -> str:
-    """A report's time, as people write it; UTC."""
+    """Return a report's time, as people write it; UTC."""
     return f"{datetime.fromisoformat(created):%Y-%m-%d %H:%M} UTC"
 
 
 def as_text(options: Mapping[str, Any]) -> str:
-    """Options in a line, those within others by ``outer.inner``; what is off, empty or left to the program is not."""
+    """Return options in a line, nested ones as ``outer.inner``, without those that are off, empty or automatic."""
     return ", ".join(f"{name}={value}" for name, value in _flat(options, ""))
 
 

@@ -20,7 +20,7 @@ except ImportError as error:
         "report.html needs matplotlib, which is not installed: pip install 'fuelrail[view]', or run with --no-html"
     ) from error
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -34,6 +34,7 @@ __all__ = [
     "FuncFormatter",
     "MaxNLocator",
     "PercentFormatter",
+    "efficiency_plot",
     "legend_above",
     "new_figure",
     "stage_bars",
@@ -43,8 +44,9 @@ __all__ = [
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 BLUE, ORANGE, GREY = "#0072b2", "#e69f00", "#bbbbbb"
+_CURVES = (BLUE, "#d55e00", "#009e73", "#cc79a7")
 _LEGEND_CHARACTERS = 96
-"""Of the legend's font, beside each other above a page's figure."""
+"""The characters of the legend's font that fit beside each other above a page's figure."""
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text: sharp, selectable, and in the page's own font
     "svg.hashsalt": "fuelrail",
@@ -68,12 +70,12 @@ _STYLE: dict[Any, Any] = {
 
 
 def style() -> AbstractContextManager[None]:
-    """Within it, plots are drawn in the reports' style."""
+    """Draw plots inside it in the reports' style."""
     return mpl.rc_context(_STYLE)
 
 
 def new_figure(height_in: float, width_in: float = 7.4) -> tuple[Figure, Axes]:
-    """A figure with one pair of axes; sizes in inches, the default as wide as a page."""
+    """Make a figure with one pair of axes; sizes in inches, the default as wide as a page."""
     figure = Figure(figsize=(width_in, height_in), layout="constrained")
     return figure, figure.subplots()
 
@@ -93,7 +95,7 @@ def legend_above(axes: Axes) -> None:
 
 
 def stage_bars(rows: Sequence[tuple[str, float, float, float]]) -> str:
-    """Loader stages, each with the shares of its threads' time: (label, busy, starved, blocked)."""
+    """Draw loader stages, each with the shares of its threads' time: (label, busy, starved, blocked)."""
     figure, axes = new_figure(0.9 + 0.32 * len(rows))
     places = np.arange(len(rows))
     base = np.zeros(len(rows))
@@ -114,6 +116,29 @@ def stage_bars(rows: Sequence[tuple[str, float, float, float]]) -> str:
     axes.set_xlabel("share of the stage's thread time")
     legend_above(axes)
     return to_svg(figure, "Loader stages: busy, starved, blocked")
+
+
+def efficiency_plot(
+    curves: Mapping[str, Sequence[tuple[int, float]]], unit: str, title: str, measured: Sequence[tuple[int, float]] = ()
+) -> str:
+    """Draw efficiency over numbers of ranks: named curves as lines, what was ``measured`` as dots."""
+    with style():
+        figure, axes = new_figure(2.9)
+        for (name, points), colour in zip(curves.items(), _CURVES, strict=False):
+            axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.6, label=name)
+        if measured:
+            axes.plot(*zip(*measured, strict=True), "o", color="#222222", markersize=5, label="measured")
+        counts = [count for points in (*curves.values(), measured) for count, _ in points]
+        ticks = [tick for tick in sorted({4**power for power in range(7)} | set(dict(measured))) if tick <= max(counts)]
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+        axes.minorticks_off()
+        axes.set_ylim(0, max([1.05, *(value * 1.05 for _, value in measured)]))
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.set_xlabel(unit)
+        axes.set_ylabel("efficiency")
+        legend_above(axes)
+        return to_svg(figure, title)
 
 
 def to_svg(figure: Figure, title: str) -> str:

@@ -28,7 +28,7 @@ class Progress:
         self._thread = threading.Thread(target=self._print, name="fuelrail-progress", daemon=True)
 
     def due(self) -> bool:
-        """Whether an update is worth its work: always on a terminal, every 10 s elsewhere."""
+        """Return whether an update is due: always on a terminal, every 10 s elsewhere."""
         return self._console.is_terminal or time.monotonic() - self._updated >= _FRESH_S
 
     def update(self, text: str, done: float = 0.0) -> None:

@@ -16,7 +16,6 @@ from fuelrail.bench.report.files import TRACE_JSON, prepare_folder, report_files
 from fuelrail.bench.report.options import OutputOptions, PlanOutput, add_dataset
 from fuelrail.bench.report.page import write_report
 from fuelrail.bench.studies.comm.report import CommOptions
-from fuelrail.bench.studies.compare.options import CompareOptions
 from fuelrail.bench.studies.diagnose.run import DiagnoseOptions, run_diagnosis
 from fuelrail.bench.studies.loader.options import LoaderOptions
 from fuelrail.bench.studies.scale.options import ScaleOptions
@@ -91,13 +90,6 @@ def _loader(arguments: argparse.Namespace, options: LoaderOptions, out: Path, ht
     return report, report.cut_off is not None
 
 
-def _compare(arguments: argparse.Namespace, options: CompareOptions, out: Path, html: bool) -> tuple[Any, bool]:
-    from fuelrail.bench.studies.compare.session import compare
-
-    report = compare(arguments.source, options, out=out, html=html)
-    return report, report.cut_off is not None
-
-
 def _scale(arguments: argparse.Namespace, options: ScaleOptions, out: Path, html: bool) -> tuple[Any, bool]:
     from fuelrail.bench.studies.scale.run import run_scaling
 
@@ -141,18 +133,6 @@ STUDIES = {
         LoaderOptions,
         _loader,
         printed=("cut_off", "figures", "too_short", "warnings"),
-    ),
-    "compare": Study(
-        "compare the speed of all installed loaders on the same images, with confidence intervals",
-        "Writes the dataset's samples in the format of each loader, checks the images of every loader against the "
-        "reference, then times the loaders in turns, each in a process of its own on the same CPUs. A loader that is "
-        "not installed, or whose images differ, is left out and listed. Prepare with --rounds 0, and add rounds later "
-        "with --continue.",
-        CompareOptions,
-        _compare,
-        lambda parser: parser.add_argument(
-            "source", metavar="DATASET_OR_SOURCE", help="a Fuelrail dataset, or a source as in `shard`"
-        ),
     ),
     "scale": Study(
         "measure weak and strong scaling on emulated accelerators, and simulate it to thousands of ranks",

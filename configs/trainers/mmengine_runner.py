@@ -33,7 +33,7 @@ class ExampleModel(BaseModel):
         super().__init__()
         self.model = build_model()
 
-    def forward(self, mode: str = "loss", **batch: Any) -> dict[str, torch.Tensor]:  # noqa: ANN401, ARG002
+    def forward(self, mode: str = "loss", **batch: Any) -> dict[str, torch.Tensor]:  # noqa: ARG002
         """The losses of a batch."""
         loss = mse_loss(self.model(inputs(batch)), targets(batch))
         report(MessageHub.get_current_instance().get_info("iter"), loss.item(), batch)

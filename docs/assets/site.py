@@ -174,7 +174,7 @@ def reference_of(name: str) -> Iterator[str]:
 class PlainTypes(griffe.Extension):
     """Shows ``Annotated[int, Meta(...)]`` as ``int``: the rest is for the checks, and its words are in the text."""
 
-    def on_attribute(self, *, attr: griffe.Attribute, **_: Any) -> None:  # noqa: ANN401
+    def on_attribute(self, *, attr: griffe.Attribute, **_: Any) -> None:
         """Change the annotation of an attribute that was found."""
         attr.annotation = plain_annotation(attr.annotation)
 

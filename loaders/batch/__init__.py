@@ -1,1 +1,1 @@
-"""From samples to batches on a device: parse, decode, collate, transfer."""
+"""Samples become batches on a device: parse, decode, collate, transfer."""

@@ -25,7 +25,7 @@ class _Piece(NamedTuple):
     shape: torch.Size
     strides: tuple[int, ...]
     offset: int
-    """In elements."""
+    """The place in the arena, in elements."""
 
 
 class Packed(NamedTuple):
@@ -69,7 +69,7 @@ class Arena:
 
 
 def is_packed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is to go through an arena: plain ones in host memory, but for large page-locked ones."""
+    """Return whether a tensor goes through an arena: plain ones in host memory, except large page-locked ones."""
     return (
         tensor.device.type == "cpu"
         and type(tensor) is torch.Tensor
@@ -81,5 +81,5 @@ def is_packed(tensor: torch.Tensor) -> bool:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill the memory from the first to the last, in any order of the axes."""
+    """Return whether the elements fill the memory from the first to the last, in any order of the axes."""
     return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()

@@ -1,60 +1,21 @@
 """Decoded samples to one batch: the tensors of FORMAT's sample, stacked, after image augmentation.
 
-B samples, N cameras of the rig, output images H x W. Computed in float64, cast last. Frames of reference as in
+`fuelrail.loaders.records.Batch` has form and meaning of each entry. Computed in float64, cast last. Frames as in
 :mod:`fuelrail.pipeline.sample.schema`; `ego` is the ego frame at the sample's own time, moved by ``bda_mat`` where
-the loader
-augments it (:mod:`fuelrail.pipeline.transforms.ego`): boxes, points and all matrices from and to ego agree with each
-other. ``cam2ego`` and ``lidar2ego`` alone stay as calibrated.
+the loader augments it (:mod:`fuelrail.pipeline.transforms.ego`): boxes, points and all matrices from and to ego agree
+with each other. ``cam2ego`` and ``lidar2ego`` alone stay as calibrated.
 
 Boxes are in ego and pair with ``ego2img``. With ``Transforms(box_frame="lidar")`` they are in the first lidar's frame
 at its own time, beside ``points``, and pair with ``lidar2img``; yaw then counts counter-clockwise from the lidar's +x.
 In both frames x y z is the gravity centre; mmdetection3d's boxes have the centre of the bottom, half a height below.
 
-With temporal windows an axis of T frames follows B in some of these: :mod:`fuelrail.loaders.batch.temporal`. A mix of
-datasets adds ``dataset``, a list of str: the name that the mix gives each sample's.
-
-==================== ============================ ============================================================
-name                 shape, dtype                 meaning
-==================== ============================ ============================================================
-``img``              [B, N, 3, H, W] uint8        RGB, planes; zeros where ``cam_valid`` is 0
-``cam_valid``        [B, N] bool                  the camera's image exists
-``intrinsics``       [B, N, 3, 3] float32         K of the output image: ida (3 x 3) @ K of the stored one
-``dist``             [B, N, 14] float32           coefficients of the stored image's lens; 0 without, and where they
-                                                  were undone (``undistort=``)
-``ida_mat``          [B, N, 4, 4] float32         stored pixels to output pixels (centre-origin), homogeneous
-``cam2ego``          [B, N, 4, 4] float32         static extrinsic
-``cam2keyego``       [B, N, 4, 4] float32         camera at its exposure to ego at the sample's time
-``ego2img``          [B, N, 4, 4] float32         ego to (u d, v d, d, 1) of the output image
-``lidar2img``        [B, N, 4, 4] float32         first lidar at its time to the same (datasets with a lidar)
-``lidar2ego``        [B, 4, 4] float32            first lidar at its time to ego, not augmented
-``ego2global``       [B, 4, 4] float64            ego pose; absent where the source knew none
-``bda_mat``          [B, 4, 4] float32            ego as it is to ego as augmented; the identity without ``ego``
-``timestamp_ns``     [B] int64                    the sample's time
-``img_timestamp_ns`` [B, N] int64                 each camera's exposure
-``gt_boxes_3d``      list of [M, 7] float32       x y z l w h yaw; x y z is the gravity centre; in ego, or the lidar's
-                                                  frame (``box_frame``). Labelled datasets; so are the next four
-``gt_labels_3d``     list of [M] int64            class, -1 outside the manifest's classes
-``gt_velocity``      list of [M, 3] float32       m/s over ground, axes of the boxes' frame, NaN unknown
-``gt_valid``         list of [M] bool             has lidar or radar points, or unknown
-``instance_id``      list of [M] int64            track
-``points``           list of [P, C] float32       first lidar (``Transforms(points=True)``), its own columns and frame;
-                                                  of several sweeps (`PointSweeps`) ``dt_s``, the seconds
-                                                  since each was measured, stands in the place of ``ring`` or last
-``sample_key``       list of str
-``sample_token``     list of str                  the source's own name of the sample: nuScenes' token, a tar's key
-``clip_id``          list of str
-``frame``            [B] int64                    index in the clip
-``global_index``     [B] int64                    row of the dataset's index
-``valid``            [B] bool                     False: repeated (``drop_last=False``, lanes that ended)
-``lane``             [B] int64                    lane of the global batch (order kind ``lanes``; so is the next one)
-``prev_exists``      [B] bool                     the lane showed the frame before; False: forget the past
-``epoch``, ``step``  int                          which global batch this is
-==================== ============================ ============================================================
+With temporal windows an axis of T frames follows B in some entries: :mod:`fuelrail.loaders.batch.temporal`. Entries of
+boxes (``gt_*``, ``instance_id``) exist for labelled datasets, those of the lidar for datasets with one. ``points`` of
+several sweeps (`PointSweeps`) have ``dt_s``, the seconds since each was measured, in the place of ``ring``, or last.
 
 With ``Transforms(two_views=True)`` the batch has 2 B rows: B samples under their first draw, which is that of a loader
 without it, and the same samples in the same order under a second one, so ``batch["img"].chunk(2)`` are the two views.
-Every entry with a B axis, and every list, has both, sweeps are accumulated once, and one entry is added:
-``view``, int64 [2 B], the number of the draw, 0 or 1.
+Every entry with a B axis, and every list, has both; sweeps are accumulated once.
 
 With ``Transforms(camera_groups=...)`` ``img`` is a dict of group name to [B, N', 3, H', W'], the N' cameras as their
 group lists them. All other entries keep the N cameras of the rig.
@@ -96,7 +57,7 @@ def assemble(
     channels: SelectedChannels = NO_CHANNELS,
     has_poses: bool = True,
 ) -> dict[str, Any]:
-    """Build the batch of samples that share a slot and a rig; see the module's table.
+    """Build the batch of samples that share a slot and a rig: a `Batch`.
 
     ``lidar`` is the one whose sweeps become ``points``, ``box_frame`` is the frame of the boxes, ``channels`` are the
     selected ones. Without ``has_poses`` there is nothing that leads from one time to another: no ``ego2global``, and of
@@ -177,7 +138,7 @@ def _labels(boxes: Sequence[Boxes], bevs: Sequence[BevMap]) -> dict[str, list[to
 
 
 def _in_lidar(sample: Sample, bev: BevMap) -> tuple[torch.Tensor, torch.Tensor]:
-    """Boxes and velocities of a sample, as augmented, in the first lidar's frame.
+    """Return boxes and velocities of a sample, as augmented, in the first lidar's frame.
 
     The heading is that of the full rotation, as nuscenes-devkit turns a box before it takes the yaw.
     """

@@ -38,7 +38,7 @@ class BufferPool:
         self._lock = threading.Lock()
 
     def take(self) -> NDArray[np.uint8]:
-        """A buffer with undefined content.
+        """Return a buffer with undefined content.
 
         It is free again when the returned array and all views of it, numpy's and torch's, are gone.
         """
@@ -90,7 +90,7 @@ class GroupBuffers:
 
 
 class ShapesOnly:
-    """In the place of a pool where the decoder takes the images' memory on its own device: no memory."""
+    """A pool without memory, for a decoder that takes the images' memory on its own device."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], *, is_grouped: bool) -> None:
         self._shapes, self._is_grouped = shapes, is_grouped

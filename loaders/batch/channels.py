@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 import torch
 
+from fuelrail.loaders.records import Batch
 from fuelrail.pipeline.channels.kinds import KINDS, Packed, Value
 from fuelrail.pipeline.channels.laws import LAWS, Motion
 from fuelrail.pipeline.channels.selection import decode_values, select
@@ -47,15 +48,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.layers import Layer
 
-OWN_NAMES: Final = frozenset(
-    {
-        *("img", "cam_valid", "intrinsics", "dist", "ida_mat", "cam2ego", "cam2keyego", "ego2img", "lidar2img"),
-        *("lidar2ego", "ego2global", "ego2key", "bda_mat", "timestamp_ns", "img_timestamp_ns", "gt_boxes_3d"),
-        *("gt_labels_3d", "gt_velocity", "gt_valid", "instance_id", "points", "sample_key", "sample_token"),
-        *("clip_id", "frame", "global_index", "frame_valid", "frame_global_index", "valid", "lane"),
-        *("prev_exists", "epoch", "step", "dataset", "seed", "view"),
-    }
-)
+OWN_NAMES: Final = frozenset(Batch.__annotations__) - {"gt_mask", "points_mask"}
 """Names that a batch, or a sample before ``transform``, has of its own."""
 _SMALL_BYTES: Final = 256 << 10
 _SMALL_KINDS: Final = frozenset({"array", "points", "ragged", "text", "tokens", "bytes"})

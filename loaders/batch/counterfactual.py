@@ -68,7 +68,7 @@ class LeftOut(NamedTuple):
 
 
 def leave_out(
-    parts: Collection[LoaderPart], supply: Schedule, make: BatchPipeline
+    parts: Collection[LoaderPart], schedule: Schedule, pipeline: BatchPipeline
 ) -> tuple[LeftOut, Schedule, BatchPipeline]:
     """Prepare to leave out parts. Returns what to load, which reads nothing without ``storage``, and the stages.
 
@@ -77,14 +77,14 @@ def leave_out(
     allowed = get_args(LoaderPart)
     if unknown := sorted(set(parts) - {*allowed}):
         raise ConfigError(f"a loader has no part {unknown[0]!r} to leave out; allowed: {', '.join(allowed)}")
-    if "transform" in parts and make.transform is not None:
-        make = make._replace(transform=_keep_sample)
-    new_images = make.decoder.new_output if decodes_on_device(make.decoder) else None
+    if "transform" in parts and pipeline.transform is not None:
+        pipeline = pipeline._replace(transform=_keep_sample)
+    new_images = pipeline.decoder.new_output if decodes_on_device(pipeline.decoder) else None
     if "storage" not in parts:
-        return LeftOut(frozenset(parts), new_images=new_images), supply, make
-    kept = {source.base: _read_some(source, supply.identity.split) for source in supply.sources}
-    silent = tuple(source._replace(storage=_SilentStorage(source.storage)) for source in supply.sources)
-    return LeftOut(frozenset(parts), kept, new_images), supply._replace(sources=silent), make
+        return LeftOut(frozenset(parts), new_images=new_images), schedule, pipeline
+    kept = {source.base: _read_some(source, schedule.identity.split) for source in schedule.sources}
+    silent = tuple(source._replace(storage=_SilentStorage(source.storage)) for source in schedule.sources)
+    return LeftOut(frozenset(parts), kept, new_images), schedule._replace(sources=silent), pipeline
 
 
 def _read_some(source: Source, split: str) -> list[FetchedSpan]:
@@ -124,7 +124,7 @@ class _SilentSession:
         return [lambda: memoryview(b"") for _ in rows]
 
     def close(self) -> None:
-        """Nothing was requested."""
+        """Do nothing: nothing was requested."""
 
 
 class _Remembered:

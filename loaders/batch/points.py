@@ -23,7 +23,7 @@ class Accumulation(NamedTuple):
     sweeps: PointSweeps
 
     def __call__(self, sample: Sample, *, seed: int, epoch: int, row: int) -> Sample:
-        """The sample with the cloud in the place of the lidar's own sweep; raises SchemaError, naming the sample."""
+        """Replace the lidar's own sweep of the sample by the cloud; raise SchemaError, naming the sample."""
         channel = self.lidar.channel
         own, earlier = sample.points.get(channel), sample.sweeps.get(channel)
         if own is None:

@@ -79,7 +79,7 @@ class BatchPipeline(NamedTuple):
         return batch if self.fixed is None else self.fixed(batch, made.arena)
 
     def stages(self, tuning: Tuning) -> list[Stage]:
-        """The stages under a tuning; another tuning changes their numbers of threads and capacities only."""
+        """Return the stages under a tuning; another tuning changes only their numbers of threads and capacities."""
         num_workers = tuning.num_workers
         parse = partial(samples.parse, self.augments, self.bad, self.window)
         fill = self.augments.pixels.grid_mask_fill
@@ -308,17 +308,17 @@ class Runner:
         self._idle_at = cursor
 
     def idle_at(self, cursor: Cursor) -> bool:
-        """Whether the next result is the first after ``cursor``, and no iteration takes results."""
+        """Return whether the next result is the first after ``cursor``, and no iteration takes results."""
         return self._idle_at == cursor
 
     def take(self) -> Pipeline:
-        """The pipeline, for one who takes its results from now on."""
+        """Return the pipeline to a caller who takes its results from now on."""
         assert self._pipeline is not None, "to be started first"
         self._idle_at = None
         return self._pipeline
 
     def runs(self, pipeline: Pipeline) -> bool:
-        """Whether this pipeline has not been stopped, or replaced by another."""
+        """Return whether this pipeline has not been stopped, or replaced by another."""
         return self._pipeline is pipeline
 
     @property
@@ -343,7 +343,7 @@ class Runner:
                 self._pipeline.set_capacity(stage.name, stage.capacity)
 
     def clocks(self) -> tuple[StageClock, ...]:
-        """The stages' clocks, over all pipelines; empty before the first."""
+        """Return the stages' clocks, over all pipelines; empty before the first."""
         return self._past if self._pipeline is None else add_clocks(self._past, self._pipeline.clocks())
 
     @property
@@ -362,13 +362,13 @@ def with_ranges(
     push: Callable[[str], object] = torch.cuda.nvtx.range_push,
     pop: Callable[[], object] = torch.cuda.nvtx.range_pop,
 ) -> Stage:
-    """The stage with an NVTX range ``fuelrail NAME`` around each call of its work, on the thread that does it."""
-    samples, name = stage.work, f"fuelrail {stage.name}"
+    """Return stage with an NVTX range ``fuelrail NAME`` around each call of its work, on the thread that does it."""
+    work, name = stage.work, f"fuelrail {stage.name}"
 
     def ranged(item: Any) -> Any:  # noqa: ANN401
         push(name)
         try:
-            return samples(item)
+            return work(item)
         finally:
             pop()
 

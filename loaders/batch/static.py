@@ -23,7 +23,7 @@ _BOX_FILL: Final = {
     "gt_valid": False,
     "instance_id": -1,
 }
-"""The entries that have a row a box, and what stands in the rows beyond a sample's boxes."""
+"""The entries that have a row a box, and the content of the rows beyond a sample's boxes."""
 
 
 def pad(settings: StaticBatches, batch: Any) -> dict[str, Any]:  # noqa: ANN401
@@ -51,19 +51,19 @@ def pad(settings: StaticBatches, batch: Any) -> dict[str, Any]:  # noqa: ANN401
     return padded
 
 
-def _has_tensors(value: Any) -> bool:  # noqa: ANN401
-    """Whether a value other than a tensor holds tensors."""
+def _has_tensors(value: object) -> bool:
+    """Return whether a value other than a tensor holds tensors."""
     if isinstance(value, dict):
         value = list(value.values())
     return isinstance(value, (list, tuple)) and any(isinstance(one, torch.Tensor) or _has_tensors(one) for one in value)
 
 
-def _is_flat(value: Any) -> bool:  # noqa: ANN401
-    """Whether a value is a dict of tensors: images by group of cameras."""
+def _is_flat(value: object) -> bool:
+    """Return whether a value is a dict of tensors: images by group of cameras."""
     return isinstance(value, dict) and all(isinstance(one, torch.Tensor) for one in value.values())
 
 
-def _kind(value: Any) -> str:  # noqa: ANN401
+def _kind(value: object) -> str:
     return f"a {type(value).__name__}"
 
 

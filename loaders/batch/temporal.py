@@ -4,39 +4,15 @@ With ``DataLoader(window=...)`` the entries that belong to a frame have an axis 
 order of ``frames``; what belongs to the sample as such has none, and is that of its own frame (offset 0, the *key*
 frame). Each frame's ``ego`` is its own, at its own time; ``ego2key`` leads from it to the key frame's, and
 ``cam2keyego`` always ends in the key frame's. Boxes are those of the key frame, in its ego frame or in its lidar's.
-Images, pixels and ego frame are augmented alike in all frames of a sample: the draw is the sample's. Names that are not
-here are as in :mod:`fuelrail.loaders.batch.assemble`.
-
-======================== ============================ ========================================================
-name                     shape, dtype                 meaning
-======================== ============================ ========================================================
-``img``                  [B, T, N, 3, H, W] uint8     RGB, planes; zeros where ``cam_valid`` is 0
-``cam_valid``            [B, T, N] bool               the camera's image exists and is shown
-``intrinsics``           [B, T, N, 3, 3] float32      K of the output image
-``dist``                 [B, T, N, 14] float32        lens distortion of the stored image
-``ida_mat``              [B, T, N, 4, 4] float32      stored pixels to output pixels
-``cam2ego``              [B, T, N, 4, 4] float32      static extrinsic
-``cam2keyego``           [B, T, N, 4, 4] float32      camera at its exposure to ego at the key frame's time
-``ego2img``              [B, T, N, 4, 4] float32      ego at the frame's time to (u d, v d, d, 1)
-``lidar2img``            [B, T, N, 4, 4] float32      the frame's lidar at its time to the same
-``lidar2ego``            [B, T, 4, 4] float32         the frame's lidar at its time to ego at the frame's
-``ego2global``           [B, T, 4, 4] float64         ego pose at the frame's time
-``ego2key``              [B, T, 4, 4] float32         ego at the frame's time to ego at the key frame's: the
-                                                      vehicle's motion between them; the identity in the key frame
-``timestamp_ns``         [B, T] int64                 the frame's time
-``img_timestamp_ns``     [B, T, N] int64              each camera's exposure
-``frame_valid``          [B, T] bool                  False: the clip has no such frame, another stands in for it
-``frame_global_index``   [B, T] int64                 row of the dataset's index that is shown
-``points``               list of T of [P, C] float32  a list for each sample (``Transforms(points=True)``)
-======================== ============================ ========================================================
+Images, pixels and ego frame are augmented alike in all frames of a sample: the draw is the sample's. ``points`` has a
+list of T clouds for each sample. `fuelrail.loaders.records.Batch` shows which entries have the axis.
 
 Of a dataset without ego poses there is no ``ego2global``, ``ego2key`` or ``cam2keyego``: how the vehicle moved between
 the frames is not known. Each frame's own matrices (``ego2img``, ``lidar2img``) are there.
 
 Where the clip has no such frame, ``pad`` decides (`fuelrail.pipeline.order.windows`): another frame is shown in its
-place,
-with its own matrices and times (``repeat_edge``, ``repeat_current``); or nothing is (``mask``): images are zeros,
-``cam_valid`` False, points empty, and matrices and times are the key frame's.
+place, with its own matrices and times (``repeat_edge``, ``repeat_current``); or nothing is (``mask``): images are
+zeros, ``cam_valid`` False, points empty, and matrices and times are the key frame's.
 """
 
 from __future__ import annotations
@@ -73,7 +49,7 @@ class Frames(NamedTuple):
 
     @classmethod
     def of(cls, decoded: Sequence[DecodedSample]) -> Self:
-        """The frames of some samples, of which all or none have windows."""
+        """Collect the frames of some samples, of which all or none have windows."""
         if decoded[0].window is None:
             return cls([entry.sample for entry in decoded], [entry.maps for entry in decoded], (len(decoded),))
         windows = [entry.window for entry in decoded if entry.window is not None]
@@ -87,20 +63,20 @@ class Frames(NamedTuple):
         return len(self.axes) > 1
 
     def shaped(self, values: Sequence[Any]) -> NDArray[Any]:
-        """A value of each frame as an array [B, T, ...], or [B, ...] without windows."""
+        """Return a value of each frame as an array [B, T, ...], or [B, ...] without windows."""
         stacked = np.array(values)
         return stacked.reshape(*self.axes, *stacked.shape[1:])
 
     def of_samples(self, matrices: NDArray[np.float64]) -> NDArray[np.float64]:
-        """A matrix of each sample, (B, 4, 4), shaped to broadcast over its frames."""
+        """Return a matrix of each sample, (B, 4, 4), shaped to broadcast over its frames."""
         return matrices[:, None] if self.has_windows else matrices
 
     def repeated(self, values: Sequence[T]) -> Iterator[T]:
-        """A value of each sample, repeated for each of its frames."""
+        """Return a value of each sample, repeated for each of its frames."""
         return (value for value in values for _ in range(self.axes[1] if self.has_windows else 1))
 
     def listed(self, values: list[Any]) -> list[Any]:
-        """A value of each frame as a list for each sample; without windows as it is."""
+        """Return a value of each frame as a list for each sample; without windows as it is."""
         if not self.has_windows:
             return values
         num_samples, t = self.axes
@@ -108,7 +84,7 @@ class Frames(NamedTuple):
 
 
 def frame_facts(decoded: Sequence[DecodedSample]) -> dict[str, torch.Tensor]:
-    """Which frames the samples' windows show."""
+    """Return which frames the samples' windows show."""
     windows = [entry.window for entry in decoded if entry.window is not None]
     return {
         "frame_valid": torch.tensor([window.present for window in windows]),

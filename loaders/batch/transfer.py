@@ -25,7 +25,7 @@ def require_cuda(what: str) -> None:
 def make_transfer(
     device: torch.device | str | int | None, then: Callable[[Any], Any] | None = None, *, pinned: bool = True
 ) -> CudaTransfer | None:
-    """What brings batches to a device: nothing for None or the CPU. Raises ConfigError for any but CPU and CUDA.
+    """Make what brings batches to a device: None for None or the CPU. Raise ConfigError for any but CPU and CUDA.
 
     ``then`` is called with each batch on the device, on the copy's stream; its result is handed on. ``pinned`` is
     whether what is copied together is put together in page-locked memory.
@@ -61,7 +61,7 @@ class CudaTransfer:
     """Copies batches to a CUDA device on a stream of its own; one thread calls it, ahead of the trainer.
 
     What lies in page-locked memory in large pieces, which is the images, is copied from there. All other tensors are
-    put together in one block (`Arena`) and copied as one, so that a batch is two copies whatever it holds.
+    put together in one block (`Arena`) and copied as one, so that a batch is always two copies.
 
     The call returns when the copy is complete, so a pinned buffer can go back to its pool, and the stage's busy time is
     the host-to-device time. :meth:`hand_over` must then be called on the consumer's thread: it ties the memory to the

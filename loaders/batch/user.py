@@ -38,7 +38,7 @@ _SLOW_MS: Final = 1.0
 class Sample(NamedTuple):
     """One sample for the user's functions, with what collating needs to know.
 
-    ``joins`` has, by name, what joins values that are not stacked whatever the lengths: which batch happens to have
+    ``joins`` has, by name, what joins values that are never stacked, for any lengths: which batch happens to have
     equal ones must not change its type. ``common`` is what a batch has once.
     """
 
@@ -53,7 +53,8 @@ class Sample(NamedTuple):
         return f"sample {self.key!r} (epoch {self.slot.epoch}, step {self.slot.step})"
 
 
-def as_sample(
+def transform(
+    function: Callable[[dict[str, Any]], Any] | None,
     decoded: DecodedSample,
     *,
     lidar: LidarEntry | None,
@@ -62,7 +63,7 @@ def as_sample(
     channels: SelectedChannels = NO_CHANNELS,
     has_poses: bool = True,
 ) -> Sample:
-    """One decoded sample as a dict: a batch of one without its B axis, and the sample's ``seed``."""
+    """Pass a sample through the user's function, as a dict: a batch of one without its B axis, and its ``seed``."""
     batch = assemble([decoded], lidar=lidar, box_frame=box_frame, channels=channels, has_poses=has_poses)
     whole = batch.pop("img")
     image = {name: one[decoded.at] for name, one in whole.items()} if isinstance(whole, dict) else whole[decoded.at]
@@ -77,39 +78,20 @@ def as_sample(
     number = decoded.base + decoded.row
     number = second_view(number) if decoded.view else number
     drawn = uniforms(seed, decoded.slot.epoch, number, [ALL_CAMERAS], "transform", 1)
-    sample = {
-        "img": image,
-        **own,
-        **common,
-        "seed": int(drawn[0, 0] * 2**53),
-    }
-    return Sample(decoded.slot, decoded.at, decoded.sample.key, sample, joins, common)
-
-
-def transform(
-    function: Callable[[dict[str, Any]], Any] | None,
-    decoded: DecodedSample,
-    *,
-    lidar: LidarEntry | None,
-    seed: int,
-    box_frame: BoxFrame = "ego",
-    channels: SelectedChannels = NO_CHANNELS,
-    has_poses: bool = True,
-) -> Sample:
-    """The work of the stage: the sample as a dict, through the user's function."""
-    sample = as_sample(decoded, lidar=lidar, seed=seed, box_frame=box_frame, channels=channels, has_poses=has_poses)
-    return sample if function is None else sample._replace(value=function(sample.value))
+    sample = {"img": image, **own, **common, "seed": int(drawn[0, 0] * 2**53)}
+    value = sample if function is None else function(sample)
+    return Sample(decoded.slot, decoded.at, decoded.sample.key, value, joins, common)
 
 
 def collate(function: Callable[[list[Any]], Any] | None, transformed: Sequence[Sample]) -> Any:  # noqa: ANN401
-    """The work of the stage: the user's function on the list of samples, or :func:`stack_samples`."""
+    """Do the stage's work: call the user's function on the list of samples, or :func:`stack_samples`."""
     if function is not None:
         return function([entry.value for entry in transformed])
     return stack_samples(transformed)
 
 
 def stack_samples(transformed: Sequence[Sample]) -> dict[str, Any]:
-    """Samples to a batch: tensors of one shape stacked, numbers of one kind too, everything else as lists.
+    """Collate samples to a batch: stack tensors of one shape and numbers of one kind, put everything else into lists.
 
     An ``img`` that still lies in the batch's buffer is not copied. Raises ConfigError where a transform returned
     anything but a dict, or dicts with different names.
@@ -150,7 +132,7 @@ def _stack(values: list[Any]) -> Any:  # noqa: ANN401
 
 
 def _whole(transformed: Sequence[Sample], images: list[Any]) -> Any:  # noqa: ANN401
-    """The batch's buffer itself, if every image is still its own row of it; so for each group of cameras."""
+    """Return the batch's buffer itself if every image is still its own row of it; so for each group of cameras."""
     whole = transformed[0].slot.img()
     if not isinstance(whole, dict):
         return _same_rows(whole, transformed, images)

@@ -164,5 +164,5 @@ def decode_views(
 
 
 def decodes_on_device(decoder: ImageDecoder | BatchDecoder) -> TypeGuard[BatchDecoder]:
-    """Whether a backend decodes into memory of a device, which it takes itself; not into host memory."""
+    """Return whether a backend decodes into device memory, which it allocates itself; not into host memory."""
     return isinstance(decoder, BatchDecoder) and decoder.device.type != "cpu"

@@ -95,6 +95,8 @@ _DECODING = {
     "jpeg_fancy_upsampling": True,  # as libjpeg does by default
 }
 
+_OPEN: weakref.WeakSet[DaliDecoder] = weakref.WeakSet()
+
 
 class DaliDecoder:
     """Decodes with DALI on the CPU or a GPU; see `BatchDecoder` and `ImageDecoder` in the protocol.
@@ -436,9 +438,6 @@ class DaliDecoder:
             # pixel, in place of DALI's 16 and 8 MiB for an image of any size.
             options |= dict.fromkeys(("device_memory_padding", "host_memory_padding"), 6 * width * height)
         return options
-
-
-_OPEN: weakref.WeakSet[DaliDecoder] = weakref.WeakSet()
 
 
 @atexit.register

@@ -1,4 +1,4 @@
-"""Which DALI is installed, what it lacks, its libraries' faults, and what its errors mean; DALI is not loaded."""
+"""Which DALI is installed, what it lacks, and what its errors mean; DALI is not loaded."""
 
 from __future__ import annotations
 
@@ -10,6 +10,19 @@ from typing import NamedTuple
 
 MIN_VERSION = (2, 2)
 """The first DALI whose decoder is nvImageCodec's, which knows `adjust_orientation`."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+
+_ABOUT_AN_IMAGE = re.compile(r"Failed to decode sample #\d+|nvImageCodec failure: '#(3|4|13|14|19)'")
+"""What DALI says of bad images; the numbers are nvImageCodec's: bad, unsupported or incomplete code stream."""
+
+_CUDA = re.compile(r"CUDA (runtime|driver) API error|\bcudaError\w|\bCUDA_ERROR_", re.IGNORECASE)
+_NO_MEMORY = re.compile(
+    r"out of memory|allocation failed|ALLOCATOR_FAILURE|cudaErrorMemoryAllocation|bad_alloc"
+    r"|nvImageCodec failure: '#(5|15)'",
+    re.IGNORECASE,
+)
 
 
 class _Line(NamedTuple):
@@ -25,48 +38,6 @@ _LINES = {
     "nvidia-dali-cuda120": _Line("fuelrail[dali]", "nvidia-nvjpeg-cu12", "nvidia-nvimgcodec-cu12", (525, 60)),
     "nvidia-dali-cuda130": _Line("fuelrail[dali-cu13]", "nvidia-nvjpeg", "nvidia-nvimgcodec-cu13", (580,)),
 }
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_DRIVER_FILE = Path("/proc/driver/nvidia/version")
-
-
-class Fault(NamedTuple):
-    """A fault of a library of DALI's, from version ``first`` to before ``fixed`` (None: not known to be fixed)."""
-
-    library: str
-    first: tuple[int, ...]
-    fixed: tuple[int, ...] | None
-    effect: str
-    avoided_by: str
-
-
-KNOWN_FAULTS = (
-    Fault(
-        "nvJPEG", (), (13, 2),
-        "decodes regions of 4:2:0 and 4:2:2 JPEGs on the CPU",
-        "whole images are decoded",
-    ),
-    Fault(
-        "nvJPEG", (12, 3, 5), None,
-        "ignores its stream in batched hardware decoding on H100",
-        "each run is waited for on the host",
-    ),
-    Fault(
-        "nvImageCodec", (0, 9), None,
-        "is reported to crash on H100 and B200 when it decodes regions (nvImageCodec issue 55)",
-        "whole images are decoded",
-    ),
-    Fault(
-        "nvImageCodec", (0, 8), None,
-        "computes the hardware's share from the first batch only",
-        "the first batch of each pipeline is a full one",
-    ),
-    Fault(
-        "nvImageCodec", (0, 8), None,
-        "can report images of a hardware batch as decoded that are black",
-        "one image in 1,000 is decoded again on the CPU and compared",
-    ),
-)  # fmt: skip
-"""Faults of the versions that DALI 2.2 and newer bring, and why they do no harm here."""
 
 
 class InstalledDali(NamedTuple):
@@ -80,12 +51,12 @@ class InstalledDali(NamedTuple):
 
     @property
     def advice(self) -> str:
-        """What to do about a problem."""
+        """Advice about a problem."""
         return f"install it with what it requires: pip install '{self._line.extra}'"
 
     @property
     def problem(self) -> str:
-        """Why it cannot be used; empty if nothing is known against it."""
+        """The reason why it cannot be used; empty if none is known."""
         if self.missing:
             return f"{self.package} {self.version} is installed without {', '.join(self.missing)}"
         if _numbers(self.version) < MIN_VERSION:
@@ -96,19 +67,6 @@ class InstalledDali(NamedTuple):
     def min_driver(self) -> tuple[int, ...]:
         """The oldest NVIDIA driver that it works with."""
         return self._line.min_driver
-
-    @property
-    def known_faults(self) -> list[Fault]:
-        """Those of `KNOWN_FAULTS` that its libraries have."""
-        versions = {"nvJPEG": self.nvjpeg, "nvImageCodec": self.nvimgcodec}
-        found = ((fault, versions[fault.library]) for fault in KNOWN_FAULTS)
-        return [
-            fault
-            for fault, version in found
-            if version is not None
-            and fault.first <= _numbers(version)
-            and (fault.fixed is None or _numbers(version) < fault.fixed)
-        ]
 
     @property
     def _line(self) -> _Line:
@@ -163,7 +121,7 @@ def gpu_engine(index: int = 0) -> Engine:
     gpu, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
     # Data-centre cards; consumer cards of the same generations have no JPEG engines that nvJPEG uses.
     if capability in {(8, 0), (9, 0), (10, 0), (10, 3)} or re.search(r"\bL(4|40|40S)\b", gpu):
-        return Engine("hardware", f"the JPEG engines of {gpu}", _newer_line(found, driver))
+        return Engine("hardware", f"the JPEG engines of {gpu}")
     return Engine("CUDA", f"{gpu} is not known to have JPEG engines")
 
 
@@ -184,17 +142,6 @@ def driver_version() -> str | None:
         return None
     found = re.search(r"\b\d{3,}\.[\d.]*\d", text)
     return None if found is None else found[0]
-
-
-_ABOUT_AN_IMAGE = re.compile(r"Failed to decode sample #\d+|nvImageCodec failure: '#(3|4|13|14|19)'")
-"""What DALI says of bad images; the numbers are nvImageCodec's: bad, unsupported or incomplete code stream."""
-
-_CUDA = re.compile(r"CUDA (runtime|driver) API error|\bcudaError\w|\bCUDA_ERROR_", re.IGNORECASE)
-_NO_MEMORY = re.compile(
-    r"out of memory|allocation failed|ALLOCATOR_FAILURE|cudaErrorMemoryAllocation|bad_alloc"
-    r"|nvImageCodec failure: '#(5|15)'",
-    re.IGNORECASE,
-)
 
 
 def is_about_an_image(text: str) -> bool:
@@ -235,25 +182,12 @@ def _old_driver(found: InstalledDali, driver: str) -> tuple[str, str]:
     return f"the NVIDIA driver {driver} is older than {needed}, which {found.package} needs", f"update it{other}"
 
 
-def _newer_line(found: InstalledDali, driver: str | None) -> str:
-    """Advise the CUDA 13 line where nvJPEG is old and the driver is new enough."""
-    line = _LINES["nvidia-dali-cuda130"]
-    if found.package != "nvidia-dali-cuda120" or (driver is not None and _numbers(driver) < line.min_driver):
-        return ""
-    return (
-        f"with driver {_dotted(line.min_driver)} or newer nvJPEG 13 is the better one than {found.nvjpeg}: "
-        f"pip uninstall {found.package}, then pip install '{line.extra}'"
-    )
-
-
 def what_to_install() -> str:
     """Return which of the extras to install on this machine."""
-    driver, line = driver_version(), _LINES["nvidia-dali-cuda130"]
-    if driver is not None and _numbers(driver) >= line.min_driver:
-        return f"to decode on a GPU: pip install '{line.extra}' (CUDA 13, as the driver is {driver})"
-    return (
-        "to decode on a GPU: pip install 'fuelrail[dali]' (CUDA 12), or 'fuelrail[dali-cu13]' with driver 580 or newer"
-    )
+    driver = driver_version()
+    if driver is not None and _numbers(driver) >= _LINES["nvidia-dali-cuda130"].min_driver:
+        return f"to decode on a GPU: pip install 'fuelrail[dali-cu13]' (CUDA 13, as the driver is {driver})"
+    return "to decode on a GPU: pip install 'fuelrail[dali]' (CUDA 12), or 'fuelrail[dali-cu13]' from driver 580 on"
 
 
 def _numbers(version: str) -> tuple[int, ...]:

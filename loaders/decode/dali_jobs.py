@@ -55,7 +55,7 @@ class Job(NamedTuple):
 
     @property
     def views(self) -> tuple[Job, ...]:
-        """Return what is made of the decoded image: one picture, or two."""
+        """The jobs of the decoded image: one picture, or two."""
         return (self,) if self.other is None else (self, self.other)
 
 

@@ -1,7 +1,7 @@
 """JPEG to pixels in memory that is reused: libjpeg-turbo through simplejpeg, for the backends that resample on the CPU.
 
 Every large array is scratch of the calling thread, reused from image to image: fresh megabytes would cost as much in
-page faults as the decoding itself. Decoding is strict: whatever libjpeg warns about is an error.
+page faults as the decoding itself. Decoding is strict: a warning of libjpeg is an error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _KEEP_BYTES = 64 << 20
 
 
 class Scratch(threading.local):
-    """Named arrays of the calling thread that only grow; contents are whatever was there."""
+    """Named arrays of the calling thread that only grow; contents are undefined."""
 
     def __init__(self) -> None:
         self.arrays: dict[str, Picture] = {}

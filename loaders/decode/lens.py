@@ -41,7 +41,7 @@ class Sampling(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def rectified_camera(lens: Lens, wh: tuple[int, int], alpha: float) -> Matrix3:
-    """K that shows all of the stored image (``alpha`` 1), only what has no black in it (0), or what is in between.
+    """Return K that shows all of the stored image (``alpha`` 1), only its part without black (0), or between.
 
     ``cv2.getOptimalNewCameraMatrix`` and its fisheye counterpart.
     """
@@ -55,7 +55,7 @@ def rectified_camera(lens: Lens, wh: tuple[int, int], alpha: float) -> Matrix3:
 
 
 def largest_scale(image_map: ImageMap, lens: Lens) -> float:
-    """The largest number of output pixels that a stored pixel's length becomes, over the whole output."""
+    """Return the largest number of output pixels that a stored pixel's length becomes, over the whole output."""
     x, y, step_x, step_y = _coarse_places(image_map, lens)
     across = np.hypot(np.diff(x, axis=1), np.diff(y, axis=1)) / max(step_x, 1e-9)
     down = np.hypot(np.diff(x, axis=0), np.diff(y, axis=0)) / max(step_y, 1e-9)
@@ -82,7 +82,7 @@ def source_rows(image_map: ImageMap, lens: Lens, support_px: float) -> tuple[int
 
 @functools.lru_cache(maxsize=256)
 def _coarse_places(image_map: ImageMap, lens: Lens) -> tuple[NDArray[np.float32], NDArray[np.float32], float, float]:
-    """Stored places of about every sixteenth output pixel, the outermost among them, and their steps across and down.
+    """Return stored places of about every 16th output pixel, the outermost included, and their steps across and down.
 
     Shared, not to be written to.
     """
@@ -98,7 +98,7 @@ def _coarse_places(image_map: ImageMap, lens: Lens) -> tuple[NDArray[np.float32]
 def sampling(
     image_map: ImageMap, lens: Lens, scale: tuple[float, float], size: tuple[int, int], top: int = 0
 ) -> Sampling:
-    """Where to sample a source that is the stored image from row ``top`` on, scaled by exactly ``scale``.
+    """Return where to sample a source that is the stored image from row ``top`` on, scaled by exactly ``scale``.
 
     It is scaled about its corner. ``size`` is its (width, height), which may hold a partial last pixel, and need not
     hold rows that the output does not see (`source_rows`). Arrays (height, width) of the output; shared, not to be
@@ -125,7 +125,7 @@ def sampling(
 
 
 def _centre_matrix(image_map: ImageMap) -> NDArray[np.float64]:
-    """The true map on centre-origin pixels, (3, 3), whatever matrix is published in its place."""
+    """Return the true map on centre-origin pixels, (3, 3), not the matrix that is published in its place."""
     return dataclasses.replace(image_map, published=None).centre_matrix()
 
 
@@ -149,7 +149,7 @@ class Undistort(Settings, frozen=True):
     def __call__(
         self, sample: Sample, maps: Sequence[ImageMap], cameras: Sequence[str]
     ) -> tuple[Sample, list[ImageMap]]:
-        """The sample with the rectified cameras' geometry, and the maps with the lenses to undo.
+        """Return the sample with the geometry of the rectified cameras, and the maps with the lenses to undo.
 
         ``cameras`` are the channels of ``maps``. Raises ConfigError for a camera whose model cannot be undone.
         """

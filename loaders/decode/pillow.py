@@ -98,7 +98,7 @@ class PillowDecoder:
         outs: Sequence[NDArray[np.uint8]],
         interpolation: str,
     ) -> None:
-        """An antialiased resize to the output's scale, then lens and map undone by one interpolation, as `_rotate`."""
+        """Resize with antialiasing to the output's scale, then undo lens and map by one interpolation, as `_rotate`."""
         lenses = [image_map.lens for image_map in image_maps if image_map.lens is not None]
         scales = [min(1.0, largest_scale(*view)) for view in zip(image_maps, lenses, strict=True)]
         reach = [(_REACH[interpolation] + 1.0) / scale for scale in scales]
@@ -139,7 +139,7 @@ def _decode_by_pillow(plugin: type[ImageFile.ImageFile], encoded: Buffer, info: 
     # The plugins are called by name: Image.open would try other formats, and warn about limits that probe has checked.
     try:
         image = plugin(io.BytesIO(encoded)).convert("RGB")
-    except Exception as error:  # the plugins raise whatever their parsing of hostile bytes runs into
+    except Exception as error:  # hostile bytes make the plugins raise any error
         raise ImageError(f"image cannot be decoded: {error}") from error
     if image.size != (info.width, info.height):
         raise ImageError(f"image decoded to {image.size[0]}x{image.size[1]}, header says {info.width}x{info.height}")

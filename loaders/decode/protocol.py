@@ -23,6 +23,10 @@ Interpolation: TypeAlias = Literal["bilinear", "bicubic"]
 
 INTERPOLATIONS: tuple[str, ...] = get_args(Interpolation)
 
+MIN_LANES, MAX_LANES = 3, 4
+"""Threads that decode batches for one GPU at the same time. Each waits on the host for its own run, so that one parses
+headers and one takes results while a third one's images are decoded."""
+
 
 @runtime_checkable
 class ImageDecoder(Protocol):
@@ -187,10 +191,6 @@ class ImageFacts(NamedTuple):
 
 
 UNKNOWN = ImageFacts((0, 0), 1.0)
-
-MIN_LANES, MAX_LANES = 3, 4
-"""Threads that decode batches for one GPU at the same time. Each waits on the host for its own run, so that one parses
-headers and one takes results while a third one's images are decoded."""
 
 
 class DaliOptions(CheckedSettings, frozen=True):

@@ -34,7 +34,7 @@ class Span(NamedTuple):
 
     @property
     def needed(self) -> tuple[int, int]:
-        """Source lines that lines which are kept are made of."""
+        """The source lines from which kept lines are made."""
         return self.first_needed, self.stop
 
 
@@ -77,7 +77,7 @@ def resize_grid(image_map: ImageMap, interpolation: str) -> ResizeGrid | None:
         return None
     same_size = columns.num_lines == columns.stop - columns.start and rows.num_lines == rows.stop - rows.start
     if same_size and (a, d) != (1.0, 1.0):
-        return None  # OpenCV copies where the rounded size is the same, whatever the factors are
+        return None  # OpenCV copies where the rounded size is the same, for any factors
     flip = (-1 if flip_y else 1) if flip_x else (0 if flip_y else None)
     return ResizeGrid(covered, columns, rows, (a, d), flip)
 

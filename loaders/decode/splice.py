@@ -124,7 +124,7 @@ def splice_views(
 ) -> SplicedViews:
     """Return the pixel rows of several views as one JPEG, or all of them; and the part that each alone would be cut to.
 
-    Arguments as in `splice_rows`. A part is sampled as the view's own JPEG is, to the bit, whatever lies beside it.
+    Arguments as in `splice_rows`. A part is sampled as the view's own JPEG is, to the bit, for any neighbour.
     """
     spliced = splice_rows(
         encoded, info, min(top for top, _ in rows), max(bottom for _, bottom in rows), factor, scratch

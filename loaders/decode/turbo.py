@@ -7,7 +7,7 @@ unused channel: decoding to it is free, and OpenCV warps four channels in half t
 release the GIL, so threads scale.
 
 Where `fuelrail.loaders.decode.native` is built, it decodes what cameras usually write, and does the resize in the same
-pass. It declines whatever is unusual or damaged, and the way above is taken.
+pass. It declines what is unusual or damaged, and the way above is taken.
 """
 
 from __future__ import annotations
@@ -43,6 +43,11 @@ _WARP_REACH = 4
 
 _MIN_SCALABLE_PX = 16
 """Smallest image side for DCT-scaled decoding. Below 8 pixels, different scales give the same size."""
+
+# Re-entrant: a finalizer may run on any allocation, also inside the other function in the same thread.
+_opencv_lock = threading.RLock()
+_opencv_holds: list[int] = []
+"""OpenCV's thread count before each hold."""
 
 
 class _Straightened(NamedTuple):
@@ -358,12 +363,6 @@ def _decode_png(encoded: Buffer, info: ImageInfo) -> Picture:
     if image is None or image.shape != (info.height, info.width, 3):
         raise ImageError("PNG cannot be decoded: its pixel data are broken")
     return image
-
-
-# Re-entrant: a finalizer may run on any allocation, also inside the other function in the same thread.
-_opencv_lock = threading.RLock()
-_opencv_holds: list[int] = []
-"""OpenCV's thread count before each hold."""
 
 
 def _hold_opencv_threads() -> None:

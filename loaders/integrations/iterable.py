@@ -28,7 +28,7 @@ class IterableView(IterableDataset[Any]):
     The items are whole batches, so the outer loader must not batch again: ``batch_size=None``. Its ``num_workers`` can
     stay 0, the loader has threads of its own. With worker processes, worker w of n makes the steps w, w + n, ..., so
     that the outer loader, which takes from them in turn, gives the same batches in the same order; each process gets
-    its part of the decoding threads. New worker processes begin where the loader of the main process stands, or else
+    its part of the decoding threads. New worker processes begin at the position of the main process's loader, or else
     with the epoch after that of the workers before them. Persistent ones continue by themselves, and do not hear of a
     later `set_epoch`.
 
@@ -56,7 +56,7 @@ class IterableView(IterableDataset[Any]):
         return iterator
 
     def __len__(self) -> int:
-        """Batches in a whole epoch, over all workers."""
+        """Return the number of batches in a whole epoch, over all workers."""
         return len(self._loader)
 
     def set_epoch(self, epoch: int) -> None:
@@ -65,7 +65,7 @@ class IterableView(IterableDataset[Any]):
         self._loader.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this process's loader stands, after the last batch that it handed out."""
+        """Return the position of this process's loader, after the last batch that it handed out."""
         return self._loader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:

@@ -67,7 +67,7 @@ class MapView(TorchDataset[Any]):
         return image
 
     def __repr__(self) -> str:
-        """Names the data and the channels: Grain stores it to see that a restored run reads the same."""
+        """Name the data and the channels: Grain stores this text to see that a restored run reads the same."""
         channels = None if self._channels is None else sorted(self._channels)
         return f"MapView({self._dataset.manifest.fingerprint}, channels={channels})"
 

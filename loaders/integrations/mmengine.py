@@ -41,16 +41,17 @@ from fuelrail.loaders.loader import DataLoader
 _STATE = "fuelrail_loader"
 _STATISTICS = ("min", "max", "current", "mean")
 
+# The module that pickled arrays and scalars refer to is `numpy._core` in NumPy 2, `numpy.core` in NumPy 1.
+_NUMPY = (getattr(np, "_core", None) or np.core).multiarray  # type: ignore[attr-defined, unused-ignore]
+
 
 def _statistic(owner: object, name: str) -> object:
-    """What a checkpoint may look up by ``getattr``: the statistics of a HistoryBuffer, which it stores by name."""
+    """Return what a checkpoint looks up by ``getattr``: the statistics of a HistoryBuffer, which it stores by name."""
     if owner is not HistoryBuffer or name not in _STATISTICS:
         raise AttributeError(f"a checkpoint asks for the attribute {name!r:.50}; allowed: {', '.join(_STATISTICS)}")
     return getattr(HistoryBuffer, name)
 
 
-# The module that pickled arrays and scalars refer to is `numpy._core` in NumPy 2, `numpy.core` in NumPy 1.
-_NUMPY = (getattr(np, "_core", None) or np.core).multiarray  # type: ignore[attr-defined, unused-ignore]
 torch.serialization.add_safe_globals(
     [
         HistoryBuffer,
@@ -71,13 +72,13 @@ class FuelrailDataset(IterableView):
     The options are those of :class:`fuelrail.loaders.DataLoader`; settings are given as dicts.
     """
 
-    def __init__(self, dataset: str, batch_size: int, **options: Any) -> None:  # noqa: ANN401
+    def __init__(self, dataset: str, batch_size: int, **options: Any) -> None:
         super().__init__(DataLoader(dataset, batch_size, **options))
 
 
 @FUNCTIONS.register_module()  # type: ignore[untyped-decorator, unused-ignore]
 def fuelrail_batch(batch: Any) -> Any:  # noqa: ANN401
-    """The batch as it is, where MMEngine would collate samples."""
+    """Return the batch as it is, where MMEngine would collate samples."""
     return batch
 
 
@@ -97,7 +98,7 @@ class FuelrailStateHook(Hook):  # type: ignore[misc, unused-ignore]
 
 @LOOPS.register_module()  # type: ignore[untyped-decorator, unused-ignore]
 class FuelrailTrainLoop(IterBasedTrainLoop):  # type: ignore[misc, unused-ignore]
-    """MMEngine's loop of iterations, over a loader that knows where it stands: a resume loads nothing twice."""
+    """MMEngine's loop of iterations, over a loader that knows its position: a resume loads nothing twice."""
 
     def run(self) -> Any:  # noqa: ANN401
         """Train to the last iteration."""

@@ -145,6 +145,6 @@ def _points_in_ego(sample: Sample) -> NDArray[np.floating[Any]]:
 
 
 def _by_height(points: NDArray[np.floating[Any]]) -> NDArray[np.uint8]:
-    """Colours [P, 3] from blue on the ground to yellow three metres above it."""
+    """Return colours [P, 3] from blue on the ground to yellow three metres above it."""
     share = np.clip((points[:, 2:3] + 0.5) / 3.5, 0.0, 1.0)
     return np.asarray([60, 90, 200] + share * (np.array([250, 220, 60]) - [60, 90, 200])).astype(np.uint8)

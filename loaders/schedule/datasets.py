@@ -27,8 +27,11 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.format.layers import Layer
     from fuelrail.pipeline.storage.retry import RetryPolicy
 
-
 _STORED_ONLY: Final = frozenset({"field", "codec", "optional", "sizes", "source_name", "description"})
+
+DatasetLike: TypeAlias = "str | os.PathLike[str] | Dataset"
+
+_NUM_LOOKED_AT = 4
 
 
 class Chosen(NamedTuple):
@@ -37,9 +40,6 @@ class Chosen(NamedTuple):
     cameras: Sequence[str] | None = None
     channels: Sequence[Channel] = ()
     attributes: AttributeColumns = AttributeColumns()
-
-
-DatasetLike: TypeAlias = "str | os.PathLike[str] | Dataset"
 
 
 def open_all(
@@ -137,7 +137,7 @@ def _channel_facts(current: Sequence[Channel], others: Sequence[Channel]) -> dic
 
 
 def have_poses(sources: Sequence[Source]) -> bool:
-    """Whether the datasets of these sources have ego poses."""
+    """Return whether the datasets of these sources have ego poses."""
     return all(source.dataset.manifest.has_poses for source in sources)
 
 
@@ -162,7 +162,7 @@ def make_sources(
     layers: Mapping[str, Sequence[Layer]],
     named: bool,
 ) -> tuple[Source, ...]:
-    """One source for each dataset, rows numbered on from one to the next; raises ConfigError for an unknown split."""
+    """Make one source for each dataset, with rows numbered over all of them; raise ConfigError for an unknown split."""
     sources: list[Source] = []
     base = 0
     for name, dataset in datasets.items():
@@ -192,11 +192,8 @@ def require_lidar(sources: Sequence[Source]) -> None:
         source.reader.needs_lidar = True
 
 
-_NUM_LOOKED_AT = 4
-
-
 def image_facts(sources: Sequence[Source]) -> ImageFacts:
-    """Sizes from the manifests, and how the images of a few samples, spread over the datasets, are coded."""
+    """Return sizes from the manifests, and how the images of a few samples, spread over the datasets, are coded."""
     sizes = [
         size
         for source in sources

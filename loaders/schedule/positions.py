@@ -54,7 +54,7 @@ class PositionIndex:
     """Maps the positions of any epoch to their places. Pure; safe to call from any number of threads."""
 
     def __init__(self, order: EndlessOrder, parts: Sequence[Part]) -> None:
-        """``parts``: one, or those that the order mixes."""
+        """Take one part, or the ``parts`` that the order mixes."""
         self.epoch_length = order.epoch_length
         self._parts = tuple(parts)
         window = self._parts[0].window

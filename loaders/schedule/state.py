@@ -2,7 +2,7 @@
 
 The identity is the dataset, split, order and windows, which decide the samples and their order, and the settings that
 decide the content of a sample. A state holds no shuffled list, no generator and no queue content, so it is the same on
-every rank, and restoring it costs one seek whatever the position. Batches that were prefetched but not delivered do
+every rank, and restoring it costs one seek for any position. Batches that were prefetched but not delivered do
 not count as consumed.
 """
 
@@ -21,12 +21,14 @@ STATE_VERSION: Final = 1
 _MAX_NUMBER: Final = 2**62
 _DIGEST_CHARS: Final = 16
 
+_NONE: Final = "none"
+
 
 class Identity(Settings, frozen=True, omit_defaults=True):
     """What a position is a position of. Two loaders with one identity give the same samples with the same content."""
 
     dataset: str | dict[str, str]
-    """Its fingerprint; of a mix, those of all datasets by name."""
+    """The dataset's fingerprint; for a mix, those of all datasets by name."""
     split: str
     order: dict[str, Any]
     drop_last: bool
@@ -146,9 +148,6 @@ def settings_that_differ(other: Mapping[str, Any] | None, current: Mapping[str, 
     return "; ".join(
         f"{name}: {whose} has {left.get(name, _NONE)}, loader has {right.get(name, _NONE)}" for name in shown
     )
-
-
-_NONE: Final = "none"
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, str]:

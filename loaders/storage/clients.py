@@ -48,7 +48,7 @@ class RangeClient(Protocol):
     kind: str
 
     async def get(self, name: str, start: int, end: int) -> Buffer:
-        """Bytes ``start`` to ``end - 1`` of file ``name``; fewer where the file ends."""
+        """Return bytes ``start`` to ``end - 1`` of file ``name``; fewer where the file ends."""
 
     def close(self) -> None:
         """Let go of threads; connections end with the process's last user of the file system."""
@@ -211,7 +211,7 @@ class _BotoCredentials:
 
 
 def _boto_credentials() -> _BotoCredentials | None:
-    """None where boto is not installed or finds no credentials: obstore then looks for itself."""
+    """Return boto's credentials; None where boto is not installed or finds none: obstore then looks for itself."""
     try:
         import botocore.session
     except ImportError:

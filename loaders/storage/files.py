@@ -24,9 +24,8 @@ T = TypeVar("T")
 
 _FILES_AT_MOST: Final = 512
 _ADVISED_BYTES: Final = 128 << 10
-"""Of one advice the kernel reads no more than its read-ahead (or what a disk's request holds), and forgets the rest:
-128 KiB unless the system sets it lower.
-"""
+"""The bytes of one advice: the kernel reads its read-ahead (or a disk's request) at most and forgets the rest, 128 KiB
+unless the system sets it lower."""
 
 
 class OpenShards(Generic[T]):

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.format.layers import Layer
 
+_Found = tuple[int, "IndexRow"] | FuelrailError | None
+"""A layer's row of a sample; None where it has none; or the error to raise when it is the sample's turn."""
+
 
 class LayerPart(NamedTuple):
     """A layer that is read: its storage, and the decoded fields by the names that it stores, with those of a loader."""
@@ -40,7 +43,7 @@ class LayerPart(NamedTuple):
     fields: Mapping[str, str]
 
     def find(self, position: int, key: str) -> _Found:
-        """The layer's row of a sample of the base, None where it has none.
+        """Return the layer's row of a sample of the base, None where it has none.
 
         Where it must have one it is an OrderError, where the row has another key an IndexFileError: returned, so that
         it is raised at the sample's turn, however far ahead this is called.
@@ -57,7 +60,7 @@ class LayerPart(NamedTuple):
         )
 
     def members(self, stored: StoredRow) -> dict[str, memoryview]:
-        """The raw members of a stored row, by the names that a loader has for them.
+        """Return the raw members of a stored row, by the names that a loader has for them.
 
         Raises MemberError and IndexFileError, with the layer's name.
         """
@@ -73,7 +76,7 @@ class LayerPart(NamedTuple):
         return {self.fields[field]: content for field, content in found.items()}
 
     def stored(self, row: IndexRow, read: PendingSpan) -> StoredRow:
-        """A row with what ``read`` returns; an error of a shard says which layer's shard it is."""
+        """Add to a row what ``read`` returns; an error of a shard says which layer's shard it is."""
         try:
             return StoredRow(row, read())
         except ShardError as error:
@@ -103,7 +106,7 @@ class LayeredStorage:
         self.look_ahead_bytes, self.needs_whole_spans = base.look_ahead_bytes, base.needs_whole_spans
 
     def span(self, index: int, row: IndexRow) -> Span:
-        """One sample's bytes and those of its layers, now. Raises ShardError with shard, offset and key."""
+        """Return one sample's bytes and those of its layers, now. Raise ShardError with shard, offset and key."""
         base = self._base.span(index, row)
         layers = []
         for part in self.parts:
@@ -126,10 +129,6 @@ class LayeredStorage:
         self._base.close()
         for part in self.parts:
             part.storage.close()
-
-
-_Found = tuple[int, "IndexRow"] | FuelrailError | None
-"""A layer's row of a sample; None where it has none; or the error to raise when it is the sample's turn."""
 
 
 class LayeredSession:

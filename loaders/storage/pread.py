@@ -95,7 +95,7 @@ class PreadShards:
         return _PreadSession(self, self._files, self._residency)
 
     def stats(self) -> StorageStats:
-        """Spans handed out, and what had to be read again."""
+        """Return the numbers of spans handed out and of spans read again."""
         return StorageStats("pread", self._spans, self._span_bytes, retries=self._retries, refetched=self._refetched)
 
     def close(self) -> None:
@@ -111,8 +111,10 @@ class PreadShards:
             if count == 0:
                 raise TruncatedShardError(
                     f"sample needs bytes up to {row.offset + row.length}, the shard ends at {row.offset + done}",
-                    shard=file.name, offset=row.offset, key=row.key,
-                )  # fmt: skip
+                    shard=file.name,
+                    offset=row.offset,
+                    key=row.key,
+                )
             done += count
         if self._verify:
             check_span(row, buffer, file.name)
@@ -155,7 +157,7 @@ class _PreadSession:
         return [partial(self._take, index, row) for index, row in rows]
 
     def close(self) -> None:
-        """Nothing is under way that would need an end."""
+        """Do nothing: no read is under way."""
 
     def _take(self, index: int, row: IndexRow) -> memoryview:
         span = self._storage.span(index, row)

@@ -1,7 +1,7 @@
 """The protocol of a storage backend: spans at once, or requested ahead of time.
 
 A *session* is one iteration's stream of requests. The loader knows the order, so it asks for spans long before it
-needs them: ``request`` starts whatever makes them come (read-ahead, a coalesced download, nothing) and returns one
+needs them: ``request`` starts what makes them come (read-ahead, a coalesced download, nothing) and returns one
 call for each row, which waits for the bytes, checks them and hands them over. Bytes that were asked for and not yet
 taken are bounded by the look-ahead of who asks.
 """
@@ -96,7 +96,7 @@ class Storage(Protocol):
     """Whether rows must be those of whole spans: a cache serves loaders that select other channels, too."""
 
     def span(self, index: int, row: IndexRow) -> memoryview:
-        """One sample's bytes, now, read-only. Raises ShardError with shard, offset and key."""
+        """Return one sample's bytes, now, read-only. Raise ShardError with shard, offset and key."""
 
     def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> Session:
         """Start a stream of requests, made in the order of ``future_uses``, by which a cache evicts.
@@ -128,7 +128,7 @@ class SampleStorage(Protocol):
     needs_whole_spans: bool
 
     def span(self, index: int, row: IndexRow) -> Span:
-        """One sample's bytes, now. Raises ShardError with shard, offset and key."""
+        """Return one sample's bytes, now. Raise ShardError with shard, offset and key."""
 
     def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> SampleSession:
         """Start a stream of requests."""

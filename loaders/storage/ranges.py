@@ -1,6 +1,6 @@
 """Plan byte ranges so that all wanted spans come with few requests. Pure: no I/O, no clock.
 
-A request costs a round trip whatever its length, so spans that lie close together in a shard are fetched as one range,
+A request of any length costs a round trip, so spans that lie close together in a shard are fetched as one range,
 gap included. Two numbers decide: the largest gap worth fetching along (``max_gap_bytes``: what the connection moves in
 about one round trip), and the longest range (``max_range_bytes``: longer ones share better when split over several
 connections, and the first sample of a range waits for its last byte).

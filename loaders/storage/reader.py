@@ -89,7 +89,7 @@ class SampleReader:
         return FetchedSpan(row, self.storage.span(index, row))
 
     def row(self, index: int) -> IndexRow:
-        """The row of the index for the part of a sample that is read; raises OrderError outside the dataset.
+        """Return the row of the index for the part of a sample that is read; raise OrderError outside the dataset.
 
         Lidars and channels that are not selected are not in it: its span ends with the last member that may be read.
         """
@@ -125,11 +125,11 @@ class SampleReader:
         return sample
 
     def sample(self, index: int) -> Sample:
-        """One whole sample; images are views of the mapped shard."""
+        """Return one whole sample; images are views of its bytes."""
         return self.parse(self.fetch(index))
 
     def find(self, key: str) -> int:
-        """Row of the sample with this key; raises OrderError where there is none."""
+        """Return the row of the sample with this key; raise OrderError where there is none."""
         index = self._dataset.find(key)
         if index is None:
             there = f"the first of its {len(self._dataset.index)} is '{self._dataset.index.row(0).key}'"

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _EXPLAIN = RetryPolicy(deadline_s=5.0, attempt_timeout_s=5.0)
-"""For looking up what changed, when something is wrong already."""
+"""The patience of looking up what changed, when something is wrong already."""
 
 
 class RemoteShards:
@@ -97,7 +97,7 @@ class RemoteShards:
             self._begin()
 
     def span(self, index: int, row: IndexRow) -> memoryview:
-        """One sample's bytes, from the cache or fetched now. Raises StorageError and the other ShardErrors."""
+        """Return one sample's bytes, from the cache or fetched now. Raise StorageError and the other ShardErrors."""
         self._ensure_process()
         return _RemoteSession(self).request([(index, row)])[0]()
 
@@ -130,7 +130,7 @@ class RemoteShards:
         return asyncio.run_coroutine_threadsafe(self.requester.fetch(get, end - start), self.loop)
 
     def fetched_again(self, row: IndexRow, future: concurrent.futures.Future[memoryview]) -> memoryview:
-        """One span on its own, after its first coming failed a check. Raises what :meth:`span` raises."""
+        """Fetch one span on its own, after its first coming failed a check. Raise what :meth:`span` raises."""
         self._refetched += 1
         try:
             span = future.result()
@@ -174,8 +174,10 @@ class RemoteShards:
         }.get(fault.kind, f"no answer after {error.num_attempts} attempts in {error.elapsed_s:.0f} s")
         raise StorageError(
             f"'{shown_url(self._url)}': {reason}; {fault.text}",
-            shard=self.shard_name(row), offset=row.offset, key=row.key,
-        ) from None  # fmt: skip
+            shard=self.shard_name(row),
+            offset=row.offset,
+            key=row.key,
+        ) from None
 
     def shard_name(self, row: IndexRow) -> str:
         """Return the file that holds a sample."""
@@ -280,9 +282,11 @@ class _RemoteSession:
             span = self._wait(asked, row)
         except concurrent.futures.CancelledError:
             raise StorageError(
-                "the loader was closed before the sample came", shard=storage.shard_name(row), offset=row.offset,
+                "the loader was closed before the sample came",
+                shard=storage.shard_name(row),
+                offset=row.offset,
                 key=row.key,
-            ) from None  # fmt: skip
+            ) from None
         if storage.cache is not None:
             storage.cache.put(index, span, None if self._future_uses is None else self._future_uses.time_of(number))
         return storage.handed_out(span)

@@ -40,7 +40,7 @@ _ENOUGH: Final = 20
 _EXTRA_REQUESTS: Final = 10.0
 """Hedges and immediate retries that may come together after a quiet time."""
 _FIRST_HEDGE_S: Final = 1.0
-"""When to hedge before there are enough answers to know what is usual."""
+"""The time before a hedge until enough answers show what is usual."""
 _LOOK_AGAIN_S: Final = 0.1
 """How long an estimate of the usual time holds."""
 _SHORT_ANSWERS: Final = 3
@@ -50,7 +50,7 @@ _SHORT_ANSWERS: Final = 3
 class HedgePolicy(Settings, frozen=True):
     """When a second request goes out: after that ``quantile`` of recent latencies.
 
-    At most ``part`` of all requests are extra, not counting those made while hardly any other is in flight.
+    At most ``part`` of all requests are extra, not counting those made while few others are in flight.
     """
 
     quantile: float = 0.95
@@ -165,7 +165,7 @@ class Requester:
         self.requests = self.request_bytes = self.retries = self.hedges = self.hedges_won = 0
 
     async def fetch(self, get: Callable[[], Coroutine[Any, Any, Buffer]], length: int) -> memoryview:
-        """The ``length`` bytes that ``get()`` brings. Raises FetchFailedError."""
+        """Return the ``length`` bytes that ``get()`` brings. Raise FetchFailedError."""
         loop = asyncio.get_running_loop()
         started = 0.0  # the deadline is for storage, not for the queue in front of it
         failures = short = 0
@@ -204,7 +204,7 @@ class Requester:
             await asyncio.sleep(pause_s)
 
     async def _attempt(self, get: Callable[[], Coroutine[Any, Any, Buffer]], deadline: float) -> Buffer:
-        """One request and perhaps its hedges; whichever answers first counts, the others are given up."""
+        """Make one request and perhaps its hedges; the first answer counts, the others are given up."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         end = min(deadline, began + self._timeout_s())

@@ -65,7 +65,7 @@ class LoaderDisplay(ABC):
 
     @abstractmethod
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return how to make it again, its arguments, first the struct, and where it stands."""
+        """Return how to make it again, its arguments, first the struct, and its position."""
 
     @abstractmethod
     def stats(self) -> LoaderStats:
@@ -225,7 +225,7 @@ def draw_sample(
     return contact_sheet(drawn, cameras, classes, values, points=frames.points(), key=frames.key)
 
 
-def _array(value: Any) -> NDArray[Any]:  # noqa: ANN401
+def _array(value: object) -> NDArray[Any]:
     return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
 
 

@@ -154,7 +154,7 @@ def project_segment(
 
 
 def _turned(ida_mat: NDArray[np.floating[Any]]) -> str:
-    """What an image went through that is easily taken for a fault: a mirror, a rotation of half a degree or more."""
+    """Return those changes of an image that look like faults: a mirror, a rotation of half a degree or more."""
     # Rotation after mirror: (-cos, sin; sin, cos) if mirrored, else (cos, sin; -sin, cos), of v that points down.
     mirrored, (c, d) = bool(np.linalg.det(ida_mat[:2, :2]) < 0), ida_mat[1, :2]
     degrees = math.degrees(math.atan2(c if mirrored else -c, d))

@@ -90,7 +90,7 @@ def view(
     dataset: str | os.PathLike[str],
     key: str | None = None,
     options: ViewOptions | None = None,
-    **changes: Any,  # noqa: ANN401 - fields of ViewOptions
+    **changes: Any,  # fields of ViewOptions
 ) -> ViewReport:
     """Draw a sample's cameras and boxes as a loader delivers them; ``key`` None: the first sample of the dataset.
 

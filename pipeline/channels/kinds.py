@@ -190,7 +190,7 @@ def _broken_ragged(channel: Channel) -> Iterator[str]:
     if not channel.arrays:
         yield "arrays must name at least one array"
     if channel.dtype or channel.shape or channel.columns:
-        yield "dtype, shape and columns stand in its arrays: leave them out"
+        yield "dtype, shape and columns are in its arrays: leave them out"
 
 
 def _ragged(arrays: dict[str, NDArray[np.generic]], channel: Channel) -> dict[str, NDArray[np.generic]]:
@@ -281,7 +281,7 @@ def _check_image(data: Buffer, channel: Channel) -> None:
 
 
 def image_size(data: Buffer, channel: Channel) -> tuple[int, int]:
-    """Width and height [px] of an image of the channel; raises ImageError where its header is not as the table says."""
+    """Return width and height [px] of an image of the channel; raise ImageError for a header unlike the table."""
     info = probe(data, bits=(_PNG_BITS[channel.dtype],))
     components = 3 if len(channel.shape) == 3 else 1
     if info.num_components != components or info.format != ("png" if channel.extension == "png" else "jpeg"):

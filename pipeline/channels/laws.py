@@ -51,6 +51,15 @@ if TYPE_CHECKING:
 
     Array = NDArray[Any]
 
+ROLES: Final[dict[str, dict[str, tuple[int, ...]]]] = {
+    "image_points": {"points": (2,), "boxes": (4,), "visible": (1,)},
+    "ego_points": {"positions": (2, 3), "vectors": (2, 3)},
+    "ego_boxes": {"boxes": (7,), "vectors": (2, 3), "rotations": (4,)},
+    "ego_grid": {"vectors": (2, 3)},
+    "ego_poses": {"positions": (2, 3), "vectors": (2, 3), "yaws": (1,), "rotations": (4,)},
+}
+"""Law to role to the numbers of columns that a group may have."""
+
 
 @dataclass(frozen=True, slots=True)
 class Motion:
@@ -89,16 +98,6 @@ class LawCode:
         return self.move is not _stays
 
 
-ROLES: Final[dict[str, dict[str, tuple[int, ...]]]] = {
-    "image_points": {"points": (2,), "boxes": (4,), "visible": (1,)},
-    "ego_points": {"positions": (2, 3), "vectors": (2, 3)},
-    "ego_boxes": {"boxes": (7,), "vectors": (2, 3), "rotations": (4,)},
-    "ego_grid": {"vectors": (2, 3)},
-    "ego_poses": {"positions": (2, 3), "vectors": (2, 3), "yaws": (1,), "rotations": (4,)},
-}
-"""Law to role to the numbers of columns that a group may have."""
-
-
 def _stays(value: Value, _: Channel, __: Motion) -> Value:
     return value
 
@@ -108,7 +107,7 @@ def _nothing_broken(_: Channel, __: Mapping[str, Channel]) -> Iterator[str]:
 
 
 def _broken_roles(channel: Channel) -> Iterator[str]:
-    """Roles that the law does not have, and groups whose columns are not there, too few or of integers."""
+    """Yield the roles that the law does not have, and groups whose columns are missing, too few or integers."""
     known = ROLES[channel.law.name]
     arrays = {spec.name: spec for spec in channel.arrays}
     named = [name for groups in channel.law.roles.values() for group in groups for name in group]
@@ -159,7 +158,7 @@ def _needs_roles(channel: Channel, *wanted: str) -> Iterator[str]:
 
 
 def _broken_fill(channel: Channel) -> Iterator[str]:
-    """A fill that the manifest's JSON cannot hold, or the dtype."""
+    """Yield why the manifest's JSON cannot hold the fill, or why the dtype cannot."""
     fill = channel.law.fill
     if fill is None or channel.dtype not in DTYPES:
         return
@@ -222,7 +221,7 @@ def _broken_poses(channel: Channel, _: Mapping[str, Channel]) -> Iterator[str]:
 
 
 def _move_roles(value: Value, channel: Channel, moves: Mapping[str, Callable[[Array], Array]]) -> Value:
-    """A copy of the value in which each group of columns with a role is moved, in float64."""
+    """Return a copy of the value in which each group of columns with a role is moved, in float64."""
     is_dict = isinstance(value, dict)
     moved: Any = dict(value) if is_dict else value.copy()
     for role, move in moves.items():
@@ -237,7 +236,7 @@ def _move_roles(value: Value, channel: Channel, moves: Mapping[str, Callable[[Ar
 
 
 def _affine(linear: NDArray[np.float64], shift: NDArray[np.float64] | None = None) -> Callable[[Array], Array]:
-    """Points (..., 2 or 3) moved; of two columns the third is 0 and left out."""
+    """Return the function that moves points (..., 2 or 3); of two columns the third is 0 and left out."""
 
     def move(points: Array) -> Array:
         size = points.shape[-1]
@@ -325,7 +324,7 @@ def _image_shape(shape: tuple[int, ...], channel: Channel, motion: Motion) -> tu
 
 
 def _image_points(value: Value, channel: Channel, motion: Motion) -> Value:
-    """Points through the map; boxes clipped to what the crops leave, then tightened about their turned corners.
+    """Move points through the map; clip boxes to what the crops leave, then tighten them about their turned corners.
 
     A box or point of which nothing is left keeps the place where it falls, cut off at the output's border. A number of
     role ``visible`` becomes 0 where nothing is left of its row's boxes and points, or of its own point.
@@ -387,7 +386,8 @@ def _moved_boxes(boxes: Array, image_map: ImageMap) -> tuple[Array, Array]:
 
 
 LAWS: Final = Registry(
-    "law", "fuelrail.laws",
+    "law",
+    "fuelrail.laws",
     {
         "fixed": LawCode(_nothing_broken, _stays),
         "image": LawCode(_broken_image, _image, _image_shape),
@@ -399,5 +399,5 @@ LAWS: Final = Registry(
         "classes": LawCode(_nothing_broken, _stays),
     },
     LawCode,
-)  # fmt: skip
+)
 """All laws by name."""

@@ -23,11 +23,11 @@ class Registry(dict[str, T]):
         self._what, self._group, self._kind = what, group, kind
 
     def names(self) -> list[str]:
-        """All names that are known here, plug-ins included."""
+        """Return all names that are known here, plug-ins included."""
         return [*self, *(name for name in self._plugins() if name not in self)]
 
     def find(self, name: str) -> T | None:
-        """The code of a name, None where it is unknown; raises ConfigError for a plug-in that is none."""
+        """Return the code of a name, None where it is unknown; raise ConfigError for a plug-in that is none."""
         if name not in self:
             if name not in (found := self._plugins()):
                 return None
@@ -42,7 +42,7 @@ class Registry(dict[str, T]):
         return self[name]
 
     def __missing__(self, name: str) -> T:
-        """The code of a plug-in; raises ConfigError where the name is unknown."""
+        """Return the code of a plug-in; raise ConfigError where the name is unknown."""
         found = self.find(name)
         if found is None:
             raise ConfigError(f"the {self._what} {name!r:.80} is unknown; known: {', '.join(self.names())}")

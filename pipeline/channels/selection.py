@@ -23,7 +23,7 @@ class BrokenEntry(NamedTuple):
 
 
 def broken_table(channels: Sequence[Channel], *, known_only: bool = False) -> Iterator[BrokenEntry]:
-    """What is wrong with a table, entry by entry.
+    """Yield what is wrong with a table, entry by entry.
 
     ``known_only`` leaves out that a kind or law is unknown here, and what follows from it: a reader need not know the
     channels that it does not select.
@@ -64,7 +64,7 @@ def check_table(channels: Sequence[Channel], where: str, error: type[Exception],
 
 
 def select(channels: Sequence[Channel], names: Sequence[str], where: str) -> tuple[Channel, ...]:
-    """The entries of these names, in the table's order.
+    """Return the entries of these names, in the table's order.
 
     Raises ConfigError, listing the names there are, for one that is not in the table, and ManifestError for a channel
     whose kind or law is unknown here.
@@ -79,7 +79,7 @@ def select(channels: Sequence[Channel], names: Sequence[str], where: str) -> tup
 
 
 def decode_values(members: Mapping[str, Buffer], channels: Sequence[Channel], key: str) -> dict[str, Any]:
-    """The value of each channel by name, None where the sample lacks an optional one.
+    """Return the value of each channel by name, None where the sample lacks an optional one.
 
     ``members`` are raw bytes by field name. Raises SchemaError or ImageError with key and member.
     """
@@ -102,7 +102,7 @@ def check_members(
     *,
     deep: bool = False,
 ) -> Iterator[tuple[str, str]]:
-    """Field name and text of each extra member of a sample that is not as the table says.
+    """Yield field name and text of each extra member of a sample that is not as the table says.
 
     ``sizes`` are width and height [px] of the stored images that the sample has, by camera. ``deep``
     decodes the pixels of images. Channels whose kind is unknown here are not looked at.
@@ -127,7 +127,7 @@ def check_members(
 
 
 def _misfit(data: Buffer, channel: Channel, sizes: Mapping[str, tuple[int, int]]) -> str | None:
-    """Why a raster is not of the size of its camera's stored image; None where it is, and for other laws."""
+    """Return why a raster is not of the size of its camera's stored image; None where it is, and for other laws."""
     law = channel.law
     if law.name != "image" or law.camera is None:
         return None

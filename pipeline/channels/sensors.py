@@ -17,61 +17,6 @@ CAMERA: Final = "camera"
 LIDAR: Final = "lidar"
 """Sensors whose channels every reader knows."""
 
-
-class CameraEntry(Settings, frozen=True):
-    """One camera of the table: its channel, the source's name for it, the stored sizes that occur (w, h) [px]."""
-
-    channel: str
-    source_name: str
-    sizes: tuple[tuple[int, int], ...]
-
-
-class LidarEntry(Settings, frozen=True):
-    """One lidar of the table: its channel, the source's name, and the names of the columns of its points."""
-
-    channel: str
-    source_name: str
-    columns: tuple[str, ...]
-
-
-def camera_channel(camera: CameraEntry, extension: str = "jpg") -> Channel:
-    """The entry of a camera in the table of channels; ``extension`` is that of most of its images."""
-    return Channel(
-        name=camera.channel,
-        kind="image",
-        field=f"{camera.channel}.{extension}",
-        law=Law("image", camera=camera.channel, interpolation="linear"),
-        dtype="uint8",
-        axes=("height", "width", "colour"),
-        shape=(None, None, 3),
-        frame=f"image:{camera.channel}",
-        sensor=CAMERA,
-        sizes=camera.sizes,
-        optional=True,
-        source_name=camera.source_name,
-    )
-
-
-def lidar_channel(lidar: LidarEntry) -> Channel:
-    """The entry of a lidar in the table of channels; the first three columns are x, y, z [m]."""
-    return Channel(
-        name=lidar.channel,
-        kind="points",
-        field=f"{lidar.channel}.{POINTS_EXTENSION}",
-        law=Law("ego_points", roles={"positions": (lidar.columns[:3],)}),
-        dtype="float32",
-        axes=("point", "column"),
-        shape=(None, len(lidar.columns)),
-        columns=lidar.columns,
-        frame=f"sensor:{lidar.channel}",
-        sensor=LIDAR,
-        allows_nan=True,
-        allows_inf=True,
-        optional=True,
-        source_name=lidar.source_name,
-    )
-
-
 BOXES_CHANNEL: Final = Channel(
     name="boxes",
     kind="ragged",
@@ -90,9 +35,62 @@ BOXES_CHANNEL: Final = Channel(
 )
 """The entry of the 3-D annotations in the table of channels."""
 
-
 RESERVED: Final = ("meta", "geometry", BOXES_CHANNEL.name)
 """Names that no other channel has: those of the parts of every sample."""
+
+
+class CameraEntry(Settings, frozen=True):
+    """One camera of the table: its channel, the source's name for it, the stored sizes that occur (w, h) [px]."""
+
+    channel: str
+    source_name: str
+    sizes: tuple[tuple[int, int], ...]
+
+
+class LidarEntry(Settings, frozen=True):
+    """One lidar of the table: its channel, the source's name, and the names of the columns of its points."""
+
+    channel: str
+    source_name: str
+    columns: tuple[str, ...]
+
+
+def camera_channel(camera: CameraEntry, extension: str = "jpg") -> Channel:
+    """Return the entry of a camera in the table of channels; ``extension`` is that of most of its images."""
+    return Channel(
+        name=camera.channel,
+        kind="image",
+        field=f"{camera.channel}.{extension}",
+        law=Law("image", camera=camera.channel, interpolation="linear"),
+        dtype="uint8",
+        axes=("height", "width", "colour"),
+        shape=(None, None, 3),
+        frame=f"image:{camera.channel}",
+        sensor=CAMERA,
+        sizes=camera.sizes,
+        optional=True,
+        source_name=camera.source_name,
+    )
+
+
+def lidar_channel(lidar: LidarEntry) -> Channel:
+    """Return the entry of a lidar in the table of channels; the first three columns are x, y, z [m]."""
+    return Channel(
+        name=lidar.channel,
+        kind="points",
+        field=f"{lidar.channel}.{POINTS_EXTENSION}",
+        law=Law("ego_points", roles={"positions": (lidar.columns[:3],)}),
+        dtype="float32",
+        axes=("point", "column"),
+        shape=(None, len(lidar.columns)),
+        columns=lidar.columns,
+        frame=f"sensor:{lidar.channel}",
+        sensor=LIDAR,
+        allows_nan=True,
+        allows_inf=True,
+        optional=True,
+        source_name=lidar.source_name,
+    )
 
 
 def choose_cameras(rig: Sequence[str], names: Collection[str] | None, where: str) -> tuple[str, ...]:
@@ -114,7 +112,7 @@ def choose_cameras(rig: Sequence[str], names: Collection[str] | None, where: str
 
 
 def lies_on(channel: Channel, cameras: Collection[str]) -> bool:
-    """Whether a channel belongs to samples of these cameras: it lies on none, or on the image of one of them."""
+    """Return whether a channel belongs to samples of these cameras: it lies on none, or on the image of one of them."""
     return channel.law.camera is None or channel.law.camera in cameras
 
 
@@ -124,7 +122,7 @@ def channel_table(
     extra: Sequence[Channel] = (),
     fields: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Channel, ...]:
-    """The table of a dataset: cameras in rig order, lidars, boxes, then other channels.
+    """Return the table of a dataset: cameras in rig order, lidars, boxes, then other channels.
 
     ``fields`` are the field names that occur, with their usual codecs: boxes are in the table where they are among
     them, and a camera without any ``.jpg`` has ``.png``.

@@ -120,22 +120,22 @@ class Channel(Settings, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def numpy_dtype(self) -> np.dtype[np.generic]:
-        """``dtype`` as numpy has it, little-endian."""
+        """The numpy dtype, little-endian."""
         return little_endian(self.dtype)
 
     def column_numbers(self, group: tuple[str, ...]) -> list[int]:
-        """Positions of these columns along the last axis."""
+        """Return the positions of these columns along the last axis."""
         return [self.columns.index(name) for name in group]
 
 
 @lru_cache(maxsize=64)
 def little_endian(dtype: str) -> np.dtype[np.generic]:
-    """The numpy dtype of a name of `DTYPES`."""
+    """Return the numpy dtype of a name of `DTYPES`."""
     return np.dtype(dtype).newbyteorder("<")
 
 
 def broken_entry(channel: Channel) -> Iterator[str]:
-    """What is wrong with an entry whatever its kind and law: names, dtype, axes, texts."""
+    """Yield what is wrong with an entry of any kind and law: names, dtype, axes, texts."""
     if not _NAME.fullmatch(channel.name):
         yield f"channel name '{shown(channel.name)}' does not match [a-z0-9_]{{1,100}}"
     if channel.field != f"{channel.name}.{channel.extension}" or not re.fullmatch(
@@ -180,7 +180,7 @@ def _broken_columns(channel: Channel) -> Iterator[str]:
 
 
 def check_shape(array: NDArray[np.generic], channel: Channel) -> str | None:
-    """Why dtype or shape of an array are not those of the table; None where they are."""
+    """Return why dtype or shape of an array differ from those of the table; None where they do not."""
     fits = array.shape == channel.shape or (
         array.ndim == len(channel.shape)
         and all(wanted is None or side == wanted for side, wanted in zip(array.shape, channel.shape, strict=False))
@@ -192,7 +192,7 @@ def check_shape(array: NDArray[np.generic], channel: Channel) -> str | None:
 
 
 def not_finite(array: NDArray[np.generic], channel: Channel) -> str | None:
-    """Why the values are not those that the table allows: NaN or infinity; None where they are."""
+    """Return why the values are not those that the table allows (NaN, infinity); None where they are."""
     if array.dtype.kind != "f" or (channel.allows_nan and channel.allows_inf):
         return None
     for allowed, test, word, key in (

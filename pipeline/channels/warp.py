@@ -32,7 +32,7 @@ class _Axis(NamedTuple):
     lower: NDArray[np.intp]
     upper: NDArray[np.intp]
     weight: NDArray[np.float64]
-    """Of the upper one."""
+    """Weight of the upper element, 0 to 1."""
     inside: NDArray[np.bool_]
 
 
@@ -111,7 +111,7 @@ def _within(places: NDArray[np.floating[Any]], low: float, high: float) -> NDArr
 
 
 def _axis(places: NDArray[np.float64], size: int, inside: NDArray[np.bool_]) -> _Axis:
-    """Elements for places that are counted in elements from the outer border of the first one."""
+    """Return the elements for places that are counted in elements from the outer border of the first one."""
     finite = np.nan_to_num(places, nan=0.0, posinf=0.0, neginf=0.0)
     nearest = np.clip(np.floor(finite), 0, size - 1).astype(np.intp)
     between = np.clip(finite - 0.5, 0.0, size - 1.0)
@@ -120,7 +120,7 @@ def _axis(places: NDArray[np.float64], size: int, inside: NDArray[np.bool_]) -> 
 
 
 def _look_up(raster: NDArray[np.generic], axes: list[_Axis], *, linear: bool, fill: float) -> NDArray[np.generic]:
-    """Elements of the raster's first axes; one axis, or two whose places are a line each or a plane of both."""
+    """Look up elements of the raster's first axes: one axis, or two whose places are a line each or a plane of both."""
     plane = len(axes) == 2 and axes[0].nearest.ndim == 1
     if len(axes) == 1 or plane:  # one axis after the other: a rotation is not in it
         out: NDArray[Any] = raster

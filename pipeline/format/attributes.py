@@ -24,6 +24,11 @@ TEXTS: Final = ("key", "clip_id")
 
 _INDEX_NUMBERS: Final = ("frame", "timestamp_ns")
 
+_FRAME_BITS: Final = 32
+
+FRAME_LIMIT: Final = 2**31
+"""Frame numbers lie in [0, FRAME_LIMIT), so that half of a key's frame bits keep clips apart."""
+
 
 class Attributes:
     """The attributes of one split's samples; the index's key, clip_id, frame and timestamp_ns are among them.
@@ -49,7 +54,7 @@ class Attributes:
         return tuple(dict.fromkeys((*indexed, *self._file.schema(len(self._dataset.index)).names)))
 
     def read(self, names: Sequence[str]) -> pa.Table:
-        """The columns ``names`` of the split's samples, in the order of the index; OrderError for unknown names."""
+        """Return columns ``names`` of the split's samples, in the index's order; raise OrderError for unknown names."""
         for name in names:
             if name not in self.names:
                 raise OrderError(no_attribute(name, self.names))
@@ -85,7 +90,7 @@ class AttributeColumns(NamedTuple):
 
     @classmethod
     def of_table(cls, table: pa.Table, first_row: int) -> Self:
-        """Those of a table; texts, which repeat, are kept as numbers of different ones."""
+        """Make the columns of a table; texts, which repeat, are kept as numbers of different ones."""
         channels, columns = [], []
         for name, column in zip(table.column_names, table.columns, strict=True):
             dtype = _DTYPES.get(column.type, "")
@@ -96,7 +101,7 @@ class AttributeColumns(NamedTuple):
         return cls(tuple(channels), tuple(columns), first_row)
 
     def of(self, row: int) -> dict[str, Any]:
-        """The values of a row of the dataset as its channels decode them, None for one that is not known."""
+        """Return the values of a row of the dataset as its channels decode them, None for one that is not known."""
         values = [column[row - self.first_row].as_py() for column in self.columns]
         return {
             one.name: value if value is None or not one.dtype else np.array(value, one.dtype)
@@ -105,16 +110,10 @@ class AttributeColumns(NamedTuple):
 
 
 def no_attribute(name: str, known: Collection[str]) -> str:
-    """Message about an unknown attribute: the nearest names, or all of them."""
+    """Return a message about an unknown attribute: the nearest names, or all of them."""
     near = difflib.get_close_matches(name, known, n=3)
     hint = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(sorted(known))}"
     return f"no attribute {name!r}; {hint}"
-
-
-_FRAME_BITS: Final = 32
-
-FRAME_LIMIT: Final = 2**31
-"""Frame numbers lie in [0, FRAME_LIMIT), so that half of a key's frame bits keep clips apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +155,7 @@ class ClipTable:
 
     @classmethod
     def of_split(cls, dataset: Dataset, split: str) -> Self:
-        """The table of one split of a dataset; raises ConfigError for an unknown split, IndexFileError as `build`."""
+        """Make the table of a split of a dataset; raise ConfigError for an unknown split, IndexFileError as `build`."""
         entry = dataset.split(split)
         first, end = entry.first_sample, entry.first_sample + entry.num_samples
         return cls.build(dataset.index.clip_numbers(first, end), dataset.index.column("frame", first, end))
@@ -165,5 +164,5 @@ class ClipTable:
         return len(self.keys)
 
     def clip_numbers(self) -> NDArray[np.int64]:
-        """The number of each rank's clip: int64 (n,), ascending."""
+        """Return the number of each position's clip: int64 (n,), ascending."""
         return self.keys >> _FRAME_BITS

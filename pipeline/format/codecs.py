@@ -55,10 +55,10 @@ ZSTD: Final = "zstd"
 ZSTD_DICT: Final = "zstd-dict"
 
 _MIN_BLOCK_BYTES: Final = 4096
-"""Of planes that get blocks of their own: a block costs 3 bytes, and a table some 100."""
+"""The least size of planes that get blocks of their own: a block costs 3 bytes, and a table some 100."""
 
 MAX_ROW_BYTES: Final = 4096
-"""Of rows that the codec ``zstd-pR`` takes."""
+"""The largest row that the codec ``zstd-pR`` takes."""
 
 _PLANES = re.compile(r"zstd-p([1-9][0-9]{0,3})\Z")
 
@@ -68,14 +68,27 @@ _PLANES_SUFFIX = re.compile(r"\.p([1-9][0-9]{0,3})\.zst\Z")
 
 _local = threading.local()
 
+DICTIONARY_FILE: Final = "zstd.dict"
+
+MIN_DICTIONARY_BYTES: Final = 1 << 10
+
+MAX_DICTIONARY_BYTES: Final = 1 << 20
+
+# All of fastCover's parameters are given: left open, the library searches, and its next version may do so otherwise.
+_SEGMENT_BYTES: Final = 512
+
+_MATCH_BYTES: Final = 8
+
+_LOG2_FREQUENCIES: Final = 20
+
 
 def member_cap(name: str) -> int:
-    """The most bytes that a member of this field name (without codec suffix) may decode to."""
+    """Return the most bytes that a member of this field name (without codec suffix) may decode to."""
     return _CAPS.get(name, MAX_MEMBER_BYTES)
 
 
 def held_bytes(stored_bytes: int, raw_bytes: int, codec: str) -> int:
-    """What a member counts for in :data:`MAX_SAMPLE_BYTES`."""
+    """Return the bytes that a member counts for in :data:`MAX_SAMPLE_BYTES`."""
     return stored_bytes if codec == RAW else stored_bytes + raw_bytes
 
 
@@ -87,7 +100,7 @@ def planes(row_bytes: int) -> str:
 
 
 def suffix(codec: str) -> str:
-    """The suffix that a member's name carries in the tar, e.g. ``.zst``; raises ConfigError for an unknown codec."""
+    """Return suffix that a member's name carries in the tar, e.g. ``.zst``; raise ConfigError for an unknown codec."""
     if codec == RAW:
         return ""
     if codec == ZSTD_DICT:
@@ -97,7 +110,7 @@ def suffix(codec: str) -> str:
 
 
 def stored_name(name: str, codec: str) -> str:
-    """The field name in the tar: ``name`` with the codec's suffix.
+    """Return the field name in the tar: ``name`` with the codec's suffix.
 
     Raises ConfigError for a name that reads as if a codec's suffix were part of it, for that would not split back.
     """
@@ -186,7 +199,7 @@ def check_level(level: int) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _row_bytes(codec: str) -> int:
-    """Rows' bytes of a plane codec, 0 for plain zstd; raises ConfigError for any other name."""
+    """Return the rows' bytes of a plane codec, 0 for plain zstd; raise ConfigError for any other name."""
     if codec == ZSTD:
         return 0
     match = _PLANES.match(codec)
@@ -272,20 +285,6 @@ def _decompressor() -> zstandard.ZstdDecompressor:
     return decompressor
 
 
-DICTIONARY_FILE: Final = "zstd.dict"
-
-MIN_DICTIONARY_BYTES: Final = 1 << 10
-
-MAX_DICTIONARY_BYTES: Final = 1 << 20
-
-# All of fastCover's parameters are given: left open, the library searches, and its next version may do so otherwise.
-_SEGMENT_BYTES: Final = 512
-
-_MATCH_BYTES: Final = 8
-
-_LOG2_FREQUENCIES: Final = 20
-
-
 class Dictionary:
     """A trained dictionary, ready to compress and to decompress; safe to use from many threads."""
 
@@ -311,7 +310,7 @@ class Dictionary:
         return Dictionary, (self.data,)
 
     def compress(self, raw: Buffer, level: int) -> bytes:
-        """One zstd frame that states its content size and the dictionary's id."""
+        """Compress data to one zstd frame that states its content size and the dictionary's id."""
         pool: dict[int, zstandard.ZstdCompressor] = self._local.__dict__.setdefault("compressors", {})
         if level not in pool:
             pool[level] = zstandard.ZstdCompressor(
@@ -320,7 +319,7 @@ class Dictionary:
         return pool[level].compress(raw)
 
     def decompressor(self) -> zstandard.ZstdDecompressor:
-        """This thread's decompressor with the dictionary."""
+        """Return this thread's decompressor with the dictionary."""
         if not hasattr(self._local, "decompressor"):
             self._local.decompressor = zstandard.ZstdDecompressor(dict_data=self._dictionary)
         decompressor: zstandard.ZstdDecompressor = self._local.decompressor

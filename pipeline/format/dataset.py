@@ -89,7 +89,7 @@ class Dataset:
         return len(self.index)
 
     def __contains__(self, key: object) -> bool:
-        """Whether a sample has this key."""
+        """Return whether a sample has this key."""
         return isinstance(key, str) and self.find(key) is not None
 
     def __getitem__(self, which: SupportsIndex | str) -> Sample:
@@ -102,7 +102,7 @@ class Dataset:
         row, span = self._found(which)
         path = self.shard_path(row)
         if span is None:
-            span = _read(self, path, row)
+            span = _read(self.origin, path, row)
         check_span(row, span, path.name)
         rig = Rig.of(self.manifest)
         sample = decode_sample(row.key, read_members(row, span, path.name, dictionary=self.dictionary), rig.fields)
@@ -140,7 +140,7 @@ class Dataset:
             moved = tuple(entry._replace(offset=entry.offset - first) for entry in wanted)
             row = row._replace(offset=row.offset + first, length=length, members=moved, is_part=True)
         if span is None:
-            span = _read(self, path, row)
+            span = _read(self.origin, path, row)
         check_span(row, span, path.name)
         names = [entry.name for entry in wanted]
         members = read_members(row, span, path.name, names, dictionary=self.dictionary)
@@ -154,7 +154,7 @@ class Dataset:
         return {**{name.partition(".")[0]: decode_member(name, data) for name, data in raw.items()}, **values}
 
     def position(self, which: SupportsIndex | str) -> int:
-        """The row of a sample by number or key.
+        """Return the row of a sample by number or key.
 
         Raises IndexError or KeyError where there is none, TypeError for what is neither a number nor a key.
         """
@@ -174,20 +174,20 @@ class Dataset:
         return at
 
     def _found(self, which: SupportsIndex | str) -> tuple[IndexRow, bytes | None]:
-        """The row of a sample; and its span, which comes beside a row that has to be fetched, if ``which`` is a key."""
+        """Return the row of a sample; and its span, if ``which`` is a key and the span came with the row."""
         entry = next(iter(self.keys.find(which)), None) if self.url is not None and isinstance(which, str) else None
         if entry is None or self.index.has_row(entry.row):
             return self.index.row(self.position(which)), None
         place = IndexRow(str(which), "", 0, 0, entry.shard, entry.offset, entry.length, 0, ())
         with ThreadPoolExecutor(1) as pool:
-            coming = pool.submit(_read, self, self.shard_path(place), place)
+            coming = pool.submit(_read, self.origin, self.shard_path(place), place)
             row = self.index.row(self.position(which))
             span = coming.result()
         # The index is right where they differ: `fuelrail verify` finds that.
         return row, span if (row.key, *row[4:7]) == (which, *place[4:7]) else None
 
     def attributes_file(self) -> AttributesFile:
-        """``attributes.parquet``, which need not exist; what was left at the URL is fetched as it is read.
+        """Return ``attributes.parquet``, which need not exist; what was left at the URL is fetched when it is read.
 
         Raises IndexFileError for a damaged dataset, DatasetError where it cannot be fetched.
         """
@@ -220,7 +220,7 @@ class Dataset:
         return _reopen, (self.url, self.storage_options, self.root.parent.parent, self.origin.retry)
 
     def _repr_html_(self) -> str:
-        """For notebooks: sizes, splits, and the first sample's cameras."""
+        """Return HTML for notebooks: sizes, splits, and the first sample's cameras."""
         cameras = [camera.channel for camera in self.manifest.cameras]
         splits = [(name, one.num_samples, one.num_clips, one.num_shards) for name, one in self.splits.items()]
         return dataset_html(repr(self), splits, lambda: self.read(0, cameras) if len(self) else {})
@@ -238,11 +238,11 @@ class Dataset:
 
     @property
     def location(self) -> str:
-        """Where the dataset is, for messages: folder, or URL without credentials."""
+        """The place of the dataset, for messages: folder, or URL without credentials."""
         return str(self.root) if self.url is None else shown_url(self.url)
 
     def split(self, name: str) -> SplitEntry:
-        """The entry of a split; raises ConfigError naming the splits there are."""
+        """Return the entry of a split; raise ConfigError naming the splits there are."""
         entry = self.manifest.splits.get(name)
         if entry is None:
             known = ", ".join(self.manifest.splits)
@@ -250,11 +250,11 @@ class Dataset:
         return entry
 
     def shard_path(self, row: IndexRow) -> Path:
-        """The file that holds a sample; raises IndexFileError where the index points outside the manifest's shards."""
+        """Return the file that holds a sample; raise IndexFileError where the index points outside the shards."""
         return self.root / self.shards.name_of(row)
 
     def find(self, key: str) -> int | None:
-        """The row of a key, None where there is none; raises IndexFileError where the tables are damaged."""
+        """Return the row of a key, None where there is none; raise IndexFileError where the tables are damaged."""
         return self.keys.row(key, lambda row: self.index.strings("key", row, row + 1)[0])
 
 
@@ -265,7 +265,7 @@ def open_dataset(
     cache_dir: str | os.PathLike[str] | None = None,
     retry: RetryPolicy | None = None,
 ) -> Dataset:
-    """Open a dataset folder, or a dataset at a URL that fsspec knows; in constant time, whatever its size.
+    """Open a dataset folder, or a dataset at a URL that fsspec knows; in constant time for any size.
 
     Of a dataset at a URL the manifest is fetched, and unless they are here already tables and attributes, into
     ``cache_dir`` (None: the user's cache folder). Files of more than 64 MiB (``keys.arrow``: 4 MiB) are fetched when
@@ -308,10 +308,10 @@ def open_kind(
     return Dataset(folder, manifest, *tables, url, storage_options, dictionary, origin)
 
 
-def _read(dataset: Dataset, path: Path, row: IndexRow) -> bytes:
+def _read(origin: RemoteFolder | None, path: Path, row: IndexRow) -> bytes:
     try:
-        if dataset.origin is not None:
-            return dataset.origin.read(path.name, row.offset, row.offset + row.length)
+        if origin is not None:
+            return origin.read(path.name, row.offset, row.offset + row.length)
         with open_file(path) as file:
             file.seek(row.offset)
             return file.read(row.length)
@@ -324,7 +324,7 @@ def _reopen(url: str, storage_options: Mapping[str, Any] | None, cache_dir: Path
 
 
 def load_dictionary(folder: Path, manifest: Manifest, index: SampleIndex) -> Dictionary | None:
-    """The dataset's zstd dictionary, checked against its digest; None where it has none.
+    """Return the dataset's zstd dictionary, checked against its digest; None where it has none.
 
     Raises ManifestError where it is not the manifest's, or where members need it and it does not exist.
     """
@@ -374,9 +374,11 @@ def check_digests(row: IndexRow, span: Buffer, shard: str) -> None:
     for entry in row.members:
         if xxhash.xxh3_64_intdigest(view[entry.offset : entry.offset + entry.stored_bytes]) != entry.xxh3:
             raise ChecksumError(
-                f"member '{entry.name}': checksum mismatch (xxh3): the data is corrupt", shard=shard,
-                offset=row.offset, key=row.key,
-            )  # fmt: skip
+                f"member '{entry.name}': checksum mismatch (xxh3): the data is corrupt",
+                shard=shard,
+                offset=row.offset,
+                key=row.key,
+            )
 
 
 def read_members(
@@ -421,7 +423,7 @@ def read_members(
 
 
 def _misplaced(row: IndexRow, view: memoryview, shard: str) -> IndexFileError:
-    """Of the first member whose header is not where the index has it."""
+    """Return the error for the first member whose header is not where the index has it."""
     (names, _, fields), offsets, sizes, _ = row.columns()
     for name, stored, offset, size in zip(names, fields, offsets, sizes, strict=True):
         if not BLOCK_BYTES <= offset <= offset + size <= len(view):
@@ -442,7 +444,7 @@ def _outside(row: IndexRow, name: str, offset: int, end: int, view: memoryview, 
 
 
 def _address(row: IndexRow, offset: int, shard: str) -> str:
-    """The place of a member: in the shard, or in the sample that one of its frames holds."""
+    """Return the place of a member: in the shard, or in the sample that one of its frames holds."""
     if is_framed(shard):
         return f"shard {shard}, frame at offset {row.offset}, {offset} bytes into it"
     return f"shard {shard}, offset {row.offset + offset}"

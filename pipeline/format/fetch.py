@@ -101,7 +101,7 @@ class RemoteFolder:
             raise DatasetError(f"'{path}' cannot be stored: {error}; choose another folder with cache_dir") from error
 
     def read(self, name: str, first: int, end: int) -> bytes:
-        """Bytes ``first`` to ``end - 1`` of a file; raises DatasetError where they cannot be fetched."""
+        """Return bytes ``first`` to ``end - 1`` of a file; raise DatasetError where they cannot be fetched."""
         return self._source.range(name, first, end)
 
 
@@ -124,7 +124,7 @@ def _store(source: _Source, manifest: Manifest, data: bytes, folder: Path) -> No
 def read_fingerprint(
     url: str, storage_options: Mapping[str, Any] | None, retry: RetryPolicy, kinds: Kinds = DATASETS
 ) -> str:
-    """The fingerprint of the dataset that is at a URL now; raises what fetch_dataset raises."""
+    """Return the fingerprint of the dataset that is at a URL now; raise what fetch_dataset raises."""
     return _Source(url, storage_options, retry).manifest(kinds)[1].fingerprint
 
 
@@ -132,7 +132,7 @@ class _Source:
     """Whole files of a remote dataset, with retries."""
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None, retry: RetryPolicy) -> None:
-        """Raises what :func:`filesystem` does."""
+        """Open the file system; raise what :func:`filesystem` raises."""
         self._open = partial(filesystem, url, _with_patience(url, storage_options, retry.attempt_timeout_s))
         fs, self._path = self._open()
         self._opened = {os.getpid(): fs}
@@ -150,7 +150,7 @@ class _Source:
         return self._opened[os.getpid()]
 
     def read(self, name: str, max_bytes: int) -> bytes:
-        """A whole file; raises ManifestError for one of more than ``max_bytes``, of which no more is read."""
+        """Return a whole file; raise ManifestError for one of more than ``max_bytes``, of which no more is read."""
         path = f"{self._path}/{name}"
 
         def work() -> bytes:
@@ -167,7 +167,7 @@ class _Source:
         return data
 
     def range(self, name: str, first: int, end: int) -> bytes:
-        """Bytes ``first`` to ``end - 1`` of a file: one request."""
+        """Return bytes ``first`` to ``end - 1`` of a file, by one request."""
 
         def work() -> bytes:
             data: bytes = self._fs.cat_file(f"{self._path}/{name}", start=first, end=end)
@@ -182,7 +182,7 @@ class _Source:
         return data
 
     def _streamed(self, path: str, num_bytes: int) -> bytes:
-        """The first bytes of a file at a server, which may ignore a range that is asked for, and have no end."""
+        """Return the first bytes of a file at a server, which may ignore a range that is asked for, and have no end."""
         parts, left = list[bytes](), num_bytes
         # Without a block size it is a stream; a stated size saves the request that would ask for it.
         with self._fs.open(path, "rb", block_size=0, size=num_bytes) as file:
@@ -192,7 +192,7 @@ class _Source:
         return b"".join(parts)
 
     def manifest(self, kinds: Kinds) -> tuple[bytes, Manifest]:
-        """``dataset.json`` and what it says; raises ManifestError where it stays wrong."""
+        """Return ``dataset.json`` and its content; raise ManifestError where it stays wrong."""
 
         def check(data: bytes) -> tuple[bytes, Manifest]:
             return data, decode_manifest(data, f"{self.shown}/{MANIFEST_FILE}", kinds)
@@ -200,7 +200,7 @@ class _Source:
         return read_checked(lambda: self.read(MANIFEST_FILE, MAX_MANIFEST_BYTES), check, self.retry)
 
     def checked(self, entry: FileEntry) -> bytes:
-        """A file whose SHA-256 the manifest states; raises ManifestError where it stays wrong."""
+        """Return a file whose SHA-256 the manifest states; raise ManifestError where it stays wrong."""
 
         def check(data: bytes) -> bytes:
             if hashlib.sha256(data).hexdigest() != entry.sha256:
@@ -232,7 +232,7 @@ class _Source:
 
 
 def _with_patience(url: str, storage_options: Mapping[str, Any] | None, silence_s: float) -> Mapping[str, Any] | None:
-    """Options of a file system that waits ``silence_s`` for a web server's next bytes; fsspec's own waits 300 s."""
+    """Add to the options of a web file system a wait of ``silence_s`` for the next bytes; fsspec's own waits 300 s."""
     options = storage_options or {}
     given = options.get("client_kwargs", {})
     if not url.startswith("http") or not isinstance(given, Mapping):

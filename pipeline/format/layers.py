@@ -91,7 +91,7 @@ class BaseEntry(Settings, frozen=True):
 
     @classmethod
     def of(cls, base: Dataset) -> Self:
-        """The entry of this dataset."""
+        """Make the entry of this dataset."""
         manifest = base.manifest
         return cls(
             fingerprint=manifest.fingerprint,
@@ -169,7 +169,7 @@ class Layer:
         return self.manifest.num_samples == self.manifest.base.num_samples
 
     def find(self, position: int, key: str) -> tuple[int, IndexRow] | None:
-        """The number of the layer's row for a sample of the base, and the row; None where it has none.
+        """Return the number of the layer's row for a sample of the base, and the row; None where it has none.
 
         Raises IndexFileError for a row that the index does not have, or that has another key than the sample.
         """
@@ -185,7 +185,7 @@ class Layer:
         return number, row
 
     def rows_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The rows for positions of the base, int64, `NO_ROW` where there is none; `NO_ROW` stays what it is.
+        """Return the rows for positions of the base, int64, `NO_ROW` where there is none; `NO_ROW` stays `NO_ROW`.
 
         Raises IndexFileError for rows that the index does not have.
         """
@@ -333,7 +333,7 @@ class JoinedAttributes(Attributes):
         return (*self._own, *self._layers)
 
     def read(self, names: Sequence[str]) -> pa.Table:
-        """The columns ``names`` of the split's samples, in the order of the index; OrderError for unknown names."""
+        """Return columns ``names`` of the split's samples, in the index's order; raise OrderError for unknown names."""
         own = super().read([name for name in names if name not in self._layers])
         columns = {}
         for name in names:
@@ -353,7 +353,7 @@ def _attribute_names(data: Dataset) -> list[str]:
 
 
 def present_samples(layer: Layer, dataset: Dataset, split: str) -> NDArray[np.int64]:
-    """The samples of a split, numbered from its first, that a layer has a row for: ascending int64."""
+    """Return the samples of a split, numbered from its first, that a layer has a row for: ascending int64."""
     entry = dataset.split(split)
     positions = np.arange(entry.first_sample, entry.first_sample + entry.num_samples)
     return np.flatnonzero(layer.rows_at(positions) >= 0)

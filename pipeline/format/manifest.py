@@ -35,25 +35,34 @@ MANIFEST_FILE: Final = "dataset.json"
 FORMAT: Final = "fuelrail-dataset"
 FORMAT_VERSION: Final = 1
 MAX_MANIFEST_BYTES: Final = 16 << 20
-"""Of ``dataset.json``, which has some kilobytes whatever the number of shards."""
+"""The largest ``dataset.json``, which has some kilobytes for any number of shards."""
 
 _MAX_FREE_BYTES: Final = 4 << 20
-"""Of the two objects whose keys are free: as Python objects they may take twenty times as much."""
+"""The largest size of the two objects with free keys: as Python objects they may take twenty times as much."""
 _MAX_FILE_NAME_BYTES: Final = 255
 _MAX_CAMERAS: Final = 256
 _MAX_LIDARS: Final = 64
 _MAX_TEXT: Final = 4096
 _MAX_SPLITS: Final = 1 << 10
 MAX_ANCESTORS: Final = 128
-"""Of ``lineage``: the nearest ones are kept."""
+"""The longest ``lineage``: the nearest ancestors are kept."""
 _MAX_NAMES: Final = 1 << 15
-"""Of classes and of attributes: their numbers are 16 bits wide."""
+"""The most classes, and the most attributes: their numbers are 16 bits wide."""
 BRING_BACK: Final = "bring it back from a copy, or make it again in another folder"
 _WHAT_IT_IS: Final = {
     b'"fuelrail-layer"': "; it is a layer: open its base, and give the layer as layers={NAME: PATH}",
     b'"fuelrail-dataset"': "; it is a dataset, and a layer is needed here",
 }
 WORK_FOLDER: Final = ".fuelrail"
+
+Kinds: TypeAlias = "Mapping[str, type[Manifest]]"
+"""Formats that a reader takes, with the types of their manifests."""
+
+_NOT_IN_FINGERPRINT: Final = frozenset(
+    {"name", "fingerprint", "seed", "order_unit", "license", "compression", "lineage", "provenance", "digest"}
+)
+"""How a dataset was made, and its name. Whatever these decide about the samples is in the other entries."""
+_READ_BY_LOADERS: Final = ("shards.arrow", "index.arrow", "rows.npy", "zstd.dict")
 
 
 class FileEntry(Settings, frozen=True):
@@ -93,7 +102,7 @@ class Lineage(Settings, frozen=True):
 
     @classmethod
     def of(cls, parents: Sequence[Manifest]) -> Lineage:
-        """The lineage of a dataset that is made of these."""
+        """Make the lineage of a dataset that is made of these."""
         found: dict[str, Ancestor] = {}
         for parent in parents:
             made_by = str(parent.provenance.get("recipe", {}).get("source", "unknown"))
@@ -152,7 +161,7 @@ class Manifest(Settings, frozen=True):
         return sum(split.num_shards for split in self.splits.values())
 
     def file(self, name: str) -> FileEntry | None:
-        """The entry of a file, None where the manifest does not name it."""
+        """Return the entry of a file, None where the manifest does not name it."""
         return next((entry for entry in self.files if entry.name == name), None)
 
     @property
@@ -194,10 +203,6 @@ class Manifest(Settings, frozen=True):
         return tuple(one for one in self.channels if one.sensor not in (CAMERA, LIDAR) and one.field != BOXES)
 
 
-Kinds: TypeAlias = "Mapping[str, type[Manifest]]"
-"""Formats that a reader takes, with the types of their manifests."""
-
-
 def _lacks_poses(provenance: object) -> bool:
     facts = provenance.get("facts") if isinstance(provenance, dict) else None
     if not isinstance(facts, dict):
@@ -207,15 +212,8 @@ def _lacks_poses(provenance: object) -> bool:
     return facts.get("poses") == "none" or any(map(_lacks_poses, inner))
 
 
-_NOT_IN_FINGERPRINT: Final = frozenset(
-    {"name", "fingerprint", "seed", "order_unit", "license", "compression", "lineage", "provenance", "digest"}
-)
-"""How a dataset was made, and its name. Whatever these decide about the samples is in the other entries."""
-_READ_BY_LOADERS: Final = ("shards.arrow", "index.arrow", "rows.npy", "zstd.dict")
-
-
 def fingerprint(manifest: Manifest) -> str:
-    """SHA-256 (hex) of the canonical JSON of what a training run depends on: rows, bytes, rig, classes, splits.
+    """Return SHA-256 (hex) of the canonical JSON of what a training run depends on: rows, bytes, rig, classes, splits.
 
     Two datasets with one fingerprint have the same shards, index and dictionary, byte by byte. The version of the tool,
     the name and the options are not covered, so that a later release can make the same dataset again. Nor is
@@ -236,7 +234,7 @@ def _digest(manifest: Manifest) -> str:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The bytes of ``dataset.json``: indented JSON, fingerprint and digest filled in, closing newline."""
+    """Return the bytes of ``dataset.json``: indented JSON, fingerprint and digest filled in, closing newline."""
     named = msgspec.structs.replace(manifest, fingerprint=fingerprint(manifest))
     full = msgspec.structs.replace(named, digest=_digest(named))
     return msgspec.json.format(msgspec.json.encode(full), indent=2) + b"\n"
@@ -333,7 +331,7 @@ def _why_not_ready(root: Path, kinds: Kinds) -> str:
 
 
 def _check_limits(manifest: Manifest, where: str) -> None:
-    """Tables grow with the rig and the lists of names, so both are limited; and free objects are what readers take."""
+    """Limit the rig and the lists of names, because tables grow with them; check free objects as readers do."""
     for what, names, most in (
         ("channels", manifest.channels, MAX_CHANNELS),
         ("cameras", manifest.cameras, _MAX_CAMERAS),
@@ -355,9 +353,11 @@ def _check_limits(manifest: Manifest, where: str) -> None:
     if longest > _MAX_TEXT:
         raise ManifestError(f"'{where}': a name of {longest} characters, at most {_MAX_TEXT} are allowed")
     check_fingerprints(
-        where, *manifest.lineage.parents, *(text for one in manifest.lineage.ancestors for text in one.parents),
+        where,
+        *manifest.lineage.parents,
+        *(text for one in manifest.lineage.ancestors for text in one.parents),
         *(one.fingerprint for one in manifest.lineage.ancestors),
-    )  # fmt: skip
+    )
     for name in ("recipe", "facts"):
         if not isinstance(manifest.provenance.get(name, {}), dict):
             raise ManifestError(f"'{where}': provenance.{name} is not an object; {BRING_BACK}")
@@ -374,7 +374,7 @@ def check_fingerprints(where: str, *fingerprints: str) -> None:
 
 
 def _check_names(manifest: Manifest, where: str) -> None:
-    """Names become paths, keys and member names: they must be plain, and none may occur twice."""
+    """Check names, which become paths, keys and member names: they must be plain, and none may occur twice."""
     files = [file.name for file in manifest.files]
     for name in files:
         is_plain = name.isprintable() and "/" not in name and len(name.encode()) <= _MAX_FILE_NAME_BYTES
@@ -420,7 +420,7 @@ def check_parts(channels: Sequence[Channel], where: str) -> None:
 
 
 def _check_runs(manifest: Manifest, where: str) -> None:
-    """Splits must tile the rows and the shards without gap or overlap."""
+    """Check that splits tile the rows and the shards without gap or overlap."""
     row = shard = 0
     for name, split in sorted(manifest.splits.items(), key=lambda item: (item[1].first_shard, item[1].first_sample)):
         if (split.first_sample, split.first_shard) != (row, shard) or not 0 <= split.num_shards <= split.num_samples:

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.manifest import Manifest
 
-
 LARGEST: Final = 1e9
 """Bound of all lengths, speeds and coefficients. A float64 resolves 0.1 micrometres at 1e9 m, 150 times the Earth's
 radius, and a product of three such numbers is still a float32."""
@@ -79,11 +78,15 @@ _FOCAL, _LENGTH = (1e-3, 1e6), (-1e6, 1e6)
 _ZERO, _ONE = (0.0, 0.0), (1.0, 1.0)
 _K_LOW, _K_HIGH = np.array(
     ((_FOCAL, _LENGTH, _LENGTH), (_ZERO, _FOCAL, _LENGTH), (_ZERO, _ZERO, _ONE)), np.float64
-).transpose(2, 0, 1)  # fmt: skip
+).transpose(2, 0, 1)
 _BOX_LOW, _BOX_HIGH = np.array(((-LARGEST_BOX, LARGEST_BOX),) * 3 + ((1e-6, LARGEST_BOX),) * 3 + ((-7.0, 7.0),)).T
 _LAST_ROW: Final = np.array((0.0, 0.0, 0.0, 1.0))
 
 A = TypeVar("A", "Geometry", "Boxes")
+
+_BOUND_WORDS: Final = f"-{LARGEST:g} to {LARGEST:g}"
+_K_WORDS: Final = "finite rows (fx s cx), (0 fy cy), (0 0 1) with fx, fy from 0.001 to 1e6 and the rest within 1e6"
+_POSE_WORDS: Final = f"a rotation and a translation within {LARGEST:g} m, finite, with the last row 0 0 0 1"
 
 
 class Rig(NamedTuple):
@@ -99,7 +102,7 @@ class Rig(NamedTuple):
 
     @classmethod
     def of(cls, manifest: Manifest) -> Rig:
-        """The rig of a manifest."""
+        """Make the rig of a manifest."""
         cameras = [camera.channel for camera in manifest.cameras]
         return cls.make(cameras, manifest.lidars, manifest.classes, manifest.attributes, manifest.extra_channels)
 
@@ -112,7 +115,7 @@ class Rig(NamedTuple):
         attributes: Sequence[str],
         extra: Iterable[Channel] = (),
     ) -> Rig:
-        """The rig of these cameras, lidars, names and other channels."""
+        """Make the rig of these cameras, lidars, names and other channels."""
         columns = tuple((lidar.channel, len(lidar.columns)) for lidar in lidars)
         fields = frozenset(channel.field for channel in extra)
         return cls(tuple(cameras), columns, len(classes), len(attributes), fields)
@@ -141,7 +144,7 @@ def check_sample(sample: Sample, names: Sequence[str], rig: Rig) -> None:
 
 
 def broken_rules(sample: Sample, names: Sequence[str], rig: Rig) -> Iterator[Broken]:
-    """All rules that a sample breaks; arguments as of :func:`check_sample`."""
+    """Yield all rules that a sample breaks; arguments as of :func:`check_sample`."""
     yield from broken_names(tuple(names), rig)
     arrays = list(broken_arrays(sample, rig))
     yield from arrays
@@ -150,7 +153,7 @@ def broken_rules(sample: Sample, names: Sequence[str], rig: Rig) -> Iterator[Bro
 
 
 def broken_arrays(sample: Sample, rig: Rig) -> Iterator[Broken]:
-    """The rules on geometry, boxes and points that a sample breaks."""
+    """Yield the rules on geometry, boxes and points that a sample breaks."""
     other_rig = broken_rig(sample.geometry, sample.images, rig)
     for text in broken_calibration(sample.geometry) if other_rig is None else (other_rig,):
         yield Broken(GEOMETRY, text)
@@ -166,21 +169,21 @@ def broken_arrays(sample: Sample, rig: Rig) -> Iterator[Broken]:
 
 
 def are_sound(geometries: Sequence[Geometry], boxes: Sequence[Boxes], rig: Rig) -> bool:
-    """Whether no geometry and no boxes of many samples break a rule; all are looked at together, which is faster."""
+    """Return whether no geometry and no boxes of many samples break a rule; one look at all of them is faster."""
     return not any(broken_calibration(_joined(geometries))) and (
         not boxes or not any(broken_boxes(_joined(boxes), rig))
     )
 
 
 def _joined(records: Sequence[A]) -> A:
-    """One record of many: each array is those of all records, joined along the first axis."""
+    """Join many records to one: each array is those of all records, joined along the first axis."""
     kind = type(records[0])
     return kind(**{f.name: np.concatenate([getattr(r, f.name) for r in records]) for f in dataclasses.fields(kind)})
 
 
 @functools.lru_cache(maxsize=1024)
 def broken_names(names: tuple[str, ...], rig: Rig) -> tuple[Broken, ...]:
-    """The rules that the field names of a sample's members break."""
+    """Return the rules that the field names of a sample's members break."""
     found: list[Broken] = []
     seen: set[str] = set()
     lidars = [channel for channel, _ in rig.lidars]
@@ -191,7 +194,7 @@ def broken_names(names: tuple[str, ...], rig: Rig) -> tuple[Broken, ...]:
         except ConfigError as error:
             found.append(Broken(name, str(error)))
             continue
-        # A camera has one image, whatever its extension.
+        # A camera has one image, of any extension.
         slot = channel if extension in IMAGE_EXTENSIONS else name
         if slot in seen:
             found.append(Broken(name, f"the sample has '{slot}' twice; each field occurs once"))
@@ -212,7 +215,7 @@ def broken_names(names: tuple[str, ...], rig: Rig) -> tuple[Broken, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def unsafe_ending(name: str) -> str | None:
-    """Why a member of this field name is refused for one of :data:`UNSAFE_ENDINGS`; None where it has none."""
+    """Return why a member of this field name is refused for one of :data:`UNSAFE_ENDINGS`; None where it has none."""
     ending = next((part for part in name.lower().split(".")[1:] if part in UNSAFE_ENDINGS), None)
     if ending is None:
         return None
@@ -220,7 +223,7 @@ def unsafe_ending(name: str) -> str | None:
 
 
 def broken_meta(meta: Meta, geometry: Geometry, rig: Rig) -> Iterator[Broken]:
-    """The rules that the metadata of a sample break, and its cameras' lens coefficients, whose model it names."""
+    """Yield the rules that a sample's metadata and its cameras' lens coefficients break; metadata names their model."""
     if meta.frame_idx >= meta.num_frames:
         yield Broken(META, f"frame_idx is {meta.frame_idx} of {meta.num_frames} frames; allowed: 0 to num_frames - 1")
     for channel in meta.cameras.keys() - set(rig.cameras):
@@ -242,7 +245,7 @@ def broken_meta(meta: Meta, geometry: Geometry, rig: Rig) -> Iterator[Broken]:
 
 
 def _of_lens(channel: str, model: str, dist: NDArray[np.float64], count: int) -> Iterator[Broken]:
-    """The rules that ``count`` coefficients of a camera break."""
+    """Yield the rules that ``count`` coefficients of a camera break."""
     if model != UNBENT and model not in MODELS:
         known = ", ".join((UNBENT, *MODELS))
         yield Broken(META, f"the dist_model of {channel} is {model!r:.40}; known: {known}")
@@ -255,7 +258,7 @@ def _of_lens(channel: str, model: str, dist: NDArray[np.float64], count: int) ->
 
 
 def broken_rig(geometry: Geometry, images: Collection[str], rig: Rig) -> str | None:
-    """Why the geometry is not that of the manifest's rig and of the images that are there; None where it is."""
+    """Return why the geometry does not match the manifest's rig and the images present; None where it does."""
     present = [int(channel in images) for channel in rig.cameras]
     valid = geometry.cam_valid.tolist()
     if valid != present:
@@ -269,7 +272,7 @@ def broken_rig(geometry: Geometry, images: Collection[str], rig: Rig) -> str | N
 
 
 def broken_calibration(geometry: Geometry) -> Iterator[str]:
-    """The rules that calibration, poses and motion break; of one sample, or of several joined by :func:`_joined`."""
+    """Yield the rules that calibration, poses and motion of a sample break, or of several joined by :func:`_joined`."""
     is_absent = geometry.cam_valid == 0
     may_lack = is_absent
     wh = geometry.img_wh
@@ -292,13 +295,8 @@ def broken_calibration(geometry: Geometry) -> Iterator[str]:
             yield from _first(bad, name, values, f"{_BOUND_WORDS}, or NaN where it is unknown")
 
 
-_BOUND_WORDS: Final = f"-{LARGEST:g} to {LARGEST:g}"
-_K_WORDS: Final = "finite rows (fx s cx), (0 fy cy), (0 0 1) with fx, fy from 0.001 to 1e6 and the rest within 1e6"
-_POSE_WORDS: Final = f"a rotation and a translation within {LARGEST:g} m, finite, with the last row 0 0 0 1"
-
-
 def _of_poses(geometry: Geometry, is_absent: NDArray[np.bool_], may_lack: NDArray[np.bool_]) -> Iterator[str]:
-    """Of all poses at once, for most of what a look at small arrays takes is the call.
+    """Yield the rules that poses break, all poses at once: for small arrays the call is most of the cost.
 
     ``may_lack`` are the cameras that may have no calibration.
     """
@@ -323,7 +321,7 @@ def _of_poses(geometry: Geometry, is_absent: NDArray[np.bool_], may_lack: NDArra
 
 
 def are_rigid(poses: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Which of (P, 4, 4) matrices are a rotation and a translation, finite and within :data:`LARGEST`; bool (P,)."""
+    """Return which of (P, 4, 4) matrices are finite rigid transforms within :data:`LARGEST`; bool (P,)."""
     with np.errstate(all="ignore"):  # NaN and infinity compare as they should: to False
         rotation = poses[:, :3, :3]
         skew = np.abs(rotation @ rotation.transpose(0, 2, 1) - np.eye(3)).max((1, 2))
@@ -336,7 +334,7 @@ def are_rigid(poses: NDArray[np.float64]) -> NDArray[np.bool_]:
 
 
 def broken_boxes(boxes: Boxes, rig: Rig) -> Iterator[str]:
-    """Rule by rule: where it is broken, for which array, and what is allowed."""
+    """Yield each broken rule: where it is broken, for which array, and what is allowed."""
     if not len(boxes.boxes3d):
         return
     seen = boxes.visibility
@@ -374,7 +372,7 @@ def _outside(numbers: NDArray[Any], last: int) -> NDArray[np.bool_]:
 
 
 def broken_points(points: NDArray[np.float32], channel: str, rig: Rig) -> Iterator[str]:
-    """The rules that the points (P, C) of one lidar break."""
+    """Yield the rules that the points (P, C) of one lidar break."""
     columns = dict(rig.lidars)
     wanted = columns.get(channel)
     if wanted is None:
@@ -386,7 +384,7 @@ def broken_points(points: NDArray[np.float32], channel: str, rig: Rig) -> Iterat
 
 
 def broken_sweeps(sweeps: Sweeps, channel: str, rig: Rig) -> Iterator[str]:
-    """The rules that the earlier sweeps of one lidar break."""
+    """Yield the rules that the earlier sweeps of one lidar break."""
     yield from broken_points(sweeps.points, channel, rig)
     poses = sweeps.lidar2global
     if len(poses):
@@ -394,13 +392,13 @@ def broken_sweeps(sweeps: Sweeps, channel: str, rig: Rig) -> Iterator[str]:
 
 
 def _first(bad: NDArray[np.bool_], name: str, values: NDArray[Any], words: str) -> Iterable[str]:
-    """One text on the first row of an array that is bad; ``bad`` has its shape, or that of its first axes."""
+    """Return a text on the first row of an array that is bad; ``bad`` has its shape, or that of its first axes."""
     if not bad.any():
         return ()
     at = int(np.argwhere(bad)[0, 0])
     return (f"{name}[{at}] is {_shown(values[at])}; allowed: {words}",)
 
 
-def _shown(value: Any) -> str:  # noqa: ANN401
+def _shown(value: object) -> str:
     text = str(value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

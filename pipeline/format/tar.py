@@ -132,7 +132,7 @@ def are_members(
 
 @functools.lru_cache(maxsize=1024)
 def _fronts(fields: tuple[str, ...], key_bytes: int) -> bytes:
-    """What follows the key in the headers of these fields, up to the sizes, for which there are places."""
+    """Return what follows the key in the headers of these fields, up to the sizes."""
     most = _USTAR_NAME_BYTES - key_bytes
     names = [b"." + field.encode("ascii", "replace") for field in fields]
     names = [name[:most].ljust(most, b"\0").replace(b"%", b"%%") for name in names]
@@ -141,13 +141,13 @@ def _fronts(fields: tuple[str, ...], key_bytes: int) -> bytes:
 
 @functools.cache
 def _after_checksum(typeflag: bytes, devices: bytes) -> tuple[bytes, int]:
-    """What follows the checksum in a header, and the checksum's part that does not depend on name and size."""
+    """Return what follows the checksum in a header, and the checksum's part that is independent of name and size."""
     back = typeflag + bytes(100) + b"ustar\x00" + b"00" + bytes(64) + devices + bytes(167)
     return back, sum(_MODE_UID_GID) + sum(_MTIME) + 8 * ord(" ") + sum(back)
 
 
 def _pax_record(keyword: bytes, value: bytes) -> bytes:
-    """``LENGTH keyword=value\\n``, where LENGTH counts the whole record, itself included."""
+    """Return ``LENGTH keyword=value\\n``, where LENGTH counts the whole record, itself included."""
     rest = len(b" " + keyword + b"=" + value + b"\n")
     length = rest + len(str(rest))
     length = rest + len(str(length))  # one digit more where the first guess carried over
@@ -247,7 +247,7 @@ def _octal(block: bytes, shard: str, position: int) -> int:
 
 
 def _pax_path(records: bytes) -> str:
-    """The path out of a pax header that holds just that: ``LENGTH path=NAME\\n``."""
+    """Return the path out of a pax header that holds just that: ``LENGTH path=NAME\\n``."""
     match = re.match(rb"(\d+) path=", records)
     if match is None:
         raise ValueError("pax header without a path record")

@@ -46,17 +46,17 @@ class Frame(NamedTuple):
 
 
 def is_framed(shard: str) -> bool:
-    """Whether a shard of this name is in the frame layout."""
+    """Return whether a shard of this name is in the frame layout."""
     return shard.endswith(FRAMED_SUFFIX)
 
 
 def shard_stem(shard: str) -> str:
-    """A shard's name without ``.tar`` or ``.tar.zst``."""
+    """Return a shard's name without ``.tar`` or ``.tar.zst``."""
     return shard.removesuffix(".zst").removesuffix(SHARD_SUFFIX)
 
 
 def encode_frame(span: Buffer, level: int) -> bytes:
-    """One zstd frame with content size and checksum. The same span, level and zstd version give the same bytes.
+    """Encode one zstd frame with content size and checksum. The same span, level and zstd version give the same bytes.
 
     Raises MemberTooLargeError over the cap.
     """
@@ -70,14 +70,14 @@ def encode_frame(span: Buffer, level: int) -> bytes:
 
 
 def span_bytes(row: IndexRow) -> int:
-    """Length of a sample's span in the decoded tar, from its members in the index: to the end of the last padding."""
+    """Return length of a sample's span in the decoded tar, from its members in the index, the last padding included."""
     _, offsets, stored_bytes, _ = row.columns()
     end = max(map(add, offsets, stored_bytes), default=0)
     return end + -end % BLOCK_BYTES
 
 
 def decode_frame(stored: Buffer, raw_bytes: int, *, shard: str, offset: int, key: str | None = None) -> bytes:
-    """The span of a frame that must decode to ``raw_bytes`` bytes; ``shard``, ``offset`` and ``key`` name it in errors.
+    """Decode a frame's span, which must have ``raw_bytes`` bytes; ``shard``, ``offset`` and ``key`` name it in errors.
 
     Raises FrameError where it does not, or where that is over the cap: then no memory was taken.
     """
@@ -101,12 +101,12 @@ def decode_frame(stored: Buffer, raw_bytes: int, *, shard: str, offset: int, key
 
 
 def open_span(row: IndexRow, stored: Buffer, shard: str) -> bytes:
-    """The decoded span of an index row, out of its frame; raises FrameError."""
+    """Decode the span of an index row from its frame; raise FrameError."""
     return decode_frame(stored, span_bytes(row), shard=shard, offset=row.offset, key=row.key)
 
 
 def read_head(file: BinaryIO, num_bytes: int, *, shard: str, offset: int, key: str | None = None) -> bytes:
-    """The first ``num_bytes`` of the content of the frame at a file's position, reading little more than they need.
+    """Return the first ``num_bytes`` of the content of the frame at a file's position; read little more than they need.
 
     Raises FrameError.
     """
@@ -123,14 +123,14 @@ def read_head(file: BinaryIO, num_bytes: int, *, shard: str, offset: int, key: s
 
 
 def encode_seek_table(sizes: Sequence[tuple[int, int]]) -> bytes:
-    """The skippable frame that closes a shard; ``sizes`` are each frame's stored and decoded bytes, in order."""
+    """Encode the skippable frame that closes a shard; ``sizes`` are each frame's stored and decoded bytes, in order."""
     entries = b"".join(_ENTRY.pack(stored, raw) for stored, raw in sizes)
     footer = _FOOTER.pack(len(sizes), 0, _SEEKABLE_MAGIC)
     return _HEADER.pack(_SKIPPABLE_MAGIC, len(entries) + len(footer)) + entries + footer
 
 
 def read_seek_table(data: Buffer, *, shard: str) -> list[Frame]:
-    """The frames of a whole shard by its seek table, strictly: they must fill the file up to the table.
+    """Return the frames of a whole shard by its seek table, strictly: they must fill the file up to the table.
 
     Raises TruncatedShardError where there is no table at the end, FrameError where it does not fit the file.
     """

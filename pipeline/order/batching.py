@@ -95,7 +95,7 @@ class Batching:
         return left // self.global_batch if self.drop_last else -(-left // self.global_batch)
 
     def positions(self, step: int) -> NDArray[np.int64]:
-        """This rank's positions in one step: int64 (rank_batch,), each in [0, epoch_length).
+        """Return this rank's positions in one step: int64 (rank_batch,), each in [0, epoch_length).
 
         Beyond the epoch's end, in the last step only, they start again at position 0. Raises WorldError for a step
         outside 0 .. num_steps - 1.
@@ -107,7 +107,7 @@ class Batching:
         return self._running(step) < self.epoch_length
 
     def _running(self, step: int) -> NDArray[np.int64]:
-        """This rank's positions in one step, continued beyond the epoch's end."""
+        """Return this rank's positions in one step, continued beyond the epoch's end."""
         if not 0 <= step < self.num_steps:
             raise WorldError(f"step {step} is outside the {self.num_steps} steps left in the epoch")
         first = self.start + step * self.global_batch + self.world.rank * self.rank_batch
@@ -143,7 +143,7 @@ class Cursor:
     def rest(self, whole: Batching) -> Batching:
         """Return the remaining batches of this cursor's epoch, of the size of ``whole``'s.
 
-        The first begins after the last consumed sample, whatever batch size that was consumed with. Without a step the
+        The first begins after the last consumed sample, at any batch size. Without a step the
         epoch is over (:meth:`rolled`). Raises WorldError where more samples were consumed than the epoch has.
         """
         return replace(whole, start=self.samples_consumed)
@@ -200,7 +200,7 @@ class Walk:
         return self.rest if epoch == self.start.epoch else self.batching
 
     def place(self, k: int) -> tuple[int, int]:
-        """Epoch and step of the k-th step made here, in constant time."""
+        """Return epoch and step of the k-th step of this walk, in constant time."""
         first, whole = self.share.steps(self.rest), self.share.steps(self.batching)
         if k < len(first):
             return self.start.epoch, first[k]
@@ -254,7 +254,7 @@ def _integers(record: object, *names: str) -> None:
 
 
 def _indivisible(global_batch: int, size: int) -> str:
-    """Message with the nearest global batches and world sizes that fit."""
+    """Return a message with the nearest global batches and world sizes that fit."""
     below = global_batch - global_batch % size
     batches = " or ".join(str(batch) for batch in (below, below + size) if batch)
     small = [count for count in range(1, math.isqrt(global_batch) + 1) if global_batch % count == 0]

@@ -48,8 +48,6 @@ from fuelrail.pipeline.order.windows import FrameWindow, WindowLookup
 if TYPE_CHECKING:
     from fuelrail.pipeline.format.dataset import Dataset
 
-
-if TYPE_CHECKING:
     Rows = NDArray[np.int64]
 
 _DIGEST_CHARS: Final = 16
@@ -177,7 +175,7 @@ class CompiledOrder:
         selected: NDArray[np.int64] | None = None,
         sampling: SystematicSampling | None = None,
     ) -> None:
-        """``selected``: samples of the split, ascending, each once (None: all); ``sampling``: how often they come."""
+        """Take ``selected`` samples of the split, ascending, each once (None: all), and their ``sampling``."""
         self.spec, self.identity, self._sampling = spec, identity, sampling
         self._kind = msgspec.structs.replace(spec, filter=None, subset=None, weights=(), mix=None, epoch_length=None)
         self._bounds = np.cumsum([0, *shard_lengths])
@@ -239,7 +237,7 @@ def read_keys(file: str, known: pa.ChunkedArray) -> Rows:
 
 
 def _as_said(spec: OrderSpec) -> dict[str, Any]:
-    """Kind, seed, and what else differs from the defaults: a state outlives the fields that later releases add."""
+    """Return kind, seed and fields that differ from the defaults, so that new fields keep a state valid."""
     # Through JSON and back: a state that was saved as JSON has lists where the specification has tuples.
     stated, defaults = (msgspec.json.decode(msgspec.json.encode(each)) for each in (spec, OrderSpec()))
     return {name: value for name, value in stated.items() if name in ("kind", "seed") or value != defaults[name]}

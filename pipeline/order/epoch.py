@@ -41,7 +41,7 @@ class Epoch(Protocol):
         """Lanes that positions go round in turns; 1 for all kinds but ``lanes``."""
 
     def __len__(self) -> int:
-        """Positions in the epoch."""
+        """Return the number of positions in the epoch."""
 
     def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
         """Return samples alone (int64, same shape) at ``positions``."""
@@ -75,7 +75,7 @@ class EndlessOrder(Protocol):
         """Return how often each selected sample occurs in an epoch, averaged over epochs: float64 (num_selected,)."""
 
     def epoch(self, epoch: int, /) -> Epoch:
-        """One epoch; raises OrderError for an epoch out of range."""
+        """Return one epoch; raise OrderError for an epoch out of range."""
 
 
 class MappedEpoch:

@@ -134,7 +134,7 @@ class LaneEpoch:
         first_ranks: NDArray[np.integer],
         lengths: NDArray[np.int64],
     ) -> None:
-        """Pieces as they follow one another: lane 0's first to last, then lane 1's (``lanes`` ascends)."""
+        """Take the pieces in order: lane 0's first to last, then lane 1's (``lanes`` ascends)."""
         self._clips, self._num_steps, self._first_ranks, self._lengths = clips, num_steps, first_ranks, lengths
         self.num_lanes = int(lanes[-1]) + 1
         self._first_piece = np.searchsorted(lanes, np.arange(self.num_lanes))

@@ -4,7 +4,7 @@ With ratios 4:2:1 each block of 7 consecutive positions holds 4, 2 and 1 samples
 is shuffled for each block; a global batch that is a multiple of 7 always holds the same shares. A dataset's
 samples come in the order that it would have alone. When its epoch ends, its next one begins in the middle of the
 mix's, and the mix's next epoch continues it: over time every sample of a dataset comes equally
-often, whatever the sizes. All of it is arithmetic, so any position is known without the ones before.
+often, for any sizes. All of it is arithmetic, so any position is known without the ones before.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class MixedOrder:
         return np.concatenate(counts)[stored]
 
     def epoch(self, epoch: int, /) -> MixedEpoch:
-        """One epoch; raises OrderError for an epoch that is negative or so late that its samples cannot be counted."""
+        """Return one epoch; raise OrderError for a negative epoch, or one whose samples are too many to count."""
         if epoch < 0 or (epoch + 1) * self.epoch_length > MAX_LENGTH:
             raise OrderError(f"epoch must be 0 or more and end before position 2**62 of the mix, got {epoch}")
         return MixedEpoch(self, epoch)
@@ -131,7 +131,7 @@ class MixedEpoch:
         return self.entries(positions).samples
 
     def entries(self, positions: ArrayLike, /) -> Entries:
-        """Parts and samples at ``positions``, all valid; raises OrderError for positions outside."""
+        """Return parts and samples at ``positions``, all valid; raise OrderError for positions outside."""
         wanted = as_positions(positions, len(self))
         flat = wanted.reshape(-1)
         parts, samples = np.empty_like(flat), np.empty_like(flat)

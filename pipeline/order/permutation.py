@@ -67,13 +67,13 @@ def derive_key(purpose: str, *numbers: int) -> int:
 
 
 def _words(n: int, key: int, count: int) -> NDArray[np.uint64]:
-    """``count`` 64-bit words (uint64) that depend on n and key: SHAKE-128, little-endian."""
+    """Return ``count`` 64-bit words (uint64) that depend on n and key: SHAKE-128, little-endian."""
     seed = b"fuelrail permutation 1" + n.to_bytes(8, "little") + key.to_bytes(_KEY_BYTES, "little")
     return np.frombuffer(hashlib.shake_128(seed).digest(8 * count), dtype="<u8").astype(np.uint64)
 
 
 def as_positions(positions: ArrayLike, n: int, what: str = "position") -> NDArray[np.int64]:
-    """``positions`` as an int64 array of the same shape, each in [0, n); raises OrderError with the offending value."""
+    """Return ``positions`` as int64 of the same shape, each in [0, n); raise OrderError with the offending value."""
     array: NDArray[Any] = np.asarray(positions)
     if array.size == 0:
         return np.zeros(array.shape, dtype=np.int64)
@@ -119,11 +119,11 @@ class KeyedPermutation:
         return f"KeyedPermutation(n={self.n}, key={self.key:#x})"
 
     def __call__(self, positions: ArrayLike) -> NDArray[np.int64]:
-        """Values (int64, same shape) at ``positions`` (integers in [0, n)); raises OrderError for positions outside."""
+        """Return values (int64, same shape) at ``positions`` (integers in [0, n)); raise OrderError outside."""
         return self._map(as_positions(positions, self.n), backwards=False)
 
     def inverse(self, values: ArrayLike) -> NDArray[np.int64]:
-        """Positions (int64, same shape) of ``values`` (integers in [0, n)): ``p.inverse(p(x)) == x``."""
+        """Return positions (int64, same shape) of ``values`` (integers in [0, n)): ``p.inverse(p(x)) == x``."""
         return self._map(as_positions(values, self.n, "value"), backwards=True)
 
     def _map(self, inputs: NDArray[np.int64], *, backwards: bool) -> NDArray[np.int64]:
@@ -152,7 +152,7 @@ class KeyedPermutation:
             target[outside] = walking
 
     def _split(self, source: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-        """Value x in [0, a * b) to its halves (x // b in Z_a, x % b in Z_b)."""
+        """Split a value x in [0, a * b) into its halves (x // b in Z_a, x % b in Z_b)."""
         left = source // self._b
         return left, source - left * self._b
 
@@ -186,7 +186,7 @@ class KeyedPermutation:
 def _round_function(
     right: NDArray[np.uint64], key: np.uint64, size: np.uint64, out: NDArray[np.uint64], spare: NDArray[np.uint64]
 ) -> None:
-    """F: high 32 bits of fmix64(right ^ round key), scaled to [0, size); see the constructor for what is left out."""
+    """Compute F: high 32 bits of fmix64(right ^ round key), scaled to [0, size); see the constructor for the rest."""
     np.bitwise_xor(right, key, out=out)
     np.multiply(out, _FMIX_1, out=out)
     np.right_shift(out, _S33, out=spare)
@@ -198,7 +198,7 @@ def _round_function(
 
 
 def _shuffled_table(n: int, key: int) -> NDArray[np.int64]:
-    """0 .. n-1 sorted by random words; each carries its index in its low bits, so that no two are equal."""
+    """Sort 0 .. n-1 by random words; each word carries its index in its low bits, so that no two are equal."""
     low = np.uint64(TABLE_LIMIT - 1)
     words = (_words(n, key, n) & ~low) | np.arange(n, dtype=np.uint64)
     return (np.sort(words) & low).astype(np.int64)
@@ -208,7 +208,7 @@ class PositionMap(Protocol):
     """Anything that maps the positions of an epoch to sample indices; orders are built of these."""
 
     def __len__(self) -> int:
-        """Positions in the epoch."""
+        """Return the number of positions in the epoch."""
 
     def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
         """Return sample indices (int64, same shape) at ``positions``."""

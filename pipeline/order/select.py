@@ -7,7 +7,7 @@
     contains(description, 'construction') or frame % 5 == 0
 
 The text is parsed with Python's own grammar, never executed: the syntax tree is translated node by node into an Arrow
-compute expression, and whatever is not in the tables below is refused. Names are columns; those of a layer are written
+compute expression, and what is not in the tables below is refused. Names are columns; those of a layer are written
 ``layer.name``, and those whose name is no Python name ``col('the name')``. An unknown (null) value makes a comparison
 unknown, and a sample for which the whole expression is unknown is not selected, as in SQL.
 """
@@ -51,7 +51,7 @@ _TEXT_FUNCTIONS: Final[dict[str, Callable[[pc.Expression, str], pc.Expression]]]
     "contains": pc.match_substring,
     "startswith": pc.starts_with,
     "endswith": pc.ends_with,
-    "matches": pc.match_substring_regex,  # RE2: linear time whatever the pattern
+    "matches": pc.match_substring_regex,  # RE2: linear time for any pattern
 }
 
 
@@ -83,7 +83,7 @@ class Filter:
         return tuple(self._found)
 
     def select(self, table: pa.Table) -> NDArray[np.int64]:
-        """Rows of ``table`` (which has all of ``columns``) for which the expression holds: ascending int64.
+        """Return rows of ``table`` (which has all of ``columns``) for which the expression holds: ascending int64.
 
         Raises OrderError where types don't fit, such as a text compared with a number.
         """

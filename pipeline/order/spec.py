@@ -70,7 +70,7 @@ class OrderSpec(Settings, frozen=True):
     """Positions in a weighted or mixed epoch. None: weighted, class balance's own number, else as many as there are
     selected samples; mixed, as many as it takes for all of them to come."""
     pieces_per_clip: Annotated[int | None, flag("pieces that a clip is cut into, for --kind lanes")] = None
-    """With kind ``lanes`` only: into how many pieces of equal length clips are cut; None: 1."""
+    """The number of equal pieces into which clips are cut, with kind ``lanes`` only; None: 1."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -162,7 +162,7 @@ class Order:
 
 
 class _Sequential:
-    """As stored."""
+    """The samples as stored."""
 
     __slots__ = ("_num_samples",)
 
@@ -246,7 +246,7 @@ class _Window:
     def __init__(
         self, permutation: KeyedPermutation, start: int, starts: NDArray[np.int64], offsets: NDArray[np.int64]
     ) -> None:
-        """``starts``: where the slots begin, from 0; ``offsets``: from there to samples as stored."""
+        """Take the slots' first positions (``starts``, from 0), and ``offsets`` from there to stored samples."""
         self._permutation, self._start, self._starts, self._offsets = permutation, start, starts, offsets
         n = len(permutation)
         self._next_starts = np.append(starts[1:], n)

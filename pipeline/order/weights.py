@@ -53,7 +53,7 @@ class AttributeWeights(Settings, frozen=True, tag="attribute", tag_field="by"):
     values: dict[str, float] | None = None
     """Weight by value, written as text: ``{"night": 3, "day": 1}``, ``{"true": 2.5}``, ``{"4": 1}``."""
     default: float = 1.0
-    """For values that ``values`` does not name, and for unknown ones."""
+    """The weight of values that ``values`` does not name, and of unknown ones."""
 
 
 class FileWeights(Settings, frozen=True, tag="file", tag_field="by"):
@@ -61,7 +61,7 @@ class FileWeights(Settings, frozen=True, tag="file", tag_field="by"):
 
     file: str
     default: float = 1.0
-    """For keys that the file does not name."""
+    """The weight of keys that the file does not name."""
 
 
 Weighting = ClassBalance | AttributeWeights | FileWeights
@@ -153,7 +153,7 @@ def _from_file(weighting: FileWeights, keys: pa.ChunkedArray) -> NDArray[np.floa
 
 
 def read_columns(file: str, names: Sequence[str]) -> pa.Table:
-    """Some columns of a ``.parquet`` or ``.csv`` file; raises OrderError where it cannot be read or lacks one."""
+    """Return some columns of a ``.parquet`` or ``.csv`` file; raise OrderError where it cannot be read or lacks one."""
     readers = {".parquet": pq.read_table, ".csv": csv.read_csv}
     reader = readers.get(Path(file).suffix)
     if reader is None:
@@ -199,7 +199,7 @@ def _text(value: object) -> str:
 
 
 def checked(weights: NDArray[np.float64], what: str) -> NDArray[np.float64]:
-    """``weights`` if each is a finite number of 0 or more; raises OrderError naming the first that is not."""
+    """Return ``weights`` if each is a finite number of 0 or more; raise OrderError naming the first that is not."""
     bad = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
     if bad.size:
         raise OrderError(
@@ -231,15 +231,15 @@ class SystematicSampling:
         self._search = TickSearch(self._ends)
 
     def expected_counts(self) -> NDArray[np.float64]:
-        """Copies of each sample in an epoch, averaged over all phases: float64 (n,)."""
+        """Return the copies of each sample in an epoch, averaged over all phases: float64 (n,)."""
         return np.diff(self._ends, prepend=0) * (self.length / self._total)
 
     def digest(self) -> str:
-        """SHA-256 (hex) of the weights in ticks: equal where all epochs of equal length are."""
+        """Return SHA-256 (hex) of the weights in ticks: equal where all epochs of equal length are."""
         return hashlib.sha256(self._ends.astype("<i8").tobytes()).hexdigest()
 
     def epoch(self, phase_key: int) -> SystematicEpoch:
-        """One epoch's copies; ``phase_key`` is a uniform 128-bit number, as `permutation.derive_key` makes."""
+        """Return one epoch's copies; ``phase_key`` is a uniform 128-bit number, as `permutation.derive_key` makes."""
         return SystematicEpoch(self._search, self.length, phase_key % self._total)
 
 
@@ -253,7 +253,7 @@ class TickSearch:
     __slots__ = ("_guide", "_shift", "ends")
 
     def __init__(self, ends: NDArray[np.int64]) -> None:
-        """``ends``: ascending, the last one above 0; ticks are below that."""
+        """Take ``ends``, which ascend and end above 0; ticks are below the last one."""
         self.ends = ends
         last = int(ends[-1])
         self._shift = max(0, last.bit_length() - len(ends).bit_length())
@@ -262,7 +262,7 @@ class TickSearch:
         self._guide: NDArray[np.integer] = np.searchsorted(ends, runs, side="right").astype(small)
 
     def __call__(self, ticks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Indices (int64, (n,)) of the first end above each of ``ticks`` (n,)."""
+        """Return indices (int64, (n,)) of the first end above each of ``ticks`` (n,)."""
         found = self._guide.take(ticks >> self._shift).astype(np.int64)
         for _ in range(_STEPS):
             found += self.ends.take(found) <= ticks
@@ -297,7 +297,7 @@ class SystematicEpoch:
         return samples.reshape(at.shape)
 
     def first_copies(self, samples: Sequence[int]) -> list[int]:
-        """For each of ``samples`` (0 .. n): copies that samples before it have, i.e. where its own begin."""
+        """Return where the copies of each of ``samples`` (0 .. n) begin: the number of copies before it."""
         total = int(self._ends[-1])
         starts = [int(self._ends[sample - 1]) if sample else 0 for sample in samples]
         return [min(max(-(-(start * self._length - self._phase) // total), 0), self._length) for start in starts]

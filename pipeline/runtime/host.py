@@ -11,7 +11,7 @@ _MEMINFO: Final = Path("/proc/meminfo")
 
 
 def usable_cpus(cgroup: Path = _CGROUP) -> float:
-    """CPUs that this process may use: its affinity mask, cut to its container's quota (cgroup version 2, then 1)."""
+    """Return the CPUs that this process may use: its affinity mask, cut to its container's quota (cgroup 2, then 1)."""
     allowed = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     stated = _read(cgroup / "cpu.max")
     if stated is not None:
@@ -23,19 +23,19 @@ def usable_cpus(cgroup: Path = _CGROUP) -> float:
 
 
 def memory_limit_bytes(cgroup: Path = _CGROUP) -> int | None:
-    """Memory that the container may take, files in the page cache included; None without a limit."""
+    """Return the memory that the container may take, files in the page cache included; None without a limit."""
     limit = _read(cgroup / "memory.max")
     return None if limit in (None, "max") else int(limit)
 
 
 def free_memory_bytes(meminfo: Path = _MEMINFO) -> int:
-    """Memory of the machine that can be taken now without swapping, as the kernel states it."""
+    """Return the memory of the machine that can be taken now without swapping, as the kernel states it."""
     lines = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines())
     return int(lines["MemAvailable"].split()[0]) * 1024
 
 
 def available_memory_bytes(cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO) -> int:
-    """Memory that can be taken now without swapping: the machine's, cut to what is left of the container's limit."""
+    """Return memory that can be taken now without swapping: the machine's, cut to the rest of the container's limit."""
     free, limit = free_memory_bytes(meminfo), memory_limit_bytes(cgroup)
     return free if limit is None else min(free, max(0, limit - int(_read(cgroup / "memory.current") or 0)))
 

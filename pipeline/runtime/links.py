@@ -21,7 +21,7 @@ class Link:
     """A bounded, order-restoring link between two stages.
 
     Item s is admitted only while ``s < next_out + capacity``, so the link is bounded, and the oldest item in flight
-    can always move on: no deadlock, whatever the thread counts. With ``in_bursts`` a thread that had to wait is
+    can always move on: no deadlock for any number of threads. With ``in_bursts`` a thread that had to wait is
     admitted once there is room for half of the capacity: it then makes several items in a row, with warm caches, and
     threads change places less often.
     """
@@ -39,7 +39,7 @@ class Link:
 
     @property
     def capacity(self) -> int:
-        """How many items may wait here."""
+        """The number of items that may wait here."""
         return self._capacity
 
     def set_capacity(self, capacity: int) -> None:

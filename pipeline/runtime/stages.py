@@ -33,6 +33,9 @@ from fuelrail.pipeline.runtime.links import END, Failure, Link, Source
 _JOIN_TIMEOUT_S: Final = 10.0
 _LOG = logging.getLogger(__name__)
 
+_RUNNING: Final[set[_Run]] = set()
+"""Pipelines whose threads have not all been waited for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -79,7 +82,7 @@ class Observer(Protocol):
     """
 
     def __call__(self, stage: str, item: int, batch: int, begin_s: float, end_s: float) -> None:
-        """One item went through one stage."""
+        """Take note that one item went through one stage."""
 
 
 class _Times(NamedTuple):
@@ -93,7 +96,7 @@ class _Times(NamedTuple):
     since_s: float
 
     def until(self, now_s: float) -> _Times:
-        """With what is under way counted up to now."""
+        """Return the times with what is under way counted up to now."""
         name = f"{self.doing}_s"
         if not self.doing:
             return self
@@ -170,10 +173,6 @@ class _Run:
 
     def threads(self) -> list[threading.Thread]:
         return [thread for crew in self.crews for thread in list(crew.threads.values())]
-
-
-_RUNNING: Final[set[_Run]] = set()
-"""Pipelines whose threads have not all been waited for."""
 
 
 def add_clocks(before: Sequence[StageClock], now: Sequence[StageClock]) -> tuple[StageClock, ...]:
@@ -300,7 +299,7 @@ def _per_batch(stages: Sequence[Stage]) -> int:
 
 
 def _run(crew: _Crew, number: int) -> None:
-    """One thread of one stage."""
+    """Run one thread of one stage."""
     now = time.perf_counter
     stage, inbox, outbox, clock = crew.stage, crew.inbox, crew.outbox, crew.clocks[number]
     items, busy_s, starved_s, blocked_s = clock.times[:4]
@@ -355,7 +354,7 @@ def _attempt(stage: Stage, item: Any) -> Any:  # noqa: ANN401
         return stage.work(item)
     except FuelrailError as error:  # says itself what and where
         return Failure(error)
-    except BaseException as error:  # noqa: BLE001 - whatever it is, sys.exit() too, the consumer must see it
+    except BaseException as error:  # noqa: BLE001 - the consumer must see any error, sys.exit() too
         subject = f"{_text(item[0])} .. {_text(item[-1])}" if stage.group is not None else _text(item)
         return _failure(f"stage '{stage.name}' failed on {subject:.300}", error)
 

@@ -182,7 +182,7 @@ def top(
     options: TopOptions | None = None,
     *,
     progress: Callable[[list[RankView]], object] | None = None,
-    **changes: Any,  # noqa: ANN401 - fields of TopOptions
+    **changes: Any,  # fields of TopOptions
 ) -> list[RankView]:
     """Measure running loaders by their metrics endpoints; return one :class:`RankView` for each, of the last interval.
 

@@ -28,13 +28,14 @@ B = TypeVar("B")
 
 _large = threading.Lock()
 
+_ANY_TIME: Final = contextlib.nullcontext()
+
+GRACE_S: Final = 3.0
+
 
 def one_at_a_time(num_bytes: int) -> AbstractContextManager[object]:
     """Return a context to work on a sample of this size in: a process works on one large sample at a time."""
     return _large if num_bytes > LARGE_BYTES else _ANY_TIME
-
-
-_ANY_TIME: Final = contextlib.nullcontext()
 
 
 def in_threads(work: Callable[[A], B], items: Iterable[A], num_threads: int) -> Iterator[B]:
@@ -56,12 +57,9 @@ def in_threads(work: Callable[[A], B], items: Iterable[A], num_threads: int) -> 
                 future.cancel()
 
 
-GRACE_S: Final = 3.0
-
-
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """While inside, SIGTERM, which batch systems and Kubernetes send before they kill, raises KeyboardInterrupt.
+    """Raise KeyboardInterrupt on SIGTERM while inside: batch systems and Kubernetes send SIGTERM before they kill.
 
     Does nothing on another thread than the main one, which alone gets signals.
     """
@@ -122,7 +120,7 @@ def ctrl_c_waits() -> Iterator[None]:
 
 
 def set_up_worker() -> None:
-    """To be called first in a worker process: it ignores Ctrl-C, and ends when its parent does, however that ends.
+    """Set up a worker process, before all else: it ignores Ctrl-C, and ends when its parent ends for any reason.
 
     A SIGTERM that all processes of a run get leaves the parent ``GRACE_S`` to end it between two samples.
     """

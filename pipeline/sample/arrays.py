@@ -51,6 +51,9 @@ _SIZE: Final = re.compile(rb"0|[1-9]\d{0,17}")
 
 _Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
+Buffer: TypeAlias = bytes | bytearray | memoryview
+"""A contiguous run of bytes. Views into mapped shards are ``memoryview`` and read-only."""
+
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
@@ -69,7 +72,7 @@ def write_tensors(tensors: Mapping[str, NDArray[np.generic]]) -> bytes:
 
 
 def write_stacked(tensors: Mapping[str, NDArray[np.generic]]) -> list[bytes]:
-    """:func:`write_tensors` of many records at once: all arrays have one axis more in front, of the same length."""
+    """Do :func:`write_tensors` for many records at once: all arrays have one more axis in front, of the same length."""
     arrays = {name: _plain(array) for name, array in tensors.items()}
     start, order = _header(tuple((name, array.dtype, array.shape[1:]) for name, array in arrays.items()))
     num_records = len(arrays[order[0]])
@@ -79,7 +82,7 @@ def write_stacked(tensors: Mapping[str, NDArray[np.generic]]) -> list[bytes]:
 
 
 def write_parts(tensors: Mapping[str, NDArray[np.generic]], counts: Sequence[int]) -> list[bytes]:
-    """:func:`write_tensors` of many records at once, whose rows follow each other; ``counts`` are rows of each."""
+    """Do :func:`write_tensors` for many records at once, whose rows follow each other; ``counts`` are rows of each."""
     arrays = {name: _plain(array) for name, array in tensors.items()}
     heads = {
         count: _header(tuple((name, array.dtype, (count, *array.shape[1:])) for name, array in arrays.items()))
@@ -101,7 +104,7 @@ def write_parts(tensors: Mapping[str, NDArray[np.generic]], counts: Sequence[int
 
 
 def _plain(array: NDArray[np.generic]) -> NDArray[np.generic]:
-    """The array in little-endian and C order, itself where it is so."""
+    """Return the array in little-endian and C order, itself where it is so already."""
     if array.flags.c_contiguous and array.dtype.byteorder in _LITTLE:
         return array
     return np.asarray(array, array.dtype.newbyteorder("<"), order="C")
@@ -109,7 +112,7 @@ def _plain(array: NDArray[np.generic]) -> NDArray[np.generic]:
 
 @functools.lru_cache(maxsize=512)
 def _header(specs: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...]) -> tuple[bytes, tuple[str, ...]]:
-    """Length and header as the library writes them for arrays of these kinds, and the order in which data follow."""
+    """Return length and header as the library writes them for these kinds of arrays, and the order of their data."""
     whole = bytes(_save({name: np.zeros(shape, dtype) for name, dtype, shape in specs}))
     end = 8 + int.from_bytes(whole[:8], "little")
     begins = {name: entry.data_offsets for name, entry in _header_decoder.decode(whole[8:end]).items()}
@@ -133,7 +136,7 @@ class TensorSpec(NamedTuple):
     offset: int
 
 
-class Layout:
+class TensorLayout:
     """The header of a safetensors buffer: tensors without holes or overlaps up to the buffer's end.
 
     Samples of one rig have equal headers, so a layout is parsed and checked once and then found by its header's bytes.
@@ -147,15 +150,15 @@ class Layout:
         self.fits: set[type] = set()
 
     def views(self, data: Buffer) -> dict[str, NDArray[np.generic]]:
-        """The tensors of a buffer of this layout, as read-only views into it; raises SchemaError if it is cut."""
+        """Return the tensors of a buffer of this layout, as read-only views into it; raise SchemaError if it is cut."""
         view = memoryview(data).toreadonly()
         if len(view) != self.num_bytes:
             raise SchemaError(f"the tensors end at byte {self.num_bytes} of a buffer of {len(view)}")
         return {name: np.ndarray(shape, dtype, view, at) for name, (dtype, shape, at) in self.specs.items()}
 
 
-def read_layout(data: Buffer) -> Layout:
-    """The layout of a safetensors buffer; raises SchemaError where its header describes none."""
+def read_layout(data: Buffer) -> TensorLayout:
+    """Return the layout of a safetensors buffer; raise SchemaError where its header describes none."""
     view = memoryview(data)
     if len(view) < 8:
         raise SchemaError(f"{len(view)} bytes are too few for safetensors")
@@ -166,7 +169,7 @@ def read_layout(data: Buffer) -> Layout:
     return _known_layout(header) if header_bytes <= _MAX_KNOWN_HEADER_BYTES else _parse(header)
 
 
-def _parse(header: bytes) -> Layout:
+def _parse(header: bytes) -> TensorLayout:
     start = 8 + len(header)
     try:
         entries = _header_decoder.decode(header)
@@ -192,7 +195,7 @@ def _parse(header: bytes) -> Layout:
         except ValueError as error:  # more than numpy can hold, in a tensor that holds nothing
             raise SchemaError(f"tensor '{name}' {entry.dtype}{list(entry.shape)}: {error}") from error
         specs[name] = TensorSpec(dtype, entry.shape, start + begin)
-    return Layout(specs, start + position)
+    return TensorLayout(specs, start + position)
 
 
 _known_layout = functools.lru_cache(maxsize=512)(_parse)
@@ -207,7 +210,7 @@ def write_npy(array: NDArray[np.generic]) -> bytes:
 
 @functools.lru_cache(maxsize=512)
 def _npy_start(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
-    """Everything before the data of a ``.npy`` file, by numpy's own writer."""
+    """Return all bytes before the data of a ``.npy`` file, as numpy's own writer makes them."""
     if dtype.hasobject:
         raise ValueError("object arrays cannot be written when allow_pickle=False")
     buffer = io.BytesIO()
@@ -242,7 +245,7 @@ def read_npy(data: Buffer, *, any_order: bool = False) -> NDArray[np.generic]:
 
 @functools.lru_cache(maxsize=512)
 def _npy_header(header: bytes) -> tuple[np.dtype[Any], tuple[int, ...], Literal["C", "F"]]:
-    """Dtype, shape and order of a header as numpy writes it; whatever is wrong raises one of :func:`read_npy`'s."""
+    """Return dtype, shape and order of a header as numpy writes it; raise an error of :func:`read_npy` for a fault."""
     found = _NPY_HEADER.fullmatch(header)
     if found is None:
         raise ValueError("not as numpy writes it for an array of numbers")
@@ -272,7 +275,3 @@ def _npy_dtype(descr: bytes) -> np.dtype[Any]:
             raise ValueError("object arrays and odd types are refused")
         return dtype
     raise ValueError(f"its dtype {text:.100} could not be read")
-
-
-Buffer: TypeAlias = bytes | bytearray | memoryview
-"""A contiguous run of bytes. Views into mapped shards are ``memoryview`` and read-only."""

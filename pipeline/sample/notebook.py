@@ -13,11 +13,11 @@ from fuelrail.pipeline.errors import FuelrailError, ImageError
 from fuelrail.pipeline.sample.image_header import probe
 
 _WIDTH: Final = 200
-"""Of a thumbnail [px]."""
+"""The width of a thumbnail [px]."""
 
 
 def thumbnail(encoded: bytes, width: int = _WIDTH) -> bytes:
-    """A small JPEG of an encoded image, ``width`` pixels wide; raises ImageError for what is no image to us."""
+    """Make a JPEG ``width`` pixels wide of an encoded image; raise ImageError where it cannot be decoded."""
     import cv2
 
     info = probe(encoded)
@@ -31,7 +31,7 @@ def thumbnail(encoded: bytes, width: int = _WIDTH) -> bytes:
 def dataset_html(
     title: str, splits: Iterable[tuple[str, int, int, int]], read_images: Callable[[], Mapping[str, bytes]]
 ) -> str:
-    """A table of splits (name, samples, clips, shards), and the images, or what is wrong with them."""
+    """Return a table of splits (name, samples, clips, shards), and the images, or what is wrong with them."""
     rows = "".join(
         f"<tr><td>{escape(name)}</td>" + "".join(f"<td>{number:,}</td>" for number in numbers) + "</tr>"
         for name, *numbers in splits

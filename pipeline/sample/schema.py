@@ -56,6 +56,10 @@ Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 F64 = NDArray[np.float64]
 F32 = NDArray[np.float32]
 
+_MOST_FITTING: Final = 1024
+_fitting: set[tuple[type, tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]]] = set()
+"""What arrays of a record were found to be and passed: the same need no second look."""
+
 
 class CameraMeta(msgspec.Struct, frozen=True, kw_only=True):
     """One camera of one sample, scalars: source token, exposure time [ns], stored image size [px]."""
@@ -142,7 +146,7 @@ class Geometry:
         return replace(self, **{name: getattr(self, name)[[*rows]] for name in names})
 
     def cam2keyego(self, key2global: F64 | None = None) -> F64:
-        """(N, 4, 4): each camera at its exposure to ego at the sample's time, through both ego poses.
+        """Return (N, 4, 4): each camera at its exposure to ego at the sample's time, through both ego poses.
 
         ``key2global`` is the ego pose of another sample to end in; it broadcasts over the leading axes.
         """
@@ -150,25 +154,25 @@ class Geometry:
         return np.asarray(invert_rigid(origin)[..., None, :, :] @ (self.cam_ego2global @ self.cam2ego))
 
     def ego2cam(self) -> F64:
-        """(N, 4, 4): ego at the sample's time to each camera at its exposure."""
+        """Return (N, 4, 4): ego at the sample's time to each camera at its exposure."""
         return invert_rigid(self.cam2keyego())
 
     def ego2img(self) -> F64:
-        """(N, 4, 4): ego at the sample's time to homogeneous pixels (u d, v d, d, 1) of the stored image."""
+        """Return (N, 4, 4): ego at the sample's time to homogeneous pixels (u d, v d, d, 1) of the stored image."""
         return np.asarray(homogeneous(self.intrinsics) @ self.ego2cam())
 
     def lidar2keyego(self, lidar: int = 0) -> F64:
-        """(4, 4): one lidar at its own time to ego at the sample's time."""
+        """Return (4, 4): one lidar at its own time to ego at the sample's time."""
         lidar2global = self.lidar_ego2global[..., lidar, :, :] @ self.lidar2ego[..., lidar, :, :]
         return np.asarray(invert_rigid(self.ego2global) @ lidar2global)
 
     def lidar2img(self, lidar: int = 0) -> F64:
-        """(N, 4, 4): one lidar at its own time to homogeneous pixels, through both ego poses (as mmdet3d's infos)."""
+        """Return (N, 4, 4): one lidar at its own time to homogeneous pixels, by both ego poses (as mmdet3d's)."""
         return np.asarray(self.ego2img() @ self.lidar2keyego(lidar)[..., None, :, :])
 
 
 def box_corners(boxes3d: F32, rotation_wxyz: F32) -> F32:
-    """Corners (M, 8, 3) of boxes (M, 7) with rotations (M, 4), in the frame of the boxes.
+    """Return the corners (M, 8, 3) of boxes (M, 7) with rotations (M, 4), in the frame of the boxes.
 
     Order: x front to back outermost, then y left to right, then z top to bottom.
     """
@@ -277,7 +281,7 @@ def encode_arrays(record: Geometry | Boxes | Sweeps) -> bytes:
 
 
 def encode_stacked(record: Geometry | Boxes | Sweeps) -> list[bytes]:
-    """:func:`encode_arrays` of many records of the same shapes, whose arrays all have one axis more in front."""
+    """Do :func:`encode_arrays` for many records of the same shapes, whose arrays all have one more axis in front."""
     kind = type(record)
     arrays = {name: getattr(record, name) for name, _, _ in _SPECS[kind]}
     _check_once(kind, {name: array[0] for name, array in arrays.items()})
@@ -285,7 +289,7 @@ def encode_stacked(record: Geometry | Boxes | Sweeps) -> list[bytes]:
 
 
 def encode_parts(record: Boxes, counts: Sequence[int]) -> list[bytes]:
-    """:func:`encode_arrays` of many records whose rows follow each other in one; ``counts`` are rows of each."""
+    """Do :func:`encode_arrays` for many records whose rows follow each other; ``counts`` are rows of each."""
     arrays = {name: getattr(record, name) for name, _, _ in _SPECS[Boxes]}
     _check_once(Boxes, arrays)
     return write_parts(arrays, counts)
@@ -315,11 +319,6 @@ def array_specs(record: type[Geometry | Boxes | Sweeps]) -> list[tuple[str, np.d
     return list(_SPECS[record])
 
 
-_MOST_FITTING: Final = 1024
-_fitting: set[tuple[type, tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]]] = set()
-"""What arrays of a record were found to be and passed: the same need no second look."""
-
-
 def _check_once(kind: type[Geometry | Boxes | Sweeps], arrays: Mapping[str, NDArray[Any]]) -> None:
     found = tuple((array.dtype, array.shape) for array in arrays.values())
     if (kind, found) not in _fitting:
@@ -341,8 +340,10 @@ def _check(record: type[Geometry | Boxes | Sweeps], arrays: Mapping[str, NDArray
         if array is None:
             raise SchemaError(f"array '{name}' is missing")
         found = array.shape
-        wanted = tuple(sizes.setdefault(n, found[i] if i < len(found) else -1) if isinstance(n, str) else n
-                       for i, n in enumerate(shape))  # fmt: skip
+        wanted = tuple(
+            sizes.setdefault(n, found[i] if i < len(found) else -1) if isinstance(n, str) else n
+            for i, n in enumerate(shape)
+        )
         if array.dtype != dtype or found != wanted:
             raise SchemaError(f"array '{name}' is {array.dtype}{list(found)}; wanted {dtype}{list(wanted)}")
 
@@ -363,7 +364,7 @@ def decode_points(data: Buffer) -> F32:
 
 
 def lidar_channel(name: str) -> str:
-    """The channel of a lidar's member: ``lidar_top`` of ``lidar_top.npy`` and ``lidar_top_sweeps.safetensors``."""
+    """Return channel of a lidar's member: ``lidar_top`` of ``lidar_top.npy`` and ``lidar_top_sweeps.safetensors``."""
     return name.removesuffix(SWEEPS_FIELD) if name.endswith(SWEEPS_FIELD) else name.partition(".")[0]
 
 

@@ -55,7 +55,7 @@ def open_descriptor(path: str | os.PathLike[str]) -> int:
 
 
 def open_file(path: str | os.PathLike[str], max_bytes: int | None = None) -> BufferedReader:
-    """:func:`open_descriptor` as a file object; OSError too for a file of more than ``max_bytes``."""
+    """Open a file object as :func:`open_descriptor`; raise OSError also for more than ``max_bytes``."""
     file = os.fdopen(open_descriptor(path), "rb")
     size = os.fstat(file.fileno()).st_size
     if max_bytes is not None and size > max_bytes:

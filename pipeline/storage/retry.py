@@ -53,7 +53,7 @@ class RetryPolicy(Settings, frozen=True):
     """
 
     deadline_s: float = 120.0
-    """From the first attempt on; then the last error is reported."""
+    """The time from the first attempt to the report of the last error."""
     attempt_timeout_s: float = 30.0
     """A single attempt that takes longer counts as failed."""
     first_delay_s: float = 0.1
@@ -132,7 +132,7 @@ def _status(error: BaseException) -> int | None:
 
 
 def redacted(text: str, storage_options: Mapping[str, Any] | None = None) -> str:
-    """Text without user names, passwords and query strings of URLs, and without any value of ``storage_options``."""
+    """Remove user names, passwords and query strings of URLs from a text, and all values of ``storage_options``."""
     text = _USERINFO.sub(r"\1", _QUERY.sub(r"\1?...", text))
     for secret in sorted(_strings(storage_options), key=len, reverse=True):
         text = text.replace(secret, "...")

@@ -128,7 +128,7 @@ class BevMap:
 
 
 def _turn_about_z(angle_rad: float, q: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Quaternions (..., 4) w, x, y, z, turned by an angle about the fixed z axis."""
+    """Return quaternions (..., 4) w, x, y, z, turned by an angle about the fixed z axis."""
     c, s = math.cos(angle_rad / 2), math.sin(angle_rad / 2)
     w, x, y, z = (q[..., i] for i in range(4))
     return np.stack([c * w - s * z, c * x - s * y, c * y + s * x, c * z + s * w], axis=-1)

@@ -29,7 +29,7 @@ _NUM_DRAWS = 5
 _MIN_FACTOR, _MAX_FACTOR = 1e-3, 1e3
 _MAX_SIDE = 16384
 _MAX_PIXELS = 1 << 26
-"""Of the final size: the limit of a stored image, too."""
+"""The largest output: the limit of a stored image, too."""
 
 
 class ImageAugment(Settings, frozen=True):
@@ -146,7 +146,7 @@ class ImageAugment(Settings, frozen=True):
         return max(self._base_factors(width, height))
 
     def _base_size(self, width: int, height: int) -> tuple[int, int]:
-        """Resized (width, height) without randomness. Exact integers, where int(W * (fW / W)) may fall one short."""
+        """Return (width, height) without randomness. Exact integers, where int(W * (fW / W)) may be one short."""
         if self.resize == "stretch":
             return self.width, self.height
         if isinstance(self.resize, str):

@@ -273,13 +273,13 @@ def _intersect(a: Rectangle, b: Rectangle) -> Rectangle:
 
 
 def _covered(scale: float, offset: float, low: float, high: float, size: int) -> tuple[int, int]:
-    """Output pixels [first, last) whose centre maps into [low, high] of the source, on one axis."""
+    """Return the output pixels [first, last) whose centre maps into [low, high] of the source, on one axis."""
     a, b = scale * low + offset, scale * high + offset
     return max(0, math.ceil(min(a, b) - 0.5 - _FUZZ)), min(size, math.floor(max(a, b) - 0.5 + _FUZZ) + 1)
 
 
 def _preimage(coefficients: Coefficients, width: int, height: int) -> Rectangle:
-    """Bounding box, in the source, of the output canvas."""
+    """Return the bounding box, in the source, of the output canvas."""
     a, b, tx, c, d, ty = coefficients
     if b == 0.0 and c == 0.0:
         x0, x1 = -tx / a, (width - tx) / a

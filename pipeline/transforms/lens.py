@@ -69,7 +69,7 @@ def read_lens(model: str, dist: NDArray[np.float64], intrinsics: NDArray[np.floa
 def source_places(
     matrix: NDArray[np.float64], lens: Lens, wh: tuple[int, int]
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Stored pixel coordinates of each pixel of an output that sees the rectified image under ``matrix`` (3, 3).
+    """Return the stored coordinates of each pixel of an output that shows the rectified image under ``matrix`` (3, 3).
 
     Float32 (height, width) each, centre-origin; ``wh`` is the output's width and height.
     """
@@ -83,7 +83,7 @@ def source_places(
 
 
 def rectified_places(places: NDArray[np.float64], lens: Lens) -> NDArray[np.float64]:
-    """Where pixels (P, 2) of the stored image lie in the rectified one, float64 (P, 2), centre-origin.
+    """Map pixels (P, 2) of the stored image to the rectified one, float64 (P, 2), centre-origin.
 
     By OpenCV's iterative inverse of the lens.
     """

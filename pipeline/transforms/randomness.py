@@ -25,14 +25,13 @@ from fuelrail.pipeline.errors import ConfigError
 ALL_CAMERAS = -1
 """The camera to name for a draw that all cameras of a sample share."""
 
+_ADDRESS = struct.Struct("<5q")
+_WORDS_PER_BLOCK = 8
+
 
 def second_view(sample: int) -> int:
     """Return the sample to name for a sample's second draw: ``-1 - sample``, which no sample has."""
     return -1 - sample
-
-
-_ADDRESS = struct.Struct("<5q")
-_WORDS_PER_BLOCK = 8
 
 
 def uniforms(

@@ -1,31 +1,43 @@
-"""One capture of a clip made into files: pictures, lidar sweep, and what was seen of each object."""
+"""One capture of a clip made into files: pictures, lidar sweep, tokens, and what was seen of each object."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
 
-from fuelrail.sharding.demo.channels import (
-    RADAR,
-    TOKENS,
-    radar_points,
-    top_view_tokens,
-    write_channel,
-    write_image_channels,
-)
+from fuelrail.pipeline.channels.kinds import KINDS
+from fuelrail.pipeline.channels.table import Channel, Law, Vocabulary
+from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.sharding.demo.lidar import cast, points_in_box
-from fuelrail.sharding.demo.picture.camera import render
+from fuelrail.sharding.demo.picture import render, visible_shares
 from fuelrail.sharding.demo.rig import LIDAR_CHANNEL
-from fuelrail.sharding.demo.solids import Solid, solids_near, visible_shares
-from fuelrail.sharding.demo.world import Capture, Clip, WorldSpec, log_facts, make_clip, sample_token
+from fuelrail.sharding.demo.solids import Solid, solids_near
+from fuelrail.sharding.demo.world import Capture, SynthClip, log_facts, make_clip, token
+from fuelrail.sharding.sources.nuscenes.channels import channel_file
 
-# As in nuScenes' own files, by their quantisation tables.
-JPEG_QUALITY: Final = 80
-JPEG_SUBSAMPLING: Final = "420"
+if TYPE_CHECKING:
+    from fuelrail.sharding.demo.options import SynthOptions
+
+_CELLS: Final = 32
+_CELL_M: Final = 3.2
+_START: Final = 63
+_KINDS: Final = ("vehicle.", "human.", "movable_object.", "static_object.", "animal")
+TOKENS: Final = Channel(
+    name="tokens",
+    kind="tokens",
+    field="tokens.npy",
+    law=Law("fixed"),
+    dtype="uint16",
+    axes=("token",),
+    shape=(1 + _CELLS**2,),
+    vocabulary=Vocabulary("top-view", 64),
+    description="63, then the cells of 3.2 m around the vehicle, the nearest first: 0: free; else the kind of object "
+    "whose centre is in it (from 1: vehicle, human, movable, static, animal) and, times 6, its heading in ego (0 to 7)",
+)
 
 
 class Sighting(NamedTuple):
@@ -36,59 +48,44 @@ class Sighting(NamedTuple):
     visible_share: float
 
 
-class Recorded(NamedTuple):
-    """What came of a capture: the bytes it wrote, and sightings where it is a keyframe."""
-
-    capture: Capture
-    num_bytes: int
-    sightings: tuple[Sighting, ...]
-
-
-def filename(spec: WorldSpec, clip: Clip, channel: str, timestamp_us: int, *, is_key_frame: bool) -> str:
-    """Path of a sensor file below the dataroot, as nuScenes names them."""
+def filename(world: SynthOptions, clip: SynthClip, channel: str, timestamp_us: int, *, is_key_frame: bool) -> str:
+    """Return the path of a sensor file below the dataroot, as nuScenes names them."""
     suffix = "pcd.bin" if channel == LIDAR_CHANNEL else "jpg"
-    logfile = log_facts(spec, clip.log)["logfile"]
+    logfile = log_facts(world, clip.log)["logfile"]
     return f"{'samples' if is_key_frame else 'sweeps'}/{channel}/{logfile}__{channel}__{timestamp_us}.{suffix}"
 
 
-def record(spec: WorldSpec, capture: Capture, root: Path) -> Recorded:
-    """Write the files of a capture below ``root``, whose folders exist. A pure function of spec and capture."""
-    clip = make_clip(spec, capture.clip)
+def record(world: SynthOptions, capture: Capture, root: Path) -> tuple[Capture, list[Sighting]]:
+    """Write the files of a capture below ``root``, whose folders exist; return what a keyframe shows of each actor.
+
+    The files are a pure function of world and capture.
+    """
+    clip = make_clip(world, capture.clip)
     solids = solids_near(clip, capture.timestamp_us)
-    num_bytes = 0
-    sample = sample_token(spec, capture.clip, capture.frame)
-    if spec.channels and capture.is_key_frame:
-        num_bytes += write_channel(root, RADAR, sample, radar_points(clip, solids, capture.timestamp_us))
-    if spec.tokens and capture.is_key_frame:
-        num_bytes += write_channel(root, TOKENS, sample, top_view_tokens(clip, solids, capture.timestamp_us))
-    if capture.cameras:
-        for camera in clip.rig.cameras:
-            exposure_us = capture.timestamp_us - camera.lead_us
-            with_channels = spec.channels and capture.is_key_frame
-            image, owners = render(clip, camera, solids, exposure_us, owners=with_channels)
-            if with_channels:
-                cam2global = clip.ego2global(exposure_us) @ camera.cam2ego
-                num_bytes += write_image_channels(root, camera, sample, cam2global, solids, owners)
-            encoded = simplejpeg.encode_jpeg(
-                image, quality=JPEG_QUALITY, colorspace="RGB", colorsubsampling=JPEG_SUBSAMPLING
-            )
-            name = filename(spec, clip, camera.channel, exposure_us, is_key_frame=capture.is_key_frame)
-            num_bytes += (root / name).write_bytes(encoded)
-    sightings: tuple[Sighting, ...] = ()
-    if capture.lidar:
-        points = cast(clip, solids, capture.timestamp_us)
-        name = filename(spec, clip, LIDAR_CHANNEL, capture.timestamp_us, is_key_frame=capture.is_key_frame)
-        num_bytes += (root / name).write_bytes(points.astype("<f4").tobytes())
-        if capture.is_key_frame:
-            sightings = _sightings(clip, solids, capture.timestamp_us, points)
-    return Recorded(capture, num_bytes, sightings)
+    if world.tokens and capture.is_key_frame:
+        tokens = KINDS[TOKENS.kind].encode(top_view_tokens(clip, solids, capture.timestamp_us), TOKENS)
+        sample = token(world.seed, "sample", capture.clip, capture.frame)
+        (root / channel_file(TOKENS, sample)).write_bytes(tokens)
+    for camera in clip.rig.cameras if capture.cameras else ():
+        exposure_us = capture.timestamp_us - camera.lead_us
+        image = render(clip, camera, solids, exposure_us)
+        # As in nuScenes' own files, by their quantisation tables.
+        encoded = simplejpeg.encode_jpeg(image, quality=80, colorspace="RGB", colorsubsampling="420")
+        name = filename(world, clip, camera.channel, exposure_us, is_key_frame=capture.is_key_frame)
+        (root / name).write_bytes(encoded)
+    if not capture.lidar:
+        return capture, []
+    points = cast(clip, solids, capture.timestamp_us)
+    name = filename(world, clip, LIDAR_CHANNEL, capture.timestamp_us, is_key_frame=capture.is_key_frame)
+    (root / name).write_bytes(points.astype("<f4").tobytes())
+    return capture, _sightings(clip, solids, capture.timestamp_us, points) if capture.is_key_frame else []
 
 
-def _sightings(clip: Clip, solids: list[Solid], capture_us: int, points: NDArray[np.float32]) -> tuple[Sighting, ...]:
-    lidar2global = clip.ego2global(capture_us) @ clip.rig.lidar.lidar2ego
+def _sightings(clip: SynthClip, solids: list[Solid], capture_us: int, points: NDArray[np.float32]) -> list[Sighting]:
+    lidar2global = clip.ego2global(capture_us) @ clip.rig.lidar.sensor2ego
     places = points[:, :3].astype(np.float64) @ lidar2global[:3, :3].T + lidar2global[:3, 3]
     shares = visible_shares(clip, solids, capture_us)
-    return tuple(
+    return [
         Sighting(
             solid.actor,
             points_in_box(places, solid.centre, solid.yaw_rad, solid.size_lwh),
@@ -96,4 +93,23 @@ def _sightings(clip: Clip, solids: list[Solid], capture_us: int, points: NDArray
         )
         for solid in solids
         if solid.actor >= 0
-    )
+    ]
+
+
+def top_view_tokens(clip: SynthClip, solids: list[Solid], capture_us: int) -> NDArray[np.uint16]:
+    """Return the tokens (1025,) that `TOKENS` describes."""
+    global2ego = invert_rigid(clip.ego2global(capture_us))
+    cells = np.zeros((_CELLS, _CELLS), np.uint16)
+    for solid in solids:
+        place = global2ego[:3, :3] @ solid.centre + global2ego[:3, 3]
+        row, column = (int(at // _CELL_M) + _CELLS // 2 for at in place[:2])
+        if solid.actor < 0 or not (0 <= row < _CELLS and 0 <= column < _CELLS):
+            continue
+        category = clip.actors[solid.actor].category
+        kind = next(number for number, prefix in enumerate(_KINDS, 1) if category.startswith(prefix))
+        along = global2ego[:2, :2] @ (np.cos(solid.yaw_rad), np.sin(solid.yaw_rad))
+        heading = int(np.arctan2(along[1], along[0]) / np.pi * 4) % 8
+        cells[row, column] = kind + 6 * heading
+    middle = np.arange(_CELLS) - (_CELLS - 1) / 2
+    nearest = np.argsort((middle[:, None] ** 2 + middle**2).ravel(), kind="stable")
+    return np.concatenate([np.array([_START], np.uint16), cells.ravel()[nearest]])

@@ -12,13 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.rigid import invert_rigid
-from fuelrail.sharding.demo.picture.raster import normal_of
-from fuelrail.sharding.demo.picture.shapes import Part, shape_of
 from fuelrail.sharding.demo.rig import stream
+from fuelrail.sharding.demo.shapes import SIDES, shape_of
 
 if TYPE_CHECKING:
     from fuelrail.sharding.demo.solids import Solid
-    from fuelrail.sharding.demo.world import Clip
+    from fuelrail.sharding.demo.world import SynthClip
 
 NUM_RINGS: Final = 32
 NUM_COLUMNS: Final = 1084
@@ -29,9 +28,9 @@ _NOISE_M, _MOST_NOISE_M = 0.008, 0.015  # stays below the room that objects have
 _REFLECTANCE: Final = {"building": 18.0, "tree": 9.0, "crown": 7.0, "post": 30.0}
 
 
-def cast(clip: Clip, solids: list[Solid], capture_us: int) -> NDArray[np.float32]:
-    """Points (N, 5) of the sweep with this reference time."""
-    lidar2global = clip.ego2global(capture_us) @ clip.rig.lidar.lidar2ego
+def cast(clip: SynthClip, solids: list[Solid], capture_us: int) -> NDArray[np.float32]:
+    """Return the points (N, 5) of the sweep with this reference time."""
+    lidar2global = clip.ego2global(capture_us) @ clip.rig.lidar.sensor2ego
     global2lidar = invert_rigid(lidar2global)
     rays = _rays()
     down = lidar2global[2, :3] @ rays.reshape(3, -1)
@@ -43,7 +42,14 @@ def cast(clip: Clip, solids: list[Solid], capture_us: int) -> NDArray[np.float32
         base = _REFLECTANCE.get(solid.kind, 14.0 + 26.0 * (sum(solid.colour) / 765.0))
         unit2lidar = global2lidar @ solid.unit2global()
         for part in shape_of(solid.kind):
-            _hit(part, unit2lidar, rays, ranges, reflectance, base)
+            vertices = part.vertices @ unit2lidar[:3, :3].T + unit2lidar[:3, 3]
+            if np.hypot(vertices[:, 0], vertices[:, 1]).min() > _FARTHEST_M:
+                continue
+            columns = _columns(vertices)
+            enter, leave, slant = crossings(vertices, rays[:, :, columns])
+            ring, column = np.nonzero((enter > _NEAREST_M) & (enter < leave) & (enter < ranges[:, columns]))
+            ranges[ring, columns[column]] = enter[ring, column]
+            reflectance[ring, columns[column]] = base * (0.4 + 0.6 * slant[ring, column])
     shape = ranges.shape
     noisy = ranges + np.clip(draw.normal(0.0, _NOISE_M, shape), -_MOST_NOISE_M, _MOST_NOISE_M)
     intensity = np.clip(np.rint(reflectance * draw.uniform(0.5, 1.6, shape)), 0, 255)
@@ -59,74 +65,42 @@ def cast(clip: Clip, solids: list[Solid], capture_us: int) -> NDArray[np.float32
 
 
 def _rays() -> NDArray[np.float64]:
-    # Unit directions (3, NUM_RINGS, NUM_COLUMNS) in the lidar frame, turning clockwise from the rear left.
+    """Return unit directions (3, NUM_RINGS, NUM_COLUMNS) in the lidar frame, turning clockwise from the rear left."""
     elevation = np.radians(np.linspace(_LOWEST_DEG, _HIGHEST_DEG, NUM_RINGS))[:, None]
-    azimuth = _azimuths()[None, :]
-    return np.stack(
-        [
-            np.cos(elevation) * np.cos(azimuth),
-            np.cos(elevation) * np.sin(azimuth),
-            np.sin(elevation) * np.ones_like(azimuth),
-        ]
-    )
-
-
-def _azimuths() -> NDArray[np.float64]:
-    return -np.pi / 2.0 - 2.0 * np.pi * np.arange(NUM_COLUMNS) / NUM_COLUMNS
-
-
-def _hit(
-    part: Part,
-    unit2lidar: NDArray[np.float64],
-    rays: NDArray[np.float64],
-    ranges: NDArray[np.float64],
-    reflectance: NDArray[np.float64],
-    base: float,
-) -> None:
-    vertices = part.vertices @ unit2lidar[:3, :3].T + unit2lidar[:3, 3]
-    flat = np.hypot(vertices[:, 0], vertices[:, 1])
-    if flat.min() > _FARTHEST_M:
-        return
-    columns = _columns(vertices)
-    enter, leave, slant = crossings(part, vertices, rays[:, :, columns])
-    target = ranges[:, columns]
-    hit = (enter > _NEAREST_M) & (enter < leave) & (enter < target)
-    target[hit] = enter[hit]
-    ranges[:, columns] = target
-    shine = reflectance[:, columns]
-    shine[hit] = base * (0.4 + 0.6 * slant[hit])
-    reflectance[:, columns] = shine
+    azimuth = -np.pi / 2.0 - 2.0 * np.pi * np.arange(NUM_COLUMNS) / NUM_COLUMNS
+    flat = np.cos(elevation)
+    return np.stack([flat * np.cos(azimuth), flat * np.sin(azimuth), np.sin(elevation) + 0.0 * azimuth])
 
 
 def crossings(
-    part: Part, vertices: NDArray[np.float64], directions: NDArray[np.float64]
+    vertices: NDArray[np.float64], directions: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Return where rays from the origin enter and leave a body, and how steeply they meet it; (R, C) each.
+    """Return where rays from the origin enter and leave a block, and how steeply they meet it; (R, C) each.
 
-    ``vertices`` (V, 3) are the body's, ``directions`` (3, R, C) those of the rays; places are multiples of these. A ray
-    that misses the body enters it after it leaves.
+    ``vertices`` (8, 3) are the block's, ``directions`` (3, R, C) those of the rays; places are multiples of these. A
+    ray that misses the block enters it after it leaves.
     """
-    # A convex body is where all its faces' planes are behind: a ray is inside from the last entry to the first exit.
+    # A convex body is where all its sides' planes are behind: a ray is inside from the last entry to the first exit.
     enter = np.zeros(directions.shape[1:])
     leave = np.full(directions.shape[1:], np.inf)
     slant = np.ones(directions.shape[1:])
-    for face in part.faces:
-        corners = vertices[list(face.vertices)]
-        normal = normal_of(corners)
+    for at in SIDES.values():
+        a, b, c = vertices[list(at[:3])]
+        normal = np.cross(b - a, c - b)
         normal /= np.linalg.norm(normal)
         speed = np.einsum("i,ijk->jk", normal, directions)
         with np.errstate(divide="ignore", invalid="ignore"):
-            crossing = (normal @ corners[0]) / speed
+            crossing = (normal @ a) / speed
         inwards = (speed < 0) & (crossing > enter)
         slant[inwards] = -speed[inwards]
         np.copyto(enter, crossing, where=inwards)
         np.minimum(leave, crossing, out=leave, where=speed > 0)
-        leave[(speed == 0) & (normal @ corners[0] < 0)] = -1.0
+        leave[(speed == 0) & (normal @ a < 0)] = -1.0
     return enter, leave, slant
 
 
 def _columns(vertices: NDArray[np.float64]) -> NDArray[np.intp]:
-    # Columns of the sweep whose rays can meet a body with these vertices (V, 3).
+    """Return the columns of the sweep whose rays can meet a body with these vertices (V, 3)."""
     centre = vertices.mean(0)
     bearing = np.arctan2(centre[1], centre[0])
     offsets = np.angle(np.exp(1j * (np.arctan2(vertices[:, 1], vertices[:, 0]) - bearing)))
@@ -144,7 +118,7 @@ def points_in_box(
     yaw_rad: float,
     size_lwh: tuple[float, float, float],
 ) -> int:
-    """How many of the points (N, 3) lie in an upright box, its faces included."""
+    """Return how many of the points (N, 3) are in an upright box, its faces included."""
     offset = points - centre
     near = np.abs(offset).max(axis=1) <= 0.5 * float(np.linalg.norm(size_lwh))
     offset = offset[near]

@@ -20,30 +20,27 @@ from fuelrail.sharding.sources.adapter.poses import quaternions
 
 QUATERNION_DECIMALS: Final = 12
 METRE_DECIMALS: Final = 6  # of what ends up in a table: it is rounded first, so what is rendered is what they say
-NATIVE_WIDTH_PX: Final = 1600
-NATIVE_HEIGHT_PX: Final = 900
 LIDAR_CHANNEL: Final = "LIDAR_TOP"
 
 
 def stream(*path: object) -> np.random.Generator:
-    """Random stream of its own for each path such as ``(seed, "clip", 3)``: independent of the order of use."""
+    """Return the random stream of a path such as ``(seed, "clip", 3)``: independent of the order of use."""
     digest = hashlib.sha256("/".join(map(str, path)).encode()).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
 
 
-def rotation_about(axis: str, angle_rad: float) -> NDArray[np.float64]:
-    """Right-handed rotation (3, 3) about the x, y or z axis."""
-    i = "xyz".index(axis)
-    j, k = (i + 1) % 3, (i + 2) % 3
-    matrix = np.eye(3)
-    matrix[j, j] = matrix[k, k] = math.cos(angle_rad)
-    matrix[k, j] = math.sin(angle_rad)
-    matrix[j, k] = -matrix[k, j]
-    return matrix
+def _rotation(roll: float, pitch: float, yaw: float) -> NDArray[np.float64]:
+    """Return the rotation (3, 3) about the x, then the y, then the z axis [rad]."""
+    (a, b, c), (d, e, f) = np.cos((roll, pitch, yaw)), np.sin((roll, pitch, yaw))
+    about_x = np.array([[1.0, 0.0, 0.0], [0.0, a, -d], [0.0, d, a]])
+    about_y = np.array([[b, 0.0, e], [0.0, 1.0, 0.0], [-e, 0.0, b]])
+    about_z = np.array([[c, -f, 0.0], [f, c, 0.0], [0.0, 0.0, 1.0]])
+    turned: NDArray[np.float64] = about_z @ about_y @ about_x
+    return turned
 
 
 def yaw_quaternion(yaw_rad: float) -> tuple[float, float, float, float]:
-    """Rounded quaternion of a rotation about z."""
+    """Return the rounded quaternion of a rotation about z."""
     half = yaw_rad / 2.0
     return (round(math.cos(half), QUATERNION_DECIMALS), 0.0, 0.0, round(math.sin(half), QUATERNION_DECIMALS))
 
@@ -74,33 +71,23 @@ _OPTICAL2FORWARD: Final = np.array([[0.0, 0.0, 1.0], [-1.0, 0.0, 0.0], [0.0, -1.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Camera:
-    """One pinhole camera. ``intrinsics`` (3, 3) put the centre of the top left pixel at (0, 0)."""
+class RigSensor:
+    """A pinhole camera, or the lidar, on the car.
+
+    ``intrinsics`` (3, 3) put the centre of the top left pixel at (0, 0); the lidar's are empty and its ``size`` in
+    pixels is (0, 0). ``lead_us``: how long before the end of the lidar's revolution it records.
+    """
 
     channel: str
-    width_px: int
-    height_px: int
+    size: tuple[int, int]
     intrinsics: NDArray[np.float64]
     translation: tuple[float, float, float]
     rotation: tuple[float, float, float, float]
     lead_us: int
 
     @property
-    def cam2ego(self) -> NDArray[np.float64]:
-        """Camera to ego, (4, 4)."""
-        return rigid(np.array(self.rotation), np.array(self.translation))
-
-
-@dataclass(frozen=True, slots=True)
-class Lidar:
-    """The roof lidar's place on the car."""
-
-    translation: tuple[float, float, float]
-    rotation: tuple[float, float, float, float]
-
-    @property
-    def lidar2ego(self) -> NDArray[np.float64]:
-        """Lidar to ego, (4, 4)."""
+    def sensor2ego(self) -> NDArray[np.float64]:
+        """Return sensor to ego, (4, 4)."""
         return rigid(np.array(self.rotation), np.array(self.translation))
 
 
@@ -109,8 +96,8 @@ class Rig:
     """The calibrated sensors of one vehicle."""
 
     vehicle: str
-    cameras: tuple[Camera, ...]
-    lidar: Lidar
+    cameras: tuple[RigSensor, ...]
+    lidar: RigSensor
 
 
 def _rounded_metres(values: NDArray[np.float64]) -> tuple[float, float, float]:
@@ -119,22 +106,16 @@ def _rounded_metres(values: NDArray[np.float64]) -> tuple[float, float, float]:
 
 
 def make_rig(seed: int, vehicle: str, width_px: int, height_px: int) -> Rig:
-    """Calibrated rig of ``vehicle`` with images of ``width_px`` x ``height_px``.
+    """Return the calibrated rig of ``vehicle`` with images of ``width_px`` x ``height_px``.
 
     Intrinsics are drawn for 1600 x 900 and scaled as a resize scales them on centre-origin pixels:
     ``f' = s f`` and ``c' = s (c + 1/2) - 1/2``.
     """
-    scale_x, scale_y = width_px / NATIVE_WIDTH_PX, height_px / NATIVE_HEIGHT_PX
+    scale_x, scale_y = width_px / 1600, height_px / 900
     cameras = []
     for channel, mount in _MOUNTS.items():
         draw = stream(seed, "rig", vehicle, channel)
         yaw, pitch, roll = np.radians(draw.normal(0.0, (0.5, 0.25, 0.25)))
-        rotation = (
-            rotation_about("z", math.radians(mount.yaw_deg) + yaw)
-            @ rotation_about("y", pitch)
-            @ rotation_about("x", roll)
-            @ _OPTICAL2FORWARD
-        )
         focal_px = mount.focal_px + draw.uniform(-6.0, 6.0)
         centre_x = 812.0 + draw.uniform(-16.0, 16.0)
         centre_y = 482.0 + draw.uniform(-16.0, 16.0)
@@ -145,19 +126,14 @@ def make_rig(seed: int, vehicle: str, width_px: int, height_px: int) -> Rig:
                 [0.0, 0.0, 1.0],
             ]
         )
-        cameras.append(
-            Camera(
-                channel=channel,
-                width_px=width_px,
-                height_px=height_px,
-                intrinsics=np.round(intrinsics, 9),
-                translation=_rounded_metres(np.add(mount.translation, draw.normal(0.0, 0.01, 3))),
-                rotation=_rounded_quaternion(rotation),
-                lead_us=mount.lead_us + int(draw.integers(-300, 301)),
-            )
-        )
+        translation = _rounded_metres(np.add(mount.translation, draw.normal(0.0, 0.01, 3)))
+        lead_us = mount.lead_us + int(draw.integers(-300, 301))
+        turned = _rounded_quaternion(_rotation(roll, pitch, math.radians(mount.yaw_deg) + yaw) @ _OPTICAL2FORWARD)
+        size = (width_px, height_px)
+        cameras.append(RigSensor(channel, size, np.round(intrinsics, 9), translation, turned, lead_us))
     draw = stream(seed, "rig", vehicle, LIDAR_CHANNEL)
     roll, pitch, yaw = np.radians(draw.normal((0.0, 0.0, -90.0), (0.4, 0.4, 0.3)))
-    rotation = rotation_about("z", yaw) @ rotation_about("y", pitch) @ rotation_about("x", roll)
-    lidar = Lidar(_rounded_metres(np.array([0.96 + draw.normal(0.0, 0.02), 0.0, 1.84])), _rounded_quaternion(rotation))
+    translation = _rounded_metres(np.array([0.96 + draw.normal(0.0, 0.02), 0.0, 1.84]))
+    turned = _rounded_quaternion(_rotation(roll, pitch, yaw))
+    lidar = RigSensor(LIDAR_CHANNEL, (0, 0), np.empty((0, 0)), translation, turned, 0)
     return Rig(vehicle, tuple(cameras), lidar)

@@ -32,11 +32,11 @@ class Road:
     curvature_per_m: float
 
     def heading(self, along: float) -> float:
-        """Global heading of the centre line in rad."""
+        """Return the global heading of the centre line in rad."""
         return self.heading_rad + self.curvature_per_m * along
 
     def point(self, along: float, left: float) -> tuple[float, float]:
-        """Global x, y of a place on the road."""
+        """Return global x, y of a place on the road."""
         k = self.curvature_per_m
         if abs(k) < _STRAIGHT_PER_M:
             u, v = along, left
@@ -47,7 +47,7 @@ class Road:
         return self.x + c * u - s * v, self.y + s * u + c * v
 
     def locate(self, x: NDArray[np.float32], y: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Inverse of `point` for arrays of offsets from the road's own origin, float32 in the global axes."""
+        """Return the inverse of `point` for arrays of offsets from the road's origin, float32 in the global axes."""
         c, s = np.float32(math.cos(self.heading_rad)), np.float32(math.sin(self.heading_rad))
         u, v = c * x + s * y, c * y - s * x
         k = self.curvature_per_m
@@ -62,7 +62,7 @@ class Road:
 def corners(
     x: NDArray[np.float64], y: NDArray[np.float64], yaw_rad: NDArray[np.float64], length: float, width: float
 ) -> NDArray[np.float64]:
-    """Footprint corners (..., 4, 2), counter-clockwise, of upright boxes with the given centres."""
+    """Return the corners (..., 4, 2) of footprints, counter-clockwise, of upright boxes with the given centres."""
     along = np.array([0.5, -0.5, -0.5, 0.5]) * length
     left = np.array([0.5, 0.5, -0.5, -0.5]) * width
     c, s = np.cos(yaw_rad)[..., None], np.sin(yaw_rad)[..., None]
@@ -70,7 +70,7 @@ def corners(
 
 
 def footprints_overlap(first: NDArray[np.float64], second: NDArray[np.float64]) -> bool:
-    """Whether two tracks of rectangles (T, 4, 2) touch at any of the T instants (separating axis theorem)."""
+    """Return whether two tracks of rectangles (T, 4, 2) touch at any of the T instants (separating axis theorem)."""
     apart = np.zeros(len(first), bool)
     for rectangle in (first, second):
         for edge in (rectangle[:, 1] - rectangle[:, 0], rectangle[:, 2] - rectangle[:, 1]):
@@ -93,7 +93,7 @@ class Prop:
 
 
 def line_the_road(draw: np.random.Generator, road: Road, route_m: float) -> tuple[Prop, ...]:
-    """Both sides of the road, from behind the start to past the end; no two buildings overlap."""
+    """Return what lines the road, from behind the start to past the end; no two buildings overlap."""
     start, end = -110.0, route_m + 150.0
     props = [*_greenery(draw, road, start, end)]
     buildings: list[np.ndarray] = []
@@ -162,7 +162,7 @@ KINDS: Final[dict[str, _Kind]] = {
     "human.pedestrian.child": _Kind((0.5, 0.52, 1.22), _CLOTHES),
     "human.pedestrian.construction_worker": _Kind((0.7, 0.72, 1.8), ((240, 130, 20),)),
     "movable_object.trafficcone": _Kind((0.4, 0.4, 0.82), ((238, 96, 24),)),
-    "movable_object.barrier": _Kind((2.1, 0.55, 1.0), ((226, 226, 224),)),
+    "movable_object.barrier": _Kind((2.1, 0.55, 1.0), ((206, 40, 34),)),
 }
 
 _BARE_BICYCLE: Final = _Kind((0.6, 1.75, 1.0), KINDS["vehicle.bicycle"].colours)
@@ -186,7 +186,7 @@ class Actor:
     attribute: str
 
     def pose(self, road: Road, t_s: float) -> tuple[float, float, float]:
-        """Rounded global x, y of the footprint's centre and yaw, ``t_s`` seconds into the clip."""
+        """Return rounded global x, y of the footprint's centre and yaw, ``t_s`` seconds into the clip."""
         along = self.along + self.speed_mps[0] * t_s
         x, y = road.point(along, self.left + self.speed_mps[1] * t_s)
         return round(x, METRE_DECIMALS), round(y, METRE_DECIMALS), round(road.heading(along) + self.facing_rad, 9)
@@ -238,10 +238,8 @@ def _parked(draw: np.random.Generator, start: float, end: float) -> Iterator[Act
         while along < end:
             category = "vehicle.truck" if draw.random() < 0.12 else "vehicle.car"
             if draw.random() < 0.55:
-                left = side * PARKING_M + draw.uniform(-0.1, 0.1)
-                yield _actor(
-                    draw, category, along, left, facing_rad=facing + draw.normal(0, 0.02), attribute="vehicle.parked"
-                )
+                left, turn = side * PARKING_M + draw.uniform(-0.1, 0.1), facing + draw.normal(0, 0.02)
+                yield _actor(draw, category, along, left, facing_rad=turn, attribute="vehicle.parked")
             along += KINDS[category].size_wlh[1] + draw.uniform(1.4, 5.0)
 
 
@@ -249,12 +247,11 @@ def _people(draw: np.random.Generator, start: float, end: float) -> Iterator[Act
     for _ in range(int((end - start) / 9.0)):
         category = "human.pedestrian.child" if draw.random() < 0.15 else "human.pedestrian.adult"
         along, left = draw.uniform(start, end), draw.choice([-1.0, 1.0]) * draw.uniform(KERB_M + 1.7, KERB_M + 4.2)
-        if draw.random() < 0.3:
-            facing = draw.uniform(-math.pi, math.pi)
-            yield _actor(draw, category, along, left, facing_rad=facing, attribute="pedestrian.standing")
-        else:
-            speed = draw.choice([-1.0, 1.0]) * draw.uniform(0.9, 1.6)
-            yield _actor(draw, category, along, left, (speed, 0.0), attribute="pedestrian.moving")
+        is_standing, away = draw.random() < 0.3, draw.choice([-1.0, 1.0])
+        velocity = (0.0 if is_standing else away * draw.uniform(0.9, 1.6), 0.0)
+        facing = draw.uniform(-math.pi, math.pi) if is_standing else None
+        attribute = "pedestrian.standing" if is_standing else "pedestrian.moving"
+        yield _actor(draw, category, along, left, velocity, facing, attribute)
     for _ in range(6):  # crossing the road where the traffic lets them
         side = float(draw.choice([-1.0, 1.0]))
         velocity = (draw.uniform(-0.2, 0.2), -side * draw.uniform(1.2, 1.7))
@@ -273,9 +270,8 @@ def _people(draw: np.random.Generator, start: float, end: float) -> Iterator[Act
 def _roadworks(draw: np.random.Generator, along: float) -> Iterator[Actor]:
     side = float(draw.choice([-1.0, 1.0]))
     lane = side * PARKING_M
-    yield _actor(
-        draw, "vehicle.construction", along, lane, facing_rad=draw.uniform(-0.2, 0.2), attribute="vehicle.stopped"
-    )
+    facing = draw.uniform(-0.2, 0.2)
+    yield _actor(draw, "vehicle.construction", along, lane, facing_rad=facing, attribute="vehicle.stopped")
     for step in range(6):
         yield _actor(draw, "movable_object.trafficcone", along - 12.0 + 3.2 * step, lane - side * 2.1, facing_rad=0.0)
     for step in range(3):
@@ -289,7 +285,7 @@ def _roadworks(draw: np.random.Generator, along: float) -> Iterator[Actor]:
 def populate(
     draw: np.random.Generator, road: Road, ego_track: NDArray[np.float64], route_m: float, ego_mps: float
 ) -> tuple[Actor, ...]:
-    """Actors along ``route_m`` metres of road, none of which ever touches another or the ego car.
+    """Return actors along ``route_m`` metres of road, none of which ever touches another or the ego car.
 
     ``ego_track`` (T, 4, 2) holds the ego car's footprints every tenth of a second over the clip.
     """
@@ -312,12 +308,12 @@ def populate(
 
 
 def check_times(duration_s: float) -> list[float]:
-    """Instants at which footprints are checked against each other."""
+    """Return the instants at which footprints are checked against each other."""
     return [_CHECK_STEP_S * step for step in range(int(duration_s / _CHECK_STEP_S) + 2)]
 
 
 def footprint_track(actor: Actor, road: Road, times_s: Sequence[float], margin_m: float = 0.0) -> NDArray[np.float64]:
-    """Footprints (T, 4, 2) of an actor at the given times, grown by ``margin_m`` in length and width."""
+    """Return the footprints (T, 4, 2) of an actor at the given times, grown by ``margin_m`` in length and width."""
     x, y, yaw = np.array([actor.pose(road, t) for t in times_s]).T
     return corners(x, y, yaw, actor.size_wlh[1] + margin_m, actor.size_wlh[0] + margin_m)
 

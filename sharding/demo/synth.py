@@ -1,73 +1,42 @@
-"""``fuelrail.synth``: the options of a synthetic world, and the function that makes it."""
+"""``fuelrail.synth``: local processes record the captures of a world, tables come last, one rename publishes it."""
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
-from collections.abc import Callable
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
+import cv2
 import msgspec
-from msgspec import Meta
+import numpy as np
 
-from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.runtime.workers import check_main_guard
-from fuelrail.pipeline.settings import Settings, convert, flag
+from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetExistsError, FuelrailError
+from fuelrail.pipeline.runtime.workers import check_main_guard, ctrl_c_waits, set_up_worker
+from fuelrail.pipeline.settings import make_options
 from fuelrail.pipeline.storage.filesystem import is_url, shown_url
+from fuelrail.sharding.demo.capture import TOKENS, Sighting, record
+from fuelrail.sharding.demo.options import MOST_WORKERS, SynthOptions, SynthReport
+from fuelrail.sharding.demo.rig import CAMERA_CHANNELS, LIDAR_CHANNEL
+from fuelrail.sharding.demo.tables import make_tables, map_filename, splits
+from fuelrail.sharding.demo.world import Capture, captures, make_clip
+from fuelrail.sharding.sources.nuscenes.channels import CHANNELS_FILE, CHANNELS_FOLDER
 
-_MOST_WORKERS: Final = 8  # by default: each takes some 600 MB
-
-
-def _parse_size(text: str) -> tuple[int, int]:
-    parts = text.lower().split("x")
-    if len(parts) != 2 or not all(part.isdecimal() for part in parts):
-        raise ConfigError("it must be WIDTHxHEIGHT in pixels, such as 1600x900")
-    return int(parts[0]), int(parts[1])
-
-
-class SynthOptions(Settings, frozen=True, kw_only=True):
-    """Options of a synthetic world."""
-
-    seed: Annotated[int, flag("random seed of the world")] = 0
-    clips: Annotated[int, flag("number of clips")] = 4
-    frames: Annotated[int, flag("number of keyframes in each clip, 2 a second")] = 10
-    version: Annotated[str, flag("version folder of the tables", metavar="FOLDER")] = "v1.0-mini"
-    size: Annotated[
-        tuple[int, int], flag("size of the images in pixels (default: 1600x900)", parse=_parse_size, metavar="WxH")
-    ] = (1600, 900)
-    lidar_sweeps: Annotated[int, flag("number of lidar sweeps between two keyframes")] = 1
-    camera_sweeps: Annotated[int, flag("number of images of each camera between two keyframes (default: 0)")] = 0
-    channels: Annotated[bool, flag("write radar points, and instance masks and depth of each camera, too")] = False
-    occupancy: Annotated[
-        bool, flag("write an occupancy grid for each keyframe, voxelised from lidar sweeps and boxes")
-    ] = False
-    tokens: Annotated[bool, flag("write what is around the vehicle in each keyframe as tokens, for a decoder")] = False
-    workers: Annotated[
-        int, Meta(ge=0), flag(f"number of processes (default: one per core, at most {_MOST_WORKERS})")
-    ] = 0
+MARKER: Final = "synth.json"
+_RENDERING: Final = 3  # raised when the same options give other bytes
 
 
-class SynthReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The world in the output folder; ``reused``: an earlier call had made it completely."""
+class _Marker(msgspec.Struct, frozen=True):
+    """``synth.json``: which program made the folder, and what must be in it."""
 
-    folder: str
-    version: str
-    seed: int
-    num_clips: int
-    num_frames: int
-    num_images: int
-    num_sweeps: int
-    num_annotations: int
-    num_bytes: int
-    reused: bool
-
-    def as_text(self) -> str:
-        """Return the report as one line."""
-        return (
-            f"{'already complete' if self.reused else 'wrote'}: {self.folder}, {self.version}, seed {self.seed}: "
-            f"{self.num_clips} clips of {self.num_frames} keyframes, {self.num_images:,} images, "
-            f"{self.num_sweeps:,} lidar sweeps, {self.num_annotations:,} boxes, {self.num_bytes / 1e6:,.1f} MB\n"
-        )
+    rendering: int
+    report: SynthReport
 
 
 def synth(
@@ -75,47 +44,158 @@ def synth(
     world: SynthOptions | None = None,
     *,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
-    **options: Any,  # noqa: ANN401 - checked by the conversion
+    **options: Any,  # checked by the conversion
 ) -> SynthReport:
     """Render a synthetic street world as nuScenes v1.0 tables; the same options give the same bytes.
 
-    Options are the fields of :class:`SynthOptions` as keywords (``seed=7, clips=2``) or as one struct. ``progress`` is
-    called with the number of captures done and in all. Raises ConfigError for options, DatasetExistsError where ``out``
-    holds something else, DatasetError where it cannot be written.
+    ``out`` is a folder that does not exist or is empty; it is either completed or left as it was. Options are the
+    fields of :class:`SynthOptions`, as keywords (``seed=7, clips=2``) or as one struct. ``progress`` is called with the
+    number of captures done and in all. Raises ConfigError for options, DatasetExistsError where ``out`` holds something
+    else than exactly this world, DatasetError where it cannot be written.
     """
     check_main_guard()
-    from fuelrail.sharding.demo.build import build
-    from fuelrail.sharding.demo.world import WorldSpec
-
     if world is not None and options:
         raise ConfigError(f"give the options as a struct or as keywords, not both; got {', '.join(options)} too")
-    chosen = convert(options, SynthOptions, "options") if world is None else world
-    spec = WorldSpec(
-        seed=chosen.seed,
-        num_clips=chosen.clips,
-        num_frames=chosen.frames,
-        version=chosen.version,
-        num_lidar_sweeps=chosen.lidar_sweeps,
-        num_camera_sweeps=chosen.camera_sweeps,
-        width_px=chosen.size[0],
-        height_px=chosen.size[1],
-        channels=chosen.channels,
-        occupancy=chosen.occupancy,
-        tokens=chosen.tokens,
-    )
+    chosen = make_options(SynthOptions, world, options)
     if is_url(os.fspath(out)):
         raise ConfigError(f"the output of synth must be a folder of this machine, got '{shown_url(os.fspath(out))}'")
-    num_workers = chosen.workers or min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
-    built = build(spec, Path(out), num_workers, progress)
-    return SynthReport(
-        folder=os.fspath(out),
-        version=spec.version,
-        seed=spec.seed,
-        num_clips=built.num_clips,
-        num_frames=built.num_frames,
-        num_images=built.num_images,
-        num_sweeps=built.num_sweeps,
-        num_annotations=built.num_annotations,
-        num_bytes=built.num_bytes,
-        reused=built.was_there,
+    folder = Path(os.path.abspath(out))  # noqa: PTH100 - a link as OUT stays the link
+    plain = msgspec.structs.replace(chosen, workers=0)
+    report = _report_of(folder, plain)
+    if report is None:
+        num_workers = chosen.workers or min(MOST_WORKERS, len(os.sched_getaffinity(0)))
+        report = _build(folder, plain, num_workers, progress)
+    return msgspec.structs.replace(report, folder=os.fspath(out))
+
+
+def _report_of(out: Path, world: SynthOptions) -> SynthReport | None:
+    """Return the report of the world that is at ``out``, None where nothing is."""
+    if not out.exists():
+        return None
+    if not out.is_dir():
+        raise DatasetExistsError(f"'{out}' is a file; name a folder that isn't there yet, or an empty one")
+    try:
+        if not any(out.iterdir()):
+            return None
+        marker = msgspec.json.decode((out / MARKER).read_bytes(), type=_Marker)
+    except (OSError, msgspec.DecodeError, ConfigError):
+        raise DatasetExistsError(
+            f"'{out}' isn't empty and holds no synthetic world; name another folder, or empty this one"
+        ) from None
+    report = marker.report
+    if report.world != world or marker.rendering != _RENDERING:
+        names = world.__struct_fields__
+        pairs = [(name, getattr(report.world, name), getattr(world, name)) for name in names]
+        found = ", ".join(f"{name} {there}, not {asked}" for name, there, asked in pairs if there != asked)
+        raise DatasetExistsError(
+            f"'{out}' holds another synthetic world ({found or 'of another version of this program'}); name another "
+            "folder, or remove this one"
+        )
+    if _files_and_bytes(out) != (report.num_files, report.num_bytes):
+        raise DatasetExistsError(
+            f"'{out}' holds this world, but files were changed or removed; remove it and run this again"
+        )
+    return msgspec.structs.replace(report, reused=True)
+
+
+def _files_and_bytes(folder: Path) -> tuple[int, int]:
+    """Return number and size of all files but the marker."""
+    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file() and path != folder / MARKER]
+    return len(sizes), sum(sizes)
+
+
+def _build(out: Path, world: SynthOptions, num_workers: int, advance: Callable[[int, int], None]) -> SynthReport:
+    """Make the world in a folder beside ``out`` and rename it."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.parent))
+    except OSError as error:
+        raise DatasetError(f"cannot write to '{out.parent}': {error.strerror}") from error
+    try:
+        report = _write(partial, world, num_workers, advance)
+        partial.chmod(0o755)
+        partial.rename(out)
+    except OSError as error:
+        raise DatasetError(f"cannot write '{out}': {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return report
+
+
+def _write(root: Path, world: SynthOptions, num_workers: int, advance: Callable[[int, int], None]) -> SynthReport:
+    tasks = [capture for index in range(world.clips) for capture in captures(world, make_clip(world, index))]
+    for task in tasks:
+        kind = "samples" if task.is_key_frame else "sweeps"
+        for channel in (*CAMERA_CHANNELS * task.cameras, *[LIDAR_CHANNEL] * task.lidar):
+            (root / kind / channel).mkdir(parents=True, exist_ok=True)
+    folder = root / world.version
+    folder.mkdir()
+    if world.tokens:
+        (root / CHANNELS_FOLDER / TOKENS.name).mkdir(parents=True)
+        _write_json(folder / CHANNELS_FILE, [msgspec.to_builtins(TOKENS)])
+    sightings: dict[tuple[int, int], list[Sighting]] = {}
+    advance(0, len(tasks))
+    for done, (capture, found) in enumerate(_record_all(world, tasks, root, num_workers), 1):
+        if capture.is_key_frame:
+            sightings[capture.clip, capture.frame] = found
+        advance(done, len(tasks))
+    tables = make_tables(world, sightings)
+    for name, rows in tables.items():
+        _write_json(folder / f"{name}.json", rows)
+    _write_json(folder / "splits.json", splits(world))
+    mask = root / map_filename(world)
+    mask.parent.mkdir()
+    mask.write_bytes(cv2.imencode(".png", np.zeros((8, 8), np.uint8))[1].tobytes())
+    num_files, num_bytes = _files_and_bytes(root)
+    report = SynthReport(
+        folder="",
+        world=world,
+        num_images=sum(len(CAMERA_CHANNELS) for task in tasks if task.cameras),
+        num_sweeps=sum(task.lidar for task in tasks),
+        num_annotations=len(tables["sample_annotation"]),
+        num_files=num_files,
+        num_bytes=num_bytes,
+        reused=False,
     )
+    marker = msgspec.json.encode(_Marker(_RENDERING, report))
+    (root / MARKER).write_bytes(msgspec.json.format(marker, indent=2) + b"\n")
+    return report
+
+
+def _write_json(path: Path, rows: object) -> None:
+    path.write_text(json.dumps(rows, indent=0) + "\n", encoding="utf-8")
+
+
+def _record_all(
+    world: SynthOptions, tasks: list[Capture], root: Path, num_workers: int
+) -> Iterator[tuple[Capture, list[Sighting]]]:
+    if num_workers <= 1 or len(tasks) == 1:
+        threads = cv2.getNumThreads()
+        cv2.setNumThreads(1)
+        try:
+            for task in tasks:
+                yield record(world, task, root)
+        finally:
+            cv2.setNumThreads(threads)
+        return
+    # Spawned: nothing of this process's threads and locks is copied.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(min(num_workers, len(tasks)), context, _start_worker)
+    try:
+        with ctrl_c_waits():
+            futures = [pool.submit(record, world, task, root) for task in tasks]
+        for future in as_completed(futures):
+            yield future.result()
+    except BrokenProcessPool as error:
+        raise FuelrailError(
+            "a worker process died: it was killed, perhaps for lack of memory (use fewer workers), or the calling "
+            "script lacks `if __name__ == '__main__':`"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _start_worker() -> None:
+    """Set up a worker process, of one thread."""
+    set_up_worker()
+    cv2.setNumThreads(1)

@@ -6,15 +6,21 @@ Layout: https://github.com/nutonomy/nuscenes-devkit/blob/master/docs/schema_nusc
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
-from fuelrail.sharding.demo.capture import Recorded, Sighting, filename
-from fuelrail.sharding.demo.rig import CAMERA_CHANNELS, LIDAR_CHANNEL, yaw_quaternion
+from fuelrail.sharding.demo.capture import Sighting, filename
+from fuelrail.sharding.demo.rig import CAMERA_CHANNELS, LIDAR_CHANNEL, RigSensor, yaw_quaternion
 from fuelrail.sharding.demo.solids import VISIBILITY_LEVELS, visibility_level
-from fuelrail.sharding.demo.world import Capture, Clip, WorldSpec, captures, log_facts, make_clip, token
+from fuelrail.sharding.demo.world import SynthClip, captures, log_facts, make_clip, token
+
+if TYPE_CHECKING:
+    from fuelrail.sharding.demo.options import SynthOptions
 
 Row = dict[str, Any]
+Tokens = Callable[..., str]
+"""Makes the token of a record of this world from what the record is."""
 
 # nuScenes' names in full, so that tools which look for one of them find it, whether or not the world has any.
 _CATEGORIES: Final = (
@@ -26,107 +32,70 @@ _CATEGORIES: Final = (
     "movable_object.barrier", "movable_object.trafficcone", "movable_object.pushable_pullable", "movable_object.debris",
     "static_object.bicycle_rack",
 )  # fmt: skip
-_ATTRIBUTES: Final = {
-    "vehicle.moving": "Vehicle is moving.",
-    "vehicle.stopped": "Vehicle, with a driver in or near it, stands but has an intent to move.",
-    "vehicle.parked": "Vehicle is stationary with no intent to move.",
-    "cycle.with_rider": "There is a rider on the bicycle or motorcycle.",
-    "cycle.without_rider": "There is no rider on the bicycle or motorcycle.",
-    "pedestrian.sitting_lying_down": "The person is sitting or lying down.",
-    "pedestrian.standing": "The person is standing.",
-    "pedestrian.moving": "The person is moving.",
-}
-_SENSORS: Final = (*CAMERA_CHANNELS, LIDAR_CHANNEL)
+_ATTRIBUTES: Final = (
+    "vehicle.moving", "vehicle.stopped", "vehicle.parked", "cycle.with_rider", "cycle.without_rider",
+    "pedestrian.sitting_lying_down", "pedestrian.standing", "pedestrian.moving",
+)  # fmt: skip
+_FILLED: Final = (
+    "instance", "calibrated_sensor", "ego_pose", "log", "scene", "sample", "sample_data", "sample_annotation",
+)  # fmt: skip
 _VAL_EVERY: Final = 4
 
 
-class _Tokens:
-    """Tokens of a world's records."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    def __call__(self, *path: object) -> str:
-        return token(self._seed, *path)
+def map_filename(world: SynthOptions) -> str:
+    """Return the path below the dataroot of the one map mask, which the devkit wants to exist."""
+    return f"maps/{token(world.seed, 'map')}.png"
 
 
-def map_filename(spec: WorldSpec) -> str:
-    """Path below the dataroot of the one map mask, which the devkit wants to exist."""
-    return f"maps/{token(spec.seed, 'map')}.png"
-
-
-def splits(spec: WorldSpec) -> dict[str, list[str]]:
-    """Split name to scene names: every fourth clip, or the last of fewer, is val; a single one is train."""
-    names = [make_clip(spec, index).name for index in range(spec.num_clips)]
+def splits(world: SynthOptions) -> dict[str, list[str]]:
+    """Return split name to scene names: every fourth clip, or the last of fewer, is val; a single one is train."""
+    names = [make_clip(world, index).name for index in range(world.clips)]
     val = names[_VAL_EVERY - 1 :: _VAL_EVERY] or names[1:][-1:]
     return {"train": [name for name in names if name not in val], "val": val}
 
 
-def make_tables(spec: WorldSpec, recorded: Iterable[Recorded]) -> dict[str, list[Row]]:
-    """All thirteen tables, by name, from what was recorded of each capture (in any order)."""
-    tokens = _Tokens(spec.seed)
-    sightings = {
-        (item.capture.clip, item.capture.frame): item.sightings for item in recorded if item.capture.is_key_frame
-    }
+def make_tables(world: SynthOptions, sightings: Mapping[tuple[int, int], Sequence[Sighting]]) -> dict[str, list[Row]]:
+    """Return all thirteen tables by name, from what each keyframe (clip, frame) shows of the actors."""
+    tokens: Tokens = partial(token, world.seed)
+    clips = [make_clip(world, index) for index in range(world.clips)]
     tables: dict[str, list[Row]] = {
-        "category": [
-            {"token": tokens("category", name), "name": name, "description": f"As nuScenes' {name}."}
-            for name in _CATEGORIES
-        ],
-        "attribute": [
-            {"token": tokens("attribute", name), "name": name, "description": text}
-            for name, text in _ATTRIBUTES.items()
-        ],
-        "visibility": [
-            {
-                "token": str(number),
-                "level": level,
-                "description": f"visibility of whole object is between {level[1:].replace('-', ' and ')}%",
-            }
-            for number, level in enumerate(VISIBILITY_LEVELS, 1)
-        ],
-        "sensor": [
-            {
-                "token": tokens("sensor", name),
-                "channel": name,
-                "modality": "lidar" if name == LIDAR_CHANNEL else "camera",
-            }
-            for name in _SENSORS
-        ],
+        name: [{"token": tokens(name, one), "name": one, "description": f"As nuScenes' {one}."} for one in names]
+        for name, names in (("category", _CATEGORIES), ("attribute", _ATTRIBUTES))
     }
-    for name in (
-        "instance",
-        "calibrated_sensor",
-        "ego_pose",
-        "log",
-        "scene",
-        "sample",
-        "sample_data",
-        "sample_annotation",
-    ):
-        tables[name] = []
-    logs = []
-    for index in range(spec.num_clips):
-        clip = make_clip(spec, index)
-        if clip.log not in logs:
-            logs.append(clip.log)
-        key_times = _scene(spec, clip, tokens, tables)
-        _sensor_data(spec, clip, tokens, tables)
-        _annotations(clip, key_times, [sightings[index, frame] for frame in range(spec.num_frames)], tokens, tables)
-    tables["log"] = [{"token": tokens("log", log), **log_facts(spec, log)} for log in logs]
+    tables["visibility"] = [
+        {
+            "token": str(number),
+            "level": level,
+            "description": f"visibility of whole object is between {level[1:].replace('-', ' and ')}%",
+        }
+        for number, level in enumerate(VISIBILITY_LEVELS, 1)
+    ]
+    tables["sensor"] = [
+        {"token": tokens("sensor", name), "channel": name, "modality": "lidar" if name == LIDAR_CHANNEL else "camera"}
+        for name in (*CAMERA_CHANNELS, LIDAR_CHANNEL)
+    ]
+    tables |= {name: [] for name in _FILLED}
+    for clip in clips:
+        key_times = _scene(world, clip, tokens, tables)
+        for sensor in (*clip.rig.cameras, clip.rig.lidar):
+            _sensor_data(world, clip, sensor, tokens, tables)
+        shown = [sightings[clip.index, frame] for frame in range(world.frames)]
+        _annotations(clip, key_times, shown, tokens, tables)
+    logs = dict.fromkeys(clip.log for clip in clips)
+    tables["log"] = [{"token": tokens("log", log), **log_facts(world, log)} for log in logs]
     tables["map"] = [
         {
             "token": tokens("map"),
             "log_tokens": [row["token"] for row in tables["log"]],
             "category": "semantic_prior",
-            "filename": map_filename(spec),
+            "filename": map_filename(world),
         }
     ]
     return tables
 
 
-def _scene(spec: WorldSpec, clip: Clip, tokens: _Tokens, tables: dict[str, list[Row]]) -> list[int]:
-    times = [capture.timestamp_us for capture in captures(spec, clip) if capture.is_key_frame]
+def _scene(world: SynthOptions, clip: SynthClip, tokens: Tokens, tables: dict[str, list[Row]]) -> list[int]:
+    times = [capture.timestamp_us for capture in captures(world, clip) if capture.is_key_frame]
     samples = [tokens("sample", clip.index, frame) for frame in range(len(times))]
     tables["scene"].append(
         {
@@ -148,51 +117,35 @@ def _scene(spec: WorldSpec, clip: Clip, tokens: _Tokens, tables: dict[str, list[
 
 
 def _chained(rows: Sequence[Row]) -> list[Row]:
-    """The rows, each with the tokens of those before and after it."""
+    """Return the rows, each with the tokens of those before and after it."""
     tokens = ["", *(row["token"] for row in rows), ""]
     return [{**row, "prev": tokens[place], "next": tokens[place + 2]} for place, row in enumerate(rows)]
 
 
-def _sensor_data(spec: WorldSpec, clip: Clip, tokens: _Tokens, tables: dict[str, list[Row]]) -> None:
-    taken = captures(spec, clip)
-    for camera in clip.rig.cameras:
-        place = (camera.translation, camera.rotation, camera.intrinsics.tolist())
-        size = (camera.width_px, camera.height_px)
-        shots = [(capture, capture.timestamp_us - camera.lead_us) for capture in taken if capture.cameras]
-        _channel(spec, clip, camera.channel, place, size, shots, tokens, tables)
-    lidar = clip.rig.lidar
-    sweeps = [(capture, capture.timestamp_us) for capture in taken if capture.lidar]
-    _channel(spec, clip, LIDAR_CHANNEL, (lidar.translation, lidar.rotation, []), (0, 0), sweeps, tokens, tables)
-
-
-def _channel(
-    spec: WorldSpec,
-    clip: Clip,
-    channel: str,
-    place: tuple[tuple[float, ...], tuple[float, ...], list[list[float]]],
-    size: tuple[int, int],
-    shots: list[tuple[Capture, int]],
-    tokens: _Tokens,
-    tables: dict[str, list[Row]],
+def _sensor_data(
+    world: SynthOptions, clip: SynthClip, sensor: RigSensor, tokens: Tokens, tables: dict[str, list[Row]]
 ) -> None:
+    channel, is_lidar = sensor.channel, sensor.channel == LIDAR_CHANNEL
     calibrated = tokens("calibrated_sensor", clip.index, channel)
-    translation, rotation, intrinsic = place
     tables["calibrated_sensor"].append(
         {
             "token": calibrated,
             "sensor_token": tokens("sensor", channel),
-            "translation": list(translation),
-            "rotation": list(rotation),
-            "camera_intrinsic": intrinsic,
+            "translation": list(sensor.translation),
+            "rotation": list(sensor.rotation),
+            "camera_intrinsic": sensor.intrinsics.tolist(),
         }
     )
     rows = []
-    for capture, time in shots:
+    for capture in captures(world, clip):
+        if not (capture.lidar if is_lidar else capture.cameras):
+            continue
+        time = capture.timestamp_us - sensor.lead_us
         own = tokens("sample_data", clip.index, channel, time)
-        ego_translation, ego_rotation = clip.ego(time)
+        translation, rotation = clip.ego(time)
         # As in nuScenes, the pose of a file has the file's own token.
         tables["ego_pose"].append(
-            {"token": own, "timestamp": time, "rotation": list(ego_rotation), "translation": list(ego_translation)}
+            {"token": own, "timestamp": time, "rotation": list(rotation), "translation": list(translation)}
         )
         rows.append(
             {
@@ -201,20 +154,20 @@ def _channel(
                 "ego_pose_token": own,
                 "calibrated_sensor_token": calibrated,
                 "timestamp": time,
-                "fileformat": "pcd" if channel == LIDAR_CHANNEL else "jpg",
+                "fileformat": "pcd" if is_lidar else "jpg",
                 "is_key_frame": capture.is_key_frame,
-                "height": size[1],
-                "width": size[0],
-                "filename": filename(spec, clip, channel, time, is_key_frame=capture.is_key_frame),
+                "height": sensor.size[1],
+                "width": sensor.size[0],
+                "filename": filename(world, clip, channel, time, is_key_frame=capture.is_key_frame),
             }
         )
     tables["sample_data"] += _chained(rows)
 
 
 def _annotations(
-    clip: Clip, times: list[int], sightings: list[tuple[Sighting, ...]], tokens: _Tokens, tables: dict[str, list[Row]]
+    clip: SynthClip, times: list[int], sightings: list[Sequence[Sighting]], tokens: Tokens, tables: dict[str, list[Row]]
 ) -> None:
-    """An actor is annotated from the first to the last keyframe in which the lidar has a point of it."""
+    """Annotate each actor from the first to the last keyframe in which the lidar has a point of it."""
     by_actor: dict[int, dict[int, Sighting]] = defaultdict(dict)
     for frame, found in enumerate(sightings):
         for sighting in found:

@@ -1,6 +1,6 @@
 """The synthetic world as pure description: clips, what stands and moves in them, where the car is at any time.
 
-Everything is a function of the `WorldSpec`. What is rendered, scanned and written in tables is read from here.
+Everything is a function of the `SynthOptions`. What is rendered, scanned and written in tables is read from here.
 
 Time. The car moves all the time: each sensor is placed by the ego pose at its own timestamp. Other objects step from
 one *capture* to the next (a capture is one revolution of the lidar and the six exposures within it) and stand still
@@ -15,15 +15,17 @@ import math
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.rigid import rigid
 from fuelrail.sharding.demo.rig import METRE_DECIMALS, Rig, make_rig, stream, yaw_quaternion
 from fuelrail.sharding.demo.street import LANE_WIDTH_M, Actor, Prop, Road, check_times, corners, line_the_road, populate
+
+if TYPE_CHECKING:
+    from fuelrail.sharding.demo.options import SynthOptions
 
 KEYFRAME_US: Final = 500_000
 _EPOCH_S: Final = 1_893_456_000  # 2030-01-01 00:00 UTC: nobody can take these drives for recorded ones
@@ -32,41 +34,25 @@ _EGO_LENGTH_M, _EGO_WIDTH_M, _EGO_CENTRE_M = 4.6, 1.95, 1.4
 _BOX_LIFT_M: Final = 0.03
 
 
-class WorldSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What decides every byte of a synthetic world."""
-
-    seed: int = 0
-    num_clips: int = 4
-    num_frames: int = 10
-    version: str = "v1.0-mini"
-    num_lidar_sweeps: int = 1
-    num_camera_sweeps: int = 0
-    width_px: int = 1600
-    height_px: int = 900
-    channels: bool = False
-    occupancy: bool = False
-    tokens: bool = False
-
-
 class Weather(NamedTuple):
     """Light and air. Colours are RGB; ``haze_m`` is the distance at which haze hides 63 percent."""
 
-    name: str
     description: str
     sun: tuple[float, float, float] | None  # direction to the sun, east-north-up, None when no shadows are cast
     ambient: float
     haze_m: float
     haze_rgb: tuple[int, int, int]
-    night: bool
-    rain: bool
+    zenith_rgb: tuple[int, int, int]
+    night: bool = False
+    rain: bool = False
 
 
 _WEATHERS: Final = (
-    Weather("clear", "day, clear", (0.55, 0.35, 0.76), 0.62, 420.0, (196, 208, 220), night=False, rain=False),
-    Weather("rain", "rain, wet road", None, 0.92, 150.0, (178, 183, 188), night=False, rain=True),
-    Weather("dusk", "dusk, overcast", None, 0.80, 240.0, (186, 168, 160), night=False, rain=False),
-    Weather("night", "night, street lights", None, 0.26, 110.0, (18, 20, 28), night=True, rain=False),
-    Weather("night-rain", "night, rain, wet road", None, 0.24, 70.0, (22, 24, 30), night=True, rain=True),
+    Weather("day, clear", (0.55, 0.35, 0.76), 0.62, 420.0, (196, 208, 220), (84, 138, 206)),
+    Weather("rain, wet road", None, 0.92, 150.0, (178, 183, 188), (150, 157, 166), rain=True),
+    Weather("dusk, overcast", None, 0.80, 240.0, (186, 168, 160), (112, 112, 132)),
+    Weather("night, street lights", None, 0.26, 110.0, (18, 20, 28), (8, 10, 18), night=True),
+    Weather("night, rain, wet road", None, 0.24, 70.0, (22, 24, 30), (12, 13, 18), night=True, rain=True),
 )
 _LOG_HOURS: Final = (14.0, 18.75)
 _VEHICLES: Final = ("synth-a", "synth-b")
@@ -85,7 +71,7 @@ class Capture(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Clip:
+class SynthClip:
     """One drive segment: a road, those on it, a rig, and the car's motion."""
 
     index: int
@@ -103,37 +89,34 @@ class Clip:
 
     @property
     def description(self) -> str:
-        """Free text as a nuScenes scene has it; rain and night are found by these words."""
+        """Return free text as a nuScenes scene has it; rain and night are found by these words."""
         bend = self.road.curvature_per_m
         way = "straight road" if abs(bend) < 1e-3 else f"road bends {'left' if bend > 0 else 'right'}"
         return f"Synthetic, {self.weather.description}, {way}, roadworks, parked cars, peds on sidewalk, peds crossing"
 
     def seconds(self, timestamp_us: int) -> float:
-        """Time since the start of the clip."""
+        """Return the time since the start of the clip [s]."""
         return (timestamp_us - self.start_us) / 1e6
 
     def ego(self, timestamp_us: int) -> tuple[tuple[float, float, float], tuple[float, float, float, float]]:
-        """Rounded global translation and rotation (w, x, y, z) of the car; it moves in the plane z = 0."""
-        x, y, yaw = self._ego_pose(self.seconds(timestamp_us))
+        """Return the rounded global translation and rotation (w, x, y, z) of the car; it moves in the plane z = 0."""
+        x, y, yaw = _ego_pose(self.road, self.speed_mps, self.sway, self.seconds(timestamp_us))
         return (round(x, METRE_DECIMALS), round(y, METRE_DECIMALS), 0.0), yaw_quaternion(yaw)
 
     def ego2global(self, timestamp_us: int) -> NDArray[np.float64]:
-        """Ego to global (4, 4) of exactly the pose that the tables hold."""
+        """Return ego to global (4, 4) of exactly the pose that the tables hold."""
         translation, rotation = self.ego(timestamp_us)
         return rigid(np.array(rotation), np.array(translation))
 
     def actor_box(self, actor: Actor, capture_us: int) -> tuple[tuple[float, float, float], float]:
-        """Rounded global centre and yaw of an actor's box in the capture with this reference time."""
+        """Return the rounded global centre and yaw of an actor's box in the capture with this reference time."""
         x, y, yaw = actor.pose(self.road, self.seconds(capture_us))
         # Boxes end a little above the ground: no ground point is ever inside one.
         return (x, y, round(_BOX_LIFT_M + actor.size_wlh[2] / 2.0, METRE_DECIMALS)), yaw
 
-    def _ego_pose(self, t_s: float) -> tuple[float, float, float]:
-        return _ego_pose(self.road, self.speed_mps, self.sway, t_s)
-
 
 def _ego_pose(road: Road, speed_mps: float, sway: tuple[float, float, float], t_s: float) -> tuple[float, float, float]:
-    """x, y, yaw; speed v + a sin(w t), so arc length v t + a (1 - cos w t) / w, and a slow sway within the lane."""
+    """Return x, y, yaw: speed v + a sin(w t), so arc length v t + a (1 - cos w t) / w, and a slow sway in the lane."""
     pulse, rate, drift = sway
     along = speed_mps * t_s + pulse * (1.0 - math.cos(rate * t_s)) / rate
     left = -LANE_WIDTH_M / 2.0 + drift * math.sin(0.11 * along)
@@ -143,26 +126,21 @@ def _ego_pose(road: Road, speed_mps: float, sway: tuple[float, float, float], t_
 
 
 def token(seed: int, *path: object) -> str:
-    """32 hex digits for a record, from the seed and what the record is."""
+    """Return 32 hex digits for a record, from the seed and what the record is."""
     return hashlib.sha256("/".join(map(str, ("fuelrail-synth", seed, *path))).encode()).hexdigest()[:32]
 
 
-def sample_token(spec: WorldSpec, clip: int, frame: int) -> str:
-    """Token of a keyframe's row in the table of samples."""
-    return token(spec.seed, "sample", clip, frame)
-
-
 @lru_cache(maxsize=2)
-def make_clip(spec: WorldSpec, index: int) -> Clip:
-    """Clip ``index`` of the world; does not depend on how many clips there are."""
-    draw = stream(spec.seed, "clip", index)
+def make_clip(world: SynthOptions, index: int) -> SynthClip:
+    """Return clip ``index`` of the world, which does not depend on how many clips there are."""
+    draw = stream(world.seed, "clip", index)
     night_rain = index % 4 == 3 and index // 4 % 2 == 1
     weather = _WEATHERS[4 if night_rain else index % 4]
     log = index // _CLIPS_PER_LOG
-    place = stream(spec.seed, "log", log)
+    place = stream(world.seed, "log", log)
     log_start_s = _EPOCH_S + 86_400 * (7 * log + int(place.integers(0, 7))) + int(3600 * _LOG_HOURS[log % 2])
     start_us = (log_start_s + 1800 * (index % _CLIPS_PER_LOG)) * 1_000_000 + int(draw.integers(0, 1_000_000))
-    duration_s = KEYFRAME_US * 1e-6 * (spec.num_frames - 1)
+    duration_s = KEYFRAME_US * 1e-6 * (world.frames - 1)
     speed_mps = draw.uniform(6.0, 9.5)
     route_m = speed_mps * duration_s
     bend = min(1.0 / draw.uniform(110.0, 220.0), 1.8 / (route_m + 150.0)) * draw.choice([-1.0, 1.0])
@@ -174,17 +152,17 @@ def make_clip(spec: WorldSpec, index: int) -> Clip:
     )
     sway = (float(draw.uniform(0.4, 1.0)), float(draw.uniform(0.7, 1.1)), float(draw.uniform(0.1, 0.25)))
     track = [_ego_pose(road, speed_mps, sway, t) for t in check_times(duration_s)]
-    return Clip(
+    return SynthClip(
         index=index,
         name=f"scene-{9001 + index:04d}",
         log=log,
         start_us=start_us,
         duration_s=duration_s,
         road=road,
-        rig=make_rig(spec.seed, _VEHICLES[log % len(_VEHICLES)], spec.width_px, spec.height_px),
+        rig=make_rig(world.seed, _VEHICLES[log % len(_VEHICLES)], *world.size),
         weather=weather,
-        actors=populate(stream(spec.seed, "traffic", index), road, _ego_footprints(track), route_m, speed_mps),
-        props=line_the_road(stream(spec.seed, "scenery", index), road, route_m),
+        actors=populate(stream(world.seed, "traffic", index), road, _ego_footprints(track), route_m, speed_mps),
+        props=line_the_road(stream(world.seed, "scenery", index), road, route_m),
         speed_mps=float(speed_mps),
         sway=sway,
     )
@@ -197,9 +175,9 @@ def _ego_footprints(track: list[tuple[float, float, float]]) -> NDArray[np.float
     )
 
 
-def log_facts(spec: WorldSpec, log: int) -> dict[str, str]:
-    """Name, vehicle, date and place of a log, as the nuScenes log table has them."""
-    clip = make_clip(spec, log * _CLIPS_PER_LOG)
+def log_facts(world: SynthOptions, log: int) -> dict[str, str]:
+    """Return name, vehicle, date and place of a log, as the nuScenes log table has them."""
+    clip = make_clip(world, log * _CLIPS_PER_LOG)
     started = datetime.fromtimestamp(clip.start_us // 1_000_000, tz=UTC)
     return {
         "logfile": f"{clip.rig.vehicle}-{started:%Y-%m-%d-%H-%M-%S}+0000",
@@ -209,17 +187,15 @@ def log_facts(spec: WorldSpec, log: int) -> dict[str, str]:
     }
 
 
-def captures(spec: WorldSpec, clip: Clip) -> list[Capture]:
-    """All captures of a clip in time order. Keyframes are half a second apart, within 2 ms; sweeps divide the time."""
-    draw = stream(spec.seed, "clock", clip.index)
-    jitter = draw.integers(-1000, 1001, spec.num_frames)
-    keys = [
-        clip.start_us + KEYFRAME_US * frame + (int(jitter[frame]) if frame else 0) for frame in range(spec.num_frames)
-    ]
+def captures(world: SynthOptions, clip: SynthClip) -> list[Capture]:
+    """Return all captures of a clip by time. Keyframes are half a second apart, within 2 ms; sweeps divide the time."""
+    draw = stream(world.seed, "clock", clip.index)
+    jitter = draw.integers(-1000, 1001, world.frames)
+    keys = [clip.start_us + KEYFRAME_US * frame + (int(jitter[frame]) if frame else 0) for frame in range(world.frames)]
     found = [Capture(clip.index, frame, time, True, True, True) for frame, time in enumerate(keys)]
-    for frame in range(1, spec.num_frames):
+    for frame in range(1, world.frames):
         gap = keys[frame] - keys[frame - 1]
-        for lidar, count in ((True, spec.num_lidar_sweeps), (False, spec.num_camera_sweeps)):
+        for lidar, count in ((True, world.lidar_sweeps), (False, world.camera_sweeps)):
             times = [keys[frame - 1] + gap * step // (count + 1) for step in range(1, count + 1)]
             found += [Capture(clip.index, frame, time, False, lidar, not lidar) for time in times]
     return sorted(found, key=lambda capture: (capture.timestamp_us, capture.cameras))

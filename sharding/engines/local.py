@@ -23,6 +23,9 @@ MAX_THREADS: Final = 4
 _POLL_S: Final = 0.1
 _TASKS_AHEAD: Final = 2  # submitted for each worker, so that none waits for the next one
 
+_own = threading.local()
+"""The state of each worker: its writer's maker, as readers of the scan table must not be shared, and its ``pulse``."""
+
 
 class LocalEngine:
     """A number of workers on this machine; ``kind`` is ``threads`` or ``processes``, None: chosen by the number."""
@@ -91,10 +94,6 @@ class LocalEngine:
                 pool.shutdown(cancel_futures=True)
 
 
-_own = threading.local()
-"""Of each worker: how to make its writer, as readers of the scan table must not be shared, and its ``pulse``."""
-
-
 def _start_worker(job: WriteJob, written: Any, lock: Any, stop: Any) -> None:  # noqa: ANN401 - of threads or processes
     """Set up a worker: its writer, its progress counter, and its stop signal."""
 
@@ -108,7 +107,7 @@ def _start_worker(job: WriteJob, written: Any, lock: Any, stop: Any) -> None:  #
     _own.writer, _own.pulse = lru_cache(1)(lambda: ShardWriter(job)), pulse
 
 
-def _start_process(*shared: Any) -> None:  # noqa: ANN401
+def _start_process(*shared: Any) -> None:
     set_up_worker()
     _start_worker(*shared)
 

@@ -49,12 +49,20 @@ NO_NODE_S: Final = 300.0
 
 _RESULT_S: Final = 120.0  # for the line of result of a task that is done
 
+_writer: tuple[str, ShardWriter] | None = None
+
+_INPUTS: Final = f"{WORK_FOLDER}/inputs"
+
+_RUN: Final = "run"
+
+_FIELDS: Final = ("scan_table", "plan_rows", "selection")
+
 
 class RayEngine:
     """A cluster. ``num_workers`` bounds how many shards are made at once; 0 for as many as there are CPUs."""
 
     def __init__(self, address: str | None, num_workers: int) -> None:
-        """Raises ConfigError where Ray is not installed."""
+        """Check that Ray is installed; raise ConfigError otherwise."""
         try:
             import ray
         except ImportError as error:
@@ -189,7 +197,7 @@ class _Nodes:
         self._look()
 
     def num_cpus(self) -> int:
-        """CPUs of the nodes that are there, 1 at least."""
+        """Return the number of CPUs of the nodes that are up, 1 at least."""
         if time.monotonic() - self._looked_s > _LOOK_S:
             self._look()
         return max(sum(self._cpus), 1)
@@ -212,11 +220,8 @@ class _Nodes:
             self._fitting_s = self._looked_s
 
 
-_writer: tuple[str, ShardWriter] | None = None
-
-
 def _make(job: WriteJob, run: str, number: int) -> ShardDone | FuelrailError:
-    """The task. What went wrong for good is returned; what Ray is to try again is raised."""
+    """Run the task. Return a permanent error; raise an error after which Ray is to try again."""
     global _writer
     import ray
 
@@ -232,14 +237,7 @@ def _make(job: WriteJob, run: str, number: int) -> ShardDone | FuelrailError:
 
 
 def _no_pulse(num_bytes: int) -> None:
-    """Nobody counts bytes before a shard is done; a task that is to end is interrupted by Ray."""
-
-
-_INPUTS: Final = f"{WORK_FOLDER}/inputs"
-
-_RUN: Final = "run"
-
-_FIELDS: Final = ("scan_table", "plan_rows", "selection")
+    """Do nothing: nobody counts bytes before a shard is done, and Ray interrupts a task that is to end."""
 
 
 def share_inputs(job: WriteJob, run: str) -> None:
@@ -255,7 +253,7 @@ def share_inputs(job: WriteJob, run: str) -> None:
 
 
 def inputs_here(job: WriteJob, run: str, node: str) -> WriteJob:
-    """The job with paths that are good on this node, fetched where they must be.
+    """Return the job with paths that are valid on this node, fetched where they must be.
 
     Raises DatasetError or ConfigError naming the node that cannot read output or source.
     """

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 _MAX_SMALL_BYTES: Final = 1 << 30
-"""Of a file that is read as a whole: a shard's record, which has its rows of the index, is the largest."""
+"""The largest file that is read as a whole: the largest are shards' records, which have their rows of the index."""
 
 
 class Output(Protocol):
-    """One OUT. Names are relative to it, with ``/``; each process, on whatever machine, makes its own."""
+    """One OUT. Names are relative to it, with ``/``; each process, on any machine, makes its own."""
 
     location: str
     """The text that :func:`open_output` takes."""
@@ -176,7 +176,7 @@ class FolderOutput:
 
     @contextlib.contextmanager
     def publish(self, name: str) -> Iterator[BinaryIO]:
-        """Written in the working folder, synced, renamed."""
+        """Yield a file in the working folder; sync and rename it at the end."""
         final = self.root / name
         self.temporary.mkdir(parents=True, exist_ok=True)
         final.parent.mkdir(exist_ok=True)
@@ -184,7 +184,7 @@ class FolderOutput:
             yield file
 
     def publish_file(self, name: str, file: Path) -> None:
-        """Synced and renamed."""
+        """Sync and rename a file."""
         with file.open("rb") as handle:
             os.fsync(handle.fileno())
         file.replace(self.root / name)
@@ -196,7 +196,7 @@ class FolderOutput:
             shutil.copyfileobj(source, target)
 
     def size(self, name: str) -> int | None:
-        """Size of a file."""
+        """Return the size of a file."""
         try:
             return (self.root / name).stat().st_size
         except FileNotFoundError:
@@ -207,7 +207,7 @@ class FolderOutput:
         return file_is(self.root / name, num_bytes, sha256)
 
     def version_tag(self, name: str) -> str:  # noqa: ARG002 - a file system keeps no such thing
-        """None: times of files lie, and reading is cheap here."""
+        """Return no tag: times of files are not reliable, and reading is cheap here."""
         return ""
 
     def remove(self, name: str) -> None:

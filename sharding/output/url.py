@@ -64,7 +64,7 @@ class UrlOutput:
 
     @contextlib.contextmanager
     def publish(self, name: str) -> Iterator[BinaryIO]:
-        """A multipart upload, completed at the end; a single put for what fits into one part."""
+        """Yield a multipart upload and complete it at the end; put what fits into one part at once."""
         file = self.fs.open(self.path(name), "wb", autocommit=self._is_s3, block_size=PART_BYTES)
         try:
             yield file
@@ -86,7 +86,7 @@ class UrlOutput:
         file.unlink()
 
     def size(self, name: str) -> int | None:
-        """Size of an object."""
+        """Return the size of an object."""
         info = self._info(name)
         return None if info is None else int(info["size"])
 
@@ -104,7 +104,7 @@ class UrlOutput:
         return digest.hexdigest() == sha256
 
     def version_tag(self, name: str) -> str:
-        """Size and ETag of an object."""
+        """Return size and ETag of an object."""
         info = self._info(name) or {}
         stated = stated_version(info)
         return f"{info['size']} {stated}" if stated else ""

@@ -191,7 +191,7 @@ def _unit_starts(clip: NDArray[np.int32], frame: NDArray[np.int32], frames: int)
 
 
 def _runs(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """``start, start + 1, ...`` for each start and length, joined."""
+    """Return ``start, start + 1, ...`` for each start and length, joined."""
     ends = np.cumsum(lengths)
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1])
 

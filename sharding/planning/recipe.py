@@ -50,6 +50,36 @@ _NPY_HEADER_BYTES: Final = 128
 
 _PACKAGES: Final = ("simplejpeg", "opencv-python-headless")
 
+DEFAULT_SHARD_BYTES: Final = 256 << 20
+
+MIN_SHARD_BYTES: Final = 1 << 10
+
+ORDERS: Final = "frame, clip, window:N"
+
+SMALL_MEMBERS: Final = (META, GEOMETRY, BOXES)
+
+_LABELS: Final = {
+    "scan_sha256": "the source's content (SHA-256 of its scan)",
+    "shard_size_bytes": "shard size",
+    "dictionary_bytes": "dictionary size",
+}
+
+_POINT_BYTES: Final = 4  # points are float32 (schema.encode_points)
+
+_UNITS: Final = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+_SPLIT_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,99}\Z")  # as FORMAT.md has it: shards are named after it
+
+Splits = dict[str, float | list[str]]
+"""Split name to its share of the clips, or to the names of its clips."""
+
+FLAGS: Final = {
+    "shard_size_bytes": "shard-size",
+    "compression_level": "zstd-level",
+    "dictionary_bytes": "dictionary",
+}
+"""Flags whose names differ from their field of the recipe."""
+
 
 def _versions() -> str:
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES)
@@ -81,30 +111,6 @@ def parse_images(text: str) -> ImageRecipe:
     if recipe.resize is not None and recipe.size is not None:
         raise ConfigError(f"there are both resize and size; write {FORM}")
     return recipe
-
-
-DEFAULT_SHARD_BYTES: Final = 256 << 20
-
-MIN_SHARD_BYTES: Final = 1 << 10
-
-ORDERS: Final = "frame, clip, window:N"
-
-SMALL_MEMBERS: Final = (META, GEOMETRY, BOXES)
-
-_LABELS: Final = {
-    "scan_sha256": "the source's content (SHA-256 of its scan)",
-    "shard_size_bytes": "shard size",
-    "dictionary_bytes": "dictionary size",
-}
-
-_POINT_BYTES: Final = 4  # points are float32 (schema.encode_points)
-
-_UNITS: Final = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
-
-_SPLIT_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,99}\Z")  # as FORMAT.md has it: shards are named after it
-
-Splits = dict[str, float | list[str]]
-"""Split name to its share of the clips, or to the names of its clips."""
 
 
 def parse_size(text: str) -> int:
@@ -250,15 +256,7 @@ class Recipe(Settings, frozen=True):
     zstd: str = ".".join(map(str, zstandard.ZSTD_VERSION))
 
 
-FLAGS: Final = {
-    "shard_size_bytes": "shard-size",
-    "compression_level": "zstd-level",
-    "dictionary_bytes": "dictionary",
-}
-"""Flags whose names differ from their field of the recipe."""
-
-
-def make_recipe(**values: Any) -> Recipe:  # noqa: ANN401 - checked by the conversion
+def make_recipe(**values: Any) -> Recipe:  # checked by the conversion
     """Make a recipe from plain values; raises ConfigError naming the one that is not allowed."""
     recipe = convert(values, Recipe, "options")
     check_recipe(recipe)

@@ -62,9 +62,11 @@ MAX_GAP_S: Final = 0.02
 _F64: Final = pa.float64()
 _POSE: Final[dict[str, pa.DataType]] = dict.fromkeys((*QUATERNION, *TRANSLATION), _F64)
 _INTRINSICS: Final[dict[str, pa.DataType]] = {
-    "sensor_name": pa.string(), **dict.fromkeys(("fx_px", "fy_px", "cx_px", "cy_px"), _F64),
-    "width_px": pa.int64(), "height_px": pa.int64(),
-}  # fmt: skip
+    "sensor_name": pa.string(),
+    **dict.fromkeys(("fx_px", "fy_px", "cx_px", "cy_px"), _F64),
+    "width_px": pa.int64(),
+    "height_px": pa.int64(),
+}
 _SIZE: Final = ("length_m", "width_m", "height_m")
 _BOXES: Final[dict[str, pa.DataType]] = {
     "timestamp_ns": pa.int64(), "track_uuid": pa.string(), "category": pa.string(), **dict.fromkeys(_SIZE, _F64),
@@ -75,8 +77,10 @@ _POINTS: Final[dict[str, pa.DataType]] = {
     "offset_ns": pa.int64(),
 }
 _TABLES: Final = (
-    "calibration/intrinsics.feather", "calibration/egovehicle_SE3_sensor.feather", "city_SE3_egovehicle.feather",
-)  # fmt: skip
+    "calibration/intrinsics.feather",
+    "calibration/egovehicle_SE3_sensor.feather",
+    "city_SE3_egovehicle.feather",
+)
 _DIGITS: Final = 19
 _CITY: Final = re.compile(r"____([A-Z]+)_city_")
 MAP_LAYERS: Final = ("drivable_area", "ped_crossing", "lane_marking", "lane_border")
@@ -110,7 +114,7 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
     license = "CC BY-NC-SA 4.0"
 
     def sensors(self) -> Sensors:
-        """The cameras in the order of the dataset's API, and the two lidars, which are one sweep."""
+        """Return the cameras in the order of the dataset's API, and the two lidars as one sweep."""
         columns = ("x", "y", "z", "intensity", "ring", "time")
         return Sensors.of(self._cameras, {LIDAR: columns})
 
@@ -124,11 +128,11 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
         return MapWindows(MAP_LAYERS, self._map) if self.given.map else None
 
     def category_names(self) -> tuple[str, ...]:
-        """The 30 names of the dataset."""
+        """Return the 30 names of the dataset."""
         return CATEGORIES
 
     def clips(self) -> Iterator[Clip]:
-        """The logs in the folders of splits, or in the root."""
+        """Yield the logs in the folders of splits, or in the root."""
         names = self.files.listed()
         if "calibration" in names:
             raise SourceError(f"'{self.files.shown}' is one log; give the folder that holds it")
@@ -148,7 +152,7 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
             yield Clip(name=log, split=split, tags=city, attributes=city, files=files)
 
     def poses(self, clip: Clip) -> Trajectory:
-        """Of ``city_SE3_egovehicle``: exact at the times of sensors, which have a row each."""
+        """Return the poses of ``city_SE3_egovehicle``, which has a row for each time of a sensor."""
         name = f"{_folder(clip)}/city_SE3_egovehicle.feather"
         rows = read_feather(self.files, name, {"timestamp_ns": pa.int64(), **_POSE})
         where = f"table '{self.files.shown}/{name}'"
@@ -156,7 +160,7 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
         return Trajectory(rows["timestamp_ns"], poses, where, max_gap_s=MAX_GAP_S)
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
-        """A frame for each sweep, and for each time that has boxes."""
+        """Yield a frame for each sweep, and for each time that has boxes."""
         folder = _folder(clip)
         stamps = self._stamps(folder, "sensors", "lidar", suffix=".feather")
         labels = self._labels(folder, clip.split)
@@ -179,12 +183,12 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
             )
 
     def _maps(self, folder: str) -> list[str]:
-        """The log's vector map, where it is wanted and there."""
+        """Return the log's vector map, if it is wanted and exists."""
         names = names_in(self.files, folder, "map") if self.given.map else []
         return [f"map/{name}" for name in names if name.startswith("log_map_archive_")][:1]
 
     def _windows(self, clip: Clip, times: NDArray[np.int64]) -> list[list[Reference]]:
-        """The map about ego at each time."""
+        """Return the member with the map about ego, for each time."""
         names = self._maps(_folder(clip))
         if self.maps is not None and not names:
             self.noted["logs without a vector map"] += 1
@@ -196,7 +200,7 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
         return parse_map(read_file(self.files, name), f"map '{self.files.shown}/{name}'")
 
     def points(self, ref: str) -> NDArray[np.float32]:
-        """(P, 6): x, y, z [m] in ego at the sweep's time, intensity 0 to 255, laser 0 to 63, time since then [s].
+        """Read (P, 6): x, y, z [m] in ego at the sweep's time, intensity 0 to 255, laser 0 to 63, time since then [s].
 
         The file has x, y and z as float16, so they are exact to 3 cm beyond 32 m.
         """
@@ -205,7 +209,7 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
         return np.stack([found[name] for name in _POINTS], 1).astype(np.float32)
 
     def _stamps(self, folder: str, *parts: str, suffix: str) -> NDArray[np.int64]:
-        """Times in the names of a sensor's files, ascending; none without its folder."""
+        """Return the times in the names of a sensor's files, ascending; none without its folder."""
         names = [name for name in names_in(self.files, folder, *parts) if name.endswith(suffix)]
         texts = [name.removesuffix(suffix) for name in names]
         bad = [name for name, text in zip(names, texts, strict=True) if not text.isdecimal() or len(text) > _DIGITS]
@@ -215,7 +219,7 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
         return np.sort(np.array(texts, np.int64))
 
     def _images(self, folder: str, times: NDArray[np.int64]) -> list[dict[str, Image]]:
-        """For each of these times (F,) [ns] the images by camera."""
+        """Return for each of these times (F,) [ns] the images by camera."""
         calibration = self._calibration(folder)
         found: list[dict[str, Image]] = [{} for _ in times]
         num_images = 0
@@ -247,7 +251,7 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
         return found
 
     def _calibration(self, folder: str) -> dict[str, tuple[F64, F64, int, int]]:
-        """By sensor: K, sensor to ego, width, height."""
+        """Return K, sensor to ego, width and height, by sensor."""
         names = [f"{folder}/calibration/{name}.feather" for name in ("intrinsics", "egovehicle_SE3_sensor")]
         lenses = read_feather(self.files, names[0], _INTRINSICS)
         mounts = read_feather(self.files, names[1], {"sensor_name": pa.string(), **_POSE})
@@ -265,7 +269,7 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
         return found
 
     def _labels(self, folder: str, split: str) -> dict[str, NDArray[Any]] | None:
-        """The table of boxes; None where there is none and none is needed."""
+        """Read the table of boxes; None where there is none and none is needed."""
         name = f"{folder}/annotations.feather"
         if not self.given.boxes or "annotations.feather" not in self.files.listed(folder):
             if self.given.boxes and split in ("train", "val"):
@@ -278,7 +282,7 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
 
 
 def matched(stamps: NDArray[np.int64], times: NDArray[np.int64], match: str) -> NDArray[np.intp]:
-    """For each time (F,) [ns] of a sweep the number of the image, -1 for none; ``stamps`` (I,) [ns] ascend.
+    """Return for each time (F,) [ns] of a sweep the number of the image, -1 for none; ``stamps`` (I,) [ns] ascend.
 
     "forward": the first one in the sweep, which ends with the next one's start and after 102 ms at most. "nearest":
     the closest one, at most 25 ms away.
@@ -299,7 +303,7 @@ def _folder(clip: Clip) -> str:
 
 
 def _box_rows(table: dict[str, NDArray[Any]], times: NDArray[np.int64]) -> list[BoxRows]:
-    """The boxes at each of these times, which are in ego at their time; rows of a time keep their order."""
+    """Return the boxes at each of these times, in ego at their time; rows of a time keep their order."""
     order = np.argsort(table["timestamp_ns"], kind="stable")
     table = {name: values[order] for name, values in table.items()}
     centre, size, rotation = (stacked(table, names) for names in (TRANSLATION, _SIZE, QUATERNION))
@@ -347,7 +351,7 @@ class _File(msgspec.Struct, frozen=True):
 
 
 def parse_map(data: bytes, where: str) -> VectorMap:
-    """The lines of a log's map; a border that two lanes share is one. Raises SourceError, naming ``where``."""
+    """Parse the lines of a log's map; lanes share a common border. Raise SourceError, naming ``where``."""
     found = read_json(data, where, _File, "is no vector map of Argoverse 2")
     outlines = [(0, [*one.area_boundary, *one.area_boundary[:1]]) for one in found.drivable_areas.values()]
     outlines += [(1, [*one.edge1, *reversed(one.edge2), *one.edge1[:1]]) for one in found.pedestrian_crossings.values()]

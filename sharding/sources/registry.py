@@ -32,7 +32,7 @@ _BUILT_IN: Final = {
     "t4": "fuelrail.sharding.sources.nuscenes.t4:T4",
     "manifest": "fuelrail.sharding.sources.tables.manifest:Manifest",
     "webdataset": "fuelrail.sharding.sources.webdataset:WebDataset",
-    "fuelrail": "fuelrail.sharding.sources.fuelrail:FuelrailSource",
+    "fuelrail": "fuelrail.sharding.sources.fuelrail.source:FuelrailSource",
     "argoverse2": "fuelrail.sharding.sources.argoverse2:Argoverse2",
     "kitti": "fuelrail.sharding.sources.kitti.raw:Kitti",
     "kitti_object": "fuelrail.sharding.sources.kitti.object:KittiObject",
@@ -204,7 +204,7 @@ def _options(settings: type[msgspec.Struct]) -> list[SourceOption]:
 
 
 def _type_name(kind: inspect.Type, about: dict[str, Any]) -> list[str]:
-    """Names of the types that a value may have; ``about`` gets what their Meta says."""
+    """Return the names of the types that a value may have; append what their Meta says to ``about``."""
     if isinstance(kind, inspect.Metadata):
         about.update({**(kind.extra_json_schema or {}), **(kind.extra or {})})
         return _type_name(kind.type, about)
@@ -220,7 +220,7 @@ def _type_name(kind: inspect.Type, about: dict[str, Any]) -> list[str]:
 
 
 def _value(text: str, kind: Any, where: str) -> Any:  # noqa: ANN401 - any type of a field
-    """The value of an option's text, as plain data."""
+    """Return the value of an option's text, as plain data."""
     try:
         if text[:1] in ("[", "{"):
             return msgspec.to_builtins(msgspec.convert(yaml.safe_load(text), kind, strict=False))
@@ -232,7 +232,7 @@ def _value(text: str, kind: Any, where: str) -> Any:  # noqa: ANN401 - any type 
 
 
 def _kinds() -> dict[str, EntryPoint]:
-    """All kinds by name; Fuelrail's own come first where a plug-in has the same name."""
+    """Return all kinds by name; Fuelrail's own come first where a plug-in has the same name."""
     found = {entry.name: entry for entry in entry_points(group=GROUP)}
     return {**found, **{name: EntryPoint(name, place, GROUP) for name, place in _BUILT_IN.items()}}
 
@@ -265,7 +265,7 @@ def _load(entry: EntryPoint) -> Any:  # noqa: ANN401 - a class with the protocol
 
 
 def _guessed_kind(place: Path) -> str | None:
-    """The kind whose files a folder or a file of this machine looks like."""
+    """Return the kind whose files a local folder or file looks like."""
     for kind, patterns in CONTENTS.items():
         if any(place.match(one) if place.is_file() else any(place.glob(one)) for one in patterns):
             return kind
@@ -273,6 +273,6 @@ def _guessed_kind(place: Path) -> str | None:
 
 
 def _missing(kind: Any) -> list[str]:  # noqa: ANN401 - a class with the protocol of Source
-    """What is to be installed before this kind works."""
+    """Return what must be installed before this kind works."""
     needed: Sequence[tuple[str, str]] = list(kind.requires.items())
     return list(dict.fromkeys(brings for module, brings in needed if importlib.util.find_spec(module) is None))

@@ -1,7 +1,7 @@
 """The protocol of a source of driving data.
 
 Most adapters are a :class:`fuelrail.sharding.sources.adapter.source.FrameSource`, which implements all of it but a few
-methods. The kinds that there are stand in :mod:`fuelrail.sharding.sources.registry`.
+methods. All kinds are in :mod:`fuelrail.sharding.sources.registry`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class MemberSource(Protocol):
     """Where members are read from."""
 
     def open(self, ref: str) -> Buffer:
-        """The bytes of a member that the scan table refers to, as they are to be stored (raw)."""
+        """Read a member that the scan table refers to, as raw bytes to be stored."""
         ...
 
 
@@ -119,7 +119,7 @@ class PlacedSource(Protocol):
     """A source, some of whose members are bytes in files as they are: those go to a shard without :meth:`open`."""
 
     def place(self, ref: str) -> Place | None:
-        """Where the member's bytes are; None where ``open`` makes them."""
+        """Return where the member's bytes are; None where ``open`` makes them."""
         ...
 
 

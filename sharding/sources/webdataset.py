@@ -48,8 +48,8 @@ _DECODED: Final[dict[str, Callable[[bytes], Any]]] = {
     **dict.fromkeys(("txt", "text", "transcript"), bytes.decode),
     "npy": lambda data: read_npy(data, any_order=True),
 }
-"""By the last part of an extension, as the library decodes them."""
-_MOST_VALUE_BYTES: Final = 1 << 20  # values stand in the scan's table
+"""Decoders by the last part of an extension, as the library decodes them."""
+_MOST_VALUE_BYTES: Final = 1 << 20  # values are in the scan's table
 _LATE: Final = "none of the first samples has it; first_samples=0 looks at all"
 _TYPES: Final[dict[str, type]] = {"": str, "bool": bool, "int64": int, "float64": float}
 _MOST_EXTENSIONS: Final = 12
@@ -121,7 +121,7 @@ class _Reader(NamedTuple):
     files: SourceFiles
 
     def json(self, sample: _Sample) -> _Facts:
-        """What the JSON says; raises SourceError where there is none and an option names a path in it."""
+        """Read the JSON; raise SourceError where there is none and an option names a path in it."""
         where = f"tar '{self.files.shown}/{sample.tar}', key '{sample.key}'"
         if self.given.meta not in sample.members and self._used:
             raise SourceError(f"{where}: there is no .{self.given.meta}, but {', '.join(sample.members)}")
@@ -143,7 +143,7 @@ class _Reader(NamedTuple):
         return self.files.read(sample.tar, member.offset, member.length)
 
     def values(self, sample: _Sample, json: Any) -> _Values:  # noqa: ANN401
-        """What a sample has beside the images of its cameras."""
+        """Return the values that a sample has beside the images of its cameras."""
         values: dict[str, Any] = {}
         left_out: list[str] = []
         cameras = (self.given.images or _cameras(sample.members)).values()
@@ -197,12 +197,12 @@ class WebDataset(FrameSource[WebDatasetSettings]):
 
     @property
     def channels(self) -> Sequence[Channel]:  # type: ignore[override]
-        """Those of members and of lists in the JSON."""
+        """The channels of members and of lists in the JSON."""
         return tuple(self._forms[0].values())
 
     @property
     def columns(self) -> Mapping[str, type]:  # type: ignore[override]
-        """Those of single values in the JSON."""
+        """The columns of single values in the JSON."""
         return self._forms[1]
 
     @property
@@ -231,7 +231,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         )
 
     def _samples(self, noted: Counter[str] | None = None) -> Iterator[_Sample]:
-        """The samples of all tars; ``noted`` counts members that are of none."""
+        """Yield the samples of all tars; ``noted`` counts members that belong to none."""
         noted = Counter() if noted is None else noted
         for tar in self._tars():
             if tar.endswith(COMPRESSED):
@@ -241,7 +241,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
                 yield from _grouped(tar, tar_members(self.files, tar), self.files.shown, None, noted)
 
     def _unpacked(self, tar: str, read: dict[str, _Read]) -> Iterator[Member]:
-        """The members of a compressed tar; what is needed of each goes into ``read``."""
+        """Yield the members of a compressed tar; keep the needed part of each in ``read``."""
         json = f".{self.given.meta}"
         whole = (json, *(f".{last}" for last in _DECODED))
         for member, data in compressed_members(self.files, tar, HEAD_BYTES[-1], whole):
@@ -321,7 +321,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
 
     def _image(
         self, sample: _Sample, member: Member, extension: str, camera: str, time_ns: int, facts: _Facts
-    ) -> Image:  # fmt: skip
+    ) -> Image:
         calibrated = bool(self.given.intrinsics)
         last = extension.rpartition(".")[2].rstrip("0123456789_")
         common: dict[str, Any] = {
@@ -342,7 +342,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         )  # fmt: skip
 
     def _fitting(self, sample: _Sample, facts: _Facts) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The values and attributes of a sample that the dataset has; counts what it leaves out."""
+        """Return the values and attributes of a sample that the dataset has; count those left out."""
         channels, types, refused = self._forms
         found = self._reader.values(sample, facts.values)
         self.noted.update(found.left_out)
@@ -406,7 +406,7 @@ class _Facts(NamedTuple):
 
 
 def _leaves(value: Any, root: str) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - JSON
-    """Numbers, texts and lists in JSON by their path, joined by _, in lower case; ``root`` is the name of the root."""
+    """Yield numbers, texts and lists in JSON by their path, joined by _, in lower case; ``root`` names the root."""
     found = [("", value)]
     while found:
         path, one = found.pop()
@@ -417,7 +417,7 @@ def _leaves(value: Any, root: str) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
 
 
 def _cameras(members: dict[str, Member]) -> dict[str, str]:
-    """Camera to extension by names."""
+    """Return the extension of each camera by the names."""
     found = {}
     for extension in members:
         name, _, last = extension.rpartition(".")
@@ -429,7 +429,7 @@ def _cameras(members: dict[str, Member]) -> dict[str, str]:
 def _grouped(
     tar: str, members: Iterator[Member], shown: str, read: dict[str, _Read] | None, noted: Counter[str]
 ) -> Iterator[_Sample]:
-    """Samples; names without a key or an extension are passed over, as the library does, and counted."""
+    """Yield samples; skip names without a key or an extension, as the library does, and count them."""
     sample: _Sample | None = None
     for member in members:
         found = _NAME.match(member.name)

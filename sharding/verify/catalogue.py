@@ -62,7 +62,7 @@ class DatasetLog(_Printed, frozen=True, kw_only=True):
     parents: tuple[str, ...]
     ancestors: tuple[Ancestor, ...]
     base: str | None
-    """Of a layer: the fingerprint of the dataset that it belongs to."""
+    """The fingerprint of the dataset that a layer belongs to; None for a dataset."""
 
     def as_text(self) -> str:
         """Return the report for people: a paragraph for the dataset, and a line for each ancestor."""
@@ -117,10 +117,12 @@ class DatasetDiff(_Printed, frozen=True, kw_only=True):
         same = "have one fingerprint" if self.is_same else "have different fingerprints"
         lines = [f"a: {escaped(self.a)}", f"b: {escaped(self.b)}", f"They {same}."]
         for title, keys in (
-            ("samples only in a", self.samples_only_in_a), ("samples only in b", self.samples_only_in_b),
-            ("samples with other bytes", self.samples_changed), ("clips only in a", self.clips_only_in_a),
+            ("samples only in a", self.samples_only_in_a),
+            ("samples only in b", self.samples_only_in_b),
+            ("samples with other bytes", self.samples_changed),
+            ("clips only in a", self.clips_only_in_a),
             ("clips only in b", self.clips_only_in_b),
-        ):  # fmt: skip
+        ):
             if keys.count:
                 more = ", ..." if keys.count > len(keys.first) else ""
                 lines.append(f"{title}: {keys.count:,} ({', '.join(map(escaped, keys.first))}{more})")
@@ -169,7 +171,7 @@ def dataset_diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Datase
 
 
 def _matched(one: Dataset, two: Dataset) -> tuple[NDArray[np.int64], ...]:
-    """Rows that only one has, only two has, and the rows of both for the keys that both have."""
+    """Return the rows that only one has, those that only two has, and the rows of both for the keys that both have."""
     a, b = one.keys.entries(), two.keys.entries()
     in_b, in_a = np.isin(a["xxh3"], b["xxh3"]), np.isin(b["xxh3"], a["xxh3"])
     rows = [np.sort(a["row"][~in_b]), np.sort(b["row"][~in_a]), a["row"][in_b], b["row"][in_a]]
@@ -187,7 +189,7 @@ def _ids(ids: set[str]) -> Keys:
 
 
 def _channel_differences(one: Dataset, two: Dataset) -> dict[str, tuple[Any, Any]]:
-    """The entries that one table alone has, and of those in both what differs."""
+    """Return the entries that one table alone has, and the differences of those in both."""
     tables = [{entry.name: msgspec.to_builtins(entry) for entry in made.manifest.channels} for made in (one, two)]
     found = _differences(*tables)
     for name, (a, b) in found.items():

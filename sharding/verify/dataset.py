@@ -193,7 +193,7 @@ def _left_over_at(url: str, manifest: Manifest) -> list[str]:
 
 @contextlib.contextmanager
 def _files_here(root: str | os.PathLike[str], folder: Path, *names: str) -> Iterator[Path]:
-    """A folder on this machine with those of the files that are there."""
+    """Yield a folder on this machine with those of the files that exist."""
     if not is_url(root):
         yield folder
         return
@@ -219,7 +219,7 @@ def _check_file(folder: Path, entry: FileEntry) -> list[Fault]:
 
 
 def _check_rows(dataset: Dataset) -> list[Fault]:
-    """Keys are unique, no clip is in two splits, ``attributes.parquet`` has the index's rows in its order."""
+    """Check that keys are unique, no clip is in two splits, and the rows of ``attributes.parquet`` match the index."""
     index, faults = dataset.index, list[Fault]()
     hashes = np.empty(len(index), np.uint64)
     split_of: dict[str, str] = {}
@@ -238,7 +238,7 @@ def _check_rows(dataset: Dataset) -> list[Fault]:
 
 
 def _check_tables(dataset: Dataset, folder: Path) -> list[Fault]:
-    """``keys.arrow`` and ``blocks.sha256`` are those of the other tables, which are in the folder too."""
+    """Check that ``keys.arrow`` and ``blocks.sha256`` match the other tables, which are in the folder too."""
     with tempfile.TemporaryDirectory(prefix="fuelrail-verify-") as scratch:
         try:
             dataset.keys.check(dataset.index, Path(scratch))
@@ -251,7 +251,7 @@ def _check_tables(dataset: Dataset, folder: Path) -> list[Fault]:
 
 
 def _check_attributes(dataset: Dataset) -> list[Fault]:
-    """``attributes.parquet``, where there is one, has the index's rows in their order."""
+    """Check that ``attributes.parquet``, where it exists, has the index's rows in their order."""
     index, file, row = dataset.index, dataset.attributes_file(), 0
     if not file.exists:
         return []
@@ -279,7 +279,7 @@ def _check_attributes(dataset: Dataset) -> list[Fault]:
 
 
 def _broken_columns(schema: pa.Schema, manifest: Manifest) -> str | None:
-    """Why these columns are not those of the attributes of a dataset or a layer; None where they are."""
+    """Return why these columns are not those of the attributes of a dataset or a layer; None where they are."""
     own = [field for field in schema if field.name not in INDEXED]
     wanted = scalar_channels(manifest.channels) if isinstance(manifest, LayerManifest) else None
     if wanted is not None and {field.name: field.type for field in own} != wanted:
@@ -291,7 +291,7 @@ def _broken_columns(schema: pa.Schema, manifest: Manifest) -> str | None:
 
 
 def _check_layer_rows(layer: Dataset) -> list[Fault]:
-    """Each row of a layer belongs to one position of its base."""
+    """Check that each row of a layer belongs to one position of its base."""
     try:
         if layer.origin is not None and (entry := layer.manifest.file(ROWS_FILE)) is not None:
             layer.origin.whole(entry)
@@ -322,7 +322,7 @@ def _manifest_faults(dataset: Dataset, sizes: Mapping[str, set[tuple[int, int]]]
     ):
         for name, count in Counter(names).items():
             if count > 1:
-                yield f"the {kind} have {name!r:.80} {count} times; each stands once"
+                yield f"the {kind} have {name!r:.80} {count} times; each is allowed once"
     total = 0
     for name, split in manifest.splits.items():
         num_clips = len(index.clip_ids(split.first_sample, split.first_sample + split.num_samples))

@@ -154,14 +154,14 @@ def _layer_facts(manifest: LayerManifest) -> list[tuple[str, str]]:
 
 
 def _values(layer: Dataset, at: int) -> dict[str, str]:
-    """The values of a layer's row, in short, by channel."""
+    """Return the values of a layer's row, in short, by channel."""
     values = layer.read(at)
     names = [channel.name for channel in layer.manifest.channels]
     return {name: _short(values[name]) if name in values else "none" for name in names}
 
 
 def _short(value: object) -> str:
-    """A value in a few words: shape and extremes of an array, a text itself."""
+    """Describe a value in a few words: shape and extremes of an array, a text itself."""
     if isinstance(value, np.ndarray):
         if value.size == 1:
             return str(value.item())
@@ -233,7 +233,7 @@ def _sample_text(dataset: Dataset, row: IndexRow, sample: Sample, at: int, shard
 
 
 def _values_of(channel: Channel) -> str:
-    """Dtype and shape of a channel's values, or its arrays, or what else it holds."""
+    """Describe dtype and shape of a channel's values, or its arrays, or what else it holds."""
     if channel.arrays:
         return ", ".join(
             f"{spec.name} {spec.dtype}[{', '.join(map(str, ('M', *spec.shape)))}]" for spec in channel.arrays
@@ -327,7 +327,7 @@ def _vector(values: np.ndarray[Any, Any], unit: str) -> str:
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns aligned to the left, two spaces apart; the last one has several lines where it is long."""
+    """Align columns to the left, two spaces apart; the last one has several lines where it is long."""
     every = [[shown(cell, _MAX_CELL) for cell in row] for row in ([titles, *rows] if titles else rows)]
     widths = [max(len(row[column]) for row in every) for column in range(len(every[0]) - 1)] if every else []
     indent = sum(widths) + 2 * len(widths)

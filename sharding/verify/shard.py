@@ -121,7 +121,7 @@ class ShardCheck:
             self._fault("SHA-256 does not match the manifest")
 
     def _continues(self, row: IndexRow, at: int) -> bool:
-        """Whether a row's span begins where the one before ends."""
+        """Return whether a row's span begins where the one before ends."""
         if row.shard == self.number and row.offset == at:
             return True
         text = f"the index has it in shard number {row.shard} at {row.offset}, not in {self.number} at {at}"
@@ -270,7 +270,7 @@ class _FramedCheck(ShardCheck):
         self._check_end(view, at, table)
 
     def _found(self, stored: memoryview, frame: Frame, key: str | None = None) -> list[FoundMember] | None:
-        """The members in a frame; None where it cannot be decoded."""
+        """Return the members in a frame; None where it cannot be decoded."""
         try:
             raw = decode_frame(stored, frame.raw_bytes, shard=self.shard.name, offset=frame.offset, key=key)
             return list(iter_members(raw, shard=self.shard.name, closed=False))
@@ -300,7 +300,7 @@ class _FramedCheck(ShardCheck):
 def make_check(
     folder: Path, manifest: Manifest, shard: tuple[int, ShardEntry], dataset: Dataset | None, *, deep: bool
 ) -> ShardCheck:
-    """The check that fits a shard, which is given with its number."""
+    """Return the check that fits a shard, which is given with its number."""
     check = _FramedCheck if is_framed(shard[1].name) else ShardCheck
     return check(folder, manifest, shard, dataset, deep=deep)
 

@@ -61,7 +61,7 @@ def _found(out: Output) -> Dictionary | None:
 
 
 def _samples(table: ScanTable, rows: NDArray[np.int64], num_bytes: int) -> list[bytes]:
-    """Small members of rows spread evenly over ``rows``, about ``num_bytes`` of them."""
+    """Return small members of rows spread evenly over ``rows``, about ``num_bytes`` of them."""
     first = table.row(int(rows[0]))
     each = sum(len(small) for small in (first.meta, first.geometry, first.boxes) if small is not None)
     count = min(len(rows), max(1, num_bytes // each))

@@ -26,9 +26,13 @@ if TYPE_CHECKING:
     from fuelrail.sharding.planning.recipe import ImageRecipe
     from fuelrail.sharding.sources.shared.scan_table import Reference
 
+_PROGRAM = "jpegtran"
+
+_TIMEOUT_S = 60.0
+
 
 def stored_size(recipe: ImageRecipe, source_wh: tuple[int, int]) -> tuple[int, int]:
-    """Width and height [px] that an image is stored with; raises ImageError where it would grow or vanish."""
+    """Return the width and height [px] that an image is stored with; raise ImageError where it would grow or vanish."""
     width, height = source_wh
     if recipe.size is not None:
         wanted = recipe.size
@@ -121,9 +125,11 @@ def scale_value(
         fraction = channel.law.fraction or 1
         a, b, tx, c, d, ty = (number / fraction for number in image_map.coefficients)
         image_map = dataclasses.replace(
-            image_map, coefficients=(a, b, tx, c, d, ty), out_wh=_raster_size(image_map.out_wh, fraction),
+            image_map,
+            coefficients=(a, b, tx, c, d, ty),
+            out_wh=_raster_size(image_map.out_wh, fraction),
             visible=(0.0, 0.0, math.inf, math.inf),
-        )  # fmt: skip
+        )
     kind = KINDS[channel.kind]
     moved = LAWS[channel.law.name].move(kind.decode(data, channel), channel, Motion({camera: image_map}))
     return kind.encode(moved, stored)
@@ -151,11 +157,6 @@ def scale_meta(meta: Meta, recipe: ImageRecipe) -> Meta:
         width, height = stored_size(recipe, (camera.width, camera.height))
         cameras[channel] = msgspec.structs.replace(camera, width=width, height=height)
     return msgspec.structs.replace(meta, cameras=cameras)
-
-
-_PROGRAM = "jpegtran"
-
-_TIMEOUT_S = 60.0
 
 
 def jpegtran_version() -> str:

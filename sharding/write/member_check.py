@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 _AT_ONCE: Final = 64
 """Samples whose geometry and boxes are checked together."""
 
+_IMAGES: Final = tuple(f".{extension}" for extension in IMAGE_EXTENSIONS)
+
 
 class MemberCheck:
     """Checks the samples of one shard; each ``add`` and ``close`` raise SourceError for a sample that breaks a rule.
@@ -139,6 +141,3 @@ def check_rows(table: ScanTable, rig: Rig, source: str) -> None:
             check.add(row.key, decode_meta(row.meta), members)
             check.close()
     findings.check()
-
-
-_IMAGES: Final = tuple(f".{extension}" for extension in IMAGE_EXTENSIONS)

@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.shared.scan_table import Reference
-    from fuelrail.sharding.write.blocks import ReadBuffer
+    from fuelrail.sharding.write.read_buffer import ReadBuffer
 
 Sizes = dict[str, tuple[int, int]]
 """Width and height [px] of the source's image of each camera of a sample."""
 Step = Callable[["Reference", "Buffer", Sizes], "Buffer"]
-"""From a member's bytes to its bytes after the step; raises MemberError or SourceError."""
+"""A function from a member's bytes to its bytes after the step; it raises MemberError or SourceError."""
 
 
 class Chain(NamedTuple):

@@ -14,11 +14,12 @@ from fuelrail.pipeline.format import codecs
 from fuelrail.pipeline.format.index.row import IndexRow, MemberEntry
 from fuelrail.pipeline.format.tar import END_OF_ARCHIVE, PackedSpan, StoredMember, pack_sample
 from fuelrail.pipeline.format.zstd_frames import encode_frame, encode_seek_table
-from fuelrail.sharding.write.blocks import BlockWriter, ReadBuffer
+from fuelrail.sharding.write.blocks import BlockWriter
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.format.codecs import Dictionary
     from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.sharding.write.read_buffer import ReadBuffer
 
 _stored_name = functools.lru_cache(maxsize=1024)(codecs.stored_name)
 

@@ -46,7 +46,7 @@ class SourceDigest:
         self._digest = hashlib.sha256(msgspec.msgpack.encode(head))
 
     def add(self, encoded_row: bytes) -> None:
-        """The shard's next row."""
+        """Add the shard's next row."""
         self._digest.update(encoded_row)
 
     def hexdigest(self) -> str:

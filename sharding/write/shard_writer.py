@@ -31,11 +31,11 @@ from fuelrail.pipeline.storage.files import map_npy
 from fuelrail.sharding.output.folder import open_output
 from fuelrail.sharding.sources.registry import SourceSpec, make_source, naming
 from fuelrail.sharding.sources.shared.scan_table import ScanRow, ScanTable, decode_row
-from fuelrail.sharding.write.blocks import ReadBuffer
 from fuelrail.sharding.write.images import scale_geometry, scale_meta, stored_channel
 from fuelrail.sharding.write.member_check import MemberCheck
 from fuelrail.sharding.write.members import Members
 from fuelrail.sharding.write.packer import FramedPacker, RawMember, ShardPacker
+from fuelrail.sharding.write.read_buffer import ReadBuffer
 from fuelrail.sharding.write.records import (
     ShardRecord,
     SourceDigest,
@@ -55,13 +55,12 @@ if TYPE_CHECKING:
     from fuelrail.sharding.planning.plan import PlannedShard
     from fuelrail.sharding.planning.recipe import Recipe
 
+Pulse = Callable[[int], None]
+"""Called after each sample with the bytes it took; raises RunStoppedError where the run is to end."""
+
 
 class RunStoppedError(FuelrailError):
     """The run was stopped between two samples; there is no partial file."""
-
-
-Pulse = Callable[[int], None]
-"""Called after each sample with the bytes it took; raises RunStoppedError where the run is to end."""
 
 
 class ShardDone(NamedTuple):

@@ -39,6 +39,10 @@ _SAMPLE: Final = "sample"
 _MOST_BANDS: Final = 16
 NO_BAND: Final = -1
 
+_Given = tuple["SourceSpec", Path, Path, Path, int]
+
+_staging: Staging
+
 
 class _Index(msgspec.Struct, frozen=True, array_like=True):
     """What a staged clip holds: digest of its rows, bytes of each band, and by reference band, offset and length."""
@@ -110,7 +114,7 @@ class Staging:
         self._source = source
 
     def is_known(self, task: StageTask) -> bool:
-        """Whether a clip was staged whole with the rows that it has now."""
+        """Return whether a clip was staged whole with its present rows."""
         index = _load_index(self._folder, task.number)
         return index is not None and index.digest == self._wanted(task)[0]
 
@@ -145,7 +149,7 @@ class Staging:
             file.write(msgspec.msgpack.encode(_Index(digest, sizes, places)))
 
     def _wanted(self, task: StageTask) -> tuple[str, dict[str, int]]:
-        """Digest of a clip's rows, and the references of their members with the last band that needs each."""
+        """Return digest of a clip's rows, and the references of their members with the last band that needs each."""
         digest, refs = hashlib.sha256(task.stamp.to_bytes(8)), dict[str, int]()
         for row in _selected(task, self._bands):
             encoded, band = self._table.encoded_row(row), int(self._bands[row])
@@ -170,13 +174,13 @@ class StagedSource:
             )
 
     def place(self, ref: str) -> Place:
-        """Where the bytes are."""
+        """Return where the bytes are."""
         name, _, part = ref.partition("#")
         offset, _, length = part.partition("+")
         return Place(f"{self._folder}/{name}", int(offset), int(length))
 
     def open(self, ref: str) -> bytes:
-        """The bytes."""
+        """Return the bytes."""
         path, offset, length = self.place(ref)
         with Path(path).open("rb") as file:
             file.seek(offset)
@@ -216,7 +220,7 @@ def stage_clips(
 
 
 def _selected(task: StageTask, bands: NDArray[np.generic]) -> list[int]:
-    """The rows of a clip that are wanted."""
+    """Return the rows of a clip that are wanted."""
     own = bands[task.first_row :][: task.num_rows]
     found: list[int] = (np.flatnonzero(own != NO_BAND) + task.first_row).tolist()
     return found
@@ -240,9 +244,6 @@ def _check_space(table: ScanTable, rows: NDArray[np.int64], folder: Path) -> Non
         )
 
 
-_Given = tuple["SourceSpec", Path, Path, Path, int]
-
-
 def _staged(given: _Given, tasks: Sequence[StageTask], num_workers: int) -> Iterator[None]:
     if num_workers > _MAX_THREADS:
         context = get_context("spawn")
@@ -263,10 +264,7 @@ def _staged(given: _Given, tasks: Sequence[StageTask], num_workers: int) -> Iter
     yield from in_threads(stage, tasks, max(num_workers, 1))
 
 
-_staging: Staging
-
-
-def _start_worker(*given: Any) -> None:  # noqa: ANN401 - of Staging
+def _start_worker(*given: Any) -> None:  # of Staging
     global _staging
     set_up_worker()
     _staging = Staging(*given)
@@ -277,17 +275,17 @@ def _stage(task: StageTask) -> None:
 
 
 def clip_file(folder: Path, number: int, band: int) -> Path:
-    """The file of a clip's members for a band."""
+    """Return the file of a clip's members for a band."""
     return folder / f"{number:06d}.{band}.bin"
 
 
 def index_of(folder: Path, number: int) -> Path:
-    """The list of what a clip's files hold."""
+    """Return the file that lists the content of a clip's files."""
     return folder / f"{number:06d}.index"
 
 
 def _load_index(folder: Path, number: int) -> _Index | None:
-    """The list of a clip's files; None where it is not there or not whole."""
+    """Read the list of a clip's files; None where it is missing or not whole."""
     with contextlib.suppress(OSError, msgspec.DecodeError):
         return msgspec.msgpack.decode(index_of(folder, number).read_bytes(), type=_Index)
     return None

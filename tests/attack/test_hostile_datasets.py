@@ -70,7 +70,7 @@ def preload() -> None:
     import torch
 
     import fuelrail.__main__
-    import fuelrail.bench.studies.order.command
+    import fuelrail.bench.studies.order.describe
     import fuelrail.loaders.commands
     import fuelrail.loaders.loader
     import fuelrail.loaders.storage.reader

@@ -171,7 +171,7 @@ def files_of(root: Path) -> list[Path]:
 
 
 def cases() -> Iterator[Case]:
-    """Without end, in an order that is always the same: every source and every mutation come early."""
+    """Mutate without end, always in the same order: every source and every mutation come early."""
     rng = random.Random(20)
     every = [(suite, mutation) for suite in suites() for mutation in MUTATIONS]
     while True:

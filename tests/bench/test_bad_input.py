@@ -7,9 +7,9 @@ import time
 import pytest
 
 from fuelrail.__main__ import main
+from fuelrail.bench.studies.diff import load_comparable
 from fuelrail.bench.studies.loader.run import run_loader
 from fuelrail.bench.studies.loader.stages import LoaderChoice
-from fuelrail.bench.studies.scale.report import load_scale_report
 from fuelrail.bench.studies.train.report import load_report
 from fuelrail.loaders import ImageAugment
 from fuelrail.pipeline.format.dataset import open_dataset
@@ -33,6 +33,7 @@ def bench(word, dataset, out, *options):
     return main(["bench", word, str(dataset), "--out", str(out), *map(str, options)])
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_a_dataset_that_ends_in_the_warm_up_gives_no_figure(dataset, tmp_path, capsys):
     assert bench("train", dataset, tmp_path, *QUICK, "--epochs", 1, "--warmup", 20) == 0
     report = load_report(tmp_path / "report.json")
@@ -43,10 +44,11 @@ def test_a_dataset_that_ends_in_the_warm_up_gives_no_figure(dataset, tmp_path, c
         assert "samples/s" not in said
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_scaling_over_too_few_steps_gives_no_figure(dataset, tmp_path, capsys):
     options = ("--ranks", "1", "--steps", 6, "--warmup", 5, "--loader-seconds", 0.2)
     assert bench("scale", dataset, tmp_path, *QUICK, *options) == 0
-    report = load_scale_report(tmp_path / "report.json")
+    report = load_comparable(tmp_path / "report.json")
     assert (report.measured, report.trials, report.curves) == ([], [], [])
     assert report.warnings[0].startswith("No figures: ")
     assert report.warnings[0] in " ".join(capsys.readouterr().out.split())

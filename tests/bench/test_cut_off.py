@@ -10,12 +10,16 @@ import subprocess
 import sys
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from getpass import getuser
+from multiprocessing import forkserver
 from pathlib import Path
 
+import psutil
 import pytest
 
+from fuelrail.__main__ import main
 from fuelrail.bench.measure.records import read_rank
 from support.ranks import environment
 
@@ -42,13 +46,6 @@ def timed(out):
 
 CASES = {
     "train": ((*QUICK, "--ranks", 2, "--steps", 100_000, "--warmup", 2), stepped("records", 20), signal.SIGINT),
-    "diagnose": (
-        (*QUICK, "--steps", 100, "--warmup", 2), stepped("without-storage/records", 1), signal.SIGINT,
-    ),
-    "scale": (
-        (*QUICK, "--ranks", "1,2", "--steps", 100, "--warmup", 2),
-        stepped("records/ranks-2-batch-1", 1), signal.SIGTERM,
-    ),
     "compare": (
         ("--only", "fuelrail:turbo", "--height", 32, "--width", 48, "--batch-size", 2, "--psnr", 15, "--seconds", 0.3,
          "--rounds", 1000),
@@ -98,55 +95,91 @@ def test_a_partial_report_says_so_and_nothing_keeps_running(word, dataset, tmp_p
     assert "**Partial report: " in (out / "report.md").read_text()
     assert processes_of(token) == []
     assert {one.name for one in out.with_name("temporary").iterdir()} <= {f"torchinductor_{getuser()}"}  # a cache
+
+
+STUDIES = {
+    "diagnose": ((*QUICK, "--steps", 100, "--warmup", 2), stepped("without-storage/records", 1)),
+    "scale": ((*QUICK, "--ranks", "1,2", "--steps", 100, "--warmup", 2), stepped("records/ranks-2-batch-1", 1)),
+}
+
+
+def bench_until(is_under_way, act, word, dataset, out, *options):
+    """Run the command here on warm ranks, and ``act()`` once it is as far as that; return its exit code."""
+
+    def acting():
+        wait_until(lambda: is_under_way(out))
+        act()
+
+    with ThreadPoolExecutor(1) as pool:
+        acted = pool.submit(acting)
+        code = main([*map(str, ("bench", word, dataset, "--out", out, "--no-html", *options))])
+    acted.result()
+    assert server().children() == []
+    return code
+
+
+def server():
+    """The process that warm ranks are forks of."""
+    return psutil.Process(forkserver._forkserver._forkserver_pid)
+
+
+def rank_1():
+    (launcher,) = server().children()
+    return sorted(process.pid for process in launcher.children())[1]
+
+
+@pytest.mark.usefixtures("warm_ranks")
+@pytest.mark.parametrize("word", STUDIES)
+def test_a_study_of_several_runs_keeps_those_that_were_whole(word, dataset, tmp_path, capsys):
+    options, is_under_way = STUDIES[word]
+    out = tmp_path / "out"
+    code = bench_until(is_under_way, lambda: os.kill(os.getpid(), signal.SIGINT), word, dataset, out, *options)
+    assert code == 130
+    assert "the report is partial: " in capsys.readouterr().err
+    report = json.loads((out / "report.json").read_text())
+    assert "interrupted" in report["cut_off"]
+    assert "**Partial report: " in (out / "report.md").read_text()
     if word == "diagnose":
         assert report["diagnosis"] is None
         assert [run["name"] for run in report["runs"]] == ["as-it-is", "without-loading"]
-    if word == "scale":
+    else:
         assert {run["num_ranks"] for run in report["measured"]} >= {1}
         assert report["curves"] == []
 
 
-def test_a_rank_that_is_killed_is_named_in_a_partial_report(dataset, tmp_path):
+@pytest.mark.usefixtures("warm_ranks")
+def test_a_rank_that_is_killed_is_named_in_a_partial_report(dataset, tmp_path, capsys):
     options, is_under_way, _ = CASES["train"]
     out = tmp_path / "out"
-    with under_way("train", dataset, out, options, is_under_way) as (process, token):
-        os.kill(rank_1_of(token), signal.SIGKILL)
-        _, error = process.communicate(timeout=_PATIENCE_S)
-    assert process.returncode == 1, error
+    assert bench_until(is_under_way, lambda: os.kill(rank_1(), signal.SIGKILL), "train", dataset, out, *options) == 1
     report = json.loads((out / "report.json").read_text())
     assert report["cut_off"].startswith("rank 1 was ended by SIGKILL after ")
-    assert f"the report is partial: {report['cut_off']}" in error
+    assert f"the report is partial: {report['cut_off']}" in capsys.readouterr().err
     assert all(shown["num_steps"] >= 10 for shown in report["ranks"])
-    assert processes_of(token) == []
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("warm_ranks")
 def test_a_rank_that_is_stuck_is_named_within_the_time_limit(dataset, tmp_path):
     """Once it is asked to end, it is continued: the launcher would wait half a minute before it kills it."""
     options, is_under_way, _ = CASES["train"]
     # A mesh of two axes has groups of its own, which must have the same limit.
     options = (*options, "--ranks", 4, "--mesh", "dp_replicate=2,dp_shard=2", "--timeout-s", 10)
-    with under_way("train", dataset, tmp_path / "out", options, is_under_way) as (process, token):
-        rank = rank_1_of(token)
+
+    def stop():
+        rank = rank_1()
         os.kill(rank, signal.SIGSTOP)
         wait_until(lambda: is_asked_to_end(rank))
         os.kill(rank, signal.SIGCONT)
-        _, error = process.communicate(timeout=_PATIENCE_S)
-    assert process.returncode == 1, error
+
+    assert bench_until(is_under_way, stop, "train", dataset, tmp_path / "out", *options) == 1
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["cut_off"].startswith("rank 1 did not answer within the time limit (timeout_s), after ")
-    assert processes_of(token) == []
 
 
 def is_asked_to_end(pid):
     """Whether SIGTERM waits for a process that is stopped."""
     (pending,) = re.findall(r"^ShdPnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     return bool(int(pending, 16) >> (signal.SIGTERM - 1) & 1)
-
-
-def rank_1_of(token):
-    (rank,) = (pid for pid in processes_of(token) if b"RANK=1" in environ_of(pid).split(b"\0"))
-    return rank
 
 
 def test_nothing_outlives_a_command_that_is_killed(dataset, tmp_path):
@@ -158,7 +191,7 @@ def test_nothing_outlives_a_command_that_is_killed(dataset, tmp_path):
 
 
 def processes_of(token):
-    """Those with the token in their environment, which children inherit."""
+    """Find the processes with the token in their environment, which children inherit."""
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return [pid for pid in pids if pid != os.getpid() and token.encode() in environ_of(pid)]
 

@@ -8,7 +8,6 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-import fuelrail as fr
 from support.pages import ROOT
 
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
@@ -23,20 +22,15 @@ def test_all_notebooks_are_listed_and_stored_without_output() -> None:
         assert not [cell for cell in notebook.cells if cell.get("outputs") or cell.get("execution_count")], path.name
 
 
-@pytest.fixture(scope="module")
-def drive(made_once):
-    """What the first cell of each notebook synthesises, which is then already there; of other options it is refused."""
-    return made_once("notebooks", lambda out: fr.synth(out, size=(320, 180), clips=2, frames=4, workers=1))
-
-
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.network
 @pytest.mark.filterwarnings("ignore::Warning")  # of Jupyter's own parts
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_runs(path, drive, tmp_path) -> None:
+def test_it_runs(path, quickstart, tmp_path) -> None:
     notebook = nbformat.read(path, as_version=4)
-    (tmp_path / "drive").symlink_to(drive)
+    # What the first cell synthesises is then already there; of other options it is refused.
+    (tmp_path / "drive").symlink_to(quickstart / "drive")
     first, *_ = (cell for cell in notebook.cells if cell.cell_type == "code")
     assert "Path(tempfile.mkdtemp())" in first.source
     first.source = first.source.replace("tempfile.mkdtemp()", repr(str(tmp_path)))

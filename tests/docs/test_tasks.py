@@ -44,6 +44,7 @@ def test_1_see_and_train_on_a_dataset_without_having_one(desk, quickstart) -> No
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("warm_ranks")
 def test_1_measure_a_training_run_as_both_first_pages_print_it(desk) -> None:
     (block,) = [b for b in blocks_of(GUIDES / "quickstart.md") if b.heading == "A report of a training run"]
     assert block.code.strip() in (ROOT / "README.md").read_text(encoding="utf-8")
@@ -216,6 +217,7 @@ def test_7_train_on_two_ranks_and_resume_on_one(desk, capfd) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("warm_ranks")
 def test_8_find_out_why_the_gpus_wait(desk, capsys) -> None:
     names = follow(GUIDES / "diagnose.md")
     out = capsys.readouterr().out

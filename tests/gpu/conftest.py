@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fuelrail.bench.ranks import launch
 from support import gpu_bench
 from support.backends import dali_on_host
 from support.datasets import build_dataset
@@ -12,6 +13,7 @@ from support.fake_cuda import FakeCuda
 from support.gpu_bench import CUDA, Bench, require_dali, synthesise, why_no_gpu
 from support.gpu_record import FACTS, pytest_addoption, pytest_configure
 from support.nvml_watch import Watch
+from support.warm_ranks import Warm
 
 __all__ = ["pytest_addoption", "pytest_configure"]
 
@@ -40,6 +42,7 @@ def bench(request, monkeypatch):
         yield request.getfixturevalue("whole_bench")
         return
     bench = request.getfixturevalue("small_bench")
+    monkeypatch.setattr(launch, "subprocess", Warm)
     if device == "cpu":
         yield bench
         return

@@ -67,7 +67,6 @@ def test_dali_decodes_by_hardware(bench, facts, decoder):
     """DALI is installed with all that it needs, and baseline JPEGs will go to the JPEG engines."""
     found = dali_install.installed_dali()
     facts["dali"] = str(found)
-    facts["known_faults"] = [] if found is None else [str(fault.effect) for fault in found.known_faults]
     if bench.on_gpu:
         engine = dali_install.gpu_engine(bench.device.index)
         facts |= {"engine": engine.name, "reason": engine.reason, "advice": engine.advice}

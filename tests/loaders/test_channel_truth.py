@@ -1,6 +1,6 @@
 """Channels of batches equal those computed afresh from the augmented boxes, points and matrices of the same batch.
 
-The world is that of ``fuelrail synth --channels``: radar, instance masks and depth, with 2-D boxes of the tables. The
+The world is a synthetic drive with radar, instance masks and depth, with 2-D boxes of the tables. The
 test adds files beside its tables: depth of the ground, occupancy of the boxes, their projections, poses and a caption.
 """
 
@@ -21,9 +21,8 @@ from fuelrail.pipeline.channels.selection import decode_values
 from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.sharding.api import shard
-from fuelrail.sharding.demo.channels import DEPTH_FRACTION
-from fuelrail.sharding.demo.synth import synth
 from fuelrail.sharding.sources.nuscenes.channels import channel_file
+from support.synth_channels import DEPTH_FRACTION, synth_with_channels
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,7 +61,7 @@ NAMES = ["radar", f"boxes2d_{CAMERA}", f"instances_{CAMERA}", f"depth_{CAMERA}",
 @pytest.fixture(scope="module")
 def drive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base: Path = tmp_path_factory.mktemp("truth")
-    synth(base / "drive", seed=5, clips=1, frames=3, size=SIZE, lidar_sweeps=0, workers=1, channels=True)
+    synth_with_channels(base / "drive", seed=5, clips=1, frames=3, size=SIZE, lidar_sweeps=0, workers=1)
     shard(f"nuscenes:{base / 'drive'}", base / "plain", workers=1)
     plain = open_dataset(base / "plain")
     table = base / "drive" / "v1.0-mini" / "channels.json"

@@ -11,9 +11,7 @@ import pytest
 import torch
 
 from fuelrail.loaders import BevAugment, DataLoader, FrameWindow, ImageAugment, OrderSpec, Transforms, World
-from fuelrail.loaders.batch import assemble, temporal
 from fuelrail.loaders.batch.channels import OWN_NAMES, SelectedChannels, choose_channels
-from fuelrail.loaders.records import Batch
 from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.channels.kinds import Packed
@@ -346,14 +344,6 @@ def test_channels_whose_entries_have_names_of_others_are_refused(tmp_path) -> No
     for chosen, entry in ((["img"], "img"), (["gt"], "gt_valid"), (["cue", "cue_valid"], "cue_valid")):
         with pytest.raises(ConfigError, match=f"needs the batch entry '{entry}', which another entry has"):
             loader(tmp_path / "d", channels=chosen)
-
-
-def test_the_names_of_a_batch_are_those_of_its_tables() -> None:
-    assert Batch.__annotations__.keys() - {"gt_mask", "points_mask"} == OWN_NAMES
-    tables = (assemble.__doc__ or "", temporal.__doc__ or "")
-    rows = [row for table in tables for row in re.findall(r"^((?:``\w+``(?:, )?)+)  ", table, re.MULTILINE)]
-    rows += re.findall(r"^``(\w+)``", "\n".join(tables), re.MULTILINE)
-    assert {name for row in rows for name in re.findall(r"\w+", row)} | {"dataset", "seed"} == OWN_NAMES
 
 
 def test_an_unknown_kind_or_law_is_refused_by_name(tmp_path) -> None:

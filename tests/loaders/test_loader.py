@@ -230,7 +230,7 @@ class TestOrder:
         assert keys(loader) == whole[2]
 
     def test_a_validation_loader_that_only_changes_its_class_gives_the_same_samples(self, tiny):
-        """As torch's with its defaults, on one rank and with a DistributedSampler on several."""
+        """The order is torch's with its defaults, on one rank and with a DistributedSampler on several."""
         view = MapView(open_dataset(tiny), ["boxes"], transform=lambda item: item["key"])
         train = torch.utils.data.Subset(view, range(NUM_TRAIN))
         for batch_size in (1, 4, 7, 32):

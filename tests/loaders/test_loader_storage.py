@@ -153,7 +153,7 @@ class TestSameBatches:
 
     @pytest.mark.process
     def test_a_disk_that_fills_up_stops_the_cache_and_not_the_run(self, tiny, tmp_path):
-        """On a real small file system, which takes a user namespace to mount."""
+        """The cache is on a real small file system, which takes a user namespace to mount."""
         code = """
 import logging, sys
 from fuelrail.loaders import DataLoader

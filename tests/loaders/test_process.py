@@ -44,7 +44,7 @@ def python(root, code):
 
 
 def test_a_fork_while_it_runs(tiny):
-    """In the child, continuing is an error that says so, and it continues as a pickled copy; so does the parent."""
+    """Continuing in the child is an error that says so, and it continues as a pickled copy; so does the parent."""
     done = python(
         tiny,
         """

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import fuelrail.loaders.batch.temporal as temporal_module
 from fuelrail.loaders import BevAugment, ImageAugment, OrderSpec, PixelAugment
+from fuelrail.loaders.records import batch_entries
 from fuelrail.loaders.storage.cache.future_uses import coming_rows
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.errors import ConfigError, OrderError, StateMismatchError
@@ -107,16 +107,15 @@ def test_every_frame_is_the_single_sample_of_its_row(root, single, frames, strid
 
 def test_shapes_and_dtypes_are_those_of_the_table(root):
     sizes = {"B": 3, "T": 2, "N": len(CAMERAS), "H": 32, "W": 48, "C": 5}
-    rows = re.findall(r"^``(\w+)`` +(\S.*?)  +\S", temporal_module.__doc__ or "", re.MULTILINE)
-    stated = dict(rows)
+    stated = {name: form for name, (form, _) in batch_entries().items() if re.search(r"\bT\b", form)}
     batch, alone = (batches(root, frames=frames, points=True)[0] for frames in ([-1, 0], None))
     assert {"ego2key", "frame_valid", "frame_global_index", *OF_FRAMES} <= stated.keys() <= batch.keys()
     for name, kind in stated.items():
-        match = re.fullmatch(r"(list of T of )?\[(.*)\] (\w+)", kind)
+        match = re.fullmatch(r"(list of \(T of\) )?\[(.*)\] (\w+)", kind)
         assert match is not None, kind
         tensors = [frame for sample in batch[name] for frame in sample] if match[1] else [batch[name]]
         assert not match[1] or [len(sample) for sample in batch[name]] == [2, 2, 2]
-        axes = [sizes.get(axis, axis) for axis in match[2].split(", ")]
+        axes = [sizes.get(axis, axis) for axis in re.findall(r"\w+", match[2])]
         for tensor in tensors:
             assert str(tensor.dtype) == f"torch.{match[3]}", name
             assert tensor.ndim == len(axes), name

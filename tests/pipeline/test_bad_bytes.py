@@ -231,7 +231,7 @@ def test_a_third_of_all_flips_of_an_index_never_end_the_process(forms) -> None:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_cut_bytes_are_refused_wherever_they_are_cut(forms, name) -> None:
-    """At most some 300 places, which differ by an odd number of bytes, and the last ones."""
+    """Choose at most some 300 places, which differ by an odd number of bytes, and the last ones."""
     end = len(forms[name].good) - forms[name].may_miss
     for length in {*range(0, end, end // 300 | 1), *range(max(0, end - 9), end)}:
         check(forms[name], forms[name].good[:length], must_fail=True)

@@ -18,11 +18,11 @@ from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.rigid import rotation_matrices
 from fuelrail.pipeline.sample.arrays import read_npy, write_npy
 from fuelrail.sharding.api import reshard, shard, verify
-from fuelrail.sharding.demo.synth import synth
 from fuelrail.sharding.verify.inspect import describe_dataset, describe_sample
 from support.batches import batches, unlike
 from support.edits import reseal
 from support.sharding import members_of
+from support.synth_channels import synth_with_channels
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +37,7 @@ WORLD: dict[str, Any] = {"seed": 5, "clips": 2, "frames": 2, "size": (320, 180),
 @pytest.fixture(scope="module")
 def drive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("channels")
-    synth(base / "drive", **WORLD, channels=True)
+    synth_with_channels(base / "drive", **WORLD)
     shard(f"nuscenes:{base / 'drive'}", base / "out", workers=1, layout="none")
     shard(f"nuscenes:{base / 'drive'}", base / "packed", workers=1)
     return base

@@ -213,7 +213,7 @@ def test_an_output_that_holds_something_else(run, source, dataroot, tmp_path):
 
 @contextlib.contextmanager
 def without_privileges():
-    """As a user whom permissions bind: root is not."""
+    """Run as a user whom permissions bind: root is not."""
     if os.geteuid() != 0:
         yield
         return

@@ -37,7 +37,7 @@ def with_channels(source):
 
 
 def members_by_fuelrail(root):
-    """Of each sample in its stored order: field as stored to stored bytes."""
+    """Return each sample in its stored order: field as stored to stored bytes."""
     dataset = open_dataset(root)
     found = []
     for at in range(len(dataset.index)):

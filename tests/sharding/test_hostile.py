@@ -29,8 +29,8 @@ from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.run import shard
 from fuelrail.sharding.sources.registry import SourceSpec
 from fuelrail.sharding.verify.dataset import verify
-from fuelrail.sharding.write.blocks import ReadBuffer
 from fuelrail.sharding.write.packer import RawMember, ShardPacker
+from fuelrail.sharding.write.read_buffer import ReadBuffer
 from support.hostile import Member, edited, small_dataset
 from support.hostile_cases import cases, zeros
 from support.loaders import make_loader

@@ -127,11 +127,9 @@ def log(rank: int, records: list[StepRecord], *, digest: str = "same", labelled:
     )
 
 
-def report_of(logs, *, settings=SETTINGS, cut_off=None, price=None, cpu=None) -> Report:
+def report_of(logs, *, settings=SETTINGS, cut_off=None, cpu=None) -> Report:
     """The report of ranks that left these logs."""
-    return build_report(
-        settings, logs, machine=MACHINE, dataset=DATASET, cut_off=cut_off, price_per_gpu_hour=price, cpu=cpu
-    )
+    return build_report(settings, logs, machine=MACHINE, dataset=DATASET, cut_off=cut_off, cpu=cpu)
 
 
 def _stages(busy_s: float, items: int) -> list[StageClock]:

@@ -23,11 +23,7 @@ from fuelrail.pipeline.format.index.samples import INDEX_FILE, write_index
 from fuelrail.pipeline.format.index.shards import ShardEntry, shard_name
 from fuelrail.pipeline.format.index.tables import write_tables
 from fuelrail.pipeline.format.manifest import (
-    FORMAT,
-    FORMAT_VERSION,
     MANIFEST_FILE,
-    FileEntry,
-    Lineage,
     Manifest,
     SplitEntry,
     encode_manifest,
@@ -47,11 +43,12 @@ from fuelrail.pipeline.sample.schema import (
     encode_arrays,
     encode_meta,
 )
-from fuelrail.sharding.write.blocks import ReadBuffer
 from fuelrail.sharding.write.packer import RawMember, ShardPacker
+from fuelrail.sharding.write.read_buffer import ReadBuffer
+from support.datasets import dataset_manifest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     from fuelrail.pipeline.format.index.row import IndexRow
@@ -218,22 +215,8 @@ def write_manifest(
     )
     entries = write_tables(folder, shards)
     manifest = dataset_manifest(
-        {split: whole}, entries, sum(shard.bytes for shard in shards), num_clips=num_clips, seed=seed,
+        {split: whole}, entries, sum(shard.bytes for shard in shards), seed=seed,
         order_unit=order_unit,
     )  # fmt: skip
     (folder / MANIFEST_FILE).write_bytes(encode_manifest(manifest))
     return manifest
-
-
-def dataset_manifest(
-    splits: Mapping[str, SplitEntry], files: Sequence[FileEntry], num_bytes: int, *, num_clips: int, seed: int = 0,
-    order_unit: str = "frame",
-) -> Manifest:  # fmt: skip
-    """The manifest of a dataset without cameras that has these splits and files."""
-    return Manifest(
-        format=FORMAT, version=FORMAT_VERSION, name="synthetic", fingerprint="",
-        num_samples=sum(split.num_samples for split in splits.values()), num_clips=num_clips, num_bytes=num_bytes,
-        seed=seed, order_unit=order_unit, channels=(), classes=(), attributes=(), time_base="unix",
-        ego_origin="rear_axle_ground", license=None, compression={}, provenance={}, lineage=Lineage(),
-        files=tuple(files), splits=dict(splits),
-    )  # fmt: skip

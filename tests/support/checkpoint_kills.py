@@ -9,7 +9,6 @@ them, with the samples and losses that an uninterrupted run on one process has.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -24,9 +23,9 @@ from typing import Any
 import xxhash
 
 from support.checkpoint_ranks import KEEP, MESHES, NUM_STEPS, PHASES, run_rank
+from support.ranks import warm
 
 MAX_LOSS_DIFFERENCE = 2e-6
-_MODULE = "support.checkpoint_ranks"
 FAULTS = ("wrong_samples", "damaged_checkpoints", "older_than_newest")
 _PATIENCE_S = 120.0
 _POLL_S = 0.0005
@@ -45,8 +44,7 @@ class Kills:
     def __init__(self, work: Path, dataset: Path, seed: int) -> None:
         self._work, self._dataset = work, dataset
         self._draw = random.Random(seed)
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([_MODULE])
+        self._context = warm()
         self._number = count()
         self.by_phase: Counter[str] = Counter()
         self.by_mesh: Counter[str] = Counter()

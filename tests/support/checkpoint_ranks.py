@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 MODEL = "vit-tiny"
 GLOBAL_BATCH = 8
-NUM_STEPS = 30
+NUM_STEPS = 18
 EVERY = 3
 KEEP = 2
 # Where a rank is; a number in shared memory, so that the harness knows at which moment it kills.
@@ -119,7 +119,7 @@ def run_rank(
     share = GLOBAL_BATCH // degrees.data
     model = build(MODELS[MODEL], "cpu", 0, mesh)
     parallel = parallelise(model, MESHES[name].settings, degrees, mesh, batch_size=share)
-    image = ImageAugment(height=128, width=128)
+    image = ImageAugment(height=64, width=64)
     with (
         Path(lines).open("a", buffering=1) as out,
         DataLoader(

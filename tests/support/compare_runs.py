@@ -5,7 +5,7 @@ from __future__ import annotations
 from fuelrail.bench.peers.peer import Work
 from fuelrail.bench.peers.process import Check
 from fuelrail.bench.studies.compare.laps import Timed
-from fuelrail.bench.studies.compare.report import CompareReport, Contestant, build_compare_report, make_run
+from fuelrail.bench.studies.compare.report import CompareReport, ContestantResult, build_compare_report, make_run
 from support.bench_runs import DATASET, MACHINE
 
 WORK = Work(
@@ -25,7 +25,7 @@ def timed(images_per_s, *, count=40, **changes) -> Timed:
     return usual._replace(**changes)
 
 
-def contestant(name, rates, left_out=None, reference=None) -> Contestant:
+def contestant(name, rates, left_out=None, reference=None) -> ContestantResult:
     """A contestant with a run of each of these rates; those of the reference in the laps between (default: its own)."""
     peer, _, recipe = name.partition(":")
     runs = [
@@ -33,7 +33,9 @@ def contestant(name, rates, left_out=None, reference=None) -> Contestant:
         for number, (rate, beside) in enumerate(zip(rates, reference or rates, strict=True))
     ]
     check = None if left_out else CHECK
-    return Contestant(name=name, peer=peer, recipe=recipe, check=check, left_out=left_out, runs=runs, figures=None)
+    return ContestantResult(
+        name=name, peer=peer, recipe=recipe, check=check, left_out=left_out, runs=runs, figures=None
+    )
 
 
 def compare_report_of(contestants, cut_off=None) -> CompareReport:

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import numpy as np
 import simplejpeg
 import xxhash
@@ -23,6 +24,7 @@ from fuelrail.pipeline.format.manifest import (
     FORMAT,
     FORMAT_VERSION,
     MANIFEST_FILE,
+    FileEntry,
     Lineage,
     Manifest,
     SplitEntry,
@@ -46,7 +48,7 @@ from fuelrail.pipeline.sample.schema import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from fuelrail.pipeline.channels.table import Channel
 
@@ -202,9 +204,8 @@ def build_dataset(
     if dictionary is not None:
         (root / DICTIONARY_FILE).write_bytes(dictionary.data)
         files.append(file_entry(root / DICTIONARY_FILE))
-    manifest = Manifest(
-        format=FORMAT, version=FORMAT_VERSION, name="tiny", fingerprint="", num_samples=len(rows),
-        num_clips=sum(s.num_clips for s in split_entries.values()), seed=seed, order_unit="frame",
+    manifest = dataset_manifest(
+        split_entries, files, sum(shard.bytes for shard in shards), seed=seed, name="tiny",
         channels=channel_table(
             [
                 CameraEntry(channel=c, source_name=c.upper(), sizes=(wh,))
@@ -214,13 +215,24 @@ def build_dataset(
             [channel for channel, _ in extra],
             fields={BOXES: ""} if labelled else {},
         ),
-        classes=CLASSES, attributes=(), time_base="unix", ego_origin="rear_axle_ground", license=None,
-        compression={"layout": layout, "level": 3}, splits=split_entries,
-        files=tuple(files), lineage=Lineage(), num_bytes=sum(shard.bytes for shard in shards),
-        provenance={"source": "tests"},
+        classes=CLASSES, compression={"layout": layout, "level": 3}, provenance={"source": "tests"},
     )  # fmt: skip
     (root / MANIFEST_FILE).write_bytes(encode_manifest(manifest))
     return raw
+
+
+def dataset_manifest(
+    splits: Mapping[str, SplitEntry], files: Sequence[FileEntry], num_bytes: int, **values: Any
+) -> Manifest:
+    """Return the manifest of a dataset with these splits and files, without channels; ``values`` are further fields."""
+    made = Manifest(
+        format=FORMAT, version=FORMAT_VERSION, name="synthetic", fingerprint="",
+        num_samples=sum(split.num_samples for split in splits.values()),
+        num_clips=sum(split.num_clips for split in splits.values()), num_bytes=num_bytes, seed=0, order_unit="frame",
+        channels=(), classes=(), attributes=(), time_base="unix", ego_origin="rear_axle_ground", license=None,
+        compression={}, provenance={}, lineage=Lineage(), files=tuple(files), splits=dict(splits),
+    )  # fmt: skip
+    return msgspec.structs.replace(made, **values)
 
 
 class TinyDataset(NamedTuple):

@@ -33,7 +33,7 @@ class Block:
 
 
 class FakeStream:
-    """In the place of `torch.cuda.Stream`."""
+    """A stand-in for `torch.cuda.Stream`."""
 
     numbers = itertools.count(1)
     fake: FakeCuda
@@ -67,7 +67,7 @@ class FakeStream:
 
 
 class FakeEvent:
-    """In the place of `torch.cuda.Event`."""
+    """A stand-in for `torch.cuda.Event`."""
 
     fake: FakeCuda
 

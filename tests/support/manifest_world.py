@@ -97,7 +97,7 @@ def write_files(world: World, root: Path, paths: str) -> dict[tuple[str, int, st
 
 
 def box_rows(frame: Any) -> list[dict[str, Any]]:
-    """In global."""
+    """Return the boxes of a frame in global, as rows."""
     return [
         {
             **dict(zip(("x", "y", "z"), box.centre.tolist(), strict=True)),

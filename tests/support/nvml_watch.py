@@ -6,7 +6,7 @@ from fuelrail.bench.measure.nvml import GpuUse
 
 
 class Watch:
-    """In the place of `NvmlWatch`."""
+    """A stand-in for `NvmlWatch`."""
 
     jpeg: float | None = 0.5
     reason: str | None = None

@@ -14,21 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fuelrail.bench.planner.formulas import (
+from fuelrail.bench.planner.formulas import bubble, sent_bytes, zero_state_bytes
+from fuelrail.bench.planner.hardware import GIB, load_cluster
+from fuelrail.bench.planner.step_time import Efficiency, StepWork, Traffic, fit, step_time
+from support.published_formulas import (
     Transformer,
-    bubble,
     first_stage_layers,
     hardware_flop,
     layer_activation_bytes,
     model_flop,
     parameters,
-    sent_bytes,
     training_days,
     utilisation,
-    zero_state_bytes,
 )
-from fuelrail.bench.planner.hardware import GIB, load_cluster
-from fuelrail.bench.planner.step_time import Efficiency, Traffic, Work, fit, step_time
 
 if TYPE_CHECKING:
     from fuelrail.bench.planner.hardware import ClusterSettings, ComputeType
@@ -205,7 +203,7 @@ def division_of(given: Mapping[str, Any]) -> Division:
     )  # fmt: skip
 
 
-def work_of(model: Transformer, how: Division, grad_bytes: int) -> Work:
+def work_of(model: Transformer, how: Division, grad_bytes: int) -> StepWork:
     """Work of a rank by closed formulas."""
     matrices, attention, logits = (how.micro_batch * flop / how.tp / how.pp / how.cp for flop in model.sample_flop)
     full, selective = how.recompute == "full", how.recompute == "selective" and not how.flash
@@ -225,7 +223,7 @@ def work_of(model: Transformer, how: Division, grad_bytes: int) -> Work:
     traffic = Traffic(
         bytes=data, times=times, reach=stride * how.dp, stride=stride, hidden=1.0 if how.sharded else 0.0
     )  # fmt: skip
-    return Work(
+    return StepWork(
         flop=matrices * (4 if full else 3) + 3 * logits,
         attention_flop=scores * attention * (4 if full or selective else 3),
         activation_bytes=layers * moved / how.cp * (4 / 3 if full else 1),
@@ -240,7 +238,7 @@ def work_of(model: Transformer, how: Division, grad_bytes: int) -> Work:
     )
 
 
-def timed(case: Case) -> tuple[Work, ClusterSettings, ComputeType, float]:
+def timed(case: Case) -> tuple[StepWork, ClusterSettings, ComputeType, float]:
     """A case as work on a cluster, with its step time in seconds."""
     given, model, how = case.given, transformer(case.given), division_of(case.given)
     work = work_of(model, how, 4 if "fp32 reduce" in str(given.get("precision")) else 2)

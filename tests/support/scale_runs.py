@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from fuelrail.bench.planner.scale_model import Fit, Overhead
-from fuelrail.bench.studies.scale.report import Conditions, Measured, ScaleReport, build_scale_report, make_curves
+from fuelrail.bench.planner.scaling import HostFit, Overhead
+from fuelrail.bench.studies.scale.options import ScaleOptions
+from fuelrail.bench.studies.scale.report import MeasuredRun, ScaleReport, build_scale_report, make_curves
 from support.bench_runs import DATASET, MACHINE
 
-CONDITIONS = Conditions(max_ranks=64, ranks_per_host=1, slow_share=0.05, slow_by=0.5, storage_gb_per_s=0.5, seed=3)
+CONDITIONS = ScaleOptions(
+    max_ranks=64, ranks_per_host=1, straggler_share=0.05, straggler_slowdown=0.5, storage_gb_per_s=0.5, seed=3
+)
 
 
-def fit(**changes) -> Fit:
+def fit(**changes) -> HostFit:
     """A loader that is a little faster than the accelerator, with some noise."""
     made = {
         "service_ms": [16.0, 20.0, 24.0], "service_batch": 2, "forward_backward_ms": 50.0, "optimiser_ms": 1.0,
@@ -17,12 +20,12 @@ def fit(**changes) -> Fit:
         "all_reduce_ms": 1.5, "trainer_cpus": 0.1, "host_cpus": 8.0,
         "queue_batches": 3, "sample_bytes": 1e6,
     }  # fmt: skip
-    return Fit(**(made | changes))
+    return HostFit(**(made | changes))
 
 
-def measured(num_ranks, batch_size, step_ms, scalings) -> Measured:
+def measured(num_ranks, batch_size, step_ms, scalings) -> MeasuredRun:
     """A run with such a step."""
-    return Measured(
+    return MeasuredRun(
         num_ranks=num_ranks, batch_size=batch_size, scalings=scalings, step_ms=step_ms, step_low_ms=step_ms * 0.99,
         step_high_ms=step_ms * 1.01, step_p99_ms=step_ms * 1.1, samples_per_s=1e3 * num_ranks * batch_size / step_ms,
         occupancy=0.9, efficiency={},

@@ -51,7 +51,7 @@ class WorldSweep:
 
 @dataclass
 class WorldBox:
-    """In global."""
+    """A box in global."""
 
     centre: np.ndarray
     size_lwh: np.ndarray

@@ -15,7 +15,16 @@ import torch.distributed as dist
 
 from fuelrail.bench.measure.machine import CpuUse, CpuWatch, machine_facts, of_one_host
 from fuelrail.bench.report.files import created_now
-from fuelrail.bench.studies.comm.report import KINDS, SCHEMA, VERSION, CommOptions, CommReport, Kind, Timed, timed
+from fuelrail.bench.studies.comm.report import (
+    KINDS,
+    SCHEMA,
+    VERSION,
+    CommOptions,
+    CommReport,
+    Kind,
+    TimedCollective,
+    timed,
+)
 from fuelrail.bench.trainer.strategies.parallel import make_mesh
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings, degrees_of
 
@@ -88,7 +97,7 @@ def _sizes(options: CommOptions) -> Iterator[int]:
 
 def _timed(
     kind: Kind, axis: str, group: dist.ProcessGroup, size: int, device: torch.device, options: CommOptions
-) -> Timed:
+) -> TimedCollective:
     ranks = group.size()
     elements = max(1, size // 4 // ranks) * ranks
     collective = _collective(kind, group, torch.ones(elements, device=device))
@@ -112,7 +121,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _collective(kind: Kind, group: dist.ProcessGroup, whole: torch.Tensor) -> Callable[[], object]:
-    """What to call: ``whole`` is the tensor that is reduced, gathered, scattered or sent to the next rank."""
+    """Return the function to call: ``whole`` is the tensor to reduce, gather, scatter or send to the next rank."""
     ranks, rank = group.size(), dist.get_rank(group)
     part = whole.new_empty(whole.numel() // ranks)
     if kind == "all_reduce":
@@ -138,7 +147,7 @@ def _collective(kind: Kind, group: dist.ProcessGroup, whole: torch.Tensor) -> Ca
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``OPTIONS OUT PARENT``: one rank of this host; rank 0 writes the report."""
+    """Run ``OPTIONS OUT PARENT``: one rank of this host; rank 0 writes the report."""
     options = msgspec.json.decode(Path(arguments[0]).read_bytes(), type=CommOptions)
     rank = int(os.environ["RANK"])
     report = measure(options)

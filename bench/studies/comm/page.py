@@ -11,7 +11,7 @@ HEADER = ("collective", "axis", "ranks", "bytes", "us", "algorithm GB/s", "bus G
 
 
 def rows(report: CommReport) -> list[list[str]]:
-    """One row a size."""
+    """Return one row for each size."""
     return [
         [
             one.kind, one.axis, str(one.ranks), f"{one.num_bytes:,}", f"{one.microseconds:,.1f}",
@@ -26,7 +26,8 @@ def describe(report: CommReport, plots: Mapping[str, str]) -> Document:
     rate, latency = link_of(report.timed)
     parts: list[Block | Section] = [
         Hero(
-            f"{rate:.2f}", "GB/s, bus bandwidth of the largest all-reduce",
+            f"{rate:.2f}",
+            "GB/s, bus bandwidth of the largest all-reduce",
             f"The smallest all-reduce takes {latency:,.1f} us. Bandwidths are nccl-tests'.",
         ),
         *(Note(text) for text in report.warnings),
@@ -35,7 +36,7 @@ def describe(report: CommReport, plots: Mapping[str, str]) -> Document:
             for axis in dict.fromkeys(one.axis for one in report.timed)
         ),
         Section("All sizes", [Table(HEADER, rows(report))]),
-    ]  # fmt: skip
+    ]
     about = f"{report.ranks} ranks on {report.nodes} nodes, {report.backend} on {report.device}"
     title = "How fast do ranks communicate?"
     return Document(

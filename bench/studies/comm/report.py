@@ -43,7 +43,7 @@ class CommOptions(Settings, frozen=True, kw_only=True):
     ] = None
 
 
-class Timed(msgspec.Struct, frozen=True, kw_only=True):
+class TimedCollective(msgspec.Struct, frozen=True, kw_only=True):
     """One size of one collective: the median time of the slowest rank; bandwidths in 1e9 bytes a second.
 
     ``num_bytes`` are those of the whole tensor. ``algorithm_gb_per_s`` is bytes over time; ``bus_gb_per_s`` that times
@@ -72,23 +72,23 @@ class CommReport(msgspec.Struct, frozen=True, kw_only=True):
     nodes: int
     ranks: int
     options: CommOptions
-    timed: list[Timed]
+    timed: list[TimedCollective]
     warnings: list[str]
     disturbed: str | None = None
 
 
-def timed(kind: Kind, axis: str, ranks: int, num_bytes: int, seconds: float) -> Timed:
+def timed(kind: Kind, axis: str, ranks: int, num_bytes: int, seconds: float) -> TimedCollective:
     """Return the bandwidths of a measured time."""
     factor = 1.0 if kind == "send_recv" else sent_bytes(kind, ranks, 1)
     rate = num_bytes / seconds / 1e9
-    return Timed(
+    return TimedCollective(
         kind=kind, axis=axis, ranks=ranks, num_bytes=num_bytes, microseconds=seconds * 1e6, algorithm_gb_per_s=rate,
         bus_gb_per_s=rate * factor,
     )  # fmt: skip
 
 
-def link_of(found: Sequence[Timed]) -> tuple[float, float]:
-    """GB/s and microseconds of a link: the largest all-reduce's bus bandwidth, and the smallest one's time.
+def link_of(found: Sequence[TimedCollective]) -> tuple[float, float]:
+    """Return GB/s and microseconds of a link: the largest all-reduce's bus bandwidth, and the smallest one's time.
 
     Of several axes the one with most ranks counts. Needs an all-reduce.
     """

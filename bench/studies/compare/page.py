@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from fuelrail.bench.peers.peer import OURS, Work
 from fuelrail.bench.report.page import Block, Document, Figure, Hero, Items, Section, Table, Text, document
-from fuelrail.bench.studies.compare.report import REFERENCE, CompareReport, Contestant, ranking
+from fuelrail.bench.studies.compare.report import REFERENCE, CompareReport, ContestantResult, ranking
 
 HEADER = (
     "loader:recipe", "images/s", "lowest to highest", f"speed-up of {REFERENCE}", "95 % interval",
@@ -62,12 +62,12 @@ def _hero(report: CompareReport) -> list[Hero]:
 
 
 def rows(report: CompareReport) -> Iterator[list[str]]:
-    """One row a contestant that was timed, the fastest first."""
+    """Yield one row for each contestant that was timed, the fastest first."""
     for entry in ranking(report):
         yield _row(entry)
 
 
-def _row(entry: Contestant) -> list[str]:
+def _row(entry: ContestantResult) -> list[str]:
     figures, check = entry.figures, entry.check
     assert figures is not None
     rate, times = figures.images_per_s, figures.ours_times_as_fast

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fuelrail.bench.peers.peer import OURS, PEERS
-from fuelrail.bench.report.files import load_report_of
 from fuelrail.bench.report.plots import BLUE, new_figure, style, to_svg
-from fuelrail.bench.studies.compare.report import SCHEMA, VERSION, CompareReport, Contestant, ranking
+from fuelrail.bench.studies.compare.report import CompareReport, ContestantResult, load_compare_report, ranking
 
 _GREEN = "#009e73"
 _BARS = "Images a second of each loader"
@@ -24,7 +23,7 @@ def plots(report: CompareReport) -> dict[str, str]:
 
 def picture(report: CompareReport) -> str:
     """Return the recipe of each loader that was run most often, the fastest of those, as an SVG file of its own."""
-    chosen: dict[str, Contestant] = {}
+    chosen: dict[str, ContestantResult] = {}
     for entry in ranking(report):
         best = chosen.setdefault(entry.peer, entry)
         if len(entry.runs) > len(best.runs):
@@ -36,7 +35,7 @@ def picture(report: CompareReport) -> str:
     return re.sub(r"<svg ([^>]*)>", rf"<svg {spaces} \1>{ground}", svg, count=1)
 
 
-def _bars(timed: Sequence[Contestant], names: Sequence[str]) -> str:
+def _bars(timed: Sequence[ContestantResult], names: Sequence[str]) -> str:
     gap = 0.01 * max(entry.figures.images_per_s.high for entry in timed if entry.figures is not None)
     with style():
         drawn, axes = new_figure(0.6 + 0.25 * len(timed))
@@ -57,4 +56,4 @@ def _bars(timed: Sequence[Contestant], names: Sequence[str]) -> str:
 
 if __name__ == "__main__":  # `make pictures`: REPORT.json PICTURE.svg
     given, written = map(Path, sys.argv[1:])
-    written.write_text(picture(load_report_of(given, CompareReport, SCHEMA, VERSION)), encoding="utf-8")
+    written.write_text(picture(load_compare_report(given)), encoding="utf-8")

@@ -65,7 +65,7 @@ class ContestantFigures(msgspec.Struct, frozen=True, kw_only=True):
     ours_times_as_fast: Interval | None
 
 
-class Contestant(msgspec.Struct, frozen=True, kw_only=True):
+class ContestantResult(msgspec.Struct, frozen=True, kw_only=True):
     """A loader with a way to decode. ``left_out`` says why it was not timed; None if it was."""
 
     name: str
@@ -83,7 +83,7 @@ class CompareReport(ReportHeader, frozen=True, kw_only=True):
     packages: dict[str, str]
     work: Work
     num_rounds: int
-    contestants: list[Contestant]
+    contestants: list[ContestantResult]
 
 
 def make_run(round_number: int, timed: Timed, beside: Timed | None, images_per_batch: int) -> Run:
@@ -119,12 +119,12 @@ def _rate(timed: Timed, images_per_batch: int) -> tuple[float | None, str | None
     return float(np.polyfit(timed.arrival_s, np.arange(len(timed.arrival_s)), 1)[0]) * images_per_batch, None
 
 
-def with_figures(contestants: Sequence[Contestant]) -> list[Contestant]:
+def with_figures(contestants: Sequence[ContestantResult]) -> list[ContestantResult]:
     """Return the contestants with figures from their runs."""
     return [msgspec.structs.replace(entry, figures=_figures(entry)) for entry in contestants]
 
 
-def _figures(contestant: Contestant) -> ContestantFigures | None:
+def _figures(contestant: ContestantResult) -> ContestantFigures | None:
     good = [run for run in contestant.runs if run.images_per_s is not None]
     rates = [run.images_per_s for run in good if run.images_per_s is not None]
     if not rates:
@@ -151,7 +151,7 @@ def build_compare_report(
     work: Work,
     options: dict[str, Any],
     num_rounds: int,
-    contestants: Sequence[Contestant],
+    contestants: Sequence[ContestantResult],
     cut_off: str | None,
 ) -> CompareReport:
     """Put the parts together."""
@@ -173,17 +173,17 @@ def build_compare_report(
     )
 
 
-def ranking(report: CompareReport) -> list[Contestant]:
+def ranking(report: CompareReport) -> list[ContestantResult]:
     """Return the contestants that have figures, the fastest first."""
     timed = [entry for entry in report.contestants if entry.figures is not None]
     return sorted(timed, key=lambda entry: -_median(entry))
 
 
-def _median(entry: Contestant) -> float:
+def _median(entry: ContestantResult) -> float:
     return entry.figures.images_per_s.median if entry.figures is not None else -math.inf
 
 
-def _warnings(contestants: Sequence[Contestant]) -> list[str]:
+def _warnings(contestants: Sequence[ContestantResult]) -> list[str]:
     warnings = []
     runs = [(entry.name, run) for entry in contestants for run in entry.runs]
     excluded = [f"{name} in round {run.round + 1}: {run.doubt}" for name, run in runs if run.doubt is not None]
@@ -192,8 +192,8 @@ def _warnings(contestants: Sequence[Contestant]) -> list[str]:
     return warnings
 
 
-def _disturbed(contestants: Sequence[Contestant]) -> str | None:
-    """What others used of the host, where that was more than a tenth of a CPU."""
+def _disturbed(contestants: Sequence[ContestantResult]) -> str | None:
+    """Return a message on the others' use of the host, if that was more than a tenth of a CPU."""
     runs = [run for entry in contestants for run in entry.runs if run.doubt is None]
     others = [run.others_cpus for run in runs if run.others_cpus is not None]
     if not others or max(others) <= 0.1:

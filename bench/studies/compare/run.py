@@ -73,7 +73,7 @@ class Workshop:
 
     def folder(self, contestant: Contestant) -> Path:
         """Return the data that a contestant reads."""
-        if contestant.peer == OURS and contestant.decoding != RESTART:
+        if contestant.peer == OURS and contestant.recipe != RESTART:
             return self._dataset.root
         if contestant.peer == OURS:
             return self._data / f"{OURS}-{RESTART}"
@@ -82,7 +82,7 @@ class Workshop:
     def prepare(self, contestant: Contestant) -> str | None:
         """Write the contestant's data unless it exists; return the reason why that fails, or None."""
         folder = self.folder(contestant)
-        if contestant.peer == OURS and contestant.decoding != RESTART:
+        if contestant.peer == OURS and contestant.recipe != RESTART:
             return None
         done = _Done(self._dataset.manifest.fingerprint, self._format_work())
         if _read_done(folder) == done:
@@ -120,7 +120,7 @@ class Workshop:
         return answer, None
 
     def round(self, turns: Sequence[Contestant]) -> Iterator[Measured]:
-        """One run of each. The reference runs all along, in laps between those of each other one; its run comes last.
+        """Run each once. The reference runs all along, in laps between those of each other one; its run comes last.
 
         Who is first changes from lap to lap, so that a machine that becomes faster or slower favours neither.
         """
@@ -168,12 +168,12 @@ class Workshop:
     def _started(self, contestant: Contestant) -> Iterator[_Runner]:
         read_through(self.folder(contestant))
         with self._files(contestant, "time") as files:
-            command, environment = _command(files.task), _environment(contestant)
+            command, environment = _command(files.task), _environment()
             with process_group(command, environment, files.log) as process:
                 yield _Runner(LapProcess(process, files.arrivals), files)
 
     def _begin(self, runner: _Runner) -> bool:
-        """A lap that does not count behind the first batch: queues fill, memory is taken."""
+        """Run a lap that does not count behind the first batch: queues fill, memory is taken."""
         return runner.process.begin(self._lap_s, _START_LIMIT_S)
 
     def _format_work(self) -> Work:
@@ -198,7 +198,7 @@ class Workshop:
     def _run(self, contestant: Contestant, action: Action, *, whole_epoch: bool = False) -> Answer:
         with self._files(contestant, action, whole_epoch=whole_epoch) as files:
             with (
-                process_group(_command(files.task), _environment(contestant), files.log) as process,
+                process_group(_command(files.task), _environment(), files.log) as process,
                 contextlib.suppress(subprocess.TimeoutExpired),
             ):
                 process.wait(_PREPARE_LIMIT_S)
@@ -229,10 +229,10 @@ def _command(task: Path) -> list[str]:
     return [sys.executable, "-m", "fuelrail.bench.peers.process", str(task)]
 
 
-def _environment(contestant: Contestant) -> dict[str, str]:
+def _environment() -> dict[str, str]:
     package_root = str(Path(fuelrail.__file__).parents[1])
     paths = os.pathsep.join([package_root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, **contestant.environment, "PYTHONPATH": paths}
+    return {**os.environ, "PYTHONPATH": paths}
 
 
 def _answer(files: _Files) -> Answer:
@@ -241,7 +241,7 @@ def _answer(files: _Files) -> Answer:
         return answer
     tail = files.log.read_text(errors="replace").strip().splitlines()[-1:]
     last = f"; its last words: {tail[0][:200]}" if tail else ""
-    return Failure(message=f"its process gave no answer{last}", missing=False)
+    return Failure(message=f"its process gave no answer{last}")
 
 
 def _failure(files: _Files) -> str:
@@ -264,7 +264,7 @@ def _why_not(answer: Answer) -> str:
 
 
 def affinity(text: str | None) -> tuple[int, ...]:
-    """CPUs from a list such as "0,1" or "0-3"; None: all that this process may use. Raises ConfigError."""
+    """Return the CPUs of a list such as "0,1" or "0-3"; None: all that this process may use. Raise ConfigError."""
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     if text is None:
         return tuple(sorted(usable))

@@ -1,10 +1,13 @@
-"""A comparison of loaders: from options to the report."""
+"""``fuelrail bench compare``: a comparison of loaders, from options to the report.
+
+It runs from a checkout: this room and `bench/peers` are not in the wheel.
+"""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -16,19 +19,64 @@ from fuelrail.bench.report.files import REPORT_JSON, prepare_folder
 from fuelrail.bench.report.options import output_folder
 from fuelrail.bench.report.page import write_report
 from fuelrail.bench.report.progress import Progress
-from fuelrail.bench.studies.compare.options import CompareOptions
-from fuelrail.bench.studies.compare.report import CompareReport, build_compare_report, load_compare_report, make_run
-from fuelrail.bench.studies.compare.report import Contestant as Entry
+from fuelrail.bench.studies.commands import Study, command
+from fuelrail.bench.studies.compare.report import (
+    CompareReport,
+    ContestantResult,
+    build_compare_report,
+    load_compare_report,
+    make_run,
+)
 from fuelrail.bench.studies.compare.run import Measured, Workshop, affinity
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
-from fuelrail.pipeline.settings import make_options
+from fuelrail.pipeline.settings import Above0, CheckedSettings, NotNegative, Positive, flag, make_options
 from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import make_progress
 from fuelrail.sharding.run import shard
 from fuelrail.sharding.sources.registry import parse_source
 
+if TYPE_CHECKING:
+    import argparse
+
 _UNDER_WAY = "the run is under way, or was killed"
+
+
+class CompareOptions(CheckedSettings, frozen=True, kw_only=True):
+    """Options of :func:`compare`, and the flags of ``fuelrail bench compare``."""
+
+    only: Annotated[
+        tuple[str, ...],
+        flag(
+            "compare only this loader, or LOADER:RECIPE; may be repeated (default: all that are installed)",
+            metavar="NAME",
+            repeat=True,
+        ),
+    ] = ()
+    data: Annotated[
+        str | None,
+        flag(
+            "folder that keeps the samples in each loader's format for the next comparison (default: "
+            "data in the folder of the report)",
+            metavar="FOLDER",
+        ),
+    ] = None
+    split: Annotated[str | None, flag("split to load (default: the only one of the dataset)")] = None
+    version: Annotated[
+        str | None, flag("nuScenes version folder of a nuscenes: source, e.g. v1.0-mini", metavar="FOLDER")
+    ] = None
+    batch_size: Annotated[Positive, flag("samples in a batch")] = 8
+    height: Annotated[Positive, flag("height of the images delivered")] = 256
+    width: Annotated[Positive, flag("width of the images delivered")] = 704
+    cpus: Annotated[
+        str | None,
+        flag("CPUs that every loader is pinned to, such as 0,1 or 0-3 (default: all usable)", metavar="LIST"),
+    ] = None
+    rounds: Annotated[NotNegative, flag("runs of each loader, in turns; 0: prepare and check")] = 5
+    seconds: Annotated[Above0, flag("measured time per run in seconds, without warm-up")] = 4.0
+    psnr: Annotated[float, msgspec.Meta(le=1e9), flag("lowest acceptable PSNR in dB")] = 36.0
+    seed: Annotated[NotNegative, flag("random seed for the orders")] = 0
+    resume: Annotated[bool, flag("add rounds to the report in --out, if there is one")] = False
 
 
 class _Output(NamedTuple):
@@ -42,11 +90,11 @@ def compare(
     *,
     out: str | os.PathLike[str] | None = None,
     html: bool = True,
-    **changes: Any,  # noqa: ANN401 - fields of CompareOptions
+    **changes: Any,  # fields of CompareOptions
 ) -> CompareReport:
     """Compare the speed of all installed loaders on the images of a dataset, or of a source as in `shard`.
 
-    ``fuelrail.compare("DATASET", rounds=3)`` takes the fields of :class:`CompareOptions` as keywords. ``out`` is a
+    ``compare("DATASET", rounds=3)`` takes the fields of :class:`CompareOptions` as keywords. ``out`` is a
     folder for the report; None: nothing is written. After Ctrl+C the report holds the runs that are complete
     (``cut_off``). Raises ConfigError and DatasetErrors.
     """
@@ -106,7 +154,7 @@ class _Session:
             self._refuse_other(before)
 
     def prepare(self, workshop: Workshop, entrants: list[Contestant]) -> None:
-        """Data and images of every contestant; those that fail are noted and stay out."""
+        """Make data and images of every contestant; note those that fail, and leave them out."""
         self._entrants = []
         for number, contestant in enumerate(entrants):
             name = contestant.name
@@ -122,7 +170,7 @@ class _Session:
                 else:
                     reason = workshop.prepare(contestant)
             runs = known.runs if known else []
-            self._entries[name] = Entry(
+            self._entries[name] = ContestantResult(
                 name=name, peer=contestant.peer, recipe=contestant.recipe, check=check, left_out=reason, runs=runs,
                 figures=None,
             )  # fmt: skip
@@ -133,7 +181,7 @@ class _Session:
             self.publish(cut_off=_UNDER_WAY)
 
     def measure(self, workshop: Workshop) -> None:
-        """The rounds; the report is written after each run, so that nothing measured is lost."""
+        """Measure the rounds; write the report after each run, so that nothing measured is lost."""
         for done in range(self._given.rounds):
             turns = self._entrants if self._rounds % 2 == 0 else self._entrants[::-1]
             with Progress(f"round {self._rounds + 1}", self._console) as progress:
@@ -212,3 +260,25 @@ def _one_split(dataset: Dataset, split: str, data: Path) -> Dataset:
     with make_progress(as_json=False) as progress:
         shard(source, out, make_recipe(splits={split: clips}), 1, progress)
     return open_dataset(out)
+
+
+def _run(arguments: argparse.Namespace, options: CompareOptions, out: Path, html: bool) -> tuple[Any, bool]:
+    report = compare(arguments.source, options, out=out, html=html)
+    return report, report.cut_off is not None
+
+
+COMPARE = command(
+    "compare",
+    Study(
+        "compare the speed of all installed loaders on the same images, with confidence intervals",
+        "Writes the dataset's samples in the format of each loader, checks the images of every loader against the "
+        "reference, then times the loaders in turns, each in a process of its own on the same CPUs. A loader that is "
+        "not installed, or whose images differ, is left out and listed. Prepare with --rounds 0, and add rounds later "
+        "with --continue.",
+        CompareOptions,
+        _run,
+        lambda parser: parser.add_argument(
+            "source", metavar="DATASET_OR_SOURCE", help="a Fuelrail dataset, or a source as in `shard`"
+        ),
+    ),
+)

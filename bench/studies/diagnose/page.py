@@ -18,7 +18,7 @@ from fuelrail.bench.report.page import (
     Text,
     document,
     marked,
-)  # fmt: skip
+)
 from fuelrail.bench.studies.diagnose.report import (
     RUNS_HEADER,
     TRIED_HEADER,

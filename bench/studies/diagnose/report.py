@@ -20,6 +20,15 @@ SCHEMA = "fuelrail-bench-diagnose"
 
 VERSION = 5
 
+RUNS_HEADER = ("run", "step ms", "faster by", "95 % interval")
+
+TRIED_HEADER = ("settings tried", "samples/s", "faster by", "95 % interval", "")
+
+_LOOK_AHEAD_BYTES = 512 << 20
+
+# Gains below this are not worth a changed setting.
+_WORTH = 0.02
+
 
 class RunMade(msgspec.Struct, frozen=True, kw_only=True):
     """One complete run; its own report is in a folder beside this one."""
@@ -37,13 +46,8 @@ class DiagnoseReport(ReportHeader, frozen=True, kw_only=True):
     accelerator: dict[str, Any]
     num_ranks: int
     diagnosis: Diagnosis | None
-    tried: list[Tried] | None
+    tried: list[TriedSetting] | None
     runs: list[RunMade]
-
-
-RUNS_HEADER = ("run", "step ms", "faster by", "95 % interval")
-
-TRIED_HEADER = ("settings tried", "samples/s", "faster by", "95 % interval", "")
 
 
 def title_of(entry: Counterfactual) -> str:
@@ -65,7 +69,7 @@ def run_rows(diagnosis: Diagnosis) -> list[list[str]]:
     ]
 
 
-def tried_rows(tried: Sequence[Tried]) -> list[list[str]]:
+def tried_rows(tried: Sequence[TriedSetting]) -> list[list[str]]:
     """Return table rows: the settings tried, and their effect."""
     return [
         [
@@ -79,12 +83,12 @@ def tried_rows(tried: Sequence[Tried]) -> list[list[str]]:
     ]
 
 
-def verdict_on(entry: Tried) -> str:
+def verdict_on(entry: TriedSetting) -> str:
     """Return whether a setting that was tried helps."""
     return "helps" if entry.helps else "no significant difference" if entry.gain_high > -entry.noise else "is slower"
 
 
-def conclusion(tried: Sequence[Tried] | None) -> str:
+def conclusion(tried: Sequence[TriedSetting] | None) -> str:
     """Return what to use; empty if trials were not asked for."""
     if tried is None:
         return ""
@@ -92,12 +96,6 @@ def conclusion(tried: Sequence[Tried] | None) -> str:
         return "nothing was tried: no setting of this command removes this bottleneck; see the advice"
     winner = best(list(tried))
     return "none of the settings tried helped; see the advice" if winner is None else f"use: {winner.options}"
-
-
-_LOOK_AHEAD_BYTES = 512 << 20
-
-# Gains below this are not worth a changed setting.
-_WORTH = 0.02
 
 
 class Suggestion(NamedTuple):
@@ -111,7 +109,7 @@ class Suggestion(NamedTuple):
     twice: bool = False
 
 
-class Tried(msgspec.Struct, frozen=True, kw_only=True):
+class TriedSetting(msgspec.Struct, frozen=True, kw_only=True):
     """The effect of a suggestion: samples/s compared with the baseline, a 95 % interval, and the noise of a repeat."""
 
     options: str
@@ -159,11 +157,11 @@ def suggestions(
     return known.get(bound, [])
 
 
-def judge(suggestion: Suggestion, as_it_is: Report, tried: Report, noise: float = 0.0) -> Tried:
+def judge(suggestion: Suggestion, as_it_is: Report, tried: Report, noise: float = 0.0) -> TriedSetting:
     """Return the effect of a suggestion; both reports have figures. ``noise``: by how much a repeat differed."""
     assert tried.figures is not None
     found = counterfactual(suggestion.options, as_it_is, tried)
-    return Tried(
+    return TriedSetting(
         options=suggestion.options,
         samples_per_s=tried.figures.throughput.samples_per_s,
         gain=found.gain,
@@ -173,6 +171,6 @@ def judge(suggestion: Suggestion, as_it_is: Report, tried: Report, noise: float 
     )
 
 
-def best(tried: list[Tried]) -> Tried | None:
+def best(tried: list[TriedSetting]) -> TriedSetting | None:
     """Return the suggestion that helps most, if any."""
     return max((entry for entry in tried if entry.helps), key=lambda entry: entry.gain, default=None)

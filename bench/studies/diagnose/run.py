@@ -22,12 +22,12 @@ from fuelrail.bench.studies.diagnose.report import (
     DiagnoseReport,
     RunMade,
     Suggestion,
-    Tried,
+    TriedSetting,
     judge,
     suggestions,
 )
 from fuelrail.bench.studies.train.run import TrainRun, measure_all
-from fuelrail.bench.studies.train.settings import LeaveOut, TrainOptions, TrainSettings
+from fuelrail.bench.studies.train.settings import RECORDS, LeaveOut, TrainOptions, TrainSettings, ask
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.settings import Positive, flag, make_options
 from fuelrail.pipeline.storage.filesystem import is_url
@@ -70,7 +70,7 @@ def diagnose(
     *,
     out: str | os.PathLike[str] | None = None,
     html: bool = True,
-    **changes: Any,  # noqa: ANN401 - fields of DiagnoseOptions
+    **changes: Any,  # fields of DiagnoseOptions
 ) -> DiagnoseReport:
     """Find the bottleneck of a training run by leaving out one part at a time.
 
@@ -142,7 +142,7 @@ class _Examination:
 
     def _run(self, name: str, **changes: object) -> TrainRun:
         options = msgspec.structs.replace(_training(self._options), **changes)
-        return TrainRun(self._dataset, options, self._out / name / "records")
+        return TrainRun(ask(self._dataset, options, self._out / name / RECORDS))
 
     def _round(self, prefix: str) -> dict[str, TrainRun]:
         plan: dict[str, tuple[LeaveOut, ...]] = {
@@ -184,7 +184,7 @@ class _Examination:
         if cut_off is not None:
             raise _CutOff(f"the runs after '{list(runs)[len(reports) - 1]}': {cut_off}", interrupted=interrupted)
 
-    def _try(self, diagnosis: Diagnosis) -> list[Tried]:
+    def _try(self, diagnosis: Diagnosis) -> list[TriedSetting]:
         """Run what may help, after one more unchanged run: the machine may have drifted since the first."""
         facts = self._made[_AS_IT_IS].dataset
         found = suggestions(
@@ -220,7 +220,7 @@ def _prefix(number: int) -> str:
 
 
 def _report(
-    made: Mapping[str, Report], diagnosis: Diagnosis | None, tried: list[Tried] | None, cut_off: str | None
+    made: Mapping[str, Report], diagnosis: Diagnosis | None, tried: list[TriedSetting] | None, cut_off: str | None
 ) -> DiagnoseReport:
     base = made[_AS_IT_IS]
     runs = []

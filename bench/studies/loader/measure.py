@@ -29,7 +29,7 @@ def bench_loader(
     *,
     out: str | os.PathLike[str] | None = None,
     html: bool = True,
-    **changes: Any,  # noqa: ANN401 - fields of LoaderOptions
+    **changes: Any,  # fields of LoaderOptions
 ) -> LoaderReport:
     """Measure how fast a dataset can be loaded here, stage by stage, and what limits it.
 

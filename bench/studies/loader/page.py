@@ -21,7 +21,7 @@ from fuelrail.bench.report.page import (
     Words,
     document,
     marked,
-)  # fmt: skip
+)
 from fuelrail.bench.studies.loader.report import LoaderFigures, LoaderReport, step_cells
 from fuelrail.pipeline.cli import counted
 

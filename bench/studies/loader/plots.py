@@ -35,7 +35,7 @@ def plots(report: LoaderReport) -> dict[str, str]:
 
 
 def _waterfall(report: LoaderReport) -> str:
-    """Bars from the library's limit to the whole loader; what each step loses is drawn pale."""
+    """Draw bars from the library's limit to the whole loader; the loss of each step is pale."""
     assert report.figures is not None
     steps = report.figures.waterfall
     cameras = len(report.dataset.cameras)
@@ -58,7 +58,7 @@ def _waterfall(report: LoaderReport) -> str:
 
 
 def _batches(report: LoaderReport) -> str:
-    """Rate of each batch over the time of its run, one line a run; the part that counts is drawn strong."""
+    """Draw the rate of each batch over the time of its run, one line a run; the part that counts is strong."""
     figure, axes = new_figure(2.5)
     batch_size = report.options["batch_size"]
     rates_of_runs = [batch_size / np.maximum(np.array(run.batch_s), 1e-9) for run in report.runs]
@@ -96,7 +96,7 @@ def _queues(report: LoaderReport) -> str:
 
 
 def _cpu(report: LoaderReport) -> str:
-    """CPU time of one sample, stage by stage, beside what the libraries alone would take for the same bytes."""
+    """Draw a sample's CPU time by stage, beside what the libraries alone would take for the same bytes."""
     rates = [*report.stages, *report.limits]
     figure, axes = new_figure(0.8 + 0.27 * len(rates))
     colours = [BLUE] * len(report.stages) + [GREY] * len(report.limits)

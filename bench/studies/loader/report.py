@@ -31,6 +31,16 @@ _ABOVE = 0.02
 CLOCK_JUMP_S = 0.25
 """A run whose wall clock and monotonic clock differ by more is left out."""
 
+Kind = Literal["cpu", "threads", "single thread", "storage", "waiting", "hand-over"]
+
+# Shares from which a resource counts as used up, and a thread as always busy.
+_USED_UP = 0.85
+
+_ALWAYS_BUSY = 0.9
+
+# A thread that computes for less than this share of its busy time mostly waits.
+_COMPUTING = 0.5
+
 
 class QueueDepths(msgspec.Struct, frozen=True, kw_only=True):
     """Number of results waiting after each stage, in the stages' order, when a batch was taken."""
@@ -191,8 +201,9 @@ def _figures(
 def _waterfall(
     limits: Sequence[Rate], stages: Sequence[Rate], stacked: Sequence[Rate], samples_per_s: float
 ) -> list[Step]:
-    """From the bare JPEG library over the decode stage to the whole loader, all with the same number of threads; and
-    what of it reaches the device, if there is one. Copies run beside the loading, so the slower of both counts.
+    """Return the steps from the bare JPEG library over the decode stage to the whole loader, all with the same number
+    of threads; and to what reaches the device, if there is one. Copies run beside the loading, so the slower of both
+    counts.
     """
     named = []
     jpeg = jpeg_limit(limits)
@@ -273,17 +284,6 @@ def _warnings(runs: Sequence[LoaderRun], steady: Sequence[LoaderRun], figures: L
         if spread > 0.1:
             warnings.append(f"The repeats differ by {spread:.0%} of their median: don't trust small differences.")
     return warnings
-
-
-Kind = Literal["cpu", "threads", "single thread", "storage", "waiting", "hand-over"]
-
-# Shares from which a resource counts as used up, and a thread as always busy.
-_USED_UP = 0.85
-
-_ALWAYS_BUSY = 0.9
-
-# A thread that computes for less than this share of its busy time mostly waits.
-_COMPUTING = 0.5
 
 
 class Bound(msgspec.Struct, frozen=True, kw_only=True):

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 
 _QUEUE_EVERY_S = 0.02
 
+_NUM_BATCHES_KEPT = 3
+
+_NUM_SAMPLES_KEPT = 12
+
 
 def run_loader(dataset: Dataset, image: ImageAugment, choice: LoaderChoice, seconds: float) -> LoaderRun:
     """Make a loader and take batches for ``seconds``, epoch after epoch; always one batch at least."""
@@ -71,12 +75,7 @@ def _storage_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
 
 
-_NUM_BATCHES_KEPT = 3
-
-_NUM_SAMPLES_KEPT = 12
-
-
-class Round(NamedTuple):
+class LoaderRound(NamedTuple):
     """One round."""
 
     run: LoaderRun
@@ -88,7 +87,7 @@ class Round(NamedTuple):
 class Rounds(NamedTuple):
     """The whole rounds, one at least; ``cut_off`` says why they are fewer than were asked for."""
 
-    rounds: list[Round]
+    rounds: list[LoaderRound]
     sizes: SampleSizes
     peak_rss_bytes: int
     cut_off: str | None
@@ -107,7 +106,7 @@ def measure_rounds(
 
     Interrupted, it returns the complete rounds; raises KeyboardInterrupt with a message where there are none.
     """
-    rounds: list[Round] = []
+    rounds: list[LoaderRound] = []
     cut_off = None
     try:
         show("warming up")
@@ -149,7 +148,7 @@ class _Bench:
         """Return the sizes of the recorded samples."""
         return sample_sizes(self._items["parse"], self._items["decode"], self._output_bytes)
 
-    def round(self, where: str, show: Callable[[str], None]) -> Round:
+    def round(self, where: str, show: Callable[[str], None]) -> LoaderRound:
         """Measure all four once."""
         dataset, image, choice, part_s = self._dataset, self._image, self._choice, self._part_s
         show(f"{where}: the whole loader")
@@ -170,4 +169,4 @@ class _Bench:
             dataset,
             self._to_device,
         )
-        return Round(run, alone, stacked, limits)
+        return LoaderRound(run, alone, stacked, limits)

@@ -124,7 +124,7 @@ def _stacked(
 
 
 class _Truncated(DataLoader):
-    """A loader of whose stages only some work; its batches are whatever those have made."""
+    """A loader of whose stages only some work; its batches are what those have made."""
 
     working: frozenset[str] = frozenset()
 

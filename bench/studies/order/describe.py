@@ -1,8 +1,10 @@
-"""A description of an order: from options to figures."""
+"""``fuelrail order describe``: which samples an order selects, and how random it is."""
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -10,14 +12,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fuelrail.bench.studies.order.report import (
-    WEBDATASET_SAMPLE_BUFFER,
-    OrderFigures,
-    Placed,
-    describe,
-    true_shuffle,
-    webdataset_order,
-)
+from fuelrail.bench.report.console import print_table, report_console
+from fuelrail.bench.report.options import add_dataset
+from fuelrail.bench.studies.order.quality import OrderFigures, describe
+from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, given_flags, print_json
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.compile import compile_order
@@ -26,12 +24,15 @@ from fuelrail.pipeline.settings import CheckedSettings, flag, make_options
 from fuelrail.pipeline.text import shown
 
 if TYPE_CHECKING:
-    from fuelrail.pipeline.order.epoch import EndlessOrder
+    import argparse
 
 _MAX: Final = 1_000_000_000
-_EPOCHS = 1000
-"""Epochs over which equal chance is measured; fewer where others would shuffle more than _SHUFFLED_IN_ALL samples."""
-_SHUFFLED_IN_ALL = 2_000_000
+_SHARD_BUFFER: Final = 100  # what WebDataset(..., shardshuffle=True) means
+_CHANCE_Z: Final = 4
+_LEGEND = (
+    "z: standard deviations from the mean of true shuffles. neighbours: samples next to each other in the order. "
+    "buckets: is each part of the data spread over the whole epoch?"
+)
 
 
 class DescribeOptions(CheckedSettings, frozen=True, kw_only=True):
@@ -40,9 +41,7 @@ class DescribeOptions(CheckedSettings, frozen=True, kw_only=True):
     split: Annotated[str, flag("split to describe")] = "train"
     epoch: Annotated[int, msgspec.Meta(ge=0), flag("epoch to describe")] = 0
     global_batch: Annotated[int, msgspec.Meta(ge=1, le=_MAX), flag("samples per step over all ranks")] = 64
-    buffer: Annotated[int, msgspec.Meta(ge=1, le=_MAX), flag("size of webdataset's shuffle buffer")] = (
-        WEBDATASET_SAMPLE_BUFFER
-    )
+    buffer: Annotated[int, msgspec.Meta(ge=1, le=_MAX), flag("size of webdataset's shuffle buffer")] = 1000
     config: Annotated[OrderSpec | None, flag("file with a whole order, in place of --kind, --seed, --window, ...")] = (
         None
     )
@@ -69,7 +68,7 @@ def describe_order(
     dataset: str | os.PathLike[str],
     order: OrderSpec | None = None,
     options: DescribeOptions | None = None,
-    **changes: Any,  # noqa: ANN401 - fields of DescribeOptions
+    **changes: Any,  # fields of DescribeOptions
 ) -> Description:
     """Measure which samples an order selects and how random it is; without ``order`` and ``config`` a seeded shuffle.
 
@@ -86,8 +85,15 @@ def describe_order(
     first, end = entry.first_sample, entry.first_sample + entry.num_samples
     clips, shards = opened.index.clip_numbers(first, end), opened.index.column("shard", first, end)
     lengths = Layout.of_split(opened, options.split).shard_lengths
-    placed = _placed(compiled, spec, lengths, options)
-    figures = [describe(each, clips, shards, options.global_batch) for each in placed]
+    entries = compiled.epoch(options.epoch).entries(np.arange(compiled.epoch_length))
+    samples = entries.samples[entries.valid]  # without the padding of lanes
+    selected, seed = np.unique(samples), spec.seed + options.epoch
+    orders = {
+        f"fuelrail {spec.kind}": samples,
+        f"webdataset {options.buffer:,}": webdataset_order(lengths, selected, seed=seed, sample_buffer=options.buffer),
+        "true shuffle": np.random.default_rng((spec.seed, options.epoch)).permutation(selected),
+    }
+    figures = [describe(name, each, clips, shards, options.global_batch) for name, each in orders.items()]
     description = Description(
         dataset=shown(opened.manifest.name),
         split=options.split,
@@ -97,7 +103,7 @@ def describe_order(
         num_selected=compiled.num_selected,
         epoch_length=compiled.epoch_length,
         num_steps=compiled.epoch_length // options.global_batch,
-        num_padding=compiled.epoch_length - len(placed[0].samples),
+        num_padding=compiled.epoch_length - len(samples),
         identity=compiled.identity,
         figures=figures,
     )
@@ -105,49 +111,79 @@ def describe_order(
         from fuelrail.bench.studies.order.plot import plot_orders  # imports matplotlib
 
         title = f"{description.dataset}, {description.split}, epoch {description.epoch}"
-        plot_orders(Path(options.plot), placed, figures, title)
+        plot_orders(Path(options.plot), list(orders.values()), figures, title)
     return description
 
 
-def _placed(order: EndlessOrder, spec: OrderSpec, lengths: Any, options: DescribeOptions) -> list[Placed]:  # noqa: ANN401
-    """Return one epoch of the order, of webdataset's and of a true shuffle, over the same samples."""
-    samples = _epoch(order, options.epoch)
-    selected = np.unique(samples)
-    num_samples = sum(lengths)
-    chances, equal = np.zeros(num_samples), np.zeros(num_samples)
-    chances[order.selected()], equal[selected] = order.expected_counts(), 1.0
-    num_epochs = min(_EPOCHS, _SHUFFLED_IN_ALL // len(selected))
-    at = [0, len(selected) // 2, -1]
+def webdataset_order(
+    shard_lengths: Sequence[int], selected: NDArray[np.int64], *, seed: int, sample_buffer: int
+) -> NDArray[np.int64]:
+    """Return the order of webdataset's own shuffles for ``selected`` samples (ascending): shards, then samples.
 
-    def webdataset(epoch: int) -> NDArray[np.int64]:
-        return webdataset_order(lengths, selected, seed=spec.seed + epoch, sample_buffer=options.buffer)
+    One reader, seeded, with both through a buffer; several workers and ranks read their parts of the shards alike.
+    """
+    from webdataset.filters import detshuffle
 
-    def true(epoch: int) -> NDArray[np.int64]:
-        return true_shuffle(selected, seed=(spec.seed, epoch))
+    starts = np.searchsorted(selected, np.cumsum([0, *shard_lengths])).tolist()
+    shards: Iterator[int] = detshuffle(bufsize=_SHARD_BUFFER, seed=seed).run(iter(range(len(shard_lengths))))
+    stored = (sample for shard in shards for sample in selected[starts[shard] : starts[shard + 1]].tolist())
+    return np.fromiter(detshuffle(bufsize=sample_buffer, seed=seed).run(stored), dtype=np.int64, count=len(selected))
 
-    return [
-        Placed(name=f"fuelrail {spec.kind}", samples=samples, over_epochs=_over_epochs(order), chances=chances),
-        *(
-            Placed(
-                name=name,
-                samples=shuffle(options.epoch),
-                over_epochs=np.array([shuffle(epoch)[at] for epoch in range(num_epochs)]).reshape(-1, len(at)),
-                chances=equal,
-            )
-            for name, shuffle in ((f"webdataset {options.buffer:,}", webdataset), ("true shuffle", true))
-        ),
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    words = parser.add_subparsers(dest="word", required=True, metavar="WORD")
+    described = (
+        "Shows which samples an order selects from a dataset, how long an epoch is, and how random the order is "
+        "compared with webdataset's shuffle buffer on the same shards and with a true shuffle. A z is in standard "
+        "deviations from the mean of true shuffles: within about 4 is as good as random."
+    )
+    describe_word = words.add_parser("describe", help="figures and a plot of one epoch", description=described)
+    add_dataset(describe_word)
+    for kind in (DescribeOptions, OrderSpec, PrintOptions):
+        add_flags(describe_word, kind)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    options = from_flags(arguments, DescribeOptions)
+    spec = from_flags(arguments, OrderSpec) if given_flags(arguments, OrderSpec) else None
+    description = describe_order(arguments.dataset, spec, options)
+    if from_flags(arguments, PrintOptions).json:
+        print_json(description)
+        return 0
+    _print(description)
+    if options.plot is not None:
+        print(f"plot: {options.plot}")  # noqa: T201
+    return 0
+
+
+def _print(description: Description) -> None:
+    console = report_console()
+    selected = "" if description.num_selected == description.num_samples else f" of {description.num_samples:,}"
+    padding = f", {description.num_padding:,} of them padding" if description.num_padding else ""
+    console.print(
+        f"{description.dataset}, split {description.split}: {description.num_selected:,}{selected} samples selected; "
+        f"an epoch has {description.epoch_length:,} positions{padding}, "
+        f"{description.num_steps:,} steps of {description.global_batch}"
+    )
+    name, z = description.figures[0].quality.worst
+    verdict = f"As random as a true shuffle: the largest |z| is {abs(z):.1f}, and up to {_CHANCE_Z} is chance."
+    if abs(z) > _CHANCE_Z:
+        verdict = f"Less random than a true shuffle: z of {name} is {z:+.1f}, and only up to {_CHANCE_Z} is chance."
+    console.print(verdict, style="bold")
+    figures = description.figures
+    rows = [
+        ("rank correlation", *(f"{each.quality.rank_correlation:+.4f}" for each in figures)),
+        ("neighbours' correlation", *(f"{each.quality.serial_correlation:+.4f}" for each in figures)),
+        ("buckets, z", *(f"{each.quality.bucket_chi_square_z:+.1f}" for each in figures)),
+        ("same-clip pairs in a batch", *(_figure(each.same_clip_pairs, ".3%") for each in figures)),
+        ("shards read by a batch", *(_figure(each.shards_per_batch, ".1f") for each in figures)),
     ]
+    print_table(console, [f"epoch {description.epoch}", *(each.name for each in figures)], rows)
+    console.print(_LEGEND, style="dim")
 
 
-def _epoch(order: EndlessOrder, epoch: int) -> NDArray[np.int64]:
-    """Return the samples of one epoch, padding of lanes left out."""
-    entries = order.epoch(epoch).entries(np.arange(order.epoch_length))
-    return entries.samples[entries.valid]
+def _figure(value: float, spec: str) -> str:
+    return "-" if math.isnan(value) else format(value, spec)
 
 
-def _over_epochs(order: EndlessOrder) -> NDArray[np.int64]:
-    """Return the samples at the first, middle and last position of many epochs; for lanes, where always valid."""
-    at = np.array([0, order.epoch_length // 2, order.epoch_length - 1])
-    entries = [order.epoch(epoch).entries(at) for epoch in range(_EPOCHS)]
-    always = np.all([each.valid for each in entries], axis=0)
-    return np.array([each.samples[always] for each in entries])
+COMMANDS = {"order": Command("show what an order does to a dataset, and how well it shuffles", _configure, _run)}

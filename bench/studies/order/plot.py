@@ -19,27 +19,30 @@ from collections.abc import Sequence
 from pathlib import Path
 
 if TYPE_CHECKING:
-    from fuelrail.bench.studies.order.report import OrderFigures, Placed
+    from numpy.typing import NDArray
+
+    from fuelrail.bench.studies.order.quality import OrderFigures
 
 _MAX_POINTS: Final = 20_000
 _COLOURS: Final = ("#0072b2", "#d55e00", "#777777")
 
 
-def plot_orders(path: Path, placed: Sequence[Placed], figures: Sequence[OrderFigures], title: str) -> None:
+def plot_orders(path: Path, orders: Sequence[NDArray[np.int64]], figures: Sequence[OrderFigures], title: str) -> None:
     """Save one panel an order: position against stored sample, at most 20,000 evenly spaced points of each.
 
     The file's ending says its format (``.png``, ``.svg``, ``.pdf``). Raises ConfigError where it cannot be written.
     """
-    figure = Figure(figsize=(4.2 * len(placed), 4.9), layout="constrained")
-    panels = figure.subplots(1, len(placed), sharey=True, squeeze=False)[0]
-    for panel, order, facts, colour in zip(panels, placed, figures, _COLOURS, strict=False):
-        n = len(order.samples)
+    figure = Figure(figsize=(4.2 * len(orders), 4.9), layout="constrained")
+    panels = figure.subplots(1, len(orders), sharey=True, squeeze=False)[0]
+    for panel, samples, facts, colour in zip(panels, orders, figures, _COLOURS, strict=True):
+        n = len(samples)
         at = np.linspace(0, n - 1, min(n, _MAX_POINTS)).astype(np.int64)
         size = max(0.4, min(12.0, 20_000 / len(at)))
-        panel.scatter(at, order.samples[at], s=size, color=colour, linewidths=0, alpha=0.7, rasterized=True)
+        panel.scatter(at, samples[at], s=size, color=colour, linewidths=0, alpha=0.7, rasterized=True)
+        pairs = facts.same_clip_pairs
         panel.set_title(
-            f"{order.name}\nrank correlation {_figure(facts.quality.rank_correlation, '+.3f')}\n"
-            f"same-clip pairs in a batch {_figure(facts.same_clip_pairs, '.2%')}",
+            f"{facts.name}\nrank correlation {facts.quality.rank_correlation:+.3f}\n"
+            f"same-clip pairs in a batch {'not known (too few samples)' if np.isnan(pairs) else f'{pairs:.2%}'}",
             fontsize=9,
         )
         panel.set_xlabel("position in the epoch")
@@ -51,7 +54,3 @@ def plot_orders(path: Path, placed: Sequence[Placed], figures: Sequence[OrderFig
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
         raise ConfigError(f"plot '{path}' cannot be written: {error}") from error
-
-
-def _figure(value: float, spec: str) -> str:
-    return "not known (too few samples)" if np.isnan(value) else format(value, spec)

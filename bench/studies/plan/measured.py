@@ -11,11 +11,10 @@ import msgspec
 
 from fuelrail.bench.measure.machine import dataset_facts
 from fuelrail.bench.planner.scenario import Data, Scenario
-from fuelrail.bench.planner.step_time import Work, fit, limits_of, step_time
-from fuelrail.bench.report.files import REPORT_JSON, load_report_of
+from fuelrail.bench.planner.step_time import StepWork, fit, limits_of, step_time
+from fuelrail.bench.report.files import load_report_of
 from fuelrail.bench.studies.loader import report as loader_report
 from fuelrail.bench.studies.loader.report import LoaderReport
-from fuelrail.bench.studies.train.convergence import global_batch
 from fuelrail.bench.studies.train.report import Report, load_report
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings
@@ -29,10 +28,10 @@ if TYPE_CHECKING:
 
 def calibrated(asked: Scenario, cluster: ClusterSettings, reports: Sequence[str]) -> tuple[Scenario, list[str]]:
     """Return the scenario with fitted efficiencies, and what they rest on. Raises ConfigError."""
-    cases: list[tuple[Work, ClusterSettings, ComputeType, float]] = []
+    cases: list[tuple[StepWork, ClusterSettings, ComputeType, float]] = []
     for name in reports:
         path = Path(name)
-        cases.append(_case(load_report(path / REPORT_JSON if path.is_dir() else path), path, cluster))
+        cases.append(_case(load_report(path), path, cluster))
     found = fit(cases, asked.efficiency)
     errors = [abs(step_time(work, where, kind, found).total / seconds - 1) for work, where, kind, seconds in cases]
     said = (
@@ -45,7 +44,7 @@ def calibrated(asked: Scenario, cluster: ClusterSettings, reports: Sequence[str]
     return msgspec.structs.replace(asked, efficiency=found), [said]
 
 
-def _case(report: Report, path: Path, cluster: ClusterSettings) -> tuple[Work, ClusterSettings, ComputeType, float]:
+def _case(report: Report, path: Path, cluster: ClusterSettings) -> tuple[StepWork, ClusterSettings, ComputeType, float]:
     """Return what a run counted, and how long its steps took without waiting for data."""
     name = str(report.model["name"])
     if report.accelerator["kind"] != "cuda":
@@ -65,7 +64,7 @@ def _case(report: Report, path: Path, cluster: ClusterSettings) -> tuple[Work, C
     image = Transforms().image
     run = Scenario(
         name=path.name, model=report.model["name"], cluster=cluster.name,
-        global_batch=global_batch(options, report.num_ranks),
+        global_batch=report.global_batch,
         micro_batch=options["batch_size"], precision=options["precision"], parallel=settings,
         cameras=max(1, len(report.dataset.cameras)), height=image.height, width=image.width,
     )  # fmt: skip
@@ -95,8 +94,7 @@ def with_data(asked: Scenario, dataset: str, split: str) -> Scenario:
 
 def with_loader(asked: Scenario, cluster: ClusterSettings, data: Data, path: Path) -> tuple[Scenario, Data, list[str]]:
     """Take what a loader was measured to do; raises ConfigError for a report without figures."""
-    file = path / REPORT_JSON if path.is_dir() else path
-    report = load_report_of(file, LoaderReport, loader_report.SCHEMA, loader_report.VERSION)
+    report = load_report_of(path, LoaderReport, loader_report.SCHEMA, loader_report.VERSION)
     figures = report.figures
     if figures is None:
         raise ConfigError(f"--loader-report '{path}' has no figures: {report.too_short}; measure for longer")

@@ -92,12 +92,12 @@ def figures(found: PlanReport) -> list[tuple[str, str]]:
 
 
 def _rounded(value: float, digits: int = 1) -> str:
-    """A number with that many decimals, or with two digits where decimals would say nothing."""
+    """Return a number with those decimals, or with two digits where decimals would say nothing."""
     return f"{value:,.{digits}f}" if value >= 10 ** (1 - digits) else f"{value:.2g}"
 
 
 def tried_rows(found: PlanReport) -> list[list[str]]:
-    """One row a strategy."""
+    """Return one row for each strategy."""
     return [
         [
             one.strategy,
@@ -110,7 +110,7 @@ def tried_rows(found: PlanReport) -> list[list[str]]:
 
 
 def sweep_rows(found: PlanReport) -> list[list[str]]:
-    """The fastest of the sweep; all of them are in the JSON."""
+    """Return the rows of the fastest of the sweep; the JSON has all of them."""
     ranked = sorted(found.sweep, key=lambda one: -(one.samples_per_s or 0.0))
     return [
         [
@@ -126,11 +126,12 @@ def sweep_rows(found: PlanReport) -> list[list[str]]:
 
 
 def scaling_rows(found: PlanReport) -> list[list[str]]:
-    """One row a point."""
+    """Return one row for each point."""
     return [
         [
-            f"{curve.scaling}, {curve.name}", f"{point.devices:,}", f"{point.global_batch:,}", f"{point.step_s:.3f}",
-            f"{point.samples_per_s:,.1f}", f"{point.efficiency:.1%}", f"{point.occupancy:.1%}",
+            f"{curve.scaling}, {curve.name}", f"{point.num_ranks:,}", f"{point.global_batch:,}",
+            f"{point.step_ms / 1e3:.3f}", f"{point.samples_per_s:,.1f}", f"{point.efficiency:.1%}",
+            f"{point.occupancy:.1%}",
         ]
         for curve in found.scaling
         for point in curve.points
@@ -138,7 +139,7 @@ def scaling_rows(found: PlanReport) -> list[list[str]]:
 
 
 def stage_rows(found: PlanReport) -> list[list[str]]:
-    """One row a stage: what it holds, computes and sends."""
+    """Return one row for each stage: what it holds, computes and sends."""
     return [
         [
             str(shape.stage), f"{shape.parameters:,}", str(shape.in_flight), f"{shape.flop / 1e9:,.1f}",

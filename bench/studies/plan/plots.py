@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fuelrail.bench.planner.hardware import GIB
-from fuelrail.bench.report.plots import PercentFormatter, legend_above, new_figure, style, to_svg
+from fuelrail.bench.report.plots import efficiency_plot, legend_above, new_figure, style, to_svg
 
 if TYPE_CHECKING:
     from fuelrail.bench.studies.plan.report import PlanReport
@@ -18,8 +18,9 @@ def plots(found: PlanReport) -> dict[str, str]:
     drawn = {"memory": _memory(found)}
     if found.sweep:
         drawn["sweep"] = _sweep(found)
-    if any(curve.points for curve in found.scaling):
-        drawn["scaling"] = _scaling(found)
+    curves = {f"{curve.scaling}, {curve.name}": curve.line for curve in found.scaling if curve.points}
+    if curves:
+        drawn["scaling"] = efficiency_plot(curves, "devices", "Scaling efficiency")
     return drawn
 
 
@@ -55,21 +56,3 @@ def _sweep(found: PlanReport) -> str:
         axes.set_ylabel("samples/s")
         legend_above(axes)
         return to_svg(drawn, "Plans of the sweep")
-
-
-def _scaling(found: PlanReport) -> str:
-    with style():
-        drawn, axes = new_figure(2.9)
-        for number, curve in enumerate(found.scaling):
-            if curve.points:
-                axes.plot(
-                    [point.devices for point in curve.points], [point.efficiency for point in curve.points], "o-",
-                    markersize=3, color=_COLOURS[number % len(_COLOURS)], label=f"{curve.scaling}, {curve.name}",
-                )  # fmt: skip
-        axes.set_xscale("log", base=2)
-        axes.set_ylim(bottom=0)
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-        axes.set_xlabel("devices")
-        axes.set_ylabel("efficiency")
-        legend_above(axes)
-        return to_svg(drawn, "Scaling efficiency")

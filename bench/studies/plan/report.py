@@ -19,7 +19,7 @@ from fuelrail.bench.studies.plan.sweep import Planned
 from fuelrail.bench.studies.train.checkpoints import suggested_interval_s
 
 SCHEMA = "fuelrail-plan"
-VERSION = 1
+VERSION = 2
 _SHOWN_ORDER = 64  # operations of a stage
 
 
@@ -146,7 +146,7 @@ def build_report(
 
 
 def teacher_cost(asked: Scenario, cluster: ClusterSettings, fit: Fit) -> TeacherCost | None:
-    """What the scenario's teacher costs, if it has one."""
+    """Return the cost of the scenario's teacher, if it has one."""
     found = taught(asked, fit.inputs, cluster.num_devices)
     if asked.teacher is None or found is None:
         return None
@@ -173,7 +173,7 @@ def bottleneck(time: StepTime, seconds: dict[str, float]) -> str:
 
 
 def checkpoint_gb(fit: Fit) -> float:
-    """GB of weights and moments; what no plan divides lies on each rank of a tensor-parallel group."""
+    """Return the GB of weights and moments; what no plan divides is on each rank of a tensor-parallel group."""
     weights = sum(shape.parameters for shape in fit.stages) * fit.degrees.tp * fit.degrees.dp_shard
     return weights * FP32 * (1 + MOMENTS[fit.settings.optimiser]) / 1e9
 
@@ -198,7 +198,7 @@ def assumptions(asked: Scenario, cluster: ClusterSettings, data: Data) -> list[s
 
 
 def explanations(asked: Scenario, cluster: ClusterSettings, fit: Fit, data: Data) -> dict[str, Explained]:
-    """Formula, inputs and source of each figure."""
+    """Return formula, inputs and source of each figure."""
     device, used, work, degrees = cluster.device, asked.efficiency, fit.work, fit.degrees
     top, moved = device.peak_tflops[asked.precision], device.memory_gb_per_s
     rate = cluster.bytes_per_s

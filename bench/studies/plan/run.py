@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def plan(
     scenario: str | os.PathLike[str] | Scenario | None = None,
     options: PlanOptions | None = None,
-    **changes: Any,  # noqa: ANN401 - fields of PlanOptions
+    **changes: Any,  # fields of PlanOptions
 ) -> PlanReport:
     """Plan a scenario: a struct, the path of its YAML file, or None where the options say all of it.
 

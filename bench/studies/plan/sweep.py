@@ -68,7 +68,7 @@ def _planned(asked: Scenario, cluster: ClusterSettings, fit: Fit, data: Data, na
 
 
 def _numbers(nodes: int) -> list[int]:
-    """All nodes, half of them, and so on."""
+    """Return the numbers of all nodes, half of them, and so on."""
     found = [nodes]
     while found[-1] % 2 == 0:
         found.append(found[-1] // 2)
@@ -76,7 +76,8 @@ def _numbers(nodes: int) -> list[int]:
 
 
 def _strategies(cluster: ClusterSettings, *, whole: bool) -> Iterator[ParallelSettings]:
-    """Whole models, sharded ones, and all stages of divided layers; each without and with recomputation.
+    """Yield the settings of whole models, sharded ones, and all stages of divided layers, with and without
+    recomputation.
 
     A model that takes all devices is planned on the whole cluster only.
     """

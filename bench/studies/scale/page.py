@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
+from fuelrail.bench.planner.scaling import Scaling
 from fuelrail.bench.report.page import Block, Document, Figure, Hero, Section, Table, Text, document, marked
-from fuelrail.bench.studies.scale.report import ScaleReport, Scaling
+
+if TYPE_CHECKING:
+    from fuelrail.bench.studies.scale.report import ScaleReport
 
 MEASURED_HEADER = (
     "ranks", "batch a rank", "step ms", "p99 ms", "samples/s", "weak", "strong", "occupancy", "simulated ms",
@@ -49,7 +52,7 @@ def _hero(report: ScaleReport) -> list[Hero]:
     error = max((abs(trial.error) for trial in report.trials), default=None)
     model = "" if error is None or not ends else f" The simulation is within {error:.1%} of every measured step time."
     efficiencies = "; ".join(f"{curve.name}: {curve.points[-1].efficiency:.1%}" for curve in ends)
-    far = f" At {ends[0].points[-1].result.num_ranks:,} ranks it gives {efficiencies}." if ends else ""
+    far = f" At {ends[0].points[-1].num_ranks:,} ranks it gives {efficiencies}." if ends else ""
     return [
         Hero(
             f"{last.efficiency['weak']:.1%}",
@@ -61,7 +64,7 @@ def _hero(report: ScaleReport) -> list[Hero]:
 
 
 def measured_rows(report: ScaleReport) -> list[list[str]]:
-    """One row a run, with what the model made of it."""
+    """Return one row for each run, with the model's prediction."""
     trials = {(trial.num_ranks, trial.batch_size): trial for trial in report.trials}
     rows = []
     for run in report.measured:
@@ -90,16 +93,15 @@ def curve_rows(report: ScaleReport) -> list[list[str]]:
         for number, point in enumerate(curve.points):
             if number % 3 and number != len(curve.points) - 1:
                 continue
-            result = point.result
             rows.append(
                 [
                     f"{curve.scaling}, {curve.name}",
-                    f"{result.num_ranks:,}",
-                    f"{result.batch_size:,}",
-                    f"{result.step_ms:,.1f}",
-                    f"{result.samples_per_s:,.0f}",
+                    f"{point.num_ranks:,}",
+                    f"{point.global_batch // point.num_ranks:,}",
+                    f"{point.step_ms:,.1f}",
+                    f"{point.samples_per_s:,.0f}",
                     f"{point.efficiency:.1%}",
-                    f"{result.occupancy:.1%}",
+                    f"{point.occupancy:.1%}",
                 ]
             )
     return rows
@@ -107,7 +109,7 @@ def curve_rows(report: ScaleReport) -> list[list[str]]:
 
 def _simulated_batch(report: ScaleReport, scaling: Scaling) -> str:
     """Label what the lines of strong scaling share and the dots do not."""
-    first = next((curve.points[0].result for curve in report.curves if curve.scaling == scaling), None)
+    first = next((curve.points[0] for curve in report.curves if curve.scaling == scaling), None)
     if scaling == "weak" or first is None:
         return ""
-    return f", {first.batch_size:,} samples shared among the ranks (the dots: {report.options['global_batch']})"
+    return f", {first.global_batch:,} samples shared among the ranks (the dots: {report.options['global_batch']})"

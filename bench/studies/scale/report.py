@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fuelrail.bench.planner.scale_model import Cluster, Fit, Simulated, simulate
-from fuelrail.bench.report.files import ReportHeader, created_now, load_report_of
+from fuelrail.bench.planner.scaling import Cluster, Curve, HostFit, Point, Scaling, draw_curves, simulate
+from fuelrail.bench.report.files import ReportHeader, created_now
 
 if TYPE_CHECKING:
     from fuelrail.bench.measure.machine import DatasetFacts, MachineFacts
+    from fuelrail.bench.studies.scale.options import ScaleOptions
 
 SCHEMA = "fuelrail-bench-scale"
-VERSION = 1
+VERSION = 2
 FITTED_RANKS = 2
 """Runs with up to this number of ranks feed the model; those with more are compared with it."""
 
 _MAX_ERROR = 0.1
-"""Of the simulated step time of a measured run; beyond it nothing is simulated."""
-
-Scaling = Literal["weak", "strong"]
+"""The largest error of the simulated step time of a measured run; beyond it nothing is simulated."""
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
+class MeasuredRun(msgspec.Struct, frozen=True, kw_only=True):
     """One measured run: ``batch_size`` samples a rank.
 
     ``scalings`` names what it is a point of: ``weak`` (each rank's batch stays the same) or ``strong`` (all ranks'
@@ -56,66 +54,29 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     held_out: bool
 
 
-class Point(msgspec.Struct, frozen=True, kw_only=True):
-    """A simulated number of ranks on a curve."""
-
-    result: Simulated
-    efficiency: float
-
-
-class Curve(msgspec.Struct, frozen=True, kw_only=True):
-    """Ranks from one to thousands under one condition."""
-
-    name: str
-    scaling: Scaling
-    points: list[Point]
-
-
 class ScaleReport(ReportHeader, frozen=True, kw_only=True):
     """A whole report. ``cut_off`` says why it is partial: which runs are missing; then there may be no curves."""
 
     accelerator: dict[str, Any]
-    measured: list[Measured]
-    fit: Fit | None
+    measured: list[MeasuredRun]
+    fit: HostFit | None
     trials: list[Trial]
     curves: list[Curve]
 
 
-class Conditions(msgspec.Struct, frozen=True, kw_only=True):
-    """Conditions of the simulation besides the measured cluster.
-
-    ``strong_batch``: samples that strong scaling shares among all ranks; None for one on each of ``max_ranks``, or as
-    many as were measured if that is more.
-    """
-
-    max_ranks: int
-    ranks_per_host: int
-    slow_share: float
-    slow_by: float
-    storage_gb_per_s: float
-    seed: int
-    strong_batch: int | None = None
+def with_efficiencies(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
+    """Return the runs, each with its efficiency on every curve, against the run there with the fewest ranks."""
+    found = []
+    for run in runs:
+        efficiency: dict[Scaling, float] = {}
+        for scaling in run.scalings:
+            first = min((one for one in runs if scaling in one.scalings), key=lambda one: one.num_ranks)
+            efficiency[scaling] = run.samples_per_s / run.num_ranks * first.num_ranks / first.samples_per_s
+        found.append(msgspec.structs.replace(run, efficiency=efficiency))
+    return found
 
 
-def efficiencies(points: Sequence[tuple[int, float]]) -> list[float]:
-    """Of (ranks, samples/s), the one with the fewest ranks first: rate over ranks times the first one's a rank."""
-    first_ranks, first_rate = points[0]
-    return [rate / (ranks * first_rate / first_ranks) for ranks, rate in points]
-
-
-def with_efficiencies(runs: Sequence[Measured]) -> list[Measured]:
-    """Return the runs, each with its efficiency on every curve that has a run with fewer ranks."""
-    found: dict[int, dict[Scaling, float]] = {number: {} for number in range(len(runs))}
-    for scaling in ("weak", "strong"):
-        numbers = sorted((n for n, run in enumerate(runs) if scaling in run.scalings), key=lambda n: runs[n].num_ranks)
-        if numbers:
-            values = efficiencies([(runs[number].num_ranks, runs[number].samples_per_s) for number in numbers])
-            for number, value in zip(numbers, values, strict=True):
-                found[number][scaling] = value
-    return [msgspec.structs.replace(run, efficiency=found[number]) for number, run in enumerate(runs)]
-
-
-def try_model(fit: Fit, runs: Sequence[Measured], seed: int) -> list[Trial]:
+def try_model(fit: HostFit, runs: Sequence[MeasuredRun], seed: int) -> list[Trial]:
     """Simulate every measured run: all of its ranks on one host, as they were."""
     trials = []
     for run in runs:
@@ -133,41 +94,26 @@ def try_model(fit: Fit, runs: Sequence[Measured], seed: int) -> list[Trial]:
     return trials
 
 
-def make_curves(fit: Fit, batch_size: int, global_batch: int, conditions: Conditions) -> list[Curve]:
-    """Weak and strong scaling to ``max_ranks``: as measured, with stragglers, and with a limited storage bandwidth.
+def make_curves(fit: HostFit, batch_size: int, global_batch: int, options: ScaleOptions) -> list[Curve]:
+    """Return weak and strong scaling to ``max_ranks``: as measured, with stragglers, and with a limited storage
+    bandwidth.
 
-    Strong scaling shares ``conditions.strong_batch`` samples, and ends where each rank has one. ``global_batch`` is
-    what it shared as it was measured.
+    Strong scaling shares ``strong_batch`` samples, and ends where each rank has one; without it one for each of
+    ``max_ranks``, or ``global_batch``, what was shared as it was measured, if that is more.
     """
-    strong_batch = conditions.strong_batch or max(global_batch, conditions.max_ranks)
-    ranks = [1]
-    while ranks[-1] * 2 <= conditions.max_ranks:
-        ranks.append(ranks[-1] * 2)
-    cases: list[tuple[str, dict[str, float]]] = [("as measured", {})]
-    if conditions.slow_share > 0 and conditions.slow_by > 0:
-        name = f"{conditions.slow_share:.1%} of the ranks {conditions.slow_by:.0%} slower"
-        cases.append((name, {"slow_share": conditions.slow_share, "slow_by": conditions.slow_by}))
-    if conditions.storage_gb_per_s > 0:
-        limit = {"storage_bytes_per_s": conditions.storage_gb_per_s * 1e9}
-        cases.append((f"storage gives {conditions.storage_gb_per_s:g} GB/s", limit))
-    curves = []
-    for scaling in ("weak", "strong"):
-        for name, case in cases:
-            results = []
-            for count in ranks:
-                size = batch_size if scaling == "weak" else strong_batch // count
-                if size < 1:
-                    break
-                cluster = Cluster(count, size, conditions.ranks_per_host, **case)
-                results.append(simulate(fit, cluster, conditions.seed))
-            # Against one rank that nothing holds up, so that a straggler's cost shows from two ranks on.
-            base = simulate(fit, Cluster(1, results[0].batch_size, 1), conditions.seed)
-            points = [
-                Point(result=result, efficiency=result.samples_per_s / (result.num_ranks * base.samples_per_s))
-                for result in results
-            ]
-            curves.append(Curve(name=name, scaling=scaling, points=points))
-    return curves
+    strong_batch = options.strong_batch or max(global_batch, options.max_ranks)
+    cases: dict[str, dict[str, float]] = {"as measured": {}}
+    share, by, storage = options.straggler_share, options.straggler_slowdown, options.storage_gb_per_s
+    if share > 0 and by > 0:
+        cases[f"{share:.1%} of the ranks {by:.0%} slower"] = {"slow_share": share, "slow_by": by}
+    if storage > 0:
+        cases[f"storage gives {storage:g} GB/s"] = {"storage_bytes_per_s": storage * 1e9}
+
+    def point(case: dict[str, float], scaling: Scaling, ranks: int) -> Point | None:
+        size = batch_size if scaling == "weak" else strong_batch // ranks
+        return simulate(fit, Cluster(ranks, size, options.ranks_per_host, **case), options.seed) if size else None
+
+    return draw_curves(cases, [2**power for power in range(options.max_ranks.bit_length())], point)
 
 
 def build_scale_report(
@@ -176,8 +122,8 @@ def build_scale_report(
     dataset: DatasetFacts,
     accelerator: dict[str, Any],
     options: dict[str, Any],
-    runs: Sequence[Measured],
-    fit: Fit | None,
+    runs: Sequence[MeasuredRun],
+    fit: HostFit | None,
     curves: Sequence[Curve],
     cut_off: str | None,
     disturbed: str | None,
@@ -209,8 +155,3 @@ def build_scale_report(
         disturbed=disturbed,
         warnings=found,
     )
-
-
-def load_scale_report(path: Path) -> ScaleReport:
-    """Read a report; raises ConfigError for other files and other versions."""
-    return load_report_of(path, ScaleReport, SCHEMA, VERSION)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE, AcceleratorProfile
 from fuelrail.bench.measure.processes import NOTHING_MEASURED
 from fuelrail.bench.measure.rates import bootstrap_means
-from fuelrail.bench.planner.scale_model import Fit, Overhead
+from fuelrail.bench.planner.scaling import HostFit, Overhead, Scaling
 from fuelrail.bench.report.files import prepare_folder
 from fuelrail.bench.report.options import output_folder
 from fuelrail.bench.report.page import write_report
@@ -23,15 +23,13 @@ from fuelrail.bench.report.progress import Progress
 from fuelrail.bench.studies.scale.options import ScaleOptions
 from fuelrail.bench.studies.scale.report import (
     FITTED_RANKS,
-    Conditions,
-    Measured,
+    MeasuredRun,
     ScaleReport,
-    Scaling,
     build_scale_report,
     make_curves,
 )
 from fuelrail.bench.studies.train.run import Made, TrainRun, measure_all
-from fuelrail.bench.studies.train.settings import TrainOptions
+from fuelrail.bench.studies.train.settings import TrainOptions, ask
 from fuelrail.loaders.config import Transforms
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.dataset import open_dataset
@@ -42,13 +40,16 @@ if TYPE_CHECKING:
     from fuelrail.bench.studies.train.report import Report
 
 
+_REPORTED_ELSEWHERE = ("accelerator", "split", "ranks")
+
+
 def scale(
     dataset: str | os.PathLike[str],
     options: ScaleOptions | None = None,
     *,
     out: str | os.PathLike[str] | None = None,
     html: bool = True,
-    **changes: Any,  # noqa: ANN401 - fields of ScaleOptions
+    **changes: Any,  # fields of ScaleOptions
 ) -> ScaleReport:
     """Measure weak and strong scaling on this host with emulated accelerators, and simulate more ranks.
 
@@ -85,7 +86,7 @@ class _Measurement(NamedTuple):
     """The runs that were made, and what the simulation needs; None if it was cut off before."""
 
     reports: list[Report]
-    fit: Fit | None
+    fit: HostFit | None
     cut_off: str | None
     interrupted: bool
 
@@ -145,7 +146,7 @@ class ScalePlan:
     def _runs(self, count: int, records: Path) -> list[TrainRun]:
         sizes = sorted({self.batch_size, self.global_batch // count})
         return [
-            TrainRun(self._dataset, self._training(count, size), records / f"ranks-{count}-batch-{size}")
+            TrainRun(ask(self._dataset, self._training(count, size), records / f"ranks-{count}-batch-{size}"))
             for size in sizes
         ]
 
@@ -167,7 +168,7 @@ class ScalePlan:
         """Run all points of a number of ranks."""
         return measure_all(self.runs[count])
 
-    def point(self, report: Report) -> Measured | None:
+    def point(self, report: Report) -> MeasuredRun | None:
         """Return a report as a point; None where its window was too short for figures."""
         if report.figures is None:
             return None
@@ -178,7 +179,7 @@ class ScalePlan:
         if size * count == self.global_batch:
             scalings.append("strong")
         low, high = np.quantile(bootstrap_means(_column(report, "wall").mean(axis=0), 0), (0.025, 0.975))
-        return Measured(
+        return MeasuredRun(
             num_ranks=count,
             batch_size=size,
             scalings=scalings,
@@ -191,7 +192,7 @@ class ScalePlan:
             efficiency={},
         )
 
-    def fit(self, reports: Sequence[Report]) -> Fit:
+    def fit(self, reports: Sequence[Report]) -> HostFit:
         """Measure the loader alone and put together what the simulation draws from.
 
         Only runs of up to ``FITTED_RANKS`` ranks are used: the others test the model.
@@ -216,7 +217,7 @@ class ScalePlan:
         small = [report for report in seen if report.options["batch_size"] == self.batch_size]
         two = [report for report in small if report.num_ranks > 1]
         sizes = dataset.index.column("length")
-        return Fit(
+        return HostFit(
             service_ms=[1e3 * value for value in run.batch_s[run.num_warm_up_batches :]],
             service_batch=self.batch_size,
             forward_backward_ms=per_sample * (self.profile.forward_ms + self.profile.backward_ms),
@@ -240,7 +241,7 @@ class ScalePlan:
 
 
 def _communication_ms(report: Report) -> float:
-    """Exposed all-reduce of the rank that came last, which does not wait; mean over steps."""
+    """Return the exposed all-reduce of the rank that came last, which does not wait; mean over steps."""
     return float(_column(report, "all_reduce").min(axis=0).mean())
 
 
@@ -251,22 +252,13 @@ def _column(report: Report, name: str) -> NDArray[np.float64]:
     return np.array([column[first : first + count] for column in columns], dtype=np.float64)
 
 
-def _report(plan: ScalePlan, reports: list[Report], fit: Fit | None, cut_off: str | None) -> ScaleReport:
+def _report(plan: ScalePlan, reports: list[Report], fit: HostFit | None, cut_off: str | None) -> ScaleReport:
     given = plan.options
-    conditions = Conditions(
-        max_ranks=given.max_ranks,
-        ranks_per_host=given.ranks_per_host,
-        slow_share=given.straggler_share,
-        slow_by=given.straggler_slowdown,
-        storage_gb_per_s=given.storage_gb_per_s,
-        seed=given.seed,
-        strong_batch=given.strong_batch,
-    )
     points = [point for report in reports if (point := plan.point(report)) is not None]
     too_short = next((report.window.too_short for report in reports if report.window.too_short), None)
     disturbed = next((report.disturbed for report in reports if report.disturbed is not None), None)
     usable = fit if fit is not None and too_short is None and disturbed is None and fit.service_ms else None
-    curves = [] if usable is None else make_curves(usable, plan.batch_size, plan.global_batch, conditions)
+    curves = [] if usable is None else make_curves(usable, plan.batch_size, plan.global_batch, given)
     warnings = merged_warnings([report.warnings for report in reports])
     if too_short is not None:
         warnings.insert(0, f"No figures: {too_short}.")
@@ -274,16 +266,12 @@ def _report(plan: ScalePlan, reports: list[Report], fit: Fit | None, cut_off: st
         warnings.insert(0, "No simulation: it would be of runs that other processes slowed down.")
     elif fit is not None and not fit.service_ms:
         warnings.insert(0, "No simulation: the loader alone made too few batches; give it more --loader-seconds.")
-    options = {
-        "batch_size": plan.batch_size, "global_batch": plan.global_batch, "steps": given.steps,
-        "warmup": given.warmup, "workers": given.workers, "decoder": given.decoder,
-        **msgspec.to_builtins(conditions),
-    }  # fmt: skip
+    said = {name: value for name, value in msgspec.to_builtins(given).items() if name not in _REPORTED_ELSEWHERE}
     return build_scale_report(
         machine=reports[0].machine,
         dataset=reports[0].dataset,
         accelerator=reports[0].accelerator,
-        options=options,
+        options={**said, "global_batch": plan.global_batch},
         runs=points,
         fit=usable,
         curves=curves,

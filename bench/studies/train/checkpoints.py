@@ -37,7 +37,7 @@ class CheckpointFigures(msgspec.Struct, frozen=True, kw_only=True):
     interval_steps: int | None
 
     def sentences(self) -> list[str]:
-        """The figures as text."""
+        """Return the figures as text."""
         lines = []
         if self.restored is not None:
             lines.append(

@@ -8,18 +8,13 @@ mean of the differences is judged by Student's t at 2 % of false alarms.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-
-from fuelrail.bench.trainer.strategies.settings import ParallelSettings, degrees_of
-
-if TYPE_CHECKING:
-    from fuelrail.bench.studies.train.series import Series
 
 _BATCH_STEPS = 3
 # Quantiles of Student's t at 99 %, from two degrees of freedom on: one less than there are batches.
@@ -30,6 +25,21 @@ _POWER = 1.0
 # Of the loss: what another order of sums may change.
 _ROUNDING = 1e-5
 _TARGET_STEPS = 5
+
+
+class Series(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's steps, warm-up included, column by column. ``end_s`` counts from the first rank's start.
+
+    ``first_step`` is not 0 in a run that continues from a checkpoint.
+    """
+
+    rank: int
+    first_step: int = 0
+    end_s: list[float]
+    occupancy: list[float]
+    loss: list[float | None]
+    wall_ms: list[float]
+    phases_ms: dict[str, list[float]]
 
 
 class LossComparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +63,7 @@ class LossComparison(msgspec.Struct, frozen=True, kw_only=True):
     part_at_step: int | None
 
     def sentence(self) -> str:
-        """The result as text."""
+        """Return the result as text."""
         if self.verdict == "too short":
             return f"The loss cannot be compared with {self.other}: the runs share too few steps."
         end = "in the last third the loss is not finite"
@@ -85,7 +95,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     samples: int | None
 
     def sentence(self) -> str:
-        """The result as text."""
+        """Return the result as text."""
         if self.step is None:
             return f"The loss did not reach {self.loss:g}."
         return (
@@ -95,7 +105,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def time_to(target: float, series: Sequence[Series], global_batch: int) -> Target:
-    """When the mean of the ranks' losses reached a target."""
+    """Return when the mean of the ranks' losses reached a target."""
     loss, end_s = _mean_loss(series), np.array([one.end_s[: _length(series)] for one in series]).max(axis=0)
     first = series[0].first_step
     for at in range(_TARGET_STEPS - 1, len(loss)):
@@ -163,22 +173,16 @@ class _Curve(msgspec.Struct, frozen=True):
         return self.start + len(self.loss) * self.batch
 
     def between(self, start: int, end: int) -> NDArray[np.float64]:
-        """The losses of the steps from ``start`` to ``end`` samples."""
+        """Return the losses of the steps from ``start`` to ``end`` samples."""
         first = -(-(start - self.start) // self.batch)
         found: NDArray[np.float64] = self.loss[first : (end - self.start) // self.batch]
         return found
 
     def means(self, edges: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Mean loss between neighbouring edges."""
+        """Return the mean loss between neighbouring edges."""
         # A step belongs where its middle is.
         cuts = np.ceil((edges - self.start) / self.batch - 0.5).astype(int)
         return np.array([self.loss[first:last].mean() for first, last in pairwise(cuts)])
-
-
-def global_batch(options: Mapping[str, Any], num_ranks: int) -> int:
-    """Samples of one optimiser step over all ranks, of a report's options."""
-    ranks = degrees_of(ParallelSettings.among(options, "report"), num_ranks).data
-    return int(ranks * options["batch_size"] * options["accumulation"])
 
 
 def _curve(series: Sequence[Series], batch: int) -> _Curve:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import msgspec
 import torch
 
-from fuelrail.bench.measure.accelerator import DeviceTimes
 from fuelrail.bench.measure.cuda import count_training_flop
-from fuelrail.bench.measure.records import InputFacts, StepRecord
+from fuelrail.bench.measure.records import DeviceTimes, InputFacts, StepRecord
 from fuelrail.bench.ranks.injection import Injection, delayed_stages
 from fuelrail.bench.trainer.distill.teacher import LAYER
 from fuelrail.bench.trainer.loop import real_rows
@@ -89,7 +88,7 @@ def make_loader(
 
 
 def token_channel(place: str, model_name: str) -> list[str]:
-    """The channel `tokens` for a decoder, where the dataset has it.
+    """Return the channel `tokens` for a decoder, where the dataset has it.
 
     Raises ConfigError where it has fewer tokens than the model reads, or of more words.
     """
@@ -115,7 +114,7 @@ def token_channel(place: str, model_name: str) -> list[str]:
 
 
 def transforms_of(settings: TrainSettings) -> Transforms:
-    """Size and augmentation of a run's samples, and its decoder. Raises ConfigError for a file that is not such."""
+    """Return size and augmentation of a run's samples, and its decoder. Raise ConfigError for a file without them."""
     given = Transforms() if settings.transforms is None else as_settings(settings.transforms, Transforms, "transforms")
     return msgspec.structs.replace(given, decoder=settings.decoder) if settings.decoder != "auto" else given
 
@@ -134,7 +133,7 @@ def find_function(name: str) -> Callable[[dict[str, Any]], Any]:
 
 
 def batches(loader: DataLoader, num_epochs: int | None) -> Iterator[Mapping[str, Any]]:
-    """A loader's batches over epoch after epoch from where it is, without end if ``num_epochs`` is None."""
+    """Yield a loader's batches over epoch after epoch from where it is, without end if ``num_epochs`` is None."""
     first = int(loader.state_dict()["epoch"])
     for epoch in range(first, num_epochs) if num_epochs is not None else itertools.count(first):
         loader.set_epoch(epoch)
@@ -142,7 +141,7 @@ def batches(loader: DataLoader, num_epochs: int | None) -> Iterator[Mapping[str,
 
 
 def from_memory(source: Iterator[Mapping[str, Any]], num_batches: int | None) -> Iterator[Mapping[str, Any]]:
-    """The first batches in turns, taken now: ``num_batches`` in all, without end if that is None."""
+    """Return ``num_batches`` of the first batches in turns, taken now, without end if that is None."""
     kept = list(itertools.islice(source, _NUM_BATCHES_KEPT))
     return itertools.islice(itertools.cycle(kept), num_batches)
 
@@ -166,7 +165,7 @@ def take(batches: Iterable[Mapping[str, Any]], clock: Clock, *, num_steps: int |
 def noting_input(
     batches: Iterable[Mapping[str, Any]], writer: RankWriter, count_for: ModelSettings | None
 ) -> Iterator[Mapping[str, Any]]:
-    """The batches; of the first one its facts are written, with the FLOP of a sample in that model."""
+    """Yield the batches; write the facts of the first one, with the FLOP of a sample in that model."""
     for number, batch in enumerate(batches):
         if number == 0:
             _, num_cameras, _, height, width = batch["img"].shape

@@ -20,11 +20,12 @@ from fuelrail.bench.report.page import (
     document,
     marked,
 )
-from fuelrail.bench.studies.train.report import Figures, Report, learning_sentences
+from fuelrail.bench.studies.train.report import Report, learning_sentences
 from fuelrail.pipeline.cli import counted
 
 if TYPE_CHECKING:
     from fuelrail.bench.measure.clock import Summary
+    from fuelrail.bench.studies.train.figures import Figures
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart: work in blues and greens, waiting in orange.
 PHASE_COLOURS = {
@@ -36,15 +37,7 @@ PHASE_COLOURS = {
     "optimiser": "#009e73",
     "other": "#999999",
 }
-PHASE_LABELS = {
-    "data_wait": "data wait",
-    "host_to_device": "host to device",
-    "forward": "forward",
-    "backward": "backward",
-    "all_reduce": "exposed all-reduce",
-    "optimiser": "optimiser",
-    "other": "other",
-}
+PHASE_LABELS = {phase: phase.replace("_", " ") for phase in PHASE_COLOURS} | {"all_reduce": "exposed all-reduce"}
 _PHASE_LEGEND = [(PHASE_LABELS[phase], colour) for phase, colour in PHASE_COLOURS.items()]
 
 # Losses below this share of the wall time are not worth a sentence.
@@ -52,37 +45,25 @@ _NOTABLE = 0.02
 
 MIB = 2**20
 
-_EMULATION = (
-    "This run used an emulated GPU, as MLPerf Storage does. The figures say whether this host and this dataset would "
-    "keep such an accelerator fed, not how fast it trains."
-)
-
 _OCCUPANCY = marked(
     "**Occupancy** is the time in which the accelerator computes forward, backward and optimiser, divided by wall "
-    "time, over all steps after warm-up: MLPerf Storage’s accelerator utilisation (AU = total compute time / total "
-    "running time), mean over ranks. Stricter than there: exposed all-reduce doesn’t count as busy, because a rank "
-    "that waits in it for a starved neighbour does no work; the column “with all-reduce” includes it."
+    "time, over all steps after warm-up, mean over ranks: MLPerf Storage’s accelerator utilisation. Exposed all-reduce "
+    "doesn’t count as busy, because a rank that waits in it for a starved neighbour does no work; the column “with "
+    "all-reduce” includes it."
 )
-
 _PHASES = marked(
-    "**Data wait** runs from asking the loader for the next batch to getting it, **host to device** from then "
-    "until the model’s inputs lie on the device, **backward** until the last local gradient is computed, and "
-    "**exposed all-reduce** from then until the last gradient is averaged over the ranks. **Other** is the rest "
-    "of the wall time: targets, records, and in an emulation late wake-ups and the stand-in’s work beyond the emulated "
-    "phases. A step begins where the one before ended, so nothing is left "
-    "out."
+    "**Data wait** runs from asking the loader for the next batch to getting it, **host to device** from then until "
+    "the model’s inputs are on the device, **backward** until the last local gradient is computed, and **exposed "
+    "all-reduce** from then until the last gradient is averaged over the ranks. **Other** is the rest of the wall "
+    "time. A step begins where the one before ended, so nothing is left out."
 )
-
-_ON_A_GPU = marked(
-    "On a GPU the phases come from CUDA events on the compute stream. The loader copies images on a stream of its own, "
-    "ahead of the trainer: that time is its **transfer** stage, and **host to device** is only what the step "
-    "still had to wait for."
+_ON_A_GPU = (
+    "On a GPU the phases are from CUDA events on the compute stream. The loader copies images on a stream of its own, "
+    "ahead of the trainer; host to device is only what the step still had to wait for."
 )
-
 _EMULATED_PHASES = (
     "In the emulation a phase is the emulated time, and only that counts as busy. What the stand-in’s real work takes "
-    "beyond it, and late wake-ups, are “other”. So a slow or overloaded host lowers occupancy and never raises it. "
-    "Gradients become ready as they would on the device, so the real all-reduce overlaps the emulated backward."
+    "beyond it, and late wake-ups, are “other”: a slow or overloaded host lowers occupancy and never raises it."
 )
 
 
@@ -171,38 +152,34 @@ def _real_and_emulated(report: Report) -> list[Section]:
         return []
     backend = next((rank.backend for rank in report.ranks if rank.backend), None)
     reduce = f"gradients and their all-reduce ({backend})" if backend else "gradients (one rank: no all-reduce)"
-    parameters = report.model["num_parameters"] or 0
     real = (
-        "Reading shards, checking, decoding, augmenting and batching; every wait for data. A small stand-in model of "
-        f"{parameters:,} parameters trains on the batches: loss, {reduce}, optimiser. Wall time of everything."
+        "Reading, checking, decoding, augmenting and batching; every wait for data. A stand-in model of "
+        f"{report.model['num_parameters'] or 0:,} parameters trains on the batches: loss, {reduce}, optimiser."
     )
     emulated = (
-        f"How long forward, backward and optimiser occupy the device: the time published or derived for "
-        f"{accelerator['network']} on one {accelerator['device']} "
-        f"({accelerator['forward_ms']:g} ms forward and {accelerator['backward_ms']:g} ms backward per "
-        f"{accelerator['per']}, {accelerator['optimiser_ms']:g} ms optimiser a step). The host sleeps through it and "
-        "is free to load. Copies to the device and the real network's gradient sizes are not emulated."
+        f"The time of forward, backward and optimiser: published or derived for {accelerator['network']} on one "
+        f"{accelerator['device']} ({accelerator['forward_ms']:g} ms forward and {accelerator['backward_ms']:g} ms "
+        f"backward per {accelerator['per']}, {accelerator['optimiser_ms']:g} ms optimiser a step). Copies to the "
+        "device and the real network's gradient sizes are not emulated."
+    )
+    meaning = (
+        "This run used an emulated GPU: the figures say whether this host and dataset keep such an accelerator fed, "
+        "not how fast it trains."
     )
     table = Table(("real, measured", "emulated"), [(real, emulated)], prose=True)
-    return [Section("What is real here, and what is emulated", [Text(_EMULATION), table])]
+    return [Section("What is real here, and what is emulated", [Text(meaning), table])]
 
 
 def _over_time(report: Report, plots: Mapping[str, str]) -> list[Section]:
     warmup = report.window.num_warmup_steps
-    caption = (
-        "Share of time in which each accelerator computed, over the last 5 steps up to each moment. The first "
-        f"{warmup} steps (shaded) are warm-up and are not counted."
-    )
-    first = "The first steps after warm-up on one clock: what each rank was doing when."
+    caption = f"Share of time in which each accelerator computed, over 5 steps. Shaded: {warmup} steps of warm-up."
+    first = "The first steps after warm-up, on one clock."
     occupancy, timeline = Figure([(plots.get("occupancy", ""), caption)]), plots.get("timeline", "")
     return [Section("Occupancy over time", [occupancy, Figure([(timeline, first)], _PHASE_LEGEND)])]
 
 
 def _step(report: Report, plots: Mapping[str, str]) -> list[Section]:
-    caption = (
-        "Wall time of each step, mean over ranks; the warm-up is shaded. Blue and green is work on the device, orange "
-        "and pink is waiting."
-    )
+    caption = "Wall time of each step, mean over ranks; blue and green is work on the device, orange and pink waiting."
     blocks: list[Block] = [Figure([(plots.get("breakdown", ""), caption)], _PHASE_LEGEND)]
     figures = report.figures
     if figures is not None:
@@ -213,9 +190,8 @@ def _step(report: Report, plots: Mapping[str, str]) -> list[Section]:
         blocks += [
             Table(header, rows, total=True, colours=[PHASE_COLOURS[row.phase] for row in figures.phases]),
             Text(
-                f"{figures.step_time.count} steps on all ranks after warm-up. All-reduce in all, hidden behind "
-                f"backward or not: mean {hidden.mean_ms:.2f} ms, p99 {hidden.p99_ms:.2f} ms. Percentiles of phases "
-                "don’t add up to those of the step.",
+                f"{figures.step_time.count} steps on all ranks after warm-up. All-reduce, hidden behind backward or "
+                f"not: mean {hidden.mean_ms:.2f} ms, p99 {hidden.p99_ms:.2f} ms.",
                 small=True,
             ),
         ]
@@ -235,12 +211,8 @@ def _memory(report: Report, plots: Mapping[str, str]) -> list[Section]:
     if not report.memory:
         return []
     on_gpu = report.memory[0].source == "allocator"
-    caption = (
-        "Bytes by kind on rank "
-        f"0. The step took longer than others: {'the allocator wrote down' if on_gpu else 'a tracker followed'} "
-        f"{'each block' if on_gpu else 'each tensor'}. "
-        + ("Activations include what is temporary." if on_gpu else "The optimiser’s temporary tensors count as its.")
-    )
+    counted_as = "Activations include what is temporary" if on_gpu else "The optimiser’s temporary tensors count as its"
+    caption = f"Bytes by kind on rank 0. The step took longer than others, as each block was followed. {counted_as}."
     rows = [
         [
             f"{rank}",
@@ -255,7 +227,7 @@ def _memory(report: Report, plots: Mapping[str, str]) -> list[Section]:
 
 
 def _learning(report: Report) -> list[Section]:
-    """Loss compared, targets and checkpoints, one sentence each."""
+    """Return the comparison of losses, targets and checkpoints, one sentence each."""
     lines = learning_sentences(report)
     return [Section("Learning and checkpoints", [Items(lines)])] if lines else []
 
@@ -275,9 +247,8 @@ def _loader(report: Report, plots: Mapping[str, str]) -> list[Section]:
         for stage in report.figures.stages
     ]
     caption = marked(
-        "In the order in which data flows. **Busy**: working. **Starved**: waiting for the stage before. "
-        "**Blocked**: the next stage has no room. Where the accelerators wait for data, look for the stage that is "
-        "always busy; where stages are blocked, the loader is ahead of the accelerators, as it should be."
+        "In the order in which data flows. **Starved**: waiting for the stage before. **Blocked**: the next stage has "
+        "no room. If the accelerators wait for data, the stage that is always busy is the cause."
     )
     header = ("stage", "threads, all ranks", "items/s", "busy", "starved", "blocked")
     return [Section("Loader stages", [Figure([(plots.get("stages", ""), caption)]), Table(header, rows)])]

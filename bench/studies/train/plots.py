@@ -114,7 +114,7 @@ def _timeline(report: Report) -> str:
 
 
 def _breakdown(report: Report) -> str:
-    """Stacked bars over steps, the mean over ranks; neighbouring steps are averaged when there are many."""
+    """Draw stacked bars over steps, the mean over ranks; neighbouring steps are averaged when there are many."""
     count = min(len(series.wall_ms) for series in report.series)
     figure, axes = new_figure(2.9)
     width = max(1, -(-count // _MAX_BARS))
@@ -189,7 +189,7 @@ def _loss(report: Report) -> str:
 
 
 def _memory(line: MemoryLine) -> str:
-    """Stacked bytes by kind over one step of one rank."""
+    """Draw stacked bytes by kind over one step of one rank."""
     mib = 2**20
     figure, axes = new_figure(2.9)
     # Each value holds until the next one.

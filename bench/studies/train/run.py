@@ -11,39 +11,27 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE, AcceleratorProfile, load_profile, profile_names
 from fuelrail.bench.measure.machine import (
     CpuUse,
     CpuWatch,
-    DatasetFacts,
     MachineFacts,
-    dataset_facts,
-    installed_gpus,
     machine_facts,
 )
 from fuelrail.bench.measure.nvml import GpuUse, NvmlWatch
 from fuelrail.bench.measure.records import RankLog, rank_path, read_rank
 from fuelrail.bench.ranks.launch import Outcome, run_ranks
-from fuelrail.bench.report.files import REPORT_JSON, TRACE_JSON, merge_traces, prepare_folder
+from fuelrail.bench.report.files import TRACE_JSON, merge_traces, prepare_folder
 from fuelrail.bench.report.options import output_folder
 from fuelrail.bench.report.page import write_report
 from fuelrail.bench.report.progress import Progress
-from fuelrail.bench.studies.train.convergence import compare_losses, global_batch, time_to
+from fuelrail.bench.studies.train.convergence import compare_losses, time_to
 from fuelrail.bench.studies.train.report import Report, build_report, load_report
-from fuelrail.bench.studies.train.settings import TrainOptions, TrainSettings
-from fuelrail.bench.trainer.distill.settings import DISTILL, weights_of
-from fuelrail.bench.trainer.models.settings import MODELS
-from fuelrail.bench.trainer.strategies.settings import check_fits, degrees_of
-from fuelrail.loaders.config import Transforms
+from fuelrail.bench.studies.train.settings import Asked, TrainOptions, ask_all
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
-from fuelrail.pipeline.format.dataset import open_dataset
-from fuelrail.pipeline.settings import as_settings, make_options
-from fuelrail.pipeline.storage.filesystem import filesystem, is_url
+from fuelrail.pipeline.settings import make_options
 
 _SETTINGS_FILE = "settings.json"
 _LOG_FILE = "ranks.log"
-_RECORDS = "records"
-_DEFAULT_STEPS = 60
 
 
 def train(
@@ -52,7 +40,7 @@ def train(
     *,
     out: str | os.PathLike[str] | None = None,
     html: bool = True,
-    **changes: Any,  # noqa: ANN401 - fields of TrainOptions
+    **changes: Any,  # fields of TrainOptions
 ) -> Report:
     """Train a small multi-camera model on a dataset and report how busy the accelerators were.
 
@@ -75,11 +63,9 @@ def run_training(
         )
     if options.trace and out is None:
         raise ConfigError("trace=True writes a file: give out=FOLDER")
-    other = None if options.against is None else load_report(_report_file(options.against))
+    other = None if options.against is None else load_report(Path(options.against))
     with output_folder(out) as folder:
-        runs = [TrainRun(dataset, options, folder / _RECORDS)]
-        if options.check_batch is not None:
-            runs.append(TrainRun(dataset, _larger_batch(options, options.check_batch), folder / f"{_RECORDS}-larger"))
+        runs = [TrainRun(asked) for asked in ask_all(dataset, options, folder)]
         prepare_folder(folder, html=html and out is not None)
         made = _compared(measure_all(runs), options, other)
         if out is not None:
@@ -91,38 +77,14 @@ def run_training(
     return made
 
 
-def _report_file(place: str) -> Path:
-    path = Path(place)
-    return path / REPORT_JSON if path.is_dir() else path
-
-
-def _larger_batch(options: TrainOptions, batch_size: int) -> TrainOptions:
-    """The same number of samples in steps of another size; the learning rate is scaled with it (Goyal et al. 2017).
-
-    With ``base_batch`` the ranks scale the rate themselves.
-    """
-    if options.checkpoint is not None or options.against is not None:
-        raise ConfigError("check_batch makes two runs of its own: leave out checkpoint and against")
-    if batch_size <= options.batch_size:
-        raise ConfigError(
-            f"check_batch={batch_size} must be above batch_size={options.batch_size}, which it is compared with"
-        )
-    scale = batch_size / options.batch_size
-    steps = None if options.epochs is not None else int((options.steps or _DEFAULT_STEPS) / scale)
-    if steps == 0:
-        raise ConfigError(f"steps={options.steps} are less than one step of check_batch={batch_size}: use more steps")
-    rate = options.learning_rate * (scale if options.base_batch is None else 1)
-    return msgspec.structs.replace(options, batch_size=batch_size, steps=steps, learning_rate=rate)
-
-
 def _compared(made: Made, options: TrainOptions, other: Report | None) -> Made:
     """Add to the last report what is said on its loss: compared with another run's, and with a target."""
     report, name = made.reports[-1], options.against
     if len(made.reports) > 1:
         other, name = made.reports[0], f"the run with batch size {options.batch_size}"
-    batch = global_batch(report.options, report.num_ranks)
+    batch = report.global_batch
     if other is not None:
-        sides = (report.series, batch, other.series, global_batch(other.options, other.num_ranks))
+        sides = (report.series, batch, other.series, other.global_batch)
         report = msgspec.structs.replace(report, against=compare_losses(*sides, str(name)))
     if options.target_loss is not None:
         target = time_to(options.target_loss, report.series, batch)
@@ -131,19 +93,11 @@ def _compared(made: Made, options: TrainOptions, other: Report | None) -> Made:
 
 
 class TrainRun:
-    """A training run whose options are checked; :func:`measure_all` runs it.
+    """A training run that was asked for; :func:`measure_all` runs it."""
 
-    ``records`` is the folder for the ranks' records. Raises ConfigError and DatasetErrors.
-    """
-
-    def __init__(self, dataset: str | os.PathLike[str], options: TrainOptions, records: Path) -> None:
-        self._dataset = dataset_facts(open_dataset(dataset), options.split)
-        self.settings = _settings(os.fspath(dataset), options, records)
-        self.num_ranks = options.ranks
-        self._price = options.price_per_gpu_hour
-        self.records = records
-        _check_world(self.num_ranks, self.settings, self._dataset)
-        check_decoder(self.settings)
+    def __init__(self, asked: Asked) -> None:
+        self.settings, self._dataset = asked
+        self.num_ranks, self.records = self.settings.ranks, Path(self.settings.records)
 
     def report(self, machine: MachineFacts, outcome: Outcome, cpu: CpuUse | None, gpus: list[GpuUse] | None) -> Report:
         """Return the report of the ranks' records; raises FuelrailError, or KeyboardInterrupt, without any step."""
@@ -162,7 +116,6 @@ class TrainRun:
             dataset=self._dataset,
             cut_off=cut_off,
             cpu=cpu,
-            price_per_gpu_hour=self._price,
             gpus=gpus,
         )
 
@@ -216,122 +169,6 @@ def measure_all(runs: Sequence[TrainRun]) -> Made:
     return Made(reports, cut_off, outcome.interrupted)
 
 
-def _settings(dataset: str, options: TrainOptions, records: Path) -> TrainSettings:
-    if options.steps is not None and options.epochs is not None:
-        raise ConfigError(f"steps={options.steps} and epochs={options.epochs} exclude each other: give one of them")
-    if options.transforms is not None:
-        as_settings(options.transforms, Transforms, "transforms")  # refused before ranks are started
-    profile = options.profile or _profile(options.accelerator)
-    default = "stand-in" if degrees_of(options, options.ranks).pp == 1 else "bev-tiny"  # one layer cannot be cut
-    changes: dict[str, Any] = {
-        name: str(Path(place).absolute())
-        for name in ("cache_dir", "transforms")
-        if (place := getattr(options, name)) is not None
-    }
-    changes |= {
-        "dataset": dataset if is_url(dataset) else str(Path(dataset).absolute()),
-        "records": str(records.absolute()),
-        "steps": _DEFAULT_STEPS if options.steps is None and options.epochs is None else options.steps,
-        "precision": options.precision or ("fp32" if profile else "bf16"),
-        "model": options.model or (default if profile else "base"),
-        "profile": profile,
-        "checkpoint": _checkpoint_place(options),
-        **_teacher_places(options),
-    }
-    return TrainSettings(**{**msgspec.structs.asdict(options), **changes})
-
-
-def _teacher_places(options: TrainOptions) -> dict[str, str | None]:
-    """The places of teacher and layer as all ranks see them. Raises ConfigError."""
-    places = {"teacher": options.teacher, "teacher_layer": options.teacher_layer}
-    if set(places.values()) == {None}:
-        given = {"distill": options.distill, "temperature": options.temperature}
-        if lone := [name for name, value in given.items() if value is not None]:
-            raise ConfigError(f"{lone[0]}={given[lone[0]]} needs a teacher: give teacher or teacher_layer")
-    elif None not in places.values():
-        raise ConfigError(
-            f"teacher={options.teacher} and teacher_layer={options.teacher_layer} exclude each other: give one of them"
-        )
-    weights_of(options.distill or DISTILL)
-    return {
-        name: place if place is None or is_url(place) else str(Path(place).absolute()) for name, place in places.items()
-    }
-
-
-def _checkpoint_place(options: TrainOptions) -> str | None:
-    """The place of checkpoints as all ranks see it. Raises ConfigError where it cannot be one."""
-    if options.memory and options.warmup < 3:
-        raise ConfigError(f"memory=True follows the third warm-up step: warmup={options.warmup} must be 3 or more")
-    place = options.checkpoint
-    if place is None:
-        return None
-    if options.leave_out:
-        raise ConfigError(
-            f"checkpoint={place!r} and leave_out={options.leave_out} exclude each other: a run without a part measures "
-            "what that costs, it does not train"
-        )
-    if is_url(place):
-        filesystem(place)
-        if place.startswith("memory:"):
-            raise ConfigError(f"checkpoint={place!r} would end with each rank's process; use a folder or another URL")
-        return place
-    folder = Path(place.removeprefix("file://")).absolute()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--checkpoint '{place}' cannot be a folder: {error.strerror}; choose another one") from error
-    return str(folder)
-
-
-def _profile(choice: str) -> AcceleratorProfile | None:
-    """Return the profile to emulate, or None for CUDA."""
-    if choice == "auto":
-        return None if installed_gpus() else load_profile(DEFAULT_PROFILE)
-    if choice == "cuda":
-        if not installed_gpus():
-            raise ConfigError(
-                "accelerator 'cuda' needs a GPU, and the NVIDIA driver shows no GPU here; use emulated:PROFILE"
-            )
-        return None
-    kind, _, name = choice.partition(":")
-    if kind != "emulated" or not name:
-        raise ConfigError(
-            f"accelerator {choice!r} must be auto, cuda or emulated:PROFILE; profiles: {', '.join(profile_names())}"
-        )
-    return load_profile(name)
-
-
-def check_decoder(settings: TrainSettings) -> None:
-    """Refuse a decoder that the ranks' loaders would refuse, before ranks are started; without torch where possible.
-
-    Raises ConfigError.
-    """
-    if settings.decoder == "auto":
-        return
-    from fuelrail.loaders.decode import make_decoder
-
-    make_decoder(settings.decoder)
-
-
-def _check_world(num_ranks: int, settings: TrainSettings, dataset: DatasetFacts) -> None:
-    degrees = degrees_of(settings, num_ranks)
-    check_fits(settings, degrees, MODELS[settings.model], settings.batch_size)
-    if degrees.composed and "all-reduce" in settings.leave_out:
-        raise ConfigError(f"leave_out all-reduce needs whole models on each rank, and the mesh is {degrees}; use ddp")
-    global_batch = degrees.data * settings.batch_size * settings.accumulation
-    if dataset.num_samples < global_batch:
-        raise ConfigError(
-            f"split '{dataset.split}' has {dataset.num_samples} samples, one step takes {global_batch} = "
-            f"{degrees.data} data-parallel ranks x {settings.batch_size} samples x {settings.accumulation} batches: "
-            "use fewer ranks or smaller batches"
-        )
-    num_gpus = len(installed_gpus())
-    if settings.profile is None and num_ranks > num_gpus:
-        raise ConfigError(
-            f"{num_ranks} ranks need a GPU each, and the NVIDIA driver shows {num_gpus} here; use fewer ranks"
-        )
-
-
 def _prepare(records: Path) -> None:
     """Make the folder of the ranks' records; those of an earlier run must not be taken for this run's."""
     try:
@@ -365,7 +202,7 @@ def _launch(num_ranks: int, runs: Sequence[TrainRun], settings_file: Path) -> Ou
 
 
 def why_cut_off(outcome: Outcome, logs: Sequence[RankLog]) -> str | None:
-    """One sentence on why a run ended early, or None: the first cause, not what the other ranks died of after it."""
+    """Return one sentence on why a run ended early, or None: the first cause, not the later faults of other ranks."""
     if outcome.interrupted:
         return "the run was interrupted"
     if outcome.exit_code == 0:

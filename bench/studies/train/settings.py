@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE, AcceleratorProfile, profile_names
+import msgspec
+
+from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE, AcceleratorProfile, load_profile, profile_names
+from fuelrail.bench.measure.machine import DatasetFacts, dataset_facts, installed_gpus
 from fuelrail.bench.ranks.injection import Injection
-from fuelrail.bench.trainer.distill.settings import DISTILL
-from fuelrail.bench.trainer.models.settings import ModelName
-from fuelrail.bench.trainer.strategies.settings import ParallelSettings, Precision
+from fuelrail.bench.trainer.distill.settings import DISTILL, weights_of
+from fuelrail.bench.trainer.models.settings import MODELS, ModelName
+from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision, check_fits, degrees_of
+from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.storage import Backend
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import Above0, AtLeast0, Finite, NotNegative, Positive, check_types, flag
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.settings import Above0, AtLeast0, Finite, NotNegative, Positive, as_settings, check_types, flag
+from fuelrail.pipeline.storage.filesystem import filesystem, is_url
+
+RECORDS = "records"
+_DEFAULT_STEPS = 60
+_TEACHERS = ("teacher", "teacher_layer")
 
 # What a counterfactual run leaves out, in the order of the data's way.
 LeaveOut = Literal[
@@ -136,3 +147,155 @@ class TrainSettings(TrainOptions, frozen=True, kw_only=True):
     def traces(self) -> Path:
         """Folder of the ranks' traces."""
         return Path(self.records).parent / "trace"
+
+
+class Asked(NamedTuple):
+    """One run that options ask for: its settings, with nothing left open, and the facts of its split."""
+
+    settings: TrainSettings
+    dataset: DatasetFacts
+
+
+def ask(dataset: str | os.PathLike[str], options: TrainOptions, records: Path) -> Asked:
+    """Answer everything that options leave open, before a rank is started.
+
+    ``records`` is the folder for the ranks' records. Raises DatasetErrors, and ConfigError for what the ranks would
+    refuse: in one sentence, without torch where possible.
+    """
+    facts = dataset_facts(open_dataset(dataset), options.split)
+    if options.steps is not None and options.epochs is not None:
+        raise ConfigError(f"steps={options.steps} and epochs={options.epochs} exclude each other: give one of them")
+    if options.memory and options.warmup < 3:
+        raise ConfigError(f"memory=True follows the third warm-up step: warmup={options.warmup} must be 3 or more")
+    if options.transforms is not None:
+        as_settings(options.transforms, Transforms, "transforms")  # refused before ranks are started
+    _check_teacher(options)
+    profile = options.profile or _profile(options.accelerator)
+    changes: dict[str, Any] = {
+        name: _absolute(getattr(options, name)) for name in ("cache_dir", "transforms", *_TEACHERS)
+    }
+    changes["checkpoint"] = _checkpoint_place(options)
+    weights_of(options.distill or DISTILL)
+    degrees = degrees_of(options, options.ranks)
+    default = "stand-in" if degrees.pp == 1 else "bev-tiny"  # one layer cannot be cut
+    changes |= {
+        "dataset": _absolute(os.fspath(dataset)),
+        "records": str(records.absolute()),
+        "steps": _DEFAULT_STEPS if options.steps is None and options.epochs is None else options.steps,
+        "precision": options.precision or ("fp32" if profile else "bf16"),
+        "model": options.model or (default if profile else "base"),
+        "profile": profile,
+    }
+    settings = TrainSettings(**{**msgspec.structs.asdict(options), **changes})
+    check_fits(settings, degrees, MODELS[settings.model], settings.batch_size)
+    _check_world(settings, degrees, facts)
+    if settings.decoder != "auto":
+        from fuelrail.loaders.decode import make_decoder
+
+        make_decoder(settings.decoder)
+    return Asked(settings, facts)
+
+
+def ask_all(dataset: str | os.PathLike[str], options: TrainOptions, folder: Path) -> list[Asked]:
+    """Answer what options leave open for the run that they ask for, and with ``check_batch`` for a second one.
+
+    ``folder`` is for the records of all of them. Raises as :func:`ask`.
+    """
+    asked = [ask(dataset, options, folder / RECORDS)]
+    if options.check_batch is not None:
+        larger = larger_batch(options, options.check_batch)
+        asked.append(ask(dataset, larger, folder / f"{RECORDS}-larger"))
+    return asked
+
+
+def larger_batch(options: TrainOptions, batch_size: int) -> TrainOptions:
+    """Return options of as many samples in steps of another size; the learning rate is scaled with it.
+
+    With ``base_batch`` the ranks scale the rate themselves (Goyal et al. 2017). Raises ConfigError.
+    """
+    if options.checkpoint is not None or options.against is not None:
+        raise ConfigError("check_batch makes two runs of its own: leave out checkpoint and against")
+    if batch_size <= options.batch_size:
+        raise ConfigError(
+            f"check_batch={batch_size} must be above batch_size={options.batch_size}, which it is compared with"
+        )
+    scale = batch_size / options.batch_size
+    steps = None if options.epochs is not None else int((options.steps or _DEFAULT_STEPS) / scale)
+    if steps == 0:
+        raise ConfigError(f"steps={options.steps} are less than one step of check_batch={batch_size}: use more steps")
+    rate = options.learning_rate * (scale if options.base_batch is None else 1)
+    return msgspec.structs.replace(options, batch_size=batch_size, steps=steps, learning_rate=rate)
+
+
+def _absolute(place: str | None) -> str | None:
+    """Return a place as all ranks see it."""
+    return place if place is None or is_url(place) else str(Path(place).absolute())
+
+
+def _check_teacher(options: TrainOptions) -> None:
+    places = [name for name in _TEACHERS if getattr(options, name) is not None]
+    lone = [name for name in ("distill", "temperature") if getattr(options, name) is not None]
+    if lone and not places:
+        raise ConfigError(f"{lone[0]}={getattr(options, lone[0])} needs a teacher: give teacher or teacher_layer")
+    if len(places) == 2:
+        raise ConfigError(
+            f"teacher={options.teacher} and teacher_layer={options.teacher_layer} exclude each other: give one of them"
+        )
+
+
+def _checkpoint_place(options: TrainOptions) -> str | None:
+    """Return the place of checkpoints as all ranks see it. Raise ConfigError where it cannot be one."""
+    place = options.checkpoint
+    if place is None:
+        return None
+    if options.leave_out:
+        raise ConfigError(
+            f"checkpoint={place!r} and leave_out={options.leave_out} exclude each other: a run without a part measures "
+            "what that costs, it does not train"
+        )
+    if is_url(place):
+        filesystem(place)
+        if place.startswith("memory:"):
+            raise ConfigError(f"checkpoint={place!r} would end with each rank's process; use a folder or another URL")
+        return place
+    folder = Path(place.removeprefix("file://")).absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--checkpoint '{place}' cannot be a folder: {error.strerror}; choose another one") from error
+    return str(folder)
+
+
+def _profile(choice: str) -> AcceleratorProfile | None:
+    """Return the profile to emulate, or None for CUDA."""
+    if choice == "auto":
+        return None if installed_gpus() else load_profile(DEFAULT_PROFILE)
+    if choice == "cuda":
+        if not installed_gpus():
+            raise ConfigError(
+                "accelerator 'cuda' needs a GPU, and the NVIDIA driver shows no GPU here; use emulated:PROFILE"
+            )
+        return None
+    kind, _, name = choice.partition(":")
+    if kind != "emulated" or not name:
+        raise ConfigError(
+            f"accelerator {choice!r} must be auto, cuda or emulated:PROFILE; profiles: {', '.join(profile_names())}"
+        )
+    return load_profile(name)
+
+
+def _check_world(settings: TrainSettings, degrees: Degrees, dataset: DatasetFacts) -> None:
+    if degrees.composed and "all-reduce" in settings.leave_out:
+        raise ConfigError(f"leave_out all-reduce needs whole models on each rank, and the mesh is {degrees}; use ddp")
+    global_batch = degrees.data * settings.batch_size * settings.accumulation
+    if dataset.num_samples < global_batch:
+        raise ConfigError(
+            f"split '{dataset.split}' has {dataset.num_samples} samples, one step takes {global_batch} = "
+            f"{degrees.data} data-parallel ranks x {settings.batch_size} samples x {settings.accumulation} batches: "
+            "use fewer ranks or smaller batches"
+        )
+    num_gpus = len(installed_gpus())
+    if settings.profile is None and settings.ranks > num_gpus:
+        raise ConfigError(
+            f"{settings.ranks} ranks need a GPU each, and the NVIDIA driver shows {num_gpus} here; use fewer ranks"
+        )

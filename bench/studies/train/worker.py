@@ -131,7 +131,9 @@ def run_rank(
 
 
 def parameters_digest(parallel: Parallel) -> str:
-    """xxh3 (hex) over the bytes of all parameters, in order; equal on ranks that agree. All ranks must call this."""
+    """Return xxh3 (hex) over the bytes of all parameters, in order; equal on ranks that agree. All ranks must call
+    this.
+    """
     digest = xxhash.xxh3_64()
     for model in parallel.models:
         for parameter in model.parameters():

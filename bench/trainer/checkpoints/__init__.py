@@ -1,1 +1,1 @@
-"""Checkpoints of a training run: what is in one, where it lies, when it is written."""
+"""Checkpoints of a training run: what is in one, where it is stored, when it is written."""

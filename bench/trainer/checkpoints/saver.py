@@ -111,7 +111,7 @@ class Checkpoints:
     def _finish(
         self, folder: str, written: Future[Metadata], manifest: Manifest, start_ns: int, stall_ns: int
     ) -> CheckpointSave:
-        """In the background: wait for all ranks' files, make them visible, remove old checkpoints."""
+        """Wait for all ranks' files in the background, make them visible, remove old checkpoints."""
         try:
             written.result()
             files = self._merged(partial(self._store.digests, folder, self._share))

@@ -20,7 +20,7 @@ _OF_DDP = "module."  # its prefix of names
 
 
 def tensors_of(parallel: Parallel, rank: int) -> dict[str, Tensor]:
-    """The tensors of this rank by name, as they are: model, optimiser, and this rank's random generators."""
+    """Return the tensors of this rank by name, as they are: model, optimiser, and this rank's random generators."""
     state = _inner(parallel.optimiser).state
     moments = {
         f"optimiser.{name}.{key}": value
@@ -35,13 +35,13 @@ def tensors_of(parallel: Parallel, rank: int) -> dict[str, Tensor]:
 
 
 def model_tensors(parallel: Parallel) -> dict[str, Tensor]:
-    """Parameters and buffers of this rank's part of the model."""
+    """Return the parameters and buffers of this rank's part of the model."""
     states = (module.state_dict() for module in parallel.models)
     return {f"model.{name.removeprefix(_OF_DDP)}": value for state in states for name, value in state.items()}
 
 
 def targets_of(parallel: Parallel, saved: Collection[str], rank: int, world_size: int) -> dict[str, Tensor]:
-    """The tensors of this rank that were saved, to load into; those of the optimiser are made first.
+    """Return the tensors of this rank that were saved, to load into; those of the optimiser are made first.
 
     A rank that was not there when the state was saved takes the generators of rank ``rank % world_size``.
     """
@@ -55,7 +55,7 @@ def targets_of(parallel: Parallel, saved: Collection[str], rank: int, world_size
 
 
 def progress_of(parallel: Parallel, loader_state: Mapping[str, Any]) -> dict[str, Any]:
-    """What is not a tensor, as plain JSON types."""
+    """Return all state that is not a tensor, as plain JSON types."""
     schedule, scaler = parallel.schedule.last_epoch, parallel.scaler.state_dict()
     return {"loader": dict(loader_state), "schedule": schedule, "scaler": scaler}
 
@@ -74,14 +74,14 @@ def put_back(parallel: Parallel, tensors: Mapping[str, Tensor], progress: Mappin
 
 
 def _parameters_of(parallel: Parallel) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters by the names that they have in the undivided model."""
+    """Yield parameters by the names that they have in the undivided model."""
     for model in parallel.models:
         for name, parameter in model.named_parameters():
             yield name.removeprefix(_OF_DDP), parameter
 
 
 def _inner(optimiser: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimiser that has the state: the one inside ZeroRedundancyOptimizer, for this rank's share of parameters."""
+    """Return the optimiser with the state: the one in ZeroRedundancyOptimizer, for this rank's share."""
     # Not by its class: the import of torch.distributed.optim takes long, and warns.
     inner: torch.optim.Optimizer = getattr(optimiser, "optim", optimiser)
     return inner

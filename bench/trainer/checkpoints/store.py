@@ -114,7 +114,7 @@ class Store:
                 file.write(sealed)
 
     def complete(self) -> list[str]:
-        """The folders of visible checkpoints, newest first."""
+        """Return the folders of visible checkpoints, newest first."""
         self._fs.invalidate_cache()
         found = [PurePosixPath(path).parent.name for path in self._fs.glob(f"{self._path}/step-*/{_MANIFEST}")]
         # A step of more digits is a longer name.

@@ -88,7 +88,7 @@ class Distilled(StagedModel):
 
 
 def divergence(logits: Tensor, teacher: Tensor, temperature: float, *, binary: bool) -> Tensor:
-    """Divergence of the student's distribution from the teacher's, at a temperature, times its square, in nats.
+    """Return the student's divergence from the teacher's distribution, at a temperature, times its square, in nats.
 
     ``binary``: [B, ...] of logits of two classes each, the teacher's of any shape with as many; else classes are along
     the last axis, which the result has not.

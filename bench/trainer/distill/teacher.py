@@ -104,7 +104,7 @@ class Source(NamedTuple):
 def of_layer(
     place: str, student: ModelSettings, dataset: Dataset, weights: Collection[str], transforms: Transforms
 ) -> Source:
-    """A layer of a dataset. Raises ConfigError where its channels are not what the student needs.
+    """Make the teacher of a layer of a dataset. Raise ConfigError where its channels are not what the student needs.
 
     ``transforms`` are the loader's: what they move, a channel of a fixed view must follow.
     """

@@ -29,6 +29,9 @@ _MEAN = (123.675, 116.28, 103.53)
 _STD = (58.395, 57.12, 57.375)
 _STEM_STRIDE = 4
 
+# What tensor parallel shards of the head: the embedding of rays. Torch shards no convolutions.
+HEAD_PLAN: dict[str, ParallelStyle] = {"ray_embedding.0": ColwiseParallel(), "ray_embedding.2": RowwiseParallel()}
+
 
 class ImageStem(nn.Module):
     """uint8 images [B, N, 3, H, W] to features [B * N, C, h, w]: every n-th pixel, normalised, through the layers."""
@@ -95,7 +98,7 @@ class OccupancyHead(nn.Module):
     def forward(
         self, features: Tensor, img: Tensor, cam_valid: Tensor, intrinsics: Tensor, cam2ego: Tensor, *_: Tensor
     ) -> Tensor:
-        """Logits of the cells, float [B, G].
+        """Return logits of the cells, float [B, G].
 
         features [B * N, C, h, w]; img uint8 [B, N, 3, H, W] (of which the shape is read); cam_valid [B, N]; intrinsics
         [B, N, 3, 3] of the delivered pixels; cam2ego [B, N, 4, 4].
@@ -114,7 +117,7 @@ class OccupancyHead(nn.Module):
         return logits
 
     def _rays(self, size: torch.Size, intrinsics: Tensor, cam2ego: Tensor) -> Tensor:
-        """Unit directions and origins (tens of metres) in the ego frame of the feature cells: [B*N, h*w, 6]."""
+        """Return unit directions and origins (tens of metres) in the ego frame of the feature cells: [B*N, h*w, 6]."""
         height, width = size
         # Centre of a feature cell in delivered pixels, whose top-left pixel has its centre at (0, 0).
         rows = (torch.arange(height, device=cam2ego.device) + 0.5) * self.stride - 0.5
@@ -131,12 +134,8 @@ class OccupancyHead(nn.Module):
         return torch.cat((F.normalize(rays, dim=-1), origins), dim=-1)
 
 
-# What tensor parallel shards of the head: the embedding of rays. Torch shards no convolutions.
-HEAD_PLAN: dict[str, ParallelStyle] = {"ray_embedding.0": ColwiseParallel(), "ray_embedding.2": RowwiseParallel()}
-
-
 def occupied_cells(boxes: Sequence[Tensor], grid: int, range_m: float) -> Tensor:
-    """Which cells of a square grid around the ego origin hold a box centre: float [B, grid * grid], 0 or 1.
+    """Return which cells of a square grid around the ego origin hold a box centre: float [B, grid * grid], 0 or 1.
 
     ``boxes`` holds for each sample [M, 7] boxes in the ego frame, of which x (forward) and y (left), in metres, are
     read. The grid covers -range_m to range_m in both; centres outside are left out. The result lies on the boxes'

@@ -78,7 +78,7 @@ class _NextToken(nn.Module):
 
 
 def tokens_of(batch: Mapping[str, Any], settings: GptSettings) -> Tensor:
-    """Tokens int64 [B, context + 1] of a batch: the first ones of its channel `tokens`.
+    """Return tokens int64 [B, context + 1] of a batch: the first ones of its channel `tokens`.
 
     A dataset without that channel gets tokens made of the samples' keys: equal steps through the vocabulary from a
     start, both of which the key decides. They can be learnt, and are the same in every run.

@@ -62,7 +62,7 @@ class _Classifier(nn.Module):
         self.classes = nn.Linear(inputs, classes)
 
     def forward(self, features: Tensor, img: Tensor, *_: Tensor) -> Tensor:
-        """Logits [B, N, classes] of features [B * N, C, h, w]."""
+        """Return logits [B, N, classes] of features [B * N, C, h, w]."""
         logits: Tensor = self.classes(features.mean(dim=(2, 3))).float()
         return logits.reshape(*img.shape[:2], -1)
 
@@ -77,7 +77,7 @@ class _Bottleneck(nn.Module):
         nn.init.zeros_(norm.weight)
         self.body = nn.Sequential(
             *_convolution(inputs, width, 1, 1), relu, *_convolution(width, width, 3, stride), relu, last, norm
-        )  # fmt: skip
+        )
         same = inputs == outputs and stride == 1
         self.shortcut = nn.Identity() if same else nn.Sequential(*_convolution(inputs, outputs, 1, stride))
 

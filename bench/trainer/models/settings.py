@@ -89,14 +89,14 @@ else:
 
 
 def num_blocks(settings: ModelSettings) -> int:
-    """Number of blocks, between which a pipeline may cut."""
+    """Return the number of blocks, between which a pipeline may cut."""
     if isinstance(settings, BevSettings):
         return (settings.num_stages - 1) * (settings.blocks_per_stage + 1) + settings.blocks_per_stage
     return sum(settings.blocks) if isinstance(settings, ResNetSettings) else settings.depth
 
 
 def tensor_sizes(settings: ModelSettings, image: tuple[int, int]) -> dict[str, int]:
-    """Sizes that tensor parallel divides, by name; ``image`` is the height and width of a delivered image."""
+    """Return sizes that tensor parallel divides, by name; ``image`` is the height and width of a delivered image."""
     if isinstance(settings, GptSettings):
         return {"heads": settings.heads, "vocabulary": settings.vocabulary, "context": settings.context}
     if isinstance(settings, VitSettings):

@@ -21,6 +21,23 @@ from torch.distributed.tensor.parallel import (
 if TYPE_CHECKING:
     from fuelrail.bench.trainer.models.settings import ModelSettings
 
+# Tensor parallel with sequence parallel (arXiv 2205.05198): tokens are divided wherever channels are not.
+_GATHER = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+TRANSFORMER_PLAN: dict[str, ParallelStyle] = {
+    "stem": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1)),
+    "blocks.*.attention_norm": SequenceParallel(),
+    # Once for query, key and value: three separate inputs would reduce their gradient three times.
+    "blocks.*.attention": _GATHER,
+    "blocks.*.attention.query": ColwiseParallel(),
+    "blocks.*.attention.key": ColwiseParallel(),
+    "blocks.*.attention.value": ColwiseParallel(),
+    "blocks.*.attention.output": RowwiseParallel(output_layouts=Shard(1)),
+    "blocks.*.mlp_norm": SequenceParallel(),
+    "blocks.*.mlp": _GATHER,
+    "blocks.*.mlp.0": ColwiseParallel(),
+    "blocks.*.mlp.2": RowwiseParallel(output_layouts=Shard(1)),
+}
+
 
 class StagedModel(nn.Module, ABC):
     """``stem(*inputs)`` makes the hidden tensor, each of ``blocks`` changes it, ``head(hidden, *inputs)`` the logits.
@@ -78,7 +95,7 @@ class StagedModel(nn.Module, ABC):
 
 
 def mean_over_samples(losses: Tensor, weight: Tensor) -> Tensor:
-    """Mean of a loss per sample [B] over samples whose weight [B] is 1; padding has 0."""
+    """Return the mean of a loss per sample [B] over samples whose weight [B] is 1; padding has 0."""
     return (losses * weight).sum() / weight.sum().clamp(min=1)
 
 
@@ -93,7 +110,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Hidden states [B, T, C] to the same shape."""
+        """Compute hidden states [B, T, C] of the same shape."""
         hidden = hidden + self.attention(self.attention_norm(hidden))
         result: Tensor = hidden + self.mlp(self.mlp_norm(hidden))
         return result
@@ -116,21 +133,3 @@ class _Attention(nn.Module):
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
         result: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return result
-
-
-# Tensor parallel with sequence parallel (arXiv 2205.05198): tokens are divided wherever channels are not.
-_GATHER = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
-TRANSFORMER_PLAN: dict[str, ParallelStyle] = {
-    "stem": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1)),
-    "blocks.*.attention_norm": SequenceParallel(),
-    # Once for query, key and value: three separate inputs would reduce their gradient three times.
-    "blocks.*.attention": _GATHER,
-    "blocks.*.attention.query": ColwiseParallel(),
-    "blocks.*.attention.key": ColwiseParallel(),
-    "blocks.*.attention.value": ColwiseParallel(),
-    "blocks.*.attention.output": RowwiseParallel(output_layouts=Shard(1)),
-    "blocks.*.mlp_norm": SequenceParallel(),
-    "blocks.*.mlp": _GATHER,
-    "blocks.*.mlp.0": ColwiseParallel(),
-    "blocks.*.mlp.2": RowwiseParallel(output_layouts=Shard(1)),
-}

@@ -29,7 +29,7 @@ def autocast(device: torch.device, precision: Precision) -> AbstractContextManag
 
 
 def make_optimiser(models: Iterable[nn.Module], settings: ParallelSettings, rate: float) -> Optimizer:
-    """AdamW, or SGD with momentum; sharded over all ranks for zero1."""
+    """Make AdamW, or SGD with momentum; sharded over all ranks for zero1."""
     kind: type[Optimizer] = AdamW if settings.optimiser == "adamw" else SGD
     options: dict[str, Any] = {"lr": rate} if kind is AdamW else {"lr": rate, "momentum": _MOMENTUM}
     parameters = [p for model in models for p in model.parameters() if p.requires_grad]
@@ -43,7 +43,7 @@ def make_optimiser(models: Iterable[nn.Module], settings: ParallelSettings, rate
 
 
 def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Parameters of each mesh, and those of none: torch computes on lists of one kind only."""
+    """Return the parameters of each mesh, and those of none: torch computes on lists of one kind only."""
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
         groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
@@ -51,7 +51,7 @@ def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def scaled_rate(rate: float, settings: ParallelSettings, global_batch: int) -> float:
-    """Learning rate in proportion to the global batch (arXiv 1706.02677), where it is given for a base batch."""
+    """Return learning rate in proportion to the global batch (arXiv 1706.02677), where it is given for a base batch."""
     return rate if settings.base_batch is None else rate * global_batch / settings.base_batch
 
 
@@ -78,7 +78,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], largest: float, pipeline:
 
 
 def _local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """This rank's parts of all gradients, summed over the ranks where that is still to be done."""
+    """Return this rank's parts of all gradients, summed over the ranks where that is still to be done."""
     found = []
     for parameter in parameters:
         gradient = parameter.grad

@@ -115,14 +115,14 @@ class Parallel:
             self.schedule.step()
 
     def own_loss(self, loss: Tensor) -> Tensor:
-        """Loss of this rank's samples: a pipeline has it on the rank of its last stage, and sends it to the others."""
+        """Return the loss of this rank's samples; in a pipeline the rank of the last stage sends it to the others."""
         if self.pipeline is not None:
             dist.all_reduce(loss, group=self.pipeline.group)
         return loss
 
 
 def make_mesh(degrees: Degrees, device_type: str) -> DeviceMesh | None:
-    """The mesh of a composed strategy, without axes of one rank; None where whole models are copied."""
+    """Make the mesh of a composed strategy, without axes of one rank; None where whole models are copied."""
     if not degrees.composed:
         return None
     # Copies of divided models are groups of FSDP, which wants both of its axes.
@@ -148,7 +148,7 @@ def parallelise(
     """Divide a model that lies on this rank's device, or a draft; all ranks must call this.
 
     ``mesh`` is :func:`make_mesh`'s; :func:`check_fits` has found nothing against the degrees. ``batch_size`` is the
-    number of samples per data-parallel rank in a micro-batch. With Degrees() a rank trains alone, whatever the world.
+    number of samples per data-parallel rank in a micro-batch. With Degrees() a rank trains alone in any world.
     Of a pipeline's model the parts that are not this rank's are given up.
     """
     schedule, num_stages = settings.pipeline_schedule, stages_of(settings, degrees)
@@ -194,7 +194,7 @@ def parallelise(
 def _recompute(block: nn.Module, *, selective: bool) -> None:
     """Compute a block again in the backward pass instead of keeping its activations: all of it, or what is cheap."""
 
-    def policy(_: object, operation: object, *__: Any, **___: Any) -> checkpoint.CheckpointPolicy:  # noqa: ANN401
+    def policy(_: object, operation: object, *__: Any, **___: Any) -> checkpoint.CheckpointPolicy:
         policies = checkpoint.CheckpointPolicy
         return policies.MUST_SAVE if str(operation).startswith(_KEPT) else policies.PREFER_RECOMPUTE
 

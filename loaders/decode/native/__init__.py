@@ -29,7 +29,8 @@ REBUILD = "python -m fuelrail.loaders.decode.native"
 
 _MCU_PX = 16
 _MIN_SCALE = 0.5
-"""Of the output to the decoded picture. Below, bilinear interpolation would alias, and the code's windows end."""
+"""The least scale from decoded picture to output. Below, bilinear interpolation would alias, and the code's windows
+end."""
 
 
 class _Resize(ctypes.Structure):
@@ -88,7 +89,7 @@ class CameraJpeg:
 
     @staticmethod
     def takes(info: ImageInfo, factor: int) -> bool:
-        """Whether a file of this header, decoded at 1/factor, is worth a try."""
+        """Return whether a file of this header is worth a try at 1/factor."""
         return (
             factor in (2, 4)
             and info.subsampling == "4:2:0"
@@ -129,7 +130,7 @@ class CameraJpeg:
         return None if declined else picture
 
     def _memory(self, room_bytes: int, scratch: Scratch) -> tuple[int, int, int]:
-        """Context and scratch memory of the calling thread, which its next call takes too."""
+        """Return context and scratch memory of the calling thread, which its next call takes too."""
         context: NDArray[np.uint8] | None = getattr(self._local, "context", None)
         if context is None:
             context = self._local.context = np.zeros(self._context_bytes, np.uint8)
@@ -143,7 +144,7 @@ def _jobs(number: int) -> type[ctypes.Array[_Job]]:
 
 
 def _job(image: ScaledImage, data: NDArray[np.uint8]) -> _Job:
-    """The job of an image, whose file is ``data``; an empty one, which is declined, for what the code does not do."""
+    """Return job of an image with the file ``data``; an empty one, which is declined, for what the code does not do."""
     a, b, tx, c, d, ty = image.image_map.coefficients
     covered = image.image_map.covered_output()
     does = not b and not c and abs(a) > _MIN_SCALE and abs(d) > _MIN_SCALE and covered[0] < covered[2]
@@ -179,5 +180,5 @@ def open_library(path: Path) -> CameraJpeg | str:
 
 @cache
 def load() -> CameraJpeg | str:
-    """The installed library, or why there is none."""
+    """Load the installed library, or return why there is none."""
     return open_library(FOLDER / LIBRARY_NAME)

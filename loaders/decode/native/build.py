@@ -27,7 +27,7 @@ class BuildError(Exception):
 
 
 def source_crc(folder: Path = FOLDER) -> int:
-    """CRC-32 of all sources, which a library must have been built from to be used."""
+    """Return CRC-32 of all sources, which a library must have been built from to be used."""
     crc = 0
     for file in sorted(folder.glob("*.[ch]")):
         crc = zlib.crc32(file.read_bytes(), crc)

@@ -60,85 +60,36 @@ class _Marker(msgspec.Struct, frozen=True):
     num_samples: int
 
 
-class CacheFolder:
-    """An open cache folder; safe to use from many threads and processes. ``max_bytes`` is what it may hold.
+class SampleFiles:
+    """The files of samples in ``data``, and new ones in ``tmp``: a file appears under its name by rename, whole."""
 
-    What changes the table or :attr:`used_bytes` is called under :meth:`locked`.
-    """
-
-    def __init__(
-        self, path: Path, fingerprint: str, num_samples: int, length_of: Callable[[int], int], max_bytes: int
-    ) -> None:
-        """Open the cache in ``path``, or create one; ``length_of`` returns a sample's number of bytes.
-
-        Raises ConfigError where it is of another dataset or version.
-        """
-        self.path, self.max_bytes, self._length_of = path, max_bytes, length_of
-        self.thread_lock = threading.RLock()
-        """Held under :meth:`locked` too; alone it guards what concerns this process only."""
+    def __init__(self, path: Path, folders: contextlib.ExitStack) -> None:
+        """Open the folders below ``path``, or make them; ``folders`` closes them."""
+        make_folder(path)
+        self.path = path
+        self.fd = _kept(folders, open_folder(path))
+        self.data_fd = _kept(folders, open_folder(path / "data", self.fd))
+        self._tmp_fd = _kept(folders, open_folder(path / "tmp", self.fd))
         self._numbers, self._token = itertools.count(), secrets.token_hex(4)
-        self._files, folders = contextlib.ExitStack(), contextlib.ExitStack()
-        weakref.finalize(self, self._files.close)
-        weakref.finalize(self, folders.close)  # not before: spans are opened by these after `close` too
-        try:
-            make_folder(path)
-            self._fd = _kept(folders, open_folder(path))
-            self._data_fd = _kept(folders, open_folder(path / "data", self._fd))
-            self._tmp_fd = _kept(folders, open_folder(path / "tmp", self._fd))
-            self._claim(_Marker(_FORMAT, _VERSION, fingerprint, num_samples))
-            self._lock_fd = self._open("lock")
-            users_fd = self._open("users.lock")
-            with self.locked():
-                alone = _try_lock(users_fd)
-                self._map_table(num_samples)
-                for _ in self._groups():
-                    pass  # refuses links and folders of others
-                if alone:
-                    self._take_stock()
-                fcntl.flock(users_fd, fcntl.LOCK_SH)
-        except OSError as error:
-            self._files.close()
-            raise ConfigError(f"cache_dir: '{path}' cannot be used as a cache: {error}") from error
-        except ConfigError:
-            self._files.close()
-            raise
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keep all other threads and processes from changing what is here."""
-        with self.thread_lock:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
-            try:
-                yield
-            finally:
-                fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
-
-    def holds(self, index: int) -> bool:
-        """Return whether sample ``index`` is here."""
-        return bool(self._table[index])
-
-    def held(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Return all samples that are here."""
-        return np.flatnonzero(self._table)
-
-    def file(self, index: int) -> Path:
+    def path_of(self, index: int) -> Path:
         """Return the path of a sample's file, if it exists."""
         return self.path / "data" / _name(index)
 
-    def open_file(self, index: int) -> int:
+    def open(self, index: int) -> int:
         """Return a descriptor of a sample's file, to read; raises OSError where it is not here."""
-        return os.open(_name(index), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._data_fd)
+        return os.open(_name(index), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self.data_fd)
 
     def write(self, index: int, span: memoryview) -> None:
         """Put a sample's file in its place, whole; raises OSError, leaving nothing, where the disk is full or fails."""
         temporary = self._write_temporary(span)
         try:
             try:
-                self._rename(temporary, _name(index), self._data_fd)
+                self._rename(temporary, _name(index), self.data_fd)
             except FileNotFoundError:
                 with contextlib.suppress(FileExistsError):
-                    os.mkdir(f"{index >> _FOLDER_BITS:x}", 0o700, dir_fd=self._data_fd)
-                self._rename(temporary, _name(index), self._data_fd)
+                    os.mkdir(f"{index >> _FOLDER_BITS:x}", 0o700, dir_fd=self.data_fd)
+                self._rename(temporary, _name(index), self.data_fd)
         except OSError:
             self._discard(temporary)
             raise
@@ -166,6 +117,97 @@ class CacheFolder:
         with contextlib.suppress(OSError):
             os.unlink(temporary, dir_fd=self._tmp_fd)
 
+    def replace(self, name: str, data: bytes) -> None:
+        """Put a file beside ``data`` in its place, whole."""
+        self._rename(self._write_temporary(data), name, self.fd)
+
+    def remove(self, index: int) -> None:
+        """Remove a sample's file, if there is one."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(_name(index), dir_fd=self.data_fd)
+
+    def remove_temporary(self) -> None:
+        """Remove the new files of processes that were killed."""
+        for name in _names_in(self._tmp_fd):
+            if _TEMPORARY.fullmatch(name):
+                self._discard(name)
+
+    def stored(self, num_samples: int) -> Iterator[tuple[int, int]]:
+        """Yield samples and the sizes of their files, whole or not. Links and files with other names are no samples."""
+        for group, fd in self.groups():
+            for entry in os.scandir(fd):
+                index = int(entry.name, 16) if _NUMBER.fullmatch(entry.name) else -1
+                is_sample = 0 <= index < num_samples and _name(index) == f"{group}/{entry.name}"
+                if is_sample and entry.is_file(follow_symlinks=False):
+                    yield index, entry.stat(follow_symlinks=False).st_size
+
+    def groups(self) -> Iterator[tuple[str, int]]:
+        """Yield the folders in ``data``, each with its descriptor. Raises ConfigError for a link or another owner."""
+        for group in filter(_NUMBER.fullmatch, _names_in(self.data_fd)):
+            fd = open_folder(self.path / "data" / group, self.data_fd)
+            try:
+                yield group, fd
+            finally:
+                os.close(fd)
+
+
+class CacheFolder:
+    """An open cache folder; safe to use from many threads and processes. ``max_bytes`` is what it may hold.
+
+    What changes the table or :attr:`used_bytes` is called under :meth:`locked`.
+    """
+
+    def __init__(
+        self, path: Path, fingerprint: str, num_samples: int, length_of: Callable[[int], int], max_bytes: int
+    ) -> None:
+        """Open the cache in ``path``, or create one; ``length_of`` returns a sample's number of bytes.
+
+        Raises ConfigError where it is of another dataset or version.
+        """
+        self.path, self.max_bytes, self._length_of = path, max_bytes, length_of
+        self.thread_lock = threading.RLock()
+        """Held under :meth:`locked` too; alone it guards what concerns this process only."""
+        self._locks, folders = contextlib.ExitStack(), contextlib.ExitStack()
+        weakref.finalize(self, self._locks.close)
+        weakref.finalize(self, folders.close)  # not before: spans are opened by these after `close` too
+        try:
+            self.files = SampleFiles(path, folders)
+            self._claim(_Marker(_FORMAT, _VERSION, fingerprint, num_samples))
+            self._lock_fd = self._open("lock")
+            users_fd = self._open("users.lock")
+            with self.locked():
+                alone = _try_lock(users_fd)
+                self._map_table(num_samples)
+                for _ in self.files.groups():
+                    pass  # refuses links and folders of others
+                if alone:
+                    self._take_stock()
+                fcntl.flock(users_fd, fcntl.LOCK_SH)
+        except OSError as error:
+            self._locks.close()
+            raise ConfigError(f"cache_dir: '{path}' cannot be used as a cache: {error}") from error
+        except ConfigError:
+            self._locks.close()
+            raise
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep all other threads and processes from changing what is here."""
+        with self.thread_lock:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
+
+    def holds(self, index: int) -> bool:
+        """Return whether sample ``index`` is here."""
+        return bool(self._table[index])
+
+    def held(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """Return all samples that are here."""
+        return np.flatnonzero(self._table)
+
     def enter(self, index: int) -> None:
         """Say in the table that a sample, whose bytes are counted, is here."""
         if self._table[index]:
@@ -174,18 +216,17 @@ class CacheFolder:
 
     def remove(self, index: int) -> None:
         """Take a sample out."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(_name(index), dir_fd=self._data_fd)
+        self.files.remove(index)
         self._table[index] = 0
         self.used_bytes -= self._length_of(index)
 
     def close(self) -> None:
         """Let go of the folder."""
-        self._files.close()
+        self._locks.close()
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the samples that are here, or on their way, of all processes."""
+        """Bytes of the samples that are stored or on their way, of all processes."""
         return int(self._header[0])
 
     @used_bytes.setter
@@ -195,26 +236,26 @@ class CacheFolder:
     def _claim(self, marker: _Marker) -> None:
         file, encoded = self.path / "cache.json", msgspec.json.encode(marker) + b"\n"
         # Looked up first: another process may fill it as soon as cache.json is here.
-        is_empty = not _names_in(self._data_fd)
+        is_empty = not _names_in(self.files.data_fd)
         try:
-            fd = open_file(file, os.O_RDONLY, self._fd)
+            fd = open_file(file, os.O_RDONLY, self.files.fd)
         except FileNotFoundError:
             if not is_empty:
                 raise ConfigError(
                     f"cache_dir: '{self.path}' has files in 'data' but no cache.json, so fuelrail did not make it; "
                     "choose another folder"
                 ) from None
-            self._rename(self._write_temporary(encoded), file.name, self._fd)
-            fd = open_file(file, os.O_RDONLY, self._fd)
+            self.files.replace(file.name, encoded)
+            fd = open_file(file, os.O_RDONLY, self.files.fd)
         with os.fdopen(fd, "rb") as stream:
             data = stream.read(_MARKER_BYTES)
         try:
             found = msgspec.json.decode(data, type=_Marker)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             is_json = isinstance(error, msgspec.ValidationError)  # of another version, or program
-            if not is_json and {"lock", "users.lock", "table", "data", "tmp"} <= set(_names_in(self._fd)):
+            if not is_json and {"lock", "users.lock", "table", "data", "tmp"} <= set(_names_in(self.files.fd)):
                 _LOG.warning("cache_dir: '%s' is damaged (%s); it is written again", file, error)
-                self._rename(self._write_temporary(encoded), file.name, self._fd)
+                self.files.replace(file.name, encoded)
                 return
             raise ConfigError(f"cache_dir: '{file}' is damaged ({error}); remove '{self.path}'") from error
         if found != marker:
@@ -225,7 +266,7 @@ class CacheFolder:
             )
 
     def _open(self, name: str) -> int:
-        return _kept(self._files, open_file(self.path / name, os.O_RDWR | os.O_CREAT, self._fd))
+        return _kept(self._locks, open_file(self.path / name, os.O_RDWR | os.O_CREAT, self.files.fd))
 
     def _map_table(self, num_samples: int) -> None:
         fd = self._open("table")
@@ -240,37 +281,16 @@ class CacheFolder:
 
     def _take_stock(self) -> None:
         """Make the table say what is in the folder; remove our own damaged files and those of killed processes."""
-        for name in _names_in(self._tmp_fd):
-            if _TEMPORARY.fullmatch(name):
-                self._discard(name)
+        self.files.remove_temporary()
         self._table[:] = 0
         used = 0
-        for index in self._stored():
-            size = os.stat(_name(index), dir_fd=self._data_fd, follow_symlinks=False).st_size
+        for index, size in self.files.stored(len(self._table)):
             if size != self._length_of(index) or used + size > self.max_bytes:
-                os.unlink(_name(index), dir_fd=self._data_fd)
+                self.files.remove(index)
                 continue
             self._table[index] = 1
             used += size
         self.used_bytes = used
-
-    def _stored(self) -> Iterator[int]:
-        """Yield the samples whose files are here, whole or not. Links and files with other names are no samples."""
-        for group, fd in self._groups():
-            for entry in os.scandir(fd):
-                index = int(entry.name, 16) if _NUMBER.fullmatch(entry.name) else -1
-                is_sample = 0 <= index < len(self._table) and _name(index) == f"{group}/{entry.name}"
-                if is_sample and entry.is_file(follow_symlinks=False):
-                    yield index
-
-    def _groups(self) -> Iterator[tuple[str, int]]:
-        """Yield the folders in ``data``, each with its descriptor. Raises ConfigError for a link or another owner."""
-        for group in filter(_NUMBER.fullmatch, _names_in(self._data_fd)):
-            fd = open_folder(self.path / "data" / group, self._data_fd)
-            try:
-                yield group, fd
-            finally:
-                os.close(fd)
 
 
 def _names_in(folder_fd: int) -> list[str]:

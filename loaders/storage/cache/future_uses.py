@@ -61,7 +61,7 @@ class Coming(Protocol):
     """The coming samples: rows used at times ``first`` to ``first + count - 1``; fewer at the end of a sequence."""
 
     def __call__(self, first: int, count: int, /) -> NDArray[np.int64]:
-        """Rows, int64; FOREIGN for a use of another dataset."""
+        """Return rows, int64; FOREIGN for a use of another dataset."""
 
 
 class FutureUses:

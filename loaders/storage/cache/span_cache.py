@@ -39,6 +39,20 @@ _KEEP_BUFFERS_BYTES: Final = 64 << 20
 _NOT_THE_FILE: Final = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 """Errors of a file that is gone or another. Of the rest, such as too many open files, a good one can have any."""
 
+_PART_OF_FREE_SPACE: Final = 0.8
+
+_UNITS: Final = {
+    "": 1,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "KI": 2**10,
+    "MI": 2**20,
+    "GI": 2**30,
+    "TI": 2**40,
+}
+
 
 class CachedSpan:
     """A span that is in the cache; opened at once where descriptors allow it, so that eviction cannot take it away."""
@@ -52,7 +66,7 @@ class CachedSpan:
         """Return its bytes, unchecked; None where it cannot be read. A file that is gone or cut is forgotten."""
         try:
             if self._fd < 0:
-                self._fd = self._cache.folder.open_file(self._index)
+                self._fd = self._cache.folder.files.open(self._index)
                 self._cache.num_open += 1
             buffer = self._cache.buffers.take(self._length)
             done = 0
@@ -65,7 +79,7 @@ class CachedSpan:
         except OSError as error:
             if error.errno in _NOT_THE_FILE:
                 self._cache.forget(self._index)
-            _LOG.warning("cache file '%s' cannot be read: %s", self._cache.folder.file(self._index), error)
+            _LOG.warning("cache file '%s' cannot be read: %s", self._cache.folder.files.path_of(self._index), error)
             return None
         return buffer
 
@@ -125,7 +139,7 @@ class SpanCache:
     def open_or_warn(
         cls, dataset: Dataset, cache_dir: str | os.PathLike[str], cache_size: int | str | None
     ) -> Self | None:
-        """As :meth:`open_for`; None, with a warning, where the disk is full already."""
+        """Open as :meth:`open_for`; return None, with a warning, where the disk is full already."""
         try:
             return cls.open_for(dataset, cache_dir, cache_size)
         except ConfigError as error:
@@ -153,7 +167,7 @@ class SpanCache:
         if self.num_open >= _OPEN_FILES:
             return CachedSpan(self, index, length, -1)
         try:
-            fd = self.folder.open_file(index)
+            fd = self.folder.files.open(index)
         except OSError as error:
             if error.errno not in _NOT_THE_FILE:
                 return CachedSpan(self, index, length, -1)
@@ -178,7 +192,7 @@ class SpanCache:
             self._give_up_writing(error)
             return False
         try:
-            self.folder.write(index, span)
+            self.folder.files.write(index, span)
         except OSError as error:
             with self.folder.locked():
                 self.folder.used_bytes -= len(span)
@@ -193,7 +207,8 @@ class SpanCache:
         with self.folder.locked():
             if self.folder.holds(index):
                 _LOG.warning(
-                    "cache file '%s' is missing or damaged; the sample is fetched again", self.folder.file(index)
+                    "cache file '%s' is missing or damaged; the sample is fetched again",
+                    self.folder.files.path_of(index),
                 )
                 self._counts = self._counts._replace(damaged=self._counts.damaged + 1)
                 self.folder.remove(index)
@@ -272,23 +287,9 @@ class SpanCache:
         self._writes = False
         _LOG.warning(
             "cache '%s' disabled for new samples: %s; continuing without it, at the speed of the remote storage",
-            self.folder.path, error,
-        )  # fmt: skip
-
-
-_PART_OF_FREE_SPACE: Final = 0.8
-
-_UNITS: Final = {
-    "": 1,
-    "K": 10**3,
-    "M": 10**6,
-    "G": 10**9,
-    "T": 10**12,
-    "KI": 2**10,
-    "MI": 2**20,
-    "GI": 2**30,
-    "TI": 2**40,
-}
+            self.folder.path,
+            error,
+        )
 
 
 def parse_size(size: int | str) -> int:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 ATTRIBUTES_FILE: Final = "attributes.parquet"
 ATTRIBUTE_TYPES: Final = (pa.bool_(), pa.int64(), pa.float64(), pa.string())
-"""Of the columns beside those of the index."""
+"""The types of columns beside those of the index."""
 MAX_TEXT_BYTES: Final = 4 << 10
 """Cap on one text in it."""
 
@@ -38,14 +38,14 @@ class AttributesFile:
     """The file itself, from an unknown writer: its sizes are checked before memory is allocated for them."""
 
     def __init__(self, path: Path, blocks: BlockFile | None = None, *, exists: bool = True) -> None:
-        """``blocks`` is the file at ``path`` where parts of it may have to be fetched.
+        """Take the file at ``path``, or ``blocks`` of it where parts may have to be fetched.
 
         ``exists``: whether the manifest names it; a dataset needs none.
         """
         self._path, self._blocks, self.exists = path, blocks, exists
 
     def schema(self, num_rows: int | None = None) -> pa.Schema:
-        """Its columns, from the footer alone.
+        """Return the file's columns, from the footer alone.
 
         Raises IndexFileError for a file that is damaged or over the limits, or has other than ``num_rows`` rows.
         """
@@ -57,7 +57,7 @@ class AttributesFile:
             return schema.remove_metadata()
 
     def batches(self, names: Sequence[str], rows: range | None = None) -> Iterator[pa.RecordBatch]:
-        """The columns ``names``, some thousand rows at a time, and nothing else of the file.
+        """Yield the columns ``names``, about a thousand rows at a time; read nothing else of the file.
 
         ``rows`` are the rows wanted, None: all. Raises IndexFileError as :meth:`schema` does.
         """
@@ -79,7 +79,7 @@ class AttributesFile:
                     yield self._expanded(batch.slice(low, high - low).select(list(names)))
 
     def _expanded(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Texts as they are, once it is known that none is too long: few bytes of dictionary may expand to many."""
+        """Expand texts once it is known that none is too long: few bytes of dictionary may expand to many."""
         arrays = []
         for name, array in zip(batch.schema.names, batch.columns, strict=True):
             is_text = pa.types.is_dictionary(array.type)
@@ -134,7 +134,7 @@ class AttributesFile:
 
 
 def _chunks(groups: Sequence[pq.RowGroupMetaData], names: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """First byte and end of the column chunks of these columns."""
+    """Yield first byte and end of each column chunk of these columns."""
     for group in groups:
         for column in map(group.column, range(group.num_columns)):
             if column.path_in_schema in names:

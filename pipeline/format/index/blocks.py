@@ -13,19 +13,17 @@ import os
 import random
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from io import RawIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import DatasetError, FuelrailError, IndexFileError
-from fuelrail.pipeline.format.index.checks import batch_range, check_plain, footer_range
+from fuelrail.pipeline.format.index.checks import batch_range, footer_range
 from fuelrail.pipeline.storage.files import open_file
 from fuelrail.pipeline.storage.private import open_file as open_private
 from fuelrail.pipeline.storage.retry import RetryPolicy, read_checked
@@ -38,23 +36,21 @@ BLOCK_BYTES: Final = 1 << 20
 DIGEST_BYTES: Final = 32
 TABLE_FILES: Final = ("shards.arrow", "index.arrow", "keys.arrow", "attributes.parquet")
 """The files that have block digests, in the order in which ``blocks.sha256`` holds these; not all have the last one."""
-HEAD_BYTES: Final = 4 << 10
-"""More than lies before the columns in a table of one record batch: schema and message take some hundred bytes each."""
 _MAX_RUN: Final = 16
 """Blocks of one range request at most."""
 _MAX_REQUESTS: Final = 8
 """Range requests at once at most."""
 _BACKGROUND_REQUESTS: Final = 4
-"""As that, of what is fetched in the background."""
+"""The number of requests in the background."""
 
 
 def num_blocks(num_bytes: int) -> int:
-    """The number of blocks of a file of that size; the last one may be shorter."""
+    """Return the number of blocks of a file of that size; the last block may be shorter."""
     return -(-num_bytes // BLOCK_BYTES)
 
 
 def block_digests(path: Path) -> bytes:
-    """The SHA-256 of each block of a file of a dataset, one after the other; raises OSError."""
+    """Return the SHA-256 of each block of a file of a dataset, one after the other; raise OSError."""
     with open_file(path) as file:
         return b"".join(hashlib.sha256(block).digest() for block in iter(lambda: file.read(BLOCK_BYTES), b""))
 
@@ -102,7 +98,7 @@ class BlockFile:
         self._claim, self._in_background = threading.Lock(), list[threading.Thread]()
 
     def need(self, first: int, end: int) -> memoryview:
-        """Bytes ``first`` to ``end - 1``, checked where the file has digests, and fetched where they are not here.
+        """Return bytes ``first`` to ``end - 1``, checked where the file has digests, fetched where they are missing.
 
         Raises IndexFileError for bytes outside the file or at odds with their digest, DatasetError where a block cannot
         be fetched or stored.
@@ -124,7 +120,7 @@ class BlockFile:
             self._check(sorted(found))
 
     def _missing(self, blocks: Sequence[int]) -> list[int]:
-        """Those of the blocks that do not have the bytes of their digests."""
+        """Return the blocks whose bytes do not match their digests."""
         assert self._descriptor is not None, "there are digests"
         for block in blocks:
             if not self._good[block]:
@@ -208,11 +204,11 @@ class BlockFile:
             self._good[block] = 1
 
     def stream(self) -> RawIOBase:
-        """The file as a stream that reads no more than it is asked for; its errors are those of :meth:`need`."""
+        """Return the file as a stream that reads no more than asked; its errors are those of :meth:`need`."""
         return _Stream(self)
 
     def open_arrow(self) -> pa.ipc.RecordBatchFileReader:
-        """The file as an Arrow file; raises IndexFileError where it is none."""
+        """Return the file as an Arrow file; raise IndexFileError where it is none."""
         try:
             self.need(*footer_range(self._view, self.need))
             return pa.ipc.open_file(pa.BufferReader(pa.py_buffer(self.map)))
@@ -220,11 +216,11 @@ class BlockFile:
             raise IndexFileError(f"index '{self.path}' cannot be opened: {error}") from error
 
     def has(self, first: int, end: int) -> bool:
-        """Whether bytes ``first`` to ``end - 1`` are here, so that :meth:`need` fetches nothing."""
+        """Return whether bytes ``first`` to ``end - 1`` are here, so that :meth:`need` fetches nothing."""
         return self._read is None or not self._missing(range(first // BLOCK_BYTES, num_blocks(end)))
 
     def has_batch(self, number: int) -> bool:
-        """Whether the whole of a record batch is here, so that :meth:`need_batch` fetches nothing."""
+        """Return whether the whole of a record batch is here, so that :meth:`need_batch` fetches nothing."""
         return self._read is None or self.has(*batch_range(self._view, number))
 
     def need_batch(self, number: int) -> None:
@@ -238,7 +234,7 @@ class BlockFile:
 
 
 def _runs(blocks: Iterable[int]) -> list[range]:
-    """Ascending numbers of blocks as ranges, each of which one request fetches."""
+    """Merge ascending numbers of blocks into ranges, each of which one request fetches."""
     runs: list[range] = []
     for block in blocks:
         if runs and runs[-1].stop == block and len(runs[-1]) < _MAX_RUN:
@@ -271,45 +267,8 @@ class _Stream(RawIOBase):
         return len(found)
 
 
-class FixedColumns:
-    """The columns of an Arrow file of one record batch, all of fixed width and without nulls; read range by range."""
-
-    def __init__(self, file: BlockFile, schema: pa.Schema, dtypes: Mapping[str, np.dtype]) -> None:
-        """Open it; raises IndexFileError where the file is not of that schema."""
-        self._file = file
-        reader = file.open_arrow()
-        if not reader.schema.equals(schema, check_metadata=True) or reader.num_record_batches != 1:
-            raise IndexFileError(f"'{file.path}' does not have the columns and the one record batch of this version")
-        try:
-            first, end = batch_range(memoryview(file.map), 0)
-            file.need(first, min(end, first + HEAD_BYTES))
-            check_plain(memoryview(file.map), 0)
-            batch = reader.get_batch(0)
-            batch.validate()
-        except (OSError, pa.ArrowException, IndexFileError) as error:
-            raise IndexFileError(f"'{file.path}' is damaged: {error}") from error
-        self.num_rows = batch.num_rows
-        base = int(np.frombuffer(file.map, np.uint8).ctypes.data)
-        self._columns: dict[str, tuple[NDArray[np.generic], int]] = {}
-        for number, (name, dtype) in enumerate(dtypes.items()):
-            buffers = batch.column(number).buffers()
-            if any(buffer is not None and buffer.size for buffer in buffers[:-1]):
-                raise IndexFileError(f"'{file.path}': column {name} has nulls")
-            data = buffers[-1]
-            if data is None or data.size < self.num_rows * dtype.itemsize or batch.column(number).offset:
-                raise IndexFileError(f"'{file.path}': column {name} is shorter than its {self.num_rows} rows")
-            self._columns[name] = np.frombuffer(data, dtype, self.num_rows), data.address - base
-
-    def read(self, name: str, first: int, end: int) -> NDArray[np.generic]:
-        """Rows ``first`` to ``end - 1`` of a column, not copied; raises what :meth:`BlockFile.need` does."""
-        values, place = self._columns[name]
-        size = values.dtype.itemsize
-        self._file.need(place + first * size, place + end * size)
-        return values[first:end]
-
-
 def open_sparse(path: Path, num_bytes: int, digests: bytes, read: Callable[[int, int], bytes]) -> BlockFile:
-    """A table at a URL, which comes by blocks: ``read`` gets a range, and a sparse file in the cache takes it.
+    """Open a table at a URL, fetched by blocks: ``read`` gets a range, which a sparse file in the cache takes.
 
     Raises IndexFileError, and DatasetError where the sparse file cannot be made.
     """

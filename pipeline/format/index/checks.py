@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _END: Final = b"ARROW1"
 _TAIL_BYTES: Final = 10
-"""At the end of an Arrow file: the footer's size, and ``_END``."""
+"""The bytes at the end of an Arrow file: the footer's size, and ``_END``."""
 _CONTINUED: Final = 0xFFFFFFFF
 _BLOCK_BYTES: Final = 24
 _NONE: Final = np.zeros(0, np.int64)
@@ -36,7 +36,7 @@ _BATCH_BUFFERS, _BATCH_COMPRESSION = 2, 3
 def check_plain(view: memoryview, number: int) -> None:
     """Raise IndexFileError where record batch ``number`` has buffers that are compressed or lie outside the file.
 
-    Arrow decompresses a buffer to whatever size it states as soon as the batch is read, so this looks first.
+    Arrow decompresses a buffer to the size that it states as soon as the batch is read, so this looks first.
     """
     try:
         start, metadata_bytes, body_bytes = _block(view, number)
@@ -59,7 +59,7 @@ def check_plain(view: memoryview, number: int) -> None:
 
 
 def footer_range(view: memoryview, need: Callable[[int, int], memoryview]) -> tuple[int, int]:
-    """First byte and end of what follows the record batches; raises IndexFileError for what is no Arrow file.
+    """Return first byte and end of what follows the record batches; raise IndexFileError for what is no Arrow file.
 
     ``need`` has bytes of the file read or fetched before they are looked at.
     """
@@ -73,7 +73,7 @@ def footer_range(view: memoryview, need: Callable[[int, int], memoryview]) -> tu
 
 
 def batch_range(view: memoryview, number: int) -> tuple[int, int]:
-    """First byte and end of a record batch, as the footer states them; raises IndexFileError outside the file."""
+    """Return first byte and end of a record batch, as the footer states them; raise IndexFileError outside the file."""
     try:
         start, metadata_bytes, body_bytes = _block(view, number)
     except (struct.error, ValueError, OverflowError) as error:
@@ -85,7 +85,7 @@ def batch_range(view: memoryview, number: int) -> tuple[int, int]:
 
 
 def footer_blocks(view: memoryview) -> tuple[int, int, int]:
-    """Where the footer of an Arrow file lists its record batches: first byte, number of entries, bytes of each."""
+    """Return where an Arrow file's footer lists its record batches: first byte, number of entries, bytes of each."""
     (footer_bytes,) = struct.unpack_from("<i", view, len(view) - _TAIL_BYTES)
     first = len(view) - _TAIL_BYTES - footer_bytes
     footer = view[first : len(view) - _TAIL_BYTES]
@@ -94,7 +94,7 @@ def footer_blocks(view: memoryview) -> tuple[int, int, int]:
 
 
 def _block(view: memoryview, number: int) -> tuple[int, int, int]:
-    """Where a record batch is: first byte, bytes of its metadata, bytes of its body."""
+    """Return where a record batch is: first byte, bytes of its metadata, bytes of its body."""
     footer_bytes, end = struct.unpack_from("<i6s", view, len(view) - _TAIL_BYTES)
     if end != _END:
         raise IndexFileError("it does not end as an Arrow file does")
@@ -111,7 +111,7 @@ def _root(data: memoryview) -> int:
 
 
 def _field(data: memoryview, table: int, number: int) -> int:
-    """Where a table of a flatbuffer has its field; 0 where it has none."""
+    """Return where a table of a flatbuffer has its field; 0 where it has none."""
     vtable = table - struct.unpack_from("<i", data, table)[0]
     if vtable < 0 or struct.unpack_from("<H", data, vtable)[0] < 6 + 2 * number:
         return 0
@@ -120,7 +120,7 @@ def _field(data: memoryview, table: int, number: int) -> int:
 
 
 def _vector(data: memoryview, field: int) -> tuple[int, int]:
-    """Where the vector that a field refers to has its first element, and their number."""
+    """Return where the vector that a field refers to has its first element, and their number."""
     if not field:
         return 0, 0
     at = field + struct.unpack_from("<I", data, field)[0]
@@ -139,7 +139,7 @@ def check_texts(column: pa.StringArray, name: str) -> None:
 
 
 def _most(values: NDArray[Any]) -> int:
-    """The largest value, where one below 0 counts as larger than any cap: one pass is enough for both ends."""
+    """Return the largest value, where one below 0 counts as larger than any cap: one pass checks both ends."""
     return int(values.view(f"u{values.itemsize}").max(initial=0))
 
 

@@ -14,11 +14,12 @@ import xxhash
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import IndexFileError
-from fuelrail.pipeline.format.index.blocks import HEAD_BYTES, BlockFile, FixedColumns
+from fuelrail.pipeline.format.index.fixed_columns import HEAD_BYTES, FixedColumns
 from fuelrail.pipeline.storage.columns import Disk
 from fuelrail.pipeline.text import shown
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.format.index.blocks import BlockFile
     from fuelrail.pipeline.format.index.samples import SampleIndex
 
 KEYS_FILE: Final = "keys.arrow"
@@ -44,12 +45,12 @@ class KeyEntry(NamedTuple):
 
 
 def key_hash(key: str) -> int:
-    """XXH3-64 of a key in UTF-8; text that is not UTF-8 is no key, and is found nowhere."""
+    """Return XXH3-64 of a key in UTF-8; text that is not UTF-8 is no key and is never found."""
     return xxhash.xxh3_64_intdigest(key.encode(errors="surrogatepass"))
 
 
 def sorted_entries(index: SampleIndex, folder: Path) -> NDArray[np.void]:
-    """The table of an index: its entries in ascending order. What outgrows memory is kept in ``folder``."""
+    """Return table of an index: its entries in ascending order. Entries that exceed memory are kept in ``folder``."""
     disk = Disk(folder)
     column = disk.column(ENTRY)
     for first in range(0, len(index), _ROWS_AT_ONCE):
@@ -120,7 +121,7 @@ class KeyTable:
     def __init__(
         self, opened: Callable[[], BlockFile], num_samples: int, checked: Callable[[], BlockFile] | None = None
     ) -> None:
-        """``opened`` opens the file, at the first look-up; ``checked`` opens it with its digests, at the first miss.
+        """Take functions that open the file: ``opened`` at the first look-up, ``checked`` with digests at a miss.
 
         Without ``checked`` what ``opened`` opens is checked, or was when it was fetched.
         """
@@ -146,7 +147,7 @@ class KeyTable:
         return self._found
 
     def entries(self) -> NDArray[Any]:
-        """All entries, sorted by hash; raises IndexFileError where the table is damaged."""
+        """Return all entries, sorted by hash; raise IndexFileError where the table is damaged."""
         return self._columns.read("entry", 0, self._num_samples)
 
     def check(self, index: SampleIndex, folder: Path) -> None:
@@ -158,7 +159,7 @@ class KeyTable:
                 raise IndexFileError(f"the rows from {first} on are not those of the keys of the index")
 
     def find(self, key: str) -> list[KeyEntry]:
-        """The entries whose key has the hash of this one: hardly ever more than one, none where there is no such key.
+        """Return the entries whose key has the hash of this one: rarely more than one, often none.
 
         The hashes are spread evenly, so the place of one among n is known to within a few times the square root of n:
         one range of the table is read. Raises IndexFileError for a table that is damaged.
@@ -186,7 +187,7 @@ class KeyTable:
         return found
 
     def row(self, key: str, key_of: Callable[[int], str]) -> int | None:
-        """The row whose key, by the index's ``key_of``, is this one; None where there is none.
+        """Return the row whose key, by the index's ``key_of``, is this one; None where there is none.
 
         Raises what :meth:`find` does, and IndexFileError where the part of the table that would have it is damaged, or
         the index has a key of another hash in that row.
@@ -206,11 +207,11 @@ class KeyTable:
         return None
 
     def _near(self, wanted: int) -> tuple[int, int]:
-        """The expected number of a hash's entry, and how far from it one hardly ever is."""
+        """Return the expected number of a hash's entry, and how far from it the entry rarely is."""
         return (wanted * self._num_samples) >> 64, 2 * math.isqrt(self._num_samples) + 64
 
     def _bytes_of(self, guess: int, width: int) -> tuple[int, int]:
-        """The bytes of the entries that are no farther than ``width`` from ``guess``."""
+        """Return the bytes of the entries that are no farther than ``width`` from ``guess``."""
         end = len(self._file.map)
         low, high = (min(max(guess + side, 0) * ENTRY.itemsize, end - 1) for side in (-width, width))
         return low, min(high + HEAD_BYTES, end)

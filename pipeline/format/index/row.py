@@ -60,11 +60,11 @@ class Members(Sequence[MemberEntry]):
     __slots__ = ("_end", "_first", "_read")
 
     def __init__(self, read: MemberSource, first: int, end: int) -> None:
-        """``read`` gives the columns and the digests of the entries ``first`` to ``end - 1``."""
+        """Take ``read``, which gives columns and digests of the entries ``first`` to ``end - 1``."""
         self._read, self._first, self._end = read, first, end
 
     def columns(self) -> MemberColumns:
-        """All entries, as columns."""
+        """Return all entries, as columns."""
         return self._read(self._first, self._end)
 
     def _entries(self) -> tuple[MemberEntry, ...]:
@@ -114,7 +114,7 @@ class IndexRow(NamedTuple):
     """Whether ``length`` and ``members`` are those of a part of the span, whose members are checked one by one."""
 
     def columns(self) -> MemberColumns:
-        """The members, column by column."""
+        """Return the members, column by column."""
         if isinstance(self.members, Members):
             return self.members.columns()
         columns = zip(*self.members, strict=True) if self.members else ((),) * 6
@@ -138,5 +138,5 @@ class IndexRow(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def member_kinds(names: tuple[str, ...], codecs: tuple[str, ...]) -> MemberKinds:
-    """Of a list of members, with their fields; hardly any two samples of a dataset have different ones."""
+    """Return kinds of a list of members, with their fields; rarely do two samples of a dataset have different ones."""
     return MemberKinds(names, codecs, tuple([name + suffix(codec) for name, codec in zip(names, codecs, strict=True)]))

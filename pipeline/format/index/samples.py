@@ -61,14 +61,14 @@ _SCALARS: Final = ("frame", "timestamp_ns", "shard", "offset", "length", "xxh3")
 _TYPES: Final = {field.name: field.type for field in (pa.field("num_members", pa.int32()), *_COLUMNS[:-1])} | {
     f"members.{field.name}": field.type for field in _MEMBER_TYPE
 }
-"""Of the columns that a batch is made of."""
+"""The types of the columns of a batch."""
 _VERSION_KEY, _NAMES_KEY, _CODECS_KEY = b"fuelrail.index.version", b"fuelrail.members", b"fuelrail.codecs"
 _make_row = partial(tuple.__new__, IndexRow)
 """An IndexRow from a tuple, at half the price of the call."""
 
 
 def index_schema(names: Sequence[str], codecs: Sequence[str]) -> pa.Schema:
-    """The schema of an index of these field names and codecs."""
+    """Return the schema of an index of these field names and codecs."""
     metadata = {
         _VERSION_KEY: str(INDEX_VERSION),
         _NAMES_KEY: json.dumps(list(names)),
@@ -175,7 +175,7 @@ class _Texts(NamedTuple):
 
 
 class _Kinds:
-    """Lists of names and codecs by the numbers that stand for them; hardly any two samples have different ones."""
+    """Lists of names and codecs by the numbers that stand for them; samples rarely have different ones."""
 
     def __init__(self, names: Sequence[str], codecs: Sequence[str]) -> None:
         self._names, self._codecs = names, codecs
@@ -201,8 +201,10 @@ class _MemberParts:
         name, codec, offset, stored, raw, _ = self.columns
         return MemberColumns(
             self._kinds(name[first:end], codec[first:end]),
-            offset[first:end].tolist(), stored[first:end].tolist(), raw[first:end].tolist(),
-        )  # fmt: skip
+            offset[first:end].tolist(),
+            stored[first:end].tolist(),
+            raw[first:end].tolist(),
+        )
 
     def digests(self, first: int, end: int) -> Sequence[int]:
         return self.columns[5][first:end]
@@ -284,11 +286,11 @@ class SampleIndex:
         ))  # fmt: skip
 
     def has_row(self, index: int) -> bool:
-        """Whether nothing has to be fetched to read a row."""
+        """Return whether nothing has to be fetched to read a row."""
         return self._source.has_batch(index // ROWS_PER_BATCH)
 
     def column(self, name: str, first: int = 0, end: int | None = None) -> NDArray[Any]:
-        """A scalar column (frame, timestamp_ns, shard, offset, length or xxh3) of rows first to end - 1, copied."""
+        """Copy a scalar column (frame, timestamp_ns, shard, offset, length or xxh3) of rows first to end - 1."""
         at = _SCALARS.index(name)
         end = self._length if end is None else end
         numbers = range(first // ROWS_PER_BATCH, -(-end // ROWS_PER_BATCH)) if end > first else range(0)
@@ -296,12 +298,12 @@ class SampleIndex:
         return np.concatenate(parts) if parts else np.empty(0, numpy_dtype(_COLUMNS[2 + at].type))
 
     def strings(self, name: str, first: int = 0, end: int | None = None) -> list[str]:
-        """The keys or clip ids (``key``, ``clip_id``) of rows first to end - 1."""
+        """Return the keys or clip ids (``key``, ``clip_id``) of rows first to end - 1."""
         found: list[str] = self.texts(name, first, end).to_pylist()
         return found
 
     def texts(self, name: str, first: int = 0, end: int | None = None) -> pa.ChunkedArray:
-        """The keys or clip ids (``key``, ``clip_id``) of rows first to end - 1 as an Arrow array, not copied."""
+        """Return the keys or clip ids (``key``, ``clip_id``) of rows first to end - 1 as an Arrow array, not copied."""
         end = self._length if end is None else end
         parts = []
         for n in range(first // ROWS_PER_BATCH, -(-end // ROWS_PER_BATCH)) if end > first else range(0):
@@ -310,17 +312,17 @@ class SampleIndex:
         return pa.chunked_array(parts, pa.string())
 
     def clip_ids(self, first: int = 0, end: int | None = None) -> list[str]:
-        """The clip ids that rows first to end - 1 have, each once, sorted."""
+        """Return the clip ids that rows first to end - 1 have, each once, sorted."""
         return sorted(pc.unique(self.texts("clip_id", first, end)).to_pylist())
 
     def clip_numbers(self, first: int = 0, end: int | None = None) -> NDArray[np.int32]:
-        """The clips of rows first to end - 1 as numbers: equal where the ids are, counted by first appearance."""
+        """Return clips of rows first to end - 1 as numbers: equal where the ids are, counted by first appearance."""
         encoded = self.texts("clip_id", first, end).dictionary_encode().combine_chunks()
         numbers: NDArray[np.int32] = encoded.indices.to_numpy(zero_copy_only=False)
         return numbers
 
     def member_totals(self) -> NDArray[np.float64]:
-        """[3, names, codecs]: number, stored bytes and raw bytes of all members of each name and codec."""
+        """Return [3, names, codecs]: number, stored bytes and raw bytes of all members of each name and codec."""
         totals = np.zeros((3, len(self.names), len(self.codecs)))
         for number in range(len(self._batches)):
             name, codec, _, stored, raw, _ = map(np.asarray, self._batch(number).row_members.columns)
@@ -346,7 +348,7 @@ class SampleIndex:
         return batch
 
     def _column(self, number: int, name: str) -> Any:  # noqa: ANN401 - texts are an Arrow array, numbers numpy's
-        """One column of a batch, checked by itself: nothing else of the mapped batch is read."""
+        """Return one column of a batch, checked by itself: nothing else of the mapped batch is read."""
         if (batch := self._batches[number]) is not None:
             return getattr(batch, name) if name in _TEXTS else batch.scalars[_SCALARS.index(name)]
         self._source.need_batch(number)

@@ -12,9 +12,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import IndexFileError, ManifestError
-from fuelrail.pipeline.format.index.blocks import BlockFile, FixedColumns
+from fuelrail.pipeline.format.index.fixed_columns import FixedColumns
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.format.index.blocks import BlockFile
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.format.manifest import Manifest
 
@@ -66,7 +67,7 @@ class ShardEntry(NamedTuple):
 
 
 def shard_name(split: str, number: int, *, framed: bool = False) -> str:
-    """The name of the shard that has this number within its split."""
+    """Return the name of the shard that has this number within its split."""
     return f"{split}-{number:06d}{_ENDINGS[framed]}"
 
 
@@ -123,17 +124,17 @@ class ShardTable(Sequence[ShardEntry]):
         return self._length
 
     def name(self, number: int) -> str:
-        """The name of a shard by its number in the dataset."""
+        """Return the name of a shard by its number in the dataset."""
         at = bisect.bisect_right(self._first_shards, number) - 1
         framed = bool(self._columns.read("framed", number, number + 1)[0])
         return shard_name(self._splits[at], number - self._first_shards[at], framed=framed)
 
     def size(self, number: int) -> int:
-        """The size of a shard [bytes]; raises ManifestError for one below 0."""
+        """Return the size of a shard [bytes]; raise ManifestError for one below 0."""
         return self._at_least("bytes", number, 0)
 
     def name_of(self, row: IndexRow) -> str:
-        """The name of the shard that holds a sample; raises IndexFileError where none has the bytes of the row."""
+        """Return name of the shard that holds a sample; raise IndexFileError where none has the bytes of the row."""
         name, num_bytes = self.place(row.shard) if 0 <= row.shard < self._length else ("", -1)
         if 0 <= row.offset <= row.offset + row.length <= num_bytes:
             return name
@@ -145,7 +146,7 @@ class ShardTable(Sequence[ShardEntry]):
         )
 
     def place(self, number: int) -> tuple[str, int]:
-        """The name of a shard and its size [bytes], remembered: every sample that is read asks for them."""
+        """Return the name and size [bytes] of a shard, remembered: every sample that is read asks for them."""
         found = self._places.get(number)
         if found is None:
             if len(self._places) >= _PLACES_KEPT:
@@ -160,11 +161,11 @@ class ShardTable(Sequence[ShardEntry]):
 
     @property
     def num_framed(self) -> int:
-        """How many shards are compressed frame by frame."""
+        """The number of shards that are compressed frame by frame."""
         return int(np.count_nonzero(self._columns.read("framed", 0, self._length)))
 
     def lengths(self, first: int, end: int) -> NDArray[np.int64]:
-        """The number of samples of shards ``first`` to ``end - 1``; raises ManifestError for one below 1."""
+        """Return the number of samples of shards ``first`` to ``end - 1``; raise ManifestError for one below 1."""
         firsts = self._columns.read("first_sample", first, min(end + 1, self._length)).astype(np.int64)
         if end == self._length:
             firsts = np.append(firsts, self._num_samples)

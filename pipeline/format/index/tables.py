@@ -27,13 +27,13 @@ from fuelrail.pipeline.storage.files import open_file, read_file
 WHOLE_BYTES: Final = 64 << 20
 """Tables at a URL of up to this size are fetched as a whole, larger ones by blocks."""
 WHOLE_KEYS_BYTES: Final = 4 << 20
-"""As that, of the table of keys: 131,072 samples. Most loaders never ask for a key."""
+"""The same limit for the table of keys: 131,072 samples. Most loaders never ask for a key."""
 MAX_BLOCKS_BYTES: Final = 64 << 20
-"""Of ``blocks.sha256``: the digests of 2 TiB of tables."""
+"""The largest ``blocks.sha256``: the digests of 2 TiB of tables."""
 
 
 def comes_whole(entry: FileEntry) -> bool:
-    """Whether a file at a URL is fetched as a whole."""
+    """Return whether a file at a URL is fetched as a whole."""
     return entry.bytes <= (min(WHOLE_BYTES, WHOLE_KEYS_BYTES) if entry.name == KEYS_FILE else WHOLE_BYTES)
 
 
@@ -44,7 +44,7 @@ class Origin(Protocol):
         """Have a file in the folder; raises DatasetError or ManifestError where that fails."""
 
     def read(self, name: str, first: int, end: int) -> bytes:
-        """Bytes ``first`` to ``end - 1`` of a file; raises DatasetError."""
+        """Return bytes ``first`` to ``end - 1`` of a file; raise DatasetError."""
 
 
 class Tables(NamedTuple):
@@ -81,7 +81,7 @@ class _Opener:
         self._folder, self._manifest, self._origin = folder, manifest, origin
 
     def table(self, name: str, *, is_checked: bool = False) -> BlockFile:
-        """A table. At a URL it comes as a whole or by blocks; here those of ``shards.arrow`` are always checked."""
+        """Open a table, at a URL whole or by blocks; in a folder check the blocks of ``shards.arrow`` always."""
         entry, path = self._entry(name), self._folder / name
         if self._origin is not None and not comes_whole(entry):
             read: Callable[[int, int], bytes] = partial(self._origin.read, name)
@@ -146,7 +146,7 @@ def seal_tables(folder: Path) -> list[FileEntry]:
 
 
 def file_entry(path: Path) -> FileEntry:
-    """The manifest's entry of a file."""
+    """Return the manifest's entry of a file."""
     with open_file(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return FileEntry(name=path.name, bytes=path.stat().st_size, sha256=digest)

@@ -48,7 +48,7 @@ ClassOption = str | dict[str, str | None]
 
 
 def loaded(option: ClassOption) -> ClassOption:
-    """The option with a mapping file replaced by what it says; raises ConfigError for a file that does not."""
+    """Replace a mapping file of the option by its content; raise ConfigError for a file that has none."""
     if isinstance(option, dict) or option in (SOURCE, NUSCENES10):
         return option
     try:
@@ -65,7 +65,7 @@ def loaded(option: ClassOption) -> ClassOption:
 
 
 def count_column(name: str) -> str:
-    """The attribute that counts the boxes of a class."""
+    """Return the attribute that counts the boxes of a class."""
     return "num_" + (re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_") or "unnamed")
 
 
@@ -87,7 +87,7 @@ class ClassMap:
         self._counts = Counter[str]()
 
     def labels(self, categories: Sequence[str], *, counted: bool = True) -> NDArray[np.int16]:
-        """Numbers of the classes (M,), -1 for none; boxes in space are ``counted``, those in images are not."""
+        """Return numbers of the classes (M,), -1 for none; count boxes in space (``counted``), not those in images."""
         known = self._labels
         for name in dict.fromkeys(categories):
             if name not in known:

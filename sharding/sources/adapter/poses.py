@@ -44,18 +44,18 @@ def pose(rotation_wxyz: Any, translation: Any, where: str) -> F64:  # noqa: ANN4
 
 
 def are_poses(q: F64, t: F64) -> NDArray[np.bool_]:
-    """Whether quaternions (..., 4) are of unit length and translations (..., 3) within ``FARTHEST_M``."""
+    """Return whether quaternions (..., 4) are of unit length and translations (..., 3) within ``FARTHEST_M``."""
     return np.asarray((np.abs(t) <= FARTHEST_M).all(-1) & are_unit(q))
 
 
 def are_unit(q: F64) -> NDArray[np.bool_]:
-    """Whether quaternions (..., 4) are of unit length."""
+    """Return whether quaternions (..., 4) are of unit length."""
     with np.errstate(over="ignore"):
         return np.asarray(np.abs(np.linalg.norm(q, axis=-1) - 1) <= MAX_SKEW)
 
 
 def nearest_rigid(matrices: F64) -> tuple[F64, NDArray[np.bool_]]:
-    """Transforms (P, 4, 4) with the rotations that are nearest, and which of them were transforms to begin with (P,).
+    """Return transforms (P, 4, 4) with the nearest rotations, and which of the given ones were rigid (P,).
 
     A rotation of rounded numbers becomes one to 1e-12; what is over 1e-3 away from one is none. The nearest rotation
     of M is U V^T of its singular value decomposition (Horn et al. 1988).
@@ -84,7 +84,7 @@ def nearest_rigid(matrices: F64) -> tuple[F64, NDArray[np.bool_]]:
 
 
 def quaternions(matrices: F64) -> F64:
-    """Quaternions (P, 4), w, x, y, z, of rotations (P, 3, 3): the largest component first (Shepperd 1978)."""
+    """Return quaternions (P, 4), w, x, y, z, of rotations (P, 3, 3): the largest component first (Shepperd 1978)."""
     m = matrices
     trace = m[:, 0, 0] + m[:, 1, 1] + m[:, 2, 2]
     squares = np.stack([trace, m[:, 0, 0], m[:, 1, 1], m[:, 2, 2]], 1)
@@ -129,7 +129,7 @@ class Trajectory:
         self._q = quaternions(matrices[:, :3, :3])
 
     def at(self, timestamp_ns: Any) -> F64:  # noqa: ANN401 - what numpy makes an array of
-        """(T, 4, 4) at times (T,) [ns]; NaN where there is no pose."""
+        """Return the poses (T, 4, 4) at times (T,) [ns]; NaN where there is none."""
         wanted = np.asarray(timestamp_ns, np.int64).reshape(-1)
         found = np.full((len(wanted), 4, 4), np.nan)
         if not len(self._times):
@@ -151,7 +151,7 @@ class Trajectory:
 
 
 def _slerp(first: F64, last: F64, share: F64) -> F64:
-    """Quaternions (T, 4) on the shortest way from ``first`` to ``last`` (Shoemake 1985)."""
+    """Return quaternions (T, 4) on the shortest way from ``first`` to ``last`` (Shoemake 1985)."""
     cosine = np.einsum("ti,ti->t", first, last)
     last = np.where(cosine[:, None] < 0, -last, last)
     angle = np.arccos(np.clip(np.abs(cosine), 0, 1))

@@ -32,7 +32,7 @@ class VectorMap(NamedTuple):
 
     @classmethod
     def of(cls, lines: list[NDArray[np.float64]], layers: list[int], where: str) -> VectorMap:
-        """Lines with their bounds; raises SourceError, naming ``where``, for a place that is not finite."""
+        """Take lines with their bounds; raise SourceError, naming ``where``, for a place that is not finite."""
         if not lines:
             return cls([], [], np.empty((0, 4)))
         points, starts = np.concatenate(lines), np.cumsum([0, *map(len, lines[:-1])])
@@ -52,7 +52,7 @@ class MapWindows:
         self._whole = lru_cache(maxsize=4)(read)
 
     def references(self, place: str, ego2global: NDArray[np.float64]) -> list[list[Reference]]:
-        """The member at each of these poses (F, 4, 4), made by the worker that writes it; none where a pose is NaN."""
+        """Return the member at each of these poses (F, 4, 4), made when it is written; none where a pose is NaN."""
         poses = ego2global[:, :3].reshape(-1, 12)
         refs = [MAP + msgspec.json.encode((place, one)).decode() for one in poses.tolist()]
         return [
@@ -61,18 +61,18 @@ class MapWindows:
         ]
 
     def made(self, place: str, ego2global: NDArray[np.float64]) -> Reference:
-        """The member at a pose (4, 4), made now, as is best of maps that take long to read."""
+        """Return the member at a pose (4, 4), made now: best for maps that take long to read."""
         data = encoded_window(self._whole(place), ego2global[:3].ravel().tolist(), self.channel)
         return computed(self.channel, data)
 
     def member(self, ref: str) -> bytes:
-        """The bytes of a member; raises SourceError."""
+        """Return the bytes of a member; raise SourceError."""
         place, ego2global = msgspec.json.decode(ref.removeprefix(MAP))
         return encoded_window(self._whole(place), ego2global, self.channel)
 
 
 def map_channel(layers: Sequence[str]) -> Channel:
-    """The entry of the table for a map of these layers."""
+    """Return the entry of the table for a map of these layers."""
     return Channel(
         name="map",
         kind="ragged",
@@ -87,12 +87,12 @@ def map_channel(layers: Sequence[str]) -> Channel:
 
 
 def encoded_window(whole: VectorMap, ego2global: Sequence[float], channel: Channel) -> bytes:
-    """The bytes of a :func:`window` about an ego pose of 12 numbers, row by row."""
+    """Return the bytes of a :func:`window` about an ego pose of 12 numbers, row by row."""
     return KINDS[channel.kind].encode(window(whole, np.array(ego2global).reshape(3, 4)), channel)
 
 
 def window(whole: VectorMap, ego2global: NDArray[np.float64]) -> dict[str, NDArray[np.generic]]:
-    """The part of a map about an ego pose (3, 4), as :func:`map_channel` has it, in the ego's own height."""
+    """Return the part of a map about an ego pose (3, 4), as :func:`map_channel` has it, in the ego's own height."""
     place, reach = ego2global[:2, 3], HALF_M * 2**0.5 * 1.1
     near = (whole.bounds[:, :2] <= place + reach).all(1) & (whole.bounds[:, 2:] >= place - reach).all(1)
     points, layers = [], []

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 CATEGORIES: Final = ("Car", "Van", "Truck", "Pedestrian", "Person_sitting", "Cyclist", "Tram", "Misc")
 LIDAR: Final = "velodyne"
 _DIGITS: Final = 19
-"""Of which a number of 64 bits has fewer."""
+"""More digits than a number of 64 bits has."""
 POINT_COLUMNS: Final = ("x", "y", "z", "intensity")
 
 
@@ -37,7 +37,7 @@ class Numbers(NamedTuple):
     where: str
 
     def matrix(self, key: str, rows: int, columns: int) -> F64:
-        """The numbers of a key as a matrix (rows, columns); raises SourceError for another number of them."""
+        """Return the numbers of a key as a matrix (rows, columns); raise SourceError for another number of them."""
         found = self.values.get(key)
         if found is None:
             raise SourceError(f"{self.where} has no line '{key}:'; it has {', '.join(self.values)}")
@@ -46,7 +46,7 @@ class Numbers(NamedTuple):
         return np.array(found).reshape(rows, columns)
 
     def transform(self, rotation: F64, translation: F64) -> F64:
-        """The rigid transform (4, 4) that is nearest; raises SourceError where the rotation is none."""
+        """Return the nearest rigid transform (4, 4); raise SourceError where the rotation is none."""
         found = homogeneous(rotation)
         found[:3, 3] = translation
         (made,), (sound,) = nearest_rigid(found[None])
@@ -56,7 +56,7 @@ class Numbers(NamedTuple):
 
 
 def read_numbers(files: SourceFiles, name: str) -> Numbers:
-    """The lines ``KEY: NUMBER NUMBER ...`` of a text file; others are left out."""
+    """Read the lines ``KEY: NUMBER NUMBER ...`` of a text file; skip others."""
     found = {}
     for line in read_text(read_file(files, name), f"file '{files.shown}/{name}'").splitlines():
         key, _, rest = line.partition(" ")
@@ -67,22 +67,22 @@ def read_numbers(files: SourceFiles, name: str) -> Numbers:
     return Numbers(found, f"file '{files.shown}/{name}'")
 
 
-class Camera(NamedTuple):
+class RectifiedCamera(NamedTuple):
     """K (3, 3) of the rectified images, and the rectified camera's pose in ego (4, 4)."""
 
     intrinsics: F64
     cam2ego: F64
 
 
-def camera(projection: F64, ego2rect: F64) -> Camera:
-    """The camera of P_rect (3, 4); ``ego2rect`` (4, 4) goes to rectified camera 0."""
+def camera(projection: F64, ego2rect: F64) -> RectifiedCamera:
+    """Return the camera of P_rect (3, 4); ``ego2rect`` (4, 4) leads to rectified camera 0."""
     shift = np.eye(4)
     shift[:3, 3] = np.linalg.solve(projection[:, :3], projection[:, 3])
-    return Camera(projection[:, :3], invert_rigid(shift @ ego2rect))
+    return RectifiedCamera(projection[:, :3], invert_rigid(shift @ ego2rect))
 
 
 def read_points(files: SourceFiles, name: str) -> NDArray[np.float32]:
-    """(P, 4): x, y, z [m] in the lidar's frame, reflectance 0 to 1."""
+    """Read points (P, 4): x, y, z [m] in the lidar's frame, reflectance 0 to 1."""
     data = read_file(files, name)
     if len(data) % 16:
         raise SourceError(f"file '{files.shown}/{name}' has {len(data)} bytes, not a multiple of 16: it is cut off")
@@ -90,12 +90,12 @@ def read_points(files: SourceFiles, name: str) -> NDArray[np.float32]:
 
 
 def category(name: str) -> str:
-    """The name of a class as the object benchmark has it; tracklets have "Person (sitting)"."""
+    """Return the name of a class in the object benchmark; tracklets have "Person (sitting)"."""
     return "Person_sitting" if name == "Person (sitting)" else name
 
 
 def numbers_of(names: Sequence[str], suffixes: Sequence[str]) -> dict[int, str]:
-    """The files whose names are a number with one of the suffixes, by number."""
+    """Return the files whose names are a number with one of the suffixes, by number."""
     found = {}
     for name in names:
         stem, dot, suffix = name.rpartition(".")

@@ -55,7 +55,7 @@ class KittiObject(FrameSource[KittiObjectSettings]):
     license = "CC BY-NC-SA 3.0"
 
     def sensors(self) -> Sensors:
-        """The left colour camera, with the option the right one, and the lidar."""
+        """Return the left colour camera, with the option also the right one, and the lidar."""
         return Sensors.of(self._cameras, {LIDAR: POINT_COLUMNS})
 
     @property
@@ -68,11 +68,11 @@ class KittiObject(FrameSource[KittiObjectSettings]):
         return tuple(_CAMERAS) if self.given.right else ("image_2",)
 
     def category_names(self) -> tuple[str, ...]:
-        """Without DontCare, which stands for what is not labelled and has no box."""
+        """Return the classes without DontCare, which marks what is not labelled and has no box."""
         return CATEGORIES
 
     def clips(self) -> Iterator[Clip]:
-        """An image each: which drive it is from is not in the dataset."""
+        """Yield a clip for each image: the dataset does not say which drive it is from."""
         names = self.files.listed()
         folders = [folder for folder in SPLITS if folder in names] or ([""] if "image_2" in names else [])
         for folder in folders:
@@ -93,7 +93,7 @@ class KittiObject(FrameSource[KittiObjectSettings]):
                 )
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
-        """The one frame. It has no time: its number, from 1 on, stands for it."""
+        """Yield the one frame. It has no time: its number, from 1 on, takes the place of one."""
         image = clip.token
         number = int(image.rpartition("/")[2].partition(".")[0])
         numbers = read_numbers(self.files, clip.files[0])
@@ -118,11 +118,11 @@ class KittiObject(FrameSource[KittiObjectSettings]):
         yield Frame(timestamp_ns=number + 1, images=images, sweeps=sweeps, boxes=boxes, boxes2d=bounds)
 
     def points(self, ref: str) -> NDArray[np.float32]:
-        """(P, 4) in the lidar's frame."""
+        """Read points (P, 4) in the lidar's frame."""
         return read_points(self.files, ref)
 
     def _boxes(self, name: str, rect2ego: F64) -> tuple[BoxRows, dict[str, ImageBoxRows]]:
-        """The rows of a label file, which stand on their bottom in rectified camera 0, with y down; and in image 2."""
+        """Read the boxes of a label file, by their bottom centre in rectified camera 0 (y down); and in image 2."""
         where = f"file '{self.files.shown}/{name}'"
         rows = [line.split() for line in read_text(self.files.read(name), where).splitlines()]
         kinds, found = [], []
@@ -152,5 +152,5 @@ class KittiObject(FrameSource[KittiObjectSettings]):
 
 
 def _transform(matrix: F64) -> F64:
-    """(4, 4) of (3, 4)."""
+    """Extend (3, 4) to (4, 4)."""
     return np.concatenate([matrix, [[0.0, 0, 0, 1]]])

@@ -42,7 +42,7 @@ from fuelrail.sharding.sources.shared.foreign import parsing, read_text, read_xm
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.sharding.sources.adapter.frame import F64
-    from fuelrail.sharding.sources.kitti.calibration import Camera
+    from fuelrail.sharding.sources.kitti.calibration import RectifiedCamera
     from fuelrail.sharding.sources.shared.scan_table import Reference
 
 COLOUR: Final = ("image_02", "image_03")
@@ -82,7 +82,7 @@ class _Layout(NamedTuple):
 
 
 class _Rig(NamedTuple):
-    cameras: dict[str, Camera]
+    cameras: dict[str, RectifiedCamera]
     lidar2ego: F64
 
 
@@ -96,7 +96,7 @@ class Kitti(FrameSource[KittiSettings]):
     license = "CC BY-NC-SA 3.0"
 
     def sensors(self) -> Sensors:
-        """The colour cameras, with the option the gray ones."""
+        """Return the colour cameras, with the option also the gray ones."""
         return Sensors.of(self._cameras, {LIDAR: POINT_COLUMNS})
 
     @property
@@ -104,11 +104,11 @@ class Kitti(FrameSource[KittiSettings]):
         return (*COLOUR, *GRAY) if self.given.gray else COLOUR
 
     def category_names(self) -> tuple[str, ...]:
-        """Those of the object benchmark."""
+        """Return the classes of the object benchmark."""
         return CATEGORIES
 
     def clips(self) -> Iterator[Clip]:
-        """The drives, by name."""
+        """Yield the drives, by name."""
         for name, folder in sorted(self._layout.drives.items()):
             calibration = self._layout.calibrations.get(name[:10])
             files = [] if calibration is None else [f"{calibration}{file}" for file in _CALIBRATION]
@@ -116,7 +116,7 @@ class Kitti(FrameSource[KittiSettings]):
 
     @cached_property
     def _layout(self) -> _Layout:
-        """Drives and calibrations wherever they are: each zip brings a folder of the date."""
+        """Drives and calibrations in any folder: each zip brings a folder of the date."""
         found = _Layout({}, {})
         waiting = [("", 0)]
         while waiting:
@@ -141,7 +141,7 @@ class Kitti(FrameSource[KittiSettings]):
         return found
 
     def poses(self, clip: Clip) -> Trajectory:
-        """Of oxts, in metres east, north and up of its first row, by Mercator's projection scaled there.
+        """Return poses of oxts, in metres east, north and up of its first row, by Mercator's projection scaled there.
 
         One row more at each end, 0.1 s away by the measured velocity: sensors fire up to 0.1 s before the first row.
         """
@@ -173,7 +173,7 @@ class Kitti(FrameSource[KittiSettings]):
         return found
 
     def _times(self, name: str, last: int) -> NDArray[np.int64]:
-        """The rows of a file of times [ns]; raises SourceError where one is none, or the file ends before ``last``."""
+        """Read a file of times [ns]; raise SourceError where one is invalid, or the file ends before ``last``."""
         where = f"file '{self.files.shown}/{name}'"
         lines = read_text(read_file(self.files, name), where).splitlines()
         try:
@@ -187,7 +187,7 @@ class Kitti(FrameSource[KittiSettings]):
         return found.astype(np.int64)
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
-        """A frame for each number that a camera has; its time is the lidar's, or else the first camera's."""
+        """Yield a frame for each number that a camera has, at the lidar's time, or else the first camera's."""
         folder = self._layout.drives[clip.name]
         rig = self._rig(clip)
         files = {name: numbers_of(names_in(self.files, folder, name, "data"), ["png", "jpg"]) for name in self._cameras}
@@ -231,11 +231,11 @@ class Kitti(FrameSource[KittiSettings]):
 
     @property
     def channels(self) -> tuple[Channel, ...]:  # type: ignore[override]  # by the options
-        """Of oxts, with the option."""
+        """The channels of oxts, with the option."""
         return (CAN,) if self.given.oxts else ()
 
     def points(self, ref: str) -> NDArray[np.float32]:
-        """(P, 4), not compensated for ego's motion during the sweep."""
+        """Read points (P, 4), not compensated for ego's motion during the sweep."""
         return read_points(self.files, ref)
 
     def _rig(self, clip: Clip) -> _Rig:
@@ -253,7 +253,7 @@ class Kitti(FrameSource[KittiSettings]):
         return _Rig(cameras, invert_rigid(imu2velo))
 
     def _tracklets(self, folder: str, ego2lidar: F64) -> dict[int, BoxRows] | None:
-        """Boxes by number of the frame; None without tracklets. They stand on their bottom, in the lidar's frame."""
+        """Read boxes by frame number; None without tracklets. Their places are bottom centres in the lidar's frame."""
         if _TRACKLETS not in self.files.listed(folder):
             return None
         name = f"{folder}/{_TRACKLETS}"
@@ -271,7 +271,7 @@ class Kitti(FrameSource[KittiSettings]):
 
 
 def _boxes(tracks: list[tuple[str, NDArray[np.int64], F64]], lidar2ego: F64) -> dict[int, BoxRows]:
-    """Boxes by number of the frame, of tracks: category, numbers of frames, and place, yaw and size in each."""
+    """Return boxes by frame number, of tracks: category, frame numbers, and place, yaw and size in each."""
     if not tracks:
         return {}
     x, y, z, yaw, length, width, height = np.concatenate([numbers for _, _, numbers in tracks], 1)
@@ -293,7 +293,7 @@ def _boxes(tracks: list[tuple[str, NDArray[np.int64], F64]], lidar2ego: F64) -> 
 
 
 def oxts_poses(rows: F64) -> F64:
-    """IMU to metres east, north and up of the first row (P, 4, 4), for rows (P, 30) of oxts.
+    """Return IMU to metres east, north and up of the first row (P, 4, 4), for rows (P, 30) of oxts.
 
     Mercator's projection, scaled by the cosine of the first row's latitude; roll, pitch and yaw about x, y and z, yaw
     first, from east (the development kit's convertOxtsToPose).
@@ -314,7 +314,7 @@ def oxts_poses(rows: F64) -> F64:
 
 
 def with_edges(times: NDArray[np.int64], rows: F64, poses: F64) -> tuple[NDArray[np.int64], F64]:
-    """A pose more before the first and after the last one, 0.1 s away at their velocity and rates of turn."""
+    """Add a pose before the first and one after the last, 0.1 s away at their velocity and rates of turn."""
     ends = []
     for at, sign in ((0, -1), (-1, 1)):
         seconds = sign * EDGE_NS * 1e-9

@@ -16,8 +16,7 @@ from fuelrail.sharding.sources.adapter.frame import Absent, Frame, Image, ImageB
 from fuelrail.sharding.sources.adapter.members import POINTS
 from fuelrail.sharding.sources.logs import sync
 from fuelrail.sharding.sources.logs.geometry.calibration import CameraModel, camera_models
-from fuelrail.sharding.sources.logs.index import LogIndex, Shot
-from fuelrail.sharding.sources.logs.index import Sweep as LidarSweep
+from fuelrail.sharding.sources.logs.index import LogIndex, LogSweep, Shot
 from fuelrail.sharding.sources.logs.members import Job
 from fuelrail.sharding.sources.logs.messages.clouds import COLUMNS, RadarSweep
 from fuelrail.sharding.sources.logs.messages.records import RAWS, VIDEOS
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.adapter.poses import Trajectory
     from fuelrail.sharding.sources.logs.files.log_file import Topic
     from fuelrail.sharding.sources.logs.messages.records import Marks
-    from fuelrail.sharding.sources.logs.settings import LogSettings
+    from fuelrail.sharding.sources.logs.topics import LogTopics
 
 
 FIX_COLUMNS: Final = ("latitude", "longitude", "altitude_m")
@@ -36,24 +35,24 @@ FIX_COLUMNS: Final = ("latitude", "longitude", "altitude_m")
 
 
 class FrameMaker:
-    """Makes frames of one log. ``cameras`` and ``lidars`` map channel to topic; ``noted`` takes estimated delays.
-
-    ``channels`` are those of signals and radars, ``poses`` the clip's, None without any.
-    """
+    """Makes frames of one log. ``noted`` takes estimated delays, ``poses`` are the clip's, None without any."""
 
     def __init__(
-        self, index: LogIndex, given: LogSettings, topics: Mapping[str, Topic], cameras: Mapping[str, str],
-        lidars: Mapping[str, str], reference: str, noted: dict[str, int], channels: Sequence[Channel],
+        self,
+        index: LogIndex,
+        chosen: LogTopics,
+        topics: Mapping[str, Topic],
+        noted: dict[str, int],
         poses: Trajectory | None,
-    ) -> None:  # fmt: skip
-        self._channels, self._poses = channels, poses
+    ) -> None:
+        self._index, self._given, self._topics, self._noted = index, chosen.given, topics, noted
+        self._channels, self._poses = chosen.channels, poses
         self._apart = dict[str, float]()
-        self._index, self._given, self._topics, self._noted = index, given, topics, noted
-        self._cameras, self._lidars, self._reference = cameras, lidars, reference
-        self._all = {**cameras, **lidars, **given.radars}
+        self._cameras, self._lidars, self._reference = chosen.cameras, chosen.lidars, chosen.reference
+        self._all = {**self._cameras, **self._lidars, **self._given.radars}
 
     def frames(self, times: NDArray[np.int64]) -> Iterator[Frame]:
-        """A frame for each of these times of the reference [ns]; raises SourceError."""
+        """Yield a frame for each of these times of the reference [ns]; raise SourceError."""
         index = self._index
         rows = {channel: self._matched(channel, topic, times).tolist() for channel, topic in self._all.items()}
         stamps = {topic: index.series[topic].stamps.tolist() for topic in self._cameras.values()}
@@ -95,7 +94,7 @@ class FrameMaker:
             )  # fmt: skip
 
     def _members(self, times: Sequence[int], rows: Mapping[str, Sequence[int]]) -> list[list[Reference]]:
-        """The members of each time's radars, whose rows are by channel, and signals."""
+        """Return the members of each time's radars, by the rows of each channel, and signals."""
         found: list[list[Reference]] = [[] for _ in times]
         for channel in self._channels:
             parts: Iterable[list[Reference]]
@@ -110,7 +109,7 @@ class FrameMaker:
         return found
 
     def _marks(self, channel: str) -> dict[int, Marks]:
-        """By row of a camera's pictures the boxes in them."""
+        """Return the boxes in a camera's pictures, by the picture's row."""
         given = self._given
         offset_ns, tolerance_ns = (
             round(delay_ms * 1e6) for delay_ms in (given.offsets_ms.get(f"boxes2d_{channel}", 0), given.tolerance_ms)
@@ -118,7 +117,7 @@ class FrameMaker:
         return self._index.marks_of(self._cameras[channel], given.boxes2d[channel], offset_ns, tolerance_ns)
 
     def _radar(self, channel: Channel, rows: Sequence[int], times: Sequence[int]) -> Iterator[list[Reference]]:
-        """The member of a radar at each time: moved to ego there by the poses at both times, without any as it is."""
+        """Yield the member of a radar at each time, moved to ego there by the poses at both times if there are any."""
         index, topic, vectors = self._index, channel.source_name, channel.law.roles.get("vectors", ())
         stamps, items = index.series[topic]
         frame_id = index.frame_ids.get(topic, "").lstrip("/")
@@ -128,7 +127,7 @@ class FrameMaker:
             if item is not None and self._poses is not None:
                 measured, sampled = self._poses.at(np.array([stamps[row], time]))
                 sensor2ego = invert_rigid(sampled) @ measured @ mount
-            if not isinstance(item, LidarSweep) or np.isnan(sensor2ego).any():
+            if not isinstance(item, LogSweep) or np.isnan(sensor2ego).any():
                 yield []
                 continue
             made = RadarSweep(channel.columns, vectors, (time - int(stamps[row])) * 1e-9, sensor2ego.ravel().tolist())
@@ -137,7 +136,7 @@ class FrameMaker:
             yield [Reference(channel.field, POINTS + job.ref, num_bytes, is_estimate=True)]
 
     def _fixes(self, times: NDArray[np.int64]) -> list[dict[str, float | None]]:
-        """The position nearest to each time, at most ``max_gap_s`` away; None where there is none."""
+        """Return the position nearest to each time, at most ``max_gap_s`` away; None where there is none."""
         fixes = sorted(self._index.fixes)
         if not fixes:
             return []
@@ -151,7 +150,7 @@ class FrameMaker:
         return found
 
     def _matched(self, channel: str, topic: str, times: NDArray[np.int64]) -> NDArray[np.intp]:
-        """The row of a channel's message for each time; -1: none. Notes the delay that was estimated."""
+        """Return the row of a channel's message for each time, -1 for none. Note the delay that was estimated."""
         index = self._index
         stamps = index.series[topic].stamps
         if channel == self._reference:
@@ -168,7 +167,7 @@ class FrameMaker:
         return rows
 
     def _info_topic(self, channel: str, topic: str) -> str:
-        """The topic of a camera's calibration."""
+        """Return the topic of a camera's calibration."""
         index = self._index
         given = self._given.camera_infos.get(channel)
         parts = topic.split("/")
@@ -225,5 +224,5 @@ class FrameMaker:
 
 
 def _image_boxes(marks: Marks) -> ImageBoxRows:
-    """With the centre of the first pixel at 0: in messages, that is its left edge."""
+    """Shift boxes so that the centre of the first pixel is 0: in messages, its left edge is."""
     return ImageBoxRows(box=np.array(marks.box).reshape(-1, 4) - 0.5, category=marks.category, track=marks.track)

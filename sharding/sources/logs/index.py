@@ -21,7 +21,7 @@ from fuelrail.sharding.sources.logs.messages.records import (
     RAWS,
     TRANSFORMS,
     VIDEOS,
-    Calibration,
+    CameraInfo,
     Edges,
     Fix,
     Marks,
@@ -57,7 +57,7 @@ class Shot(msgspec.Struct, frozen=True, gc=False):
     key: Locator | None = None
 
 
-class Sweep(NamedTuple):
+class LogSweep(NamedTuple):
     """A sweep: its message, and about how many points it has."""
 
     place: Locator
@@ -68,7 +68,7 @@ class Series(NamedTuple):
     """The pictures or sweeps of one topic in time order: stamps (N,) [ns], ascending, and what is there."""
 
     stamps: NDArray[np.int64]
-    items: list[Shot] | list[Sweep]
+    items: list[Shot] | list[LogSweep]
 
 
 class LogIndex:
@@ -88,7 +88,7 @@ class LogIndex:
         self._only_keyframes, self._gps, self._levels = options.frames == "keyframes", gps, levels
         self.noted = Counter[str]()
         self.frame_ids: dict[str, str] = {}
-        self.calibrations: dict[str, list[tuple[int, Calibration]]] = {}
+        self.calibrations: dict[str, list[tuple[int, CameraInfo]]] = {}
         self.poses: list[Edges] = []
         self.fixes: list[Fix] = []
         self.marks = {topic: list[Marks]() for topic in options.boxes2d.values()}
@@ -96,7 +96,7 @@ class LogIndex:
         self.signals = {topic: list[_Signals]() for topic in options.signals.values()}
         self.tree = FrameTree(f"log '{name}'")
         sensors = (*cameras, *lidars)
-        self._found: dict[str, list[tuple[int, int, Shot | Sweep]]] = {topic: [] for topic in sensors}
+        self._found: dict[str, list[tuple[int, int, Shot | LogSweep]]] = {topic: [] for topic in sensors}
         self._items: dict[str, list[Any]] = {topic: [] for topic in sensors}
         self._stamped: dict[str, list[NDArray[np.int64]]] = {topic: [] for topic in sensors}
         self._keys: dict[str, Locator] = {}
@@ -136,7 +136,7 @@ class LogIndex:
                 stamp_ns, frame_id, number = readers[name].cloud_head(message)
                 self.frame_ids.setdefault(name, frame_id)
                 stamp_ns = self._stamp(name, message, stamp_ns)
-                self._found[name].append((stamp_ns, message.log_ns, Sweep(message.place, number)))
+                self._found[name].append((stamp_ns, message.log_ns, LogSweep(message.place, number)))
             else:
                 pending[name].append(message)
                 num_pending += 1
@@ -194,7 +194,7 @@ class LogIndex:
         self.marks[topic] += [marks[at]._replace(stamp_ns=int(stamps[at])) for at in np.flatnonzero(kept).tolist()]
 
     def marks_of(self, pictures: str, topic: str, offset_ns: int, tolerance_ns: int) -> dict[int, Marks]:
-        """By row of the pictures' series their boxes: each message is of the picture nearest to it, less its delay."""
+        """Return the boxes of pictures by row: each message belongs to the picture nearest to it, less its delay."""
         found = self._marked.get((pictures, topic))
         if found is None:
             by_time = {one.stamp_ns: one for one in self.marks[topic]}
@@ -251,7 +251,7 @@ class LogIndex:
         return Shot(message.place, -1, picture.length, *self._sizes.get(topic.name, (0, 0)), "", key)
 
     def _codec(self, file: LogFile, topic: Topic, message: Message) -> str:
-        """The codec of a topic, by its first message, which states it behind the picture."""
+        """Read the codec of a topic from its first message, which states it behind the picture."""
         found = self._codecs.get(topic.name)
         if found is None:
             found = self._codecs[topic.name] = Reader(topic).video_format(file.read(message.place))
@@ -260,7 +260,7 @@ class LogIndex:
     def _kept(
         self, what: str, stamps: NDArray[np.int64], log_ns: NDArray[np.int64], places: Sequence[Locator]
     ) -> NDArray[np.bool_]:
-        """Which messages (N,) of a topic are not before others by a clock that was set; raises SourceError if an error.
+        """Return which messages (N,) of a topic are not before others by a set clock; raise SourceError if an error.
 
         A clock that was set forward, so that stamps went on by more than the recording did, is a gap, and noted.
         """
@@ -297,7 +297,7 @@ class LogIndex:
     def _kept_of(
         self, topic: str, messages: Sequence[Message], stamps: NDArray[np.int64], part: str = ""
     ) -> NDArray[np.bool_]:
-        """:meth:`_kept` of messages with these stamps."""
+        """Do :meth:`_kept` for messages with these stamps."""
         log_ns = np.array([message.log_ns for message in messages], np.int64)
         return self._kept(topic + part, stamps, log_ns, [message.place for message in messages])
 
@@ -316,7 +316,7 @@ class LogIndex:
         return Series(times, [items[at] for at in first.tolist()])
 
     def _moved(self, topic: str, messages: Sequence[Message], parts: Sequence[Edges]) -> list[Edges]:
-        """Without those of a clock that was set back: frames of a topic have clocks of their own."""
+        """Drop edges of a clock that was set back: frames of a topic have clocks of their own."""
         found = []
         for part in parts:
             own = [messages[row] for row in part.row.tolist()]
@@ -327,7 +327,7 @@ class LogIndex:
         return found
 
     def _stamps(self, topic: str, messages: Sequence[Message], stamp_ns: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The times that count (N,) [ns]; raises SourceError for a stamp of 0 where stamps count."""
+        """Return the times that count (N,) [ns]; raise SourceError for a stamp of 0 where stamps count."""
         if self._clock == "log_time":
             return np.array([message.log_ns for message in messages], np.int64)
         if not stamp_ns.all():

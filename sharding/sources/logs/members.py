@@ -43,7 +43,7 @@ class Job(NamedTuple):
 
     @property
     def ref(self) -> str:
-        """As a reference."""
+        """The text of the job as a reference."""
         more = f"|{self.key or ''}|{self.log}" if self.log else ""
         return f"{self.kind}|{self.topic}|{self.place}{more}"
 
@@ -64,7 +64,7 @@ class _Group(NamedTuple):
     wanted: dict[int, Job]
 
 
-class Members:
+class LogMembers:
     """Reads members of logs. ``logs`` are names to files; ``num_decoded`` counts frames of video."""
 
     def __init__(
@@ -72,7 +72,7 @@ class Members:
         logs: Callable[[], Mapping[str, Sequence[str]]], quality: int,
         levels: Mapping[str, tuple[int, int]],
     ) -> None:  # fmt: skip
-        """``levels`` are by topic those of raw pictures of 16 bits."""
+        """Take ``levels``, black and white of raw pictures of 16 bits, by topic."""
         self._levels = levels
         self._file, self._topics, self._logs, self._quality = file, topics, logs, quality
         self._readers: dict[str, Reader] = {}
@@ -81,7 +81,7 @@ class Members:
 
     @staticmethod
     def split(refs: Sequence[str]) -> tuple[dict[Job, str], list[str]]:
-        """Jobs with their references, and the references that are bytes of files."""
+        """Split references into jobs with their references, and references that are bytes of files."""
         jobs: dict[Job, str] = {}
         rest = []
         for ref in refs:
@@ -148,7 +148,7 @@ class Members:
             raise SourceError(f"{where}: message {group.places[min(group.wanted)]} cannot be decoded")
 
     def _groups(self, jobs: Sequence[Job]) -> list[_Group]:
-        """Runs of messages from a keyframe to the last one that is wanted; runs that touch are one."""
+        """Return the runs of messages from a keyframe to the last one wanted; runs that touch are one."""
         by_topic: dict[tuple[str, str], list[Job]] = {}
         for job in jobs:
             by_topic.setdefault((job.log, job.topic), []).append(job)

@@ -1,47 +1,13 @@
-"""The options of logs, and of all sources that may have video."""
+"""The options of logs."""
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from fuelrail.pipeline.errors import ConfigError
-from fuelrail.sharding.sources.adapter.source import FrameSettings
-from fuelrail.sharding.sources.shared.video import QUALITY, libraries
-
-
-class VideoSettings(FrameSettings, frozen=True, kw_only=True):
-    """Options of sources that may have video."""
-
-    video_quality: Annotated[int, Meta(ge=1, le=100, description="JPEG quality of frames of video")] = QUALITY
-    libraries: str = ""
-    """Versions that decide the bytes of frames of video; filled in, and other ones are refused."""
-
-    def check_libraries(self) -> None:
-        """Raise ConfigError where the dataset's video was decoded with other libraries than those that are here."""
-        if self.libraries and self.libraries != _libraries():
-            raise ConfigError(
-                f"the dataset's video was decoded with {self.libraries}, here is {_libraries()}: install those "
-                "versions, or make the dataset again"
-            )
-
-
-def libraries_of(*, has_video: bool) -> str:
-    """The versions that decide the bytes of a source's frames of video; empty without video."""
-    return _libraries() if has_video else ""
-
-
-def check_decoder(where: str) -> None:
-    """Raise ConfigError where video is to be decoded and PyAV is not installed."""
-    if importlib.util.find_spec("av") is None:
-        raise ConfigError(f"{where} is video, which needs: pip install 'fuelrail[video]'")
-
-
-def _libraries() -> str:
-    return libraries() if importlib.util.find_spec("av") is not None else "no PyAV"
+from fuelrail.sharding.sources.shared.video import VideoSettings
 
 
 class LogSettings(VideoSettings, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ _STEADY = 0.7
 
 
 def estimated_offset_ns(reference_ns: I64, stamps_ns: I64) -> int:
-    """How long after the reference a sensor exposes [ns], as near to 0 as its period allows; 0 where it runs free.
+    """Return how long after the reference a sensor exposes [ns], modulo its period nearest to 0; 0 if it runs free.
 
     Offsets are angles of the sensor's period, so that one near half a period does not jump between its two signs: their
     direction is the circular mean (Mardia and Jupp 2000, 2.2), refined by the median of what is left.
@@ -36,7 +36,7 @@ def estimated_offset_ns(reference_ns: I64, stamps_ns: I64) -> int:
 
 
 def nearest(stamps_ns: I64, wanted_ns: I64) -> NDArray[np.intp]:
-    """Rows of the ascending ``stamps_ns`` (N,), N > 0, that are nearest to each of ``wanted_ns``."""
+    """Return rows of the ascending ``stamps_ns`` (N,), N > 0, that are nearest to each of ``wanted_ns``."""
     after = np.clip(np.searchsorted(stamps_ns, wanted_ns), 1, max(len(stamps_ns) - 1, 1))
     after = np.minimum(after, len(stamps_ns) - 1)
     before = np.maximum(after - 1, 0)
@@ -44,7 +44,7 @@ def nearest(stamps_ns: I64, wanted_ns: I64) -> NDArray[np.intp]:
 
 
 def matched(reference_ns: I64, stamps_ns: I64, offset_ns: int, tolerance_ns: int) -> NDArray[np.intp]:
-    """For each reference time the row of the message nearest to it plus the offset; -1 beyond the tolerance.
+    """Return for each reference time the row of the message nearest to it plus the offset; -1 beyond the tolerance.
 
     A message belongs to one frame, the nearer one.
     """
@@ -61,7 +61,7 @@ def matched(reference_ns: I64, stamps_ns: I64, offset_ns: int, tolerance_ns: int
 
 
 def thinned(reference_ns: I64, rate: float) -> I64:
-    """At most ``rate`` times a second [Hz]: the first, then each that is a period later, less a tenth for jitter."""
+    """Keep at most ``rate`` times a second [Hz]: the first, then each a period later, less a tenth for jitter."""
     if not rate:
         return reference_ns
     period, kept = 1e9 / rate, []
@@ -74,7 +74,7 @@ def thinned(reference_ns: I64, rate: float) -> I64:
 
 
 def cuts(reference_ns: I64, max_gap_ns: float, most_ns: float) -> list[I64]:
-    """The reference times of each clip: cut at gaps, and after ``most_ns`` (0: never)."""
+    """Return the reference times of each clip: cut at gaps, and after ``most_ns`` (0: never)."""
     clips: list[list[int]] = []
     for time in reference_ns.tolist():
         new = not clips or time - clips[-1][-1] > max_gap_ns or (most_ns and time - clips[-1][0] >= most_ns)

@@ -49,6 +49,8 @@ from fuelrail.sharding.sources.shared.foreign import read_json
 from fuelrail.sharding.sources.shared.scan_table import Reference
 
 if TYPE_CHECKING:
+    from collections import Counter
+
     from fuelrail.sharding.sources.shared.files import SourceFiles
 
 R = TypeVar("R", bound=Record)
@@ -106,10 +108,11 @@ class T4(TableSource[T4Settings]):
         super().__init__(location, options)
         self._table = lru_cache(maxsize=16)(self._read_table)
         self._radars = lru_cache(maxsize=1)(self._radar_rows)
-        self.maps = MapWindows(lanelet2.MAP_LAYERS, partial(_read_map, self)) if self.given.map else None
+        read_map = partial(_read_map, self.files, self.noted)
+        self.maps = MapWindows(lanelet2.MAP_LAYERS, read_map) if self.given.map else None
 
     def _datasets(self) -> list[str]:
-        """Folders of datasets below the root, with a slash at the end; of several versions of one the last."""
+        """Return folders of datasets below the root, with a slash at the end; for several versions of one the last."""
         found = []
         names = self.files.listed()
         if _FOLDER in names:
@@ -167,10 +170,11 @@ class T4(TableSource[T4Settings]):
                 raise SourceError(f"'{self.files.shown}/{dataset}{_FOLDER}' has {len(scenes)} scenes, expected one")
             (scene,) = scenes
             log = self._found(dataset, "log", self._by_token(dataset, "log", Log), scene.log_token, scene.token)
+            maps = _map_file(self.files, dataset) if self.given.map else ()
             yield Clip(
                 name=dataset.partition("/")[0] or scene.name, token=dataset or scene.token, log_id=log.logfile,
                 vehicle=log.vehicle, tags={"description": scene.description, "location": log.location},
-                files=(*_map_file(self, dataset), *(f"{dataset}{row.filename}" for _, row in self._radars(dataset))),
+                files=(*maps, *(f"{dataset}{row.filename}" for _, row in self._radars(dataset))),
             )  # fmt: skip
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
@@ -237,7 +241,7 @@ class T4(TableSource[T4Settings]):
             )  # fmt: skip
 
     def _states(self, dataset: str, times_ns: list[int]) -> list[list[Reference]]:
-        """The members of the vehicle's states at these times, with the option; a dataset without them is noted."""
+        """Return the members of the vehicle's states at these times, with the option; note a dataset without them."""
         rows = []
         if self.given.vehicle_state and f"{vehicle_state.TABLE}.json" in self.files.listed(f"{dataset}{_FOLDER}"):
             rows = self._table(dataset, vehicle_state.TABLE, vehicle_state.VehicleState)
@@ -246,7 +250,7 @@ class T4(TableSource[T4Settings]):
         return vehicle_state.state_members(rows, times_ns)
 
     def _radar_rows(self, dataset: str) -> list[tuple[str, SampleData]]:
-        """Channel and row of each PCD file of a radar at a sample; files of JSON are noted, and left out."""
+        """Return channel and row of each PCD file of a radar at a sample; note files of JSON, and leave them out."""
         if not self.given.radars:
             return []
         calibrated = self._calibrations(dataset)
@@ -296,7 +300,7 @@ class T4(TableSource[T4Settings]):
         )  # fmt: skip
 
     def _boxes(self, dataset: str) -> dict[str, list[tuple[_Annotation, str, int, int]]]:
-        """By sample: annotations with category, visibility and attribute."""
+        """Return annotations with category, visibility and attribute, by sample."""
         instances = self._by_token(dataset, "instance", Instance)
         categories = self._by_token(dataset, "category", Named)
         levels = {one.token: VISIBILITY.get(one.level, -1) for one in self._table(dataset, "visibility", Visibility)}
@@ -312,7 +316,7 @@ class T4(TableSource[T4Settings]):
         return found
 
     def _in_images(self, dataset: str) -> dict[str, list[tuple[_ImageAnnotation, str]]]:
-        """By row of ``sample_data``: annotations in images with their categories."""
+        """Return annotations in images with their categories, by row of ``sample_data``."""
         categories = self._by_token(dataset, "category", Named)
         found: dict[str, list[tuple[_ImageAnnotation, str]]] = {}
         for one in self._table(dataset, "object_ann", _ImageAnnotation):
@@ -334,18 +338,17 @@ def _found_in(records: dict[str, Any], token: str, owner: str) -> Any:  # noqa: 
     return records[token]
 
 
-def _map_file(source: T4, dataset: str) -> list[str]:
-    """The map of a dataset, where it is wanted and there."""
+def _map_file(files: SourceFiles, dataset: str) -> list[str]:
+    """Return the map of a dataset, if it exists."""
     folder, _, name = lanelet2.FILE.partition("/")
-    is_there = source.given.map and name in _inside(source.files, f"{dataset}{folder}")
-    return [f"{dataset}{lanelet2.FILE}"] if is_there else []
+    return [f"{dataset}{lanelet2.FILE}"] if name in _inside(files, f"{dataset}{folder}") else []
 
 
-def _read_map(source: T4, dataset: str) -> VectorMap:
+def _read_map(files: SourceFiles, noted: Counter[str], dataset: str) -> VectorMap:
     name = f"{dataset}{lanelet2.FILE}"
-    found, num_others = lanelet2.parse_map(source.files.read(name), f"map '{source.files.shown}/{name}'")
+    found, num_others = lanelet2.parse_map(files.read(name), f"map '{files.shown}/{name}'")
     if num_others:
-        source.noted["lines of maps whose type is not stored"] += num_others
+        noted["lines of maps whose type is not stored"] += num_others
     return found
 
 
@@ -377,5 +380,5 @@ def _image_boxes(
 
 
 def _number(stated: int | None) -> int:
-    """A number of points, -1 unknown."""
+    """Return a number of points, -1 unknown."""
     return -1 if stated is None or stated < 0 else stated

@@ -26,7 +26,7 @@ _MOST_COLUMN: Final = 512 << 20
 
 
 def read_file(files: SourceFiles, name: str) -> bytes:
-    """All of a file; raises SourceError where it is empty, or a Git LFS pointer."""
+    """Read all of a file; raise SourceError where it is empty, or a Git LFS pointer."""
     data = files.read(name)
     if not data:
         raise SourceError(f"file '{files.shown}/{name}' is empty")
@@ -35,7 +35,7 @@ def read_file(files: SourceFiles, name: str) -> bytes:
 
 
 def names_in(files: SourceFiles, folder: str, *parts: str) -> list[str]:
-    """Names in the folder ``folder/parts[0]/...``, sorted; nothing where it, or one above it, is not there."""
+    """Return the names in the folder ``folder/parts[0]/...``, sorted; none where it, or one above it, is missing."""
     for part in parts:
         if part not in files.listed(folder):
             return []
@@ -44,7 +44,7 @@ def names_in(files: SourceFiles, folder: str, *parts: str) -> list[str]:
 
 
 def read_feather(files: SourceFiles, name: str, types: Mapping[str, pa.DataType]) -> dict[str, NDArray[Any]]:
-    """These columns of a feather file, in these types (:func:`columns`)."""
+    """Read these columns of a feather file, in these types (:func:`columns`)."""
     data = read_file(files, name)
     where = f"table '{files.shown}/{name}'"
     with parsing(where, "cannot be read as feather"):
@@ -54,7 +54,7 @@ def read_feather(files: SourceFiles, name: str, types: Mapping[str, pa.DataType]
 
 
 def columns(table: pa.Table, where: str, types: Mapping[str, pa.DataType]) -> dict[str, NDArray[Any]]:
-    """Columns of a table by name, cast where no value changes; texts are arrays of objects, lists are rows.
+    """Return columns of a table by name, cast where no value changes; texts are arrays of objects, lists are rows.
 
     Raises SourceError, naming ``where``, for a column that is missing, has nulls, or is of a type that does not go:
     floating-point numbers are never taken for integers, because times in nanoseconds do not fit into them.
@@ -82,7 +82,7 @@ def columns(table: pa.Table, where: str, types: Mapping[str, pa.DataType]) -> di
 
 
 def stacked(table: Mapping[str, NDArray[Any]], names: Sequence[str]) -> NDArray[np.float64]:
-    """Columns of numbers as one array (rows, columns)."""
+    """Return columns of numbers as one array (rows, columns)."""
     return np.stack([table[name] for name in names], 1).astype(np.float64)
 
 
@@ -96,7 +96,7 @@ def check_unique(names: Sequence[Any], where: str, what: str) -> None:
 def read_parquet(
     files: SourceFiles, name: str, types: Mapping[str, pa.DataType], *, whole: bool = False
 ) -> dict[str, NDArray[Any]]:
-    """These columns of a Parquet file, in these types (:func:`columns`); ``whole`` as in :func:`open_parquet`."""
+    """Read these columns of a Parquet file, in these types (:func:`columns`); ``whole`` as in :func:`open_parquet`."""
     where = f"table '{files.shown}/{name}'"
     with open_parquet(files, name, whole=whole) as file:
         with parsing(where):
@@ -109,7 +109,7 @@ def read_parquet(
 
 
 def open_parquet(files: SourceFiles, name: str, *, whole: bool = False) -> pq.ParquetFile:
-    """The file; at a URL by ranges, which a scan can, or ``whole``. Raises SourceError for one that is no Parquet."""
+    """Open a file; at a URL by ranges, or ``whole``, which no scan needs. Raise SourceError for what is no Parquet."""
     where = f"table '{files.shown}/{name}'"
     path = files.path(name)
     if path is not None and files.facts(name) is None:

@@ -42,9 +42,11 @@ LINKED: Final = "FUELRAIL_LINKED_FOLDERS"
 MOST_BYTES: Final = 256 << 20
 """What is read of a file at once."""
 
+LFS_MAGIC: Final = b"version https://git-lfs"
+
 
 def looks(look: Callable[[A], T], items: Sequence[A]) -> list[T]:
-    """``look(item)`` for each item, in order: in 64 threads where the first ones take over 0.1 ms each.
+    """Return ``look(item)`` for each item, in order: in 64 threads where the first ones take over 0.1 ms each.
 
     So a network file system is asked many things at once, and a fast disk pays for no threads.
     """
@@ -73,36 +75,36 @@ class SourceFiles(Protocol):
     """The root as messages may show it."""
 
     def folders_with(self, name: str) -> list[str]:
-        """Folders in the root that have a file of this name, sorted; raises SourceError where the root is none."""
+        """Return the root's folders that have a file of this name, sorted; raise SourceError without a root."""
         ...
 
     def fetched(self, folder: str, names: Collection[str]) -> contextlib.AbstractContextManager[Path]:
-        """A folder on this machine that has those of the named files of ``folder`` that are there."""
+        """Yield a folder on this machine with those of the named files of ``folder`` that exist."""
         ...
 
     def facts(self, name: str) -> FileFacts | None:
-        """Size and stamp of a file; None where it is not there."""
+        """Return size and stamp of a file; None where it does not exist."""
         ...
 
     def listed(self, folder: str = "") -> list[str]:
-        """Names of what is directly in a folder below the root, sorted; raises SourceError where it is none."""
+        """Return the names directly in a folder below the root, sorted; raise SourceError where it is none."""
         ...
 
     def facts_of(self, names: Sequence[str]) -> list[FileFacts | None]:
-        """:meth:`facts` of many files, in threads where a look takes long."""
+        """Do :meth:`facts` for many files, in threads where a look takes long."""
         ...
 
     def read(self, name: str, offset: int = 0, length: int | None = None, most: int = MOST_BYTES) -> bytes:
-        """A file's bytes, or those of a range of it; fewer where it ends before. Refuses more than ``most``."""
+        """Read a file, or a range of it; fewer bytes where it ends before. Refuse more than ``most``."""
         ...
 
     def path(self, name: str) -> str | None:
-        """The path of a regular file, or of one that is not there, for a library that opens it; None at a URL."""
+        """Return the path of a regular file, or of a missing one, for a library that opens it; None at a URL."""
         ...
 
 
 def source_files(location: str, named: str = "") -> SourceFiles:
-    """The files at a folder or URL; reads nothing. ``named``: a file that the user named, which may be any link."""
+    """Return files at a folder or URL; read nothing. ``named``: a file that the user named, which may be any link."""
     return UrlFiles(location) if is_url(location) else FolderFiles(location.removeprefix("file://"), named)
 
 
@@ -118,7 +120,7 @@ class FolderFiles:
         self._inside: set[str] = set()
 
     def folders_with(self, name: str) -> list[str]:
-        """Folders that have a file of this name."""
+        """Return the folders that have a file of this name."""
         try:
             if not Path(self._root).is_dir():
                 raise SourceError(f"source '{self._root}' is not a folder")
@@ -128,12 +130,12 @@ class FolderFiles:
 
     @contextlib.contextmanager
     def fetched(self, folder: str, names: Collection[str]) -> Iterator[Path]:
-        """The folder itself, in which these are regular files."""
+        """Yield the folder itself, after a check that these are regular files."""
         self.facts_of([f"{folder}/{name}" for name in names])
         yield Path(self._root) / folder
 
     def facts(self, name: str) -> FileFacts | None:
-        """Size and time of change."""
+        """Return size and time of change."""
         path = self._place(name)
         try:
             found = os.lstat(path)
@@ -148,7 +150,7 @@ class FolderFiles:
         return FileFacts(found.st_size, str(found.st_mtime_ns))
 
     def listed(self, folder: str = "") -> list[str]:
-        """Names in a folder."""
+        """Return the names in a folder."""
         path = self._place(f"{folder}/").rstrip("/") or "/"
         try:
             return sorted(os.listdir(path))  # noqa: PTH208 - names alone
@@ -158,11 +160,11 @@ class FolderFiles:
             raise SourceError(f"source '{shown(path)}' cannot be read: {_reason(error)}") from error
 
     def facts_of(self, names: Sequence[str]) -> list[FileFacts | None]:
-        """One by one on a disk of this machine, in threads on a network's."""
+        """Return the facts of each file: one by one on a local disk, in threads on a network's."""
         return looks(self.facts, names)
 
     def read(self, name: str, offset: int = 0, length: int | None = None, most: int = MOST_BYTES) -> bytes:
-        """A file's bytes, or those of a range of it."""
+        """Read a file, or a range of it."""
         descriptor = self.descriptor(name)  # a file object takes twice as long, and scans read many heads
         try:
             num_bytes = os.fstat(descriptor).st_size - offset if length is None else length
@@ -178,7 +180,7 @@ class FolderFiles:
             os.close(descriptor)
 
     def descriptor(self, name: str) -> int:
-        """A descriptor to read a regular file."""
+        """Open a descriptor to read a regular file."""
         path = self._place(name)
         try:
             try:
@@ -189,12 +191,12 @@ class FolderFiles:
             raise _unread(path, error) from error
 
     def path(self, name: str) -> str | None:
-        """The file's path; raises SourceError for what is no regular file."""
+        """Return the file's path; raise SourceError for what is no regular file."""
         self.facts(name)
         return self._place(name)
 
     def _place(self, name: str) -> str:
-        """The path of a name, whose folder is in the source."""
+        """Return the path of a name; refuse a folder outside the source."""
         folder = name.rpartition("/")[0]
         if folder not in self._inside:
             self._followed(f"{self._root}/{folder}" if folder else self._root)
@@ -204,7 +206,7 @@ class FolderFiles:
         return f"{self._root}/{name}"
 
     def _followed(self, path: str) -> str:
-        """Where links of a path lead to; raises SourceError where that is outside of what the source may read."""
+        """Follow the links of a path; raise SourceError where they lead outside of what the source may read."""
         try:
             found = os.path.realpath(path)
         except (OSError, ValueError) as error:
@@ -230,13 +232,13 @@ class UrlFiles:
         self._listings: _Listings | None = None
 
     def folders_with(self, name: str) -> list[str]:
-        """Prefixes that have an object of this name."""
+        """Return the prefixes that have an object of this name."""
         found = self._try("", lambda: self._fs.glob(f"{self._root}/*/{name}"))
         return sorted(path.split("/")[-2] for path in found)
 
     @contextlib.contextmanager
     def fetched(self, folder: str, names: Collection[str]) -> Iterator[Path]:
-        """A temporary copy of these files; errors name the URL."""
+        """Yield a temporary copy of these files; errors name the URL."""
         with (
             tempfile.TemporaryDirectory(prefix="fuelrail-") as scratch,
             contextlib.closing(sqlite3.connect(f"{scratch}/listings", isolation_level=None)) as database,
@@ -254,7 +256,7 @@ class UrlFiles:
                 raise SourceError(str(error).replace(str(local), f"{self.shown}/{folder}")) from error
 
     def facts(self, name: str) -> FileFacts | None:
-        """Size and ETag."""
+        """Return size and ETag."""
         if self._listings is None:  # of one file, while samples are written
             found = self._try(name, functools.partial(self._fs.info, self._path(name)))
             return FileFacts(found["size"], stated_version(found))
@@ -265,7 +267,7 @@ class UrlFiles:
         return self._listings.facts(name)
 
     def listed(self, folder: str = "") -> list[str]:
-        """Names under a prefix."""
+        """Return the names under a prefix."""
         path = self._path(folder).rstrip("/")
         found = self._try(folder, functools.partial(self._listed, path))
         if not found:
@@ -273,11 +275,11 @@ class UrlFiles:
         return sorted(entry["name"].rstrip("/").rpartition("/")[2] for entry in found if entry["name"] != path)
 
     def facts_of(self, names: Sequence[str]) -> list[FileFacts | None]:
-        """From the listing, which is here."""
+        """Return the facts from the listing, which is in memory."""
         return [self.facts(name) for name in names]
 
     def read(self, name: str, offset: int = 0, length: int | None = None, most: int = MOST_BYTES) -> bytes:
-        """An object's bytes, or those of a range of it."""
+        """Read an object, or a range of it."""
         check_most(length or 0, f"'{self.shown}/{name}'", most)
 
         def get() -> bytes:
@@ -289,14 +291,14 @@ class UrlFiles:
         return self._try(name, get)
 
     def path(self, name: str) -> str | None:  # noqa: ARG002 - nothing of it is here
-        """None."""
+        """Return None: an object has no path."""
         return None
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
     def _pages(self, top: str) -> Iterator[dict[str, FileFacts]]:
-        """All that is under a folder, a part at a time, no part of which the file system keeps.
+        """Yield all that is under a folder, a part at a time; the file system keeps no part.
 
         From S3 by pages of a thousand objects; from other stores folder by folder.
         """
@@ -326,7 +328,7 @@ class UrlFiles:
             }
 
     def _in_root(self) -> dict[str, FileFacts]:
-        """What is directly under the prefix."""
+        """Return what is directly under the prefix."""
         entries = self._try("", functools.partial(self._listed, self._root))
         return {
             found["name"][len(self._root) + 1 :]: FileFacts(found["size"], stated_version(found))
@@ -376,12 +378,9 @@ class _Listings:
         self.folders.add(folder)
 
     def facts(self, name: str) -> FileFacts | None:
-        """Of one of them; None where it is not there."""
+        """Return the facts of one of them; None where it does not exist."""
         found = self._database.execute("SELECT num_bytes, stamp FROM facts WHERE name = ?", (name,)).fetchone()
         return None if found is None else FileFacts(*found)
-
-
-LFS_MAGIC: Final = b"version https://git-lfs"
 
 
 def check_no_pointer(data: bytes, where: str) -> None:

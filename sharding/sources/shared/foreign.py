@@ -27,7 +27,7 @@ _DEEPEST: Final = 64
 
 @contextlib.contextmanager
 def parsing(where: str, what: str = "cannot be read") -> Iterator[None]:
-    """Turn whatever a parser raises at foreign bytes into a SourceError: ``where``, ``what``, and why."""
+    """Turn any error that a parser raises at foreign bytes into a SourceError: ``where``, ``what``, and why."""
     try:
         yield
     except FuelrailError:
@@ -39,7 +39,7 @@ def parsing(where: str, what: str = "cannot be read") -> Iterator[None]:
 
 
 def read_text(data: bytes, where: str) -> str:
-    """The text of UTF-8, without its mark."""
+    """Decode the text of UTF-8, without its mark."""
     check_no_pointer(data, where)
     with parsing(where, "is no text in UTF-8"):
         return str(data, "utf-8-sig")
@@ -50,7 +50,7 @@ def read_json(data: bytes, where: str, kind: type[T], what: str = ...) -> T: ...
 @overload
 def read_json(data: bytes, where: str, kind: Any = ..., what: str = ...) -> Any: ...  # noqa: ANN401
 def read_json(data: bytes, where: str, kind: Any = Any, what: str = "is not JSON as it should be") -> Any:
-    """The value of a JSON text of this type."""
+    """Decode the value of a JSON text of this type."""
     check_no_pointer(data, where)
     if kind is Any:
         _check_size(data, where)
@@ -59,7 +59,7 @@ def read_json(data: bytes, where: str, kind: Any = Any, what: str = "is not JSON
 
 
 def read_yaml(data: bytes, where: str, kind: type[T], what: str = "is not YAML as it should be") -> T:
-    """The value of a YAML text of this type. Merge keys, which may grow without bound, are refused."""
+    """Decode the value of a YAML text of this type. Merge keys, which may grow without bound, are refused."""
     check_no_pointer(data, where)
     _check_size(data, where)
     with parsing(where, what):

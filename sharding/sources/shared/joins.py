@@ -27,14 +27,13 @@ _MOST_PARTS: Final = 32
 _FEW_ROWS: Final = 1 << 13
 """Joins of at most this number of rows are looked up in memory: to load DuckDB takes 0.1 s and 40 MB."""
 
+R = TypeVar("R")
+
 
 class Owners(Protocol):
     """The tokens of rows that link to another table."""
 
     def __getitem__(self, row: int, /) -> str: ...
-
-
-R = TypeVar("R")
 
 
 class Database(Disk):
@@ -86,7 +85,7 @@ class Tokens(Texts):
     """The tokens that name a table's rows; resolves links to row numbers once all of them are added."""
 
     def __init__(self, table: str, database: Database, tokens: Sequence[str] = ()) -> None:
-        """``tokens``: all of them, where they are known; raises SourceError for a duplicate then."""
+        """Take all ``tokens``, where they are known; raise SourceError for a duplicate then."""
         super().__init__(database)
         self.table, self._database = table, database
         if tokens:
@@ -99,22 +98,22 @@ class Tokens(Texts):
 
     @cached_property
     def _row_of(self) -> dict[str, int]:
-        """In memory: for tables of few rows, and for sources that are cut out, which are small."""
+        """The rows in memory: for tables of few rows, and for sources that are cut out, which are small."""
         tokens = itertools.chain.from_iterable(part.to_pylist() for part in self.parts())
         return {token: row for row, token in enumerate(tokens)}
 
     def find(self, tokens: Sequence[str]) -> NDArray[np.int64]:
-        """Row number of each token; -1 where there is none. For a table of few rows."""
+        """Return the row number of each token; -1 where there is none. For a table of few rows."""
         return np.fromiter(map(self._row_of.get, tokens, itertools.repeat(-1)), np.int64, len(tokens))
 
-    def resolve(self, tokens: Sequence[str], *, may_be_empty: bool = True, **where: Any) -> NDArray[np.int64]:  # noqa: ANN401
-        """:meth:`resolve_all` of a few tokens at hand, for a table of few rows."""
+    def resolve(self, tokens: Sequence[str], *, may_be_empty: bool = True, **where: Any) -> NDArray[np.int64]:
+        """Do :meth:`resolve_all` for a few tokens at hand, for a table of few rows."""
         rows = self.find(tokens)
         self._check(rows, tokens, may_be_empty=may_be_empty, **where)
         return rows
 
-    def resolve_all(self, links: Texts, *, may_be_empty: bool = True, **where: Any) -> NDArray[np.int64]:  # noqa: ANN401
-        """Row number of each token; -1 for an empty one.
+    def resolve_all(self, links: Texts, *, may_be_empty: bool = True, **where: Any) -> NDArray[np.int64]:
+        """Return the row number of each token; -1 for an empty one.
 
         ``where``: ``table`` and ``column`` of the links, and ``owners``, the tokens of the rows that have them; ``cut``
         may make dangling ones -1. Raises SourceError for a token that is not in this table, and for an empty one unless
@@ -125,7 +124,7 @@ class Tokens(Texts):
         return rows
 
     def rows_of(self, links: Texts) -> NDArray[np.int64]:
-        """Row number of each token, -1 where there is none; raises SourceError where two rows have one of them."""
+        """Return each token's row number, -1 where there is none; raise SourceError where two rows have one."""
         if len(self) + len(links) <= _FEW_ROWS and len(self._row_of) == len(self):
             return self.find(links.take(np.arange(len(links))))
         found = self._database.filled(-1, len(links), np.int64)

@@ -15,21 +15,11 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.sample.image_header import ImageInfo
 
-
 HEAD_BYTES: Final = (4 << 10, 64 << 10)
 """How much of an image is read for its size; the second where the first does not reach the frame header."""
 EXTENSION_OF: Final = {"jpg": "jpg", "jpeg": "jpg", "png": "png"}
 Depth = Literal["head", "ends", "pixels"]
 """How much of an image a scan looks at."""
-
-
-class ImagePolicy(NamedTuple):
-    """Options on images: what becomes of missing and of damaged ones, and how much of each the scan looks at."""
-
-    missing: str
-    damaged: str
-    depth: Depth
-
 
 MaxDamaged = Annotated[float, Meta(ge=0, le=1)]
 CHECK_IMAGES: Final = (
@@ -44,8 +34,16 @@ _PNG_END: Final = b"\x00\x00\x00\x00IEND\xaeB`\x82"
 _END_OF_IMAGE: Final = b"\xff\xd9"
 
 
+class ImagePolicy(NamedTuple):
+    """Options on images: what becomes of missing and of damaged ones, and how much of each the scan looks at."""
+
+    missing: str
+    damaged: str
+    depth: Depth
+
+
 def recorded(options: dict[str, Any]) -> dict[str, Any]:
-    """Options of a source as its recipe has them: no byte depends on those of damaged images where these are errors."""
+    """Return the options of a source for its recipe: those of damaged images change no byte where these are errors."""
     if options["damaged_image"] == "error":
         return {name: value for name, value in options.items() if name not in _OF_DAMAGED}
     return options
@@ -54,7 +52,7 @@ def recorded(options: dict[str, Any]) -> dict[str, Any]:
 def image_size(data: Buffer, extension: str) -> tuple[int, int]:
     """Return width and height [px] of a whole encoded image (``jpg`` or ``png``).
 
-    Raises ImageError for bytes of another kind, an image that is cut short, and whatever the loader refuses by the
+    Raises ImageError for bytes of another kind, an image that is cut short, and all that the loader refuses by the
     header (`fuelrail.pipeline.sample.image_header.probe`).
     """
     view = memoryview(data)

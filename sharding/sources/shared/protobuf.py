@@ -1,23 +1,177 @@
-"""Messages of protobuf by their own descriptor, which an MCAP file carries (protobuf.dev, "Encoding")."""
+"""Messages of protocol buffers: their wire format, and fields by the descriptor that an MCAP file carries.
+
+After protobuf.dev/programming-guides/encoding.
+"""
 
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.sharding.sources.shared.windows import FileWindow
+
+VARINT: Final = 0
+FIXED64: Final = 1
+BYTES: Final = 2
+FIXED32: Final = 5
+
+Fail: TypeAlias = "Callable[[int, str], NoReturn]"
+"""Raises an error for what has this number."""
+MAX_HEAD: Final = 20
+"""Bytes of the longest key with the longest length."""
 
 Names = dict[str, dict[int, tuple[str, str]]]
 """Type to its fields: number to name and type of a nested message ("" for none)."""
+
+_FILE_FIELDS = {number: (f"f{number}", "") for number in range(1, 16)}
 
 
 class Span(tuple[int, int]):
     """Offset and length of bytes in a message; they may end behind what is here of it."""
 
     __slots__ = ()
+
+
+def varint(data: bytes | memoryview, at: int) -> tuple[int, int]:
+    """Return a number, and where the next byte is; raise ValueError where it does not end."""
+    value = 0
+    for number, byte in enumerate(data[at : at + 10]):
+        if byte < 0x80:
+            return value | byte << 7 * number, at + number + 1
+        value |= (byte & 0x7F) << 7 * number
+    raise ValueError("a number that does not end")
+
+
+def fields(data: bytes) -> Iterator[tuple[int, int, int | bytes]]:
+    """Yield number, wire type and value of each field of a message; raise ValueError where it is not one."""
+    for number, wire, start, end, value in spans(data):
+        yield number, wire, value if wire == VARINT else data[start:end]
+
+
+def alike(
+    messages: Sequence[bytes], fail: Fail
+) -> Iterator[tuple[NDArray[np.intp], NDArray[np.uint8], dict[int, slice]]]:
+    """Yield the messages that have the same fields of the same lengths together, so that they are read as columns.
+
+    Of each such group of N: their numbers (N,), their bytes (N, L), and where in these the value of each field is, the
+    last one of those that are repeated. ``fail`` takes the number of what is no message, and why.
+    """
+    by_length: dict[int, list[int]] = {}
+    for row, data in enumerate(messages):
+        by_length.setdefault(len(data), []).append(row)
+    for own in by_length.values():
+        rows = np.array(own)
+        table = np.frombuffer(b"".join([messages[row] for row in own]), np.uint8).reshape(len(own), -1)
+        while len(rows):
+            fixed, places = np.full(table.shape[1], 0xFF, np.uint8), dict[int, slice]()
+            try:
+                for number, wire, start, end, _ in spans(messages[rows[0]]):
+                    fixed[start:end] = 0x80 if wire == VARINT else 0  # whether a number continues
+                    places[number] = slice(start, end)
+            except ValueError as error:
+                fail(int(rows[0]), str(error))
+            same = ((table ^ table[0]) & fixed == 0).all(1)
+            yield rows[same], table[same], places
+            rows, table = rows[~same], table[~same]
+
+
+def numbers(columns: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """Return the varints (N,) whose bytes are the rows of (N, B)."""
+    return (columns & 0x7F).astype(np.int64) @ (1 << 7 * np.arange(columns.shape[1]))
+
+
+def spans(
+    data: bytes | memoryview, at: int = 0, end: int | None = None, *, whole: bool = True
+) -> Iterator[tuple[int, int, int, int, int]]:
+    """Yield number and wire type of each field of a message, where its value begins and ends, and the value of a
+    number.
+
+    The message is from ``at`` to ``end``, by default all of ``data``. If not ``whole``, the last value may end behind
+    it. Raises ValueError for what is no message.
+    """
+    end = len(data) if end is None else end
+    while at < end:
+        key = data[at]
+        key, at = (key, at + 1) if key < 0x80 else varint(data, at)
+        wire = key & 7
+        if wire == FIXED64:
+            length = 8
+        elif wire in (BYTES, VARINT):
+            length = data[at] if at < end else 0x80
+            start, (length, at) = at, (length, at + 1) if length < 0x80 else varint(data, at)
+            if wire == VARINT:
+                yield key >> 3, wire, start, at, length
+                continue
+        else:
+            length = _fixed(wire)
+        if at + length > end and whole:
+            raise ValueError(f"field {key >> 3} has {length} bytes, {end - at} are left")
+        yield key >> 3, wire, at, at + length, 0
+        at += length
+
+
+class FieldPlace(msgspec.Struct, frozen=True, gc=False):
+    """A field of a message in a file: ``value`` is that of a number, else its bytes begin at ``start``."""
+
+    number: int
+    wire: int
+    value: int
+    start: int
+    end: int
+
+
+def field_places(window: FileWindow, start: int, end: int, ahead: int = 0) -> Iterator[FieldPlace]:
+    """Yield the fields of the message from ``start`` to ``end`` in a file, of which only their heads are read.
+
+    ``ahead`` bytes are read beyond each head that is not in memory. Raises ValueError where it is no message.
+    """
+    at = start
+    while at < end:
+        head = window.at(at, MAX_HEAD, ahead)
+        if not head:
+            raise ValueError("the file ends")
+        key, used = (head[0], 1) if head[0] < 0x80 else varint(head, 0)
+        wire = key & 7
+        value = length = 0
+        if wire == BYTES:
+            length, used = (head[1], 2) if used == 1 < len(head) and head[1] < 0x80 else varint(head, used)
+        elif wire == VARINT:
+            value, used = varint(head, used)
+        else:
+            length = _fixed(wire)
+        begin = at + used
+        at = begin + length
+        if at > end:
+            raise ValueError(f"field {key >> 3} has {length} bytes, {end - begin} are left")
+        yield FieldPlace(key >> 3, wire, value, begin, at)
+
+
+def _fixed(wire: int) -> int:
+    if wire == FIXED64:
+        return 8
+    if wire == FIXED32:
+        return 4
+    raise ValueError(f"a field of wire type {wire}")
+
+
+def doubles(data: bytes, number: int) -> list[float]:
+    """Return the values of a repeated field of doubles, packed or not; raise ValueError for another type."""
+    found: list[float] = []
+    for field, wire, value in fields(data):
+        if field == number:
+            if wire not in (FIXED64, BYTES) or isinstance(value, int) or len(value) % 8:
+                raise ValueError(f"field {number} is not of doubles")
+            found += struct.unpack(f"<{len(value) // 8}d", value)
+    return found
 
 
 def descriptor(schema: bytes) -> Names:
@@ -30,32 +184,25 @@ def descriptor(schema: bytes) -> Names:
     return found
 
 
-def fields(
+def _named(
     data: Buffer, names: dict[int, tuple[str, str]], start: int = 0, end: int | None = None
 ) -> dict[str, list[Any]]:
-    """The fields of a message by name: integers, raw 4 or 8 bytes, or spans of nested data.
+    """Return the fields of a message by name: integers, raw 4 or 8 bytes, or spans of nested data.
 
     ``data`` may be cut off: the span of the last field says where it would end.
     """
     found: dict[str, list[Any]] = {}
-    view, at = memoryview(data), start
+    view = data if isinstance(data, bytes) else memoryview(data)
     end = len(view) if end is None else min(end, len(view))
-    while at < end:
-        key, at = _varint(view, at)
-        name = names.get(key >> 3, ("", ""))[0]
-        value: int | bytes | Span
-        match key & 7:
-            case 0:
-                value, at = _varint(view, at)
-            case 1 | 5:
-                size = 8 if key & 7 == 1 else 4
-                value, at = bytes(view[at : at + size]), at + size
-            case 2:
-                length, at = _varint(view, at)
-                value, at = Span((at, length)), at + length
-            case other:
-                raise SourceError(f"protobuf with the wire type {other} at byte {at}; wanted are 0, 1, 2 and 5")
-        found.setdefault(name, []).append(value)
+    try:
+        for number, wire, begin, stop, value in spans(view, start, end, whole=False):
+            own = found.setdefault(names[number][0] if number in names else "", [])
+            if wire == BYTES:
+                own.append(Span((begin, stop - begin)))
+            else:
+                own.append(value if wire == VARINT else bytes(view[begin:stop]))
+    except ValueError as error:
+        raise SourceError(f"protobuf has {error}") from error
     return found
 
 
@@ -64,33 +211,33 @@ class Proto:
 
     def __init__(self, data: Buffer, names: Names, kind: str, start: int = 0, end: int | None = None) -> None:
         self._data, self._names, self._types = data, names, names.get(kind, {})
-        self._fields = fields(data, self._types, start, end)
+        self._fields = _named(data, self._types, start, end)
 
     def span(self, name: str) -> tuple[int, int]:
-        """Offset and length of bytes."""
+        """Return offset and length of bytes."""
         found = self._fields.get(name)
         return found[-1] if found else (0, 0)
 
     def raw(self, name: str) -> bytes:
-        """Bytes."""
+        """Return bytes."""
         start, length = self.span(name)
         return bytes(memoryview(self._data)[start : start + length])
 
     def text(self, name: str) -> str:
-        """A string."""
+        """Return a string."""
         return self.raw(name).decode("utf-8", "replace")
 
     def number(self, name: str) -> int:
-        """An integer, of either encoding; 0 where it is absent, as proto3 has it."""
+        """Return an integer, of either encoding; 0 where it is absent, as proto3 has it."""
         value = self._fields.get(name, [0])[-1]
         return int.from_bytes(value, "little") if isinstance(value, bytes) else value
 
     def double(self, name: str) -> float:
-        """A double."""
+        """Return a double."""
         return float(struct.unpack("<d", self._fields.get(name, [bytes(8)])[-1])[0])
 
     def doubles(self, name: str) -> list[float]:
-        """Repeated doubles, packed or not."""
+        """Return repeated doubles, packed or not."""
         found: list[float] = []
         for value in self._fields.get(name, []):
             data = value if isinstance(value, bytes) else self._bytes(value)
@@ -98,19 +245,19 @@ class Proto:
         return found
 
     def messages(self, name: str) -> list[Proto]:
-        """Nested messages."""
+        """Return nested messages."""
         kind = next((kind for own, kind in self._types.values() if own == name), "")
         spans = self._fields.get(name, [])
         return [Proto(self._data, self._names, kind, start, start + length) for start, length in spans]
 
     def message(self, name: str) -> Proto:
-        """A nested message; an empty one where it is absent."""
+        """Return a nested message; an empty one where it is absent."""
         found = self.messages(name)
         return found[-1] if found else Proto(b"", self._names, "")
 
     @property
     def stamp_ns(self) -> int:
-        """Its field ``timestamp`` (google.protobuf.Timestamp) [ns]."""
+        """The field ``timestamp`` (google.protobuf.Timestamp) [ns]."""
         time = self.message("timestamp")
         return time.number("seconds") * 1_000_000_000 + time.number("nanos")
 
@@ -118,11 +265,8 @@ class Proto:
         return bytes(memoryview(self._data)[span[0] : span[0] + span[1]])
 
 
-_FILE_FIELDS = {number: (f"f{number}", "") for number in range(1, 16)}
-
-
 def _parts(data: bytes, number: int) -> list[bytes]:
-    spans = fields(data, _FILE_FIELDS).get(f"f{number}", [])
+    spans = _named(data, _FILE_FIELDS).get(f"f{number}", [])
     return [data[start : start + length] for start, length in spans]
 
 
@@ -131,20 +275,8 @@ def _add(found: Names, scope: str, message: bytes) -> None:
     name = f"{scope}.{_parts(message, 1)[0].decode()}".lstrip(".")
     own = found.setdefault(name, {})
     for field in _parts(message, 2):
-        (number,) = fields(field, _FILE_FIELDS)["f3"]
+        (number,) = _named(field, _FILE_FIELDS)["f3"]
         kind = b"".join(_parts(field, 6)).decode().lstrip(".")
         own[number] = (_parts(field, 1)[0].decode(), kind)
     for nested in _parts(message, 3):
         _add(found, name, nested)
-
-
-def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        if at >= len(data) or shift > 63:
-            raise SourceError(f"protobuf is cut off at byte {at}")
-        byte = data[at]
-        value |= (byte & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 0x80:
-            return value, at

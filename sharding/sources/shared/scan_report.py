@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _MOST_NAMES: Final = 12
 _MOST_CHARACTERS: Final = 60
 MOST_FINDINGS: Final = 20
-"""Of one table, or of one other place of a source."""
+"""The most findings of one table, or of one other place of a source."""
 
 
 class ScanReport(msgspec.Struct, kw_only=True):
@@ -96,7 +96,7 @@ class ScanReport(msgspec.Struct, kw_only=True):
             self.noted[what] = self.noted.get(what, 0) + number
 
     def builtins(self) -> dict[str, Any]:
-        """The report for JSON: fields in order, names in each sorted."""
+        """Return the report for JSON: fields in order, the names in each sorted."""
         found: dict[str, Any] = msgspec.to_builtins(self, order="deterministic")
         for name in ("cut_links", "damaged"):  # of some sources, and some options
             if not found[name]:
@@ -104,7 +104,7 @@ class ScanReport(msgspec.Struct, kw_only=True):
         return found
 
     def lines(self) -> list[str]:
-        """The report for people: one line, and one more for each thing that was not taken as it was."""
+        """Return the report for people: one line, and one more for each thing that was changed or left out."""
         num_samples = self.samples + sum(self.dropped_samples.values())
         said = [f"scan: kept {self.samples:,} of {counted(num_samples, 'sample')}, {self.boxes:,} boxes"]
         if self.dropped_samples:
@@ -139,7 +139,7 @@ class ScanReport(msgspec.Struct, kw_only=True):
 
 
 def _listed(counts: Mapping[str, float], separator: str = ", ") -> str:
-    """Names with their counts, most frequent first."""
+    """Return names with their counts, most frequent first."""
     ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     shown = [f"{_plain(name)} {number:,}" for name, number in ranked[:_MOST_NAMES]]
     more = len(ranked) - len(shown)
@@ -147,7 +147,7 @@ def _listed(counts: Mapping[str, float], separator: str = ", ") -> str:
 
 
 def _plain(name: str, most: int = _MOST_CHARACTERS) -> str:
-    """A name of the source that is safe to print."""
+    """Return a name of the source that is safe to print."""
     short = name if len(name) <= most else name[:most] + "..."
     return short if short and short.isprintable() else ascii(short)
 
@@ -166,7 +166,7 @@ class Findings:
 
     @property
     def num_found(self) -> int:
-        """How many there are."""
+        """The number of all findings."""
         return sum(self._counts.values())
 
     def add(self, table: str, text: str) -> None:
@@ -208,5 +208,5 @@ class Findings:
 
 
 def source_error(texts: Sequence[str], number: int) -> SourceError:
-    """The error for one fault, or for ``number`` of them, of which ``texts`` say what they are."""
+    """Make the error for one fault, or for ``number`` of them, which ``texts`` describe."""
     return SourceError(texts[0]) if number == 1 else SourceError(f"the source has {number:,} faults:", texts)

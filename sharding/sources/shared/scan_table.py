@@ -40,7 +40,7 @@ CLIP_NUMBER: Final = "clip number"
 """Column of :meth:`ScanTable.attribute_parts`; no attribute's name has a blank."""
 
 _MAX_PENDING_BYTES: Final = 256 << 20
-"""Of the small members of a batch, which is made in memory; Arrow's offsets in a batch end at 2 GiB."""
+"""The limit of the small members of a batch, made in memory; Arrow's offsets in a batch end at 2 GiB."""
 
 _MOST_PLACES: Final = 1024  # batches: 4 KiB for each
 
@@ -101,18 +101,18 @@ _ROW_DECODER: Final = msgspec.msgpack.Decoder(ScanRow)
 
 
 def decode_row(data: bytes) -> ScanRow:
-    """A row from the bytes that :meth:`ScanTable.encoded_row` gives."""
+    """Decode a row from the bytes that :meth:`ScanTable.encoded_row` gives."""
     row: ScanRow = _ROW_DECODER.decode(data)
     return row
 
 
 def frame_key(clip_id: str, frame: int) -> str:
-    """The key of frame number ``frame`` of a clip: ``{clip_id}-{frame:06d}``."""
+    """Return the key of frame number ``frame`` of a clip: ``{clip_id}-{frame:06d}``."""
     return f"{clip_id}-{frame:06d}"
 
 
 def frame_keys(clip_ids: pa.Array, frames: pa.Array) -> pa.Array:
-    """:func:`frame_key` of many."""
+    """Do :func:`frame_key` for many frames."""
     return pc.binary_join_element_wise(clip_ids, pc.utf8_lpad(pc.cast(frames, pa.string()), 6, "0"), "-")
 
 
@@ -143,7 +143,7 @@ class ScanWriter:
         self.clips: list[ClipInfo] = []
 
     def depth(self, asked: Depth, damaged_image: str) -> Depth:
-        """How much of each image a source with these options is to look at."""
+        """Return how much of each image a source with these options must read."""
         return "ends" if asked == "head" and (self._is_check or damaged_image != "error") else asked
 
     def begin_clip(self, clip_id: str, clip_name: str, clip_token: str) -> None:
@@ -178,7 +178,7 @@ class ScanWriter:
         clip = self.clips[-1]
         key = frame_key(clip.clip_id, meta.frame_idx)
         if (meta.clip_id, meta.key) != (clip.clip_id, key):
-            raise SourceError(f"sample '{meta.key}' of clip '{meta.clip_id}' stands where the source has '{key}'")
+            raise SourceError(f"sample '{meta.key}' of clip '{meta.clip_id}' takes the place of '{key}' of the source")
         if meta.frame_idx <= self._last_frame:
             raise SourceError(
                 f"sample '{key}' comes after frame {self._last_frame} of its clip: the source has it twice, or numbers "
@@ -218,7 +218,7 @@ class ScanWriter:
             self._flush()
 
     def member_names(self, channels: Sequence[str]) -> list[str]:
-        """All field names that occurred: meta, geometry, boxes, then the channels in rig order, then others by name."""
+        """Return all field names that occurred: meta, geometry, boxes, the channels in rig order, others by name."""
         rank = {channel: position for position, channel in enumerate(channels)}
         rest = sorted(self._kinds, key=lambda name: (rank.get(name.split(".")[0], len(rank)), name))
         return [META, GEOMETRY, *([BOXES] if self._has_boxes else []), *rest]
@@ -274,7 +274,7 @@ def tar_bytes(data_bytes: int) -> int:
 
 
 def stored_estimate(member: Reference) -> int:
-    """Stored size of a sensor member as planning takes it: arrays shrink to about half, encoded images do not."""
+    """Estimate the stored size of a sensor member for planning: arrays shrink to about half, encoded images do not."""
     return member.bytes // 2 if _shrinks(member.name) else member.bytes
 
 
@@ -283,7 +283,7 @@ def _shrinks(name: str) -> bool:
 
 
 def uncompressed_share(members: Sequence[Reference]) -> float:
-    """How many times as much as :func:`stored_estimate` says a sample's sensor members take where all stay raw."""
+    """Return the size of a sample's sensor members that all stay raw, as a multiple of :func:`stored_estimate`."""
     estimate = sum(map(stored_estimate, members))
     return sum(member.bytes for member in members) / estimate if estimate else 1.0
 
@@ -311,7 +311,7 @@ class ScanTable:
         return self._length
 
     def numbers(self, name: str) -> NDArray[Any]:
-        """A whole column without nulls (clip, frame, timestamp_ns, size_bytes) as numpy."""
+        """Return a whole column without nulls (clip, frame, timestamp_ns, size_bytes) as numpy."""
         column = np.empty(self._length, numpy_dtype(self._file.schema.field(name).type))
         for number, batch in enumerate(self._all_batches()):
             values = batch.column(name).to_numpy()
@@ -319,23 +319,23 @@ class ScanTable:
         return column
 
     def row(self, number: int) -> ScanRow:
-        """One row."""
+        """Return one row."""
         return decode_row(self.encoded_row(number))
 
     def encoded_row(self, number: int) -> bytes:
-        """One row as bytes, which are the same for the same content; :func:`decode_row` takes them."""
+        """Return one row as bytes, which are the same for the same content; :func:`decode_row` takes them."""
         start, ends = self._place(number // ROWS_PER_BATCH)
         at = number % ROWS_PER_BATCH
         data: bytes = self._bytes.read_at(ends[at + 1] - ends[at], start + ends[at])
         return data
 
     def key_batches(self) -> Iterator[pa.Array]:
-        """The keys, in order, a batch of rows at a time."""
+        """Yield the keys, in order, a batch of rows at a time."""
         for batch in self._all_batches():
             yield batch.column("key")
 
     def attribute_parts(self) -> Iterator[pa.Table]:
-        """Key, number of the clip, frame, time and all attributes, in order, ``ROWS_PER_PART`` rows at a time."""
+        """Yield key, number of the clip, frame, time and all attributes, in order, ``ROWS_PER_PART`` rows at a time."""
         wanted = ["key", "clip", "frame", "timestamp_ns", *self._attributes]
         pending: list[Any] = []
         for batch in self._all_batches():
@@ -362,7 +362,7 @@ class ScanTable:
             self._map.madvise(mmap.MADV_DONTNEED)
 
     def _place(self, number: int) -> tuple[int, memoryview]:
-        """Where the encoded rows of a batch begin in the file, and where in them each row begins, and the last ends."""
+        """Return where a batch's encoded rows begin in the file, and where each begins in them and the last ends."""
         place = self._places.get(number)
         if place is None:
             if len(self._places) == _MOST_PLACES:

@@ -1,6 +1,6 @@
 """Video to JPEG: each frame is decoded once, in order, and encoded from the decoder's planes.
 
-Frame n is the n-th in the order of presentation, whatever the order in the file. JPEG (JFIF) wants the matrix of BT.601
+Frame n is the n-th in the order of presentation, for any order in the file. JPEG (JFIF) wants the matrix of BT.601
 and the full range: planes of another matrix, range or depth are converted, and not by way of RGB. Video
 without a matrix is BT.709 from 720 lines on, else BT.601, as players have it.
 
@@ -10,17 +10,21 @@ PyAV (the extra ``video``) brings FFmpeg.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import cv2
 import numpy as np
 import simplejpeg
+from msgspec import Meta
 from numpy.typing import NDArray
 
-from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.errors import ConfigError, SourceError
+from fuelrail.sharding.sources.adapter.source import FrameSettings
+from fuelrail.sharding.sources.shared.protobuf import varint
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
@@ -63,14 +67,38 @@ class _Shown(NamedTuple):
     has_times: bool
 
 
+class VideoSettings(FrameSettings, frozen=True, kw_only=True):
+    """Options of sources that may have video."""
+
+    video_quality: Annotated[int, Meta(ge=1, le=100, description="JPEG quality of frames of video")] = QUALITY
+    libraries: str = ""
+    """Versions that decide the bytes of frames of video; filled in, and other ones are refused."""
+
+    def check_libraries(self) -> None:
+        """Raise ConfigError where the dataset's video was decoded with other libraries than those that are here."""
+        if self.libraries and self.libraries != libraries():
+            raise ConfigError(
+                f"the dataset's video was decoded with {self.libraries}, here is {libraries()}: install those "
+                "versions, or make the dataset again"
+            )
+
+
 def libraries() -> str:
-    """What decides the bytes of a JPEG made from video: versions of PyAV, FFmpeg's decoders and scaler, simplejpeg."""
+    """Return what decides the bytes of JPEGs of video: versions of PyAV, FFmpeg's decoders and scaler, simplejpeg."""
     from importlib.metadata import version
 
+    if importlib.util.find_spec("av") is None:
+        return "no PyAV"
     import av
 
     parts = [f"{name} {'.'.join(map(str, av.library_versions[name]))}" for name in ("libavcodec", "libswscale")]
     return ", ".join([f"PyAV {av.__version__}", *parts, f"simplejpeg {version('simplejpeg')}"])
+
+
+def check_decoder(where: str) -> None:
+    """Raise ConfigError where video is to be decoded and PyAV is not installed."""
+    if importlib.util.find_spec("av") is None:
+        raise ConfigError(f"{where} is video, which needs: pip install 'fuelrail[video]'")
 
 
 def video_frames(path: str, numbers: Iterable[int], quality: int = QUALITY) -> Iterator[tuple[int, bytes]]:
@@ -90,7 +118,7 @@ class VideoFile:
         self.num_decoded = 0
 
     def facts(self) -> VideoFacts:
-        """What the index of the file states; without an index packets are counted, and none is decoded.
+        """Return what the index of the file states; without an index count packets, decode nothing.
 
         Raises SourceError for a file whose index leads beyond its end, and as :func:`video_frames` does.
         """
@@ -109,7 +137,7 @@ class VideoFile:
             return VideoFacts(*head, len(packets), first)
 
     def jpegs(self, numbers: Iterable[int], quality: int = QUALITY) -> Iterator[tuple[int, bytes]]:
-        """As :func:`video_frames`."""
+        """Yield frames as :func:`video_frames`."""
         wanted = sorted(set(numbers))
         if not wanted:
             return
@@ -154,7 +182,7 @@ class VideoFile:
         raise SourceError(f"{self._where}: frame {min(wanted)} cannot be decoded: is the file cut, or damaged?")
 
     def _from_the_start(self, wanted: list[int], quality: int) -> Iterator[tuple[int, bytes]]:
-        """A raw stream has no times: frames are counted."""
+        """Yield the frames of a raw stream, which has no times: frames are counted."""
         chosen, number = set(wanted), -1
         with self._opened() as container:
             encoder = _Encoder(quality, self._where)
@@ -209,7 +237,7 @@ class VideoFile:
 
 
 def _best(container: Any) -> Any:  # noqa: ANN401 - PyAV
-    """The stream that the program ffmpeg takes of several, such as a preview and the video: the largest picture.
+    """Return the stream that the program ffmpeg takes of several, such as a preview and the video: the largest picture.
 
     The one that is marked as default counts five million pixels more, and a cover comes last.
     """
@@ -269,7 +297,7 @@ class StreamDecoder:
 
 
 def stream_size(data: Buffer, codec: str, where: str) -> tuple[int, int]:
-    """Width and height [px] of a stream by its first keyframe's parameter sets."""
+    """Return width and height [px] of a stream by its first keyframe's parameter sets."""
     import av
 
     try:
@@ -284,7 +312,7 @@ def stream_size(data: Buffer, codec: str, where: str) -> tuple[int, int]:
 
 
 def is_keyframe(data: Buffer, codec: str, where: str) -> bool:
-    """Whether a packet, of which the first bytes will do, begins a group of pictures.
+    """Return whether a packet, by its first bytes, begins a group of pictures.
 
     By NAL units of H.264 (ITU-T H.264 table 7-1) and HEVC (H.265 table 7-1), and OBUs of AV1 (AV1 6.2.2).
     """
@@ -298,7 +326,7 @@ def is_keyframe(data: Buffer, codec: str, where: str) -> bool:
             return kind == 5 if name == "h264" else 16 <= kind < 24
         has_parameters |= kind == (7 if name == "h264" else 33)
         at = head.find(b"\0\0\1", at + 3)
-    return has_parameters  # notes of an encoder may fill the head; only a keyframe's parameter sets stand before them
+    return has_parameters  # notes of an encoder may fill the head; only a keyframe's parameter sets precede them
 
 
 def _obu_types(head: bytes) -> Iterator[int]:
@@ -309,18 +337,15 @@ def _obu_types(head: bytes) -> Iterator[int]:
         at += 1 + extended
         if not sized:
             return
-        length = shift = 0
-        while at < len(head):
-            byte = head[at]
-            length |= (byte & 0x7F) << shift
-            at, shift = at + 1, shift + 7
-            if byte < 0x80:
-                break
+        try:
+            length, at = varint(head, at)
+        except ValueError:  # the head ends
+            return
         at += length
 
 
 def _codec(name: str, where: str) -> str:
-    """FFmpeg's name of the codec."""
+    """Return FFmpeg's name of the codec."""
     plain = name.lower().strip()
     plain = "av1" if plain == "libdav1d" else _NAMES.get(plain, plain)
     if plain not in CODECS:
@@ -338,7 +363,7 @@ class _Encoder:
         self._reformatter = VideoReformatter()
 
     def jpeg(self, frame: Any, number: int) -> bytes:  # noqa: ANN401 - PyAV
-        """The frame as JPEG; raises SourceError for one that is damaged or is to be turned."""
+        """Encode the frame as JPEG; raise SourceError for one that is damaged or rotated."""
         if frame.is_corrupt:
             raise SourceError(f"{self._where}: frame {number} is damaged, or what it builds on is missing")
         if frame.rotation:
@@ -351,7 +376,7 @@ class _Encoder:
         return data
 
     def _planes(self, frame: Any) -> list[NDArray[np.uint8]]:  # noqa: ANN401 - PyAV
-        """Planes of 8 bits, full range, BT.601, with the chroma of the video."""
+        """Return the planes of 8 bits, full range, BT.601, with the chroma of the video."""
         name = frame.format.name
         is_full = name.startswith("yuvj") or frame.color_range == _FULL
         matrix = frame.colorspace
@@ -398,7 +423,7 @@ def _converted(planes: Sequence[NDArray[np.uint8]], matrix: int, is_full: bool) 
 
 
 def _ycc2rgb(matrix: int) -> NDArray[np.float64]:
-    """(3, 3): full-range Y, Cb, Cr to R, G, B."""
+    """Return the matrix (3, 3) from full-range Y, Cb, Cr to R, G, B."""
     kr, kb = _MATRICES[matrix]
     kg = 1 - kr - kb
     red, blue = 2 * (1 - kr), 2 * (1 - kb)

@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 _LEAST: Final = 64
 
 
-class Window:
+class FileWindow:
     """Bytes of a file, a few at a time: what was read last is kept."""
 
     def __init__(self, read: Callable[[int, int], bytes], num_bytes: int, where: str) -> None:
-        """``read(offset, length)`` reads; the file has ``num_bytes``; ``where`` names it in errors."""
+        """Take a function ``read(offset, length)`` of a file of ``num_bytes``; ``where`` names it in errors."""
         self._read, self.num_bytes, self.where = read, num_bytes, where
         self._start, self._data = 0, b""
 
     def at(self, offset: int, length: int, ahead: int = 0) -> bytes:
-        """``length`` bytes from ``offset`` on, fewer where the file ends; reads ``ahead`` bytes beyond them."""
+        """Return ``length`` bytes from ``offset`` on, fewer where the file ends; read ``ahead`` bytes beyond them."""
         begin = offset - self._start
         if begin < 0 or begin + length > len(self._data):
             check_most(length, f"{self.where}: the part at byte {offset}")
@@ -36,18 +36,18 @@ class Window:
 
 
 @contextlib.contextmanager
-def opened(files: SourceFiles, name: str) -> Iterator[Window]:
-    """A window on a file, which is kept open; at a URL, each read is a request."""
+def opened(files: SourceFiles, name: str) -> Iterator[FileWindow]:
+    """Yield a window on a file, which is kept open; at a URL, each read is a request."""
     facts = files.facts_of([name])[0]
     where = f"file '{files.shown}/{name}'"
     if facts is None:
         raise SourceError(f"{where} is not there")
     if not isinstance(files, FolderFiles):
-        yield Window(lambda offset, length: files.read(name, offset, length), facts.num_bytes, where)
+        yield FileWindow(lambda offset, length: files.read(name, offset, length), facts.num_bytes, where)
         return
     descriptor = files.descriptor(name)
     try:
-        yield Window(lambda offset, length: os.pread(descriptor, length, offset), facts.num_bytes, where)
+        yield FileWindow(lambda offset, length: os.pread(descriptor, length, offset), facts.num_bytes, where)
     except OSError as error:
         raise SourceError(f"{where} cannot be read: {error.strerror}") from error
     finally:
@@ -55,7 +55,7 @@ def opened(files: SourceFiles, name: str) -> Iterator[Window]:
 
 
 def open_file(files: SourceFiles, name: str, ahead: int = 0) -> BinaryIO:
-    """A file, without a buffer; at a URL it is read by ranges of at least ``ahead`` bytes."""
+    """Open a file without a buffer; at a URL it is read by ranges of at least ``ahead`` bytes."""
     if isinstance(files, FolderFiles):
         return open(files.descriptor(name), "rb", buffering=0)  # noqa: PTH123 - closed by the caller
     facts = files.facts_of([name])[0]

@@ -93,7 +93,7 @@ def boxes_by_time(
 
 
 def _values(rows: Rows) -> dict[str, Any]:
-    """All columns of boxes as arrays, those that are absent as None."""
+    """Return all columns of boxes as arrays, missing ones as None."""
 
     def vector(name: str, parts: Sequence[str]) -> NDArray[np.float64] | None:
         there = [part for part in parts if part in rows]
@@ -138,7 +138,7 @@ def boxes_of_frames(
     rows: Rows | None, own: Rows | None, times: NDArray[np.int64], order: NDArray[np.intp], *, in_global: bool,
     is_unix: bool,
 ) -> Sequence[BoxRows | None]:  # fmt: skip
-    """Boxes of the frames of a clip in the given ``order``: of the column of ``frames``, else of the table ``own``."""
+    """Return the boxes of a clip's frames in ``order``: of the column of ``frames``, else of the table ``own``."""
     if rows is None or "boxes" not in rows:
         return boxes_by_time(own, times[order], in_global=in_global, is_unix=is_unix)
     found = listed_boxes(rows, in_global=in_global)

@@ -23,8 +23,8 @@ CALIBRATION: Final = ("width", "height", "dist_model", "dist", "intrinsics", "fx
 """What else a camera has, besides its pose."""
 
 
-class Calibration(NamedTuple):
-    """Of R rows: K or None, sensor to ego or None, size [px] (0: not stated), lens model and coefficients."""
+class CalibrationRows(NamedTuple):
+    """The calibration of R rows: K or None, sensor to ego or None, size [px] (0: not stated), lens."""
 
     intrinsics: list[F64 | None]
     sensor2ego: list[F64 | None]
@@ -33,19 +33,19 @@ class Calibration(NamedTuple):
     dist_model: list[str]
     dist: list[tuple[float, ...]]
 
-    def at(self, row: int) -> Calibration:
-        """One row."""
+    def at(self, row: int) -> CalibrationRows:
+        """Return one row."""
         columns: Any = [[column[row]] for column in self.columns]
-        return Calibration(*columns)
+        return CalibrationRows(*columns)
 
     @property
     def columns(self) -> list[list[Any]]:
-        """All, as one type."""
+        """All columns, as one type."""
         found: Any = tuple(self)
         return list(found)
 
-    def filled(self, other: Calibration | None) -> Calibration:
-        """This, and the one row of ``other`` where nothing is stated."""
+    def filled(self, other: CalibrationRows | None) -> CalibrationRows:
+        """Fill what is not stated from the one row of ``other``."""
         if other is None:
             return self
         columns: Any = [
@@ -54,10 +54,10 @@ class Calibration(NamedTuple):
             else [theirs[0] if value is None else value for value in own]
             for number, (own, theirs) in enumerate(zip(self.columns, other.columns, strict=True))
         ]
-        return Calibration(*columns)
+        return CalibrationRows(*columns)
 
 
-def read_calibration(rows: Rows, prefix: str, pose: str, *, is_corner: bool, is_flu: bool) -> Calibration:
+def read_calibration(rows: Rows, prefix: str, pose: str, *, is_corner: bool, is_flu: bool) -> CalibrationRows:
     """Read the columns under ``prefix``; ``pose`` is the name of the transform from the sensor to ego.
 
     ``is_corner``: pixel (0, 0) is the corner of the top-left one, and principal points move by half a pixel.
@@ -77,7 +77,7 @@ def read_calibration(rows: Rows, prefix: str, pose: str, *, is_corner: bool, is_
     dist: list[tuple[float, ...]] = [()] * count
     if f"{prefix}dist" in rows:
         dist = [tuple(map(float, value or ())) for value in rows.column(f"{prefix}dist").to_pylist()]
-    return Calibration(
+    return CalibrationRows(
         shared(intrinsics, count),
         shared(sensor2ego, count),
         whole("width"),
@@ -98,18 +98,18 @@ def shared(matrices: F64 | None, count: int) -> list[F64 | None]:
     return [seen.setdefault(one.tobytes(), one) if there else None for one, there in zip(matrices, known, strict=True)]
 
 
-class Calibrations:
+class CalibrationTable:
     """The table ``calibration``: rows of all clips (no clip), and rows of one clip, which come first."""
 
     def __init__(self, table: Table, axes: Mapping[str, str], *, is_corner: bool) -> None:
         """Take the table; ``axes`` of sensors by name, under "" of all others."""
         self.table = table
         self._axes, self._is_corner = axes, is_corner
-        self._clip: tuple[str, dict[str, Calibration]] = ("", {})
+        self._clip: tuple[str, dict[str, CalibrationRows]] = ("", {})
         rows = table.rows("")
         self._common = {} if rows is None else self._read(rows)
 
-    def find(self, clip: str, sensor: str) -> Calibration | None:
+    def find(self, clip: str, sensor: str) -> CalibrationRows | None:
         """Return the calibration of a sensor in a clip; None where there is none."""
         if self._clip[0] != clip:
             rows = self.table.rows(clip)
@@ -118,7 +118,7 @@ class Calibrations:
 
     @cached_property
     def sensors(self) -> dict[str, bool]:
-        """Return all sensors in order, and whether each is a camera: it has intrinsics."""
+        """All sensors in order, and whether each is a camera: it has intrinsics."""
         found: dict[str, bool] = {}
         for rows in self.table.parts():
             intrinsics = rows.intrinsics("")
@@ -128,8 +128,8 @@ class Calibrations:
                     found[name] = found.get(name, False) or one
         return found
 
-    def _read(self, rows: Rows) -> dict[str, Calibration]:
-        found: dict[str, Calibration] = {}
+    def _read(self, rows: Rows) -> dict[str, CalibrationRows]:
+        found: dict[str, CalibrationRows] = {}
         plain = read_calibration(rows, "", "sensor2ego", is_corner=self._is_corner, is_flu=False)
         for row, name in enumerate(rows.texts("sensor")):
             if not name:

@@ -25,11 +25,11 @@ from fuelrail.sharding.sources.adapter.members import Part
 from fuelrail.sharding.sources.adapter.poses import Trajectory
 from fuelrail.sharding.sources.adapter.rows import attribute_types
 from fuelrail.sharding.sources.adapter.source import FrameSource
-from fuelrail.sharding.sources.logs.settings import VideoSettings, check_decoder, libraries_of
 from fuelrail.sharding.sources.shared.files import source_files
 from fuelrail.sharding.sources.shared.points import parse_points
+from fuelrail.sharding.sources.shared.video import VideoSettings, check_decoder, libraries
 from fuelrail.sharding.sources.tables.boxes import box_type, boxes_of_frames, check_box_columns
-from fuelrail.sharding.sources.tables.calibration import Calibrations, read_calibration, shared
+from fuelrail.sharding.sources.tables.calibration import CalibrationTable, read_calibration, shared
 from fuelrail.sharding.sources.tables.columns import (
     OF_CLIP,
     SENSOR,
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.shared.scan_table import ScanWriter
     from fuelrail.sharding.sources.source import Reads, ScanInfo
-    from fuelrail.sharding.sources.tables.calibration import Calibration
+    from fuelrail.sharding.sources.tables.calibration import CalibrationRows
 
 TABLES: Final = ("frames", "sensor_data", "calibration", "ego_pose", "boxes")
 _AXES = Literal["optical", "flu"]
@@ -119,11 +119,11 @@ class Manifest(FrameSource[ManifestSettings]):
             self.files = source_files(self.given.root)
         self._paths = Paths(self.files, self.given.root or folder)
         self._tables: dict[str, Table] = {}
-        self._calibrations: Calibrations | None = None
+        self._calibrations: CalibrationTable | None = None
 
     @cached_property
     def _names(self) -> dict[str, str]:
-        """Names of the tables that are there."""
+        """Names of the existing tables."""
         found = {stem: name for stem in TABLES if (name := find_table(self._table_files, stem)) is not None}
         if self.file is not None:
             if not self.file.endswith(tuple(f".{one}" for one in EXTENSIONS)):
@@ -153,7 +153,7 @@ class Manifest(FrameSource[ManifestSettings]):
 
     @cached_property
     def _prefixes(self) -> list[str]:
-        """What the columns of each sensor in ``frames`` begin with, such as ``cam.front.``."""
+        """The prefix of the columns of each sensor in ``frames``, such as ``cam.front.``."""
         found = (SENSOR.match(column) for column in _columns(self._tables.get("frames")))
         return list(dict.fromkeys(f"{match[1]}.{match[2]}." for match in found if match is not None))
 
@@ -166,13 +166,13 @@ class Manifest(FrameSource[ManifestSettings]):
     @property
     def options(self) -> dict[str, Any]:
         """All options but ``root``, on which no byte depends; the versions of libraries where there is video."""
-        found = {**super().options, "libraries": libraries_of(has_video=self._has_video)}
+        found = {**super().options, "libraries": libraries() if self._has_video else ""}
         del found["root"]
         return found
 
     @property
     def reads(self) -> Reads:  # type: ignore[override]  # of these tables, not of the kind
-        """By clip where there is video."""
+        """ "clip" where there is video."""
         return "clip" if self._has_video else "random"
 
     def make_images(self, refs: Sequence[str]) -> Iterator[tuple[str, Buffer]]:
@@ -201,7 +201,7 @@ class Manifest(FrameSource[ManifestSettings]):
                 given = self.given.camera_axes
                 axes = {"": given} if isinstance(given, str) else {"": "optical", **given}
                 corner = self.given.pixel_origin == "corner"
-                self._calibrations = Calibrations(self._tables["calibration"], axes, is_corner=corner)
+                self._calibrations = CalibrationTable(self._tables["calibration"], axes, is_corner=corner)
             self.has_poses = "ego_pose" in self._tables or any(
                 name.partition(".")[0] == "ego2global" for name in _columns(self._tables.get("frames"))
             )
@@ -249,7 +249,7 @@ class Manifest(FrameSource[ManifestSettings]):
         channels = [name.lower() for name in (*cameras, *lidars)]
         for name, channel in zip((*cameras, *lidars), channels, strict=True):
             if not re.fullmatch(r"[a-z0-9_]+", channel) or channels.count(channel) > 1:
-                raise SourceError(f"sensor '{name}': names have letters, digits and _, each once whatever its case")
+                raise SourceError(f"sensor '{name}': names have letters, digits and _, each once, upper or lower case")
         return Sensors.of(cameras, dict.fromkeys(lidars, self.given.lidar_columns))
 
     def clips(self) -> Iterator[Clip]:
@@ -328,8 +328,8 @@ class Manifest(FrameSource[ManifestSettings]):
 
     # Wide: columns of the frame's row.
 
-    def _calibration(self, clip: Clip, rows: Rows, prefix: str) -> Calibration:
-        """The calibration of the sensor whose columns begin with ``prefix``, and what ``calibration`` has of it."""
+    def _calibration(self, clip: Clip, rows: Rows, prefix: str) -> CalibrationRows:
+        """Return the calibration of the sensor with this prefix of columns, completed from ``calibration``."""
         _, name, _ = prefix.split(".")
         is_camera, given = prefix.startswith("cam."), self.given.camera_axes
         axes = given if isinstance(given, str) else given.get(name, "optical")
@@ -347,12 +347,12 @@ class Manifest(FrameSource[ManifestSettings]):
 
 
 def _columns(table: Table | None) -> list[str]:
-    """Names of the columns of a table; none where it is not there."""
+    """Return the names of a table's columns; none where the table does not exist."""
     return [] if table is None else list(table.schema.names)
 
 
 def _times(rows: Rows, *, is_unix: bool) -> NDArray[np.int64]:
-    """Times of all rows [ns]; raises SourceError where one has none."""
+    """Return the times of all rows [ns]; raise SourceError where one has none."""
     times = rows.times(is_unix=is_unix)
     if times is None:
         raise SourceError(f"table '{rows.table}' has no column of time, one of {', '.join(TIME_COLUMNS)}")
@@ -362,7 +362,7 @@ def _times(rows: Rows, *, is_unix: bool) -> NDArray[np.int64]:
 
 
 def _one(rows: Rows, name: str) -> str | None:
-    """The one text that all rows have."""
+    """Return the one text that all rows have."""
     found = rows.texts(name)
     if len(set(found)) > 1:
         other = next(row for row, text in enumerate(found) if text != found[0])
@@ -371,7 +371,7 @@ def _one(rows: Rows, name: str) -> str | None:
 
 
 def _value_channels(table: Table | None) -> tuple[Channel, ...]:
-    """The channels of the columns of values; raises SourceError where the rows of one are not alike."""
+    """Return the channels of the columns of values; raise SourceError where the rows of one differ in kind."""
     forms = ValueForms()
     names = [name for name in _columns(table) if name.startswith(VALUE)]
     for rows in table.parts() if table is not None and names else ():

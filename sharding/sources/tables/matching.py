@@ -14,7 +14,7 @@ from fuelrail.sharding.sources.adapter.frame import Absent
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.adapter.frame import Image, Sweep
-    from fuelrail.sharding.sources.tables.calibration import Calibrations
+    from fuelrail.sharding.sources.tables.calibration import CalibrationTable
     from fuelrail.sharding.sources.tables.members import RowFiles
     from fuelrail.sharding.sources.tables.values import Rows
 
@@ -52,7 +52,7 @@ def ascending(rows: Rows, times: NDArray[np.int64], chosen: NDArray[np.intp]) ->
 class SensorRows:
     """The rows of ``sensor_data`` of one clip, by sensor and time."""
 
-    def __init__(self, clip: str, files: RowFiles, calibrations: Calibrations) -> None:
+    def __init__(self, clip: str, files: RowFiles, calibrations: CalibrationTable) -> None:
         """Sort the rows; raises SourceError for two rows of a sensor with one time."""
         self._clip, self._files, self._calibrations = clip, files, calibrations
         numbers: dict[str, list[int]] = {}

@@ -22,7 +22,7 @@ from fuelrail.sharding.sources.tables.columns import is_path
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.shared.files import SourceFiles
-    from fuelrail.sharding.sources.tables.calibration import Calibration
+    from fuelrail.sharding.sources.tables.calibration import CalibrationRows
     from fuelrail.sharding.sources.tables.values import Rows
 
 _EXTENSIONS: Final = {".jpg": "jpg", "jpeg": "jpg", ".png": "png"}
@@ -38,13 +38,13 @@ class Videos:
     """The video files of a source; what is known of the last ones is kept. ``num_decoded`` counts decoded frames."""
 
     def __init__(self, files: SourceFiles, inside: Callable[[str], str]) -> None:
-        """``inside`` makes names below the root of paths."""
+        """Take ``inside``, which makes names below the root of paths."""
         self._files, self._inside = files, inside
         self._kept: dict[str, VideoFacts | None] = {}
         self.num_decoded = 0
 
     def facts(self, name: str) -> VideoFacts | None:
-        """What the video states; None where it is not there. Raises SourceError."""
+        """Return what the video states; None where it does not exist. Raise SourceError."""
         if name not in self._kept:
             check_inside(name, "video")
             path = self._files.path(name)
@@ -56,7 +56,7 @@ class Videos:
         return self._kept[name]
 
     def named(self, tables: Iterable[Rows]) -> tuple[str, ...]:
-        """Names of the videos in the paths of these rows that are there."""
+        """Return the names of the existing videos in the paths of these rows."""
         found: dict[str, None] = {}
         for rows in tables:
             for column in filter(is_path, rows.batch.schema.names):
@@ -79,7 +79,7 @@ class Videos:
 
 
 def frame_of(ref: str) -> tuple[str, int]:
-    """The video and the number that ``VIDEO#frame=NUMBER`` names; raises SourceError."""
+    """Return the video and the number that ``VIDEO#frame=NUMBER`` names; raise SourceError."""
     found = _FRAME.match(ref)
     if found is None:
         raise SourceError(f"'{ref}' must be VIDEO{FRAME}N, N from 0 in the order in which frames are shown")
@@ -90,7 +90,7 @@ class Paths:
     """What the paths of a manifest refer to."""
 
     def __init__(self, files: SourceFiles, root: str) -> None:
-        """``files`` are those below the folder or URL ``root``."""
+        """Take ``files``, those below the folder or URL ``root``."""
         folder = Path(root.removeprefix("file://"))
         roots = [root] if is_url(root) else [str(folder.absolute()), str(folder.resolve())]
         self._roots = [f"{one.rstrip('/')}/" for one in roots]
@@ -171,7 +171,7 @@ class RowFiles:
             return self._where.reference(self.rows, row, path)
         return path
 
-    def image(self, row: int, found: Calibration, calibrated: int) -> Image | Absent:
+    def image(self, row: int, found: CalibrationRows, calibrated: int) -> Image | Absent:
         """Return the image of a row; absent where it has no path. ``calibrated`` is the row of its calibration."""
         path = self._paths[row]
         if not path:
@@ -193,7 +193,7 @@ class RowFiles:
             dist_model=found.dist_model[calibrated], extension=_EXTENSIONS.get(name[-4:].lower(), ""),
         )  # fmt: skip
 
-    def _video_frame(self, row: int, path: str, found: Calibration, calibrated: int) -> Image | Absent:
+    def _video_frame(self, row: int, path: str, found: CalibrationRows, calibrated: int) -> Image | Absent:
         if self._ranges is not None and self._ranges[row][0] >= 0:
             self.rows.fail(row, f"{self._prefix}byte_offset", f"'{path}' is a frame of a video, not bytes of a file")
         made = self._where.frame(self.rows, row, path)
@@ -212,7 +212,7 @@ class RowFiles:
             dist_model=found.dist_model[calibrated], extension="jpg",
         )  # fmt: skip
 
-    def sweep(self, row: int, found: Calibration, calibrated: int) -> Sweep | None:
+    def sweep(self, row: int, found: CalibrationRows, calibrated: int) -> Sweep | None:
         """Return the sweep of a row; None where it has no path."""
         path, lidar2ego = self._paths[row], found.sensor2ego[calibrated]
         if not path:
@@ -231,7 +231,7 @@ def add_columns(
     rows: Rows,
     prefix: str,
     frame_ns: NDArray[np.int64],
-    found: Calibration,
+    found: CalibrationRows,
     images: Sequence[dict[str, Image | Absent]],
     sweeps: Sequence[dict[str, Sweep]],
     *,

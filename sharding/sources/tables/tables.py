@@ -34,7 +34,7 @@ EXTENSIONS: Final = ("parquet", "jsonl", "csv")
 CLIP: Final = "clip_id"
 _ROWS: Final = 1024
 _ROWS_AT_ONCE: Final = 256
-"""Of Parquet: a dictionary has a value of a megabyte once, and the rows of a batch have it each."""
+"""Rows of Parquet in memory: a dictionary has a value of a megabyte once, and the rows of a batch have it each."""
 _MOST_ROW: Final = 64 << 20
 _MOST_AT_URL: Final = 4 << 30
 _BLOCK_BYTES: Final = 4 << 20
@@ -175,7 +175,7 @@ class Table:
 
 
 def _opened(files: SourceFiles, name: str) -> pa.NativeFile:
-    """The table's file; one at a URL is read whole."""
+    """Open the table's file; read one at a URL whole."""
     path = files.path(name)
     file = pa.BufferReader(files.read(name, most=_MOST_AT_URL)) if path is None else pa.OSFile(path)
     head = file.read(len(LFS_MAGIC))
@@ -188,7 +188,7 @@ def _opened(files: SourceFiles, name: str) -> pa.NativeFile:
 
 
 def _batches(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterator[pa.RecordBatch]:
-    """Batches of 1024 rows, the last one shorter, without dictionaries."""
+    """Yield batches of 1024 rows, the last one shorter, without dictionaries."""
     read = {"parquet": _parquet_tables, "jsonl": _json_tables, "csv": _csv_tables}[name.rpartition(".")[2]]
     pending, is_empty = None, True
     for table in read(file, name, type_of):
@@ -218,7 +218,7 @@ def _parquet(file: pa.NativeFile, name: str) -> parquet.ParquetFile:
 
 
 def _plain(schema: pa.Schema) -> pa.Schema:
-    """The schema without dictionaries and without metadata."""
+    """Return the schema without dictionaries and without metadata."""
     return pa.schema(
         [field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field for field in schema]
     )
@@ -244,7 +244,7 @@ def _csv_tables(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterator[pa.
 
 
 def _json_tables(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterator[pa.Table]:
-    """Blocks of whole lines; the first one settles names and types of all columns."""
+    """Yield tables of whole lines; the first one settles names and types of all columns."""
     schema: pa.Schema | None = None
     row, rest = 0, b""
     while block := file.read(_BLOCK_BYTES):
@@ -298,7 +298,7 @@ def _json_table(block: bytes, name: str, row: int, schema: pa.Schema | None, typ
 
 
 def _lines(block: bytes, name: str, row: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows with their numbers; raises SourceError for one that is no JSON object."""
+    """Yield rows with their numbers; raise SourceError for one that is no JSON object."""
     decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
     for at, line in enumerate((line for line in block.split(b"\n") if line.strip()), row):
         with parsing(f"table '{name}', row {at}:", "not a JSON object"):
@@ -319,7 +319,7 @@ def _check_types(line: dict[str, Any], schema: pa.Schema, where: str) -> None:
 
 
 def _settled(name: str, kind: pa.DataType, type_of: TypeOf) -> pa.DataType:
-    """The type for all rows of a column whose first rows have a type: numbers in lists are float64, nulls texts."""
+    """Return type for all rows of a column from that of its first rows: numbers in lists are float64, nulls texts."""
     if pa.types.is_list(kind):
         return pa.list_(_settled("", kind.value_type, type_of))
     if pa.types.is_struct(kind):
@@ -337,7 +337,7 @@ def _settled(name: str, kind: pa.DataType, type_of: TypeOf) -> pa.DataType:
 
 
 def distinct(parts: Iterator[Rows], column: str) -> list[str]:
-    """The texts of a column in the order in which they come."""
+    """Return the distinct texts of a column in the order of their first rows."""
     found: dict[str, None] = {}
     for rows in parts:
         unique = rows.texts(column, pc.unique(rows.column(column)))

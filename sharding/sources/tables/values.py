@@ -44,13 +44,13 @@ class Rows:
         raise SourceError(f"table '{self.table}', row {self.first + row}, column {column}: {text}")
 
     def column(self, name: str) -> pa.Array:
-        """A column as it is; raises SourceError where there is none."""
+        """Return a column as it is; raise SourceError where there is none."""
         if name not in self:
             raise SourceError(f"table '{self.table}' has no column {name}; it has {', '.join(self.batch.schema.names)}")
         return self.batch.column(name)
 
     def texts(self, name: str, column: pa.Array | None = None) -> list[str | None]:
-        """Texts, None for null; whole numbers are taken as texts."""
+        """Return texts, None for null; convert whole numbers to texts."""
         column = self.column(name) if column is None else column
         if pa.types.is_integer(column.type):
             column = column.cast(pa.string())
@@ -65,7 +65,7 @@ class Rows:
         return found
 
     def integers(self, name: str, unknown: int | None = None) -> NDArray[np.int64]:
-        """Whole numbers (R,), ``unknown`` for null; without it null is an error."""
+        """Return whole numbers (R,), ``unknown`` for null; without it null is an error."""
         column = self.column(name)
         is_number = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
         if not (is_number or pa.types.is_null(column.type)):
@@ -84,7 +84,7 @@ class Rows:
         return np.asarray(values, np.int64)
 
     def numbers(self, name: str) -> F64:
-        """Numbers (R,) as float64, NaN for null."""
+        """Return numbers (R,) as float64, NaN for null."""
         column = self.column(name)
         try:
             return np.asarray(column.cast(pa.float64()).to_numpy(zero_copy_only=False), np.float64)
@@ -92,7 +92,7 @@ class Rows:
             raise SourceError(f"table '{self.table}', column {name} is {column.type}, wanted are numbers") from error
 
     def vectors(self, name: str, width: int) -> F64:
-        """Lists of ``width`` numbers (R, width), also nested ones such as rows of a matrix; NaN for null."""
+        """Return lists of ``width`` numbers (R, width), also nested ones such as rows of a matrix; NaN for null."""
         column = values = self.column(name)
         empty = column.is_null().to_numpy(zero_copy_only=False)
         found = np.full((len(self), width), np.nan)
@@ -121,7 +121,7 @@ class Rows:
         return found
 
     def times(self, prefix: str = "", *, is_unix: bool) -> NDArray[np.int64] | None:
-        """Times (R,) [ns] by the one column of time under ``prefix``, -1 for null; None without such a column.
+        """Return times (R,) [ns] by the one column of time under ``prefix``, -1 for null; None without such a column.
 
         ``is_unix``: they must be between 2000 and 2100, which a wrong unit is not.
         """
@@ -158,7 +158,7 @@ class Rows:
         return np.where(known, np.asarray(found, np.int64) * factor, -1)
 
     def poses(self, prefix: str) -> F64 | None:
-        """Transforms (R, 4, 4), NaN for null, by the columns of the pose ``prefix``; None where there are none."""
+        """Return transforms (R, 4, 4), NaN for null, by columns of the pose ``prefix``; None without such columns."""
         if f"{prefix}.q" in self or f"{prefix}.rotation" in self:
             raise SourceError(
                 f"table '{self.table}': the order of a quaternion must be in its name: "
@@ -186,13 +186,13 @@ class Rows:
         return found
 
     def vector(self, name: str, parts: Sequence[str]) -> F64:
-        """Vectors (R, N) by a column of lists, or by a column for each number; NaN for null."""
+        """Return vectors (R, N) by a column of lists, or by a column for each number; NaN for null."""
         if name in self:
             return self.vectors(name, len(parts))
         return np.stack([self.numbers(part) for part in parts], 1)
 
     def rotation(self, prefix: str = "") -> F64:
-        """Quaternions w, x, y, z (R, 4) by the columns whose names begin with ``prefix``; NaN for null."""
+        """Return quaternions w, x, y, z (R, 4) by the columns whose names begin with ``prefix``; NaN for null."""
         if f"{prefix}q_wxyz" not in self and f"{prefix}q_xyzw" in self:
             return self.vectors(f"{prefix}q_xyzw", 4)[:, _XYZW]
         return self.vector(f"{prefix}q_wxyz", [f"{prefix}{part}" for part in ("qw", "qx", "qy", "qz")])
@@ -209,7 +209,7 @@ class Rows:
         return flat
 
     def intrinsics(self, prefix: str) -> F64 | None:
-        """K (R, 3, 3) by ``intrinsics``, or ``fx``, ``fy``, ``cx``, ``cy``; NaN for null, None without such columns."""
+        """Return K (R, 3, 3) by ``intrinsics`` or ``fx``, ``fy``, ``cx``, ``cy``; NaN for null, None without them."""
         if f"{prefix}intrinsics" in self:
             found = self.vectors(f"{prefix}intrinsics", 9).reshape(-1, 3, 3)
         elif f"{prefix}fx" in self:

@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.waymo.maps import FRAME_MAP, FRAME_MAP_OFFSET, place
-from fuelrail.sharding.sources.waymo.records import (
+from fuelrail.sharding.sources.shared.protobuf import (
     BYTES,
     FIXED64,
     MAX_HEAD,
@@ -27,16 +26,18 @@ from fuelrail.sharding.sources.waymo.records import (
     numbers,
     varint,
 )
+from fuelrail.sharding.sources.waymo.maps import FRAME_MAP, FRAME_MAP_OFFSET, place
 
 if TYPE_CHECKING:
-    from fuelrail.sharding.sources.shared.windows import Window
-    from fuelrail.sharding.sources.waymo.records import Fail, FieldPlace, Record
+    from fuelrail.sharding.sources.shared.protobuf import Fail, FieldPlace
+    from fuelrail.sharding.sources.shared.windows import FileWindow
+    from fuelrail.sharding.sources.waymo.records import FileRecord
 
 CAMERAS: Final = {1: "FRONT", 2: "FRONT_LEFT", 3: "FRONT_RIGHT", 4: "SIDE_LEFT", 5: "SIDE_RIGHT"}
 LABEL_TYPES: Final = ("unknown", "vehicle", "pedestrian", "sign", "cyclist")
 SHUTTERS: Final = ("none", "top_to_bottom", "left_to_right", "bottom_to_top", "right_to_left", "none")
 OPTICAL: Final = np.array([[0.0, 0, 1, 0], [-1, 0, 0, 0], [0, -1, 0, 0], [0, 0, 0, 1]])
-"""From a camera's axes right, down, forward to Waymo's: x forward, y left, z up."""
+"""The rotation from a camera's axes right, down, forward to Waymo's: x forward, y left, z up."""
 
 _FRAME_CONTEXT, _FRAME_TIME, _FRAME_POSE, _FRAME_IMAGES, _FRAME_LASERS, _FRAME_LABELS = range(1, 7)
 _FRAME_CAMERA_LABELS: Final = 8
@@ -99,7 +100,7 @@ class FrameHead(NamedTuple):
 
 
 def read_frame(
-    window: Window, record: Record, context: bytes | None, *, boxes2d: bool = False, has_map: bool = False
+    window: FileWindow, record: FileRecord, context: bytes | None, *, boxes2d: bool = False, has_map: bool = False
 ) -> FrameHead:
     """Read a record that is a frame; ``context`` of the frame before it is not read again where it is the same.
 
@@ -121,7 +122,7 @@ def read_frame(
     return head
 
 
-def _read(window: Window, record: Record, context: bytes | None, *, boxes2d: bool, has_map: bool) -> FrameHead:
+def _read(window: FileWindow, record: FileRecord, context: bytes | None, *, boxes2d: bool, has_map: bool) -> FrameHead:
     time, pose, images, labels, laser_bytes, camera_labels = -1, None, [], [], 0, []
     map_span, map_offset = None, (0.0, 0.0, 0.0)
     for field in field_places(window, record.start, record.end):
@@ -167,8 +168,8 @@ def _expect(field: FieldPlace, wire: int, name: str) -> None:
         raise ValueError(f"field {field.number} is not {name}")
 
 
-def _image(window: Window, place: FieldPlace) -> ImageHead | None:
-    """None for a camera that is not known, and for one without a picture."""
+def _image(window: FileWindow, place: FieldPlace) -> ImageHead | None:
+    """Return the head of an image; None for an unknown camera, or one without a picture."""
     name, offset, num_bytes, pose = 0, 0, 0, None
     if (usual := _usual_image(window, place)) is not None:
         return usual
@@ -191,8 +192,8 @@ def _image(window: Window, place: FieldPlace) -> ImageHead | None:
     return ImageHead(CAMERAS[name], offset, num_bytes, pose, *times.values())
 
 
-def _usual_image(window: Window, place: FieldPlace) -> ImageHead | None:
-    """An image whose fields are those of the dataset's own files, in their order; None for another."""
+def _usual_image(window: FileWindow, place: FieldPlace) -> ImageHead | None:
+    """Return an image whose fields are those of the dataset's own files, in their order; None for another."""
     head = window.at(place.start, MAX_HEAD)
     if len(head) < MAX_HEAD or head[0] != _IMAGE_NAME << 3 or head[2] != _IMAGE_JPEG << 3 | BYTES:
         return None
@@ -209,8 +210,8 @@ def _usual_image(window: Window, place: FieldPlace) -> ImageHead | None:
     return ImageHead(CAMERAS[head[1]], offset, length, _POSE.unpack_from(tail, 3), *times) if times[0] > 0 else None
 
 
-def _image_fields(window: Window, place: FieldPlace) -> Iterator[tuple[int, int, int | bytes | tuple[int, int]]]:
-    """Number, wire type and value of each field of an image; of the JPEG where it is, and how long."""
+def _image_fields(window: FileWindow, place: FieldPlace) -> Iterator[tuple[int, int, int | bytes | tuple[int, int]]]:
+    """Yield number, wire type and value of each field of an image; for the JPEG its place and length."""
     for field in field_places(window, place.start, place.end):
         length = field.end - field.start
         if field.number == _IMAGE_JPEG and field.wire == BYTES:
@@ -226,7 +227,7 @@ def _image_fields(window: Window, place: FieldPlace) -> Iterator[tuple[int, int,
 
 
 def transform(data: bytes) -> tuple[float, ...]:
-    """The 16 numbers of a ``Transform``, row by row; raises ValueError for another number of them."""
+    """Return the 16 numbers of a ``Transform``, row by row; raise ValueError for another number of them."""
     if len(data) == _POSE.size and data[::9] == _POSE_KEYS:
         return _POSE.unpack(data)
     found = tuple(doubles(data, 1))
@@ -268,7 +269,7 @@ def _calibration(data: bytes) -> tuple[str, CameraCalibration]:
 def calibration(
     lens: Sequence[float], extrinsic: NDArray[np.float64], size: tuple[int, int], shutter: int
 ) -> CameraCalibration:
-    """The calibration of f_u, f_v, c_u, c_v, k1, k2, p1, p2, k3, and of the camera (x forward) to the vehicle."""
+    """Make the calibration of f_u, f_v, c_u, c_v, k1, k2, p1, p2, k3, and of the camera (x forward) to the vehicle."""
     fu, fv, cu, cv = lens[:4]
     k = np.array([[fu, 0, cu - 0.5], [0, fv, cv - 0.5], [0, 0, 1]])
     direction = SHUTTERS[shutter] if 0 <= shutter < len(SHUTTERS) else "none"
@@ -286,7 +287,7 @@ class LabelColumns(NamedTuple):
 
 
 def read_labels(frames: Sequence[Sequence[bytes]], where: str, *, camera_synced: bool) -> Iterator[LabelColumns]:
-    """Boxes of the ``laser_labels`` of each frame; with ``camera_synced`` those that a camera sees, when it sees them.
+    """Yield boxes of the ``laser_labels`` of each frame; with ``camera_synced`` those that a camera sees, at that time.
 
     Raises SourceError, naming ``where`` and the record, for what is no label.
     """
@@ -335,7 +336,7 @@ class ImageLabels(NamedTuple):
 
 
 def read_camera_labels(data: bytes) -> ImageLabels:
-    """A message ``CameraLabels``; raises ValueError where it is none."""
+    """Read a message ``CameraLabels``; raise ValueError where it is none."""
     name, boxes, category, track = 0, [], [], []
     for number, _, value in fields(data):
         if number == 1 and isinstance(value, int):
@@ -356,7 +357,7 @@ def read_camera_labels(data: bytes) -> ImageLabels:
 
 
 def _boxes(data: NDArray[np.uint8], rows: NDArray[np.intp], fail: Fail) -> NDArray[np.float64]:
-    """Boxes (N, 7) of the messages (N, B), whose numbers for ``fail`` are ``rows`` (N,)."""
+    """Return boxes (N, 7) of the messages (N, B), whose numbers for ``fail`` are ``rows`` (N,)."""
     if data.shape[1] == len(_BOX_KEYS) * 9 and (data[:, ::9] == _BOX_KEYS).all():
         return np.ascontiguousarray(data.reshape(len(data), -1, 9)[:, :, 1:]).view("<f8")[..., 0]
     found = np.empty((len(data), len(_BOX_KEYS)))

@@ -12,11 +12,17 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.adapter.vector_maps import VectorMap
-from fuelrail.sharding.sources.waymo.records import BYTES, FIXED64, doubles, fields, spans
+from fuelrail.sharding.sources.shared.protobuf import BYTES, FIXED64, doubles, fields, spans
 
 FRAME_MAP: Final = 10
 FRAME_MAP_OFFSET: Final = 11
 """Fields of a ``Frame``."""
+
+_POINT: Final = np.dtype([("_0", "V3"), ("x", "<f8"), ("_1", "V1"), ("y", "<f8"), ("_2", "V9")])
+"""A point with its key and length, as the dataset's own files have it."""
+_KEYS: Final = np.array([0, 1, 2, 11, 20])
+"""The places of a point's keys: of the point, of x, y and z, and its length."""
+_LENGTH_AND_KEYS: Final = (_POINT.itemsize - 2, *(at << 3 | FIXED64 for at in (1, 2, 3)))
 
 
 class _Kind(NamedTuple):
@@ -33,15 +39,10 @@ _KINDS: Final = {
     10: _Kind("driveway", 1, closed=True),
 }  # fmt: skip
 MAP_LAYERS: Final = tuple(kind.name for kind in _KINDS.values())
-_POINT: Final = np.dtype([("_0", "V3"), ("x", "<f8"), ("_1", "V1"), ("y", "<f8"), ("_2", "V9")])
-"""A point with its key and length, as the dataset's own files have it."""
-_KEYS: Final = np.array([0, 1, 2, 11, 20])
-"""Where the keys of a point and of its x, y and z are, and its length."""
-_LENGTH_AND_KEYS: Final = (_POINT.itemsize - 2, *(at << 3 | FIXED64 for at in (1, 2, 3)))
 
 
 def parse_map(data: bytes, where: str) -> VectorMap:
-    """The lines of these fields of a ``Frame``, of which those of the map are read; a stop sign is one vertex.
+    """Parse the map's lines from these fields of a ``Frame``; a stop sign is one vertex.
 
     Features of other kinds are left out. Raises SourceError, naming ``where``.
     """
@@ -67,7 +68,7 @@ def _message(number: int, wire: int, value: int | bytes) -> bytes:
 
 
 def _points(data: bytes, wanted: int) -> NDArray[np.float64]:
-    """The points (N, 2) of a feature in the global frame of its map; those that follow each other are read together."""
+    """Return the points (N, 2) of a feature in the global frame of its map; successive ones are read together."""
     found = [np.empty((0, 2))]
     head = np.array([wanted << 3 | BYTES, *_LENGTH_AND_KEYS], np.uint8)
     at = 0
@@ -81,7 +82,7 @@ def _points(data: bytes, wanted: int) -> NDArray[np.float64]:
             found.append(np.stack([rows["x"], rows["y"]], 1))
             at += count * _POINT.itemsize
             continue
-        number, wire, start, end = next(spans(data[at:]))
+        number, wire, start, end, _ = next(spans(data[at:]))
         if number == wanted:
             found.append(np.array([place(_message(number, wire, data[at + start : at + end]))[:2]]))
         at += end
@@ -89,7 +90,7 @@ def _points(data: bytes, wanted: int) -> NDArray[np.float64]:
 
 
 def place(data: bytes) -> tuple[float, float, float]:
-    """A ``MapPoint`` or ``Vector3d`` [m]; raises ValueError where it lacks a number."""
+    """Read a ``MapPoint`` or ``Vector3d`` [m]; raise ValueError where it lacks a number."""
     x, y, z = (doubles(data, number) for number in (1, 2, 3))
     if not (x and y):
         raise ValueError(f"a place without {'y' if x else 'x'}")

@@ -56,13 +56,16 @@ _INTRINSIC: Final = tuple(
     f"{_LENS}intrinsic.{name}" for name in ("f_u", "f_v", "c_u", "c_v", "k1", "k2", "p1", "p2", "k3")
 )
 _BOX: Final = ("center.x", "center.y", "center.z", "size.y", "size.x", "size.z", "heading")
-"""In the order of version 1: width before length."""
+"""The columns of a box in the order of version 1: width before length."""
 _CAMERA_BOX: Final = "[CameraBoxComponent]."
 _SIDES: Final = tuple(f"{_CAMERA_BOX}box.{name}" for name in ("center.x", "center.y", "size.x", "size.y"))
 _NEEDED: Final = ("camera_image", "camera_calibration", "vehicle_pose")
 _OPTIONAL: Final = ("lidar_box", "lidar_camera_synced_box", "camera_box", "stats")
 _LIDAR: Final = ("lidar", "lidar_calibration", "lidar_pose")
 _ROWS_AT_ONCE: Final = 16
+
+_NONE: Final = image_rows(np.empty((0, 4)), [], [])
+_NO_LABELS: Final = LabelColumns(np.empty((0, 7)), [], [], [])
 
 
 class WaymoParquet(FrameSource[WaymoSettings]):
@@ -76,7 +79,7 @@ class WaymoParquet(FrameSource[WaymoSettings]):
     license = "Waymo Dataset License Agreement for Non-Commercial Use"
 
     def sensors(self) -> Sensors:
-        """The five cameras in the order of their numbers, and the five lidars as one, where they are there."""
+        """Return the five cameras in the order of their numbers, and the five lidars, where they exist, as one."""
         names = self.files.listed()
         folders = [folder for folder in SPLITS if folder in names] or [""]
         has_lidar = any(names_in(self.files, folder, "lidar") for folder in folders)
@@ -89,11 +92,11 @@ class WaymoParquet(FrameSource[WaymoSettings]):
         return labelled_cameras() if self.given.boxes2d else {}
 
     def category_names(self) -> tuple[str, ...]:
-        """Types of labels, without the unknown one."""
+        """Return the types of labels, without the unknown one."""
         return LABEL_TYPES[1:]
 
     def clips(self) -> Iterator[Clip]:
-        """A segment each: those that have a file of poses, in the folders of splits, or in the root."""
+        """Yield a clip for each segment with a file of poses, in the folders of splits, or in the root."""
         names = self.files.listed()
         for folder, split in [(one, SPLITS[one]) for one in SPLITS if one in names] + [("", "")]:
             prefix = f"{folder}/" if folder else ""
@@ -106,7 +109,7 @@ class WaymoParquet(FrameSource[WaymoSettings]):
                     yield Clip(name=name.removesuffix(".parquet"), split=split, files=files)
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
-        """A frame for each row of poses."""
+        """Yield a frame for each row of poses."""
         files = {name.rpartition("/")[0].rpartition("/")[2]: name for name in clip.files}
         poses = self._read(files["vehicle_pose"], {_TIME: pa.int64(), _POSE: _TRANSFORM})
         order = np.argsort(poses[_TIME], kind="stable")
@@ -156,7 +159,7 @@ class WaymoParquet(FrameSource[WaymoSettings]):
                     at += len(column)
 
     def points(self, ref: str) -> NDArray[np.float32]:
-        """(P, 5) first returns of all lidars; reads the file up to these."""
+        """Read the first returns (P, 5) of all lidars, and the file up to these."""
         name, _, time = ref.rpartition("@")
         return next(points for _, points in sweeps(self.files, name, [int(time)]))
 
@@ -176,7 +179,7 @@ class WaymoParquet(FrameSource[WaymoSettings]):
         return read_parquet(self.files, name, types)
 
     def _cameras(self, name: str) -> dict[int, CameraCalibration]:
-        """By number of the camera."""
+        """Return the calibrations by number of the camera."""
         whole = dict.fromkeys((f"{_LENS}width", f"{_LENS}height", f"{_LENS}rolling_shutter_direction"), pa.int64())
         types = {_NAME: pa.int64(), **dict.fromkeys(_INTRINSIC, _F64), f"{_LENS}extrinsic.transform": _TRANSFORM}
         rows = self._read(name, {**types, **whole})
@@ -189,7 +192,7 @@ class WaymoParquet(FrameSource[WaymoSettings]):
         }
 
     def _images(self, name: str, cameras: Mapping[int, CameraCalibration]) -> dict[int, dict[str, Image]]:
-        """By time of the frame [us], then by channel."""
+        """Return the images by time of the frame [us], then by channel."""
         times = dict.fromkeys((f"{_IMAGE}pose_timestamp", *_SHUTTER), _F64)
         rows = self._read(name, {_TIME: pa.int64(), _NAME: pa.int64(), f"{_IMAGE}pose.transform": _TRANSFORM, **times})
         pairs = list(zip(rows[_TIME].tolist(), rows[_NAME].tolist(), strict=True))
@@ -231,7 +234,7 @@ class WaymoParquet(FrameSource[WaymoSettings]):
         return found
 
     def _image_bytes(self, name: str) -> int:
-        """The mean size of a picture, by the file's metadata: no picture is read."""
+        """Return the mean size of a picture by the file's metadata, without reading one."""
         with open_parquet(self.files, name) as file:
             about = file.metadata
             sizes = [
@@ -243,7 +246,7 @@ class WaymoParquet(FrameSource[WaymoSettings]):
             return int(max(sum(sizes) // max(about.num_rows, 1), 1))
 
     def _boxes(self, files: Mapping[str, str]) -> dict[int, LabelColumns] | None:
-        """By time of the frame [us]; None where the segment is not labelled."""
+        """Return boxes by time of the frame [us]; None where the segment is not labelled."""
         if "lidar_box" not in files:
             return None
         own = [f"{_LIDAR_BOX}box.{name}" for name in _BOX]
@@ -283,7 +286,7 @@ class WaymoParquet(FrameSource[WaymoSettings]):
         }
 
     def _boxes2d(self, name: str) -> dict[tuple[int, str], ImageBoxRows]:
-        """By time of the frame [us] and channel."""
+        """Return boxes in images by time of the frame [us] and channel."""
         kind, track = f"{_CAMERA_BOX}type", "key.camera_object_id"
         keys = {_TIME: pa.int64(), _NAME: pa.int64(), kind: pa.int64(), track: pa.string()}
         rows = self._read(name, {**keys, **dict.fromkeys(_SIDES, _F64)})
@@ -306,7 +309,3 @@ class WaymoParquet(FrameSource[WaymoSettings]):
         rows = self._read(name, {f"[StatsComponent].{part}": pa.string() for part in parts})
         values = (rows[f"[StatsComponent].{part}"] for part in parts)
         return weather_columns({part: found[0] for part, found in zip(parts, values, strict=True) if len(found)})
-
-
-_NONE: Final = image_rows(np.empty((0, 4)), [], [])
-_NO_LABELS: Final = LabelColumns(np.empty((0, 7)), [], [], [])

@@ -30,7 +30,7 @@ _KEYS: Final = {_TIME: pa.int64(), _LASER: pa.int64()}
 
 
 def bytes_by_time(files: SourceFiles, name: str) -> dict[int, int]:
-    """About how many bytes the points of each frame have, by its time [us]; no range image is read."""
+    """Return about how many bytes the points of each frame have, by its time [us], without reading a range image."""
     rows = read_parquet(files, name, _KEYS)
     pairs = list(zip(rows[_TIME].tolist(), rows[_LASER].tolist(), strict=True))
     check_unique(pairs, f"table '{files.shown}/{name}'", "time and lidar")
@@ -86,7 +86,7 @@ class _PixelPoses:
         self._rows = _range_images(files, name, _PIXEL_POSES, 6, wanted)
 
     def of(self, time: int, laser: int) -> NDArray[np.float32] | None:
-        """Those of one range image; None where it has none."""
+        """Return the pixel poses of one range image; None where it has none."""
         if (time, laser) not in self._keys:
             return None
         while (time, laser) not in self._found:
@@ -126,7 +126,7 @@ def _image(batch: pa.RecordBatch, row: int, column: str, depth: int, where: str)
 
 
 def _calibrations(files: SourceFiles, name: str) -> dict[int, tuple[NDArray[np.float64], Inclination]]:
-    """By lidar: lidar to vehicle, and inclinations."""
+    """Return lidar to vehicle, and inclinations, by lidar."""
     mount, tilt = f"{_CALIBRATION}extrinsic.transform", f"{_CALIBRATION}beam_inclination."
     ends = dict.fromkeys((f"{tilt}min", f"{tilt}max"), pa.float64())
     rows = read_parquet(files, name, {_LASER: pa.int64(), mount: pa.list_(pa.float64(), 16), **ends}, whole=True)
@@ -143,7 +143,7 @@ def _calibrations(files: SourceFiles, name: str) -> dict[int, tuple[NDArray[np.f
 
 
 def _beside(name: str, component: str) -> str:
-    """The file of another component of the same segment."""
+    """Return the file of another component of the same segment."""
     folder, _, file = name.rpartition("/")
     split, slash, _ = folder.rpartition("/")
     return f"{split}{slash}{component}/{file}"

@@ -17,16 +17,17 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid
+from fuelrail.sharding.sources.shared.protobuf import doubles, fields
 from fuelrail.sharding.sources.waymo.frame_heads import transform
-from fuelrail.sharding.sources.waymo.records import doubles, fields
 
 POINT_COLUMNS: Final = ("x", "y", "z", "intensity", "elongation")
 _MAX_BYTES: Final = 1 << 27
-"""Of a range image that is not compressed: those of the dataset have 2.7 and 4.1 MB."""
+"""The largest decompressed range image: those of the dataset have 2.7 and 4.1 MB."""
 
 
 def frame_points(frame: bytes, where: str) -> NDArray[np.float32]:
-    """First returns of all lidars, (P, 5): x, y, z [m] in the vehicle's frame at the frame's pose, and two of light.
+    """Return all lidars' first returns (P, 5): x, y, z [m] in the vehicle's frame at the frame's pose, and two of
+    light.
 
     ``frame`` is a whole ``Frame`` message. Lidars are in the order of the message, pixels row by row. Raises
     SourceError, naming ``where``.
@@ -75,14 +76,14 @@ def _points(images: dict[int, Any], calibration: bytes, pose: NDArray[np.float64
 
 
 class Inclination(NamedTuple):
-    """Of the rows of a range image from bottom to top [rad], or none: evenly between ``low`` and ``high``."""
+    """Angles of the rows of a range image, from bottom to top [rad], or none: evenly between ``low`` and ``high``."""
 
     stated: Sequence[float]
     low: float
     high: float
 
     def of_rows(self, number: int) -> NDArray[np.float64]:
-        """One for each row."""
+        """Return an inclination for each row."""
         if len(self.stated):
             return np.array(self.stated, np.float64)
         return self.low + (np.arange(number) + 0.5) / number * (self.high - self.low)
@@ -95,7 +96,7 @@ def first_returns(
     pose: NDArray[np.float64],
     poses: NDArray[np.float32] | None,
 ) -> NDArray[np.float32]:
-    """Points (P, 5) of a range image (H, W, 4) in the vehicle's frame at ``pose``.
+    """Return points (P, 5) of a range image (H, W, 4) in the vehicle's frame at ``pose``.
 
     ``mount`` is lidar to vehicle. ``poses`` (H, W, 6) are roll, pitch, yaw and place of the vehicle for each pixel;
     None: they are ``pose``. Raises ValueError for another number of inclinations or poses than of rows.
@@ -120,7 +121,7 @@ def first_returns(
 
 
 def _rotations(angles: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Rotations (P, 3, 3) of roll, pitch and yaw: yaw first, then pitch, then roll."""
+    """Make rotations (P, 3, 3) of roll, pitch and yaw: yaw first, then pitch, then roll."""
     (cr, cp, cy), (sr, sp, sy) = np.cos(angles).T, np.sin(angles).T
     rows = [
         cy * cp, cy * sp * sr - sy * cr, cy * sp * cr + sy * sr,
@@ -131,7 +132,7 @@ def _rotations(angles: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _matrix(data: bytes, depth: int) -> NDArray[np.float32]:
-    """A compressed ``MatrixFloat`` (H, W, ``depth``)."""
+    """Decode a compressed ``MatrixFloat`` (H, W, ``depth``)."""
     unpacked = zlib.decompressobj()
     message = unpacked.decompress(data, _MAX_BYTES)
     if unpacked.unconsumed_tail or not unpacked.eof:

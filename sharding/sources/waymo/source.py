@@ -41,7 +41,7 @@ from fuelrail.sharding.sources.waymo.records import records
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.shared.scan_table import Reference
     from fuelrail.sharding.sources.waymo.frame_heads import CameraCalibration, FrameHead
-    from fuelrail.sharding.sources.waymo.records import Record
+    from fuelrail.sharding.sources.waymo.records import FileRecord
 
 LIDAR: Final = "lidar"
 SPLITS: Final = {"training": "train", "validation": "val", "testing": "test"}
@@ -86,7 +86,7 @@ class Waymo(FrameSource[WaymoFileSettings]):
     license = "Waymo Dataset License Agreement for Non-Commercial Use"
 
     def sensors(self) -> Sensors:
-        """The five cameras in the order of their numbers, and the five lidars as one."""
+        """Return the five cameras in the order of their numbers, and the five lidars as one."""
         return rig()._replace(lidars=[LidarEntry(channel=LIDAR, source_name="LIDAR", columns=POINT_COLUMNS)])
 
     @property
@@ -100,11 +100,11 @@ class Waymo(FrameSource[WaymoFileSettings]):
         return MapWindows(MAP_LAYERS, self._map) if self.given.map else None
 
     def category_names(self) -> tuple[str, ...]:
-        """Types of labels, without the unknown one."""
+        """Return the types of labels, without the unknown one."""
         return LABEL_TYPES[1:]
 
     def clips(self) -> Iterator[Clip]:
-        """A file each: in the folders of splits, or in the root."""
+        """Yield a clip for each file: in the folders of splits, or in the root."""
         if self.file is not None:
             yield _clip(self.file, "")
             return
@@ -121,7 +121,7 @@ class Waymo(FrameSource[WaymoFileSettings]):
                 yield _clip(name, "")
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
-        """The records of the file."""
+        """Yield a frame for each record of the file."""
         (name,) = clip.files
         at_url = self.files.path(name) is None
         frames: list[Frame] = []
@@ -159,7 +159,7 @@ class Waymo(FrameSource[WaymoFileSettings]):
     def _windows(
         self, name: str, span: tuple[int, int] | None, frames: list[Frame], offsets: list[tuple[float, float, float]]
     ) -> list[list[Reference]]:
-        """The map about ego at each frame's pose: moved by the frame's offset, it is in the map's frame."""
+        """Return the map about ego at each frame's pose: moved by the frame's offset, it is in the map's frame."""
         if self.maps is not None and span is None:
             self.noted["segments without a map"] += 1
         if self.maps is None or span is None:
@@ -172,13 +172,13 @@ class Waymo(FrameSource[WaymoFileSettings]):
         return parse_map(Part.of(place).read(self.files), f"file '{self.files.shown}/{place}'")
 
     def points(self, ref: str) -> NDArray[np.float32]:
-        """(P, 5) first returns of all lidars; reads the whole record."""
+        """Read the first returns (P, 5) of all lidars, and the whole record."""
         return frame_points(bytes(self.open(ref)), f"file '{self.files.shown}/{ref}'")
 
     def _frame(
         self,
         file: str,
-        record: Record,
+        record: FileRecord,
         head: FrameHead,
         cameras: dict[str, CameraCalibration],
         stats: dict[str, str],
@@ -223,29 +223,29 @@ class Waymo(FrameSource[WaymoFileSettings]):
 
 
 def rig() -> Sensors:
-    """The cameras, as channels ``cam_front`` and so on: lidars have the same names."""
+    """Return the cameras, as channels ``cam_front`` etc., because lidars have the same names."""
     return Sensors([Camera(channel(name), name) for name in CAMERAS.values()])
 
 
 def channel(camera: str) -> str:
-    """The channel of a camera."""
+    """Return the channel of a camera."""
     return f"cam_{camera.lower()}"
 
 
 def microseconds(seconds: float) -> int:
-    """A time of the dataset: float64 seconds since 1970 are exact to 0.2 us, and its clock has whole ones."""
+    """Round a time of the dataset: float64 seconds since 1970 are exact to 0.2 us, its clock to 1 us."""
     return round(seconds * 1e6)
 
 
 def shutter_times(shutter: float, trigger: float, done: float) -> tuple[int | None, int | None]:
-    """Exposure and read-out [ns]: what passes from trigger to done is both (``dataset.proto``)."""
+    """Return exposure and read-out [ns]: the time from trigger to done is the sum of both (``dataset.proto``)."""
     exposure, span = round(shutter * 1e9) if shutter > 0 else None, done - trigger
     readout = microseconds(span - shutter) * 1000 if exposure is not None and span > shutter else None
     return exposure, readout
 
 
 def weather_columns(stats: dict[str, str]) -> dict[str, str | bool | None]:
-    """Values of the columns; ``night`` and ``rain`` where the dataset says what time and weather it was."""
+    """Return values of the columns; ``night`` and ``rain`` where the dataset states time of day and weather."""
     time, weather = stats.get("time_of_day"), stats.get("weather")
     return {
         **stats,
@@ -255,7 +255,7 @@ def weather_columns(stats: dict[str, str]) -> dict[str, str | bool | None]:
 
 
 def box_rows(labels: LabelColumns) -> BoxRows:
-    """Boxes in ego at the frame's pose."""
+    """Make boxes in ego at the frame's pose."""
     boxes = labels.boxes
     return BoxRows(
         centre=boxes[:, :3],
@@ -268,19 +268,19 @@ def box_rows(labels: LabelColumns) -> BoxRows:
 
 
 def labelled_cameras() -> dict[str, str]:
-    """The cameras with what their 2-D boxes are."""
+    """Return the cameras with the kind of their 2-D boxes."""
     text = "labelled in the image, with tracks of their own; row is -1"
     return {channel(name): text for name in CAMERAS.values()}
 
 
 def image_rows(boxes: NDArray[np.float64], category: list[str], track: list[str]) -> ImageBoxRows:
-    """Boxes (K, 4) of centre and sides [px], whose pixel 0 is the left edge of the first one."""
+    """Make boxes (K, 4) of centre and sides [px]; pixel 0 is the left edge of the first one."""
     centre, half = boxes[:, :2] - 0.5, boxes[:, 2:] / 2
     return ImageBoxRows(box=np.concatenate([centre - half, centre + half], 1), category=category, track=track)
 
 
 def _image_boxes(head: FrameHead) -> dict[str, ImageBoxRows]:
-    """Boxes of all images of a frame that has such labels; an image without any has no box."""
+    """Return the boxes of all images of a frame that has such labels; an image without any has no box."""
     if not head.camera_labels:
         return {}
     found = {channel(image.name): image_rows(np.empty((0, 4)), [], []) for image in head.images}

@@ -1,9 +1,10 @@
-"""From the rows of a layer to its files: shards by arithmetic, tables, attributes, the manifest last."""
+"""The rows of a layer become its files: shards by arithmetic, tables, attributes, the manifest last."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -17,9 +18,8 @@ from fuelrail.pipeline.channels.table import Channel
 from fuelrail.pipeline.errors import DatasetError
 from fuelrail.pipeline.format.codecs import DEFAULT_ZSTD_LEVEL, suffix
 from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
-from fuelrail.pipeline.format.index.samples import INDEX_FILE, IndexWriter
 from fuelrail.pipeline.format.index.shards import ShardEntry, shard_name
-from fuelrail.pipeline.format.index.tables import file_entry, write_tables
+from fuelrail.pipeline.format.index.tables import file_entry
 from fuelrail.pipeline.format.layers import (
     LAYER_FORMAT,
     LAYER_SPLIT,
@@ -36,15 +36,13 @@ from fuelrail.pipeline.format.manifest import (
     MANIFEST_FILE,
     FileEntry,
     Lineage,
-    SplitEntry,
     decode_manifest,
-    encode_manifest,
 )
 from fuelrail.pipeline.format.tar import END_OF_ARCHIVE, StoredMember
 from fuelrail.pipeline.settings import Settings
-from fuelrail.sharding.write.finish import ROWS_PER_GROUP
 from fuelrail.sharding.write.layers.segments import SegmentRow, Segments
 from fuelrail.sharding.write.packer import IndexText
+from fuelrail.sharding.write.publish import ROWS_PER_GROUP, publish_tables, write_index
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.format.dataset import Dataset
@@ -71,7 +69,9 @@ _ARROW: Final = {"b": pa.bool_(), "i": pa.int64(), "u": pa.int64(), "f": pa.floa
 
 
 def scalar_channels(channels: Sequence[Channel]) -> dict[str, pa.DataType]:
-    """Names and Arrow types of the channels that are attributes too: single numbers of at most 63 bits, and truths."""
+    """Return names and Arrow types of the channels that are attributes too: single numbers of at most 63 bits, and
+    bools.
+    """
     return {
         one.name: _ARROW[one.numpy_dtype.kind]
         for one in channels
@@ -85,20 +85,27 @@ def finish_layer(out: Output, base: Dataset, run: LayerRun, *, partial: bool) ->
     Raises DatasetError where samples of the base have no row, unless ``partial`` allows it, and what
     `Segments.rows` raises.
     """
-    data = out.read(MANIFEST_FILE)
-    if data is None:
+    manifest = _manifest_in(out)
+    if manifest is None:
         segments = Segments(out, len(base))
         _check_whole(segments, base, out, partial=partial)
         temporary = out.work / "tmp"
         temporary.mkdir(parents=True, exist_ok=True)
         try:
-            data = _write(out, temporary, base, run, segments)
+            manifest = _write(out, temporary, base, run, segments)
         except FileNotFoundError:  # at a URL another machine may have finished the layer, and removed the segments
-            data = out.read(MANIFEST_FILE)
-            if data is None:
+            manifest = _manifest_in(out)
+            if manifest is None:
                 raise
-    manifest = decode_manifest(data, f"{out.shown}/{MANIFEST_FILE}", LAYERS)
     out.remove_work()
+    return manifest
+
+
+def _manifest_in(out: Output) -> LayerManifest | None:
+    data = out.read(MANIFEST_FILE)
+    if data is None:
+        return None
+    manifest = decode_manifest(data, f"{out.shown}/{MANIFEST_FILE}", LAYERS)
     assert isinstance(manifest, LayerManifest)
     return manifest
 
@@ -116,38 +123,52 @@ def _check_whole(segments: Segments, base: Dataset, out: Output, *, partial: boo
         )
 
 
-def _write(out: Output, temporary: Path, base: Dataset, run: LayerRun, segments: Segments) -> bytes:
+def _write(out: Output, temporary: Path, base: Dataset, run: LayerRun, segments: Segments) -> LayerManifest:
     rows = np.full(len(base), NO_ROW, ROWS_DTYPE)
-    index, count = temporary / INDEX_FILE, 0
-    fields = [channel.field for channel in run.channels]
-    with (
-        _Shards(out) as shards,
-        _AttributesWriter(temporary / ATTRIBUTES_FILE, run.channels) as attributes,
-        IndexWriter(index, fields, sorted({channel.codec for channel in run.channels})) as table,
-    ):
-        for position, found in segments.rows():
-            row = shards.add(found)
-            table.append(row)
-            attributes.add(row, found.attributes)
-            rows[position] = count
-            count += 1
+    codecs = {channel.field: channel.codec for channel in run.channels}
+    with _Shards(out) as shards, _AttributesWriter(temporary / ATTRIBUTES_FILE, run.channels) as attributes:
+
+        def written() -> Iterator[IndexRow]:
+            for count, (position, found) in enumerate(segments.rows()):
+                row = shards.add(found)
+                attributes.add(row, found.attributes)
+                rows[position] = count
+                yield row
+
+        write_index(temporary, list(codecs), codecs.values(), written())
         entries = shards.close()
-    files = [*write_tables(temporary, entries), *rows_file(temporary, rows)]
-    for entry in files:
-        out.publish_file(entry.name, temporary / entry.name)
+    make = functools.partial(
+        LayerManifest,
+        format=LAYER_FORMAT,
+        version=FORMAT_VERSION,
+        name=run.name,
+        seed=0,
+        order_unit="frame",
+        channels=run.channels,
+        classes=base.manifest.classes,
+        attributes=(),
+        time_base=base.manifest.time_base,
+        ego_origin=base.manifest.ego_origin,
+        license=base.manifest.license,
+        compression={"layout": "member", "level": DEFAULT_ZSTD_LEVEL, "codecs": codecs},
+        lineage=Lineage(),
+        provenance={"recipe": {"source": "layer", "tool": f"fuelrail {__version__}", "zstd": run.zstd}},
+        base=run.base,
+        view=run.view,
+    )
     num_clips = len(np.unique(base.index.clip_numbers()[np.flatnonzero(rows != NO_ROW)]))
-    encoded = encode_manifest(_manifest(base, run, entries, files, num_clips))
-    with out.publish(MANIFEST_FILE) as file:
-        file.write(encoded)
-    return encoded
+    published = publish_rows(out, temporary, rows)
+    return publish_tables(out, temporary, entries, {LAYER_SPLIT: num_clips}, make, published)
 
 
-def rows_file(folder: Path, rows: NDArray[np.int64]) -> list[FileEntry]:
-    """Write ``rows.npy`` into the folder and return its entry; nothing where row i belongs to position i."""
+def publish_rows(out: Output, folder: Path, rows: NDArray[np.int64]) -> list[FileEntry]:
+    """Publish ``rows.npy``, written in the folder, and return its entry; nothing where row i belongs to position i."""
     if np.array_equal(rows, np.arange(len(rows))):
         return []
     np.save(folder / ROWS_FILE, rows.astype(ROWS_DTYPE), allow_pickle=False)
-    return [file_entry(folder / ROWS_FILE)]
+    entry = file_entry(folder / ROWS_FILE)
+    out.publish_file(ROWS_FILE, folder / ROWS_FILE)
+    return [entry]
 
 
 class _Shards:
@@ -249,37 +270,3 @@ class _AttributesWriter:
         arrays = [pa.array(column, kind) for column, kind in zip(columns, self._schema.types, strict=True)]
         self._writer.write_table(pa.Table.from_arrays(arrays, schema=self._schema))
         self._rows.clear()
-
-
-def _manifest(
-    base: Dataset, run: LayerRun, shards: Sequence[ShardEntry], files: Sequence[FileEntry], num_clips: int
-) -> LayerManifest:
-    num_samples = sum(shard.num_samples for shard in shards)
-    return LayerManifest(
-        format=LAYER_FORMAT,
-        version=FORMAT_VERSION,
-        name=run.name,
-        fingerprint="",
-        num_samples=num_samples,
-        num_clips=num_clips,
-        num_bytes=sum(shard.bytes for shard in shards),
-        seed=0,
-        order_unit="frame",
-        channels=run.channels,
-        classes=base.manifest.classes,
-        attributes=(),
-        time_base=base.manifest.time_base,
-        ego_origin=base.manifest.ego_origin,
-        license=base.manifest.license,
-        compression={
-            "layout": "member",
-            "level": DEFAULT_ZSTD_LEVEL,
-            "codecs": {channel.field: channel.codec for channel in run.channels},
-        },
-        splits={LAYER_SPLIT: SplitEntry(0, num_samples, 0, len(shards), num_clips)},
-        files=tuple(files),
-        lineage=Lineage(),
-        provenance={"recipe": {"source": "layer", "tool": f"fuelrail {__version__}", "zstd": run.zstd}},
-        base=run.base,
-        view=run.view,
-    )

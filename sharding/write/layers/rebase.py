@@ -20,19 +20,13 @@ from fuelrail.pipeline.format.layers import (
     check_layer_table,
     open_layer_data,
 )
-from fuelrail.pipeline.format.manifest import (
-    BRING_BACK,
-    MANIFEST_FILE,
-    WORK_FOLDER,
-    Lineage,
-    decode_manifest,
-    encode_manifest,
-)
+from fuelrail.pipeline.format.manifest import BRING_BACK, MANIFEST_FILE, WORK_FOLDER, Lineage
 from fuelrail.pipeline.storage.files import open_file
 from fuelrail.pipeline.storage.filesystem import is_url, shown_url
 from fuelrail.pipeline.text import escaped
 from fuelrail.sharding.output.folder import FolderOutput, check_out, link_file
-from fuelrail.sharding.write.layers.finish import rows_file
+from fuelrail.sharding.write.layers.finish import publish_rows
+from fuelrail.sharding.write.publish import publish_manifest
 
 _LISTED_KEYS = 1000
 
@@ -108,19 +102,16 @@ def rebase_layer(
                 with target.publish(name) as copy, open_file(old.root / name) as file:
                     while data := file.read(8 << 20):
                         copy.write(data)
-        made = rows_file(target.temporary, rows)
-        for new in made:
-            target.publish_file(new.name, target.temporary / new.name)
-        bound = msgspec.structs.replace(
-            manifest, base=entry, files=(*own, *made), digest="", lineage=Lineage.of([manifest])
+        made = publish_rows(target, target.temporary, rows)
+        bound = publish_manifest(
+            target,
+            msgspec.structs.replace(
+                manifest, base=entry, files=(*own, *made), digest="", lineage=Lineage.of([manifest])
+            ),
         )
-        encoded = encode_manifest(bound)
-        with target.publish(MANIFEST_FILE) as manifest_file:
-            manifest_file.write(encoded)
         target.remove_work()
-    checked = decode_manifest(encoded, str(target.root / MANIFEST_FILE), {manifest.format: LayerManifest})
     return RebaseReport(
-        layer=target.shown, fingerprint=checked.fingerprint, num_rows=len(rows) - len(lacking),
+        layer=target.shown, fingerprint=bound.fingerprint, num_rows=len(rows) - len(lacking),
         num_without_value=len(lacking), num_unused=len(old) - (len(rows) - len(lacking)),
         without_value=[new_base.index.row(int(at)).key for at in lacking[:_LISTED_KEYS]],
     )  # fmt: skip
@@ -139,7 +130,7 @@ def _check_sensors(manifest: LayerManifest, entry: BaseEntry, where: str) -> Non
 
 
 def _rows_by_key(layer: Dataset, base: Dataset) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """The row of the layer for each position of the base, int64 (num_samples,), `NO_ROW` where it has none."""
+    """Return the row of the layer for each position of the base, int64 (num_samples,), `NO_ROW` where it has none."""
     keys: pa.ChunkedArray = layer.index.texts("key")
     found = pc.index_in(base.index.texts("key"), value_set=keys.combine_chunks())
     return np.asarray(pc.fill_null(found, NO_ROW).to_numpy(), np.int64)

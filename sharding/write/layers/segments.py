@@ -75,7 +75,7 @@ class Segments:
     """
 
     def __init__(self, out: Output, num_samples: int) -> None:
-        """``num_samples`` is the number of the base's positions."""
+        """Take the number of the base's positions (``num_samples``)."""
         self._out, self._num_samples = out, num_samples
         self._names: list[str] = []
         self._whole: set[int] = set()

@@ -39,7 +39,6 @@ from fuelrail.pipeline.settings import convert
 from fuelrail.pipeline.text import differences
 from fuelrail.sharding.output.folder import check_out, open_output
 from fuelrail.sharding.planning.recipe import channel_codec
-from fuelrail.sharding.write.blocks import ReadBuffer
 from fuelrail.sharding.write.layers.finish import LayerRun, finish_layer, scalar_channels
 from fuelrail.sharding.write.layers.segments import (
     BYTES_PER_SEGMENT,
@@ -50,6 +49,7 @@ from fuelrail.sharding.write.layers.segments import (
     publish_segment,
 )
 from fuelrail.sharding.write.packer import RawMember, ShardPacker
+from fuelrail.sharding.write.read_buffer import ReadBuffer
 
 _KEPT: Final = "rows that were published"
 _RUN_FILE: Final = f"{WORK_FOLDER}/layer.json"
@@ -123,7 +123,7 @@ class LayerWriter:
         return self._run.channels
 
     def written(self) -> NDArray[np.bool_]:
-        """Which positions of the base have a published row, of any writer: bool (num_samples,)."""
+        """Return which positions of the base have a published row, of any writer: bool (num_samples,)."""
         self._segments.update()
         # Checked afterwards: the process that finishes the layer removes the segments.
         self.is_finished = self._out.size(MANIFEST_FILE) is not None
@@ -295,5 +295,5 @@ def _plain(value: Any) -> bool | int | float:  # noqa: ANN401
 
 
 def _versions() -> str:
-    """The version of zstd, which the stored bytes depend on."""
+    """Return the version of zstd, which the stored bytes depend on."""
     return ".".join(map(str, zstandard.ZSTD_VERSION))

@@ -47,7 +47,9 @@ def test_they_run_as_the_pages_print_them(tmp_path):
     )
 
 
-def test_sharding_and_a_case_that_is_measured_again(quick, tmp_path, capsys):
+def test_sharding_and_a_case_that_is_measured_again(quick, tmp_path, capsys, monkeypatch):
+    _, with_lidar, _, lean = rate.CASES  # the others are these with other lengths and candidates
+    monkeypatch.setattr(rate, "CASES", {title: rate.CASES[title] for title in (with_lidar, lean)})
     out = tmp_path / "report"
     out.mkdir()
     words = ["--quick", "--cpus", 1, "--dir", out]
@@ -60,13 +62,13 @@ def test_sharding_and_a_case_that_is_measured_again(quick, tmp_path, capsys):
         assert not names & set(rate.CASES[comparison["title"]].leave_out)
         for figures in ("mb_per_s", "cpu_s_per_gb"):
             assert set(report[figures][comparison["title"]]) == names
-    assert list(report["num_files"].values()) == [6 * 6, 6 * 7, 6 * 6, 6 * 6]
+    assert list(report["num_files"].values()) == [6 * 7, 6 * 6]
     assert set(report["share_of_floor"]) == set(report["commits"]) == set(rate.CASES)
     assert all(0 < low <= middle <= high for low, middle, high in report["share_of_floor"].values())
     assert report["num_cpus"] == 1
     assert "MB/s" in printed
 
-    first, *_, last = rate.CASES
+    first, last = rate.CASES
     again, _ = quick(rate.main, *words, "--case", last)
     assert [comparison["title"] for comparison in again["comparisons"]] == list(rate.CASES)
     assert again["mb_per_s"][first] == report["mb_per_s"][first]

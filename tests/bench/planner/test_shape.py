@@ -14,7 +14,6 @@ from torch.profiler import ProfilerActivity, profile
 from fuelrail.bench.measure.collectives import Counter
 from fuelrail.bench.planner.choice import beside_teacher, inputs_of, taught
 from fuelrail.bench.planner.fake_rank import Inputs, private_parts, run_rank
-from fuelrail.bench.planner.formulas import Transformer, model_flop
 from fuelrail.bench.planner.hardware import CLUSTERS
 from fuelrail.bench.planner.scenario import Scenario
 from fuelrail.bench.planner.shape import shape_of, stages
@@ -23,6 +22,7 @@ from fuelrail.bench.trainer.strategies.parallel import build, parallelise
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, degrees_of
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.settings import load_yaml
+from support.published_formulas import Transformer, model_flop
 
 pytestmark = pytest.mark.slow  # each shape takes about a second
 

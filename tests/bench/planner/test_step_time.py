@@ -11,14 +11,14 @@ from fuelrail.bench.measure.collectives import Collective
 from fuelrail.bench.planner.choice import buckets, traffic_of
 from fuelrail.bench.planner.hardware import load_cluster
 from fuelrail.bench.planner.shape import Shape
-from fuelrail.bench.planner.step_time import Efficiency, Traffic, Work, fit, limits_of, step_time
+from fuelrail.bench.planner.step_time import Efficiency, StepWork, Traffic, fit, limits_of, step_time
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings
 from support.reference_figures import Case, Expected, compare
 
 
 def test_parts_add_up():
     cluster = load_cluster("1x8-h100")
-    work = Work(
+    work = StepWork(
         flop=989.5e12 / 4, activation_bytes=3350e9 / 10, tensor_bytes=37e9, tensor_reach=8, micro_batches=2, bubble=0.5,
         traffic=(Traffic(bytes=370e9, reach=8, hidden=1.0),), step_state_bytes=335e9,
     )  # fmt: skip
@@ -33,7 +33,7 @@ def test_every_message_takes_the_links_latency():
     """Of layers and stages as of gradients: 3,872 gathers at 20 us are 77 ms, however small they are."""
     cluster = load_cluster("8x8-h100")
     inside, between = 20e-6, 50e-6
-    work = Work(
+    work = StepWork(
         flop=0.0, activation_bytes=0.0, tensor_count=121, tensor_reach=8, pipeline_count=2, pipeline_reach=64,
         micro_batches=32, traffic=(Traffic(bytes=0.0, count=3, reach=64, stride=8, times=5),),
     )  # fmt: skip
@@ -48,7 +48,9 @@ def test_the_last_bucket_of_copies_hides_behind_nothing():
     assert buckets(16 * mib, 4.0) == (4, 0.25)
     exposed = [
         step_time(
-            Work(flop=989.5e12, activation_bytes=0.0, traffic=(Traffic(bytes=370e9, reach=8, hidden=2.0, last=last),)),
+            StepWork(
+                flop=989.5e12, activation_bytes=0.0, traffic=(Traffic(bytes=370e9, reach=8, hidden=2.0, last=last),)
+            ),
             load_cluster("1x8-h100"), "bf16", Efficiency(compute=1.0),
         ).data_exposed
         for last in (0.0, 0.5)
@@ -69,7 +71,7 @@ def shape(degrees, sent, ahead=(), *, flop=9e12, parameters=10**9, count=4):
 
 def seconds(traffic, name="8x8-h100", flop=0.0):
     """All, and what is exposed of it."""
-    work = Work(flop=flop, activation_bytes=0.0, micro_batches=4, traffic=tuple(traffic))
+    work = StepWork(flop=flop, activation_bytes=0.0, micro_batches=4, traffic=tuple(traffic))
     parts = step_time(work, load_cluster(name), "bf16", Efficiency(compute=1.0))
     return parts.data_total, parts.data_exposed
 
@@ -145,13 +147,13 @@ def test_more_bytes_never_shorten_a_step_and_no_more_is_exposed_than_is_sent(siz
 
 
 def test_attention_stays_in_16_bits():
-    work = Work(flop=0.0, attention_flop=989.5e12, activation_bytes=0.0)
+    work = StepWork(flop=0.0, attention_flop=989.5e12, activation_bytes=0.0)
     assert step_time(work, load_cluster("1x8-h100"), "fp8", Efficiency(compute=1.0)).total == pytest.approx(1.0)
 
 
 def test_a_fit_finds_the_efficiencies():
     cluster, truth = load_cluster("1x8-h100"), Efficiency(compute=0.63, passes=5.5)
-    works = [Work(flop=1e14, activation_bytes=1e10), Work(flop=1e13, activation_bytes=1e11)]
+    works = [StepWork(flop=1e14, activation_bytes=1e10), StepWork(flop=1e13, activation_bytes=1e11)]
     cases = [(work, cluster, "bf16", step_time(work, cluster, "bf16", truth).total) for work in works]
     assert fit(cases) == truth
     assert fit(cases[:1], truth) == truth
@@ -159,7 +161,7 @@ def test_a_fit_finds_the_efficiencies():
 
 def test_a_fit_goes_as_far_as_it_must_and_names_an_end_that_it_reaches():
     cluster = load_cluster("1x8-h100")
-    works = [Work(flop=1e14, activation_bytes=1e10), Work(flop=1e13, activation_bytes=1e11)]
+    works = [StepWork(flop=1e14, activation_bytes=1e10), StepWork(flop=1e13, activation_bytes=1e11)]
 
     def fitted(truth):
         return fit([(work, cluster, "bf16", step_time(work, cluster, "bf16", truth).total) for work in works])

@@ -21,8 +21,8 @@ from fuelrail.bench.report.files import RESULTS
 from fuelrail.bench.report.page import markdown_table
 from fuelrail.bench.studies.compare.page import HEADER, rows
 from fuelrail.bench.studies.compare.report import load_compare_report
+from fuelrail.bench.studies.diff import load_comparable
 from fuelrail.bench.studies.scale.page import MEASURED_HEADER, measured_rows
-from fuelrail.bench.studies.scale.report import load_scale_report
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,7 +57,7 @@ def ratios_to(name: str, others: tuple[str, ...], titles: tuple[str, ...] = tupl
 
 
 def loaders() -> tuple[dict[str, float], dict[str, float], dict]:
-    """Of each loader and recipe: images a second, and our speed-up; the figures of all."""
+    """Check each loader and recipe: images a second, and our speed-up; the figures of all."""
     figures = {f"{one['peer']}:{one['recipe']}": one["figures"] for one in result("compare")["contestants"]}
     times = {name: one["ours_times_as_fast"] for name, one in figures.items()}
     return {name: one["images_per_s"]["median"] for name, one in figures.items()}, times, figures
@@ -81,11 +81,9 @@ def restart_over(other: str | None) -> str:
 
 def readme() -> Iterator[str]:
     rates, times, _ = loaders()
-    named = [
-        times[name]["median"] for name in ("spdl:sjfast", "grain:thr-sjfast", "wds:sjfast", "mds:sjfast", "lit:sjfast")
-    ]
+    named = [times[name]["median"] for name in ("spdl:sjfast", "grain:thr-sjfast", "wds:sjfast", "mds:sjfast")]
     yield f"decodes {rates['fuelrail:turbo']:,.0f} camera images of 1600x900 per second on two CPU cores: "
-    yield f"{min(named):.1f} to {max(named):.1f} times as many as SPDL, Grain, webdataset, MosaicML Streaming and"
+    yield f"{min(named):.1f} to {max(named):.1f} times as many as SPDL, Grain, webdataset and MosaicML Streaming in"
 
 
 def compared() -> Iterator[str]:
@@ -98,13 +96,11 @@ def compared() -> Iterator[str]:
     yield f"({rates['grain:thr-sjfast']:.0f}, {rates['wds:sjfast']:.0f}), by two runs each"
     for words, name in (
         ("SPDL's threads", "spdl:sjfast"), ("Grain's", "grain:thr-sjfast"), ("webdataset", "wds:sjfast"),
-        ("Megatron-Energon", "energon:sjfast"), ("MosaicML Streaming", "mds:sjfast"), ("LitData", "lit:sjfast"),
+        ("MosaicML Streaming", "mds:sjfast"), ("torch's DataLoader over loose files", "loose:sjfast"),
     ):  # fmt: skip
         one = times[name]
         assert one["low"] > 1
         yield f"{one['median']:.2f} times {words} ({one['low']:.2f} to {one['high']:.2f})"
-    dali, ffcv = (times[name]["median"] for name in ("dali:noaa", "ffcv:area"))
-    yield f"{dali:.1f} times DALI's CPU decoding and {ffcv:.1f} times FFCV"
     yield "it is {} times as fast again ({})".format(*restart_over(None).split("|"))
     yield "{} times SPDL ({})".format(*restart_over("spdl:sjfast").split("|"))
     yield "{} times Grain ({})".format(*restart_over("grain:thr-sjfast").split("|"))
@@ -130,7 +126,7 @@ def compared() -> Iterator[str]:
 
 
 def scaled() -> Iterator[str]:
-    report = load_scale_report(RESULTS / "scale.json")
+    report = load_comparable(RESULTS / "scale.json")
     yield markdown_table(MEASURED_HEADER, measured_rows(report))
     (held_out,) = [trial for trial in report.trials if trial.held_out]
     assert held_out.num_ranks == 4

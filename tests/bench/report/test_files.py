@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from fuelrail.__main__ import main
-from fuelrail.bench.micro.timing import Report
+from fuelrail.bench.micro.timing import TimingReport
 from fuelrail.bench.report import files
 from fuelrail.bench.report.files import prepare_folder, publish, publish_json
 from fuelrail.pipeline.errors import ConfigError
@@ -49,7 +49,7 @@ def test_a_page_that_cannot_be_drawn_is_refused_before_the_measurement(tmp_path,
 
 def result(commit, changed):
     machine = msgspec.structs.replace(MACHINE, commit=commit, uncommitted_changes=changed)
-    return Report(benchmark="x", machine=machine, comparisons=[])
+    return TimingReport(benchmark="x", machine=machine, comparisons=[])
 
 
 def test_a_result_with_uncommitted_changes_is_refused_in_bench_results(tmp_path, monkeypatch):

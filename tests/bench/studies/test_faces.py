@@ -8,10 +8,9 @@ import msgspec
 import pytest
 
 from fuelrail.bench.measure.accelerator import load_profile
-from fuelrail.bench.studies.compare.options import CompareOptions
-from fuelrail.bench.studies.compare.session import compare
+from fuelrail.bench.studies.compare.session import CompareOptions, compare
 from fuelrail.bench.studies.diagnose.run import DiagnoseOptions, diagnose
-from fuelrail.bench.studies.diff.compare import DiffOptions, diff
+from fuelrail.bench.studies.diff import DiffOptions, diff
 from fuelrail.bench.studies.loader.measure import bench_loader
 from fuelrail.bench.studies.loader.options import LoaderOptions
 from fuelrail.bench.studies.order.describe import DescribeOptions, describe_order
@@ -23,7 +22,7 @@ from fuelrail.pipeline.cli import add_flags, from_flags
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.order.spec import OrderSpec
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("warm_ranks")]
 
 
 QUICK = {"batch_size": 1, "steps": 12, "warmup": 2, "workers": 1, "model": "light"}

@@ -1,4 +1,4 @@
-"""What is known of DALI without loading it: versions, faults, and the meaning of its errors."""
+"""What is known of DALI without loading it: versions, and the meaning of its errors."""
 
 from __future__ import annotations
 
@@ -67,22 +67,6 @@ def test_versions_below_the_floor_are_a_problem() -> None:
         assert (found.problem == "") == is_usable, version
 
 
-@pytest.mark.parametrize(
-    ("nvjpeg", "nvimgcodec", "num_faults"),
-    [
-        ("12.4.0.76", "0.9.0.20", 5),
-        ("13.3.2.43", "0.9.0.20", 4),
-        ("13.3.2.43", "0.8.0", 3),
-        ("12.3.3", "0.7", 1),
-        (None, None, 0),
-    ],
-)
-def test_known_faults_are_those_of_the_libraries_versions(nvjpeg, nvimgcodec, num_faults) -> None:
-    faults = InstalledDali("nvidia-dali-cuda120", "2.4.0", [], nvjpeg, nvimgcodec).known_faults
-    assert len(faults) == num_faults
-    assert all(fault.avoided_by for fault in faults)
-
-
 def test_the_libraries_of_the_installed_dali_are_found() -> None:
     found = dali_install.installed_dali()
     if found is None:
@@ -90,30 +74,6 @@ def test_the_libraries_of_the_installed_dali_are_found() -> None:
     assert found.nvjpeg == importlib.metadata.version(dali_install._LINES[found.package].nvjpeg)
     assert found.nvimgcodec is not None
     assert found.problem == ""
-
-
-# The newest versions whose issues and release notes the table of faults was made from.
-LOOKED_AT = {"nvidia-nvjpeg": (13, 3), "nvidia-nvjpeg-cu12": (12, 4), "nvimgcodec": (0, 9)}
-
-
-def test_the_table_of_faults_covers_what_the_extra_brings() -> None:
-    found = dali_install.installed_dali()
-    if found is None:
-        pytest.skip("NVIDIA DALI is not installed")
-    line = dali_install._LINES[found.package]
-    texts = [*importlib.metadata.requires(found.package), *importlib.metadata.requires(line.nvimgcodec)]
-    required = {name[0] for name in map(dali_install._NAME.match, texts) if name}
-    assert {line.nvjpeg, line.nvimgcodec} <= required, "DALI requires other packages than those whose faults are known"
-    versions = {line.nvjpeg: found.nvjpeg, "nvimgcodec": found.nvimgcodec}
-    for name, version in versions.items():
-        newest = LOOKED_AT[name]
-        assert dali_install._numbers(version)[:2] <= newest, (
-            f"look for faults of {name} {version}, then raise LOOKED_AT"
-        )
-    # Old nvJPEG and new nvImageCodec are why regions are not decoded on a GPU.
-    effects = " ".join(fault.effect for fault in found.known_faults)
-    assert ("decodes regions of 4:2:0" in effects) == (dali_install._numbers(found.nvjpeg) < (13, 2))
-    assert ("crash on H100 and B200" in effects) == (dali_install._numbers(found.nvimgcodec) >= (0, 9))
 
 
 @pytest.mark.parametrize(

@@ -280,7 +280,7 @@ class TestLibrary:
 
     @pytest.mark.slow
     def test_it_compiles_for_aarch64(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """By whichever compiler is installed, with the flags that a build there takes."""
+        """Build by the installed compiler, with the flags that a build there takes."""
         compiler = next((CROSS[name] for name in CROSS if name == "ziglang" or shutil.which(name)), None)
         if compiler is None:
             pytest.skip("no compiler for aarch64: pip install ziglang, or Debian package gcc-aarch64-linux-gnu")
@@ -335,7 +335,7 @@ class TestLibrary:
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitize", [False, True])
 def test_mutations_are_the_same_with_and_without_the_native_decoder(sanitize, tmp_path):
-    """With and without the native decoder the same files are refused, and the same pixels decoded."""
+    """The same files are refused with and without the native decoder, and the same pixels decoded."""
     if isinstance(native.load(), str) or (sanitize and shutil.which("gcc") is None):
         pytest.skip("needs the native decoder, and gcc to build it with sanitizers")
     images = [tmp_path / "a.jpg", tmp_path / "b.png"]

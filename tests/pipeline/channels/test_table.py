@@ -80,7 +80,7 @@ GRID = Law("ego_grid", extent_m=(-1.0, -1.0, 1.0, 1.0))
         (channel(POINTS, shape=(5, 3)), "must be [null, C]"),
         (channel(POINTS, frame="moon"), "frame 'moon' is unknown"),
         (channel(BOXES2D, arrays=()), "arrays must name at least one array"),
-        (channel(BOXES2D, dtype="int8"), "dtype, shape and columns stand in its arrays"),
+        (channel(BOXES2D, dtype="int8"), "dtype, shape and columns are in its arrays"),
         (channel(BOXES2D, arrays=2 * (ArraySpec("a", "int8"),)), "arrays a, a must differ"),
         (channel(BOXES2D, arrays=(ArraySpec("a", "void"),)), "array 'a' has the unknown dtype 'void'"),
         (channel(TOKENS, dtype="float32"), "dtype 'float32' must be one of integers"),

@@ -112,7 +112,7 @@ def test_matrices_of_a_rig_are_those_of_its_maps():
 
 
 def sees(image_map: ImageMap) -> tuple[np.ndarray, np.ndarray]:
-    """For each output pixel: surely sees the source; surely does not. On the border neither may hold."""
+    """Return which output pixels surely see the source, and which surely do not. On the border neither may hold."""
     width, height = image_map.out_wh
     v, u = np.mgrid[:height, :width] + 0.5
     a, b, tx, c, d, ty = image_map.inverse_coefficients()

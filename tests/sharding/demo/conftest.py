@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from fuelrail.sharding.demo.build import build
-from fuelrail.sharding.demo.world import WorldSpec
+from fuelrail.sharding.demo.options import SynthOptions
+from fuelrail.sharding.demo.synth import synth
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="session")
-def small_spec() -> WorldSpec:
-    return WorldSpec(seed=5, num_clips=2, num_frames=2, width_px=160, height_px=90, num_camera_sweeps=1)
+def small_options() -> SynthOptions:
+    return SynthOptions(seed=5, clips=2, frames=2, size=(160, 90), camera_sweeps=1, workers=1)
 
 
 @pytest.fixture(scope="session")
-def small_world(small_spec: WorldSpec, made_once: Callable[..., Path]) -> Path:
-    return made_once("small-world", lambda out: build(small_spec, out, 1))
+def small_world(small_options: SynthOptions, made_once: Callable[..., Path]) -> Path:
+    return made_once("small-world", lambda out: synth(out, small_options))

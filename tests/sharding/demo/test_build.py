@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,10 +16,11 @@ import simplejpeg
 
 from fuelrail.__main__ import main
 from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetExistsError
-from fuelrail.sharding.demo import build as build_module
-from fuelrail.sharding.demo.build import build
+from fuelrail.sharding.demo import synth as synth_module
 from fuelrail.sharding.demo.capture import record
-from fuelrail.sharding.demo.world import WorldSpec, captures, make_clip
+from fuelrail.sharding.demo.options import SynthOptions
+from fuelrail.sharding.demo.synth import synth
+from fuelrail.sharding.demo.world import captures, make_clip
 from support.sharding import digests, environment
 
 if TYPE_CHECKING:
@@ -26,20 +28,23 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.process
 
-TINY = WorldSpec(seed=1, num_clips=1, num_frames=1, width_px=160, height_px=90)
+TINY = SynthOptions(seed=1, clips=1, frames=1, size=(160, 90), workers=1)
 
 
-def test_bytes_do_not_depend_on_the_workers(small_spec: WorldSpec, small_world: Path, tmp_path: Path) -> None:
+def test_bytes_do_not_depend_on_the_workers(small_options: SynthOptions, small_world: Path, tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
-    build(small_spec, tmp_path / "again", 2, lambda done, total: seen.append((done, total)))
+    options = msgspec.structs.replace(small_options, workers=2)
+    synth(tmp_path / "again", options, progress=lambda done, total: seen.append((done, total)))
     assert digests(tmp_path / "again") == digests(small_world)
-    total = sum(len(captures(small_spec, make_clip(small_spec, index))) for index in range(2))
+    total = sum(len(captures(small_options, make_clip(small_options, index))) for index in range(2))
     assert seen == [(done, total) for done in range(total + 1)]
 
 
-def test_pictures_are_baseline_420_of_the_size_that_was_asked_for(small_spec: WorldSpec, small_world: Path) -> None:
+def test_pictures_are_baseline_420_of_the_size_that_was_asked_for(
+    small_options: SynthOptions, small_world: Path
+) -> None:
     pictures = sorted(small_world.glob("s*/CAM_*/*.jpg"))
-    rows = json.loads((small_world / small_spec.version / "sample_data.json").read_text())
+    rows = json.loads((small_world / small_options.version / "sample_data.json").read_text())
     found = {path.relative_to(small_world).as_posix() for path in small_world.glob("s*/*/*")}
     assert found == {row["filename"] for row in rows}
     assert len(pictures) == 2 * (2 + 1) * 6
@@ -50,10 +55,11 @@ def test_pictures_are_baseline_420_of_the_size_that_was_asked_for(small_spec: Wo
         assert b"\xff\xc2" not in data
 
 
-def test_the_same_world_is_left_as_it_is(small_spec: WorldSpec, small_world: Path) -> None:
+def test_the_same_world_is_left_as_it_is(small_options: SynthOptions, small_world: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in small_world.rglob("*")}
-    again = build(small_spec, small_world, 2)
-    assert again.was_there
+    again = synth(small_world, msgspec.structs.replace(small_options, workers=2))
+    assert again.reused
+    assert again.folder == str(small_world)
     assert again.num_images == 36
     assert {path: path.stat().st_mtime_ns for path in small_world.rglob("*")} == before
 
@@ -61,47 +67,49 @@ def test_the_same_world_is_left_as_it_is(small_spec: WorldSpec, small_world: Pat
 def test_a_folder_with_other_files_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(DatasetExistsError, match="isn't empty and holds no synthetic world"):
-        build(TINY, tmp_path, 1)
+        synth(tmp_path, TINY)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
     with pytest.raises(DatasetExistsError, match="is a file"):
-        build(TINY, tmp_path / "notes.txt", 1)
+        synth(tmp_path / "notes.txt", TINY)
 
 
 def test_a_damaged_world_is_not_called_whole(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()  # an empty folder will do
-    assert not build(TINY, tmp_path / "out", 1).was_there
+    assert not synth(tmp_path / "out", TINY).reused
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     next((tmp_path / "out").glob("samples/CAM_FRONT/*.jpg")).unlink()
     with pytest.raises(DatasetExistsError, match="files were changed or removed"):
-        build(TINY, tmp_path / "out", 1)
+        synth(tmp_path / "out", TINY)
 
 
 def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail_late(spec: WorldSpec, capture: object, root: Path) -> object:
+    def fail_late(world: SynthOptions, capture: object, root: Path) -> object:
         if getattr(capture, "frame", 0) == 1:
             raise OSError(28, "No space left on device")
-        return record(spec, capture, root)  # type: ignore[arg-type]
+        return record(world, capture, root)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(build_module, "record", fail_late)
+    monkeypatch.setattr(synth_module, "record", fail_late)
     with pytest.raises(DatasetError, match="No space left on device"):
-        build(msgspec.structs.replace(TINY, num_frames=2), tmp_path / "out", 1)
+        synth(tmp_path / "out", msgspec.structs.replace(TINY, frames=2))
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("num_clips", 0, "number of clips: got 0, must be 1 to 999"),
-        ("num_frames", -1, "number of frames: got -1"),
-        ("seed", -5, "seed: got -5"),
-        ("width_px", 8, "image width in pixels: got 8, must be 64"),
-        ("version", "../x", "version '../x'"),
-        ("version", "samples", "version 'samples'"),
+        ("clips", 0, "an integer from 1 to 999"),
+        ("frames", -1, "an integer from 1 to 400"),
+        ("seed", -5, "an integer from 0 to"),
+        ("size", (8, 90), r"\(width, height\) in pixels, from \(64, 36\) to \(4096, 2304\)"),
+        ("version", "../x", "a folder's name of letters"),
+        ("version", "samples", "a folder's name of letters"),
     ],
 )
 def test_worlds_that_cannot_be_are_refused(field: str, value: object, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
-        build(msgspec.structs.replace(TINY, **{field: value}), tmp_path / "out", 1)
+    with pytest.raises(ConfigError, match=rf"{field}={re.escape(repr(value))} must be {message}"):
+        SynthOptions(**{field: value})
+    with pytest.raises(ConfigError, match=field):
+        synth(tmp_path / "out", **{field: value})
     assert list(tmp_path.iterdir()) == []
 
 

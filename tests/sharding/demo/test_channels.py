@@ -16,8 +16,11 @@ from fuelrail.pipeline.rigid import invert_rigid, rotation_matrices
 from fuelrail.pipeline.sample.schema import Boxes
 from fuelrail.pipeline.transforms.ego import BevMap
 from fuelrail.sharding.api import shard, verify
-from fuelrail.sharding.demo.channels import TOKENS, top_view_tokens
-from fuelrail.sharding.demo.occupancy import (
+from fuelrail.sharding.demo.capture import TOKENS, top_view_tokens
+from fuelrail.sharding.demo.options import SynthOptions
+from fuelrail.sharding.demo.solids import solids_near
+from fuelrail.sharding.demo.world import captures, make_clip
+from support.synth_channels import (
     CELL_M,
     EXTENT_M,
     FIRST_CLASS,
@@ -26,10 +29,8 @@ from fuelrail.sharding.demo.occupancy import (
     SHAPE,
     STATIC,
     occupancy_grid,
-)  # fmt: skip
-from fuelrail.sharding.demo.solids import solids_near
-from fuelrail.sharding.demo.synth import synth
-from fuelrail.sharding.demo.world import WorldSpec, captures, make_clip
+    synth_with_occupancy,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -39,8 +40,7 @@ WORLD: dict[str, Any] = {"seed": 5, "clips": 1, "frames": 3, "size": (64, 36), "
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Any:
     base = tmp_path_factory.mktemp("occupancy")
-    synth(base / "drive", **WORLD, occupancy=True)
-    assert synth(base / "drive", **WORLD, occupancy=True).reused
+    synth_with_occupancy(base / "drive", **WORLD)
     shard(f"nuscenes:{base / 'drive'}", base / "out", workers=1)
     assert verify(base / "out", deep=True, workers=1).faults == []
     return open_dataset(base / "out")
@@ -128,9 +128,9 @@ def test_an_augmented_grid_is_that_of_augmented_points_and_boxes(dataset, ego) -
 
 
 def test_tokens_say_what_is_around_the_nearest_cells_first() -> None:
-    spec = WorldSpec(seed=1, num_clips=1, num_frames=1)
-    clip = make_clip(spec, 0)
-    moment = captures(spec, clip)[0].timestamp_us
+    world = SynthOptions(seed=1, clips=1, frames=1)
+    clip = make_clip(world, 0)
+    moment = captures(world, clip)[0].timestamp_us
     solids = solids_near(clip, moment)
     tokens = top_view_tokens(clip, solids, moment)
     assert tokens.shape == TOKENS.shape

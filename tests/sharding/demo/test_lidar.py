@@ -5,23 +5,24 @@ import pytest
 
 from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.sharding.demo.lidar import NUM_COLUMNS, NUM_RINGS, cast, points_in_box
-from fuelrail.sharding.demo.picture.shapes import shape_of
+from fuelrail.sharding.demo.options import SynthOptions
+from fuelrail.sharding.demo.shapes import SIDES, shape_of
 from fuelrail.sharding.demo.solids import Solid, solids_near
-from fuelrail.sharding.demo.world import Clip, WorldSpec, captures, make_clip
+from fuelrail.sharding.demo.world import SynthClip, captures, make_clip
 
 pytestmark = pytest.mark.slow
 
-SPEC = WorldSpec(seed=9, num_frames=2)
+SPEC = SynthOptions(seed=9, frames=2)
 
 
-def _sweep(index: int) -> tuple[Clip, list[Solid], int]:
+def _sweep(index: int) -> tuple[SynthClip, list[Solid], int]:
     clip = make_clip(SPEC, index)
     capture_us = captures(SPEC, clip)[0].timestamp_us
     return clip, solids_near(clip, capture_us), capture_us
 
 
-def _global(clip: Clip, capture_us: int, points: np.ndarray) -> np.ndarray:
-    lidar2global = clip.ego2global(capture_us) @ clip.rig.lidar.lidar2ego
+def _global(clip: SynthClip, capture_us: int, points: np.ndarray) -> np.ndarray:
+    lidar2global = clip.ego2global(capture_us) @ clip.rig.lidar.sensor2ego
     return points[:, :3].astype(np.float64) @ lidar2global[:3, :3].T + lidar2global[:3, 3]
 
 
@@ -50,10 +51,10 @@ def test_points_lie_on_the_ground_or_on_something(index: int) -> None:
 def test_casting_agrees_with_a_ray_at_a_time() -> None:
     clip, solids, capture_us = _sweep(0)
     points = cast(clip, solids, capture_us)
-    lidar2global = clip.ego2global(capture_us) @ clip.rig.lidar.lidar2ego
+    lidar2global = clip.ego2global(capture_us) @ clip.rig.lidar.sensor2ego
     global2lidar = invert_rigid(lidar2global)
     bodies = [
-        (part.vertices @ m[:3, :3].T + m[:3, 3], part.faces)
+        part.vertices @ m[:3, :3].T + m[:3, 3]
         for solid in solids
         for m in [global2lidar @ solid.unit2global()]
         for part in shape_of(solid.kind)
@@ -63,10 +64,10 @@ def test_casting_agrees_with_a_ray_at_a_time() -> None:
         distance = np.linalg.norm(point[:3])
         ray = point[:3] / distance
         nearest = ground[0] @ ground[1] / (ground[0] @ ray) if ground[0] @ ray < 0 else np.inf
-        for vertices, faces in bodies:
+        for vertices in bodies:
             enter, leave = 0.0, np.inf
-            for face in faces:
-                a, b, c = vertices[list(face.vertices[:3])]
+            for at in SIDES.values():
+                a, b, c = vertices[list(at[:3])]
                 normal = np.cross(b - a, c - b)
                 gap, speed = normal @ a, normal @ ray
                 enter, leave = (max(enter, gap / speed), leave) if speed < 0 else (enter, min(leave, gap / speed))

@@ -9,22 +9,23 @@ import numpy as np
 import pytest
 
 from fuelrail.pipeline.rigid import invert_rigid
-from fuelrail.sharding.demo.picture.camera import render
+from fuelrail.sharding.demo.options import SynthOptions
+from fuelrail.sharding.demo.picture import owners, render
 from fuelrail.sharding.demo.solids import Solid, solids_near
-from fuelrail.sharding.demo.world import Clip, WorldSpec, captures, make_clip
+from fuelrail.sharding.demo.world import SynthClip, captures, make_clip
 
 if TYPE_CHECKING:
-    from fuelrail.sharding.demo.rig import Camera
+    from fuelrail.sharding.demo.rig import RigSensor
 
 pytestmark = pytest.mark.slow
 
-SPEC = WorldSpec(seed=4, num_frames=4, width_px=800, height_px=450)
+SPEC = SynthOptions(seed=4, frames=4, size=(800, 450))
 CLEAR, RAIN, DUSK, NIGHT = range(4)
 
 
 class _Shot(NamedTuple):
-    clip: Clip
-    camera: Camera
+    clip: SynthClip
+    camera: RigSensor
     solids: list[Solid]
     exposure_us: int
 
@@ -36,6 +37,11 @@ def _shot(index: int, channel: str, frame: int = 2) -> _Shot:
     return _Shot(clip, camera, solids_near(clip, capture.timestamp_us), capture.timestamp_us - camera.lead_us)
 
 
+def _owners(shot: _Shot) -> np.ndarray:
+    cam2global = shot.clip.ego2global(shot.exposure_us) @ shot.camera.sensor2ego
+    return owners(shot.camera, cam2global, shot.solids, shot.camera.size[0])[0]
+
+
 def _projected_corners(shot: _Shot, solid: Solid) -> np.ndarray | None:
     """Corners (8, 2) by the plain formula K @ [R|t], None where some are not well ahead."""
     length, width, height = solid.size_lwh
@@ -43,7 +49,7 @@ def _projected_corners(shot: _Shot, solid: Solid) -> np.ndarray | None:
     x, y, z = np.array(np.meshgrid([-0.5, 0.5], [-0.5, 0.5], [-0.5, 0.5])).reshape(3, 8)
     corners = np.array([c * x * length - s * y * width, s * x * length + c * y * width, z * height, np.zeros(8)])
     corners = corners + np.array([[*solid.centre, 1.0]]).T
-    global2cam = invert_rigid(shot.clip.ego2global(shot.exposure_us) @ shot.camera.cam2ego)
+    global2cam = invert_rigid(shot.clip.ego2global(shot.exposure_us) @ shot.camera.sensor2ego)
     seen = (global2cam @ corners)[:3]
     if seen[2].min() < 1.0:
         return None
@@ -51,7 +57,7 @@ def _projected_corners(shot: _Shot, solid: Solid) -> np.ndarray | None:
 
 
 def _hull_mask(shot: _Shot, corners: np.ndarray, grow_px: float) -> np.ndarray:
-    mask = np.zeros((shot.camera.height_px, shot.camera.width_px), np.uint8)
+    mask = np.zeros((shot.camera.size[1], shot.camera.size[0]), np.uint8)
     hull = cv2.convexHull(np.round(corners * 16).astype(np.int32))
     cv2.fillConvexPoly(mask, hull, 1, cv2.LINE_8, 4)
     size = 2 * int(np.ceil(grow_px)) + 1
@@ -60,7 +66,7 @@ def _hull_mask(shot: _Shot, corners: np.ndarray, grow_px: float) -> np.ndarray:
 
 def _inside(shot: _Shot, corners: np.ndarray) -> bool:
     low, high = corners.min(0), corners.max(0)
-    return bool((low > 3).all() and high[0] < shot.camera.width_px - 4 and high[1] < shot.camera.height_px - 4)
+    return bool((low > 3).all() and (high < np.array(shot.camera.size) - 4).all())
 
 
 @pytest.mark.parametrize(
@@ -75,11 +81,10 @@ def _inside(shot: _Shot, corners: np.ndarray) -> bool:
 )
 def test_pixels_of_every_object_lie_in_its_projected_box(index: int, channel: str) -> None:
     shot = _shot(index, channel)
-    _, owners = render(*shot, owners=True)
-    assert owners is not None
+    shown = _owners(shot)
     num_checked = 0
     for solid in shot.solids:
-        drawn = owners == solid.actor
+        drawn = shown == solid.actor
         if solid.actor < 0 or drawn.sum() < 12:
             continue
         corners = _projected_corners(shot, solid)
@@ -99,9 +104,7 @@ def test_unhidden_objects_fill_their_projected_boxes_to_the_edges(index: int) ->
         if corners is None or not _inside(shot, corners) or np.ptp(corners, axis=0).min() < 12:
             continue
         # Alone in the world, so that nothing hides it.
-        _, owners = render(shot.clip, shot.camera, [solid], shot.exposure_us, owners=True)
-        assert owners is not None
-        rows, columns = np.nonzero(owners == solid.actor)
+        rows, columns = np.nonzero(_owners(shot._replace(solids=[solid])) == solid.actor)
         low, high = corners.min(0), corners.max(0)
         size = high - low
         assert rows.min() - low[1] < 2 + 0.13 * size[1], solid.kind
@@ -121,18 +124,17 @@ def test_unhidden_objects_fill_their_projected_boxes_to_the_edges(index: int) ->
 def test_taking_an_object_away_changes_its_box_and_nothing_else() -> None:
     # Independent of who is said to own a pixel: compare two pictures. Overcast, so shadows stay under their objects.
     shot = _shot(DUSK, "CAM_FRONT")
-    with_all, owners = render(*shot, owners=True)
-    assert owners is not None
+    with_all, shown = render(*shot), _owners(shot)
     visible = sorted(
-        (solid for solid in shot.solids if solid.actor >= 0 and (owners == solid.actor).sum() > 150),
-        key=lambda solid: -int((owners == solid.actor).sum()),
+        (solid for solid in shot.solids if solid.actor >= 0 and (shown == solid.actor).sum() > 150),
+        key=lambda solid: -int((shown == solid.actor).sum()),
     )
     chosen = [(s, c) for s in visible if (c := _projected_corners(shot, s)) is not None][:3]
     assert len(chosen) == 3
     for solid, corners in chosen:
         others = [one for one in shot.solids if one.actor != solid.actor]
-        without, _ = render(shot.clip, shot.camera, others, shot.exposure_us)
+        without = render(shot.clip, shot.camera, others, shot.exposure_us)
         changed = np.abs(with_all.astype(int) - without).max(axis=-1) > 6
         assert not (changed & ~_hull_mask(shot, corners, 5.0)).any(), solid
-        own = owners == solid.actor
+        own = shown == solid.actor
         assert changed[own].mean() > 0.7, solid

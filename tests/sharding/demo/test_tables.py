@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from fuelrail.sharding.demo.options import SynthOptions
 from fuelrail.sharding.demo.tables import splits
-from fuelrail.sharding.demo.world import WorldSpec
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,8 +21,8 @@ Tables = dict[str, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def tables(small_spec: WorldSpec, small_world: Path) -> Tables:
-    folder = small_world / small_spec.version
+def tables(small_options: SynthOptions, small_world: Path) -> Tables:
+    folder = small_world / small_options.version
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json") if path.stem != "splits"}
 
 
@@ -81,7 +81,7 @@ def test_instances_count_their_annotations(tables: Tables) -> None:
 
 @pytest.mark.parametrize(("num_clips", "expected"), [(1, ([0], [])), (2, ([0], [1])), (5, ([0, 1, 2, 4], [3]))])
 def test_splits_are_by_clip(num_clips: int, expected: tuple[list[int], list[int]]) -> None:
-    found = splits(WorldSpec(num_clips=num_clips, num_frames=1))
+    found = splits(SynthOptions(clips=num_clips, frames=1))
     assert found == {
         name: [f"scene-{9001 + index}" for index in indices]
         for name, indices in zip(("train", "val"), expected, strict=True)
@@ -89,11 +89,11 @@ def test_splits_are_by_clip(num_clips: int, expected: tuple[list[int], list[int]
 
 
 @pytest.fixture(scope="module")
-def devkit(small_spec: WorldSpec, small_world: Path) -> Any:
+def devkit(small_options: SynthOptions, small_world: Path) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what its dependencies say about themselves
         module = pytest.importorskip("nuscenes.nuscenes")
-        return module.NuScenes(small_spec.version, str(small_world), verbose=False)
+        return module.NuScenes(small_options.version, str(small_world), verbose=False)
 
 
 @pytest.mark.filterwarnings("ignore:.*utcfromtimestamp:DeprecationWarning")  # the devkit's own, from Python 3.12 on

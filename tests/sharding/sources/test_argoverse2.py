@@ -30,7 +30,7 @@ POSE = ("qw", "qx", "qy", "qz", "tx_m", "ty_m", "tz_m")
 
 
 def pose_columns(matrices) -> dict[str, list[float]]:
-    """As the dataset has poses: quaternion and translation, a column for each number."""
+    """Make a pose as the dataset has it: quaternion and translation, a column for each number."""
     rows = np.array(matrices).reshape(-1, 4, 4)
     x, y, z, w = Rotation.from_matrix(rows[:, :3, :3]).as_quat().T
     return dict(zip(POSE, [values.tolist() for values in (w, x, y, z, *rows[:, :3, 3].T)], strict=True))

@@ -45,7 +45,7 @@ def test_it_is_short():
 
 
 def poses_json(matrices):
-    """As PandaSet writes poses: position and heading by name."""
+    """Make a pose as PandaSet writes it: position and heading by name."""
     quaternions = Rotation.from_matrix([matrix[:3, :3] for matrix in matrices]).as_quat()
     return json.dumps([
         {"position": dict(zip("xyz", matrix[:3, 3].tolist(), strict=True)),

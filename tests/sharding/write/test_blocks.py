@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.format.tar import StoredMember, pack_sample
 from fuelrail.sharding.write import blocks
-from fuelrail.sharding.write.blocks import BlockWriter, ReadBuffer
+from fuelrail.sharding.write.blocks import BlockWriter
+from fuelrail.sharding.write.read_buffer import ReadBuffer
 
 SMALL_BLOCK = 64
 
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", SMALL_BLOCK)
+    monkeypatch.setattr(blocks, "IO_BLOCK_BYTES", SMALL_BLOCK)
 
 
 def written(path, bundles) -> list[tuple[int, int]]:

@@ -16,8 +16,8 @@ from fuelrail.pipeline.format import zstd_frames
 from fuelrail.pipeline.format.codecs import RAW, ZSTD, ZSTD_DICT, planes, stored_name, train_dictionary
 from fuelrail.pipeline.format.dataset import check_span, read_members
 from fuelrail.pipeline.format.tar import StoredMember, iter_members
-from fuelrail.sharding.write.blocks import ReadBuffer
 from fuelrail.sharding.write.packer import FramedPacker, IndexText, RawMember, ShardPacker
+from fuelrail.sharding.write.read_buffer import ReadBuffer
 
 DICTIONARY = train_dictionary([b'{"key": "%06d", "schema": "fuelrail/1"}' % number for number in range(500)], 1024, 3)
 CODECS = st.sampled_from([RAW, ZSTD, ZSTD_DICT, planes(4), planes(20)])

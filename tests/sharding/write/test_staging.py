@@ -50,7 +50,7 @@ def run(source: Path, out: Path, num_workers: int = 1, **changes):
 
 
 def kill_at(point: int) -> None:
-    """From now on this process dies at this point: an image is about to be made, or a file is or was renamed."""
+    """Let this process die at this point from now on: an image is about to be made, or a file is or was renamed."""
     seen = 0
     replace, make = Path.replace, Neutral.make_images
 
@@ -164,21 +164,19 @@ def expected(source, tmp_path):
     return digests(tmp_path / "whole")
 
 
-def test_killed_at_random_points_a_run_resumes(source, tmp_path, expected):
-    points = random.Random(20).sample(range(1, 50), 8)
-    killed = [check_killed_and_resumed(source, tmp_path / f"out-{point}", point, expected) for point in points]
-    assert sum(killed) > 4
+# Dozens of points; of each the whole run is done twice.
+EACH = 1 if os.environ.get("FUELRAIL_ATTACK") == "all" else 5
 
 
 @pytest.mark.slow
 def test_killed_at_every_point_a_run_resumes(source, tmp_path, expected):
     deaths = 0
-    for point in range(1, 1000):
+    for point in range(1, 1000, EACH):
         if not check_killed_and_resumed(source, tmp_path / "out", point, expected):
             break
         shutil.rmtree(tmp_path / "out")
         deaths += 1
-    assert deaths > 30
+    assert deaths * EACH > 30
 
 
 def test_killed_again_and_again_a_run_resumes(source, tmp_path, expected):

@@ -85,11 +85,11 @@ class LogFile(Protocol):
         ...
 
     def places(self, topic: str) -> list[Locator]:
-        """Where the messages of a topic are, in the order of their recording."""
+        """Return where the messages of a topic are, in the order of their recording."""
         ...
 
     def read(self, place: Locator, most: int | None = None) -> Message:
-        """A whole message, or its first bytes."""
+        """Read a whole message, or its first bytes."""
         ...
 
 
@@ -120,7 +120,7 @@ def by_time(parts: Iterable[tuple[int, Iterable[Message]]], where: str) -> Itera
 
 
 def plain_type(name: str) -> str:
-    """The name of a type in one spelling: ``sensor_msgs/msg/Image`` and ``sensor_msgs/Image`` are the same."""
+    """Return the name of a type in one spelling: ``sensor_msgs/msg/Image`` and ``sensor_msgs/Image`` are the same."""
     return name.replace("/msg/", "/")
 
 

@@ -45,7 +45,7 @@ from fuelrail.sharding.sources.shared.windows import opened
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.shared.files import SourceFiles
-    from fuelrail.sharding.sources.shared.windows import Window
+    from fuelrail.sharding.sources.shared.windows import FileWindow
 
 _HEAD = MESSAGE.size - RECORD.size
 
@@ -113,7 +113,7 @@ class McapFile:
             yield from by_time(((chunk.first_ns, messages(chunk)) for chunk in summary.chunks), self._where)
 
     def places(self, topic: str) -> list[Locator]:
-        """Where the messages of a topic are, in the order of their recording; by an index nothing is decompressed."""
+        """Return where the messages of a topic are, in the order of recording; an index saves decompression."""
         summary, found = self._summary, []
         if summary is None:
             return [message.place for message in self._walk_records(frozenset([topic]), frozenset())]
@@ -124,7 +124,7 @@ class McapFile:
         return [place for _, place in sorted(found, key=itemgetter(0))]
 
     def read(self, place: Locator, most: int | None = None) -> Message:
-        """A whole message, or its first bytes."""
+        """Read a whole message, or its first bytes."""
         with parsing(f"{self._where}: the message at {place.chunk}:{place.at}"):
             if place.chunk < 0:
                 head = self._files.read(self._name, place.at, MESSAGE.size)
@@ -147,9 +147,9 @@ class McapFile:
         return Locator(self._name, chunk.at, offset)
 
     def _walk_index(
-        self, window: Window, chunk: Chunk, wanted: frozenset[str], whole: frozenset[str]
+        self, window: FileWindow, chunk: Chunk, wanted: frozenset[str], whole: frozenset[str]
     ) -> Iterator[Message]:
-        """Messages of an uncompressed chunk by its message index."""
+        """Yield the messages of an uncompressed chunk by its message index."""
         end, data_at = chunk.at + chunk.length, chunk.data_at
         index = self._files.read(self._name, chunk.index_at, chunk.index_length)
         for _, offset, topic in message_offsets(index, self._channels.topics, wanted, self._of(chunk)):
@@ -169,7 +169,7 @@ class McapFile:
             yield Message(name, log_ns, Locator(self._name, -1, at), data, length, start)
 
     def _walk_chunk(self, chunk: Chunk, wanted: frozenset[str], whole: frozenset[str]) -> Iterator[Message]:
-        """Messages of a chunk, which is read whole; schemas and channels on the way are taken."""
+        """Yield the messages of a chunk, which is read whole; note its schemas and channels."""
         try:
             data = bytes(self._whole(chunk))
         except SourceError:
@@ -195,7 +195,7 @@ class McapFile:
             position = end
 
     def _walk_records(self, wanted: frozenset[str], whole: frozenset[str]) -> Iterator[Message]:
-        """Messages of a file without a summary, and its schemas and channels; its end may be cut off."""
+        """Yield the messages of a file without a summary, perhaps cut off; note its schemas and channels."""
         at = len(MAGIC)
         while at < self._size:
             head = self._files.read(self._name, at, MESSAGE.size + HEAD_BYTES)
@@ -219,7 +219,7 @@ class McapFile:
             self.lost["bytes after a cut"] = self._size - at
 
     def _found_chunks(self) -> Iterator[Chunk]:
-        """The whole chunks of a file without a summary."""
+        """Yield the whole chunks of a file without a summary."""
         at = len(MAGIC)
         while at < self._size:
             head = self._files.read(self._name, at, RECORD.size + CHUNK.size + 8)
@@ -232,13 +232,13 @@ class McapFile:
 
     @staticmethod
     def _chunk_at(at: int, head: bytes) -> Chunk:
-        """A chunk by the first bytes of its record."""
+        """Return a chunk by the first bytes of its record."""
         size = CHUNK.unpack_from(head, RECORD.size)[4]
         name = head[RECORD.size + CHUNK.size :][:size].decode("utf-8", "replace")
         return Chunk(0, at, RECORD.size + RECORD.unpack_from(head)[1], name, 0, 0)
 
     def _whole(self, chunk: Chunk) -> Buffer:
-        """The records of a chunk, decompressed, with the right checksum; the last chunk is kept."""
+        """Return the records of a chunk, decompressed, with the right checksum; keep the last chunk."""
         if self._chunk[0] != chunk.at:
             record = self._files.read(self._name, chunk.at + RECORD.size, chunk.length - RECORD.size)
             self._chunk = (chunk.at, chunk_data(record, self._of(chunk)))

@@ -26,7 +26,7 @@ RECORD: Final = struct.Struct("<BQ")
 MESSAGE: Final = struct.Struct("<BQHIQQ")
 """The record's head, then channel, sequence, log time and publish time."""
 CHUNK: Final = struct.Struct("<QQQII")
-"""Of a chunk: first and last time, size, checksum, length of the name of its compression."""
+"""The head of a chunk: first and last time, size, checksum, length of the name of its compression."""
 _INDEX: Final = struct.Struct("<BQHI")
 """The head of a message index: record's head, channel, bytes of its pairs of log time and offset."""
 _PAIR: Final = struct.Struct("<QQ")
@@ -55,7 +55,7 @@ class Chunk(NamedTuple):
 
     @property
     def data_at(self) -> int:
-        """Where its records begin in the file, if it is not compressed."""
+        """The place in the file where its records begin, if it is not compressed."""
         return self.at + RECORD.size + CHUNK.size + len(self.compression) + 8
 
 

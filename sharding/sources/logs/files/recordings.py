@@ -83,7 +83,7 @@ class Recordings:
         return found
 
     def log_file(self, name: str) -> LogFile:
-        """A file of a log; it is looked at once."""
+        """Return a file of a log; open it once."""
         found = self._opened.get(name)
         if found is None:
             made = (
@@ -95,7 +95,7 @@ class Recordings:
         return found
 
     def chosen(self, option: str, given: Mapping[str, str], types: frozenset[str]) -> dict[str, str]:
-        """Channel to topic: what the option gives, else all topics of these types, in the order of their names."""
+        """Return channel to topic: what the option gives, else all topics of these types, by name."""
         for channel, topic in given.items():
             found = self.topics.get(topic)
             if found is None or found.type not in types:
@@ -117,7 +117,7 @@ class Recordings:
         return names
 
     def _split_files(self, folder: str) -> list[str]:
-        """The files of a rosbag2 folder by its metadata; raises SourceError where one is missing."""
+        """Return the files of a rosbag2 folder by its metadata; raise SourceError where one is missing."""
         where = f"file '{self._files.shown}/{folder}{METADATA}'"
         data = self._files.read(f"{folder}{METADATA}")
         facts = read_yaml(data, where, _Metadata, "is no metadata of rosbag2").rosbag2_bagfile_information
@@ -143,7 +143,7 @@ def _stem(name: str) -> str:
 
 
 def _channel(topic: str) -> str:
-    """A channel's name by its topic: the last part that says which sensor it is."""
+    """Return a channel's name by its topic: the last part that says which sensor it is."""
     parts = [part for part in topic.lower().split("/") if part]
     telling = [part for part in parts if not _GENERIC.match(part)]
     name = re.sub(r"[^a-z0-9]+", "_", telling[-1] if telling else parts[-1]).strip("_")

@@ -95,7 +95,7 @@ class SqliteFile:
             after = rows[-1][1]
 
     def places(self, topic: str) -> list[Locator]:
-        """Where the messages of a topic are, in the order of their recording."""
+        """Return where the messages of a topic are, in the order of their recording."""
         query = "SELECT id FROM messages WHERE topic_id = ? ORDER BY id"
         numbers = [number for number, found in self._ids.items() if found.name == topic]
         return [
@@ -103,7 +103,7 @@ class SqliteFile:
         ]
 
     def read(self, place: Locator, most: int | None = None) -> Message:
-        """A whole message, or its first bytes."""
+        """Read a whole message, or its first bytes."""
         rows = self._rows(tuple[int, int], "SELECT timestamp, topic_id FROM messages WHERE id = ?", (place.at,))
         if not rows:
             raise SourceError(f"{self._where} has no message {place.at}: has it changed since the scan?")
@@ -112,9 +112,10 @@ class SqliteFile:
         return Message(self._ids[topic].name, log_ns, place, data, length)
 
     def _bytes(self, row: int, most: int | None) -> tuple[bytes, int]:
-        """The first bytes of a message, and the length of all; the rest is not read, as substr() would."""
+        """Read the first bytes of a message, and the length of all; substr() would read the rest too."""
         with (
-            parsing(f"{self._where}: message {row}"), self._lock,
+            parsing(f"{self._where}: message {row}"),
+            self._lock,
             self._database.blobopen("messages", "data", row, readonly=True) as blob,
-        ):  # fmt: skip
+        ):
             return blob.read(-1 if most is None else most), len(blob)

@@ -17,7 +17,7 @@ from fuelrail.pipeline.errors import SourceError
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.logs.index import LogIndex
-    from fuelrail.sharding.sources.logs.messages.records import Calibration
+    from fuelrail.sharding.sources.logs.messages.records import CameraInfo
 
 _MODELS: Final = {
     "plumb_bob": ("opencv_radtan", (4, 5)),
@@ -49,13 +49,13 @@ class CameraModel(NamedTuple):
 
 
 def camera_models(index: LogIndex, channel: str, topic: str, info_topic: str, ego: str) -> list[CameraModel]:
-    """A camera's models in the order of time; raises SourceError for a lens that is not known."""
+    """Return a camera's models in the order of time; raise SourceError for an unknown lens."""
     where = f"log '{index.name}', {channel}: {info_topic}"
     is_rectified = any("rect" in part for part in topic.split("/"))
     frame = index.frame_ids.get(topic) or index.calibrations[info_topic][0][1].frame_id
     cam2ego = index.tree.sensor2ego(frame.lstrip("/"), ego)
     found: list[CameraModel] = []
-    before: Calibration | None = None
+    before: CameraInfo | None = None
     for stamp_ns, one in sorted(index.calibrations[info_topic], key=itemgetter(0)):
         if before is None or (one is not before and one[1:] != before[1:]):
             model = _model(where, one, cam2ego, is_rectified=is_rectified)
@@ -64,7 +64,7 @@ def camera_models(index: LogIndex, channel: str, topic: str, info_topic: str, eg
     return found
 
 
-def _model(where: str, one: Calibration, cam2ego: NDArray[np.float64], *, is_rectified: bool) -> CameraModel:
+def _model(where: str, one: CameraInfo, cam2ego: NDArray[np.float64], *, is_rectified: bool) -> CameraModel:
     if len(one.k) != 9 or not np.isfinite(one.k).all() or not one.k[0] > 0 or (is_rectified and not one.p[0] > 0):
         raise SourceError(
             f"{where}: the camera is not calibrated: K is {list(one.k)}; the option cameras leaves it out"

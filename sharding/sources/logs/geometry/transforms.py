@@ -51,7 +51,7 @@ class FrameTree:
                 self.add(parts[0].rows(np.arange(1)), is_static=True)
 
     def sensor2ego(self, frame: str, ego: str) -> F64:
-        """(4, 4): by static transforms; raises SourceError where they do not connect the two."""
+        """Return static transform (4, 4); raise SourceError where static transforms do not connect the two frames."""
         up, sensor2top = self._top(frame)
         up_ego, ego2top = self._top(ego)
         if up != up_ego:
@@ -63,7 +63,7 @@ class FrameTree:
         return np.asarray(invert_rigid(ego2top) @ sensor2top)
 
     def trajectory(self, ego: str, top: str, max_gap_s: float) -> Trajectory:
-        """Poses of ``ego`` in ``top``; an empty ``top`` is the first of map, odom above it, else its uppermost frame.
+        """Return poses of ``ego`` in ``top``; an empty ``top`` is the first of map, odom above it, else the uppermost.
 
         Times are those of the moving transform next to ``ego``. Raises SourceError where nothing moves.
         """
@@ -100,7 +100,7 @@ class FrameTree:
         return chain
 
     def _top(self, frame: str) -> tuple[str, F64]:
-        """The uppermost frame that static transforms lead to, and the way there."""
+        """Return the uppermost frame that static transforms lead to, and the way there."""
         self._chain(frame)
         found = np.eye(4)
         while frame in self._fixed:
@@ -110,7 +110,7 @@ class FrameTree:
 
 
 def edges_trajectory(parts: Sequence[Edges], where: str, max_gap_s: float) -> Trajectory:
-    """The trajectory of one moving frame: in time order, and the first of those with the same stamp."""
+    """Return the trajectory of one moving frame, in time order; of edges with the same stamp the first counts."""
     if not parts:
         return Trajectory(np.empty(0, np.int64), np.empty((0, 4, 4)), where, max_gap_s=max_gap_s)
     stamp_ns, wxyz, xyz = map(np.concatenate, zip(*(part[3:] for part in parts), strict=True))

@@ -31,7 +31,7 @@ _VECTORS: Final = (("vx", "vy", "vz"), ("vx", "vy"), ("vx_comp", "vy_comp"), ("v
 
 
 def radar_channel(name: str, cloud: Cloud, topic: str) -> Channel:
-    """The entry of the table for a radar whose clouds have these columns, without their times, and ``dt_s``."""
+    """Return the entry of the table for a radar whose clouds have these columns, without their times, and ``dt_s``."""
     times = {one.lower() for one in _NAMES["time"]}
     more = [one.name for one in cloud.fields if one.name not in _AXES and one.name.lower() not in times]
     columns = (*_AXES, *more, "dt_s")
@@ -66,7 +66,7 @@ class RadarSweep(msgspec.Struct, frozen=True):
 
 
 def radar_points(cloud: Cloud, made: RadarSweep, where: str) -> NDArray[np.float32]:
-    """Points (P, C) of a :func:`radar_channel`; NaN for a column that the cloud lacks; raises SourceError."""
+    """Return points (P, C) of a :func:`radar_channel`; NaN for a column that the cloud lacks; raise SourceError."""
     rows, sensor2ego = _rows(cloud, where), np.array(made.sensor2ego).reshape(4, 4)
     found = np.full((len(rows), len(made.columns)), np.nan)
     for at, column in enumerate(made.columns):
@@ -84,7 +84,7 @@ def radar_points(cloud: Cloud, made: RadarSweep, where: str) -> NDArray[np.float
 
 
 def points_of(cloud: Cloud, where: str) -> NDArray[np.float32]:
-    """Points (P, 6) in the cloud's frame; NaN for a column that it lacks. Points without a position are left out.
+    """Return points (P, 6) in the cloud's frame, without those that lack a position; NaN for a missing column.
 
     Time is seconds after the stamp: integers are nanoseconds (over 1e15: since 1970), floats seconds (over 1e9: since
     1970).
@@ -104,7 +104,7 @@ def points_of(cloud: Cloud, where: str) -> NDArray[np.float32]:
 
 
 def _rows(cloud: Cloud, where: str) -> NDArray[np.void]:
-    """The points as records (P,); raises SourceError for a layout that contradicts itself."""
+    """Return the points as records (P,); raise SourceError for a layout that contradicts itself."""
     fields = {field.name: field for field in cloud.fields}
     order = ">" if cloud.big_endian else "<"
     inside = all(field.offset + np.dtype(field.kind).itemsize <= cloud.step for field in cloud.fields)
@@ -129,7 +129,7 @@ def _rows(cloud: Cloud, where: str) -> NDArray[np.void]:
 
 
 def _seconds(values: NDArray[np.generic], stamp_ns: int) -> NDArray[np.float64]:
-    """Seconds after the stamp."""
+    """Return seconds after the stamp."""
     if values.dtype.kind in "iu":
         whole = values.astype(np.int64)
         return np.asarray((whole - stamp_ns if len(whole) and whole.max() > 1e15 else whole) * 1e-9)

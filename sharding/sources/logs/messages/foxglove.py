@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.logs.messages.records import (
-    Calibration,
+    CameraInfo,
     Cloud,
     Edge,
     Edges,
@@ -40,27 +40,27 @@ class Foxglove:
         return Proto(data, self._names, self._topic.type)
 
     def picture(self, data: Buffer) -> Picture:
-        """The head of a picture."""
+        """Read the head of a picture."""
         one = self._read(data)
         return Picture(one.stamp_ns, one.text("frame_id"), *one.span("data"))
 
     def video_format(self, data: Buffer) -> str:
-        """The codec."""
+        """Read the codec of a video."""
         return self._read(data).text("format")
 
-    def calibration(self, data: Buffer) -> Calibration:
-        """A CameraCalibration."""
+    def calibration(self, data: Buffer) -> CameraInfo:
+        """Read a CameraCalibration."""
         one = self._read(data)
         d, k, r, p = (tuple(one.doubles(name)) for name in "DKRP")
         width, height, model = one.number("width"), one.number("height"), one.text("distortion_model")
-        return Calibration(one.stamp_ns, one.text("frame_id"), width, height, model, d, k, r, p)
+        return CameraInfo(one.stamp_ns, one.text("frame_id"), width, height, model, d, k, r, p)
 
-    def calibrations(self, messages: Sequence[Buffer]) -> Iterator[tuple[int, Calibration]]:
-        """With their stamps."""
+    def calibrations(self, messages: Sequence[Buffer]) -> Iterator[tuple[int, CameraInfo]]:
+        """Yield each calibration with its stamp."""
         return ((one.stamp_ns, one) for one in map(self.calibration, messages))
 
     def transforms(self, data: Buffer) -> list[Edge]:
-        """A FrameTransform or FrameTransforms."""
+        """Read a FrameTransform or FrameTransforms."""
         one = self._read(data)
         return [
             Edge(
@@ -71,33 +71,35 @@ class Foxglove:
         ]  # fmt: skip
 
     def edges(self, messages: Sequence[Buffer]) -> list[Edges]:
-        """The transforms of many messages."""
+        """Read the transforms of many messages."""
         return Edges.of((row, edge) for row, data in enumerate(messages) for edge in self.transforms(data))
 
     def pose(self, data: Buffer) -> Edge:  # noqa: ARG002 - of ROS's types alone
-        """None of foxglove's types is one."""
+        """Raise SourceError: Foxglove has no type for a pose."""
         raise SourceError(f"topic '{self._topic.name}' has the type {self._topic.type}, which has no ego pose")
 
     def marks(self, data: Buffer) -> Marks:
-        """An ImageAnnotations."""
+        """Read an ImageAnnotations."""
         one = self._read(data)
         shapes = [
             Shape(
-                shape.stamp_ns, shape.number("type"), [point.double("x") for point in shape.messages("points")],
+                shape.stamp_ns,
+                shape.number("type"),
+                [point.double("x") for point in shape.messages("points")],
                 [point.double("y") for point in shape.messages("points")],
                 {pair.text("key"): pair.text("value") for pair in shape.messages("metadata")},
             )
             for shape in one.messages("points")
-        ]  # fmt: skip
+        ]
         return Marks.of_shapes(one.stamp_ns, shapes, [text.text("text") for text in one.messages("texts")])
 
     def cloud_head(self, data: Buffer, length: int) -> tuple[int, str, int]:
-        """Stamp, frame and number of points, by the length of the message."""
+        """Read stamp, frame and number of points, the number by the length of the message."""
         one = self._read(data)
         return one.stamp_ns, one.text("frame_id"), max(length // max(one.number("point_stride"), 1), 1)
 
     def cloud(self, data: Buffer) -> Cloud:
-        """A PointCloud."""
+        """Read a PointCloud."""
         one = self._read(data)
         pose, frame_id, step = one.message("pose"), one.text("frame_id"), one.number("point_stride")
         columns = tuple(

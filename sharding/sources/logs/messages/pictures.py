@@ -52,7 +52,7 @@ class EncodedHead(NamedTuple):
 
 
 def encoded_head(read: Callable[[int], Buffer], length: int, where: str) -> EncodedHead:
-    """The head of an encoded picture; ``read`` gives its first bytes.
+    """Read the head of an encoded picture; ``read`` gives its first bytes.
 
     Raises SourceError, naming ``where``, for another format than JPEG or PNG.
     """

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.sharding.sources.logs.files.log_file import Message, Topic
-    from fuelrail.sharding.sources.logs.messages.records import Calibration, Cloud, Edge, Fix, Marks, Picture
+    from fuelrail.sharding.sources.logs.messages.records import CameraInfo, Cloud, Edge, Fix, Marks, Picture
 
 _ZSTD: Final = b"\x28\xb5\x2f\xfd"
 """Begins a frame of zstd; CDR begins with 0."""
@@ -38,49 +38,49 @@ class Reader:
         self._form: Foxglove | Ros = Foxglove(topic) if self.is_proto else Ros(topic)
 
     def picture(self, message: Message) -> Picture:
-        """The head of a picture, of which the first bytes of the message are enough."""
+        """Read the head of a picture, for which the first bytes of the message are enough."""
         return self._guard(self._form.picture, message.data)
 
     def video_format(self, message: Message) -> str:
-        """The codec that a whole CompressedVideo states."""
+        """Read the codec from a whole CompressedVideo."""
         return self._guard(self._form.video_format, message.data)
 
-    def calibration(self, message: Message) -> Calibration:
-        """A whole CameraInfo or CameraCalibration."""
+    def calibration(self, message: Message) -> CameraInfo:
+        """Read a whole CameraInfo or CameraCalibration."""
         return self._guard(self._form.calibration, message.data)
 
-    def calibrations(self, messages: Sequence[Message]) -> list[tuple[int, Calibration]]:
-        """Calibrations with their stamps; those that follow each other and say the same may be one record."""
+    def calibrations(self, messages: Sequence[Message]) -> list[tuple[int, CameraInfo]]:
+        """Read calibrations with their stamps; successive equal ones may be one record."""
         return self._guard(lambda data: list(self._form.calibrations(data)), [one.data for one in messages])
 
     def edges(self, messages: Sequence[Message]) -> list[Edges]:
-        """Whole transforms of many messages, by parent and child."""
+        """Read whole transforms of many messages, by parent and child."""
         return self._guard(self._form.edges, [one.data for one in messages])
 
     def poses(self, messages: Sequence[Message]) -> list[Edges]:
-        """Whole Odometry or PoseStamped messages; the child frame of a PoseStamped is ""."""
+        """Read whole Odometry or PoseStamped messages; the child frame of a PoseStamped is ""."""
         return Edges.of(enumerate(map(self.pose, messages)))
 
     def transforms(self, message: Message) -> list[Edge]:
-        """Whole transforms."""
+        """Read whole transforms."""
         return self._guard(self._form.transforms, message.data)
 
     def pose(self, message: Message) -> Edge:
-        """A whole Odometry or PoseStamped; the child frame of a PoseStamped is ""."""
+        """Read a whole Odometry or PoseStamped; the child frame of a PoseStamped is ""."""
         return self._guard(self._form.pose, message.data)
 
     def fix(self, message: Message) -> Fix:
-        """A whole NavSatFix."""
+        """Read a whole NavSatFix."""
         assert isinstance(self._form, Ros), "a type of ROS"
         return self._guard(self._form.fix, message.data)
 
     def marks(self, message: Message) -> Marks:
-        """Whole boxes in a picture."""
+        """Read all boxes in a picture."""
         return self._guard(self._form.marks, message.data)
 
     @property
     def columns(self) -> list[str]:
-        """Where in a message of ROS its single numbers are; raises SourceError where it has none, or no stamp."""
+        """Places of single numbers in a message of ROS; raises SourceError where it has none, or no stamp."""
         names = self._guard(lambda form: form.columns, self._form) if isinstance(self._form, Ros) else []
         if not names:
             raise SourceError(
@@ -89,16 +89,16 @@ class Reader:
         return names
 
     def signals(self, messages: Sequence[Message]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Stamps (N,) [ns], and the numbers (N, C) of :attr:`columns`."""
+        """Read stamps (N,) [ns], and the numbers (N, C) of :attr:`columns`."""
         assert isinstance(self._form, Ros), "a type of ROS"
         return self._guard(self._form.signals, [one.data for one in messages])
 
     def cloud(self, message: Message) -> Cloud:
-        """A whole point cloud."""
+        """Read a whole point cloud."""
         return self._guard(self._form.cloud, message.data)
 
     def cloud_head(self, message: Message) -> tuple[int, str, int]:
-        """Stamp, frame and number of points; protobuf has no number: that of the message's 16-byte points."""
+        """Read stamp, frame and number of points; for protobuf the number of 16-byte points that fit the message."""
         return self._guard(lambda data: self._form.cloud_head(data, message.length), message.data)
 
     def _guard(self, read: Callable[[D], T], data: D) -> T:

@@ -57,7 +57,7 @@ class Picture(msgspec.Struct, frozen=True, gc=False):
     big_endian: bool = False
 
 
-class Calibration(NamedTuple):
+class CameraInfo(NamedTuple):
     """What CameraInfo says: ``k`` (9,), ``r`` (9,) and ``p`` (12,) by rows, ``d``; ``roi`` is x, y, width, height."""
 
     stamp_ns: int
@@ -94,14 +94,14 @@ class Edges(NamedTuple):
     xyz: NDArray[np.float64]
 
     def rows(self, chosen: NDArray[np.intp] | NDArray[np.bool_]) -> Edges:
-        """Some of them."""
+        """Return some of the rows."""
         return Edges(
             self.parent, self.child, self.row[chosen], self.stamp_ns[chosen], self.wxyz[chosen], self.xyz[chosen]
         )
 
     @classmethod
     def of(cls, edges: Iterable[tuple[int, Edge]]) -> list[Edges]:
-        """Columns of edges with the numbers of their messages, by parent and child."""
+        """Return columns of edges with the numbers of their messages, by parent and child."""
         by_frames: dict[tuple[str, str], list[tuple[int, Edge]]] = {}
         for row, edge in edges:
             by_frames.setdefault(edge[:2], []).append((row, edge))
@@ -118,7 +118,7 @@ class Edges(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Iterable[Edges]) -> list[Edges]:
-        """Those of the same parent and child as one, in the order of recording."""
+        """Join edges of the same parent and child, in the order of recording."""
         by_frames: dict[tuple[str, str], list[Edges]] = {}
         for part in parts:
             by_frames.setdefault(part[:2], []).append(part)
@@ -151,7 +151,7 @@ class Marks(NamedTuple):
 
     @classmethod
     def of_shapes(cls, stamp_ns: int, shapes: Sequence[Shape], texts: Sequence[str]) -> Marks:
-        """The bounds of closed lines; where there are as many texts, these name what has no category of its own."""
+        """Return the bounds of closed lines; where there are as many texts, these name lines without a category."""
         loops = [shape for shape in shapes if shape.kind == _LINE_LOOP and shape.x]
         names = texts if len(texts) == len(loops) else [""] * len(loops)
         box = [(min(one.x), min(one.y), max(one.x), max(one.y)) for one in loops]
@@ -162,9 +162,11 @@ class Marks(NamedTuple):
         category = [said(one, ("category", "class", "label")) or name for one, name in zip(loops, names, strict=True)]
         stamps = (stamp_ns, *(one.stamp_ns for one in shapes))
         return cls(
-            next(filter(None, stamps), 0), box, [name or UNKNOWN for name in category],
+            next(filter(None, stamps), 0),
+            box,
+            [name or UNKNOWN for name in category],
             [said(one, ("track", "track_id", "id")) for one in loops],
-        )  # fmt: skip
+        )
 
 
 class Shape(NamedTuple):

@@ -16,7 +16,7 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.logs.messages.records import (
     RAWS,
     UNKNOWN,
-    Calibration,
+    CameraInfo,
     Cloud,
     Edge,
     Edges,
@@ -36,12 +36,12 @@ _LITTLE, _BIG = (tuple(struct.Struct(order + kind).unpack_from for kind in ("I",
 _TIMES: Final = ("std_msgs/msg/Header", "builtin_interfaces/msg/Time", "builtin_interfaces/msg/Duration")
 _POSE_BYTES: Final = 56
 _STAMP: Final = slice(4, 12)
-"""Where the stamp of a message is that begins with one."""
+"""The place of the stamp in a message that begins with one."""
 _FIRST_STAMP: Final = slice(8, 16)
-"""Where that of the first of a list is."""
+"""The place of the first stamp in a list."""
 _PADDING: Final = 3
 _MOST_LINES, _MOST_VALUES = 10_000, 1000
-"""Of a definition: the library takes seconds for them."""
+"""The limits of a definition: larger ones take the library seconds."""
 _KINDS: Final = dict(enumerate(("i1", "u1", "i2", "u2", "i4", "u4", "f4", "f8"), 1))
 
 
@@ -51,14 +51,14 @@ class Ros:
     def __init__(self, topic: Topic) -> None:
         self._topic = topic
         self._type = topic.type.replace("/", "/msg/")
-        self._calibrated: tuple[Buffer, Calibration] | None = None
+        self._calibrated: tuple[Buffer, CameraInfo] | None = None
         self._pictured: tuple[Buffer, Buffer, Picture] = b"", b"", Picture(0, "", 0, 0)
 
     def _read(self, data: Buffer) -> Any:  # noqa: ANN401 - rosbags
         return _store(self._type, self._topic.schema).deserialize_cdr(bytes(data), self._type)
 
     def picture(self, data: Buffer) -> Picture:
-        """The head of a picture; one that differs from the last in stamp and length alone is not parsed again."""
+        """Read the head of a picture; parse one again only if more than stamp and length changed."""
         order, text, last = self._pictured
         at = last.offset - 4
         if data[_STAMP.stop : at] == text and data[: _STAMP.start] == order:
@@ -86,32 +86,32 @@ class Ros:
         return Picture(stamp_ns, frame_id, cdr.at, length)
 
     def video_format(self, data: Buffer) -> str:
-        """The codec."""
+        """Read the codec of a video."""
         return str(self._read(data).format)
 
-    def calibrations(self, messages: Sequence[Buffer]) -> Iterator[tuple[int, Calibration]]:
-        """With their stamps; one that says the same as the one before it is the same record."""
+    def calibrations(self, messages: Sequence[Buffer]) -> Iterator[tuple[int, CameraInfo]]:
+        """Yield each calibration with its stamp; one that equals the one before it is the same record."""
         for data in messages:
             text = data[_STAMP.stop :]
             if self._calibrated is None or self._calibrated[0] != text:
                 self._calibrated = text, self.calibration(data)
             yield _stamp_ns(data, _STAMP.start), self._calibrated[1]
 
-    def calibration(self, data: Buffer) -> Calibration:
-        """A CameraInfo, or foxglove's CameraCalibration."""
+    def calibration(self, data: Buffer) -> CameraInfo:
+        """Read a CameraInfo, or foxglove's CameraCalibration."""
         info = self._read(data)
         size = info.width, info.height, info.distortion_model
         is_foxglove = self._topic.type != "sensor_msgs/CameraInfo"
         names = "DKRP" if is_foxglove else "dkrp"
         d, k, r, p = (tuple(map(float, getattr(info, name))) for name in names)
         if is_foxglove:
-            return Calibration(_time_ns(info.timestamp), info.frame_id, *size, d, k, r, p)
+            return CameraInfo(_time_ns(info.timestamp), info.frame_id, *size, d, k, r, p)
         binning, roi = (max(info.binning_x, 1), max(info.binning_y, 1)), info.roi
         part = (roi.x_offset, roi.y_offset, roi.width, roi.height)
-        return Calibration(_time_ns(info.header.stamp), info.header.frame_id, *size, d, k, r, p, binning, part)
+        return CameraInfo(_time_ns(info.header.stamp), info.header.frame_id, *size, d, k, r, p, binning, part)
 
     def transforms(self, data: Buffer) -> list[Edge]:
-        """A TFMessage, or foxglove's FrameTransform and FrameTransforms."""
+        """Read a TFMessage, or foxglove's FrameTransform and FrameTransforms."""
         if self._topic.type == "tf2_msgs/TFMessage":
             cdr = _Cdr(data)
             edges = [cdr.edge() for _ in range(cdr.u32())]
@@ -128,7 +128,7 @@ class Ros:
         ]  # fmt: skip
 
     def edges(self, messages: Sequence[Buffer]) -> list[Edges]:
-        """The transforms of many messages.
+        """Read the transforms of many messages.
 
         TFMessages of one transform that differ in stamp and pose alone are read together.
         """
@@ -155,7 +155,7 @@ class Ros:
         return Edges.joined([*found, *Edges.of(loose)])
 
     def pose(self, data: Buffer) -> Edge:
-        """An Odometry, a PoseStamped, or one with covariance."""
+        """Read an Odometry, a PoseStamped, or one with covariance."""
         one = self._read(data)
         pose = one.pose if self._topic.type == "geometry_msgs/PoseStamped" else one.pose.pose
         child = getattr(one, "child_frame_id", "")
@@ -163,14 +163,14 @@ class Ros:
         return Edge(one.header.frame_id, child, stamp_ns, _wxyz(pose.orientation), _xyz(pose.position))
 
     def fix(self, data: Buffer) -> Fix:
-        """A NavSatFix; its status is -1 without a fix."""
+        """Read a NavSatFix; its status is -1 without a fix."""
         one = self._read(data)
         place = (one.latitude, one.longitude, one.altitude) if one.status.status >= 0 else (math.nan,) * 3
         return Fix(_time_ns(one.header.stamp), *map(float, place))
 
     @functools.cached_property
     def columns(self) -> list[str]:
-        """Where the single numbers of a message are, such as ``twist.linear.x``: not in lists, as of covariances."""
+        """Places of the single numbers of a message, such as ``twist.linear.x``; none in lists, as of covariances."""
         fields = _store(self._type, self._topic.schema).fielddefs
 
         def paths(kind: str) -> Iterator[str]:
@@ -183,14 +183,14 @@ class Ros:
         return list(paths(self._type))
 
     def signals(self, messages: Sequence[Buffer]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Stamps (N,) [ns], and the numbers (N, C) of :attr:`columns`."""
+        """Read stamps (N,) [ns], and the numbers (N, C) of :attr:`columns`."""
         read = [operator.attrgetter(path) for path in self.columns]
         found = [self._read(data) for data in messages]
         stamps = [_time_ns(one.header.stamp if hasattr(one, "header") else one.stamp) for one in found]
         return np.array(stamps, np.int64), np.array([[get(one) for get in read] for one in found], np.float64)
 
     def marks(self, data: Buffer) -> Marks:
-        """A Detection2DArray of any version, or foxglove's ImageAnnotations.
+        """Read a Detection2DArray of any version, or foxglove's ImageAnnotations.
 
         The bounds of a box that is turned, and the category of the best score.
         """
@@ -198,12 +198,14 @@ class Ros:
         if self._topic.type != "vision_msgs/Detection2DArray":
             shapes = [
                 Shape(
-                    _time_ns(shape.timestamp), shape.type, [point.x for point in shape.points],
+                    _time_ns(shape.timestamp),
+                    shape.type,
+                    [point.x for point in shape.points],
                     [point.y for point in shape.points],
                     {pair.key: pair.value for pair in getattr(shape, "metadata", ())},
                 )
                 for shape in one.points
-            ]  # fmt: skip
+            ]
             stamp_ns = _time_ns(one.timestamp) if hasattr(one, "timestamp") else 0
             return Marks.of_shapes(stamp_ns, shapes, [text.text for text in getattr(one, "texts", ())])
         found = Marks(_time_ns(one.header.stamp), [], [], [])
@@ -220,12 +222,12 @@ class Ros:
         return found
 
     def cloud_head(self, data: Buffer, length: int) -> tuple[int, str, int]:  # noqa: ARG002 - foxglove's needs it
-        """Stamp, frame and number of points."""
+        """Read stamp, frame and number of points."""
         cdr = _Cdr(data)
         return cdr.stamp(), cdr.text(), max(cdr.u32() * cdr.u32(), 1)
 
     def cloud(self, data: Buffer) -> Cloud:
-        """A PointCloud2."""
+        """Read a PointCloud2."""
         one = self._read(data)
         columns = tuple(PointField(field.name, field.offset, _KINDS[field.datatype]) for field in one.fields)
         return Cloud(
@@ -236,7 +238,7 @@ class Ros:
 
 @functools.cache
 def _standard() -> Any:  # noqa: ANN401 - rosbags
-    """ROS 2's own types; making them takes tens of milliseconds."""
+    """Return ROS 2's own types; making them takes tens of milliseconds."""
     from rosbags.typesys import Stores, get_typestore
 
     return get_typestore(Stores.ROS2_HUMBLE)
@@ -244,7 +246,7 @@ def _standard() -> Any:  # noqa: ANN401 - rosbags
 
 @functools.cache
 def _store(name: str, schema: bytes) -> Any:  # noqa: ANN401 - rosbags
-    """Types that have this one: ROS 2's own, else by the log's text."""
+    """Return the types that include this one: ROS 2's own, else by the log's text."""
     from rosbags.interfaces import Nodetype
     from rosbags.typesys import Stores, get_types_from_msg, get_typestore
 
@@ -262,7 +264,7 @@ def _store(name: str, schema: bytes) -> Any:  # noqa: ANN401 - rosbags
     sizes: dict[str, int] = {}
 
     def num_values(kind: str, inside: tuple[str, ...]) -> int:
-        """How many values a message has, of which the library writes code for each: a number, a text, or a list."""
+        """Count the values of a message (numbers, texts, lists), for each of which the library writes code."""
         if kind in inside:
             raise ValueError(f"in its definition {kind} has itself as a field")
         if kind not in sizes:
@@ -303,7 +305,7 @@ class _Cdr:
         return bytes(self.chars()).rstrip(b"\0").decode("utf-8", "replace")
 
     def chars(self) -> memoryview:
-        """A text as it is, with its end mark."""
+        """Read a text with its end mark."""
         start = self.at + -self.at % 4 + 4
         (length,) = self._u32(self._data, start - 4)
         self.at = start + length
@@ -315,7 +317,7 @@ class _Cdr:
         return _stamp_ns(self._data, at)
 
     def edge(self) -> Edge:
-        """A TransformStamped."""
+        """Read a TransformStamped."""
         stamp_at = self.at + -self.at % 4
         self.at = stamp_at + 8
         parent, child = self.text(), self.text()
@@ -330,7 +332,7 @@ def _readers(data: Buffer) -> tuple[Callable[..., tuple[Any, ...]], ...]:
 
 
 def _last_pose(data: Buffer) -> int:
-    """Where the last transform of a TFMessage has its translation: what follows it is padding to 4 bytes."""
+    """Return where the last transform of a TFMessage has its translation: padding to 4 bytes follows it."""
     return len(data) - _POSE_BYTES - (len(data) - 4) % 8
 
 

@@ -33,7 +33,7 @@ _WAYS: Final = {
 
 
 def parse_map(data: bytes, where: str) -> tuple[VectorMap, int]:
-    """The lines of a map, and the number of ways that are of no layer; raises SourceError, naming ``where``."""
+    """Return the lines of a map, and the number of ways that are of no layer; raise SourceError, naming ``where``."""
     found = _Elements(data, where)
     lines: list[NDArray[np.float64]] = []
     layers: list[int] = []
@@ -63,7 +63,7 @@ def parse_map(data: bytes, where: str) -> tuple[VectorMap, int]:
 
 
 def outline(left: NDArray[np.float64], right: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The closed outline (N, 2) of a lanelet, whose bounds may run either way."""
+    """Return the closed outline (N, 2) of a lanelet, whose bounds may run either way."""
     if min(map(len, (left, right))) < 1:
         return np.empty((0, 2))
     ends = np.linalg.norm(right[[0, -1]] - left[-1], axis=1)
@@ -105,7 +105,7 @@ class _Elements:
             self.members[self._name].append((given["role"], given["ref"]))
 
     def line(self, way: str, owner: str) -> NDArray[np.float64]:
-        """The vertices (N, 2) of a way; raises SourceError where it, or a node of it, is missing."""
+        """Return the vertices (N, 2) of a way; raise SourceError where it, or a node of it, is missing."""
         x, y = self._places.values()
         if way not in self._nodes:
             raise SourceError(f"{self._where}: {owner} refers to way {way}, which is not in the file")

@@ -71,7 +71,9 @@ class VehicleState(Record, frozen=True, gc=False):
 
 
 def state_members(rows: Sequence[VehicleState], times_ns: Sequence[int]) -> list[list[Reference]]:
-    """The members of samples at these times, ascending; raises SourceError for a time that is none of microseconds."""
+    """Return the members of samples at these times, ascending; raise SourceError for a time that is none of
+    microseconds.
+    """
     rows = sorted(rows, key=lambda row: row.timestamp)
     for row in rows:
         check_time(row.timestamp, row.token)

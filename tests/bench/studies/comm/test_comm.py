@@ -45,6 +45,7 @@ def test_the_link_is_the_largest_groups_all_reduce():
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("warm_ranks")
 def test_two_ranks_of_this_host(tmp_path, capsys):
     out = tmp_path / "comm"
     sizes = ["--smallest", "1000", "--largest", "100000", "--repeats", "2", "--warmup", "0"]
@@ -96,7 +97,7 @@ def test_what_is_refused(tmp_path):
 
 @pytest.mark.process
 def test_gloo_on_a_machine_with_gpus_is_warned_of(tmp_path, monkeypatch):
-    """In this process, as a rank of torchrun alone; the GPU is claimed, for gloo asks nothing of it."""
+    """Run in this process, as the only rank of torchrun; the GPU is claimed, for gloo asks nothing of it."""
     import torch
 
     from fuelrail.bench.studies.comm import measure

@@ -13,7 +13,7 @@ from fuelrail.bench.report.files import RESULTS
 from fuelrail.bench.report.page import render_markdown, render_page
 from fuelrail.bench.studies.compare.page import rows
 from fuelrail.bench.studies.compare.report import load_compare_report, make_run, ranking
-from fuelrail.bench.studies.diff.changes import compare
+from fuelrail.bench.studies.diff import compare
 from fuelrail.pipeline.errors import ConfigError
 from support.compare_runs import IMAGES_PER_BATCH, compare_report_of, contestant, timed
 from support.html_page import Page
@@ -89,14 +89,14 @@ def test_the_fastest_stands_first_and_who_was_left_out_is_named():
     entries = [
         contestant("loose:pil", [200.0], reference=[900.0]),
         contestant("fuelrail:turbo", [900.0]),
-        contestant("ffcv:area", [], left_out="'ffcv' is not installed: pip install ffcv"),
+        contestant("mds:cv2", [], left_out="'streaming' is not installed: pip install mosaicml-streaming"),
     ]
     report = compare_report_of(entries, cut_off="the run was interrupted")
     assert [entry.name for entry in ranking(report)] == ["fuelrail:turbo", "loose:pil"]
     page = Page(render_page(report))
     page.check()
     for told in (page.text, render_markdown(report)):
-        assert "ffcv:area: 'ffcv' is not installed: pip install ffcv" in told
+        assert "mds:cv2: 'streaming' is not installed: pip install mosaicml-streaming" in told
         assert re.search("Partial( report)?: the run was interrupted", told)
         assert "webdataset 1.0" in told or "webdataset=1.0" in told
     assert "4.50 x" in page.text

@@ -155,6 +155,7 @@ def test_every_bound_has_trials_or_none_and_tells_so(bound, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_ranks")
 def test_the_command_runs_and_prints_what_its_report_and_page_say(dataset, tmp_path, capsys):
     out = tmp_path / "out"
     options = ["--batch-size", "1", "--steps", "12", "--warmup", "2", "--workers", "1", "--no-html"]

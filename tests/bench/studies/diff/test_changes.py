@@ -8,7 +8,7 @@ import pytest
 
 from fuelrail.__main__ import main
 from fuelrail.bench.report.files import publish_json
-from fuelrail.bench.studies.diff.changes import compare, differences
+from fuelrail.bench.studies.diff import compare, differences
 from fuelrail.pipeline.errors import ConfigError
 from support.bench_runs import MACHINE, SETTINGS, log, report_of, step
 from support.loader_runs import loader_report_of, loader_run

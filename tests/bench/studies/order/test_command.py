@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from fuelrail.__main__ import main
-from fuelrail.bench.studies.order import describe as order_describe
 from support.sized_datasets import write_synthetic_index
 
 
@@ -20,12 +19,6 @@ def dataset(tmp_path_factory):
     night = (np.arange(2400) // 40 % 5 == 0).tolist()
     write_synthetic_index(root, lengths, samples_per_shard=100, attributes={"night": night})
     return root
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    monkeypatch.setattr(order_describe, "_SHUFFLED_IN_ALL", 100_000)
-    monkeypatch.setattr(order_describe, "_EPOCHS", 50)
 
 
 def described(capsys, *arguments):
@@ -42,14 +35,11 @@ def test_shuffled_is_as_good_as_true_and_better_than_a_buffer(dataset, capsys):
     for name in ("rank_correlation_z", "serial_correlation_z", "bucket_chi_square_z"):
         assert abs(ours["quality"][name]) < 4
         assert abs(true["quality"][name]) < 4
-    assert abs(ours["equal_chance_z"]) < 4
-    assert abs(true["equal_chance_z"]) < 4
-    assert theirs["equal_chance_z"] > 4  # 24 shards through a buffer of samples: positions favour some
     assert theirs["quality"]["bucket_chi_square_z"] > 20
     assert theirs["same_clip_pairs"] > 2 * ours["same_clip_pairs"]
 
 
-def test_filters_lanes_and_config_files_are_described(quick, dataset, tmp_path, capsys):
+def test_filters_lanes_and_config_files_are_described(dataset, tmp_path, capsys):
     assert described(capsys, dataset, "--filter", "night and frame < 10")["num_selected"] == 120
     lanes = described(capsys, dataset, "--kind", "lanes", "--pieces-per-clip", 2, "--global-batch", 7)
     assert lanes["num_steps"] * 7 == lanes["epoch_length"] == 2400 + lanes["num_padding"]
@@ -62,7 +52,7 @@ def test_filters_lanes_and_config_files_are_described(quick, dataset, tmp_path, 
     assert (weighted["num_selected"], weighted["epoch_length"]) == (1200, 500)
 
 
-def test_the_table_and_the_plot(quick, dataset, tmp_path, capsys):
+def test_the_table_and_the_plot(dataset, tmp_path, capsys):
     plot = tmp_path / "order.png"
     arguments = [str(dataset), "--kind", "windowed", "--window", "5", "--plot", str(plot)]
     assert main(["order", "describe", *arguments]) == 0
@@ -73,7 +63,7 @@ def test_the_table_and_the_plot(quick, dataset, tmp_path, capsys):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_plot_without_a_whole_batch_has_no_nan_in_its_titles(quick, dataset, tmp_path):
+def test_a_plot_without_a_whole_batch_has_no_nan_in_its_titles(dataset, tmp_path):
     plot = tmp_path / "order.svg"
     assert main(["order", "describe", str(dataset), "--global-batch", "5000", "--plot", str(plot)]) == 0
     text = plot.read_text()
@@ -81,7 +71,7 @@ def test_a_plot_without_a_whole_batch_has_no_nan_in_its_titles(quick, dataset, t
     assert "not known (too few samples)" in text
 
 
-def test_where_there_is_no_whole_batch_a_dash_stands(quick, dataset, capsys):
+def test_where_there_is_no_whole_batch_a_dash_stands(dataset, capsys):
     assert main(["order", "describe", str(dataset), "--filter", "frame < 1", "--global-batch", "64"]) == 0
     printed = capsys.readouterr().out
     assert "nan" not in printed
@@ -104,7 +94,7 @@ def test_where_there_is_no_whole_batch_a_dash_stands(quick, dataset, capsys):
         (["--config", "configs/orders/object-store-windows.yaml", "--seed", "3"], "config is a whole order"),
     ],
 )
-def test_mistakes_end_in_one_sentence(quick, dataset, capsys, arguments, message):
+def test_mistakes_end_in_one_sentence(dataset, capsys, arguments, message):
     assert main(["order", "describe", str(dataset), *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("fuelrail: error: ")
@@ -112,7 +102,7 @@ def test_mistakes_end_in_one_sentence(quick, dataset, capsys, arguments, message
     assert error.count("\n") == 1
 
 
-def test_a_verdict_comes_before_the_figures(dataset, quick, capsys):
+def test_a_verdict_comes_before_the_figures(dataset, capsys):
     for kind, said in (("shuffled", "As random as a true shuffle: the largest |z| is"), ("sequential", "Less random")):
         assert main(["order", "describe", str(dataset), "--kind", kind]) == 0
         lines = capsys.readouterr().out.splitlines()

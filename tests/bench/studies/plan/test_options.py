@@ -71,9 +71,9 @@ def test_a_plan_by_flags_alone_and_its_files(tmp_path, capsys):
     text = (tmp_path / "out" / "report.md").read_text()
     assert all(f"## {title}" in text for title in ("What was tried", "Memory and work of each stage", "Scaling"))
     weak, strong = (next(one for one in found["scaling"] if one["scaling"] == kind) for kind in ("weak", "strong"))
-    assert [point["devices"] for point in weak["points"]] == [1, 2, 4, 8], "no link leads out of the node"
+    assert [point["num_ranks"] for point in weak["points"]] == [1, 2, 4, 8], "no link leads out of the node"
     assert any("scaling ends at 8 devices, one node" in text for text in found["assumed"])
-    assert [point["devices"] for point in strong["points"]] == [1, 2, 4, 8]
+    assert [point["num_ranks"] for point in strong["points"]] == [1, 2, 4, 8]
     assert weak["points"][0]["efficiency"] == 1.0
     assert all(point["global_batch"] == 8 for point in strong["points"])
     assert any("max_global_batch" in question for question in found["questions"])

@@ -83,13 +83,14 @@ def test_a_pipeline_has_a_bubble_and_all_its_stages():
 
 @pytest.mark.parametrize(
     ("name", "runs"),
+    # `tests/bench/planner/test_shape.py` has the peak of the longest.
     # Of 2 and 3 blocks: copies and two kinds of shards, three stages with recomputation and without; else whole models.
     [
         ("bev-student-8-gpus", 6),
         ("gpt-1.3b-4-gpus", 10),
-        ("gpt-100b-64-gpus", 12),
+        pytest.param("gpt-100b-64-gpus", 12, marks=pytest.mark.long),
         ("resnet50-4-gpus", 6),
-        ("vit-2b-64-gpus", 12),
+        pytest.param("vit-2b-64-gpus", 12, marks=pytest.mark.long),
     ],
 )
 def test_the_text_beside_a_shipped_scenario_is_what_the_command_writes(name, runs, tmp_path, capsys):
@@ -112,7 +113,7 @@ def test_other_strategies_that_may_be_faster_are_tried_and_named():
     best = max(found.tried, key=lambda one: one.samples_per_s)
     said = dict(figures(found)).get("faster by these figures", "")
     assert said.startswith(f"{best.strategy}: ") == (best.samples_per_s > 1.05 * rates["ddp"])
-    assert [point.devices for point in found.scaling[0].points] == [2**power for power in range(11)]
+    assert [point.num_ranks for point in found.scaling[0].points] == [2**power for power in range(11)]
 
 
 def test_a_batch_that_does_not_divide_is_refused_and_one_that_is_too_small_divides_the_model():

@@ -4,11 +4,11 @@ import pytest
 
 from fuelrail.__main__ import main
 from fuelrail.bench.measure.machine import CpuUse
+from fuelrail.bench.studies.diff import load_comparable
 from fuelrail.bench.studies.scale import report as report_module
-from fuelrail.bench.studies.scale.report import load_scale_report
 from fuelrail.bench.studies.scale.run import merged_warnings
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("warm_ranks")]
 
 _PROFILE = """
 name: quick
@@ -35,7 +35,7 @@ def test_one_and_two_ranks_are_measured_and_more_simulated(dataset, tmp_path, ca
     out = tmp_path / "out"
     options = ("--ranks", "1,2", "--steps", 14, "--warmup", 4, "--batch-size", 1, "--loader-seconds", 0.5)
     assert bench(dataset, out, *options, "--accelerator", f"emulated:{tmp_path / 'quick.yaml'}", "--max-ranks", 8) == 0
-    report = load_scale_report(out / "report.json")
+    report = load_comparable(out / "report.json")
     assert [(run.num_ranks, run.batch_size, run.scalings) for run in report.measured] == [
         (1, 1, ["weak"]),
         (1, 2, ["strong"]),
@@ -43,7 +43,7 @@ def test_one_and_two_ranks_are_measured_and_more_simulated(dataset, tmp_path, ca
     ]
     assert all(run.step_low_ms <= run.step_ms <= run.step_high_ms for run in report.measured)
     assert len(report.trials) == 3
-    assert {curve.points[-1].result.num_ranks for curve in report.curves} == {8}
+    assert {curve.points[-1].num_ranks for curve in report.curves} == {8}
     assert "efficiency" in capsys.readouterr().out
     assert str(dataset) not in (out / "report.json").read_text()
     assert {"report.html", "report.md"} <= {path.name for path in out.iterdir()}

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from fuelrail.bench.report.page import render_markdown, render_page
-from fuelrail.bench.studies.diff.changes import compare
+from fuelrail.bench.studies.diff import compare
 from fuelrail.bench.studies.scale.report import make_curves
 from support.html_page import Page
 from support.scale_runs import CONDITIONS, RUNS, fit, measured, scale_report
@@ -43,20 +43,20 @@ def test_curves_show_what_stragglers_and_storage_cost():
     ends = {(curve.scaling, curve.name): curve.points[-1] for curve in scale_report().curves}
     names = ("as measured", "5.0% of the ranks 50% slower", "storage gives 0.5 GB/s")
     plain, slow, starved = (ends["weak", name] for name in names)
-    assert plain.result.num_ranks == 64
+    assert plain.num_ranks == 64
     assert plain.efficiency > 0.9 > slow.efficiency > starved.efficiency
     # 64 ranks x 2 MB a step at 0.5 GB/s.
-    assert starved.result.step_ms == pytest.approx(256, rel=0.01)
-    last = ends["strong", "as measured"].result
-    assert (last.num_ranks, last.batch_size) == (64, 1)
+    assert starved.step_ms == pytest.approx(256, rel=0.01)
+    last = ends["strong", "as measured"]
+    assert (last.num_ranks, last.global_batch) == (64, 64)
 
 
 @pytest.mark.parametrize(("strong_batch", "last"), [(None, (64, 1)), (16, (16, 1)), (256, (64, 4))])
 def test_strong_scaling_shares_what_it_is_given_and_ends_at_one_sample_a_rank(strong_batch, last):
     conditions = msgspec.structs.replace(CONDITIONS, strong_batch=strong_batch)
     for curve in make_curves(fit(), 2, 8, conditions):
-        end = curve.points[-1].result
-        assert (end.num_ranks, end.batch_size) == (last if curve.scaling == "strong" else (64, 2))
+        end = curve.points[-1]
+        assert (end.num_ranks, end.global_batch // end.num_ranks) == (last if curve.scaling == "strong" else (64, 2))
 
 
 @pytest.mark.parametrize("cut_off", [None, "4 ranks: the run was interrupted"])

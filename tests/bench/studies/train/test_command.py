@@ -10,15 +10,15 @@ import pytest
 from fuelrail.__main__ import main
 from fuelrail.bench.measure.records import RankFailure, RankLog, rank_path, read_rank
 from fuelrail.bench.ranks.launch import Outcome, RankExit
-from fuelrail.bench.studies.train import run as train_run
+from fuelrail.bench.studies.train import settings as train_settings
 from fuelrail.bench.studies.train.report import load_report
 from fuelrail.bench.studies.train.run import TrainRun, why_cut_off
-from fuelrail.bench.studies.train.settings import TrainOptions
+from fuelrail.bench.studies.train.settings import TrainOptions, ask, larger_batch
 from fuelrail.bench.trainer.strategies.optimiser import scaled_rate
 from fuelrail.pipeline.format.dataset import open_dataset
 from support.bench_runs import log, steps
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("warm_ranks")]
 
 
 def bench(dataset, out, *options):
@@ -89,13 +89,13 @@ def test_a_larger_batch_is_checked_by_two_short_runs(dataset, tmp_path):
 @pytest.mark.parametrize("base_batch", [None, 2])
 def test_a_larger_batch_gets_a_learning_rate_that_was_scaled_once(base_batch):
     options = TrainOptions(batch_size=2, learning_rate=0.02, base_batch=base_batch)
-    larger = train_run._larger_batch(options, 4)
+    larger = larger_batch(options, 4)
     assert scaled_rate(larger.learning_rate, larger, global_batch=4) == pytest.approx(0.04)
 
 
 def test_a_pipeline_without_a_model_gets_one_of_enough_layers(dataset, tmp_path):
     options = TrainOptions(ranks=2, batch_size=2, strategy="pipeline", accelerator="emulated:resnet50-224-h100")
-    assert TrainRun(dataset, options, tmp_path).settings.model == "bev-tiny"
+    assert TrainRun(ask(dataset, options, tmp_path)).settings.model == "bev-tiny"
     out = ("--ranks", 2, "--strategy", "pipeline", "--steps", 4, "--warmup", 1, "--workers", 1, "--no-html")
     assert bench(dataset, tmp_path / "out", *out) == 0
 
@@ -133,7 +133,7 @@ def _row_of_step(folder, step):
 
 
 def test_cuda_without_a_gpu_is_refused(dataset, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(train_run, "installed_gpus", list)
+    monkeypatch.setattr(train_settings, "installed_gpus", list)
     assert bench(dataset, tmp_path / "out", "--accelerator", "cuda") == 2
     assert "shows no GPU" in capsys.readouterr().err
 

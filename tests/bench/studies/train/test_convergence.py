@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fuelrail.bench.studies.train.convergence import compare_losses, time_to
-from fuelrail.bench.studies.train.series import Series
+from fuelrail.bench.studies.train.convergence import Series, compare_losses, time_to
 
 
 def series(losses, first_step=0, rank=0):

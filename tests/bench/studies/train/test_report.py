@@ -21,7 +21,8 @@ from support.html_page import Page
 
 
 def test_rates_follow_from_samples_and_wall_time():
-    figures = report_of([log(0, steps(20, wait_ms=9)), log(1, steps(20, wait_ms=9))], price=3.0).figures
+    priced = msgspec.structs.replace(SETTINGS, price_per_gpu_hour=3.0)
+    figures = report_of([log(0, steps(20, wait_ms=9)), log(1, steps(20, wait_ms=9))], settings=priced).figures
     rate = figures.throughput
     assert rate.samples_per_s == pytest.approx(2 * 2 / 0.040)
     assert rate.images_per_s == pytest.approx(2 * 4 / 0.040)

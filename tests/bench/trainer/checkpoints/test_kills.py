@@ -15,11 +15,11 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 def test_runs_survive_a_few_kills(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_kills, "_PATIENCE_S", 280)  # a busy machine is no fault
-    monkeypatch.setattr(checkpoint_kills, "MESHES", {name: MESHES[name] for name in ("one", "fsdp2", "pipeline2")})
+    monkeypatch.setattr(checkpoint_kills, "MESHES", {name: MESHES[name] for name in ("one", "fsdp2")})
     build_dataset(tmp_path / "data", {"train": (16, 16, 16)})
     kills = Kills(tmp_path / "work", tmp_path / "data", seed=0)
-    kills.run(3, time.monotonic() + 3600)
-    assert kills.by_phase.total() == 3
+    kills.run(2, time.monotonic() + 3600)
+    assert kills.by_phase.total() == 2
     assert kills.found["resumed_on_another_mesh"] > 0
     assert kills.found["checkpoints_checked"] > 0
     assert {name: kills.found[name] for name in FAULTS} == dict.fromkeys(FAULTS, 0)

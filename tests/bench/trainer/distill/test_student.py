@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fuelrail.bench.studies.annotate.run import annotate
+from fuelrail.bench.annotate.run import annotate
 from fuelrail.bench.studies.train.run import train
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
 from fuelrail.bench.trainer.distill.settings import weights_of

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 
 def case(model, precision="fp32", **options):
-    return Case(model=f"{model}-tiny", parallel=divided(**options), precision=precision, steps=5)
+    return Case(model=f"{model}-tiny", parallel=divided(**options), precision=precision, steps=3)
 
 
 TWO_RANKS = [

@@ -52,7 +52,7 @@ class TestCachedStorage(StorageSuite):
             raise OSError(error, os.strerror(error))
 
         assert [bytes(take()) for take in storage.session().request(rows)] == expected
-        for owner, name in ((storage.cache.folder, "open_file"), (os, "preadv")):
+        for owner, name in ((storage.cache.folder.files, "open"), (os, "preadv")):
             with monkeypatch.context() as patched:
                 patched.setattr(owner, name, failing)
                 assert [bytes(take()) for take in storage.session().request(rows)] == expected

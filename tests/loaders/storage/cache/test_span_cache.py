@@ -159,9 +159,9 @@ class TestTrouble:
         cache = cache_at(tmp_path)
         for index in range(3):
             cache.put(index, span(index))
-        cache.folder.file(0).unlink()
+        cache.folder.files.path_of(0).unlink()
         assert cache.open(0, BYTES) is None
-        os.truncate(cache.folder.file(1), 10)
+        os.truncate(cache.folder.files.path_of(1), 10)
         assert cache.open(1, BYTES).read() is None
         assert cache.folder.used_bytes == BYTES
         assert cache.open(1, BYTES) is None
@@ -379,8 +379,8 @@ class TestH2:
         cache = cache_at(tmp_path / "cache")
         assert cache.put(3, span(3))
         for index in (3, 4):
-            cache.folder.file(index).unlink(missing_ok=True)
-            cache.folder.file(index).symlink_to(thesis / "thesis.tex")
+            cache.folder.files.path_of(index).unlink(missing_ok=True)
+            cache.folder.files.path_of(index).symlink_to(thesis / "thesis.tex")
         assert cache.open(3, BYTES) is None
         assert cache.put(4, span(4))
         assert read(cache, 4) == bytes(span(4))
@@ -388,7 +388,7 @@ class TestH2:
 
     def test_a_temporary_file_is_new_or_nothing(self, tmp_path, thesis, monkeypatch):
         cache = cache_at(tmp_path / "cache")
-        cache.folder._token, cache.folder._numbers = "planted", itertools.count()
+        cache.folder.files._token, cache.folder.files._numbers = "planted", itertools.count()
         (tmp_path / "cache" / "tmp" / f"{os.getpid()}-planted-0").symlink_to(thesis / "thesis.tex")
         assert not cache.put(3, span(3))
 

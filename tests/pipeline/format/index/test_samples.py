@@ -130,7 +130,7 @@ def test_rows_outside_are_refused(tmp_path: Path, index: int) -> None:
 
 
 def test_a_full_batch_is_followed_by_a_short_one(tmp_path: Path) -> None:
-    """With the real batch length: one row more than a batch holds."""
+    """The batch has its real length: one row more than a batch holds."""
     count = index_module.ROWS_PER_BATCH + 1
     rows = make_rows(4)
     write_index(tmp_path / INDEX_FILE, (rows[i % 4] for i in range(count)), NAMES, CODECS)

@@ -292,7 +292,7 @@ def test_digests_of_another_length_are_refused() -> None:
 
 @pytest.mark.network
 class TestBlocksAtAUrl:
-    """With blocks of 4 KiB and batches of 64 rows, so that a small dataset has many."""
+    """Set blocks of 4 KiB and batches of 64 rows, so that a small dataset has many."""
 
     @pytest.fixture
     def served(self, tmp_path, monkeypatch):

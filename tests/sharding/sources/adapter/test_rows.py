@@ -114,7 +114,7 @@ def test_bad_input_is_named(root, edit, match):
 @pytest.mark.parametrize(
     ("name", "data", "match"),
     [
-        ("cam_left/1.jpg", b"", r"frame 1, cam_left: image '.*1.jpg' has 0 bytes"),
+        ("cam_left/1.jpg", b"", r"frame 1, cam_left: image '.*1.jpg' is empty"),
         ("cam_left/1.jpg", b"\xff\xd8\xff\xdb\0\x43", r"1.jpg': JPEG header is broken: segment 0xffdb .* 67 bytes"),
         ("lidar_top-1.npy", b"", r"lidar file '.*lidar_top-1.npy' is empty; the option points=false"),
     ],

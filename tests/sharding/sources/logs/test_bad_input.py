@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import sqlite3
-import struct
-import tracemalloc
-
-import lz4.frame
 import numpy as np
 import pytest
 import simplejpeg
@@ -15,11 +9,8 @@ import zstandard
 
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.sharding.run import scan_source
-from fuelrail.sharding.sources.logs import sync
 from fuelrail.sharding.sources.logs.files.log_file import Locator, Message, Topic
 from fuelrail.sharding.sources.logs.files.mcap_file import McapFile
-from fuelrail.sharding.sources.logs.files.mcap_records import SCHEMA_OP, Channels, chunk_data
-from fuelrail.sharding.sources.logs.messages.clouds import points_of
 from fuelrail.sharding.sources.logs.messages.reader import Reader
 from fuelrail.sharding.sources.registry import SourceSpec, make_source
 from fuelrail.sharding.sources.shared.files import source_files
@@ -265,65 +256,17 @@ def test_raw_pictures_have_their_colours(tmp_path, world, encoding, pixels):
 
 def test_rectified_pictures_have_the_projection_and_raw_ones_binning(tmp_path, world):
     from fuelrail.sharding.sources.logs.geometry.calibration import _model
-    from fuelrail.sharding.sources.logs.messages.records import Calibration
+    from fuelrail.sharding.sources.logs.messages.records import CameraInfo
 
     p = (50.0, 0, 31.5, -5.0, 0, 50.0, 23.5, 0, 0, 0, 1, 0)
     k = (100.0, 0, 63.5, 0, 100.0, 47.5, 0, 0, 1)
-    one = Calibration(0, "c", 128, 96, "plumb_bob", (0.1,) * 5, k, tuple(np.eye(3).ravel()), p)
+    one = CameraInfo(0, "c", 128, 96, "plumb_bob", (0.1,) * 5, k, tuple(np.eye(3).ravel()), p)
     found = _model("t", one, np.eye(4), is_rectified=True)
     assert (found.intrinsics[0, 0], found.dist, found.dist_model) == (50.0, (), "none")
     np.testing.assert_allclose(found.cam2ego[:3, 3], (0.1, 0, 0))  # the second camera of a pair, 0.1 m to the right
     found = _model("t", one._replace(binning=(2, 2)), np.eye(4), is_rectified=False)
     np.testing.assert_allclose(found.intrinsics, [[50, 0, 31.5], [0, 50, 23.5], [0, 0, 1]])
     assert (found.width, found.height, found.dist_model) == (64, 48, "opencv_radtan")
-
-
-def test_clouds_of_any_layout():
-    types, ros = store(), Ros()
-    field = [
-        ros.of("sensor_msgs/PointField", name, offset, kind, 1)
-        for name, offset, kind in (("x", 0, 8), ("y", 8, 8), ("z", 16, 8), ("ring", 24, 2), ("t", 28, 6))
-    ]
-    dtype = np.dtype(
-        {"names": ["x", "y", "z", "ring", "t"], "formats": [">f8", ">f8", ">f8", "u1", ">u4"],
-         "offsets": [0, 8, 16, 24, 28], "itemsize": 40}
-    )  # fmt: skip
-    rows = np.zeros((2, 3), dtype)
-    rows["x"], rows["ring"], rows["t"] = np.arange(6).reshape(2, 3), 7, 50_000_000
-    rows["y"][1, 2] = np.nan
-    data = np.concatenate([np.frombuffer(row.tobytes() + bytes(8), np.uint8) for row in rows])
-    one = ros.of("sensor_msgs/PointCloud2", ros.header(5, "l"), 2, 3, field, True, 40, 128, data, False)
-    raw = bytes(types.serialize_cdr(one, "sensor_msgs/msg/PointCloud2"))
-    reader = Reader(Topic("/l", "sensor_msgs/PointCloud2", "cdr"))
-    message = Message("/l", 0, Locator("f", -1, 0), raw, len(raw))
-    assert reader.cloud_head(message) == (5, "l", 6)
-    points = points_of(reader.cloud(message), "t")
-    assert points.dtype == np.float32
-    np.testing.assert_allclose(points[:, 0], range(5))
-    assert np.isnan(points[:, 3]).all()
-    np.testing.assert_allclose(points[:, 4:], [[7, 0.05]] * 5)
-    with pytest.raises(SourceError, match="does not fit into its"):
-        points_of(reader.cloud(message)._replace(width=4), "t")
-
-
-def test_delays_are_estimated_and_each_message_used_once():
-    reference = np.arange(20) * 100_000_000
-    rng = np.random.default_rng(1)
-    for delay in (-30, 0, 12, 49):
-        stamps = reference + delay * 1_000_000 + rng.integers(-1_500_000, 1_500_000, 20)
-        found = sync.estimated_offset_ns(reference, stamps)
-        assert abs(found - delay * 1_000_000) < 1_000_000
-        assert sync.matched(reference, stamps, found, 5_000_000).tolist() == list(range(20))
-    assert sync.matched(np.array([0, 100]), np.array([40]), 0, 100).tolist() == [0, -1], "the nearer frame has it"
-    slow = reference[::2] + 3_000_000
-    rows = sync.matched(reference, slow, 0, 200_000_000)
-    assert sorted(rows[rows >= 0].tolist()) == list(range(10))
-
-
-def test_clips_end_at_gaps_and_after_their_length():
-    times = np.concatenate([np.arange(30), np.arange(50, 60)]) * 100_000_000
-    assert [len(clip) for clip in sync.cuts(times, 0.5e9, 2e9)] == [20, 10, 10]
-    assert sync.thinned(times[:30], 2.0).tolist() == times[[0, 5, 10, 15, 20, 25]].tolist()
 
 
 def by_log_time(path):
@@ -399,7 +342,6 @@ def test_times_since_a_start_are_not_taken_for_unix_times(tmp_path, world):
 
 
 def test_ros_1_bags_and_messages_compressed_one_by_one_are_named(tmp_path, world):
-    import zstandard
 
     (tmp_path / "bags").mkdir()
     (tmp_path / "bags/drive.bag").write_bytes(b"#ROSBAG V2.0\n")
@@ -411,122 +353,3 @@ def test_ros_1_bags_and_messages_compressed_one_by_one_are_named(tmp_path, world
     packed = pack(bytes(store().serialize_cdr(sent_of(world)[1].message, sent_of(world)[1].message.__msgtype__)))
     with pytest.raises(SourceError, match=r"topic '/cam': messages are compressed one by one.*ros2 bag convert"):
         Reader(topic).picture(Message("/cam", 0, Locator("a", 0, 0), packed, len(packed)))
-
-
-def chunk_record(compression, data, stated, crc=0):
-    name = compression.encode()
-    return struct.pack("<QQQII", 0, 0, stated, crc, len(name)) + name + struct.pack("<Q", len(data)) + data
-
-
-BOMB = {"zstd": zstandard.compress(bytes(64 << 20)), "lz4": lz4.frame.compress(bytes(64 << 20))}
-
-
-@pytest.mark.parametrize("compression", BOMB)
-@pytest.mark.parametrize(
-    ("stated", "says"),
-    [
-        (100, "100 bytes are stated, and it has more"),
-        ((64 << 20) + 1, "67108865 bytes are stated, and it has 67108864"),
-        (1 << 40, "1099511627776 bytes, of which at most"),
-    ],
-)
-def test_of_a_chunk_no_more_is_made_than_it_states(compression, stated, says):
-    tracemalloc.start()
-    with pytest.raises(SourceError, match=f"chunk 5.*{says}"):
-        chunk_data(chunk_record(compression, BOMB[compression], stated), "chunk 5")
-    made = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert made < 8 << 20 or stated == (64 << 20) + 1
-    assert len(chunk_data(chunk_record(compression, BOMB[compression], 64 << 20), "chunk 5")) == 64 << 20
-
-
-def test_lengths_of_records_that_are_longer_than_the_file_are_named():
-    for record in (b"\1\0" + b"\xff" * 4, b"", b"\1\0\3\0\0\0a\xffb" + bytes(12)):
-        with pytest.raises(SourceError, match=r"^x has a damaged schema: "):
-            Channels("x").take(SCHEMA_OP, record)
-    with pytest.raises(SourceError, match=r"^x is damaged"):
-        chunk_data(b"\0" * 5, "x")
-
-
-STAMP = "builtin_interfaces/Time stamp\n"
-DEFINITIONS = {
-    "itself": (STAMP + "Thing more\n", "itself as a field"),
-    "each other": (STAMP + "pkg/A a\n" + "=" * 80 + "\nMSG: pkg/A\nThing b\n", "itself as a field"),
-    "no such type": (STAMP + "pkg/Gone a\n", "no 'pkg/msg/Gone'"),
-    "5,000 digits": (STAMP + f"uint8 X={'9' * 5000}\n", "4300"),
-    "infinite": (STAMP + "uint8 X=1e999\n", "inf"),
-    "another header": ("std_msgs/Header h\n" + "=" * 80 + "\nMSG: std_msgs/Header\nuint8 a\n", "different definition"),
-    "binary": (b"\x80\xff\0", "utf-8"),
-    "no text": ("uint8 a\0\n", "Could not parse"),
-    "100,000 fields": (STAMP + "".join(f"float64 f{at}\n" for at in range(100_000)), "over 10000 lines"),
-    "5,000 fields": (STAMP + "".join(f"float64 f{at}\n" for at in range(5000)), "over 1000 values"),
-    "a long list of texts": (STAMP + "string[100000] a\n", "over 1000 values"),
-    "lists of lists": (
-        STAMP + "T0 a\n" + "".join(f"{'=' * 80}\nMSG: pkg/T{at}\nT{at + 1}[99] a\n" for at in range(9))
-        + "=" * 80 + "\nMSG: pkg/T9\nuint8 a\n",
-        "over 1000 values",
-    ),
-    "deep": (
-        STAMP + "T0 a\n" + "".join(f"{'=' * 80}\nMSG: pkg/T{at}\nT{at + 1} a\n" for at in range(2000))
-        + "=" * 80 + "\nMSG: pkg/T2000\nuint8 a\n",
-        "nested too deeply|over 1000 values",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", DEFINITIONS)
-@pytest.mark.parametrize("asked", ["columns", "signals"])
-def test_a_definition_that_is_hostile_is_named_with_its_topic(case, asked):
-    text, says = DEFINITIONS[case]
-    schema = text if isinstance(text, bytes) else text.encode()
-    reader = Reader(Topic("/topic", "pkg/Thing", "cdr", schema))
-    message = Message("/topic", 0, Locator("x", -1, 0), bytes(100), 100)
-    with pytest.raises(SourceError, match=f"(?s)topic '/topic'.*is no pkg/Thing.*({says})"):
-        reader.columns if asked == "columns" else reader.signals([message])
-
-
-def test_a_definition_with_long_lists_of_numbers_is_read():
-    schema = (STAMP + "float64[100000] many\nfloat64 x\nstring[3] names\n").encode()
-    assert Reader(Topic("/topic", "pkg/Thing", "cdr", schema)).columns == ["x"]
-
-
-ENDLESS = "WITH RECURSIVE n(a) AS (SELECT 1 UNION ALL SELECT a + 1 FROM n) SELECT"
-DATABASES = {
-    "endless topics": (
-        (f"DROP TABLE topics; CREATE VIEW topics AS {ENDLESS} a AS id, 'a' AS name, 'b' AS type, 'cdr' AS "
-        "serialization_format FROM n"),
-        "'topics' is not a table",
-    ),
-    "endless messages": (
-        (f"DROP TABLE messages; CREATE VIEW Messages AS {ENDLESS} a AS id, 1 AS topic_id, a AS timestamp, "
-        "x'00' AS data FROM n"),
-        "'messages' is not a table",
-    ),
-    "endless definitions": (
-        (f"DROP TABLE message_definitions; CREATE VIEW message_definitions AS {ENDLESS} a AS topic_type, 'b' AS "
-        "encoded_message_definition FROM n"),
-        "'message_definitions' is not a table",
-    ),
-    "a virtual table": (
-        "DROP TABLE topics; CREATE VIRTUAL TABLE topics USING fts5(id, name, type, serialization_format)",
-        "'topics' is not a table",
-    ),
-    "a type that is bytes": ("UPDATE topics SET type = x'ff00'", "Expected `str`, got `bytes`"),
-    "a definition that is bytes": (
-        "UPDATE message_definitions SET encoded_message_definition = x'ff'", "Expected `str`, got `bytes`"
-    ),
-    "a time that is text": ("UPDATE messages SET timestamp = 'noon'", "Expected `int`, got `str`"),
-    "a time that is 1e300": ("UPDATE messages SET timestamp = 1e300", "Expected `int`"),
-    "text that is not UTF-8": ("UPDATE topics SET name = CAST(x'ff' AS TEXT)", "Could not decode to UTF-8"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", DATABASES)
-def test_a_database_that_is_hostile_is_named(tmp_path, world, case):
-    change, says = DATABASES[case]
-    write_rosbag2(tmp_path / "bag", sent_of(world))
-    (path,) = (tmp_path / "bag").glob("*.db3")
-    with contextlib.closing(sqlite3.connect(path)) as database:
-        database.executescript(change)
-    with pytest.raises(SourceError, match=f"(?s)db3'.*{says}"):
-        scan_source(SourceSpec("rosbag2", str(tmp_path), {}))

@@ -15,7 +15,7 @@ from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.sample.schema import decode_points
 from fuelrail.sharding.run import scan_source
-from fuelrail.sharding.sources.logs.members import Members
+from fuelrail.sharding.sources.logs.members import LogMembers
 from fuelrail.sharding.sources.registry import SourceSpec
 from support.log_world import Ros, Sent, logged, ros_messages, video_messages, with_raw_pictures, write_mcap
 from support.sharding import scanned
@@ -102,9 +102,9 @@ def test_a_clock_that_was_set_forward_is_counted_and_ends_the_clip(tmp_path):
 def test_keyframes_alone_take_one_decode_each(tmp_path, monkeypatch):
     world = make_world(1, 9, cameras={"cam_front": (64, 48), "cam_left": (64, 48)}, lidars=())
     write_mcap(tmp_path / "log.mcap", video_messages(world, world.clips[0]))
-    decoded: list[Members] = []
-    init = Members.__init__
-    monkeypatch.setattr(Members, "__init__", lambda self, *given: (init(self, *given), decoded.append(self))[0])
+    decoded: list[LogMembers] = []
+    init = LogMembers.__init__
+    monkeypatch.setattr(LogMembers, "__init__", lambda self, *given: (init(self, *given), decoded.append(self))[0])
     cameras = {name: f"/{name}/video" for name in world.cameras}
     spec = SourceSpec("mcap", str(tmp_path / "log.mcap"), {"cameras": cameras, "frames": "keyframes"})
     SourceSuite().make(spec, tmp_path / "out")

@@ -36,7 +36,7 @@ class TestLz4(TestUncompressed):
 
 
 class TestWithoutSummary(TestUncompressed):
-    """As a recorder leaves it that writes neither chunks nor a summary."""
+    """Write the file of a recorder that writes neither chunks nor a summary."""
 
     reads_heads = False
 

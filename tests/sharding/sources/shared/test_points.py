@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import numpy as np
 import pytest
 
@@ -34,3 +36,31 @@ def test_a_pcd_that_lies_is_named(data, says):
 
 def test_a_sound_pcd_is_read():
     np.testing.assert_array_equal(parse_points(pcd("1") + b"1 2 3\n", ("z", "x"), "x"), [[3, 1]])
+
+
+def test_points_in_all_forms():
+    points = np.random.default_rng(3).normal(size=(7, 4)).astype(np.float32)
+    head = ("# .PCD v0.7\nVERSION 0.7\nFIELDS x y z t intensity\nSIZE 4 4 4 8 4\nTYPE F F F F F\nCOUNT 1 1 1 1 1\n"
+            "WIDTH 7\nHEIGHT 1\nVIEWPOINT 0 0 0 1 0 0 0\nPOINTS 7\nDATA ")  # fmt: skip
+    table = np.zeros(7, [("x", "f4"), ("y", "f4"), ("z", "f4"), ("t", "f8"), ("intensity", "f4")])
+    for at, name in enumerate(("x", "y", "z", "intensity")):
+        table[name] = points[:, at]
+    text = "\n".join(" ".join(f"{value:.9g}" for value in row) for row in table.tolist())
+    forms = [points.tobytes(), (head + "binary\n").encode() + table.tobytes(), (head + "ascii\n" + text).encode()]
+    for data in forms:
+        np.testing.assert_array_equal(parse_points(data, ("x", "y", "z", "intensity"), "lidar"), points)
+    objects = io.BytesIO()
+    np.save(objects, np.array([{"x": 1}], object), allow_pickle=True)
+    for data, match in (
+        (forms[0][:-3], "rows of 4 float32"),
+        (forms[1][:-3], "no sound PCD"),
+        ((head + "binary_compressed\n").encode(), "binary_compressed"),
+        (head.encode(), "without a line DATA"),
+        (b"\x93NUMPY garbage", "no sound .npy"),
+        (objects.getvalue(), "no sound .npy"),
+        (b"version https://git-lfs", "git-LFS"),
+    ):
+        with pytest.raises(SourceError, match=match):
+            parse_points(data, ("x", "y", "z", "intensity"), "lidar")
+    with pytest.raises(SourceError, match="has no ring"):
+        parse_points(forms[1], ("x", "y", "z", "ring"), "lidar")

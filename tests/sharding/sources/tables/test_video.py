@@ -101,7 +101,7 @@ def make(root: Path, out: Path, **options):
 
 
 def numbers_in(out: Path, bits: int = 6) -> dict[str, list[int | None]]:
-    """Of each camera the numbers in the images, in the order of frames."""
+    """Read the numbers in the images of each camera, in the order of frames."""
     samples = sorted(samples_of(out).values(), key=lambda one: one.meta.frame_idx)
     cameras = {name for one in samples for name in one.images}
     return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fuelrail.bench.studies.annotate.run import annotate
+from fuelrail.bench.annotate.run import annotate
 from fuelrail.loaders import DataLoader
 from fuelrail.pipeline.errors import DatasetError, DatasetExistsError
 from fuelrail.sharding.verify.dataset import verify

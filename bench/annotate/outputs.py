@@ -1,0 +1,154 @@
+"""A model's outputs: the table of channels that they need, and the values of each row."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+from fuelrail.pipeline.channels.table import DTYPES, Channel
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.settings import read_text
+
+if TYPE_CHECKING:
+    import torch
+
+_MOST_INT8: Final = 127
+_SCALE: Final = "_scale"
+_BY_HAND: Final = "describe it in a table of channels (--channels FILE; FORMAT.md, section 2.1)"
+
+
+def read_table(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Read the channels of a YAML or JSON file: a list of objects. Raise ConfigError for anything else."""
+    try:
+        table = yaml.safe_load(read_text(Path(path)))
+    except OSError as error:
+        raise ConfigError(f"'{path}' cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:  # as in `load_yaml`
+        raise ConfigError(f"'{path}' is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(table, list) or not all(isinstance(one, dict) for one in table):
+        raise ConfigError(f"'{path}' must hold a list of channels, each an object")
+    return table
+
+
+def infer_table(outputs: Mapping[str, Any], num_rows: int, store: str) -> list[dict[str, Any]]:
+    """Infer the channels of outputs of ``num_rows`` samples: arrays, texts and bytes that no augmentation moves.
+
+    ``store`` is how floating arrays of one axis and more are stored: ``as_is``, ``float16``, or ``int8`` beside a
+    channel ``{name}_scale``. Raises ConfigError for values that need a table written by hand.
+    """
+    table: list[dict[str, Any]] = []
+    for name, output in outputs.items():
+        values = _split(name, output, num_rows)
+        head = {"name": name, "law": {"name": "fixed"}}
+        if all(isinstance(value, str) for value in values):
+            table.append({**head, "kind": "text", "field": f"{name}.txt"})
+        elif all(isinstance(value, bytes) for value in values):
+            table.append({**head, "kind": "bytes", "field": f"{name}.bin"})
+        elif all(isinstance(value, np.ndarray) and value.shape == values[0].shape for value in values):
+            dtype, shape = values[0].dtype.name, list(values[0].shape)
+            if dtype not in DTYPES:
+                raise ConfigError(f"output {name!r} has dtype {dtype}; allowed are {', '.join(DTYPES)}")
+            is_large = values[0].dtype.kind == "f" and shape
+            axes = [f"axis_{number}" for number in range(len(shape))]
+            stored = store if is_large and store != "as_is" else dtype
+            table.append(
+                {**head, "kind": "array", "field": f"{name}.npy", "dtype": stored, "axes": axes, "shape": shape}
+            )
+            if stored == "int8" and is_large:
+                scale = f"{name}{_SCALE}"
+                fixed = {"law": {"name": "fixed"}, "description": f"{name} is int8 times this"}
+                table.append({**fixed, "name": scale, "kind": "array", "field": f"{scale}.npy", "dtype": "float32"})
+        else:
+            kinds = ", ".join(sorted({_kind(value) for value in values}))
+            raise ConfigError(f"output {name!r} holds {kinds}, not arrays of one shape, str or bytes: {_BY_HAND}")
+    return table
+
+
+def rows_of(outputs: Mapping[str, Any], num_rows: int, channels: Sequence[Channel]) -> list[dict[str, Any]]:
+    """Return the values of each row as the table stores them.
+
+    Floating values are cast to a floating dtype of the table; for int8 with a channel ``{name}_scale`` beside, they
+    are divided by the row's largest absolute value / 127, and that is the scale. Raises ConfigError for an output whose
+    length is not the batch's, and for values that its dtype cannot hold.
+    """
+    table = {channel.name: channel for channel in channels}
+    rows: list[dict[str, Any]] = [{} for _ in range(num_rows)]
+    for name, output in outputs.items():
+        channel = table.get(name)
+        for row, value in zip(rows, _split(name, output, num_rows), strict=True):
+            row[name] = value
+            if channel is None or not isinstance(value, np.ndarray) or value.dtype.kind != "f":
+                continue
+            if channel.dtype == "int8" and f"{name}{_SCALE}" in table:
+                row[name], row[f"{name}{_SCALE}"] = _quantised(name, value)
+            elif channel.dtype.startswith("float"):
+                with np.errstate(over="ignore"):
+                    row[name] = value.astype(channel.numpy_dtype)
+                if np.isinf(row[name]).sum() > np.isinf(value).sum():
+                    raise ConfigError(
+                        f"output {name!r} has {np.abs(value[np.isfinite(value)]).max():g}, and {channel.dtype} holds "
+                        f"{np.finfo(channel.dtype).max:g} at most: store it as_is, or as int8 with a scale"
+                    )
+    return rows
+
+
+def _kind(value: object) -> str:
+    return f"array {list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
+
+
+def _quantised(name: str, value: NDArray[Any]) -> tuple[NDArray[np.int8], np.float32]:
+    if not np.isfinite(value).all():
+        raise ConfigError(
+            f"output {name!r} has NaN or infinities, which int8 cannot hold; replace them in the model, or store it "
+            "as_is with a table that has allows_nan or allows_inf (--channels FILE)"
+        )
+    most = float(np.abs(value).max()) if value.size else 0.0
+    scale = np.float32(most / _MOST_INT8 if most else 1.0)
+    return np.clip(np.rint(value / scale), -_MOST_INT8, _MOST_INT8).astype(np.int8), scale
+
+
+def _split(name: str, output: object, num_rows: int) -> list[Any]:
+    """Return the rows of an output; tensors as arrays in host memory, bfloat16 as float32."""
+    import torch
+
+    kind = type(output).__name__
+    if isinstance(output, torch.Tensor):
+        output = _on_host(name, output)
+    has_rows = isinstance(output, list | tuple) or (isinstance(output, np.ndarray) and output.ndim > 0)
+    length = len(output) if has_rows else -1  # type: ignore[arg-type]
+    if length != num_rows:
+        raise ConfigError(
+            f"output {name!r} is a {kind} {f'of {length} rows' if has_rows else 'without rows'}; it must be a tensor "
+            f"[B, ...] or a list, with a row for each of the batch's {num_rows} samples"
+        )
+    rows: list[Any] = list(output)  # type: ignore[call-overload]
+    return [_array(name, row) for row in rows]
+
+
+def _on_host(name: str, tensor: torch.Tensor) -> NDArray[Any]:
+    import torch
+
+    host = tensor.detach().cpu()
+    try:
+        return (host.float() if host.dtype == torch.bfloat16 else host).numpy()
+    except TypeError as error:  # sparse, quantised, float8
+        raise ConfigError(
+            f"output {name!r} is a tensor of {host.dtype} and layout {host.layout}, which no array can hold: make it "
+            f"dense, and of one of {', '.join(DTYPES)}"
+        ) from error
+
+
+def _array(name: str, row: Any) -> Any:  # noqa: ANN401
+    import torch
+
+    if isinstance(row, torch.Tensor):
+        return _on_host(name, row)
+    if isinstance(row, dict):
+        return {part: _array(f"{name}.{part}", one) for part, one in row.items()}
+    return np.asarray(row) if isinstance(row, np.generic | bool | int | float) else row

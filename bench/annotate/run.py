@@ -1,0 +1,227 @@
+"""Run a model over a dataset and write what it returns as a layer: alone, or on all ranks of a launcher.
+
+Batch b of B samples holds positions b B to b B + B - 1 of its split, on any number of ranks, so the model sees the same
+batches however many ranks there are and however often a run is interrupted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from fuelrail.bench.annotate.outputs import infer_table, read_table, rows_of
+from fuelrail.loaders.config import Transforms
+from fuelrail.loaders.schedule.layers import view_settings
+from fuelrail.pipeline.cli import counted
+from fuelrail.pipeline.errors import ConfigError, FuelrailError
+from fuelrail.pipeline.format.dataset import Dataset, open_dataset
+from fuelrail.pipeline.format.layers import LayerView
+from fuelrail.pipeline.order.batching import World
+from fuelrail.pipeline.runtime.stages import stage_error
+from fuelrail.pipeline.settings import CheckedSettings, PathText, flag, make_options
+from fuelrail.pipeline.text import escaped
+from fuelrail.sharding.output.folder import check_out, open_output
+from fuelrail.sharding.write.layers.writer import LayerWriter
+
+if TYPE_CHECKING:
+    from fuelrail.loaders.loader import DataLoader
+
+    Model = Callable[[dict[str, Any]], Mapping[str, Any]]
+
+_LAUNCHER_RANK: Final = "LOCAL_RANK"
+
+
+class AnnotateOptions(CheckedSettings, frozen=True, kw_only=True):
+    """Options of `fuelrail.annotate`, and flags of ``fuelrail annotate``."""
+
+    batch_size: Annotated[int, Meta(ge=1), flag("samples that the model gets at a time")] = 8
+    channels: Annotated[
+        PathText | None, flag("YAML or JSON list of channels (default: from what the model returns)", metavar="FILE")
+    ] = None
+    store: Annotated[
+        Literal["as_is", "float16", "int8"],
+        flag("without --channels: how floating arrays are stored; int8 adds {name}_scale"),
+    ] = "as_is"
+    view: Annotated[
+        Literal["fixed", "per_view"], flag("show samples without augmentation, or as augmented in --epoch with --seed")
+    ] = "fixed"
+    seed: Annotated[int, Meta(ge=0), flag("seed of the augmentation, with --view per_view")] = 0
+    epoch: Annotated[int, Meta(ge=0), flag("epoch of the augmentation, with --view per_view")] = 0
+    transforms: Annotated[Transforms | None, flag("size, augmentation, points, channels, ...")] = None
+    device: Annotated[str | None, flag("device of the batches, such as cuda (of this local rank)")] = None
+    workers: Annotated[Annotated[int, Meta(ge=1)] | None, flag("decoding threads (default: this rank's CPUs)")] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.view == "fixed" and (self.seed or self.epoch):
+            raise ConfigError(
+                f"seed={self.seed}, epoch={self.epoch} draw an augmentation, and view='fixed' shows samples without "
+                "any: leave them out, or give view='per_view'"
+            )
+        if self.channels is not None and self.store != "as_is":
+            raise ConfigError(f"store={self.store!r} is for values without a table: '{self.channels}' has their dtypes")
+
+
+class AnnotateReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What this rank did: rows written by it, rows that were there before, and the layer where it is finished."""
+
+    layer: str
+    fingerprint: str | None
+    num_written: int
+    num_kept: int
+    seconds: float
+
+    def as_text(self) -> str:
+        """Return a line for people."""
+        state = "other ranks have not finished" if self.fingerprint is None else f"fingerprint {self.fingerprint}"
+        kept = f" ({self.num_kept:,} were there before)" if self.num_kept else ""
+        return f"{escaped(self.layer)}: {counted(self.num_written, 'row')} in {self.seconds:,.1f} s{kept}; {state}\n"
+
+
+def annotate(
+    base: Dataset | str | os.PathLike[str],
+    layer: str | os.PathLike[str],
+    model: Model | str,
+    options: AnnotateOptions | None = None,
+    **changes: Any,  # fields of AnnotateOptions
+) -> AnnotateReport:
+    """Run a model over all samples of a dataset, in their order, and write a layer.
+
+    ``model`` is a function, or ``"MODULE:NAME"`` of one in a module that can be imported from the working folder; a
+    class is instantiated first. It gets a batch of the loader and returns a dict of channel name to a tensor
+    [B, ...] or a list of B values. It runs in inference mode. It must give the same values for the same batch.
+
+    Every rank of a launcher such as torchrun runs the same call; the one that finds all rows written finishes the
+    layer. An interrupted run is resumed by the same call, on any number of ranks. Raises ConfigError for a model that
+    cannot be imported and for outputs without a table, StageError, whose ``__cause__`` is the exception, for a model
+    that raises, SchemaError for values that are not as the table says, and what `DataLoader` and `LayerWriter` raise.
+    """
+    options = make_options(AnnotateOptions, options, changes)
+    start = time.monotonic()
+    base = base if isinstance(base, Dataset) else open_dataset(base)
+    check_out(open_output(layer))  # before the model runs
+    work = _Annotation(base, _load(model) if isinstance(model, str) else model, options)
+    with LayerWriter(base, layer, channels=work.table(), view=work.view) as writer:
+        done = writer.written()
+        num_kept, num_written = int(done.sum()), 0
+        for split in base.splits:
+            num_written += work.write(split, writer, done)
+    fingerprint = writer.finish().fingerprint if writer.written().all() else None
+    return AnnotateReport(
+        layer=os.fspath(layer), fingerprint=fingerprint, num_written=num_written, num_kept=num_kept,
+        seconds=round(time.monotonic() - start, 3),
+    )  # fmt: skip
+
+
+class _Annotation:
+    """A model and the batches that it sees."""
+
+    def __init__(self, base: Dataset, model: Model, options: AnnotateOptions) -> None:
+        self._base, self._model, self._options = base, model, options
+        transforms = options.transforms or Transforms()
+        if transforms.two_views:
+            raise ConfigError("transforms.two_views=True: a layer has one value a sample; leave two_views out")
+        if options.view == "fixed":
+            transforms = transforms.evaluation()
+            self.view = LayerView()
+        else:
+            settings = view_settings(options.seed, transforms.content())
+            self.view = LayerView(kind="per_view", epoch=options.epoch, settings=settings)
+        self._transforms = transforms
+        device = options.device
+        self._device = f"cuda:{os.environ.get(_LAUNCHER_RANK, '0')}" if device == "cuda" else device
+
+    def table(self) -> list[dict[str, Any]]:
+        """Return channels: those of the file, or those of the first batch's outputs, which all ranks compute alike."""
+        if self._options.channels is not None:
+            return read_table(self._options.channels)
+        split = next(name for name, entry in self._base.splits.items() if entry.num_samples)
+        with self._loader(split, World(0, 1)) as loader:
+            batch = next(iter(loader))
+        self._channels = infer_table(self._outputs(batch), len(batch["sample_key"]), self._options.store)
+        return self._channels
+
+    def write(self, split: str, writer: LayerWriter, done: np.ndarray[Any, np.dtype[np.bool_]]) -> int:
+        """Write this rank's rows of a split that are not ``done``; returns how many."""
+        entry = self._base.split(split)
+        lacking = np.flatnonzero(~done[entry.first_sample : entry.first_sample + entry.num_samples])
+        if not lacking.size:
+            return 0
+        num_written = 0
+        with self._loader(split) as loader:
+            size = self._options.batch_size * loader.world.size
+            state = loader.state_dict()
+            begin = int(lacking[0]) // size * size
+            loader.load_state_dict({**state, "epoch": self._options.epoch, "samples_consumed": begin})
+            for batch in loader:
+                rows = batch["global_index"].tolist()
+                wanted = [at for at, row in enumerate(rows) if batch["valid"][at] and not done[row]]
+                if not wanted:
+                    continue
+                values = rows_of(self._outputs(batch), len(rows), writer.channels)
+                for at in wanted:
+                    writer.write(rows[at], values[at])
+                num_written += len(wanted)
+        return num_written
+
+    def _outputs(self, batch: dict[str, Any]) -> Mapping[str, Any]:
+        import torch
+
+        try:
+            with torch.inference_mode():
+                outputs = self._model(batch)
+        except FuelrailError:
+            raise
+        except (Exception, SystemExit) as error:
+            keys, model = batch["sample_key"], self._model
+            name = getattr(model, "__qualname__", type(model).__qualname__)
+            raise stage_error(f"model '{name}' failed on samples {keys[0]!r} .. {keys[-1]!r}", error) from error
+        if not hasattr(outputs, "items") or not outputs:
+            found = "no outputs" if outputs == {} else type(outputs).__name__
+            raise ConfigError(
+                f"the model returned {found}; it must return a dict of channel name to a tensor [B, ...] or a list of "
+                "B values"
+            )
+        return outputs
+
+    def _loader(self, split: str, world: World | None = None) -> DataLoader:
+        from fuelrail.loaders.loader import DataLoader
+
+        options = self._options
+        return DataLoader(
+            self._base, options.batch_size, seed=options.seed, split=split,
+            num_workers=options.workers, transforms=self._transforms, device=self._device, world=world,
+        )  # fmt: skip
+
+
+def _load(name: str) -> Model:
+    """Import ``MODULE:NAME``; a class is instantiated."""
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise ConfigError(f"model {name!r} must be MODULE:FUNCTION, such as 'teacher:logits'")
+    if "/" in module or module.startswith(".") or module.endswith(".py"):
+        raise ConfigError(f"model {name!r} has the path '{module}'; name a module as `import` does: 'folder.teacher'")
+    folder = os.getcwd()  # noqa: PTH109 - as the interpreter itself does for `python -m`
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        try:
+            found = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"model {name!r} cannot be imported: {error}") from error
+        model: Any = found() if isinstance(found, type) else found
+    except FuelrailError:
+        raise
+    except (Exception, SystemExit) as error:  # a script may end the process when it is imported
+        raise stage_error(f"model {name!r} cannot be made", error) from error
+    if not callable(model):
+        raise ConfigError(f"model {name!r} is {type(model).__name__}, not a function")
+    return model  # type: ignore[no-any-return]

@@ -1,1 +1,0 @@
-"""`fuelrail bench diff`: two reports of one kind compared, with their noise."""

@@ -1,0 +1,148 @@
+"""Measure how random an order is, and how its batches mix clips and shards.
+
+A z is in standard deviations from the mean over uniformly random permutations: within about 4 is as good as random.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from fuelrail.pipeline.errors import OrderError
+
+MAX_POSITIONS: Final = 10_000_000
+"""Longest epoch that is measured: every figure needs all of it in memory."""
+_MIN_POSITIONS: Final = 8
+
+
+class ShuffleQuality(msgspec.Struct, frozen=True, kw_only=True):
+    """How random an order is. Correlations are -1 .. 1, and near 0 in a true shuffle.
+
+    ``rank_correlation`` is Spearman's rho between position and sample, ``serial_correlation`` that of each sample with
+    the next one in the order. ``bucket_chi_square_z``: is every part of the data spread over the whole epoch?
+    """
+
+    rank_correlation: float
+    rank_correlation_z: float
+    serial_correlation: float
+    serial_correlation_z: float
+    bucket_chi_square_z: float
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """The figure that is farthest from a true shuffle's, and its z."""
+        known = {
+            "rank correlation": self.rank_correlation_z,
+            "neighbours' correlation": self.serial_correlation_z,
+            "buckets": self.bucket_chi_square_z,
+        }
+        return max(known.items(), key=lambda entry: abs(entry[1]))
+
+
+class OrderFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of one epoch.
+
+    ``same_clip_pairs``: share of the pairs of samples of a global batch that are of one clip; ``shards_per_batch``:
+    different shards that a global batch reads from, on average. Both are NaN without a full batch.
+    """
+
+    name: str
+    quality: ShuffleQuality
+    same_clip_pairs: float
+    shards_per_batch: float
+
+
+def describe(
+    name: str,
+    samples: NDArray[np.int64],
+    clips: NDArray[np.integer],
+    shards: NDArray[np.integer],
+    global_batch: int,
+) -> OrderFigures:
+    """Return the figures of an epoch of a split whose sample i is of clip ``clips[i]`` and in shard ``shards[i]``.
+
+    ``samples`` (n,) may hold a sample several times: each copy counts as a sample. Raises OrderError for epochs that
+    are too short or too long to be measured.
+    """
+    if not _MIN_POSITIONS <= len(samples) <= MAX_POSITIONS:
+        raise OrderError(
+            f"an epoch of {len(samples):,} positions cannot be measured: {_MIN_POSITIONS} to {MAX_POSITIONS:,} are "
+            "possible; select other samples"
+        )
+    return OrderFigures(
+        name=name,
+        quality=measure(ranks(samples)),
+        same_clip_pairs=same_pairs(clips[samples], global_batch),
+        shards_per_batch=distinct_per_batch(shards[samples], global_batch),
+    )
+
+
+def ranks(samples: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the ranks of some numbers, 0 .. n - 1, equal ones in random order (seeded): int64 (n,)."""
+    ties = np.random.default_rng(0).random(len(samples))
+    found = np.empty(len(samples), dtype=np.int64)
+    found[np.lexsort((ties, samples))] = np.arange(len(samples))
+    return found
+
+
+def measure(order: NDArray[np.int64]) -> ShuffleQuality:
+    """Return the quality of an order (n,) that holds each of 0 .. n - 1 once.
+
+    Rho has standard deviation 1 / sqrt(n - 1) over random permutations (Kendall and Gibbons, "Rank Correlation
+    Methods", chapter 4). The circular lag-1 correlation has mean -1 / (n - 1) and standard deviation about 1 / sqrt(n)
+    (Wald and Wolfowitz, 1943).
+    """
+    n = len(order)
+    rho = float(np.corrcoef(np.arange(n), order)[0, 1])
+    serial = float(np.corrcoef(order, np.roll(order, -1))[0, 1])
+    return ShuffleQuality(
+        rank_correlation=rho,
+        rank_correlation_z=rho * math.sqrt(n - 1),
+        serial_correlation=serial,
+        serial_correlation_z=(serial + 1 / n) * math.sqrt(n),
+        bucket_chi_square_z=_bucket_z(order),
+    )
+
+
+def _bucket_z(order: NDArray[np.int64]) -> float:
+    """Return chi-square of position buckets against sample buckets, 2 to 64 of each with 10 expected in a cell, as a z.
+
+    Both margins are fixed, as every sample comes once; the mean over random permutations is then degrees * n / (n - 1).
+    The z is Wilson and Hilferty's cube root (1931).
+    """
+    n = len(order)
+    k = max(2, min(64, math.isqrt(n // 10)))
+    bucket = np.arange(n) * k // n
+    sizes = np.bincount(bucket, minlength=k).astype(np.float64)
+    table = np.bincount(bucket * k + bucket[order], minlength=k * k).reshape(k, k)
+    expected = np.outer(sizes, sizes) / n
+    statistic, degrees = float((np.square(table - expected) / expected).sum()) * (n - 1) / n, (k - 1) ** 2
+    spread = 2 / (9 * degrees)
+    return (math.cbrt(statistic / degrees) - (1 - spread)) / math.sqrt(spread)
+
+
+def same_pairs(groups: NDArray[np.integer], batch: int) -> float:
+    """Share of the pairs within full batches whose two members are of one group; NaN without a pair."""
+    batches = np.sort(groups[: len(groups) // batch * batch].reshape(-1, batch), axis=1)
+    if batch < 2 or not len(batches):
+        return float("nan")
+    # In a sorted batch a run of length m has m (m - 1) / 2 pairs: the sum over members of those before them in the run.
+    place = np.arange(batch)
+    begins = np.maximum.accumulate(np.where(_is_new(batches), place, 0), axis=1)
+    return float((place - begins).sum(axis=1).mean() / (batch * (batch - 1) / 2))
+
+
+def distinct_per_batch(groups: NDArray[np.integer], batch: int) -> float:
+    """Return the mean number of different groups in a full batch; NaN without a full batch."""
+    batches = np.sort(groups[: len(groups) // batch * batch].reshape(-1, batch), axis=1)
+    return float(_is_new(batches).sum(axis=1).mean()) if len(batches) else float("nan")
+
+
+def _is_new(batches: NDArray[np.integer]) -> NDArray[np.bool_]:
+    new = np.ones(batches.shape, dtype=bool)
+    new[:, 1:] = batches[:, 1:] != batches[:, :-1]
+    return new

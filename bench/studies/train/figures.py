@@ -1,0 +1,167 @@
+"""The figures of a run: from the records of its ranks to rates, shares and phases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from fuelrail.bench.measure.clock import NS_PER_S, Summary, summarise_ns
+from fuelrail.bench.measure.occupancy import Occupancy, RankPace, Window, measured_steps, occupancy_of, rank_paces
+from fuelrail.bench.measure.records import PHASES, RankLog, StageSnapshot, StepRecord
+
+if TYPE_CHECKING:
+    from fuelrail.bench.studies.train.settings import TrainSettings
+    from fuelrail.pipeline.runtime.stages import StageClock
+
+_S_PER_HOUR = 3600
+
+
+class Phase(msgspec.Struct, frozen=True, kw_only=True):
+    """One phase of the step over all measured steps of all ranks; ``share`` is of the wall time."""
+
+    phase: str
+    time: Summary
+    share: float
+
+
+class Throughput(msgspec.Struct, frozen=True, kw_only=True):
+    """Rates of the whole world in the measured window.
+
+    ``gpu_hours_per_million_samples`` = world size x wall time / samples. ``demand_samples_per_s`` is what the
+    accelerators would take if nothing kept them waiting: samples / busy time, summed over ranks; 0 where none computed.
+    """
+
+    samples_per_s: float
+    images_per_s: float
+    demand_samples_per_s: float
+    gpu_hours_per_million_samples: float
+    cost_per_million_samples: float | None
+
+
+class StageFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """One loader stage in the measured window, summed over ranks: shares of its threads' time."""
+
+    name: str
+    num_threads: int
+    items_per_s: float
+    busy: float
+    starved: float
+    blocked: float
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of a run whose measured window is long enough.
+
+    ``launch_share``: what the host took to queue the device's work, in parts of what the device took for it; near 1 the
+    device waits for the host. ``mfu``: the model's arithmetic (the profile's, when emulated) over what the devices
+    could have done in the wall time; None where either isn't known. ``paces``: which rank the others wait for.
+    """
+
+    occupancy: Occupancy
+    throughput: Throughput
+    step_time: Summary
+    phases: list[Phase]
+    all_reduce_total: Summary
+    stages: list[StageFigures]
+    stand_in_share: float
+    overrun_share: float
+    overshoot_share: float
+    launch_share: float = 0.0
+    mfu: float | None = None
+    paces: list[RankPace] = []
+
+
+def figures_of(settings: TrainSettings, logs: Sequence[RankLog], window: Window) -> Figures:
+    """Return the figures of a run in its measured window, which must be long enough."""
+    ranks = [measured_steps(log.steps, window) for log in logs]
+    inside = [step for rank in ranks for step in rank]
+    wall_ns = sum(step.wall_ns for step in inside)
+    occupancy = occupancy_of([log.steps for log in logs], window)
+    return Figures(
+        occupancy=occupancy,
+        throughput=_throughput(ranks, settings.price_per_gpu_hour),
+        step_time=summarise_ns([step.wall_ns for step in inside]),
+        phases=[
+            Phase(
+                phase=phase,
+                time=summarise_ns([step.phase_ns(phase) for step in inside]),
+                share=sum(step.phase_ns(phase) for step in inside) / wall_ns,
+            )
+            for phase in PHASES
+        ],
+        all_reduce_total=summarise_ns([step.all_reduce_total_ns for step in inside]),
+        stages=_stage_figures([log.snapshots for log in logs], wall_ns / len(ranks) / NS_PER_S),
+        stand_in_share=sum(step.stand_in_ns for step in inside) / wall_ns,
+        overrun_share=sum(step.overrun_ns for step in inside) / wall_ns,
+        overshoot_share=sum(step.overshoot_ns for step in inside) / wall_ns,
+        launch_share=_launch_share(inside),
+        mfu=_mfu(settings, logs, inside),
+        paces=rank_paces([log.steps for log in logs], window),
+    )
+
+
+def _mfu(settings: TrainSettings, logs: Sequence[RankLog], steps: Sequence[StepRecord]) -> float | None:
+    """Return the use of all ranks' steps together; padding rows, which the device computes too, do not count."""
+    profile = settings.profile
+    facts = next((log.input for log in logs if log.input), None)
+    header = next((log.header for log in logs if log.header), None)
+    if profile is not None:
+        gflop, peak, per_image = profile.train_gflop, profile.peak_tflops, profile.per == "image"
+    else:
+        gflop = None if facts is None or facts.train_flop is None else facts.train_flop / 1e9
+        peak, per_image = None if header is None else header.peak_tflops, False
+    if gflop is None or peak is None:
+        return None
+    units = sum(step.num_images if per_image else step.num_samples for step in steps)
+    return units * gflop * 1e9 / (sum(step.wall_ns for step in steps) / NS_PER_S * peak * 1e12)
+
+
+def _launch_share(steps: Sequence[StepRecord]) -> float:
+    device_ns = sum(step.forward_ns + step.backward_ns + step.optimiser_ns for step in steps)
+    return sum(step.launch_ns for step in steps) / device_ns if device_ns else 0.0
+
+
+def _throughput(ranks: Sequence[Sequence[StepRecord]], price_per_gpu_hour: float | None) -> Throughput:
+    samples_per_s = images_per_s = demand = 0.0
+    for steps in ranks:
+        # Each rank by its own clock: ranks of different hosts share none.
+        wall_s = (steps[-1].end_ns - steps[0].start_ns) / NS_PER_S
+        samples = sum(step.num_samples for step in steps)
+        samples_per_s += samples / wall_s
+        images_per_s += sum(step.num_images for step in steps) / wall_s
+        busy_ns = sum(step.device_busy_ns for step in steps)
+        demand += samples / (busy_ns / NS_PER_S) if busy_ns else 0.0
+    gpu_hours = len(ranks) / samples_per_s / _S_PER_HOUR * 1e6
+    return Throughput(
+        samples_per_s=samples_per_s,
+        images_per_s=images_per_s,
+        demand_samples_per_s=demand,
+        gpu_hours_per_million_samples=gpu_hours,
+        cost_per_million_samples=None if price_per_gpu_hour is None else gpu_hours * price_per_gpu_hour,
+    )
+
+
+def _stage_figures(snapshots: Sequence[Sequence[StageSnapshot]], wall_s: float) -> list[StageFigures]:
+    """Return the differences of the stage clocks over the window; none if a rank ended before its second snapshot."""
+    if not all(len(rank) == 2 for rank in snapshots):
+        return []
+    figures = []
+    for columns in zip(*(zip(first.stages, last.stages, strict=True) for first, last in snapshots), strict=True):
+
+        def gain(name: str, columns: tuple[tuple[StageClock, StageClock], ...] = columns) -> float:
+            return float(sum(getattr(last, name) - getattr(first, name) for first, last in columns))
+
+        thread_s = sum(gain(name) for name in ("busy_s", "starved_s", "blocked_s")) or 1.0
+        figures.append(
+            StageFigures(
+                name=columns[0][0].name,
+                num_threads=sum(first.num_threads for first, _ in columns),
+                items_per_s=gain("items") / wall_s,
+                busy=gain("busy_s") / thread_s,
+                starved=gain("starved_s") / thread_s,
+                blocked=gain("blocked_s") / thread_s,
+            )
+        )
+    return figures

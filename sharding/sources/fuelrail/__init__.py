@@ -1,0 +1,1 @@
+"""Fuelrail datasets as sources: `reshard` and `append`."""

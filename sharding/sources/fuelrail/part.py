@@ -1,0 +1,205 @@
+"""One finished Fuelrail dataset as a part of a source: its clips, samples and members."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from fuelrail.pipeline.errors import DatasetError, MemberError, SchemaError, ShardError, SourceError
+from fuelrail.pipeline.format import codecs
+from fuelrail.pipeline.format.dataset import check_span, open_dataset, read_members
+from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
+from fuelrail.pipeline.format.zstd_frames import is_framed, read_head
+from fuelrail.pipeline.sample.schema import (
+    BOXES,
+    GEOMETRY,
+    META,
+    POINTS_EXTENSION,
+    decode_sample,
+)
+from fuelrail.pipeline.storage.files import open_file
+from fuelrail.pipeline.storage.filesystem import filesystem
+from fuelrail.pipeline.storage.retry import fault_of
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.format.index.row import IndexRow
+    from fuelrail.pipeline.sample.schema import Sample as DecodedSample
+    from fuelrail.pipeline.storage.columns import Disk
+
+INLINE: Final = (META, GEOMETRY, BOXES)
+
+_OF_INDEX: Final = ("key", "clip_id", "split", "frame", "timestamp_ns")
+
+_ROWS_AT_ONCE: Final = 1 << 9
+
+_LOOKS_BETWEEN: Final = 8
+
+Sample = tuple[tuple[int, "IndexRow"], dict[str, Any]]
+"""A row's number and the row, and its attributes."""
+
+
+class DatasetPart:
+    """A dataset that is read from."""
+
+    def __init__(self, location: str) -> None:
+        """Open it; raises SourceError where it cannot be."""
+        try:
+            self.dataset = open_dataset(location)
+        except DatasetError as error:
+            raise SourceError(str(error)) from error
+        self._remote = filesystem(self.dataset.url) if self.dataset.url is not None else None
+        self._read: tuple[int, dict[str, memoryview]] = (-1, {})
+        self._num_looks = 0
+
+    @property
+    def cameras(self) -> frozenset[str]:
+        """Channels of its cameras."""
+        return frozenset(camera.channel for camera in self.dataset.manifest.cameras)
+
+    @property
+    def lidars(self) -> frozenset[str]:
+        """Channels of its lidars."""
+        return frozenset(lidar.channel for lidar in self.dataset.manifest.lidars)
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """Field names of its channels other than cameras, lidars and boxes."""
+        return frozenset(channel.field for channel in self.dataset.manifest.extra_channels)
+
+    @property
+    def attribute_types(self) -> dict[str, type]:
+        """The columns of ``attributes.parquet`` that are not in the index."""
+        file = self.dataset.attributes_file()
+        if not file.exists:
+            return {}
+        schema = file.schema(len(self.dataset.index))
+        return {field.name: _python_type(field) for field in schema if field.name not in _OF_INDEX}
+
+    def clip_ids(self) -> list[str]:
+        """Return the ids of the dataset's clips, sorted."""
+        return self.dataset.index.clip_ids()
+
+    def splits(self) -> dict[str, list[str]]:
+        """Return the ids of the clips of each split, sorted."""
+        return {
+            name: self.dataset.index.clip_ids(s.first_sample, s.first_sample + s.num_samples)
+            for name, s in self.dataset.manifest.splits.items()
+        }
+
+    def samples(self, disk: Disk) -> Iterator[Iterator[Sample]]:
+        """Yield the samples of each clip by frame, in the order of the ids. Their attributes are copied to ``disk``."""
+        numbered = ((at, self._row(at), attributes) for at, attributes in self._attributes(disk))
+        for _, clip in itertools.groupby(numbered, lambda sample: sample[1].clip_id):
+            yield (((at, row), attributes) for at, row, attributes in clip)
+
+    def small_members(self, row: IndexRow) -> dict[str, Any]:
+        """Decode metadata, geometry and boxes without reading the rest of the span."""
+        entries = [entry for entry in row.members if entry.name in INLINE]
+        end = max((entry.offset + entry.stored_bytes for entry in entries), default=0)
+        if min((entry.offset for entry in entries), default=0) < 0 or end > codecs.MAX_SAMPLE_BYTES:
+            raise SourceError(f"dataset '{self.dataset.location}' is damaged: members outside of sample '{row.key}'")
+        head = self._read_head(row, end)
+        found: dict[str, Any] = {}
+        for name, offset, stored_bytes, raw_bytes, codec, _ in entries:
+            stored = head[offset : offset + stored_bytes]
+            try:
+                found[name] = codecs.decode(codec, stored, raw_bytes, dictionary=self.dataset.dictionary)
+            except MemberError as error:
+                place = f"{row.key}.{name} of dataset '{self.dataset.location}'"
+                raise SourceError(f"{place} cannot be decoded: {error.message}") from error
+        for needed in (META, GEOMETRY):
+            if needed not in found:
+                raise SourceError(f"sample '{row.key}' of dataset '{self.dataset.location}' has no {needed}")
+        return found
+
+    def read(self, at: int, field: str) -> memoryview:
+        """Return a member of row number ``at``, decoded; those of one row are decoded together."""
+        if self._read[0] != at or field not in self._read[1]:
+            row = self._row(at)
+            span = self._read_bytes(row, row.length)
+            shard = self.dataset.shards.name_of(row)
+            try:
+                check_span(row, span, shard)
+                members = read_members(row, span, shard, dictionary=self.dataset.dictionary)
+                self._check(decode_sample(row.key, members, self.fields))
+            except (ShardError, MemberError) as error:
+                raise SourceError(f"dataset '{self.dataset.location}' is damaged: {error}") from error
+            self._read = (at, {name: members[name] for name in members if name not in INLINE})
+        return self._read[1].pop(field)  # each is asked for once, and a large one is not to stay
+
+    def _check(self, sample: DecodedSample) -> None:
+        for lidar in self.dataset.manifest.lidars:
+            points, wanted = sample.points.get(lidar.channel), len(lidar.columns)
+            if points is not None and points.shape[1] != wanted:
+                raise SchemaError(
+                    f"points of {points.shape[1]} columns, the manifest has {wanted}",
+                    key=sample.key,
+                    member=f"{lidar.channel}.{POINTS_EXTENSION}",
+                )
+
+    def _row(self, at: int) -> IndexRow:
+        """Return a row of the index by itself: all rows together would fill this process's memory."""
+        self._num_looks += 1
+        if self._num_looks % _LOOKS_BETWEEN == 0:
+            self.dataset.index.release()
+        return self.dataset.index.row(at)
+
+    def _attributes(self, disk: Disk) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield each row in the order of clips and frames, with its attributes, of which few are Python objects."""
+        rows, names = self._rows_by_clip(), list(self.attribute_types)
+        table = disk.table(self.dataset.attributes_file().batches(names)) if names else None
+        for first in range(0, len(rows), _ROWS_AT_ONCE):
+            part = rows[first : first + _ROWS_AT_ONCE]
+            values = [{} for _ in part] if table is None else disk.take(table, part).to_pylist()
+            yield from zip(part.tolist(), values, strict=True)
+
+    def _rows_by_clip(self) -> NDArray[np.int64]:
+        index = self.dataset.index
+        clips = index.texts("clip_id").dictionary_encode().combine_chunks()
+        rank = np.argsort(np.argsort(np.array(clips.dictionary.to_pylist(), dtype=object), kind="stable"))
+        return np.lexsort((index.column("frame"), rank[clips.indices.to_numpy()]))
+
+    def _read_head(self, row: IndexRow, num_bytes: int) -> bytes:
+        """Read the first bytes of a span, decoded if it is a frame."""
+        name = self.dataset.shards.name_of(row)
+        if not is_framed(name):
+            return self._read_bytes(row, num_bytes)
+        try:
+            if self._remote is not None:
+                file = io.BytesIO(self._read_bytes(row, row.length))
+                return read_head(file, num_bytes, shard=name, offset=row.offset, key=row.key)
+            with open_file(self.dataset.shard_path(row)) as shard:
+                shard.seek(row.offset)
+                return read_head(shard, num_bytes, shard=name, offset=row.offset, key=row.key)
+        except ShardError as error:
+            raise SourceError(f"dataset '{self.dataset.location}' is damaged: {error}") from error
+        except OSError as error:
+            raise SourceError(f"shard '{self.dataset.location}/{name}' cannot be read: {error.strerror}") from error
+
+    def _read_bytes(self, row: IndexRow, num_bytes: int) -> bytes:
+        """Read the first bytes of a span as they are stored."""
+        path = self.dataset.shard_path(row)
+        try:
+            if self._remote is not None:
+                fs, root = self._remote
+                data: bytes = fs.cat_file(f"{root}/{path.name}", start=row.offset, end=row.offset + num_bytes)
+                return data
+            with open_file(path) as file:
+                file.seek(row.offset)
+                return file.read(num_bytes)
+        except Exception as error:
+            why = error.strerror if isinstance(error, OSError) and error.strerror else fault_of(error).text
+            raise SourceError(f"shard '{self.dataset.location}/{path.name}' cannot be read: {why}") from error
+
+
+def _python_type(field: pa.Field) -> type:
+    for arrow, python in ((pa.bool_(), bool), (pa.int64(), int), (pa.float64(), float), (pa.string(), str)):
+        if field.type == arrow:
+            return python
+    raise SourceError(f"{ATTRIBUTES_FILE}: column '{field.name}' is of type {field.type}")

@@ -1,0 +1,214 @@
+"""Finished Fuelrail datasets as a source: to merge, reshuffle, split, select or recompress them.
+
+Clips come in the order of their ids, frames ascending, so it doesn't matter in which order the shards hold them, nor in
+which order the datasets are named.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import msgspec
+from msgspec import Meta
+
+from fuelrail.pipeline.channels.sensors import choose_cameras, lies_on
+from fuelrail.pipeline.errors import ConfigError, SchemaError, SourceError
+from fuelrail.pipeline.format.manifest import Lineage
+from fuelrail.pipeline.sample.schema import (
+    BOXES,
+    GEOMETRY,
+    IMAGE_EXTENSIONS,
+    META,
+    POINTS_EXTENSION,
+    decode_sample,
+    encode_arrays,
+    lidar_channel,
+)
+from fuelrail.pipeline.sample.schema import Meta as SampleMeta
+from fuelrail.pipeline.settings import Settings, convert, flag
+from fuelrail.pipeline.text import shown
+from fuelrail.sharding.sources.fuelrail.merging import check_alike, check_disjoint, joined, joined_types
+from fuelrail.sharding.sources.fuelrail.part import INLINE, DatasetPart
+from fuelrail.sharding.sources.shared.scan_table import Reference, frame_key
+from fuelrail.sharding.sources.source import Camera, ScanInfo
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.format.index.row import IndexRow
+    from fuelrail.sharding.sources.shared.scan_table import ScanWriter
+    from fuelrail.sharding.sources.source import Reads
+
+SEPARATOR = "\n"
+"""Between the locations of several datasets: no path or URL has it."""
+
+
+class FuelrailOptions(Settings, frozen=True):
+    """Options of the adapter. ``points``: keep lidar sweeps. ``cameras``: keep these alone (none: all).
+
+    ``fingerprint``: refuse any other dataset than this.
+
+    The fingerprints of several datasets are joined by ``+``.
+    """
+
+    points: Annotated[bool, Meta(description="lidar sweeps; false, or --no-points, leaves them out")] = True
+    cameras: Annotated[
+        tuple[str, ...],
+        flag(
+            "cameras to keep, such as cam_front,cam_back (default: all)",
+            parse=lambda text: [name.strip() for name in text.split(",")],
+        ),
+    ] = ()
+    fingerprint: str | None = None
+
+
+class FuelrailSource:
+    """Fuelrail datasets: a folder or a URL, or several, each on a line of its own."""
+
+    kind = "fuelrail"
+    settings = FuelrailOptions
+    requires: ClassVar[Mapping[str, str]] = {}
+    reads: Reads = "random"
+
+    def __init__(self, location: str, options: dict[str, Any]) -> None:
+        """Open them; SourceError where that fails or they do not fit, ConfigError for another fingerprint."""
+        self._options = convert(options, FuelrailOptions, "options of source fuelrail")
+        self._parts = [DatasetPart(one) for one in location.split(SEPARATOR)]
+        there = self._fingerprint
+        if self._options.fingerprint not in (None, there):
+            named = "', '".join(location.split(SEPARATOR))
+            raise ConfigError(f"'{named}' has the fingerprint {there}, expected {self._options.fingerprint}")
+        check_alike([part.dataset for part in self._parts])
+        first = self._parts[0].dataset
+        rig = [camera.channel for camera in first.manifest.cameras]
+        self._cameras = choose_cameras(rig, self._options.cameras or None, first.location)
+        self._camera_rows, self._num_cameras = tuple(map(rig.index, self._cameras)), len(rig)
+        images = itertools.product({*rig} - {*self._cameras}, IMAGE_EXTENSIONS)
+        channels = [one for one in first.manifest.extra_channels if not lies_on(one, self._cameras)]
+        self._left_out = {*map(".".join, images), *(channel.field for channel in channels)}
+
+    @property
+    def _fingerprint(self) -> str:
+        return "+".join(part.dataset.manifest.fingerprint for part in self._parts)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """All options; the fingerprint is that of the datasets."""
+        given = msgspec.structs.asdict(self._options)
+        return {**given, "cameras": list(self._options.cameras), "fingerprint": self._fingerprint}
+
+    @property
+    def attribute_types(self) -> dict[str, type]:
+        """The columns of ``attributes.parquet`` that are not in the index."""
+        return joined_types([part.attribute_types for part in self._parts])
+
+    def open(self, ref: str) -> memoryview:
+        """Read a member's raw bytes; ``ref`` is the number of its dataset, its row and its field name."""
+        part, number, field = ref.split("/", 2)
+        return self._parts[int(part)].read(int(number), field)
+
+    def scan(self, out: ScanWriter) -> ScanInfo:
+        """Read index, attributes and the small members; write one row for each sample."""
+        manifests = [part.dataset.manifest for part in self._parts]
+        clips = [(part.dataset.location, part.clip_ids()) for part in self._parts]
+        check_disjoint(clips)
+        owners = sorted((clip, number) for number, (_, ids) in enumerate(clips) for clip in ids)
+        walks = [part.samples(out.database) for part in self._parts]
+        types = self.attribute_types
+        for clip, number in owners:
+            # A part's samples come clip by clip in the order of the ids, as the owners do.
+            for position, (row, attributes) in enumerate(next(walks[number])):
+                self._append(out, number, row, {**dict.fromkeys(types), **attributes}, clip if not position else None)
+        first = manifests[0]
+        splits: dict[str, list[str]] = {}
+        for part in self._parts:
+            for name, ids in part.splits().items():
+                splits[name] = sorted([*splits.get(name, []), *ids])
+        return ScanInfo(
+            name=joined([manifest.name for manifest in manifests]) or "",
+            clips=out.clips,
+            cameras=[
+                Camera(camera.channel, camera.source_name)
+                for camera in first.cameras
+                if camera.channel in self._cameras
+            ],
+            lidars=list(first.lidars),
+            channels=tuple(channel for channel in first.extra_channels if lies_on(channel, self._cameras)),
+            classes=list(first.classes),
+            attributes=list(first.attributes),
+            names=out.member_names([one.name for one in first.channels if one.field != BOXES]),
+            time_base=first.time_base,
+            ego_origin=first.ego_origin,
+            license=joined([manifest.license for manifest in manifests]),
+            splits=splits,
+            facts={"provenance": first.provenance}
+            if len(manifests) == 1
+            else {"merged": [{"name": m.name, "provenance": m.provenance} for m in manifests]},
+            lineage=Lineage.of(manifests),
+        )
+
+    def _append(
+        self, out: ScanWriter, number: int, row: tuple[int, IndexRow], attributes: dict[str, Any], begins: str | None
+    ) -> None:
+        at, entry = row
+        part = self._parts[number]
+        small = part.small_members(entry)
+        try:
+            sample = decode_sample(entry.key, small)
+            meta = sample.meta
+            if len(self._cameras) < self._num_cameras:
+                sample = sample.of_cameras(self._camera_rows, self._num_cameras)
+                small[GEOMETRY] = encode_arrays(sample.geometry)
+                meta = _of_cameras(meta, self._cameras)
+                if "num_cameras" in attributes:
+                    attributes["num_cameras"] = int(sample.geometry.cam_valid.sum())
+        except SchemaError as error:
+            where = f"dataset '{part.dataset.location}'"
+            raise SourceError(f"sample '{entry.key}' of {where} is bad: {error}") from error
+        if entry.key != frame_key(entry.clip_id, entry.frame):
+            raise SourceError(
+                f"sample '{entry.key}' is not named after its clip '{entry.clip_id}' and frame {entry.frame}"
+            )
+        if (meta.key, meta.clip_id, meta.frame_idx) != (entry.key, entry.clip_id, entry.frame):
+            raise SourceError(
+                f"sample '{entry.key}': its {META} is of sample '{meta.key}', clip '{meta.clip_id}', frame "
+                f"{meta.frame_idx}; the index has clip '{entry.clip_id}', frame {entry.frame}"
+            )
+        if begins is not None:
+            out.begin_clip(begins, meta.clip_name, meta.clip_token)
+        members = []
+        for member in entry.members:
+            _check_channel(entry.key, member.name, part)
+            is_points = lidar_channel(member.name) in part.lidars
+            if member.name in INLINE or member.name in self._left_out or (is_points and not self._options.points):
+                continue
+            camera = meta.cameras.get(member.name.partition(".")[0])
+            size = (0, 0) if camera is None else (camera.width, camera.height)
+            members.append(Reference(member.name, f"{number}/{at}/{member.name}", member.raw_bytes, *size))
+        boxes = small.get(BOXES)
+        out.append(meta, bytes(small[GEOMETRY]), None if boxes is None else bytes(boxes), members, attributes)
+
+
+def _of_cameras(meta: SampleMeta, names: Collection[str]) -> SampleMeta:
+    """Return the metadata of a sample, of these cameras alone."""
+    cameras = {name: camera for name, camera in meta.cameras.items() if name in names}
+    stats, sync = dict(meta.stats), dict(meta.sync)
+    if "max_sync_offset_ns" in stats:
+        offsets = [abs(camera.timestamp_ns - meta.timestamp_ns) for camera in cameras.values()]
+        stats["max_sync_offset_ns"] = max(offsets, default=0)
+    if "dropped" in sync:
+        sync["dropped"] = [name for name in sync["dropped"] if name in names]
+    return msgspec.structs.replace(meta, cameras=cameras, stats=stats, sync=sync)
+
+
+def _check_channel(key: str, name: str, part: DatasetPart) -> None:
+    """Raise SourceError for an image or a sweep of a channel that the manifest does not have."""
+    channel, _, extension = name.partition(".")
+    if name in part.fields:
+        return
+    rig = part.cameras if extension in IMAGE_EXTENSIONS else part.lidars
+    if extension in (*IMAGE_EXTENSIONS, POINTS_EXTENSION) and channel not in rig and not name.startswith("x_"):
+        raise SourceError(
+            f"sample '{key}' of dataset '{part.dataset.location}' has the member '{shown(name)}', but the manifest has "
+            f"no sensor '{shown(channel)}': `fuelrail verify` says more"
+        )

@@ -1,0 +1,131 @@
+"""The topics of a source's logs that its options choose, by channel."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from fuelrail.pipeline.errors import ConfigError, SourceError
+from fuelrail.sharding.sources.adapter.channels import signals_channel
+from fuelrail.sharding.sources.logs.messages.clouds import radar_channel
+from fuelrail.sharding.sources.logs.messages.reader import Reader
+from fuelrail.sharding.sources.logs.messages.records import CLOUDS, FIXES, MARKS, PICTURES, POSES, VIDEOS
+from fuelrail.sharding.sources.shared.video import check_decoder
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.channels.table import Channel
+    from fuelrail.sharding.sources.logs.files.recordings import Recordings
+    from fuelrail.sharding.sources.logs.settings import LogSettings
+
+
+class LogTopics:
+    """The topics of cameras, lidars, radars, signals and positions."""
+
+    def __init__(self, recordings: Recordings, given: LogSettings) -> None:
+        """Take the recordings and the options; reads nothing."""
+        self._recordings, self.given = recordings, given
+
+    @cached_property
+    def cameras(self) -> dict[str, str]:
+        """Channel to topic, in the order of the rig."""
+        named = self.given.cameras
+        return self._recordings.chosen("cameras", {} if isinstance(named, tuple) else named, PICTURES)
+
+    @cached_property
+    def lidars(self) -> dict[str, str]:
+        """Channel to topic."""
+        found = self._recordings.chosen("lidars", self.given.lidars, CLOUDS)
+        radars = self.given.radars.values()
+        return {channel: topic for channel, topic in found.items() if topic not in radars}
+
+    @property
+    def reference(self) -> str:
+        """The channel that makes the frames."""
+        return self.given.reference or next(iter(self.lidars), "") or next(iter(self.cameras))
+
+    @property
+    def has_video(self) -> bool:
+        """Whether a camera records video."""
+        return any(self._recordings.topics[topic].type in VIDEOS for topic in self.cameras.values())
+
+    @property
+    def levels(self) -> dict[str, tuple[int, int]]:
+        """The values that become black and white, of raw pictures of 16 bits, by topic."""
+        return {self.cameras[channel]: levels for channel, levels in self.given.levels.items()}
+
+    @property
+    def gps(self) -> str:
+        """The topic of positions, empty without one; raises ConfigError for a missing one that the options name."""
+        topics = sorted(name for name, topic in self._recordings.topics.items() if topic.type in FIXES)
+        if self.given.gps and self.given.gps not in topics:
+            raise ConfigError(f"gps: '{self.given.gps}' is not one of: {', '.join(topics) or '-'}")
+        return self.given.gps or next(iter(topics), "")
+
+    @cached_property
+    def channels(self) -> tuple[Channel, ...]:
+        """The channels of signals and of radars."""
+        topics, found = self._recordings.topics, []
+        for name, topic in self.given.signals.items():
+            if topic not in topics or topic in (*self.cameras.values(), *self.lidars.values()):
+                listed = ", ".join(sorted(topics))
+                raise ConfigError(f"signals: '{topic}' of {name} is no topic of messages of numbers; topics: {listed}")
+            units = {path.replace(".", "_"): "" for path in Reader(topics[topic]).columns}
+            found.append(signals_channel(f"can_{name}", units, topic, has_unknown=True))
+        return (*found, *self._radars())
+
+    def _radars(self) -> list[Channel]:
+        """Return the channels of radars by the first message of each topic; raise SourceError where there is none."""
+        if not self.given.radars:
+            return []
+        topics = self._recordings.chosen("radars", self.given.radars, CLOUDS)
+        taken = {*self.cameras, *self.lidars}
+        if bad := [name for name in self.given.radars if name in taken or name not in topics]:
+            raise ConfigError(
+                f"radars: '{bad[0]}' must be in lower case, and no other channel: {', '.join(sorted(taken))}"
+            )
+        found = []
+        for channel, name in topics.items():
+            files = (self._recordings.log_file(file) for _, files in self._recordings.logs for file in files)
+            first = next(((file, place) for file in files for place in file.places(name)[:1]), None)
+            if first is None:
+                raise SourceError(f"radars: topic '{name}' of {channel} has no messages")
+            file, place = first
+            found.append(radar_channel(channel, Reader(self._recordings.topics[name]).cloud(file.read(place)), name))
+        return found
+
+    def check(self, where: str) -> None:
+        """Raise SourceError or ConfigError for options that do not fit the topics of the source ``where``."""
+        if not self.cameras:
+            listed = (
+                ", ".join(sorted(f"{topic.name} ({topic.type})" for topic in self._recordings.topics.values()))
+                or "none"
+            )
+            raise SourceError(f"{where} has no image topic; topics: {listed}")
+        of_boxes = sorted(name for name, one in self._recordings.topics.items() if one.type in MARKS)
+        for channel, name in self.given.boxes2d.items():
+            if channel not in self.cameras or name not in of_boxes:
+                raise ConfigError(
+                    f"boxes2d: '{name}' of {channel} must be a topic of boxes, and of a camera; such topics: "
+                    f"{', '.join(of_boxes) or 'none'}; cameras: {', '.join(self.cameras)}"
+                )
+        known = [*self.cameras, *self.lidars, *self.given.radars]
+        for channel, (black, white) in self.given.levels.items():
+            if channel not in self.cameras or not black < white:
+                listed = ", ".join(self.cameras)
+                raise ConfigError(
+                    f"levels: {channel}: [{black}, {white}] must be a camera and ascending; cameras: {listed}"
+                )
+        for option in ("offsets_ms", "camera_infos"):
+            for channel in getattr(self.given, option):
+                if channel not in (*known, *(f"boxes2d_{camera}" for camera in self.given.boxes2d)):
+                    raise ConfigError(f"{option}: there is no channel '{channel}'; channels: {', '.join(known)}")
+        if self.reference not in known or self.reference in self.given.radars:
+            raise ConfigError(f"reference: there is no channel '{self.reference}'; channels: {', '.join(known)}")
+        if self.given.poses not in ("tf", "none"):
+            topic = self._recordings.topics.get(self.given.poses)
+            if topic is None or topic.type not in POSES:
+                names = sorted(name for name, one in self._recordings.topics.items() if one.type in POSES)
+                raise ConfigError(f"poses: '{self.given.poses}' is not tf, none or one of: {', '.join(names) or '-'}")
+        needs_video = [topic for topic in self.cameras.values() if self._recordings.topics[topic].type in VIDEOS]
+        if needs_video:
+            check_decoder(f"topic '{needs_video[0]}'")

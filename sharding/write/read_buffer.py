@@ -1,0 +1,126 @@
+"""Read source files into memory that every shard reuses, with few calls."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.format.tar import BLOCK_BYTES
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.arrays import Buffer
+
+_FIRST_BYTES: Final = 4 << 20
+
+_FRONT_BYTES: Final = 64 << 10  # for the members in front of the first file: metadata, geometry, boxes
+
+_SMALL_BYTES: Final = 16 << 10  # what is smaller is copied to where it belongs
+
+
+class ReadBuffer:
+    """Memory for the files of one sample; :meth:`clear` gives it to the next one. Not for two threads at once."""
+
+    def __init__(self) -> None:
+        self._memory = memoryview(bytearray(_FIRST_BYTES))
+        self._used = _FRONT_BYTES
+        self._files: dict[int, tuple[memoryview, int]] = {}
+
+    def clear(self) -> None:
+        """Allow what was read before to be overwritten from now on."""
+        self._used = _FRONT_BYTES
+        self._files.clear()
+
+    def read(self, path: str, num_bytes: int, offset: int | None = None) -> memoryview:
+        """Return the whole file, of which ``num_bytes`` are expected, or as many from ``offset`` on, as a view.
+
+        Raises SourceError where the file cannot be read, has another size, or ends before.
+        """
+        # One byte more than expected is asked for: a file that has grown is noticed without another system call.
+        start = self._used + BLOCK_BYTES
+        padded = num_bytes + -num_bytes % BLOCK_BYTES
+        if start + padded + BLOCK_BYTES > len(self._memory):
+            # Views of the old memory keep it alive until the sample is done.
+            start = _FRONT_BYTES + BLOCK_BYTES
+            self._memory = memoryview(bytearray(max(start + padded + BLOCK_BYTES, 2 * len(self._memory))))
+            self._files.clear()
+        view = self._memory[start : start + num_bytes + 1]
+        try:
+            found = _fill(path, view) if offset is None else _fill_range(path, view[:num_bytes], offset)
+        except OSError as error:
+            raise SourceError(f"file '{path}' cannot be read: {error.strerror}") from error
+        if offset is not None and found < num_bytes:
+            raise SourceError(f"file '{path}' ends at byte {offset + found}, before byte {offset + num_bytes}")
+        if offset is None and found != num_bytes:
+            raise SourceError(f"file '{path}' had {num_bytes} bytes when the run started and has {found} now")
+        self._used = start + padded
+        data = view[:num_bytes]
+        self._files[id(data)] = data, start
+        return data
+
+    def joined(self, pieces: Sequence[Buffer]) -> list[Buffer]:
+        """Return the same bytes in fewer pieces, which are good until :meth:`clear`.
+
+        Bytes between two files that were read here one after the other are copied into the space between them, which
+        ends at ``limit``; small pieces elsewhere are joined; large ones stay where they are.
+        """
+        found: list[Buffer] = []
+        small: list[Buffer] = []
+        begin = end = limit = 0  # of the run in this memory that the last pieces are part of; empty where they are not
+        for piece in pieces:
+            data, start = self._files.get(id(piece), (None, 0))
+            if data is None and memoryview(piece).nbytes < _SMALL_BYTES:
+                small.append(piece)
+                continue
+            between = b"".join(small)
+            small.clear()
+            if data is not None and begin < end and end + len(between) == start == limit:
+                self._memory[end:start] = between
+            elif data is not None and begin == end and start == _FRONT_BYTES + BLOCK_BYTES >= len(between):
+                begin = start - len(between)
+                self._memory[begin:start] = between
+            else:
+                found += [*self._with_rest(begin, end, limit, between), piece]
+                begin = end = 0
+                continue
+            end = start + data.nbytes
+            limit = end + -data.nbytes % BLOCK_BYTES + BLOCK_BYTES
+        return [*found, *self._with_rest(begin, end, limit, b"".join(small))]
+
+    def _with_rest(self, begin: int, end: int, limit: int, rest: bytes) -> list[Buffer]:
+        """Return a run and what follows it: in one piece where that ends in front of the next file's data."""
+        if begin < end and end + len(rest) <= limit:
+            self._memory[end : end + len(rest)] = rest
+            return [self._memory[begin : end + len(rest)]]
+        return [piece for piece in (self._memory[begin:end], rest) if piece]
+
+
+def _fill(path: str, view: memoryview) -> int:
+    """Read a file into ``view``; returns the file's size if it is smaller or does not fit."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        have = os.readv(handle, [view])
+        while 0 < have < len(view) - 1:  # a network file system may hand out less than asked for
+            more = os.readv(handle, [view[have:]])
+            if not more:
+                break
+            have += more
+        return have if have < len(view) else os.fstat(handle).st_size
+    finally:
+        os.close(handle)
+
+
+def _fill_range(path: str, view: memoryview, offset: int) -> int:
+    """Read from ``offset`` on into ``view``; returns how many bytes there were."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        have = 0
+        while have < len(view):
+            more = os.preadv(handle, [view[have:]], offset + have)
+            if not more:
+                break
+            have += more
+        return have
+    finally:
+        os.close(handle)

@@ -1,0 +1,221 @@
+"""`fuelrail annotate`: the same bytes from any number of ranks, resumed at will; outputs become a table."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from fuelrail.bench.annotate.run import annotate
+from fuelrail.loaders import DataLoader
+from fuelrail.pipeline.errors import ConfigError, SchemaError, StageError
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.format.layers import open_layer_data
+from support.datasets import build_dataset
+from support.layers import digests
+
+NUM_SAMPLES = 11
+SMALL = {"image": {"height": 32, "width": 64}}
+TRAIN = {"image": {"height": 32, "width": 64, "train": True, "flip_prob": 0.5}}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    root = tmp_path_factory.mktemp("base") / "base"
+    build_dataset(root, {"train": (3, 4), "val": (4,)})
+    return root
+
+
+def teacher(batch):
+    img = batch["img"].float()
+    grid = torch.nn.functional.adaptive_avg_pool2d(img.flatten(0, 1), (2, 2)).unflatten(0, img.shape[:2])
+    return {"mean": img.flatten(1).mean(1), "grid": grid, "name": [f"seen {key}" for key in batch["sample_key"]]}
+
+
+class Stopping(torch.nn.Module):
+    """The teacher, ended after some batches as a kill would end it."""
+
+    def __init__(self, left: int) -> None:
+        super().__init__()
+        self.left = left
+
+    def forward(self, batch):
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+        return teacher(batch)
+
+
+def run(base, out, model=teacher, **options):
+    return annotate(base, out, model, batch_size=2, transforms=SMALL, workers=1, **options)
+
+
+def test_ranks_and_interruptions_do_not_show(base, tmp_path, monkeypatch) -> None:
+    before = digests(base)
+    report = run(base, tmp_path / "a" / "teacher")
+    assert (report.num_written, report.num_kept) == (NUM_SAMPLES, 0)
+    expected = digests(tmp_path / "a" / "teacher")
+    for world in (2, 4):
+        out = tmp_path / str(world) / "teacher"
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+        reports = []
+        for rank in range(world):
+            monkeypatch.setenv("RANK", str(rank))
+            monkeypatch.setenv("LOCAL_RANK", str(rank))
+            reports.append(run(base, out))
+        assert [one.fingerprint is not None for one in reports] == [False] * (world - 1) + [True]
+        assert sum(one.num_written for one in reports) == NUM_SAMPLES
+        assert digests(out) == expected
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name)
+    out = tmp_path / "stopped" / "teacher"
+    for left in (2, 4):  # the first batch is also what the table is made from
+        with pytest.raises(KeyboardInterrupt):
+            run(base, out, Stopping(left))
+    assert run(base, out, Stopping(100)).fingerprint == report.fingerprint
+    assert digests(out) == expected
+    assert run(base, out).num_kept == NUM_SAMPLES
+    assert digests(base) == before
+
+
+def test_the_loader_gets_what_the_model_said(base, tmp_path) -> None:
+    for store, dtype in (("as_is", torch.float32), ("float16", torch.float16), ("int8", torch.int8)):
+        run(base, tmp_path / store, store=store)
+        with DataLoader(base, 7, shuffle=False, transforms=SMALL, layers={"t": tmp_path / store}) as loader:
+            batch = next(iter(loader))
+        wanted = teacher(batch)
+        torch.testing.assert_close(batch["t.mean"], wanted["mean"])
+        assert batch["t.name"] == wanted["name"]
+        assert batch["t.grid"].dtype == dtype
+        grid = batch["t.grid"].float()
+        if store == "int8":
+            grid = grid * batch["t.grid_scale"][:, None, None, None, None]
+        torch.testing.assert_close(grid, wanted["grid"], rtol=0, atol=1.0)
+
+
+def test_a_view_is_what_a_loader_shows_in_that_epoch(base, tmp_path) -> None:
+    annotate(base, tmp_path / "seen", teacher, transforms=TRAIN, view="per_view", seed=5, epoch=3, workers=1)
+    with DataLoader(
+        base, 7, shuffle=True, drop_last=True, seed=5, transforms=TRAIN, layers={"t": tmp_path / "seen"}
+    ) as loader:
+        loader.set_epoch(3)
+        batch = next(iter(loader))
+        torch.testing.assert_close(batch["t.mean"], teacher(batch)["mean"])
+    manifest = open_layer_data(tmp_path / "seen").manifest
+    assert manifest.view.epoch == 3  # type: ignore[attr-defined]
+
+
+def test_a_table_is_given_beside_ragged_outputs(base, tmp_path) -> None:
+    table = tmp_path / "table.yaml"
+    table.write_text(
+        "- {name: peaks, kind: points, field: peaks.npy, dtype: float32, axes: [point, column], shape: [null, 2],\n"
+        "   columns: [u, v], law: {name: image_points, camera: cam_front, roles: {points: [[u, v]]}}}\n"
+    )
+
+    def peaks(batch):
+        return {"peaks": [torch.full((row % 3, 2), row) for row in batch["global_index"].tolist()]}
+
+    with pytest.raises(ConfigError, match="describe it in a table"):
+        run(base, tmp_path / "layer", peaks)
+    with pytest.raises(SchemaError, match="int64"):
+        run(base, tmp_path / "layer", peaks, channels=table)
+    run(base, tmp_path / "layer", lambda b: {"peaks": [one.float() for one in peaks(b)["peaks"]]}, channels=table)
+    layer = open_layer_data(tmp_path / "layer")
+    assert len(layer) == len(open_dataset(base))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("nothing", "must be MODULE:FUNCTION"),
+        ("no_such_module:f", "cannot be imported"),
+        ("./teacher.py:f", r"has the path './teacher\.py'; name a module"),
+        (lambda _: {}, "returned no outputs"),
+        (
+            lambda _: {"x": torch.zeros(2, 2).to_sparse()},
+            "'x' is a tensor of torch.float32 and layout torch.sparse",
+        ),
+        (lambda _: {"x": [{"y": torch.zeros(2, dtype=torch.float8_e5m2)}] * 2}, r"'x\.y' is a tensor of torch.float8"),
+        (lambda _: {"x": [None, torch.zeros(3)]}, r"holds NoneType, array \[3\], not arrays of one shape"),
+        ("math:pi", "not a function"),
+        (lambda _: None, "must return a dict"),
+        (lambda _: {"x": torch.zeros(3, 2)}, "with a row for each of the batch's 2 samples"),
+        (lambda _: {"x": torch.full((2, 1), np.nan)}, "NaN"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused(base, tmp_path, model, message) -> None:
+    with pytest.raises((ConfigError, SchemaError), match=message):
+        run(base, tmp_path / "layer", model)
+
+
+BROKEN = """
+import torch
+
+def shapes(batch):
+    return torch.nn.Linear(5, 4)(torch.ones(2, 3))
+
+class Model:
+    def __init__(self):
+        self.weights = {}["weights"]
+
+def ends(batch):
+    raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "shapes",
+            r"'shapes' failed on samples 'clip-0000-000000' .. 'clip-0000-000001': RuntimeError.*py:5 in shapes",
+        ),
+        ("ends", r"model 'ends' failed on samples .*: SystemExit: 3 \(.*broken\.py:12 in ends"),
+        ("Model", r"model 'broken:Model' cannot be made: KeyError: 'weights' \(.*broken\.py:9 in __init__"),
+    ],
+)
+def test_a_model_that_raises_is_named_with_its_batch_and_line(base, tmp_path, monkeypatch, name, message) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken", raising=False)
+    with pytest.raises(StageError, match=message) as caught:
+        run(base, tmp_path / "layer", f"broken:{name}")
+    assert isinstance(caught.value.__cause__, RuntimeError | KeyError | SystemExit)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"channels": "no.yaml"}, "'no.yaml' cannot be read: No such file"),
+        ({"store": "float16"}, "output 'x' has 1e\\+06, and float16 holds 65504 at most: store it as_is"),
+        ({"seed": 5}, "view='fixed' shows samples without any"),
+        ({"store": "int8"}, "output 'nan' has NaN or infinities, which int8 cannot hold"),
+        ({"store": "int8", "channels": "table.yaml"}, r"store='int8' is for values without a table: 'table\.yaml'"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(base, tmp_path, options, message) -> None:
+    def extremes(batch):
+        return {"x": torch.full((2, 1), 1e6), "nan": torch.full((2, 1), np.nan)}
+
+    with pytest.raises(ConfigError, match=message):
+        run(base, tmp_path / "layer", extremes, **options)
+
+
+def test_groups_of_cameras_are_shown_unaugmented_and_two_views_are_refused(base, tmp_path) -> None:
+    image = {"height": 32, "width": 64, "train": True, "rotate_deg": (-20.0, 20.0)}
+    groups = {name: {"cameras": [f"cam_{name}"], "image": image} for name in ("back", "front")}
+
+    def model(batch):
+        return {"mean": batch["img"]["front"].float().flatten(1).mean(1), "ida": batch["ida_mat"][:, 0, :2, :2]}
+
+    options = {"batch_size": 4, "workers": 1, "transforms": {"camera_groups": groups}}
+    annotate(base, tmp_path / "seen", model, **options)
+    data = open_layer_data(tmp_path / "seen")
+    for row in range(NUM_SAMPLES):
+        turned = data.read(row)["ida"]
+        assert turned[0, 1] == turned[1, 0] == 0
+    options["transforms"]["two_views"] = True
+    with pytest.raises(ConfigError, match="leave two_views out"):
+        annotate(base, tmp_path / "two", model, **options)

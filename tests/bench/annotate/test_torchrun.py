@@ -1,0 +1,46 @@
+"""`fuelrail annotate` under torchrun: two processes, one layer, the bytes of one process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from fuelrail.__main__ import main
+from support.datasets import build_dataset
+from support.layers import digests
+
+pytestmark = pytest.mark.process
+
+MODEL = """
+def mean(batch):
+    return {"mean": batch["img"].float().flatten(1).mean(1), "name": batch["sample_key"]}
+"""
+
+
+def test_two_ranks_write_the_layer_of_one(tmp_path, monkeypatch, capfd) -> None:
+    build_dataset(tmp_path / "base", {"train": (3, 4), "val": (4,)})
+    (tmp_path / "teacher.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def words(out: str) -> list[str]:
+        return ["annotate", "base", out, "--model", "teacher:mean", "--batch-size", "2", "--workers", "1", "--json"]
+
+    assert main(words("alone/teacher")) == 0
+    alone = json.loads(capfd.readouterr().out)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fuelrail"]
+    done = subprocess.run([*command, *words("torchrun/teacher")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    decoder, ranks, text = json.JSONDecoder(), [], done.stdout.strip()
+    while text:
+        report, end = decoder.raw_decode(text)
+        ranks.append(report)
+        text = text[end:].strip()
+    assert len(ranks) == 2 and all(0 < one["num_written"] < 11 for one in ranks)
+    assert sum(one["num_written"] for one in ranks) == alone["num_written"] == 11
+    assert alone["fingerprint"] in [one["fingerprint"] for one in ranks]
+    assert digests(tmp_path / "torchrun" / "teacher") == digests(tmp_path / "alone" / "teacher")

@@ -1,0 +1,29 @@
+"""The nearest measurement in time."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fuelrail.sharding.sources.tables.matching import nearest
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(st.integers(0, 1000), max_size=30, unique=True).map(sorted),
+    st.lists(st.integers(0, 1000), max_size=30, unique=True).map(sorted),
+    st.integers(0, 200),
+)
+def test_nearest_takes_each_once_and_none_that_is_too_far(frames, sensor, tolerance):
+    found = nearest(np.array(frames, np.int64), np.array(sensor, np.int64), tolerance).tolist()
+    assert len(found) == len(frames)
+    taken = [at for at in found if at >= 0]
+    assert taken == sorted(set(taken))
+    for frame, at in zip(frames, found, strict=True):
+        distances = [abs(time - frame) for time in sensor]
+        if at >= 0:
+            assert distances[at] == min(distances) <= tolerance
+        elif distances and min(distances) <= tolerance:
+            other = sensor[distances.index(min(distances))]
+            assert min(abs(other - one) for one in frames if one != frame) <= min(distances)
