@@ -115,9 +115,13 @@ def stacked_geometry(
             f"intrinsics {shown[0]}, cam2ego {shown[1]}; wanted are finite numbers, and focal lengths over 0"
         )
     poses = _rigid(
-        where, cam2ego=cam2ego, cam_ego2global=arrays.cam_ego2global[rows], ego2global=arrays.ego2global[rows],
-        lidar2ego=lidar2ego, lidar_ego2global=arrays.lidar_ego2global[rows],
-    )  # fmt: skip
+        where,
+        cam2ego=cam2ego,
+        cam_ego2global=arrays.cam_ego2global[rows],
+        ego2global=arrays.ego2global[rows],
+        lidar2ego=lidar2ego,
+        lidar_ego2global=arrays.lidar_ego2global[rows],
+    )
     poses["cam2ego"] = poses["cam2ego"][camera_at].reshape(*shape, 4, 4)
     poses["lidar2ego"] = poses["lidar2ego"][lidar_at].reshape(len(rows), len(sensors.lidars), 4, 4)
     motion = arrays.motion[rows]

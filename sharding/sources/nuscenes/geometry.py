@@ -245,9 +245,15 @@ class Keyframes:
         found = map(SensorRow._make, columns)
         sensors = [[next(found) if is_there else None for is_there in row] for row in has.tolist()]
         return SceneRows(
-            self, scene, samples, self.sample_tokens.take(samples), self.timestamp_us[samples].tolist(),
-            self._poses.ego2global(reference), sensors, boxes,
-        )  # fmt: skip
+            self,
+            scene,
+            samples,
+            self.sample_tokens.take(samples),
+            self.timestamp_us[samples].tolist(),
+            self._poses.ego2global(reference),
+            sensors,
+            boxes,
+        )
 
 
 class Calibration(NamedTuple):

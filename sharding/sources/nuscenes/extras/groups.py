@@ -61,9 +61,13 @@ class Descriptions:
 
 
 def chosen_groups(
-    names: Iterable[GroupName], folder: Path, database: Database, keyframes: Keyframes, radar_sweeps: int,
+    names: Iterable[GroupName],
+    folder: Path,
+    database: Database,
+    keyframes: Keyframes,
+    radar_sweeps: int,
     windows: MapWindows | None,
-) -> dict[GroupName, Group]:  # fmt: skip
+) -> dict[GroupName, Group]:
     """The groups of these names, in the order of the table of channels; ``windows`` are of the maps."""
     has_boxes = len(keyframes.annotations) > 0
     make: dict[GroupName, Callable[[], Group]] = {
