@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.adapter.poses import Trajectory
 
 _MAX_SPAN_NS: Final = 3_000_000_000
-"""Of the two frames that a speed is taken from."""
+"""The longest time between the two frames of a speed."""
 
 
 class ClipArrays(NamedTuple):
@@ -37,7 +37,7 @@ class ClipArrays(NamedTuple):
 def clip_arrays(
     sensors: Sensors, frames: Sequence[Frame], trajectory: Trajectory | None, *, has_poses: bool
 ) -> ClipArrays:
-    """Times and ego poses, from the trajectory where the adapter gave none; the identity without ``has_poses``."""
+    """Return times and ego poses, from the trajectory where the adapter gave none; identities without ``has_poses``."""
     time_ns = np.array([frame.timestamp_ns for frame in frames], np.int64)
     images = [frame.images.get(camera.channel) for frame in frames for camera in sensors.cameras]
     images = [image if isinstance(image, Image) else None for image in images]
@@ -76,7 +76,7 @@ def stacked_geometry(
     arrays: ClipArrays,
     rows: NDArray[np.intp],
 ) -> Geometry:
-    """The geometry of some frames of a clip, with an axis more in front; ``rows`` are their numbers.
+    """Return the geometry of some frames of a clip, with an axis more in front; ``rows`` are their numbers.
 
     ``sizes`` (R, N, 2) [px] are of their images, -1 where there is none, and ``is_there`` (R, N) is which are members.
     Raises SourceError, naming ``where``.
@@ -140,14 +140,14 @@ def stacked_geometry(
 
 
 def _uncalibrated(intrinsics: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Which intrinsics (U, 3, 3) are none (U,)."""
+    """Return which intrinsics (U, 3, 3) are not valid (U,)."""
     with np.errstate(all="ignore"):
         is_sound = np.isfinite(intrinsics).all((1, 2)) & (intrinsics[:, 0, 0] > 0) & (intrinsics[:, 1, 1] > 0)
     return np.asarray(~is_sound)
 
 
 def _rigid(where: str, **values: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
-    """Transforms with exact rotations, by name; NaN stays. Raises SourceError for what is no transform."""
+    """Return transforms with exact rotations, by name; NaN stays. Raise SourceError for what is no transform."""
     flat = np.concatenate([value.reshape(-1, 4, 4) for value in values.values()])
     known = np.flatnonzero(~np.isnan(flat).all((1, 2)))
     made, sound = nearest_rigid(flat[known])
@@ -164,7 +164,7 @@ def _rigid(where: str, **values: NDArray[np.float64]) -> dict[str, NDArray[np.fl
 
 
 def _unique(values: Sequence[Any], size: int, where: str) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
-    """The matrices (U, size, size) that P values are, NaN for None, and of each value its number (P,)."""
+    """Return the distinct matrices (U, size, size) of P values, NaN for None, and of each value its number (P,)."""
     places: dict[int, int] = {}
     unique: list[Any] = [np.full((size, size), np.nan)]
     rows = np.zeros(len(values), np.intp)
@@ -184,7 +184,7 @@ def _unique(values: Sequence[Any], size: int, where: str) -> tuple[NDArray[np.fl
 def _motion(
     frames: Sequence[Frame], time_ns: NDArray[np.int64], ego2global: NDArray[np.float64], has_poses: bool
 ) -> NDArray[np.float64]:
-    """(F, 3, 3): what the frames state, and velocities by their neighbours' poses; NaN unknown."""
+    """Return (F, 3, 3): the motion that frames state, and velocities by their neighbours' poses; NaN unknown."""
     motion = np.full((len(frames), 3, 3), np.nan)
     before, after = np.maximum(np.arange(len(frames)) - 1, 0), np.minimum(np.arange(len(frames)) + 1, len(frames) - 1)
     span_ns = time_ns[after] - time_ns[before]

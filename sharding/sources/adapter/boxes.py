@@ -41,7 +41,7 @@ def clip_boxes(
     classes: ClassMap,
     report: ScanReport,
 ) -> ClipBoxes:
-    """The boxes of a clip's frames in ego, whose times are (F,) [ns] and whose poses are (F, 4, 4).
+    """Return the boxes of a clip's frames in ego, whose times are (F,) [ns] and whose poses are (F, 4, 4).
 
     What is done box by box is done for the whole clip at once. Raises SourceError for columns of other lengths, sizes
     that are not positive, and rotations that are none.
@@ -77,7 +77,7 @@ def _in_ego(
     own: Sequence[tuple[int, BoxRows]], counts: NDArray[np.int64], frame: NDArray[np.int64],
     timestamp_ns: NDArray[np.int64], ego2global: F64,
 ) -> dict[str, NDArray[Any]]:  # fmt: skip
-    """The columns of boxes but label and validity; ``own`` are numbers of frames with their boxes, as ``counts``."""
+    """Return columns of boxes but label and validity; ``own`` are numbers of frames with their boxes, as ``counts``."""
 
     def column(name: str, kind: type, *shape: int, unknown: float = np.nan) -> NDArray[Any]:
         return _cast(_column(own, len(frame), name, shape, unknown), kind, name, frame)
@@ -127,7 +127,7 @@ def _in_ego(
 
 
 def _cast(values: F64, kind: type, name: str, frame: NDArray[np.int64]) -> NDArray[Any]:
-    """The values of boxes as ``kind``; raises SourceError where an integer cannot hold one."""
+    """Return the values of boxes as ``kind``; raise SourceError where an integer cannot hold one."""
     if issubclass(kind, np.integer):
         bad = ~((values >= np.iinfo(kind).min) & (values <= np.iinfo(kind).max))
         if bad.any():
@@ -139,7 +139,7 @@ def _cast(values: F64, kind: type, name: str, frame: NDArray[np.int64]) -> NDArr
 def _column(
     own: Sequence[tuple[int, BoxRows]], number: int, name: str, shape: tuple[int, ...], unknown: float
 ) -> NDArray[Any]:
-    """One column of all boxes, which are ``number``; ``own`` are the numbers of frames with their boxes."""
+    """Return one column of all boxes, which are ``number``; ``own`` are the numbers of frames with their boxes."""
     all_stated = [getattr(one, name) for _, one in own]
     if all(stated is None for stated in all_stated):
         return np.full((number, *shape), unknown)
@@ -156,7 +156,7 @@ def _column(
 
 
 def _rotations(wxyz: F64, yaw: F64) -> F64:
-    """Rotation matrices (M, 3, 3) of quaternions, or of yaw where those are NaN; NaN for what is no rotation."""
+    """Return rotation matrices (M, 3, 3) of quaternions, or of yaw where those are NaN; NaN for what is no rotation."""
     cos, sin, zero, one = np.cos(yaw), np.sin(yaw), np.zeros(len(yaw)), np.ones(len(yaw))
     of_yaw = np.stack([cos, -sin, zero, sin, cos, zero, zero, zero, one], -1).reshape(-1, 3, 3)
     is_unit = are_unit(wxyz)
@@ -167,7 +167,7 @@ def _rotations(wxyz: F64, yaw: F64) -> F64:
 
 
 def _neighbours(tracks: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """For each row the rows before and after in its track, -1 for none."""
+    """Return for each row the rows before and after in its track, -1 for none."""
     before, after = np.full((2, len(tracks)), -1, np.int64)
     order = np.argsort(tracks, kind="stable")
     first, last = order[:-1], order[1:]
@@ -177,7 +177,7 @@ def _neighbours(tracks: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[n
 
 
 def rows_by_key(keys: NDArray[np.integer[Any]]) -> dict[int, NDArray[np.intp]]:
-    """The numbers of the rows with each key, ascending, by key."""
+    """Return the numbers of the rows with each key, ascending, by key."""
     order = np.argsort(keys, kind="stable")
     found, starts = np.unique(keys[order], return_index=True)
     return dict(zip(found.tolist(), np.split(order, starts)[1:], strict=True))
@@ -186,7 +186,8 @@ def rows_by_key(keys: NDArray[np.integer[Any]]) -> dict[int, NDArray[np.intp]]:
 def velocities(
     centre: NDArray[np.float64], timestamp_us: NDArray[np.int64], prev: NDArray[np.int64], following: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Velocity (A, 3) [m/s] in the centres' frame: centred difference, one-sided at a track's ends, else NaN.
+    """Return the velocity (A, 3) [m/s] in the centres' frame: centred difference, one-sided at a track's ends, else
+    NaN.
 
     ``prev`` and ``following`` are row numbers, -1 for none. Where the time spanned is over 1.5 s (3 s centred) or not
     positive, the velocity is unknown: NaN.
@@ -202,7 +203,7 @@ def velocities(
 
 
 def validity(lidar: NDArray[np.int32], radar: NDArray[np.int32]) -> tuple[NDArray[np.uint8], int]:
-    """``valid`` of boxes (M,) by their numbers of points, -1 unknown, and how many are 1 for want of knowledge.
+    """Return ``valid`` of boxes (M,) by their numbers of points, -1 unknown, and how many are 1 because it is unknown.
 
     1 where a point is known, or the number of lidar points is not. An unknown number of radar points says nothing, for
     most datasets count lidar points alone.
@@ -213,5 +214,5 @@ def validity(lidar: NDArray[np.int32], radar: NDArray[np.int32]) -> tuple[NDArra
 
 
 def stable_id(token: str) -> int:
-    """63-bit number of a track's token, the same on every machine."""
+    """Return the 63-bit number of a track's token, the same on every machine."""
     return xxhash.xxh3_64_intdigest(token.encode()) >> 1

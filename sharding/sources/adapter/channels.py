@@ -32,7 +32,8 @@ _NAME: Final = re.compile(r"[a-z0-9_]{1,100}")
 
 
 def value_channel(name: str, dtype: str = "", shape: tuple[int | None, ...] = (), description: str = "") -> Channel:
-    """The entry of the table for a value that a sample may have (``Frame.values``); augmentation does not move it.
+    """Return the entry of the table for a value that a sample may have (``Frame.values``); augmentation does not move
+    it.
 
     Without ``dtype`` it is a text. Else it is an array of this shape, a number where that is (), and in batches a
     tensor [B, ...]. Where the first side is None it varies: batches then have ``{"values": list of B tensors}``.
@@ -66,13 +67,13 @@ class ValueForms:
             self.refused[name] = str(error)
 
     def channels(self) -> tuple[Channel, ...]:
-        """The channels, by name."""
+        """Return the channels, by name."""
         forms = {name: form for name, form in sorted(self._forms.items()) if name not in self.refused}
         return tuple(value_channel(name, *(_NONE if form == _EMPTY else form)) for name, form in forms.items())
 
 
 def _form(name: str, value: Any) -> tuple[str, tuple[int, ...]]:  # noqa: ANN401
-    """The dtype ("" for a text) and shape of a value; raises ValueError for one that is neither text nor numbers."""
+    """Return dtype ("" for a text) and shape of a value; raise ValueError for one that is neither text nor numbers."""
     if not _NAME.fullmatch(name) or name in RESERVED:
         raise ValueError(
             f"its name must have at most 100 letters, digits and _, and not be one of {', '.join(RESERVED)}"
@@ -90,7 +91,7 @@ def _form(name: str, value: Any) -> tuple[str, tuple[int, ...]]:  # noqa: ANN401
 def _common(
     one: tuple[str, tuple[int | None, ...]], other: tuple[str, tuple[int | None, ...]]
 ) -> tuple[str, tuple[int | None, ...]]:
-    """The form that both fit; raises ValueError where there is none."""
+    """Return the form that both fit; raise ValueError where there is none."""
     if _EMPTY in (one, other):  # an empty list, of any type and rank
         dtype, shape = one if other == _EMPTY else other
         if not shape:
@@ -106,7 +107,7 @@ def _common(
 
 
 def value_members(channels: Sequence[Channel], values: Mapping[str, Any], where: str) -> list[Reference]:
-    """References of a frame's values; raises SourceError, naming ``where``, for one that is not as its channel says."""
+    """Return references of a frame's values; raise SourceError, naming ``where``, for one unlike its channel."""
     known = {channel.name: channel for channel in channels}
     found = []
     for name, value in values.items():
@@ -123,7 +124,7 @@ def value_members(channels: Sequence[Channel], values: Mapping[str, Any], where:
 
 
 def encode_value(channel: Channel, value: Any) -> bytes:  # noqa: ANN401
-    """The member of a value of a :func:`value_channel`; raises SchemaError and ValueError where it does not fit."""
+    """Encode a value of a :func:`value_channel`; raise SchemaError and ValueError where it does not fit."""
     dtype = channel.arrays[0].dtype if channel.kind == "ragged" else channel.dtype
     if dtype:
         array = np.asarray(value)
@@ -139,7 +140,7 @@ def encode_value(channel: Channel, value: Any) -> bytes:  # noqa: ANN401
 
 
 def boxes2d_channel(camera: str, description: str) -> Channel:
-    """The entry of the table for the 2-D boxes of one camera; ``row`` is the box's row in ``boxes``, -1 for none."""
+    """Return entry of the table for the 2-D boxes of one camera; ``row`` is the box's row in ``boxes``, -1 for none."""
     return Channel(
         name=f"boxes2d_{camera}",
         kind="ragged",
@@ -159,7 +160,7 @@ def boxes2d_channel(camera: str, description: str) -> Channel:
 
 
 def signals_channel(name: str, units: Mapping[str, str], source_name: str, *, has_unknown: bool = False) -> Channel:
-    """The entry of the table for messages of numbers, such as CAN's: columns to units, after ``dt_s``.
+    """Return the entry of the table for messages of numbers, such as CAN's: columns to units, after ``dt_s``.
 
     With ``has_unknown`` numbers may be NaN, or infinite, as they were measured. A member has the messages since the
     sample before it, as :func:`signals` makes it.
@@ -186,7 +187,8 @@ def signals_channel(name: str, units: Mapping[str, str], source_name: str, *, ha
 def signals(
     channel: Channel, stamp_ns: NDArray[np.int64], values: NDArray[np.float64], times_ns: Sequence[int]
 ) -> list[list[Reference]]:
-    """The members of samples at these times, ascending: messages (N, C) with stamps (N,) of a :func:`signals_channel`.
+    """Return the members of samples at these times, ascending: messages (N, C) with stamps (N,) of a
+    :func:`signals_channel`.
 
     Of the first sample they are those of the last 0.5 s. A sample without a message has no member.
     """
@@ -203,7 +205,7 @@ def image_boxes(
     channels: Sequence[Channel], boxes: Mapping[str, ImageBoxRows], cameras: Collection[str], classes: ClassMap,
     where: str,
 ) -> list[Reference]:  # fmt: skip
-    """References of a frame's 2-D boxes, of those ``cameras`` that have an image.
+    """Return references of a frame's 2-D boxes, of those ``cameras`` that have an image.
 
     Raises SourceError, naming ``where``, for boxes that are not finite, or whose borders are in the wrong order.
     """
@@ -234,10 +236,10 @@ def image_boxes(
 
 
 def computed(channel: Channel, data: bytes) -> Reference:
-    """The reference of a member of these bytes."""
+    """Return the reference of a member of these bytes."""
     return Reference(channel.field, COMPUTED + base64.b85encode(data).decode(), len(data))
 
 
 def computed_bytes(ref: str) -> bytes:
-    """Back from the reference."""
+    """Return the bytes of the reference."""
     return base64.b85decode(ref.removeprefix(COMPUTED))

@@ -35,12 +35,12 @@ class Sensors(NamedTuple):
 
     @property
     def channels(self) -> list[str]:
-        """Of cameras, then of lidars."""
+        """The channels of cameras, then of lidars."""
         return [camera.channel for camera in self.cameras] + [lidar.channel for lidar in self.lidars]
 
     @classmethod
     def of(cls, cameras: Iterable[str], lidars: Mapping[str, Sequence[str]] | None = None) -> Sensors:
-        """The rig of these cameras, and lidars with the names of their columns; channels are in lower case."""
+        """Return the rig of these cameras, and lidars with the names of their columns; channels are in lower case."""
         return cls(
             [Camera(name.lower(), name) for name in cameras],
             [
@@ -169,7 +169,7 @@ class StoredBoxes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 NO_BOXES: Final = BoxRows(centre=np.empty((0, 3)), size_lwh=np.empty((0, 3)), category=(), yaw=np.empty(0))
-"""Of a frame that is labelled, and has no box."""
+"""The boxes of a frame that is labelled, and has none."""
 
 
 class ImageBoxRows(msgspec.Struct, frozen=True, kw_only=True, gc=False):

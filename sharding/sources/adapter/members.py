@@ -61,12 +61,12 @@ class Part(msgspec.Struct, frozen=True, gc=False):
         return cls(ref)
 
     def read(self, files: SourceFiles) -> bytes:
-        """The bytes; fewer where the file ends before."""
+        """Return the bytes, fewer where the file ends before."""
         return files.read(self.name, self.offset, self.length)
 
 
 def is_inside(name: str) -> bool:
-    """Whether a file name does not lead out of the source's root."""
+    """Return whether a file name does not lead out of the source's root."""
     return not (name.startswith("/") or "\0" in name or (".." in name and ".." in name.split("/")))
 
 
@@ -77,7 +77,7 @@ def check_inside(name: str, where: str) -> None:
 
 
 def facts_by_name(files: SourceFiles, names: Iterable[str]) -> dict[str, FileFacts | None]:
-    """Size and time of change of each file, None where it is not there; each is looked at once."""
+    """Return size and time of change of each file, None where it does not exist; look at each once."""
     unique = list(dict.fromkeys(names))
     return dict(zip(unique, files.facts_of(unique), strict=True))
 
@@ -85,7 +85,7 @@ def facts_by_name(files: SourceFiles, names: Iterable[str]) -> dict[str, FileFac
 def image_heads(
     files: SourceFiles, parts: Sequence[Part], facts: Mapping[str, FileFacts | None], depth: Depth
 ) -> list[ImageInfo | str]:
-    """What images are by their heads, after a look at as much as ``depth`` says; of a damaged one, what is wrong.
+    """Return the heads of images, after a look at as much as ``depth`` says; of a damaged one, what is wrong.
 
     ``facts`` are of the files, which are there.
     """
@@ -128,7 +128,7 @@ class MemberFinder:
     def find(
         self, where: str, frames: Sequence[Frame], has_pose: NDArray[np.bool_]
     ) -> tuple[list[dict[str, Found | str]], list[list[Found]]]:
-        """For each frame by channel, in rig order, the image or sweep that is there, or why not; and other members.
+        """Return for each frame the image or sweep by channel, in rig order, or why it is missing.
 
         ``has_pose`` (F, N) is whether the ego pose of an image is known.
         """
@@ -211,7 +211,7 @@ class MemberFinder:
     def _heads(
         self, where: str, channels: Mapping[str, str], parts: Mapping[str, Part], facts: Mapping[str, FileFacts | None]
     ) -> dict[str, ImageInfo | None]:
-        """By reference the heads of images, of which these are the channels; None of a damaged one that is left out."""
+        """Return the heads of images of these channels by reference; None for a damaged one that is left out."""
         wanted = {ref: parts[ref] for ref in channels if facts[parts[ref].name]}
         heads: dict[str, ImageInfo | None] = {}
         damaged: list[str] = []
@@ -287,7 +287,7 @@ class MemberFinder:
 
 
 def _extension(image: Image) -> str:
-    """By what is stated, or by the name; "" where neither says one that is stored."""
+    """Return the stated extension, or that of the name; "" where neither is one that is stored."""
     found = EXTENSION_OF.get(image.extension or image.ref[image.ref.rfind(".") + 1 :])
     if found is not None:
         return found
@@ -296,7 +296,7 @@ def _extension(image: Image) -> str:
 
 
 class _Known(NamedTuple):
-    """By reference: the part of a file, and the head of an image of unknown size; by name: the file's facts."""
+    """What is known by reference (part of a file, head of an image of unknown size) and by name (the file's facts)."""
 
     parts: Mapping[str, Part]
     facts: Mapping[str, FileFacts | None]

@@ -48,7 +48,7 @@ NO_IMAGE: Final = "no camera image"
 _AT_ONCE: Final = 256
 _HOLE_S: Final = 10.0
 _HOLE_STEPS: Final = 10
-"""From how many steps of a clip, and seconds, on a gap between frames is noted."""
+"""The least gap between frames that is noted, in steps of a clip, and in seconds."""
 _HOLES: Final = (
     f"holes in clips (over {_HOLE_S:g} s and {_HOLE_STEPS} steps), over which temporal windows reach: give the parts "
     "clips of their own"
@@ -69,17 +69,17 @@ _COMMON: Final[dict[str, type]] = {
 
 
 def attribute_types(classes: Iterable[str], columns: Mapping[str, type]) -> dict[str, type]:
-    """The columns of attributes: those of all sources, a count for each class, and the source's own."""
+    """Return the columns of attributes: those of all sources, a count for each class, and the source's own."""
     return {**_COMMON, **dict.fromkeys(map(count_column, classes), int), **columns}
 
 
 def may_be_attribute(name: str) -> bool:
-    """Whether a source may call a column of attributes so: a word, and none of Fuelrail's own names."""
+    """Return whether a source may call a column of attributes so: a word, and none of Fuelrail's own names."""
     return bool(_COLUMN.match(name)) and name not in (*_RESERVED, *_COMMON)
 
 
 def clip_id(name: str, token: str = "", *, is_taken: bool = False) -> str:
-    """A legal id for a clip: its name where that is one, else a slug with a hash of the token, or of the name.
+    """Return a legal id for a clip: its name if that is one, else a slug with a hash of the name.
 
     ``is_taken``: other clips of the source have the name.
     """
@@ -184,7 +184,7 @@ class ClipRows:
     def _kept(
         self, where: str, frames: Sequence[Frame], found: Sequence[Mapping[str, Found | str]], arrays: ClipArrays
     ) -> NDArray[np.bool_]:
-        """Which frames are samples (F,); counts what is left out, and notes what the policy refuses."""
+        """Return which frames are samples (F,); count those left out, and note what the policy refuses."""
         kept = np.ones(len(frames), np.bool_)
         has_pose = ~np.isnan(arrays.ego2global[:, 0, 0])
         channels = {camera.channel for camera in self.sensors.cameras}
@@ -236,7 +236,7 @@ class ClipRows:
     def _image_sizes(
         self, frames: Sequence[Frame], found: Sequence[Mapping[str, Found | str]]
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """(F, N, 2) [px], -1 where nothing says it of an image, and (F, N) whether the image is there."""
+        """Return the sizes (F, N, 2) [px], -1 where there is no image."""
         channels = [camera.channel for camera in self.sensors.cameras]
         sizes, is_there = [], []
         for frame, row in zip(frames, found, strict=True):
@@ -264,7 +264,7 @@ class ClipRows:
 
 
 def _staying(frame: Frame, channel: str) -> Image | None:
-    """The image of a camera that stays in the sample where its bytes are absent, and has a size."""
+    """Return the image of a camera that stays in the sample where its bytes are absent, and has a size."""
     image = frame.images.get(channel)
     return image if isinstance(image, Image) and image.stays and min(image.width, image.height) > 0 else None
 
@@ -296,7 +296,7 @@ class _ClipFacts:
         }
 
     def meta(self, at: int, found: Mapping[str, Found | str]) -> Meta:
-        """The metadata of a frame; dataset, split and license are filled in when shards are written."""
+        """Return the metadata of a frame; dataset, split and license are filled in when shards are written."""
         frame, clip, key = self._frames[at], self._clip, self._id
         cameras: dict[str, CameraMeta] = {}
         latest_ns, time_ns, number = 0, frame.timestamp_ns, self._num_boxes[at]
@@ -341,7 +341,7 @@ class _ClipFacts:
         )
 
     def attributes(self, at: int, num_cameras: int) -> dict[str, Any]:
-        """The row of ``attributes.parquet``; what is not known is null."""
+        """Return the row of ``attributes.parquet``; what is not known is null."""
         frame, speed = self._frames[at], self._speeds[at]
         found: dict[str, Any] = {
             **self._nothing,

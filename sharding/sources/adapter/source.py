@@ -250,7 +250,7 @@ class FrameSource(Generic[S]):
         )
 
     def place(self, ref: str) -> Place | None:
-        """Where an image's bytes are, if they are in a file of this machine as they are."""
+        """Return where an image's bytes are, if a file of this machine has them unchanged."""
         if ref.startswith((MADE, POINTS, MAP, COMPUTED)):
             return None
         part = Part.of(ref)
@@ -258,7 +258,7 @@ class FrameSource(Generic[S]):
         return None if path is None else Place(path, part.offset, part.length)
 
     def open(self, ref: str) -> Buffer:
-        """The bytes of a member: an image, points as ``.npy``, or what the scan computed."""
+        """Return the bytes of a member: an image, points as ``.npy``, or a result of the scan."""
         if ref.startswith(COMPUTED):
             return computed_bytes(ref)
         if ref.startswith(MAP):
@@ -288,7 +288,7 @@ class FrameSource(Generic[S]):
 def _chosen(
     sensors: Sensors, channels: Sequence[Channel], names: Sequence[str], where: str
 ) -> tuple[Sensors, tuple[Channel, ...], frozenset[str]]:
-    """The cameras of these names (none: all) and channels to keep, and names of cameras and fields to leave out."""
+    """Return cameras of these names (none: all) and channels to keep, and names of cameras and fields to leave out."""
     rig = [camera.channel for camera in sensors.cameras]
     kept = choose_cameras(rig, names or None, where)
     return (

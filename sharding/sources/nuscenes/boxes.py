@@ -111,7 +111,7 @@ class Annotations:
         return len(self.columns["sample"])
 
     def _read_instances(self, folder: Path) -> None:
-        """Tracks: category and id of each."""
+        """Read the tracks: category and id of each."""
         categories = read_all(folder, "category", Named)
         tokens = Tokens("category", self._database, [record.token for record in categories])
         self.categories = [record.name for record in categories]
@@ -174,8 +174,9 @@ class Annotations:
         return found
 
     def _sort_by_sample(self, num_samples: int) -> None:
-        """For each sample, where its annotations begin in ``_order``, which has rows of the table plus a sample's
-        number times ``_radix``."""
+        """Sort annotations by sample into ``_order``, which has rows of the table plus a sample's number times
+        ``_radix``.
+        """
         self._radix = max(len(self), 1)
         order = self._database.column(np.int64)
         for first in range(0, len(self), ROWS_AT_ONCE):
@@ -191,7 +192,7 @@ class Annotations:
         self._database.release()
 
     def _velocity(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Velocity of the boxes in global (M, 3), from the neighbouring annotations of their tracks."""
+        """Return the velocity of the boxes in global (M, 3), from the neighbouring annotations of their tracks."""
         links = [self.columns[name][rows] for name in ("prev", "next")]
         needed, place = np.unique(np.concatenate([rows, *links]), return_inverse=True)
         own, *linked = np.split(place, 3)
@@ -203,7 +204,8 @@ class Annotations:
     def of_samples(
         self, samples: NDArray[np.int64], ego_wxyz: NDArray[np.float64], ego_xyz: NDArray[np.float64]
     ) -> list[StoredBoxes | None]:
-        """The boxes of each of some samples in ego, whose poses in global are rotations (S, 4) and translations (S, 3).
+        """Return the boxes of each of some samples in ego, whose poses in global are rotations (S, 4) and translations
+        (S, 3).
 
         What is done box by box is done for all samples at once.
         """
@@ -248,14 +250,14 @@ class Annotations:
         return found
 
     def rows_of(self, sample: int) -> NDArray[np.int64]:
-        """Rows of one sample's annotations in ``columns``, in the order of its boxes."""
+        """Return rows of one sample's annotations in ``columns``, in the order of its boxes."""
         first, last = self._starts[sample : sample + 2].tolist()
         found: NDArray[np.int64] = self._order[first:last] % self._radix
         self._database.used(len(found))
         return found
 
     def tokens_of(self, sample: int) -> dict[str, list[str]]:
-        """Tokens of one sample's annotations, of their instances and of their visibilities ("" for none)."""
+        """Return tokens of one sample's annotations, of their instances and of their visibilities ("" for none)."""
         rows = self.rows_of(sample)
         visibilities = self.columns["visibility"][rows].tolist()
         return {
@@ -266,12 +268,13 @@ class Annotations:
 
 
 def _point_counts(stated: list[int | None]) -> NDArray[np.int32]:
-    """Numbers of points, -1 for null and for negative ones."""
+    """Return numbers of points, -1 for null and for negative ones."""
     return np.fmax(np.array(stated, np.float64), -1).astype(np.int32)  # NaN stands for null; fmax takes the other
 
 
 def _left_factors(frame_wxyz: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Matrices (S, 4, 4) of frames' rotations (S, 4) for which ``rotation @ matrix.T`` is conj(frame) * rotation.
+    """Return matrices (S, 4, 4) of frames' rotations (S, 4) for which ``rotation @ matrix.T`` is conj(frame) *
+    rotation.
 
     The Hamilton product: a rotation in global as seen in the frame.
     """

@@ -23,7 +23,7 @@ CHANNELS_FOLDER: Final = "channels"
 
 
 def load_channels(folder: Path) -> tuple[Channel, ...]:
-    """The entries beside the tables in ``folder``; none where the file is not there. Raises SourceError."""
+    """Return the entries beside the tables in ``folder``; none where the file is not there. Raise SourceError."""
     files, name = source_files(str(folder.parent)), f"{folder.name}/{CHANNELS_FILE}"
     if not (folder / CHANNELS_FILE).exists():
         return ()
@@ -31,7 +31,7 @@ def load_channels(folder: Path) -> tuple[Channel, ...]:
 
 
 def channel_file(channel: Channel, token: str) -> str:
-    """The file of a sample below the dataroot."""
+    """Return the file of a sample below the dataroot."""
     return f"{CHANNELS_FOLDER}/{channel.name}/{token}.{channel.extension}"
 
 

@@ -56,7 +56,7 @@ class Keyframes:
     """The tables of a dataroot as columns on disk, joined, keyframes only."""
 
     def __init__(self, folder: Path, database: Database, cut: Cut, keep: Sequence[str]) -> None:
-        """``keep``: the cameras to keep, in lower case; none: all."""
+        """Take the cameras to ``keep``, in lower case; none: all."""
         self._database, self._cut = database, cut
         self.log = read_all(folder, "log", Log)
         self.scene = read_all(folder, "scene", Scene)
@@ -71,7 +71,7 @@ class Keyframes:
         self.annotations = Annotations(folder, database, self.sample_tokens, self.timestamp_us, cut)
 
     def scenes(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        """Scene row and its samples in time order, scenes in table order; those without samples left out.
+        """Yield scene row and its samples in time order, scenes in table order; those without samples left out.
 
         Raises SourceError where the order in time is not the order of the ``next`` links, or the count is not the
         scene's ``nbr_samples``.
@@ -124,7 +124,7 @@ class Keyframes:
         self.prev, self.next = resolved["prev"], resolved["next"]
 
     def _read_sensors(self, folder: Path, cameras: Sequence[str]) -> None:
-        """Keyframe rows of sample_data with their calibration and pose: a row number for each (sample, channel)."""
+        """Read keyframe rows of sample_data with calibration and pose: a row number for each (sample, channel)."""
         self._calibrations = Calibrations(folder, self._database)
         is_wanted = of_rig(self._calibrations.sensors, cameras, str(folder))[self._calibrations.sensor_of]
         self.data_tokens, self.filenames = self._database.texts(), self._database.texts()
@@ -200,7 +200,7 @@ class Keyframes:
             self._database.used(len(sample))
 
     def _reference_poses(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Pose row that stands for each sample: LIDAR_TOP's, else that of its sensor row nearest in time."""
+        """Return the pose row of each sample: LIDAR_TOP's, else that of its sensor row nearest in time."""
         lidar = np.full(len(samples), -1, np.int64)
         if "LIDAR_TOP" in self.lidars:
             lidar = self.sensor_rows[samples, len(self.cameras) + self.lidars.index("LIDAR_TOP")]
@@ -216,11 +216,13 @@ class Keyframes:
         return found
 
     def ego2global(self, samples: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Poses of samples (S, 4, 4)."""
+        """Return poses of samples (S, 4, 4)."""
         return self._poses.ego2global(self._reference_poses(samples))
 
     def scene_rows(self, scene: int, samples: NDArray[np.int64]) -> SceneRows:
-        """What the tables say of some samples of a scene; what is done row by row is done for all of them at once."""
+        """Return what the tables say of some samples of a scene; what is done row by row is done for all of them at
+        once.
+        """
         rows = self.sensor_rows[samples]
         has = rows >= 0
         there = rows[has]
@@ -314,7 +316,7 @@ def in_rig_order(cameras: Iterable[str]) -> list[str]:
 
 
 def _check_channels(names: Sequence[str]) -> None:
-    """Channels are stored in lower case, as part of members' names."""
+    """Check that channels differ in lower case, in which they are part of members' names."""
     seen: dict[str, str] = {}
     for name in names:
         check_name(name)
@@ -374,13 +376,13 @@ class Calibrations:
         self.num_dist: NDArray[np.int32] = num_dist.values
 
     def of_row(self, row: int) -> Calibration:
-        """One row."""
+        """Return one row."""
         num_dist = int(self.num_dist[row])
         dist = tuple(self.dist[row, :num_dist].tolist())
         return Calibration(self.sensor2ego[row], self.intrinsics[row], dist, LENS_OF_LENGTH.get(num_dist, UNBENT))
 
     def of_kind(self, *modalities: str) -> NDArray[np.bool_]:
-        """For each row whether its sensor is of one of these."""
+        """Return whether each row's sensor is of one of these kinds."""
         wanted = np.array([sensor.modality in modalities for sensor in self.sensors], np.bool_)
         return np.asarray(wanted[self.sensor_of], np.bool_)
 
@@ -405,7 +407,7 @@ class Poses:
     """
 
     def __init__(self, folder: Path, database: Database, links: Texts, owners: Owners) -> None:
-        """``links`` are the tokens that the rows name, ``owners`` the rows' own."""
+        """Take the tokens that the rows name (``links``) and the rows' own (``owners``)."""
         tokens = Tokens("ego_pose", database)
         xyz, wxyz = database.column(np.float64, (3,)), database.column(np.float64, (4,))
         for piece in read_table(folder, "ego_pose", EgoPose):
@@ -423,13 +425,13 @@ class Poses:
             database.used(len(rows))
 
     def ego2global(self, poses: NDArray[np.int64]) -> NDArray[Any]:
-        """Matrices (..., 4, 4) of poses (...)."""
+        """Return matrices (..., 4, 4) of poses (...)."""
         flat = poses.ravel()
         return rigid(self.wxyz[flat], self.xyz[flat]).reshape(*poses.shape, 4, 4)
 
 
 def coefficients(record: CalibratedSensor) -> tuple[float, ...]:
-    """The lens coefficients of a row; none where all are 0."""
+    """Return the lens coefficients of a row; none where all are 0."""
     stated = record.camera_distortion or ()
     return stated if any(stated) else ()
 

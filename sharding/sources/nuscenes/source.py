@@ -261,11 +261,11 @@ class NuScenesSource(TableSource[NuScenesOptions]):
         yield from scene_frames(self._keyframes.scene_rows(clip.row, clip.samples), self._groups)
 
     def place(self, ref: str) -> Place | None:
-        """The file of an image on this machine; None for what :meth:`open` makes, and at a URL."""
+        """Return file of an image on this machine; None for lidar, which :meth:`open` makes arrays of, and at a URL."""
         return None if ref.startswith(("[", "{")) else super().place(ref)
 
     def open(self, ref: str) -> Buffer:
-        """Bytes of a member; a lidar sweep as ``.npy``, float32 (P, 5) in the lidar frame."""
+        """Return bytes of a member; a lidar sweep as ``.npy``, float32 (P, 5) in the lidar frame."""
         if ref.startswith("{"):
             return msgspec.json.decode(ref, type=CanMessages).member(self.files.read)
         return SweepList.decode(ref).member(self.points) if ref.startswith("[") else super().open(ref)
@@ -296,7 +296,7 @@ class NuScenesSource(TableSource[NuScenesOptions]):
 
 
 def _conditions(scene: Scene, log: Log) -> dict[str, bool]:
-    """Night and rain as far as the free-text description states them: what is not known is left out.
+    """Return night and rain as far as the free-text description states them, and nothing that it does not state.
 
     nuScenes' own descriptions name both wherever they occur, so there a description without the word is a denial. Those
     of others deny nothing by silence, and an empty one (nuScenes' test split) says nothing at all.

@@ -43,16 +43,16 @@ class SweepList(msgspec.Struct, frozen=True, array_like=True):
     lidar2global: list[list[float]]
 
     def encode(self) -> str:
-        """As a reference of the scan table."""
+        """Return the list as a reference of the scan table."""
         return msgspec.json.encode(self).decode()
 
     @staticmethod
     def decode(ref: str) -> SweepList:
-        """Back from the scan table."""
+        """Make the list from its text in the scan table."""
         return msgspec.json.decode(ref, type=SweepList)
 
     def member(self, read: Callable[[str], NDArray[np.float32]]) -> bytes:
-        """The member's bytes; ``read`` gives a file's points (P, C)."""
+        """Return the member's bytes; ``read`` gives a file's points (P, C)."""
         sweeps = [read(file) for file in self.files]
         poses = np.tile(np.eye(4), (len(self.files), 1, 1))
         poses[:, :3] = np.array(self.lidar2global).reshape(-1, 3, 4)
@@ -70,7 +70,7 @@ class SensorSweeps:
     """The rows of ``sample_data`` of all sensors of one modality, as columns on disk, linked backwards in time."""
 
     def __init__(self, folder: Path, database: Database, modality: str) -> None:
-        """``key_rows``: numbers of the keyframes' rows; ``key_tokens`` and ``key_samples``: theirs."""
+        """Take the numbers of the keyframes' rows (``key_rows``), their tokens and samples."""
         self._calibrations, self._modality = Calibrations(folder, database), modality
         is_wanted = self._calibrations.of_kind(modality)
         self.tokens, self._prev = Tokens("sample_data", database), database.texts()
@@ -102,12 +102,12 @@ class SensorSweeps:
         self._poses = Poses(folder, database, pose_tokens, self.tokens)
 
     def channel(self, row: int) -> str:
-        """The channel of a row's sensor."""
+        """Return the channel of a row's sensor."""
         sensor = int(self._calibrations.sensor_of[self._calibrated_of[row]])
         return self._calibrations.sensors[sensor].channel
 
     def rows_before(self, row: int, num_sweeps: int) -> NDArray[np.int64]:
-        """Numbers of the ``num_sweeps`` valid rows before a row, the latest first; raises SourceError."""
+        """Return numbers of the ``num_sweeps`` valid rows before a row, the latest first; raise SourceError."""
         found: list[int] = []
         while len(found) < num_sweeps and (prev := self._prev[row]):
             before = int(self._prev_row[row])
@@ -120,19 +120,19 @@ class SensorSweeps:
         return np.array(found, np.int64)
 
     def is_valid(self, row: int) -> bool:
-        """Whether the tables do not say to ignore the row's file."""
+        """Return whether the tables allow the row's file."""
         return bool(self._is_valid[row])
 
     def files(self, rows: NDArray[np.int64]) -> list[str]:
-        """Names of the rows' files."""
+        """Return names of the rows' files."""
         return [self._files[row] for row in rows.tolist()]
 
     def timestamp_ns(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Times of rows (N,)."""
+        """Return times of rows (N,)."""
         return np.asarray(self._timestamp_us[rows] * 1000)
 
     def sensor2global(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The sensor at the time of each row to global, rigid (N, 4, 4)."""
+        """Return the sensor at the time of each row to global, rigid (N, 4, 4)."""
         sensor2ego = self._calibrations.sensor2ego[self._calibrated_of[rows]]
         found: NDArray[np.float64] = self._poses.ego2global(self._poses.of_row[rows]) @ sensor2ego
         return found
@@ -144,7 +144,7 @@ class LidarSweeps(SensorSweeps):
     channels: tuple[Channel, ...] = ()
 
     def __init__(self, folder: Path, database: Database, keyframes: Texts, num_sweeps: int) -> None:
-        """``keyframes``: the tokens of the keyframes' rows; ``num_sweeps``: how many to store with each."""
+        """Take the tokens of the keyframes' rows (``keyframes``)."""
         super().__init__(folder, database, "lidar")
         self._row_of, self._num_sweeps = self.tokens.rows_of(keyframes), num_sweeps
 

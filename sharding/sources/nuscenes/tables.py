@@ -86,7 +86,9 @@ class Sensor(Record, frozen=True, gc=False):
 
 
 def of_rig(sensors: Sequence[Sensor], cameras: Sequence[str], where: str) -> NDArray[np.bool_]:
-    """Which sensors are lidars, or of these cameras (none: all), in lower case; ConfigError for one that is none."""
+    """Return which sensors are lidars, or of these cameras (none: all), in lower case; raise ConfigError for an unknown
+    one.
+    """
     named = dict.fromkeys(one.channel.lower() for one in sensors if one.modality == "camera")
     kept = choose_cameras(list(named), cameras or None, where)
     return np.array(
@@ -207,7 +209,7 @@ def read_table(folder: Path, table: str, of: type[R]) -> Iterator[list[R]]:
 
 
 def read_all(folder: Path, table: str, of: type[R]) -> list[R]:
-    """All records of a small table."""
+    """Return all records of a small table."""
     return [record for piece in read_table(folder, table, of) for record in piece]
 
 
@@ -234,7 +236,7 @@ def _pieces(file: BinaryIO, path: Path, decode: Callable[[bytes], list[R]]) -> I
 
 
 def _last_gap(data: bytes) -> int:
-    """Position after the last ``}`` that is followed by a comma and the next record, 0 without one."""
+    """Return the position after the last ``}`` that is followed by a comma and the next record, 0 without one."""
     end = len(data)
     while (end := data.rfind(b"}", 0, end)) > 0:
         rest = data[end + 1 : end + 64].lstrip()
@@ -244,7 +246,7 @@ def _last_gap(data: bytes) -> int:
 
 
 def _decoded(piece: bytes, decode: Callable[[bytes], list[R]]) -> list[R] | None:
-    """The piece's records; None where it is no JSON."""
+    """Decode the piece's records; None where it is no JSON."""
     try:
         return decode(piece)
     except msgspec.ValidationError:
@@ -267,7 +269,7 @@ def check_time(timestamp_us: int, token: str) -> None:
 
 
 def vectors(values: Sequence[tuple[float, ...]], length: int) -> NDArray[np.float64]:
-    """Vectors of some length as an array (N, length), read-only; numpy's own ways take longer."""
+    """Return vectors of some length as an array (N, length), twice as fast as numpy's own way."""
     packed = struct.pack(f"{length * len(values)}d", *itertools.chain.from_iterable(values))
     return np.frombuffer(packed, np.float64).reshape(-1, length)
 

@@ -39,15 +39,15 @@ class ImageBoxes:
     """2-D boxes of every camera of the rig."""
 
     def __init__(self, cameras: Sequence[str], *, has_boxes: bool) -> None:
-        """``has_boxes``: whether the tables have annotations at all."""
+        """Take whether the tables have annotations at all (``has_boxes``)."""
         self.channels = tuple(boxes2d_channel(name.lower(), _DESCRIPTION) for name in cameras) if has_boxes else ()
 
     def members(self, rows: SceneRows, at: int) -> tuple[()]:  # noqa: ARG002 - they are the frame's 2-D boxes
-        """None."""
+        """Return None: an object has no path."""
         return ()
 
     def boxes2d(self, rows: SceneRows, at: int) -> dict[str, ImageBoxRows]:
-        """The boxes of one sample by camera; raises SourceError for an image that is not rectified."""
+        """Return the boxes of one sample by camera; raise SourceError for an image that is not rectified."""
         boxes = rows.boxes[at]
         found: dict[str, ImageBoxRows] = {}
         if boxes is None:
@@ -81,7 +81,7 @@ class BoxTokens:
         self.channels = (TOKENS,) if has_boxes else ()
 
     def members(self, rows: SceneRows, at: int) -> list[Reference]:
-        """The reference of one sample's member."""
+        """Return the reference of one sample's member."""
         if rows.boxes[at] is None:
             return []
         tokens = rows.keyframes.annotations.tokens_of(int(rows.samples[at]))
@@ -91,7 +91,7 @@ class BoxTokens:
 def image_bounds(
     corners: NDArray[np.float64], intrinsics: NDArray[np.float64], size_wh: tuple[int, int]
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Bounds (K, 4) [px] of the parts of boxes that are in an image, and the rows of these K boxes.
+    """Return bounds (K, 4) [px] of the parts of boxes that are in an image, and the rows of these K boxes.
 
     ``corners`` (M, 8, 3) are in camera axes, in the order of `Boxes.corners`. The image reaches from -0.5 to
     side - 0.5: the centre of the first pixel is 0. A box is cut off 0.1 m before the camera and at the image's
@@ -122,7 +122,7 @@ def image_bounds(
 def _clipped(
     polygon: NDArray[np.float64], planes: NDArray[np.float64], shifts: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """The part (K, 3) of a planar polygon (N, 3) on the inner side of all planes: Sutherland and Hodgman, 1974."""
+    """Return part (K, 3) of a planar polygon (N, 3) on the inner side of all planes: Sutherland and Hodgman, 1974."""
     for plane, shift in zip(planes, shifts, strict=True):
         distance = polygon @ plane - shift
         following = np.roll(distance, -1)

@@ -54,7 +54,7 @@ _AXES: Final = {3: "xyz", 4: "wxyz"}
 
 
 def can_channel(message: str) -> Channel:
-    """The entry of the table for one kind of message."""
+    """Return the entry of the table for one kind of message."""
     units: dict[str, str] = {}
     for field, (length, unit) in MESSAGES[message].items():
         names = [field] if length == 1 else [f"{field}_{axis}" for axis in _AXES[length]]
@@ -71,7 +71,7 @@ class CanMessages(msgspec.Struct, frozen=True):
     until_us: int
 
     def member(self, read: Callable[[str], bytes]) -> bytes:
-        """The member's bytes; raises SourceError."""
+        """Return the member's bytes; raise SourceError."""
         times, values = _parsed(read, self.message, self.file)
         kept = (times > self.after_us) & (times <= self.until_us)
         rows = np.concatenate([(self.until_us - times[kept, None]) * 1e-6, values[kept]], 1)
@@ -97,12 +97,12 @@ class CanBus:
 
 @lru_cache(maxsize=8)
 def _parsed(read: Callable[[str], bytes], message: str, file: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Times [us] (N,) and values (N, C) of a file; kept for the samples of its scene that follow."""
+    """Return times [us] (N,) and values (N, C) of a file; kept for the samples of its scene that follow."""
     return parse_can(read(file), message, file)
 
 
 def parse_can(data: bytes, message: str, file: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Times [us] (N,), ascending, and values (N, C) of a file of the CAN bus; raises SourceError."""
+    """Return times [us] (N,), ascending, and values (N, C) of a file of the CAN bus; raise SourceError."""
     fields = MESSAGES[message]
     records = read_json(data, f"CAN file '{file}'", _RECORDS[message], f"is not a list of messages '{message}'")
     times = np.array([record.utime for record in records], np.int64)

@@ -45,7 +45,7 @@ class Group(Protocol):
         ...
 
     def members(self, rows: SceneRows, at: int) -> Iterable[FileMember | Reference]:
-        """The members of sample number ``at`` of a scene; raises SourceError."""
+        """Return the members of sample number ``at`` of a scene; raise SourceError."""
         ...
 
 
@@ -55,7 +55,7 @@ class Descriptions:
     channels = (_DESCRIPTION,)
 
     def members(self, rows: SceneRows, at: int) -> list[Reference]:  # noqa: ARG002 - all samples of a scene have it
-        """The reference of one sample's member; none where the tables say nothing."""
+        """Return the reference of one sample's member; none where the tables say nothing."""
         text = rows.keyframes.scene[rows.scene].description
         return [computed(_DESCRIPTION, text.encode())] if text else []
 
@@ -68,7 +68,7 @@ def chosen_groups(
     radar_sweeps: int,
     windows: MapWindows | None,
 ) -> dict[GroupName, Group]:
-    """The groups of these names, in the order of the table of channels; ``windows`` are of the maps."""
+    """Return the groups of these names, in the order of the table of channels; ``windows`` are of the maps."""
     has_boxes = len(keyframes.annotations) > 0
     make: dict[GroupName, Callable[[], Group]] = {
         "radar": lambda: Radars(folder, database, keyframes, radar_sweeps),

@@ -86,7 +86,7 @@ class Maps:
 
 
 def parse_map(data: bytes, file: str) -> VectorMap:
-    """The lines of a file of the map expansion, and the outlines of its areas; raises SourceError."""
+    """Return the lines of a file of the map expansion, and the outlines of its areas; raise SourceError."""
     found = read_json(data, f"map file '{file}'", _File, "is not a map of nuScenes' expansion")
     nodes = {node.token: (node.x, node.y) for node in found.node}
     of_line = {line.token: [line.node_tokens] for line in found.line}

@@ -43,7 +43,7 @@ _TYPES: Final = {"F4": "<f4", "F8": "<f8", "F2": "<f2", "I1": "i1", "I2": "<i2",
 
 
 def radar_channel(source_name: str) -> Channel:
-    """The entry of the table for one radar."""
+    """Return the entry of the table for one radar."""
     name = source_name.lower()
     return Channel(
         name=name,
@@ -72,7 +72,7 @@ class RadarFiles(msgspec.Struct, frozen=True, tag="radar"):
     sensor2ego: list[list[float]]
 
     def points(self, read: Callable[[str], bytes]) -> NDArray[np.float32]:
-        """(P, 19): the fields and the age of each point; raises SourceError."""
+        """Return (P, 19): the fields and the age of each point; raise SourceError."""
         parts = []
         for file, dt_s, flat in zip(self.files, self.dt_s, self.sensor2ego, strict=True):
             points, matrix = parse_pcd(read(file), file), np.array(flat).reshape(3, 4)
@@ -91,7 +91,7 @@ class Radars:
     """All radars that have keyframes, by name."""
 
     def __init__(self, folder: Path, database: Database, keyframes: Keyframes, num_sweeps: int) -> None:
-        """``num_sweeps``: how many earlier sweeps of each radar come with a keyframe's own."""
+        """Take the number of earlier sweeps of each radar that come with a keyframe's own (``num_sweeps``)."""
         self._num_sweeps = num_sweeps
         self._sweeps = sweeps = SensorSweeps(folder, database, "radar")
         rows: dict[str, NDArray[np.int64]] = {}
@@ -130,7 +130,7 @@ class Radars:
 
 
 def parse_pcd(data: bytes, name: str) -> NDArray[np.float64]:
-    """The points (P, 18) of a radar file of nuScenes, in the order of `FIELDS`; raises SourceError.
+    """Return the points (P, 18) of a radar file of nuScenes, in the order of `FIELDS`; raise SourceError.
 
     A point in the file whose first row has NaN stands for no point at all, as nuscenes-devkit has it.
     """

@@ -67,7 +67,7 @@ class Trajectories:
             self._frame[samples] = np.arange(len(samples))
 
     def members(self, rows: SceneRows, at: int) -> list[Reference]:
-        """References of one sample's members."""
+        """Return references of one sample's members."""
         global2ego = invert_rigid(rows.ego2global[at])
         found = [computed(EGO, KINDS[EGO.kind].encode(self._ego(rows, at, global2ego), EGO))]
         if self._has_boxes:
@@ -113,7 +113,7 @@ class Trajectories:
 
 
 def _followed(rows: NDArray[np.int64], link: NDArray[np.int64], number: int) -> NDArray[np.int64]:
-    """Rows (number, M) that follow some rows (M,) along a link, -1 after its end."""
+    """Return rows (number, M) that follow some rows (M,) along a link, -1 after its end."""
     found = np.empty((number, len(rows)), np.int64)
     for step in range(number):
         rows = found[step] = np.where(rows >= 0, link[rows], -1)

@@ -62,7 +62,7 @@ class VehicleState(Record, frozen=True, gc=False):
 
     @property
     def numbers(self) -> list[float | None]:
-        """In the order of the columns; an indicator is 1 for on, and 0 for off."""
+        """The numbers in the order of the columns; an indicator is 1 for on, and 0 for off."""
         lights = msgspec.structs.astuple(self.indicators or _Indicators())
         return [
             self.accel_pedal, self.brake_pedal, self.steer_pedal, self.steering_tire_angle, self.steering_wheel_angle,
