@@ -167,8 +167,6 @@ def ask(dataset: str | os.PathLike[str], options: TrainOptions, records: Path) -
         raise ConfigError(f"steps={options.steps} and epochs={options.epochs} exclude each other: give one of them")
     if options.memory and options.warmup < 3:
         raise ConfigError(f"memory=True follows the third warm-up step: warmup={options.warmup} must be 3 or more")
-    if options.transforms is not None:
-        as_settings(options.transforms, Transforms, "transforms")  # refused before ranks are started
     _check_teacher(options)
     profile = options.profile or _profile(options.accelerator)
     changes: dict[str, Any] = {
@@ -176,6 +174,8 @@ def ask(dataset: str | os.PathLike[str], options: TrainOptions, records: Path) -
     }
     changes["checkpoint"] = _checkpoint_place(options)
     weights_of(options.distill or DISTILL)
+    if options.transforms is not None:
+        as_settings(options.transforms, Transforms, "transforms")  # refused before ranks are started
     degrees = degrees_of(options, options.ranks)
     default = "stand-in" if degrees.pp == 1 else "bev-tiny"  # one layer cannot be cut
     changes |= {

@@ -8,7 +8,6 @@ devkit's ``NuScenes.box_velocity`` has it.
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -25,13 +24,12 @@ from fuelrail.sharding.sources.nuscenes.tables import (
     Named,
     Visibility,
     check_finite,
-    read_all,
-    read_table,
     vectors,
 )
 from fuelrail.sharding.sources.shared.joins import Tokens
 
 if TYPE_CHECKING:
+    from fuelrail.sharding.sources.nuscenes.tables import Tables
     from fuelrail.sharding.sources.shared.joins import Cut, Database
 
 CATEGORIES: Final[dict[str, str | None]] = {
@@ -87,7 +85,7 @@ class Annotations:
 
     def __init__(
         self,
-        folder: Path,
+        tables: Tables,
         database: Database,
         samples: Tokens,
         timestamp_us: NDArray[np.int64],
@@ -95,29 +93,29 @@ class Annotations:
     ) -> None:
         """Read tables category, attribute, visibility, instance and sample_annotation; raises SourceError."""
         self._database, self._timestamp_us, self._cut = database, timestamp_us, cut
-        attributes = read_all(folder, "attribute", Named)
+        attributes = tables.all("attribute", Named)
         self.attribute_names = [record.name for record in attributes]
         self._attributes = Tokens("attribute", database, [record.token for record in attributes])
-        visibilities = read_all(folder, "visibility", Visibility)
+        visibilities = tables.all("visibility", Visibility)
         self._levels = [record.level for record in visibilities]
         self._visibilities = Tokens("visibility", database, [record.token for record in visibilities])
         # The last entry is for annotations without a visibility, which are row -1.
         self._visibility_code = np.array([*(VISIBILITY.get(level, -1) for level in self._levels), -1], np.int8)
-        self._read_instances(folder)
-        self._read(folder, samples)
+        self._read_instances(tables)
+        self._read(tables, samples)
         self._sort_by_sample(len(samples))
 
     def __len__(self) -> int:
         return len(self.columns["sample"])
 
-    def _read_instances(self, folder: Path) -> None:
+    def _read_instances(self, tables: Tables) -> None:
         """Read the tracks: category and id of each."""
-        categories = read_all(folder, "category", Named)
+        categories = tables.all("category", Named)
         tokens = Tokens("category", self._database, [record.token for record in categories])
         self.categories = [record.name for record in categories]
         self._instances = Tokens("instance", self._database)
         category, number = self._database.column(np.int32), self._database.column(np.int64)
-        for whole in read_table(folder, "instance", Instance):
+        for whole in tables.read("instance", Instance):
             piece = self._cut.kept(whole, "instance", category_token=tokens)
             own = [record.token for record in piece]
             self._instances.append(own)
@@ -129,12 +127,12 @@ class Annotations:
         self._instance_category: NDArray[np.int32] = category.values
         self._instance_id: NDArray[np.int64] = number.values
 
-    def _read(self, folder: Path, samples: Tokens) -> None:
+    def _read(self, tables: Tables, samples: Tokens) -> None:
         """Read ``sample_annotation`` into columns; links become row numbers."""
         self._tokens = tokens = Tokens("sample_annotation", self._database)
         links = {name: self._database.texts() for name in ("sample_token", "instance_token", "prev", "next")}
         columns = {name: self._database.column(kind, shape) for name, (kind, shape) in _COLUMNS.items()}
-        for piece in read_table(folder, "sample_annotation", Annotation):
+        for piece in tables.read("sample_annotation", Annotation):
             records = self._cut.kept(piece, "sample_annotation", sample_token=samples, instance_token=self._instances)
             own = [record.token for record in records]
             tokens.append(own)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -34,8 +33,6 @@ from fuelrail.sharding.sources.nuscenes.tables import (
     Sensor,
     check_finite,
     of_rig,
-    read_all,
-    read_table,
     vectors,
 )
 from fuelrail.sharding.sources.shared.joins import Cut, Tokens
@@ -43,6 +40,7 @@ from fuelrail.sharding.sources.shared.joins import Cut, Tokens
 if TYPE_CHECKING:
     from fuelrail.pipeline.storage.columns import Texts
     from fuelrail.sharding.sources.adapter.frame import StoredBoxes
+    from fuelrail.sharding.sources.nuscenes.tables import Tables
     from fuelrail.sharding.sources.shared.joins import Database, Owners
 
 RIG: Final = ("CAM_FRONT", "CAM_FRONT_RIGHT", "CAM_FRONT_LEFT", "CAM_BACK", "CAM_BACK_LEFT", "CAM_BACK_RIGHT")
@@ -55,20 +53,20 @@ _CHANNEL: Final = re.compile(r"[a-z0-9_]{1,64}\Z")
 class Keyframes:
     """The tables of a dataroot as columns on disk, joined, keyframes only."""
 
-    def __init__(self, folder: Path, database: Database, cut: Cut, keep: Sequence[str]) -> None:
+    def __init__(self, tables: Tables, database: Database, cut: Cut, keep: Sequence[str]) -> None:
         """Take the cameras to ``keep``, in lower case; none: all."""
         self._database, self._cut = database, cut
-        self.log = read_all(folder, "log", Log)
-        self.scene = read_all(folder, "scene", Scene)
-        read_all(folder, "map", Record)
+        self.log = tables.all("log", Log)
+        self.scene = tables.all("scene", Scene)
+        tables.all("map", Record)
         scene_tokens = Tokens("scene", database, [record.token for record in self.scene])
         self.scene_log = Tokens("log", database, [record.token for record in self.log]).resolve(
             [record.log_token for record in self.scene], may_be_empty=False, table="scene", column="log_token",
             owners=scene_tokens,
         )  # fmt: skip
-        self._read_samples(folder, scene_tokens)
-        self._read_sensors(folder, keep)
-        self.annotations = Annotations(folder, database, self.sample_tokens, self.timestamp_us, cut)
+        self._read_samples(tables, scene_tokens)
+        self._read_sensors(tables, keep)
+        self.annotations = Annotations(tables, database, self.sample_tokens, self.timestamp_us, cut)
 
     def scenes(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """Yield scene row and its samples in time order, scenes in table order; those without samples left out.
@@ -97,11 +95,11 @@ class Keyframes:
             if len(samples):
                 yield row, samples
 
-    def _read_samples(self, folder: Path, scenes: Tokens) -> None:
+    def _read_samples(self, tables: Tables, scenes: Tokens) -> None:
         self.sample_tokens = Tokens("sample", self._database)
         links = {name: self._database.texts() for name in ("prev", "next")}
         timestamp_us, scene = self._database.column(np.int64), self._database.column(np.int32)
-        for whole in read_table(folder, "sample", SampleRecord):
+        for whole in tables.read("sample", SampleRecord):
             piece = self._cut.kept(whole, "sample", scene_token=scenes)
             own = [record.token for record in piece]
             self.sample_tokens.append(own)
@@ -111,7 +109,7 @@ class Keyframes:
             links["prev"].append([record.prev for record in piece])
             links["next"].append([record.next for record in piece])
         if not len(self.sample_tokens):
-            raise SourceError(f"table '{folder / 'sample.json'}' has no rows: nothing to shard")
+            raise SourceError(f"table '{tables.path('sample')}' has no rows: nothing to shard")
         self.sample_tokens.check_unique()
         self.timestamp_us: NDArray[np.int64] = timestamp_us.values
         self.sample_scene: NDArray[np.int32] = scene.values
@@ -123,17 +121,17 @@ class Keyframes:
         }
         self.prev, self.next = resolved["prev"], resolved["next"]
 
-    def _read_sensors(self, folder: Path, cameras: Sequence[str]) -> None:
+    def _read_sensors(self, tables: Tables, cameras: Sequence[str]) -> None:
         """Read keyframe rows of sample_data with calibration and pose: a row number for each (sample, channel)."""
-        self._calibrations = Calibrations(folder, self._database)
-        is_wanted = of_rig(self._calibrations.sensors, cameras, str(folder))[self._calibrations.sensor_of]
+        self._calibrations = Calibrations(tables, self._database)
+        is_wanted = of_rig(self._calibrations.sensors, cameras, str(tables.folder))[self._calibrations.sensor_of]
         self.data_tokens, self.filenames = self._database.texts(), self._database.texts()
         pose_tokens, sample_links = self._database.texts(), self._database.texts()
         timestamp_us, image_wh = self._database.column(np.int64), self._database.column(np.int32, (2,))
         calibrated_of, is_valid = self._database.column(np.int32), self._database.column(np.bool_)
         used: set[int] = set()
         # Of 2.6 million rows stay the keyframes of cameras and lidars.
-        for piece in read_table(folder, "sample_data", SampleData):
+        for piece in tables.read("sample_data", SampleData):
             records = self._cut.kept(
                 [record for record in piece if record.is_key_frame], "sample_data",
                 calibrated_sensor_token=self._calibrations.tokens, sample_token=self.sample_tokens,
@@ -167,7 +165,7 @@ class Keyframes:
         self.cameras = in_rig_order(by_kind["camera"])
         self.lidars = sorted(by_kind["lidar"], key=lambda name: (name != "LIDAR_TOP", name))
         if not self.cameras:
-            raise SourceError(f"table '{folder / 'sample_data.json'}' has no keyframes of cameras")
+            raise SourceError(f"table '{tables.path('sample_data')}' has no keyframes of cameras")
         _check_channels([*self.cameras, *self.lidars])
         placed = [*(by_kind["camera"][n] for n in self.cameras), *(by_kind["lidar"][n] for n in self.lidars)]
         column_of = np.full(len(sensors), -1, np.int64)
@@ -177,7 +175,7 @@ class Keyframes:
         )
         self._place(sample_of, column_of, len(placed))
         self._calibrations.check_cameras(by_kind["camera"].values())
-        self._poses = Poses(folder, self._database, pose_tokens, self.data_tokens)
+        self._poses = Poses(tables, self._database, pose_tokens, self.data_tokens)
 
     def _place(self, sample_of: NDArray[np.int64], column_of: NDArray[np.int64], num_columns: int) -> None:
         """Set ``sensor_rows`` to each sample's row of each column (-1: none); two rows in one place: SourceError."""
@@ -344,15 +342,15 @@ class Calibrations:
     and ``num_dist`` (number of lens coefficients, 0 for none) have a row for each of ``calibrated_sensor``.
     """
 
-    def __init__(self, folder: Path, database: Database) -> None:
-        self.sensors = read_all(folder, "sensor", Sensor)
+    def __init__(self, tables: Tables, database: Database) -> None:
+        self.sensors = tables.all("sensor", Sensor)
         sensors = Tokens("sensor", database, [record.token for record in self.sensors])
         self.tokens = Tokens("calibrated_sensor", database)
         sensor_of, sensor2ego = database.column(np.int32), database.column(np.float64, (4, 4))
         intrinsics = database.column(np.float64, (3, 3))
         dist, num_dist = database.column(np.float64, (NUM_DIST,)), database.column(np.int32)
         none = np.full((3, 3), np.nan)
-        for piece in read_table(folder, "calibrated_sensor", CalibratedSensor):
+        for piece in tables.read("calibrated_sensor", CalibratedSensor):
             own = [record.token for record in piece]
             self.tokens.append(own)
             linked = [record.sensor_token for record in piece]
@@ -406,11 +404,11 @@ class Poses:
     ``of_row`` has the pose of each of those rows, ``xyz`` and ``wxyz`` those poses.
     """
 
-    def __init__(self, folder: Path, database: Database, links: Texts, owners: Owners) -> None:
+    def __init__(self, tables: Tables, database: Database, links: Texts, owners: Owners) -> None:
         """Take the tokens that the rows name (``links``) and the rows' own (``owners``)."""
         tokens = Tokens("ego_pose", database)
         xyz, wxyz = database.column(np.float64, (3,)), database.column(np.float64, (4,))
-        for piece in read_table(folder, "ego_pose", EgoPose):
+        for piece in tables.read("ego_pose", EgoPose):
             tokens.append([record.token for record in piece])
             xyz.append(vectors([record.translation for record in piece], 3))
             wxyz.append(vectors([record.rotation for record in piece], 4))

@@ -32,7 +32,7 @@ from fuelrail.sharding.sources.nuscenes.extras.maps import LAYERS, Maps, parse_m
 from fuelrail.sharding.sources.nuscenes.geometry import Keyframes
 from fuelrail.sharding.sources.nuscenes.scenes import POINT_COLUMNS, TableSource, scene_frames
 from fuelrail.sharding.sources.nuscenes.sweeps import LidarSweeps, SweepList
-from fuelrail.sharding.sources.nuscenes.tables import TABLES, check_tables, check_time
+from fuelrail.sharding.sources.nuscenes.tables import TABLES, Tables, check_time
 from fuelrail.sharding.sources.shared.files import source_files
 from fuelrail.sharding.sources.shared.foreign import read_json
 from fuelrail.sharding.sources.shared.joins import Cut
@@ -200,15 +200,16 @@ class NuScenesSource(TableSource[NuScenesOptions]):
         """Read the tables, look at every file's size, write one row for each sample."""
         given, cut = self.given, Cut(is_on=self.given.dangling_links == "cut")
         with self.files.fetched(self._version(), _TABLE_FILES) as folder:
-            check_tables(folder)
-            self._keyframes = keyframes = Keyframes(folder, out.database, cut, given.cameras)
+            tables = Tables(folder)
+            tables.check()
+            self._keyframes = keyframes = Keyframes(tables, out.database, cut, given.cameras)
             self.box_attributes = keyframes.annotations.attribute_names
             rig = [name.lower() for name in keyframes.cameras]
             own = OwnChannels(tuple(channel for channel in load_channels(folder) if lies_on(channel, rig)))
-            groups = chosen_groups(given.channels, folder, out.database, keyframes, given.radar_sweeps, self.maps)
+            groups = chosen_groups(given.channels, tables, out.database, keyframes, given.radar_sweeps, self.maps)
             self._groups = [own, *groups.values()]
             if given.sweeps:
-                self._groups.append(LidarSweeps(folder, out.database, keyframes.data_tokens, given.sweeps))
+                self._groups.append(LidarSweeps(tables, out.database, keyframes.data_tokens, given.sweeps))
             made = {channel.name for group in groups.values() for channel in group.channels}
             for channel in own.channels:
                 if channel.name in made:

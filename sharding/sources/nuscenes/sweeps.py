@@ -8,7 +8,6 @@ the options ask for sweeps or radars.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,13 +18,14 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.sample.schema import SWEEPS_FIELD, Sweeps, encode_arrays
 from fuelrail.sharding.sources.adapter.frame import FileMember
 from fuelrail.sharding.sources.nuscenes.geometry import Calibrations, Poses
-from fuelrail.sharding.sources.nuscenes.tables import SampleData, read_table
+from fuelrail.sharding.sources.nuscenes.tables import SampleData
 from fuelrail.sharding.sources.shared.joins import Tokens
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.storage.columns import Texts
     from fuelrail.sharding.sources.nuscenes.geometry import SceneRows
+    from fuelrail.sharding.sources.nuscenes.tables import Tables
     from fuelrail.sharding.sources.shared.joins import Database
 
 
@@ -69,16 +69,16 @@ class SweepList(msgspec.Struct, frozen=True, array_like=True):
 class SensorSweeps:
     """The rows of ``sample_data`` of all sensors of one modality, as columns on disk, linked backwards in time."""
 
-    def __init__(self, folder: Path, database: Database, modality: str) -> None:
+    def __init__(self, tables: Tables, database: Database, modality: str) -> None:
         """Take the numbers of the keyframes' rows (``key_rows``), their tokens and samples."""
-        self._calibrations, self._modality = Calibrations(folder, database), modality
+        self._calibrations, self._modality = Calibrations(tables, database), modality
         is_wanted = self._calibrations.of_kind(modality)
         self.tokens, self._prev = Tokens("sample_data", database), database.texts()
         self._files, pose_tokens = database.texts(), database.texts()
         timestamp_us, calibrated_of = database.column(np.int64), database.column(np.int32)
         key_rows, self.key_tokens, self.key_samples = database.column(np.int64), database.texts(), database.texts()
         is_valid = database.column(np.bool_)
-        for piece in read_table(folder, "sample_data", LinkedRow):
+        for piece in tables.read("sample_data", LinkedRow):
             linked = self._calibrations.tokens.find([record.calibrated_sensor_token for record in piece])
             at = np.flatnonzero((linked >= 0) & is_wanted[linked])
             rows = [piece[number] for number in at.tolist()]
@@ -99,7 +99,7 @@ class SensorSweeps:
         self._timestamp_us: NDArray[np.int64] = timestamp_us.values
         self._calibrated_of: NDArray[np.int32] = calibrated_of.values
         self._is_valid: NDArray[np.bool_] = is_valid.values
-        self._poses = Poses(folder, database, pose_tokens, self.tokens)
+        self._poses = Poses(tables, database, pose_tokens, self.tokens)
 
     def channel(self, row: int) -> str:
         """Return the channel of a row's sensor."""
@@ -143,9 +143,9 @@ class LidarSweeps(SensorSweeps):
 
     channels: tuple[Channel, ...] = ()
 
-    def __init__(self, folder: Path, database: Database, keyframes: Texts, num_sweeps: int) -> None:
+    def __init__(self, tables: Tables, database: Database, keyframes: Texts, num_sweeps: int) -> None:
         """Take the tokens of the keyframes' rows (``keyframes``)."""
-        super().__init__(folder, database, "lidar")
+        super().__init__(tables, database, "lidar")
         self._row_of, self._num_sweeps = self.tokens.rows_of(keyframes), num_sweeps
 
     def members(self, rows: SceneRows, at: int) -> Iterator[FileMember]:

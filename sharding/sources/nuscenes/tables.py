@@ -173,44 +173,57 @@ _FLOAT_TIME: Final = re.compile(rb'("timestamp"\s*:\s*)([0-9]+\.[0-9]+)')
 _FIRST_US, _LAST_US = 946_684_800_000_000, 4_102_444_800_000_000
 
 
-def check_tables(folder: Path) -> None:
-    """Raise SourceError unless all thirteen tables are there; names every one that is missing."""
-    if not folder.is_dir():
-        raise SourceError(f"nuScenes tables: '{folder}' is not a folder")
-    missing = [f"{table}.json" for table in TABLES if not (folder / f"{table}.json").is_file()]
-    if missing:
-        raise SourceError(
-            f"nuScenes tables in '{folder}': {', '.join(missing)} missing; a dataroot has all {len(TABLES)} tables"
-        )
+class Tables:
+    """The tables of one version of a dataroot, JSON files in ``folder``."""
 
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files = source_files(str(folder.parent))
 
-def read_table(folder: Path, table: str, of: type[R]) -> Iterator[list[R]]:
-    """Yield a table's records in pieces, in order; raises SourceError where it is no JSON list of such records."""
-    path, files = folder / f"{table}.json", source_files(str(folder.parent))
-    strict = msgspec.json.Decoder(list[of]).decode  # type: ignore[valid-type]
-    count = 0
+    def check(self) -> None:
+        """Raise SourceError unless all thirteen tables are there; name every one that is missing."""
+        if not self.folder.is_dir():
+            raise SourceError(f"nuScenes tables: '{self.folder}' is not a folder")
+        missing = [f"{table}.json" for table in TABLES if not self.path(table).is_file()]
+        if missing:
+            raise SourceError(
+                f"nuScenes tables in '{self.folder}': {', '.join(missing)} missing; a dataroot has all {len(TABLES)} "
+                "tables"
+            )
 
-    def decode(data: bytes) -> list[R]:
-        try:
-            return strict(data)
-        except msgspec.ValidationError:
-            whole = _FLOAT_TIME.sub(_rounded, data)  # Lyft has fractions of microseconds
-            if whole == data:
-                raise
-            return strict(whole)
+    def path(self, table: str) -> Path:
+        """Return the file of a table."""
+        return self.folder / f"{table}.json"
 
-    with parsing(f"table '{path}'", "is not JSON"), open_file(files, f"{folder.name}/{path.name}") as file:
-        try:
-            for records in _pieces(file, path, decode):
-                yield records
-                count += len(records)
-        except msgspec.ValidationError as error:
-            raise SourceError(f"table '{path}', counted from record {count}: {error}") from error
+    def read(self, table: str, of: type[R]) -> Iterator[list[R]]:
+        """Yield a table's records in pieces, in order; raise SourceError where it is no JSON list of such records."""
+        path = self.path(table)
+        strict = msgspec.json.Decoder(list[of]).decode  # type: ignore[valid-type]
+        count = 0
 
+        def decode(data: bytes) -> list[R]:
+            try:
+                return strict(data)
+            except msgspec.ValidationError:
+                whole = _FLOAT_TIME.sub(_rounded, data)  # Lyft has fractions of microseconds
+                if whole == data:
+                    raise
+                return strict(whole)
 
-def read_all(folder: Path, table: str, of: type[R]) -> list[R]:
-    """Return all records of a small table."""
-    return [record for piece in read_table(folder, table, of) for record in piece]
+        with (
+            parsing(f"table '{path}'", "is not JSON"),
+            open_file(self._files, f"{self.folder.name}/{path.name}") as file,
+        ):
+            try:
+                for records in _pieces(file, path, decode):
+                    yield records
+                    count += len(records)
+            except msgspec.ValidationError as error:
+                raise SourceError(f"table '{path}', counted from record {count}: {error}") from error
+
+    def all(self, table: str, of: type[R]) -> list[R]:
+        """Return all records of a small table."""
+        return [record for piece in self.read(table, of) for record in piece]
 
 
 def _pieces(file: BinaryIO, path: Path, decode: Callable[[bytes], list[R]]) -> Iterator[list[R]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 from fuelrail.pipeline.channels.table import Channel, Law
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.adapter.frame import FileMember
     from fuelrail.sharding.sources.adapter.vector_maps import MapWindows
     from fuelrail.sharding.sources.nuscenes.geometry import Keyframes, SceneRows
+    from fuelrail.sharding.sources.nuscenes.tables import Tables
     from fuelrail.sharding.sources.shared.joins import Database
     from fuelrail.sharding.sources.shared.scan_table import Reference
 
@@ -62,7 +62,7 @@ class Descriptions:
 
 def chosen_groups(
     names: Iterable[GroupName],
-    folder: Path,
+    tables: Tables,
     database: Database,
     keyframes: Keyframes,
     radar_sweeps: int,
@@ -71,7 +71,7 @@ def chosen_groups(
     """Return the groups of these names, in the order of the table of channels; ``windows`` are of the maps."""
     has_boxes = len(keyframes.annotations) > 0
     make: dict[GroupName, Callable[[], Group]] = {
-        "radar": lambda: Radars(folder, database, keyframes, radar_sweeps),
+        "radar": lambda: Radars(tables, database, keyframes, radar_sweeps),
         "can": CanBus,
         "boxes2d": lambda: ImageBoxes(keyframes.cameras, has_boxes=has_boxes),
         "tokens": lambda: BoxTokens(has_boxes=has_boxes),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -27,6 +26,7 @@ from fuelrail.sharding.sources.shared.files import check_no_pointer
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.nuscenes.geometry import Keyframes, SceneRows
+    from fuelrail.sharding.sources.nuscenes.tables import Tables
     from fuelrail.sharding.sources.shared.joins import Database
 
 FIELDS: Final = {
@@ -90,10 +90,10 @@ class RadarFiles(msgspec.Struct, frozen=True, tag="radar"):
 class Radars:
     """All radars that have keyframes, by name."""
 
-    def __init__(self, folder: Path, database: Database, keyframes: Keyframes, num_sweeps: int) -> None:
+    def __init__(self, tables: Tables, database: Database, keyframes: Keyframes, num_sweeps: int) -> None:
         """Take the number of earlier sweeps of each radar that come with a keyframe's own (``num_sweeps``)."""
         self._num_sweeps = num_sweeps
-        self._sweeps = sweeps = SensorSweeps(folder, database, "radar")
+        self._sweeps = sweeps = SensorSweeps(tables, database, "radar")
         rows: dict[str, NDArray[np.int64]] = {}
         samples = keyframes.sample_tokens.resolve_all(
             sweeps.key_samples, may_be_empty=False, table="sample_data", column="sample_token", owners=sweeps.key_tokens
