@@ -26,7 +26,7 @@ from fuelrail.pipeline.sample.schema import (
 )
 from fuelrail.sharding.demo.lidar import crossings
 from fuelrail.sharding.demo.picture import NEAR_M, owners, window_of
-from fuelrail.sharding.demo.rig import Sensor, stream
+from fuelrail.sharding.demo.rig import RigSensor, stream
 from fuelrail.sharding.demo.shapes import shape_of
 from fuelrail.sharding.demo.solids import solids_near
 from fuelrail.sharding.demo.synth import synth
@@ -132,7 +132,7 @@ def _write(root: Path, channel: Channel, sample: str, value: Any) -> None:
     file.write_bytes(KINDS[channel.kind].encode(value, channel))
 
 
-def _depth_channel(camera: Sensor) -> Channel:
+def _depth_channel(camera: RigSensor) -> Channel:
     name = camera.channel.lower()
     return Channel(
         name=f"depth_{name}",
@@ -162,7 +162,7 @@ def _mask_channel(camera: str) -> Channel:
     )
 
 
-def depth_map(camera: Sensor, cam2global: NDArray[np.float64], solids: list[Solid]) -> NDArray[np.float32]:
+def depth_map(camera: RigSensor, cam2global: NDArray[np.float64], solids: list[Solid]) -> NDArray[np.float32]:
     """Cast a ray through the centre of each pixel of the map, against the ground and the bodies that the lidar hits."""
     height, width = _depth_channel(camera).shape
     assert height is not None and width is not None

@@ -6,6 +6,7 @@ mostly :meth:`FrameSource.poses`; the rest is here. It is registered under the e
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -133,7 +134,7 @@ class FrameSource(Generic[S]):
         self.location = location
         self.noted = Counter[str]()
         path = Path(location.removeprefix("file://"))
-        self.file = path.name if not is_url(location) and path.is_file() else None
+        self.file = path.name if not is_url(location) and os.path.isfile(path) else None  # noqa: PTH113 - False for any name
         self.files = source_files(location) if self.file is None else source_files(str(path.parent), path.name)
 
     # What an adapter has.

@@ -33,7 +33,9 @@ class TestTurboWithoutNative(DecoderSuite):
         return TurboDecoder(native=False)
 
 
-def test_opencv_has_one_thread_while_a_decoder_lives_and_its_own_number_after() -> None:
+def test_opencv_has_one_thread_while_a_decoder_lives_and_its_own_number_after(monkeypatch) -> None:
+    gc.collect()
+    monkeypatch.setattr(turbo, "_opencv_holds", [])  # not those of other tests' loaders
     before = cv2.getNumThreads()
     cv2.setNumThreads(2)
     try:

@@ -35,7 +35,7 @@ def test_a_shard_changed_during_an_epoch_is_a_named_error_or_no_harm(pristine, t
         error = None
         with DataLoader(
             root, 1, shuffle=True, transforms={"image": ImageAugment(height=64, width=176)}, seed=turn, num_workers=2,
-            bad_samples={"on_error": on_error, "file": None},
+            bad_samples={"on_error": on_error, "file": None}, prefetch_factor=1, storage={"look_ahead_bytes": 1},
         ) as loader:  # fmt: skip
             try:
                 for number, _ in enumerate(loader):
