@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).resolve().parents[1] / ".src"
-
-
 WITHOUT_TORCH = """
 import contextlib, io, json, sys
 class Finder:
@@ -28,8 +26,6 @@ for arguments in json.load(sys.stdin):
             code = getattr(end, "code", end)
     print(json.dumps([str(code), said.getvalue()]))
 """
-
-
 NOT_A_FOLDER = "'nowhere' is not a folder"
 
 

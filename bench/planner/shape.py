@@ -205,9 +205,7 @@ class _Ranks:
         return found
 
     def _copied(self, settings: ParallelSettings, degrees: Degrees, own: int) -> list[Collective]:
-        """Return the collectives of copies: gradients, and of a sharded optimiser each rank's changes, a tensor at a
-        time.
-        """
+        """Return the collectives of copies: gradients, and a sharded optimiser's changes, tensor by tensor."""
         found = [_replicated("all_reduce", degrees, 1, FP32 * own)]
         if settings.shards_optimiser:
             tensors = self._at(lambda run: run.tensors)

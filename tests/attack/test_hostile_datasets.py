@@ -48,8 +48,6 @@ COMMANDS = {
     "order": ["order", "describe", "DS", "--global-batch=1"],
     "loader": [],
 }
-
-
 LAYER_COMMANDS = {
     "verify": ["verify", "LAYER"],
     "verify-deep": ["verify", "--deep", "LAYER", "--workers", "2"],

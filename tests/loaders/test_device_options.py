@@ -282,8 +282,6 @@ def test_an_edge_that_is_missing_is_found(what, finding, decoder, roots, monkeyp
 
 COPIES_A_BATCH = 3
 """Copies to the device for each batch, of any size: each costs the interpreter about 10 us, and a copy aside."""
-
-
 CHANNELS_CASE, *_ = CASES["transforms.channels"]
 NORMALIZED = {"transforms": {"image": IMAGE, "normalize": Normalize(mean=(1.5, 2.5, 3.5))}}
 

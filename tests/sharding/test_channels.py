@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = pytest.mark.slow
-
-
 WORLD: dict[str, Any] = {"seed": 5, "clips": 2, "frames": 2, "size": (320, 180), "lidar_sweeps": 0, "workers": 1}
 
 

@@ -11,8 +11,6 @@ from fuelrail.pipeline.transforms.ego import BevAugment, BevMap
 EGO = BevAugment(
     train=True, rotate_deg=(-180.0, 180.0), scale=(0.8, 1.25), flip_x_prob=0.5, flip_y_prob=0.5, translate_std_m=0.7
 )
-
-
 SIZE = (96, 64)
 
 

@@ -21,8 +21,6 @@ MESHES = {
     "pp_hsdp_tp": ((1, 2, 1, 2), ("pp", "dp_replicate", "dp_shard", "tp")),
     "tp": ((4,), ("tp",)),
 }
-
-
 TRANSFORMS = {"image": {"height": 64, "width": 96, "resize": 1.0}}
 
 

@@ -76,8 +76,7 @@ def _numbers(nodes: int) -> list[int]:
 
 
 def _strategies(cluster: ClusterSettings, *, whole: bool) -> Iterator[ParallelSettings]:
-    """Yield the settings of whole models, sharded ones, and all stages of divided layers, with and without
-    recomputation.
+    """Yield settings of whole, sharded and divided models, with and without recomputation.
 
     A model that takes all devices is planned on the whole cluster only.
     """

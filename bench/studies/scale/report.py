@@ -95,8 +95,7 @@ def try_model(fit: HostFit, runs: Sequence[MeasuredRun], seed: int) -> list[Tria
 
 
 def make_curves(fit: HostFit, batch_size: int, global_batch: int, options: ScaleOptions) -> list[Curve]:
-    """Return weak and strong scaling to ``max_ranks``: as measured, with stragglers, and with a limited storage
-    bandwidth.
+    """Return weak and strong scaling to ``max_ranks``: as measured, with stragglers, with limited storage.
 
     Strong scaling shares ``strong_batch`` samples, and ends where each rank has one; without it one for each of
     ``max_ranks``, or ``global_batch``, what was shared as it was measured, if that is more.

@@ -192,9 +192,7 @@ def _waits_at_turns(logs: Sequence[RankLog], window: Window) -> tuple[int, float
 
 
 def _share_from_stock(logs: Sequence[RankLog], window: Window, accumulation: int) -> float:
-    """Return the largest share of a rank's measured steps that was fed from stock: results that waited before and not
-    after.
-    """
+    """Return the largest share of a rank's steps fed from stock: results that waited before and not after."""
     shares = [
         (first.stages[-1].waiting - last.stages[-1].waiting) / accumulation / window.num_measured_steps
         for log in logs

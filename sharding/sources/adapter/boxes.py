@@ -186,8 +186,7 @@ def rows_by_key(keys: NDArray[np.integer[Any]]) -> dict[int, NDArray[np.intp]]:
 def velocities(
     centre: NDArray[np.float64], timestamp_us: NDArray[np.int64], prev: NDArray[np.int64], following: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Return the velocity (A, 3) [m/s] in the centres' frame: centred difference, one-sided at a track's ends, else
-    NaN.
+    """Return the velocity (A, 3) [m/s] in the centres' frame: centred, one-sided at a track's ends, else NaN.
 
     ``prev`` and ``following`` are row numbers, -1 for none. Where the time spanned is over 1.5 s (3 s centred) or not
     positive, the velocity is unknown: NaN.

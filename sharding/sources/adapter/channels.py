@@ -32,8 +32,7 @@ _NAME: Final = re.compile(r"[a-z0-9_]{1,100}")
 
 
 def value_channel(name: str, dtype: str = "", shape: tuple[int | None, ...] = (), description: str = "") -> Channel:
-    """Return the entry of the table for a value that a sample may have (``Frame.values``); augmentation does not move
-    it.
+    """Return the entry of the table for a sample's value (``Frame.values``); augmentation does not move it.
 
     Without ``dtype`` it is a text. Else it is an array of this shape, a number where that is (), and in batches a
     tensor [B, ...]. Where the first side is None it varies: batches then have ``{"values": list of B tensors}``.
@@ -187,8 +186,7 @@ def signals_channel(name: str, units: Mapping[str, str], source_name: str, *, ha
 def signals(
     channel: Channel, stamp_ns: NDArray[np.int64], values: NDArray[np.float64], times_ns: Sequence[int]
 ) -> list[list[Reference]]:
-    """Return the members of samples at these times, ascending: messages (N, C) with stamps (N,) of a
-    :func:`signals_channel`.
+    """Return members of samples at ascending times: messages (N, C) with stamps (N,) of a :func:`signals_channel`.
 
     Of the first sample they are those of the last 0.5 s. A sample without a message has no member.
     """

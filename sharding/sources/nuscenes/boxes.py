@@ -172,9 +172,7 @@ class Annotations:
         return found
 
     def _sort_by_sample(self, num_samples: int) -> None:
-        """Sort annotations by sample into ``_order``, which has rows of the table plus a sample's number times
-        ``_radix``.
-        """
+        """Sort annotations by sample into ``_order``: rows of the table plus a sample's number times ``_radix``."""
         self._radix = max(len(self), 1)
         order = self._database.column(np.int64)
         for first in range(0, len(self), ROWS_AT_ONCE):
@@ -202,8 +200,7 @@ class Annotations:
     def of_samples(
         self, samples: NDArray[np.int64], ego_wxyz: NDArray[np.float64], ego_xyz: NDArray[np.float64]
     ) -> list[StoredBoxes | None]:
-        """Return the boxes of each of some samples in ego, whose poses in global are rotations (S, 4) and translations
-        (S, 3).
+        """Return the boxes of samples in ego, whose global poses are rotations (S, 4) and translations (S, 3).
 
         What is done box by box is done for all samples at once.
         """
@@ -271,8 +268,7 @@ def _point_counts(stated: list[int | None]) -> NDArray[np.int32]:
 
 
 def _left_factors(frame_wxyz: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return matrices (S, 4, 4) of frames' rotations (S, 4) for which ``rotation @ matrix.T`` is conj(frame) *
-    rotation.
+    """Return matrices (S, 4, 4) of frames (S, 4): ``rotation @ matrix.T`` is conj(frame) * rotation.
 
     The Hamilton product: a rotation in global as seen in the frame.
     """

@@ -218,9 +218,7 @@ class Keyframes:
         return self._poses.ego2global(self._reference_poses(samples))
 
     def scene_rows(self, scene: int, samples: NDArray[np.int64]) -> SceneRows:
-        """Return what the tables say of some samples of a scene; what is done row by row is done for all of them at
-        once.
-        """
+        """Return the joined rows of some samples of a scene."""
         rows = self.sensor_rows[samples]
         has = rows >= 0
         there = rows[has]

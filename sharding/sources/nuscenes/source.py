@@ -53,20 +53,10 @@ _VAL_RUNS: Final = (
     (552, 565), (625, 627), (629, 630), (632, 638), (770, 771), (775, 775), (777, 778), (780, 784), (794, 800),
     (802, 802), (904, 917), (919, 931), (962, 963), (966, 969), (971, 972), (1059, 1073),
 )  # fmt: skip
-
-
 _VAL: Final = frozenset(number for first, last in _VAL_RUNS for number in range(first, last + 1))
-
-
 _MINI_TRAIN: Final = frozenset({61, 553, 655, 757, 796, 1077, 1094, 1100})
-
-
 _MINI_VAL: Final = frozenset({103, 916})
-
-
 _NUM_SCENES: Final = 1110
-
-
 _SCENE: Final = re.compile(r"scene-([0-9]{4})\Z")
 
 

@@ -86,9 +86,7 @@ class Sensor(Record, frozen=True, gc=False):
 
 
 def of_rig(sensors: Sequence[Sensor], cameras: Sequence[str], where: str) -> NDArray[np.bool_]:
-    """Return which sensors are lidars, or of these cameras (none: all), in lower case; raise ConfigError for an unknown
-    one.
-    """
+    """Return which sensors are lidars or of these cameras (none: all); raise ConfigError for an unknown one."""
     named = dict.fromkeys(one.channel.lower() for one in sensors if one.modality == "camera")
     kept = choose_cameras(list(named), cameras or None, where)
     return np.array(

@@ -92,8 +92,7 @@ def numbers(columns: NDArray[np.uint8]) -> NDArray[np.int64]:
 def spans(
     data: bytes | memoryview, at: int = 0, end: int | None = None, *, whole: bool = True
 ) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield number and wire type of each field of a message, where its value begins and ends, and the value of a
-    number.
+    """Yield number, wire type, start and end of each field of a message, and the value of a number.
 
     The message is from ``at`` to ``end``, by default all of ``data``. If not ``whole``, the last value may end behind
     it. Raises ValueError for what is no message.

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.tables.values import Rows
 
 _EXTENSIONS: Final = {".jpg": "jpg", "jpeg": "jpg", ".png": "png"}
-
-
 FRAME: Final = "#frame="
 """What a path has between a video and the number of a frame."""
 _FRAME: Final = re.compile(r"(.+)#frame=([0-9]{1,18})\Z", re.DOTALL)

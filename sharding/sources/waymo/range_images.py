@@ -26,8 +26,7 @@ _MAX_BYTES: Final = 1 << 27
 
 
 def frame_points(frame: bytes, where: str) -> NDArray[np.float32]:
-    """Return all lidars' first returns (P, 5): x, y, z [m] in the vehicle's frame at the frame's pose, and two of
-    light.
+    """Return all lidars' first returns (P, 5): x, y, z [m] in the vehicle's frame, and two of light.
 
     ``frame`` is a whole ``Frame`` message. Lidars are in the order of the message, pixels row by row. Raises
     SourceError, naming ``where``.

@@ -69,9 +69,7 @@ _ARROW: Final = {"b": pa.bool_(), "i": pa.int64(), "u": pa.int64(), "f": pa.floa
 
 
 def scalar_channels(channels: Sequence[Channel]) -> dict[str, pa.DataType]:
-    """Return names and Arrow types of the channels that are attributes too: single numbers of at most 63 bits, and
-    bools.
-    """
+    """Return Arrow types of the channels that are attributes too: numbers of at most 63 bits and bools."""
     return {
         one.name: _ARROW[one.numpy_dtype.kind]
         for one in channels

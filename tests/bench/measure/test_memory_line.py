@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile
 
 from fuelrail.bench.measure.memory import KINDS, TRACKED, following_memory, memory_line, points_of_snapshot
+from support.allocator import peak_of
 
 MOVED = (
     "torch {version} has moved or renamed `{name}`, a private part that bench/measure/memory.py uses for the memory "
@@ -80,14 +80,7 @@ def test_kinds_have_the_bytes_that_they_must_have():
     assert line.at_ms[0] >= 0
 
     before = 3 * num_bytes + 4 * 4
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    held = peak = 0
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    assert line.peak_bytes == pytest.approx(before + peak, rel=0.01)
+    assert line.peak_bytes == pytest.approx(before + peak_of(step), rel=0.01)
 
 
 def test_ddps_buckets_and_the_batch_count_from_start_to_end():

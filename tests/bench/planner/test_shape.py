@@ -9,7 +9,6 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 
 from fuelrail.bench.measure.collectives import Counter
 from fuelrail.bench.planner.choice import beside_teacher, inputs_of, taught
@@ -22,6 +21,7 @@ from fuelrail.bench.trainer.strategies.parallel import build, parallelise
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, degrees_of
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.settings import load_yaml
+from support.allocator import peak_of
 from support.published_formulas import Transformer, model_flop
 
 pytestmark = pytest.mark.slow  # each shape takes about a second
@@ -43,18 +43,6 @@ def batch():
         "intrinsics": torch.eye(3).expand(4, 2, 3, 3).contiguous(), "valid": torch.ones(4),
         "cam2ego": torch.eye(4).expand(4, 2, 4, 4).contiguous(), "sample_key": list("abcd"),
     }  # fmt: skip
-
-
-def peak_of(run):
-    """Peak of the CPU allocator while ``run`` runs, beyond what lay there before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        run()
-    events = [event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
-    now = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return peak
 
 
 def allocated(name, recompute):

@@ -23,8 +23,6 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.order.spec import OrderSpec
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("warm_ranks")]
-
-
 QUICK = {"batch_size": 1, "steps": 12, "warmup": 2, "workers": 1, "model": "light"}
 KINDS = [TrainOptions, DiagnoseOptions, ScaleOptions, LoaderOptions, CompareOptions, DiffOptions, DescribeOptions]
 

@@ -27,8 +27,6 @@ from fuelrail.pipeline.transforms.points import PointSweeps
 IDENTITY = Identity(
     dataset="f" * 64, split="train", order={"version": 1, "kind": "shuffled", "seed": 7, "window": None}, drop_last=True
 )
-
-
 ENTRIES = ("identity", "epoch", "samples_consumed", "global_batch_size")
 
 

@@ -18,8 +18,6 @@ from fuelrail.pipeline.transforms.image import ImageAugment
 from support.laws import SIZE, channel, ego_map, move
 
 seeds = st.integers(0, 2**32)
-
-
 RADAR = channel(
     Law("ego_points", roles={"positions": (("x", "y", "z"),), "vectors": (("vx", "vy"), ("cx", "cy"))}),
     dtype="float32", columns=("x", "y", "z", "rcs", "vx", "vy", "cx", "cy"), frame="sensor:radar",

@@ -32,8 +32,6 @@ from fuelrail.pipeline.sample.schema import META, decode_sample
 from support.fault_server import FaultServer
 
 SPLITS = {"train": (3, 2), "val": (2,)}
-
-
 OPTIONS = {"size": (32, 24), "missing": frozenset({(1, "cam_back")})}
 
 

@@ -90,8 +90,6 @@ def test_what_is_no_file_of_this_machine_gets_the_pieces_as_they_come():
 
 
 SIZES = st.one_of(st.integers(1, 2000), st.sampled_from([511, 512, 513, 16_383, 16_384, 70_000, 2_500_000]))
-
-
 MEMBERS = st.lists(st.tuples(st.booleans(), SIZES), min_size=1, max_size=6)
 
 

@@ -33,8 +33,6 @@ _PAIR: Final = struct.Struct("<QQ")
 _INDEX_OP: Final = 0x07
 _FOOTER: Final = struct.Struct("<BQQQI")
 SCHEMA_OP, CHANNEL_OP, MESSAGE_OP, CHUNK_OP, DATA_END_OP = 0x03, 0x04, 0x05, 0x06, 0x0F
-
-
 _DAMAGED: Final = "is damaged (the option damaged=skip leaves it out)"
 
 

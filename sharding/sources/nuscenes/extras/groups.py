@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 GroupName = Literal["radar", "can", "boxes2d", "tokens", "trajectories", "description", "map"]
 """Names that the option ``channels`` takes."""
-
-
 _DESCRIPTION: Final = Channel(
     name="description",
     kind="text",

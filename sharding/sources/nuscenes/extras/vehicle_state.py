@@ -71,9 +71,7 @@ class VehicleState(Record, frozen=True, gc=False):
 
 
 def state_members(rows: Sequence[VehicleState], times_ns: Sequence[int]) -> list[list[Reference]]:
-    """Return the members of samples at these times, ascending; raise SourceError for a time that is none of
-    microseconds.
-    """
+    """Return the members of samples at ascending times; raise SourceError for a time not in microseconds."""
     rows = sorted(rows, key=lambda row: row.timestamp)
     for row in rows:
         check_time(row.timestamp, row.token)

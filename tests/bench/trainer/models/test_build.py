@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from fuelrail.bench.trainer.models.settings import MODELS, GptSettings
 from fuelrail.bench.trainer.strategies.parallel import build, make_mesh, parallelise
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings, degrees_of
+from support.allocator import peak_of
 from support.ranks import run_ranks
 
 RANKS = 4
@@ -53,13 +53,6 @@ def test_ranks_have_their_share_of_the_same_weights_and_never_the_whole_model():
     assert run_ranks(RANKS, __file__).count("compared") == RANKS
 
 
-def peak_bytes():
-    """Largest resident memory since the last call, and the present one."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    Path("/proc/self/clear_refs").write_text("5")
-    return tuple(int(fields[name].split()[0]) * 1024 for name in ("VmHWM", "VmRSS"))
-
-
 def divided(size, options):
     settings = ParallelSettings(**options)
     degrees = degrees_of(settings, RANKS)
@@ -70,12 +63,10 @@ def divided(size, options):
 def main():
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    divided(MODELS["gpt-tiny"], {"strategy": "fsdp2"})  # what torch loads at first
-    _, before = peak_bytes()
-    parallel = divided(WIDE, {"strategy": "fsdp2"})
-    peak, _ = peak_bytes()
-    assert sum(value.numel() for value in parallel.models[0].parameters()) * 4 > 0.99 * WIDE_BYTES
-    assert peak - before < 0.7 * WIDE_BYTES, f"{peak - before} bytes more, the model has {WIDE_BYTES}"
+    made = []
+    peak = peak_of(lambda: made.append(divided(WIDE, {"strategy": "fsdp2"})))
+    assert sum(value.numel() for value in made[0].models[0].parameters()) * 4 > 0.99 * WIDE_BYTES
+    assert WIDE_BYTES / RANKS < peak < 0.4 * WIDE_BYTES, f"{peak} bytes, the model has {WIDE_BYTES}"
     for name, options in DIVIDED:
         whole = tensors([build(MODELS[name], "cpu", 5)])
         found = tensors(divided(MODELS[name], options).models)

@@ -57,8 +57,6 @@ def test_lengths_of_records_that_are_longer_than_the_file_are_named():
 
 
 STAMP = "builtin_interfaces/Time stamp\n"
-
-
 DEFINITIONS = {
     "itself": (STAMP + "Thing more\n", "itself as a field"),
     "each other": (STAMP + "pkg/A a\n" + "=" * 80 + "\nMSG: pkg/A\nThing b\n", "itself as a field"),
@@ -101,8 +99,6 @@ def test_a_definition_with_long_lists_of_numbers_is_read():
 
 
 ENDLESS = "WITH RECURSIVE n(a) AS (SELECT 1 UNION ALL SELECT a + 1 FROM n) SELECT"
-
-
 DATABASES = {
     "endless topics": (
         (f"DROP TABLE topics; CREATE VIEW topics AS {ENDLESS} a AS id, 'a' AS name, 'b' AS type, 'cdr' AS "

@@ -23,8 +23,6 @@ def in_units_of_us(rows):
 
 
 BOX = {"x": 1.0, "y": 2.0, "z": 0.0, "length": 4.0, "width": 2.0, "height": 1.5, "yaw": 0.1, "category": "car"}
-
-
 BAD_WIDE = {
     "no clips": (without("clip_id"), "no column clip_id"),
     "no time": (without("timestamp_ns"), r"no column of time, one of timestamp_ns"),
