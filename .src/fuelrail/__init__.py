@@ -236,7 +236,7 @@ _PUBLIC: Final = {
 }
 """Each public name with the module that defines it, and, after a colon, its name there where that differs."""
 
-_HALLS: Final = ("bench", "loaders", "pipeline", "sharding")
+_MODULES: Final = ("bench", "loaders", "order", "pipeline", "sharding")
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401
@@ -245,10 +245,10 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401
         value = getattr(import_module(module), attribute or name)
         globals()[name] = value
         return value
-    if name in _HALLS:
+    if name in _MODULES:
         return import_module(f"fuelrail.{name}")
     raise AttributeError(f"module 'fuelrail' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*_PUBLIC, *_HALLS, "__version__"])
+    return sorted([*_PUBLIC, *_MODULES, "__version__"])
