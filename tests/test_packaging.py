@@ -168,7 +168,8 @@ class TestImports:
         libraries = run_python(
             "-S", "-c", f"import sys; sys.path[:] = {sys.path!r}; {statement}; print(sorted({third}))"
         )
-        assert libraries.strip() == "['fuelrail', 'msgspec', 'numpy']"
+        # msgspec takes the second one where it is installed.
+        assert set(ast.literal_eval(libraries)) - {"typing_extensions"} == {"fuelrail", "msgspec", "numpy"}
 
     @pytest.mark.process
     def test_offline_work_needs_no_torch(self) -> None:

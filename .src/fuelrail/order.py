@@ -3,11 +3,12 @@
 ``import fuelrail.order`` imports numpy and msgspec, and neither torch nor pyarrow.
 """
 
-from fuelrail.loaders.integrations.sampler import BatchSampler, CountedLoader, Entry, Sampler
+from fuelrail.loaders.integrations.sampler import BatchSampler, CountedLoader, Sampler
 from fuelrail.pipeline.errors import OrderError, StateMismatchError, WorldError
 from fuelrail.pipeline.order.batching import World
 from fuelrail.pipeline.order.mix import Mix
 from fuelrail.pipeline.order.spec import OrderSpec
+from fuelrail.pipeline.order.table import Entry
 from fuelrail.pipeline.order.weights import AttributeWeights, ClassBalance, FileWeights
 from fuelrail.pipeline.order.windows import FrameWindow
 

@@ -14,12 +14,13 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import fuelrail as fr
-from fuelrail.loaders.integrations.sampler import BatchSampler, Entry, Sampler
+from fuelrail.loaders.integrations.sampler import BatchSampler, Sampler
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.batching import World
 from fuelrail.pipeline.order.compile import compile_mix, compile_order
 from fuelrail.pipeline.order.permutation import derive_key
 from fuelrail.pipeline.order.spec import Layout, Order, OrderSpec
+from fuelrail.pipeline.order.table import Entry
 from support.sampler_kills import run_kills
 from support.sized_datasets import write_synthetic_index
 
