@@ -84,6 +84,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.format.layers import LayerView as LayerView
     from fuelrail.pipeline.order.batching import World as World
     from fuelrail.pipeline.order.mix import Mix as Mix
+    from fuelrail.pipeline.order.mix import MixStage as MixStage
     from fuelrail.pipeline.order.spec import OrderSpec as OrderSpec
     from fuelrail.pipeline.order.weights import AttributeWeights as AttributeWeights
     from fuelrail.pipeline.order.weights import ClassBalance as ClassBalance
@@ -173,6 +174,7 @@ _PUBLIC: Final = {
     "FrameWindow": "fuelrail.pipeline.order.windows",
     "ImageAugment": "fuelrail.pipeline.transforms.image",
     "Mix": "fuelrail.pipeline.order.mix",
+    "MixStage": "fuelrail.pipeline.order.mix",
     "open": "fuelrail.pipeline.format.dataset:open_dataset",
     "OrderSpec": "fuelrail.pipeline.order.spec",
     "PixelAugment": "fuelrail.pipeline.transforms.pixels",

@@ -6,7 +6,7 @@
 from fuelrail.loaders.integrations.sampler import BatchSampler, CountedLoader, Sampler
 from fuelrail.pipeline.errors import OrderError, StateMismatchError, WorldError
 from fuelrail.pipeline.order.batching import World
-from fuelrail.pipeline.order.mix import Mix
+from fuelrail.pipeline.order.mix import Mix, MixStage
 from fuelrail.pipeline.order.spec import OrderSpec
 from fuelrail.pipeline.order.table import Entry
 from fuelrail.pipeline.order.weights import AttributeWeights, ClassBalance, FileWeights
@@ -21,6 +21,7 @@ __all__ = [
     "FileWeights",
     "FrameWindow",
     "Mix",
+    "MixStage",
     "OrderError",
     "OrderSpec",
     "Sampler",

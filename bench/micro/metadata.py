@@ -15,6 +15,7 @@ import tarfile
 import tempfile
 import tracemalloc
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def pyarrow_row(table: pa.Table, number: int, names: Sequence[str], codecs: Sequ
 
 def torch_epoch(num_ranks: int) -> int:
     """Draw an epoch of one rank from torch's own samplers, in batches of 64; return the number of indices."""
-    one = torch.utils.data.DistributedSampler(range(_NUM_ROWS), num_ranks, 0, shuffle=True)  # type: ignore[arg-type]
+    one: Any = torch.utils.data.DistributedSampler(range(_NUM_ROWS), num_ranks, 0, shuffle=True)  # type: ignore[arg-type]
     return sum(len(batch) for batch in torch.utils.data.BatchSampler(one, 64, drop_last=True))
 
 
@@ -102,8 +103,8 @@ def measure_order(effort: Effort) -> Iterator[TimedContest]:
         yield compare(
             f"an epoch of {_NUM_ROWS} rows in batches of 64, one rank of {num_ranks}",
             {
-                "torch's DistributedSampler": lambda ranks=num_ranks: torch_epoch(ranks),
-                "fuelrail.order": lambda ranks=num_ranks: our_epoch(ranks),
+                "torch's DistributedSampler": partial(torch_epoch, num_ranks),
+                "fuelrail.order": partial(our_epoch, num_ranks),
             },
             effort,
         )

@@ -33,6 +33,7 @@ from fuelrail.pipeline.order.table import OrderedRows
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from fuelrail.pipeline.order.mix import MixStage
     from fuelrail.pipeline.order.table import Data
     from fuelrail.pipeline.order.windows import FrameWindow
 
@@ -60,7 +61,7 @@ class BatchSampler:
         drop_last: leave out the rows at an epoch's end that do not fill a batch; else they are filled up with the
             epoch's first rows, as DistributedSampler does.
         blocks: rows of a block, for kind ``windowed``, whose window counts blocks; or the length of each block.
-        mix: rows of each dataset in a block of the mix (`fuelrail.pipeline.order.mix`).
+        mix: rows of each dataset in a block of the mix (`fuelrail.pipeline.order.mix`), or stages of a run with such.
         window: the frames of a sample. ``pad="drop"`` leaves out rows without all of them, others need ``entries``.
         entries: yield an `Entry` in place of each row number.
 
@@ -78,7 +79,7 @@ class BatchSampler:
         world: World | DeviceMesh | None = None,
         drop_last: bool = True,
         blocks: int | Sequence[int] | None = None,
-        mix: Mapping[str, int] | None = None,
+        mix: Mapping[str, int] | Sequence[MixStage] | None = None,
         window: FrameWindow | None = None,
         entries: bool = False,
     ) -> None:

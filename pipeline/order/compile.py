@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.epoch import EndlessOrder, MappedEpoch
 from fuelrail.pipeline.order.lanes import LaneOrder
-from fuelrail.pipeline.order.mix import MAX_BLOCK, Mix, MixedOrder
+from fuelrail.pipeline.order.mix import MAX_BLOCK, Mix, MixedOrder, MixSchedule, MixStage
 from fuelrail.pipeline.order.permutation import derive_key
 from fuelrail.pipeline.order.spec import ORDER_VERSION, Layout, Order, OrderSpec
 from fuelrail.pipeline.order.weights import (
@@ -307,9 +307,13 @@ def read_keys(file: str, known: pa.ChunkedArray) -> Rows:
 
 def _as_said(spec: OrderSpec) -> dict[str, Any]:
     """Return kind, seed and fields that differ from the defaults, so that new fields keep a state valid."""
-    # Through JSON and back: a state that was saved as JSON has lists where the specification has tuples.
-    stated, defaults = (msgspec.json.decode(msgspec.json.encode(each)) for each in (spec, OrderSpec()))
+    stated, defaults = _plain(spec), _plain(OrderSpec())
     return {name: value for name, value in stated.items() if name in ("kind", "seed") or value != defaults[name]}
+
+
+def _plain(settings: object) -> Any:  # noqa: ANN401
+    """Return settings in plain JSON types: a state that was saved as JSON has lists where these have tuples."""
+    return msgspec.json.decode(msgspec.json.encode(settings))
 
 
 def _drops(window: FrameWindow | None) -> bool:
@@ -333,7 +337,7 @@ def _digest(samples: Rows) -> str:
 
 
 def compile_mix(
-    ratios: Mapping[str, int],
+    ratios: Mapping[str, int] | Sequence[MixStage],
     spec: OrderSpec,
     datasets: Mapping[str, Dataset],
     split: str = "train",
@@ -342,7 +346,7 @@ def compile_mix(
     clips: Sequence[ClipTable | None] | None = None,
     layers: Mapping[str, Sequence[Layer]] = MappingProxyType({}),
 ) -> MixedOrder:
-    """Apply ``spec`` to a split of each dataset and mix them: ``ratios`` samples of each in every block.
+    """Apply ``spec`` to a split of each dataset and mix them: ``ratios`` samples of each in every block, or in stages.
 
     ``window``, ``clips`` and ``layers`` (of each dataset) are as in `compile_order`. Raises OrderError for ratios that
     do not name the datasets or are not integers >= 1, for an order that is not to be mixed (``lanes``, ``subset`` and
@@ -357,13 +361,14 @@ def compile_mix(
 
 
 def mix_orders(
-    ratios: Mapping[str, int],
+    ratios: Mapping[str, int] | Sequence[MixStage],
     spec: OrderSpec,
     datasets: Mapping[str, object],
     compile_one: Callable[[int, str, OrderSpec], EndlessOrder],
 ) -> MixedOrder:
     """Mix orders of named datasets, each compiled from its number, its name and its own spec; see `compile_mix`."""
-    check_ratios(ratios, datasets)
+    schedule = MixSchedule(ratios, list(datasets)) if isinstance(ratios, list | tuple) else None
+    final = check_ratios(ratios, datasets) if schedule is None else schedule.final
     if spec.kind == "lanes" or spec.mix is not None or spec.subset is not None:
         what = "kind 'lanes'" if spec.kind == "lanes" else "a mix of its own" if spec.mix else "a subset"
         raise OrderError(f"an order with {what} is of one dataset; mix datasets by kind, filter, weights, epoch_length")
@@ -375,21 +380,21 @@ def mix_orders(
             orders.append(compile_one(at, name, own))
         except OrderError as error:
             raise OrderError(f"dataset {name!r}: {error}") from error
-    mixed = MixedOrder(orders, [ratios[name] for name in datasets], seed=spec.seed, epoch_length=spec.epoch_length)
+    mixed = MixedOrder(orders, final, seed=spec.seed, epoch_length=spec.epoch_length, schedule=schedule)
     parts = {name: order.identity for name, order in zip(datasets, orders, strict=True)}
     mixed.identity = {
         "version": ORDER_VERSION,
         "kind": spec.kind,
         "seed": spec.seed,
-        "mix": {name: ratios[name] for name in datasets},
+        "mix": _plain(ratios) if schedule else dict(zip(datasets, final, strict=True)),
         "epoch_length": mixed.epoch_length,
         "parts": parts,
     }
     return mixed
 
 
-def check_ratios(ratios: object, datasets: Mapping[str, object]) -> None:
-    """Raise OrderError unless ``ratios`` gives each dataset an integer >= 1, MAX_BLOCK in sum."""
+def check_ratios(ratios: object, datasets: Mapping[str, object]) -> tuple[int, ...]:
+    """Return the ratios of ``datasets``; raise OrderError unless each is an integer >= 1, MAX_BLOCK in sum."""
     example = f"{{{', '.join(f'{name!r}: 1' for name in datasets)}}}"
     rule = f"it gives each dataset an integer >= 1, {MAX_BLOCK} in sum, such as {example}"
     if not hasattr(ratios, "items"):
@@ -399,6 +404,7 @@ def check_ratios(ratios: object, datasets: Mapping[str, object]) -> None:
         raise OrderError(f"mix={given!r} names {_names(given)}, the datasets are {_names(datasets)}: {rule}")
     if not all(type(ratio) is int and ratio >= 1 for ratio in given.values()) or sum(given.values()) > MAX_BLOCK:
         raise OrderError(f"mix={given!r} is not allowed: {rule}")
+    return tuple(given[name] for name in datasets)
 
 
 def _names(named: Mapping[str, object]) -> str:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.format.attributes import ClipTable
     from fuelrail.pipeline.order.batching import Batching
     from fuelrail.pipeline.order.epoch import EndlessOrder, Epoch
+    from fuelrail.pipeline.order.mix import MixStage
     from fuelrail.pipeline.order.spec import OrderSpec
 
     Columns: TypeAlias = Mapping[str, ArrayLike]
@@ -49,7 +50,7 @@ class OrderedRows:
         data: Data,
         spec: OrderSpec,
         blocks: int | Sequence[int] | None,
-        mix: Mapping[str, int] | None,
+        mix: Mapping[str, int] | Sequence[MixStage] | None,
         window: FrameWindow | None,
         global_batch: int,
         *,
@@ -65,7 +66,7 @@ class OrderedRows:
             self.order: EndlessOrder = compile_one("", spec)
         else:
             if not isinstance(data, Mapping):
-                raise OrderError(f"with mix={dict(mix)} data is a mapping of names to data, got {type(data).__name__}")
+                raise OrderError(f"with mix={mix} data is a mapping of names to data, got {type(data).__name__}")
             self.order = mix_orders(mix, spec, data, lambda _, name, own: compile_one(name, own))
         described = {name: table.identity for name, table in tables.items()}
         self.described = described[""] if mix is None else described

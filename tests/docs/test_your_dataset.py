@@ -41,6 +41,8 @@ def test_what_an_order_can_do() -> None:
     assert min(names["columns"]["loss"][row] for row in names["night"][3]) > 0.5
     assert len({row // 100 for batch in range(3) for row in names["shards"][batch]}) <= 4
     assert sum(row >= 1000 for row in names["mixed"][2]) == 16
+    shares = [sum(row >= 1000 for row in names["staged"][step]) for step in (0, 1000, 1999, 3000)]
+    assert shares == [16, 24, 32, 32]
     assert [entry.lane for entry in names["lanes"][5]] == list(range(8))
 
 

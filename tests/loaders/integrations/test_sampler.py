@@ -6,7 +6,7 @@ import json
 import pickle
 import random
 import tracemalloc
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 
 import numpy as np
 import pytest
@@ -60,6 +60,10 @@ def stored(tmp_path_factory):
     return open_dataset(root)
 
 
+STAGES = [  # a ramp of 60 batches, and the mix after it
+    fr.MixStage(ratios={"a": 3, "b": 1}, until=60 * G, ramp=True),
+    fr.MixStage(ratios={"a": 1, "b": 3}),
+]
 KINDS = {
     "shuffled": {"data": 5000, "spec": OrderSpec(seed=3)},
     "padded": {"data": 1000, "spec": OrderSpec(seed=3), "drop_last": False},
@@ -72,6 +76,7 @@ KINDS = {
     "subset": {"data": COLUMNS, "spec": OrderSpec(subset="keys")},
     "parts": {"data": COLUMNS, "spec": OrderSpec(mix=fr.Mix(attribute="night", ratios={"true": 1, "false": 3}))},
     "datasets": {"data": {"a": COLUMNS, "b": 900}, "spec": OrderSpec(seed=1), "mix": {"a": 3, "b": 1}},
+    "stages": {"data": {"a": COLUMNS, "b": 900}, "spec": OrderSpec(seed=1), "mix": STAGES},
     "frames": {"data": COLUMNS, "spec": OrderSpec(), "window": fr.FrameWindow(frames=(-2, 0, 1), pad="drop")},
 }
 
@@ -90,6 +95,12 @@ def test_the_order_is_that_of_a_dataset_of_ours(name, keys_file, stored):
     sampler = make(name, keys_file)
     spec = KINDS[name]["spec"]
     window = KINDS[name].get("window")
+    if name == "stages":
+        shares = [sum(row < NUM for row in sampler[step]) for step in range(70)]
+        assert (shares[0], shares[59], set(shares[60:])) == (48, 16, {16})
+        assert sum(shares[:60]) == 60 * 32
+        assert all(0 <= a - b <= 2 for a, b in pairwise(shares))
+        return
     if name == "datasets":
         plain = Order(OrderSpec(seed=derive_key("order mix part", 1, 1) % 2**63), Layout((900,)), 0)
         mixed = compile_mix({"a": 1, "b": 1}, spec, {"a": stored, "b": stored}).orders[0].epoch(0)
@@ -114,7 +125,7 @@ def test_the_order_is_that_of_a_dataset_of_ours(name, keys_file, stored):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_stops_on_any_number_of_ranks_leave_the_batches_as_they_are(name, keys_file):
-    """42 stops of each kind, 504 in all: each time another number of ranks continues from the state of one of them."""
+    """42 stops of each kind, 546 in all: each time another number of ranks continues from the state of one of them."""
     draw = random.Random(name)
     ranks = {size: [make(name, keys_file, World(rank, size)) for rank in range(size)] for size in WORLDS}
     whole, step, state = make(name, keys_file), 0, None
