@@ -53,7 +53,10 @@ class MixStage(Settings, frozen=True):
     ratios: dict[str, int]
     """Samples of each dataset in a block, 0 or more."""
     until: int | None = None
-    """The stage's end, in samples of the run over all ranks (steps times global batch); None: the last stage."""
+    """The stage's end, in positions of the run: of all ranks and epochs, also those that drop_last leaves out.
+
+    None: the last stage.
+    """
     ramp: bool = False
     """True: the ratios change linearly, over the whole stage, to those of the next one."""
 
