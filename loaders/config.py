@@ -53,8 +53,7 @@ _WORKERS: Final = must_be(
     "this process, not of worker processes, so 0 is not possible; leave it out for one thread for each CPU of this rank"
 )
 _RATIOS: Final = must_be(
-    "a dict with an integer >= 1 for each dataset, by its name, a list of MixStage, or None; such as "
-    '{"city": 3, "highway": 1}'
+    'a dict with an integer >= 1 for each dataset, such as {"city": 3}, a list of MixStage, or None'
 )
 
 _OWN_RANK: Final = (
@@ -340,7 +339,7 @@ class Arguments(Settings, frozen=True, kw_only=True):
     collate_fn: Any
     order: OrderSpec | None
     split: Annotated[str, Meta(min_length=1), must_be("a split's name, such as 'train'")]
-    mix: Annotated[dict[str, Annotated[int, Meta(ge=1)]] | tuple[MixStage, ...] | None, _RATIOS]
+    mix: Annotated[dict[str, Annotated[int, Meta(ge=1)]] | list[MixStage] | None, _RATIOS]
     window: FrameWindow | None
     layers: Any
     transforms: Transforms
@@ -385,9 +384,7 @@ class Arguments(Settings, frozen=True, kw_only=True):
 
 
 def _plain(value: object) -> object:
-    """Return NumPy integers as Python's, which msgspec and JSON know, also those in a dict; and lists as tuples."""
-    if isinstance(value, list):
-        return tuple(value)
+    """Return NumPy integers as Python's, which msgspec and JSON know; also those in a dict."""
     if isinstance(value, Mapping):
         return {key: _plain(one) for key, one in value.items()}
     return int(value) if isinstance(value, np.integer) else value
