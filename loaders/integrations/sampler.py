@@ -253,15 +253,24 @@ class CountedLoader:
         return self.sampler.steps_per_epoch
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over the rest of the epoch; raise OrderError where another iteration has started since."""
+        """Iterate over the rest of the epoch.
+
+        Raises OrderError where another iteration has started since, and at the end where the loader has not handed out
+        each batch of the sampler as one.
+        """
         counting = CountedLoader(self.sampler, self.loader)  # this pass, apart from others of this loader
-        walk = self.sampler.begin(counting)
+        walk, number = self.sampler.begin(counting), 0
         try:
             for number, batch in enumerate(self.loader, 1):
                 self.sampler.receive(counting, walk, number)
                 yield batch
         finally:
             self.sampler.end(counting)
+        if number != walk.num_steps:
+            raise OrderError(
+                f"the loader handed out {number} batches, and the sampler has {walk.num_steps} here: it joins, splits "
+                "or leaves out batches, so the position is not known; do that outside of sampler.count(loader)"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the batch handed out last; see `BatchSampler.state_dict`."""

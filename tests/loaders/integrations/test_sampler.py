@@ -277,6 +277,20 @@ def test_one_sampler_has_one_position():
     with pytest.raises(fr.OrderError, match="draws no batch"):
         next(iter(sampler.count([1, 2, 3])))
     assert next(iter(loader)).tolist() == sampler[3]
+    joined = BatchSampler(100, global_batch=10)
+    with pytest.raises(fr.OrderError, match="handed out 5 batches, and the sampler has 10"):
+        list(joined.count(Pairs(joined)))
+
+
+class Pairs:
+    """A loader that joins two batches."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        one = iter(self.batches)
+        return (first + next(one) for first in one)
 
 
 @pytest.mark.parametrize(
@@ -332,6 +346,14 @@ def test_states_depend_on_blocks_and_clips():
     assert state("windowed", blocks=5) != state("windowed", blocks=10)
     clips = [{"clip_id": np.arange(100) // size} for size in (4, 5)]
     assert state("lanes", data=clips[0]) != state("lanes", data=clips[1])
+
+
+def test_the_rank_is_that_of_the_launcher(monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    sampler = BatchSampler(100, global_batch=20)
+    assert sampler.world == World(3, 4)
+    assert sampler[0] == BatchSampler(100, global_batch=20, world=World())[0][15:]
 
 
 def test_a_copy_in_another_process_gives_the_same_batches():
