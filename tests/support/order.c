@@ -8,9 +8,10 @@
                                                          samples (sections 4, 5); SELECTED and WEIGHTS may be 0: all
      lanes SEED EPOCH G PIECES CLIPS LENGTH... COUNT POSITION...
                                                          sample, valid, prev_exists of each position (section 5)
-     mix SEED EPOCH N DATASETS RATIO... LENGTH... COUNT POSITION...
+     mix SEED EPOCH N DATASETS STAGES (RATIO... UNTIL RAMP)... LENGTH... COUNT POSITION...
                                                          dataset and sample of each position (section 6); the datasets
-                                                         are shuffled, each by the seed of its part
+                                                         are shuffled, each by the seed of its part; UNTIL of the last
+                                                         stage, and of a mix without stages, is 0
      batch L G R RANK STEP START                         position and validity of each row (section 1)
 
    Plain and slow on purpose: memory is never freed, and every search is linear. */
@@ -267,23 +268,65 @@ static void lanes(void) {
 
 /* Section 6. */
 
+/* The list f or g of a ramp: each dataset as often as the first ratios exceed the second ones. */
+static u64 *turns(u64 m, const u64 *more, const u64 *less, u64 *count) {
+    u64 *found = many(1024, 8);
+    double *place = many(1024, sizeof *place);
+    *count = 0;
+    for (u64 d = 0; d < m; d++)
+        for (u64 j = 0; more[d] > less[d] && j < more[d] - less[d]; j++) {
+            double at_place = (2 * j + 1) / (double)(more[d] - less[d]);
+            u64 to = (*count)++;
+            for (; to && place[to - 1] > at_place; to--) place[to] = place[to - 1], found[to] = found[to - 1];
+            place[to] = at_place, found[to] = d;
+        }
+    return found;
+}
+
+typedef struct { u64 *ratio, until, ramp; } Stage;
+
+/* The ratios of block b of a run, in blocks of some size. */
+static u64 *held(u64 m, u64 num_stages, const Stage *stages, u64 size, u64 b) {
+    u64 stage = 0, start = 0, *found = many(m, 8);
+    while (stage < num_stages - 1 && b >= stages[stage].until / size) start = stages[stage++].until / size;
+    memcpy(found, stages[stage].ratio, m * 8);
+    if (!stages[stage].ramp) return found;
+    u64 n = stages[stage].until / size - start, c = b - start, num;
+    u64 *f = turns(m, found, stages[stage + 1].ratio, &num), *g = turns(m, stages[stage + 1].ratio, found, &num);
+    for (u64 i = num * c * c / (2 * n); i < num * (c + 1) * (c + 1) / (2 * n); i++) found[f[i % num]]--, found[g[i % num]]++;
+    return found;
+}
+
 static void mix(void) {
-    u64 seed = number(), epoch = number(), blocks = number(), m = number(), *ratio = numbers(m), *length = numbers(m);
-    u64 count = number(), *wanted = numbers(count), size = 0;
-    for (u64 d = 0; d < m; d++) size += ratio[d];
+    u64 seed = number(), epoch = number(), blocks = number(), m = number(), num_stages = number(), size = 1;
+    Stage *stages = many(num_stages, sizeof *stages);
+    for (u64 k = 0; k < num_stages; k++) {
+        u64 sum = 0, multiple = size;
+        stages[k] = (Stage){numbers(m), 0, 0};
+        stages[k].until = number(), stages[k].ramp = number();
+        for (u64 d = 0; d < m; d++) sum += stages[k].ratio[d];
+        while (multiple % sum) multiple += size;
+        size = multiple;
+    }
+    for (u64 k = 0; k < num_stages; k++) {
+        u64 sum = 0;
+        for (u64 d = 0; d < m; d++) sum += stages[k].ratio[d];
+        for (u64 d = 0; d < m; d++) stages[k].ratio[d] *= size / sum;
+    }
+    u64 *length = numbers(m), count = number(), *wanted = numbers(count);
     Permutation word = permutation((u64)1 << 62, key("order mix", 1, &seed));
     for (u64 i = 0; i < count; i++) {
-        u64 block = epoch * blocks + wanted[i] / size, place = wanted[i] % size, *words = many(size, 8), earlier = 0;
-        u64 entry = 0, dataset = 0, end = ratio[0], *sorted = many(size, 8);
+        u64 block = epoch * blocks + wanted[i] / size, *words = many(size, 8), *sorted = many(size, 8);
+        u64 entry = 0, dataset = 0, *ratio = held(m, num_stages, stages, size, block), end = ratio[0], earlier = 0;
         for (u64 k = 0; k < size; k++) sorted[k] = words[k] = at(&word, block * size + k);
         qsort(sorted, size, 8, by_number);
-        while (words[entry] != sorted[place]) entry++;
+        while (words[entry] != sorted[wanted[i] % size]) entry++;
         while (entry >= end) end += ratio[++dataset];
         for (u64 k = end - ratio[dataset]; k < end; k++) earlier += words[k] < words[entry];
-        u64 turn = block * ratio[dataset] + earlier;
+        for (u64 b = 0; b < block; b++) earlier += held(m, num_stages, stages, size, b)[dataset];
         u64 own = (u64)(key2("order mix part", seed, dataset) % ((u128)1 << 63));
-        Permutation p = permutation(length[dataset], key2("order shuffled", own, turn / length[dataset]));
-        printf("%" PRIu64 " %" PRIu64 " ", dataset, at(&p, turn % length[dataset]));
+        Permutation p = permutation(length[dataset], key2("order shuffled", own, earlier / length[dataset]));
+        printf("%" PRIu64 " %" PRIu64 " ", dataset, at(&p, earlier % length[dataset]));
     }
 }
 

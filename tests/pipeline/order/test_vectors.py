@@ -14,7 +14,7 @@ from fuelrail.pipeline.format.attributes import ClipTable
 from fuelrail.pipeline.order.batching import Batching, World
 from fuelrail.pipeline.order.compile import CompiledOrder
 from fuelrail.pipeline.order.lanes import LaneOrder
-from fuelrail.pipeline.order.mix import MixedOrder
+from fuelrail.pipeline.order.mix import MixedOrder, MixSchedule, MixStage
 from fuelrail.pipeline.order.permutation import KeyedPermutation, derive_key
 from fuelrail.pipeline.order.spec import ORDER_VERSION, OrderSpec
 from fuelrail.pipeline.order.weights import AttributeWeights, SystematicSampling
@@ -48,7 +48,14 @@ def computed(case) -> dict:
         case "mix":
             seeds = [derive_key("order mix part", case["seed"], d) % 2**63 for d in range(len(case["lengths"]))]
             orders = [CompiledOrder(OrderSpec(seed=s), {}, [n]) for s, n in zip(seeds, case["lengths"], strict=True)]
-            mixed = MixedOrder(orders, case["ratios"], seed=case["seed"])
+            names = "abcd"[: len(orders)]
+            stages = [
+                MixStage(ratios=dict(zip(names, one["ratios"], strict=True)), until=one["until"], ramp=one["ramp"])
+                for one in case["stages"] or ()
+            ]
+            schedule = MixSchedule(stages, names) if stages else None
+            ratios = schedule.final if schedule else case["ratios"]
+            mixed = MixedOrder(orders, ratios, seed=case["seed"], schedule=schedule)
             assert mixed.num_blocks == case["blocks_per_epoch"]
             entries = mixed.epoch(case["epoch"]).entries(case["positions"])
             return {"datasets": entries.parts.tolist(), "samples": entries.samples.tolist()}
@@ -84,9 +91,11 @@ def line(case) -> str:
             head = f"lanes {case['seed']} {case['epoch']} {case['global_batch']} {case['pieces_per_clip']}"
             return f"{head} {counted(case['clip_lengths'])} {counted(case['positions'])}"
         case "mix":
-            ratios = " ".join(map(str, case["lengths"]))
-            head = f"mix {case['seed']} {case['epoch']} {case['blocks_per_epoch']} {counted(case['ratios'])} {ratios}"
-            return f"{head} {counted(case['positions'])}"
+            stages = case["stages"] or [{"ratios": case["ratios"], "until": None, "ramp": False}]
+            numbers = [case["seed"], case["epoch"], case["blocks_per_epoch"], len(case["lengths"]), len(stages)]
+            for stage in stages:
+                numbers += [*stage["ratios"], stage["until"] or 0, int(stage["ramp"])]
+            return f"mix {' '.join(map(str, [*numbers, *case['lengths']]))} {counted(case['positions'])}"
         case "batch":
             names = ("epoch_length", "global_batch", "ranks", "rank", "step", "start")
             return f"batch {' '.join(str(case[name]) for name in names)}"
