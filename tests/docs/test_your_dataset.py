@@ -121,13 +121,24 @@ def test_lance() -> None:
     assert [batch["row"].tolist() for batch in batches] == [sampler[step] for step in range(30)]
 
 
-def test_episodes() -> None:
+def test_episodes_of_lerobot() -> None:
+    lerobot = pytest.importorskip("lerobot.datasets.lerobot_dataset", reason="lerobot is not installed")
+    features = {"observation.state": {"dtype": "float32", "shape": (2,), "names": ["episode", "frame"]}}
+    made = lerobot.LeRobotDataset.create("me/episodes", 10, features, root="episodes", use_videos=False)
+    for episode in range(12):
+        for frame in range(20):
+            made.add_frame({"observation.state": np.array([episode, frame], np.float32), "task": "move"})
+        made.save_episode()
+    made.finalize()
     names = follow(PAGE, "Episodes: LeRobot")
-    shown = np.concatenate([batch["state"] for batch in names["batches"]])
-    assert len(shown) == 540
-    assert (shown // 20 == shown[:, :1] // 20).all(), "no window crosses an episode"
+    sampler, batches = names["sampler"], names["batches"]
+    assert [batch["index"].tolist() for batch in batches] == [sampler[step] for step in range(len(sampler))]
+    shown = np.concatenate([batch["observation.state"] for batch in batches])
+    assert (len(shown), len(batches)) == (200, 10)  # 12 x 18 have a whole window
+    assert (shown[..., 0] == shown[:, :1, 0]).all(), "no window crosses an episode"
+    assert (np.diff(shown[..., 1], axis=1) == 1).all()
     lanes = np.stack([batch["index"] for batch in names["followed"]])
-    assert lanes.shape == (60, 10)
+    assert lanes.shape[1] == 10
     assert ((np.diff(lanes, axis=0) == 1) | (lanes[1:] % 20 == 0)).all()
 
 
