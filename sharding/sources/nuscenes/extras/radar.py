@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.channels.table import Channel, Law
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid
+from fuelrail.pipeline.storage.columns import ROWS_AT_ONCE
 from fuelrail.sharding.sources.adapter.frame import FileMember
 from fuelrail.sharding.sources.adapter.members import POINTS
 from fuelrail.sharding.sources.nuscenes.geometry import NS_PER_US, check_name
@@ -94,22 +95,28 @@ class Radars:
         """Take the number of earlier sweeps of each radar that come with a keyframe's own (``num_sweeps``)."""
         self._num_sweeps = num_sweeps
         self._sweeps = sweeps = SensorSweeps(tables, database, "radar")
+        data, samples = sweeps.data, keyframes.joined["sample"].tokens
+        keys, tokens, links = np.flatnonzero(data.columns["is_key_frame"]), database.texts(), database.texts()
+        parts = [keys[first : first + ROWS_AT_ONCE] for first in range(0, len(keys), ROWS_AT_ONCE)]
+        for part in parts:
+            tokens.append(data.tokens.take(part))
+            links.append(data.columns["sample_token"].take(part))
+        (sample_of,) = samples.rows_of(links)
+        where = {"table": "sample_data", "column": "sample_token", "owners": tokens}
+        samples.check(sample_of, links, may_be_empty=False, **where)
         rows: dict[str, NDArray[np.int64]] = {}
-        samples = keyframes.sample_tokens.resolve_all(
-            sweeps.key_samples, may_be_empty=False, table="sample_data", column="sample_token", owners=sweeps.key_tokens
-        )
-        for at, sample in enumerate(samples):
-            number = int(sweeps.key_rows[at])
-            channel = sweeps.channel(number)
-            if channel not in rows:
-                check_name(channel)
-                rows[channel] = database.filled(-1, len(keyframes.sample_tokens), np.int64)
-            if rows[channel][sample] >= 0:
-                raise SourceError(
-                    f"table 'sample_data': row '{sweeps.key_tokens[at]}' is a second keyframe of {channel} for sample "
-                    f"'{keyframes.sample_tokens[sample]}'"
-                )
-            rows[channel][sample] = number
+        of_key = iter(sample_of)
+        for part in parts:
+            for row, channel, sample in zip(part.tolist(), sweeps.channels_of(part), of_key, strict=False):
+                if channel not in rows:
+                    check_name(channel)
+                    rows[channel] = database.filled(-1, len(samples), np.int64)
+                if rows[channel][sample] >= 0:
+                    raise SourceError(
+                        f"table 'sample_data': row '{data.tokens[row]}' is a second keyframe of {channel} for sample "
+                        f"'{samples[sample]}'"
+                    )
+                rows[channel][sample] = row
         self._rows = dict(sorted(rows.items()))
         self.channels = tuple(map(radar_channel, self._rows))
 
