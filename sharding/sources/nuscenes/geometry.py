@@ -97,10 +97,10 @@ class SceneRows(NamedTuple):
     boxes: Sequence[StoredBoxes | BoxRows | None] = ()
 
     def of_sample(self, at: int, channels: Sequence[str]) -> Iterator[tuple[str, SensorRow]]:
-        """Yield the rows that sample number ``at`` has of these sensors, with channels in lower case."""
+        """Yield the rows that sample number ``at`` has of these sensors, with their channels."""
         for channel, row in zip(self.keyframes.channels, self.sensors[at], strict=True):
             if row is not None and channel in channels:
-                yield channel.lower(), row
+                yield channel, row
 
 
 class SensorPoses:

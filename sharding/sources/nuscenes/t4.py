@@ -177,7 +177,8 @@ class T4(TableSource[T4Settings]):
             ego2global = rows.ego2global[at] if rows.poses[at] >= 0 else None
             images: dict[str, Image | Absent] = {}
             boxes2d: dict[str, ImageBoxRows] = {}
-            for channel, row in rows.of_sample(at, keyframes.cameras):
+            for name, row in rows.of_sample(at, keyframes.cameras):
+                channel = name.lower()
                 images[channel] = image_of(row, dataset, stays=False) if row.is_valid else Absent(NOT_VALID)
                 if in_images is not None and row.is_valid:
                     boxes2d[channel] = _image_boxes(in_images.get(row.token, []), own_boxes)
@@ -211,7 +212,7 @@ class T4(TableSource[T4Settings]):
             for at in range(len(samples)):
                 for channel, row in rows.of_sample(at, keyframes.radars):
                     if row.is_valid and row.filename.endswith(".json"):
-                        self.noted[f"{channel.upper()}: radar files of JSON, not read"] += 1
+                        self.noted[f"{channel}: radar files of JSON, not read"] += 1
                     elif row.is_valid:
                         found.append(f"{dataset}{row.filename}")
         return found

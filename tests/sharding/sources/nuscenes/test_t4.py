@@ -162,14 +162,14 @@ def test_states_of_the_vehicle_are_signals(root, tmp_path):
 @pytest.mark.parametrize(
     ("table", "edit", "match"),
     [
-        ("sample_data", lambda rows: rows[0].update(calibrated_sensor_token="x"), "refers to 'x'"),
-        ("sample_data", lambda rows: rows[0].update(ego_pose_token="y"), "refers to 'y'"),
+        ("sample_data", lambda rows: rows[0].update(calibrated_sensor_token="x"), "calibrated_sensor_token 'x', not found"),
+        ("sample_data", lambda rows: rows[0].update(ego_pose_token="y"), "ego_pose_token 'y', not found"),
         ("sample_data", lambda rows: rows.append(rows[0]), "second keyframe of CAM_FRONT"),
         ("sample_annotation", lambda rows: rows[0].update(instance_token="z"), "'z', not found in table 'instance'"),
-        ("ego_pose", lambda rows: rows[0].update(rotation=[2.0, 0, 0, 0]), "ego_pose.*row 0"),
+        ("ego_pose", lambda rows: rows[0].update(rotation=[2.0, 0, 0, 0]), r"drive-0/0/annotation.*ego_pose.* rotation \[2.0, "),
         ("scene", lambda rows: rows.append({**rows[0], "token": "other"}), "2 scenes"),
         ("sample", lambda rows: rows[0].update(timestamp="noon"), "sample.json"),
-        ("calibrated_sensor", lambda rows: rows[0].update(camera_distortion=[0.1]), "1 lens coefficients"),
+        ("calibrated_sensor", lambda rows: rows[0].update(camera_distortion=[0.1]), "has 1 values in camera_distortion"),
     ],
 )
 def test_bad_tables_are_named(root, table, edit, match):
