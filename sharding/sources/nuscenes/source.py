@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.sample.arrays import Buffer
-    from fuelrail.sharding.sources.nuscenes.tables import Log, Scene, Sensor
+    from fuelrail.sharding.sources.nuscenes.tables import Log, Scene
     from fuelrail.sharding.sources.shared.scan_table import ScanWriter
     from fuelrail.sharding.sources.source import Place, ScanInfo
 
@@ -193,10 +194,7 @@ class NuScenesSource(TableSource[NuScenesOptions]):
         with self.files.fetched(self._version(), _TABLE_FILES) as folder:
             tables = Tables(source_files(str(folder.parent)), folder.name)
             tables.check()
-
-            def wanted(sensors: Sequence[Sensor]) -> NDArray[np.bool_]:
-                return of_rig(sensors, given.cameras, str(folder))
-
+            wanted = partial(of_rig, cameras=given.cameras, where=str(folder))
             joined = Joined(tables, out.database, KEYFRAMES, wanted, cut)
             self._keyframes = keyframes = Keyframes(joined, out.database, ("LIDAR_TOP",))
             if not keyframes.cameras:

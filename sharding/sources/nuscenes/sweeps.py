@@ -95,20 +95,11 @@ class SensorSweeps:
         """Return whether the tables allow the row's file."""
         return bool(self.data.columns["is_valid"][row])
 
-    def files(self, rows: NDArray[np.int64]) -> list[str]:
-        """Return names of the rows' files."""
-        names: list[str] = self.data.columns["filename"].take(rows)
-        return names
-
-    def timestamp_ns(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return times of rows (N,)."""
-        return np.asarray(self.data.columns["timestamp"][rows] * NS_PER_US)
-
-    def sensor2global(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the sensor at the time of each row to global, rigid (N, 4, 4)."""
-        poses = self._sensor_poses
-        found: NDArray[np.float64] = poses.ego2global(poses.pose_of[rows]) @ poses.sensor2ego(poses.calibrated_of[rows])
-        return found
+    def files(self, rows: NDArray[np.int64]) -> tuple[list[str], NDArray[np.int64], NDArray[np.float64]]:
+        """Return the files of rows (N,), their times [ns], and their sensors then to global, rigid (N, 4, 4)."""
+        columns, poses = self.data.columns, self._sensor_poses
+        sensor2global = poses.ego2global(poses.pose_of[rows]) @ poses.sensor2ego(poses.calibrated_of[rows])
+        return columns["filename"].take(rows), columns["timestamp"][rows] * NS_PER_US, sensor2global
 
 
 class LidarSweeps(SensorSweeps):
@@ -123,15 +114,13 @@ class LidarSweeps(SensorSweeps):
 
     def members(self, rows: SceneRows, at: int) -> Iterator[FileMember]:
         """Yield the earlier sweeps of each lidar, fewer where its links end; raises SourceError."""
-        lidars = rows.keyframes.lidars
-        own = rows.sensors[at][len(rows.keyframes.cameras) :]
-        for lidar, row in zip(lidars, own, strict=True):
-            if row is None or not row.is_valid:
+        for lidar, row in rows.of_sample(at, rows.keyframes.lidars):
+            if not row.is_valid:
                 continue
             before = self.rows_before(int(self._row_of[row.row]), self._num_sweeps)
             if len(before):
-                poses = self.sensor2global(before)[:, :3].reshape(-1, 12).tolist()
-                found = SweepList(self.files(before), self.timestamp_ns(before).tolist(), poses)
+                files, timestamp_ns, lidar2global = self.files(before)
+                found = SweepList(files, timestamp_ns.tolist(), lidar2global[:, :3].reshape(-1, 12).tolist())
                 hint = "the option sweeps=0 leaves earlier sweeps out"
                 name = f"{lidar.lower()}{SWEEPS_FIELD}"
                 yield FileMember(name, found.encode(), found.files, hint, is_estimate=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
@@ -17,7 +17,16 @@ from msgspec import Meta
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid
-from fuelrail.sharding.sources.adapter.frame import Absent, BoxRows, Clip, Frame, Image, ImageBoxRows, Sensors
+from fuelrail.sharding.sources.adapter.frame import (
+    Absent,
+    BoxRows,
+    Clip,
+    FileMember,
+    Frame,
+    Image,
+    ImageBoxRows,
+    Sensors,
+)
 from fuelrail.sharding.sources.adapter.members import POINTS
 from fuelrail.sharding.sources.adapter.source import FrameSettings
 from fuelrail.sharding.sources.adapter.vector_maps import MapWindows, VectorMap
@@ -29,7 +38,6 @@ from fuelrail.sharding.sources.nuscenes.joined import SCENES, T4_KEYFRAMES, Join
 from fuelrail.sharding.sources.nuscenes.scenes import NOT_VALID, POINT_COLUMNS, TableSource, image_of, sweep_of
 from fuelrail.sharding.sources.nuscenes.tables import Named, Record, Scene, Sensor, Tables, check_time
 from fuelrail.sharding.sources.shared.joins import Database
-from fuelrail.sharding.sources.shared.scan_table import Reference
 
 if TYPE_CHECKING:
     import os
@@ -37,7 +45,7 @@ if TYPE_CHECKING:
 
     from fuelrail.sharding.sources.nuscenes.geometry import SceneRows
     from fuelrail.sharding.sources.shared.files import SourceFiles
-    from fuelrail.sharding.sources.shared.scan_table import ScanWriter
+    from fuelrail.sharding.sources.shared.scan_table import Reference, ScanWriter
     from fuelrail.sharding.sources.source import ScanInfo
 
 _FOLDER: Final = "annotation"
@@ -86,7 +94,6 @@ class T4(TableSource[T4Settings]):
 
     def __init__(self, location: str, options: dict[str, Any]) -> None:
         super().__init__(location, options)
-        self._keyframes = lru_cache(maxsize=1)(self._read_keyframes)
         read_map = partial(_read_map, self.files, self.noted)
         self.maps = MapWindows(lanelet2.MAP_LAYERS, read_map) if self.given.map else None
 
@@ -116,7 +123,7 @@ class T4(TableSource[T4Settings]):
     def _tables(self, dataset: str) -> Tables:
         return Tables(self.files, f"{dataset}{_FOLDER}")
 
-    def _read_keyframes(self, dataset: str) -> Keyframes:
+    def _keyframes(self, dataset: str) -> Keyframes:
         database = Database(self._folder)
         try:
             return Keyframes(Joined(self._tables(dataset), database, T4_KEYFRAMES), database, leading=None)
@@ -152,11 +159,10 @@ class T4(TableSource[T4Settings]):
                 raise SourceError(f"'{self.files.shown}/{dataset}{_FOLDER}' has {len(scenes)} scenes, expected one")
             (scene,), log = scenes, joined["log"].records[int(joined["scene"].links["log_token"][0])]
             maps = _map_file(self.files, dataset) if self.given.map else ()
-            radars = self._radar_files(dataset) if self.given.radars else ()
             yield Clip(
                 name=dataset.partition("/")[0] or scene.name, token=dataset or scene.token, log_id=log.logfile,
                 vehicle=log.vehicle, tags={"description": scene.description, "location": log.location},
-                files=(*maps, *radars),
+                files=tuple(maps),
             )  # fmt: skip
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
@@ -172,7 +178,7 @@ class T4(TableSource[T4Settings]):
             self.noted["datasets without a map"] += 1
         for token, timestamp_us in zip(rows.tokens, rows.timestamp_us, strict=True):
             check_time(timestamp_us, token)
-        members = self._states(dataset, [timestamp_us * NS_PER_US for timestamp_us in rows.timestamp_us])
+        states = self._states(dataset, [timestamp_us * NS_PER_US for timestamp_us in rows.timestamp_us])
         for at, own_boxes in enumerate(boxes):
             ego2global = rows.ego2global[at] if rows.poses[at] >= 0 else None
             images: dict[str, Image | Absent] = {}
@@ -183,15 +189,18 @@ class T4(TableSource[T4Settings]):
                 if in_images is not None and row.is_valid:
                     boxes2d[channel] = _image_boxes(in_images.get(row.token, []), own_boxes)
             sweeps = {
-                channel: sweep_of(row, dataset) for channel, row in rows.of_sample(at, keyframes.lidars) if row.is_valid
+                name.lower(): sweep_of(row, dataset)
+                for name, row in rows.of_sample(at, keyframes.lidars)
+                if row.is_valid
             }
+            members: list[Reference | FileMember] = [*states[at]]
             if self.given.radars:
-                members[at] += self._radars(rows, at, dataset)
+                members += self._radars(rows, at, dataset)
             if windows is not None and ego2global is not None:
-                members[at].append(windows.made(dataset, ego2global))
+                members.append(windows.made(dataset, ego2global))
             yield Frame(
                 timestamp_ns=rows.timestamp_us[at] * NS_PER_US, ego2global=ego2global, images=images, sweeps=sweeps,
-                boxes=own_boxes, boxes2d=boxes2d, members=members[at], token=rows.tokens[at],
+                boxes=own_boxes, boxes2d=boxes2d, members=members, token=rows.tokens[at],
             )  # fmt: skip
 
     def _states(self, dataset: str, times_ns: list[int]) -> list[list[Reference]]:
@@ -203,29 +212,17 @@ class T4(TableSource[T4Settings]):
             self.noted[f"datasets without {vehicle_state.TABLE}"] += 1
         return vehicle_state.state_members(rows, times_ns)
 
-    def _radar_files(self, dataset: str) -> list[str]:
-        """Return the PCD files of radars at samples; note files of JSON, which are left out."""
-        keyframes = self._keyframes(dataset)
-        found = []
-        for _, samples in keyframes.scenes():
-            rows = keyframes.scene_rows(samples)
-            for at in range(len(samples)):
-                for channel, row in rows.of_sample(at, keyframes.radars):
-                    if row.is_valid and row.filename.endswith(".json"):
-                        self.noted[f"{channel}: radar files of JSON, not read"] += 1
-                    elif row.is_valid:
-                        found.append(f"{dataset}{row.filename}")
-        return found
-
-    def _radars(self, rows: SceneRows, at: int, dataset: str) -> Iterator[Reference]:
-        """Yield the radars of a sample, in ego at its time."""
+    def _radars(self, rows: SceneRows, at: int, dataset: str) -> Iterator[FileMember]:
+        """Yield the radars of a sample, in ego at its time; note files of JSON, and leave them out."""
         for channel, row in rows.of_sample(at, rows.keyframes.radars):
-            if row.is_valid and not row.filename.endswith(".json"):
+            if row.is_valid and row.filename.endswith(".json"):
+                self.noted[f"{channel}: radar files of JSON, not read"] += 1
+            elif row.is_valid:
                 sensor2key = invert_rigid(rows.ego2global[at]) @ row.ego2global @ row.calibration.sensor2ego
                 age_s = (rows.timestamp_us[at] - row.timestamp_ns // NS_PER_US) * 1e-6
                 made = RadarFiles(channel, [f"{dataset}{row.filename}"], [age_s], [sensor2key[:3].ravel().tolist()])
-                ref = POINTS + msgspec.json.encode(made).decode()
-                yield Reference(radar_channel(channel).field, ref, _RADAR_BYTES, is_estimate=True)
+                ref, hint = POINTS + msgspec.json.encode(made).decode(), "the option radars=false leaves radars out"
+                yield FileMember(radar_channel(channel).field, ref, made.files, hint, _RADAR_BYTES)
 
     def _in_images(self, keyframes: Keyframes, dataset: str) -> dict[str, list[tuple[_ImageAnnotation, str]]]:
         """Return annotations in images with their categories, by row of ``sample_data``."""
@@ -233,8 +230,9 @@ class T4(TableSource[T4Settings]):
         records = self._tables(dataset).all("object_ann", _ImageAnnotation)
         links, owners = [one.category_token for one in records], [one.token for one in records]
         numbers = category.tokens.find(links)
-        where = {"table": "object_ann", "column": "category_token", "owners": owners}
-        category.tokens.check(numbers, links, may_be_empty=False, **where)
+        category.tokens.check(
+            numbers, links, table="object_ann", column="category_token", owners=owners, may_be_empty=False
+        )
         found: dict[str, list[tuple[_ImageAnnotation, str]]] = {}
         for one, number in zip(records, numbers.tolist(), strict=True):
             found.setdefault(one.sample_data_token, []).append((one, category.records[number].name))

@@ -11,6 +11,7 @@ Layout of the tables: https://github.com/nutonomy/nuscenes-devkit/blob/master/do
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -108,6 +109,18 @@ class CalibratedSensor(Record, frozen=True, gc=False):
     rotation: Vector4
     camera_intrinsic: tuple[Vector3, ...]
     camera_distortion: tuple[float, ...] | None = ()
+
+    @property
+    def dist(self) -> tuple[float, ...]:
+        """The lens coefficients; none where all are 0."""
+        stated = self.camera_distortion or ()
+        return stated if any(stated) else ()
+
+    @property
+    def intrinsics(self) -> tuple[float, ...]:
+        """The nine numbers of K row by row, NaN for what is no camera."""
+        rows = self.camera_intrinsic
+        return (*rows[0], *rows[1], *rows[2]) if len(rows) == 3 else (math.nan,) * 9
 
 
 class EgoPose(Record, frozen=True, gc=False):

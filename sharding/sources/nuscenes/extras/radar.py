@@ -102,8 +102,7 @@ class Radars:
             tokens.append(data.tokens.take(part))
             links.append(data.columns["sample_token"].take(part))
         (sample_of,) = samples.rows_of(links)
-        where = {"table": "sample_data", "column": "sample_token", "owners": tokens}
-        samples.check(sample_of, links, may_be_empty=False, **where)
+        samples.check(sample_of, links, table="sample_data", column="sample_token", owners=tokens, may_be_empty=False)
         rows: dict[str, NDArray[np.int64]] = {}
         of_key = iter(sample_of)
         for part in parts:
@@ -128,9 +127,9 @@ class Radars:
             if own < 0 or not self._sweeps.is_valid(own):
                 continue
             chain = np.array([own, *self._sweeps.rows_before(own, self._num_sweeps)])
-            files = self._sweeps.files(chain)
-            dt_s = (rows.timestamp_us[at] * NS_PER_US - self._sweeps.timestamp_ns(chain)) * 1e-9
-            sensor2ego = (global2ego @ self._sweeps.sensor2global(chain))[:, :3].reshape(-1, 12)
+            files, timestamp_ns, sensor2global = self._sweeps.files(chain)
+            dt_s = (rows.timestamp_us[at] * NS_PER_US - timestamp_ns) * 1e-9
+            sensor2ego = (global2ego @ sensor2global)[:, :3].reshape(-1, 12)
             made = RadarFiles(str(channel.source_name), files, dt_s.tolist(), sensor2ego.tolist())
             hint = "leave out 'radar' in the option channels, or earlier sweeps by radar_sweeps=0"
             yield FileMember(channel.field, POINTS + msgspec.json.encode(made).decode(), files, hint)
