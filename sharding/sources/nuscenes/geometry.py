@@ -173,47 +173,41 @@ class Keyframes:
         self.joined, self.database = joined, database
         self.sensor_poses = SensorPoses(joined)
         self.timestamp_us: NDArray[np.int64] = joined["sample"].columns["timestamp"]
-        sensors, data = self.sensor_poses.sensors, joined["sample_data"]
-        used = set[int]()
-        for first in range(0, len(data), ROWS_AT_ONCE):
-            rows = np.arange(first, min(first + ROWS_AT_ONCE, len(data)))
-            used.update(np.unique(self.sensor_poses.sensor_of(rows)).tolist())
-        by_kind = {
-            kind: {sensors[i].channel: i for i in used if sensors[i].modality == kind}
-            for kind in ("camera", "lidar", "radar")
-        }
+        sensors = self.sensor_poses.sensors
+        used = np.flatnonzero(np.bincount(self.sensor_poses.calibrated_of))
+        by_kind: dict[str, dict[str, int]] = {"camera": {}, "lidar": {}, "radar": {}}
+        for number in np.unique(joined["calibrated_sensor"].links["sensor_token"][used]).tolist():
+            by_kind[sensors[number].modality][sensors[number].channel] = number
         self.cameras = in_rig_order(by_kind["camera"])
         self.lidars = sorted(by_kind["lidar"], key=lambda name: (name != "LIDAR_TOP", name))
         self.radars = sorted(by_kind["radar"])
         self.channels = [*self.cameras, *self.lidars, *self.radars]
         _check_channels(self.channels)
-        column_of = np.full(len(sensors), -1, np.int64)
-        column_of[[number for kind in by_kind.values() for number in kind.values()]] = [
-            self.channels.index(name) for kind in by_kind.values() for name in kind
-        ]
         self.sensor_poses.check_cameras(by_kind["camera"].values())
         self._is_leading = np.isin(self.channels, self.lidars if leading is None else leading)
-        self._place(column_of)
+        self._place()
 
-    def _place(self, column_of: NDArray[np.int64]) -> None:
-        """Set ``sensor_rows``; two rows in one place: SourceError. ``column_of`` is of each sensor."""
+    def _place(self) -> None:
+        """Set ``sensor_rows``; raise SourceError for two rows in one place."""
         samples, sample_of = self.joined["sample"].tokens, self.joined["sample_data"].links["sample_token"]
-        num_columns = len(self.channels)
-        self.sensor_rows = self.database.filled(-1, len(samples), np.int64, (num_columns,))
+        number_of = {channel: number for number, channel in enumerate(self.channels)}
+        column_of = np.array([number_of.get(sensor.channel, -1) for sensor in self.sensor_poses.sensors], np.int64)
+        self.sensor_rows = self.database.filled(-1, len(samples), np.int64, (len(self.channels),))
         flat = self.sensor_rows.reshape(-1)
         for first in range(0, len(sample_of), ROWS_AT_ONCE):
             sample = sample_of[first : first + ROWS_AT_ONCE]
             rows = np.arange(first, first + len(sample))
             column = column_of[self.sensor_poses.sensor_of(rows)]
-            place = sample * num_columns + column
+            place = sample * len(self.channels) + column
             is_again = flat[place] >= 0
-            is_again[np.setdiff1d(np.arange(len(place)), np.unique(place, return_index=True)[1])] = True
-            for at in np.flatnonzero(is_again).tolist():
+            flat[place[::-1]] = rows[::-1]  # the first stays
+            is_again |= flat[place] != rows
+            if is_again.any():
+                at = int(is_again.argmax())
                 raise SourceError(
                     f"table 'sample_data': row '{self.joined['sample_data'].tokens[first + at]}' is a second keyframe "
                     f"of {self.channels[column[at]]} for sample '{samples[int(sample[at])]}'"
                 )
-            flat[place] = rows
             self.database.used(len(sample))
 
     def pose_rows(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -218,8 +218,8 @@ class JoinedTable:
 
 
 def all_sensors(sensors: Sequence[Sensor]) -> NDArray[np.bool_]:
-    """Want the rows of each sensor."""
-    return np.ones(len(sensors), np.bool_)
+    """Return which sensors are cameras, lidars or radars."""
+    return np.array([sensor.modality in ("camera", "lidar", "radar") for sensor in sensors], np.bool_)
 
 
 class Joined:
@@ -266,12 +266,11 @@ class Joined:
         """Add what is wanted of some records, and return it."""
         needed = {field: self[link.to].tokens for field, link in table.to.items() if link.if_cut == "drop"}
         records = self._cut.kept(records, table.name, **needed)
-        rows: dict[str, NDArray[np.int64]] = {}
+        own, rows = list(map(_TOKEN, records)), dict[str, NDArray[np.int64]]()
         for field in table.links:
-            link, tokens = table.to[field], [getattr(record, field) for record in records]
+            link, tokens = table.to[field], list(map(attrgetter(field), records))
             rows[field] = self[link.to].tokens.find(tokens)
             if field not in table.stored.may_dangle:
-                own = [record.token for record in records]
                 self[link.to].tokens.check(
                     rows[field], tokens, table=table.name, column=field, owners=own, may_be_empty=link.may_be_empty
                 )

@@ -7,6 +7,7 @@ https://github.com/tier4/tier4_perception_dataset/blob/main/docs/t4_format_3d_de
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator
 from functools import partial
@@ -123,10 +124,12 @@ class T4(TableSource[T4Settings]):
     def _tables(self, dataset: str) -> Tables:
         return Tables(self.files, f"{dataset}{_FOLDER}")
 
-    def _keyframes(self, dataset: str) -> Keyframes:
+    @contextlib.contextmanager
+    def _database(self, dataset: str) -> Iterator[Database]:
+        """Yield what joins the tables of a dataset, which errors name."""
         database = Database(self._folder)
         try:
-            return Keyframes(Joined(self._tables(dataset), database, T4_KEYFRAMES), database, leading=None)
+            yield database
         except SourceError as error:
             raise SourceError(f"in '{self.files.shown}/{dataset}{_FOLDER}': {error}") from error
         finally:
@@ -153,7 +156,8 @@ class T4(TableSource[T4Settings]):
     def clips(self) -> Iterator[Clip]:
         """Yield the scene of each dataset."""
         for dataset in self._datasets():
-            joined = Joined(self._tables(dataset), Database(self._folder), SCENES)
+            with self._database(dataset) as database:
+                joined = Joined(self._tables(dataset), database, SCENES)
             scenes: list[Scene] = joined["scene"].records
             if len(scenes) != 1:
                 raise SourceError(f"'{self.files.shown}/{dataset}{_FOLDER}' has {len(scenes)} scenes, expected one")
@@ -168,11 +172,13 @@ class T4(TableSource[T4Settings]):
     def frames(self, clip: Clip) -> Iterator[Frame]:
         """Yield the samples of a dataset by time."""
         dataset = clip.token if clip.token.endswith("/") else ""
-        keyframes = self._keyframes(dataset)
+        with self._database(dataset) as database:
+            joined = Joined(self._tables(dataset), database, T4_KEYFRAMES)
+            keyframes = Keyframes(joined, database, leading=None)
+            in_images = self._in_images(joined, dataset) if self.given.boxes2d else None
         ((_, samples),) = keyframes.scenes()
         rows = keyframes.scene_rows(samples)
-        boxes = Annotations(keyframes.joined, keyframes.database).stated(rows, self.box_attributes)
-        in_images = self._in_images(keyframes, dataset) if self.given.boxes2d else None
+        boxes = Annotations(joined, database).stated(rows, self.box_attributes)
         windows = self.maps if clip.files[:1] == (f"{dataset}{lanelet2.FILE}",) else None
         if self.maps is not None and windows is None:
             self.noted["datasets without a map"] += 1
@@ -224,9 +230,9 @@ class T4(TableSource[T4Settings]):
                 ref, hint = POINTS + msgspec.json.encode(made).decode(), "the option radars=false leaves radars out"
                 yield FileMember(radar_channel(channel).field, ref, made.files, hint, _RADAR_BYTES)
 
-    def _in_images(self, keyframes: Keyframes, dataset: str) -> dict[str, list[tuple[_ImageAnnotation, str]]]:
+    def _in_images(self, joined: Joined, dataset: str) -> dict[str, list[tuple[_ImageAnnotation, str]]]:
         """Return annotations in images with their categories, by row of ``sample_data``."""
-        category = keyframes.joined["category"]
+        category = joined["category"]
         records = self._tables(dataset).all("object_ann", _ImageAnnotation)
         links, owners = [one.category_token for one in records], [one.token for one in records]
         numbers = category.tokens.find(links)

@@ -340,6 +340,14 @@ def test_two_keyframes_of_one_camera(copy, tmp_path):
         scan(copy.root, tmp_path)
 
 
+def test_a_pose_that_is_there_twice(copy, tmp_path):
+    poses = copy.tables["ego_pose"]
+    poses.append({**poses[0], "translation": [1.0, 2.0, 3.0]})
+    copy.write("ego_pose")
+    with pytest.raises(SourceError, match=rf"table 'ego_pose' has the token '{poses[0]['token']}' twice"):
+        scan(copy.root, tmp_path)
+
+
 def test_names_that_are_no_keys_become_slugs(tmp_path):
     made = build_nuscenes(tmp_path / "root", {"drive": 1, "scene-0001": 1, "x" * 90: 1})
     made.tables["scene"][0]["name"] = "2021.05.12/Drive Ä"

@@ -80,7 +80,7 @@ def test_the_place_of_a_bad_record_is_reported(tmp_path):
 
 
 def test_missing_tables_are_all_named(tmp_path):
-    with pytest.raises(SourceError, match="v1.0-mini' cannot be read"):
+    with pytest.raises(SourceError, match=r"v1\.0-mini' cannot be read"):
         tables_in(tmp_path / "v1.0-mini").check()
     for table in tables.TABLES:
         (tmp_path / f"{table}.json").write_text("[]")
