@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -138,13 +137,15 @@ class SensorPoses:
         """Return rotations (..., 4) and translations (..., 3) of rows of ``ego_pose`` (...)."""
         return self._poses.columns["rotation"][poses], self._poses.columns["translation"][poses]
 
-    def calibration(self, row: int) -> Calibration:
-        """Return one row of ``calibrated_sensor``."""
-        columns = self._calibrated.columns
-        num_dist = int(columns["num_dist"][row])
-        dist = tuple(columns["dist"][row, :num_dist].tolist())
-        sensor2ego, intrinsics = self.sensor2ego(np.asarray(row)), columns["intrinsics"][row]
-        return Calibration(sensor2ego, intrinsics, dist, LENS_OF_LENGTH.get(num_dist, UNBENT))
+    def calibrations(self, rows: NDArray[np.int64]) -> dict[int, Calibration]:
+        """Return rows of ``calibrated_sensor`` by their numbers."""
+        columns, rows = self._calibrated.columns, np.unique(rows)
+        found = {}
+        for row, sensor2ego in zip(rows.tolist(), self.sensor2ego(rows), strict=True):
+            num_dist = int(columns["num_dist"][row])
+            dist, model = tuple(columns["dist"][row, :num_dist].tolist()), LENS_OF_LENGTH.get(num_dist, UNBENT)
+            found[row] = Calibration(sensor2ego, columns["intrinsics"][row], dist, model)
+        return found
 
     def check_cameras(self, cameras: Collection[int]) -> None:
         """Raise SourceError where a row of one of these sensors has no intrinsics, or a lens of no known model."""
@@ -247,7 +248,6 @@ class Keyframes:
         scene = int(self.joined["sample"].links["scene_token"][samples[0]])
         calibrated = self.sensor_poses.calibrated_of[there]
         poses = self.pose_rows(samples)
-        calibration = cache(self.sensor_poses.calibration)
         self.database.used(rows.size)
         columns = zip(
             data.tokens.take(there),
@@ -255,7 +255,7 @@ class Keyframes:
             (data.columns["timestamp"][there] * NS_PER_US).tolist(),
             *data.columns["image_wh"][there].T.tolist(),
             data.columns["is_valid"][there].tolist(),
-            map(calibration, calibrated.tolist()),
+            map(self.sensor_poses.calibrations(calibrated).__getitem__, calibrated.tolist()),
             self.sensor_poses.ego2global(self.sensor_poses.pose_of[there]),
             there.tolist(),
             strict=True,
