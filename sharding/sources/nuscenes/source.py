@@ -37,7 +37,6 @@ from fuelrail.sharding.sources.nuscenes.scenes import POINT_COLUMNS, TableSource
 from fuelrail.sharding.sources.nuscenes.sweeps import LidarSweeps, SweepList
 from fuelrail.sharding.sources.nuscenes.tables import TABLES, Tables, check_time, of_rig
 from fuelrail.sharding.sources.shared.files import source_files
-from fuelrail.sharding.sources.shared.foreign import read_json
 from fuelrail.sharding.sources.shared.joins import Cut
 
 if TYPE_CHECKING:
@@ -62,22 +61,21 @@ _NUM_SCENES: Final = 1110
 _SCENE: Final = re.compile(r"scene-([0-9]{4})\Z")
 
 
-def source_splits(folder: Path, scenes: Sequence[str]) -> dict[str, list[str]] | None:
-    """Split name to scene names for the tables in ``folder``, None where they say nothing and are not official."""
-    files, name = source_files(str(folder.parent)), f"{folder.name}/{SPLITS_FILE}"
-    if (folder / SPLITS_FILE).exists():
-        what = "does not map split names to lists of scene names"
-        return read_json(files.read(name), f"'{folder / SPLITS_FILE}'", dict[str, list[str]], what)
+def source_splits(tables: Tables, scenes: Sequence[str]) -> dict[str, list[str]] | None:
+    """Split name to scene names of the tables, None where they say nothing and are not official."""
+    stated = tables.beside(SPLITS_FILE, dict[str, list[str]], "does not map split names to lists of scene names")
+    if stated is not None:
+        return stated
     numbers = [int(match.group(1)) if (match := _SCENE.match(name)) else 0 for name in scenes]
     if not all(1 <= number <= _NUM_SCENES for number in numbers):
         return None
-    if folder.name == "v1.0-test":
+    if tables.folder == "v1.0-test":
         return {"test": list(scenes)}
-    if folder.name == "v1.0-mini":
+    if tables.folder == "v1.0-mini":
         if not set(numbers) <= _MINI_TRAIN | _MINI_VAL:
             return None
         val = _MINI_VAL
-    elif folder.name == "v1.0-trainval":
+    elif tables.folder == "v1.0-trainval":
         val = _VAL
     else:
         return None
@@ -202,7 +200,7 @@ class NuScenesSource(TableSource[NuScenesOptions]):
             self._annotations = annotations = Annotations(joined, out.database)
             self.box_attributes = annotations.attribute_names
             rig = [name.lower() for name in keyframes.cameras]
-            own = OwnChannels(tuple(channel for channel in load_channels(folder) if lies_on(channel, rig)))
+            own = OwnChannels(tuple(channel for channel in load_channels(tables) if lies_on(channel, rig)))
             groups = chosen_groups(
                 given.channels, tables, out.database, keyframes, annotations, given.radar_sweeps, self.maps
             )
@@ -221,7 +219,7 @@ class NuScenesSource(TableSource[NuScenesOptions]):
                 channel for group in self._groups if not isinstance(group, Maps) for channel in group.channels
             ]
             info = self._scan(out)
-            report, splits = info.report, source_splits(folder, [clip.clip_name for clip in info.clips])
+            report, splits = info.report, source_splits(tables, [clip.clip_name for clip in info.clips])
         assert report is not None, "the adapter counts"
         report.cut_links = cut.counts
         if_found = {channel.name for name in ("can", "map") if name in groups for channel in groups[name].channels}

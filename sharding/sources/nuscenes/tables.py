@@ -25,7 +25,7 @@ from fuelrail.pipeline.channels.sensors import choose_cameras
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.adapter.poses import are_unit
 from fuelrail.sharding.sources.shared.files import check_most, check_no_pointer
-from fuelrail.sharding.sources.shared.foreign import parsing
+from fuelrail.sharding.sources.shared.foreign import parsing, read_json
 from fuelrail.sharding.sources.shared.windows import open_file
 
 if TYPE_CHECKING:
@@ -194,6 +194,7 @@ class Annotation(Record, frozen=True, gc=False):
 
 
 R = TypeVar("R", bound=Record)
+T = TypeVar("T")
 _FLOAT_TIME: Final = re.compile(rb'("timestamp"\s*:\s*)([0-9]+\.[0-9]+)')
 _FIRST_US, _LAST_US = 946_684_800_000_000, 4_102_444_800_000_000
 
@@ -217,6 +218,13 @@ class Tables:
     def path(self, table: str) -> str:
         """Return the file of a table, as messages show it."""
         return f"{self.files.shown}/{self.folder}/{table}.json"
+
+    def beside(self, name: str, of: type[T], what: str) -> T | None:
+        """Return a JSON file beside the tables, None where it is not there; raise SourceError saying ``what`` it is."""
+        if name not in self.files.listed(self.folder):
+            return None
+        where = f"'{self.files.shown}/{self.folder}/{name}'"
+        return read_json(self.files.read(f"{self.folder}/{name}"), where, of, what)
 
     def read(self, table: str, of: type[R]) -> Iterator[list[R]]:
         """Yield a table's records in pieces, in order; raise SourceError where it is no JSON list of such records."""
