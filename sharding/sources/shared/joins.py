@@ -158,8 +158,9 @@ class Tokens(Texts):
 class Wanted:
     """Texts to look for, as bits of their hashes: memory does not grow, but a few others are taken for one of them."""
 
-    def __init__(self) -> None:
-        self._is_wanted = np.zeros(_HASHES, np.bool_)
+    @cached_property
+    def _is_wanted(self) -> NDArray[np.bool_]:
+        return np.zeros(_HASHES, np.bool_)
 
     def add(self, texts: Sequence[str]) -> None:
         """Look for these too."""
