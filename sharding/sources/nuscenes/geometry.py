@@ -186,6 +186,7 @@ class Keyframes:
         _check_channels(self.channels)
         self.sensor_poses.check_cameras(by_kind["camera"].values())
         self._is_leading = np.isin(self.channels, self.lidars if leading is None else leading)
+        self._may_place = np.isin(self.channels, self.channels if leading is None else [*self.cameras, *self.lidars])
         self._place()
 
     def _place(self) -> None:
@@ -217,11 +218,14 @@ class Keyframes:
         if not rows.size or not len(self.joined["sample_data"]):
             return np.full(len(samples), -1)
         times_us = self.joined["sample_data"].columns["timestamp"]
-        away_us = np.where(rows < 0, _FAR_US, np.abs(times_us[rows] - self.timestamp_us[samples][:, None]))
+        away_us = np.where(
+            (rows < 0) | ~self._may_place, _FAR_US, np.abs(times_us[rows] - self.timestamp_us[samples][:, None])
+        )
         leading_us = np.where(self._is_leading, away_us, _FAR_US)
         column = np.where(leading_us.min(1) < _FAR_US, leading_us.argmin(1), away_us.argmin(1))
-        row = rows[np.arange(len(rows)), column]
-        return np.where(row < 0, -1, self.sensor_poses.pose_of[row])
+        at = np.arange(len(rows))
+        is_known = away_us[at, column] < _FAR_US
+        return np.where(is_known, self.sensor_poses.pose_of[rows[at, column]], -1)
 
     def ego2global(self, samples: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return poses of samples (S, 4, 4), NaN for none."""

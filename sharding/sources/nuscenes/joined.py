@@ -84,8 +84,6 @@ _COLUMNS: Final[dict[str, Callable[[list[Any]], Any]]] = {
     "timestamp": _field("timestamp", np.int64),
     "filename": _text("filename"),
     "is_valid": _field("is_valid", np.bool_),
-    "is_key_frame": _field("is_key_frame", np.bool_),
-    "sample_token": _text("sample_token"),
     "image_wh": lambda records: np.array([(r.width or 0, r.height or 0) for r in records], np.int32).reshape(-1, 2),
     "translation": _vector("translation", 3),
     "rotation": _vector("rotation", 4),
@@ -165,7 +163,7 @@ SWEEPS: Final = {
     **_CALIBRATION,
     "sample_data": Stored(
         LinkedRow,
-        (*_FILE, "is_key_frame", "sample_token"),
+        _FILE,
         ("calibrated_sensor_token", "prev", "ego_pose_token"),
         ("calibrated_sensor_token", "prev"),
     ),

@@ -192,7 +192,7 @@ class NuScenesSource(TableSource[NuScenesOptions]):
         with self.files.fetched(self._version(), _TABLE_FILES) as folder:
             tables = Tables(source_files(str(folder.parent)), folder.name)
             tables.check()
-            wanted = partial(of_rig, cameras=given.cameras, where=str(folder))
+            wanted = partial(of_rig, cameras=given.cameras, where=str(folder), radars="radar" in given.channels)
             joined = Joined(tables, out.database, KEYFRAMES, wanted, cut)
             self._keyframes = keyframes = Keyframes(joined, out.database, ("LIDAR_TOP",))
             if not keyframes.cameras:
@@ -206,8 +206,7 @@ class NuScenesSource(TableSource[NuScenesOptions]):
             )
             self._groups = [own, *groups.values()]
             if given.sweeps:
-                tokens = joined["sample_data"].tokens
-                self._groups.append(LidarSweeps(tables, out.database, tokens, given.sweeps))
+                self._groups.append(LidarSweeps(tables, out.database, "lidar", keyframes, given.sweeps))
             made = {channel.name for group in groups.values() for channel in group.channels}
             for channel in own.channels:
                 if channel.name in made:
@@ -287,7 +286,9 @@ class NuScenesSource(TableSource[NuScenesOptions]):
         """Return bytes of a member; a lidar sweep as ``.npy``, float32 (P, 5) in the lidar frame."""
         if ref.startswith("{"):
             return msgspec.json.decode(ref, type=CanMessages).member(self.files.read)
-        return SweepList.decode(ref).member(self.points) if ref.startswith("[") else super().open(ref)
+        return (
+            msgspec.json.decode(ref, type=SweepList).member(self.points) if ref.startswith("[") else super().open(ref)
+        )
 
     def _version(self) -> str:
         """Name of the tables' folder."""

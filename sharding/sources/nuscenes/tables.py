@@ -88,12 +88,13 @@ class Sensor(Record, frozen=True, gc=False):
     modality: str
 
 
-def of_rig(sensors: Sequence[Sensor], cameras: Sequence[str], where: str) -> NDArray[np.bool_]:
-    """Return which sensors are lidars or of these cameras (none: all); raise ConfigError for an unknown one."""
+def of_rig(sensors: Sequence[Sensor], cameras: Sequence[str], where: str, *, radars: bool) -> NDArray[np.bool_]:
+    """Return which sensors are lidars, of these cameras (none: all), or ``radars``; ConfigError for an unknown one."""
     named = dict.fromkeys(one.channel.lower() for one in sensors if one.modality == "camera")
     kept = choose_cameras(list(named), cameras or None, where)
+    kinds = ("lidar", "radar") if radars else ("lidar",)
     return np.array(
-        [one.modality == "lidar" or (one.modality == "camera" and one.channel.lower() in kept) for one in sensors],
+        [one.modality in kinds or (one.modality == "camera" and one.channel.lower() in kept) for one in sensors],
         np.bool_,
     )
 

@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.channels.table import Channel, Law
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid
-from fuelrail.pipeline.storage.columns import ROWS_AT_ONCE
 from fuelrail.sharding.sources.adapter.frame import FileMember
 from fuelrail.sharding.sources.adapter.members import POINTS
-from fuelrail.sharding.sources.nuscenes.geometry import NS_PER_US, check_name
+from fuelrail.sharding.sources.nuscenes.geometry import NS_PER_US
 from fuelrail.sharding.sources.nuscenes.sweeps import SensorSweeps
 from fuelrail.sharding.sources.shared.files import check_no_pointer
 
@@ -93,46 +92,22 @@ class Radars:
 
     def __init__(self, tables: Tables, database: Database, keyframes: Keyframes, num_sweeps: int) -> None:
         """Take the number of earlier sweeps of each radar that come with a keyframe's own (``num_sweeps``)."""
-        self._num_sweeps = num_sweeps
-        self._sweeps = sweeps = SensorSweeps(tables, database, "radar")
-        data, samples = sweeps.data, keyframes.joined["sample"].tokens
-        keys, tokens, links = np.flatnonzero(data.columns["is_key_frame"]), database.texts(), database.texts()
-        parts = [keys[first : first + ROWS_AT_ONCE] for first in range(0, len(keys), ROWS_AT_ONCE)]
-        for part in parts:
-            tokens.append(data.tokens.take(part))
-            links.append(data.columns["sample_token"].take(part))
-        (sample_of,) = samples.rows_of(links)
-        samples.check(sample_of, links, table="sample_data", column="sample_token", owners=tokens, may_be_empty=False)
-        rows: dict[str, NDArray[np.int64]] = {}
-        of_key = iter(sample_of)
-        for part in parts:
-            for row, channel, sample in zip(part.tolist(), sweeps.channels_of(part), of_key, strict=False):
-                if channel not in rows:
-                    check_name(channel)
-                    rows[channel] = database.filled(-1, len(samples), np.int64)
-                if rows[channel][sample] >= 0:
-                    raise SourceError(
-                        f"table 'sample_data': row '{data.tokens[row]}' is a second keyframe of {channel} for sample "
-                        f"'{samples[sample]}'"
-                    )
-                rows[channel][sample] = row
-        self._rows = dict(sorted(rows.items()))
-        self.channels = tuple(map(radar_channel, self._rows))
+        self._sweeps = SensorSweeps(tables, database, "radar", keyframes, num_sweeps)
+        self.channels = tuple(map(radar_channel, keyframes.radars))
 
     def members(self, rows: SceneRows, at: int) -> Iterator[FileMember]:
         """Yield the members of one sample; radars without a valid row are left out. Raises SourceError."""
         global2ego = invert_rigid(rows.ego2global[at])
-        for channel, numbers in zip(self.channels, self._rows.values(), strict=True):
-            own = int(numbers[rows.samples[at]])
-            if own < 0 or not self._sweeps.is_valid(own):
+        for channel, row in rows.of_sample(at, rows.keyframes.radars):
+            if not row.is_valid:
                 continue
-            chain = np.array([own, *self._sweeps.rows_before(own, self._num_sweeps)])
-            files, timestamp_ns, sensor2global = self._sweeps.files(chain)
+            own = self._sweeps.row_of(row)
+            files, timestamp_ns, sensor2global = self._sweeps.files([own, *self._sweeps.rows_before(own)])
             dt_s = (rows.timestamp_us[at] * NS_PER_US - timestamp_ns) * 1e-9
             sensor2ego = (global2ego @ sensor2global)[:, :3].reshape(-1, 12)
-            made = RadarFiles(str(channel.source_name), files, dt_s.tolist(), sensor2ego.tolist())
+            made = RadarFiles(channel, files, dt_s.tolist(), sensor2ego.tolist())
             hint = "leave out 'radar' in the option channels, or earlier sweeps by radar_sweeps=0"
-            yield FileMember(channel.field, POINTS + msgspec.json.encode(made).decode(), files, hint)
+            yield FileMember(radar_channel(channel).field, POINTS + msgspec.json.encode(made).decode(), files, hint)
 
 
 def parse_pcd(data: bytes, name: str) -> NDArray[np.float64]:
