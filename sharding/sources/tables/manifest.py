@@ -303,7 +303,11 @@ class Manifest(FrameSource[ManifestSettings]):
         if rows is not None:
             for prefix in self._prefixes:
                 found = self._calibration(clip, rows, prefix)
-                add_columns(self._paths, rows, prefix, times, found, images, sweeps, is_unix=self._is_unix)
+                own = rows.times(prefix, is_unix=self._is_unix)
+                times_ns = times if own is None else np.where(own < 0, times, own)
+                is_calibrated = self._calibrations is not None
+                files = RowFiles(self._paths, rows, prefix, times_ns, is_calibrated=is_calibrated)
+                add_columns(files, prefix, found, images, sweeps)
         if sensors is not None:
             into = [(images[at], sweeps[at]) for at in order.tolist()]
             sensors.add(times[order], self.given.tolerance_ms, into)

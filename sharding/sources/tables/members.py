@@ -8,9 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.storage.filesystem import is_url
 from fuelrail.sharding.sources.adapter.frame import Absent, Image, Sweep
@@ -21,6 +18,9 @@ from fuelrail.sharding.sources.tables.calibration import shared
 from fuelrail.sharding.sources.tables.columns import is_path
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from fuelrail.sharding.sources.shared.files import SourceFiles
     from fuelrail.sharding.sources.tables.calibration import CalibrationRows
     from fuelrail.sharding.sources.tables.values import Rows
@@ -147,8 +147,13 @@ class Paths:
 class RowFiles:
     """Images and sweeps of the rows of a table, whose columns begin with ``prefix``."""
 
-    def __init__(self, where: Paths, rows: Rows, prefix: str, times: NDArray[np.int64]) -> None:
+    def __init__(
+        self, where: Paths, rows: Rows, prefix: str, times: NDArray[np.int64], *, is_calibrated: bool = True
+    ) -> None:
+        """Take ``is_calibrated``: images need a calibration, as they do where a column has one."""
         self._where, self.rows, self.times = where, rows, times
+        stated = (f"{prefix}{name}" in rows for name in ("intrinsics", "fx"))
+        self._is_calibrated = is_calibrated or any(stated) or rows.poses(f"{prefix}cam2ego") is not None
         self._paths = rows.texts(f"{prefix}path")
         self._times_ns: list[int] = times.tolist()
         self._poses = shared(rows.poses(f"{prefix}ego2global"), len(rows))
@@ -175,7 +180,7 @@ class RowFiles:
         if not path:
             return Absent("no path")
         intrinsics, cam2ego = found.intrinsics[calibrated], found.sensor2ego[calibrated]
-        if intrinsics is None or cam2ego is None:
+        if self._is_calibrated and (intrinsics is None or cam2ego is None):
             what = "intrinsics" if intrinsics is None else "pose in ego (cam2ego, or sensor2ego in calibration)"
             raise SourceError(
                 f"table '{self.rows.table}', row {self.rows.first + row}: the camera of '{path}' has no {what}"
@@ -225,21 +230,15 @@ class RowFiles:
 
 
 def add_columns(
-    where: Paths,
-    rows: Rows,
+    files: RowFiles,
     prefix: str,
-    frame_ns: NDArray[np.int64],
     found: CalibrationRows,
     images: Sequence[dict[str, Image | Absent]],
     sweeps: Sequence[dict[str, Sweep]],
-    *,
-    is_unix: bool,
 ) -> None:
     """Add to the images or sweeps of all rows those of the sensor whose columns begin with ``prefix``."""
     kind, name, _ = prefix.split(".")
-    times = rows.times(prefix, is_unix=is_unix)
-    files = RowFiles(where, rows, prefix, frame_ns if times is None else np.where(times < 0, frame_ns, times))
-    for row in range(len(rows)):
+    for row in range(len(files.rows)):
         if kind == "cam":
             images[row][name.lower()] = files.image(row, found, row)
         elif (sweep := files.sweep(row, found, row)) is not None:
