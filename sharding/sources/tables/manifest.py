@@ -267,7 +267,7 @@ class Manifest(FrameSource[ManifestSettings]):
                 name: _one(rows, name) or "" for name in OF_CLIP if "frames" in self._tables and name in rows
             }
             named = [self._tables[stem].rows(clip) for stem in ("frames", "sensor_data") if stem in self._tables]
-            videos = self._paths.videos.named(rows for rows in named if rows is not None) if self._has_video else ()
+            videos = self._paths.videos_of(rows for rows in named if rows is not None) if self._has_video else ()
             yield Clip(name=clip, files=videos, **facts)
 
     def poses(self, clip: Clip) -> Trajectory | None:
