@@ -110,7 +110,7 @@ def kitti(folder):
 FRAMES = "sed '1s/.*/clip_id,timestamp_us,cam.front.path,sign/' signs/labels.csv > signs/frames.csv"
 OF_SIGNS = (signs, [FRAMES, "fuelrail shard manifest:signs dataset"])
 CASES = {
-    "torch_script": ("a script with torch's `Dataset`", *OF_SIGNS),
+    "torch_script": ("torch, with a `Dataset` of one's own", *OF_SIGNS),
     "webdataset": ("webdataset, with labels", tars, ["fuelrail shard webdataset:tars dataset"]),
     "imagefolder": ("torchvision's `ImageFolder`", images, ["fuelrail shard imagefolder:images dataset"]),
     "accelerate": ("Hugging Face Accelerate", *OF_SIGNS),

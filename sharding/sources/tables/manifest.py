@@ -25,6 +25,7 @@ from fuelrail.sharding.sources.adapter.members import Part
 from fuelrail.sharding.sources.adapter.poses import Trajectory
 from fuelrail.sharding.sources.adapter.rows import attribute_types
 from fuelrail.sharding.sources.adapter.source import FrameSource
+from fuelrail.sharding.sources.adapter.videos import FRAME
 from fuelrail.sharding.sources.shared.files import source_files
 from fuelrail.sharding.sources.shared.points import parse_points
 from fuelrail.sharding.sources.shared.video import VideoSettings, check_decoder, libraries
@@ -41,7 +42,7 @@ from fuelrail.sharding.sources.tables.columns import (
     type_of,
 )
 from fuelrail.sharding.sources.tables.matching import SensorRows, ascending
-from fuelrail.sharding.sources.tables.members import FRAME, Paths, RowFiles, add_columns
+from fuelrail.sharding.sources.tables.members import Paths, RowFiles, add_columns
 from fuelrail.sharding.sources.tables.tables import EXTENSIONS, Table, distinct, find_table, has_text, table_schema
 from fuelrail.sharding.sources.tables.values import TIME_COLUMNS, Rows
 

@@ -86,8 +86,8 @@ def readme() -> Iterator[str]:
     yield f"{min(named):.1f} to {max(named):.1f} times as many as SPDL, Grain, webdataset and MosaicML Streaming in"
     report = load_compare_report(RESULTS / "compare.json")
     assert (report.dataset.name, report.machine.gpus) == ("nuscenes-3-keyframes-200-times", [])
-    yield "(The images: three nuScenes keyframes, 200 times each, in memory. "
-    yield f"The machine: {report.machine.cpu.partition(' (')[0]}, a virtual one, no GPU.)"
+    yield "The images were three nuScenes keyframes, 200 times each, in memory, "
+    yield f"and the machine a virtual one without a GPU ({report.machine.cpu.partition(' (')[0]})."
 
 
 def compared() -> Iterator[str]:

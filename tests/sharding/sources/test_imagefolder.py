@@ -13,7 +13,7 @@ import pytest
 import simplejpeg
 
 import fuelrail as fr
-from fuelrail.pipeline.errors import ConfigError, SourceError
+from fuelrail.pipeline.errors import ConfigError, OrderError, SourceError
 from fuelrail.sharding.run import scan_source
 from fuelrail.sharding.sources.registry import SourceSpec, parse_source
 from fuelrail.sharding.verify.dataset import verify
@@ -60,6 +60,12 @@ def test_folders_of_splits_and_classes(tmp_path):
     for split, folder in (("train", "training"), ("val", "val")):
         wanted = {name: dataset.manifest.classes.index(name.split("/")[1]) for name in names if name.startswith(folder)}
         assert labels(dataset, split) == wanted
+    fr.reshard(tmp_path / "out", tmp_path / "again", workers=1)
+    assert not fr.open(tmp_path / "again").manifest.has_calibration
+    with load(tmp_path / "again", 2, transform=lambda sample: sample) as loader:
+        assert not MATRICES & next(iter(loader)).keys()
+    with pytest.raises(OrderError, match="its clips are too short, or it stores single frames"):
+        load(tmp_path / "again", 2, window={"frames": [-1, 0]})
     with load(dataset, 2, order={"filter": "cls == 2"}, drop_last=False) as loader:
         (batch,) = loader
         assert len(batch["sample_key"]) == 2 and not MATRICES & batch.keys()
