@@ -132,6 +132,8 @@ NEEDS = {
     "accelerate": ("accelerate",), "hf_trainer": ("transformers", "accelerate"), "lightning": ("lightning.pytorch",),
     "mmengine": ("mmengine",), "episodes": ("av",), "detector": ("torchvision",),
 }  # fmt: skip
+TRAINERS = "pip install 'fuelrail[trainers]'"
+INSTALL = {"torchvision": "pip install torchvision, from the index that torch is from", "PIL": "pip install pillow"}
 LIMITED = {"lightning"}
 
 
@@ -159,7 +161,7 @@ def run_script(name):
 def test_labels_are_the_same_before_and_after(name, tmp_path, monkeypatch, capsys) -> None:
     for package in NEEDS.get(name, ()):
         try:
-            pytest.importorskip(package, reason=f"{package} is not installed: pip install 'fuelrail[trainers]'")
+            pytest.importorskip(package, reason=f"{package} is not installed; {INSTALL.get(package, TRAINERS)}")
         except RuntimeError as error:
             pytest.skip(f"{package} does not fit this torch: {error}")
     monkeypatch.chdir(tmp_path)
