@@ -23,6 +23,7 @@ import msgspec
 from msgspec import Meta
 
 from fuelrail.pipeline.errors import ConfigError, ImageError, SchemaError, SourceError
+from fuelrail.pipeline.format.codecs import MAX_MEMBER_BYTES
 from fuelrail.pipeline.sample.arrays import read_npy
 from fuelrail.pipeline.sample.image_header import probe
 from fuelrail.pipeline.text import shown
@@ -156,11 +157,12 @@ class _Reader(NamedTuple):
             decode, name = _DECODED.get(extension.rpartition(".")[2]), extension.replace(".", "_")
             if extension in cameras or extension == self.given.meta:
                 continue
+            most = MAX_MEMBER_BYTES if decode is None else _MOST_VALUE_BYTES
+            if member.length > most:
+                left_out.append(f"members .{extension} left out, over {most} bytes")
+                continue
             if decode is None:
                 values[name] = member
-                continue
-            if member.length > _MOST_VALUE_BYTES:
-                left_out.append(f"members .{extension} left out, over {_MOST_VALUE_BYTES} bytes")
                 continue
             try:
                 values[name] = decode(self._data(sample, member))

@@ -19,6 +19,7 @@ import zstandard
 import fuelrail as fr
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.sharding.run import scan_source
+from fuelrail.sharding.sources import webdataset
 from fuelrail.sharding.sources.registry import SourceSpec
 from fuelrail.sharding.sources.shared.files import source_files
 from fuelrail.sharding.sources.shared.tars import tar_members
@@ -251,6 +252,23 @@ def test_what_the_first_samples_lack_is_counted_and_what_differs_is_named(tmp_pa
     write_labelled(tmp_path / "tars", make=lambda number: labelled(number) | {"cls": b"7" if number < 4 else b"cat"})
     with_words = scan(tmp_path / "tars").report
     assert with_words.noted["members .cls left out, not what the library webdataset reads as such"] == 2
+
+
+def test_bytes_of_any_length_up_to_a_members(tmp_path, monkeypatch):
+    lengths = (0, 1, 2, 3, 100, 101)
+    write_labelled(tmp_path / "tars", make=lambda at: {"jpg": labelled(at)["jpg"], "bin": b"x" * lengths[at]})
+    monkeypatch.setattr(webdataset, "MAX_MEMBER_BYTES", 100)
+    report = fr.shard(f"webdataset:{tmp_path / 'tars'}", tmp_path / "out", workers=1)
+    assert report.scan.noted["members .bin left out, over 100 bytes"] == 1
+    (batch,) = batches(tmp_path / "out", 6, channels=["bin"], shuffle=False)
+    assert sorted(len(one) for one in batch["bin"] if one is not None) == [0, 1, 2, 3, 100]
+    assert int(batch["bin_valid"].sum()) == 5
+
+    write_labelled(tmp_path / "tars", make=lambda at: labelled(at) | {"a.txt" if at else "a_txt": b"text"})
+    assert scan(tmp_path / "tars").report.noted["a_txt left out, samples differ: bytes and text"] == 6
+    write_labelled(tmp_path / "tars", make=lambda at: labelled(at) | {"a.txt" if at > 3 else "a_txt": b"text"})
+    with pytest.raises(SourceError, match="a_txt is of another kind than in the first samples"):
+        scan(tmp_path / "tars", first_samples=3)
 
 
 def test_arrays_that_do_not_fit_the_first_samples_are_named(tmp_path):
