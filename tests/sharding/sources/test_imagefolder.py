@@ -11,8 +11,10 @@ import fsspec
 import numpy as np
 import pytest
 import simplejpeg
+import torch
 
 import fuelrail as fr
+from fuelrail.loaders.integrations.map_style import MapView
 from fuelrail.pipeline.errors import ConfigError, OrderError, SourceError
 from fuelrail.sharding.run import scan_source
 from fuelrail.sharding.sources.registry import SourceSpec, parse_source
@@ -60,6 +62,8 @@ def test_folders_of_splits_and_classes(tmp_path):
     for split, folder in (("train", "training"), ("val", "val")):
         wanted = {name: dataset.manifest.classes.index(name.split("/")[1]) for name in names if name.startswith(folder)}
         assert labels(dataset, split) == wanted
+    (item,) = torch.utils.data.Subset(MapView(dataset, ["image"], attributes=["cls"]), [3])
+    assert (item["cls"], item["image"].shape) == (dataset.table["cls"][3].as_py(), (3, 24, 32))
     fr.reshard(tmp_path / "out", tmp_path / "again", workers=1)
     assert not fr.open(tmp_path / "again").manifest.has_calibration
     with load(tmp_path / "again", 2, transform=lambda sample: sample) as loader:
