@@ -15,6 +15,7 @@ from rich.console import Console
 
 from fuelrail.__main__ import main
 from fuelrail.bench.measure.machine import machine_facts
+from fuelrail.bench.planner.scenario import Scenario
 from fuelrail.bench.report import page
 from fuelrail.bench.report.console import print_report
 from fuelrail.bench.report.page import render_markdown, render_page
@@ -69,7 +70,7 @@ REPORTS = {
     "scale": scale_report,
     "diagnose": diagnose_report,
     "comm": comm_report,
-    "plan": lambda: plan("resnet50-4-gpus"),
+    "plan": lambda: plan(Scenario(name="tiny", model="gpt-tiny", cluster="1x8-h100", global_batch=16)),
 }
 # Read by programs, not from a file of others: formats, dates and words that code compares with.
 OURS = {"schema", "created", "commit", "kind", "phase", "stage", "per", "axis"}

@@ -18,7 +18,9 @@ import traceback
 from pathlib import Path
 
 import torch
+import torch._dynamo  # an optimiser imports it at its first step, which takes each fork a second
 import torch.distributed as dist
+import torch.distributed.checkpoint
 
 EXAMPLES = Path(__file__).parents[2] / "configs" / "trainers"
 NUM_RANKS = 2

@@ -117,7 +117,11 @@ def test_bad_rows_of_long_tables_are_named(long, table, change, match):
         ("csv", b"clip_id,timestamp_ns\na,1,2\n", "cannot be read.*Expected 2 columns, got 3"),
         ("jsonl", b"[" * 100_000, "row 0: not a JSON object"),
         ("jsonl", b'{"a": ' * 100_000, "row 0: not a JSON object.*nested too deeply"),
-        ("jsonl", partial(b'{"clip_id": "a"}\n'.ljust, 70 << 20), "a row after row 1 has [0-9]+ bytes, of which at most"),
+        (
+            "jsonl",
+            partial(b'{"clip_id": "a"}\n'.ljust, 70 << 20),
+            "a row after row 1 has [0-9]+ bytes, of which at most",
+        ),
         ("csv", b"clip_id,\xff\xfe\na,1\n", "cannot be read: 'utf-8'"),
         ("csv", b"clip_id,timestamp_ns\n\xff,1\n", "cannot be read: .*UTF8"),
         ("csv", partial(b"clip_id,timestamp_ns\n".ljust, 9 << 20, b"a"), "cannot be read: .*block"),
