@@ -235,7 +235,7 @@ def test_distillation(bench, facts):
     The teacher's own run saves while it trains: the facts have what a save took, and how long the training waited.
     """
     teacher, student = bench.pick(("vit-large", "base"), ("vit-tiny", "bev-tiny"))
-    steps, warmup = bench.pick((40, 10), (4, 1))
+    steps, warmup = bench.pick((40, 10), (9, 1))
     place, layer = bench.work / "teacher", bench.work / "teacher-layer"
     common = {"batch_size": 2, "accelerator": bench.pick("cuda", _EMULATED), "steps": steps, "warmup": warmup}
     saved = train(
