@@ -70,7 +70,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item in chosen]
         for item in items:  # of properties a few examples
             if (found := getattr(item.function, _EXAMPLES, None)) is not None:
-                setattr(item.function, _EXAMPLES, settings(found, max_examples=min(found.max_examples, 10)))
+                setattr(item.function, _EXAMPLES, settings(found, max_examples=min(found.max_examples, 5)))
 
 
 def pytest_collection_finish() -> None:

@@ -114,6 +114,8 @@ def main(dataset: str, out: str, *examples: str) -> None:
         name, _, setting = example.partition(":")
         key, _, value = setting.partition("=")
         module, place = importlib.import_module(name), Path(out, name + value)
+        if name == "mmengine_runner":
+            importlib.import_module("matplotlib.pyplot")  # its Runner draws
         left = {}
         for phase, end in PHASES.items():
             folder = place.with_name(f"{place.name}-{'whole' if phase == 'whole' else 'killed'}")
