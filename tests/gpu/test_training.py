@@ -232,7 +232,8 @@ def _measure(name, settings, precision, device, rows):
 def test_distillation(bench, facts):
     """A student learns from a teacher beside it, and from a layer of its predictions, as fast as the facts say.
 
-    On a GPU the teacher is a ViT. The teacher's own run saves while it trains: the facts have what a save took, and how long the training waited.
+    On a GPU the teacher is a ViT. Its own run saves while it trains: the facts have what a save took, and how long the
+    training waited.
     """
     # A CPU trains the smallest ViT for 20 seconds.
     teacher, student = bench.pick(("vit-large", "base"), ("bev-tiny", "light"))
