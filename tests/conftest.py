@@ -53,10 +53,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put each test that names no lane into the lane ``unit``; with ``--first-cases`` leave out all other cases."""
+    """Put each test that names no lane into the lane ``unit``; with ``--first-cases`` leave out all other cases.
+
+    Files with tests of other lanes come first: with the short ones at the end all workers end together.
+    """
     for item in items:
         if not any(item.get_closest_marker(lane) for lane in LANES):
             item.add_marker(pytest.mark.unit)
+    long = {item.path for item in items if not item.get_closest_marker("unit")}
+    items.sort(key=lambda item: item.path not in long)
     if config.getoption("first_cases", False):
         quick = [item for item in reversed(items) if item.get_closest_marker("unit")]
         first = {item.nodeid.partition("[")[0]: item for item in quick}
@@ -65,7 +70,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item in chosen]
         for item in items:  # of properties a few examples
             if (found := getattr(item.function, _EXAMPLES, None)) is not None:
-                setattr(item.function, _EXAMPLES, settings(found, max_examples=min(found.max_examples, 10)))
+                setattr(item.function, _EXAMPLES, settings(found, max_examples=min(found.max_examples, 5)))
 
 
 def pytest_collection_finish() -> None:

@@ -1,12 +1,10 @@
-"""The rules that keep the house in order: sizes, rooms, floors, cycles, names, and the words that users read."""
+"""The rules that keep the house in order: sizes, rooms, floors, cycles, names, docstrings."""
 
 from __future__ import annotations
 
 import ast
 import functools
-import io
 import re
-import tokenize
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -369,107 +367,3 @@ def private_names(node: ast.ClassDef) -> set[str]:
     used = {one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute) and ast.unparse(one.value) == "self"}
     used |= {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
     return {name for name in used if name.startswith("_") and not name.startswith("__")}
-
-
-# A test file that uses these modules is in the lane, or some of its tests are.
-LANES = {
-    "process": r"subprocess|multiprocessing|ray|support\.(forked|ranks)|torch\.utils\.data",
-    "network": r"aiohttp|http\.server|moto|support\.cloud_emulators|support\.(fault|listing|s3)_server",
-    "real": r"support\.shared_data",
-}
-
-
-def test_tests_are_in_the_lanes_of_what_they_use() -> None:
-    for file in sorted((ROOT / "tests").rglob("test_*.py")):
-        text = file.read_text(encoding="utf-8")
-        tree = ast.parse(text)
-        used = set()
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import):
-                used |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                used |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
-        for lane, pattern in LANES.items():
-            if any(re.fullmatch(pattern, name) for name in used):
-                assert f"pytest.mark.{lane}" in text, f"{file.relative_to(ROOT)} marks no test as `{lane}`"
-
-
-def test_tests_are_named_by_what_they_hold() -> None:
-    """No name starts with the code of a list that a reader does not have, such as a letter and a number."""
-    files = sorted((ROOT / "tests").rglob("test_*.py"))
-    names = [(file, name) for file in files for name in re.findall(r"def (test_\w+)", file.read_text(encoding="utf-8"))]
-    coded = [f"{file.name} {name}" for file, name in names if re.match(r"test_(?!t4_)[a-z]\d{1,2}_", name)]
-    assert coded == []  # T4 is a dataset
-
-
-# Of pages, strings, comments and names of tests. Each word with what to write in its place.
-WORDS = {
-    r"\btold\b": "reported",
-    r"\banew\b": "again",
-    r"\bbegun\b": "started, partial",
-    r"\bgoes on\b": "resumes, continues",
-    r"\bgo on\b": "resume, continue",
-    r"\bso many\b": "this number of",
-    r"\bso much\b": "this amount of",
-    r"\bwhoever\b": "the caller, the process",
-    r"\bheld against\b": "checked against",
-    r"\bhasn't got\b": "has no",
-    r"\ball is well\b": "OK",
-    r"\bwas there already\b": "already complete",
-    r"\bmeans something with\b": "needs",
-    r"\bcannot be had\b": "is not available",
-}
-ANY_WORD = re.compile("|".join(WORDS))
-
-# Of pages only.
-PAGE_WORDS = {
-    r"\bonce and for all\b": "(leave out)",
-    r"\bstands? twice\b": "is a duplicate",
-    r"\bholds? .{1,40} against\b": "checks against",
-    r"\btells\b": "reports, shows",
-    r"\bby themselves\b": "automatically",
-}
-
-
-def pages() -> Iterator[Path]:
-    """All pages but CHANGELOG and RESULTS."""
-    folders = (*(ROOT / hall for hall in HALLS), ROOT / "docs", ROOT / "configs")
-    for page in (*ROOT.glob("*.md"), *(page for folder in folders for page in folder.rglob("*.md"))):
-        if page.name not in {"CHANGELOG.md", "RESULTS.md"}:
-            yield page
-
-
-# What hostile names say, so that no message repeats it; output of a program in a test.
-SAID_BY_OTHERS = re.compile(r"fuelrail: all is well")
-
-
-def prose(text: str) -> Iterator[tuple[int, str]]:
-    """Strings, comments, and the words of the names of tests, each with its line."""
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
-            yield node.lineno, SAID_BY_OTHERS.sub("", node.value)
-        elif isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-            yield node.lineno, node.name.replace("_", " ")
-    if any("#" in line and ANY_WORD.search(line) for line in text.splitlines()):  # takes ten times as long as `ast`
-        for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            if token.type == tokenize.COMMENT:
-                yield token.start[0], token.string
-
-
-def test_plain_words() -> None:
-    """CHANGELOG and RESULTS are records of what was; all other pages are read by users."""
-    found = defaultdict(list)
-    folders = (*(ROOT / name for name in (*HALLS, "tests", "docs", "configs")), ROOT / ".src" / "fuelrail")
-    files = {file for folder in folders for file in folder.rglob("*.py")} - {Path(__file__).resolve()}
-    for file in sorted(files):
-        for line, text in prose(file.read_text(encoding="utf-8")):
-            for pattern, better in WORDS.items() if ANY_WORD.search(text) else ():
-                if re.search(pattern, text):
-                    found[str(file.relative_to(ROOT))].append(f"{line}: {pattern} -> {better}")
-    for page in pages():
-        for number, text in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
-            words = re.sub(r"`[^`]*`", "", text)  # names of files and options stay as they are
-            for pattern, better in (WORDS | PAGE_WORDS).items():
-                if re.search(pattern, words):
-                    found[str(page.relative_to(ROOT))].append(f"{number}: {pattern} -> {better}")
-    assert not found

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from fuelrail.__main__ import main
 from fuelrail.bench.measure.machine import machine_facts
+from fuelrail.bench.planner.scenario import Scenario
 from fuelrail.bench.report import page
 from fuelrail.bench.report.console import print_report
 from fuelrail.bench.report.page import render_markdown, render_page
@@ -22,6 +23,7 @@ from fuelrail.bench.studies.comm.report import CommOptions, CommReport, timed
 from fuelrail.bench.studies.diagnose.judge import Diagnosis
 from fuelrail.bench.studies.diagnose.report import DiagnoseReport, RunMade
 from fuelrail.bench.studies.plan.run import plan
+from fuelrail.bench.trainer.strategies.settings import ParallelSettings
 from fuelrail.pipeline.runtime import top
 from fuelrail.pipeline.runtime.metrics import MetricsServer, loader_metrics, parse
 from fuelrail.pipeline.runtime.stages import StageClock
@@ -32,6 +34,9 @@ from support.html_page import Page
 from support.loader_runs import loader_report_of, loader_run
 from support.scale_runs import scale_report
 
+SCENARIO = Scenario(
+    name="tiny", model="gpt-tiny", cluster="1x8-h100", global_batch=16, parallel=ParallelSettings(strategy="zero1")
+)
 HOSTILE = (
     "x\x1b]0;title\x07\x1b[31m **b** _i_ `c` ~~s~~ [open](javascript:alert`1`) ![i](http://x.example/i) [r][r] "
     "<script>alert(1)</script> <http://x.example> &lt; | $\\frac{ [red]markup[/red] \u202e\u2066 \\\n# heading\n- item"
@@ -69,7 +74,7 @@ REPORTS = {
     "scale": scale_report,
     "diagnose": diagnose_report,
     "comm": comm_report,
-    "plan": lambda: plan("resnet50-4-gpus"),
+    "plan": lambda: plan(SCENARIO),
 }
 # Read by programs, not from a file of others: formats, dates and words that code compares with.
 OURS = {"schema", "created", "commit", "kind", "phase", "stage", "per", "axis"}

@@ -40,8 +40,8 @@ class Effort(msgspec.Struct, frozen=True):
     min_lap_s: float = MIN_LAP_S
 
 
-QUICK = Effort(num_rounds=3, min_lap_s=0.0)
-"""One call a lap: shows that a benchmark still runs, measures nothing."""
+QUICK = Effort(num_rounds=1, min_lap_s=0.0)
+"""One round of one call: shows that a benchmark still runs, measures nothing."""
 
 
 class TimedCandidate(msgspec.Struct, frozen=True, kw_only=True):

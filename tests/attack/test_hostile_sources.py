@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.process
 
 MEMORY_BYTES = 1536 << 20
-ALL, FEW = 600, 24
+ALL, FEW = 600, 14
 EACH = 2  # files of a source whose names are alike
 
 

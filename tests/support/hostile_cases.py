@@ -418,12 +418,11 @@ def _content(parts: Parts, edit: Callable[[bytes], bytes]) -> None:
 
 def _parquet() -> dict[str, Any]:
     made: dict[str, Any] = {f"flip{seed}": partial(_flip, name="attributes.parquet", seed=seed) for seed in range(30)}
-    giant = "k" * (300 << 20)
     tables: dict[str, Callable[[pa.Table], pa.Table]] = {
         "no-key": lambda table: table.drop_columns(["key"]),
         "two-keys": lambda table: table.append_column("key", table["key"]),
-        "giant-key": lambda table: table.set_column(0, "key", pa.array([giant, *"bcdefgh"])),
-        "giant-text": lambda table: table.append_column("note", pa.array([giant] * 2 + [""] * 6)),
+        "giant-key": lambda table: table.set_column(0, "key", pa.array(["k" * (300 << 20), *"bcdefgh"])),
+        "giant-text": lambda table: table.append_column("note", pa.array(["k" * (300 << 20)] * 2 + [""] * 6)),
         "short-text": lambda table: table.append_column("note", pa.array(["text"] * 8)),
         "fewer": lambda table: table.slice(0, 2),
         "order": lambda table: table.take([1, 0, 2, 3, 4, 5, 6, 7]),

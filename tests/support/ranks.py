@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 TESTS = Path(__file__).parents[1]
 _POLL_S = 0.02
-_LOADED = ["support.checkpoint_ranks", "fuelrail.bench.studies.train.worker", "torch.distributed.launcher.api"]
+_LOADED = [
+    "support.checkpoint_ranks", "fuelrail.bench.studies.train.worker", "torch.distributed.launcher.api",
+    "torch._dynamo",  # an optimiser imports it at its first step, which takes each fork a second
+]  # fmt: skip
 
 
 def warm() -> ForkServerContext:

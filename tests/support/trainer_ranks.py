@@ -18,7 +18,9 @@ import traceback
 from pathlib import Path
 
 import torch
+import torch._dynamo  # an optimiser imports it at its first step, which takes each fork a second
 import torch.distributed as dist
+import torch.distributed.checkpoint
 
 EXAMPLES = Path(__file__).parents[2] / "configs" / "trainers"
 NUM_RANKS = 2
@@ -112,6 +114,8 @@ def main(dataset: str, out: str, *examples: str) -> None:
         name, _, setting = example.partition(":")
         key, _, value = setting.partition("=")
         module, place = importlib.import_module(name), Path(out, name + value)
+        if name == "mmengine_runner":
+            importlib.import_module("matplotlib.pyplot")  # its Runner draws
         left = {}
         for phase, end in PHASES.items():
             folder = place.with_name(f"{place.name}-{'whole' if phase == 'whole' else 'killed'}")

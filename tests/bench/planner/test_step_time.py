@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -69,10 +71,13 @@ def shape(degrees, sent, ahead=(), *, flop=9e12, parameters=10**9, count=4):
     )  # fmt: skip
 
 
+cluster_of = functools.cache(load_cluster)
+
+
 def seconds(traffic, name="8x8-h100", flop=0.0):
     """All, and what is exposed of it."""
     work = StepWork(flop=flop, activation_bytes=0.0, micro_batches=4, traffic=tuple(traffic))
-    parts = step_time(work, load_cluster(name), "bf16", Efficiency(compute=1.0))
+    parts = step_time(work, cluster_of(name), "bf16", Efficiency(compute=1.0))
     return parts.data_total, parts.data_exposed
 
 

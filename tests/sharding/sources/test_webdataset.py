@@ -348,14 +348,16 @@ def test_tars_of_others_are_read_as_tarfile_reads_them_or_named(folder):
     [
         (b"[" * 200_000, r"\.json is not JSON: it is nested too deeply"),
         (b'{"t": "\xff"}', r"\.json is not JSON: "),
-        (b" " * (17 << 20), "17825792 bytes, of which at most 16777216 are read"),
-        (b" " * (257 << 20), "269484032 bytes, of which at most 268435456 are read at once"),
+        (17 << 20, "17825792 bytes, of which at most 16777216 are read"),
+        (257 << 20, "269484032 bytes, of which at most 268435456 are read at once"),
     ],
     ids=["nested", "not UTF-8", "long", "longer"],
 )
 def test_json_that_is_hostile_is_named(tmp_path, ending, json_bytes, says):
-    """Also where little of a compressed tar becomes much."""
+    """Also where little of a compressed tar becomes much. A number stands for as many spaces."""
     (clip, *_) = make_world(1, 2).clips
+    if isinstance(json_bytes, int):
+        json_bytes = b" " * json_bytes
     with tarfile.open(tmp_path / "plain", "w") as tar:
         for name, data in (("0.json", json_bytes), ("0.jpg", next(iter(clip.frames[0].images.values())).jpeg)):
             info = tarfile.TarInfo(name)

@@ -95,10 +95,10 @@ def test_the_fastest_stands_first_and_who_was_left_out_is_named():
     assert [entry.name for entry in ranking(report)] == ["fuelrail:turbo", "loose:pil"]
     page = Page(render_page(report))
     page.check()
-    for told in (page.text, render_markdown(report)):
-        assert "mds:cv2: 'streaming' is not installed: pip install mosaicml-streaming" in told
-        assert re.search("Partial( report)?: the run was interrupted", told)
-        assert "webdataset 1.0" in told or "webdataset=1.0" in told
+    for shown in (page.text, render_markdown(report)):
+        assert "mds:cv2: 'streaming' is not installed: pip install mosaicml-streaming" in shown
+        assert re.search("Partial( report)?: the run was interrupted", shown)
+        assert "webdataset 1.0" in shown or "webdataset=1.0" in shown
     assert "4.50 x" in page.text
 
 

@@ -7,13 +7,16 @@ import pytest
 
 import fuelrail
 from fuelrail.__main__ import main
+from fuelrail.bench.planner.choice import inputs_of
 from fuelrail.bench.planner.fake_rank import run_rank
 from fuelrail.bench.planner.hardware import CLUSTERS
 from fuelrail.bench.planner.scenario import Scenario
+from fuelrail.bench.planner.shape import shape_of
 from fuelrail.bench.studies.plan.page import figures
 from fuelrail.bench.studies.plan.run import plan
-from fuelrail.bench.trainer.strategies.settings import ParallelSettings
+from fuelrail.bench.trainer.strategies.settings import ParallelSettings, degrees_of
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.settings import load_yaml
 from support.datasets import CAMERAS, build_dataset
 
 pytestmark = pytest.mark.slow  # each strategy takes seconds
@@ -81,28 +84,6 @@ def test_a_pipeline_has_a_bubble_and_all_its_stages():
     assert found.checkpoint_interval_s > found.checkpoint_s
 
 
-@pytest.mark.parametrize(
-    ("name", "runs"),
-    # `tests/bench/planner/test_shape.py` has the peak of the longest.
-    # Of 2 and 3 blocks: copies and two kinds of shards, three stages with recomputation and without; else whole models.
-    [
-        ("bev-student-8-gpus", 6),
-        ("gpt-1.3b-4-gpus", 10),
-        pytest.param("gpt-100b-64-gpus", 12, marks=pytest.mark.long),
-        ("resnet50-4-gpus", 6),
-        pytest.param("vit-2b-64-gpus", 12, marks=pytest.mark.long),
-    ],
-)
-def test_the_text_beside_a_shipped_scenario_is_what_the_command_writes(name, runs, tmp_path, capsys):
-    run_rank.cache_clear()
-    assert main(["plan", str(SCENARIOS / f"{name}.yaml"), "--json", "--out", str(tmp_path), "--no-html"]) == 0
-    assert (tmp_path / "report.md").read_text().startswith((SCENARIOS / f"{name}.md").read_text())
-    found = msgspec.json.decode(capsys.readouterr().out)
-    assert 0 < found["peak_gib"] <= found["usable_gib"]
-    assert 0.1 < found["mfu"] < 0.7
-    assert run_rank.cache_info().misses <= runs, "its plans share runs, each of about a second"
-
-
 def test_other_strategies_that_may_be_faster_are_tried_and_named():
     found = plan(msgspec.structs.replace(GPT, cluster="8x8-h100", global_batch=64))
     assert found.strategy == "ddp"
@@ -165,3 +146,34 @@ def test_a_dataset_says_what_it_is(tmp_path, capsys):
 def test_what_a_scenario_must_say(changes, message):
     with pytest.raises(ConfigError, match=message):
         plan(msgspec.structs.replace(GPT, **changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "runs"),
+    # Of 2 and 3 blocks: copies and two kinds of shards, three stages with recomputation and without; else whole models.
+    [
+        ("bev-student-8-gpus", 6),
+        ("gpt-1.3b-4-gpus", 10),
+        pytest.param("gpt-100b-64-gpus", 12, marks=pytest.mark.long),
+        pytest.param("resnet50-4-gpus", 6, marks=pytest.mark.long),
+        pytest.param("vit-2b-64-gpus", 12, marks=pytest.mark.long),
+    ],
+)
+def test_the_text_beside_a_shipped_scenario_is_what_the_command_writes(name, runs, tmp_path, capsys):
+    run_rank.cache_clear()
+    assert main(["plan", str(SCENARIOS / f"{name}.yaml"), "--json", "--out", str(tmp_path), "--no-html"]) == 0
+    assert (tmp_path / "report.md").read_text().startswith((SCENARIOS / f"{name}.md").read_text())
+    found = msgspec.json.decode(capsys.readouterr().out)
+    assert 0 < found["peak_gib"] <= found["usable_gib"]
+    assert 0.1 < found["mfu"] < 0.7
+    assert run_rank.cache_info().misses <= runs, "its plans share runs, each of about a second"
+
+
+@pytest.mark.long
+def test_the_first_stage_of_a_hundred_billion_parameters_needs_what_its_scenarios_text_says():
+    """Run whole: the text is of runs with fewer blocks."""
+    asked = load_yaml(SCENARIOS / "gpt-100b-64-gpus.yaml", Scenario)
+    settings, inputs = inputs_of(asked, asked.parallel, degrees := degrees_of(asked.parallel, 64))
+    found = shape_of(asked.settings, settings, degrees, inputs, precision=asked.precision)
+    text = (SCENARIOS / "gpt-100b-64-gpus.md").read_text()
+    assert f": {found.peak_bytes / 2**30:.1f} of 72.0 GiB" in text

@@ -66,9 +66,9 @@ def test_page_and_markdown_hold_the_figures(cut_off):
     text = render_markdown(report)
     page = Page(render_page(report))
     page.check()
-    for told in (text, page.text):
-        assert "110.0" in told
-        assert ("Partial" in told) is bool(cut_off)
+    for shown in (text, page.text):
+        assert "110.0" in shown
+        assert ("Partial" in shown) is bool(cut_off)
     drawn = set(re.findall(r'aria-label="([^"]+)"', render_page(report)))
     assert drawn == {"weak scaling efficiency over ranks", "strong scaling efficiency over ranks"}
 

@@ -175,5 +175,5 @@ CRASHED = RankExit(rank=0, exit_code=1)
     ids=["complete", "interrupted", "killed", "refused", "crashed", "unknown"],
 )
 def test_the_first_cause_is_reported(outcome, logs, said):
-    told = why_cut_off(outcome, logs)
-    assert (told is None) if said is None else (said in told)
+    sentence = why_cut_off(outcome, logs)
+    assert (sentence is None) if said is None else (said in sentence)

@@ -187,9 +187,9 @@ def test_headline_bar_and_sentence_agree_on_a_loaded_host():
         with accelerator.optimiser():
             clock.pass_ms(0.1)
         device = accelerator.finish_step()
-        told = {name: getattr(device, name) for name in device.__struct_fields__}
+        durations = {name: getattr(device, name) for name in device.__struct_fields__}
         other_ns = clock.now - start_ns - device.forward_ns - device.backward_ns - device.optimiser_ns
-        records.append(step(number, start_ns, **told, other_ns=other_ns, end_ns=clock.now))
+        records.append(step(number, start_ns, **durations, other_ns=other_ns, end_ns=clock.now))
     report = report_of([log(0, records)])
     share = {phase.phase: phase.share for phase in report.figures.phases}
     bar = share["forward"] + share["backward"] + share["optimiser"]

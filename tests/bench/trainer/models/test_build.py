@@ -16,8 +16,8 @@ from support.allocator import peak_of
 from support.ranks import run_ranks
 
 RANKS = 4
-WIDE = GptSettings(width=512, depth=24, heads=8, vocabulary=64, context=64)
-WIDE_BYTES = 4 * 76_000_000
+WIDE = GptSettings(width=256, depth=24, heads=8, vocabulary=64, context=64)
+WIDE_BYTES = 4 * 19_000_000
 DIVIDED = [
     ("gpt-tiny", {"strategy": "fsdp2"}),
     ("resnet-tiny", {"strategy": "zero2"}),

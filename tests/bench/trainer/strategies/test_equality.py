@@ -1,6 +1,7 @@
 """A small part of ``tests/slow/test_parallel_equality.py``: strategies against one process, on real ranks.
 
-Each strategy, each option and each model's own way to be divided is here once.
+Each strategy, each option and each model's own way to be divided is here once. Compilation takes longest:
+``tests/gpu/test_training.py`` compares it in one process.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ def case(model, precision="fp32", **options):
 
 TWO_RANKS = [
     case("resnet", strategy="ddp"),
-    case("gpt", strategy="ddp", compile="aot_eager"),
     case("bev", strategy="zero1"),
     case("bev", strategy="zero1", optimiser="adamw"),
     case("gpt", strategy="zero2"),

@@ -35,7 +35,7 @@ def as_yaml(data, where):
         (as_json, b"[" * 1_000_000, "nested too deeply"),
         (as_json, b'{"a": "\xff"}', "is not JSON"),
         (as_json, b"[1, 2", "is not JSON"),
-        (as_json, b"1" * ((16 << 20) + 1), "16777217 bytes, of which at most 16777216 are read"),
+        (as_json, (16 << 20) + 1, "16777217 bytes, of which at most 16777216 are read"),
         (as_yaml, b"{a: " * 100_000, "nested deeper than 64 levels"),
         (as_yaml, b"[" * 100_000, "nested deeper than 64 levels"),
         (as_yaml, b"- " * 100_000, "nested deeper than 64 levels"),
@@ -52,6 +52,9 @@ def as_yaml(data, where):
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named_with_the_file(read, data, says):
+    """A number stands for as many digits."""
+    if isinstance(data, int):
+        data = b"1" * data
     with pytest.raises(SourceError, match=f"(?s)^file 'x' .*{says}"):
         read(data, "file 'x'")
 

@@ -8,17 +8,17 @@ from support.manifest_world import write_long, write_wide
 from support.source_world import make_world
 
 
+def made(write, root):
+    root.mkdir()
+    write(make_world(), root, "jsonl")
+    return root
+
+
 @pytest.fixture
 def wide(tmp_path):
-    root = tmp_path / "source"
-    root.mkdir()
-    write_wide(make_world(), root, "jsonl")
-    return root
+    return made(write_wide, tmp_path / "source")
 
 
 @pytest.fixture
 def long(tmp_path):
-    root = tmp_path / "source"
-    root.mkdir()
-    write_long(make_world(), root, "jsonl")
-    return root
+    return made(write_long, tmp_path / "source")

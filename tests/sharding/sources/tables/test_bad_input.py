@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
@@ -115,16 +117,21 @@ def test_bad_rows_of_long_tables_are_named(long, table, change, match):
         ("csv", b"clip_id,timestamp_ns\na,1,2\n", "cannot be read.*Expected 2 columns, got 3"),
         ("jsonl", b"[" * 100_000, "row 0: not a JSON object"),
         ("jsonl", b'{"a": ' * 100_000, "row 0: not a JSON object.*nested too deeply"),
-        ("jsonl", b'{"clip_id": "a"}\n' + b" " * (70 << 20), "a row after row 1 has [0-9]+ bytes, of which at most"),
+        (
+            "jsonl",
+            partial(b'{"clip_id": "a"}\n'.ljust, 70 << 20),
+            "a row after row 1 has [0-9]+ bytes, of which at most",
+        ),
         ("csv", b"clip_id,\xff\xfe\na,1\n", "cannot be read: 'utf-8'"),
         ("csv", b"clip_id,timestamp_ns\n\xff,1\n", "cannot be read: .*UTF8"),
-        ("csv", b"clip_id,timestamp_ns\n" + b"a" * (9 << 20), "cannot be read: .*block"),
+        ("csv", partial(b"clip_id,timestamp_ns\n".ljust, 9 << 20, b"a"), "cannot be read: .*block"),
         ("csv", b"clip_id,timestamp_ns\na,noon\n", "cannot be read.*'noon'"),
         ("csv", b"clip_id,timestamp_ns,ego2global\na,1,[1]\n", "CSV has no lists, and ego2global is one"),
     ],
 )
 def test_damaged_tables_are_named(tmp_path, form, data, match):
-    (tmp_path / f"frames.{form}").write_bytes(data)
+    """Data of megabytes is made in the test: what parameters hold, each worker holds to its end."""
+    (tmp_path / f"frames.{form}").write_bytes(data if isinstance(data, bytes) else data())
     with pytest.raises(SourceError, match=match):
         scan(tmp_path)
 
