@@ -343,6 +343,8 @@ class Arguments(Settings, frozen=True, kw_only=True):
     layers: Any
     transforms: Transforms
     transform: Any
+    transform_in: Annotated[Literal["thread", "process"], must_be("'thread' or 'process'")]
+    batch_transform: Any
     storage: StorageOptions
     bad_samples: BadSamplePolicy
     device: Any
@@ -364,10 +366,12 @@ class Arguments(Settings, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, "storage", {"backend": backend})
         resolve_fields(self, where="")
         check_types(self, ConfigError, where="")
-        for name in ("transform", "collate_fn", "trace"):
+        for name in ("transform", "batch_transform", "collate_fn", "trace"):
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise ConfigError(f"{name}={value!r} must be a function or None")
+        if self.transform_in == "process" and self.transform is None:
+            raise ConfigError("transform_in='process' says where transform runs, and there is none: give transform=")
 
     @property
     def budget(self) -> Budget | None:

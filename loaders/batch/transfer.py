@@ -22,13 +22,10 @@ def require_cuda(what: str) -> None:
     raise ConfigError(f"{what} needs CUDA, but {reason}; leave it out to keep batches in host memory")
 
 
-def make_transfer(
-    device: torch.device | str | int | None, then: Callable[[Any], Any] | None = None, *, pinned: bool = True
-) -> CudaTransfer | None:
+def make_transfer(device: torch.device | str | int | None, *, pinned: bool = True) -> CudaTransfer | None:
     """Make what brings batches to a device: None for None or the CPU. Raise ConfigError for any but CPU and CUDA.
 
-    ``then`` is called with each batch on the device, on the copy's stream; its result is handed on. ``pinned`` is
-    whether what is copied together is put together in page-locked memory.
+    ``pinned`` is whether what is copied together is put together in page-locked memory.
     """
     try:
         target = torch.device("cpu" if device is None else device)
@@ -43,7 +40,7 @@ def make_transfer(
         raise ConfigError(f"device={device!r}: torch finds {torch.cuda.device_count()} CUDA devices, numbered from 0")
     if str(target) == "cuda":  # now, not when a batch is handed over: that is in another thread, or on another device
         target = torch.device("cuda", torch.cuda.current_device())
-    return CudaTransfer(target, then, pinned=pinned)
+    return CudaTransfer(target, pinned=pinned)
 
 
 class Moved(NamedTuple):
@@ -68,20 +65,23 @@ class CudaTransfer:
     consumer's stream, so that the allocator does not give it away while kernels queued there still read it.
     """
 
-    def __init__(self, device: torch.device, then: Callable[[Any], Any] | None = None, *, pinned: bool = True) -> None:
-        self._device, self._then = device, then
+    def __init__(self, device: torch.device, *, pinned: bool = True) -> None:
+        self.device = device
         self._arena = Arena(pinned=pinned)
         # A high priority: a copy that is ready is started before kernels that are queued.
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._local = threading.local()
 
-    def __call__(self, batch: Any) -> Moved:  # noqa: ANN401
-        """Copy every tensor of the batch, those in dicts, lists and tuples included."""
+    def __call__(self, batch: Any, then: Callable[[Any], Any] | None = None) -> Moved:  # noqa: ANN401
+        """Copy every tensor of the batch, those in dicts, lists and tuples included.
+
+        ``then`` is called with the batch on the device, on the copy's stream; its result is handed on.
+        """
         with torch.cuda.stream(self._stream):
             try:
                 moved, arena = self._move(batch)
-                if self._then is not None:
-                    moved = self._then(moved)
+                if then is not None:
+                    moved = then(moved)
             finally:
                 wait_on_host(self._stream)
         owners: dict[int, torch.Tensor] = {}
@@ -98,13 +98,13 @@ class CudaTransfer:
 
         map_tensors(batch, collect)
         if not small:
-            return map_tensors(batch, lambda tensor: tensor.to(self._device, non_blocking=True)), None
+            return map_tensors(batch, lambda tensor: tensor.to(self.device, non_blocking=True)), None
         packed = self._arena.pack(small)
-        arena = packed.block.to(self._device, non_blocking=True)
+        arena = packed.block.to(self.device, non_blocking=True)
         views = iter(packed.cut(arena))
         return map_tensors(
             batch,
-            lambda tensor: next(views) if is_packed(tensor) else tensor.to(self._device, non_blocking=True),
+            lambda tensor: next(views) if is_packed(tensor) else tensor.to(self.device, non_blocking=True),
         ), arena
 
     def hand_over(self, moved: Moved) -> Any:  # noqa: ANN401
@@ -112,7 +112,7 @@ class CudaTransfer:
 
         No wait is needed: the copy was complete before the batch left :meth:`__call__`.
         """
-        current = torch.cuda.current_stream(self._device)
+        current = torch.cuda.current_stream(self.device)
         for tensor in moved.owners:
             tensor.record_stream(current)
         return moved.batch
@@ -128,7 +128,7 @@ class CudaTransfer:
         def streamed(item: Any) -> Any:  # noqa: ANN401
             stream = getattr(self._local, "stream", None)
             if stream is None:
-                stream = self._local.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+                stream = self._local.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             with torch.cuda.stream(stream):
                 try:
                     return work(item)
