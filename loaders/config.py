@@ -370,8 +370,6 @@ class Arguments(Settings, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise ConfigError(f"{name}={value!r} must be a function or None")
-        if self.transform_in == "process" and self.transform is None:
-            raise ConfigError("transform_in='process' says where transform runs, and there is none: give transform=")
 
     @property
     def budget(self) -> Budget | None:

@@ -18,11 +18,10 @@ from fuelrail.loaders.batch import buffer_pool, user
 from fuelrail.loaders.batch.channels import choose_attributes, choose_channels
 from fuelrail.loaders.batch.counterfactual import LeftOut, LoaderPart, leave_out
 from fuelrail.loaders.batch.points import Points, choose_points
-from fuelrail.loaders.batch.processes import ProcessTransform
 from fuelrail.loaders.batch.stages import BatchPipeline, LoaderStats, Runner, make_batch_pipeline
 from fuelrail.loaders.batch.transfer import make_transfer, require_cuda
 from fuelrail.loaders.config import Arguments, Budget, StorageOptions, Transforms, UnlikeTorch, refuse_unknown
-from fuelrail.loaders.decode import BatchDecoder, decodes_on_device
+from fuelrail.loaders.decode import decodes_on_device
 from fuelrail.loaders.decode.protocol import MAX_LANES, MIN_LANES
 from fuelrail.loaders.distributed import check_ranks_agree, detect_world, resolve_world, warn_of_workers
 from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy, BadSamples
@@ -314,9 +313,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
     def close(self) -> None:
         """Stop the threads, ending an iteration under way. The loader can be iterated again."""
         self._runner.stop()
-        for part in (self._make.decoder, self._make.transform):
-            if isinstance(part, (BatchDecoder, ProcessTransform)):
-                part.close()
+        self._make.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle, for spawned processes, the arguments, the rank and the position: a copy continues as a fork does."""
@@ -369,8 +366,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
                     f"{num_batches} batches: a loader has one position; make one for each"
                 )
         finally:
-            if not isinstance(self._make.transform, ProcessTransform):
-                user.warn_if_slow(pipeline.clocks())
+            user.warn_if_slow(self._make.transform, pipeline.clocks())
             if self._runner.runs(pipeline) and handed_out < num_batches:
                 self.close()
 

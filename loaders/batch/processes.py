@@ -22,6 +22,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from fuelrail.loaders.batch.transfer import is_plain
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.runtime.stages import RemoteError, origin_of
 from fuelrail.pipeline.runtime.workers import check_main_guard, ctrl_c_waits, set_up_worker
@@ -101,7 +102,9 @@ def _end(workers: list[_Worker], idle: deque[_Worker]) -> None:
 class ProcessTransform:
     """The user's function, called in worker processes. Raise ConfigError for one that cannot be pickled."""
 
-    def __init__(self, function: Callable[[dict[str, Any]], Any]) -> None:
+    def __init__(self, function: Callable[[dict[str, Any]], Any] | None) -> None:
+        if function is None:
+            raise ConfigError("transform_in='process' says where transform runs, and there is none: give transform=")
         check_main_guard()
         try:
             self._setup = pickle.dumps((function, torch.get_num_threads()))
@@ -184,8 +187,8 @@ def _answer(work: Callable[[Any], Any], request: bytes) -> bytes | memoryview:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:  # noqa: ANN401
-        """Write tensors in host memory as their own elements; torch would write all of the memory that a view is of."""
-        if type(value) is not torch.Tensor or value.device.type != "cpu" or value.requires_grad or value.is_sparse:
+        """Write plain tensors as their own elements; torch would write all of the memory that a view is of."""
+        if not is_plain(value):
             return NotImplemented
         dense = value.contiguous().as_strided((value.numel(),), (1,))  # strides of axes of length 1 may be any
         content: Any = dense.view(torch.uint8).numpy()

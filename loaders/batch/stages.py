@@ -84,6 +84,12 @@ class BatchPipeline(NamedTuple):
         # What a batch_transform returns may be any views of that memory, other ones in each batch.
         return self.fixed(batch, made.arena if self.batch_transform is None else None)
 
+    def close(self) -> None:
+        """Free what the decoder and the transform hold until they are used again."""
+        for part in (self.decoder, self.transform):
+            if isinstance(part, (BatchDecoder, ProcessTransform)):
+                part.close()
+
     def stages(self, tuning: Tuning) -> list[Stage]:
         """Return the stages under a tuning; another tuning changes only their numbers of threads and capacities."""
         num_workers = tuning.num_workers

@@ -22,6 +22,7 @@ import torch
 
 from fuelrail.loaders.batch.assemble import NO_CHANNELS, assemble
 from fuelrail.loaders.batch.channels import SelectedChannels, of_one
+from fuelrail.loaders.batch.processes import ProcessTransform
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.runtime.stages import StageClock, stage_error
 from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, second_view, uniforms
@@ -193,8 +194,10 @@ def _same_rows(whole: torch.Tensor, transformed: Sequence[Sample], images: list[
     return whole
 
 
-def warn_if_slow(clocks: Sequence[StageClock]) -> None:
-    """Log a warning if the transform takes a large part of the time that decoding takes."""
+def warn_if_slow(function: Callable[[dict[str, Any]], Any] | None, clocks: Sequence[StageClock]) -> None:
+    """Log a warning if the transform takes a large part of the time that decoding takes, in threads."""
+    if isinstance(function, ProcessTransform):
+        return
     per_item_ms = {clock.name: 1e3 * clock.busy_s / clock.items for clock in clocks if clock.items}
     transforming, decoding = per_item_ms.get("transform", 0.0), per_item_ms.get("decode", 0.0)
     if transforming > max(_SLOW_MS, _SLOW_SHARE * decoding):
