@@ -7,27 +7,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from fuelrail.pipeline.channels.table import Channel
 from fuelrail.sharding.sources.adapter.frame import FileMember
-from fuelrail.sharding.sources.shared.files import source_files
-from fuelrail.sharding.sources.shared.foreign import read_json
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.nuscenes.geometry import SceneRows
+    from fuelrail.sharding.sources.nuscenes.tables import Tables
 
 CHANNELS_FILE: Final = "channels.json"
 CHANNELS_FOLDER: Final = "channels"
 
 
-def load_channels(folder: Path) -> tuple[Channel, ...]:
-    """Return the entries beside the tables in ``folder``; none where the file is not there. Raise SourceError."""
-    files, name = source_files(str(folder.parent)), f"{folder.name}/{CHANNELS_FILE}"
-    if not (folder / CHANNELS_FILE).exists():
-        return ()
-    return read_json(files.read(name), f"'{folder / CHANNELS_FILE}'", tuple[Channel, ...], "is not a list of channels")
+def load_channels(tables: Tables) -> tuple[Channel, ...]:
+    """Return the entries beside the tables; none where the file is not there. Raise SourceError."""
+    return tables.beside(CHANNELS_FILE, tuple[Channel, ...], "is not a list of channels") or ()
 
 
 def channel_file(channel: Channel, token: str) -> str:

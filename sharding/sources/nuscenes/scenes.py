@@ -44,14 +44,18 @@ class TableSource(FrameSource[S]):
 def scene_frames(rows: SceneRows, groups: Sequence[Group]) -> Iterator[Frame]:
     """Yield the frames of a scene, with the members of ``groups``; raises SourceError."""
     cameras = [name.lower() for name in rows.keyframes.cameras]
-    lidars = [name.lower() for name in rows.keyframes.lidars]
     for at, (token, own) in enumerate(zip(rows.tokens, rows.sensors, strict=True)):
-        sweeps = zip(lidars, own[len(cameras) :], strict=True)
+        if rows.poses[at] < 0:
+            raise SourceError(f"table 'sample': row '{token}' has no sensor data at all")
+        images: dict[str, Image | Absent] = {
+            name: Absent("no row") if row is None else image_of(row, stays=True)
+            for name, row in zip(cameras, own, strict=False)
+        }
         yield Frame(
             timestamp_ns=rows.timestamp_us[at] * NS_PER_US,
-            images={name: _image(row) for name, row in zip(cameras, own, strict=False)},
+            images=images,
             ego2global=rows.ego2global[at],
-            sweeps={name: _sweep(row) for name, row in sweeps if row is not None},
+            sweeps={n.lower(): sweep_of(_checked(row)) for n, row in rows.of_sample(at, rows.keyframes.lidars)},
             boxes=rows.boxes[at],
             boxes2d={k: v for one in groups if isinstance(one, ImageBoxes) for k, v in one.boxes2d(rows, at).items()},
             members=[member for group in groups for member in group.members(rows, at)],
@@ -60,24 +64,29 @@ def scene_frames(rows: SceneRows, groups: Sequence[Group]) -> Iterator[Frame]:
         )
 
 
-def _image(row: SensorRow | None) -> Image | Absent:
-    if row is None:
-        return Absent("no row")
+def image_of(row: SensorRow, folder: str = "", *, stays: bool) -> Image:
+    """Return the image of a row, whose file is below ``folder``; ``stays`` as :class:`Image` has it."""
     one = row.calibration
     return Image(
-        ref=row.filename, timestamp_ns=row.timestamp_ns, intrinsics=one.intrinsics, cam2ego=one.sensor2ego,
-        ego2global=row.ego2global, width=row.width, height=row.height, dist=one.dist, dist_model=one.dist_model,
-        token=row.token, absent="" if row.is_valid else NOT_VALID, stays=True,
+        ref=f"{folder}{row.filename}", timestamp_ns=row.timestamp_ns, intrinsics=one.intrinsics,
+        cam2ego=one.sensor2ego, ego2global=row.ego2global, width=row.width, height=row.height, dist=one.dist,
+        dist_model=one.dist_model, token=row.token, absent="" if row.is_valid else NOT_VALID, stays=stays,
     )  # fmt: skip
 
 
-def _sweep(row: SensorRow) -> Sweep:
+def sweep_of(row: SensorRow, folder: str = "") -> Sweep:
+    """Return the sweep of a row, whose file is below ``folder``."""
+    return Sweep(
+        ref=f"{folder}{row.filename}", timestamp_ns=row.timestamp_ns, lidar2ego=row.calibration.sensor2ego,
+        ego2global=row.ego2global, absent="" if row.is_valid else NOT_VALID,
+    )  # fmt: skip
+
+
+def _checked(row: SensorRow) -> SensorRow:
+    """Return the row of a lidar; raise SourceError for a file of a kind that is not read."""
     if row.is_valid and not row.filename.endswith(_POINT_FILES):
         raise SourceError(
             f"table 'sample_data': row '{row.token}' of a lidar has the file '{row.filename}', of a kind that is not "
             f"read; read are {', '.join(_POINT_FILES)}"
         )
-    return Sweep(
-        ref=row.filename, timestamp_ns=row.timestamp_ns, lidar2ego=row.calibration.sensor2ego,
-        ego2global=row.ego2global, absent="" if row.is_valid else NOT_VALID,
-    )  # fmt: skip
+    return row

@@ -11,10 +11,12 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from fuelrail.pipeline.channels.sensors import lies_on
@@ -24,21 +26,20 @@ from fuelrail.sharding.sources.adapter.frame import Clip, Frame, Sensors
 from fuelrail.sharding.sources.adapter.rows import attribute_types, clip_id
 from fuelrail.sharding.sources.adapter.source import FrameSettings
 from fuelrail.sharding.sources.adapter.vector_maps import MapWindows
-from fuelrail.sharding.sources.nuscenes.boxes import CATEGORIES
+from fuelrail.sharding.sources.nuscenes.boxes import CATEGORIES, Annotations
 from fuelrail.sharding.sources.nuscenes.channels import CHANNELS_FILE, OwnChannels, load_channels
 from fuelrail.sharding.sources.nuscenes.extras.can import CanMessages
 from fuelrail.sharding.sources.nuscenes.extras.groups import Group, GroupName, chosen_groups
 from fuelrail.sharding.sources.nuscenes.extras.maps import LAYERS, Maps, parse_map
 from fuelrail.sharding.sources.nuscenes.geometry import Keyframes
+from fuelrail.sharding.sources.nuscenes.joined import KEYFRAMES, Joined
 from fuelrail.sharding.sources.nuscenes.scenes import POINT_COLUMNS, TableSource, scene_frames
 from fuelrail.sharding.sources.nuscenes.sweeps import LidarSweeps, SweepList
-from fuelrail.sharding.sources.nuscenes.tables import TABLES, Tables, check_time
+from fuelrail.sharding.sources.nuscenes.tables import TABLES, Tables, check_time, of_rig
 from fuelrail.sharding.sources.shared.files import source_files
-from fuelrail.sharding.sources.shared.foreign import read_json
 from fuelrail.sharding.sources.shared.joins import Cut
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.sample.arrays import Buffer
@@ -60,22 +61,21 @@ _NUM_SCENES: Final = 1110
 _SCENE: Final = re.compile(r"scene-([0-9]{4})\Z")
 
 
-def source_splits(folder: Path, scenes: Sequence[str]) -> dict[str, list[str]] | None:
-    """Split name to scene names for the tables in ``folder``, None where they say nothing and are not official."""
-    files, name = source_files(str(folder.parent)), f"{folder.name}/{SPLITS_FILE}"
-    if (folder / SPLITS_FILE).exists():
-        what = "does not map split names to lists of scene names"
-        return read_json(files.read(name), f"'{folder / SPLITS_FILE}'", dict[str, list[str]], what)
+def source_splits(tables: Tables, scenes: Sequence[str]) -> dict[str, list[str]] | None:
+    """Split name to scene names of the tables, None where they say nothing and are not official."""
+    stated = tables.beside(SPLITS_FILE, dict[str, list[str]], "does not map split names to lists of scene names")
+    if stated is not None:
+        return stated
     numbers = [int(match.group(1)) if (match := _SCENE.match(name)) else 0 for name in scenes]
     if not all(1 <= number <= _NUM_SCENES for number in numbers):
         return None
-    if folder.name == "v1.0-test":
+    if tables.folder == "v1.0-test":
         return {"test": list(scenes)}
-    if folder.name == "v1.0-mini":
+    if tables.folder == "v1.0-mini":
         if not set(numbers) <= _MINI_TRAIN | _MINI_VAL:
             return None
         val = _MINI_VAL
-    elif folder.name == "v1.0-trainval":
+    elif tables.folder == "v1.0-trainval":
         val = _VAL
     else:
         return None
@@ -153,9 +153,8 @@ class NuScenesOptions(FrameSettings, frozen=True, kw_only=True):
 
 
 class _SceneClip(Clip, frozen=True, kw_only=True):
-    """A scene: its row in the table, and those of its samples (S,) in time order."""
+    """A scene with the rows of its samples (S,), in time order."""
 
-    row: int
     samples: NDArray[np.int64]
 
 
@@ -167,6 +166,7 @@ class NuScenesSource(TableSource[NuScenesOptions]):
     sync = "keyframe"
     columns = _COLUMNS
     _keyframes: Keyframes
+    _annotations: Annotations
     _groups: list[Group]
 
     def __init__(self, location: str, options: dict[str, Any]) -> None:
@@ -190,16 +190,23 @@ class NuScenesSource(TableSource[NuScenesOptions]):
         """Read the tables, look at every file's size, write one row for each sample."""
         given, cut = self.given, Cut(is_on=self.given.dangling_links == "cut")
         with self.files.fetched(self._version(), _TABLE_FILES) as folder:
-            tables = Tables(folder)
+            tables = Tables(source_files(str(folder.parent)), folder.name)
             tables.check()
-            self._keyframes = keyframes = Keyframes(tables, out.database, cut, given.cameras)
-            self.box_attributes = keyframes.annotations.attribute_names
+            wanted = partial(of_rig, cameras=given.cameras, where=str(folder), radars="radar" in given.channels)
+            joined = Joined(tables, out.database, KEYFRAMES, wanted, cut)
+            self._keyframes = keyframes = Keyframes(joined, out.database, ("LIDAR_TOP",))
+            if not keyframes.cameras:
+                raise SourceError(f"table '{tables.path('sample_data')}' has no keyframes of cameras")
+            self._annotations = annotations = Annotations(joined, out.database)
+            self.box_attributes = annotations.attribute_names
             rig = [name.lower() for name in keyframes.cameras]
-            own = OwnChannels(tuple(channel for channel in load_channels(folder) if lies_on(channel, rig)))
-            groups = chosen_groups(given.channels, tables, out.database, keyframes, given.radar_sweeps, self.maps)
+            own = OwnChannels(tuple(channel for channel in load_channels(tables) if lies_on(channel, rig)))
+            groups = chosen_groups(
+                given.channels, tables, out.database, keyframes, annotations, given.radar_sweeps, self.maps
+            )
             self._groups = [own, *groups.values()]
             if given.sweeps:
-                self._groups.append(LidarSweeps(tables, out.database, keyframes.data_tokens, given.sweeps))
+                self._groups.append(LidarSweeps(tables, out.database, "lidar", keyframes, given.sweeps))
             made = {channel.name for group in groups.values() for channel in group.channels}
             for channel in own.channels:
                 if channel.name in made:
@@ -211,7 +218,7 @@ class NuScenesSource(TableSource[NuScenesOptions]):
                 channel for group in self._groups if not isinstance(group, Maps) for channel in group.channels
             ]
             info = self._scan(out)
-            report, splits = info.report, source_splits(folder, [clip.clip_name for clip in info.clips])
+            report, splits = info.report, source_splits(tables, [clip.clip_name for clip in info.clips])
         assert report is not None, "the adapter counts"
         report.cut_links = cut.counts
         if_found = {channel.name for name in ("can", "map") if name in groups for channel in groups[name].channels}
@@ -225,7 +232,7 @@ class NuScenesSource(TableSource[NuScenesOptions]):
 
     def _classes(self) -> ClassMap:
         option = CATEGORIES if self.given.classes == NUSCENES10 else self.given.classes
-        return ClassMap(option, self._keyframes.annotations.categories)
+        return ClassMap(option, self._annotations.categories)
 
     def sensors(self) -> Sensors:
         """Return the cameras and lidars that have keyframes."""
@@ -233,23 +240,43 @@ class NuScenesSource(TableSource[NuScenesOptions]):
 
     def clips(self) -> Iterator[Clip]:
         """Yield the scenes that have samples, in the order of the table."""
-        keyframes = self._keyframes
-        count = Counter(scene.name for scene in keyframes.scene)
+        keyframes, joined = self._keyframes, self._keyframes.joined
+        scenes, logs = joined["scene"].records, joined["log"].records
+        count = Counter(scene.name for scene in scenes)
         for row, samples in keyframes.scenes():
-            scene, log = keyframes.scene[row], keyframes.log[keyframes.scene_log[row]]
+            scene, log = scenes[row], logs[joined["scene"].links["log_token"][row]]
+            self._check_chain(scene, samples)
+            if not len(samples):
+                continue
             for own in samples[[0, -1]].tolist():
-                check_time(int(keyframes.timestamp_us[own]), keyframes.sample_tokens[own])
+                check_time(int(keyframes.timestamp_us[own]), joined["sample"].tokens[own])
             tags = {"location": log.location, "description": scene.description, **_conditions(scene, log)}
             yield _SceneClip(
                 name=scene.name, token=scene.token, log_id=log.logfile or log.token, vehicle=log.vehicle, tags=tags,
-                attributes=tags, id=clip_id(scene.name, scene.token, is_taken=count[scene.name] > 1), row=row,
-                samples=samples,
+                attributes=tags, id=clip_id(scene.name, scene.token, is_taken=count[scene.name] > 1), samples=samples,
             )  # fmt: skip
+
+    def _check_chain(self, scene: Scene, samples: NDArray[np.int64]) -> None:
+        """Raise SourceError where samples in time order are not the scene's ``next`` links, or not ``nbr_samples``."""
+        is_cut, table = self.given.dangling_links == "cut", self._keyframes.joined["sample"]
+        if len(samples) != scene.nbr_samples and not is_cut:
+            raise SourceError(
+                f"table 'scene': '{scene.name}' has nbr_samples {scene.nbr_samples}, "
+                f"table 'sample' has {len(samples)} of it"
+            )
+        following = table.links["next"][samples]
+        wrong = (following != np.append(samples[1:], -1)[: len(samples)]) & ~(is_cut & (following < 0))
+        if wrong.any():
+            raise SourceError(
+                f"table 'sample': row '{table.tokens[int(samples[wrong.argmax()])]}' of scene '{scene.name}': its next "
+                "is not the scene's following sample in time"
+            )
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
         """Yield the samples of a scene."""
         assert isinstance(clip, _SceneClip), "it is of this source"
-        yield from scene_frames(self._keyframes.scene_rows(clip.row, clip.samples), self._groups)
+        rows = self._keyframes.scene_rows(clip.samples)
+        yield from scene_frames(rows._replace(boxes=self._annotations.stored(rows)), self._groups)
 
     def place(self, ref: str) -> Place | None:
         """Return file of an image on this machine; None for lidar, which :meth:`open` makes arrays of, and at a URL."""
@@ -259,7 +286,9 @@ class NuScenesSource(TableSource[NuScenesOptions]):
         """Return bytes of a member; a lidar sweep as ``.npy``, float32 (P, 5) in the lidar frame."""
         if ref.startswith("{"):
             return msgspec.json.decode(ref, type=CanMessages).member(self.files.read)
-        return SweepList.decode(ref).member(self.points) if ref.startswith("[") else super().open(ref)
+        return (
+            msgspec.json.decode(ref, type=SweepList).member(self.points) if ref.startswith("[") else super().open(ref)
+        )
 
     def _version(self) -> str:
         """Name of the tables' folder."""

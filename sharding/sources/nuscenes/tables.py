@@ -11,10 +11,10 @@ Layout of the tables: https://github.com/nutonomy/nuscenes-devkit/blob/master/do
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import msgspec
@@ -24,13 +24,14 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.channels.sensors import choose_cameras
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.adapter.poses import are_unit
-from fuelrail.sharding.sources.shared.files import check_most, check_no_pointer, source_files
-from fuelrail.sharding.sources.shared.foreign import parsing
+from fuelrail.sharding.sources.shared.files import check_most, check_no_pointer
+from fuelrail.sharding.sources.shared.foreign import parsing, read_json
 from fuelrail.sharding.sources.shared.windows import open_file
 
 if TYPE_CHECKING:
     from typing import BinaryIO
 
+    from fuelrail.sharding.sources.shared.files import SourceFiles
     from fuelrail.sharding.sources.shared.joins import Owners
 
 TABLES: Final = (
@@ -39,6 +40,8 @@ TABLES: Final = (
 )  # fmt: skip
 _PIECE_BYTES: Final = 1 << 18
 _MOST_RECORD: Final = 16 << 20
+_AHEAD: Final = 8 << 20
+"""What a request at a URL asks for at least."""
 
 Vector3 = tuple[float, float, float]
 Vector4 = tuple[float, float, float, float]
@@ -85,12 +88,13 @@ class Sensor(Record, frozen=True, gc=False):
     modality: str
 
 
-def of_rig(sensors: Sequence[Sensor], cameras: Sequence[str], where: str) -> NDArray[np.bool_]:
-    """Return which sensors are lidars or of these cameras (none: all); raise ConfigError for an unknown one."""
+def of_rig(sensors: Sequence[Sensor], cameras: Sequence[str], where: str, *, radars: bool) -> NDArray[np.bool_]:
+    """Return which sensors are lidars, of these cameras (none: all), or ``radars``; ConfigError for an unknown one."""
     named = dict.fromkeys(one.channel.lower() for one in sensors if one.modality == "camera")
     kept = choose_cameras(list(named), cameras or None, where)
+    kinds = ("lidar", "radar") if radars else ("lidar",)
     return np.array(
-        [one.modality == "lidar" or (one.modality == "camera" and one.channel.lower() in kept) for one in sensors],
+        [one.modality in kinds or (one.modality == "camera" and one.channel.lower() in kept) for one in sensors],
         np.bool_,
     )
 
@@ -106,6 +110,18 @@ class CalibratedSensor(Record, frozen=True, gc=False):
     rotation: Vector4
     camera_intrinsic: tuple[Vector3, ...]
     camera_distortion: tuple[float, ...] | None = ()
+
+    @property
+    def dist(self) -> tuple[float, ...]:
+        """The lens coefficients; none where all are 0."""
+        stated = self.camera_distortion or ()
+        return stated if any(stated) else ()
+
+    @property
+    def intrinsics(self) -> tuple[float, ...]:
+        """The nine numbers of K row by row, NaN for what is no camera."""
+        rows = self.camera_intrinsic
+        return (*rows[0], *rows[1], *rows[2]) if len(rows) == 3 else (math.nan,) * 9
 
 
 class EgoPose(Record, frozen=True, gc=False):
@@ -129,6 +145,12 @@ class SampleData(Record, frozen=True, gc=False):
     is_valid: bool = True
 
 
+class LinkedRow(SampleData, frozen=True, gc=False):
+    """A row of ``sample_data`` with the link to the one before it."""
+
+    prev: str = ""
+
+
 class Named(Record, frozen=True, gc=False):
     """Tables ``category`` and ``attribute``."""
 
@@ -150,7 +172,7 @@ class Instance(Record, frozen=True, gc=False):
 class Annotation(Record, frozen=True, gc=False):
     """Table ``sample_annotation``: a box in global coordinates, size as width, length, height.
 
-    A number of points that is absent, null or negative is unknown.
+    A number of points that is absent, null or negative is unknown; so is a ``velocity`` [m/s] in global (T4).
     """
 
     sample_token: str
@@ -164,34 +186,46 @@ class Annotation(Record, frozen=True, gc=False):
     num_radar_pts: Points = -1
     visibility_token: str = ""
     attribute_tokens: tuple[str, ...] = ()
+    velocity: Vector3 | None = None
+
+    @property
+    def attribute_token(self) -> str:
+        """The token of its attribute, "" for none; should it have several, the first counts."""
+        return self.attribute_tokens[0] if self.attribute_tokens else ""
 
 
 R = TypeVar("R", bound=Record)
+T = TypeVar("T")
 _FLOAT_TIME: Final = re.compile(rb'("timestamp"\s*:\s*)([0-9]+\.[0-9]+)')
 _FIRST_US, _LAST_US = 946_684_800_000_000, 4_102_444_800_000_000
 
 
 class Tables:
-    """The tables of one version of a dataroot, JSON files in ``folder``."""
+    """The tables of one version of a dataroot, JSON files in ``folder`` below the root of ``files``."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._files = source_files(str(folder.parent))
+    def __init__(self, files: SourceFiles, folder: str) -> None:
+        self.files, self.folder = files, folder
 
     def check(self) -> None:
         """Raise SourceError unless all thirteen tables are there; name every one that is missing."""
-        if not self.folder.is_dir():
-            raise SourceError(f"nuScenes tables: '{self.folder}' is not a folder")
-        missing = [f"{table}.json" for table in TABLES if not self.path(table).is_file()]
+        there = self.files.listed(self.folder)
+        missing = [f"{table}.json" for table in TABLES if f"{table}.json" not in there]
         if missing:
             raise SourceError(
-                f"nuScenes tables in '{self.folder}': {', '.join(missing)} missing; a dataroot has all {len(TABLES)} "
-                "tables"
+                f"nuScenes tables in '{self.files.shown}/{self.folder}': {', '.join(missing)} missing; a dataroot has "
+                f"all {len(TABLES)} tables"
             )
 
-    def path(self, table: str) -> Path:
-        """Return the file of a table."""
-        return self.folder / f"{table}.json"
+    def path(self, table: str) -> str:
+        """Return the file of a table, as messages show it."""
+        return f"{self.files.shown}/{self.folder}/{table}.json"
+
+    def beside(self, name: str, of: type[T], what: str) -> T | None:
+        """Return a JSON file beside the tables, None where it is not there; raise SourceError saying ``what`` it is."""
+        if name not in self.files.listed(self.folder):
+            return None
+        where = f"'{self.files.shown}/{self.folder}/{name}'"
+        return read_json(self.files.read(f"{self.folder}/{name}"), where, of, what)
 
     def read(self, table: str, of: type[R]) -> Iterator[list[R]]:
         """Yield a table's records in pieces, in order; raise SourceError where it is no JSON list of such records."""
@@ -210,7 +244,7 @@ class Tables:
 
         with (
             parsing(f"table '{path}'", "is not JSON"),
-            open_file(self._files, f"{self.folder.name}/{path.name}") as file,
+            open_file(self.files, f"{self.folder}/{table}.json", _AHEAD) as file,
         ):
             try:
                 for records in _pieces(file, path, decode):
@@ -224,7 +258,7 @@ class Tables:
         return [record for piece in self.read(table, of) for record in piece]
 
 
-def _pieces(file: BinaryIO, path: Path, decode: Callable[[bytes], list[R]]) -> Iterator[list[R]]:
+def _pieces(file: BinaryIO, path: str, decode: Callable[[bytes], list[R]]) -> Iterator[list[R]]:
     """Cut a JSON list of objects into lists of whole objects, and decode those.
 
     A piece ends between two records: ``}``, white space, ``,``, white space, ``{``. A cut inside a string that happens

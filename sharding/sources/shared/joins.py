@@ -22,8 +22,8 @@ from fuelrail.sharding.sources.shared.scan_report import Findings
 
 _MEMORY: Final = "128MB"
 _ROWS_OF_PART: Final = 1 << 18
-"""A join of more rows is made in parts by the hash of the token, so that all joins take the same memory."""
-_MOST_PARTS: Final = 32
+"""Links to a table of more rows are joined in parts by the hash of the token, so that joins take the same memory."""
+_HASHES: Final = 1 << 23
 _FEW_ROWS: Final = 1 << 13
 """Joins of at most this number of rows are looked up in memory: to load DuckDB takes 0.1 s and 40 MB."""
 
@@ -53,15 +53,19 @@ class Database(Disk):
             self._connection.close()
             del self._connection
 
-    def pairs(self, own: Texts, links: Texts) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Yield rows of ``own`` and of ``links`` that have the same text, in any order, some at a time."""
-        num_parts = min(_MOST_PARTS, -(-(len(own) + len(links)) // _ROWS_OF_PART))
+    def pairs(self, own: Texts, links: Sequence[Texts]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Yield rows of ``own`` and of ``links`` that have the same text, in any order, some at a time.
+
+        Rows of ``links`` are counted over all of these columns.
+        """
+        num_parts = -(-len(own) // _ROWS_OF_PART) if any(map(len, links)) else 0
         for part in range(num_parts):
-            for name, column in (("own", own), ("links", links)):
-                self._connection.register(name, _reader(column))
-            mine = f"(SELECT * FROM {{}} WHERE hash(token) % {num_parts} = {part})"
+            for name, columns in (("own", [own]), ("links", links)):
+                self._connection.register(name, _reader(columns))
+            mine = f"(SELECT * FROM {{}} WHERE hash(token) % {num_parts} = {part})" if num_parts > 1 else "{}"
+            # The hash table is made of the right side.
             found = self._connection.sql(
-                f"SELECT own.row, links.row AS link FROM {mine.format('own')} own JOIN {mine.format('links')} links "
+                f"SELECT own.row, links.row AS link FROM {mine.format('links')} links JOIN {mine.format('own')} own "
                 "USING (token)"
             )
             for batch in found.to_arrow_reader(ROWS_AT_ONCE):
@@ -70,13 +74,14 @@ class Database(Disk):
             self.close()  # DuckDB keeps the memory of its largest join; to connect again takes 10 ms
 
 
-def _reader(column: Texts) -> pa.RecordBatchReader:
+def _reader(columns: Sequence[Texts]) -> pa.RecordBatchReader:
     def batches() -> Iterator[pa.RecordBatch]:
         first = 0
-        for part in column.parts():
-            rows = pa.array(np.arange(first, first + len(part)))
-            yield pa.RecordBatch.from_arrays([part, rows], ["token", "row"])
-            first += len(part)
+        for column in columns:
+            for part in column.parts():
+                rows = pa.array(np.arange(first, first + len(part)))
+                yield pa.RecordBatch.from_arrays([part, rows], ["token", "row"])
+                first += len(part)
 
     schema = pa.schema([("token", pa.large_string()), ("row", pa.int64())])
     return pa.RecordBatchReader.from_batches(schema, batches())
@@ -107,28 +112,15 @@ class Tokens(Texts):
         """Return the row number of each token; -1 where there is none. For a table of few rows."""
         return np.fromiter(map(self._row_of.get, tokens, itertools.repeat(-1)), np.int64, len(tokens))
 
-    def resolve(self, tokens: Sequence[str], *, may_be_empty: bool = True, **where: Any) -> NDArray[np.int64]:
-        """Do :meth:`resolve_all` for a few tokens at hand, for a table of few rows."""
-        rows = self.find(tokens)
-        self._check(rows, tokens, may_be_empty=may_be_empty, **where)
-        return rows
+    def rows_of(self, *links: Texts) -> list[NDArray[np.int64]]:
+        """Return for each column each token's row number, -1 where there is none.
 
-    def resolve_all(self, links: Texts, *, may_be_empty: bool = True, **where: Any) -> NDArray[np.int64]:
-        """Return the row number of each token; -1 for an empty one.
-
-        ``where``: ``table`` and ``column`` of the links, and ``owners``, the tokens of the rows that have them; ``cut``
-        may make dangling ones -1. Raises SourceError for a token that is not in this table, and for an empty one unless
-        ``may_be_empty``.
+        Raises SourceError where two rows have one of these tokens.
         """
-        rows = self.rows_of(links)
-        self._check(rows, links, may_be_empty=may_be_empty, **where)
-        return rows
-
-    def rows_of(self, links: Texts) -> NDArray[np.int64]:
-        """Return each token's row number, -1 where there is none; raise SourceError where two rows have one."""
-        if len(self) + len(links) <= _FEW_ROWS and len(self._row_of) == len(self):
-            return self.find(links.take(np.arange(len(links))))
-        found = self._database.filled(-1, len(links), np.int64)
+        ends = np.cumsum([len(column) for column in links])
+        if len(self) + ends[-1] <= _FEW_ROWS and len(self._row_of) == len(self):
+            return [self.find(column.take(np.arange(len(column)))) for column in links]
+        found = self._database.filled(-1, int(ends[-1]), np.int64)
         for row, link in self._database.pairs(self, links):
             is_again = found[link] >= 0
             found[link] = row
@@ -136,12 +128,17 @@ class Tokens(Texts):
             if is_again.any():
                 raise SourceError(f"table '{self.table}' has the token '{self[int(row[is_again.argmax()])]}' twice")
             self._database.used(len(row))
-        return found
+        return np.split(found, ends[:-1])
 
-    def _check(
+    def check(
         self, rows: NDArray[np.int64], links: Sequence[str] | Texts, *,
         table: str, column: str, owners: Owners, may_be_empty: bool, cut: Cut | None = None,
     ) -> None:  # fmt: skip
+        """Raise SourceError for links without a row, with ``may_be_empty`` but for empty ones.
+
+        ``rows`` were found for ``links``, which are of this table and column; ``owners`` are the tokens of its rows.
+        With ``cut``, links that dangle are counted instead.
+        """
         findings = Findings()
         for first in range(0, len(rows), ROWS_AT_ONCE):
             lacking = first + np.flatnonzero(rows[first : first + ROWS_AT_ONCE] < 0)
@@ -157,6 +154,26 @@ class Tokens(Texts):
                 elif not may_be_empty:
                     findings.add(table, f"table '{table}': row '{owners[at]}' has an empty {column}")
         findings.check()
+
+
+class Wanted:
+    """Texts to look for, as bits of their hashes: memory does not grow, but a few others are taken for one of them."""
+
+    @cached_property
+    def _is_wanted(self) -> NDArray[np.bool_]:
+        return np.zeros(_HASHES, np.bool_)
+
+    def add(self, texts: Sequence[str]) -> None:
+        """Look for these too."""
+        self._is_wanted[_hashes(texts)] = True
+
+    def kept(self, records: list[R], texts: Sequence[str]) -> list[R]:
+        """Return the records whose text is looked for, and a few others."""
+        return list(itertools.compress(records, self._is_wanted[_hashes(texts)].tolist()))
+
+
+def _hashes(texts: Sequence[str]) -> NDArray[np.int64]:
+    return np.fromiter(map(hash, texts), np.int64, len(texts)) & (_HASHES - 1)
 
 
 class Cut:

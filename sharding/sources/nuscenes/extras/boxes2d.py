@@ -14,9 +14,10 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.pipeline.sample.schema import box_corners
 from fuelrail.sharding.sources.adapter.channels import boxes2d_channel, computed
-from fuelrail.sharding.sources.adapter.frame import ImageBoxRows
+from fuelrail.sharding.sources.adapter.frame import ImageBoxRows, StoredBoxes
 
 if TYPE_CHECKING:
+    from fuelrail.sharding.sources.nuscenes.boxes import Annotations
     from fuelrail.sharding.sources.nuscenes.geometry import SceneRows
     from fuelrail.sharding.sources.shared.scan_table import Reference
 
@@ -38,9 +39,10 @@ TOKENS: Final = Channel(
 class ImageBoxes:
     """2-D boxes of every camera of the rig."""
 
-    def __init__(self, cameras: Sequence[str], *, has_boxes: bool) -> None:
-        """Take whether the tables have annotations at all (``has_boxes``)."""
-        self.channels = tuple(boxes2d_channel(name.lower(), _DESCRIPTION) for name in cameras) if has_boxes else ()
+    def __init__(self, cameras: Sequence[str], annotations: Annotations) -> None:
+        self._annotations = annotations
+        made = [boxes2d_channel(name.lower(), _DESCRIPTION) for name in cameras]
+        self.channels = tuple(made) if len(annotations) else ()
 
     def members(self, rows: SceneRows, at: int) -> tuple[()]:  # noqa: ARG002 - they are the frame's 2-D boxes
         """Return None: an object has no path."""
@@ -50,9 +52,9 @@ class ImageBoxes:
         """Return the boxes of one sample by camera; raise SourceError for an image that is not rectified."""
         boxes = rows.boxes[at]
         found: dict[str, ImageBoxRows] = {}
-        if boxes is None:
+        if not isinstance(boxes, StoredBoxes):
             return found
-        tracks = rows.keyframes.annotations.tokens_of(int(rows.samples[at]))["instance"]
+        tracks = self._annotations.tokens_of(int(rows.samples[at]))["instance"]
         corners = box_corners(boxes.columns["boxes3d"], boxes.columns["rotation_wxyz"]).astype(np.float64)
         for channel, row in zip(self.channels, rows.sensors[at], strict=False):
             if row is None or not row.is_valid:
@@ -77,14 +79,15 @@ class ImageBoxes:
 class BoxTokens:
     """The tables' own tokens of each box, for tools that join with them."""
 
-    def __init__(self, *, has_boxes: bool) -> None:
-        self.channels = (TOKENS,) if has_boxes else ()
+    def __init__(self, annotations: Annotations) -> None:
+        self._annotations = annotations
+        self.channels = (TOKENS,) if len(annotations) else ()
 
     def members(self, rows: SceneRows, at: int) -> list[Reference]:
         """Return the reference of one sample's member."""
-        if rows.boxes[at] is None:
+        if not self.channels:
             return []
-        tokens = rows.keyframes.annotations.tokens_of(int(rows.samples[at]))
+        tokens = self._annotations.tokens_of(int(rows.samples[at]))
         return [computed(TOKENS, msgspec.json.encode(tokens))]
 
 

@@ -87,10 +87,10 @@ class CanBus:
     def members(self, rows: SceneRows, at: int) -> Iterator[FileMember]:
         """Yield the members of one sample, as far as their files are there."""
         keyframes, sample, until_us = rows.keyframes, rows.samples[at], rows.timestamp_us[at]
-        before = int(keyframes.prev[sample])
+        before = int(keyframes.joined["sample"].links["prev"][sample])
         after_us = until_us - round(_FIRST_S * 1e6) if before < 0 else int(keyframes.timestamp_us[before])
         for channel in self.channels:
-            file = f"{FOLDER}/{keyframes.scene[rows.scene].name}_{channel.source_name}.json"
+            file = f"{FOLDER}/{rows.scene.name}_{channel.source_name}.json"
             made = CanMessages(str(channel.source_name), file, after_us, until_us)
             yield FileMember(channel.field, msgspec.json.encode(made).decode(), (file,))
 

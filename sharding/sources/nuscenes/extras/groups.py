@@ -17,6 +17,7 @@ from fuelrail.sharding.sources.nuscenes.extras.trajectories import Trajectories
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.adapter.frame import FileMember
     from fuelrail.sharding.sources.adapter.vector_maps import MapWindows
+    from fuelrail.sharding.sources.nuscenes.boxes import Annotations
     from fuelrail.sharding.sources.nuscenes.geometry import Keyframes, SceneRows
     from fuelrail.sharding.sources.nuscenes.tables import Tables
     from fuelrail.sharding.sources.shared.joins import Database
@@ -54,7 +55,7 @@ class Descriptions:
 
     def members(self, rows: SceneRows, at: int) -> list[Reference]:  # noqa: ARG002 - all samples of a scene have it
         """Return the reference of one sample's member; none where the tables say nothing."""
-        text = rows.keyframes.scene[rows.scene].description
+        text = rows.scene.description
         return [computed(_DESCRIPTION, text.encode())] if text else []
 
 
@@ -63,17 +64,17 @@ def chosen_groups(
     tables: Tables,
     database: Database,
     keyframes: Keyframes,
+    annotations: Annotations,
     radar_sweeps: int,
     windows: MapWindows | None,
 ) -> dict[GroupName, Group]:
     """Return the groups of these names, in the order of the table of channels; ``windows`` are of the maps."""
-    has_boxes = len(keyframes.annotations) > 0
     make: dict[GroupName, Callable[[], Group]] = {
         "radar": lambda: Radars(tables, database, keyframes, radar_sweeps),
         "can": CanBus,
-        "boxes2d": lambda: ImageBoxes(keyframes.cameras, has_boxes=has_boxes),
-        "tokens": lambda: BoxTokens(has_boxes=has_boxes),
-        "trajectories": lambda: Trajectories(database, keyframes),
+        "boxes2d": lambda: ImageBoxes(keyframes.cameras, annotations),
+        "tokens": lambda: BoxTokens(annotations),
+        "trajectories": lambda: Trajectories(database, keyframes, annotations),
         "description": Descriptions,
     }
     if windows is not None:

@@ -79,8 +79,7 @@ class Maps:
 
     def members(self, rows: SceneRows, at: int) -> Iterator[FileMember]:
         """Yield the window at one sample, as far as the file is there."""
-        log = rows.keyframes.log[int(rows.keyframes.scene_log[rows.scene])]
-        file = f"{FOLDER}/{log.location}.json"
+        file = f"{FOLDER}/{rows.log.location}.json"
         for (one,) in self._windows.references(file, rows.ego2global[at : at + 1]):
             yield FileMember(one.name, one.ref, (file,), num_bytes=one.bytes)
 

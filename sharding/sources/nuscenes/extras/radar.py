@@ -20,7 +20,7 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.sharding.sources.adapter.frame import FileMember
 from fuelrail.sharding.sources.adapter.members import POINTS
-from fuelrail.sharding.sources.nuscenes.geometry import NS_PER_US, check_name
+from fuelrail.sharding.sources.nuscenes.geometry import NS_PER_US
 from fuelrail.sharding.sources.nuscenes.sweeps import SensorSweeps
 from fuelrail.sharding.sources.shared.files import check_no_pointer
 
@@ -92,41 +92,22 @@ class Radars:
 
     def __init__(self, tables: Tables, database: Database, keyframes: Keyframes, num_sweeps: int) -> None:
         """Take the number of earlier sweeps of each radar that come with a keyframe's own (``num_sweeps``)."""
-        self._num_sweeps = num_sweeps
-        self._sweeps = sweeps = SensorSweeps(tables, database, "radar")
-        rows: dict[str, NDArray[np.int64]] = {}
-        samples = keyframes.sample_tokens.resolve_all(
-            sweeps.key_samples, may_be_empty=False, table="sample_data", column="sample_token", owners=sweeps.key_tokens
-        )
-        for at, sample in enumerate(samples):
-            number = int(sweeps.key_rows[at])
-            channel = sweeps.channel(number)
-            if channel not in rows:
-                check_name(channel)
-                rows[channel] = database.filled(-1, len(keyframes.sample_tokens), np.int64)
-            if rows[channel][sample] >= 0:
-                raise SourceError(
-                    f"table 'sample_data': row '{sweeps.key_tokens[at]}' is a second keyframe of {channel} for sample "
-                    f"'{keyframes.sample_tokens[sample]}'"
-                )
-            rows[channel][sample] = number
-        self._rows = dict(sorted(rows.items()))
-        self.channels = tuple(map(radar_channel, self._rows))
+        self._sweeps = SensorSweeps(tables, database, "radar", keyframes, num_sweeps)
+        self.channels = tuple(map(radar_channel, keyframes.radars))
 
     def members(self, rows: SceneRows, at: int) -> Iterator[FileMember]:
         """Yield the members of one sample; radars without a valid row are left out. Raises SourceError."""
         global2ego = invert_rigid(rows.ego2global[at])
-        for channel, numbers in zip(self.channels, self._rows.values(), strict=True):
-            own = int(numbers[rows.samples[at]])
-            if own < 0 or not self._sweeps.is_valid(own):
+        for channel, row in rows.of_sample(at, rows.keyframes.radars):
+            if not row.is_valid:
                 continue
-            chain = np.array([own, *self._sweeps.rows_before(own, self._num_sweeps)])
-            files = self._sweeps.files(chain)
-            dt_s = (rows.timestamp_us[at] * NS_PER_US - self._sweeps.timestamp_ns(chain)) * 1e-9
-            sensor2ego = (global2ego @ self._sweeps.sensor2global(chain))[:, :3].reshape(-1, 12)
-            made = RadarFiles(str(channel.source_name), files, dt_s.tolist(), sensor2ego.tolist())
+            own = self._sweeps.row_of(row)
+            files, timestamp_ns, sensor2global = self._sweeps.files([own, *self._sweeps.rows_before(own)])
+            dt_s = (rows.timestamp_us[at] * NS_PER_US - timestamp_ns) * 1e-9
+            sensor2ego = (global2ego @ sensor2global)[:, :3].reshape(-1, 12)
+            made = RadarFiles(channel, files, dt_s.tolist(), sensor2ego.tolist())
             hint = "leave out 'radar' in the option channels, or earlier sweeps by radar_sweeps=0"
-            yield FileMember(channel.field, POINTS + msgspec.json.encode(made).decode(), files, hint)
+            yield FileMember(radar_channel(channel).field, POINTS + msgspec.json.encode(made).decode(), files, hint)
 
 
 def parse_pcd(data: bytes, name: str) -> NDArray[np.float64]:

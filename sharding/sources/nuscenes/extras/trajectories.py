@@ -16,6 +16,7 @@ from fuelrail.pipeline.rigid import invert_rigid, rotation_matrices
 from fuelrail.sharding.sources.adapter.channels import computed
 
 if TYPE_CHECKING:
+    from fuelrail.sharding.sources.nuscenes.boxes import Annotations
     from fuelrail.sharding.sources.nuscenes.geometry import Keyframes, SceneRows
     from fuelrail.sharding.sources.shared.joins import Database
     from fuelrail.sharding.sources.shared.scan_table import Reference
@@ -59,10 +60,10 @@ AGENTS: Final = Channel(
 class Trajectories:
     """Trajectories of the ego vehicle and, where the tables have annotations, of the boxes."""
 
-    def __init__(self, database: Database, keyframes: Keyframes) -> None:
-        self._has_boxes = len(keyframes.annotations) > 0
-        self.channels = (EGO, AGENTS) if self._has_boxes else (EGO,)
-        self._frame: NDArray[np.int32] = database.filled(-1, len(keyframes.sample_tokens), np.int32)
+    def __init__(self, database: Database, keyframes: Keyframes, annotations: Annotations) -> None:
+        self._annotations, self._links = annotations, keyframes.joined["sample"].links
+        self.channels = (EGO, AGENTS) if len(annotations) else (EGO,)
+        self._frame: NDArray[np.int32] = database.filled(-1, len(keyframes.joined["sample"]), np.int32)
         for _, samples in keyframes.scenes():
             self._frame[samples] = np.arange(len(samples))
 
@@ -70,13 +71,15 @@ class Trajectories:
         """Return references of one sample's members."""
         global2ego = invert_rigid(rows.ego2global[at])
         found = [computed(EGO, KINDS[EGO.kind].encode(self._ego(rows, at, global2ego), EGO))]
-        if self._has_boxes:
+        if AGENTS in self.channels:
             found.append(computed(AGENTS, KINDS[AGENTS.kind].encode(self._agents(rows, at, global2ego), AGENTS)))
         return found
 
     def _ego(self, rows: SceneRows, at: int, global2ego: NDArray[np.float64]) -> NDArray[np.float32]:
         keyframes, own = rows.keyframes, rows.samples[at : at + 1]
-        past, future = _followed(own, keyframes.prev, PAST), _followed(own, keyframes.next, FUTURE)
+        past, future = (
+            _followed(own, self._links[link], number) for link, number in (("prev", PAST), ("next", FUTURE))
+        )
         samples = np.concatenate([past[::-1, 0], own, future[:, 0]])
         there = samples >= 0
         value = np.full((STEPS, len(EGO.columns)), np.nan)
@@ -88,15 +91,15 @@ class Trajectories:
         return value.astype(np.float32)
 
     def _agents(self, rows: SceneRows, at: int, global2ego: NDArray[np.float64]) -> dict[str, NDArray[np.generic]]:
-        sample, annotations = int(rows.samples[at]), rows.keyframes.annotations
+        sample, annotations = int(rows.samples[at]), self._annotations
         own = annotations.rows_of(sample)
         steps = np.full((len(own), STEPS), -1, np.int64)
         steps[:, PAST] = own
-        scene_of = rows.keyframes.sample_scene
-        for link, number in ((annotations.columns["prev"], PAST), (annotations.columns["next"], FUTURE)):
+        scene_of = self._links["scene_token"]
+        for link, number in ((annotations.links["prev"], PAST), (annotations.links["next"], FUTURE)):
             for found in _followed(own, link, number):
                 # A track may leave keyframes out: what counts is the keyframe of the box, not the number of links.
-                samples = annotations.columns["sample"][found]
+                samples = annotations.links["sample_token"][found]
                 step = self._frame[samples] - self._frame[sample] + PAST
                 fits = (found >= 0) & (step >= 0) & (step < STEPS) & (step != PAST)
                 fits &= scene_of[samples] == scene_of[sample]

@@ -13,6 +13,8 @@ from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.pipeline.sample.schema import Boxes, Geometry, decode_arrays, decode_meta, decode_points
 from fuelrail.sharding.sources.nuscenes.boxes import CLASSES
 from fuelrail.sharding.sources.nuscenes.source import source_splits
+from fuelrail.sharding.sources.nuscenes.tables import Tables
+from fuelrail.sharding.sources.shared.files import source_files
 from support.nuscenes_tables import CAMERAS, build_nuscenes, opened_by_devkit, token
 from support.sharding import scanned
 from support.shared_data import shared_data
@@ -340,6 +342,14 @@ def test_two_keyframes_of_one_camera(copy, tmp_path):
         scan(copy.root, tmp_path)
 
 
+def test_a_pose_that_is_there_twice(copy, tmp_path):
+    poses = copy.tables["ego_pose"]
+    poses.append({**poses[0], "translation": [1.0, 2.0, 3.0]})
+    copy.write("ego_pose")
+    with pytest.raises(SourceError, match=rf"table 'ego_pose' has the token '{poses[0]['token']}' twice"):
+        scan(copy.root, tmp_path)
+
+
 def test_names_that_are_no_keys_become_slugs(tmp_path):
     made = build_nuscenes(tmp_path / "root", {"drive": 1, "scene-0001": 1, "x" * 90: 1})
     made.tables["scene"][0]["name"] = "2021.05.12/Drive Ä"
@@ -357,28 +367,33 @@ def names(*numbers):
     return [f"scene-{number:04d}" for number in numbers]
 
 
+def splits_of(folder, scenes):
+    folder.mkdir(exist_ok=True)
+    return source_splits(Tables(source_files(str(folder.parent)), folder.name), scenes)
+
+
 def test_official_lists(tmp_path):
     splits = pytest.importorskip("nuscenes.utils.splits", reason="nuscenes-devkit is not installed")
-    found = source_splits(tmp_path / "v1.0-trainval", [*splits.val, *splits.train])
+    found = splits_of(tmp_path / "v1.0-trainval", [*splits.val, *splits.train])
     assert {name: set(scenes) for name, scenes in found.items()} == {"train": set(splits.train), "val": set(splits.val)}
-    found = source_splits(tmp_path / "v1.0-mini", [*splits.mini_train, *splits.mini_val])
+    found = splits_of(tmp_path / "v1.0-mini", [*splits.mini_train, *splits.mini_val])
     assert found == {"train": splits.mini_train, "val": splits.mini_val}
-    assert source_splits(tmp_path / "v1.0-test", splits.test) == {"test": splits.test}
+    assert splits_of(tmp_path / "v1.0-test", splits.test) == {"test": splits.test}
 
 
 def test_other_tables_have_none(tmp_path):
-    assert source_splits(tmp_path / "v1.0-derived", names(61, 103)) is None
-    assert source_splits(tmp_path / "v1.0-mini", names(61, 62)) is None
-    assert source_splits(tmp_path / "v1.0-mini", names(9001, 9002)) is None
-    assert source_splits(tmp_path / "v1.0-trainval", ["scene-0001", "my-drive"]) is None
+    assert splits_of(tmp_path / "v1.0-derived", names(61, 103)) is None
+    assert splits_of(tmp_path / "v1.0-mini", names(61, 62)) is None
+    assert splits_of(tmp_path / "v1.0-mini", names(9001, 9002)) is None
+    assert splits_of(tmp_path / "v1.0-trainval", ["scene-0001", "my-drive"]) is None
 
 
 def test_a_file_beside_the_tables_comes_first(tmp_path):
     folder = tmp_path / "v1.0-mini"
     folder.mkdir()
     (folder / "splits.json").write_text('{"train": ["scene-0103"], "val": ["scene-0061"]}')
-    assert source_splits(folder, names(61, 103)) == {"train": ["scene-0103"], "val": ["scene-0061"]}
+    assert splits_of(folder, names(61, 103)) == {"train": ["scene-0103"], "val": ["scene-0061"]}
     for bad in ('{"train": "scene-0103"}', "[]", "{"):
         (folder / "splits.json").write_text(bad)
         with pytest.raises(SourceError, match=r"splits\.json"):
-            source_splits(folder, names(61, 103))
+            splits_of(folder, names(61, 103))

@@ -85,6 +85,20 @@ def test_what_t4_has_beyond_nuscenes(root, tmp_path):
         scanned("t4", root, tmp_path, missing_camera="error")
 
 
+def test_what_no_sample_needs_may_dangle(root, tmp_path):
+    """The links between annotations, and levels and attributes of them; rows of sensors that have no member."""
+    before = scanned("t4", root, tmp_path).table
+    lost = {"visibility_token": "x", "attribute_tokens": ["x"], "prev": "x", "next": "x"}
+    change(root, "sample_annotation", lambda rows: [row.update(lost) for row in rows])
+    change(root, "sample", lambda rows: [row.update(prev="x", next="x") for row in rows])
+    change(root, "sensor", lambda rows: rows.append({"token": "i", "channel": "IMU", "modality": "imu"}))
+    mount = {"token": "ic", "sensor_token": "i", "camera_intrinsic": [], **transform(np.eye(4))}
+    change(root, "calibrated_sensor", lambda rows: rows.append(mount))
+    change(root, "sample_data", lambda rows: rows.append({**rows[0], "token": "i", "calibrated_sensor_token": "ic"}))
+    after = scanned("t4", root, tmp_path).table
+    assert [after.row(at) for at in range(len(after))] == [before.row(at) for at in range(len(before))]
+
+
 def add_radar(root) -> np.ndarray:
     """A radar of the first dataset, one file a sample; returns the rows of the first."""
     folder = root / "drive-0" / "0"
@@ -162,14 +176,27 @@ def test_states_of_the_vehicle_are_signals(root, tmp_path):
 @pytest.mark.parametrize(
     ("table", "edit", "match"),
     [
-        ("sample_data", lambda rows: rows[0].update(calibrated_sensor_token="x"), "refers to 'x'"),
-        ("sample_data", lambda rows: rows[0].update(ego_pose_token="y"), "refers to 'y'"),
+        (
+            "sample_data",
+            lambda rows: rows[0].update(calibrated_sensor_token="x"),
+            "calibrated_sensor_token 'x', not found",
+        ),
+        ("sample_data", lambda rows: rows[0].update(ego_pose_token="y"), "ego_pose_token 'y', not found"),
         ("sample_data", lambda rows: rows.append(rows[0]), "second keyframe of CAM_FRONT"),
         ("sample_annotation", lambda rows: rows[0].update(instance_token="z"), "'z', not found in table 'instance'"),
-        ("ego_pose", lambda rows: rows[0].update(rotation=[2.0, 0, 0, 0]), "ego_pose.*row 0"),
+        (
+            "ego_pose",
+            lambda rows: rows[0].update(rotation=[2.0, 0, 0, 0]),
+            r"drive-0/0/annotation.*ego_pose.* rotation \[2.0, ",
+        ),
+        ("scene", lambda rows: rows[0].update(log_token="l"), "drive-0/0/annotation.* log_token 'l', not found"),
         ("scene", lambda rows: rows.append({**rows[0], "token": "other"}), "2 scenes"),
         ("sample", lambda rows: rows[0].update(timestamp="noon"), "sample.json"),
-        ("calibrated_sensor", lambda rows: rows[0].update(camera_distortion=[0.1]), "1 lens coefficients"),
+        (
+            "calibrated_sensor",
+            lambda rows: rows[0].update(camera_distortion=[0.1]),
+            "has 1 values in camera_distortion",
+        ),
     ],
 )
 def test_bad_tables_are_named(root, table, edit, match):

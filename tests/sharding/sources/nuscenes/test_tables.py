@@ -12,6 +12,12 @@ from hypothesis import strategies as st
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.nuscenes import tables
 from fuelrail.sharding.sources.nuscenes.tables import Named, Scene, Tables, check_finite
+from fuelrail.sharding.sources.shared.files import source_files
+
+
+def tables_in(folder) -> Tables:
+    return Tables(source_files(str(folder.parent)), folder.name)
+
 
 # Texts that look like the gap between two records.
 NASTY = st.text(alphabet='}{,"[] \n\\ab', max_size=12)
@@ -31,7 +37,7 @@ def test_pieces_join_to_the_table(tmp_path_factory, texts, piece_bytes, indent, 
     before = tables._PIECE_BYTES
     tables._PIECE_BYTES = piece_bytes
     try:
-        read = Tables(folder).all("category", Named)
+        read = tables_in(folder).all("category", Named)
     finally:
         tables._PIECE_BYTES = before
     assert [(record.token, record.name) for record in read] == [(r["token"], r["name"]) for r in records]
@@ -40,7 +46,7 @@ def test_pieces_join_to_the_table(tmp_path_factory, texts, piece_bytes, indent, 
 def test_large_tables_come_in_several_pieces(tmp_path, monkeypatch):
     (tmp_path / "category.json").write_text(json.dumps([{"token": str(n), "name": "x"} for n in range(1000)], indent=0))
     monkeypatch.setattr(tables, "_PIECE_BYTES", 4096)
-    assert len(list(Tables(tmp_path).read("category", Named))) > 3
+    assert len(list(tables_in(tmp_path).read("category", Named))) > 3
 
 
 @pytest.mark.parametrize(
@@ -61,7 +67,7 @@ def test_large_tables_come_in_several_pieces(tmp_path, monkeypatch):
 def test_what_is_no_table_is_refused(tmp_path, text, says):
     (tmp_path / "category.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(SourceError, match=says) as caught:
-        Tables(tmp_path).all("category", Named)
+        tables_in(tmp_path).all("category", Named)
     assert "category.json" in str(caught.value)
 
 
@@ -70,19 +76,19 @@ def test_the_place_of_a_bad_record_is_reported(tmp_path):
     records[6]["nbr_samples"] = "1"
     (tmp_path / "scene.json").write_text(json.dumps(records))
     with pytest.raises(SourceError, match=r"scene\.json.*\$\[6\]\.nbr_samples"):
-        Tables(tmp_path).all("scene", Scene)
+        tables_in(tmp_path).all("scene", Scene)
 
 
 def test_missing_tables_are_all_named(tmp_path):
-    with pytest.raises(SourceError, match="is not a folder"):
-        Tables(tmp_path / "v1.0-mini").check()
+    with pytest.raises(SourceError, match=r"v1\.0-mini' cannot be read"):
+        tables_in(tmp_path / "v1.0-mini").check()
     for table in tables.TABLES:
         (tmp_path / f"{table}.json").write_text("[]")
-    Tables(tmp_path).check()
+    tables_in(tmp_path).check()
     (tmp_path / "ego_pose.json").unlink()
     (tmp_path / "sample.json").unlink()
     with pytest.raises(SourceError, match=r"ego_pose\.json, sample\.json missing"):
-        Tables(tmp_path).check()
+        tables_in(tmp_path).check()
 
 
 def test_numbers_that_are_none():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.pipeline.storage import columns
 from fuelrail.sharding.sources.shared import joins as module
-from fuelrail.sharding.sources.shared.joins import Database, Tokens
+from fuelrail.sharding.sources.shared.joins import Database, Tokens, Wanted
 
 LINK = {"table": "scene", "column": "log_token", "owners": ["x", "y", "z"]}
 
@@ -41,10 +41,11 @@ def column(database, texts):
 def test_links(database, whole):
     tokens = Tokens("log", database, ["a", "b", "c"])
 
-    def resolve(links, **options):
-        if whole:
-            return tokens.resolve_all(column(database, links), **LINK, **options).tolist()
-        return tokens.resolve(links, **LINK, **options).tolist()
+    def resolve(texts, may_be_empty=True):
+        links = column(database, texts) if whole else texts
+        rows = tokens.rows_of(links)[0] if whole else tokens.find(links)
+        tokens.check(rows, links, may_be_empty=may_be_empty, **LINK)
+        return rows.tolist()
 
     assert resolve(["c", "", "a"]) == [2, -1, 0]
     assert resolve(["b", "b"], may_be_empty=False) == [1, 1]
@@ -54,20 +55,41 @@ def test_links(database, whole):
         resolve(["a", "b", ""], may_be_empty=False)
 
 
+def test_several_columns_are_joined_at_once(database):
+    tokens = Tokens("log", database, ["a", "b", "c"])
+    found = tokens.rows_of(column(database, ["c", "q"]), column(database, []), column(database, ["a", "", "c"]))
+    assert [rows.tolist() for rows in found] == [[2, -1], [], [0, -1, 2]]
+
+
+@given(wanted=st.lists(st.text(max_size=4)), texts=st.lists(st.text(max_size=4)))
+@settings(max_examples=30, deadline=None)
+def test_no_text_that_is_looked_for_is_lost(wanted, texts):
+    looked_for = Wanted()
+    looked_for.add(wanted)
+    kept = looked_for.kept(list(range(len(texts))), texts)
+    assert {at for at, text in enumerate(texts) if text in wanted} <= set(kept)
+    assert kept == sorted(kept)
+
+
+def test_what_is_not_looked_for_is_mostly_left_out():
+    looked_for = Wanted()
+    looked_for.add(["a", "b"])
+    assert len(looked_for.kept(list(range(1000)), list(map(str, range(1000))))) < 10
+
+
 def test_an_empty_table_has_no_token(database):
     tokens = Tokens("log", database, [])
     tokens.check_unique()
     assert tokens.find(["a", ""]).tolist() == [-1, -1]
-    assert tokens.rows_of(column(database, ["a", ""])).tolist() == [-1, -1]
-    assert tokens.rows_of(column(database, [])).tolist() == []
+    assert tokens.rows_of(column(database, ["a", ""]))[0].tolist() == [-1, -1]
+    assert tokens.rows_of(column(database, []))[0].tolist() == []
 
 
 def test_rows_are_numbered_over_all_parts_of_a_column(database, monkeypatch):
     monkeypatch.setattr(columns, "ROWS_AT_ONCE", 2)
     tokens = Tokens("log", database, list("abcde"))
-    assert (
-        tokens.find(["e", "a", "c"]).tolist() == tokens.rows_of(column(database, ["e", "a", "c"])).tolist() == [4, 0, 2]
-    )
+    (rows,) = tokens.rows_of(column(database, ["e", "a", "c"]))
+    assert tokens.find(["e", "a", "c"]).tolist() == rows.tolist() == [4, 0, 2]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +108,8 @@ def test_both_ways_find_the_same_rows(database, monkeypatch, few_rows, rows_of_p
     else:
         tokens.check_unique()
         expected = [table.index(text) if text in table else -1 for text in wanted]
-        assert tokens.find(wanted).tolist() == tokens.rows_of(column(database, wanted)).tolist() == expected
+        (rows,) = tokens.rows_of(column(database, wanted))
+        assert tokens.find(wanted).tolist() == rows.tolist() == expected
 
 
 @pytest.mark.slow
@@ -98,8 +121,8 @@ def test_more_tokens_than_a_join_may_keep_in_memory(tmp_path, monkeypatch):
         tokens.append([f"{number:064x}" for number in range(first, first + 50_000)])
     tokens.check_unique()
     links = column(database, [f"{number:064x}" for number in (399_999, 0, 400_000)])
-    assert tokens.rows_of(links).tolist() == [399_999, 0, -1]
-    assert np.array_equal(tokens.rows_of(tokens), np.arange(400_000))
+    assert tokens.rows_of(links)[0].tolist() == [399_999, 0, -1]
+    assert np.array_equal(tokens.rows_of(tokens)[0], np.arange(400_000))
     database.close()
     assert list(tmp_path.iterdir()) == []
 
