@@ -428,9 +428,9 @@ class UnlikeTorch:
     def __getitem__(self, _: object) -> Never:
         """Refuse to be a dataset: batches come in the loader's order."""
         raise TypeError(
-            "a fuelrail DataLoader gives whole batches in its order, and none by number: iterate it; or give torch's "
-            "DataLoader an IterableView(loader), with batch_size=None, or a MapView(dataset), with a sampler "
-            "(fuelrail.loaders.integrations)"
+            "a fuelrail DataLoader gives whole batches in its order, and none by number: iterate it; Hugging Face's "
+            "Trainer takes it from `get_train_dataloader`; give torch's DataLoader an IterableView(loader), with "
+            "batch_size=None; Subset, random_split and samplers take a MapView(dataset) (fuelrail.loaders.integrations)"
         )
 
 

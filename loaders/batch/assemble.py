@@ -25,7 +25,7 @@ Selected channels add entries of their own: :mod:`fuelrail.loaders.batch.channel
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 
 NO_CHANNELS: Final = SelectedChannels()
+_OF_CAMERAS: Final = ("intrinsics", "cam2ego", "cam2keyego", "ego2img", "lidar2img")
+"""Entries that need to know where the cameras are."""
 
 
 def assemble(
@@ -55,13 +57,14 @@ def assemble(
     lidar: LidarEntry | None = None,
     box_frame: BoxFrame = "ego",
     channels: SelectedChannels = NO_CHANNELS,
-    has_poses: bool = True,
+    unknown: Collection[str] = (),
 ) -> dict[str, Any]:
     """Build the batch of samples that share a slot and a rig: a `Batch`.
 
     ``lidar`` is the one whose sweeps become ``points``, ``box_frame`` is the frame of the boxes, ``channels`` are the
-    selected ones. Without ``has_poses`` there is nothing that leads from one time to another: no ``ego2global``, and of
-    windows neither ``ego2key`` nor ``cam2keyego``. Raises SchemaError where some samples are labelled and some are not,
+    selected ones. ``unknown`` is what the dataset does not know. Without "poses" nothing leads from one time to
+    another: there is no ``ego2global``, and of windows neither ``ego2key`` nor ``cam2keyego``. Without "calibration"
+    there are no matrices of cameras. Raises SchemaError where some samples are labelled and some are not,
     and where values of a channel cannot be stacked.
     """
     slot = decoded[0].slot
@@ -107,12 +110,13 @@ def assemble(
         ego2key = invert_rigid(own2global)[:, None] @ geometry.ego2global
         batch["ego2key"] = _float32(frames_bda @ ego2key @ frames_undo)
         batch.update(frame_facts(decoded))
-    for name in () if has_poses else ("ego2global", *(("ego2key", "cam2keyego") if frames.has_windows else ())):
-        del batch[name]
     if geometry.lidar2ego.shape[-3]:
         lidar2ego = geometry.lidar2keyego()
         batch["lidar2ego"] = _float32(lidar2ego)
         batch["lidar2img"] = _float32(ego2img @ lidar2ego[..., None, :, :])
+    lacking = ["ego2global", *(("ego2key", "cam2keyego") if frames.has_windows else ())] if "poses" in unknown else []
+    for name in (*lacking, *(_OF_CAMERAS if "calibration" in unknown else ())):
+        batch.pop(name, None)
     if lidar is not None:
         moved = zip(frames.samples, frames.repeated(bevs), strict=True)
         batch["points"] = frames.listed([torch.from_numpy(_sweep(sample, bev, lidar)) for sample, bev in moved])

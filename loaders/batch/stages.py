@@ -20,7 +20,7 @@ from fuelrail.loaders.decode import BatchDecoder, ImageDecoder, decodes_on_devic
 from fuelrail.loaders.decode.pixels import change_pixels
 from fuelrail.loaders.decode.protocol import MAX_LANES, MIN_LANES
 from fuelrail.loaders.records import Collated
-from fuelrail.loaders.schedule.datasets import have_poses, image_facts
+from fuelrail.loaders.schedule.datasets import image_facts, unknown_to
 from fuelrail.pipeline.errors import ConfigError, ImageError
 from fuelrail.pipeline.runtime.stages import Observer, Pipeline, Stage, StageClock, add_clocks
 
@@ -58,7 +58,7 @@ class BatchPipeline(NamedTuple):
     transfer: CudaTransfer | None
     box_frame: BoxFrame
     channels: SelectedChannels
-    has_poses: bool
+    unknown: frozenset[str]
     batch_transform: user.BatchTransform | None = None
     static: StaticBatches | None = None
     fixed: FixedBuffers | None = None
@@ -114,7 +114,7 @@ class BatchPipeline(NamedTuple):
             stages.append(Stage("decode", decode_one, num_workers, decode_ahead(num_workers, self.batch_size)))
         if self.transform is None and self.collate_fn is None:
             collate: Callable[[Any], Any] = partial(
-                assemble, lidar=self.lidar, box_frame=self.box_frame, channels=self.channels, has_poses=self.has_poses
+                assemble, lidar=self.lidar, box_frame=self.box_frame, channels=self.channels, unknown=self.unknown
             )
             if self.augments.second_at:
                 collate = _of_views(collate, lambda decoded: (decoded, decoded.second))
@@ -126,7 +126,7 @@ class BatchPipeline(NamedTuple):
                 seed=self.augments.seed,
                 box_frame=self.box_frame,
                 channels=self.channels,
-                has_poses=self.has_poses,
+                unknown=self.unknown,
             )
             if self.augments.second_at:
                 each = partial(_transformed_views, each)
@@ -194,7 +194,7 @@ def make_batch_pipeline(
     return BatchPipeline(
         bad, cameras, points.lidar, augments, decoder, options.batch_size, options.window, transform,
         options.collate_fn, transforms.normalize, transfer, transforms.box_frame,
-        SelectedChannels((*sources[0].reader.channels, *sources[0].attributes.channels), cameras), have_poses(sources),
+        SelectedChannels((*sources[0].reader.channels, *sources[0].attributes.channels), cameras), unknown_to(sources),
         batch_transform, fixed, None if fixed is None else static.FixedBuffers(fixed.buffers),
     )  # fmt: skip
 

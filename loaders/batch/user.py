@@ -15,7 +15,7 @@ any number of ranks and after a resume.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -63,10 +63,10 @@ def transform(
     seed: int,
     box_frame: BoxFrame = "ego",
     channels: SelectedChannels = NO_CHANNELS,
-    has_poses: bool = True,
+    unknown: Collection[str] = (),
 ) -> Sample:
     """Pass a sample through the user's function, as a dict: a batch of one without its B axis, and its ``seed``."""
-    batch = assemble([decoded], lidar=lidar, box_frame=box_frame, channels=channels, has_poses=has_poses)
+    batch = assemble([decoded], lidar=lidar, box_frame=box_frame, channels=channels, unknown=unknown)
     whole = batch.pop("img")
     image = {name: one[decoded.at] for name, one in whole.items()} if isinstance(whole, dict) else whole[decoded.at]
     own, joins, common = {}, {}, {}

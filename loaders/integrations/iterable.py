@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Never
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -58,6 +58,13 @@ class IterableView(IterableDataset[Any]):
     def __len__(self) -> int:
         """Return the number of batches in a whole epoch, over all workers."""
         return len(self._loader)
+
+    def __getitem__(self, _: object) -> Never:
+        """Refuse to give batches by number, as Subset asks for them."""
+        raise TypeError(
+            "an IterableView gives whole batches in its loader's order, and none by number: give it to torch's "
+            "DataLoader with batch_size=None; Subset, random_split and samplers take a MapView(dataset)"
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one that the next iteration runs; to be called before each, in the main process."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset as TorchDataset
 
 from fuelrail.loaders.decode import ImageDecoder, make_decoder, probe
+from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.transforms.image_map import ImageMap
 
 if TYPE_CHECKING:
@@ -25,12 +26,13 @@ class MapView(TorchDataset[Any]):
         torch.utils.data.DataLoader(view, batch_size=8, num_workers=4, sampler=sampler)
         grain.MapDataset.source(view).shuffle(seed=7).batch(8)
 
-    An item is a dict: ``key``, and by channel what ``Dataset.read`` gives, with images decoded to uint8 arrays
-    (3, height, width), RGB, of the stored size. Arrays by channel can be written to. ``transform`` gets the dict, and
-    what it returns is the item. One range of one shard is read for each item: this is for random access.
-    `fuelrail.DataLoader` reads ahead, and is faster.
+    An item is a dict: ``key``, by name the ``attributes`` (None where one is not known), and by channel what
+    ``Dataset.read`` gives, with images decoded to uint8 arrays (3, height, width), RGB, of the stored size. Arrays
+    by channel can be written to. ``transform`` gets the dict, and what it returns is the item. One range of one shard
+    is read for each item: this is for random access. `fuelrail.DataLoader` reads ahead, and is faster.
 
-    It can be pickled, and each process opens the dataset itself. Items raise what ``Dataset.read`` raises, and
+    It can be pickled, and each process opens the dataset itself. Raises ConfigError for a name of ``attributes`` that
+    the dataset does not have, or that a channel has too. Items raise what ``Dataset.read`` raises, and
     ImageError for an image that cannot be decoded.
     """
 
@@ -39,7 +41,16 @@ class MapView(TorchDataset[Any]):
         dataset: Dataset,
         channels: Collection[str] | None = None,
         transform: Callable[[dict[str, Any]], Any] | None = None,
+        *,
+        attributes: Sequence[str] = (),
     ) -> None:
+        table = dataset.table if attributes else None
+        for name in attributes:
+            assert table is not None, "it is read where there are names"
+            if name not in table.column_names or name in {channel.name for channel in dataset.manifest.channels}:
+                known = ", ".join(table.column_names)
+                raise ConfigError(f"attributes={list(attributes)}: {name!r} must be an attribute's name: {known}")
+        self._attributes = {} if table is None else {name: table[name] for name in attributes}
         self._dataset, self._transform = dataset, transform
         self._channels = None if channels is None else tuple([channels] if isinstance(channels, str) else channels)
         self._cameras = {camera.channel for camera in dataset.manifest.cameras}
@@ -50,7 +61,8 @@ class MapView(TorchDataset[Any]):
 
     def __getitem__(self, which: SupportsIndex | str) -> Any:  # noqa: ANN401 - what the transform returns
         number = self._dataset.position(which)
-        item = {"key": self._dataset.index.row(number).key, **self._dataset.read(number, self._channels)}
+        facts = {name: column[number].as_py() for name, column in self._attributes.items()}
+        item = {"key": self._dataset.index.row(number).key, **facts, **self._dataset.read(number, self._channels)}
         for channel, value in item.items():
             if channel in self._cameras:
                 item[channel] = self._decoded(value)
@@ -69,7 +81,8 @@ class MapView(TorchDataset[Any]):
     def __repr__(self) -> str:
         """Name the data and the channels: Grain stores this text to see that a restored run reads the same."""
         channels = None if self._channels is None else sorted(self._channels)
-        return f"MapView({self._dataset.manifest.fingerprint}, channels={channels})"
+        attributes = f", attributes={list(self._attributes)}" if self._attributes else ""
+        return f"MapView({self._dataset.manifest.fingerprint}, channels={channels}{attributes})"
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_decoder": None}

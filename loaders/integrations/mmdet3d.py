@@ -128,6 +128,8 @@ def _require_one_stack(batch: Mapping[str, Any]) -> None:
             f"img has {batch['ida_mat'].ndim - 3} axes before the cameras: the adapters for mmdetection3d take batches "
             "without a temporal window; give them one frame at a time"
         )
+    if "intrinsics" not in batch:
+        raise ConfigError("the adapters for mmdetection3d need calibrated cameras: the dataset knows no calibration")
 
 
 def _points(batch: Mapping[str, Any], box_frame: BoxFrame) -> list[torch.Tensor]:

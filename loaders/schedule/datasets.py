@@ -118,6 +118,7 @@ def _facts(one: Dataset, other: Dataset, *, points: bool) -> dict[str, tuple[obj
         "classes": both(lambda dataset: list(dataset.manifest.classes)),
         "labels": both(lambda dataset: "boxes" if BOXES in dataset.index.names else "no boxes"),
         "ego poses": both(lambda dataset: "poses" if dataset.manifest.has_poses else "no poses"),
+        "calibrations": both(lambda dataset: "a calibration" if dataset.manifest.has_calibration else "none"),
         "origins of the ego frame": both(lambda dataset: dataset.manifest.ego_origin),
         # A batch has the matrices from and to the lidar for all of its samples or for none.
         "lidars": both(lambda dataset: "a lidar" if dataset.manifest.lidars else "no lidar"),
@@ -136,9 +137,11 @@ def _channel_facts(current: Sequence[Channel], others: Sequence[Channel]) -> dic
     return facts
 
 
-def have_poses(sources: Sequence[Source]) -> bool:
-    """Return whether the datasets of these sources have ego poses."""
-    return all(source.dataset.manifest.has_poses for source in sources)
+def unknown_to(sources: Sequence[Source]) -> frozenset[str]:
+    """Return which of "poses" and "calibration" the datasets of these sources do not know."""
+    manifests = [source.dataset.manifest for source in sources]
+    known = {"poses": [one.has_poses for one in manifests], "calibration": [one.has_calibration for one in manifests]}
+    return frozenset(name for name, are_known in known.items() if not all(are_known))
 
 
 def require_poses(datasets: Mapping[str, Dataset]) -> None:

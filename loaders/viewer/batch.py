@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.order.spec import OrderSpec
 
 _NS_PER_S: Final = 1e9
-_NEEDED: Final = ("img", "ego2img", "ida_mat", "sample_key", "epoch", "step")
+_NEEDED: Final = ("img", "ida_mat", "sample_key", "epoch", "step")
 
 
 class Picture(NamedTuple):
@@ -135,7 +135,7 @@ class _Frames:
 
     def __init__(self, batch: Mapping[str, Any], at: int) -> None:
         self._batch, self._at = batch, at
-        self._has_windows = batch["ego2img"][at].ndim == 4
+        self._has_windows = batch["ida_mat"][at].ndim == 4
         self.key = 0
         """Which frame is the sample's own."""
         if self._has_windows:
@@ -153,7 +153,7 @@ class _Frames:
         """Return the images, uint8 [3, H, W], frame by frame and camera by camera."""
         img, groups = self._batch["img"], transforms.camera_groups
         parts = img if isinstance(img, dict) else {None: img}
-        found: list[dict[str, NDArray[np.uint8]]] = [{} for _ in self.entry("ego2img")]
+        found: list[dict[str, NDArray[np.uint8]]] = [{} for _ in self.entry("ida_mat")]
         for name, part in parts.items():
             of_part = _undo(part[self._at].detach(), transforms.normalize)
             names = cameras if name is None or groups is None else groups[name].cameras
@@ -211,7 +211,8 @@ def draw_sample(
     ``values`` are values of channels, those on images as the images of the sample's own frame are.
     """
     frames = _Frames(batch, at)
-    images, ego2img, ida_mat = frames.images(cameras, transforms), frames.entry("ego2img"), frames.entry("ida_mat")
+    images, ida_mat = frames.images(cameras, transforms), frames.entry("ida_mat")
+    ego2img = frames.entry("ego2img") if "ego2img" in batch else np.full(ida_mat.shape, np.nan)
     boxes, titles = frames.boxes(transforms.box_frame), [""]
     if len(images) > 1:
         valid = frames.entry("frame_valid")

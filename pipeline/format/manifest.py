@@ -167,7 +167,12 @@ class Manifest(Settings, frozen=True):
     @property
     def has_poses(self) -> bool:
         """Whether the source knew ego poses; else all are the identity, also of a part of a merged dataset."""
-        return not _lacks_poses(self.provenance)
+        return not _lacks("poses", self.provenance)
+
+    @property
+    def has_calibration(self) -> bool:
+        """Whether the source knew where any camera is; else batches have no matrices of cameras."""
+        return not _lacks("calibration", self.provenance)
 
     def check_channels(self, where: str) -> None:
         """Raise ManifestError for a table that is broken."""
@@ -203,13 +208,13 @@ class Manifest(Settings, frozen=True):
         return tuple(one for one in self.channels if one.sensor not in (CAMERA, LIDAR) and one.field != BOXES)
 
 
-def _lacks_poses(provenance: object) -> bool:
+def _lacks(fact: str, provenance: object) -> bool:
     facts = provenance.get("facts") if isinstance(provenance, dict) else None
     if not isinstance(facts, dict):
         return False
     parts = [part for name in ("merged", "appended") for part in facts.get(name) or () if isinstance(part, dict)]
     inner = [facts.get("provenance"), *(part.get("provenance") for part in parts)]
-    return facts.get("poses") == "none" or any(map(_lacks_poses, inner))
+    return facts.get(fact) == "none" or any(_lacks(fact, one) for one in inner)
 
 
 def fingerprint(manifest: Manifest) -> str:

@@ -39,7 +39,8 @@ class ScanInfo:
     ``splits`` are the source's own: split name to clip names (None: it has none). ``names`` are the field names that
     occur, ``license`` is the data's, where the source states it. ``facts`` and ``report`` (what was kept, dropped and
     not understood; None where the source does not count) go into the manifest's provenance; no paths, times or host
-    names. ``facts["poses"]`` is "none" where the source has no ego poses and all of them are the identity.
+    names. ``facts["poses"]`` is "none" where the source has no ego poses and all of them are the identity,
+    ``facts["calibration"]`` where no camera is calibrated.
     ``lineage`` names the datasets that the source is made of.
     """
 

@@ -5,8 +5,9 @@ The key is a member's name up to the first dot after the last slash, the rest is
 are; compressed tars are read from front to back, once by the scan and once when each clip is staged.
 
 Beside images a sample has values: members that the library decodes to integers, texts and arrays, and what is in the
-JSON. Members and lists of numbers become channels, single numbers and texts of the JSON attributes. Names and forms are
-those of the first samples. What becomes neither is counted in the report.
+JSON. Members and lists of numbers become channels, single numbers and texts of the JSON attributes; members that it
+does not decode to one of these are channels of bytes. Names and forms are those of the first samples. What becomes
+neither is counted in the report.
 """
 
 from __future__ import annotations
@@ -19,20 +20,21 @@ from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import msgspec
-import numpy as np
 from msgspec import Meta
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError, ImageError, SchemaError, SourceError
+from fuelrail.pipeline.format.codecs import MAX_MEMBER_BYTES
 from fuelrail.pipeline.sample.arrays import read_npy
 from fuelrail.pipeline.sample.image_header import probe
 from fuelrail.pipeline.text import shown
 from fuelrail.sharding.sources.adapter.channels import ValueForms
 from fuelrail.sharding.sources.adapter.frame import Absent, Clip, Frame, Image, Sensors
+from fuelrail.sharding.sources.adapter.members import MADE
 from fuelrail.sharding.sources.adapter.rows import may_be_attribute
 from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
-from fuelrail.sharding.sources.shared.foreign import read_json
+from fuelrail.sharding.sources.shared.foreign import JsonFacts, read_json
 from fuelrail.sharding.sources.shared.pictures import HEAD_BYTES
+from fuelrail.sharding.sources.shared.scan_table import Reference
 from fuelrail.sharding.sources.shared.tars import COMPRESSED, Member, compressed_members, tar_members
 
 if TYPE_CHECKING:
@@ -107,7 +109,10 @@ class _Sample(NamedTuple):
 
 
 class _Values(NamedTuple):
-    """What a sample has beside images: members and lists by name, single values of the JSON, and what is left out."""
+    """What a sample has beside images: members and lists by name, single values of the JSON, and what is left out.
+
+    A member that is not decoded is its own value.
+    """
 
     values: dict[str, Any]
     attributes: dict[str, Any]
@@ -120,15 +125,16 @@ class _Reader(NamedTuple):
     given: WebDatasetSettings
     files: SourceFiles
 
-    def json(self, sample: _Sample) -> _Facts:
+    def json(self, sample: _Sample) -> JsonFacts:
         """Read the JSON; raise SourceError where there is none and an option names a path in it."""
         where = f"tar '{self.files.shown}/{sample.tar}', key '{sample.key}'"
         if self.given.meta not in sample.members and self._used:
             raise SourceError(f"{where}: there is no .{self.given.meta}, but {', '.join(sample.members)}")
         member = sample.members.get(self.given.meta)
         if member is None:
-            return _Facts(None, where)
-        return _Facts(read_json(self._data(sample, member), f"{where}: .{self.given.meta}", what="is not JSON"), where)
+            return JsonFacts(None, where)
+        data, what = self._data(sample, member), f"{where}: .{self.given.meta}"
+        return JsonFacts(read_json(data, what, what="is not JSON"), where)
 
     @property
     def _used(self) -> frozenset[str]:
@@ -148,15 +154,18 @@ class _Reader(NamedTuple):
         left_out: list[str] = []
         cameras = (self.given.images or _cameras(sample.members)).values()
         for extension, member in sample.members.items():
-            decode = _DECODED.get(extension.rpartition(".")[2])
+            decode, name = _DECODED.get(extension.rpartition(".")[2]), extension.replace(".", "_")
             if extension in cameras or extension == self.given.meta:
                 continue
-            if decode is None or member.length > _MOST_VALUE_BYTES:
-                why = "neither a camera's image nor a value" if decode is None else f"over {_MOST_VALUE_BYTES} bytes"
-                left_out.append(f"members .{extension} left out, {why}")
+            most = MAX_MEMBER_BYTES if decode is None else _MOST_VALUE_BYTES
+            if member.length > most:
+                left_out.append(f"members .{extension} left out, over {most} bytes")
+                continue
+            if decode is None:
+                values[name] = member
                 continue
             try:
-                values[extension.replace(".", "_")] = decode(self._data(sample, member))
+                values[name] = decode(self._data(sample, member))
             except (ValueError, SchemaError):
                 left_out.append(f"members .{extension} left out, not what the library webdataset reads as such")
         attributes: dict[str, Any] = {}
@@ -190,7 +199,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             found = self._reader.values(sample, self._reader.json(sample).values)
             for forms, of_sample in ((values, found.values), (attributes, found.attributes)):
                 for name, value in of_sample.items():
-                    forms.learn(name, value)
+                    forms.learn(name, b"" if isinstance(value, Member) else value)
         types = {one.name: _TYPES.get(one.dtype) for one in attributes.channels() if may_be_attribute(one.name)}
         channels = {channel.name: channel for channel in values.channels()}
         return channels, {name: kind for name, kind in types.items() if kind is not None}, values.refused
@@ -297,7 +306,8 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         found: list[Frame] = []
         for number, sample in enumerate(self._current):
             facts = self._reader.json(sample)
-            values, attributes = self._fitting(sample, facts)
+            own = self._fitting(sample, facts)
+            raw = {name: member for name, member in own.values.items() if isinstance(member, Member)}
             time_ns = (number + 1) * _STEP_NS
             if self.given.timestamp_ns:
                 time_ns = facts.whole(self.given.timestamp_ns)
@@ -312,15 +322,17 @@ class WebDataset(FrameSource[WebDatasetSettings]):
                 images.update((name, msgspec.structs.replace(one, ego2global=pose)) for name, one in poses.items())
             found.append(
                 Frame(
-                    timestamp_ns=time_ns, ego2global=pose, images=images, token=sample.key, values=values,
-                    attributes=attributes,
+                    timestamp_ns=time_ns, ego2global=pose, images=images, token=sample.key,
+                    values={name: value for name, value in own.values.items() if name not in raw},
+                    attributes=own.attributes,
+                    members=[Reference(f"{name}.bin", _ref(sample, one), one.length) for name, one in raw.items()],
                 )
             )  # fmt: skip
         found.sort(key=lambda frame: frame.timestamp_ns)
         yield from found
 
     def _image(
-        self, sample: _Sample, member: Member, extension: str, camera: str, time_ns: int, facts: _Facts
+        self, sample: _Sample, member: Member, extension: str, camera: str, time_ns: int, facts: JsonFacts
     ) -> Image:
         calibrated = bool(self.given.intrinsics)
         last = extension.rpartition(".")[2].rstrip("0123456789_")
@@ -332,17 +344,17 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             "token": sample.key,
         }
         if sample.read is None:
-            return Image(ref=f"{sample.tar}#{member.offset}+{member.length}", **common)
+            return Image(ref=_ref(sample, member), **common)
         read = sample.read[member.name]
         if read.fault:
             raise SourceError(f"{facts.where}: '{member.name}': {read.fault}")
         return Image(
-            ref=f"{sample.tar}#{member.name}", made=True, width=read.width, height=read.height,
+            ref=_ref(sample, member).removeprefix(MADE), made=True, width=read.width, height=read.height,
             num_bytes=member.length, **common,
         )  # fmt: skip
 
-    def _fitting(self, sample: _Sample, facts: _Facts) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the values and attributes of a sample that the dataset has; count those left out."""
+    def _fitting(self, sample: _Sample, facts: JsonFacts) -> _Values:
+        """Return what the dataset has of a sample beside images; count what is left out."""
         channels, types, refused = self._forms
         found = self._reader.values(sample, facts.values)
         self.noted.update(found.left_out)
@@ -358,7 +370,11 @@ class WebDataset(FrameSource[WebDatasetSettings]):
                     f"{facts.where}: {name} is {value!r:.100}, and {types[name].__name__} in the first samples; "
                     "first_samples=0 looks at all"
                 )
-        return {name: value for name, value in found.values.items() if name in channels}, attributes
+        values = {name: value for name, value in found.values.items() if name in channels}
+        for name, value in values.items():
+            if isinstance(value, Member) != (channels[name].kind == "bytes"):
+                raise SourceError(f"{facts.where}: {name} is of another kind than in the first samples")
+        return _Values(values, attributes, [])
 
     def make_images(self, refs: Sequence[str]) -> Iterator[tuple[str, bytes]]:
         """Read images of compressed tars from front to back."""
@@ -375,34 +391,10 @@ class WebDataset(FrameSource[WebDatasetSettings]):
                 raise SourceError(f"tar '{self.files.shown}/{tar}' has no '{min(names)}' any more")
 
 
-class _Facts(NamedTuple):
-    """What a sample's JSON says, by paths."""
-
-    values: Any
-    where: str
-
-    def at(self, path: str, camera: str = "") -> Any:  # noqa: ANN401 - JSON
-        value, path = self.values, path.replace("{camera}", camera)
-        try:
-            for name in path.split("."):
-                value = value[int(name)] if isinstance(value, list) else value[name]
-        except (KeyError, IndexError, ValueError, TypeError) as error:
-            raise SourceError(f"{self.where}: the JSON has no {path}") from error
-        return value
-
-    def whole(self, path: str) -> int:
-        value = self.at(path)
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise SourceError(f"{self.where}: {path} is {value!r}, expected a whole number of nanoseconds")
-        return value
-
-    def matrix(self, path: str, size: int, camera: str = "") -> NDArray[np.float64]:
-        value = self.at(path, camera)
-        try:
-            return np.array(value, np.float64).reshape(size, size)
-        except (ValueError, TypeError, RecursionError, OverflowError) as error:
-            text = f"{path.replace('{camera}', camera)} is no {size}x{size} matrix: {value!r:.200}"
-            raise SourceError(f"{self.where}: {text}") from error
+def _ref(sample: _Sample, member: Member) -> str:
+    """Return the reference of a member's bytes."""
+    plain = sample.read is None
+    return f"{sample.tar}#{member.offset}+{member.length}" if plain else f"{MADE}{sample.tar}#{member.name}"
 
 
 def _leaves(value: Any, root: str) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - JSON

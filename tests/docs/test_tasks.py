@@ -16,6 +16,7 @@ import yaml
 
 import fuelrail as fr
 from fuelrail.bench.trainer.distill.student import divergence
+from support.manifest_world import write_video
 from support.neutral_source import install_plugin
 from support.pages import ROOT, blocks_of, follow
 
@@ -86,14 +87,15 @@ def test_4_bring_a_source_and_a_channel_of_ones_own(desk, monkeypatch, capsys) -
     forward = [[0, 0, 1, 1.5], [-1, 0, 0, 0], [0, -1, 0, 1.6], [0, 0, 0, 1]]
     rows = []
     for number in range(3):
-        jpeg(desk / "drives" / "monday" / f"{number}.jpg", shade=number)
         rows.append({
-            "image": f"monday/{number}.jpg", "timestamp_ns": 1_600_000_000_000_000_000 + number * 100_000_000,
+            "timestamp_ns": 1_600_000_000_000_000_000 + number * 100_000_000,
             "intrinsics": [[200, 0, 160], [0, 200, 90], [0, 0, 1]], "cam2ego": forward,
             "ego2global": [[1, 0, 0, number], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]],
             "boxes": [{"xyzlwh_yaw": [10, 0, 0.8, 4.5, 1.9, 1.6, 0.1], "category": "car"}],
             "action": [number / 4, -1.5], "night": number == 1, **({"caption": f"frame {number}"} if number else {}),
         })  # fmt: skip
+    (desk / "drives").mkdir()
+    write_video(desk / "drives" / "monday.mp4", [np.full((180, 320, 3), 60 * shade, np.uint8) for shade in range(3)])
     (desk / "drives" / "monday.json").write_text(json.dumps(rows))
     install_plugin(desk, "drives", "fuelrail_drives:Drives")  # what `pip install -e .` leaves
     monkeypatch.syspath_prepend(str(desk))
@@ -103,7 +105,11 @@ def test_4_bring_a_source_and_a_channel_of_ones_own(desk, monkeypatch, capsys) -
     batch = next(iter(names["loader"]))
     assert batch["gt_boxes_3d"][0].tolist()[0][3:6] == pytest.approx([4.5, 1.9, 1.6])
     assert batch["weather.wetness"].shape == (1,)
+    assert names["picture"].shape == (180, 320, 3) and abs(float(names["picture"].mean()) - 120) < 3, "frame 2"
     values = names["batch"]
+    assert values["img"].float().mean((1, 2, 3, 4)).tolist() == pytest.approx(
+        [60 * n for n in values["frame"].tolist()], abs=3
+    )
     numbers = values["frame"].tolist()
     assert (values["action"].dtype, values["action"].tolist()) == (torch.float32, [[n / 4, -1.5] for n in numbers])
     assert values["caption"] == [f"frame {n}" if n else None for n in numbers]

@@ -25,6 +25,7 @@ from fuelrail.loaders import (
     World,
 )
 from fuelrail.loaders.config import Arguments
+from fuelrail.loaders.integrations.iterable import IterableView
 from fuelrail.pipeline.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -253,6 +254,10 @@ def test_errors_say_what_to_use_to_code_that_takes_it_for_torchs_loader(root):
         loader[0]
     with pytest.raises(TypeError, match="none by number"):
         next(iter(torch.utils.data.DataLoader(loader, batch_size=None)))
+    parts = torch.utils.data.random_split(loader, [1, len(loader) - 1])
+    for subset in (*parts, torch.utils.data.Subset(IterableView(loader), [0])):
+        with pytest.raises(TypeError, match=r"none by number: .*Subset, random_split .*MapView\(dataset\)"):
+            subset[0]
     for name, value in {"batch_size": 2, "drop_last": False, "collate_fn": None, "pin_memory": None}.items():
         assert getattr(loader, name) is value, "what it was given"
         assert hasattr(torchs, name)

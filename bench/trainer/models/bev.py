@@ -76,7 +76,13 @@ class CameraModel(StagedModel):
         # A dataset without boxes trains towards an empty grid: its run measures time, its loss means nothing.
         boxes = batch.get("gt_boxes_3d") or [torch.zeros(0, 7, device=img.device)] * len(img)
         target = occupied_cells(boxes, self.settings.grid, self.settings.range_m)
-        return img, batch["cam_valid"], batch["intrinsics"], batch["cam2ego"], target, batch["valid"].float()
+        # One without calibration, likewise, has cameras of unit matrices.
+        cameras = batch["cam_valid"].shape
+        intrinsics, cam2ego = (
+            batch[name] if name in batch else torch.eye(size, device=img.device).repeat(*cameras, 1, 1)
+            for name, size in (("intrinsics", 3), ("cam2ego", 4))
+        )
+        return img, batch["cam_valid"], intrinsics, cam2ego, target, batch["valid"].float()
 
     def losses(self, logits: Tensor, *inputs: Tensor) -> Tensor:
         """Return the binary cross-entropy of each cell [B, G]."""

@@ -28,18 +28,22 @@ _FIRST_NS: Final = 500_000_000
 _EMPTY: Final = ("float64", (0,))
 """The form of an empty list."""
 _NONE: Final = ("float64", (None,))
+_BYTES: Final = "bytes"
 _NAME: Final = re.compile(r"[a-z0-9_]{1,100}")
 
 
 def value_channel(name: str, dtype: str = "", shape: tuple[int | None, ...] = (), description: str = "") -> Channel:
     """Return the entry of the table for a sample's value (``Frame.values``); augmentation does not move it.
 
-    Without ``dtype`` it is a text. Else it is an array of this shape, a number where that is (), and in batches a
-    tensor [B, ...]. Where the first side is None it varies: batches then have ``{"values": list of B tensors}``.
+    Without ``dtype`` it is a text, with "bytes" it is bytes. Else it is an array of this shape, a number where that is
+    (), and in batches a tensor [B, ...]. Where the first side is None it varies: batches then have ``{"values": list of
+    B tensors}``.
     """
     about: dict[str, Any] = {"name": name, "law": Law("fixed"), "optional": True, "description": description}
     if not dtype:
         return Channel(kind="text", field=f"{name}.txt", **about)
+    if dtype == _BYTES:
+        return Channel(kind="bytes", field=f"{name}.bin", **about)
     about |= dict.fromkeys(("allows_nan", "allows_inf"), np.dtype(dtype).kind == "f")
     if shape[:1] == (None,):
         arrays = (ArraySpec("values", dtype, tuple(side or 0 for side in shape[1:])),)
@@ -56,7 +60,7 @@ class ValueForms:
         self.refused: dict[str, str] = {}
 
     def learn(self, name: str, value: Any) -> None:  # noqa: ANN401 - what a source has
-        """Take a value: a text, a number, or numbers in an array or lists. None is a missing one."""
+        """Take a value: a text, bytes, a number, or numbers in an array or lists. None is a missing one."""
         if value is None or name in self.refused:
             return
         try:
@@ -66,19 +70,20 @@ class ValueForms:
             self.refused[name] = str(error)
 
     def channels(self) -> tuple[Channel, ...]:
-        """Return the channels, by name."""
-        forms = {name: form for name, form in sorted(self._forms.items()) if name not in self.refused}
+        """Return the channels, by name; bytes come last, where who does not select them does not fetch them."""
+        ordered = sorted(self._forms.items(), key=lambda item: (item[1][0] == _BYTES, item[0]))
+        forms = {name: form for name, form in ordered if name not in self.refused}
         return tuple(value_channel(name, *(_NONE if form == _EMPTY else form)) for name, form in forms.items())
 
 
 def _form(name: str, value: Any) -> tuple[str, tuple[int, ...]]:  # noqa: ANN401
-    """Return dtype ("" for a text) and shape of a value; raise ValueError for one that is neither text nor numbers."""
+    """Return dtype ("" for a text, "bytes") and shape of a value; raise ValueError for one that is of no such form."""
     if not _NAME.fullmatch(name) or name in RESERVED:
         raise ValueError(
             f"its name must have at most 100 letters, digits and _, and not be one of {', '.join(RESERVED)}"
         )
-    if isinstance(value, str):
-        return "", ()
+    if isinstance(value, str | bytes):
+        return ("" if isinstance(value, str) else _BYTES), ()
     array = np.asarray(value)  # ValueError for lists of differing lengths
     if array.shape == (0,):
         return _EMPTY
@@ -97,12 +102,13 @@ def _common(
             raise ValueError("samples differ: some are lists, others are none")
         return dtype, shape if (dtype, shape) == _EMPTY else (None, *shape[1:])
     (dtype, shape), (other_dtype, other_shape) = one, other
-    if dtype != other_dtype and not {"", "bool"}.isdisjoint((dtype, other_dtype)):
+    if dtype != other_dtype and not {"", "bool", _BYTES}.isdisjoint((dtype, other_dtype)):
         raise ValueError(f"samples differ: {dtype or 'text'} and {other_dtype or 'text'}")
     if (len(shape), shape[1:]) != (len(other_shape), other_shape[1:]):
         raise ValueError(f"samples differ in shape: {list(shape)} and {list(other_shape)}")
     first = shape[:1] if shape[:1] == other_shape[:1] else (None,) * len(shape[:1])
-    return np.promote_types(dtype, other_dtype).name if dtype else "", (*first, *shape[1:])
+    is_number = dtype not in ("", _BYTES)
+    return np.promote_types(dtype, other_dtype).name if is_number else dtype, (*first, *shape[1:])
 
 
 def value_members(channels: Sequence[Channel], values: Mapping[str, Any], where: str) -> list[Reference]:

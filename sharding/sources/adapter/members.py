@@ -12,7 +12,9 @@ import msgspec
 from fuelrail.pipeline.errors import ImageError, SourceError
 from fuelrail.pipeline.format.rules import LARGEST_IMAGE
 from fuelrail.pipeline.sample.schema import POINTS_EXTENSION
+from fuelrail.sharding.sources.adapter.channels import COMPUTED
 from fuelrail.sharding.sources.adapter.frame import Absent, FileMember, Image
+from fuelrail.sharding.sources.adapter.vector_maps import MAP
 from fuelrail.sharding.sources.shared.files import looks
 from fuelrail.sharding.sources.shared.pictures import EXTENSION_OF, examined
 from fuelrail.sharding.sources.shared.scan_table import Reference
@@ -31,6 +33,8 @@ MADE: Final = "made:"
 """Begins the reference of an image that the source makes."""
 POINTS: Final = "points:"
 """Begins the reference of a lidar sweep."""
+NO_FILE: Final = (MADE, POINTS, MAP, COMPUTED)
+"""What begins references that name no file."""
 NOT_IN_CLIP: Final = "not in the clip"
 """Why no frame of a clip has the image of a camera of the rig."""
 NO_POSE: Final = "no ego pose"
@@ -74,6 +78,8 @@ def check_inside(name: str, where: str) -> None:
     """Raise SourceError, naming ``where``, for a file name that leads out of the source's root."""
     if not is_inside(name):
         raise SourceError(f"{where}: the file name '{name}' is not inside the source")
+    if name.startswith(NO_FILE):
+        raise SourceError(f"{where}: the file name '{name}' begins with a word of Fuelrail's own: rename it")
 
 
 def facts_by_name(files: SourceFiles, names: Iterable[str]) -> dict[str, FileFacts | None]:

@@ -23,7 +23,8 @@ from fuelrail.pipeline.storage.filesystem import is_url
 from fuelrail.pipeline.text import shown
 from fuelrail.sharding.sources.adapter.channels import COMPUTED, boxes2d_channel, computed_bytes
 from fuelrail.sharding.sources.adapter.classes import SOURCE, ClassMap, ClassOption, loaded
-from fuelrail.sharding.sources.adapter.members import MADE, POINTS, Part
+from fuelrail.sharding.sources.adapter.frame import Image
+from fuelrail.sharding.sources.adapter.members import MADE, NO_FILE, POINTS, Part
 from fuelrail.sharding.sources.adapter.rows import ClipRows, attribute_types
 from fuelrail.sharding.sources.adapter.vector_maps import MAP
 from fuelrail.sharding.sources.registry import CONTENTS
@@ -198,7 +199,7 @@ class FrameSource(Generic[S]):
         self.files.listed()  # the root must be there
         sensors, classes, report = self.sensors(), self._classes(), ScanReport()
         findings = Findings(given.max_damaged)
-        columns = list(attribute_types(classes.names, self.columns))
+        columns = list(self.attribute_types)
         boxes2d = (boxes2d_channel(camera, text) for camera, text in self.image_boxes.items())
         channels = (*self.channels, *boxes2d, *([self.maps.channel] if self.maps is not None else ()))
         names = self.given.cameras if isinstance(self.given.cameras, tuple) else ()  # logs name topics besides
@@ -209,11 +210,12 @@ class FrameSource(Generic[S]):
             is_unix=self.time_base == "unix", channels=channels,
         )  # fmt: skip
         splits: dict[str, list[str]] = {}
-        num_clips = 0
+        num_clips, is_calibrated = 0, False
         for clip in self.clips():
             num_clips += 1
             with findings.of("clips"):
                 frames = [frame.without(left_out) if left_out else frame for frame in self.frames(clip)]
+                is_calibrated = is_calibrated or any(map(_is_calibrated, frames))
                 rows.add(clip, frames, self.poses(clip))
             if clip.split and out.clips and out.clips[-1].clip_name == clip.name:
                 splits.setdefault(clip.split, []).append(clip.name)
@@ -245,14 +247,17 @@ class FrameSource(Generic[S]):
             time_base=self.time_base,
             ego_origin=self.ego_origin,
             splits=splits or None,
-            facts={} if self.has_poses else {"poses": "none"},
+            facts={
+                **({} if self.has_poses else {"poses": "none"}),
+                **({} if is_calibrated else {"calibration": "none"}),
+            },
             license=self.license,
             report=report,
         )
 
     def place(self, ref: str) -> Place | None:
         """Return where an image's bytes are, if a file of this machine has them unchanged."""
-        if ref.startswith((MADE, POINTS, MAP, COMPUTED)):
+        if ref.startswith(NO_FILE):
             return None
         part = Part.of(ref)
         path = self.files.path(part.name)
@@ -284,6 +289,11 @@ class FrameSource(Generic[S]):
         for ref in refs:
             if not ref.startswith(MADE):
                 yield ref, self.open(ref)
+
+
+def _is_calibrated(frame: Frame) -> bool:
+    """Return whether a camera of the frame is."""
+    return any(isinstance(image, Image) and image.intrinsics is not None for image in frame.images.values())
 
 
 def _chosen(

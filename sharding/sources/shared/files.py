@@ -90,6 +90,10 @@ class SourceFiles(Protocol):
         """Return the names directly in a folder below the root, sorted; raise SourceError where it is none."""
         ...
 
+    def folders(self, folder: str = "") -> list[str]:
+        """Return those names directly in a folder that are folders, sorted; raise SourceError where it is none."""
+        ...
+
     def facts_of(self, names: Sequence[str]) -> list[FileFacts | None]:
         """Do :meth:`facts` for many files, in threads where a look takes long."""
         ...
@@ -158,6 +162,10 @@ class FolderFiles:
             raise SourceError(f"source '{shown(path)}' is not a folder") from None
         except (OSError, ValueError) as error:
             raise SourceError(f"source '{shown(path)}' cannot be read: {_reason(error)}") from error
+
+    def folders(self, folder: str = "") -> list[str]:
+        """Return the folders in a folder; of links too, which are followed when they are read."""
+        return [name for name in self.listed(folder) if os.path.isdir(f"{self._root}/{folder}/{name}")]  # noqa: PTH112 - False for any name
 
     def facts_of(self, names: Sequence[str]) -> list[FileFacts | None]:
         """Return the facts of each file: one by one on a local disk, in threads on a network's."""
@@ -273,6 +281,13 @@ class UrlFiles:
         if not found:
             raise SourceError(f"'{self.shown}/{folder}' has no objects")
         return sorted(entry["name"].rstrip("/").rpartition("/")[2] for entry in found if entry["name"] != path)
+
+    def folders(self, folder: str = "") -> list[str]:
+        """Return the prefixes under a prefix."""
+        path = self._path(folder).rstrip("/")
+        found = self._try(folder, functools.partial(self._listed, path))
+        names = {entry["name"].rstrip("/") for entry in found if entry["type"] == "directory"} - {path}
+        return sorted(name.rpartition("/")[2] for name in names)
 
     def facts_of(self, names: Sequence[str]) -> list[FileFacts | None]:
         """Return the facts from the listing, which is in memory."""

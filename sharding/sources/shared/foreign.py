@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Final, TypeVar, overload
+from typing import Any, Final, NamedTuple, TypeVar, overload
 from xml.parsers import expat
 
 import msgspec
+import numpy as np
 import yaml
+from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import FuelrailError, SourceError
 from fuelrail.sharding.sources.shared.files import check_no_pointer
@@ -100,3 +102,36 @@ def read_xml(data: bytes, where: str, target: Any, what: str = "is no XML, or it
 def _check_size(data: bytes, where: str) -> None:
     if len(data) > _MOST_UNTYPED:
         raise SourceError(f"{where} has {len(data)} bytes, of which at most {_MOST_UNTYPED} are read")
+
+
+class JsonFacts(NamedTuple):
+    """What a JSON says, by paths: names and numbers of entries, joined by dots."""
+
+    values: Any
+    where: str
+
+    def at(self, path: str, camera: str = "") -> Any:  # noqa: ANN401 - JSON
+        """Return what is at a path, in which ``{camera}`` is replaced; raise SourceError where nothing is."""
+        value, path = self.values, path.replace("{camera}", camera)
+        try:
+            for name in path.split("."):
+                value = value[int(name)] if isinstance(value, list) else value[name]
+        except (KeyError, IndexError, ValueError, TypeError) as error:
+            raise SourceError(f"{self.where}: the JSON has no {path}") from error
+        return value
+
+    def whole(self, path: str) -> int:
+        """Return a whole number of nanoseconds."""
+        value = self.at(path)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise SourceError(f"{self.where}: {path} is {value!r}, expected a whole number of nanoseconds")
+        return value
+
+    def matrix(self, path: str, size: int, camera: str = "") -> NDArray[np.float64]:
+        """Return a matrix (size, size)."""
+        value = self.at(path, camera)
+        try:
+            return np.array(value, np.float64).reshape(size, size)
+        except (ValueError, TypeError, RecursionError, OverflowError) as error:
+            text = f"{path.replace('{camera}', camera)} is no {size}x{size} matrix: {value!r:.200}"
+            raise SourceError(f"{self.where}: {text}") from error

@@ -25,6 +25,7 @@ from fuelrail.sharding.sources.adapter.members import Part
 from fuelrail.sharding.sources.adapter.poses import Trajectory
 from fuelrail.sharding.sources.adapter.rows import attribute_types
 from fuelrail.sharding.sources.adapter.source import FrameSource
+from fuelrail.sharding.sources.adapter.videos import FRAME
 from fuelrail.sharding.sources.shared.files import source_files
 from fuelrail.sharding.sources.shared.points import parse_points
 from fuelrail.sharding.sources.shared.video import VideoSettings, check_decoder, libraries
@@ -41,7 +42,7 @@ from fuelrail.sharding.sources.tables.columns import (
     type_of,
 )
 from fuelrail.sharding.sources.tables.matching import SensorRows, ascending
-from fuelrail.sharding.sources.tables.members import FRAME, Paths, RowFiles, add_columns
+from fuelrail.sharding.sources.tables.members import Paths, RowFiles, add_columns
 from fuelrail.sharding.sources.tables.tables import EXTENSIONS, Table, distinct, find_table, has_text, table_schema
 from fuelrail.sharding.sources.tables.values import TIME_COLUMNS, Rows
 
@@ -267,7 +268,7 @@ class Manifest(FrameSource[ManifestSettings]):
                 name: _one(rows, name) or "" for name in OF_CLIP if "frames" in self._tables and name in rows
             }
             named = [self._tables[stem].rows(clip) for stem in ("frames", "sensor_data") if stem in self._tables]
-            videos = self._paths.videos.named(rows for rows in named if rows is not None) if self._has_video else ()
+            videos = self._paths.videos_of(rows for rows in named if rows is not None) if self._has_video else ()
             yield Clip(name=clip, files=videos, **facts)
 
     def poses(self, clip: Clip) -> Trajectory | None:
@@ -303,7 +304,11 @@ class Manifest(FrameSource[ManifestSettings]):
         if rows is not None:
             for prefix in self._prefixes:
                 found = self._calibration(clip, rows, prefix)
-                add_columns(self._paths, rows, prefix, times, found, images, sweeps, is_unix=self._is_unix)
+                own = rows.times(prefix, is_unix=self._is_unix)
+                times_ns = times if own is None else np.where(own < 0, times, own)
+                is_calibrated = self._calibrations is not None
+                files = RowFiles(self._paths, rows, prefix, times_ns, is_calibrated=is_calibrated)
+                add_columns(files, prefix, found, images, sweeps)
         if sensors is not None:
             into = [(images[at], sweeps[at]) for at in order.tolist()]
             sensors.add(times[order], self.given.tolerance_ms, into)

@@ -3,85 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
-
-import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.storage.filesystem import is_url
 from fuelrail.sharding.sources.adapter.frame import Absent, Image, Sweep
-from fuelrail.sharding.sources.adapter.members import check_inside, is_inside
+from fuelrail.sharding.sources.adapter.members import is_inside
+from fuelrail.sharding.sources.adapter.videos import FRAME, Videos
 from fuelrail.sharding.sources.shared.tars import Tars
-from fuelrail.sharding.sources.shared.video import VideoFacts, VideoFile
 from fuelrail.sharding.sources.tables.calibration import shared
 from fuelrail.sharding.sources.tables.columns import is_path
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from fuelrail.sharding.sources.shared.files import SourceFiles
     from fuelrail.sharding.sources.tables.calibration import CalibrationRows
     from fuelrail.sharding.sources.tables.values import Rows
 
 _EXTENSIONS: Final = {".jpg": "jpg", "jpeg": "jpg", ".png": "png"}
-FRAME: Final = "#frame="
-"""What a path has between a video and the number of a frame."""
-_FRAME: Final = re.compile(r"(.+)#frame=([0-9]{1,18})\Z", re.DOTALL)
-_KEPT: Final = 256
-
-
-class Videos:
-    """The video files of a source; what is known of the last ones is kept. ``num_decoded`` counts decoded frames."""
-
-    def __init__(self, files: SourceFiles, inside: Callable[[str], str]) -> None:
-        """Take ``inside``, which makes names below the root of paths."""
-        self._files, self._inside = files, inside
-        self._kept: dict[str, VideoFacts | None] = {}
-        self.num_decoded = 0
-
-    def facts(self, name: str) -> VideoFacts | None:
-        """Return what the video states; None where it does not exist. Raise SourceError."""
-        if name not in self._kept:
-            check_inside(name, "video")
-            path = self._files.path(name)
-            if path is None:
-                raise SourceError(f"video '{name}' is at the URL {self._files.shown}: copy the source to a folder")
-            self._kept[name] = None if self._files.facts(name) is None else VideoFile(path).facts()
-            if len(self._kept) > _KEPT:
-                del self._kept[next(iter(self._kept))]
-        return self._kept[name]
-
-    def named(self, tables: Iterable[Rows]) -> tuple[str, ...]:
-        """Return the names of the existing videos in the paths of these rows."""
-        found: dict[str, None] = {}
-        for rows in tables:
-            for column in filter(is_path, rows.batch.schema.names):
-                videos = [text.partition(FRAME)[0] for text in rows.texts(column) if text and FRAME in text]
-                with contextlib.suppress(SourceError):  # which the row's own check reports
-                    found.update((self._inside(name), None) for name in videos)
-        return tuple(name for name in found if is_inside(name) and self._files.facts(name) is not None)
-
-    def jpegs(self, refs: Sequence[str], quality: int) -> Iterator[tuple[str, bytes]]:
-        """Yield these frames as JPEG: video by video, in the order of presentation, each decoded once."""
-        numbers: dict[str, list[int]] = {}
-        for ref in refs:
-            name, number = frame_of(ref)
-            numbers.setdefault(name, []).append(number)
-        for name, wanted in numbers.items():
-            video = VideoFile(self._files.path(name) or name)
-            for number, jpeg in video.jpegs(wanted, quality):
-                yield f"{name}{FRAME}{number}", jpeg
-            self.num_decoded += video.num_decoded
-
-
-def frame_of(ref: str) -> tuple[str, int]:
-    """Return the video and the number that ``VIDEO#frame=NUMBER`` names; raise SourceError."""
-    found = _FRAME.match(ref)
-    if found is None:
-        raise SourceError(f"'{ref}' must be VIDEO{FRAME}N, N from 0 in the order in which frames are shown")
-    return found[1], int(found[2])
 
 
 class Paths:
@@ -92,7 +35,7 @@ class Paths:
         folder = Path(root.removeprefix("file://"))
         roots = [root] if is_url(root) else [str(folder.absolute()), str(folder.resolve())]
         self._roots = [f"{one.rstrip('/')}/" for one in roots]
-        self._shown, self._tars = files.shown, Tars(files)
+        self._files, self._shown, self._tars = files, files.shown, Tars(files)
         self.videos = Videos(files, self.inside)
 
     def inside(self, path: str) -> str:
@@ -107,20 +50,15 @@ class Paths:
             )
         return name
 
-    def frame(self, rows: Rows, row: int, path: str) -> tuple[str, VideoFacts] | Absent:
-        """Return the reference of a frame of a video, and what is known of the video."""
-        try:
-            name, number = frame_of(self.inside(path))
-            facts = self.videos.facts(name)
-        except SourceError as error:
-            rows.fail(row, "path", str(error))
-        if facts is None:
-            return Absent("no file", name)
-        if number >= facts.num_frames:
-            rows.fail(row, "path", f"'{path}': the video has {facts.num_frames} frames, counted from 0")
-        return (
-            Absent("no keyframe before it", path) if number < facts.first_frame else (f"{name}{FRAME}{number}", facts)
-        )
+    def videos_of(self, tables: Iterable[Rows]) -> tuple[str, ...]:
+        """Return the names of the existing videos in the paths of these rows."""
+        found: dict[str, None] = {}
+        for rows in tables:
+            for column in filter(is_path, rows.batch.schema.names):
+                videos = [text.partition(FRAME)[0] for text in rows.texts(column) if text and FRAME in text]
+                with contextlib.suppress(SourceError):  # which the row's own check reports
+                    found.update((self.inside(name), None) for name in videos)
+        return tuple(name for name in found if is_inside(name) and self._files.facts(name) is not None)
 
     def reference(self, rows: Rows, row: int, path: str) -> str:
         """Return the reference of a path: of a file, of bytes in one, or of a member of a tar."""
@@ -147,8 +85,13 @@ class Paths:
 class RowFiles:
     """Images and sweeps of the rows of a table, whose columns begin with ``prefix``."""
 
-    def __init__(self, where: Paths, rows: Rows, prefix: str, times: NDArray[np.int64]) -> None:
+    def __init__(
+        self, where: Paths, rows: Rows, prefix: str, times: NDArray[np.int64], *, is_calibrated: bool = True
+    ) -> None:
+        """Take ``is_calibrated``: images need a calibration, as they do where a column has one."""
         self._where, self.rows, self.times = where, rows, times
+        stated = (f"{prefix}{name}" in rows for name in ("intrinsics", "fx"))
+        self._is_calibrated = is_calibrated or any(stated) or rows.poses(f"{prefix}cam2ego") is not None
         self._paths = rows.texts(f"{prefix}path")
         self._times_ns: list[int] = times.tolist()
         self._poses = shared(rows.poses(f"{prefix}ego2global"), len(rows))
@@ -175,40 +118,30 @@ class RowFiles:
         if not path:
             return Absent("no path")
         intrinsics, cam2ego = found.intrinsics[calibrated], found.sensor2ego[calibrated]
-        if intrinsics is None or cam2ego is None:
+        if self._is_calibrated and (intrinsics is None or cam2ego is None):
             what = "intrinsics" if intrinsics is None else "pose in ego (cam2ego, or sensor2ego in calibration)"
             raise SourceError(
                 f"table '{self.rows.table}', row {self.rows.first + row}: the camera of '{path}' has no {what}"
             )
         num_bytes = -1 if self._bytes is None else self._bytes[row]
-        if FRAME in path:
-            return self._video_frame(row, path, found, calibrated)
-        name = path.partition("#")[2] if path.startswith("tar:") else path
-        return Image(
-            ref=self._ref(row, path), timestamp_ns=self._times_ns[row], intrinsics=intrinsics, cam2ego=cam2ego,
-            ego2global=self._poses[row], width=found.width[calibrated], height=found.height[calibrated],
-            num_bytes=None if num_bytes < 0 else num_bytes, dist=found.dist[calibrated],
-            dist_model=found.dist_model[calibrated], extension=_EXTENSIONS.get(name[-4:].lower(), ""),
+        is_frame, name = FRAME in path, path.partition("#")[2] if path.startswith("tar:") else path
+        image = Image(
+            ref=path if is_frame else self._ref(row, path), timestamp_ns=self._times_ns[row], intrinsics=intrinsics,
+            cam2ego=cam2ego, ego2global=self._poses[row], width=found.width[calibrated],
+            height=found.height[calibrated], num_bytes=None if num_bytes < 0 else num_bytes,
+            dist=found.dist[calibrated], dist_model=found.dist_model[calibrated],
+            extension=_EXTENSIONS.get(name[-4:].lower(), ""),
         )  # fmt: skip
+        return self._of_video(row, image) if is_frame else image
 
-    def _video_frame(self, row: int, path: str, found: CalibrationRows, calibrated: int) -> Image | Absent:
+    def _of_video(self, row: int, image: Image) -> Image | Absent:
         if self._ranges is not None and self._ranges[row][0] >= 0:
-            self.rows.fail(row, f"{self._prefix}byte_offset", f"'{path}' is a frame of a video, not bytes of a file")
-        made = self._where.frame(self.rows, row, path)
-        if isinstance(made, Absent):
-            return made
-        ref, facts = made
-        stated = found.width[calibrated], found.height[calibrated]
-        if stated[0] > 0 and stated != facts[:2]:
-            self.rows.fail(
-                row, f"{self._prefix}width", f"{stated[0]}x{stated[1]}, but '{path}' is {facts[0]}x{facts[1]}"
-            )
-        return Image(
-            ref=ref, timestamp_ns=self._times_ns[row], intrinsics=found.intrinsics[calibrated],
-            cam2ego=found.sensor2ego[calibrated], ego2global=self._poses[row], width=facts.width, height=facts.height,
-            num_bytes=max(facts.width * facts.height // 5, 1), made=True, dist=found.dist[calibrated],
-            dist_model=found.dist_model[calibrated], extension="jpg",
-        )  # fmt: skip
+            text = f"'{image.ref}' is a frame of a video, not bytes of a file"
+            self.rows.fail(row, f"{self._prefix}byte_offset", text)
+        try:
+            return self._where.videos.completed(image)
+        except SourceError as error:
+            self.rows.fail(row, f"{self._prefix}path", str(error))
 
     def sweep(self, row: int, found: CalibrationRows, calibrated: int) -> Sweep | None:
         """Return the sweep of a row; None where it has no path."""
@@ -225,21 +158,15 @@ class RowFiles:
 
 
 def add_columns(
-    where: Paths,
-    rows: Rows,
+    files: RowFiles,
     prefix: str,
-    frame_ns: NDArray[np.int64],
     found: CalibrationRows,
     images: Sequence[dict[str, Image | Absent]],
     sweeps: Sequence[dict[str, Sweep]],
-    *,
-    is_unix: bool,
 ) -> None:
     """Add to the images or sweeps of all rows those of the sensor whose columns begin with ``prefix``."""
     kind, name, _ = prefix.split(".")
-    times = rows.times(prefix, is_unix=is_unix)
-    files = RowFiles(where, rows, prefix, frame_ns if times is None else np.where(times < 0, frame_ns, times))
-    for row in range(len(rows)):
+    for row in range(len(files.rows)):
         if kind == "cam":
             images[row][name.lower()] = files.image(row, found, row)
         elif (sweep := files.sweep(row, found, row)) is not None:

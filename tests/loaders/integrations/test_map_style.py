@@ -8,6 +8,7 @@ import simplejpeg
 import torch
 
 from fuelrail.loaders.integrations.map_style import MapView
+from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
 
 
@@ -34,6 +35,18 @@ def test_items_are_decoded(built) -> None:
         view[7]
     by_generator = MapView(open_dataset(root), (name for name in ["cam_front"]))  # type: ignore[arg-type]
     assert set(by_generator[0]) == set(by_generator[1]) == {"key", "cam_front"}
+
+
+def test_attributes_and_subsets(built) -> None:
+    dataset = open_dataset(built[0])
+    view = MapView(dataset, ["cam_front"], attributes=["frame", "split"])
+    (batch,) = torch.utils.data.DataLoader(torch.utils.data.Subset(view, [5, 2]), batch_size=2)
+    rows = dataset.table.to_pylist()
+    assert batch["frame"].tolist() == [rows[5]["frame"], rows[2]["frame"]]
+    assert (batch["key"], batch["split"]) == ([rows[5]["key"], rows[2]["key"]], ["train", "train"])
+    for name in ("nosuch", "cam_front"):
+        with pytest.raises(ConfigError, match=rf"'{name}' must be an attribute's name: key, .*frame"):
+            MapView(dataset, attributes=[name])
 
 
 def test_arrays_can_be_written_to(built) -> None:

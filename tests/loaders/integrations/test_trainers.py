@@ -242,6 +242,54 @@ def test_mmengine_with_limited_batches_takes_another_epoch_each_time(tiny, tmp_p
     assert seen == [(2, keys) for keys in whole[2][2:4]] + [(3, keys) for keys in whole[3][:2]], "as after a break"
 
 
+@pytest.mark.filterwarnings("ignore::Warning")
+def test_trainers_are_given_the_loader_itself(tiny, tmp_path):
+    """What takes a loader gets its batches; what would index it gets an error that names the way."""
+    seen, whole = [], epochs_of(tiny, 1)[0]
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1))
+
+        def note(self, batch):
+            seen.append(batch["sample_key"])
+            return self.weight * batch["img"].float().mean()
+
+    with load(tiny, 2, seed=7, image=TINY) as loader:
+        pl = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
+
+        class Module(Model, pl.LightningModule):
+            training_step = Model.note
+
+            def configure_optimizers(self):
+                return torch.optim.SGD(self.parameters(), 1e-3)
+
+        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        pl.Trainer(max_epochs=1, accelerator="cpu", devices=1, **quiet).fit(Module(), loader)
+        assert seen == whole
+    seen.clear()
+    with load(tiny, 2, seed=7, image=TINY) as loader:
+        pytest.importorskip("mmengine", reason="mmengine is not installed")
+        from mmengine.model import BaseModel
+        from mmengine.runner import Runner
+
+        class Based(Model, BaseModel):
+            def forward(self, mode="loss", **batch):
+                return {"loss": self.note(batch)}
+
+        Runner(
+            Based(), str(tmp_path), loader, train_cfg={"by_epoch": True, "max_epochs": 1}, log_level="ERROR",
+            optim_wrapper={"optimizer": {"type": "SGD", "lr": 1e-3}}, default_hooks={"sampler_seed": None},
+            experiment_name="itself",
+        ).train()  # fmt: skip
+        assert seen == whole
+        transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+        arguments = transformers.TrainingArguments(str(tmp_path), max_steps=1, report_to="none", use_cpu=True)
+        with pytest.raises(TypeError, match="Hugging Face's Trainer takes it from `get_train_dataloader`"):
+            transformers.Trainer(Model(), arguments, train_dataset=loader).train()
+
+
 class _Calls:
     """An object whose pickle calls a function when it is loaded."""
 

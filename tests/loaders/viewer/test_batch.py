@@ -150,7 +150,7 @@ def test_what_cannot_be_drawn_is_a_sentence(root):
         batch = next(iter(loader))
         for changed, words in (
             ({"img": batch["img"].float()}, "'img' must be uint8 to be drawn, or normalised"),
-            ({"ego2img": None}, "without 'ego2img'"),
+            ({"ida_mat": None}, "without 'ida_mat'"),
         ):
             given = {name: value for name, value in (batch | changed).items() if value is not None}
             with pytest.raises(ConfigError, match=words):

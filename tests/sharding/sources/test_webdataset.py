@@ -19,6 +19,7 @@ import zstandard
 import fuelrail as fr
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.sharding.run import scan_source
+from fuelrail.sharding.sources import webdataset
 from fuelrail.sharding.sources.registry import SourceSpec
 from fuelrail.sharding.sources.shared.files import source_files
 from fuelrail.sharding.sources.shared.tars import tar_members
@@ -118,7 +119,7 @@ def test_without_options_images_have_no_calibration_and_no_pose(tars, tmp_path):
         assert np.isnan(sample.geometry.cam2ego).all()
         assert sample.geometry.cam_valid.all()
     info = scan(tars)
-    assert (info.time_base, info.facts) == ("order", {"poses": "none"})
+    assert (info.time_base, info.facts) == ("order", {"poses": "none", "calibration": "none"})
 
 
 def test_options_map_extensions_and_cut_clips(tars):
@@ -199,13 +200,14 @@ def test_labels_texts_and_arrays_are_those_that_the_library_decodes(tmp_path, en
     assert not verify(tmp_path / "out", deep=True, num_threads=1).faults
     dataset = fr.open(tmp_path / "out")
     names = [channel.name for channel in dataset.manifest.extra_channels]
-    assert names == ["action", "cls", "feature_npy", "path", "steps_npy", "txt"]
+    assert names == ["action", "cls", "feature_npy", "path", "steps_npy", "txt", "weights_pth"]
     (batch,) = batches(dataset, 6, channels=names, shuffle=False, image={"height": 48, "width": 64})
     wds = pytest.importorskip("webdataset")
     with (gzip.open if ending.endswith("gz") else open)(tmp_path / "tars" / f"shard.{ending}", "rb") as file:
         content = [{**one, "__url__": ""} for one in wds.tariterators.tar_file_iterator(file)]
     decoded = {name: wds.autodecode.decoders[name] for name in ("cls", "txt", "json")}
     decoded |= dict.fromkeys(("feature.npy", "steps.npy"), wds.autodecode.decoders["npy"])
+    decoded["weights.pth"] = bytes  # the library would unpickle it
     theirs = {
         one["__key__"]: {name: decode(one[name]) for name, decode in decoded.items() if name in one}
         for one in wds.tariterators.group_by_keys(content)
@@ -215,6 +217,7 @@ def test_labels_texts_and_arrays_are_those_that_the_library_decodes(tmp_path, en
     for at, key in enumerate(batch["sample_token"]):
         one, attributes = theirs[key], table[int(batch["global_index"][at])]
         assert batch["cls"][at] == one["cls"]
+        assert batch["weights_pth"][at] == one["weights.pth"]
         assert (batch["txt"][at], bool(batch["txt_valid"][at])) == (one.get("txt"), "txt" in one)
         assert batch["feature_npy"].dtype == torch.float32
         np.testing.assert_array_equal(batch["feature_npy"][at], one["feature.npy"])
@@ -226,9 +229,8 @@ def test_labels_texts_and_arrays_are_those_that_the_library_decodes(tmp_path, en
         assert (attributes["place"], attributes["deep_speed"]) == (one["json"]["Place"], one["json"]["deep"]["speed"])
     noted = report.scan.noted
     assert noted.pop("members left out, without a key or an extension") == 1
-    assert len(noted) == 4 and set(noted.values()) == {6}
+    assert len(noted) == 3 and set(noted.values()) == {6}
     assert any(name.startswith("boxes left out, its name must") for name in noted)
-    assert "members .weights.pth left out, neither a camera's image nor a value" in noted
     assert "tags left out, it is neither a text nor numbers in an array, but str32[2]" in noted
     assert "key of the JSON left out, its name or its values are not those of an attribute" in noted
 
@@ -250,6 +252,23 @@ def test_what_the_first_samples_lack_is_counted_and_what_differs_is_named(tmp_pa
     write_labelled(tmp_path / "tars", make=lambda number: labelled(number) | {"cls": b"7" if number < 4 else b"cat"})
     with_words = scan(tmp_path / "tars").report
     assert with_words.noted["members .cls left out, not what the library webdataset reads as such"] == 2
+
+
+def test_bytes_of_any_length_up_to_a_members(tmp_path, monkeypatch):
+    lengths = (0, 1, 2, 3, 100, 101)
+    write_labelled(tmp_path / "tars", make=lambda at: {"jpg": labelled(at)["jpg"], "bin": b"x" * lengths[at]})
+    monkeypatch.setattr(webdataset, "MAX_MEMBER_BYTES", 100)
+    report = fr.shard(f"webdataset:{tmp_path / 'tars'}", tmp_path / "out", workers=1)
+    assert report.scan.noted["members .bin left out, over 100 bytes"] == 1
+    (batch,) = batches(tmp_path / "out", 6, channels=["bin"], shuffle=False)
+    assert sorted(len(one) for one in batch["bin"] if one is not None) == [0, 1, 2, 3, 100]
+    assert int(batch["bin_valid"].sum()) == 5
+
+    write_labelled(tmp_path / "tars", make=lambda at: labelled(at) | {"a.txt" if at else "a_txt": b"text"})
+    assert scan(tmp_path / "tars").report.noted["a_txt left out, samples differ: bytes and text"] == 6
+    write_labelled(tmp_path / "tars", make=lambda at: labelled(at) | {"a.txt" if at > 3 else "a_txt": b"text"})
+    with pytest.raises(SourceError, match="a_txt is of another kind than in the first samples"):
+        scan(tmp_path / "tars", first_samples=3)
 
 
 def test_arrays_that_do_not_fit_the_first_samples_are_named(tmp_path):

@@ -62,6 +62,13 @@ def test_models_train_on_the_loaders_sizes(name):
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+def test_a_batch_without_calibration_has_cameras_of_unit_matrices():
+    model, plain, unit = BevOccupancy(SMALL), batch(), batch()
+    unit["intrinsics"], unit["cam2ego"] = torch.eye(3).expand(2, 3, 3, 3), torch.eye(4).expand(2, 3, 4, 4)
+    del plain["intrinsics"], plain["cam2ego"]
+    assert torch.equal(loss_of(model, plain), loss_of(model, unit))
+
+
 def absent_camera(made):
     made["cam_valid"][0, 1] = False
     made["intrinsics"][0, 1] = 0

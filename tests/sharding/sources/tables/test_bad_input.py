@@ -51,7 +51,7 @@ BAD_WIDE = {
     "other bytes": (put(0, cam__cam_left__num_bytes=5), r"image 'drive-0/cam_left/0.jpg' has \d+ bytes .*stated are 5"),
     "absent video": (put(0, cam__cam_left__path="a.mp4#frame=3"), r"a.mp4.*no file.*missing_camera=mask"),
     "time in a video": (put(0, cam__cam_left__path="a.mp4#pts=3"), r"row 0, column path.*by their numbers.*frame=12"),
-    "no number": (put(0, cam__cam_left__path="a.mp4#frame=x"), r"row 0, column path.*must be VIDEO#frame=N"),
+    "no number": (put(0, cam__cam_left__path="a.mp4#frame=x"), r"column cam.cam_left.path.*must be VIDEO#frame=N"),
     "video out of the root": (put(0, cam__cam_left__path="../a.mp4#frame=1"), r"row 0.*not inside the source"),
     "sweep in a video": (put(0, lidar__lidar_top__path="a.mp4#frame=1"), r"is an image, but its sensor"),
     "unknown column": (put(0, cam__cam_left__pth="a"), r"cam.cam_left.pth is not known.*did you mean.*path"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 
 import cv2
 import numpy as np
@@ -72,6 +73,25 @@ def test_without_poses_they_are_the_identity_and_the_manifest_says_so(wide, tmp_
     edit(wide, without(*names, "boxes"))
     assert scan(wide).facts == {"poses": "none"}
     np.testing.assert_array_equal(geometries(wide, tmp_path)[0].ego2global, np.eye(4))
+
+
+def test_without_any_calibration_batches_lack_matrices_of_cameras(wide, tmp_path):
+    def stripped(rows, of=slice(None)):
+        for row in rows[of]:
+            for name in [name for name in row if re.match(r"cam\..*\.(intrinsics|[fc][xy]|cam2ego)\b", name)]:
+                row[name] = None
+
+    edit(wide, lambda rows: stripped(rows, slice(1, 2)))
+    with pytest.raises(SourceError, match=r"row 1: the camera of .* has no intrinsics"):
+        scan(wide)
+    names = {name for name in json.loads((wide / "frames.jsonl").read_text().splitlines()[0]) if name[:4] == "cam."}
+    edit(wide, without(*(name for name in names if re.search(r"\.(intrinsics|[fc][xy]|cam2ego)\b", name))))
+    assert scan(wide).facts == {"calibration": "none"}
+    fr.shard(f"manifest:{wide}", tmp_path / "out", workers=1, options=OPTIONS)
+    with load(tmp_path / "out", points=True) as loader:
+        batch = next(iter(loader))
+    assert not {"intrinsics", "cam2ego", "cam2keyego", "ego2img", "lidar2img"} & batch.keys()
+    assert {"img", "ego2global", "lidar2ego", "points", "gt_boxes_3d"} <= batch.keys()
 
 
 def test_a_frame_without_a_path_has_no_image(wide):

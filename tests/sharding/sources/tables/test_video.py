@@ -18,10 +18,10 @@ from fuelrail.sharding.engines.local import LocalEngine
 from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.run import scan_source, shard
+from fuelrail.sharding.sources.adapter.videos import Videos
 from fuelrail.sharding.sources.registry import SourceSpec, make_source
 from fuelrail.sharding.sources.shared.files import LINKED
 from fuelrail.sharding.sources.shared.video import VideoFile
-from fuelrail.sharding.sources.tables.members import Videos
 from support.manifest_world import GROUPS, as_video, write_long, write_video, write_wide
 from support.shared_data import shared_data
 from support.source_suite import SourceSuite
@@ -141,7 +141,7 @@ def test_real_pictures_with_b_frames_and_a_varying_rate(tmp_path, monkeypatch):
     make(tmp_path, tmp_path / "out")
     assert numbers_in(tmp_path / "out", bits=5) == {"front": [*rows], "left": [*rows]}
     write_rows(tmp_path, {"front": ["front_cut_without_moov.mp4#frame=0"]})
-    with pytest.raises(SourceError, match=r"row 0, column path: video .*front_cut_without_moov.*cut off"):
+    with pytest.raises(SourceError, match=r"row 0, column cam\.\w+\.path: video .*front_cut_without_moov.*cut off"):
         scan_source(SourceSpec("manifest", str(tmp_path), {}))
 
 
@@ -154,22 +154,30 @@ def bad(tmp_path, path, match, **columns):
 def test_what_is_wrong_with_a_video_is_named_with_the_row(tmp_path):
     write_video(tmp_path / "a.mp4", [numbered(at) for at in range(5)])
     whole = (tmp_path / "a.mp4").read_bytes()
-    bad(tmp_path, "a.mp4#frame=5", r"row 1, column path: 'a.mp4#frame=5': the video has 5 frames, counted from 0")
+    bad(
+        tmp_path,
+        "a.mp4#frame=5",
+        r"row 1, column cam\.\w+\.path: 'a.mp4#frame=5': the video has 5 frames, counted from 0",
+    )
     bad(tmp_path, "b.mp4#frame=1", r"frame 1 has no image of front '.*b.mp4' \(no file\)")
-    bad(tmp_path, "a.mp4#frame=1", r"row 0, column cam.front.width: 640x480, but 'a.mp4#frame=0' is 96x48",
+    bad(tmp_path, "a.mp4#frame=1", r"row 0, column cam.front.path: 'a.mp4#frame=0' is 96x48, and 640x480 is stated",
         **{"cam.front.width": 640, "cam.front.height": 480})  # fmt: skip
     bad(tmp_path, "a.mp4#frame=1", r"row 0, column cam.front.byte_offset: .*is a frame of a video",
         **{"cam.front.byte_offset": 0, "cam.front.byte_length": 5})  # fmt: skip
     (tmp_path / "b.mp4").write_bytes(b"no video")
-    bad(tmp_path, "b.mp4#frame=1", r"row 1, column path: video .*b.mp4' cannot be opened.*cut off, or no video")
+    bad(
+        tmp_path,
+        "b.mp4#frame=1",
+        r"row 1, column cam\.\w+\.path: video .*b.mp4' cannot be opened.*cut off, or no video",
+    )
     (tmp_path / "b.mp4").write_bytes(b"")
-    bad(tmp_path, "b.mp4#frame=1", r"row 1, column path: video .*b.mp4' cannot be opened")
+    bad(tmp_path, "b.mp4#frame=1", r"row 1, column cam\.\w+\.path: video .*b.mp4' cannot be opened")
     with av.open(str(tmp_path / "c.mp4"), "w", options={"movflags": "faststart"}) as file:
         stream = file.add_stream("mpeg4", rate=10)
         stream.width, stream.height, stream.pix_fmt = 96, 48, "yuv420p"
         file.mux(stream.encode(av.VideoFrame.from_ndarray(numbered(0), "rgb24")))
         file.mux(stream.encode(None))
-    bad(tmp_path, "c.mp4#frame=0", r"row 1, column path: video .*codec 'mpeg4'")
+    bad(tmp_path, "c.mp4#frame=0", r"row 1, column cam\.\w+\.path: video .*codec 'mpeg4'")
     assert whole == (tmp_path / "a.mp4").read_bytes()
 
 
@@ -184,7 +192,7 @@ def test_a_video_cut_behind_its_index_is_named_by_the_scan(tmp_path):
                 file.mux(packet)
     data = (tmp_path / "a.mp4").read_bytes()
     (tmp_path / "a.mp4").write_bytes(data[:-20])
-    bad(tmp_path, "a.mp4#frame=1", r"row 0, column path: video .*is cut off: it has \d+ bytes, its index")
+    bad(tmp_path, "a.mp4#frame=1", r"row 0, column cam\.\w+\.path: video .*is cut off: it has \d+ bytes, its index")
 
 
 def test_frames_before_the_first_keyframe_are_absent_and_counted(tmp_path):
@@ -221,7 +229,7 @@ def test_a_raw_stream_without_a_keyframe_at_its_start_has_no_numbers(tmp_path):
         packets = [bytes(packet) for packet in file.demux(video=0) if packet.size]
     (tmp_path / "a.h264").write_bytes(b"".join(packets[2:]))
     write_rows(tmp_path, {"front": ["a.h264#frame=0"]})
-    with pytest.raises(SourceError, match=r"row 0, column path: .*does not begin with a keyframe.*cut it"):
+    with pytest.raises(SourceError, match=r"row 0, column cam\.\w+\.path: .*does not begin with a keyframe.*cut it"):
         scan_source(SourceSpec("manifest", str(tmp_path), {}))
 
 
@@ -262,7 +270,9 @@ def test_a_video_at_a_url_is_refused(tmp_path):
     fs = fsspec.filesystem("memory")
     fs.pipe_file("/test_video_at_a_url/frames.jsonl", (tmp_path / "frames.jsonl").read_bytes())
     try:
-        with pytest.raises(SourceError, match=r"row 0, column path: video 'a.mp4' is at the URL .*copy the source"):
+        with pytest.raises(
+            SourceError, match=r"row 0, column cam\.\w+\.path: video 'a.mp4' is at the URL .*copy the source"
+        ):
             scan_source(SourceSpec("manifest", url, {}))
     finally:
         fs.rm("/test_video_at_a_url", recursive=True)

@@ -1,0 +1,124 @@
+"""Frames of video files as images of a source: ``VIDEO#frame=N``, N from 0 in the order in which frames are shown.
+
+:class:`VideoSource` is the base class of adapters whose images are such frames.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
+
+import msgspec
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.adapter.frame import Absent, Image
+from fuelrail.sharding.sources.adapter.members import check_inside
+from fuelrail.sharding.sources.adapter.source import FrameSource
+from fuelrail.sharding.sources.shared.video import VideoFacts, VideoFile, VideoSettings, libraries
+
+if TYPE_CHECKING:
+    from fuelrail.sharding.sources.shared.files import SourceFiles
+    from fuelrail.sharding.sources.source import Reads
+
+FRAME: Final = "#frame="
+"""What a reference has between a video and the number of a frame."""
+_FRAME: Final = re.compile(r"(.+)#frame=([0-9]{1,18})\Z", re.DOTALL)
+_KEPT: Final = 256
+S = TypeVar("S", bound=VideoSettings)
+
+
+class Videos:
+    """The video files of a source; what is known of the last ones is kept. ``num_decoded`` counts decoded frames."""
+
+    def __init__(self, files: SourceFiles, inside: Callable[[str], str] = str) -> None:
+        """Take ``inside``, which makes names below the root of paths."""
+        self._files, self._inside = files, inside
+        self._kept: dict[str, VideoFacts | None] = {}
+        self.num_decoded = 0
+
+    def facts(self, name: str) -> VideoFacts | None:
+        """Return what the video states; None where it does not exist. Raise SourceError."""
+        if name not in self._kept:
+            check_inside(name, "video")
+            path = self._files.path(name)
+            if path is None:
+                raise SourceError(f"video '{name}' is at the URL {self._files.shown}: copy the source to a folder")
+            self._kept[name] = None if self._files.facts(name) is None else VideoFile(path).facts()
+            if len(self._kept) > _KEPT:
+                del self._kept[next(iter(self._kept))]
+        return self._kept[name]
+
+    def completed(self, image: Image) -> Image | Absent:
+        """Return the image that ``image.ref``, VIDEO#frame=NUMBER, names: with its size, and as one that is made.
+
+        A frame of a video that does not exist, or before its first keyframe, is absent. Raises SourceError for a number
+        beyond the last frame, and for a size other than a stated one.
+        """
+        name, number = frame_of(self._inside(image.ref))
+        facts = self.facts(name)
+        if facts is None:
+            return Absent("no file", name)
+        if number >= facts.num_frames:
+            raise SourceError(f"'{image.ref}': the video has {facts.num_frames} frames, counted from 0")
+        if number < facts.first_frame:
+            return Absent("no keyframe before it", image.ref)
+        width, height = facts.width, facts.height
+        if image.width > 0 and (image.width, image.height) != (width, height):
+            raise SourceError(f"'{image.ref}' is {width}x{height}, and {image.width}x{image.height} is stated")
+        return msgspec.structs.replace(
+            image, ref=f"{name}{FRAME}{number}", width=width, height=height, num_bytes=max(width * height // 5, 1),
+            made=True, extension="jpg",
+        )  # fmt: skip
+
+    def jpegs(self, refs: Sequence[str], quality: int) -> Iterator[tuple[str, bytes]]:
+        """Yield these frames as JPEG: video by video, in the order of presentation, each decoded once."""
+        numbers: dict[str, list[int]] = {}
+        for ref in refs:
+            name, number = frame_of(ref)
+            numbers.setdefault(name, []).append(number)
+        for name, wanted in numbers.items():
+            video = VideoFile(self._files.path(name) or name)
+            for number, jpeg in video.jpegs(wanted, quality):
+                yield f"{name}{FRAME}{number}", jpeg
+            self.num_decoded += video.num_decoded
+
+
+def frame_of(ref: str) -> tuple[str, int]:
+    """Return the video and the number that ``VIDEO#frame=NUMBER`` names; raise SourceError."""
+    found = _FRAME.match(ref)
+    if found is None:
+        raise SourceError(f"'{ref}' must be VIDEO{FRAME}N, N from 0 in the order in which frames are shown")
+    return found[1], int(found[2])
+
+
+class VideoSource(FrameSource[S]):
+    """A source whose images are frames of video files: those that its adapter passes through :meth:`video_frame`.
+
+    A clip names its videos in ``files``. Frames are decoded in order, each once, clip by clip.
+    """
+
+    settings: type[VideoSettings] = VideoSettings
+    requires: ClassVar[Mapping[str, str]] = {"av": "fuelrail[video]"}
+    reads: Reads = "clip"
+
+    def __init__(self, location: str, options: dict[str, Any]) -> None:
+        super().__init__(location, options)
+        self.given.check_libraries()
+        self._videos = Videos(self.files)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """All options, and the versions of the libraries that decode."""
+        return {**super().options, "libraries": libraries()}
+
+    def video_frame(self, image: Image) -> Image | Absent:
+        """Return the image of a frame of a video; ``image.ref`` is VIDEO#frame=NUMBER, and its size may be left out.
+
+        Raises SourceError where the video cannot be read, or has no such frame.
+        """
+        return self._videos.completed(image)
+
+    def make_images(self, refs: Sequence[str]) -> Iterator[tuple[str, bytes]]:
+        """Decode frames of video, each once."""
+        return self._videos.jpegs(refs, self.given.video_quality)

@@ -1,0 +1,84 @@
+"""Image classification in folders of classes, as torchvision's `ImageFolder` reads them: an image is a sample.
+
+``ROOT/CLASS/IMAGE``, or ``ROOT/SPLIT/CLASS/IMAGE``. Classes are numbered in the order of their names over all splits,
+as torchvision numbers those of one folder; an image's number is the attribute ``cls``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.text import shown
+from fuelrail.sharding.sources.adapter.classes import SOURCE
+from fuelrail.sharding.sources.adapter.frame import Clip, Frame, Image, Sensors
+from fuelrail.sharding.sources.adapter.rows import attribute_types
+from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
+from fuelrail.sharding.sources.shared.pictures import EXTENSION_OF
+
+_NAMES: Final = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
+_SPLITS: Final = {name: split for split, names in _NAMES.items() for name in names}
+"""Folders that are splits where all folders are."""
+_CAMERA: Final = "image"
+
+
+class ImageFolder(FrameSource[FrameSettings]):
+    """Class folders of JPEG and PNG images: CLASS/IMAGE or SPLIT/CLASS/IMAGE, with the class as the attribute cls."""
+
+    kind = "imagefolder"
+    time_base = "none"
+    has_poses = False
+    columns = {"cls": int}  # noqa: RUF012 - of a class, which does not change it
+
+    def __init__(self, location: str, options: dict[str, object]) -> None:
+        super().__init__(location, options)
+        self._numbers: dict[str, int] = {}
+
+    @property
+    def attribute_types(self) -> dict[str, type]:
+        """Columns of attributes; none counts boxes of a class."""
+        return attribute_types((), self.columns)
+
+    def _folders(self) -> dict[str, list[str]]:
+        """Return the class folders by split, "" where there are no splits, in the order of names."""
+        found = self.files.folders()
+        inside = {one: self.files.folders(one) for one in found} if {*found} <= _SPLITS.keys() else {}
+        return inside if any(inside.values()) else {"": found}
+
+    def category_names(self) -> list[str]:
+        """Return the classes of all splits, in the order of names; an empty one has its number too."""
+        return sorted({name for names in self._folders().values() for name in names})
+
+    def sensors(self) -> Sensors:
+        """Return the one camera."""
+        return Sensors.of([_CAMERA])
+
+    def clips(self) -> Iterator[Clip]:
+        """Yield a clip for each image: nothing says that one follows another."""
+        names = self.category_names()
+        self._numbers = {name: number for number, name in enumerate(names)}
+        if self.given.classes != SOURCE:
+            self._numbers = dict(zip(names, self._classes().labels(names).tolist(), strict=True))
+        for folder, classes in self._folders().items():
+            for name in classes:
+                inside = f"{folder}/{name}" if folder else name
+                listed = self.files.listed(inside)
+                images = [one for one in listed if one.rpartition(".")[2].lower() in EXTENSION_OF]
+                for image in images:
+                    yield Clip(name=f"{inside}/{image}", token=name, split=_SPLITS.get(folder, ""))
+                if others := len(listed) - len(images):
+                    self.noted[f"{inside}: files and folders left out, no JPEG or PNG"] += others
+                if not images:
+                    self.noted[f"{inside}: a class without an image"] += 1
+            for lacking in sorted({*names}.difference(classes)):
+                self.noted[f"{folder}: no folder of class {lacking}"] += 1
+
+    def frames(self, clip: Clip) -> Iterator[Frame]:
+        """Yield the image. It has no time, calibration or pose."""
+        if not clip.name.isprintable():
+            raise SourceError(f"'{self.files.shown}/{shown(clip.name)}': the name cannot be printed: rename it")
+        image = Image(ref=clip.name, timestamp_ns=0, intrinsics=None, cam2ego=None)
+        yield Frame(
+            timestamp_ns=0, images={_CAMERA: image}, token=clip.name, attributes={"cls": self._numbers[clip.token]}
+        )

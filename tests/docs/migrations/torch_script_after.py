@@ -1,0 +1,16 @@
+import torch
+from model import Model
+
+import fuelrail as fr
+
+model = Model()
+optimiser = torch.optim.SGD(model.parameters(), 1e-3)
+transforms = fr.Transforms(image=fr.ImageAugment(height=32, width=48), attributes=["sign"])
+loader = fr.DataLoader("dataset", batch_size=2, shuffle=True, drop_last=True, transforms=transforms)
+for _ in range(2):
+    for batch in loader:
+        images, labels = batch["img"][:, 0], batch["sign"]
+        loss = model(images, labels)
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()

@@ -1,0 +1,15 @@
+import torch
+import webdataset as wds
+from model import Model
+
+model = Model()
+optimiser = torch.optim.SGD(model.parameters(), 1e-3)
+dataset = wds.WebDataset("tars/train.tar", shardshuffle=False).shuffle(100)
+dataset = dataset.decode("torchrgb8").to_tuple("jpg", "cls").batched(2)
+loader = wds.WebLoader(dataset, batch_size=None)
+for _ in range(2):
+    for images, labels in loader:
+        loss = model(images, labels)
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
