@@ -17,6 +17,7 @@ from fuelrail.loaders.decode.protocol import DaliOptions
 from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy
 from fuelrail.loaders.storage import BACKENDS, Backend
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.order.mix import MixStage
 from fuelrail.pipeline.order.spec import OrderSpec
 from fuelrail.pipeline.order.windows import FrameWindow
 from fuelrail.pipeline.runtime.host import available_memory_bytes, usable_cpus
@@ -52,7 +53,7 @@ _WORKERS: Final = must_be(
     "this process, not of worker processes, so 0 is not possible; leave it out for one thread for each CPU of this rank"
 )
 _RATIOS: Final = must_be(
-    'a dict with an integer >= 1 for each dataset, by its name, or None; such as {"city": 3, "highway": 1}'
+    'a dict with an integer >= 1 for each dataset, such as {"city": 3}, a list of MixStage, or None'
 )
 
 _OWN_RANK: Final = (
@@ -338,7 +339,7 @@ class Arguments(Settings, frozen=True, kw_only=True):
     collate_fn: Any
     order: OrderSpec | None
     split: Annotated[str, Meta(min_length=1), must_be("a split's name, such as 'train'")]
-    mix: Annotated[dict[str, Annotated[int, Meta(ge=1)]] | None, _RATIOS]
+    mix: Annotated[dict[str, Annotated[int, Meta(ge=1)]] | list[MixStage] | None, _RATIOS]
     window: FrameWindow | None
     layers: Any
     transforms: Transforms

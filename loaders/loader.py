@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import islice
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
+    from fuelrail.pipeline.order.mix import MixStage
     from fuelrail.pipeline.order.windows import FrameWindow
     from fuelrail.pipeline.runtime.stages import Observer, Pipeline, Stage
 
@@ -91,6 +92,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         split: name of the split.
         mix: number of samples of each dataset in every block of the order, such as ``{"city": 3, "highway": 1}``
             (:mod:`fuelrail.pipeline.order.mix`); with a global batch that is a multiple of their sum, in every batch.
+            Or stages of a run, ``[fr.MixStage(ratios, until=samples, ramp=True), fr.MixStage(ratios)]``.
         window: temporal window, a `FrameWindow`, such as ``{"frames": [-2, -1, 0]}``. What belongs to a frame gets a T
             axis after B (:mod:`fuelrail.loaders.batch.temporal`). None: each sample is one frame.
         layers: layers by name, ``{"teacher": PATH_OR_URL}``; of a mix by dataset and name. Their channels and
@@ -137,7 +139,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         collate_fn: Callable[[list[Any]], Any] | None = None,
         order: OrderSpec | Fields | None = None,
         split: str = "train",
-        mix: Mapping[str, int] | None = None,
+        mix: Mapping[str, int] | Sequence[MixStage] | None = None,
         window: FrameWindow | Fields | None = None,
         layers: Mapping[str, Any] | None = None,
         transforms: Transforms | Fields = DEFAULT_TRANSFORMS,

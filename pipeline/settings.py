@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Self, TypeVar
 
 import msgspec
-import yaml
 from msgspec import inspect
 
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.text import MAX_VALUE, shown
 
 if TYPE_CHECKING:
+    import yaml
+
     PathText = str | os.PathLike[str]
 else:
     # A field of settings that holds a path: msgspec converts texts, `resolve_fields` makes them of path objects.
@@ -317,6 +318,8 @@ def load_yaml(path: str | os.PathLike[str], to: type[S]) -> S:
 
     Raises ConfigError naming file, line and path in the file.
     """
+    import yaml  # here, so that settings made in Python do without
+
     known = preset_files(to)
     file = known.get(str(path), Path(path))
     try:
@@ -405,6 +408,8 @@ def _inner(kind: inspect.Type, step: str) -> Iterator[inspect.Type]:
 
 def _line_of(root: yaml.Node | None, path: str, message: str) -> int:
     """Return the line (from 1) of the entry that ``path`` and a field named in ``message`` lead to."""
+    import yaml
+
     named = re.search(r"unknown field `([^`]+)`", message)
     node, line = root, 1
     for step in [*_steps(path), *([named.group(1)] if named else [])]:
@@ -420,6 +425,8 @@ def _line_of(root: yaml.Node | None, path: str, message: str) -> int:
 
 
 def _refuse_duplicates(node: yaml.Node | None, file: Path, visited: set[int]) -> None:
+    import yaml
+
     if id(node) in visited:  # an alias, possibly of a node that holds it
         return
     visited.add(id(node))

@@ -29,7 +29,7 @@ FACE = ROOT / ".src" / "fuelrail"
 FOLDERS = ("bench", "loaders", "pipeline", "sharding")
 CHECKOUT_ONLY = [ROOT / "bench" / place for place in ("micro", "peers", "studies/compare")]
 LOOK_FOR_COMPARE = ("bench/commands.py", "bench/studies/diff.py")  # and say where it runs if it is not there
-FACE_FILES = ("__init__.py", "__main__.py", "py.typed")
+FACE_FILES = ("__init__.py", "__main__.py", "order.py", "py.typed")
 PROGRAMS = ("recipes", "sources", "trainers")  # of configs: what users copy, not what the package reads
 FLOORS = {
     "pipeline": {"pipeline"},
@@ -162,6 +162,17 @@ class TestImports:
         )  # fmt: skip
         out = run_python("-c", f"{statement}\nimport sys\nprint([m for m in {heavy} if m in sys.modules])")
         assert out.splitlines()[-1] == "[]"
+
+    @pytest.mark.process
+    def test_the_order_needs_numpy_and_msgspec_only(self) -> None:
+        """Plain orders too: pyarrow comes with the first column that is read."""
+        statement = "import fuelrail as fr, fuelrail.order, sys; fr.order.Sampler(9, global_batch=3)[2]"
+        third = "{m.split('.')[0] for m in sys.modules} - {*sys.stdlib_module_names, '__main__'}"
+        libraries = run_python(
+            "-S", "-c", f"import sys; sys.path[:] = {sys.path!r}; {statement}; print(sorted({third}))"
+        )
+        # msgspec takes the second one where it is installed.
+        assert set(ast.literal_eval(libraries)) - {"typing_extensions"} == {"fuelrail", "msgspec", "numpy"}
 
     @pytest.mark.process
     def test_offline_work_needs_no_torch(self) -> None:

@@ -84,6 +84,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.format.layers import LayerView as LayerView
     from fuelrail.pipeline.order.batching import World as World
     from fuelrail.pipeline.order.mix import Mix as Mix
+    from fuelrail.pipeline.order.mix import MixStage as MixStage
     from fuelrail.pipeline.order.spec import OrderSpec as OrderSpec
     from fuelrail.pipeline.order.weights import AttributeWeights as AttributeWeights
     from fuelrail.pipeline.order.weights import ClassBalance as ClassBalance
@@ -173,6 +174,7 @@ _PUBLIC: Final = {
     "FrameWindow": "fuelrail.pipeline.order.windows",
     "ImageAugment": "fuelrail.pipeline.transforms.image",
     "Mix": "fuelrail.pipeline.order.mix",
+    "MixStage": "fuelrail.pipeline.order.mix",
     "open": "fuelrail.pipeline.format.dataset:open_dataset",
     "OrderSpec": "fuelrail.pipeline.order.spec",
     "PixelAugment": "fuelrail.pipeline.transforms.pixels",
@@ -236,7 +238,7 @@ _PUBLIC: Final = {
 }
 """Each public name with the module that defines it, and, after a colon, its name there where that differs."""
 
-_HALLS: Final = ("bench", "loaders", "pipeline", "sharding")
+_MODULES: Final = ("bench", "loaders", "order", "pipeline", "sharding")
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401
@@ -245,10 +247,10 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401
         value = getattr(import_module(module), attribute or name)
         globals()[name] = value
         return value
-    if name in _HALLS:
+    if name in _MODULES:
         return import_module(f"fuelrail.{name}")
     raise AttributeError(f"module 'fuelrail' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*_PUBLIC, *_HALLS, "__version__"])
+    return sorted([*_PUBLIC, *_MODULES, "__version__"])

@@ -1,4 +1,4 @@
-"""What a sample costs before its first pixel: metadata parsed and index rows looked up, beside the usual libraries.
+"""What a sample costs before its first pixel: metadata, index rows and its place in the order, beside usual libraries.
 
     python -m fuelrail.bench.micro.metadata [--out FILE]
 
@@ -13,18 +13,23 @@ import json
 import sys
 import tarfile
 import tempfile
+import tracemalloc
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import safetensors.numpy
+import torch.utils.data
 
 from fuelrail.bench.micro.source import CAMERAS, NUM_BOXES, NUM_POINTS, make_dataset
 from fuelrail.bench.micro.timing import Effort, TimedContest, compare, main
+from fuelrail.loaders.integrations.sampler import BatchSampler
 from fuelrail.pipeline.format.index.row import IndexRow, MemberEntry
 from fuelrail.pipeline.format.index.samples import ROWS_PER_BATCH, SampleIndex, write_index
+from fuelrail.pipeline.order.batching import World
 from fuelrail.pipeline.sample.schema import (
     BOXES,
     GEOMETRY,
@@ -35,6 +40,9 @@ from fuelrail.pipeline.sample.schema import (
 )
 
 _FIELDS = (META, GEOMETRY, BOXES, *(f"{channel.lower()}.jpg" for channel in CAMERAS), "lidar_top.npy")
+
+_NUM_ROWS = 250_000
+_MANY_ROWS = 10**9
 
 
 def sample_members(work: Path) -> tuple[str, dict[str, bytes]]:
@@ -62,8 +70,51 @@ def pyarrow_row(table: pa.Table, number: int, names: Sequence[str], codecs: Sequ
     return row
 
 
+def torch_epoch(num_ranks: int) -> int:
+    """Draw an epoch of one rank from torch's own samplers, in batches of 64; return the number of indices."""
+    one: Any = torch.utils.data.DistributedSampler(range(_NUM_ROWS), num_ranks, 0, shuffle=True)  # type: ignore[arg-type]
+    return sum(len(batch) for batch in torch.utils.data.BatchSampler(one, 64, drop_last=True))
+
+
+def our_epoch(num_ranks: int) -> int:
+    """Draw the same from ours."""
+    return sum(len(batch) for batch in BatchSampler(_NUM_ROWS, global_batch=64 * num_ranks, world=World(0, num_ranks)))
+
+
+def first_batch() -> list[int]:
+    """Draw the first batch of 64 of very many rows."""
+    first: list[int] = next(iter(BatchSampler(_MANY_ROWS, global_batch=64)))
+    return first
+
+
+def first_batch_bytes() -> int:
+    """Return the most memory that is allocated until then [bytes]."""
+    tracemalloc.start()
+    try:
+        first_batch()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def measure_order(effort: Effort) -> Iterator[TimedContest]:
+    """Yield comparisons of samplers, and the time to a first batch."""
+    for num_ranks in (1, 8):
+        yield compare(
+            f"an epoch of {_NUM_ROWS} rows in batches of 64, one rank of {num_ranks}",
+            {
+                "torch's DistributedSampler": partial(torch_epoch, num_ranks),
+                "fuelrail.order": partial(our_epoch, num_ranks),
+            },
+            effort,
+        )
+    title = f"the first batch of 64 of {_MANY_ROWS} rows, with {first_batch_bytes()} bytes at most"
+    yield compare(title, {"fuelrail.order": first_batch}, effort)
+
+
 def measure(effort: Effort) -> Iterator[TimedContest]:
-    """Yield all comparisons: sample metadata, the header of a sweep, a row of the index."""
+    """Yield all comparisons: the order, sample metadata, the header of a sweep, a row of the index."""
+    yield from measure_order(effort)
     with tempfile.TemporaryDirectory() as folder:
         key, members = sample_members(Path(folder) / "work")
     yield compare(

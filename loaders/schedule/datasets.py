@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.storage import Storage
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.layers import Layer
+    from fuelrail.pipeline.order.mix import MixStage
     from fuelrail.pipeline.storage.retry import RetryPolicy
 
 _STORED_ONLY: Final = frozenset({"field", "codec", "optional", "sizes", "source_name", "description"})
@@ -44,7 +45,7 @@ class Chosen(NamedTuple):
 
 def open_all(
     dataset: DatasetLike | Mapping[str, DatasetLike],
-    mix: Mapping[str, int] | None,
+    mix: Mapping[str, int] | Sequence[MixStage] | None,
     storage_options: Mapping[str, Any] | None,
     cache_dir: str | os.PathLike[str] | None,
     retry: RetryPolicy | None,

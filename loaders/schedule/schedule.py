@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.order.batching import Walk
     from fuelrail.pipeline.order.epoch import EndlessOrder
+    from fuelrail.pipeline.order.mix import MixStage
     from fuelrail.pipeline.order.spec import OrderSpec
 
 _SEARCHED_AT_A_TIME = 1 << 16
@@ -35,7 +36,7 @@ class ScheduleRequest(NamedTuple):
     """Arguments of a schedule: one dataset, or several and their ratios; a split; an order; temporal windows."""
 
     datasets: Mapping[str, Dataset]
-    mix: Mapping[str, int] | None
+    mix: Mapping[str, int] | Sequence[MixStage] | None
     split: str
     order: OrderSpec
     window: FrameWindow | None

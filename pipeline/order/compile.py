@@ -14,26 +14,21 @@ Memory: nothing for a whole split, 4 bytes for each selected sample, 16 more wit
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import OrderError
-from fuelrail.pipeline.format.attributes import Attributes, ClipTable
-from fuelrail.pipeline.format.layers import JoinedAttributes, Layer, check_present, present_samples
 from fuelrail.pipeline.order.epoch import EndlessOrder, MappedEpoch
 from fuelrail.pipeline.order.lanes import LaneOrder
-from fuelrail.pipeline.order.mix import MAX_BLOCK, Mix, MixedOrder
+from fuelrail.pipeline.order.mix import MAX_BLOCK, Mix, MixedOrder, MixSchedule, MixStage
 from fuelrail.pipeline.order.permutation import derive_key
-from fuelrail.pipeline.order.select import Filter
 from fuelrail.pipeline.order.spec import ORDER_VERSION, Layout, Order, OrderSpec
 from fuelrail.pipeline.order.weights import (
     SystematicSampling,
@@ -46,11 +41,26 @@ from fuelrail.pipeline.order.weights import (
 from fuelrail.pipeline.order.windows import FrameWindow, WindowLookup
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from fuelrail.pipeline.format.attributes import ClipTable
     from fuelrail.pipeline.format.dataset import Dataset
+    from fuelrail.pipeline.format.layers import Layer
 
     Rows = NDArray[np.int64]
 
 _DIGEST_CHARS: Final = 16
+
+
+class AttributeTable(Protocol):
+    """Attributes of the samples that an order is over."""
+
+    @property
+    def names(self) -> Collection[str]:
+        """The attributes there are."""
+
+    def read(self, names: Sequence[str]) -> pa.Table:
+        """Return columns ``names``, a row a sample; raise OrderError for unknown names."""
 
 
 def compile_order(
@@ -73,64 +83,120 @@ def compile_order(
     Raises OrderError for an expression, file or weights that make no order, and where nothing is selected;
     ConfigError for an unknown split; IndexFileError for attributes that don't fit.
     """
-    if spec.epoch_length is not None and not spec.weights and spec.mix is None:
-        raise OrderError(f"epoch_length={spec.epoch_length} requires weights or a mix")
+    from fuelrail.pipeline.format.attributes import Attributes, ClipTable
+    from fuelrail.pipeline.format.layers import JoinedAttributes, check_present, present_samples
+
     num_samples = dataset.split(split).num_samples
+    attributes = JoinedAttributes(dataset, split, layers) if layers else Attributes(dataset, split)
     if not num_samples:
         raise OrderError(f"split {split!r} of dataset '{dataset.root}' has no samples")
-    attributes = JoinedAttributes(dataset, split, layers) if layers else Attributes(dataset, split)
-    identity: dict[str, Any] = {"version": ORDER_VERSION, **_as_said(spec)}
-    selected: Rows | None = None
-    if spec.filter is not None:
-        condition = Filter(spec.filter, attributes.names)
-        selected = _narrow(selected, condition.select(attributes.read(condition.columns)), f"filter {spec.filter!r}")
-    if spec.subset is not None:
-        listed = read_keys(spec.subset, attributes.read(("key",))["key"])
-        identity["subset"] = f"{len(listed)} samples {_digest(listed)}"
-        selected = _narrow(selected, listed, f"subset '{spec.subset}'")
+    selection = _Selection(spec, attributes)
     for layer in layers:
         if layer.missing == "drop" and not layer.is_complete:
-            there = f"layer '{layer.name}' with missing='drop'"
-            selected = _narrow(selected, present_samples(layer, dataset, split), there)
-    if clips is None and (spec.kind == "lanes" or _drops(window)):
+            selection.narrow(present_samples(layer, dataset, split), f"layer '{layer.name}' with missing='drop'")
+    if clips is None and needs_clips(spec, window):
         clips = ClipTable.of_split(dataset, split)
-    if window is not None and _drops(window):
-        assert clips is not None
-        complete = np.flatnonzero(WindowLookup(clips, window).complete())
-        selected = _narrow(selected, complete, f"window {list(window.frames)} x {window.stride} with pad='drop'")
+    selection.complete(window, clips)
     for layer in layers:
         if layer.missing == "error":
-            check_present(layer, dataset, split, selected)
-    if selected is not None:
-        identity["selected"] = f"{len(selected)} samples {_digest(selected)}"
-    if spec.kind == "lanes":
-        if global_batch is None:
-            raise OrderError("order kind 'lanes' needs the global batch: it is the number of lanes")
-        assert clips is not None
-        identity["lanes"] = global_batch
-        pieces = spec.pieces_per_clip or 1
-        return LaneOrder(
-            clips, global_batch, seed=spec.seed, pieces_per_clip=pieces, selected=selected, identity=identity
-        )
-    whole = (dataset.split(split).num_samples,)
-    lengths = Layout.of_split(dataset, split).shard_lengths if spec.kind == "windowed" else whole
-    for described in identity.get("weights", ()):
-        described.pop("file", None)  # what the file says is in a digest
-    if spec.mix is not None:
-        return _mixed(spec, spec.mix, attributes, lengths, selected, identity)
-    sampling = None
-    if spec.weights:
-        table = _selected_rows(attributes.read(columns_of(spec.weights)), selected)
-        weights = compute_weights(spec.weights, table)
-        sampling = SystematicSampling(weights, spec.epoch_length or natural_length(spec.weights, table))
-        identity["weighted"] = _said(sampling)
-    return CompiledOrder(spec, identity, lengths, selected, sampling)
+            check_present(layer, dataset, split, selection.rows)
+    lengths = Layout.of_split(dataset, split).shard_lengths if spec.kind == "windowed" else (num_samples,)
+    return selection.order(lengths, clips, global_batch)
+
+
+def compile_table(
+    spec: OrderSpec,
+    attributes: AttributeTable,
+    shard_lengths: Sequence[int],
+    *,
+    global_batch: int | None = None,
+    window: FrameWindow | None = None,
+    clips: ClipTable | None = None,
+) -> EndlessOrder:
+    """Apply ``spec`` to the rows of any table, stored in "shards" of ``shard_lengths`` rows; see `compile_order`.
+
+    ``clips`` is needed with lanes and with ``window`` (`needs_clips`).
+    """
+    selection = _Selection(spec, attributes)
+    selection.complete(window, clips)
+    return selection.order(shard_lengths, clips, global_batch)
+
+
+def needs_clips(spec: OrderSpec, window: FrameWindow | None) -> bool:
+    """Return whether an order depends on the clips of its samples."""
+    return spec.kind == "lanes" or _drops(window)
+
+
+class _Selection:
+    """The samples that a spec selects, narrowed step by step, and the identity of the order over them."""
+
+    def __init__(self, spec: OrderSpec, attributes: AttributeTable) -> None:
+        if spec.epoch_length is not None and not spec.weights and spec.mix is None:
+            raise OrderError(f"epoch_length={spec.epoch_length} requires weights or a mix")
+        self._spec, self._attributes = spec, attributes
+        self._identity: dict[str, Any] = {"version": ORDER_VERSION, **_as_said(spec)}
+        self.rows: Rows | None = None
+        """Selected samples, ascending; None: all."""
+        if spec.filter is not None:
+            from fuelrail.pipeline.order.select import Filter  # with Arrow, which plain orders do without
+
+            condition = Filter(spec.filter, attributes.names)
+            self.narrow(condition.select(attributes.read(condition.columns)), f"filter {spec.filter!r}")
+        if spec.subset is not None:
+            listed = read_keys(spec.subset, attributes.read(("key",))["key"])
+            self._identity["subset"] = f"{len(listed)} samples {_digest(listed)}"
+            self.narrow(listed, f"subset '{spec.subset}'")
+
+    def narrow(self, among: Rows, what: str) -> None:
+        """Keep samples that are ``among`` others, ascending; raise OrderError, naming ``what``, if none is left."""
+        before = self.rows
+        both = among if before is None else np.intersect1d(before, among, assume_unique=True)
+        if not both.size:
+            rest = "" if before is None or not among.size else f" out of the {len(before)} selected before"
+            shows = (
+                "; `fuelrail inspect DATASET` shows the values of its attributes" if what.startswith("filter") else ""
+            )
+            raise OrderError(f"{what} selects no sample{rest}{shows}")
+        self.rows = both
+
+    def complete(self, window: FrameWindow | None, clips: ClipTable | None) -> None:
+        """Leave out samples that lack a frame of a window that drops them."""
+        if window is not None and _drops(window):
+            assert clips is not None
+            complete = np.flatnonzero(WindowLookup(clips, window).complete())
+            self.narrow(complete, f"window {list(window.frames)} x {window.stride} with pad='drop'")
+
+    def order(self, shard_lengths: Sequence[int], clips: ClipTable | None, global_batch: int | None) -> EndlessOrder:
+        """Return the order of the selected samples."""
+        spec, selected, identity = self._spec, self.rows, self._identity
+        if selected is not None:
+            identity["selected"] = f"{len(selected)} samples {_digest(selected)}"
+        if spec.kind == "lanes":
+            if global_batch is None:
+                raise OrderError("order kind 'lanes' needs the global batch: it is the number of lanes")
+            assert clips is not None
+            identity["lanes"] = global_batch
+            pieces = spec.pieces_per_clip or 1
+            return LaneOrder(
+                clips, global_batch, seed=spec.seed, pieces_per_clip=pieces, selected=selected, identity=identity
+            )
+        for described in identity.get("weights", ()):
+            described.pop("file", None)  # what the file says is in a digest
+        if spec.mix is not None:
+            return _mixed(spec, spec.mix, self._attributes, shard_lengths, selected, identity)
+        sampling = None
+        if spec.weights:
+            table = _selected_rows(self._attributes.read(columns_of(spec.weights)), selected)
+            weights = compute_weights(spec.weights, table)
+            sampling = SystematicSampling(weights, spec.epoch_length or natural_length(spec.weights, table))
+            identity["weighted"] = _said(sampling)
+        return CompiledOrder(spec, identity, shard_lengths, selected, sampling)
 
 
 def _mixed(
     spec: OrderSpec,
     mix: Mix,
-    attributes: Attributes,
+    attributes: AttributeTable,
     shard_lengths: Sequence[int],
     selected: Rows | None,
     identity: dict[str, Any],
@@ -216,6 +282,9 @@ def read_keys(file: str, known: pa.ChunkedArray) -> Rows:
     Text files have one key a line; empty lines and those that begin with # are skipped. ``.parquet`` and ``.csv`` files
     have a column ``key``. Raises OrderError where the file cannot be read, lists nothing, or names unknown keys.
     """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
     if Path(file).suffix in {".parquet", ".csv"}:
         listed = read_columns(file, ("key",))["key"].cast(pa.string())
     else:
@@ -238,19 +307,13 @@ def read_keys(file: str, known: pa.ChunkedArray) -> Rows:
 
 def _as_said(spec: OrderSpec) -> dict[str, Any]:
     """Return kind, seed and fields that differ from the defaults, so that new fields keep a state valid."""
-    # Through JSON and back: a state that was saved as JSON has lists where the specification has tuples.
-    stated, defaults = (msgspec.json.decode(msgspec.json.encode(each)) for each in (spec, OrderSpec()))
+    stated, defaults = _plain(spec), _plain(OrderSpec())
     return {name: value for name, value in stated.items() if name in ("kind", "seed") or value != defaults[name]}
 
 
-def _narrow(selected: Rows | None, among: Rows, what: str) -> Rows:
-    """Intersect two selections, ascending; raise OrderError, naming ``what``, where nothing is left."""
-    both = among if selected is None else np.intersect1d(selected, among, assume_unique=True)
-    if not both.size:
-        rest = "" if selected is None or not among.size else f" out of the {len(selected)} selected before"
-        shows = "; `fuelrail inspect DATASET` shows the values of its attributes" if what.startswith("filter") else ""
-        raise OrderError(f"{what} selects no sample{rest}{shows}")
-    return both
+def _plain(settings: object) -> Any:  # noqa: ANN401
+    """Return settings in plain JSON types: a state that was saved as JSON has lists where these have tuples."""
+    return msgspec.json.decode(msgspec.json.encode(settings))
 
 
 def _drops(window: FrameWindow | None) -> bool:
@@ -274,7 +337,7 @@ def _digest(samples: Rows) -> str:
 
 
 def compile_mix(
-    ratios: Mapping[str, int],
+    ratios: Mapping[str, int] | Sequence[MixStage],
     spec: OrderSpec,
     datasets: Mapping[str, Dataset],
     split: str = "train",
@@ -283,43 +346,55 @@ def compile_mix(
     clips: Sequence[ClipTable | None] | None = None,
     layers: Mapping[str, Sequence[Layer]] = MappingProxyType({}),
 ) -> MixedOrder:
-    """Apply ``spec`` to a split of each dataset and mix them: ``ratios`` samples of each in every block.
+    """Apply ``spec`` to a split of each dataset and mix them: ``ratios`` samples of each in every block, or in stages.
 
     ``window``, ``clips`` and ``layers`` (of each dataset) are as in `compile_order`. Raises OrderError for ratios that
     do not name the datasets or are not integers >= 1, for an order that is not to be mixed (``lanes``, ``subset`` and
     a mix of its own), and what `compile_order` raises.
     """
-    check_ratios(ratios, datasets)
+
+    def compile_one(at: int, name: str, own: OrderSpec) -> EndlessOrder:
+        of_part = None if clips is None else clips[at]
+        return compile_order(own, datasets[name], split, window=window, clips=of_part, layers=layers.get(name, ()))
+
+    return mix_orders(ratios, spec, datasets, compile_one)
+
+
+def mix_orders(
+    ratios: Mapping[str, int] | Sequence[MixStage],
+    spec: OrderSpec,
+    datasets: Mapping[str, object],
+    compile_one: Callable[[int, str, OrderSpec], EndlessOrder],
+) -> MixedOrder:
+    """Mix orders of named datasets, each compiled from its number, its name and its own spec; see `compile_mix`."""
+    schedule = MixSchedule(ratios, list(datasets)) if isinstance(ratios, list | tuple) else None
+    final = check_ratios(ratios, datasets) if schedule is None else schedule.final
     if spec.kind == "lanes" or spec.mix is not None or spec.subset is not None:
         what = "kind 'lanes'" if spec.kind == "lanes" else "a mix of its own" if spec.mix else "a subset"
         raise OrderError(f"an order with {what} is of one dataset; mix datasets by kind, filter, weights, epoch_length")
     orders = []
-    for at, (name, dataset) in enumerate(datasets.items()):
+    for at, name in enumerate(datasets):
         seed = derive_key("order mix part", spec.seed, at) % 2**63
         own = msgspec.structs.replace(spec, seed=seed, epoch_length=None)
         try:
-            order = compile_order(
-                own, dataset, split, window=window, clips=None if clips is None else clips[at],
-                layers=layers.get(name, ()),
-            )  # fmt: skip
+            orders.append(compile_one(at, name, own))
         except OrderError as error:
             raise OrderError(f"dataset {name!r}: {error}") from error
-        orders.append(order)
-    mixed = MixedOrder(orders, [ratios[name] for name in datasets], seed=spec.seed, epoch_length=spec.epoch_length)
+    mixed = MixedOrder(orders, final, seed=spec.seed, epoch_length=spec.epoch_length, schedule=schedule)
     parts = {name: order.identity for name, order in zip(datasets, orders, strict=True)}
     mixed.identity = {
         "version": ORDER_VERSION,
         "kind": spec.kind,
         "seed": spec.seed,
-        "mix": {name: ratios[name] for name in datasets},
+        "mix": _plain(ratios) if schedule else dict(zip(datasets, final, strict=True)),
         "epoch_length": mixed.epoch_length,
         "parts": parts,
     }
     return mixed
 
 
-def check_ratios(ratios: object, datasets: Mapping[str, object]) -> None:
-    """Raise OrderError unless ``ratios`` gives each dataset an integer >= 1, MAX_BLOCK in sum."""
+def check_ratios(ratios: object, datasets: Mapping[str, object]) -> tuple[int, ...]:
+    """Return the ratios of ``datasets``; raise OrderError unless each is an integer >= 1, MAX_BLOCK in sum."""
     example = f"{{{', '.join(f'{name!r}: 1' for name in datasets)}}}"
     rule = f"it gives each dataset an integer >= 1, {MAX_BLOCK} in sum, such as {example}"
     if not hasattr(ratios, "items"):
@@ -329,6 +404,7 @@ def check_ratios(ratios: object, datasets: Mapping[str, object]) -> None:
         raise OrderError(f"mix={given!r} names {_names(given)}, the datasets are {_names(datasets)}: {rule}")
     if not all(type(ratio) is int and ratio >= 1 for ratio in given.values()) or sum(given.values()) > MAX_BLOCK:
         raise OrderError(f"mix={given!r} is not allowed: {rule}")
+    return tuple(given[name] for name in datasets)
 
 
 def _names(named: Mapping[str, object]) -> str:

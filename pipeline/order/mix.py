@@ -5,12 +5,16 @@ is shuffled for each block; a global batch that is a multiple of 7 always holds 
 samples come in the order that it would have alone. When its epoch ends, its next one begins in the middle of the
 mix's, and the mix's next epoch continues it: over time every sample of a dataset comes equally
 often, for any sizes. All of it is arithmetic, so any position is known without the ones before.
+
+Ratios can follow a schedule: stages of a run, with linear ramps between them (:class:`MixSchedule`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import pairwise
+from math import lcm
 from typing import Any, Final
 
 import numpy as np
@@ -23,6 +27,8 @@ from fuelrail.pipeline.settings import Settings, check_types
 
 MAX_BLOCK: Final = 1024
 """Largest sum of the ratios: finding a place in a block costs time in proportion to it."""
+
+_MAX_RAMP: Final = 2**26  # blocks: 1024 of their squares are below 2**63
 
 _CHUNK: Final = 16384  # positions at a time, as in `fuelrail.pipeline.order.spec`
 
@@ -41,11 +47,114 @@ class Mix(Settings, frozen=True):
         check_types(self, OrderError)
 
 
+class MixStage(Settings, frozen=True):
+    """Ratios of a mix for a part of a run."""
+
+    ratios: dict[str, int]
+    """Samples of each dataset in a block, 0 or more."""
+    until: int | None = None
+    """The stage's end, in positions of the run: of all ranks and epochs, also those that drop_last leaves out.
+
+    None: the last stage.
+    """
+    ramp: bool = False
+    """True: the ratios change linearly, over the whole stage, to those of the next one."""
+
+    def __post_init__(self) -> None:
+        check_types(self, OrderError)
+
+
+class MixSchedule:
+    """The samples of each dataset in every block of a run, and in all blocks before it: exact, from arithmetic alone.
+
+    The block is as long as the least common multiple of the stages' sums. Without a ramp each block of a stage has its
+    ratios. Over a ramp of n blocks, D samples of a block have to change from datasets with a falling ratio to others;
+    before its block b, floor(D b b / (2 n)) changes were made in all, in turns that are spread evenly.
+
+    Raises OrderError for stages that do not name all datasets, do not end in turn or at a block's end, and for ramps of
+    more than 2**26 blocks.
+    """
+
+    def __init__(self, stages: Sequence[MixStage], names: Sequence[str]) -> None:
+        for number, stage in enumerate(stages):
+            if not isinstance(stage, MixStage):
+                raise OrderError(f"stage {number} of the mix is {stage!r}, a MixStage(ratios, until, ramp) is needed")
+            values = stage.ratios.values()
+            if stage.ratios.keys() != set(names) or min(values) < 0 or not any(values):
+                raise OrderError(
+                    f"stage {number} of the mix has {stage.ratios}, it needs integers >= 0 for {list(names)}"
+                )
+        if not stages or stages[-1].until is not None or stages[-1].ramp:
+            raise OrderError("the last stage of a mix has no end and no ramp: until=None, ramp=False")
+        self.block = lcm(*(sum(stage.ratios.values()) for stage in stages))
+        if self.block > MAX_BLOCK:
+            raise OrderError(f"the stages' ratios need a block of {self.block}; at most {MAX_BLOCK} are allowed")
+        ends = [0 if stage.until is None else stage.until for stage in stages[:-1]]
+        if any(end % self.block or end <= before for before, end in pairwise([0, *ends])):
+            raise OrderError(f"stages of a mix must end in turn, at multiples of the block of {self.block}, got {ends}")
+        self._ratios = np.array(
+            [[stage.ratios[name] * self.block // sum(stage.ratios.values()) for name in names] for stage in stages]
+        )
+        self._starts = np.array([0, *(end // self.block for end in ends)])
+        self._changes = [
+            _changes(*pair) if stage.ramp else np.zeros((1, len(names)), np.int64)
+            for stage, pair in zip(stages[:-1], pairwise(self._ratios), strict=True)
+        ] + [np.zeros((1, len(names)), np.int64)]
+        lengths = np.diff(self._starts)
+        if any(stage.ramp and length > _MAX_RAMP for stage, length in zip(stages[:-1], lengths.tolist(), strict=True)):
+            raise OrderError(
+                f"a ramp has at most 2**26 blocks of {self.block}, got stages of {lengths.tolist()} blocks"
+            )
+        self._before = np.zeros_like(self._ratios)
+        for number, length in enumerate(lengths):
+            self._before[number + 1] = self._within(number, np.array([length]))[0]
+
+    @property
+    def final(self) -> tuple[int, ...]:
+        """Samples of each dataset in a block once all stages but the last are over."""
+        return tuple(self._ratios[-1].tolist())
+
+    def blocks(self, blocks: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the samples of each dataset before some blocks (n,) of a run, and in them: int64 (n, datasets)."""
+        before, after = np.empty((2, len(blocks), self._ratios.shape[1]), np.int64)
+        stages = np.searchsorted(self._starts, blocks, side="right") - 1
+        for stage in np.unique(stages).tolist():
+            here = stages == stage
+            inside = blocks[here] - self._starts[stage]
+            before[here], after[here] = self._within(stage, inside), self._within(stage, inside + 1)
+        return before, after - before
+
+    def _within(self, stage: int, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the samples of each dataset in a run up to some blocks, counted from the beginning of a stage."""
+        counts: NDArray[np.int64] = self._before[stage] + blocks[:, None] * self._ratios[stage]
+        changes = self._changes[stage]
+        num = len(changes) - 1
+        if num:
+            length = self._starts[stage + 1] - self._starts[stage]
+            rounds, rest = np.divmod(num * blocks * blocks // (2 * length), num)
+            counts += rounds[:, None] * changes[-1] + changes[rest]
+        return counts
+
+
+def _changes(old: NDArray[np.int64], new: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return what the first k changes from one block to another add to each dataset: (changes + 1, datasets)."""
+    turns = []
+    for more in (np.maximum(old - new, 0), np.maximum(new - old, 0)):
+        named = np.repeat(np.arange(len(more)), more)
+        place = (np.arange(len(named)) - (np.cumsum(more) - more)[named]) * 2 + 1
+        turns.append(named[np.lexsort((named, place / more[named]))])
+    steps = np.zeros((len(turns[0]) + 1, len(old)), np.int64)
+    for number, (falls, rises) in enumerate(zip(*turns, strict=True), 1):
+        steps[number, falls], steps[number, rises] = -1, 1
+    return np.cumsum(steps, axis=0)
+
+
 class MixedOrder:
     """The epochs of a mix of ``orders`` by whole-number ``ratios``.
 
     ``epoch_length`` is rounded up to whole blocks; None: as long as it takes until every sample of every order has
     come once. ``is_one_split``: the orders are of parts of one dataset's split, so the part of every entry is 0.
+    With a ``schedule`` the ratios are its final ones, which decide the epoch's length; its blocks count through epochs.
     Raises OrderError for ratios that are not 1 or more, or whose sum is over ``MAX_BLOCK``.
     """
 
@@ -57,19 +166,20 @@ class MixedOrder:
         seed: int = 0,
         epoch_length: int | None = None,
         is_one_split: bool = False,
+        schedule: MixSchedule | None = None,
     ) -> None:
         if not orders or len(orders) != len(ratios):
             raise OrderError(f"a mix needs a ratio for each of its datasets, got {len(orders)} and {len(ratios)}")
-        if min(ratios) < 1 or sum(ratios) > MAX_BLOCK:
+        if min(ratios) < (schedule is None) or sum(ratios) > MAX_BLOCK:
             raise OrderError(f"ratios must be integers >= 1, at most {MAX_BLOCK} in sum, got {list(ratios)}")
         if not 0 <= seed < 2**63:
             raise OrderError(f"mix seed must be in 0 .. 2**63 - 1, got {seed}")
         if epoch_length is not None and epoch_length < 1:
             raise OrderError(f"a mixed epoch must have at least 1 position, got {epoch_length}")
         self.orders, self.ratios, self.seed = tuple(orders), tuple(map(int, ratios)), seed
-        self.block, self.is_one_split = sum(self.ratios), is_one_split
+        self.block, self.is_one_split, self.schedule = sum(self.ratios), is_one_split, schedule
         wanted = (
-            max(-(-order.epoch_length // ratio) for order, ratio in zip(self.orders, self.ratios, strict=True))
+            max(-(-order.epoch_length // ratio) for order, ratio in zip(self.orders, self.ratios, strict=True) if ratio)
             if epoch_length is None
             else -(-epoch_length // self.block)
         )
@@ -149,15 +259,22 @@ class MixedEpoch:
         block, place = np.divmod(positions, mix.block)
         blocks, which = _distinct(block + self._first_block)
         words = self._words(blocks[:, None] * mix.block + np.arange(mix.block))
-        arranged = np.repeat(np.arange(len(mix.ratios)), mix.ratios)[np.argsort(words, axis=1)]  # (blocks, places)
+        by_word = np.argsort(words, axis=1)
+        if mix.schedule is None:
+            before = blocks[:, None] * np.array(mix.ratios)
+            arranged = np.repeat(np.arange(len(mix.ratios)), mix.ratios)[by_word]  # (blocks, places)
+        else:
+            before, counts = mix.schedule.blocks(blocks)
+            ends = np.cumsum(counts, axis=1)
+            arranged = (by_word[:, :, None] >= ends[:, None, :]).sum(axis=2)
         at_place = which * mix.block + place
         parts[:] = arranged.reshape(-1)[at_place]
-        for part, (order, ratio) in enumerate(zip(mix.orders, mix.ratios, strict=True)):
+        for part, order in enumerate(mix.orders):
             here = np.flatnonzero(parts == part)
             if not here.size:
                 continue
             earlier = np.cumsum(arranged == part, axis=1).reshape(-1)[at_place[here]] - 1
-            turn = blocks[which[here]] * ratio + earlier  # how many samples of this dataset came before, ever
+            turn = before[which[here], part] + earlier  # how many samples of this dataset came before, ever
             epochs, at = np.divmod(turn, order.epoch_length)
             for epoch in _distinct(epochs)[0].tolist():
                 inside = epochs == epoch

@@ -12,18 +12,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
-from pyarrow import csv
-from pyarrow import parquet as pq
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.permutation import as_positions
 from fuelrail.pipeline.settings import Settings
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 MAX_POSITIONS: Final = 2**31
 """Longest weighted epoch: products of two such numbers stay under 2**62."""
@@ -128,6 +127,8 @@ def _by_value(weighting: AttributeWeights, column: pa.ChunkedArray) -> NDArray[n
 
 def value_numbers(column: pa.ChunkedArray, values: Sequence[str]) -> NDArray[np.int64]:
     """Return which of ``values``, as text, each row has: int64 (n,), -1 for any other and for null."""
+    import pyarrow as pa
+
     number = {text: i for i, text in enumerate(values)}
     if not pa.types.is_dictionary(column.type):
         column = column.dictionary_encode()
@@ -139,6 +140,9 @@ def value_numbers(column: pa.ChunkedArray, values: Sequence[str]) -> NDArray[np.
 
 
 def _from_file(weighting: FileWeights, keys: pa.ChunkedArray) -> NDArray[np.float64]:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
     table = read_columns(weighting.file, ("key", "weight"))
     values = checked(_numbers(table["weight"], "weight"), f"weights file '{weighting.file}'")
     default = checked(np.array([weighting.default]), "default weight")
@@ -154,6 +158,10 @@ def _from_file(weighting: FileWeights, keys: pa.ChunkedArray) -> NDArray[np.floa
 
 def read_columns(file: str, names: Sequence[str]) -> pa.Table:
     """Return some columns of a ``.parquet`` or ``.csv`` file; raise OrderError where it cannot be read or lacks one."""
+    import pyarrow as pa
+    from pyarrow import csv
+    from pyarrow import parquet as pq
+
     readers = {".parquet": pq.read_table, ".csv": csv.read_csv}
     reader = readers.get(Path(file).suffix)
     if reader is None:

@@ -20,6 +20,7 @@ WITH_TASKS |= {"diagnose.md", "distillation.md"}
 ELSEWHERE = {
     "README.md": "tests/loaders/test_box_frame.py",
     "sources.md": "tests/sharding/sources/tables/test_page.py",
+    "your-dataset.md": "tests/docs/test_your_dataset.py",
 }
 NOT_RUN = {
     ("loader.md", "CUDA graphs and `torch.compile`"): "needs a GPU",

@@ -17,6 +17,7 @@ from fuelrail.loaders.storage.cache.future_uses import FutureUses, RequestNumber
 from fuelrail.pipeline.errors import ConfigError, DatasetNotReadyError, OrderError, StateMismatchError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.batching import Cursor, Walk
+from fuelrail.pipeline.order.mix import MixStage
 from support.batches import batches, load
 from support.edits import reseal
 
@@ -114,6 +115,34 @@ def test_pickled_it_continues_as_the_same_mix(roots):
         copy = pickle.loads(pickle.dumps(loader))
     with copy:
         assert named(copy) == rest
+
+
+def test_ratios_change_in_stages_and_a_run_resumes_inside_a_ramp(roots):
+    stages = [
+        MixStage(ratios={"city": 4, "highway": 0}, until=16 * 4, ramp=True),
+        MixStage(ratios={"city": 2, "highway": 2}),
+    ]
+    order = OrderSpec(seed=2, epoch_length=24)
+    with make(roots, order=order, mix=stages) as loader:
+        whole = [entries for _ in range(4) for entries in named(loader)]
+    shares = [sum(name == "highway" for name, _ in entries) for entries in whole]
+    assert shares[:16] == [(block + 1) ** 2 // 16 - block**2 // 16 for block in range(16)]
+    assert set(shares[16:]) == {2}
+    with make(roots, order=order, mix=stages) as loader:
+        epochs = [named(loader) for _ in range(1)]
+        iterator = iter(loader)
+        epochs += [named([next(iterator), next(iterator), next(iterator)])]
+        state = json.loads(json.dumps(loader.state_dict()))
+    ranks = [make(roots, 2, order=order, mix=stages, rank=rank, size=2) for rank in range(2)]
+    for rank in ranks:
+        rank.load_state_dict(state)
+    rest = [a + b for _ in range(3) for a, b in zip(*map(named, ranks), strict=True)]
+    assert [*sum(epochs, []), *rest] == whole  # noqa: RUF017
+    other = make(roots, order=order, mix=stages[1:])
+    with other, pytest.raises(StateMismatchError, match="order: state has"):
+        other.load_state_dict(state)
+    with pytest.raises(ConfigError, match="a list of MixStage"):
+        make(roots, mix=[{"city": 1}])
 
 
 def test_each_cache_has_the_future_uses_of_its_own_rows(roots, tmp_path):

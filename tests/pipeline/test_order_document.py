@@ -18,7 +18,7 @@ from fuelrail.pipeline.format.attributes import ClipTable
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.compile import CompiledOrder, compile_order
 from fuelrail.pipeline.order.lanes import LaneOrder
-from fuelrail.pipeline.order.mix import Mix, MixedOrder
+from fuelrail.pipeline.order.mix import Mix, MixedOrder, MixSchedule, MixStage
 from fuelrail.pipeline.order.select import Filter
 from fuelrail.pipeline.order.spec import OrderSpec
 from fuelrail.pipeline.order.weights import (
@@ -206,6 +206,58 @@ def test_mixes(parts, length, seed, epoch):
             own = permutation(parts[dataset][0], key("order shuffled", dataset, turns))
             expected.append((dataset, own(at)))
             taken[dataset] += 1
+    assert list(zip(entries.parts.tolist(), entries.samples.tolist(), strict=True)) == expected
+
+
+def changes_of(old, new):
+    """Section 6: which dataset each change takes an entry from, and which it gives one to."""
+
+    def turns(more):
+        named = [((2 * j + 1) / times, d) for d, times in enumerate(more) for j in range(times)]
+        return [d for _, d in sorted(named)]
+
+    pairs = list(zip(old, new, strict=True))
+    return list(zip(turns([max(a - b, 0) for a, b in pairs]), turns([max(b - a, 0) for a, b in pairs]), strict=True))
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=2).filter(any), min_size=2, max_size=3),
+    st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=2, max_size=2), SEEDS, st.integers(0, 2),
+)  # fmt: skip
+def test_scheduled_mixes(ratios, ends, seed, epoch):
+    size, lengths = math.lcm(*map(sum, ratios)), (11, 7)
+    ratios = [[ratio * size // sum(each) for ratio in each] for each in ratios]
+    stages, until = [], 0
+    for each, (blocks, ramp) in zip(ratios[:-1], ends, strict=False):
+        until += blocks * size
+        stages.append(MixStage(ratios=dict(zip("ab", each, strict=True)), until=until, ramp=ramp))
+    stages.append(MixStage(ratios=dict(zip("ab", ratios[-1], strict=True))))
+    schedule = MixSchedule(stages, "ab")
+    orders = [CompiledOrder(OrderSpec(seed=number), {}, [n]) for number, n in enumerate(lengths)]
+    mix = MixedOrder(orders, schedule.final, seed=seed, schedule=schedule)
+    entries = mix.epoch(epoch).entries(np.arange(mix.epoch_length))
+
+    word, u, expected = permutation(2**62, key("order mix", seed)), [0, 0], []
+    num_blocks = max(-(-n // ratio) for n, ratio in zip(lengths, ratios[-1], strict=True) if ratio)
+    for block in range((epoch + 1) * num_blocks):
+        number, start = 0, 0
+        while number < len(ratios) - 1 and block >= start + ends[number][0]:
+            start += ends[number][0]
+            number += 1
+        held = list(ratios[number])
+        if number < len(ratios) - 1 and ends[number][1]:
+            changes, c, n = changes_of(ratios[number], ratios[number + 1]), block - start, ends[number][0]
+            for i in range(len(changes) * c * c // (2 * n), len(changes) * (c + 1) * (c + 1) // (2 * n)):
+                taken, given_to = changes[i % len(changes)]
+                held[taken] -= 1
+                held[given_to] += 1
+        places = [dataset for dataset, times in enumerate(held) for _ in range(times)]
+        for entry in sorted(range(size), key=lambda k, block=block: word(block * size + k)):
+            dataset = places[entry]
+            turn, at = divmod(u[dataset], lengths[dataset])
+            u[dataset] += 1
+            if block >= epoch * num_blocks:
+                expected.append((dataset, permutation(lengths[dataset], key("order shuffled", dataset, turn))(at)))
     assert list(zip(entries.parts.tolist(), entries.samples.tolist(), strict=True)) == expected
 
 

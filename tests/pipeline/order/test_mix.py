@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
+from fractions import Fraction
 
-from fuelrail.pipeline.order.compile import CompiledOrder
-from fuelrail.pipeline.order.mix import MixedOrder
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from fuelrail.pipeline.errors import OrderError
+from fuelrail.pipeline.order.compile import CompiledOrder, mix_orders
+from fuelrail.pipeline.order.mix import MAX_BLOCK, MixedOrder, MixSchedule, MixStage
 from fuelrail.pipeline.order.spec import OrderSpec
 
 
@@ -48,3 +54,112 @@ def test_identity_holds_ratios_and_all_parts():
         "kind": "mix", "seed": 3, "ratios": [4, 1], "epoch_length": 100,
         "parts": [{"seed": 0, "n": 10}, {"seed": 1, "n": 20}],
     }  # fmt: skip
+
+
+RATIOS = st.lists(st.integers(0, 6), min_size=3, max_size=3).filter(any)
+
+
+def stages_of(ratios, lengths, ramps):
+    """Stages of some numbers of blocks; and the block."""
+    named = [dict(zip("abc", each, strict=True)) for each in ratios]
+    block = int(np.lcm.reduce([sum(each) for each in ratios]))
+    ends = [block * int(end) for end in np.cumsum(lengths)]
+    stages = [MixStage(ratios=one, until=end, ramp=r) for one, end, r in zip(named, ends, ramps, strict=False)]
+    return [*stages, MixStage(ratios=named[-1])], block
+
+
+@given(
+    st.lists(RATIOS, min_size=2, max_size=4), st.lists(st.integers(1, 60), min_size=3, max_size=3),
+    st.lists(st.booleans(), min_size=3, max_size=3),
+)  # fmt: skip
+def test_counts_of_a_schedule_are_the_exact_shares_at_every_block_end(ratios, lengths, ramps):
+    lengths, ramps = lengths[: len(ratios) - 1], ramps[: len(ratios) - 1]
+    stages, block = stages_of(ratios, lengths, ramps)
+    assume(block <= MAX_BLOCK)
+    before, counts = MixSchedule(stages, "abc").blocks(np.arange(sum(lengths) + 20))
+    assert (counts >= 0).all()
+    assert (counts.sum(axis=1) == block).all()
+    assert (before[0] == 0).all()
+    assert (np.diff(before, axis=0) == counts[:-1]).all()
+    shares = [[Fraction(ratio * block, sum(each)) for ratio in each] for each in ratios]
+    at = 0
+    for number, length in enumerate([*lengths, 20]):
+        old, new = shares[number], shares[min(number + 1, len(shares) - 1)]
+        is_ramp = number < len(ramps) and ramps[number]
+        for step in range(length):
+            for part, (a, b) in enumerate(zip(old, new, strict=True)):
+                exact = a * step + (Fraction((b - a) * step * step, 2 * length) if is_ramp else 0)
+                off = abs(int(before[at + step, part] - before[at, part]) - exact)
+                assert off < 2 if is_ramp else off == 0
+        at += length
+
+
+def test_two_datasets_are_less_than_one_sample_off_a_ramp():
+    schedule = MixSchedule(
+        [MixStage(ratios={"a": 7, "b": 1}, until=8000, ramp=True), MixStage(ratios={"a": 1, "b": 3})], "ab"
+    )
+    before, _ = schedule.blocks(np.arange(1001))
+    exact = [7 * step - Fraction(5 * step * step, 2000) for step in range(1001)]
+    assert all(0 <= count - share < 1 for count, share in zip(before[:, 0].tolist(), exact, strict=True))
+
+
+def make_staged(stages, sizes=(50, 70, 40), **options):
+    data = dict(zip("abc", sizes, strict=True))
+    return mix_orders(stages, OrderSpec(**options), data, lambda _, name, own: CompiledOrder(own, {}, [data[name]]))
+
+
+def test_each_dataset_continues_through_the_stages_of_a_schedule():
+    """Whatever the ratios, the samples of a dataset are its own epochs, one after the other."""
+    stages, block = stages_of([(5, 1, 0), (1, 1, 1), (0, 2, 1)], (9, 4), (True, True))
+    mix = make_staged(stages, seed=4)
+    assert (block, mix.epoch_length) == (6, 20 * 6), "the last stage's ratios decide an epoch's length"
+    entries = [mix.epoch(epoch).entries(np.arange(mix.epoch_length)) for epoch in range(3)]
+    parts, samples = (np.concatenate([getattr(one, name) for one in entries]) for name in ("parts", "samples"))
+    _, counts = mix.schedule.blocks(np.arange(3 * 20))
+    for part, order in enumerate(mix.orders):
+        taken = samples[parts == part]
+        own = np.concatenate([order.epoch(e)(np.arange(order.epoch_length)) for e in range(10)])
+        assert taken.tolist() == own[: len(taken)].tolist()
+        assert (parts.reshape(-1, block) == part).sum(axis=1).tolist() == counts[:, part].tolist()
+    one = mix.epoch(1).entries(np.array([30]))
+    assert (one.parts[0], one.samples[0]) == (entries[1].parts[30], entries[1].samples[30])
+
+
+def test_a_schedule_of_one_stage_is_a_plain_mix():
+    plain, staged = make_staged({"a": 3, "b": 1, "c": 2}), make_staged([MixStage(ratios={"a": 3, "b": 1, "c": 2})])
+    for name in ("parts", "samples"):
+        both = [getattr(mix.epoch(2).entries(np.arange(mix.epoch_length)), name).tolist() for mix in (plain, staged)]
+        assert both[0] == both[1]
+
+
+def test_a_state_names_the_stages():
+    stages, _ = stages_of([(5, 1, 0), (1, 1, 1)], (9,), (True,))
+    assert make_staged(stages).identity["mix"] == [
+        {"ratios": {"a": 5, "b": 1, "c": 0}, "until": 54, "ramp": True},
+        {"ratios": {"a": 1, "b": 1, "c": 1}, "until": None, "ramp": False},
+    ]
+
+
+def stage(a, b, c, **options):
+    return MixStage(ratios={"a": a, "b": b, "c": c}, **options)
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ([], "the last stage"),
+        ([{"a": 1}], "a MixStage"),
+        ([MixStage(ratios={"a": 1, "b": 1})], "stage 0 .* needs integers >= 0"),
+        ([stage(0, 0, 0)], "stage 0 .* needs integers >= 0"),
+        ([stage(1, -1, 1)], "stage 0 .* needs integers >= 0"),
+        ([stage(1, 1, 1, until=6)], "the last stage"),
+        ([stage(1, 1, 1, ramp=True)], "the last stage"),
+        ([stage(1, 1, 1, until=7), stage(1, 1, 1)], "block of 3"),
+        ([stage(1, 1, 1), stage(1, 1, 1)], "end in turn"),
+        ([stage(999, 1, 1, until=3), stage(1, 1, 0)], "at most 1024"),
+        ([stage(1, 0, 0, until=2**27, ramp=True), stage(0, 1, 0)], r"at most 2\*\*26 blocks"),
+    ],
+)
+def test_stages_that_make_no_schedule_are_refused(stages, message):
+    with pytest.raises(OrderError, match=message):
+        make_staged(stages)

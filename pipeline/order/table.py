@@ -1,0 +1,198 @@
+"""Any table as a dataset of an order: a number of rows, or columns in memory; and its rows in that order."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fuelrail.pipeline.errors import OrderError
+from fuelrail.pipeline.order.compile import compile_table, mix_orders, needs_clips
+from fuelrail.pipeline.order.windows import FrameWindow, WindowLookup
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from fuelrail.pipeline.format.attributes import ClipTable
+    from fuelrail.pipeline.order.batching import Batching
+    from fuelrail.pipeline.order.epoch import EndlessOrder, Epoch
+    from fuelrail.pipeline.order.mix import MixStage
+    from fuelrail.pipeline.order.spec import OrderSpec
+
+    Columns: TypeAlias = Mapping[str, ArrayLike]
+    Data: TypeAlias = int | Columns | Mapping[str, int | Columns]
+
+
+class Entry(NamedTuple):
+    """A row with all that the order knows of it; what the dataset gets with ``entries=True`` in place of a number."""
+
+    row: int
+    valid: bool
+    """False: padding, at the end of an epoch without ``drop_last`` or of a lane."""
+    lane: int
+    """The lane of kind ``lanes``; else 0."""
+    prev_exists: bool
+    """The lane showed the frame before this one in its previous step; else False."""
+    frames: tuple[int, ...]
+    """The rows of the window, in its order; empty without a window."""
+    present: tuple[bool, ...]
+    """Which of ``frames`` are the frames asked for; False: a stand-in."""
+
+
+class OrderedRows:
+    """The rows of the data in their order: pure arithmetic, without a position."""
+
+    def __init__(
+        self,
+        data: Data,
+        spec: OrderSpec,
+        blocks: int | Sequence[int] | None,
+        mix: Mapping[str, int] | Sequence[MixStage] | None,
+        window: FrameWindow | None,
+        global_batch: int,
+        *,
+        entries: bool,
+    ) -> None:
+        tables: dict[str, Table] = {}
+
+        def compile_one(name: str, own: OrderSpec) -> EndlessOrder:
+            table = tables[name] = Table(data if mix is None else data[name], own, blocks, window)  # type: ignore[index]
+            return compile_table(own, table, table.lengths, global_batch=global_batch, window=window, clips=table.clips)
+
+        if mix is None:
+            self.order: EndlessOrder = compile_one("", spec)
+        else:
+            if not isinstance(data, Mapping):
+                raise OrderError(f"with mix={mix} data is a mapping of names to data, got {type(data).__name__}")
+            self.order = mix_orders(mix, spec, data, lambda _, name, own: compile_one(name, own))
+        described = {name: table.identity for name, table in tables.items()}
+        self.described = described[""] if mix is None else described
+        """What a position depends on besides the order, in words; of a mix by name."""
+        self._bases = np.cumsum([0, *map(len, tables.values())])
+        self._lookups = tuple(
+            None if window is None or table.clips is None else WindowLookup(table.clips, window)
+            for table in tables.values()
+        )
+        self._entries = entries
+        self._newest: tuple[int, Epoch] | None = None
+
+    def batches(self, epoch: int, batching: Batching, steps: range) -> list[list[Any]]:
+        """Return this rank's batches of some consecutive steps."""
+        if self._newest is None or self._newest[0] != epoch:
+            self._newest = epoch, self.order.epoch(epoch)
+        in_order = self._newest[1]
+        starts = batching.start + np.array(steps, np.int64) * batching.global_batch
+        first = batching.world.rank * batching.rank_batch
+        running = starts[:, None] + np.arange(first, first + batching.rank_batch)
+        positions = running % batching.epoch_length
+        if not self._entries and len(self._lookups) == 1:
+            plain: list[list[Any]] = in_order(positions).tolist()
+            return plain
+        parts, samples, valid, flags = in_order.entries(positions)
+        rows = samples + self._bases[parts]
+        if not self._entries:
+            return rows.tolist()  # type: ignore[no-any-return]
+        valid = valid & (running < batching.epoch_length)
+        lane = flags.get("lane", np.zeros_like(rows))
+        prev = flags.get("prev_exists", np.zeros(rows.shape, bool))
+        frames, present = self._frames(parts, samples)
+        columns = [one.reshape(-1).tolist() for one in (rows, valid, lane, prev)]
+        entries = [
+            Entry(row, is_valid, at, before, tuple(shown), tuple(there))
+            for row, is_valid, at, before, shown, there in zip(*columns, frames.tolist(), present.tolist(), strict=True)
+        ]
+        return [entries[at : at + batching.rank_batch] for at in range(0, len(entries), batching.rank_batch)]
+
+    def _frames(self, parts: NDArray[np.int64], samples: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return the rows of the windows, and which are present: both (n, T); T is 0 without a window."""
+        num = 0 if self._lookups[0] is None else len(self._lookups[0].window.frames)
+        frames, present = np.zeros((samples.size, num), np.int64), np.zeros((samples.size, num), bool)
+        for part, lookup in enumerate(self._lookups):
+            here = np.flatnonzero(parts.reshape(-1) == part)
+            if lookup is not None and here.size:
+                found = lookup(samples.reshape(-1)[here])
+                frames[here], present[here] = found.samples + self._bases[part], found.present
+        return frames, present
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_newest": None}
+
+
+class Table:
+    """Data in memory as orders read it: `Attributes` of a dataset are the same of stored ones."""
+
+    def __init__(
+        self, data: object, spec: OrderSpec, blocks: int | Sequence[int] | None, window: FrameWindow | None
+    ) -> None:
+        self._columns: Columns = data if isinstance(data, Mapping) else {}
+        lengths = {name: len(column) for name, column in self._columns.items()}  # type: ignore[arg-type]
+        if isinstance(data, Mapping):
+            if len(set(lengths.values())) != 1:
+                raise OrderError(f"columns of one length are needed, at least one, got {lengths}")
+            num_rows = next(iter(lengths.values()))
+        elif isinstance(data, int | np.integer):
+            num_rows = int(data)
+        else:
+            raise OrderError(f"data is a number of rows, or columns by name, got {type(data).__name__}")
+        self.lengths: tuple[int, ...] = (num_rows,)
+        self.identity = f"{num_rows} rows"
+        if (blocks is not None) != (spec.kind == "windowed"):
+            raise OrderError(f"blocks={blocks} with order kind {spec.kind!r}: 'windowed' needs them, others take none")
+        if blocks is not None:
+            self.lengths = _block_lengths(num_rows, blocks)
+            self.identity += f", blocks {_digest(np.array(self.lengths))}"
+        self._num_rows = num_rows
+        self.clips = self._clip_table() if needs_clips(spec, window) or window is not None else None
+        if self.clips is not None:
+            self.identity += f", clips {_digest(self.clips.keys, self.clips.samples)}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the columns."""
+        return tuple(self._columns)
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def read(self, names: Sequence[str]) -> pa.Table:
+        """Return some columns; raise OrderError for others than there are."""
+        import pyarrow as pa
+
+        if missing := [name for name in names if name not in self._columns]:
+            raise OrderError(f"data has no column {missing[0]!r}; it has: {', '.join(self._columns) or 'rows only'}")
+        return pa.table({name: self._columns[name] for name in names})
+
+    def _clip_table(self) -> ClipTable:
+        from fuelrail.pipeline.format.attributes import ClipTable
+
+        if "clip_id" not in self._columns:
+            raise OrderError("lanes and windows need a column 'clip_id': which clip, or episode, each row is of")
+        _, first, which = np.unique(np.asarray(self._columns["clip_id"]), return_index=True, return_inverse=True)
+        number = np.argsort(np.argsort(first))[which]  # clips in the order of their first row
+        if "frame" in self._columns:
+            return ClipTable.build(number, self._columns["frame"])
+        by_clip = np.argsort(number, kind="stable")
+        starts = np.searchsorted(number[by_clip], number[by_clip])
+        frame = np.empty_like(by_clip)
+        frame[by_clip] = np.arange(len(by_clip)) - starts
+        return ClipTable.build(number, frame)
+
+
+def _block_lengths(num_rows: int, blocks: int | Sequence[int]) -> tuple[int, ...]:
+    if isinstance(blocks, int) and blocks >= 1:
+        whole, rest = divmod(num_rows, blocks)
+        return (blocks,) * whole + (rest,) * (rest > 0)
+    if isinstance(blocks, int) or sum(blocks) != num_rows:
+        given = f"{blocks}" if isinstance(blocks, int) else f"{len(blocks)} lengths with the sum {sum(blocks)}"
+        raise OrderError(f"blocks is a number of rows >= 1, or lengths whose sum is {num_rows}, got {given}")
+    return tuple(blocks)
+
+
+def _digest(*arrays: NDArray[Any]) -> str:
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(array.astype("<i8").tobytes())
+    return digest.hexdigest()[:16]

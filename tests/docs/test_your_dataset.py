@@ -1,0 +1,155 @@
+"""The page "Your dataset, our order": each block runs with the library that it names, stops, and continues exactly."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+import fuelrail as fr
+from support.pages import ROOT, follow
+
+pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.filterwarnings("ignore::Warning")]  # of the libraries
+
+PAGE = ROOT / "docs" / "guides" / "your-dataset.md"
+SEVEN = fr.OrderSpec(seed=7)
+
+
+@pytest.fixture(autouse=True)
+def desk(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def needed(package):
+    pytest.importorskip(package, reason=f"{package} is not installed")
+
+
+def test_torch(desk) -> None:
+    names = follow(PAGE, "torch's DataLoader")
+    sampler = fr.order.BatchSampler(1000, SEVEN, global_batch=64)
+    assert [batch.tolist() for batch in names["rest"]] == [sampler[step] for step in range(10, 15)]
+    ranks = [fr.order.BatchSampler(1000, SEVEN, global_batch=64, world=fr.World(rank, 4)) for rank in range(4)]
+    for rank in ranks:
+        rank.load_state_dict(names["state"])
+    assert [row for rank in ranks for row in next(iter(rank))] == sampler[10]
+
+
+def test_what_an_order_can_do() -> None:
+    names = follow(PAGE, "What an order can do")
+    assert min(names["columns"]["loss"][row] for row in names["night"][3]) > 0.5
+    assert len({row // 100 for batch in range(3) for row in names["shards"][batch]}) <= 4
+    assert sum(row >= 1000 for row in names["mixed"][2]) == 16
+    shares = [sum(row >= 1000 for row in names["staged"][step]) for step in (0, 1000, 1999, 3000)]
+    assert shares == [16, 24, 32, 32]
+    assert [entry.lane for entry in names["lanes"][5]] == list(range(8))
+
+
+def test_the_hugging_face_trainer(desk) -> None:
+    needed("transformers")
+    names = follow(PAGE, "Hugging Face Trainer")
+    sampler, loader, seen = names["sampler"], names["loader"], []
+    assert loader.state_dict()["samples_consumed"] == 60
+    loader.load_state_dict(json.loads((desk / "out" / "checkpoint-3" / "order.json").read_text()))
+
+    class Resumed(names["OrderedTrainer"]):
+        def compute_loss(self, model, inputs, **options):
+            seen.append(inputs["row"].tolist())
+            return super().compute_loss(model, inputs, **options)
+
+    names["arguments"].max_steps = 14  # through the epoch's end
+    trainer = Resumed(names["torch"].nn.Linear(1, 1), names["arguments"])
+    trainer.train(resume_from_checkpoint=str(desk / "out" / "checkpoint-3"))
+    assert seen == [sampler[step] for step in range(3, 14)]
+
+
+def test_accelerate() -> None:
+    needed("accelerate")
+    names = follow(PAGE, "Hugging Face Accelerate")
+    sampler, loader = names["sampler"], names["loader"]
+    assert names["rows"].tolist() == sampler[3]
+    list(loader)  # the rest of the epoch, which the checkpoint undoes
+    names["accelerator"].load_state("accelerate")
+    assert next(iter(loader))[0].tolist() == sampler[4]
+
+
+def test_lightning() -> None:
+    needed("lightning")
+    names = follow(PAGE, "PyTorch Lightning")
+    sampler = fr.order.BatchSampler(100, SEVEN, global_batch=10)
+    first, resumed = names["trainer"].lightning_module, names["Model"]()
+    trainer = names["pl"].Trainer(
+        max_steps=14, enable_checkpointing=False, use_distributed_sampler=False, **names["quiet"]
+    )
+    trainer.fit(resumed, ckpt_path="lightning.ckpt", weights_only=False)
+    assert [*first.seen, *resumed.seen] == [sampler[step] for step in range(14)]
+
+
+def test_grain() -> None:
+    needed("grain")
+    names = follow(PAGE, "Grain")
+    order, iterator = names["order"], iter(names["loader"])
+    assert [batch.tolist() for batch in names["seen"]] == [order[step] for step in range(20)]
+    iterator.set_state(names["state"])
+    assert [batch.tolist() for batch in iterator] == [order[step] for step in range(20, 45)]
+
+
+def test_a_loop_of_its_own() -> None:
+    names = follow(PAGE, "JAX, or a loop of your own")
+    drawn = [rows for _ in range(3) for rows in names["sampler"].count()]
+    assert names["batch"]["x"].tolist() == drawn[39]
+
+
+def test_hugging_face_datasets() -> None:
+    needed("datasets")
+    names = follow(PAGE, "Hugging Face Datasets")
+    sampler = names["sampler"]
+    assert [batch["text"] for batch in names["batches"]] == [
+        [f"text {row}" for row in sampler[step]] for step in range(len(sampler))
+    ]
+    labels = np.concatenate([batch["label"] for batch in names["batches"]])
+    assert (len(labels), set(labels.tolist())) == (200, {0, 2})
+    assert 125 <= (labels == 0).sum() <= 142  # two of three
+
+
+def test_lance() -> None:
+    needed("lance")
+    names = follow(PAGE, "Lance")
+    sampler, batches = names["sampler"], names["batches"]
+    assert names["blocks"] == [100] * 6
+    assert [batch["row"].tolist() for batch in batches] == [sampler[step] for step in range(30)]
+
+
+def test_episodes_of_lerobot() -> None:
+    lerobot = pytest.importorskip("lerobot.datasets.lerobot_dataset", reason="lerobot is not installed")
+    features = {"observation.state": {"dtype": "float32", "shape": (2,), "names": ["episode", "frame"]}}
+    made = lerobot.LeRobotDataset.create("me/episodes", 10, features, root="episodes", use_videos=False)
+    for episode in range(12):
+        for frame in range(20):
+            made.add_frame({"observation.state": np.array([episode, frame], np.float32), "task": "move"})
+        made.save_episode()
+    made.finalize()
+    names = follow(PAGE, "Episodes: LeRobot")
+    sampler, batches = names["sampler"], names["batches"]
+    assert [batch["index"].tolist() for batch in batches] == [sampler[step] for step in range(len(sampler))]
+    shown = np.concatenate([batch["observation.state"] for batch in batches])
+    assert (len(shown), len(batches)) == (200, 10)  # 12 x 18 have a whole window
+    assert (shown[..., 0] == shown[:, :1, 0]).all(), "no window crosses an episode"
+    assert (np.diff(shown[..., 1], axis=1) == 1).all()
+    lanes = np.stack([batch["index"] for batch in names["followed"]])
+    assert lanes.shape[1] == 10
+    assert ((np.diff(lanes, axis=0) == 1) | (lanes[1:] % 20 == 0)).all()
+
+
+def test_torchvision(desk) -> None:
+    needed("torchvision")
+    image = pytest.importorskip("PIL.Image")
+    for number in range(12):
+        file = desk / "images" / ("car" if number % 2 else "bus") / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        image.new("RGB", (4, 4), (number, 0, 0)).save(file)
+    names = follow(PAGE, "torchvision's folders")
+    expected = [names["folder"].targets[row] for step in range(3) for row in names["sampler"][step]]
+    assert [label for _, labels in names["batches"] for label in labels.tolist()] == expected
+    assert 9 <= sum(expected) <= 11  # 4 of 5 in 12

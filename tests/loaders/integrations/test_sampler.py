@@ -1,0 +1,378 @@
+"""`fr.order`: the order over data of any kind, exact through stops, other numbers of ranks, and torch's workers."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import tracemalloc
+from itertools import chain, islice, pairwise
+
+import numpy as np
+import pytest
+from torch.utils.data import ConcatDataset, DataLoader, Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import fuelrail as fr
+from fuelrail.loaders.integrations.sampler import BatchSampler, Sampler
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.order.batching import World
+from fuelrail.pipeline.order.compile import compile_mix, compile_order
+from fuelrail.pipeline.order.permutation import derive_key
+from fuelrail.pipeline.order.spec import Layout, Order, OrderSpec
+from fuelrail.pipeline.order.table import Entry
+from support.sampler_kills import run_kills
+from support.sized_datasets import write_synthetic_index
+
+pytestmark = pytest.mark.process
+
+G = 64
+WORLDS = (1, 2, 4, 8, 16, 32, 64)
+LENGTHS = (7, 12, 1, 9, 20, 5, 16, 30, 40, 60) * 4
+NUM = sum(LENGTHS)
+CLIP = np.repeat(np.arange(len(LENGTHS)), LENGTHS)
+FRAME = np.concatenate([np.arange(length) for length in LENGTHS])
+DRAW = np.random.default_rng(0)
+COLUMNS = {
+    "key": np.array([f"clip-{c:07d}-{f:06d}" for c, f in zip(CLIP, FRAME, strict=True)]),
+    "clip_id": np.array([f"clip-{c:07d}" for c in CLIP]),
+    "frame": FRAME,
+    "night": CLIP % 3 == 1,
+    "num_car": DRAW.integers(0, 4, NUM),
+    "score": DRAW.random(NUM),
+}
+NIGHT = fr.AttributeWeights(attribute="night", values={"true": 3.0})
+
+
+@pytest.fixture(scope="module")
+def keys_file(tmp_path_factory):
+    file = tmp_path_factory.mktemp("keys") / "keys.txt"
+    file.write_text("\n".join(COLUMNS["key"][::3]), encoding="utf-8")
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """The columns as a dataset of ours."""
+    root = tmp_path_factory.mktemp("stored") / "data"
+    attributes = {name: COLUMNS[name].tolist() for name in ("night", "num_car", "score")}
+    write_synthetic_index(root, LENGTHS, samples_per_shard=50, attributes=attributes)
+    return open_dataset(root)
+
+
+STAGES = [  # a ramp of 60 batches, and the mix after it
+    fr.MixStage(ratios={"a": 3, "b": 1}, until=60 * G, ramp=True),
+    fr.MixStage(ratios={"a": 1, "b": 3}),
+]
+KINDS = {
+    "shuffled": {"data": 5000, "spec": OrderSpec(seed=3)},
+    "padded": {"data": 1000, "spec": OrderSpec(seed=3), "drop_last": False},
+    "sequential": {"data": NUM, "spec": OrderSpec(kind="sequential")},
+    "windowed": {"data": COLUMNS, "spec": OrderSpec(kind="windowed", window=3), "blocks": 50},
+    "lanes": {"data": COLUMNS, "spec": OrderSpec(kind="lanes", pieces_per_clip=2)},
+    "filter": {"data": COLUMNS, "spec": OrderSpec(filter="night or num_car >= 2")},
+    "weights": {"data": COLUMNS, "spec": OrderSpec(weights=(NIGHT, fr.AttributeWeights(attribute="score")))},
+    "balance": {"data": COLUMNS, "spec": OrderSpec(weights=(fr.ClassBalance(classes=("num_car", "night")),))},
+    "subset": {"data": COLUMNS, "spec": OrderSpec(subset="keys")},
+    "parts": {"data": COLUMNS, "spec": OrderSpec(mix=fr.Mix(attribute="night", ratios={"true": 1, "false": 3}))},
+    "datasets": {"data": {"a": COLUMNS, "b": 900}, "spec": OrderSpec(seed=1), "mix": {"a": 3, "b": 1}},
+    "stages": {"data": {"a": COLUMNS, "b": 900}, "spec": OrderSpec(seed=1), "mix": STAGES},
+    "frames": {"data": COLUMNS, "spec": OrderSpec(), "window": fr.FrameWindow(frames=(-2, 0, 1), pad="drop")},
+}
+
+
+def make(name, keys, world=None, **changes):
+    given = KINDS[name] | {"global_batch": G, "world": world or World()} | changes
+    data, spec = given.pop("data"), given.pop("spec")
+    if spec.subset:
+        spec = fr.OrderSpec(subset=keys)
+    return BatchSampler(data, spec, **given)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_order_is_that_of_a_dataset_of_ours(name, keys_file, stored):
+    """The product's own compiler on stored attributes, and plain orders where there is only a length."""
+    sampler = make(name, keys_file)
+    spec = KINDS[name]["spec"]
+    window = KINDS[name].get("window")
+    if name == "stages":
+        shares = [sum(row < NUM for row in sampler[step]) for step in range(70)]
+        assert (shares[0], shares[59], set(shares[60:])) == (48, 16, {16})
+        assert sum(shares[:60]) == 60 * 32
+        assert all(0 <= a - b <= 2 for a, b in pairwise(shares))
+        return
+    if name == "datasets":
+        plain = Order(OrderSpec(seed=derive_key("order mix part", 1, 1) % 2**63), Layout((900,)), 0)
+        mixed = compile_mix({"a": 1, "b": 1}, spec, {"a": stored, "b": stored}).orders[0].epoch(0)
+        rows = np.concatenate([sampler[step] for step in range(10)])
+        assert rows[rows < NUM].tolist() == mixed(np.arange(480)).tolist()
+        assert (rows[rows >= NUM] - NUM).tolist() == plain(np.arange(160)).tolist()
+        assert [sum(row < NUM for row in sampler[step]) for step in range(20)] == [48] * 20
+        return
+    if isinstance(KINDS[name]["data"], int):
+        orders = [Order(spec, Layout((KINDS[name]["data"],)), epoch) for epoch in range(2)]
+        length = KINDS[name]["data"]
+    else:
+        spec = OrderSpec(subset=keys_file) if spec.subset else spec
+        order = compile_order(spec, stored, global_batch=G, window=window)
+        orders, length = [order.epoch(epoch) for epoch in range(2)], order.epoch_length
+    steps = -(-length // G) if name == "padded" else length // G
+    assert len(sampler) == steps > 1
+    expected = [one(np.arange(step * G, step * G + G) % length).tolist() for one in orders for step in range(steps)]
+    assert [sampler[step] for step in range(2 * steps)] == expected
+    assert [*sampler, *sampler] == expected
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_stops_on_any_number_of_ranks_leave_the_batches_as_they_are(name, keys_file):
+    """42 stops of each kind, 546 in all: each time another number of ranks continues from the state of one of them."""
+    draw = random.Random(name)
+    ranks = {size: [make(name, keys_file, World(rank, size)) for rank in range(size)] for size in WORLDS}
+    whole, step, state = make(name, keys_file), 0, None
+    for _ in range(42):
+        size = draw.choice(WORLDS)
+        num_steps = draw.randrange(1, 2 * len(whole) // 3 + 2)
+        received = []
+        for sampler in ranks[size]:
+            loader = sampler.count()
+            loader.load_state_dict(state if state is not None else whole.state_dict())
+            batches = []
+            while len(batches) < num_steps:
+                for batch in loader:
+                    batches.append(batch)
+                    if len(batches) == num_steps:
+                        break
+            received.append(batches)
+        for at in range(num_steps):
+            assert [*chain.from_iterable(one[at] for one in received)] == whole[step + at]
+        states = [json.dumps(sampler.state_dict()) for sampler in ranks[size]]
+        assert len(set(states)) == 1
+        state, step = json.loads(draw.choice(states)), step + num_steps
+    assert step > 3 * len(whole)
+
+
+def test_another_global_batch_gets_the_rest_of_the_epoch_once():
+    first = make("shuffled", None)
+    loader = first.count()
+    taken = list(islice(loader, 10))
+    rest = make("shuffled", None, global_batch=40)
+    rest.load_state_dict(first.state_dict())
+    rows = [*chain(*taken, *rest)]
+    assert len(rows) == len(set(rows)) == 5000 // 40 * 40
+
+
+class Rows(Dataset):
+    def __init__(self, num_rows):
+        self.num_rows = num_rows
+
+    def __len__(self):
+        return self.num_rows
+
+    def __getitem__(self, row):
+        return row
+
+
+@pytest.mark.parametrize("kind", [BatchSampler, Sampler])
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 2, "prefetch_factor": 4, "persistent_workers": True}])
+def test_a_loader_with_workers_stops_at_what_was_received(kind, workers):
+    def make_loader(world):
+        sampler = kind(500, OrderSpec(seed=2), global_batch=12, world=world)
+        how = (
+            {"batch_sampler": sampler} if kind is BatchSampler else {"sampler": sampler, "batch_size": 12 // world.size}
+        )
+        return sampler.count(DataLoader(Rows(500), **how, **workers))
+
+    reference = BatchSampler(500, OrderSpec(seed=2), global_batch=12, world=World())
+    draw, state, step = random.Random(1), None, 0
+    for world in (World(), World(1, 2), World(2, 3), World(0, 12)):
+        loader = make_loader(world)
+        if state is not None:
+            loader.load_state_dict(state)
+        for _ in range(2):  # the second iteration of one loader continues where the first was left
+            stop = draw.randrange(1, 30)
+            for number, batch in enumerate(loader, 1):
+                part = 12 // world.size
+                assert batch.tolist() == reference[step][world.rank * part : (world.rank + 1) * part]
+                step += 1
+                state = loader.state_dict()
+                assert state["epoch"] * 41 + state["samples_consumed"] // 12 == step
+                if number == stop:
+                    break
+
+
+def test_a_mix_numbers_the_rows_of_a_concat_dataset():
+    parts = {"a": [f"a{i}" for i in range(100)], "b": [f"b{i}" for i in range(50)]}
+    sampler = BatchSampler({name: len(part) for name, part in parts.items()}, mix={"a": 2, "b": 1}, global_batch=6)
+    loader = DataLoader(ConcatDataset(parts.values()), batch_sampler=sampler)
+    batches = list(sampler.count(loader))
+    assert [sum(name[0] == "a" for name in batch) for batch in batches] == [4] * 25
+    assert len({name for batch in batches for name in batch}) == 150
+
+
+def test_entries_have_lanes_windows_and_validity():
+    window = fr.FrameWindow(frames=(-1, 0))
+    given = {"global_batch": 4, "window": window, "entries": True, "drop_last": False}
+    batches = list(BatchSampler({"clip_id": [7, 7, 3, 3, 3, 5, 9]}, OrderSpec(kind="lanes"), **given))
+    shown = {lane: [batch[lane] for batch in batches] for lane in range(4)}
+    clips = {0: (0, 1), 1: (2, 3, 4), 2: (5,), 3: (6,)}
+    seen = []
+    for lane, entries in shown.items():
+        assert all(isinstance(entry, Entry) and entry.lane == lane for entry in entries)
+        rows = [entry.row for entry in entries if entry.valid]
+        (clip,) = [clip for clip in clips.values() if rows[0] in clip]
+        assert rows == list(clip)
+        assert [entry.prev_exists for entry in entries[: len(rows)]] == [False, *[True] * (len(rows) - 1)]
+        assert entries[0].frames == (clip[0], clip[0])
+        assert entries[0].present == (False, True)
+        assert all(entry.frames == (entry.row - 1, entry.row) for entry in entries[1 : len(rows)])
+        seen += rows
+    assert sorted(seen) == list(range(7))
+    padded = list(BatchSampler(10, global_batch=4, entries=True, drop_last=False))
+    assert [entry.valid for entry in padded[-1]] == [True, True, False, False]
+    assert [entry.row for entry in padded[-1][2:]] == [entry.row for entry in padded[0][:2]]
+    mixed = BatchSampler(
+        {"a": {"clip_id": [0] * 5}, "b": {"clip_id": [0] * 5}}, mix={"a": 1, "b": 1}, window=window, entries=True,
+        global_batch=2,
+    )  # fmt: skip
+    for a, b in mixed:
+        assert {max(one.row - 1, 0 if one.row < 5 else 5) for one in (a, b)} == {one.frames[0] for one in (a, b)}
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital':UserWarning")  # by torchdata
+def test_a_position_that_nobody_counted_is_refused():
+    sampler = BatchSampler(100, global_batch=10)
+    assert sampler.state_dict()["samples_consumed"] == 0
+    loader = DataLoader(Rows(100), batch_sampler=sampler)
+    next(iter(loader))
+    with pytest.raises(fr.OrderError, match=r"drew a part of an epoch .* loader = sampler\.count\(loader\)"):
+        sampler.state_dict()
+    with pytest.raises(fr.OrderError, match="was not counted"):
+        next(iter(loader))
+    with pytest.raises(fr.OrderError, match="was not counted"):
+        next(iter(sampler.count(loader)))
+    sampler = BatchSampler(100, global_batch=10)
+    assert sum(map(len, sampler)) == 100
+    with pytest.raises(fr.OrderError, match="drew a whole epoch"):
+        sampler.state_dict()
+    assert next(iter(sampler)) == sampler[10]  # without states, epochs follow each other
+    stateful = StatefulDataLoader(Rows(100), batch_sampler=BatchSampler(100, global_batch=10))
+    with pytest.raises(fr.OrderError, match="loader = sampler"):
+        next(iter(stateful))
+        stateful.state_dict()
+
+
+def test_one_sampler_has_one_position():
+    sampler = BatchSampler(100, global_batch=10)
+    loader = sampler.count(DataLoader(Rows(100), batch_sampler=sampler))
+    older, newer = iter(loader), iter(loader)
+    assert next(older).tolist() == sampler[0]
+    assert next(newer).tolist() == sampler[1]  # one was received
+    with pytest.raises(fr.OrderError, match="is not the newest"):
+        next(older)
+    running = iter(loader)
+    next(running)
+    sampler.load_state_dict(sampler.state_dict())
+    with pytest.raises(fr.OrderError, match="is not the newest"):
+        next(running)
+    with pytest.raises(fr.OrderError, match="draws no batch"):
+        next(iter(sampler.count([1, 2, 3])))
+    assert next(iter(loader)).tolist() == sampler[3]
+    joined = BatchSampler(100, global_batch=10)
+    with pytest.raises(fr.OrderError, match="handed out 5 batches, and the sampler has 10"):
+        list(joined.count(Pairs(joined)))
+
+
+class Pairs:
+    """A loader that joins two batches."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        one = iter(self.batches)
+        return (first + next(one) for first in one)
+
+
+@pytest.mark.parametrize(
+    ("make_loader", "message"),
+    [
+        (lambda: BatchSampler(9, global_batch=3).count(DataLoader(Rows(9), batch_size=3)), "sampler is a BatchSampler"),
+        (lambda: Sampler(9, global_batch=3).count(DataLoader(Rows(9), batch_size=3)), "batch_size=3"),
+        (lambda: Sampler(9, global_batch=3).count(), "sampler=sampler and batch_size=3"),
+        (lambda: BatchSampler("data", global_batch=3), "got str"),
+        (lambda: BatchSampler({}, global_batch=3), "at least one"),
+        (lambda: BatchSampler({"a": [1, 2], "b": [1]}, global_batch=1), "'a': 2, 'b': 1"),
+        (lambda: BatchSampler(9, OrderSpec(filter="night"), global_batch=3), "no attribute 'night'"),
+        (lambda: BatchSampler(9, OrderSpec(subset="keys.txt"), global_batch=3), "no column 'key'"),
+        (lambda: BatchSampler(9, OrderSpec(kind="lanes"), global_batch=3), "need a column 'clip_id'"),
+        (lambda: BatchSampler(9, OrderSpec(kind="windowed", window=2), global_batch=3), "blocks=None"),
+        (lambda: BatchSampler(9, blocks=3, global_batch=3), "'windowed' needs them"),
+        (lambda: BatchSampler(9, OrderSpec(kind="windowed", window=2), blocks=0, global_batch=3), "got 0"),
+        (lambda: BatchSampler(9, OrderSpec(kind="windowed", window=2), blocks=[4, 4], global_batch=3), "the sum 8"),
+        (lambda: BatchSampler(9, mix={"a": 1}, global_batch=3), "a mapping of names to data, got int"),
+        (lambda: BatchSampler({"a": 9}, mix={"b": 1}, global_batch=3), "the datasets are 'a'"),
+        (lambda: BatchSampler({"clip_id": [1]}, window=fr.FrameWindow(frames=(0,)), global_batch=1), "needs entries"),
+        (lambda: BatchSampler(9, global_batch=3, world=World(0, 2)), "over 2 ranks"),
+        (lambda: BatchSampler(9, global_batch=3)[-1], "counted from 0"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(make_loader, message):
+    with pytest.raises((fr.OrderError, fr.WorldError, IndexError), match=message):
+        make_loader()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        BatchSampler(101, global_batch=10),
+        BatchSampler(100, OrderSpec(seed=1), global_batch=10),
+        BatchSampler(100, global_batch=10, drop_last=False),
+        BatchSampler(100, OrderSpec(kind="windowed", window=1), blocks=5, global_batch=10),
+        BatchSampler({"clip_id": np.arange(100)}, OrderSpec(kind="lanes"), global_batch=10),
+    ],
+)
+def test_a_state_of_another_order_is_refused(other):
+    with pytest.raises(fr.StateMismatchError, match="state has"):
+        BatchSampler(100, global_batch=10).load_state_dict(other.state_dict())
+
+
+def test_states_depend_on_blocks_and_clips():
+    def state(kind, **given):
+        window = 1 if kind == "windowed" else None
+        return BatchSampler(
+            given.pop("data", 100), OrderSpec(kind=kind, window=window), global_batch=10, **given
+        ).state_dict()
+
+    assert state("windowed", blocks=5) != state("windowed", blocks=10)
+    clips = [{"clip_id": np.arange(100) // size} for size in (4, 5)]
+    assert state("lanes", data=clips[0]) != state("lanes", data=clips[1])
+
+
+def test_the_rank_is_that_of_the_launcher(monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    sampler = BatchSampler(100, global_batch=20)
+    assert sampler.world == World(3, 4)
+    assert sampler[0] == BatchSampler(100, global_batch=20, world=World())[0][15:]
+
+
+def test_a_copy_in_another_process_gives_the_same_batches():
+    for name in ("shuffled", "weights", "datasets", "lanes"):
+        sampler = make(name, None)
+        assert pickle.loads(pickle.dumps(sampler))[7] == sampler[7]
+
+
+def test_a_billion_rows_take_no_memory():
+    tracemalloc.start()
+    try:
+        sampler = BatchSampler(10**9, global_batch=64, world=World(1, 2))
+        rows = list(islice(sampler.count(), 1000))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(set(np.concatenate(rows).tolist())) == 32_000
+    assert peak < 20e6
+
+
+def test_killed_loaders_with_workers_continue_exactly(tmp_path):
+    assert run_kills(tmp_path, 3, seed=0) > 100

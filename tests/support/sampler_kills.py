@@ -1,0 +1,98 @@
+"""A trainer with torch's DataLoader and worker processes over `fr.order`, killed at random moments and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader
+
+from fuelrail.loaders.integrations.sampler import BatchSampler
+from fuelrail.pipeline.order.batching import World
+from fuelrail.pipeline.order.spec import OrderSpec
+from support.forked import fork, join
+
+NUM_ROWS, GLOBAL_BATCH, NUM_STEPS = 1000, 24, 150
+_LONGEST_S = 0.15
+
+
+class Rows(torch.utils.data.Dataset):
+    """Row number i is the tensor i; now and then one takes longer, so that batches wait for each other."""
+
+    def __len__(self) -> int:
+        return NUM_ROWS
+
+    def __getitem__(self, row: int) -> int:
+        time.sleep(0.002 if row % 50 == 0 else 0.0)
+        return row
+
+
+def make_sampler(world: World | None = None) -> BatchSampler:
+    return BatchSampler(NUM_ROWS, OrderSpec(seed=5), global_batch=GLOBAL_BATCH, world=world or World())
+
+
+def train(file: Path, world: World, first: int) -> None:
+    """Append a line for each step, in one write: its number, its rows and the state after it."""
+    os.setpgid(0, 0)  # so that a kill takes the workers along
+    torch.set_num_threads(1)
+    sampler = make_sampler(world)
+    loader = sampler.count(
+        DataLoader(Rows(), batch_sampler=sampler, num_workers=2, prefetch_factor=3, persistent_workers=True)
+    )
+    states = [json.loads(line)["state"] for line in lines_of(file)]
+    if states:
+        loader.load_state_dict(states[-1])
+    step = first
+    with file.open("ab", buffering=0) as out:
+        while step < NUM_STEPS:
+            for batch in loader:
+                line = {"step": step, "rank": world.rank, "world": world.size, "rows": batch.tolist()}
+                out.write(json.dumps(line | {"state": loader.state_dict()}).encode() + b"\n")
+                step += 1
+                if step == NUM_STEPS:
+                    break
+
+
+def run_kills(work: Path, num_kills: int, seed: int) -> int:
+    """Kill this number of trainers and compare each line with the uninterrupted run; returns the steps compared."""
+    draw, compared, kills, run = random.Random(seed), 0, 0, 0
+    reference = make_sampler()
+    while True:
+        file = work / f"run-{run}.jsonl"
+        lines = lines_of(file)
+        size = draw.choice([1, 2, 3, 4, 6, 8, 12, 24])
+        world = World(draw.randrange(size), size)
+        pid = fork(partial(train, file, world, len(lines)))
+        if kills < num_kills:
+            while (
+                len(lines_of(file)) == len(lines)
+                and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+            ):
+                time.sleep(0.001)  # until it trains
+            time.sleep(draw.uniform(0, _LONGEST_S))
+            os.killpg(pid, signal.SIGKILL)
+            kills += join(pid) == -signal.SIGKILL
+        else:
+            assert join(pid) == 0
+        for number, line in enumerate(lines_of(file)):
+            found = json.loads(line)
+            part = GLOBAL_BATCH // found["world"]
+            rows = reference[number][found["rank"] * part : (found["rank"] + 1) * part]
+            assert (found["step"], found["rows"]) == (number, rows), f"{file}:{number + 1}"
+            compared += number >= len(lines)
+        if len(lines_of(file)) == NUM_STEPS:
+            if kills == num_kills:
+                return compared
+            run += 1
+
+
+def lines_of(file: Path) -> list[bytes]:
+    """The whole lines of a file that a process writes."""
+    data = file.read_bytes() if file.exists() else b""
+    return data[: data.rfind(b"\n") + 1].splitlines()
