@@ -324,8 +324,7 @@ class StorageOptions(CheckedSettings, frozen=True):
 class Arguments(Settings, frozen=True, kw_only=True):
     """What a DataLoader was given, checked; dicts and files of settings are settings here.
 
-    ``dataset``, ``layers``, ``device`` and ``world`` are checked where they are used. Raises ConfigError for all
-    others.
+    Raises ConfigError. ``dataset``, ``layers``, ``device`` and ``world`` are checked where they are used.
     """
 
     dataset: Any

@@ -103,11 +103,9 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         transform: called with each sample, a dict like a batch without the B axis, and its ``seed``; returns what goes
             into the batch (:mod:`fuelrail.loaders.batch.user`).
         transform_in: "thread": ``transform`` runs in threads of this process; restrict it to numpy and torch.
-            "process": it runs in worker processes, one for each decoding thread; it must be picklable
-            (:mod:`fuelrail.loaders.batch.processes`). The batches are the same.
+            "process": in worker processes; it must be picklable (:mod:`fuelrail.loaders.batch.processes`).
         batch_transform: called with each batch on its device, after ``normalize``, and a `torch.Generator` there, whose
-            seed belongs to the batch's place in the order; returns the batch. It runs in a thread of the loader, on
-            the stream that copies batches (:class:`fuelrail.loaders.batch.user.BatchTransform`).
+            seed belongs to the batch's place in the order (:class:`fuelrail.loaders.batch.user.BatchTransform`).
         storage: how shards are read and cached: a `StorageOptions`, or just the name of a backend such as "pread".
         bad_samples: what to do with bad samples; by default they are errors.
         device: where batches go: None or "cpu" leaves them in host memory; to a CUDA device they are copied from
