@@ -324,8 +324,7 @@ class StorageOptions(CheckedSettings, frozen=True):
 class Arguments(Settings, frozen=True, kw_only=True):
     """What a DataLoader was given, checked; dicts and files of settings are settings here.
 
-    ``dataset``, ``layers``, ``device`` and ``world`` are checked where they are used. Raises ConfigError for all
-    others.
+    Raises ConfigError. ``dataset``, ``layers``, ``device`` and ``world`` are checked where they are used.
     """
 
     dataset: Any
@@ -344,6 +343,8 @@ class Arguments(Settings, frozen=True, kw_only=True):
     layers: Any
     transforms: Transforms
     transform: Any
+    transform_in: Annotated[Literal["thread", "process"], must_be("'thread' or 'process'")]
+    batch_transform: Any
     storage: StorageOptions
     bad_samples: BadSamplePolicy
     device: Any
@@ -365,7 +366,7 @@ class Arguments(Settings, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, "storage", {"backend": backend})
         resolve_fields(self, where="")
         check_types(self, ConfigError, where="")
-        for name in ("transform", "collate_fn", "trace"):
+        for name in ("transform", "batch_transform", "collate_fn", "trace"):
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise ConfigError(f"{name}={value!r} must be a function or None")

@@ -21,7 +21,7 @@ from fuelrail.loaders.batch.points import Points, choose_points
 from fuelrail.loaders.batch.stages import BatchPipeline, LoaderStats, Runner, make_batch_pipeline
 from fuelrail.loaders.batch.transfer import make_transfer, require_cuda
 from fuelrail.loaders.config import Arguments, Budget, StorageOptions, Transforms, UnlikeTorch, refuse_unknown
-from fuelrail.loaders.decode import BatchDecoder, decodes_on_device
+from fuelrail.loaders.decode import decodes_on_device
 from fuelrail.loaders.decode.protocol import MAX_LANES, MIN_LANES
 from fuelrail.loaders.distributed import check_ranks_agree, detect_world, resolve_world, warn_of_workers
 from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy, BadSamples
@@ -101,8 +101,11 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         transforms: what becomes of a sample: image size, augmentation, lidar points and other channels, decoder,
             normalization, frame of the boxes.
         transform: called with each sample, a dict like a batch without the B axis, and its ``seed``; returns what goes
-            into the batch. It runs in threads of this process: restrict it to numpy and torch
-            (:mod:`fuelrail.loaders.batch.user`).
+            into the batch (:mod:`fuelrail.loaders.batch.user`).
+        transform_in: "thread": ``transform`` runs in threads of this process; restrict it to numpy and torch.
+            "process": in worker processes; it must be picklable (:mod:`fuelrail.loaders.batch.processes`).
+        batch_transform: called with each batch on its device, after ``normalize``, and a `torch.Generator` there, whose
+            seed belongs to the batch's place in the order (:class:`fuelrail.loaders.batch.user.BatchTransform`).
         storage: how shards are read and cached: a `StorageOptions`, or just the name of a backend such as "pread".
         bad_samples: what to do with bad samples; by default they are errors.
         device: where batches go: None or "cpu" leaves them in host memory; to a CUDA device they are copied from
@@ -139,6 +142,8 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         layers: Mapping[str, Any] | None = None,
         transforms: Transforms | Fields = DEFAULT_TRANSFORMS,
         transform: Callable[[dict[str, Any]], Any] | None = None,
+        transform_in: Literal["thread", "process"] = "thread",
+        batch_transform: Callable[[Any, torch.Generator], Any] | None = None,
         storage: StorageOptions | Fields = DEFAULT_STORAGE,
         bad_samples: BadSamplePolicy | Fields = DEFAULT_POLICY,
         device: torch.device | str | None = None,
@@ -168,7 +173,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
             source.storage.look_ahead_bytes for source in sources
         )
         self._bad = BadSamples(options.bad_samples, sources, where, self.world.rank)
-        transfer = make_transfer(device, options.transforms.normalize, pinned=pin_memory is not False)
+        transfer = make_transfer(device, pinned=pin_memory is not False)
         self._make = make_batch_pipeline(options, points_of, sources, self._bad, transfer)
         self.selected = self._make.channels.channels
         chosen = [channel.name for channel in self.selected] or None
@@ -308,8 +313,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
     def close(self) -> None:
         """Stop the threads, ending an iteration under way. The loader can be iterated again."""
         self._runner.stop()
-        if isinstance(self._make.decoder, BatchDecoder):
-            self._make.decoder.close()
+        self._make.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle, for spawned processes, the arguments, the rank and the position: a copy continues as a fork does."""
@@ -362,7 +366,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
                     f"{num_batches} batches: a loader has one position; make one for each"
                 )
         finally:
-            user.warn_if_slow(pipeline.clocks())
+            user.warn_if_slow(self._make.transform, pipeline.clocks())
             if self._runner.runs(pipeline) and handed_out < num_batches:
                 self.close()
 

@@ -10,7 +10,7 @@ fetch     `Task`                 `Fetched`               checked bytes of every 
 parse     `Fetched`              `Parsed`                samples with images still encoded; the augmentation drawn
 decode    `Parsed`               `DecodedSample`         pixels in the slot; `DecodedWindow` with all frames
 collate   list of DecodedSample  `Batch`                 tensors, matrices, labels (`fuelrail.loaders.batch.assemble`)
-transfer  batch                  batch                   on the device, normalised (`fuelrail.loaders.batch.transfer`)
+transfer  batch, or `Collated`   batch                   on the device, normalised, through ``batch_transform``
 ========= ====================== ======================= ==========================================================
 
 The ``str`` of a record is what an error message names. A substituted bad sample begins again as another `Task`.
@@ -123,6 +123,8 @@ class BatchSlot(NamedTuple):
     has_windows: bool = False
     groups: tuple[CameraImages, ...] = ()
     """Groups of cameras, whose images differ in size; none: all have one size."""
+    position: int = 0
+    """The position of its first row in the epoch, over all ranks."""
 
     def img(self) -> torch.Tensor | dict[str | None, torch.Tensor]:
         """Return the images as a tensor on the same memory, or as one for each group of cameras."""
@@ -316,8 +318,28 @@ class DecodedSample(NamedTuple):
     second: DecodedSample | None = None
     """The same sample under its other draw, in another row of the slot's buffer."""
 
+    @property
+    def key(self) -> str:
+        """The name of the sample."""
+        return self.sample.key
+
     def __str__(self) -> str:
         return f"sample {self.sample.key!r} (row {self.row}, epoch {self.slot.epoch}, step {self.slot.step})"
+
+
+class Collated(NamedTuple):
+    """A batch with its place in the order, for ``batch_transform``. Made by `fuelrail.loaders.batch.stages`."""
+
+    batch: Any
+    epoch: int
+    step: int
+    position: int
+    """The position of its first row in the epoch, over all ranks."""
+    keys: tuple[str, ...]
+
+    def __str__(self) -> str:
+        of = f"the batch of epoch {self.epoch}, step {self.step}, from position {self.position}"
+        return f"{of} (samples {', '.join(map(repr, self.keys))})"
 
 
 class Batch(TypedDict, total=False):

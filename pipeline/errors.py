@@ -31,7 +31,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from fuelrail.pipeline.text import message as fit_to_print
 
@@ -49,6 +50,16 @@ class FuelrailError(Exception):
 
 class ConfigError(FuelrailError, ValueError):
     """An option, argument or config entry that is unknown, of the wrong type or out of range."""
+
+
+@contextmanager
+def needs(what: str, install: str) -> Iterator[None]:
+    """Raise ConfigError where an import in the block fails: ``what`` needs the package; ``install`` brings it."""
+    try:
+        yield
+    except ImportError as error:
+        lacks = f"{what} needs {error.name}, which is not installed or does not load"
+        raise ConfigError(f"{lacks}: pip install '{install}' ({error})") from error
 
 
 class OrderError(FuelrailError, ValueError):

@@ -1,4 +1,4 @@
-"""Commands refuse what is wrong before they import torch."""
+"""Commands without torch, which refuse what is wrong before they import it, and without the packages of extras."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).resolve().parents[1] / ".src"
-WITHOUT_TORCH = """
+WITHOUT = """
 import contextlib, io, json, sys
 class Finder:
     def find_spec(self, name, path=None, target=None):
-        assert name.partition(".")[0] != "torch", "torch is imported"
+        if name.partition(".")[0] in sys.argv[1:]:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Finder())
 from fuelrail.__main__ import main
 for arguments in json.load(sys.stdin):
     with contextlib.redirect_stderr(io.StringIO()) as said:
         try:
             code = main(arguments)
-        except (SystemExit, AssertionError) as end:
+        except (SystemExit, ModuleNotFoundError) as end:
             code = getattr(end, "code", end)
     print(json.dumps([str(code), said.getvalue()]))
 """
@@ -59,11 +60,29 @@ def test_errors_that_need_no_torch_come_without_it(tiny_dataset, tmp_path) -> No
         "view DATA --channels never": "has no channel 'never'",
         "view DATA --frames 1 2": "different offsets with 0 among them",
     }
+    run_without(["torch"], {case: (2, message) for case, message in cases.items()}, data, tmp_path)
+
+
+@pytest.mark.process
+def test_the_core_works_without_the_extras_and_the_rest_names_its_extra(tiny_dataset, tmp_path) -> None:
+    data = str(tiny_dataset({"train": (4, 3)}).root)
+    bench = "pip install 'fuelrail[bench]'"
+    cases = {
+        **dict.fromkeys(["reshard DATA again --seed 1", "verify DATA", "inspect DATA --batch"], (0, "")),
+        **dict.fromkeys(["bench train DATA", "plan --model gpt2", "order describe DATA", "top http://x"], (2, bench)),
+    }
+    extras = ["duckdb", "jinja2", "markupsafe", "prometheus_client", "psutil", "scipy", "matplotlib", "PIL"]
+    run_without(extras, cases, data, tmp_path)
+
+
+def run_without(packages: list[str], cases: dict[str, tuple[int, str]], data: str, folder: Path) -> None:
+    """Run command lines, to exit code and part of the message, where the packages cannot be imported."""
     given = json.dumps([[data if word == "DATA" else word for word in case.split()] for case in cases])
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        [sys.executable, "-c", WITHOUT, *packages], cwd=folder, env={**os.environ, "PYTHONPATH": str(SOURCE)},
         input=given, stdout=subprocess.PIPE, text=True, check=True,
     )  # fmt: skip
-    for (case, message), line in zip(cases.items(), done.stdout.splitlines(), strict=True):
+    lines = [line for line in done.stdout.splitlines() if line.startswith('["')]
+    for (case, (status, message)), line in zip(cases.items(), lines, strict=True):
         code, said = json.loads(line)
-        assert (code, message in said) == ("2", True), f"{case}: {code}, {said}"
+        assert (code, message in said) == (str(status), True), f"{case}: {code}, {said}"

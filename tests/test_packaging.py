@@ -156,7 +156,10 @@ class TestImports:
         ],
     )
     def test_the_face_is_light(self, statement) -> None:
-        heavy = ("torch", "numpy", "cv2", "pyarrow", "PIL", "webdataset", "nvidia", "matplotlib", "ray", "yaml")
+        heavy = (
+            "torch", "numpy", "cv2", "pyarrow", "PIL", "webdataset", "nvidia", "matplotlib", "ray", "yaml", "duckdb",
+            "scipy", "jinja2", "rich", "fsspec",
+        )  # fmt: skip
         out = run_python("-c", f"{statement}\nimport sys\nprint([m for m in {heavy} if m in sys.modules])")
         assert out.splitlines()[-1] == "[]"
 
@@ -221,6 +224,18 @@ class TestDependencies:
             "s3": "s3fs", "gcs": "gcsfs",
         }.items():  # fmt: skip
             assert any(re.match(rf"{distribution}\b(?!-)", requirement) for requirement in extras[name])
+
+    def test_the_core_asks_for_what_it_imports_and_for_no_more(self) -> None:
+        """A dependency that only the laboratory or a rare table needs is one of an extra."""
+        names = {name.partition(".")[0] for file, names in imported_by().items() for name in names
+                 if not file.is_relative_to(ROOT / "bench")}  # fmt: skip
+        providers = {"yaml": ["pyyaml"], "cv2": ["opencv-python-headless"]}
+        found = {one.lower() for name in names for one in providers.get(name, packages_distributions().get(name, []))}
+        asked = {re.split(r"[>=]", requirement)[0] for requirement in PROJECT["dependencies"]}
+        assert asked <= found, f"{asked - found}: no module of the core imports it"
+        extras = {re.split(r"[>=\[]", one)[0] for each in PROJECT["optional-dependencies"].values() for one in each}
+        left = asked & (extras | {"duckdb", "jinja2", "prometheus-client", "psutil", "scipy"})
+        assert not left, f"{left}: the core and an extra ask for it"
 
     def test_pillow_is_never_forced_on_anybody(self) -> None:
         """pillow and pillow-simd install the same files; which one is there is the user's choice."""

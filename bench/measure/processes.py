@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from fuelrail.pipeline.errors import needs
 from fuelrail.pipeline.runtime.workers import ctrl_c_waits
 
 _T = TypeVar("_T", int, float)
@@ -76,7 +77,8 @@ def tree_memory_bytes(root: int) -> int:
 
 def _each(root: int, of: Callable[[Any], _T]) -> Iterator[_T]:
     """Yield a figure of a process and of each of its descendants; those that end in between have none."""
-    import psutil  # of the extra `bench`
+    with needs("a figure of processes", "fuelrail[bench]"):
+        import psutil
 
     with contextlib.suppress(psutil.NoSuchProcess):
         parent: Any = psutil.Process(root)

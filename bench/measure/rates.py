@@ -14,6 +14,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from fuelrail.pipeline.errors import needs
+
 _NUM_RESAMPLES = 2000
 
 MIN_REPEATS = 3
@@ -145,7 +147,8 @@ def ratio_interval(ratios: Sequence[float]) -> Interval:
     What disturbs a whole round cancels in its ratio; what is left multiplies: so the logarithm. One ratio alone has
     no interval: low and high are the value, with a confidence of 0.
     """
-    from scipy.special import stdtrit  # of the extra `bench`
+    with needs("an interval of ratios", "fuelrail[bench]"):
+        from scipy.special import stdtrit
 
     assert ratios, "no ratios"
     logs = np.log(np.asarray(ratios, dtype=np.float64))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import re
 import tempfile
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from fuelrail.bench.measure.machine import DatasetFacts, MachineFacts
-from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.errors import ConfigError, needs
 from fuelrail.pipeline.settings import convert
 from fuelrail.pipeline.storage.files import published
 
@@ -53,17 +53,18 @@ def created_now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def prepare_folder(out: Path, *, html: bool, needs: Sequence[str] = ()) -> None:
-    """Make the folder of a report and take an earlier one out of it. ``needs``: modules of the extra `bench`.
+def prepare_folder(out: Path, *, html: bool, modules: Sequence[str] = ()) -> None:
+    """Make the folder of a report and take an earlier one out of it. ``modules``: those of the extra `bench`.
 
     Raises ConfigError where that cannot be done, where a page is wanted that cannot be drawn, and where a module is not
     installed: before a measurement that would be lost.
     """
-    for name in needs:
-        if importlib.util.find_spec(name) is None:
-            raise ConfigError(f"this command needs {name}, which is not installed: pip install 'fuelrail[bench]'")
-    if html and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("report.html needs matplotlib: pip install 'fuelrail[view]', or run with --no-html")
+    for name in modules:
+        with needs("this command", "fuelrail[bench]"):
+            importlib.import_module(name)
+    if html:
+        with needs("report.html (leave it out by --no-html)", "fuelrail[view]"):
+            importlib.import_module("matplotlib")
     if re.match(r"\w[\w+.-]+:/", str(out)):
         raise ConfigError(f"--out must be a folder of this machine, got '{out}'")
     try:

@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
-import jinja2
-from markupsafe import Markup
-
 from fuelrail.bench.report.files import REPORT_HTML, REPORT_JSON, REPORT_MARKDOWN, ReportHeader, publish, publish_json
+from fuelrail.pipeline.errors import needs
 from fuelrail.pipeline.text import escaped
+
+with needs("a study or a report", "fuelrail[bench]"):
+    import jinja2
+    from markupsafe import Markup
 
 if TYPE_CHECKING:
     import msgspec

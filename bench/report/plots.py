@@ -9,16 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.errors import needs
 
-try:
+with needs("report.html (leave it out by --no-html)", "fuelrail[view]"):
     import matplotlib as mpl
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
-except ImportError as error:
-    raise ConfigError(
-        "report.html needs matplotlib, which is not installed: pip install 'fuelrail[view]', or run with --no-html"
-    ) from error
 
 from collections.abc import Mapping, Sequence
 

@@ -132,7 +132,9 @@ def tasks(
     for scheduled, entries, reads in requested:
         if scheduled.at == 0:
             flags = scheduled.flags
-            slot = BatchSlot(scheduled.epoch, scheduled.step, buffers.take(), flags, window is not None, groups)
+            slot = BatchSlot(
+                scheduled.epoch, scheduled.step, buffers.take(), flags, window is not None, groups, scheduled.position
+            )
         assert slot is not None, "a batch begins with its first sample"
         frames = frame_tasks(scheduled.rows, scheduled.present, entries, reads)
         yield Task(slot, scheduled.at, sources[scheduled.part], frames, current, scheduled.valid, scheduled.position)

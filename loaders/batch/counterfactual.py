@@ -79,6 +79,8 @@ def leave_out(
         raise ConfigError(f"a loader has no part {unknown[0]!r} to leave out; allowed: {', '.join(allowed)}")
     if "transform" in parts and pipeline.transform is not None:
         pipeline = pipeline._replace(transform=_keep_sample)
+    if "transform" in parts:
+        pipeline = pipeline._replace(batch_transform=None)
     new_images = pipeline.decoder.new_output if decodes_on_device(pipeline.decoder) else None
     if "storage" not in parts:
         return LeftOut(frozenset(parts), new_images=new_images), schedule, pipeline

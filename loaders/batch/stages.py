@@ -14,10 +14,12 @@ from fuelrail.loaders.autotune import Autotuner, Tuning, decode_ahead
 from fuelrail.loaders.batch import samples, static, user
 from fuelrail.loaders.batch.assemble import assemble
 from fuelrail.loaders.batch.channels import SelectedChannels
+from fuelrail.loaders.batch.processes import ProcessTransform
 from fuelrail.loaders.batch.samples import fetch
 from fuelrail.loaders.decode import BatchDecoder, ImageDecoder, decodes_on_device, make_decoder
 from fuelrail.loaders.decode.pixels import change_pixels
 from fuelrail.loaders.decode.protocol import MAX_LANES, MIN_LANES
+from fuelrail.loaders.records import Collated
 from fuelrail.loaders.schedule.datasets import image_facts, unknown_to
 from fuelrail.pipeline.errors import ConfigError, ImageError
 from fuelrail.pipeline.runtime.stages import Observer, Pipeline, Stage, StageClock, add_clocks
@@ -50,13 +52,14 @@ class BatchPipeline(NamedTuple):
     decoder: ImageDecoder | BatchDecoder
     batch_size: int
     window: FrameWindow | None
-    transform: Callable[[dict[str, Any]], Any] | None
+    transform: ProcessTransform | Callable[[dict[str, Any]], Any] | None
     collate_fn: Callable[[list[Any]], Any] | None
     normalize: Normalize | None
     transfer: CudaTransfer | None
     box_frame: BoxFrame
     channels: SelectedChannels
     unknown: frozenset[str]
+    batch_transform: user.BatchTransform | None = None
     static: StaticBatches | None = None
     fixed: FixedBuffers | None = None
 
@@ -76,7 +79,16 @@ class BatchPipeline(NamedTuple):
         if self.transfer is None:
             return made if self.fixed is None else self.fixed(made)
         batch = self.transfer.hand_over(made)
-        return batch if self.fixed is None else self.fixed(batch, made.arena)
+        if self.fixed is None:
+            return batch
+        # What a batch_transform returns may be any views of that memory, other ones in each batch.
+        return self.fixed(batch, made.arena if self.batch_transform is None else None)
+
+    def close(self) -> None:
+        """Free what the decoder and the transform hold until they are used again."""
+        for part in (self.decoder, self.transform):
+            if isinstance(part, (BatchDecoder, ProcessTransform)):
+                part.close()
 
     def stages(self, tuning: Tuning) -> list[Stage]:
         """Return the stages under a tuning; another tuning changes only their numbers of threads and capacities."""
@@ -129,11 +141,15 @@ class BatchPipeline(NamedTuple):
                 collate = self.transfer.on_own_stream(collate)
         if self.static is not None:
             collate = _padded(self.static, collate)
+        if self.batch_transform is not None:
+            collate = partial(_placed, collate)
         stages.append(Stage("collate", collate, 1, tuning.ready, group=group))
-        if self.normalize is not None and self.transfer is None:
-            stages.append(Stage("normalize", self.normalize, 1, tuning.ready))
+        last = self.batch_transform or self.normalize
+        if last is not None and self.transfer is None:
+            name = "normalize" if self.batch_transform is None else "batch_transform"
+            stages.append(Stage(name, last, 1, tuning.ready))
         if self.transfer is not None:
-            stages.append(Stage("transfer", self.transfer, 1, tuning.ready))
+            stages.append(Stage("transfer", partial(self.transfer, then=last), 1, tuning.ready))
             return [with_ranges(stage) for stage in stages]
         return stages
 
@@ -154,18 +170,40 @@ def make_batch_pipeline(
         transforms.dali,
     )
     check_pixels(decoder, transforms.pixels)
+    transform = options.transform
+    if options.transform_in == "process":
+        if decodes_on_device(decoder):
+            raise ConfigError(
+                f"transform_in='process' takes images in host memory, and decoder={decoder.name!r} decodes on "
+                f"{decoder.device}: take decoder='turbo', or batch_transform="
+            )
+        transform = ProcessTransform(transform)
     augments = samples.Augments(
         samples.image_groups(transforms, cameras), transforms.pixels, transforms.ego, options.seed, points.accumulation,
         transforms.undistort, options.batch_size if transforms.two_views else 0,
     )  # fmt: skip
     samples.warn_of_enlarged(augments.images, sources)
     fixed = transforms.static_batches
+    batch_transform = options.batch_transform and user.BatchTransform(
+        options.batch_transform,
+        transforms.normalize,
+        torch.device("cpu") if transfer is None else transfer.device,
+        options.seed,
+        must_be_dict=fixed is not None,
+    )
     return BatchPipeline(
-        bad, cameras, points.lidar, augments, decoder, options.batch_size, options.window, options.transform,
+        bad, cameras, points.lidar, augments, decoder, options.batch_size, options.window, transform,
         options.collate_fn, transforms.normalize, transfer, transforms.box_frame,
         SelectedChannels((*sources[0].reader.channels, *sources[0].attributes.channels), cameras), unknown_to(sources),
-        fixed, None if fixed is None else static.FixedBuffers(fixed.buffers),
+        batch_transform, fixed, None if fixed is None else static.FixedBuffers(fixed.buffers),
     )  # fmt: skip
+
+
+def _placed(collate: Callable[[Any], Any], items: Sequence[Any]) -> Collated:
+    """Collate decoded or transformed samples, each perhaps with its second view, to a batch with its place."""
+    samples = [item[0] if isinstance(item, list) else item for item in items]
+    slot = samples[0].slot
+    return Collated(collate(items), slot.epoch, slot.step, slot.position, tuple(one.key for one in samples))
 
 
 def _padded(settings: StaticBatches, collate: Callable[[Any], Any]) -> Callable[[Any], Any]:

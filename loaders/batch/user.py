@@ -1,8 +1,9 @@
-"""User functions in the pipeline: `transform` on each sample, `collate_fn` on each batch.
+"""User functions in the pipeline: `transform` on each sample, `collate_fn` on samples, `batch_transform` on batches.
 
-Both run in the loader's threads, so their Python runs under the interpreter's lock, against the trainer's own: numpy,
-torch and other C code that releases the lock is fine, Python loops over points or pixels are not. ``stats()`` shows
-both as stages, and a transform that takes a large part of the decoding's time is warned of in the log.
+All run in the loader's threads, so their Python runs under the interpreter's lock, against the trainer's own: numpy,
+torch and other C code that releases the lock is fine, Python loops over points or pixels are not: these belong in
+worker processes (:mod:`fuelrail.loaders.batch.processes`). ``stats()`` shows the functions as stages, and a transform
+that takes a large part of the decoding's time is warned of in the log.
 
 A *sample* is a dict with the names of a batch (:mod:`fuelrail.loaders.batch.assemble`) and no B axis (with temporal
 windows the T axis is the first: `fuelrail.loaders.batch.temporal`); ``img`` is a view of
@@ -21,14 +22,15 @@ import torch
 
 from fuelrail.loaders.batch.assemble import NO_CHANNELS, assemble
 from fuelrail.loaders.batch.channels import SelectedChannels, of_one
-from fuelrail.pipeline.errors import ConfigError
+from fuelrail.loaders.batch.processes import ProcessTransform
+from fuelrail.pipeline.errors import ConfigError, FuelrailError
+from fuelrail.pipeline.runtime.stages import StageClock, stage_error
 from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, second_view, uniforms
 
 if TYPE_CHECKING:
     from fuelrail.loaders.config import BoxFrame
-    from fuelrail.loaders.records import BatchSlot, DecodedSample
+    from fuelrail.loaders.records import BatchSlot, Collated, DecodedSample
     from fuelrail.pipeline.channels.sensors import LidarEntry
-    from fuelrail.pipeline.runtime.stages import StageClock
 
 _LOG = logging.getLogger(__name__)
 _SLOW_SHARE: Final = 0.5
@@ -88,6 +90,43 @@ def collate(function: Callable[[list[Any]], Any] | None, transformed: Sequence[S
     if function is not None:
         return function([entry.value for entry in transformed])
     return stack_samples(transformed)
+
+
+class BatchTransform:
+    """The last work on a batch: its images normalised, then the user's ``batch_transform``, on the current stream.
+
+    The function gets the batch and a generator on the batch's device, whose seed is drawn from the loader's seed, the
+    epoch and the position of the batch's first row: the same after a resume, and for a batch that begins there on any
+    number of ranks. What it returns is handed out.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Any, torch.Generator], Any],
+        normalize: Callable[[Any], Any] | None,
+        device: torch.device,
+        seed: int,
+        *,
+        must_be_dict: bool,
+    ) -> None:
+        self._function, self._normalize, self._device, self._seed = function, normalize, device, seed
+        self._must_be_dict = must_be_dict
+
+    def __call__(self, collated: Collated) -> Any:  # noqa: ANN401
+        """Return the batch; raise StageError, with the batch's place and keys, for an error of the function."""
+        batch = collated.batch if self._normalize is None else self._normalize(collated.batch)
+        drawn = uniforms(self._seed, collated.epoch, collated.position, [ALL_CAMERAS], "batch_transform", 1)
+        generator = torch.Generator(self._device).manual_seed(int(drawn[0, 0] * 2**53))
+        try:
+            made = self._function(batch, generator)
+        except FuelrailError:
+            raise
+        except BaseException as error:
+            raise stage_error(f"batch_transform failed on {collated}", error) from error
+        if made is None or (self._must_be_dict and not isinstance(made, dict)):
+            wanted = "a dict of tensors, as static batches need" if self._must_be_dict else "the batch"
+            raise ConfigError(f"batch_transform returned {type(made).__name__} for {collated}: return {wanted}")
+        return made
 
 
 def stack_samples(transformed: Sequence[Sample]) -> dict[str, Any]:
@@ -155,15 +194,17 @@ def _same_rows(whole: torch.Tensor, transformed: Sequence[Sample], images: list[
     return whole
 
 
-def warn_if_slow(clocks: Sequence[StageClock]) -> None:
-    """Log a warning if the transform takes a large part of the time that decoding takes."""
+def warn_if_slow(function: Callable[[dict[str, Any]], Any] | None, clocks: Sequence[StageClock]) -> None:
+    """Log a warning if the transform takes a large part of the time that decoding takes, in threads."""
+    if isinstance(function, ProcessTransform):
+        return
     per_item_ms = {clock.name: 1e3 * clock.busy_s / clock.items for clock in clocks if clock.items}
     transforming, decoding = per_item_ms.get("transform", 0.0), per_item_ms.get("decode", 0.0)
     if transforming > max(_SLOW_MS, _SLOW_SHARE * decoding):
         _LOG.warning(
             "transform takes %.1f ms a sample, decoding %.1f ms: it runs in the trainer's process, where Python code "
-            "competes with the training loop for the interpreter; move it to numpy or torch operations, or to the "
-            "device",
+            "competes with the training loop for the interpreter; move it to numpy or torch operations, to worker "
+            "processes (transform_in='process') or to the device (batch_transform=)",
             transforming,
             decoding,
         )

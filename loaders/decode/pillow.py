@@ -18,13 +18,11 @@ from fuelrail.loaders.decode.lens import largest_scale, sampling, source_rows
 from fuelrail.loaders.decode.protocol import Interpolation, black_out_unseen, check_output, check_source
 from fuelrail.loaders.decode.resample import two_steps
 from fuelrail.loaders.decode.splice import splice_rows, splice_views
-from fuelrail.pipeline.errors import ConfigError, ImageError
+from fuelrail.pipeline.errors import ImageError, needs
 from fuelrail.pipeline.sample.image_header import ImageInfo, probe, unpack_png
 
-try:
+with needs("decoder='pillow'", "pillow"):
     from PIL import Image, JpegImagePlugin, PngImagePlugin
-except ImportError as error:
-    raise ConfigError("decoder='pillow' needs Pillow: pip install pillow (or pillow-simd, which is faster)") from error
 
 from collections.abc import Sequence
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.loaders.storage.reader import SampleReader
-from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.errors import ConfigError, needs
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.pipeline.settings import Settings, flag
@@ -63,10 +63,8 @@ def record_clip(dataset: str | os.PathLike[str], key: str | None, output: str | 
     Images are as stored: where a lens bends lines, boxes and image differ by that. Raises ConfigError without rerun-sdk
     or where the file cannot be written, and DatasetErrors for samples that cannot be read.
     """
-    try:
+    with needs("a recording", "fuelrail[viewer]"):
         import rerun as rr
-    except ImportError as error:
-        raise ConfigError("a recording needs rerun-sdk: pip install 'fuelrail[viewer]'") from error
     opened = open_dataset(dataset)
     reader = SampleReader(opened)
     clip_ids, frames = opened.index.texts("clip_id").to_numpy(zero_copy_only=False), opened.index.column("frame")

@@ -151,7 +151,7 @@ def make_client(
         return ObstoreClient(bucket, prefix, config, timeout_s)
     except ImportError as error:
         if kind == "obstore":
-            raise ConfigError("the obstore client is not installed: pip install 'fuelrail[s3]'") from error
+            raise ConfigError(f"the client obstore needs {error.name}: pip install 'fuelrail[s3]'") from error
         _LOG.info("obstore is not installed; reading S3 through s3fs, which costs more CPU time")
         return FsspecClient(fs, path)
 

@@ -41,12 +41,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, Self
 
-from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.metrics_core import Metric as Family
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
+from fuelrail.pipeline.errors import ConfigError, needs
 
-from fuelrail.pipeline.errors import ConfigError
+with needs("an endpoint of metrics, or `fuelrail top`,", "fuelrail[bench]"):
+    from prometheus_client import CollectorRegistry, start_http_server
+    from prometheus_client.metrics_core import Metric as Family
+    from prometheus_client.parser import text_string_to_metric_families
+    from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.runtime.stages import StageClock

@@ -373,14 +373,30 @@ def _failure(what: str, error: BaseException) -> Failure:
 
 
 def stage_error(what: str, error: BaseException) -> StageError:
-    """Return the error of a function that raised, with the last line outside installed packages, or the last at all."""
-    lines = traceback.extract_tb(error.__traceback__)
-    origin = next((one for one in reversed(lines) if "site-packages" not in one.filename), lines[-1])
-    wrapped = StageError(
-        f"{what}: {type(error).__name__}: {_text(error)} ({origin.filename}:{origin.lineno} in {origin.name})"
-    )
+    """Return the error of a function that raised, with the place where it did."""
+    wrapped = StageError(f"{what}: {type(error).__name__}: {_text(error)} ({origin_of(error)})")
     wrapped.__cause__ = error
     return wrapped
+
+
+class RemoteError(Exception):
+    """The cause of an error that came from another process: its place there, and its traceback as text."""
+
+    def __init__(self, origin: str, text: str) -> None:
+        super().__init__(origin, text)
+        self.origin = origin
+
+    def __str__(self) -> str:
+        return f"\n{self.args[1]}"
+
+
+def origin_of(error: BaseException) -> str:
+    """Return the last line of an error's traceback outside installed packages, or the last at all."""
+    if isinstance(error.__cause__, RemoteError):
+        return error.__cause__.origin
+    lines = traceback.extract_tb(error.__traceback__)
+    origin = next((one for one in reversed(lines) if "site-packages" not in one.filename), lines[-1])
+    return f"{origin.filename}:{origin.lineno} in {origin.name}"
 
 
 def _text(subject: object) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.errors import ConfigError, needs
 from fuelrail.pipeline.storage.retry import redacted
 
 _EXTRAS: Final = {
@@ -51,10 +51,8 @@ def filesystem(url: str, storage_options: Mapping[str, Any] | None = None) -> tu
     Raises ConfigError where the protocol is unknown, its library is not installed, an option is wrong, the URL has a
     query, or a host that the file system connects to at once does not answer.
     """
-    try:
+    with needs(f"'{shown_url(url)}'", "fsspec"):  # a base requirement; but a trimmed environment may lack it
         import fsspec
-    except ImportError as error:  # a base requirement; but a trimmed environment may lack it
-        raise ConfigError(f"'{shown_url(url)}' needs fsspec: pip install fsspec") from error
     protocol = url.partition("://")[0]
     if protocol in ("http", "https") and "?" in url:
         raise ConfigError(

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from fuelrail.pipeline.errors import ConfigError, DatasetError, FuelrailError, SourceError
+from fuelrail.pipeline.errors import ConfigError, DatasetError, FuelrailError, SourceError, needs
 from fuelrail.pipeline.format.manifest import WORK_FOLDER
 from fuelrail.pipeline.storage.filesystem import default_cache_folder, is_url
 from fuelrail.sharding.output.folder import open_output
@@ -63,10 +63,8 @@ class RayEngine:
 
     def __init__(self, address: str | None, num_workers: int) -> None:
         """Check that Ray is installed; raise ConfigError otherwise."""
-        try:
+        with needs("--engine ray", "fuelrail[ray]"):
             import ray
-        except ImportError as error:
-            raise ConfigError(f"--engine ray needs Ray: pip install 'fuelrail[ray]' ({error})") from error
         self._ray: Any = ray
         self._address, self._num_workers = address, num_workers
 

@@ -52,6 +52,15 @@ def changed_in_place(sample: dict[str, Any]) -> dict[str, Any]:
     return sample
 
 
+def flipped(batch: dict[str, Any], generator: torch.Generator) -> dict[str, Any]:
+    """A user's transform of a batch: kernels that read what was copied, make tensors, and change some in place."""
+    flips = torch.rand(len(batch["valid"]), generator=generator, device=batch["valid"].device) < 0.5
+    groups = batch["img"] if isinstance(batch["img"], dict) else {"": batch["img"]}
+    made = {name: torch.where(flips[:, None, None, None, None], img.flip(-1), img) for name, img in groups.items()}
+    batch["intrinsics"].mul_(2)
+    return {**batch, "img": made if isinstance(batch["img"], dict) else made[""], "flips": flips}
+
+
 def stacked(samples: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "img": torch.stack([sample["img"] for sample in samples]),
@@ -91,6 +100,13 @@ CASES: dict[str, list[dict[str, Any]]] = {
         *({"layers": {"partial": {"missing": missing}}} for missing in ("mask", "drop")),
     ],
     "transform": [{"transform": brightened}, {"transform": changed_in_place}],
+    "transform_in": [{"transform_in": "thread", "transform": brightened}],
+    "batch_transform": [
+        {"batch_transform": flipped, "drop_last": False},
+        {"batch_transform": flipped, "transforms": {"image": IMAGE, "normalize": BGR}, "transform": brightened},
+        {"batch_transform": flipped, "transforms": {"image": TRAIN, "two_views": True, "static": True}},
+        {"batch_transform": flipped, "transforms": {"camera_groups": GROUPS, "normalize": Normalize()}},
+    ],
     "storage": [{"storage": "pread"}, {"storage": {"verify": False}}],
     "bad_samples": [{"bad_samples": {"on_error": "substitute", "max_bad": 20}}],
     "device": [{"device": "cuda"}, {"device": "cuda:1"}, {"device": torch.device("cuda", 1)}],

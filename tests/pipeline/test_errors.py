@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import pickle
 import re
@@ -73,3 +74,10 @@ def test_errors_survive_the_way_back_from_a_worker_process(error) -> None:
     assert type(back) is type(error)
     assert str(back) == str(error)
     assert vars(back) == vars(error)
+
+
+@pytest.mark.parametrize("name", ["no_such_package", "no_such_package.part"])
+def test_a_package_that_is_missing_is_named_with_what_brings_it(name) -> None:
+    fix = r"a test needs no_such_package, .*: pip install 'fuelrail\[it\]' \(No module named 'no_such_package'"
+    with pytest.raises(errors.ConfigError, match=fix), errors.needs("a test", "fuelrail[it]"):
+        importlib.import_module(name)

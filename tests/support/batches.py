@@ -6,6 +6,7 @@ import json
 import pickle
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from fuelrail.loaders import ImageAugment, World
@@ -46,6 +47,8 @@ def unlike(one: Any, other: Any, name: str = "") -> list[str]:
     """Name the parts in which two values differ; tensors are the same with equal dtype, shape and bytes."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return [] if _bytes(one) == _bytes(other) else [name]
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return unlike(torch.from_numpy(one), torch.from_numpy(other), name)
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         return [part for key in one for part in unlike(one[key], other[key], f"{name}.{key}")]
     if isinstance(one, (list, tuple)) and type(one) is type(other) and len(one) == len(other):

@@ -83,6 +83,15 @@ class DeviceTensor(torch.Tensor):
         return cls.fake.dispatch(func, args, kwargs or {})
 
 
+class FakeGenerator(torch.Generator):
+    """A generator of random numbers in host memory for a device of any name; factories take it for that device."""
+
+    def __new__(cls, device: Any = "cpu") -> Self:
+        made = super().__new__(cls)
+        made.home = torch.device(device)
+        return made
+
+
 class FakeCuda:
     """The devices; use as a context manager, which ends with an AssertionError if there are findings."""
 
@@ -328,6 +337,7 @@ class FakeCuda:
         patch.setattr(torch.Tensor, "is_pinned", lambda tensor, *_: self._is_pinned(tensor))
         for name in _FACTORIES:
             patch.setattr(torch, name, self._factory(name, getattr(torch, name)))
+        patch.setattr(torch, "Generator", FakeGenerator)
         from_dlpack = self._from_dlpack(torch.utils.dlpack.from_dlpack)
         patch.setattr(torch.utils.dlpack, "from_dlpack", from_dlpack)
         patch.setattr(torch, "from_dlpack", from_dlpack)

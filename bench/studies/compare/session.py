@@ -114,7 +114,7 @@ def compare(
             seed=options.seed,
         )
         session = _Session(options, output, dataset, work, cpus)
-        prepare_folder(folder, html=output.html, needs=("psutil", "scipy"))
+        prepare_folder(folder, html=output.html, modules=("psutil", "scipy"))
         workshop = Workshop(samples, dataset, work, cpus, options.seconds)
         cut_off: str | None = "the command failed"
         try:

@@ -114,7 +114,7 @@ class _Examination:
     def run(self) -> Examined:
         """Make the runs, judge them and write the report; see :func:`diagnose`."""
         first_round = self._round("")  # checks all settings before the first run
-        prepare_folder(self._out, html=self._html, needs=("scipy",))
+        prepare_folder(self._out, html=self._html, modules=("scipy",))
         diagnosis, tried, cut_off, interrupted = None, None, None, False
         try:
             self._measure(first_round)

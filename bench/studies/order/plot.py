@@ -6,14 +6,10 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.errors import ConfigError, needs
 
-try:
+with needs("--plot", "fuelrail[view]"):
     from matplotlib.figure import Figure
-except ImportError as error:
-    raise ConfigError(
-        "a plot needs matplotlib, which is not installed: pip install 'fuelrail[view]', or leave out --plot"
-    ) from error
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.errors import SourceError, needs
 from fuelrail.pipeline.storage.columns import ROWS_AT_ONCE, Disk, Texts
 from fuelrail.sharding.sources.shared.scan_report import Findings
 
@@ -41,7 +41,8 @@ class Database(Disk):
 
     @cached_property
     def _connection(self) -> Any:  # noqa: ANN401 - as slow to import as to connect
-        import duckdb
+        with needs(f"a join of tables of more than {_FEW_ROWS:,} rows", "fuelrail[tables]"):
+            import duckdb
 
         scratch = str(Path(self.folder) / "joins")
         return duckdb.connect(config={"memory_limit": _MEMORY, "threads": 1, "temp_directory": scratch})

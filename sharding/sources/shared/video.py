@@ -22,7 +22,7 @@ import simplejpeg
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from fuelrail.pipeline.errors import ConfigError, SourceError
+from fuelrail.pipeline.errors import ConfigError, SourceError, needs
 from fuelrail.sharding.sources.adapter.source import FrameSettings
 from fuelrail.sharding.sources.shared.protobuf import varint
 
@@ -97,8 +97,8 @@ def libraries() -> str:
 
 def check_decoder(where: str) -> None:
     """Raise ConfigError where video is to be decoded and PyAV is not installed."""
-    if importlib.util.find_spec("av") is None:
-        raise ConfigError(f"{where} is video, which needs: pip install 'fuelrail[video]'")
+    with needs(f"{where} is video, which", "fuelrail[video]"):
+        importlib.import_module("av")
 
 
 def video_frames(path: str, numbers: Iterable[int], quality: int = QUALITY) -> Iterator[tuple[int, bytes]]:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import importlib.util
+import sys
 import tempfile
 
 import msgspec
@@ -39,12 +39,13 @@ def test_a_folder_is_made_and_an_earlier_report_taken_out(tmp_path):
 
 
 def test_a_page_that_cannot_be_drawn_is_refused_before_the_measurement(tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for name in ("matplotlib", "psutil"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match="--no-html"):
         prepare_folder(tmp_path / "out", html=True)
     prepare_folder(tmp_path / "out", html=False)
     with pytest.raises(ConfigError, match=r"needs psutil, .* pip install 'fuelrail\[bench\]'"):
-        prepare_folder(tmp_path / "out", html=False, needs=("psutil",))
+        prepare_folder(tmp_path / "out", html=False, modules=("psutil",))
 
 
 def result(commit, changed):

@@ -29,7 +29,7 @@ def test_each_local_engine_gives_the_same_bytes(dataroot, tmp_path):
 
 def test_without_ray_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"--engine ray needs Ray: pip install 'fuelrail\[ray\]'"):
+    with pytest.raises(ConfigError, match=r"--engine ray needs ray, .*: pip install 'fuelrail\[ray\]'"):
         make_engine(EngineOptions(engine="ray"))
 
 

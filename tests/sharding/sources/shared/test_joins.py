@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.pipeline.storage import columns
 from fuelrail.sharding.sources.shared import joins as module
 from fuelrail.sharding.sources.shared.joins import Database, Tokens, Wanted
@@ -123,3 +125,9 @@ def test_more_tokens_than_a_join_may_keep_in_memory(tmp_path, monkeypatch):
     assert np.array_equal(tokens.rows_of(tokens)[0], np.arange(400_000))
     database.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_without_duckdb_a_large_join_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "duckdb", None)
+    with pytest.raises(ConfigError, match=r"needs duckdb, .*: pip install 'fuelrail\[tables\]'"):
+        Tokens("log", Database(tmp_path), ["a", "b"])
