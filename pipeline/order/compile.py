@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -25,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import OrderError
-from fuelrail.pipeline.order.epoch import EndlessOrder, MappedEpoch
+from fuelrail.pipeline.order.epoch import CopyMap, EndlessOrder, MappedEpoch, SelectedSamples
 from fuelrail.pipeline.order.lanes import LaneOrder
 from fuelrail.pipeline.order.mix import MAX_BLOCK, Mix, MixedOrder, MixSchedule, MixStage
 from fuelrail.pipeline.order.permutation import derive_key
@@ -297,13 +296,13 @@ class CompiledOrder:
     def epoch(self, epoch: int, /) -> MappedEpoch:
         """Return the order of one epoch: positions 0 .. epoch_length - 1 to samples of the split."""
         bounds = self._bounds
-        then: list[Callable[[Rows], Rows]] = []
+        then: list[CopyMap] = []
         if self._sampling is not None:
             copies = self._sampling.epoch(derive_key("order weights", self.spec.seed, epoch))
             bounds = np.array(copies.first_copies(bounds.tolist()))
             then.append(copies)
         if self._selected is not None:
-            then.append(partial(_take, self._selected))
+            then.append(SelectedSamples(self._selected))
         lengths = np.diff(bounds)
         order = Order(self._kind, Layout(tuple(lengths[lengths > 0].tolist())), epoch)
         return MappedEpoch(order, *then)
@@ -351,10 +350,6 @@ def _plain(settings: object) -> Any:  # noqa: ANN401
 
 def _drops(window: FrameWindow | None) -> bool:
     return window is not None and window.pad == "drop"
-
-
-def _take(selected: NDArray[np.integer], numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-    return selected[numbers].astype(np.int64)
 
 
 def _selected_rows(table: pa.Table, selected: Rows | None) -> pa.Table:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fuelrail.pipeline.errors import OrderError
-from fuelrail.pipeline.order.epoch import EndlessOrder, Entries, Epoch
+from fuelrail.pipeline.order.epoch import EndlessOrder, Entries, Epoch, Shown
 from fuelrail.pipeline.order.permutation import MAX_LENGTH, KeyedPermutation, as_positions, derive_key
 from fuelrail.pipeline.settings import Settings, check_types
 
@@ -258,15 +258,7 @@ class MixedEpoch:
         mix = self._mix
         block, place = np.divmod(positions, mix.block)
         blocks, which = _distinct(block + self._first_block)
-        words = self._words(blocks[:, None] * mix.block + np.arange(mix.block))
-        by_word = np.argsort(words, axis=1)
-        if mix.schedule is None:
-            before = blocks[:, None] * np.array(mix.ratios)
-            arranged = np.repeat(np.arange(len(mix.ratios)), mix.ratios)[by_word]  # (blocks, places)
-        else:
-            before, counts = mix.schedule.blocks(blocks)
-            ends = np.cumsum(counts, axis=1)
-            arranged = (by_word[:, :, None] >= ends[:, None, :]).sum(axis=2)
+        before, arranged = self._before(blocks), self._arranged(blocks)
         at_place = which * mix.block + place
         parts[:] = arranged.reshape(-1)[at_place]
         for part, order in enumerate(mix.orders):
@@ -279,6 +271,60 @@ class MixedEpoch:
             for epoch in _distinct(epochs)[0].tolist():
                 inside = epochs == epoch
                 samples[here[inside]] = self._epoch_of(part, epoch)(at[inside])
+
+    def _before(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many samples of each dataset come in a run before some blocks (n,): int64 (n, datasets)."""
+        mix = self._mix
+        before: NDArray[np.int64]
+        before = blocks[:, None] * np.array(mix.ratios) if mix.schedule is None else mix.schedule.blocks(blocks)[0]
+        return before
+
+    def _arranged(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the dataset at each place of some blocks (n,) of a run: int64 (n, places)."""
+        mix = self._mix
+        words = self._words(blocks[:, None] * mix.block + np.arange(mix.block))
+        by_word = np.argsort(words, axis=1)
+        if mix.schedule is None:
+            arranged: NDArray[np.int64] = np.repeat(np.arange(len(mix.ratios)), mix.ratios)[by_word]
+        else:
+            ends = np.cumsum(mix.schedule.blocks(blocks)[1], axis=1)
+            arranged = (by_word[:, :, None] >= ends[:, None, :]).sum(axis=2)
+        return arranged
+
+    def find(self, samples: ArrayLike, part: int = 0, /) -> Shown:
+        """Return where ``samples`` (n,) of a part are shown; raises OrderError for numbers outside its split."""
+        mix = self._mix
+        if not 0 <= part < (1 if mix.is_one_split else len(mix.orders)):
+            raise OrderError(f"the mix has no dataset {part}")
+        ends = self._before(np.array([0, mix.num_blocks]) + self._first_block).T.tolist()
+        which, positions = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        for number in range(len(mix.orders)) if mix.is_one_split else (part,):
+            first, end = ends[number]
+            length = mix.orders[number].epoch_length
+            for epoch in range(first // length, -(-end // length)):
+                found, at = self._epoch_of(number, epoch).find(samples)
+                turns = epoch * length + at
+                here = np.flatnonzero((turns >= first) & (turns < end))
+                for start in range(0, len(here), _CHUNK // 16):
+                    some = here[start : start + _CHUNK // 16]
+                    which.append(found[some])
+                    positions.append(self._places(number, turns[some]))
+        return Shown.sorted(np.concatenate(which), np.concatenate(positions))
+
+    def _places(self, part: int, turns: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the positions of some turns (n,) of a dataset, which are of this epoch."""
+        mix = self._mix
+        low = np.full_like(turns, self._first_block)
+        high = low + mix.num_blocks  # the last block with no more samples before it than `turns`, by bisection
+        while (high - low > 1).any():
+            middle = (low + high) // 2
+            is_later = self._before(middle)[:, part] > turns
+            low, high = np.where(is_later, low, middle), np.where(is_later, middle, high)
+        blocks, of_block = np.unique(low, return_inverse=True)
+        earlier = turns - self._before(low)[:, part]
+        own = np.argsort(self._arranged(blocks) != part, axis=1, kind="stable")  # its places in each block, in order
+        places: NDArray[np.int64] = (low - self._first_block) * mix.block + own[of_block, earlier]
+        return places
 
 
 def _distinct(values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

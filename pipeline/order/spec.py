@@ -188,6 +188,10 @@ class Order:
         """
         return self._map(positions)
 
+    def inverse(self, samples: ArrayLike) -> NDArray[np.int64]:
+        """Return the positions (int64, same shape) of sample indices (integers in [0, len)); OrderError for others."""
+        return self._map.inverse(samples)
+
     def __reduce__(self) -> tuple[type[Order], tuple[OrderSpec, Layout, int]]:
         return Order, (self.spec, self.layout, self.epoch)
 
@@ -209,14 +213,26 @@ class _Sequential:
     def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
         return as_positions(positions, self._num_samples).copy()
 
+    def inverse(self, samples: ArrayLike, /) -> NDArray[np.int64]:
+        return as_positions(samples, self._num_samples, "sample").copy()
+
 
 class _Windowed:
     """Shards permuted, samples permuted within windows of consecutive permuted shards.
 
-    Memory: two integers a shard. A position's window is found by bisection of the windows' starts.
+    Memory: four integers a shard. A position's window is found by bisection of the windows' starts.
     """
 
-    __slots__ = ("_first_slots", "_num_samples", "_shard_offsets", "_slot_starts", "_window", "_window_starts")
+    __slots__ = (
+        "_first_slots",
+        "_num_samples",
+        "_shard_offsets",
+        "_shard_starts",
+        "_slot_of",
+        "_slot_starts",
+        "_window",
+        "_window_starts",
+    )
 
     def __init__(self, layout: Layout, window: int, seed: int, epoch: int) -> None:
         stored = np.array(layout.shard_lengths, dtype=np.int64)
@@ -225,7 +241,10 @@ class _Windowed:
         # Slot i of the epoch holds shard shards[i]; its samples are slot_starts[i] .. slot_starts[i] + length - 1
         # before the permutation within the window, and shard_offsets[i] more as stored.
         self._slot_starts = np.cumsum(lengths) - lengths
-        self._shard_offsets = (np.cumsum(stored) - stored)[shards] - self._slot_starts
+        self._shard_starts = np.cumsum(stored) - stored
+        self._slot_of = np.empty_like(shards)
+        self._slot_of[shards] = np.arange(len(shards))
+        self._shard_offsets = self._shard_starts[shards] - self._slot_starts
         self._num_samples = layout.num_samples
         num_windows = -(-len(stored) // window)
         self._first_slots = np.arange(num_windows + 1) * len(stored) // num_windows
@@ -258,6 +277,18 @@ class _Windowed:
                 by_window = np.argsort(window, kind="stable")
                 samples[first + by_window] = self._by_window(part[by_window], window[by_window])
         return samples.reshape(wanted.shape)
+
+    def inverse(self, samples: ArrayLike, /) -> NDArray[np.int64]:
+        wanted = as_positions(samples, self._num_samples, "sample")
+        flat = wanted.reshape(-1)
+        slot = self._slot_of[np.searchsorted(self._shard_starts, flat, side="right") - 1]
+        unshuffled = flat - self._shard_offsets[slot]
+        window = np.searchsorted(self._first_slots, slot, side="right") - 1
+        positions = np.empty_like(flat)
+        for number in np.unique(window).tolist():
+            here = window == number
+            positions[here] = self._window(number).inverse(unshuffled[here])
+        return positions.reshape(wanted.shape)
 
     def _by_window(self, positions: NDArray[np.int64], window: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return samples at positions whose windows ascend."""
@@ -299,6 +330,10 @@ class _Window:
             slot += shuffled >= self._next_starts.take(slot)
         shuffled += self._offsets.take(slot)
         return shuffled
+
+    def inverse(self, unshuffled: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return positions of places in the epoch's slots laid end to end."""
+        return self._permutation.inverse(unshuffled - self._start) + self._start
 
 
 def _shuffled(spec: OrderSpec, layout: Layout, epoch: int) -> PositionMap:
