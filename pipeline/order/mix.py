@@ -282,8 +282,8 @@ class MixedEpoch:
     def _arranged(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the dataset at each place of some blocks (n,) of a run: int64 (n, places)."""
         mix = self._mix
-        words = self._words(blocks[:, None] * mix.block + np.arange(mix.block))
-        by_word = np.argsort(words, axis=1)
+        entries = blocks[:, None] * mix.block + np.arange(mix.block)
+        by_word = np.argsort(self._words(entries), axis=1) if mix.block > 1 else np.zeros_like(entries)
         if mix.schedule is None:
             arranged: NDArray[np.int64] = np.repeat(np.arange(len(mix.ratios)), mix.ratios)[by_word]
         else:
