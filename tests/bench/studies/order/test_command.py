@@ -50,6 +50,12 @@ def test_filters_lanes_and_config_files_are_described(dataset, tmp_path, capsys)
     )
     weighted = described(capsys, dataset, "--config", config)
     assert (weighted["num_selected"], weighted["epoch_length"]) == (1200, 500)
+    config.write_text(
+        "stages:\n  - {filter: not night, until: 3000, ramp: true}\n  - {filter: frame < 10}\nepoch_length: 2400\n"
+    )
+    staged = described(capsys, dataset, "--config", config, "--epoch", 1)
+    assert (staged["num_selected"], staged["epoch_length"]) == (48 * 40 + 12 * 10, 2400)
+    assert [stage["order"]["filter"] for stage in staged["identity"]["stages"]] == ["not night", "frame < 10"]
 
 
 @pytest.mark.costly
