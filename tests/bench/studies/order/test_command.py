@@ -58,6 +58,7 @@ def test_filters_lanes_and_config_files_are_described(dataset, tmp_path, capsys)
     assert [stage["order"]["filter"] for stage in staged["identity"]["stages"]] == ["not night", "frame < 10"]
 
 
+@pytest.mark.costly
 def test_the_table_and_the_plot(dataset, tmp_path, capsys):
     plot = tmp_path / "order.png"
     arguments = [str(dataset), "--kind", "windowed", "--window", "5", "--plot", str(plot)]
@@ -69,6 +70,7 @@ def test_the_table_and_the_plot(dataset, tmp_path, capsys):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.costly
 def test_a_plot_without_a_whole_batch_has_no_nan_in_its_titles(dataset, tmp_path):
     plot = tmp_path / "order.svg"
     assert main(["order", "describe", str(dataset), "--global-batch", "5000", "--plot", str(plot)]) == 0
