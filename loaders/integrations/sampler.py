@@ -22,11 +22,10 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
-
 from fuelrail.loaders.schedule.state import STATE_VERSION, Identity, LoaderState, decode_state, encode_state
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, World
+from fuelrail.pipeline.order.compile import plain
 from fuelrail.pipeline.order.spec import OrderSpec
 from fuelrail.pipeline.order.table import OrderedRows
 
@@ -90,14 +89,12 @@ class BatchSampler:
         self._rows = OrderedRows(data, spec, blocks, mix, window, global_batch, entries=entries)
         length = self._rows.order.epoch_length
         self._batching = Batching(length, global_batch, _find_world(world), drop_last)
-        # Through JSON and back, so that a state that was saved as JSON has the same types.
-        plain: Any = None if window is None else msgspec.json.decode(msgspec.json.encode(window))
         self._identity = Identity(
             dataset=self._rows.described,
             split="rows",
             order=self._rows.order.identity,
             drop_last=drop_last,
-            frames=plain,
+            frames=plain(window),
         )
         self._position = Cursor()
         self._pass: CountedLoader | None = None
