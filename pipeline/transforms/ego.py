@@ -139,8 +139,7 @@ def _turn_about_z(angle_rad: float, q: NDArray[np.float64]) -> NDArray[np.float6
 
 
 IDENTITY = BevMap()
-_EYE = np.eye(4)
-_EYE.setflags(write=False)
+_EYE = np.broadcast_to(np.eye(4), (4, 4))  # which makes it read-only
 
 
 class BevAugment(Settings, frozen=True):
