@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.records import BatchDescription as BatchDescription
     from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy as BadSamplePolicy
     from fuelrail.loaders.schedule.layers import LayerOptions as LayerOptions
+    from fuelrail.loaders.schedule.ledger import LedgerOptions as LedgerOptions
     from fuelrail.loaders.viewer.batch import Picture as Picture
     from fuelrail.loaders.viewer.view import ViewOptions as ViewOptions
     from fuelrail.loaders.viewer.view import ViewReport as ViewReport
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.errors import FuelrailError as FuelrailError
     from fuelrail.pipeline.errors import ImageError as ImageError
     from fuelrail.pipeline.errors import IndexFileError as IndexFileError
+    from fuelrail.pipeline.errors import LedgerError as LedgerError
     from fuelrail.pipeline.errors import ManifestError as ManifestError
     from fuelrail.pipeline.errors import MemberError as MemberError
     from fuelrail.pipeline.errors import MemberTooLargeError as MemberTooLargeError
@@ -148,6 +150,7 @@ _PUBLIC: Final = {
     # loaders
     "BadSamplePolicy": "fuelrail.loaders.schedule.bad_samples",
     "LayerOptions": "fuelrail.loaders.schedule.layers",
+    "LedgerOptions": "fuelrail.loaders.schedule.ledger",
     "Budget": "fuelrail.loaders.config",
     "DaliOptions": "fuelrail.loaders.decode.protocol",
     "DataLoader": "fuelrail.loaders.loader",
@@ -210,6 +213,7 @@ _PUBLIC: Final = {
     "SchemaError": "fuelrail.pipeline.errors",
     "ImageError": "fuelrail.pipeline.errors",
     "BadSamplesError": "fuelrail.pipeline.errors",
+    "LedgerError": "fuelrail.pipeline.errors",
     "StateMismatchError": "fuelrail.pipeline.errors",
     "StageError": "fuelrail.pipeline.errors",
     "DecoderError": "fuelrail.pipeline.errors",
