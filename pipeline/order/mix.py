@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from math import lcm
+from math import isqrt, lcm
 from typing import Any, Final
 
 import numpy as np
@@ -27,8 +27,6 @@ from fuelrail.pipeline.settings import Settings, check_types
 
 MAX_BLOCK: Final = 1024
 """Largest sum of the ratios: finding a place in a block costs time in proportion to it."""
-
-_MAX_RAMP: Final = 2**26  # blocks: 1024 of their squares are below 2**63
 
 _CHUNK: Final = 16384  # positions at a time, as in `fuelrail.pipeline.order.spec`
 
@@ -71,8 +69,8 @@ class MixSchedule:
     ratios. Over a ramp of n blocks, D samples of a block have to change from datasets with a falling ratio to others;
     before its block b, floor(D b b / (2 n)) changes were made in all, in turns that are spread evenly.
 
-    Raises OrderError for stages that do not name all datasets, do not end in turn or at a block's end, and for ramps of
-    more than 2**26 blocks.
+    Raises OrderError for stages that do not name all datasets, do not end in turn or at a block's end, and for ramps
+    with D n n above 2**62.
     """
 
     def __init__(self, stages: Sequence[MixStage], names: Sequence[str]) -> None:
@@ -101,10 +99,12 @@ class MixSchedule:
             for stage, pair in zip(stages[:-1], pairwise(self._ratios), strict=True)
         ] + [np.zeros((1, len(names)), np.int64)]
         lengths = np.diff(self._starts)
-        if any(stage.ramp and length > _MAX_RAMP for stage, length in zip(stages[:-1], lengths.tolist(), strict=True)):
-            raise OrderError(
-                f"a ramp has at most 2**26 blocks of {self.block}, got stages of {lengths.tolist()} blocks"
-            )
+        for changes, length in zip(self._changes[:-1], lengths.tolist(), strict=True):
+            if (num := len(changes) - 1) and num * length**2 > MAX_LENGTH:
+                raise OrderError(
+                    f"a ramp has {length} blocks of {self.block}, and may have {isqrt(MAX_LENGTH // num)}; end it "
+                    "earlier, or make it of several stages"
+                )
         self._before = np.zeros_like(self._ratios)
         for number, length in enumerate(lengths):
             self._before[number + 1] = self._within(number, np.array([length]))[0]
@@ -196,11 +196,11 @@ class MixedOrder:
     @property
     def num_selected(self) -> int:
         """Number of selected samples of all orders."""
-        return sum(order.num_selected for order in self.orders)
+        return len(self.selected()) if self.is_one_split else sum(order.num_selected for order in self.orders)
 
     def selected(self) -> NDArray[np.int64]:
-        """Return the selected samples of parts of one split, ascending: int64 (num_selected,)."""
-        return np.sort(np.concatenate([order.selected() for order in self.orders]))
+        """Return the selected samples of parts of one split, ascending, each once: int64 (num_selected,)."""
+        return np.unique(np.concatenate([order.selected() for order in self.orders]))
 
     def expected_counts(self) -> NDArray[np.float64]:
         """Return how often each sample of :meth:`selected` occurs in an epoch, averaged over epochs: float64."""
@@ -208,8 +208,8 @@ class MixedOrder:
             order.expected_counts() * (self.num_blocks * ratio / order.epoch_length)
             for order, ratio in zip(self.orders, self.ratios, strict=True)
         ]
-        stored = np.argsort(np.concatenate([order.selected() for order in self.orders]))
-        return np.concatenate(counts)[stored]
+        _, which = np.unique(np.concatenate([order.selected() for order in self.orders]), return_inverse=True)
+        return np.bincount(which, np.concatenate(counts))
 
     def epoch(self, epoch: int, /) -> MixedEpoch:
         """Return one epoch; raise OrderError for a negative epoch, or one whose samples are too many to count."""
@@ -282,8 +282,8 @@ class MixedEpoch:
     def _arranged(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the dataset at each place of some blocks (n,) of a run: int64 (n, places)."""
         mix = self._mix
-        words = self._words(blocks[:, None] * mix.block + np.arange(mix.block))
-        by_word = np.argsort(words, axis=1)
+        entries = blocks[:, None] * mix.block + np.arange(mix.block)
+        by_word = np.argsort(self._words(entries), axis=1) if mix.block > 1 else np.zeros_like(entries)
         if mix.schedule is None:
             arranged: NDArray[np.int64] = np.repeat(np.arange(len(mix.ratios)), mix.ratios)[by_word]
         else:

@@ -15,6 +15,8 @@ from operator import index
 from typing import TYPE_CHECKING, Annotated, Final, Literal, get_args
 
 import numpy as np
+from msgspec import convert
+from msgspec.structs import force_setattr
 from numpy.typing import ArrayLike, NDArray
 
 from fuelrail.pipeline.errors import OrderError
@@ -34,6 +36,24 @@ _CHUNK: Final = 16384  # positions at a time: what they need stays in a core's s
 _MAX_RUNS: Final = 4096  # of a window's table: 32 KiB
 
 Kind = Literal["shuffled", "windowed", "sequential", "lanes"]
+
+
+class OrderStage(Settings, frozen=True):
+    """A filter and weights for a part of a run, besides those of the order; its order begins with its first position.
+
+    A curriculum has a stage for each version of a column, such as the losses ``v1.loss`` and ``v2.loss`` of two layers.
+    """
+
+    filter: str | None = None
+    weights: tuple[Weighting, ...] = ()
+    until: int | None = None
+    """The stage's end, in positions of the run as of a `MixStage`: its steps times the global batch. None: the last."""
+    ramp: bool = False
+    """True: the share of positions that follow the next stage grows linearly, over the whole stage, from 0 to 1."""
+
+    def __post_init__(self) -> None:
+        check_types(self, OrderError)
+        force_setattr(self, "weights", convert(self.weights, tuple[Weighting, ...]))  # of dicts, structs
 
 
 class OrderSpec(Settings, frozen=True):
@@ -66,9 +86,11 @@ class OrderSpec(Settings, frozen=True):
 
     Not with ``lanes``.
     """
+    stages: tuple[OrderStage, ...] = ()
+    """Filters and weights as functions of the step, one stage after the other; not with ``lanes`` and mixes."""
     epoch_length: int | None = None
-    """Positions in a weighted or mixed epoch. None: weighted, class balance's own number, else as many as there are
-    selected samples; mixed, as many as it takes for all of them to come."""
+    """Positions in a weighted, mixed or staged epoch. None: weighted, class balance's own number, else as many as there
+    are selected samples; mixed, as many as it takes for all of them to come; staged, that of the first stage alone."""
     pieces_per_clip: Annotated[int | None, flag("pieces that a clip is cut into, for --kind lanes")] = None
     """The number of equal pieces into which clips are cut, with kind ``lanes`` only; None: 1."""
 
@@ -78,18 +100,30 @@ class OrderSpec(Settings, frozen=True):
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise OrderError(f"order seed must be an integer in 0 .. 2**63 - 1, got {self.seed}")
         check_types(self, OrderError)
+        force_setattr(self, "weights", convert(self.weights, tuple[Weighting, ...]))
+        force_setattr(self, "stages", convert(self.stages, tuple[OrderStage, ...]))
         if self.kind == "windowed" and (self.window is None or self.window < 1):
             raise OrderError(f"order kind 'windowed' needs window >= 1 (in shards), got {self.window}")
         if self.kind != "windowed" and self.window is not None:
             raise OrderError(f"window={self.window} requires order kind 'windowed', got {self.kind!r}")
-        if self.kind == "lanes" and (self.weights or self.mix):
-            raise OrderError("lanes show each frame once, so they take no weights and no mix; filter or subset instead")
+        if self.kind == "lanes" and (self.weights or self.mix or self.stages):
+            raise OrderError(
+                "lanes show each frame once, so they take no weights, no mix and no stages; filter or subset instead"
+            )
+        if self.mix and self.stages:
+            raise OrderError("an order has a mix or stages, not both; weights of the stages can do what ratios do")
         if self.kind != "lanes" and self.pieces_per_clip is not None:
             raise OrderError(f"pieces_per_clip={self.pieces_per_clip} requires order kind 'lanes', got {self.kind!r}")
         if self.pieces_per_clip is not None and self.pieces_per_clip < 1:
             raise OrderError(f"pieces_per_clip must be 1 or more, got {self.pieces_per_clip}")
         if self.epoch_length is not None and self.epoch_length < 1:
             raise OrderError(f"epoch_length must be 1 or more, got {self.epoch_length}")
+
+
+def check_epoch_length(spec: OrderSpec) -> None:
+    """Raise OrderError for an epoch length of an order whose epochs have their own."""
+    if spec.epoch_length is not None and not spec.weights and spec.mix is None and not spec.stages:
+        raise OrderError(f"epoch_length={spec.epoch_length} requires weights, a mix or stages")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +171,10 @@ class Order:
     def __init__(self, spec: OrderSpec, layout: Layout, epoch: int) -> None:
         if not 0 <= epoch < 2**63:
             raise OrderError(f"epoch must be in 0 .. 2**63 - 1, got {epoch}")
-        if spec.epoch_length is not None and not spec.weights and spec.mix is None:
-            raise OrderError(f"epoch_length={spec.epoch_length} requires weights or a mix")
-        if spec.kind not in _KINDS or spec.filter is not None or spec.subset is not None or spec.weights or spec.mix:
-            raise OrderError("lanes, filter, subset, weights and mix need a dataset: `compiled_order.compile_order`")
+        needs_dataset = spec.filter is not None or spec.subset is not None or spec.weights or spec.mix or spec.stages
+        if spec.kind not in _KINDS or needs_dataset:
+            raise OrderError("lanes, filter, subset, weights, mix and stages need a dataset: `compile_order`")
+        check_epoch_length(spec)
         self.spec, self.layout, self.epoch = spec, layout, index(epoch)
         self._map: PositionMap = _KINDS[spec.kind](spec, layout, self.epoch)
 

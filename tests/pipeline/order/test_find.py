@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.mix import Mix, MixStage
-from fuelrail.pipeline.order.spec import OrderSpec
+from fuelrail.pipeline.order.spec import OrderSpec, OrderStage
 from fuelrail.pipeline.order.table import OrderedRows
 from fuelrail.pipeline.order.weights import AttributeWeights
 
@@ -64,6 +64,16 @@ def check(order, epoch, sizes):
 def test_find_is_a_search_through_the_epoch(name, seed, epoch, global_batch):
     fields, blocks = KINDS[name]
     check(rows(COLUMNS, OrderSpec(seed=seed, **fields), blocks, global_batch=global_batch), epoch, [NUM])
+
+
+@pytest.mark.parametrize("epoch", range(4))
+def test_find_in_stages(epoch):
+    stages = (
+        OrderStage(until=70),
+        OrderStage(filter="night", weights=LOSS, until=110, ramp=True),
+        OrderStage(weights=LOSS),
+    )
+    check(rows(COLUMNS, OrderSpec(seed=1, stages=stages, epoch_length=37)), epoch, [NUM])
 
 
 @pytest.mark.parametrize("mix", MIXES)
