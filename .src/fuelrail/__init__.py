@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from fuelrail.bench.studies.order.describe import DescribeOptions as DescribeOptions
     from fuelrail.bench.studies.order.describe import describe_order as describe_order
     from fuelrail.bench.studies.plan.run import plan as plan
+    from fuelrail.bench.studies.runs.history import run_diff as run_diff
+    from fuelrail.bench.studies.runs.history import run_history as run_history
+    from fuelrail.bench.studies.runs.replay import replay as replay
+    from fuelrail.bench.studies.runs.replay import seen as seen
     from fuelrail.bench.studies.scale.options import ScaleOptions as ScaleOptions
     from fuelrail.bench.studies.scale.run import scale as scale
     from fuelrail.bench.studies.train.run import train as train
@@ -144,6 +148,10 @@ _PUBLIC: Final = {
     "diff": "fuelrail.bench.studies.diff",
     "DiffOptions": "fuelrail.bench.studies.diff",
     "LoaderOptions": "fuelrail.bench.studies.loader.options",
+    "replay": "fuelrail.bench.studies.runs.replay",
+    "run_diff": "fuelrail.bench.studies.runs.history",
+    "run_history": "fuelrail.bench.studies.runs.history",
+    "seen": "fuelrail.bench.studies.runs.replay",
     "scale": "fuelrail.bench.studies.scale.run",
     "ScaleOptions": "fuelrail.bench.studies.scale.options",
     "train": "fuelrail.bench.studies.train.run",

@@ -37,9 +37,6 @@ if TYPE_CHECKING:
 
 _WRITING: Final = threading.RLock()  # bad samples are found by the threads that decode
 
-_DENSE: Final = 10
-"""States that are this many steps apart, or fewer, are not all checkpoints: the newest one is kept."""
-
 _RECORDED: Final = (
     *("seed", "drop_last", "split", "mix", "window", "layers", "transforms", "transform_in"),
     "bad_samples",
@@ -107,7 +104,7 @@ class RunLedger:
         self._reached: Cursor | None = None
         """The place of the newest record, where it is of a state."""
         plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(identity))
-        self._setup = RunSetup(LEDGER_VERSION, plain, batching.epoch_length, None, decoder, _versions())
+        self._setup = RunSetup(LEDGER_VERSION, plain, batching.epoch_length, None, decoder, package_versions())
         setups = [record for record in self._file.records if isinstance(record, RunSetup)]
         starts = [record for record in self._file.records if isinstance(record, SegmentStart)]
         self._last_setup = setups[-1] if setups else None
@@ -198,10 +195,11 @@ class RunLedger:
             return
         if why == "end" and not self._file.is_newest():  # another loader has taken over, before this one was closed
             return
-        before, steps = self._reached, _DENSE * self._batching.global_batch
+        before = self._reached
+        # States after steps in a row are asked for, and not all saved: the newest one is kept.
         is_dense = (
             why == "state" and before is not None and before.epoch == here.epoch
-            and here.samples_consumed - before.samples_consumed <= steps
+            and here.samples_consumed - before.samples_consumed <= self._batching.global_batch
         )  # fmt: skip
         # A mark is lost at worst with a crash of the machine; syncing it at every step would cost more than the step.
         self._file.append(PlaceReached(place, why), in_place_of_last=is_dense, sync=not is_dense)
@@ -229,7 +227,8 @@ def _process_number(world: World) -> int:
 
 
 @cache
-def _versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
+    """Return the versions of the installed packages that decide the content of samples, and Python's."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
