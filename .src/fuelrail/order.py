@@ -7,7 +7,7 @@ from fuelrail.loaders.integrations.sampler import BatchSampler, CountedLoader, S
 from fuelrail.pipeline.errors import OrderError, StateMismatchError, WorldError
 from fuelrail.pipeline.order.batching import World
 from fuelrail.pipeline.order.mix import Mix, MixStage
-from fuelrail.pipeline.order.spec import OrderSpec
+from fuelrail.pipeline.order.spec import OrderSpec, OrderStage
 from fuelrail.pipeline.order.table import Entry
 from fuelrail.pipeline.order.weights import AttributeWeights, ClassBalance, FileWeights
 from fuelrail.pipeline.order.windows import FrameWindow
@@ -24,6 +24,7 @@ __all__ = [
     "MixStage",
     "OrderError",
     "OrderSpec",
+    "OrderStage",
     "Sampler",
     "StateMismatchError",
     "World",
