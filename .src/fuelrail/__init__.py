@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from fuelrail.bench.trainer.own import train as train
     from fuelrail.bench.trainer.strategies.parallel import parallelise as parallelise
     from fuelrail.bench.trainer.strategies.settings import ParallelSettings as ParallelSettings
+    from fuelrail.bench.trainer.weights import WeightsReport as WeightsReport
+    from fuelrail.bench.trainer.weights import load_weights as load_weights
+    from fuelrail.bench.trainer.weights import save_weights as save_weights
     from fuelrail.loaders.commands import DoctorReport as DoctorReport
     from fuelrail.loaders.commands import doctor as doctor
     from fuelrail.loaders.config import Budget as Budget
@@ -155,6 +158,9 @@ _PUBLIC: Final = {
     "Checkpoints": "fuelrail.bench.trainer.checkpoints.saver",
     "evaluate": "fuelrail.bench.trainer.own",
     "LoopOptions": "fuelrail.bench.trainer.own",
+    "load_weights": "fuelrail.bench.trainer.weights",
+    "save_weights": "fuelrail.bench.trainer.weights",
+    "WeightsReport": "fuelrail.bench.trainer.weights",
     "parallelise": "fuelrail.bench.trainer.strategies.parallel",
     "ParallelSettings": "fuelrail.bench.trainer.strategies.settings",
     "train": "fuelrail.bench.trainer.own",

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fuelrail as fr
+from fuelrail.bench.trainer.strategies.step import local
 
 GLOBAL_BATCH = 8
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp2", "hsdp")
@@ -122,6 +123,14 @@ def main(dataset: str, out: str, steps: str) -> None:
         found = []
         with load(dataset, split="val", batch_size=2, world=parallel.mesh) as loader:
             scores = fr.evaluate(parallel, loader, score)
+        file = Path(f"{out}.safetensors")
+        fr.save_weights(parallel, file)
+        other = divided(strategy=strategy, seed=9)
+        fr.load_weights(other, file)
+        equal = all(
+            map(torch.equal, *([local(one) for one in made.models[0].parameters()] for made in (parallel, other)))
+        )
+        assert equal, f"{strategy}: weights are not those that were saved"
         if dist.get_rank() == 0:
             differences[f"{strategy} evaluated"] = scores["sample_key"] == once["sample_key"] and bool(
                 torch.allclose(scores["best"], once["best"], rtol=0, atol=1e-6)

@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import fuelrail as fr
@@ -157,3 +158,21 @@ def test_ranks_train_and_evaluate_as_one_process(dataset, tmp_path):
     found = json.loads((tmp_path / "out.json").read_text())
     assert {name: found[name] for name in STRATEGIES if found[name] > 2e-6} == {}
     assert all(abs(found[f"{name} moved"]) > 1e-3 and found[f"{name} evaluated"] for name in STRATEGIES)
+
+
+def test_weights_come_and_go_as_safetensors_with_a_report(tmp_path):
+    parallel, place = divided(seed=1), tmp_path / "weights.safetensors"
+    fr.save_weights(parallel, place)
+    saved = load_file(place)  # safetensors' own
+    assert saved.keys() == parallel.models[0].state_dict().keys()
+    assert all(torch.equal(value, saved[name]) for name, value in parallel.models[0].state_dict().items())
+
+    other = divided(seed=2)
+    report = fr.load_weights(other, place, rename=lambda name: None if name == "queries" else name)
+    assert (report.missing, report.unexpected, report.other_shape) == (["queries"], [], {})
+    state = other.models[0].state_dict()
+    assert {name for name, value in state.items() if not torch.equal(value, saved[name])} == {"queries"}
+    report = fr.load_weights(other, {"queries": torch.ones(8, 3), "more": torch.ones(1)})
+    assert report.other_shape == {"queries": "[8, 3] there, [8, 16] here"} and report.unexpected == ["more"]
+    with pytest.raises(fr.ConfigError, match="neither a safetensors file nor a folder"):
+        fr.load_weights(other, tmp_path / "nothing")
