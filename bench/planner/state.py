@@ -80,7 +80,7 @@ def check_memory(
     if needed <= available:
         return
 
-    def fits(size: ModelSettings, dp_shard: int = degrees.dp_shard) -> bool:
+    def fits(size: ModelSettings | str, dp_shard: int = degrees.dp_shard) -> bool:
         return least_bytes(size, settings, degrees._replace(dp_shard=dp_shard), precision) <= available
 
     more = (2**power for power in range(1, 13) if alone and 2**power > degrees.dp_shard)

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +82,7 @@ def _tensors(
 ) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     if isinstance(source, Mapping):
         for name, value in source.items():
-            yield name, lambda value=value: value
+            yield name, partial(_itself, value)
         return
     place = Path(source)
     files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place] if place.is_file() else []
@@ -90,7 +91,11 @@ def _tensors(
     for file in files:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - it is no mapping
-                yield name, lambda name=name, opened=opened: opened.get_tensor(name)
+                yield name, partial(opened.get_tensor, name)
+
+
+def _itself(value: Tensor) -> Tensor:
+    return value
 
 
 def save_weights(parallel: Parallel, place: str | os.PathLike[str], *, average: bool = False) -> None:

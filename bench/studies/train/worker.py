@@ -155,7 +155,8 @@ def _divided(
     """Make the model, with its teacher, divided over the ranks."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     degrees = Degrees() if "all-reduce" in settings.leave_out else degrees_of(settings, world)
-    make, wrap, teacher = maker(settings.model), None, None
+    make: Any = maker(settings.model)
+    wrap, teacher = None, None
     if settings.teacher is not None or settings.teacher_layer is not None:
         assert loader is not None, "a teacher's layer comes with the loader"
         wrap, teacher = distilled(

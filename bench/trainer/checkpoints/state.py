@@ -40,7 +40,8 @@ def tensors_of(parallel: Parallel, rank: int) -> dict[str, Tensor]:
 
 def _generators() -> dict[str, Tensor]:
     """Return the states of this process's random generators, those of Python and NumPy as float64."""
-    python, numpy = random.getstate(), np.random.get_state(legacy=True)
+    python: Any = random.getstate()
+    numpy: Any = np.random.get_state(legacy=True)
     found = {
         "cpu": torch.get_rng_state(),
         "python": torch.tensor([*python[1], math.nan if python[2] is None else python[2]], dtype=torch.float64),
