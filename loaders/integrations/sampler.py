@@ -22,11 +22,10 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
-
 from fuelrail.loaders.schedule.state import STATE_VERSION, Identity, LoaderState, decode_state, encode_state
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, World
+from fuelrail.pipeline.order.compile import plain
 from fuelrail.pipeline.order.spec import OrderSpec
 from fuelrail.pipeline.order.table import OrderedRows
 
@@ -41,7 +40,8 @@ _ROWS_AT_A_TIME: Final = 16384  # a permutation's own chunk
 _PART: Final = "a part of an epoch"
 _WHOLE: Final = "a whole epoch"
 _HOW: Final = (
-    "count what the trainer receives: loader = sampler.count(loader), iterate that loader, and save and load its state"
+    "count what the trainer receives: loader = sampler.count(loader), iterate that loader, and save and load its "
+    "state; or make a fr.order.StatefulSampler for torchdata's StatefulDataLoader"
 )
 
 
@@ -89,14 +89,12 @@ class BatchSampler:
         self._rows = OrderedRows(data, spec, blocks, mix, window, global_batch, entries=entries)
         length = self._rows.order.epoch_length
         self._batching = Batching(length, global_batch, _find_world(world), drop_last)
-        # Through JSON and back, so that a state that was saved as JSON has the same types.
-        plain: Any = None if window is None else msgspec.json.decode(msgspec.json.encode(window))
         self._identity = Identity(
             dataset=self._rows.described,
             split="rows",
             order=self._rows.order.identity,
             drop_last=drop_last,
-            frames=plain,
+            frames=plain(window),
         )
         self._position = Cursor()
         self._pass: CountedLoader | None = None
@@ -142,12 +140,15 @@ class BatchSampler:
             self._refuse_partial()
             self._uncounted, self._pass = _PART, None
         walk = self._walk()
+        yield from self._draw(walk)
+        if not counted:
+            self._position, self._uncounted = walk.following, _WHOLE
+
+    def _draw(self, walk: Walk) -> Iterator[Any]:
         at_a_time = max(1, _ROWS_AT_A_TIME // self.rank_batch)
         for first in range(0, walk.num_steps, at_a_time):
             steps = range(first, min(first + at_a_time, walk.num_steps))
             yield from self._rows.batches(walk.start.epoch, walk.rest, steps)
-        if not counted:
-            self._position, self._uncounted = walk.following, _WHOLE
 
     def _refuse_partial(self) -> None:
         if self._uncounted == _PART:
@@ -201,12 +202,11 @@ class BatchSampler:
                 f"the position is not known: a loader drew {self._uncounted} from this sampler, which may be ahead of "
                 f"what the trainer received; {_HOW}"
             )
-        return encode_state(
-            LoaderState(
-                version=STATE_VERSION, identity=self._identity, epoch=self._position.epoch,
-                samples_consumed=self._position.samples_consumed, global_batch_size=self._batching.global_batch,
-            )
-        )  # fmt: skip
+        return self._encoded(self._position)
+
+    def _encoded(self, at: Cursor) -> dict[str, Any]:
+        numbers = at.epoch, at.samples_consumed, self._batching.global_batch
+        return encode_state(LoaderState(STATE_VERSION, self._identity, *numbers))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; an iteration under way ends with an error.
@@ -218,6 +218,37 @@ class BatchSampler:
         restored = Cursor(decoded.epoch, decoded.samples_consumed)
         Walk(restored, self._batching)  # refuses more samples than an epoch has
         self._position, self._uncounted, self._pass, self._expects_pass = restored, "", None, False
+
+
+class StatefulSampler(BatchSampler):
+    """The batches of `BatchSampler` for torchdata's StatefulDataLoader, which saves a state with each batch.
+
+    `state_dict` is the position after the batch drawn last; the loader returns the one of the batch that the trainer
+    received last. An iteration that is left before its end is repeated by the next one, unless a state is loaded.
+    """
+
+    _drawn: Cursor | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the rest of the epoch, then over the next one."""
+        walk = self._walk()
+        self._drawn = walk.start  # at once, for the loader asks for the state before it draws
+        return self._follow(walk)
+
+    def _follow(self, walk: Walk) -> Iterator[Any]:
+        for number, batch in enumerate(self._draw(walk), 1):
+            self._drawn = walk.after(number).rolled(self._batching)
+            yield batch
+        self._position = walk.following
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the batch that was drawn last; see `BatchSampler.state_dict`."""
+        return self._encoded(self._drawn or self._position)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state; see `BatchSampler.load_state_dict`."""
+        super().load_state_dict(state)
+        self._drawn = self._position
 
 
 class Sampler(BatchSampler):
