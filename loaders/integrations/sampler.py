@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.order.table import Data
     from fuelrail.pipeline.order.windows import FrameWindow
 
-_ROWS_AT_A_TIME: Final = 16384  # a permutation's own chunk
 _PART: Final = "a part of an epoch"
 _WHOLE: Final = "a whole epoch"
 _HOW: Final = (
@@ -140,15 +139,9 @@ class BatchSampler:
             self._refuse_partial()
             self._uncounted, self._pass = _PART, None
         walk = self._walk()
-        yield from self._draw(walk)
+        yield from self._rows.rest(walk)
         if not counted:
             self._position, self._uncounted = walk.following, _WHOLE
-
-    def _draw(self, walk: Walk) -> Iterator[Any]:
-        at_a_time = max(1, _ROWS_AT_A_TIME // self.rank_batch)
-        for first in range(0, walk.num_steps, at_a_time):
-            steps = range(first, min(first + at_a_time, walk.num_steps))
-            yield from self._rows.batches(walk.start.epoch, walk.rest, steps)
 
     def _refuse_partial(self) -> None:
         if self._uncounted == _PART:
@@ -236,7 +229,7 @@ class StatefulSampler(BatchSampler):
         return self._follow(walk)
 
     def _follow(self, walk: Walk) -> Iterator[Any]:
-        for number, batch in enumerate(self._draw(walk), 1):
+        for number, batch in enumerate(self._rows.rest(walk), 1):
             self._drawn = walk.after(number).rolled(self._batching)
             yield batch
         self._position = walk.following
