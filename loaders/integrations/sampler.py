@@ -195,10 +195,7 @@ class BatchSampler:
                 f"the position is not known: a loader drew {self._uncounted} from this sampler, which may be ahead of "
                 f"what the trainer received; {_HOW}"
             )
-        return self._encoded(self._position)
-
-    def _encoded(self, at: Cursor) -> dict[str, Any]:
-        numbers = at.epoch, at.samples_consumed, self._batching.global_batch
+        numbers = self._position.epoch, self._position.samples_consumed, self._batching.global_batch
         return encode_state(LoaderState(STATE_VERSION, self._identity, *numbers))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -236,7 +233,8 @@ class StatefulSampler(BatchSampler):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the batch that was drawn last; see `BatchSampler.state_dict`."""
-        return self._encoded(self._drawn or self._position)
+        at = self._drawn or self._position
+        return {**super().state_dict(), "epoch": at.epoch, "samples_consumed": at.samples_consumed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; see `BatchSampler.load_state_dict`."""
