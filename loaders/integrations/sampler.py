@@ -22,7 +22,8 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from fuelrail.loaders.schedule.state import STATE_VERSION, Identity, LoaderState, decode_state, encode_state
+from fuelrail.loaders.schedule.ledger import LedgerOptions, RunLedger, ledger_options
+from fuelrail.loaders.schedule.state import Identity, decode_state, state_at
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, World
 from fuelrail.pipeline.order.compile import plain
@@ -63,6 +64,7 @@ class BatchSampler:
         mix: rows of each dataset in a block of the mix (`fuelrail.pipeline.order.mix`), or stages of a run with such.
         window: the frames of a sample. ``pad="drop"`` leaves out rows without all of them, others need ``entries``.
         entries: yield an `Entry` in place of each row number.
+        ledger: file in which the run is recorded, or a `LedgerOptions`; the batches must be counted (:meth:`count`).
 
     Iterating yields the rest of the epoch, then each time the following one. ``sampler[k]`` is batch k of a run from
     its beginning, through all epochs, for loops that count their steps. Raises OrderError for data and a spec that do
@@ -81,6 +83,7 @@ class BatchSampler:
         mix: Mapping[str, int] | Sequence[MixStage] | None = None,
         window: FrameWindow | None = None,
         entries: bool = False,
+        ledger: LedgerOptions | str | os.PathLike[str] | None = None,
     ) -> None:
         spec = OrderSpec() if spec is None else spec
         if window is not None and window.pad != "drop" and not entries:
@@ -95,6 +98,7 @@ class BatchSampler:
             drop_last=drop_last,
             frames=plain(window),
         )
+        self._ledger = RunLedger(ledger_options(ledger), self._identity, self._batching)
         self._position = Cursor()
         self._pass: CountedLoader | None = None
         """The iteration of a counted loader that is under way."""
@@ -137,9 +141,10 @@ class BatchSampler:
         counted, self._expects_pass = self._expects_pass, False
         if not counted:
             self._refuse_partial()
+            self._ledger.refuse_uncounted(_HOW)
             self._uncounted, self._pass = _PART, None
         walk = self._walk()
-        yield from self._rows.rest(walk)
+        yield from self._rows.walk(walk)
         if not counted:
             self._position, self._uncounted = walk.following, _WHOLE
 
@@ -171,13 +176,16 @@ class BatchSampler:
         """Announce that a counted loader draws the next pass; return its steps."""
         self._refuse_partial()
         self._pass, self._expects_pass, self._uncounted = counting, True, ""
-        return self._walk()
+        walk = self._walk()
+        self._ledger.enter(walk.start)
+        return walk
 
     def receive(self, counting: CountedLoader, walk: Walk, num_steps: int) -> None:
         """Note that the trainer has received ``num_steps`` batches of a pass; raise OrderError for an older pass."""
         if self._pass is not counting or self._expects_pass:
             what = "draws no batch from this sampler" if self._expects_pass else "is not the newest of its sampler"
             raise OrderError(f"a counted iteration {what}; make a sampler and a loader for each iteration")
+        self._ledger.hand_out(walk.after(num_steps - 1), walk.after(num_steps), None)
         self._position = walk.after(num_steps).rolled(self._batching)
 
     def end(self, counting: CountedLoader) -> None:
@@ -195,8 +203,8 @@ class BatchSampler:
                 f"the position is not known: a loader drew {self._uncounted} from this sampler, which may be ahead of "
                 f"what the trainer received; {_HOW}"
             )
-        numbers = self._position.epoch, self._position.samples_consumed, self._batching.global_batch
-        return encode_state(LoaderState(STATE_VERSION, self._identity, *numbers))
+        self._ledger.reached("state")
+        return state_at(self._identity, self._position, self._batching.global_batch)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; an iteration under way ends with an error.
@@ -208,6 +216,7 @@ class BatchSampler:
         restored = Cursor(decoded.epoch, decoded.samples_consumed)
         Walk(restored, self._batching)  # refuses more samples than an epoch has
         self._position, self._uncounted, self._pass, self._expects_pass = restored, "", None, False
+        self._ledger.restore(restored)
 
 
 class StatefulSampler(BatchSampler):
@@ -221,20 +230,20 @@ class StatefulSampler(BatchSampler):
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the rest of the epoch, then over the next one."""
+        self._ledger.refuse_uncounted(_HOW)
         walk = self._walk()
         self._drawn = walk.start  # at once, for the loader asks for the state before it draws
         return self._follow(walk)
 
     def _follow(self, walk: Walk) -> Iterator[Any]:
-        for number, batch in enumerate(self._rows.rest(walk), 1):
+        for number, batch in enumerate(self._rows.walk(walk), 1):
             self._drawn = walk.after(number).rolled(self._batching)
             yield batch
         self._position = walk.following
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the batch that was drawn last; see `BatchSampler.state_dict`."""
-        at = self._drawn or self._position
-        return {**super().state_dict(), "epoch": at.epoch, "samples_consumed": at.samples_consumed}
+        return state_at(self._identity, self._drawn or self._position, self._batching.global_batch)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; see `BatchSampler.load_state_dict`."""
