@@ -162,7 +162,8 @@ class RunLedger:
         place, batching = (before.epoch, before.samples_consumed), self._batching
         if not self._is_started:
             now = datetime.now(UTC).isoformat(timespec="seconds")
-            restored = self._restored and (self._restored.epoch, self._restored.samples_consumed)
+            state = self._restored
+            restored = None if state is None else (state.epoch, state.samples_consumed)
             start = SegmentStart(place, batching.global_batch, batching.world.size, restored, now)
             setup = () if self._setup == self._last_setup else (self._setup,)
             with _WRITING:

@@ -184,7 +184,8 @@ class LedgerFile:
         """
         start, head = self._last if in_place_of_last else (self._size, self._head)
         kept = self.records[:-1] if in_place_of_last else self.records
-        lines, last = [], (start, head)
+        lines: list[bytes] = []
+        last = start, head
         for record in records:
             body = msgspec.json.encode(record)
             last = start + sum(map(len, lines)), head

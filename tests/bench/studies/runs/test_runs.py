@@ -14,12 +14,14 @@ from fuelrail.loaders import ImageAugment, Mix, OrderSpec
 from fuelrail.loaders.integrations.sampler import BatchSampler
 from fuelrail.pipeline.errors import ConfigError, StateMismatchError
 from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.order.spec import OrderStage
 from support.batches import load, unlike
 from support.datasets import build_dataset
 from support.storage_suite import spoil
 
 TRAIN = ImageAugment(height=8, width=16, train=True, resize_jitter=(0.9, 1.1), flip_prob=0.5)
 BY_FRAME = (fr.AttributeWeights(attribute="frame"),)
+LATER = OrderStage(weights=BY_FRAME)
 ORDERS = {
     "shuffled": {"order": OrderSpec(seed=3)},
     "padded": {"order": OrderSpec(seed=3), "drop_last": False},
@@ -31,6 +33,7 @@ ORDERS = {
     "lanes": {"order": OrderSpec(kind="lanes", seed=1)},
     "window": {"order": OrderSpec(seed=1), "window": {"frames": [-1, 0, 1], "pad": "mask"}},
     "edges": {"order": OrderSpec(seed=1), "window": {"frames": [-2, 0]}},
+    "curriculum": {"order": OrderSpec(stages=(OrderStage(filter="frame > 0", until=20, ramp=True), LATER), seed=2)},
     "mix": {"mix": {"a": 3, "b": 1}},
     "stages": {"mix": [fr.MixStage({"a": 1, "b": 0}, until=24, ramp=True), fr.MixStage({"a": 1, "b": 1})]},
 }
