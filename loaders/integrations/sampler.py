@@ -22,12 +22,11 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
-
 from fuelrail.loaders.schedule.ledger import LedgerOptions, RunLedger, ledger_options
 from fuelrail.loaders.schedule.state import Identity, decode_state, state_at
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, World
+from fuelrail.pipeline.order.compile import plain
 from fuelrail.pipeline.order.spec import OrderSpec
 from fuelrail.pipeline.order.table import OrderedRows
 
@@ -42,7 +41,8 @@ _ROWS_AT_A_TIME: Final = 16384  # a permutation's own chunk
 _PART: Final = "a part of an epoch"
 _WHOLE: Final = "a whole epoch"
 _HOW: Final = (
-    "count what the trainer receives: loader = sampler.count(loader), iterate that loader, and save and load its state"
+    "count what the trainer receives: loader = sampler.count(loader), iterate that loader, and save and load its "
+    "state; or make a fr.order.StatefulSampler for torchdata's StatefulDataLoader"
 )
 
 
@@ -92,14 +92,12 @@ class BatchSampler:
         self._rows = OrderedRows(data, spec, blocks, mix, window, global_batch, entries=entries)
         length = self._rows.order.epoch_length
         self._batching = Batching(length, global_batch, _find_world(world), drop_last)
-        # Through JSON and back, so that a state that was saved as JSON has the same types.
-        plain: Any = None if window is None else msgspec.json.decode(msgspec.json.encode(window))
         self._identity = Identity(
             dataset=self._rows.described,
             split="rows",
             order=self._rows.order.identity,
             drop_last=drop_last,
-            frames=plain,
+            frames=plain(window),
         )
         self._ledger = RunLedger(ledger_options(ledger), self._identity, self._batching)
         self._position = Cursor()
@@ -144,20 +142,26 @@ class BatchSampler:
         counted, self._expects_pass = self._expects_pass, False
         if not counted:
             self._refuse_partial()
-            if self._ledger.is_kept:
-                raise OrderError(f"a sampler with a ledger must know what the trainer received; {_HOW}")
+            self._refuse_ledger()
             self._uncounted, self._pass = _PART, None
         walk = self._walk()
+        yield from self._draw(walk)
+        if not counted:
+            self._position, self._uncounted = walk.following, _WHOLE
+
+    def _draw(self, walk: Walk) -> Iterator[Any]:
         at_a_time = max(1, _ROWS_AT_A_TIME // self.rank_batch)
         for first in range(0, walk.num_steps, at_a_time):
             steps = range(first, min(first + at_a_time, walk.num_steps))
             yield from self._rows.batches(walk.start.epoch, walk.rest, steps)
-        if not counted:
-            self._position, self._uncounted = walk.following, _WHOLE
 
     def _refuse_partial(self) -> None:
         if self._uncounted == _PART:
             raise OrderError(f"the last iteration of this sampler drew {_PART}, and was not counted; {_HOW}")
+
+    def _refuse_ledger(self) -> None:
+        if self._ledger.is_kept:
+            raise OrderError(f"a sampler with a ledger must know what the trainer received; {_HOW}")
 
     def _walk(self) -> Walk:
         return Walk(self._position.rolled(self._batching), self._batching)
@@ -224,6 +228,38 @@ class BatchSampler:
         Walk(restored, self._batching)  # refuses more samples than an epoch has
         self._position, self._uncounted, self._pass, self._expects_pass = restored, "", None, False
         self._ledger.restore(restored)
+
+
+class StatefulSampler(BatchSampler):
+    """The batches of `BatchSampler` for torchdata's StatefulDataLoader, which saves a state with each batch.
+
+    `state_dict` is the position after the batch drawn last; the loader returns the one of the batch that the trainer
+    received last. An iteration that is left before its end is repeated by the next one, unless a state is loaded.
+    """
+
+    _drawn: Cursor | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the rest of the epoch, then over the next one."""
+        self._refuse_ledger()
+        walk = self._walk()
+        self._drawn = walk.start  # at once, for the loader asks for the state before it draws
+        return self._follow(walk)
+
+    def _follow(self, walk: Walk) -> Iterator[Any]:
+        for number, batch in enumerate(self._draw(walk), 1):
+            self._drawn = walk.after(number).rolled(self._batching)
+            yield batch
+        self._position = walk.following
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the batch that was drawn last; see `BatchSampler.state_dict`."""
+        return state_at(self._identity, self._drawn or self._position, self._batching.global_batch)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state; see `BatchSampler.load_state_dict`."""
+        super().load_state_dict(state)
+        self._drawn = self._position
 
 
 class Sampler(BatchSampler):
