@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import glob
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -116,7 +116,8 @@ class RunHistory:
 
     def replaced(self) -> dict[Place, SampleReplaced]:
         """Return what replaced bad samples in the steps of the run, of all ranks, by epoch and position."""
-        files = [self.path, *sorted(glob.glob(f"{glob.escape(self.path)}.rank*"))]
+        path = Path(self.path)
+        files = [path, *sorted(one for one in path.parent.iterdir() if one.name.startswith(f"{path.name}.rank"))]
         records = [one for file in files for one in read_ledger(file, open_end=True).records]
         ends = {part.stretch.start.place: part.stretch.end for part in self.parts}
         return {
