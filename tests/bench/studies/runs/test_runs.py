@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import random
 
@@ -225,6 +227,39 @@ def test_what_a_ledger_does_not_keep(datasets, tmp_path):
         fr.replay(tmp_path / "b.ledger", 0)
     again = fr.replay(tmp_path / "b.ledger", 7, loader=BatchSampler(50, OrderSpec(seed=2), global_batch=4))
     assert again.batch == batches[7]
+
+
+def test_a_statement_names_the_checkpoint_and_is_signed(datasets, tmp_path, capsys):
+    serialization = pytest.importorskip("cryptography.hazmat.primitives.serialization", reason="needs cryptography")
+    ed25519 = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ed25519")
+    path, checkpoint = tmp_path / "a.ledger", tmp_path / "checkpoint"
+    run(datasets, path, {}, [(1, 4), (1, 2)], 5)
+    (checkpoint / "rank").mkdir(parents=True)
+    (checkpoint / "rank" / "0.pt").write_bytes(b"weights")
+    plain = fr.attest(path, checkpoint, (0, 24))
+    digest = hashlib.sha256(b"weights").hexdigest()
+    assert plain["subject"] == [{"name": "checkpoint/rank/0.pt", "digest": {"sha256": digest}}]
+    assert [[one["start"], one["end"]] for one in plain["predicate"]["stretches"]] == [
+        [[0, 0], [0, 20]],
+        [[0, 20], [0, 24]],
+    ]
+    assert plain["predicate"]["head"] == fr.run_history(path).head
+    key = ed25519.Ed25519PrivateKey.generate()
+    parts = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    (tmp_path / "key.pem").write_bytes(key.private_bytes(*parts))
+    words = ["runs", "attest", str(path), str(checkpoint), "--epoch", "0", "--samples", "24"]
+    assert main([*words, "--key", str(tmp_path / "key.pem")]) == 0
+    envelope = json.loads(capsys.readouterr().out)
+    payload = base64.b64decode(envelope["payload"])
+    signed = f"DSSEv1 28 application/vnd.in-toto+json {len(payload)} ".encode() + payload
+    key.public_key().verify(base64.b64decode(envelope["signatures"][0]["sig"]), signed)
+    assert json.loads(payload) == plain
+    (tmp_path / "key.pem").write_bytes(b"no key")
+    assert main([*words, "--key", str(tmp_path / "key.pem")]) == 2
+    assert main([*words[:-1], "999"]) == 2
+    errors = capsys.readouterr().err
+    assert "must be an Ed25519 private key" in errors
+    assert "is not in ledger" in errors
 
 
 KINDS = [{}, {"kind": "sequential"}, {"kind": "lanes"}, {"filter": "loss > 0.3"}]
