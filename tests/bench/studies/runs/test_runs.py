@@ -7,6 +7,7 @@ import hashlib
 import json
 import random
 
+import msgspec
 import pytest
 
 import fuelrail as fr
@@ -14,8 +15,9 @@ from fuelrail.__main__ import main
 from fuelrail.bench.studies.runs.history import RunHistory
 from fuelrail.loaders import ImageAugment, Mix, OrderSpec
 from fuelrail.loaders.integrations.sampler import BatchSampler
-from fuelrail.pipeline.errors import ConfigError, StateMismatchError
+from fuelrail.pipeline.errors import ConfigError, LedgerError, StateMismatchError
 from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.format.ledger import LedgerFile, read_ledger
 from fuelrail.pipeline.order.spec import OrderStage
 from support.batches import load, unlike
 from support.datasets import build_dataset
@@ -303,3 +305,20 @@ def test_random_steps_of_random_runs_have_their_keys(tmp_path, num_runs):
             assert fr.replay(path, step, loader=again).batch == found[step]
             compared += len(found[step])
     assert compared >= 20 * 4 * num_runs
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"identity": {"dataset": 5}}, "the setup of record 1 is of no known form"),
+        ({"loader": {"datasets": {}}}, "the settings of the loader in the setup of record 1 are of no known form"),
+        ({"loader": {"datasets": {"a": 5}, "functions": {}}}, "the settings of the loader in the setup of record 1"),
+    ],
+)
+def test_a_ledger_that_someone_else_has_written_is_refused_in_a_sentence(datasets, tmp_path, change, said):
+    with load(datasets / "a", 2, ledger=tmp_path / "a.ledger") as loader:
+        next(iter(loader))
+    setup, *others = read_ledger(tmp_path / "a.ledger").records
+    LedgerFile(tmp_path / "b.ledger").append(msgspec.structs.replace(setup, **change), *others)
+    with pytest.raises(LedgerError, match=said):
+        fr.replay(tmp_path / "b.ledger", 0)
