@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.loader import DataLoader
     from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy
     from fuelrail.loaders.schedule.layers import LayerOptions
+    from fuelrail.loaders.schedule.ledger import LedgerOptions
     from fuelrail.pipeline.order.batching import World
     from fuelrail.pipeline.order.mix import Mix
     from fuelrail.pipeline.order.spec import OrderSpec
@@ -44,6 +45,7 @@ __all__ = [
     "ImageAugment",
     "IterableView",
     "LayerOptions",
+    "LedgerOptions",
     "LoaderStats",
     "Mix",
     "Normalize",

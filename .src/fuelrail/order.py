@@ -3,7 +3,7 @@
 ``import fuelrail.order`` imports numpy and msgspec, and neither torch nor pyarrow.
 """
 
-from fuelrail.loaders.integrations.sampler import BatchSampler, CountedLoader, Sampler
+from fuelrail.loaders.integrations.sampler import BatchSampler, CountedLoader, Sampler, StatefulSampler
 from fuelrail.pipeline.errors import OrderError, StateMismatchError, WorldError
 from fuelrail.pipeline.order.batching import World
 from fuelrail.pipeline.order.mix import Mix, MixStage
@@ -27,6 +27,7 @@ __all__ = [
     "OrderStage",
     "Sampler",
     "StateMismatchError",
+    "StatefulSampler",
     "World",
     "WorldError",
 ]

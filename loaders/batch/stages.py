@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 _FEW_AHEAD: Final = 8
 """Fetched and parsed samples that may wait for few threads; half of them are made in a row."""
+_FEW_IMAGES: Final = 24
+"""Images whose samples may wait at least: where samples are small, threads would change places too often."""
 
 
 class BatchPipeline(NamedTuple):
@@ -95,7 +97,8 @@ class BatchPipeline(NamedTuple):
         num_workers = tuning.num_workers
         parse = partial(samples.parse, self.augments, self.bad, self.window)
         fill = self.augments.pixels.grid_mask_fill
-        ahead = max(2 * num_workers, min(_FEW_AHEAD, 4 * num_workers))
+        num_images = len(self.cameras) * (1 if self.window is None else len(self.window.frames))
+        ahead = max(2 * num_workers, min(_FEW_AHEAD, 4 * num_workers), _FEW_IMAGES // num_images)
         stages = [
             Stage("fetch", partial(samples.fetch, self.bad), 1, ahead, in_bursts=True),
             Stage("parse", parse, num_workers if self.parses_hard else 1, ahead, in_bursts=True),

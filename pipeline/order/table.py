@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -10,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fuelrail.pipeline.errors import OrderError
-from fuelrail.pipeline.order.compile import compile_table, mix_orders, needs_clips
+from fuelrail.pipeline.order.compile import compile_table, digest, mix_orders, needs_clips
 from fuelrail.pipeline.order.windows import FrameWindow, WindowLookup
 
 if TYPE_CHECKING:
@@ -143,11 +142,11 @@ class Table:
             raise OrderError(f"blocks={blocks} with order kind {spec.kind!r}: 'windowed' needs them, others take none")
         if blocks is not None:
             self.lengths = _block_lengths(num_rows, blocks)
-            self.identity += f", blocks {_digest(np.array(self.lengths))}"
+            self.identity += f", blocks {digest(np.array(self.lengths))}"
         self._num_rows = num_rows
         self.clips = self._clip_table() if needs_clips(spec, window) or window is not None else None
         if self.clips is not None:
-            self.identity += f", clips {_digest(self.clips.keys, self.clips.samples)}"
+            self.identity += f", clips {digest(self.clips.keys, self.clips.samples)}"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -189,10 +188,3 @@ def _block_lengths(num_rows: int, blocks: int | Sequence[int]) -> tuple[int, ...
         given = f"{blocks}" if isinstance(blocks, int) else f"{len(blocks)} lengths with the sum {sum(blocks)}"
         raise OrderError(f"blocks is a number of rows >= 1, or lengths whose sum is {num_rows}, got {given}")
     return tuple(blocks)
-
-
-def _digest(*arrays: NDArray[Any]) -> str:
-    digest = hashlib.sha256()
-    for array in arrays:
-        digest.update(array.astype("<i8").tobytes())
-    return digest.hexdigest()[:16]

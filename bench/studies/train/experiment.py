@@ -81,6 +81,7 @@ def make_loader(
         device=device,
         world=mesh,
         trace=trace,
+        ledger=settings.ledger,
     )
     loader.inject = settings.inject
     loader.leave_out(_LOADER_PARTS.intersection(settings.leave_out))

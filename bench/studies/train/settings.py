@@ -85,6 +85,9 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
     ] = None
     every: Annotated[Positive, flag("steps between two checkpoints")] = 100
     keep: Annotated[Positive, flag("number of checkpoints to keep")] = 3
+    ledger: Annotated[str | None, flag("record in this file which samples the weights have seen", metavar="FILE")] = (
+        None
+    )
     failures_per_day: Annotated[
         Above0 | None, flag("failures of the whole job a day; adds the best interval of checkpoints")
     ] = None
@@ -168,7 +171,7 @@ def ask(dataset: str | os.PathLike[str], options: TrainOptions, records: Path) -
     _check_teacher(options)
     profile = options.profile or _profile(options.accelerator)
     changes: dict[str, Any] = {
-        name: _absolute(getattr(options, name)) for name in ("cache_dir", "transforms", *_TEACHERS)
+        name: _absolute(getattr(options, name)) for name in ("cache_dir", "transforms", "ledger", *_TEACHERS)
     }
     changes["checkpoint"] = _checkpoint_place(options)
     weights_of(options.distill or DISTILL)
@@ -218,6 +221,8 @@ def larger_batch(options: TrainOptions, batch_size: int) -> TrainOptions:
     """
     if options.checkpoint is not None or options.against is not None:
         raise ConfigError("check_batch makes two runs of its own: leave out checkpoint and against")
+    if options.ledger is not None:
+        raise ConfigError("check_batch makes two runs, and a ledger is of one: leave out ledger")
     if batch_size <= options.batch_size:
         raise ConfigError(
             f"check_batch={batch_size} must be above batch_size={options.batch_size}, which it is compared with"

@@ -46,9 +46,8 @@ from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.optimiser import scaled_rate
 from fuelrail.bench.trainer.strategies.parallel import make_mesh, parallelise
 from fuelrail.bench.trainer.strategies.settings import Degrees, check_fits, degrees_of
-from fuelrail.loaders.config import ranks_on_host
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
-from fuelrail.pipeline.runtime.host import available_memory_bytes
+from fuelrail.pipeline.runtime.host import available_memory_bytes, ranks_on_host
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
