@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,13 +16,15 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from fuelrail.pipeline.format.attributes import ClipTable
-    from fuelrail.pipeline.order.batching import Batching
+    from fuelrail.pipeline.order.batching import Batching, Walk
     from fuelrail.pipeline.order.epoch import EndlessOrder, Epoch
     from fuelrail.pipeline.order.mix import MixStage
     from fuelrail.pipeline.order.spec import OrderSpec
 
     Columns: TypeAlias = Mapping[str, ArrayLike]
     Data: TypeAlias = int | Columns | Mapping[str, int | Columns]
+
+_ROWS_AT_A_TIME: Final = 16384  # a permutation's own chunk
 
 
 class Entry(NamedTuple):
@@ -77,6 +79,13 @@ class OrderedRows:
         )
         self._entries = entries
         self._newest: tuple[int, Epoch] | None = None
+
+    def walk(self, walk: Walk) -> Iterator[list[Any]]:
+        """Yield this rank's batches of the steps of a walk."""
+        at_a_time = max(1, _ROWS_AT_A_TIME // walk.rest.rank_batch)
+        for first in range(0, walk.num_steps, at_a_time):
+            steps = range(first, min(first + at_a_time, walk.num_steps))
+            yield from self.batches(walk.start.epoch, walk.rest, steps)
 
     def batches(self, epoch: int, batching: Batching, steps: range) -> list[list[Any]]:
         """Return this rank's batches of some consecutive steps."""
