@@ -99,7 +99,8 @@ class BatchSampler:
             frames=plain(window),
         )
         self._ledger = RunLedger(ledger_options(ledger), self._identity, self._batching)
-        self._position = Cursor()
+        self._origin, self._num_received = Cursor(), 0
+        """Where the newest pass began, and the steps that the trainer has received of it: counted, not computed."""
         self._pass: CountedLoader | None = None
         """The iteration of a counted loader that is under way."""
         self._expects_pass = False
@@ -146,14 +147,16 @@ class BatchSampler:
         walk = self._walk()
         yield from self._rows.rest(walk)
         if not counted:
-            self._position, self._uncounted = walk.following, _WHOLE
+            self._origin, self._num_received, self._uncounted = walk.following, 0, _WHOLE
 
     def _refuse_partial(self) -> None:
         if self._uncounted == _PART:
             raise OrderError(f"the last iteration of this sampler drew {_PART}, and was not counted; {_HOW}")
 
     def _walk(self) -> Walk:
-        return Walk(self._position.rolled(self._batching), self._batching)
+        """Return the steps from the position on."""
+        received = Walk(self._origin, self._batching).after(self._num_received)
+        return Walk(received.rolled(self._batching), self._batching)
 
     def count(self, loader: Iterable[Any] | None = None) -> CountedLoader:
         """Return ``loader``, which draws its batches from this sampler, with a state; None: the batches themselves.
@@ -185,8 +188,9 @@ class BatchSampler:
         if self._pass is not counting or self._expects_pass:
             what = "draws no batch from this sampler" if self._expects_pass else "is not the newest of its sampler"
             raise OrderError(f"a counted iteration {what}; make a sampler and a loader for each iteration")
-        self._ledger.hand_out(walk.after(num_steps - 1), walk.after(num_steps), None)
-        self._position = walk.after(num_steps).rolled(self._batching)
+        if self._ledger.is_kept:
+            self._ledger.hand_out(walk.after(num_steps - 1), walk.after(num_steps), None)
+        self._origin, self._num_received = walk.start, num_steps
 
     def end(self, counting: CountedLoader) -> None:
         """Note that a pass is over, also one that drew nothing because of an error."""
@@ -204,7 +208,7 @@ class BatchSampler:
                 f"what the trainer received; {_HOW}"
             )
         self._ledger.reached("state")
-        return state_at(self._identity, self._position, self._batching.global_batch)
+        return state_at(self._identity, self._walk().start, self._batching.global_batch)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; an iteration under way ends with an error.
@@ -215,7 +219,8 @@ class BatchSampler:
         decoded = decode_state(state, self._identity)
         restored = Cursor(decoded.epoch, decoded.samples_consumed)
         Walk(restored, self._batching)  # refuses more samples than an epoch has
-        self._position, self._uncounted, self._pass, self._expects_pass = restored, "", None, False
+        self._origin, self._num_received = restored, 0
+        self._uncounted, self._pass, self._expects_pass = "", None, False
         self._ledger.restore(restored)
 
 
@@ -239,16 +244,16 @@ class StatefulSampler(BatchSampler):
         for number, batch in enumerate(self._rows.rest(walk), 1):
             self._drawn = walk.after(number).rolled(self._batching)
             yield batch
-        self._position = walk.following
+        self._origin = walk.following
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the batch that was drawn last; see `BatchSampler.state_dict`."""
-        return state_at(self._identity, self._drawn or self._position, self._batching.global_batch)
+        return state_at(self._identity, self._drawn or self._origin, self._batching.global_batch)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; see `BatchSampler.load_state_dict`."""
         super().load_state_dict(state)
-        self._drawn = self._position
+        self._drawn = self._origin
 
 
 class Sampler(BatchSampler):

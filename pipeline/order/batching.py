@@ -222,9 +222,8 @@ class Walk:
 
     def after(self, num_steps: int) -> Cursor:
         """Return the cursor after this number of steps made here and by each other share, in the first epoch."""
-        return replace(
-            self.start, samples_consumed=self.rest.consumed(min(num_steps * self.share.of, self.rest.num_steps))
-        )
+        num_all = min(num_steps * self.share.of, self.rest.num_steps)
+        return Cursor(self.start.epoch, self.rest.consumed(num_all))
 
     def positions(self, first: int, num_steps: int, ranks: range) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """Yield, epoch by epoch, the positions of ``ranks`` in the steps made here from the ``first`` on.
