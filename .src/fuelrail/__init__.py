@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from fuelrail.bench.studies.order.describe import DescribeOptions as DescribeOptions
     from fuelrail.bench.studies.order.describe import describe_order as describe_order
     from fuelrail.bench.studies.plan.run import plan as plan
+    from fuelrail.bench.studies.runs.attest import attest as attest
     from fuelrail.bench.studies.runs.history import run_diff as run_diff
     from fuelrail.bench.studies.runs.history import run_history as run_history
     from fuelrail.bench.studies.runs.replay import replay as replay
@@ -160,6 +161,7 @@ _PUBLIC: Final = {
     "diff": "fuelrail.bench.studies.diff",
     "DiffOptions": "fuelrail.bench.studies.diff",
     "LoaderOptions": "fuelrail.bench.studies.loader.options",
+    "attest": "fuelrail.bench.studies.runs.attest",
     "replay": "fuelrail.bench.studies.runs.replay",
     "run_diff": "fuelrail.bench.studies.runs.history",
     "run_history": "fuelrail.bench.studies.runs.history",

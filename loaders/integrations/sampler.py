@@ -144,7 +144,7 @@ class BatchSampler:
             self._ledger.refuse_uncounted(_HOW)
             self._uncounted, self._pass = _PART, None
         walk = self._walk()
-        yield from self._rows.walk(walk)
+        yield from self._rows.rest(walk)
         if not counted:
             self._position, self._uncounted = walk.following, _WHOLE
 
@@ -236,7 +236,7 @@ class StatefulSampler(BatchSampler):
         return self._follow(walk)
 
     def _follow(self, walk: Walk) -> Iterator[Any]:
-        for number, batch in enumerate(self._rows.walk(walk), 1):
+        for number, batch in enumerate(self._rows.rest(walk), 1):
             self._drawn = walk.after(number).rolled(self._batching)
             yield batch
         self._position = walk.following

@@ -80,13 +80,6 @@ class OrderedRows:
         self._entries = entries
         self._newest: tuple[int, Epoch] | None = None
 
-    def walk(self, walk: Walk) -> Iterator[list[Any]]:
-        """Yield this rank's batches of the steps of a walk."""
-        at_a_time = max(1, _ROWS_AT_A_TIME // walk.rest.rank_batch)
-        for first in range(0, walk.num_steps, at_a_time):
-            steps = range(first, min(first + at_a_time, walk.num_steps))
-            yield from self.batches(walk.start.epoch, walk.rest, steps)
-
     def batches(self, epoch: int, batching: Batching, steps: range) -> list[list[Any]]:
         """Return this rank's batches of some consecutive steps."""
         if self._newest is None or self._newest[0] != epoch:
@@ -113,6 +106,13 @@ class OrderedRows:
             for row, is_valid, at, before, shown, there in zip(*columns, frames.tolist(), present.tolist(), strict=True)
         ]
         return [entries[at : at + batching.rank_batch] for at in range(0, len(entries), batching.rank_batch)]
+
+    def rest(self, walk: Walk) -> Iterator[list[Any]]:
+        """Yield this rank's batches of the first epoch of a walk."""
+        at_a_time = max(1, _ROWS_AT_A_TIME // walk.batching.rank_batch)
+        for first in range(0, walk.num_steps, at_a_time):
+            steps = range(first, min(first + at_a_time, walk.num_steps))
+            yield from self.batches(walk.start.epoch, walk.rest, steps)
 
     def _frames(self, parts: NDArray[np.int64], samples: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return the rows of the windows, and which are present: both (n, T); T is 0 without a window."""

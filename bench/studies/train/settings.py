@@ -168,6 +168,8 @@ def ask(dataset: str | os.PathLike[str], options: TrainOptions, records: Path) -
         raise ConfigError(f"steps={options.steps} and epochs={options.epochs} exclude each other: give one of them")
     if options.memory and options.warmup < 3:
         raise ConfigError(f"memory=True follows the third warm-up step: warmup={options.warmup} must be 3 or more")
+    if options.ledger is not None and options.leave_out:
+        raise ConfigError("ledger and leave_out exclude each other: a run without a part is no training to record")
     _check_teacher(options)
     profile = options.profile or _profile(options.accelerator)
     changes: dict[str, Any] = {
