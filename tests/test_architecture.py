@@ -44,6 +44,7 @@ PRIVATE_REACH = {
     "bench/measure/memory.py",
     "bench/peers/torch_workers.py",
     "bench/planner/fake_rank.py",
+    "bench/trainer/models/build.py",
     "loaders/integrations/mmengine.py",
     "loaders/storage/clients.py",
 }

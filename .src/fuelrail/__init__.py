@@ -39,8 +39,17 @@ if TYPE_CHECKING:
     from fuelrail.bench.studies.runs.replay import seen as seen
     from fuelrail.bench.studies.scale.options import ScaleOptions as ScaleOptions
     from fuelrail.bench.studies.scale.run import scale as scale
-    from fuelrail.bench.studies.train.run import train as train
+    from fuelrail.bench.studies.train.run import bench_train as bench_train
     from fuelrail.bench.studies.train.settings import TrainOptions as TrainOptions
+    from fuelrail.bench.trainer.checkpoints.saver import Checkpoints as Checkpoints
+    from fuelrail.bench.trainer.own import LoopOptions as LoopOptions
+    from fuelrail.bench.trainer.own import evaluate as evaluate
+    from fuelrail.bench.trainer.own import train as train
+    from fuelrail.bench.trainer.strategies.parallel import parallelise as parallelise
+    from fuelrail.bench.trainer.strategies.settings import ParallelSettings as ParallelSettings
+    from fuelrail.bench.trainer.weights import WeightsReport as WeightsReport
+    from fuelrail.bench.trainer.weights import load_weights as load_weights
+    from fuelrail.bench.trainer.weights import save_weights as save_weights
     from fuelrail.loaders.commands import DoctorReport as DoctorReport
     from fuelrail.loaders.commands import doctor as doctor
     from fuelrail.loaders.config import Budget as Budget
@@ -156,8 +165,17 @@ _PUBLIC: Final = {
     "seen": "fuelrail.bench.studies.runs.replay",
     "scale": "fuelrail.bench.studies.scale.run",
     "ScaleOptions": "fuelrail.bench.studies.scale.options",
-    "train": "fuelrail.bench.studies.train.run",
+    "bench_train": "fuelrail.bench.studies.train.run",
     "TrainOptions": "fuelrail.bench.studies.train.settings",
+    "Checkpoints": "fuelrail.bench.trainer.checkpoints.saver",
+    "evaluate": "fuelrail.bench.trainer.own",
+    "LoopOptions": "fuelrail.bench.trainer.own",
+    "load_weights": "fuelrail.bench.trainer.weights",
+    "save_weights": "fuelrail.bench.trainer.weights",
+    "WeightsReport": "fuelrail.bench.trainer.weights",
+    "parallelise": "fuelrail.bench.trainer.strategies.parallel",
+    "ParallelSettings": "fuelrail.bench.trainer.strategies.settings",
+    "train": "fuelrail.bench.trainer.own",
     # loaders
     "BadSamplePolicy": "fuelrail.loaders.schedule.bad_samples",
     "LayerOptions": "fuelrail.loaders.schedule.layers",

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.order.table import Data
     from fuelrail.pipeline.order.windows import FrameWindow
 
-_ROWS_AT_A_TIME: Final = 16384  # a permutation's own chunk
 _PART: Final = "a part of an epoch"
 _WHOLE: Final = "a whole epoch"
 _HOW: Final = (
@@ -142,26 +141,16 @@ class BatchSampler:
         counted, self._expects_pass = self._expects_pass, False
         if not counted:
             self._refuse_partial()
-            self._refuse_ledger()
+            self._ledger.refuse_uncounted(_HOW)
             self._uncounted, self._pass = _PART, None
         walk = self._walk()
-        yield from self._draw(walk)
+        yield from self._rows.rest(walk)
         if not counted:
             self._position, self._uncounted = walk.following, _WHOLE
-
-    def _draw(self, walk: Walk) -> Iterator[Any]:
-        at_a_time = max(1, _ROWS_AT_A_TIME // self.rank_batch)
-        for first in range(0, walk.num_steps, at_a_time):
-            steps = range(first, min(first + at_a_time, walk.num_steps))
-            yield from self._rows.batches(walk.start.epoch, walk.rest, steps)
 
     def _refuse_partial(self) -> None:
         if self._uncounted == _PART:
             raise OrderError(f"the last iteration of this sampler drew {_PART}, and was not counted; {_HOW}")
-
-    def _refuse_ledger(self) -> None:
-        if self._ledger.is_kept:
-            raise OrderError(f"a sampler with a ledger must know what the trainer received; {_HOW}")
 
     def _walk(self) -> Walk:
         return Walk(self._position.rolled(self._batching), self._batching)
@@ -241,13 +230,13 @@ class StatefulSampler(BatchSampler):
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the rest of the epoch, then over the next one."""
-        self._refuse_ledger()
+        self._ledger.refuse_uncounted(_HOW)
         walk = self._walk()
         self._drawn = walk.start  # at once, for the loader asks for the state before it draws
         return self._follow(walk)
 
     def _follow(self, walk: Walk) -> Iterator[Any]:
-        for number, batch in enumerate(self._draw(walk), 1):
+        for number, batch in enumerate(self._rows.rest(walk), 1):
             self._drawn = walk.after(number).rolled(self._batching)
             yield batch
         self._position = walk.following

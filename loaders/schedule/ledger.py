@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import msgspec
 
 from fuelrail.loaders.schedule.state import Identity, decode_state, state_at
-from fuelrail.pipeline.errors import ConfigError, StateMismatchError
+from fuelrail.pipeline.errors import ConfigError, OrderError, StateMismatchError
 from fuelrail.pipeline.format.ledger import (
     LEDGER_VERSION,
     BatchDigest,
@@ -143,6 +143,11 @@ class RunLedger:
             raise ConfigError(
                 "a loader with a ledger is iterated in the trainer's process: set num_workers=0 around it"
             )
+
+    def refuse_uncounted(self, how: str) -> None:
+        """Raise OrderError: the caller does not know what the trainer received; ``how`` to count it."""
+        if self.is_kept:
+            raise OrderError(f"a sampler with a ledger must know what the trainer received; {how}")
 
     def restore(self, place: Cursor) -> None:
         """Note that the next iteration continues from the place of a saved state."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,13 +16,15 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from fuelrail.pipeline.format.attributes import ClipTable
-    from fuelrail.pipeline.order.batching import Batching
+    from fuelrail.pipeline.order.batching import Batching, Walk
     from fuelrail.pipeline.order.epoch import EndlessOrder, Epoch
     from fuelrail.pipeline.order.mix import MixStage
     from fuelrail.pipeline.order.spec import OrderSpec
 
     Columns: TypeAlias = Mapping[str, ArrayLike]
     Data: TypeAlias = int | Columns | Mapping[str, int | Columns]
+
+_ROWS_AT_A_TIME: Final = 16384  # a permutation's own chunk
 
 
 class Entry(NamedTuple):
@@ -104,6 +106,13 @@ class OrderedRows:
             for row, is_valid, at, before, shown, there in zip(*columns, frames.tolist(), present.tolist(), strict=True)
         ]
         return [entries[at : at + batching.rank_batch] for at in range(0, len(entries), batching.rank_batch)]
+
+    def rest(self, walk: Walk) -> Iterator[list[Any]]:
+        """Yield this rank's batches of the first epoch of a walk."""
+        at_a_time = max(1, _ROWS_AT_A_TIME // walk.batching.rank_batch)
+        for first in range(0, walk.num_steps, at_a_time):
+            steps = range(first, min(first + at_a_time, walk.num_steps))
+            yield from self.batches(walk.start.epoch, walk.rest, steps)
 
     def _frames(self, parts: NDArray[np.int64], samples: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return the rows of the windows, and which are present: both (n, T); T is 0 without a window."""

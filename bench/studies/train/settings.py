@@ -12,7 +12,7 @@ from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE, AcceleratorProfi
 from fuelrail.bench.measure.machine import DatasetFacts, dataset_facts, installed_gpus
 from fuelrail.bench.ranks.injection import Injection
 from fuelrail.bench.trainer.distill.settings import DISTILL, weights_of
-from fuelrail.bench.trainer.models.settings import MODELS, ModelName
+from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision, check_fits, degrees_of
 from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.storage import Backend
@@ -52,14 +52,13 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
         ),
     ] = "auto"
     model: Annotated[
-        ModelName | None, flag("model to train (default: base on cuda; emulated stand-in, bev-tiny in a pipeline)")
-    ] = None
-    precision: Annotated[
-        Precision | None,
-        flag("fp32, or autocast to bf16, or to fp16 with scaled loss (default: bf16 on cuda, else fp32)"),
+        str | None,
+        flag(
+            f"model to train: {', '.join(MODELS)}, or MODULE:FUNCTION that makes one of your own (default: base on "
+            "cuda; emulated stand-in, bev-tiny in a pipeline)"
+        ),
     ] = None
     accumulation: Annotated[Positive, flag("batches accumulated into one optimiser step")] = 1
-    learning_rate: Annotated[AtLeast0, flag("learning rate")] = 2e-3
     workers: Annotated[Positive | None, flag("decoding threads per rank (default: the rank's share of the CPUs)")] = (
         None
     )
@@ -81,7 +80,6 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
         ),
     ] = None
     temperature: Annotated[Above0 | None, flag("softens the logits for distillation (default: 2)")] = None
-    seed: Annotated[NotNegative, flag("random seed for order, augmentation and weights")] = 0
     checkpoint: Annotated[
         str | None, flag("save checkpoints there, and continue from the newest one", metavar="FOLDER_OR_URL")
     ] = None
@@ -143,7 +141,7 @@ class TrainSettings(TrainOptions, frozen=True, kw_only=True):
 
     dataset: str
     records: str
-    model: ModelName
+    model: str
     precision: Precision
 
     @property
@@ -192,7 +190,12 @@ def ask(dataset: str | os.PathLike[str], options: TrainOptions, records: Path) -
         "profile": profile,
     }
     settings = TrainSettings(**{**msgspec.structs.asdict(options), **changes})
-    check_fits(settings, degrees, MODELS[settings.model], settings.batch_size)
+    if settings.model in MODELS:
+        check_fits(settings, degrees, MODELS[settings.model], settings.batch_size)
+    elif ":" not in settings.model:
+        raise ConfigError(f"model '{settings.model}' must be {', '.join(MODELS)}, or MODULE:FUNCTION of your own")
+    elif any(getattr(options, name) is not None for name in _TEACHERS):
+        raise ConfigError(f"model '{settings.model}' has a loss of its own: distil in it, with fuelrail.distil")
     _check_world(settings, degrees, facts)
     if settings.decoder != "auto":
         from fuelrail.loaders.decode import make_decoder
@@ -302,7 +305,8 @@ def _check_world(settings: TrainSettings, degrees: Degrees, dataset: DatasetFact
             "use fewer ranks or smaller batches"
         )
     num_gpus = len(installed_gpus())
-    if settings.profile is None and settings.ranks > num_gpus:
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", settings.ranks))
+    if settings.profile is None and ranks > num_gpus:
         raise ConfigError(
-            f"{settings.ranks} ranks need a GPU each, and the NVIDIA driver shows {num_gpus} here; use fewer ranks"
+            f"{ranks} ranks need a GPU each, and the NVIDIA driver shows {num_gpus} here; use fewer ranks"
         )
