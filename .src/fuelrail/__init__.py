@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from fuelrail.bench.studies.train.run import bench_train as bench_train
     from fuelrail.bench.studies.train.settings import TrainOptions as TrainOptions
     from fuelrail.bench.trainer.checkpoints.saver import Checkpoints as Checkpoints
+    from fuelrail.bench.trainer.distill.pairs import Distilling as Distilling
+    from fuelrail.bench.trainer.distill.pairs import Pair as Pair
+    from fuelrail.bench.trainer.distill.student import divergence as divergence
     from fuelrail.bench.trainer.own import LoopOptions as LoopOptions
     from fuelrail.bench.trainer.own import evaluate as evaluate
     from fuelrail.bench.trainer.own import train as train
@@ -168,6 +171,9 @@ _PUBLIC: Final = {
     "bench_train": "fuelrail.bench.studies.train.run",
     "TrainOptions": "fuelrail.bench.studies.train.settings",
     "Checkpoints": "fuelrail.bench.trainer.checkpoints.saver",
+    "Distilling": "fuelrail.bench.trainer.distill.pairs",
+    "Pair": "fuelrail.bench.trainer.distill.pairs",
+    "divergence": "fuelrail.bench.trainer.distill.student",
     "evaluate": "fuelrail.bench.trainer.own",
     "LoopOptions": "fuelrail.bench.trainer.own",
     "load_weights": "fuelrail.bench.trainer.weights",

@@ -1,4 +1,7 @@
-"""Each bridge of `fr.order` to another framework stops 500 times, on other ranks each time, and misses no row."""
+"""Each bridge of `fr.order` to another framework stops 500 times, on other ranks each time, and misses no row.
+
+Grain with workers stops 50 times: it starts an interpreter for each worker.
+"""
 
 from __future__ import annotations
 
@@ -16,4 +19,5 @@ pytestmark = [
 def test_five_hundred_stops(name, tmp_path):
     package, run = BRIDGES[name]
     pytest.importorskip(package, reason=f"{package} is not installed")
-    assert stop_and_continue(run, 500, tmp_path, seed=len(name)) > 2000
+    num_stops = 50 if name == "Grain, 2 workers" else 500
+    assert stop_and_continue(run, num_stops, tmp_path, seed=len(name)) > 4 * num_stops

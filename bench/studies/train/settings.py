@@ -32,7 +32,7 @@ LeaveOut = Literal[
 
 
 class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
-    """Options of `fuelrail.train`. What has a description is a flag of ``fuelrail bench train`` too.
+    """Options of `fuelrail.bench_train`. What has a description is a flag of ``fuelrail bench train`` too.
 
     ``profile`` is an emulated accelerator of your own, in place of ``accelerator``. ``inject`` puts faults into the
     run. ``look_ahead_bytes`` is the DataLoader's.
