@@ -27,7 +27,7 @@ from fuelrail.pipeline.format.ledger import (
     SegmentStart,
 )
 from fuelrail.pipeline.order.batching import Batching, Cursor, World
-from fuelrail.pipeline.settings import CheckedSettings, PathText, must_be
+from fuelrail.pipeline.settings import CheckedSettings, PathText, as_settings, must_be
 
 if TYPE_CHECKING:
     from typing import Literal
@@ -64,13 +64,18 @@ class LedgerOptions(CheckedSettings, frozen=True):
     path: Annotated[PathText, must_be("a path")]
     digest_every: Annotated[Annotated[int, msgspec.Meta(ge=1)] | None, must_be("an integer >= 1, or None")] = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if "://" in str(self.path):
+            raise ConfigError(f"ledger path={str(self.path)!r} must be a local file, for a ledger is appended to")
+
 
 def ledger_options(given: object) -> LedgerOptions | None:
     """Return the options of a ledger that was given as them, a dict of their fields, or a path; raise ConfigError."""
     if given is None or isinstance(given, LedgerOptions):
         return given
     if isinstance(given, Mapping):
-        return msgspec.convert(dict(given), LedgerOptions)
+        return as_settings(given, LedgerOptions, "ledger")
     if isinstance(given, str | os.PathLike):
         return LedgerOptions(path=given)
     raise ConfigError(f"ledger={given!r} must be a path, a LedgerOptions, a dict of its fields, or None")
