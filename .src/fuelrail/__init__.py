@@ -82,9 +82,12 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.format.dataset import Dataset as Dataset
     from fuelrail.pipeline.format.dataset import open_dataset as _open_dataset
     from fuelrail.pipeline.format.layers import LayerView as LayerView
+    from fuelrail.pipeline.order.balance import Balance as Balance
     from fuelrail.pipeline.order.batching import World as World
+    from fuelrail.pipeline.order.cost import Cost as Cost
     from fuelrail.pipeline.order.mix import Mix as Mix
     from fuelrail.pipeline.order.mix import MixStage as MixStage
+    from fuelrail.pipeline.order.pack import Pack as Pack
     from fuelrail.pipeline.order.spec import OrderSpec as OrderSpec
     from fuelrail.pipeline.order.weights import AttributeWeights as AttributeWeights
     from fuelrail.pipeline.order.weights import ClassBalance as ClassBalance
@@ -166,9 +169,11 @@ _PUBLIC: Final = {
     "ViewReport": "fuelrail.loaders.viewer.view",
     # pipeline
     "AttributeWeights": "fuelrail.pipeline.order.weights",
+    "Balance": "fuelrail.pipeline.order.balance",
     "BevAugment": "fuelrail.pipeline.transforms.ego",
     "CameraGroup": "fuelrail.pipeline.transforms.image",
     "ClassBalance": "fuelrail.pipeline.order.weights",
+    "Cost": "fuelrail.pipeline.order.cost",
     "Dataset": "fuelrail.pipeline.format.dataset",
     "FileWeights": "fuelrail.pipeline.order.weights",
     "FrameWindow": "fuelrail.pipeline.order.windows",
@@ -177,6 +182,7 @@ _PUBLIC: Final = {
     "MixStage": "fuelrail.pipeline.order.mix",
     "open": "fuelrail.pipeline.format.dataset:open_dataset",
     "OrderSpec": "fuelrail.pipeline.order.spec",
+    "Pack": "fuelrail.pipeline.order.pack",
     "PixelAugment": "fuelrail.pipeline.transforms.pixels",
     "PointSweeps": "fuelrail.pipeline.transforms.points",
     "RetryPolicy": "fuelrail.pipeline.storage.retry",

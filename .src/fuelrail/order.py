@@ -5,8 +5,11 @@
 
 from fuelrail.loaders.integrations.sampler import BatchSampler, CountedLoader, Sampler
 from fuelrail.pipeline.errors import OrderError, StateMismatchError, WorldError
+from fuelrail.pipeline.order.balance import Balance
 from fuelrail.pipeline.order.batching import World
+from fuelrail.pipeline.order.cost import Cost
 from fuelrail.pipeline.order.mix import Mix, MixStage
+from fuelrail.pipeline.order.pack import Pack
 from fuelrail.pipeline.order.spec import OrderSpec
 from fuelrail.pipeline.order.table import Entry
 from fuelrail.pipeline.order.weights import AttributeWeights, ClassBalance, FileWeights
@@ -14,8 +17,10 @@ from fuelrail.pipeline.order.windows import FrameWindow
 
 __all__ = [
     "AttributeWeights",
+    "Balance",
     "BatchSampler",
     "ClassBalance",
+    "Cost",
     "CountedLoader",
     "Entry",
     "FileWeights",
@@ -24,6 +29,7 @@ __all__ = [
     "MixStage",
     "OrderError",
     "OrderSpec",
+    "Pack",
     "Sampler",
     "StateMismatchError",
     "World",

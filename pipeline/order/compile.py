@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import OrderError
+from fuelrail.pipeline.order.balance import OrderCosts
 from fuelrail.pipeline.order.epoch import EndlessOrder, MappedEpoch
 from fuelrail.pipeline.order.lanes import LaneOrder
 from fuelrail.pipeline.order.mix import MAX_BLOCK, Mix, MixedOrder, MixSchedule, MixStage
@@ -168,6 +169,13 @@ class _Selection:
 
     def order(self, shard_lengths: Sequence[int], clips: ClipTable | None, global_batch: int | None) -> EndlessOrder:
         """Return the order of the selected samples."""
+        spec = self._spec
+        costs = OrderCosts.read(spec.pack, spec.balance, self._attributes, self.rows, sum(shard_lengths))
+        self._identity |= costs.identity()
+        return costs.apply(self._plain(shard_lengths, clips, global_batch), spec.pack, spec.balance, spec.seed)
+
+    def _plain(self, shard_lengths: Sequence[int], clips: ClipTable | None, global_batch: int | None) -> EndlessOrder:
+        """Return the order of the selected samples, without packs and balance."""
         spec, selected, identity = self._spec, self.rows, self._identity
         if selected is not None:
             identity["selected"] = f"{len(selected)} samples {_digest(selected)}"
@@ -243,7 +251,7 @@ class CompiledOrder:
     ) -> None:
         """Take ``selected`` samples of the split, ascending, each once (None: all), and their ``sampling``."""
         self.spec, self.identity, self._sampling = spec, identity, sampling
-        self._kind = msgspec.structs.replace(spec, filter=None, subset=None, weights=(), mix=None, epoch_length=None)
+        self._kind = OrderSpec(kind=spec.kind, seed=spec.seed, window=spec.window)
         self._bounds = np.cumsum([0, *shard_lengths])
         self.num_selected = int(self._bounds[-1]) if selected is None else len(selected)
         self._selected: NDArray[np.integer] | None = None
@@ -345,7 +353,7 @@ def compile_mix(
     window: FrameWindow | None = None,
     clips: Sequence[ClipTable | None] | None = None,
     layers: Mapping[str, Sequence[Layer]] = MappingProxyType({}),
-) -> MixedOrder:
+) -> EndlessOrder:
     """Apply ``spec`` to a split of each dataset and mix them: ``ratios`` samples of each in every block, or in stages.
 
     ``window``, ``clips`` and ``layers`` (of each dataset) are as in `compile_order`. Raises OrderError for ratios that
@@ -365,21 +373,23 @@ def mix_orders(
     spec: OrderSpec,
     datasets: Mapping[str, object],
     compile_one: Callable[[int, str, OrderSpec], EndlessOrder],
-) -> MixedOrder:
+) -> EndlessOrder:
     """Mix orders of named datasets, each compiled from its number, its name and its own spec; see `compile_mix`."""
     schedule = MixSchedule(ratios, list(datasets)) if isinstance(ratios, list | tuple) else None
     final = check_ratios(ratios, datasets) if schedule is None else schedule.final
     if spec.kind == "lanes" or spec.mix is not None or spec.subset is not None:
         what = "kind 'lanes'" if spec.kind == "lanes" else "a mix of its own" if spec.mix else "a subset"
         raise OrderError(f"an order with {what} is of one dataset; mix datasets by kind, filter, weights, epoch_length")
-    orders = []
+    orders, costs = [], OrderCosts()
     for at, name in enumerate(datasets):
         seed = derive_key("order mix part", spec.seed, at) % 2**63
         own = msgspec.structs.replace(spec, seed=seed, epoch_length=None)
         try:
-            orders.append(compile_one(at, name, own))
+            order = compile_one(at, name, own)
         except OrderError as error:
             raise OrderError(f"dataset {name!r}: {error}") from error
+        base, costs = costs.take(order)
+        orders.append(base)
     mixed = MixedOrder(orders, final, seed=spec.seed, epoch_length=spec.epoch_length, schedule=schedule)
     parts = {name: order.identity for name, order in zip(datasets, orders, strict=True)}
     mixed.identity = {
@@ -390,7 +400,7 @@ def mix_orders(
         "epoch_length": mixed.epoch_length,
         "parts": parts,
     }
-    return mixed
+    return costs.apply(mixed, spec.pack, spec.balance, spec.seed)
 
 
 def check_ratios(ratios: object, datasets: Mapping[str, object]) -> tuple[int, ...]:

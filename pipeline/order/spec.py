@@ -18,7 +18,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fuelrail.pipeline.errors import OrderError
+from fuelrail.pipeline.order.balance import Balance
 from fuelrail.pipeline.order.mix import Mix
+from fuelrail.pipeline.order.pack import Pack
 from fuelrail.pipeline.order.permutation import MAX_LENGTH, KeyedPermutation, PositionMap, as_positions, derive_key
 from fuelrail.pipeline.order.weights import Weighting
 from fuelrail.pipeline.settings import Settings, check_types, flag
@@ -71,6 +73,10 @@ class OrderSpec(Settings, frozen=True):
     selected samples; mixed, as many as it takes for all of them to come."""
     pieces_per_clip: Annotated[int | None, flag("pieces that a clip is cut into, for --kind lanes")] = None
     """The number of equal pieces into which clips are cut, with kind ``lanes`` only; None: 1."""
+    pack: Pack | None = None
+    """Several samples in each row of a batch, up to a budget (`fuelrail.pipeline.order.pack`); not with ``lanes``."""
+    balance: Balance | None = None
+    """Rows of a global batch dealt to ranks by cost (`fuelrail.pipeline.order.balance`); not with ``lanes``."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -84,6 +90,8 @@ class OrderSpec(Settings, frozen=True):
             raise OrderError(f"window={self.window} requires order kind 'windowed', got {self.kind!r}")
         if self.kind == "lanes" and (self.weights or self.mix):
             raise OrderError("lanes show each frame once, so they take no weights and no mix; filter or subset instead")
+        if self.kind == "lanes" and (self.pack or self.balance):
+            raise OrderError("each row of a batch follows its lane, so lanes take no pack and no balance")
         if self.kind != "lanes" and self.pieces_per_clip is not None:
             raise OrderError(f"pieces_per_clip={self.pieces_per_clip} requires order kind 'lanes', got {self.kind!r}")
         if self.pieces_per_clip is not None and self.pieces_per_clip < 1:
@@ -139,8 +147,11 @@ class Order:
             raise OrderError(f"epoch must be in 0 .. 2**63 - 1, got {epoch}")
         if spec.epoch_length is not None and not spec.weights and spec.mix is None:
             raise OrderError(f"epoch_length={spec.epoch_length} requires weights or a mix")
-        if spec.kind not in _KINDS or spec.filter is not None or spec.subset is not None or spec.weights or spec.mix:
-            raise OrderError("lanes, filter, subset, weights and mix need a dataset: `compiled_order.compile_order`")
+        needs_columns = spec.filter is not None or spec.subset is not None or spec.weights or spec.mix
+        if spec.kind not in _KINDS or needs_columns or spec.pack or spec.balance:
+            raise OrderError(
+                "lanes, filter, subset, weights, mix, pack and balance need a dataset: `compiled_order.compile_order`"
+            )
         self.spec, self.layout, self.epoch = spec, layout, index(epoch)
         self._map: PositionMap = _KINDS[spec.kind](spec, layout, self.epoch)
 
