@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from fuelrail.loaders.decode.protocol import DaliOptions as DaliOptions
     from fuelrail.loaders.loader import DataLoader as DataLoader
     from fuelrail.loaders.records import Batch as Batch
-    from fuelrail.loaders.records import BatchDescription as BatchDescription
     from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy as BadSamplePolicy
     from fuelrail.loaders.schedule.layers import LayerOptions as LayerOptions
+    from fuelrail.loaders.viewer.batch import BatchDescription as BatchDescription
     from fuelrail.loaders.viewer.batch import Picture as Picture
     from fuelrail.loaders.viewer.view import ViewOptions as ViewOptions
     from fuelrail.loaders.viewer.view import ViewReport as ViewReport
@@ -155,7 +155,7 @@ _PUBLIC: Final = {
     "DaliOptions": "fuelrail.loaders.decode.protocol",
     "DataLoader": "fuelrail.loaders.loader",
     "Batch": "fuelrail.loaders.records",
-    "BatchDescription": "fuelrail.loaders.records",
+    "BatchDescription": "fuelrail.loaders.viewer.batch",
     "doctor": "fuelrail.loaders.commands",
     "DoctorReport": "fuelrail.loaders.commands",
     "Normalize": "fuelrail.loaders.config",

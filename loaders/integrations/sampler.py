@@ -26,8 +26,8 @@ import msgspec
 
 from fuelrail.loaders.schedule.state import STATE_VERSION, Identity, LoaderState, decode_state, encode_state
 from fuelrail.pipeline.errors import OrderError
-from fuelrail.pipeline.order.balance import check_world, pack_lengths
-from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, World
+from fuelrail.pipeline.order.balance import order_batching
+from fuelrail.pipeline.order.batching import Cursor, Walk, World
 from fuelrail.pipeline.order.spec import OrderSpec
 from fuelrail.pipeline.order.table import OrderedRows
 
@@ -91,11 +91,7 @@ class BatchSampler:
         if window is not None and window.pad != "drop" and not entries:
             raise OrderError(f"window with pad={window.pad!r} needs entries=True: row numbers alone have no frames")
         self._rows = OrderedRows(data, spec, blocks, mix, window, global_batch, entries=entries)
-        order = self._rows.order
-        self._batching = Batching(
-            order.epoch_length, global_batch, _find_world(world), drop_last, lengths=pack_lengths(order)
-        )
-        check_world(order, self._batching)
+        self._batching = order_batching(self._rows.order, global_batch, _find_world(world), drop_last=drop_last)
         # Through JSON and back, so that a state that was saved as JSON has the same types.
         plain: Any = None if window is None else msgspec.json.decode(msgspec.json.encode(window))
         self._identity = Identity(

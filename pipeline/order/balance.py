@@ -7,19 +7,20 @@ takes which of them depends on that number. Every rank computes the same deal fr
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import OrderError, WorldError
+from fuelrail.pipeline.order.batching import Batching
 from fuelrail.pipeline.order.cost import Cost, CostTable, costs_digest, sample_costs
 from fuelrail.pipeline.order.pack import Pack, PackedOrder, costs_of, fit
 from fuelrail.pipeline.settings import Settings, check_types
 
 if TYPE_CHECKING:
-    from fuelrail.pipeline.order.batching import Batching
+    from fuelrail.pipeline.order.batching import World
     from fuelrail.pipeline.order.epoch import EndlessOrder, Epoch
 
 
@@ -153,19 +154,20 @@ class OrderCosts(NamedTuple):
         return base, OrderCosts(pack, balance)
 
 
-def pack_lengths(order: EndlessOrder) -> Callable[[int], int] | None:
-    """Return the function that knows the positions of each epoch of an order in packs; None: all are equally long."""
+def order_batching(order: EndlessOrder, global_batch: int, world: World, *, drop_last: bool) -> Batching:
+    """Return the batches of epoch 0 of an order; of others see `Batching.of_epoch`.
+
+    Raises WorldError where the ranks cannot share the batch, and where a rank's cannot be cut into its micro-batches.
+    """
     base = order.base if isinstance(order, BalancedOrder) else order
-    return base.length if isinstance(base, PackedOrder) else None
-
-
-def check_world(order: EndlessOrder, batching: Batching) -> None:
-    """Raise WorldError where a rank's batch cannot be cut into its micro-batches."""
+    lengths = base.length if isinstance(base, PackedOrder) else None
+    batching = Batching(order.epoch_length, global_batch, world, drop_last, lengths=lengths)
     if isinstance(order, BalancedOrder) and batching.rank_batch % order.balance.micro_batches:
         raise WorldError(
             f"a rank's batch of {batching.rank_batch} cannot be cut into {order.balance.micro_batches} micro-batches; "
             "take a batch size that is a multiple of them"
         )
+    return batching
 
 
 def rank_positions(
