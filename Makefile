@@ -16,8 +16,8 @@ DEVKIT := nuscenes-devkit==1.2.0
 
 # One worker more than there are CPUs, for many tests wait for processes, servers and disks. Files start in the order that
 # tests/conftest.py gives them.
-WORKERS := $(shell expr $$(nproc) + 1)
-PYTEST := $(BIN)/python -m pytest -q --numprocesses $(WORKERS) --maxprocesses 5 --dist loadfile --no-loadscope-reorder
+WORKERS = $(shell expr $$(nproc) + 1)
+PYTEST = $(BIN)/python -m pytest -q --numprocesses $(WORKERS) --maxprocesses 5 --dist loadfile --no-loadscope-reorder
 
 # Tests start hundreds of interpreters: without compiled files on disk, each compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -30,7 +30,7 @@ SPELLED := *.md bench configs docs loaders pipeline sharding tests .src/fuelrail
 help:
 	@echo "make demo       set up, synthesise, shard, verify, draw a sample, train on 2 ranks, write the report"
 	@echo "make test       set up and run the test suite, all but the slow lane"
-	@echo "make test-fast  set up and run the first case of each test of the unit lane"
+	@echo "make test-fast  set up and run the first case of each quick test of the unit lane"
 	@echo "make test-slow  proofs that are repeated: every strategy, 200 kills, the planner against real runs"
 	@echo "make coverage   the unit lane, and the share of each hall's lines that it runs"
 	@echo "make test-dali  DALI's own tests, on the CPU and on fake devices"
@@ -80,6 +80,8 @@ pictures: demo
 test: setup
 	$(PYTEST) -m "not long"
 
+# Its tests wait for nothing, and each worker imports all of them.
+test-fast: WORKERS = $(shell nproc)
 test-fast: setup
 	$(PYTEST) -m unit --first-cases
 

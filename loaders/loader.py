@@ -395,11 +395,7 @@ def _choose_samples(
 ) -> tuple[Schedule, Batching]:
     """Compile the order and open the storages; split the order into steps."""
     storage, transforms, is_mix = options.storage, options.transforms, options.mix is not None
-    opening: dict[str, Any] = {
-        "storage_options": storage.options,
-        "cache_dir": storage.cache_dir,
-        "retry": storage.retry,
-    }
+    opening: Any = {"storage_options": storage.options, "cache_dir": storage.cache_dir, "retry": storage.retry}
     layers = open_layers(datasets, options.layers, opening, is_mix=is_mix)
     check_views(layers, options.seed, transforms.content(), is_mix=is_mix, window=options.window)
     global_batch = options.batch_size * world.size

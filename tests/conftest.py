@@ -33,6 +33,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 _OTHER_LANE: Final = re.compile(rf"^pytestmark = \[?\s*pytest\.mark\.({'|'.join(LANES[1:])})\b", re.MULTILINE)
+_ALL_COSTLY: Final = "\npytestmark = pytest.mark.costly\n"
 # Where Hypothesis keeps the settings of a test; what it decorates has no public place to change them.
 _EXAMPLES: Final = "_hypothesis_internal_use_settings"
 
@@ -42,20 +43,26 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if not collection_path.match("test_*.py") or config.option.markexpr not in ("unit", "long"):
         return None
     text = collection_path.read_text(encoding="utf-8")
-    left_out = _OTHER_LANE.search(text) if config.option.markexpr == "unit" else "mark.long" not in text
+    if config.option.markexpr == "long":
+        left_out = "mark.long" not in text
+    else:
+        left_out = bool(_OTHER_LANE.search(text)) or (config.option.first_cases and _ALL_COSTLY in text)
     return True if left_out else None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--first-cases", action="store_true", help="run the first case of each test of the unit lane alone"
+        "--first-cases",
+        action="store_true",
+        help="run the first case of each test of the unit lane, but of costly ones",
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put each test that names no lane into the lane ``unit``; with ``--first-cases`` leave out all other cases.
 
-    Files with tests of other lanes come first: with the short ones at the end all workers end together.
+    It leaves out costly tests too. Files with tests of other lanes come first: with the short ones at the end all
+    workers end together.
     """
     for item in items:
         if not any(item.get_closest_marker(lane) for lane in LANES):
@@ -63,7 +70,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     long = {item.path for item in items if not item.get_closest_marker("unit")}
     items.sort(key=lambda item: item.path not in long)
     if config.getoption("first_cases", False):
-        quick = [item for item in reversed(items) if item.get_closest_marker("unit")]
+        unit = (item for item in reversed(items) if item.get_closest_marker("unit"))
+        quick = [item for item in unit if not item.get_closest_marker("costly")]
         first = {item.nodeid.partition("[")[0]: item for item in quick}
         chosen = set(first.values())
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])

@@ -143,6 +143,7 @@ def page_without_plots(report):
     return page._template("page.html.j2").render(document=page.document_of(report), style="")
 
 
+@pytest.mark.costly
 @pytest.mark.filterwarnings("ignore:Glyph .* missing from font")
 def test_plots_are_drawn_with_hostile_names_and_hold_no_link(reports):
     text = render_page(reports[2])
@@ -185,6 +186,7 @@ def metrics():
     return loader_metrics(Stats((stage(HOSTILE),), storage=StorageStats(HOSTILE)), {"rank": HOSTILE, "job": HOSTILE})
 
 
+@pytest.mark.costly
 def test_metrics_and_top_carry_hostile_names_as_text(capsys):
     with MetricsServer(metrics, port=0) as server:
         import urllib.request
@@ -199,6 +201,7 @@ def test_metrics_and_top_carry_hostile_names_as_text(capsys):
     assert not re.search(r"^(# heading|- item)", shown, re.MULTILINE)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -229,8 +229,8 @@ class TestDependencies:
         """A dependency that only the laboratory or a rare table needs is one of an extra."""
         names = {name.partition(".")[0] for file, names in imported_by().items() for name in names
                  if not file.is_relative_to(ROOT / "bench")}  # fmt: skip
-        providers = {"yaml": ["pyyaml"], "cv2": ["opencv-python-headless"]}
-        found = {one.lower() for name in names for one in providers.get(name, packages_distributions().get(name, []))}
+        providers = packages_distributions() | {"yaml": ["pyyaml"], "cv2": ["opencv-python-headless"]}
+        found = {one.lower() for name in names for one in providers.get(name, [])}
         asked = {re.split(r"[>=]", requirement)[0] for requirement in PROJECT["dependencies"]}
         assert asked <= found, f"{asked - found}: no module of the core imports it"
         extras = {re.split(r"[>=\[]", one)[0] for each in PROJECT["optional-dependencies"].values() for one in each}

@@ -89,6 +89,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.order.mix import MixStage as MixStage
     from fuelrail.pipeline.order.pack import Pack as Pack
     from fuelrail.pipeline.order.spec import OrderSpec as OrderSpec
+    from fuelrail.pipeline.order.spec import OrderStage as OrderStage
     from fuelrail.pipeline.order.weights import AttributeWeights as AttributeWeights
     from fuelrail.pipeline.order.weights import ClassBalance as ClassBalance
     from fuelrail.pipeline.order.weights import FileWeights as FileWeights
@@ -182,6 +183,7 @@ _PUBLIC: Final = {
     "MixStage": "fuelrail.pipeline.order.mix",
     "open": "fuelrail.pipeline.format.dataset:open_dataset",
     "OrderSpec": "fuelrail.pipeline.order.spec",
+    "OrderStage": "fuelrail.pipeline.order.spec",
     "Pack": "fuelrail.pipeline.order.pack",
     "PixelAugment": "fuelrail.pipeline.transforms.pixels",
     "PointSweeps": "fuelrail.pipeline.transforms.points",

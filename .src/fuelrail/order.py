@@ -10,7 +10,7 @@ from fuelrail.pipeline.order.batching import World
 from fuelrail.pipeline.order.cost import Cost
 from fuelrail.pipeline.order.mix import Mix, MixStage
 from fuelrail.pipeline.order.pack import Pack
-from fuelrail.pipeline.order.spec import OrderSpec
+from fuelrail.pipeline.order.spec import OrderSpec, OrderStage
 from fuelrail.pipeline.order.table import Entry
 from fuelrail.pipeline.order.weights import AttributeWeights, ClassBalance, FileWeights
 from fuelrail.pipeline.order.windows import FrameWindow
@@ -29,6 +29,7 @@ __all__ = [
     "MixStage",
     "OrderError",
     "OrderSpec",
+    "OrderStage",
     "Pack",
     "Sampler",
     "StateMismatchError",

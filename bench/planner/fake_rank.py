@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from itertools import chain
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -34,7 +35,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fuelrail.bench.measure.collectives import Collective, Counter, LocalOperators
+from fuelrail.bench.measure.collectives import Collective, Counter, LocalOperators, summed
 from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.models.settings import GptSettings, ModelSettings, VitSettings
 from fuelrail.bench.trainer.strategies.optimiser import DTYPES, autocast
@@ -67,7 +68,7 @@ class RankRun(NamedTuple):
     ``parameters`` and their ``tensors`` are the rank's own; ``flop``, ``hidden_bytes`` and ``input_bytes`` are those of
     a sample. ``forward`` and ``backward`` are the bytes in memory after each operator, [operator, kind, 2], by
     ``kinds``; ``kept`` is what the forward pass kept. ``sent``: collectives of a forward pass, of a backward pass, and
-    of what closes a pipeline's step, at ``ROWS`` samples.
+    of what the last micro-batch of a step adds to them, at ``ROWS`` samples.
     """
 
     parameters: int
@@ -262,7 +263,7 @@ class _Passes:
         buckets = [torch.empty_like(parameter) for parameter in learnt] if copied else []
         if buckets:  # of DDP, which exist all the time
             tracker.track_external(*buckets)
-        sent: list[list[Collective]] = []
+        passes: list[list[list[Collective]]] = []
         with tracker:
             for number in range(count):
                 last = number == count - 1
@@ -272,14 +273,12 @@ class _Passes:
                     # DDP copies a gradient into its bucket, and frees it, once it is whole.
                     parameter.register_post_accumulate_grad_hook(partial(_into_bucket, bucket=bucket))  # type: ignore[no-untyped-call]
                 forward, backward, kept, counters = self._pass(tracker, last=last)
-                found = [counter.collectives() for counter in counters]
-                if sent:  # the first pass alone gathered all of a stage's weights
-                    found = [
-                        [one for one in was if is_gather_of_weights(one)]
-                        + [one for one in now if not is_gather_of_weights(one)]
-                        for was, now in zip(sent, found, strict=True)
-                    ]
-                sent = found
+                passes.append([counter.collectives() for counter in counters])
+        sent = passes[0]  # which alone gathers all of a stage's weights
+        if count > 1:
+            first, second = (summed(list(chain.from_iterable(ways))) for ways in passes)
+            beyond = summed([*second, *summed(first, -1)])
+            sent[2] = [one for one in beyond if one.count > 0]
         kinds = sorted({kind for noted in (*forward, *backward) for kind in noted})
         return RankRun(
             parameters=sum(_local(parameter).numel() for parameter in learnt), tensors=len(learnt),

@@ -183,8 +183,8 @@ class _Ranks:
         return {kind: size for kind, size in max(phases, key=lambda phase: sum(phase.values())).items() if size}
 
     def _sent(self, way: int, order: Sequence[str] | None, degrees: Degrees, inputs: Inputs) -> list[Collective]:
-        """Return the collectives of all forward passes, all backward passes, or the end of a pipeline's step."""
-        every = gathering = inputs.micro_batches  # without stages each pass gathers
+        """Return the collectives of all forward passes, all backward passes, or the end of a step."""
+        every = gathering = 1 if way == 2 else inputs.micro_batches  # without stages each pass gathers
         if order is not None and way < 2:
             every, gathering = passes_of(order, "FB"[way])
         found = []

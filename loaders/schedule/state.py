@@ -107,10 +107,11 @@ def decode_state(encoded: object, expected: Identity, *, strict: bool = True) ->
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise StateMismatchError(f"not a Fuelrail loader state: {error}") from error
     _check_numbers(state)
+    theirs, ours = _so_far(state.identity, state), _so_far(expected, state)
     differing = [
         f"{name}: state has {other!r}, loader has {current!r}"
         for name in Identity.__struct_fields__
-        if name != "settings" and (other := getattr(state.identity, name)) != (current := getattr(expected, name))
+        if name != "settings" and (other := getattr(theirs, name)) != (current := getattr(ours, name))
     ]
     if differing:
         raise StateMismatchError(
@@ -124,6 +125,23 @@ def decode_state(encoded: object, expected: Identity, *, strict: bool = True) ->
             "the state's settings, or continue with the loader's by load_state_dict(state, strict=False)"
         )
     return state
+
+
+def _so_far(identity: Identity, state: LoaderState) -> Identity:
+    """Return an identity without the stages that begin after a state, and the layers that it has besides the state's.
+
+    So a run may get further stages, over layers that were made from what it has learnt.
+    """
+    order, known = identity.order, state.identity.layers or {}
+    try:
+        stages, position = order["stages"], state.epoch * order["epoch_length"] + state.samples_consumed
+        current = [stage["until"] is None or stage["until"] >= position for stage in stages].index(True)
+        last = current + stages[current]["ramp"]
+        order = {**order, "stages": [*stages[:last], {**stages[last], "until": None, "ramp": False}]}
+    except (KeyError, TypeError, ValueError, IndexError):  # an order without stages, or what is no state of ours
+        return identity
+    layers = {name: one for name, one in (identity.layers or {}).items() if name in known}
+    return msgspec.structs.replace(identity, order=order, layers=layers or None)
 
 
 def _check_numbers(state: LoaderState) -> None:

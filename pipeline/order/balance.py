@@ -141,17 +141,20 @@ class OrderCosts(NamedTuple):
             order = PackedOrder(order, pack, self.pack, seed)
         return order if balance is None else BalancedOrder(order, balance, self.balance)
 
-    def take(self, order: EndlessOrder) -> tuple[EndlessOrder, OrderCosts]:
-        """Return the order of samples under one in packs or dealt, and these costs with those of it as the last."""
-        pack, balance = self
-        base = order
-        if isinstance(base, BalancedOrder):
-            balance += base.costs
-            base = base.base
-        if isinstance(base, PackedOrder):
-            pack += base.costs
-            base = base.base
-        return base, OrderCosts(pack, balance)
+    @classmethod
+    def split(cls, orders: Sequence[EndlessOrder]) -> tuple[list[EndlessOrder], OrderCosts]:
+        """Return the orders of samples under orders in packs or dealt, and the costs of all of them."""
+        bases = list(orders)
+        pack: list[NDArray[np.integer]] = []
+        balance: list[NDArray[np.integer]] = []
+        for at, base in enumerate(bases):
+            if isinstance(base, BalancedOrder):
+                balance += base.costs
+                bases[at] = base.base
+            if isinstance(inner := bases[at], PackedOrder):
+                pack += inner.costs
+                bases[at] = inner.base
+        return bases, cls(tuple(pack), tuple(balance))
 
 
 def order_batching(order: EndlessOrder, global_batch: int, world: World, *, drop_last: bool) -> Batching:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -26,11 +25,11 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.balance import OrderCosts
-from fuelrail.pipeline.order.epoch import EndlessOrder, MappedEpoch
+from fuelrail.pipeline.order.epoch import CopyMap, EndlessOrder, MappedEpoch, SelectedSamples
 from fuelrail.pipeline.order.lanes import LaneOrder
 from fuelrail.pipeline.order.mix import MAX_BLOCK, Mix, MixedOrder, MixSchedule, MixStage
 from fuelrail.pipeline.order.permutation import derive_key
-from fuelrail.pipeline.order.spec import ORDER_VERSION, Layout, Order, OrderSpec
+from fuelrail.pipeline.order.spec import ORDER_VERSION, Layout, Order, OrderSpec, check_epoch_length
 from fuelrail.pipeline.order.weights import (
     SystematicSampling,
     columns_of,
@@ -132,8 +131,7 @@ class _Selection:
     """The samples that a spec selects, narrowed step by step, and the identity of the order over them."""
 
     def __init__(self, spec: OrderSpec, attributes: AttributeTable) -> None:
-        if spec.epoch_length is not None and not spec.weights and spec.mix is None:
-            raise OrderError(f"epoch_length={spec.epoch_length} requires weights or a mix")
+        check_epoch_length(spec)
         self._spec, self._attributes = spec, attributes
         self._identity: dict[str, Any] = {"version": ORDER_VERSION, **_as_said(spec)}
         self.rows: Rows | None = None
@@ -169,10 +167,10 @@ class _Selection:
 
     def order(self, shard_lengths: Sequence[int], clips: ClipTable | None, global_batch: int | None) -> EndlessOrder:
         """Return the order of the selected samples."""
-        spec = self._spec
-        costs = OrderCosts.read(spec.pack, spec.balance, self._attributes, self.rows, sum(shard_lengths))
+        pack, balance = self._spec.pack, self._spec.balance
+        costs = OrderCosts.read(pack, balance, self._attributes, self.rows, sum(shard_lengths))
         self._identity |= costs.identity()
-        return costs.apply(self._plain(shard_lengths, clips, global_batch), spec.pack, spec.balance, spec.seed)
+        return costs.apply(self._plain(shard_lengths, clips, global_batch), pack, balance, self._spec.seed)
 
     def _plain(self, shard_lengths: Sequence[int], clips: ClipTable | None, global_batch: int | None) -> EndlessOrder:
         """Return the order of the selected samples, without packs and balance."""
@@ -188,6 +186,8 @@ class _Selection:
             return LaneOrder(
                 clips, global_batch, seed=spec.seed, pieces_per_clip=pieces, selected=selected, identity=identity
             )
+        if spec.stages:
+            return self._staged(shard_lengths)
         for described in identity.get("weights", ()):
             described.pop("file", None)  # what the file says is in a digest
         if spec.mix is not None:
@@ -199,6 +199,38 @@ class _Selection:
             sampling = SystematicSampling(weights, spec.epoch_length or natural_length(spec.weights, table))
             identity["weighted"] = _said(sampling)
         return CompiledOrder(spec, identity, shard_lengths, selected, sampling)
+
+    def _staged(self, shard_lengths: Sequence[int]) -> MixedOrder:
+        """Return the orders of the stages as a mix in blocks of one position, each with its stage's order."""
+        spec, orders, stages = self._spec, [], []
+        for at, stage in enumerate(spec.stages):
+            weights = (*spec.weights, *stage.weights)
+            own = msgspec.structs.replace(
+                spec, filter=stage.filter, subset=None, weights=weights, stages=(), balance=None,
+                seed=derive_key("order stage", spec.seed, at) % 2**63 if at else spec.seed,
+                epoch_length=spec.epoch_length if weights else None,
+            )  # fmt: skip
+            try:
+                selection = _Selection(own, self._attributes)
+                if self.rows is not None:
+                    selection.narrow(self.rows, "the selection of all stages")
+                orders.append(selection.order(shard_lengths, None, None))
+            except OrderError as error:
+                raise OrderError(f"stage {at}: {error}") from error
+            ratios = {f"{name}": int(name == at) for name in range(len(spec.stages))}
+            stages.append(MixStage(ratios=ratios, until=stage.until, ramp=stage.ramp))
+        schedule = MixSchedule(stages, list(stages[0].ratios))
+        length = spec.epoch_length or orders[0].epoch_length
+        staged = MixedOrder(
+            orders, schedule.final, seed=spec.seed, epoch_length=length, is_one_split=True, schedule=schedule
+        )
+        described = [
+            {"until": stage.until, "ramp": stage.ramp, "order": order.identity}
+            for stage, order in zip(spec.stages, orders, strict=True)
+        ]
+        self._identity.pop("weights", None)  # those of each stage have them
+        staged.identity = {**self._identity, "stages": described, "epoch_length": length}
+        return staged
 
 
 def _mixed(
@@ -272,13 +304,13 @@ class CompiledOrder:
     def epoch(self, epoch: int, /) -> MappedEpoch:
         """Return the order of one epoch: positions 0 .. epoch_length - 1 to samples of the split."""
         bounds = self._bounds
-        then: list[Callable[[Rows], Rows]] = []
+        then: list[CopyMap] = []
         if self._sampling is not None:
             copies = self._sampling.epoch(derive_key("order weights", self.spec.seed, epoch))
             bounds = np.array(copies.first_copies(bounds.tolist()))
             then.append(copies)
         if self._selected is not None:
-            then.append(partial(_take, self._selected))
+            then.append(SelectedSamples(self._selected))
         lengths = np.diff(bounds)
         order = Order(self._kind, Layout(tuple(lengths[lengths > 0].tolist())), epoch)
         return MappedEpoch(order, *then)
@@ -328,10 +360,6 @@ def _drops(window: FrameWindow | None) -> bool:
     return window is not None and window.pad == "drop"
 
 
-def _take(selected: NDArray[np.integer], numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-    return selected[numbers].astype(np.int64)
-
-
 def _selected_rows(table: pa.Table, selected: Rows | None) -> pa.Table:
     return table if selected is None else table.take(selected)
 
@@ -377,19 +405,20 @@ def mix_orders(
     """Mix orders of named datasets, each compiled from its number, its name and its own spec; see `compile_mix`."""
     schedule = MixSchedule(ratios, list(datasets)) if isinstance(ratios, list | tuple) else None
     final = check_ratios(ratios, datasets) if schedule is None else schedule.final
-    if spec.kind == "lanes" or spec.mix is not None or spec.subset is not None:
-        what = "kind 'lanes'" if spec.kind == "lanes" else "a mix of its own" if spec.mix else "a subset"
+    if schedule and spec.pack:
+        raise OrderError("stages of a mix count positions of samples, and positions of an order in packs are packs")
+    if spec.kind == "lanes" or spec.mix is not None or spec.subset is not None or spec.stages:
+        what = "kind 'lanes'" if spec.kind == "lanes" else "stages" if spec.stages else "a subset"
+        what = "a mix of its own" if spec.mix else what
         raise OrderError(f"an order with {what} is of one dataset; mix datasets by kind, filter, weights, epoch_length")
-    orders, costs = [], OrderCosts()
+    compiled = []
     for at, name in enumerate(datasets):
-        seed = derive_key("order mix part", spec.seed, at) % 2**63
-        own = msgspec.structs.replace(spec, seed=seed, epoch_length=None)
+        own = msgspec.structs.replace(spec, seed=derive_key("order mix part", spec.seed, at) % 2**63, epoch_length=None)
         try:
-            order = compile_one(at, name, own)
+            compiled.append(compile_one(at, name, own))
         except OrderError as error:
             raise OrderError(f"dataset {name!r}: {error}") from error
-        base, costs = costs.take(order)
-        orders.append(base)
+    orders, costs = OrderCosts.split(compiled)
     mixed = MixedOrder(orders, final, seed=spec.seed, epoch_length=spec.epoch_length, schedule=schedule)
     parts = {name: order.identity for name, order in zip(datasets, orders, strict=True)}
     mixed.identity = {

@@ -6,7 +6,7 @@ An *order* (shuffled, windowed, sequential, weighted, mixed, lanes) has epochs o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
@@ -33,6 +33,20 @@ class Entries(NamedTuple):
     """More that the order knows of each entry, under its name in a batch: ``lane`` and ``prev_exists`` of lanes."""
 
 
+class Shown(NamedTuple):
+    """Where some samples are shown in an epoch, by sample and then by position; both int64 (k,)."""
+
+    which: NDArray[np.int64]
+    """Places in the list of samples that was asked for; one comes as often as its sample is shown."""
+    positions: NDArray[np.int64]
+
+    @classmethod
+    def sorted(cls, which: NDArray[np.int64], positions: NDArray[np.int64]) -> Shown:
+        """Return both in order."""
+        by_sample = np.lexsort((positions, which))
+        return cls(which[by_sample], positions[by_sample])
+
+
 class Epoch(Protocol):
     """One epoch of an order."""
 
@@ -48,6 +62,13 @@ class Epoch(Protocol):
 
     def entries(self, positions: ArrayLike, /) -> Entries:
         """Return entries at ``positions`` (integers in [0, len)); raises OrderError for others."""
+
+    def find(self, samples: ArrayLike, part: int = 0, /) -> Shown:
+        """Return where ``samples`` (n,) of a part are shown, padding included: the inverse of :meth:`entries`.
+
+        Samples that the order does not select are shown nowhere. Numbers outside the split are an OrderError, or are
+        shown nowhere.
+        """
 
 
 class EndlessOrder(Protocol):
@@ -78,13 +99,43 @@ class EndlessOrder(Protocol):
         """Return one epoch; raise OrderError for an epoch out of range."""
 
 
+class CopyMap(Protocol):
+    """A map from copies to samples; a sample may have several copies, or none."""
+
+    def __call__(self, copies: NDArray[np.int64], /) -> NDArray[np.int64]:
+        """Return samples (int64, same shape) of ``copies``."""
+
+    def find(self, samples: NDArray[np.int64], /) -> Shown:
+        """Return the copies of ``samples`` (n,)."""
+
+
+class SelectedSamples:
+    """The selected samples of a split as a map: number among them to number in the split."""
+
+    __slots__ = ("_selected",)
+
+    def __init__(self, selected: NDArray[np.integer]) -> None:
+        """Take the samples, ascending, each once."""
+        self._selected = selected
+
+    def __call__(self, numbers: NDArray[np.int64], /) -> NDArray[np.int64]:
+        """Return samples of the split (int64, same shape)."""
+        return self._selected[numbers].astype(np.int64)
+
+    def find(self, samples: NDArray[np.int64], /) -> Shown:
+        """Return the numbers of ``samples`` (n,) among the selected ones; others have none."""
+        at = np.searchsorted(self._selected, samples)
+        which = np.flatnonzero(self._selected[np.minimum(at, len(self._selected) - 1)] == samples)
+        return Shown(which, at[which])
+
+
 class MappedEpoch:
     """The epoch of one split: maps applied one after the other, from positions to samples."""
 
     __slots__ = ("_first", "_then")
     num_lanes: Final = 1
 
-    def __init__(self, first: PositionMap, *then: Callable[[NDArray[np.int64]], NDArray[np.int64]]) -> None:
+    def __init__(self, first: PositionMap, *then: CopyMap) -> None:
         self._first, self._then = first, then
 
     def __len__(self) -> int:
@@ -101,3 +152,12 @@ class MappedEpoch:
         """Return entries at ``positions``, all valid; raises OrderError for positions outside."""
         samples = self(positions)
         return Entries(np.zeros(samples.shape, np.int64), samples, np.ones(samples.shape, dtype=bool))
+
+    def find(self, samples: ArrayLike, _: int = 0, /) -> Shown:
+        """Return where ``samples`` (n,) are shown; raises OrderError for numbers that no copy of the split has."""
+        values = np.asarray(samples, dtype=np.int64)
+        which = np.arange(len(values))
+        for step in reversed(self._then):
+            found, values = step.find(values)
+            which = which[found]
+        return Shown.sorted(which, self._first.inverse(values))

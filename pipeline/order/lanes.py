@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fuelrail.pipeline.errors import OrderError
-from fuelrail.pipeline.order.epoch import Entries
+from fuelrail.pipeline.order.epoch import Entries, Shown
 from fuelrail.pipeline.order.permutation import KeyedPermutation, as_positions, derive_key
 
 if TYPE_CHECKING:
@@ -116,6 +116,7 @@ class LaneEpoch:
     """One epoch of lanes."""
 
     __slots__ = (
+        "_by_rank",
         "_clips",
         "_first_piece",
         "_first_ranks",
@@ -143,6 +144,8 @@ class LaneEpoch:
         # All lanes laid end to end, each given num_steps places: piece i begins at starts[i].
         self._starts = ends - lengths - before[lanes] + lanes * num_steps
         self._lane_ends = np.append(before[1:], ends[-1]) - before
+        self._by_rank: tuple[NDArray[np.int64], NDArray[np.integer]] | None = None
+        """The pieces sorted by their first frames' ranks, and these ranks; from the first :meth:`find` on."""
 
     def __len__(self) -> int:
         return self._num_steps * self.num_lanes
@@ -166,3 +169,29 @@ class LaneEpoch:
         offset = np.where(valid, lane * self._num_steps + step - self._starts[piece], padding)
         samples = self._clips.samples[self._first_ranks[piece] + offset].astype(np.int64)
         return Entries(np.zeros_like(samples), samples, valid, {"lane": lane, "prev_exists": offset > 0})
+
+    def find(self, samples: ArrayLike, _: int = 0, /) -> Shown:
+        """Return where ``samples`` (n,) are shown, padding included; raises OrderError for numbers outside the split.
+
+        The first call of an epoch sorts its pieces.
+        """
+        rank = self._clips.ranks[as_positions(samples, len(self._clips), "sample")]
+        if self._by_rank is None:
+            by_rank = np.argsort(self._first_ranks)
+            self._by_rank = by_rank, self._first_ranks[by_rank]
+        pieces, firsts = self._by_rank
+        piece = pieces[np.searchsorted(firsts, rank, side="right") - 1]
+        offset = rank - self._first_ranks[piece]
+        which = np.flatnonzero((offset >= 0) & (offset < self._lengths[piece]))
+        piece, offset = piece[which], offset[which]
+        lane = np.searchsorted(self._first_piece, piece, side="right") - 1
+        step = self._starts[piece] - lane * self._num_steps + offset
+        # A lane that has ended shows its first piece again and again.
+        again, length = self._lane_ends[lane] + offset, self._lengths[piece]
+        left = np.where(self._first_piece[lane] == piece, self._num_steps - again, 0)
+        num = np.maximum(-(-left // length), 0)
+        padding = np.repeat(np.arange(len(which)), num)
+        turn = np.arange(len(padding)) - (np.cumsum(num) - num)[padding]
+        steps = np.append(step, again[padding] + turn * length[padding])
+        lanes = np.append(lane, lane[padding])
+        return Shown.sorted(np.append(which, which[padding]), steps * self.num_lanes + lanes)

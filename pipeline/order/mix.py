@@ -14,21 +14,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from math import lcm
+from math import isqrt, lcm
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fuelrail.pipeline.errors import OrderError
-from fuelrail.pipeline.order.epoch import EndlessOrder, Entries, Epoch
+from fuelrail.pipeline.order.epoch import EndlessOrder, Entries, Epoch, Shown
 from fuelrail.pipeline.order.permutation import MAX_LENGTH, KeyedPermutation, as_positions, derive_key
 from fuelrail.pipeline.settings import Settings, check_types
 
 MAX_BLOCK: Final = 1024
 """Largest sum of the ratios: finding a place in a block costs time in proportion to it."""
-
-_MAX_RAMP: Final = 2**26  # blocks: 1024 of their squares are below 2**63
 
 _CHUNK: Final = 16384  # positions at a time, as in `fuelrail.pipeline.order.spec`
 
@@ -71,8 +69,8 @@ class MixSchedule:
     ratios. Over a ramp of n blocks, D samples of a block have to change from datasets with a falling ratio to others;
     before its block b, floor(D b b / (2 n)) changes were made in all, in turns that are spread evenly.
 
-    Raises OrderError for stages that do not name all datasets, do not end in turn or at a block's end, and for ramps of
-    more than 2**26 blocks.
+    Raises OrderError for stages that do not name all datasets, do not end in turn or at a block's end, and for ramps
+    with D n n above 2**62.
     """
 
     def __init__(self, stages: Sequence[MixStage], names: Sequence[str]) -> None:
@@ -101,10 +99,12 @@ class MixSchedule:
             for stage, pair in zip(stages[:-1], pairwise(self._ratios), strict=True)
         ] + [np.zeros((1, len(names)), np.int64)]
         lengths = np.diff(self._starts)
-        if any(stage.ramp and length > _MAX_RAMP for stage, length in zip(stages[:-1], lengths.tolist(), strict=True)):
-            raise OrderError(
-                f"a ramp has at most 2**26 blocks of {self.block}, got stages of {lengths.tolist()} blocks"
-            )
+        for changes, length in zip(self._changes[:-1], lengths.tolist(), strict=True):
+            if (num := len(changes) - 1) and num * length**2 > MAX_LENGTH:
+                raise OrderError(
+                    f"a ramp has {length} blocks of {self.block}, and may have {isqrt(MAX_LENGTH // num)}; end it "
+                    "earlier, or make it of several stages"
+                )
         self._before = np.zeros_like(self._ratios)
         for number, length in enumerate(lengths):
             self._before[number + 1] = self._within(number, np.array([length]))[0]
@@ -196,11 +196,11 @@ class MixedOrder:
     @property
     def num_selected(self) -> int:
         """Number of selected samples of all orders."""
-        return sum(order.num_selected for order in self.orders)
+        return len(self.selected()) if self.is_one_split else sum(order.num_selected for order in self.orders)
 
     def selected(self) -> NDArray[np.int64]:
-        """Return the selected samples of parts of one split, ascending: int64 (num_selected,)."""
-        return np.sort(np.concatenate([order.selected() for order in self.orders]))
+        """Return the selected samples of parts of one split, ascending, each once: int64 (num_selected,)."""
+        return np.unique(np.concatenate([order.selected() for order in self.orders]))
 
     def expected_counts(self) -> NDArray[np.float64]:
         """Return how often each sample of :meth:`selected` occurs in an epoch, averaged over epochs: float64."""
@@ -208,8 +208,8 @@ class MixedOrder:
             order.expected_counts() * (self.num_blocks * ratio / order.epoch_length)
             for order, ratio in zip(self.orders, self.ratios, strict=True)
         ]
-        stored = np.argsort(np.concatenate([order.selected() for order in self.orders]))
-        return np.concatenate(counts)[stored]
+        _, which = np.unique(np.concatenate([order.selected() for order in self.orders]), return_inverse=True)
+        return np.bincount(which, np.concatenate(counts))
 
     def epoch(self, epoch: int, /) -> MixedEpoch:
         """Return one epoch; raise OrderError for a negative epoch, or one whose samples are too many to count."""
@@ -258,15 +258,7 @@ class MixedEpoch:
         mix = self._mix
         block, place = np.divmod(positions, mix.block)
         blocks, which = _distinct(block + self._first_block)
-        words = self._words(blocks[:, None] * mix.block + np.arange(mix.block))
-        by_word = np.argsort(words, axis=1)
-        if mix.schedule is None:
-            before = blocks[:, None] * np.array(mix.ratios)
-            arranged = np.repeat(np.arange(len(mix.ratios)), mix.ratios)[by_word]  # (blocks, places)
-        else:
-            before, counts = mix.schedule.blocks(blocks)
-            ends = np.cumsum(counts, axis=1)
-            arranged = (by_word[:, :, None] >= ends[:, None, :]).sum(axis=2)
+        before, arranged = self._before(blocks), self._arranged(blocks)
         at_place = which * mix.block + place
         parts[:] = arranged.reshape(-1)[at_place]
         for part, order in enumerate(mix.orders):
@@ -279,6 +271,60 @@ class MixedEpoch:
             for epoch in _distinct(epochs)[0].tolist():
                 inside = epochs == epoch
                 samples[here[inside]] = self._epoch_of(part, epoch)(at[inside])
+
+    def _before(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many samples of each dataset come in a run before some blocks (n,): int64 (n, datasets)."""
+        mix = self._mix
+        before: NDArray[np.int64]
+        before = blocks[:, None] * np.array(mix.ratios) if mix.schedule is None else mix.schedule.blocks(blocks)[0]
+        return before
+
+    def _arranged(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the dataset at each place of some blocks (n,) of a run: int64 (n, places)."""
+        mix = self._mix
+        entries = blocks[:, None] * mix.block + np.arange(mix.block)
+        by_word = np.argsort(self._words(entries), axis=1) if mix.block > 1 else np.zeros_like(entries)
+        if mix.schedule is None:
+            arranged: NDArray[np.int64] = np.repeat(np.arange(len(mix.ratios)), mix.ratios)[by_word]
+        else:
+            ends = np.cumsum(mix.schedule.blocks(blocks)[1], axis=1)
+            arranged = (by_word[:, :, None] >= ends[:, None, :]).sum(axis=2)
+        return arranged
+
+    def find(self, samples: ArrayLike, part: int = 0, /) -> Shown:
+        """Return where ``samples`` (n,) of a part are shown; raises OrderError for numbers outside its split."""
+        mix = self._mix
+        if not 0 <= part < (1 if mix.is_one_split else len(mix.orders)):
+            raise OrderError(f"the mix has no dataset {part}")
+        ends = self._before(np.array([0, mix.num_blocks]) + self._first_block).T.tolist()
+        which, positions = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        for number in range(len(mix.orders)) if mix.is_one_split else (part,):
+            first, end = ends[number]
+            length = mix.orders[number].epoch_length
+            for epoch in range(first // length, -(-end // length)):
+                found, at = self._epoch_of(number, epoch).find(samples)
+                turns = epoch * length + at
+                here = np.flatnonzero((turns >= first) & (turns < end))
+                for start in range(0, len(here), _CHUNK // 16):
+                    some = here[start : start + _CHUNK // 16]
+                    which.append(found[some])
+                    positions.append(self._places(number, turns[some]))
+        return Shown.sorted(np.concatenate(which), np.concatenate(positions))
+
+    def _places(self, part: int, turns: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the positions of some turns (n,) of a dataset, which are of this epoch."""
+        mix = self._mix
+        low = np.full_like(turns, self._first_block)
+        high = low + mix.num_blocks  # the last block with no more samples before it than `turns`, by bisection
+        while (high - low > 1).any():
+            middle = (low + high) // 2
+            is_later = self._before(middle)[:, part] > turns
+            low, high = np.where(is_later, low, middle), np.where(is_later, middle, high)
+        blocks, of_block = np.unique(low, return_inverse=True)
+        earlier = turns - self._before(low)[:, part]
+        own = np.argsort(self._arranged(blocks) != part, axis=1, kind="stable")  # its places in each block, in order
+        places: NDArray[np.int64] = (low - self._first_block) * mix.block + own[of_block, earlier]
+        return places
 
 
 def _distinct(values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -26,7 +26,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.cost import MAX_COST, Cost, CostTable, name_of
-from fuelrail.pipeline.order.epoch import EndlessOrder, Entries, Epoch
+from fuelrail.pipeline.order.epoch import EndlessOrder, Entries, Epoch, Shown
 from fuelrail.pipeline.order.permutation import KeyedPermutation, as_positions, derive_key
 from fuelrail.pipeline.settings import Settings, check_types
 
@@ -214,6 +214,8 @@ class _Window(NamedTuple):
     samples: NDArray[np.int64]
     valid: NDArray[np.bool_]
     bounds: NDArray[np.int64]
+    place: NDArray[np.int64]
+    """The pack of each position of the window, as they are shown."""
 
 
 class PackedEpoch:
@@ -252,6 +254,19 @@ class PackedEpoch:
         packs = np.repeat(np.arange(len(found)), [len(one[0]) for one in found])
         return Entries(parts, samples, valid, {"pack": packs})
 
+    def find(self, samples: ArrayLike, part: int = 0, /) -> Shown:
+        """Return the packs that hold ``samples`` (n,) of a part, a position for each time one is shown.
+
+        It packs the windows that hold them. Raises OrderError as the order of the samples does.
+        """
+        which, positions = self._in_order.find(samples, part)
+        numbers, at = np.divmod(positions, self._order.pack.window)
+        packs = np.empty_like(positions)
+        for number in np.unique(numbers).tolist():
+            here = numbers == number
+            packs[here] = self._starts[number] + self._window(number).place[at[here]]
+        return Shown.sorted(which, packs)
+
     def _packed(self, number: int) -> _Window:
         order = self._order
         entries, packs, num = order.window(self._in_order, number)
@@ -263,5 +278,5 @@ class PackedEpoch:
         order.count_ahead(self._epoch + 1, order.num_windows - number)
         return _Window(
             entries.parts[by_place], entries.samples[by_place], entries.valid[by_place],
-            np.searchsorted(place[by_place], np.arange(num + 1)),
+            np.searchsorted(place[by_place], np.arange(num + 1)), place,
         )  # fmt: skip

@@ -212,3 +212,6 @@ class PositionMap(Protocol):
 
     def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
         """Return sample indices (int64, same shape) at ``positions``."""
+
+    def inverse(self, samples: ArrayLike, /) -> NDArray[np.int64]:
+        """Return the positions (int64, same shape) of sample indices: each has one."""

@@ -15,6 +15,8 @@ from operator import index
 from typing import TYPE_CHECKING, Annotated, Final, Literal, get_args
 
 import numpy as np
+from msgspec import convert
+from msgspec.structs import force_setattr
 from numpy.typing import ArrayLike, NDArray
 
 from fuelrail.pipeline.errors import OrderError
@@ -36,6 +38,24 @@ _CHUNK: Final = 16384  # positions at a time: what they need stays in a core's s
 _MAX_RUNS: Final = 4096  # of a window's table: 32 KiB
 
 Kind = Literal["shuffled", "windowed", "sequential", "lanes"]
+
+
+class OrderStage(Settings, frozen=True):
+    """A filter and weights for a part of a run, besides those of the order; its order begins with its first position.
+
+    A curriculum has a stage for each version of a column, such as the losses ``v1.loss`` and ``v2.loss`` of two layers.
+    """
+
+    filter: str | None = None
+    weights: tuple[Weighting, ...] = ()
+    until: int | None = None
+    """The stage's end, in positions of the run as of a `MixStage`: its steps times the global batch. None: the last."""
+    ramp: bool = False
+    """True: the share of positions that follow the next stage grows linearly, over the whole stage, from 0 to 1."""
+
+    def __post_init__(self) -> None:
+        check_types(self, OrderError)
+        force_setattr(self, "weights", convert(self.weights, tuple[Weighting, ...]))  # of dicts, structs
 
 
 class OrderSpec(Settings, frozen=True):
@@ -68,9 +88,11 @@ class OrderSpec(Settings, frozen=True):
 
     Not with ``lanes``.
     """
+    stages: tuple[OrderStage, ...] = ()
+    """Filters and weights as functions of the step, one stage after the other; not with ``lanes`` and mixes."""
     epoch_length: int | None = None
-    """Positions in a weighted or mixed epoch. None: weighted, class balance's own number, else as many as there are
-    selected samples; mixed, as many as it takes for all of them to come."""
+    """Positions in a weighted, mixed or staged epoch. None: weighted, class balance's own number, else as many as there
+    are selected samples; mixed, as many as it takes for all of them to come; staged, that of the first stage alone."""
     pieces_per_clip: Annotated[int | None, flag("pieces that a clip is cut into, for --kind lanes")] = None
     """The number of equal pieces into which clips are cut, with kind ``lanes`` only; None: 1."""
     pack: Pack | None = None
@@ -84,20 +106,34 @@ class OrderSpec(Settings, frozen=True):
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise OrderError(f"order seed must be an integer in 0 .. 2**63 - 1, got {self.seed}")
         check_types(self, OrderError)
+        force_setattr(self, "weights", convert(self.weights, tuple[Weighting, ...]))
+        force_setattr(self, "stages", convert(self.stages, tuple[OrderStage, ...]))
         if self.kind == "windowed" and (self.window is None or self.window < 1):
             raise OrderError(f"order kind 'windowed' needs window >= 1 (in shards), got {self.window}")
         if self.kind != "windowed" and self.window is not None:
             raise OrderError(f"window={self.window} requires order kind 'windowed', got {self.kind!r}")
-        if self.kind == "lanes" and (self.weights or self.mix):
-            raise OrderError("lanes show each frame once, so they take no weights and no mix; filter or subset instead")
+        if self.kind == "lanes" and (self.weights or self.mix or self.stages):
+            raise OrderError(
+                "lanes show each frame once, so they take no weights, no mix and no stages; filter or subset instead"
+            )
+        if self.mix and self.stages:
+            raise OrderError("an order has a mix or stages, not both; weights of the stages can do what ratios do")
         if self.kind == "lanes" and (self.pack or self.balance):
             raise OrderError("each row of a batch follows its lane, so lanes take no pack and no balance")
+        if self.stages and self.pack:
+            raise OrderError("stages count positions of samples, and positions in packs are packs: no stages")
         if self.kind != "lanes" and self.pieces_per_clip is not None:
             raise OrderError(f"pieces_per_clip={self.pieces_per_clip} requires order kind 'lanes', got {self.kind!r}")
         if self.pieces_per_clip is not None and self.pieces_per_clip < 1:
             raise OrderError(f"pieces_per_clip must be 1 or more, got {self.pieces_per_clip}")
         if self.epoch_length is not None and self.epoch_length < 1:
             raise OrderError(f"epoch_length must be 1 or more, got {self.epoch_length}")
+
+
+def check_epoch_length(spec: OrderSpec) -> None:
+    """Raise OrderError for an epoch length of an order whose epochs have their own."""
+    if spec.epoch_length is not None and not spec.weights and spec.mix is None and not spec.stages:
+        raise OrderError(f"epoch_length={spec.epoch_length} requires weights, a mix or stages")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +181,12 @@ class Order:
     def __init__(self, spec: OrderSpec, layout: Layout, epoch: int) -> None:
         if not 0 <= epoch < 2**63:
             raise OrderError(f"epoch must be in 0 .. 2**63 - 1, got {epoch}")
-        if spec.epoch_length is not None and not spec.weights and spec.mix is None:
-            raise OrderError(f"epoch_length={spec.epoch_length} requires weights or a mix")
-        needs_columns = spec.filter is not None or spec.subset is not None or spec.weights or spec.mix
-        if spec.kind not in _KINDS or needs_columns or spec.pack or spec.balance:
+        needs_dataset = spec.filter is not None or spec.subset is not None or spec.weights or spec.mix or spec.stages
+        if spec.kind not in _KINDS or needs_dataset or spec.pack or spec.balance:
             raise OrderError(
-                "lanes, filter, subset, weights, mix, pack and balance need a dataset: `compiled_order.compile_order`"
+                "lanes, filter, subset, weights, mix, pack, balance and stages need a dataset: `compile_order`"
             )
+        check_epoch_length(spec)
         self.spec, self.layout, self.epoch = spec, layout, index(epoch)
         self._map: PositionMap = _KINDS[spec.kind](spec, layout, self.epoch)
 
@@ -164,6 +199,10 @@ class Order:
         Raises OrderError for positions outside the epoch or not integer.
         """
         return self._map(positions)
+
+    def inverse(self, samples: ArrayLike) -> NDArray[np.int64]:
+        """Return the positions (int64, same shape) of sample indices (integers in [0, len)); OrderError for others."""
+        return self._map.inverse(samples)
 
     def __reduce__(self) -> tuple[type[Order], tuple[OrderSpec, Layout, int]]:
         return Order, (self.spec, self.layout, self.epoch)
@@ -186,14 +225,26 @@ class _Sequential:
     def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
         return as_positions(positions, self._num_samples).copy()
 
+    def inverse(self, samples: ArrayLike, /) -> NDArray[np.int64]:
+        return as_positions(samples, self._num_samples, "sample").copy()
+
 
 class _Windowed:
     """Shards permuted, samples permuted within windows of consecutive permuted shards.
 
-    Memory: two integers a shard. A position's window is found by bisection of the windows' starts.
+    Memory: four integers a shard. A position's window is found by bisection of the windows' starts.
     """
 
-    __slots__ = ("_first_slots", "_num_samples", "_shard_offsets", "_slot_starts", "_window", "_window_starts")
+    __slots__ = (
+        "_first_slots",
+        "_num_samples",
+        "_shard_offsets",
+        "_shard_starts",
+        "_slot_of",
+        "_slot_starts",
+        "_window",
+        "_window_starts",
+    )
 
     def __init__(self, layout: Layout, window: int, seed: int, epoch: int) -> None:
         stored = np.array(layout.shard_lengths, dtype=np.int64)
@@ -202,7 +253,10 @@ class _Windowed:
         # Slot i of the epoch holds shard shards[i]; its samples are slot_starts[i] .. slot_starts[i] + length - 1
         # before the permutation within the window, and shard_offsets[i] more as stored.
         self._slot_starts = np.cumsum(lengths) - lengths
-        self._shard_offsets = (np.cumsum(stored) - stored)[shards] - self._slot_starts
+        self._shard_starts = np.cumsum(stored) - stored
+        self._slot_of = np.empty_like(shards)
+        self._slot_of[shards] = np.arange(len(shards))
+        self._shard_offsets = self._shard_starts[shards] - self._slot_starts
         self._num_samples = layout.num_samples
         num_windows = -(-len(stored) // window)
         self._first_slots = np.arange(num_windows + 1) * len(stored) // num_windows
@@ -235,6 +289,18 @@ class _Windowed:
                 by_window = np.argsort(window, kind="stable")
                 samples[first + by_window] = self._by_window(part[by_window], window[by_window])
         return samples.reshape(wanted.shape)
+
+    def inverse(self, samples: ArrayLike, /) -> NDArray[np.int64]:
+        wanted = as_positions(samples, self._num_samples, "sample")
+        flat = wanted.reshape(-1)
+        slot = self._slot_of[np.searchsorted(self._shard_starts, flat, side="right") - 1]
+        unshuffled = flat - self._shard_offsets[slot]
+        window = np.searchsorted(self._first_slots, slot, side="right") - 1
+        positions = np.empty_like(flat)
+        for number in np.unique(window).tolist():
+            here = window == number
+            positions[here] = self._window(number).inverse(unshuffled[here])
+        return positions.reshape(wanted.shape)
 
     def _by_window(self, positions: NDArray[np.int64], window: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return samples at positions whose windows ascend."""
@@ -276,6 +342,10 @@ class _Window:
             slot += shuffled >= self._next_starts.take(slot)
         shuffled += self._offsets.take(slot)
         return shuffled
+
+    def inverse(self, unshuffled: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return positions of places in the epoch's slots laid end to end."""
+        return self._permutation.inverse(unshuffled - self._start) + self._start
 
 
 def _shuffled(spec: OrderSpec, layout: Layout, epoch: int) -> PositionMap:

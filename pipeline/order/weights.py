@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fuelrail.pipeline.errors import OrderError
+from fuelrail.pipeline.order.epoch import Shown
 from fuelrail.pipeline.order.permutation import as_positions
 from fuelrail.pipeline.settings import Settings
 
@@ -309,3 +310,11 @@ class SystematicEpoch:
         total = int(self._ends[-1])
         starts = [int(self._ends[sample - 1]) if sample else 0 for sample in samples]
         return [min(max(-(-(start * self._length - self._phase) // total), 0), self._length) for start in starts]
+
+    def find(self, samples: ArrayLike, /) -> Shown:
+        """Return the copies of ``samples`` (integers (n,) in [0, number of samples)); raises OrderError for others."""
+        wanted = as_positions(samples, len(self._ends), "sample")
+        first = np.array(self.first_copies(wanted.tolist()), np.int64)
+        num = np.array(self.first_copies((wanted + 1).tolist()), np.int64) - first
+        which = np.repeat(np.arange(len(wanted)), num)
+        return Shown(which, np.arange(len(which)) + (first - np.cumsum(num) + num)[which])

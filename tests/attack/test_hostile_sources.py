@@ -12,18 +12,22 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import io
 import json
 import os
 import random
 import re
 import shutil
 import sys
+import tarfile
 import tempfile
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import pytest
+import simplejpeg
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -38,12 +42,42 @@ pytestmark = pytest.mark.process
 
 MEMORY_BYTES = 1536 << 20
 ALL, FEW = 600, 14
+JPEG = simplejpeg.encode_jpeg(np.zeros((24, 32, 3), np.uint8))
 EACH = 2  # files of a source whose names are alike
 
 
+class ClassFolders(SourceSuite):
+    kind = "imagefolder"
+
+    def write(self, world, root):
+        for name in ("cat/1.jpg", "cat/2.jpg", "dog/1.jpg"):
+            (root / name).parent.mkdir(exist_ok=True)
+            (root / name).write_bytes(JPEG)
+        return str(root)
+
+
+class LabelledTars(SourceSuite):
+    """Images with a class, a text, numbers, an array and bytes."""
+
+    kind = "webdataset"
+
+    def write(self, world, root):
+        array = io.BytesIO()
+        np.save(array, np.arange(6, dtype=np.float32).reshape(2, 3))
+        numbers = json.dumps({"action": [0.5, 2], "night": True, "path": [[1, 2.5]], "note": "a"}).encode()
+        members = {"jpg": JPEG, "cls": b"3", "txt": b"a car", "json": numbers, "npy": array.getvalue(), "bin": b"\1\2"}
+        with tarfile.open(root / "shard.tar", "w") as tar:
+            for number in range(3):
+                for extension, data in members.items():
+                    info = tarfile.TarInfo(f"{number:04d}.{extension}")
+                    info.size = len(data)
+                    tar.addfile(info, io.BytesIO(data))
+        return str(root)
+
+
 def suites() -> dict[str, type[SourceSuite]]:
-    """The suites of all test modules of sources, by name; those of plug-ins are left out."""
-    found = {}
+    """The suites of all test modules of sources, by name, and the two here; those of plug-ins are left out."""
+    found: dict[str, type[SourceSuite]] = {"class-folders": ClassFolders, "labelled-tars": LabelledTars}
     for path in sorted((Path(__file__).parents[1] / "sharding" / "sources").rglob("test_*.py")):
         if "(SourceSuite)" in (text := path.read_text()) or "SourceSuite):" in text:
             spec = importlib.util.spec_from_file_location(f"of_{path.parent.name}_{path.stem}", path)

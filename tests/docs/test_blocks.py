@@ -101,7 +101,8 @@ def test_blocks_run(page, desk, monkeypatch) -> None:
             "    return {'logits': known[:, None], 'loss': known * 0 + 1}\n"
         )
         monkeypatch.delitem(sys.modules, "filler", raising=False)
-        assert main(["annotate", "DATASET", "layers/teacher", "--model", "filler:fill"]) == 0
+        for made in ("layers/teacher", "LAYERS/losses-v2"):
+            assert main(["annotate", "DATASET", made, "--model", "filler:fill"]) == 0
     missing = [name for name in ("torchvision", "kornia") if importlib.util.find_spec(name) is None]
     for block in python_blocks(page):
         if (page.name, block.heading) not in NOT_RUN and not any(name in block.code for name in missing):

@@ -43,6 +43,9 @@ def test_what_an_order_can_do() -> None:
     assert sum(row >= 1000 for row in names["mixed"][2]) == 16
     shares = [sum(row >= 1000 for row in names["staged"][step]) for step in (0, 1000, 1999, 3000)]
     assert shares == [16, 24, 32, 32]
+    nights = [np.mean([names["columns"]["night"][row] for row in names["darker"][step]]) for step in range(3000)]
+    assert max(nights[:20]) <= 0.05
+    assert nights[0] < np.mean(nights[900:1100]) < np.mean(nights[2000:]) == pytest.approx(0.5, abs=0.01)
     assert [entry.lane for entry in names["lanes"][5]] == list(range(8))
 
 

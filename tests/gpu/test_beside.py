@@ -198,6 +198,7 @@ def test_batches_stay_right(bench, facts, decoder):
     assert not wrong, f"{len(wrong)} of {len(values)} batches changed between epochs, the first is {wrong[0]}"
 
 
+@pytest.mark.costly
 def test_a_batch_that_changed_is_found(bench, monkeypatch):
     honest = endless
 

@@ -280,6 +280,7 @@ def _psnr_db(picture, expected):
     return 10 * math.log10(255**2 / error) if error else math.inf
 
 
+@pytest.mark.costly
 def test_the_data_has_every_kind_of_image():
     found = {kind: probe(jpeg(kind)) for kind in KINDS}
     assert [kind for kind, info in found.items() if info.restart_interval] == ["restart"]
@@ -301,6 +302,7 @@ def wrong(kind, damage):
     return tampered
 
 
+@pytest.mark.costly
 @needs_dali
 @pytest.mark.parametrize("damage", [lambda image: image[:, :, ::-1].copy(), lambda image: 0], ids=["other", "black"])
 @pytest.mark.parametrize("kind", ["restart", "gray"])
@@ -312,6 +314,7 @@ def test_one_wrong_picture_of_one_kind_is_found(kind, damage, bench, monkeypatch
     assert min(facts["lowest_psnr_db"], key=facts["lowest_psnr_db"].get) == kind
 
 
+@pytest.mark.costly
 @needs_dali
 def test_pixels_that_depend_on_their_place_are_found(bench, monkeypatch):
     """The first place of each batch is decoded by something else."""
@@ -320,6 +323,7 @@ def test_pixels_that_depend_on_their_place_are_found(bench, monkeypatch):
         test_pixels_do_not_depend_on_company(bench, {}, "dali")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("ours", "holds"), [(94.0, False), (96.0, True)])
 def test_the_share_is_judged_against_the_best_batch_at_the_same_load(ours, holds, bench, monkeypatch):
     rates = {1.0: {504: 100.0}, 0.12: {64: 300.0}}

@@ -146,6 +146,7 @@ def test_the_host_waits_for_a_step_only_when_two_more_are_queued(bench, monkeypa
     assert last == (len(made) - 1, len(made))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("occupancies", "holds"), [({10.0: 0.985}, False), ({5.0: 0.5, 10.0: 0.995}, True)])
 @pytest.mark.parametrize("bench", ["fake"], indirect=True)
 def test_occupancy_is_judged_from_ten_milliseconds_on(occupancies, holds, bench, monkeypatch):

@@ -47,6 +47,7 @@ def run(pytester, monkeypatch):
     return work
 
 
+@pytest.mark.costly
 def test_the_file_is_written_after_every_check_and_sigterm_keeps_what_there_is(run, pytester):
     before = signal.getsignal(signal.SIGTERM)
     done, result = run("""

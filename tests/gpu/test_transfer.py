@@ -66,6 +66,7 @@ def test_few_copies(bench, facts, decoder):
     )
 
 
+@pytest.mark.costly
 @check(10, twins=("cpu", "fake"), lane=pytest.mark.unit)
 def test_transfer_is_exact(bench, facts):
     """Batches on the device are bit for bit those of the loader without one."""
@@ -147,6 +148,7 @@ def test_a_difference_between_batches_is_found(bench, monkeypatch):
         test_transfer_is_exact(bench, {})
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("bench", ["fake"], indirect=True)
 def test_a_copy_that_waits_for_the_computation_is_found(bench, monkeypatch):
     honest = CudaTransfer.__call__

@@ -29,6 +29,7 @@ def draws(loader):
         return {(batch["epoch"], batch["sample_key"][0]): batch["drawn"].tolist() for batch in loader}
 
 
+@pytest.mark.costly
 def test_a_batch_has_the_numbers_of_its_place_in_the_order(tiny):
     options = {"batch_transform": noted, "drop_last": False, "shuffle": False, "seed": 4}
     alone = draws(load(tiny, 3, **options))
@@ -47,6 +48,7 @@ def test_a_batch_has_the_numbers_of_its_place_in_the_order(tiny):
         assert next(iter(loader))["drawn"].tolist() not in alone.values(), "another epoch"
 
 
+@pytest.mark.costly
 def test_it_is_the_last_step_and_gets_what_the_loop_would_get(tiny):
     options = {"normalize": Normalize(dtype="float16"), "static": True, "two_views": True, "image": TRAIN}
     seen = []

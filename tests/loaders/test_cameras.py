@@ -89,6 +89,7 @@ def test_orders_do_not_depend_on_the_cameras(dataset, order) -> None:
         assert not unlike(one, part(all_of, 1))
 
 
+@pytest.mark.costly
 def test_any_ranks_and_restarts_give_one_sequence(dataset) -> None:
     check_one_sequence(
         lambda batch_size, **where: load(dataset, batch_size, cameras=["cam_back"], seed=1, **where, **DRAWN)
@@ -105,6 +106,7 @@ def test_the_state_names_the_cameras(dataset) -> None:
     assert load(dataset, 4, cameras=CAMERAS[::-1]).state_dict() == load(dataset, 4).state_dict()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("backend", ["pread", "remote"])
 def test_fewer_bytes_are_fetched_and_fewer_images_decoded(six, backend, monkeypatch) -> None:
     decoded = []
@@ -138,6 +140,7 @@ def test_what_a_layer_has_of_another_camera_is_left_out(dataset, tmp_path) -> No
         assert "own.mask_cam_back" in batch and "own.mask_cam_front" not in batch
 
 
+@pytest.mark.costly
 def test_rigs_that_share_the_cameras_can_be_mixed(six, tmp_path) -> None:
     write_cameras(tmp_path / "one", 4, num_shards=1, channels=["cam_front"])
     roots, options = {"six": six, "one": tmp_path / "one"}, {"mix": {"six": 1, "one": 1}, "shuffle": False}

@@ -354,6 +354,7 @@ def test_an_unknown_kind_or_law_is_refused_by_name(tmp_path) -> None:
     assert batches(loader(tmp_path / "d", channels=["words"]))
 
 
+@pytest.mark.costly
 def test_mixed_datasets_need_the_same_entries(root, tmp_path) -> None:
     build(tmp_path / "same")
     spoil(tmp_path / "same", "topics", optional=True, description="of somebody else")

@@ -94,6 +94,7 @@ def root(tmp_path_factory):
     return root
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("undistort", [None, Undistort()])
 def test_windows_with_lenses_and_augmentations_of_image_and_ego_frame(root, undistort, backend: str) -> None:
@@ -114,6 +115,7 @@ def test_windows_with_lenses_and_augmentations_of_image_and_ego_frame(root, undi
     assert min(lowest) > (36.0 if backend == "turbo" else 27.0)
 
 
+@pytest.mark.costly
 def test_windows_in_a_mix_are_augmented_by_their_number_over_all_datasets(tmp_path) -> None:
     roots = {name: tmp_path / name for name in ("city", "highway")}
     build_dataset(roots["city"], {"train": (8,)}, size=WH)
@@ -139,6 +141,7 @@ def test_windows_in_a_mix_are_augmented_by_their_number_over_all_datasets(tmp_pa
     assert len(seen) == 16
 
 
+@pytest.mark.costly
 @pytest.mark.skipif(shutil.which("jpegtran") is None, reason="jpegtran is not installed")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_shards_with_restart_rows_are_undistorted_as_plain_ones(root, tmp_path, backend: str) -> None:
@@ -159,6 +162,7 @@ def test_shards_with_restart_rows_are_undistorted_as_plain_ones(root, tmp_path, 
             assert check_frame(other, (b, 1), sample, sample.geometry.ego2global, (True, False)) > least_db
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_each_damaged_image_is_reported_with_its_key(tmp_path, backend: str) -> None:
     rng = random.Random(2)

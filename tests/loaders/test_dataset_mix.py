@@ -39,6 +39,7 @@ def named(batches):
     return [list(zip(batch["dataset"], batch["global_index"].tolist(), strict=True)) for batch in batches]
 
 
+@pytest.mark.costly
 def test_every_batch_has_the_shares_and_every_sample_comes_equally_often(roots):
     counts: dict = {}
     ranks = [make(roots, rank=rank, size=2) for rank in range(2)]
@@ -56,6 +57,7 @@ def test_every_batch_has_the_shares_and_every_sample_comes_equally_often(roots):
         assert max(times) - min(times) <= 1 + 7  # at most one copy an epoch lies in what drop_last leaves out
 
 
+@pytest.mark.costly
 def test_samples_are_those_of_the_datasets_alone(roots):
     alone = {}
     for name, root in roots.items():
@@ -117,6 +119,7 @@ def test_pickled_it_continues_as_the_same_mix(roots):
         assert named(copy) == rest
 
 
+@pytest.mark.costly
 def test_ratios_change_in_stages_and_a_run_resumes_inside_a_ramp(roots):
     stages = [
         MixStage(ratios={"city": 4, "highway": 0}, until=16 * 4, ramp=True),
@@ -145,6 +148,7 @@ def test_ratios_change_in_stages_and_a_run_resumes_inside_a_ramp(roots):
         make(roots, mix=[{"city": 1}])
 
 
+@pytest.mark.costly
 def test_each_cache_has_the_future_uses_of_its_own_rows(roots, tmp_path):
     plain = make(roots)
     expected = [named(plain) for _ in range(3)]

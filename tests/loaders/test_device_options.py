@@ -233,6 +233,7 @@ def test_every_option_is_in_the_table():
     assert set(CASES) >= BEFORE_DECODING
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("case", "decoder"), EACH_CASE)
 def test_no_option_races_and_batches_are_those_of_the_host(case, decoder, roots, cuda):
     if decoder != "turbo" and "pixels" in case.get("transforms", {}):
@@ -267,6 +268,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("decoder", ["turbo", DALI])
 def test_a_consumer_on_a_stream_of_its_own_is_served(decoder, roots, cuda):
     with torch.cuda.stream(torch.cuda.Stream("cuda:1")):
@@ -310,6 +312,7 @@ def test_a_batch_takes_few_copies_to_the_device(case, decoder, roots, cuda):
     assert len(cuda.copies) <= COPIES_A_BATCH * (len(read) + ahead)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("decoder", ["batched", DALI])
 def test_the_host_pins_no_images_where_the_device_decodes(decoder, roots, cuda):
     consume(DataLoader(**arguments(roots, POINTS, "turbo", "cuda")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -16,11 +17,12 @@ from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.schedule.layers import LayerOptions, view_settings
 from fuelrail.pipeline.errors import ChecksumError, ConfigError, IndexFileError, OrderError, StateMismatchError
 from fuelrail.pipeline.format.layers import LayerView
-from fuelrail.pipeline.order.spec import OrderSpec
+from fuelrail.pipeline.order.batching import World
+from fuelrail.pipeline.order.spec import OrderSpec, OrderStage
 from fuelrail.pipeline.order.weights import AttributeWeights
 from fuelrail.sharding.write.layers.writer import LayerWriter
 from support.datasets import build_dataset
-from support.layers import values_of, write_layer
+from support.layers import TABLE, values_of, write_layer
 from support.sharding import flip
 
 SMALL = Transforms(image={"height": 32, "width": 64})  # type: ignore[arg-type]
@@ -44,12 +46,12 @@ def part(base):
     return write_layer(base, base.parent / "part", PRESENT)
 
 
-def make(base, layers, missing=None, channels=None, attributes=(), **options):
+def make(base, layers, missing=None, channels=None, attributes=(), batch_size=4, rank=0, size=1, **options):
     transforms = msgspec.structs.replace(SMALL, channels=channels, attributes=attributes)
     if missing is not None:
         layers = {name: LayerOptions(path, missing) for name, path in layers.items()}
     return DataLoader(
-        base, 4, transforms=transforms, layers=layers,
+        base, batch_size, transforms=transforms, layers=layers, world=World(rank, size),
         **{"shuffle": True, "drop_last": True, "num_workers": 1, **options},
     )  # fmt: skip
 
@@ -150,6 +152,64 @@ def test_a_state_names_the_layers(base, layer, part) -> None:
     assert json.loads(state["identity"])["layers"].keys() == {"t"}
     with pytest.raises(StateMismatchError, match="layers: "):
         make(base, {"t": part}, missing="mask").load_state_dict(state)
+
+
+def write_losses(base, out, losses):
+    with LayerWriter(base, out, channels=TABLE[1:2]) as writer:
+        for position, loss in enumerate(losses):
+            writer.write(position, {"loss": np.float32(loss)})
+    writer.finish()
+    return out
+
+
+def test_a_curriculum_reads_a_layer_until_a_step_and_then_the_next_one(base, layer, tmp_path) -> None:
+    """The run starts with one layer, gets two more on its way, and stops again and again, on other ranks each time."""
+    layers = {"v1": layer, "v2": write_losses(base, tmp_path / "v2", [0, 9] * 6)}
+    layers["v3"] = write_losses(base, tmp_path / "v3", [5, 0, 1] * 4)
+    weights = {name: (AttributeWeights(attribute=f"{name}.loss"),) for name in layers}
+    stages = (
+        OrderStage(weights=weights["v1"], until=40),
+        OrderStage(filter="v2.loss > 0", until=120, ramp=True),
+        OrderStage(weights=weights["v3"]),
+    )
+
+    def ranks_of(size, names, *stages):
+        options = {"seed": 2, "channels": [], "order": OrderSpec(seed=2, stages=stages, epoch_length=64)}
+        given = {name: layers[name] for name in names}
+        return [make(base, given, batch_size=4 // size, rank=rank, size=size, **options) for rank in range(size)]
+
+    def drawn(ranks, state, num_steps):
+        found = []
+        for rank in ranks:
+            with rank as loader:
+                if state is not None:
+                    loader.load_state_dict(state)
+                batches = itertools.islice((batch for _ in itertools.count() for batch in loader), num_steps)
+                found.append([batch["global_index"].tolist() for batch in batches])
+                after = json.loads(json.dumps(loader.state_dict()))
+        return [sum(parts, []) for parts in zip(*found, strict=True)], after  # noqa: RUF017
+
+    whole, _ = drawn(ranks_of(1, layers, *stages), None, 40)
+    assert 0 not in {row for batch in whole[:10] for row in batch}
+    of_v3 = [row for number, row in enumerate(sum(whole[10:30], [])) if (number + 1) ** 2 // 160 > number**2 // 160]  # noqa: RUF017
+    assert len(of_v3) == 40
+    assert all(row % 3 != 1 for row in [*of_v3, *sum(whole[30:], [])])  # noqa: RUF017
+    step, state, draw = 0, None, np.random.default_rng(3)
+    while step < 36:
+        size, num_steps = int(draw.choice([1, 2, 4], p=[0.6, 0.3, 0.1])), int(draw.integers(1, 6))
+        known = ("v1",) if step + num_steps <= 10 else layers
+        of_run = stages if known is layers else (OrderStage(weights=weights["v1"]),)
+        found, state = drawn(ranks_of(size, known, *of_run), state, num_steps)
+        assert found == whole[step : step + num_steps]
+        step += num_steps
+    names = json.loads(state["identity"])
+    assert names["layers"].keys() == layers.keys()
+    assert [one["order"].get("filter") for one in names["order"]["stages"]] == [None, "v2.loss > 0", None]
+    layers["v3"] = write_losses(base, tmp_path / "other", [5, 0, 2] * 4)
+    with pytest.raises(StateMismatchError) as error:
+        ranks_of(1, layers, *stages)[0].load_state_dict(state)
+    assert names["layers"]["v3"] in str(error.value)
+    assert json.loads(ranks_of(1, layers, *stages)[0].state_dict()["identity"])["layers"]["v3"] in str(error.value)
 
 
 def test_selection_reads_only_what_is_named(base, layer) -> None:

@@ -128,6 +128,7 @@ class TestOrder:
         other.set_epoch(1)
         assert keys(other) not in (first, second)
 
+    @pytest.mark.costly
     def test_the_next_epoch_continues_in_the_same_threads_and_another_one_does_not_see_them(self, tiny):
         epochs = []
         for epoch in range(4):
@@ -184,6 +185,7 @@ class TestOrder:
             next(second)
         assert len(list(third)) == len(loader)
 
+    @pytest.mark.costly
     def test_each_iteration_is_an_epoch_of_its_own_however_far_the_one_before_it_went(self, tiny):
         whole = [keys(loader) for loader in [load(tiny)] for _ in range(6)]
         loader = load(tiny)
@@ -212,6 +214,7 @@ class TestOrder:
         loader.set_epoch(1)  # the state was saved at a break: the run went on with the next epoch
         assert keys(loader) == whole[1]
 
+    @pytest.mark.costly
     def test_an_epoch_that_is_set_is_the_next_iterations_wherever_the_one_before_is(self, tiny):
         whole = [keys(loader) for loader in [load(tiny)] for _ in range(4)]
         loader = load(tiny)
@@ -229,6 +232,7 @@ class TestOrder:
         assert next(running)["epoch"] == 4
         assert keys(loader) == whole[2]
 
+    @pytest.mark.costly
     def test_a_validation_loader_that_only_changes_its_class_gives_the_same_samples(self, tiny):
         """The order is torch's with its defaults, on one rank and with a DistributedSampler on several."""
         view = MapView(open_dataset(tiny), ["boxes"], transform=lambda item: item["key"])
@@ -365,6 +369,7 @@ class TestThreads:
     def names(self):
         return {thread.name for thread in threading.enumerate() if thread.name.startswith("fuelrail")}
 
+    @pytest.mark.costly
     def test_an_exhausted_a_closed_and_a_dropped_loader_leave_none(self, tiny):
         loader = load(tiny)
         list(loader)

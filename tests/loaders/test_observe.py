@@ -39,6 +39,7 @@ def scraped(server):
 
 
 class TestMetrics:
+    @pytest.mark.costly
     def test_the_endpoint_tells_the_loaders_counters(self, tiny):
         loader = load(tiny, rank=1, size=2)
         with serve_metrics(loader) as server:
@@ -52,6 +53,7 @@ class TestMetrics:
         assert values["fuelrail_storage_spans_total", None, None] >= 3 * count
         assert found[0].labels == {"dataset": "tiny", "rank": "1", "world_size": "2"}
 
+    @pytest.mark.costly
     def test_it_does_not_keep_the_loader_alive(self, tiny):
         loader = load(tiny)
         with serve_metrics(loader) as server:
@@ -88,6 +90,7 @@ class TestRanges:
 
 
 class TestAutotune:
+    @pytest.mark.costly
     def test_batches_are_the_same_whatever_it_does(self, tiny, monkeypatch, caplog):
         """With windows of one batch, and a trainer that counts as kept waiting, it changes something all the time."""
         monkeypatch.setattr("fuelrail.loaders.autotune._HUNGRY", -1.0)

@@ -119,12 +119,14 @@ EACH_CASE = [
 ]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("case", EACH_CASE)
 def test_ranks_threads_and_restarts_change_nothing(roots, case, tmp_path):
     root, options = arguments(roots, case, tmp_path)
     check_one_sequence(lambda batch_size, **where: load(root, batch_size, **{**where, **options}))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("case", [case for case in EACH_CASE if "transform" not in case.values[0]])
 def test_a_transform_that_changes_nothing_changes_nothing(roots, case, tmp_path):
     """Single samples, joined, are the batch that is made at once: windows, lanes, views, groups and channels too."""

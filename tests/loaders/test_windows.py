@@ -60,6 +60,7 @@ def single(root):
     return {int(batch["global_index"]): batch for batch in batches(root, 1, shuffle=False, points=True)}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("frames", "stride", "padding"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import math
 import operator
@@ -16,11 +17,12 @@ from hypothesis import strategies as st
 
 from fuelrail.pipeline.format.attributes import ClipTable
 from fuelrail.pipeline.format.dataset import open_dataset
-from fuelrail.pipeline.order.compile import CompiledOrder, compile_order
+from fuelrail.pipeline.order.compile import CompiledOrder, compile_order, compile_table
 from fuelrail.pipeline.order.lanes import LaneOrder
 from fuelrail.pipeline.order.mix import Mix, MixedOrder, MixSchedule, MixStage
 from fuelrail.pipeline.order.select import Filter
-from fuelrail.pipeline.order.spec import OrderSpec
+from fuelrail.pipeline.order.spec import OrderSpec, OrderStage
+from fuelrail.pipeline.order.table import Table
 from fuelrail.pipeline.order.weights import (
     AttributeWeights,
     ClassBalance,
@@ -259,6 +261,49 @@ def test_scheduled_mixes(ratios, ends, seed, epoch):
             if block >= epoch * num_blocks:
                 expected.append((dataset, permutation(lengths[dataset], key("order shuffled", dataset, turn))(at)))
     assert list(zip(entries.parts.tolist(), entries.samples.tolist(), strict=True)) == expected
+
+
+@given(st.data(), st.lists(st.tuples(st.integers(1, 40), st.booleans()), max_size=2), SEEDS, st.integers(0, 2))
+def test_stages(data, ends, seed, epoch):
+    n, epoch_length = 30, data.draw(st.none() | st.integers(1, 50))
+    columns = {f"w{d}": data.draw(st.lists(st.integers(1, 5), min_size=n, max_size=n)) for d in range(len(ends) + 1)}
+    bounds = [data.draw(st.integers(0, n - 1)) for _ in columns]
+    weighted = [data.draw(st.booleans()) for _ in columns]
+    until = np.cumsum([length for length, _ in ends]).tolist()
+    stages = tuple(
+        OrderStage(
+            filter=f"at >= {bound}", weights=(AttributeWeights(attribute=name),) if has_weights else (),
+            until=until[d] if d < len(until) else None, ramp=d < len(until) and ends[d][1],
+        )
+        for d, (name, bound, has_weights) in enumerate(zip(columns, bounds, weighted, strict=True))
+    )  # fmt: skip
+    spec = OrderSpec(seed=seed, stages=stages, epoch_length=epoch_length)
+    table = Table({"at": range(n), **columns}, spec, None, None)
+    order = compile_table(spec, table, table.lengths)
+
+    @functools.cache
+    def samples(d, e, length):
+        """Epoch e of the order of stage d."""
+        its_seed, held = key("order stage", seed, d) % 2**63 if d else seed, range(bounds[d], n)
+        weights = [columns[f"w{d}"][i] for i in held] if weighted[d] else None
+        shuffled = permutation(length, key("order shuffled", its_seed, e))
+        chosen = copies(weights, length, its_seed, e)
+        return [held[chosen[shuffled(at)]] for at in range(length)]
+
+    length = epoch_length or n - bounds[0]
+    assert order.epoch_length == length
+    expected, u = [], [0] * len(stages)
+    for position in range((epoch + 1) * length):
+        d = sum(position >= end for end in until)
+        start = until[d - 1] if d else 0
+        c, num = position - start, (until[d] if d < len(until) else 0) - start
+        if stages[d].ramp and (c + 1) ** 2 // (2 * num) > c**2 // (2 * num):
+            d += 1
+        if position >= epoch * length:
+            own_length = (weighted[d] and epoch_length) or n - bounds[d]
+            expected.append(samples(d, u[d] // own_length, own_length)[u[d] % own_length])
+        u[d] += 1
+    assert order.epoch(epoch)(np.arange(length)).tolist() == expected
 
 
 def as_text(value):

@@ -311,6 +311,7 @@ def test_verify_repairs_from_the_source(run, source, dataroot, tmp_path):
     assert digests(out) == before
 
 
+@pytest.mark.costly
 def test_a_folder_in_the_place_of_a_file_is_named(run, source, tmp_path):
     out = tmp_path / "out"
     shard(run, source.root, out)

@@ -46,6 +46,7 @@ def outs(source, tmp_path_factory):
     return base
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", list(LAYOUTS))
 def test_every_layout_holds_the_same_and_is_whole(outs, tmp_path, name):
     report = verify(outs / name, deep=True, num_threads=2)
@@ -74,6 +75,7 @@ def test_every_layout_holds_the_same_and_is_whole(outs, tmp_path, name):
     }  # fmt: skip
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["frame", "dictionary"])
 def test_the_same_bytes_from_any_number_of_workers_and_after_a_stop(source, outs, tmp_path, name):
     options = {"shard_size_bytes": SHARD_BYTES, **LAYOUTS[name]}
@@ -89,6 +91,7 @@ def test_the_same_bytes_from_any_number_of_workers_and_after_a_stop(source, outs
     assert digests(tmp_path / "out") == digests(outs / name)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("there", list(LAYOUTS))
 @pytest.mark.parametrize("here", ["member", "frame"])
 def test_shards_to_shards(outs, tmp_path, there, here):
@@ -166,6 +169,7 @@ def test_uncompressed_shards_have_the_size_that_was_asked_for(tmp_path):
     assert all(300_000 < entry.bytes < 450_000 for entry in shards[:-1])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["frame", "dictionary"])
 def test_a_new_version_of_such_datasets(outs, source, tmp_path, name):
     build_nuscenes(tmp_path / "source", {"d": 8}, num_points=61)

@@ -32,6 +32,7 @@ def new(dataroot, sharded):
     return sharded(dataroot("c3 d4"), **SMALL)
 
 
+@pytest.mark.costly
 def test_two_datasets_become_one(old, new, tmp_path):
     manifest = reshard([old, new], tmp_path / "out", seed=5, order="window:2", layout="none")
     assert verify(tmp_path / "out", deep=True, num_threads=2).faults == []
@@ -51,6 +52,7 @@ def test_two_datasets_become_one(old, new, tmp_path):
     assert digests(tmp_path / "out") == before
 
 
+@pytest.mark.costly
 def test_the_cameras_that_are_kept_are_those_of_a_dataset_made_of_them(old, dataroot, sharded, tmp_path):
     rig = [camera.channel for camera in open_dataset(old).manifest.cameras]
     kept = rig[1:]
@@ -169,6 +171,7 @@ def test_what_does_not_fit_together(old, new, dataroot, sharded, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.costly
 def test_the_commands(old, new, tmp_path, capsys):
     assert main(["reshard", str(old), str(new), str(tmp_path / "out"), "--seed", "3", "--workers", "1"]) == 0
     assert "16 samples" in capsys.readouterr().out

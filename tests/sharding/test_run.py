@@ -54,6 +54,7 @@ def shards_in(out):
     return {name: digest for name, digest in digests(out).items() if name.endswith((".tar", ".idx"))}
 
 
+@pytest.mark.costly
 def test_the_fingerprint_covers_every_byte_and_row_but_not_the_version_of_the_tool(source, expected, copy, tmp_path):
     """Another version is another recipe, and stands in the provenance; rows and bytes are the same."""
     ours = open_dataset(expected).manifest
@@ -183,6 +184,7 @@ def test_a_record_that_was_damaged_in_between_is_not_believed(source, expected, 
     assert digests(out) == digests(expected)
 
 
+@pytest.mark.costly
 def test_a_source_file_that_was_repaired_costs_the_shards_concerned_only(expected, copy, tmp_path):
     out = tmp_path / "out"
     victim = sorted((copy / "samples" / "LIDAR_TOP").iterdir())[3]
@@ -203,6 +205,7 @@ def test_a_source_file_that_was_repaired_costs_the_shards_concerned_only(expecte
     assert digests(out) == before
 
 
+@pytest.mark.costly
 def test_a_source_file_with_another_content_and_the_same_size_is_noticed(copy, tmp_path):
     out = tmp_path / "out"
     begin(copy, out, after=4)
@@ -213,6 +216,7 @@ def test_a_source_file_with_another_content_and_the_same_size_is_noticed(copy, t
     assert digests(out) == digests(tmp_path / "expected")
 
 
+@pytest.mark.costly
 def test_another_list_of_samples_and_a_changed_source_are_refused_with_both_sides(partial, expected, copy, dataroot):
     with pytest.raises(DatasetExistsError, match=r"16 samples of 4 clips .* there, 18 samples of 5 clips .* here"):
         shard_nuscenes(dataroot(f"{CLIPS} e2").root, partial, **OPTIONS)
@@ -365,6 +369,7 @@ def test_selected_samples_and_their_neighbours(source, tmp_path):
     assert outcome.manifest.num_clips == 2
 
 
+@pytest.mark.costly
 def test_a_limit_takes_the_first_samples_of_the_source(source, tmp_path):
     shard_nuscenes(source.root, tmp_path / "out", limit=6, splits={"train": 0.5, "val": 0.5})
     keys = sorted(open_dataset(tmp_path / "out").index.strings("key"))
@@ -392,6 +397,7 @@ def test_options_that_cannot_be_leave_nothing(source, tmp_path, values, says):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.costly
 def test_times_of_files_play_no_part(source, expected, partial, copy, tmp_path):
     # The machine's clock may have gone back, or the files may come from another one's future.
     out = shutil.copytree(partial, tmp_path / "out")

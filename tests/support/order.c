@@ -12,6 +12,8 @@
                                                          dataset and sample of each position (section 6); the datasets
                                                          are shuffled, each by the seed of its part; UNTIL of the last
                                                          stage, and of a mix without stages, is 0
+     stages SEED EPOCH L STAGES (UNTIL RAMP SELECTED SAMPLE... WEIGHTS WEIGHT... L_D)... COUNT POSITION...
+                                                         sample of each position (section 6), shuffled; WEIGHTS may be 0
      batch L G R RANK STEP START                         position and validity of each row (section 1)
 
    Plain and slow on purpose: memory is never freed, and every search is linear. */
@@ -159,6 +161,13 @@ static u64 *numbers(u64 count) {
     return found;
 }
 
+static double *doubles(u64 count) {
+    double *found = many(count, sizeof *found);
+    for (u64 i = 0; i < count; i++)
+        if (scanf("%lf", found + i) != 1) exit(2);
+    return found;
+}
+
 /* Section 4: the sample, among n selected ones, of each of L copies in stored order. */
 
 static u64 *copies(u64 n, const double *weights, u64 length, u64 seed, u64 epoch) {
@@ -184,9 +193,7 @@ static void order(void) {
     if (scanf("%15s", kind) != 1) exit(2);
     u64 seed = number(), epoch = number(), window = number(), num_shards = number(), *lengths = numbers(num_shards);
     u64 n = 0, num_selected = number(), *selected = numbers(num_selected), num_weights = number();
-    double *weights = many(num_weights, sizeof *weights);
-    for (u64 i = 0; i < num_weights; i++)
-        if (scanf("%lf", weights + i) != 1) exit(2);
+    double *weights = doubles(num_weights);
     for (u64 i = 0; i < num_shards; i++) n += lengths[i];
     u64 *shard_of = many(n, 8), length = number(), *copy = many(length, 8), count = number(), *wanted = numbers(count);
     for (u64 shard = 0, i = 0; shard < num_shards; shard++)
@@ -330,6 +337,29 @@ static void mix(void) {
     }
 }
 
+static void staged(void) {
+    u64 seed = number(), epoch = number(), length = number(), num = number();
+    struct { u64 n, *samples, num_weights, length; double *weights; } *own = many(num, sizeof *own);
+    Stage *stages = many(num, sizeof *stages);
+    for (u64 d = 0; d < num; d++) {
+        stages[d] = (Stage){many(num, 8), 0, 0};
+        stages[d].ratio[d] = 1, stages[d].until = number(), stages[d].ramp = number();
+        own[d].samples = numbers(own[d].n = number());
+        own[d].weights = doubles(own[d].num_weights = number());
+        own[d].length = number();
+    }
+    for (u64 count = number(); count; count--) {
+        u64 position = epoch * length + number(), d = 0, u = 0;
+        while (!held(num, num, stages, 1, position)[d]) d++;
+        for (u64 b = 0; b < position; b++) u += held(num, num, stages, 1, b)[d];
+        u64 its = d ? (u64)(key2("order stage", seed, d) % ((u128)1 << 63)) : seed, turn = u / own[d].length;
+        Permutation p = permutation(own[d].length, key2("order shuffled", its, turn));
+        u64 copy = at(&p, u % own[d].length);
+        if (own[d].num_weights) copy = copies(own[d].n, own[d].weights, own[d].length, its, turn)[copy];
+        printf("%" PRIu64 " ", own[d].samples[copy]);
+    }
+}
+
 /* Section 1. */
 
 static void batch(void) {
@@ -357,6 +387,7 @@ int main(void) {
         } else if (!strcmp(name, "order")) order();
         else if (!strcmp(name, "lanes")) lanes();
         else if (!strcmp(name, "mix")) mix();
+        else if (!strcmp(name, "stages")) staged();
         else if (!strcmp(name, "batch")) batch();
         else return 2;
         puts("");

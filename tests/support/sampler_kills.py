@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 
 from fuelrail.loaders.integrations.sampler import BatchSampler
 from fuelrail.pipeline.order.batching import World
-from fuelrail.pipeline.order.spec import OrderSpec
+from fuelrail.pipeline.order.spec import OrderSpec, OrderStage
+from fuelrail.pipeline.order.weights import AttributeWeights
 from support.forked import fork, join
 
 NUM_ROWS, GLOBAL_BATCH, NUM_STEPS = 1000, 24, 150
@@ -33,8 +34,17 @@ class Rows(torch.utils.data.Dataset):
         return row
 
 
+LOSSES = {f"v{version}": [row * version % 17 for row in range(NUM_ROWS)] for version in (3, 5)}
+STAGES = (  # all rows, a ramp from one version of the losses to the next one, and that one
+    OrderStage(until=600),
+    OrderStage(weights=(AttributeWeights(attribute="v3"),), until=2400, ramp=True),
+    OrderStage(weights=(AttributeWeights(attribute="v5"),)),
+)
+
+
 def make_sampler(world: World | None = None) -> BatchSampler:
-    return BatchSampler(NUM_ROWS, OrderSpec(seed=5), global_batch=GLOBAL_BATCH, world=world or World())
+    spec = OrderSpec(seed=5, stages=STAGES)
+    return BatchSampler(LOSSES, spec, global_batch=GLOBAL_BATCH, world=world or World())
 
 
 def train(file: Path, world: World, first: int) -> None:

@@ -89,6 +89,7 @@ class SourceSuite:
         if self.compare is not None:  # else by tests of the format's own
             check_same(made.world, made.folder / "out", **self.compare)
 
+    @pytest.mark.costly
     def test_the_same_bytes_from_four_workers_after_an_interruption(self, made, tmp_path):
         with pytest.raises(KeyboardInterrupt):
             self.make(made.spec, tmp_path / "out", workers=4, progress=Interrupt(1))
@@ -197,6 +198,7 @@ class SourceSuite:
                 scan_source(SourceSpec(self.kind, str(tmp_path / name), dict(self.options)))
 
     @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="bytes read are counted in /proc")
+    @pytest.mark.costly
     def test_the_scan_reads_no_pixel_beyond_heads(self, made, tmp_path):  # modules that it needs are imported by `made`
         if not self.reads_heads:
             pytest.skip("the scan of this format must read what holds its images")

@@ -52,6 +52,7 @@ def run(base, out, model=teacher, **options):
     return annotate(base, out, model, batch_size=2, transforms=SMALL, workers=1, **options)
 
 
+@pytest.mark.costly
 def test_ranks_and_interruptions_do_not_show(base, tmp_path, monkeypatch) -> None:
     before = digests(base)
     report = run(base, tmp_path / "a" / "teacher")
@@ -80,6 +81,7 @@ def test_ranks_and_interruptions_do_not_show(base, tmp_path, monkeypatch) -> Non
     assert digests(base) == before
 
 
+@pytest.mark.costly
 def test_the_loader_gets_what_the_model_said(base, tmp_path) -> None:
     for store, dtype in (("as_is", torch.float32), ("float16", torch.float16), ("int8", torch.int8)):
         run(base, tmp_path / store, store=store)

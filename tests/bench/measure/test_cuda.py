@@ -27,6 +27,7 @@ def test_a_linear_layers_arithmetic_is_counted():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("layers", "width", "tokens", "vocabulary"), [(2, 64, 32, 128), (3, 32, 128, 64)])
 def test_a_transformers_arithmetic_is_that_of_the_formula(layers, width, tokens, vocabulary):
     """72 B s l h^2 (1 + s / 6h + V / 12 h l): Korthikanti et al. 2022, arXiv:2205.05198, equation 7."""

@@ -43,6 +43,7 @@ def test_what_is_slowest_sets_the_pace(changes, cluster, step_ms):
         assert result.occupancy == pytest.approx(min(1.0, (50 * cluster.batch_size + 1) / step_ms))
 
 
+@pytest.mark.costly
 def test_queues_even_out_what_a_batch_now_and_then_takes_longer():
     """A mean below the accelerator's time, in bursts: more room behind the loader, less waiting."""
     bursts = [50.0] * 9 + [400.0]

@@ -97,6 +97,10 @@ def test_tensor_parallel_divides_computing_and_reports_its_axis():
     scattered = next(one for one in found.collectives if one.axis == "tp" and one.kind == "reduce_scatter")
     hidden = 4 * GPT.context * GPT.width * 4
     assert (scattered.count, scattered.bytes) == (2 * 2 * 4 + 1, 17 * hidden)
+    # Gradients of what the axis does not divide are summed once in a step, and the embedding's output in each pass.
+    more = shape("gpt-tiny", 4, 3, msgspec.structs.replace(INPUTS, micro_batches=3), mesh="dp_shard=2,tp=2")
+    once, thrice = (next(one for one in each.collectives if one.kind == "all_reduce") for each in (found, more))
+    assert (once.count, thrice.count) == (1 + 18, 3 + 18)
 
 
 def test_a_teacher_costs_its_forward_pass():

@@ -31,6 +31,7 @@ def batches(dataset, parts=(), kind=DataLoader, **options):
         ]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("part", ["storage", "decompression", "decode", "transform"])
 def test_batches_keep_their_shape_and_number(dataset, part):
     plain, without = batches(dataset, transform=mark), batches(dataset, {part}, transform=mark)

@@ -102,6 +102,7 @@ def test_three_lanes_decode_and_auto_tunes_their_number(dataset, cuda) -> None:
     assert (tuner._fewest, tuner.tuning.num_workers, tuner.most.num_workers) == (3, 3, 4)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("decoder", ["turbo", "batched"])
 def test_static_batches_keep_their_addresses_on_a_device(dataset, cuda, decoder) -> None:
     options = {"static": {"max_points": 4000, "buffers": 2}, "points": True, "shuffle": False, "seed": 3}

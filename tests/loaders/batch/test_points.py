@@ -46,6 +46,7 @@ def clouds(dataset, points, **options) -> dict[str, np.ndarray]:
     return {key: batch["points"][0].numpy() for key, batch in samples(dataset, points, **options).items()}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("num_sweeps", "min_distance_m"), [(1, 0.0), (3, 1.0), (8, 1.0), (30, 2.5)])
 def test_clouds_are_the_devkits(made, dataset, num_sweeps: int, min_distance_m: float) -> None:
     devkit = pytest.importorskip("nuscenes.nuscenes", reason="nuscenes-devkit is not installed")

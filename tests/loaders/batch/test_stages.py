@@ -69,6 +69,7 @@ def test_on_a_device_three_lanes_take_batches_in_turns(dataset, monkeypatch: pyt
     assert_same(dataset, pixels=PixelAugment(), batch_size=2)
 
 
+@pytest.mark.costly
 def test_transform_and_collate_get_single_samples(dataset) -> None:
     def transform(sample):
         sample["mean"] = float(sample["img"].float().mean())

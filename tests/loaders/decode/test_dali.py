@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from fuelrail.loaders.decode import ImageDecoder, Interpolation
     from fuelrail.pipeline.transforms.image import ImageAugment
 
+pytestmark = pytest.mark.costly
+
 HAS_CUDA12 = dali_install.installed_dali().package == "nvidia-dali-cuda120"
 
 

@@ -31,6 +31,7 @@ from support.dali_runs import AUGMENT, EVALUATION, Runs, as_on_gpu, batch, empty
 __all__ = ["as_on_gpu"]
 
 
+@pytest.mark.costly
 def test_images_that_only_turbo_decodes_are_left_to_it_and_it_is_logged_once(monkeypatch, caplog) -> None:
     encoded, maps = batch(16, EVALUATION)
     expected, out = (empty(16) for _ in range(2))
@@ -78,6 +79,7 @@ def test_what_is_not_about_an_image_is_raised_at_once(text, sizes, says, monkeyp
     assert decoder.num_refused == 0
 
 
+@pytest.mark.costly
 def test_the_first_run_of_every_pipeline_on_a_gpu_is_a_full_batch(monkeypatch, as_on_gpu) -> None:
     runs = Runs(monkeypatch, lambda fed: None)
     decoder = as_on_gpu(check_every=0)
@@ -107,6 +109,7 @@ def test_an_image_that_comes_again_is_decoded_once(monkeypatch: pytest.MonkeyPat
     assert sum(runs.sizes[1:]) == 2
 
 
+@pytest.mark.costly
 def test_outputs_are_held_until_one_wait_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     held = []
     wait = dali.ThreadState.wait
@@ -188,6 +191,7 @@ def test_no_memory_on_the_device_is_a_sentence_that_says_what_to_do(monkeypatch:
         decoder.new_output((1, 3, 48, 64))
 
 
+@pytest.mark.costly
 def test_one_image_in_n_is_compared(monkeypatch, as_on_gpu) -> None:
     encoded, maps = batch(13)
     decoder = as_on_gpu(check_every=5)

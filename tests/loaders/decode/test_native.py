@@ -75,6 +75,7 @@ def saturated(width: int, height: int) -> np.ndarray:
 
 
 class TestPixels:
+    @pytest.mark.costly
     @pytest.mark.parametrize("factor", [2, 4])
     @pytest.mark.parametrize("wh", [(16, 16), (17, 33), (160, 96), (333, 215), (640, 360)])
     @pytest.mark.parametrize("options", [{}, {"quality": 100}, {"quality": 5}, {"optimize": True}])
@@ -98,6 +99,7 @@ class TestPixels:
                 assert part is not None
                 assert np.array_equal(part[first:last, :, :3], whole[first:last])
 
+    @pytest.mark.costly
     @pytest.mark.parametrize("name", ALL_MAPS)
     def test_the_resize_is_bilinear_interpolation(self, camera_jpeg, portable, name: str) -> None:
         image_map, encoded = ALL_MAPS[name], encode(natural(1600, 900), subsampling="4:2:0", quality=92)
@@ -164,6 +166,7 @@ class TestDeclined:
         assert not camera_jpeg.takes(probe(encoded), 2)
         assert decode(camera_jpeg, encoded, 2) is None
 
+    @pytest.mark.costly
     @pytest.mark.parametrize("rows", [{}, {"restart_marker_rows": 1}])
     def test_damaged_files_are_declined_or_libjpeg_turbo_takes_them_too(self, camera_jpeg, rows) -> None:
         encoded = encode(natural(160, 96), subsampling="4:2:0", **rows)
@@ -188,6 +191,7 @@ class TestDeclined:
                 assert by_libjpeg(bytes(damaged), 2).shape == (48, 80, 3)
         assert outcomes == {True, False}
 
+    @pytest.mark.costly
     def test_coefficients_beyond_those_of_pictures_are_declined_or_the_pixels_are_the_same(
         self, camera_jpeg, portable
     ) -> None:

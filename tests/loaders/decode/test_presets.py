@@ -148,6 +148,7 @@ def trainers_picture(name: str, sample: int | None) -> np.ndarray:
     return np.asarray(image.rotate(rotate, Image.Resampling.BILINEAR)).transpose(2, 0, 1)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", RANDOM_PRESETS)

@@ -74,6 +74,7 @@ def test_it_does_splice_and_saves_bytes(subsampling: str) -> None:
     assert splice_rows(encoded, probe(encoded), 0, 400) is None
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("filter_", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("name", ALL_MAPS)
 def test_the_backend_gives_the_same_bytes_as_without(name: str, filter_: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import random
 import tracemalloc
+from fractions import Fraction
 from itertools import chain, islice, pairwise
 
+import msgspec
 import numpy as np
 import pytest
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
@@ -19,7 +22,7 @@ from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.batching import World
 from fuelrail.pipeline.order.compile import compile_mix, compile_order
 from fuelrail.pipeline.order.permutation import derive_key
-from fuelrail.pipeline.order.spec import Layout, Order, OrderSpec
+from fuelrail.pipeline.order.spec import Layout, Order, OrderSpec, OrderStage
 from fuelrail.pipeline.order.table import Entry
 from support.sampler_kills import run_kills
 from support.sized_datasets import write_synthetic_index
@@ -64,6 +67,12 @@ STAGES = [  # a ramp of 60 batches, and the mix after it
     fr.MixStage(ratios={"a": 3, "b": 1}, until=60 * G, ramp=True),
     fr.MixStage(ratios={"a": 1, "b": 3}),
 ]
+SCORE = fr.AttributeWeights(attribute="score")
+CURRICULUM = (  # a ramp of 20 batches, from an epoch into the next ones, and two stages after it
+    OrderStage(weights=(SCORE,), until=20 * G, ramp=True),
+    OrderStage(filter="num_car >= 1", weights=(NIGHT,), until=30 * G + 7),
+    OrderStage(filter="night"),
+)
 KINDS = {
     "shuffled": {"data": 5000, "spec": OrderSpec(seed=3)},
     "padded": {"data": 1000, "spec": OrderSpec(seed=3), "drop_last": False},
@@ -71,12 +80,13 @@ KINDS = {
     "windowed": {"data": COLUMNS, "spec": OrderSpec(kind="windowed", window=3), "blocks": 50},
     "lanes": {"data": COLUMNS, "spec": OrderSpec(kind="lanes", pieces_per_clip=2)},
     "filter": {"data": COLUMNS, "spec": OrderSpec(filter="night or num_car >= 2")},
-    "weights": {"data": COLUMNS, "spec": OrderSpec(weights=(NIGHT, fr.AttributeWeights(attribute="score")))},
+    "weights": {"data": COLUMNS, "spec": OrderSpec(weights=(NIGHT, SCORE))},
     "balance": {"data": COLUMNS, "spec": OrderSpec(weights=(fr.ClassBalance(classes=("num_car", "night")),))},
     "subset": {"data": COLUMNS, "spec": OrderSpec(subset="keys")},
     "parts": {"data": COLUMNS, "spec": OrderSpec(mix=fr.Mix(attribute="night", ratios={"true": 1, "false": 3}))},
     "datasets": {"data": {"a": COLUMNS, "b": 900}, "spec": OrderSpec(seed=1), "mix": {"a": 3, "b": 1}},
     "stages": {"data": {"a": COLUMNS, "b": 900}, "spec": OrderSpec(seed=1), "mix": STAGES},
+    "curriculum": {"data": COLUMNS, "spec": OrderSpec(seed=4, stages=CURRICULUM)},
     "frames": {"data": COLUMNS, "spec": OrderSpec(), "window": fr.FrameWindow(frames=(-2, 0, 1), pad="drop")},
 }
 
@@ -125,7 +135,7 @@ def test_the_order_is_that_of_a_dataset_of_ours(name, keys_file, stored):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_stops_on_any_number_of_ranks_leave_the_batches_as_they_are(name, keys_file):
-    """42 stops of each kind, 546 in all: each time another number of ranks continues from the state of one of them."""
+    """42 stops of each kind, 588 in all: each time another number of ranks continues from the state of one of them."""
     draw = random.Random(name)
     ranks = {size: [make(name, keys_file, World(rank, size)) for rank in range(size)] for size in WORLDS}
     whole, step, state = make(name, keys_file), 0, None
@@ -149,6 +159,73 @@ def test_stops_on_any_number_of_ranks_leave_the_batches_as_they_are(name, keys_f
         assert len(set(states)) == 1
         state, step = json.loads(draw.choice(states)), step + num_steps
     assert step > 3 * len(whole)
+
+
+def rows_on(size, num_steps, *given, **options):
+    """The rows of a run's first steps, drawn by this number of ranks and put together as a global batch is."""
+    ranks = [iter_run(BatchSampler(*given, global_batch=G, world=World(rank, size), **options)) for rank in range(size)]
+    return np.array([row for _ in range(num_steps) for rank in ranks for row in next(rank)])
+
+
+def iter_run(sampler):
+    while True:
+        yield from sampler
+
+
+@pytest.mark.parametrize("size", [1, 8, 64])
+def test_counts_are_the_exact_rational_shares_at_every_block_end(size):
+    """Of a mix in blocks of four, of weights in blocks of one position, and of what follows both ramps."""
+    ends = np.arange(0, 80 * G + 1, 4)
+    rows = rows_on(size, 80, {"a": 800, "b": 900}, OrderSpec(seed=1), mix=STAGES)
+    found = np.concatenate([[0], np.cumsum(rows < 800)])[ends]
+    for count, end in zip(found.tolist(), ends.tolist(), strict=True):
+        inside = Fraction(min(end, 60 * G), 4)  # blocks of the ramp; its share of "a" is a block's 3, going to 1
+        exact = 3 * inside - 2 * inside**2 / (2 * 60 * G // 4) + Fraction(max(end - 60 * G, 0), 4)
+        assert count == math.ceil(exact), end
+
+    sizes = ([1, 2, 1, 4, 8], [2, 2, 1, 1, 8, 2], [4, 4, 8])  # of each stage, 16 in sum
+    columns = {"of": np.repeat([0, 1, 2], [5, 6, 3]), "w": np.concatenate(sizes)}
+    stages = [
+        OrderStage("of == 0", until=1600),
+        OrderStage("of == 1", until=4800, ramp=True),
+        OrderStage("of == 2"),
+    ]
+    spec = OrderSpec(weights=(fr.AttributeWeights(attribute="w"),), stages=stages, epoch_length=1600)
+    rows = rows_on(size, 100, columns, spec)
+    of, at = columns["of"][rows], np.arange(1, 6401)
+    ramp = np.clip(at - 1600, 0, 3200)
+    assert (np.cumsum(of == 0) == np.minimum(at, 1600)).all()
+    assert (np.cumsum(of == 2) == ramp**2 // 6400 + np.maximum(at - 4800, 0)).all()
+    for stage, expected in enumerate(sizes):
+        for epoch in rows[of == stage].reshape(-1, 1600):
+            assert np.bincount(epoch).tolist()[-len(expected) :] == [100 * one for one in expected]
+
+
+def test_a_run_gets_further_stages_but_no_other_past():
+    stages = KINDS["curriculum"]["spec"].stages
+    first = msgspec.structs.replace(stages[1], until=None)
+    last = (msgspec.structs.replace(stages[1], until=1400), stages[2])
+
+    def of(*stages, **options):
+        return BatchSampler(COLUMNS, OrderSpec(stages=stages, **options), global_batch=G, world=World())
+
+    begun, extended = of(first), of(*last)
+    received = list(islice(iter_run(begun.count()), 20))
+    state = json.loads(json.dumps(begun.state_dict()))
+    extended.load_state_dict(state)
+    received += list(islice(iter_run(extended.count()), 20))
+    assert received == [of(*last)[step] for step in range(40)], "a run with all stages from its beginning is the same"
+    late = extended.state_dict()
+    for other, held in (
+        (of(*CURRICULUM), state), (of(first, seed=5), state), (begun, late), (of(last[0], OrderStage()), late),
+        (of(msgspec.structs.replace(last[0], until=1300), stages[2]), state),
+    ):  # fmt: skip
+        with pytest.raises(fr.StateMismatchError, match=r"state has .* loader has"):
+            other.load_state_dict(held)
+    beginning = of(*CURRICULUM).state_dict()
+    of(*CURRICULUM[:1], msgspec.structs.replace(CURRICULUM[1], until=None)).load_state_dict(beginning)
+    with pytest.raises(fr.StateMismatchError, match=r"'num_car >= 1'.* loader has .*'night'"):  # the ramp leads there
+        of(CURRICULUM[0], OrderStage(filter="night")).load_state_dict(beginning)
 
 
 def test_another_global_batch_gets_the_rest_of_the_epoch_once():

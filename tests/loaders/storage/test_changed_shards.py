@@ -27,6 +27,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("how", CHANGES)
 @pytest.mark.parametrize("on_error", ["raise", "substitute"])
 def test_a_shard_changed_during_an_epoch_is_a_named_error_or_no_harm(pristine, tmp_path, on_error, how):

@@ -72,6 +72,7 @@ class TestPread(StorageSuite):
         new.rename(own / "train-000000.tar")
         assert bytes(storage.span(*rows[1])) == expected[1]
 
+    @pytest.mark.costly
     def test_pages_of_neighbours_do_not_pass_for_a_samples_own(self, tmp_path):
         root = tmp_path / "large"
         build_dataset(root, {"train": (60, 60)}, size=(320, 192))
@@ -102,6 +103,7 @@ class TestPread(StorageSuite):
         open_files = [link.resolve() for link in Path("/proc/self/fd").iterdir()]
         assert [file.parent for file in open_files if file.suffix == ".tar"] == [pristine.resolve()] * 2
 
+    @pytest.mark.costly
     def test_beyond_memory_used_pages_go_but_for_a_part_that_stays_the_same(self, tmp_path):
         root = tmp_path / "large"
         build_dataset(root, {"train": (60, 60)}, size=(320, 192))

@@ -138,6 +138,7 @@ class TestDamage:
                 read_row(dataset, 1)
             assert (caught.value.shard, caught.value.offset, caught.value.key) == (path.name, row.offset, row.key)
 
+    @pytest.mark.costly
     def test_any_flip_in_the_index_is_an_error_of_ours_or_the_same_members(self, built, copy) -> None:
         good = (copy / INDEX_FILE).read_bytes()
         rng = random.Random(5)

@@ -218,6 +218,7 @@ def test_damage_in_content_leaves_the_frame_alone(at, flip) -> None:
     assert list(iter_members(damaged, shard=SHARD)) == FOUND
 
 
+@pytest.mark.costly
 def test_every_damaged_byte_of_headers_and_padding_is_found() -> None:
     for at in sorted(set(range(len(PACKED))) - CONTENT):
         damaged = bytearray(PACKED)

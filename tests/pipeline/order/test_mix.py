@@ -157,7 +157,8 @@ def stage(a, b, c, **options):
         ([stage(1, 1, 1, until=7), stage(1, 1, 1)], "block of 3"),
         ([stage(1, 1, 1), stage(1, 1, 1)], "end in turn"),
         ([stage(999, 1, 1, until=3), stage(1, 1, 0)], "at most 1024"),
-        ([stage(1, 0, 0, until=2**27, ramp=True), stage(0, 1, 0)], r"at most 2\*\*26 blocks"),
+        ([stage(1, 0, 0, until=2**32, ramp=True), stage(0, 1, 0)], "may have 2147483648"),
+        ([stage(1023, 1, 0, until=2**37, ramp=True), stage(0, 1, 0)], "134217728 blocks of 1024, and may have 67141"),
     ],
 )
 def test_stages_that_make_no_schedule_are_refused(stages, message):

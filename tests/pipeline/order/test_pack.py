@@ -20,10 +20,10 @@ from fuelrail.pipeline.errors import OrderError, StateMismatchError, WorldError
 from fuelrail.pipeline.order.balance import Balance, deal
 from fuelrail.pipeline.order.batching import World
 from fuelrail.pipeline.order.cost import Cost, compute_costs
-from fuelrail.pipeline.order.mix import Mix
+from fuelrail.pipeline.order.mix import Mix, MixStage
 from fuelrail.pipeline.order.pack import Pack, pack_window
 from fuelrail.pipeline.order.permutation import KeyedPermutation, derive_key
-from fuelrail.pipeline.order.spec import Layout, Order, OrderSpec
+from fuelrail.pipeline.order.spec import Layout, Order, OrderSpec, OrderStage
 from fuelrail.pipeline.order.weights import AttributeWeights
 
 RNG = np.random.default_rng(7)
@@ -250,6 +250,15 @@ def test_the_next_epoch_is_counted_while_this_one_is_read():
     assert len(order._counts[1].packs) == order.num_windows
 
 
+def test_a_sample_is_found_in_its_pack():
+    epoch = BatchSampler(DATA, ORDERS["weights"], global_batch=1)._rows.order.epoch(1)
+    which, positions = epoch.find(np.arange(0, NUM, 7))
+    found = {(sample, position) for sample, position in zip((which * 7).tolist(), positions.tolist(), strict=True)}
+    packs = epoch.entries(np.arange(len(epoch)))
+    pairs = zip(packs.samples.tolist(), packs.flags["pack"].tolist(), strict=True)
+    assert found == {(sample, pack) for sample, pack in pairs if sample % 7 == 0}
+
+
 def test_costs_are_whole_numbers_rounded_up():
     table = pa.table({"t": [0, 3, 10], "b": [True, False, True], "l": [[1], [], [1, 2]]})
     assert compute_costs("b", table).tolist() == [1, 0, 1]
@@ -257,6 +266,11 @@ def test_costs_are_whole_numbers_rounded_up():
     model = Cost(linear={"t": 7, "l": 1}, quadratic={"t": 2}, constant=5, divisor=10)
     exact = [(5 + 7 * t + length + 2 * t * t) / 10 for t, length in ((0, 1), (3, 0), (10, 2))]
     assert compute_costs(model, table).tolist() == [int(np.ceil(value)) for value in exact]
+
+
+def mixed_in_stages():
+    stages = [MixStage(ratios={"a": 1}, until=8), MixStage(ratios={"a": 1})]
+    return BatchSampler({"a": DATA}, OrderSpec(pack=PACK), global_batch=1, mix=stages)
 
 
 def over(costs, **spec):
@@ -274,7 +288,9 @@ def over(costs, **spec):
         (lambda: Cost(linear={"c": -1}), "coefficients >= 0"),
         (lambda: Balance(cost="c", micro_batches=0), "micro_batches must be 1"),
         (lambda: OrderSpec(kind="lanes", pack=PACK), "no pack"),
-        (lambda: Order(OrderSpec(pack=PACK), Layout((3,)), 0), "need a dataset"),
+        (lambda: OrderSpec(stages=(OrderStage(),), pack=PACK), "no stages"),
+        (lambda: mixed_in_stages(), "stages of a mix count"),
+        (lambda: Order(OrderSpec(pack=PACK), Layout((3,)), 0), "pack, balance and stages need a dataset"),
         (lambda: Sampler(DATA, OrderSpec(pack=PACK), global_batch=4), "use BatchSampler"),
         (lambda: BatchSampler(DATA, OrderSpec(pack=Pack(budget=1000, cost="tokens")), global_batch=1), "sample 's"),
         (

@@ -19,7 +19,7 @@ from fuelrail.pipeline.order.compile import CompiledOrder
 from fuelrail.pipeline.order.lanes import LaneOrder
 from fuelrail.pipeline.order.mix import MAX_BLOCK, Mix, MixedOrder
 from fuelrail.pipeline.order.permutation import MAX_LENGTH, KeyedPermutation, derive_key
-from fuelrail.pipeline.order.spec import Layout, Order, OrderSpec
+from fuelrail.pipeline.order.spec import Layout, Order, OrderSpec, OrderStage
 from fuelrail.pipeline.order.weights import (
     MAX_POSITIONS,
     AttributeWeights,
@@ -57,6 +57,9 @@ ROWS: list[tuple[Callable[[], object], type[FuelrailError], str]] = [
         ({"kind": "windowed", "window": 0}, "got 0"),
         ({"window": 4}, "window=4 requires order kind 'windowed', got 'shuffled'"),
         ({"kind": "lanes", "weights": BY_A}, "take no weights"), ({"kind": "lanes", "mix": MIX_A}, "no mix"),
+        ({"kind": "lanes", "stages": (OrderStage(),)}, "no stages"),
+        ({"mix": MIX_A, "stages": (OrderStage(),)}, "a mix or stages, not both"),
+        ({"stages": ("v1",)}, "stages=.* is not allowed"),
         ({"pieces_per_clip": 2}, "pieces_per_clip=2 requires order kind 'lanes', got 'shuffled'"),
         ({"kind": "lanes", "pieces_per_clip": 0}, "pieces_per_clip must be 1 or more, got 0"),
         ({"epoch_length": 0}, "epoch_length must be 1 or more, got 0"),
@@ -68,13 +71,15 @@ ROWS: list[tuple[Callable[[], object], type[FuelrailError], str]] = [
         ({"epoch_length": "9"}, "epoch_length='9' is not allowed"),
         ({"kind": "lanes", "pieces_per_clip": "2"}, "pieces_per_clip='2' is not allowed"),
     )),
+    (partial(OrderStage, until="9"), OrderError, "until='9' is not allowed"),
+    (lambda: Order(OrderSpec(stages=(OrderStage(),)), SMALL, 0), OrderError, "stages need a dataset"),
     (lambda: convert({"king": "shuffled"}, OrderSpec, "order.yaml"), ConfigError, "allowed here: kind, seed, window"),
     (lambda: convert({"weights": [{"by": "luck"}]}, OrderSpec, "order.yaml"), ConfigError, "weights"),
     (lambda: convert({"frames": [0], "pad": "zeros"}, FrameWindow, "w"), ConfigError, "repeat_edge"),
     *((partial(Layout, shards), OrderError, words) for shards, words in (
         ((), "at least one shard"), ((3, 0), "shard 1 holds 0"), ((-1,), "holds -1"), ((MAX_LENGTH, 1), "at most"),
     )),
-    (lambda: Order(OrderSpec(epoch_length=5), SMALL, 0), OrderError, "epoch_length=5 requires weights or a mix"),
+    (lambda: Order(OrderSpec(epoch_length=5), SMALL, 0), OrderError, "requires weights, a mix or stages"),
     *((partial(Order, OrderSpec(**fields), SMALL, 0), OrderError, "need a dataset") for fields in (
         {"kind": "lanes"}, {"filter": "night"}, {"subset": "f"}, {"weights": BY_A}, {"mix": MIX_A},
     )),

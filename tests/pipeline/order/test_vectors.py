@@ -12,11 +12,12 @@ import pytest
 
 from fuelrail.pipeline.format.attributes import ClipTable
 from fuelrail.pipeline.order.batching import Batching, World
-from fuelrail.pipeline.order.compile import CompiledOrder
+from fuelrail.pipeline.order.compile import CompiledOrder, compile_table
 from fuelrail.pipeline.order.lanes import LaneOrder
 from fuelrail.pipeline.order.mix import MixedOrder, MixSchedule, MixStage
 from fuelrail.pipeline.order.permutation import KeyedPermutation, derive_key
-from fuelrail.pipeline.order.spec import ORDER_VERSION, OrderSpec
+from fuelrail.pipeline.order.spec import ORDER_VERSION, OrderSpec, OrderStage
+from fuelrail.pipeline.order.table import Table
 from fuelrail.pipeline.order.weights import AttributeWeights, SystematicSampling
 
 pytestmark = pytest.mark.process
@@ -59,6 +60,23 @@ def computed(case) -> dict:
             assert mixed.num_blocks == case["blocks_per_epoch"]
             entries = mixed.epoch(case["epoch"]).entries(case["positions"])
             return {"datasets": entries.parts.tolist(), "samples": entries.samples.tolist()}
+        case "stages":
+            columns = {}
+            for d, one in enumerate(case["stages"]):
+                weights = dict(zip(one["selected"], one["weights"] or [1.0] * len(one["selected"]), strict=True))
+                columns[f"in{d}"] = [row in weights for row in range(case["rows"])]
+                columns[f"w{d}"] = [weights.get(row, 0.0) for row in range(case["rows"])]
+            stages = [
+                OrderStage(
+                    filter=f"in{d}", until=one["until"], ramp=one["ramp"],
+                    weights=(AttributeWeights(attribute=f"w{d}"),) if one["weights"] else (),
+                )
+                for d, one in enumerate(case["stages"])
+            ]  # fmt: skip
+            spec = OrderSpec(seed=case["seed"], stages=tuple(stages), epoch_length=case["epoch_length"])
+            order = compile_table(spec, Table(columns, spec, None, None), [case["rows"]])
+            assert [one.epoch_length for one in order.orders] == [one["epoch_length"] for one in case["stages"]]
+            return {"samples": order.epoch(case["epoch"])(case["positions"]).tolist()}
         case "batch":
             world = World(case["rank"], case["ranks"])
             batching = Batching(case["epoch_length"], case["global_batch"], world, False, case["start"])
@@ -96,6 +114,12 @@ def line(case) -> str:
             for stage in stages:
                 numbers += [*stage["ratios"], stage["until"] or 0, int(stage["ramp"])]
             return f"mix {' '.join(map(str, [*numbers, *case['lengths']]))} {counted(case['positions'])}"
+        case "stages":
+            text = f"stages {case['seed']} {case['epoch']} {case['epoch_length']} {len(case['stages'])}"
+            for one in case["stages"]:
+                head = f"{one['until'] or 0} {int(one['ramp'])} {counted(one['selected'])}"
+                text += f" {head} {counted(one['weights'] or [])} {one['epoch_length']}"
+            return f"{text} {counted(case['positions'])}"
         case "batch":
             names = ("epoch_length", "global_batch", "ranks", "rank", "step", "start")
             return f"batch {' '.join(str(case[name]) for name in names)}"
@@ -108,7 +132,7 @@ def line(case) -> str:
 def test_the_vectors_are_of_this_version_and_of_every_kind() -> None:
     assert FOUND["order_version"] == ORDER_VERSION
     kinds = {case["kind"] for case in CASES}
-    assert kinds == {"key", "permutation", "shuffled", "sequential", "windowed", "lanes", "mix", "batch"}
+    assert kinds == {"key", "permutation", "shuffled", "sequential", "windowed", "lanes", "mix", "stages", "batch"}
     assert len(CASES) >= 30
 
 

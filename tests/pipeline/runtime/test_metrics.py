@@ -33,6 +33,7 @@ def served(*metrics: Metric) -> str:
         return answer.read().decode()
 
 
+@pytest.mark.costly
 def test_the_text_is_what_prometheus_reads():
     text = served(*loader_metrics(Stats(), {"rank": "1"}))
     assert '# TYPE fuelrail_batches_total counter\nfuelrail_batches_total{rank="1"} 4.0\n' in text
@@ -46,6 +47,7 @@ def test_the_text_is_what_prometheus_reads():
         assert text.count(f"# TYPE {name} ") == text.count(f"# HELP {name} ") == 1, "one group a name"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("label", ["plain", 'a"b', "a\\b\\n", "two\nlines", "\u00fc\u20ac"])
 def test_what_is_served_is_read_back(label):
     (metric,) = parse(served(Metric("fuelrail_stage_queue", {"stage": label, "rank": "0"}, 1 / 3)))
@@ -65,6 +67,7 @@ class TestServer:
             urllib.request.urlopen(server.url, timeout=10)
         assert threading.active_count() == before
 
+    @pytest.mark.costly
     def test_a_client_that_says_nothing_keeps_nobody_out(self):
         with MetricsServer(list, port=0) as server:
             host, port = server.url.removeprefix("http://").removesuffix("/metrics").rsplit(":", 1)
@@ -72,6 +75,7 @@ class TestServer:
             with silent, urllib.request.urlopen(server.url, timeout=10) as answer:
                 assert answer.status == 200
 
+    @pytest.mark.costly
     def test_a_taken_port_is_said(self):
         with MetricsServer(list, port=0) as server:
             port = int(server.url.rsplit(":", 1)[1].removesuffix("/metrics"))

@@ -66,6 +66,7 @@ def test_what_is_drawn():
     assert "########.. 6/8" in text
 
 
+@pytest.mark.costly
 def test_the_command_reads_a_real_endpoint(capsys):
     seconds = itertools.count(1)
     with MetricsServer(lambda: at(next(seconds), 0.2), port=0) as server:
@@ -74,6 +75,7 @@ def test_the_command_reads_a_real_endpoint(capsys):
     assert "rank 2" in capsys.readouterr().out
 
 
+@pytest.mark.costly
 def test_the_function_returns_what_the_command_shows():
     seconds, seen = itertools.count(1), []
     with MetricsServer(lambda: at(next(seconds), 0.2), port=0) as server:

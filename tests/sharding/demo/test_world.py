@@ -23,12 +23,14 @@ from fuelrail.sharding.demo.world import KEYFRAME_US, SynthClip, captures, make_
 SPEC = SynthOptions(seed=11, clips=6, frames=5, lidar_sweeps=2, camera_sweeps=1)
 
 
+@pytest.mark.costly
 def test_a_clip_is_the_same_in_a_larger_world() -> None:
     larger = msgspec.structs.replace(SPEC, clips=9)
     assert make_clip(larger, 1).actors == make_clip(SPEC, 1).actors
     assert make_clip(larger, 1).props == make_clip(SPEC, 1).props
 
 
+@pytest.mark.costly
 def test_seeds_give_other_worlds() -> None:
     other = make_clip(msgspec.structs.replace(SPEC, seed=12), 0)
     mine = make_clip(SPEC, 0)
@@ -68,6 +70,7 @@ def test_nothing_ever_touches_anything(index: int) -> None:
     assert len(tracks) > 40
 
 
+@pytest.mark.costly
 def test_clips_differ_in_weather_and_say_so() -> None:
     clips = [make_clip(SPEC, index) for index in range(6)]
     words = [clip.description.lower() for clip in clips]
@@ -123,6 +126,7 @@ def test_overlap_of_turned_rectangles_agrees_with_sampled_points(distance: float
         assert not footprints_overlap(first, second)
 
 
+@pytest.mark.costly
 def test_each_pixel_shows_what_its_ray_meets_first() -> None:
     clip = make_clip(SynthOptions(seed=8), 0)
     solids, camera = solids_near(clip, clip.start_us), clip.rig.cameras[0]
@@ -158,6 +162,7 @@ def _ahead(clip: SynthClip, metres: float, left: float, actor: int, size: tuple[
     return Solid("vehicle.bus.rigid", actor, (place[0], place[1], size[2] / 2), yaw, size, (9, 9, 9), 0)
 
 
+@pytest.mark.costly
 def test_what_is_hidden_is_not_seen() -> None:
     clip = make_clip(SynthOptions(seed=2), 0)
     large, small = (8.0, 3.0, 3.0), (2.0, 1.0, 1.0)

@@ -28,6 +28,7 @@ def attributes(out):
     return pq.read_table(out / "attributes.parquet").drop_columns(["split"]).sort_by("key").to_pylist()
 
 
+@pytest.mark.costly
 def test_there_and_back_gives_the_same_shards(first, tmp_path):
     # The order of the source's own shards plays no part: a dataset shuffled otherwise leads to the same bytes.
     whole = {"seed": 7, "splits": SPLITS, "shard_size_bytes": 1 << 30}

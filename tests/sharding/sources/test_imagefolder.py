@@ -41,6 +41,7 @@ def labels(dataset, split):
     return {batch["sample_token"][0]: int(batch["cls"]) for batch in loaded}
 
 
+@pytest.mark.costly
 def test_folders_of_splits_and_classes(tmp_path):
     names = [
         f"{split}/{name}/{at}.JPEG" for split in ("training", "val") for name in ("dog", "Cat", "bird") for at in "12"

@@ -337,6 +337,7 @@ def odd(made):
     made.write()
 
 
+@pytest.mark.costly
 def test_nuscenes_the_scan_report_is_printed_and_in_the_manifest(made, tmp_path, capsys):
     odd(made)
     arguments = ["shard", f"nuscenes:{made.root}", str(tmp_path / "out"), "--workers", "1"]

@@ -29,6 +29,7 @@ def appended(old, dataroot, sharded, tmp_path_factory):
     return new, both
 
 
+@pytest.mark.costly
 def test_the_log_names_parents_and_their_parents(old, appended, tmp_path) -> None:
     new, both = appended
     fr.reshard(both, tmp_path / "again", seed=3)

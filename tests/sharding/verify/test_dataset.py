@@ -103,6 +103,7 @@ def test_damaged_files(out, name, harm, says):
     assert {fault.file for fault in found} == {name}
 
 
+@pytest.mark.costly
 def test_a_flipped_index_is_found_and_what_it_says_is_not_trusted(out):
     whole = (out / INDEX_FILE).read_bytes()
     for at in range(64, len(whole) - 64, max(len(whole) // 40, 1)):

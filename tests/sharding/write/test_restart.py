@@ -65,6 +65,7 @@ def datasets(source, sharded):
     return sharded(source), sharded(source, jpeg="restart")
 
 
+@pytest.mark.costly
 def test_datasets_hold_the_same_pixels_and_the_same_bytes_each_time(source, datasets, tmp_path) -> None:
     shard_nuscenes(source.root, tmp_path / "three", num_workers=3, jpeg="restart")
     assert digests(datasets[1]) == digests(tmp_path / "three")
@@ -82,6 +83,7 @@ def test_datasets_hold_the_same_pixels_and_the_same_bytes_each_time(source, data
     assert recipe["jpegtran"].startswith("libjpeg-turbo version ")
 
 
+@pytest.mark.costly
 def test_loaders_give_the_same_batches(datasets) -> None:
     image = ImageAugment(height=24, width=80, train=True, resize_range=(0.5, 0.9), flip_prob=0.5)
     loaders = [make_loader(out, 1, image=image, seed=1, num_workers=1) for out in datasets]

@@ -179,6 +179,7 @@ def test_killed_at_every_point_a_run_resumes(source, tmp_path, expected):
     assert deaths * EACH > 30
 
 
+@pytest.mark.costly
 def test_killed_again_and_again_a_run_resumes(source, tmp_path, expected):
     """Each death comes a little later than the one before it, on what that one left."""
     out = tmp_path / "out"

@@ -30,6 +30,7 @@ def test_a_report_is_no_worse_than_itself():
     assert all(change.ratio == pytest.approx(1) for change in changes)
 
 
+@pytest.mark.costly
 def test_noise_is_seldom_taken_for_a_change():
     real = [compare(noisy(2 * seed), noisy(2 * seed + 1))[0].is_real for seed in range(60)]
     assert sum(real) <= 9  # 5% are meant, a short series makes it some more

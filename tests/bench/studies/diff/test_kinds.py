@@ -20,6 +20,7 @@ REPORTS = {
 }
 
 
+@pytest.mark.costly
 def test_reports_keep_to_the_schemas_that_are_written(tmp_path):
     write_schemas(tmp_path / "schemas")
     schemas = {path.name: msgspec.json.decode(path.read_bytes()) for path in (tmp_path / "schemas").iterdir()}

@@ -54,6 +54,7 @@ def both_texts(report):
     return render_markdown(report), page.text
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("runs", [[loader_run(124.0), loader_run(126.0)], [loader_run(None)]], ids=["figures", "none"])
 def test_page_and_markdown_show_what_the_report_says(runs):
     report = loader_report_of(runs)
@@ -84,6 +85,7 @@ def test_the_bus_to_a_device_takes_part_in_the_waterfall(bus, left):
     assert f"to the device, which takes {bus:.0f} samples/s" in render_markdown(report)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("rates", "shown"), [([120.0, 121.0], False), ([120.0, 121.0, 122.0], True)])
 def test_an_interval_needs_three_runs(rates, shown):
     report = loader_report_of([loader_run(rate) for rate in rates])
@@ -92,6 +94,7 @@ def test_an_interval_needs_three_runs(rates, shown):
         assert ("2 runs: no interval" in text) is not shown
 
 
+@pytest.mark.costly
 def test_the_waterfall_is_refused_where_the_repeats_differ_by_more_than_its_steps():
     figures = loader_report_of([loader_run(rate) for rate in (80.0, 120.0, 125.0)]).figures
     assert figures.is_waterfall_noise
@@ -101,6 +104,7 @@ def test_the_waterfall_is_refused_where_the_repeats_differ_by_more_than_its_step
         assert "whole loader: batches assembled" not in text
 
 
+@pytest.mark.costly
 def test_a_stage_above_its_limit_is_said_at_the_chart():
     report = loader_report_of([loader_run(rate) for rate in (149.0, 150.0, 151.0)])
     assert not report.figures.is_waterfall_noise

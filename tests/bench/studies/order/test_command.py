@@ -50,8 +50,15 @@ def test_filters_lanes_and_config_files_are_described(dataset, tmp_path, capsys)
     )
     weighted = described(capsys, dataset, "--config", config)
     assert (weighted["num_selected"], weighted["epoch_length"]) == (1200, 500)
+    config.write_text(
+        "stages:\n  - {filter: not night, until: 3000, ramp: true}\n  - {filter: frame < 10}\nepoch_length: 2400\n"
+    )
+    staged = described(capsys, dataset, "--config", config, "--epoch", 1)
+    assert (staged["num_selected"], staged["epoch_length"]) == (48 * 40 + 12 * 10, 2400)
+    assert [stage["order"]["filter"] for stage in staged["identity"]["stages"]] == ["not night", "frame < 10"]
 
 
+@pytest.mark.costly
 def test_the_table_and_the_plot(dataset, tmp_path, capsys):
     plot = tmp_path / "order.png"
     arguments = [str(dataset), "--kind", "windowed", "--window", "5", "--plot", str(plot)]
@@ -63,6 +70,7 @@ def test_the_table_and_the_plot(dataset, tmp_path, capsys):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.costly
 def test_a_plot_without_a_whole_batch_has_no_nan_in_its_titles(dataset, tmp_path):
     plot = tmp_path / "order.svg"
     assert main(["order", "describe", str(dataset), "--global-batch", "5000", "--plot", str(plot)]) == 0

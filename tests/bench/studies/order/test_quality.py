@@ -51,6 +51,7 @@ def test_the_keyed_permutation_is_as_good_as_a_true_shuffle(n):
     assert abs(quality.worst[1]) < 4, quality
 
 
+@pytest.mark.costly
 def test_its_figures_scatter_over_keys_as_those_of_true_shuffles_do():
     n, count = 1025, 600  # the shortest length that is not a table
     rng = np.random.default_rng(2)

@@ -62,6 +62,7 @@ def test_a_run_that_ends_a_tenth_worse_is_seen_or_said_to_be_too_small(num_steps
     assert all(f"a difference of {result.smallest:.2g} would have been seen" in result.sentence() for result in unseen)
 
 
+@pytest.mark.costly
 def test_the_smallest_difference_that_would_have_been_seen_is_mostly_seen():
     smallest = np.mean([compared(curve(seed), curve(1000 + seed)).smallest for seed in range(200)])
     seen = [compared(curve(seed) + smallest, curve(1000 + seed)).verdict for seed in range(200)].count("parted")

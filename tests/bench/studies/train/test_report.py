@@ -144,6 +144,7 @@ def on_data(read_bytes, *, ranks=2, leave_out=(), num_samples=10):
     return build_report(settings, logs, machine=MACHINE, dataset=dataset, cut_off=None)
 
 
+@pytest.mark.costly
 def test_a_run_from_the_page_cache_says_so():
     report = on_data(0)
     source = report.source

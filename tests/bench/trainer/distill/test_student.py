@@ -68,6 +68,7 @@ def losses(place, settings, *, student="bev-tiny", **transforms):
 ALL_PARTS = "labels=0.5,logits=1,features=0.3,targets=0.7"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("store", "largest"), [("as_is", 2e-6), ("float16", 1e-3)])
 def test_a_layer_teaches_as_the_model_beside_the_student_does(place, store, largest):
     online = losses(place, {"teacher": str(place / "vit-tiny"), "weights": ALL_PARTS})
@@ -76,6 +77,7 @@ def test_a_layer_teaches_as_the_model_beside_the_student_does(place, store, larg
     assert len(set(online)) == len(online)
 
 
+@pytest.mark.costly
 def test_every_part_and_the_temperature_change_what_the_student_learns(place):
     teacher = {"teacher": str(place / "vit-tiny"), "weights": "logits=1"}
     parts = ("features=1", "targets=1", "labels=1,logits=1")
@@ -107,6 +109,7 @@ def logits_channel(law=GRID, shape=(8, 8)):
     return {**head, **frame, "axes": ["x", "y"][: len(shape)], "shape": list(shape)}
 
 
+@pytest.mark.costly
 def test_logits_of_a_grid_move_with_the_ego_augmentation(place):
     """A teacher that says what the labels say is right on mirrored samples too, by the law of its channel."""
 
@@ -123,6 +126,7 @@ def test_logits_of_a_grid_move_with_the_ego_augmentation(place):
     assert taught == pytest.approx(labels, abs=1e-6)
 
 
+@pytest.mark.costly
 def test_detections_of_a_layer_take_the_labels_place(place):
     def boxes(row):
         return {"detections": {"box": np.array([[3.0 * row - 20, 5, 0, 4, 2, 1.5, 0]], np.float32)}}

@@ -73,6 +73,7 @@ def test_degrees_that_do_not_divide_model_or_batch_are_refused(model, degrees, o
         check_fits(ParallelSettings(**options), degrees, MODELS[model], batch_size, (80, 112))
 
 
+@pytest.mark.costly
 def test_sizes_and_numbers_of_blocks_are_those_of_the_models():
     torch = pytest.importorskip("torch")
     from fuelrail.bench.trainer.models.build import build_model

@@ -104,6 +104,7 @@ def epochs(num_samples, num_epochs, seed=0):
     return np.concatenate([rng.permutation(num_samples) for _ in range(num_epochs)]).tolist()
 
 
+@pytest.mark.costly
 def test_shuffled_epochs_hit_as_often_as_the_cache_is_large_and_far_more_than_lru():
     sequence = epochs(400, 8)
     later = len(sequence) - 400

@@ -169,6 +169,7 @@ def test_a_source_without_poses(root, tmp_path):
         fr.DataLoader(tmp_path / "again", 1, **options)
 
 
+@pytest.mark.costly
 def test_windows_without_poses_have_all_but_the_motion_between_frames(root, tmp_path):
     for kind in ("neutral", "neutral_without_poses"):
         fr.shard(f"{kind}:{root}", tmp_path / kind, workers=1, splits={"train": 1.0})

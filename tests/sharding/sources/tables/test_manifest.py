@@ -146,6 +146,7 @@ def facts_of(number: int) -> dict:
     }  # fmt: skip
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("window", [None, {"frames": [-1, 0]}])
 def test_values_and_attributes_of_rows_are_in_batches(wide, tmp_path, window):
     edit(wide, lambda rows: [{**row, **facts_of(number)} for number, row in enumerate(rows)])
@@ -201,6 +202,7 @@ def test_one_file_is_a_location_too(wide):
     assert scan(wide / "mine.jsonl").num_samples == 8
 
 
+@pytest.mark.costly
 def test_a_table_longer_than_a_batch(tmp_path, monkeypatch):
     """Rows of a clip lie in several batches, and clips begin inside of one."""
     monkeypatch.setattr(tables, "_ROWS", 102)

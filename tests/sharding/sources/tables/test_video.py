@@ -303,6 +303,7 @@ def test_of_several_streams_the_one_that_ffmpeg_takes_is_decoded(tmp_path):
     assert numbers_in(tmp_path / "out") == {"front": list(range(6))}
 
 
+@pytest.mark.costly
 def test_a_table_of_a_terabyte_of_zeros_is_named_and_not_searched_for_videos(tmp_path):
     with (tmp_path / "frames.jsonl").open("wb") as file:
         file.truncate(1 << 40)

@@ -48,6 +48,7 @@ def base(tmp_path_factory):
     return root
 
 
+@pytest.mark.costly
 def test_bytes_do_not_depend_on_who_wrote_what(base, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(writer_module, "ROWS_PER_SEGMENT", 3)
     monkeypatch.setattr(finish_module, "SHARD_BYTES", 20_000)

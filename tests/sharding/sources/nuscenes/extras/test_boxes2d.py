@@ -47,6 +47,7 @@ def random_corners(rng: np.random.Generator, number: int) -> np.ndarray:
     return np.einsum("mij,mkj->mki", turn, signs * rng.uniform(0.5, 5, (number, 1, 3))) + centre[:, None]
 
 
+@pytest.mark.costly
 def test_whole_boxes_are_those_of_nuscenes_devkit(made, tmp_path) -> None:
     devkit = opened_by_devkit(made.root)
     from nuscenes.utils.geometry_utils import BoxVisibility, view_points
@@ -73,6 +74,7 @@ def test_whole_boxes_are_those_of_nuscenes_devkit(made, tmp_path) -> None:
     assert seen > 3
 
 
+@pytest.mark.costly
 def test_cut_off_boxes_bound_what_is_left() -> None:
     rng = np.random.default_rng(1)
     corners = random_corners(rng, 400)
@@ -93,6 +95,7 @@ def test_cut_off_boxes_bound_what_is_left() -> None:
     assert cut > 20
 
 
+@pytest.mark.costly
 def test_boxes_around_the_camera_bound_their_visible_sides() -> None:
     rng = np.random.default_rng(2)
     corners = random_corners(rng, 60) - (0, 0, 5)
@@ -153,6 +156,7 @@ def test_tokens_are_those_of_the_tables_in_the_order_of_boxes(made, tmp_path) ->
     assert len(set(ids.values())) == 18
 
 
+@pytest.mark.costly
 def test_a_dataset_with_all_groups_is_sound(made, tmp_path) -> None:
     add_radar_files(made)
     options = {"channels": ["boxes2d", "tokens", "trajectories", "description", "radar"], "radar_sweeps": 1}
