@@ -60,7 +60,7 @@ def intraclass_correlation(values: NDArray[np.integer], groups: NDArray[np.int64
 def measure_costs(order: EndlessOrder, in_order: Epoch, entries: Entries, global_batch: int, ranks: int) -> CostFigures:
     """Return the figures of one epoch, whose ``entries`` are those at all positions.
 
-    Raises WorldError where so many ranks cannot share the global batch.
+    Raises WorldError where the ranks cannot share the global batch.
     """
     base = order.base if isinstance(order, BalancedOrder) else order
     packed = base if isinstance(base, PackedOrder) else None
