@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.loader import DataLoader
     from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy
     from fuelrail.loaders.schedule.layers import LayerOptions
+    from fuelrail.loaders.schedule.ledger import LedgerOptions
     from fuelrail.pipeline.order.balance import Balance
     from fuelrail.pipeline.order.batching import World
     from fuelrail.pipeline.order.cost import Cost
@@ -49,6 +50,7 @@ __all__ = [
     "ImageAugment",
     "IterableView",
     "LayerOptions",
+    "LedgerOptions",
     "LoaderStats",
     "Mix",
     "Normalize",

@@ -15,10 +15,11 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from fuelrail.loaders.config import Budget, default_memory_bytes, default_num_workers
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.runtime.host import default_memory_bytes, default_num_workers
 
 if TYPE_CHECKING:
+    from fuelrail.loaders.config import Budget
     from fuelrail.pipeline.runtime.stages import StageClock
 
 _LOG = logging.getLogger(__name__)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fuelrail.loaders.config import default_num_workers
 from fuelrail.loaders.decode import dali_install, plugin_decoders
 from fuelrail.loaders.decode.native import load as load_native
 from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, given_flags, print_json
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.runtime.host import default_num_workers
 
 if TYPE_CHECKING:
     import argparse

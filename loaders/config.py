@@ -1,10 +1,8 @@
-"""The loader's settings, and this process's share of the CPUs and the memory of its host."""
+"""The loader's settings."""
 
 from __future__ import annotations
 
 import functools
-import math
-import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Never, TypeAlias
 
@@ -15,12 +13,13 @@ from msgspec import Meta
 from fuelrail.loaders.decode.lens import Undistort
 from fuelrail.loaders.decode.protocol import DaliOptions
 from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy
+from fuelrail.loaders.schedule.ledger import LedgerOptions, ledger_options
 from fuelrail.loaders.storage import BACKENDS, Backend
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.order.mix import MixStage
 from fuelrail.pipeline.order.spec import OrderSpec
 from fuelrail.pipeline.order.windows import FrameWindow
-from fuelrail.pipeline.runtime.host import available_memory_bytes, usable_cpus
+from fuelrail.pipeline.runtime.host import default_num_workers
 from fuelrail.pipeline.settings import (
     CheckedSettings,
     PathText,
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
 
 BoxFrame: TypeAlias = Literal["ego", "lidar"]
 """Frames of reference that boxes can be in."""
-
-_MEMORY_SHARE: Final = 0.25
 
 _DEFAULT_IMAGE: Final = ImageAugment(height=256, width=704)
 
@@ -351,6 +348,7 @@ class Arguments(Settings, frozen=True, kw_only=True):
     world: Any
     trace: Any
     check_ranks: Annotated[bool, _BOOL]
+    ledger: LedgerOptions | None
 
     def __post_init__(self) -> None:
         """Read dicts and files of settings; refuse values that are not allowed."""
@@ -364,6 +362,7 @@ class Arguments(Settings, frozen=True, kw_only=True):
                     "fields, or the path of a .yaml file"
                 )
             msgspec.structs.force_setattr(self, "storage", {"backend": backend})
+        msgspec.structs.force_setattr(self, "ledger", ledger_options(self.ledger))
         resolve_fields(self, where="")
         check_types(self, ConfigError, where="")
         for name in ("transform", "batch_transform", "collate_fn", "trace"):
@@ -432,19 +431,3 @@ class UnlikeTorch:
             "Trainer takes it from `get_train_dataloader`; give torch's DataLoader an IterableView(loader), with "
             "batch_size=None; Subset, random_split and samplers take a MapView(dataset) (fuelrail.loaders.integrations)"
         )
-
-
-def ranks_on_host() -> int:
-    """Return the number of ranks that share this host, as the launcher says (LOCAL_WORLD_SIZE), else 1."""
-    stated = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, int(stated)) if stated.isdecimal() else 1
-
-
-def default_num_workers() -> int:
-    """Return the number of decoding threads for this rank: its share of the CPUs that the process may use."""
-    return max(1, math.ceil(usable_cpus()) // ranks_on_host())
-
-
-def default_memory_bytes() -> int:
-    """Return the default memory for batch buffers of this rank."""
-    return int(available_memory_bytes() * _MEMORY_SHARE) // ranks_on_host()

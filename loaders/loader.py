@@ -15,7 +15,7 @@ import msgspec
 
 from fuelrail.loaders.autotune import Autotuner, Tuning, batches_in_flight, make_tuner
 from fuelrail.loaders.batch import buffer_pool, user
-from fuelrail.loaders.batch.channels import choose_attributes, choose_channels
+from fuelrail.loaders.batch.channels import choose
 from fuelrail.loaders.batch.counterfactual import LeftOut, LoaderPart, leave_out
 from fuelrail.loaders.batch.packs import check_packs, choose_buffers
 from fuelrail.loaders.batch.points import Points, choose_points
@@ -24,17 +24,17 @@ from fuelrail.loaders.batch.transfer import make_transfer, require_cuda
 from fuelrail.loaders.config import Arguments, Budget, StorageOptions, Transforms, UnlikeTorch, refuse_unknown
 from fuelrail.loaders.decode import decodes_on_device
 from fuelrail.loaders.decode.protocol import MAX_LANES, MIN_LANES
-from fuelrail.loaders.distributed import check_ranks_agree, detect_world, resolve_world, warn_of_workers
+from fuelrail.loaders.distributed import batch_digest, check_ranks_agree, detect_world, resolve_world, warn_of_workers
 from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy, BadSamples
-from fuelrail.loaders.schedule.datasets import Chosen, DatasetLike, open_all, require_lidar
+from fuelrail.loaders.schedule.datasets import DatasetLike, open_all, require_lidar
 from fuelrail.loaders.schedule.layers import check_epoch, check_views, open_layers
+from fuelrail.loaders.schedule.ledger import LedgerOptions, RunLedger
 from fuelrail.loaders.schedule.prefetch import prefetch
 from fuelrail.loaders.schedule.schedule import Schedule, ScheduleRequest, make_schedule
-from fuelrail.loaders.schedule.state import STATE_VERSION, LoaderState, decode_state, encode_state, sample_settings
+from fuelrail.loaders.schedule.state import decode_state, sample_settings, settings_of_state, state_at
 from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.storage.protocol import add_stats
 from fuelrail.loaders.viewer.batch import LoaderDisplay
-from fuelrail.pipeline.channels.sensors import choose_cameras
 from fuelrail.pipeline.errors import FuelrailError, WorldError
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.order.balance import order_batching
@@ -118,6 +118,8 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         trace: receives timing events, for example a `fuelrail.pipeline.runtime.trace.TraceRecorder`.
         check_ranks: at the start of each iteration compare settings and first batch over all processes, in one small
             collective operation that every process must take part in; for debugging.
+        ledger: file that records which samples the weights have seen, or a `LedgerOptions`; of one run, which appends
+            to it when it is continued (docs/guides/runs.md). Call :meth:`state_dict` for checkpoints only.
 
     Raises:
         ConfigError: an argument out of range; TypeError: one that does not exist; WorldError: ranks and batch do not
@@ -152,6 +154,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         world: World | DeviceMesh | None = None,
         trace: Observer | None = None,
         check_ranks: bool = False,
+        ledger: LedgerOptions | Fields | None = None,
         **unknown: Never,
     ) -> None:
         given = dict(locals())
@@ -168,48 +171,47 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         self.dataset = next(iter(self.datasets.values()))
         """The dataset; of a mix the first one, whose rig and classes all others share."""
         self.order = options.order or OrderSpec(kind="shuffled" if shuffle else "sequential", seed=options.seed)
-        check_packs(options)
         points_of, *_ = [choose_points(one, options.transforms.points) for one in self.datasets.values()]
         self._schedule, self._batching = _choose_samples(options, self.datasets, self.order, points_of, self.world)
-        sources, where = self._schedule.sources, self._schedule.where
+        sources, self.where = self._schedule.sources, self._schedule.where
+        """The positions of an epoch to rows of the datasets, and back."""
         self._look_ahead_bytes = options.storage.look_ahead_bytes or max(
             source.storage.look_ahead_bytes for source in sources
         )
-        self._bad = BadSamples(options.bad_samples, sources, where, self.world.rank)
+        self._bad = BadSamples(options.bad_samples, sources, self.where, self.world.rank)
         transfer = make_transfer(device, pinned=pin_memory is not False)
         self._make = make_batch_pipeline(options, points_of, sources, self._bad, transfer)
         self.selected = self._make.channels.channels
-        chosen = [channel.name for channel in self.selected] or None
         self.cameras = self._make.cameras
         """Names of the cameras in a batch, in its order."""
-        are_all = len(self.cameras) == len(self.dataset.manifest.cameras)
-        content = sample_settings(
-            options.seed, **options.transforms.content(), channels=chosen, cameras=None if are_all else [*self.cameras]
-        )
+        content = _content(options, self._make, len(self.dataset.manifest.cameras))
         self._identity = msgspec.structs.replace(self._schedule.identity, settings=content)
-        self._num_images = where.frames * len(self._make.cameras)
-        axes = () if self._window is None else (where.frames,)
+        self._ledger = RunLedger(options.ledger, self._identity, self._batching, self._make.decoder.name)
+        self._ledger.records_loader(options, self.datasets, self.order)
+        self._bad.note = self._ledger.replaced
+        self._num_images = self.where.frames * len(self._make.cameras)
+        axes = () if self._window is None else (self.where.frames,)
         axes = (self.batch_size * (1 + options.transforms.two_views), *axes)
         images = self._make.augments.images
-        tuner = _choose_tuner(options, sum(map(math.prod, buffer_pool.image_shapes(images, axes))), self._make)
+        on_device = decodes_on_device(self._make.decoder)
+        batch_bytes = sum(map(math.prod, buffer_pool.image_shapes(images, axes)))
+        tuner = _choose_tuner(options, batch_bytes, on_device=on_device and not self._make.parses_hard)
         tuning = Tuning(options.num_threads, options.prefetch_factor) if tuner is None else tuner.tuning
         self.num_workers, self.prefetch_factor = tuning
         if pinned := transfer is not None if pin_memory is None else pin_memory:
             require_cuda("pin_memory=True")
         keep = batches_in_flight(tuning if tuner is None else tuner.most, self.batch_size)
-        on_device = decodes_on_device(self._make.decoder)
         self._take = choose_buffers(self.order.pack, images, axes, on_device=on_device, pinned=pinned, keep=keep)
         self._runner = Runner(f"fuelrail-r{self.world.rank}", tuner, trace)
-        self._share = WorkerShard()
         self._start = self._position = Cursor()
         self._epoch_is_set = False
-        self._batches, self._left_out = 0, LeftOut()
+        self._share, self._batches, self._left_out = WorkerShard(), 0, LeftOut()
         self._starting, self._walk = threading.Lock(), Walk(self._start, self._batching)
 
     def __repr__(self) -> str:
-        names, length = "+".join(self.datasets), self._schedule.where.epoch_length
+        names = "+".join(self.datasets)
         return (
-            f"DataLoader({names}, split {self._arguments.split}, {length} samples, "
+            f"DataLoader({names}, split {self._arguments.split}, {self.where.epoch_length} samples, "
             f"{len(self)} batches of {self.batch_size}, rank {self.world.rank} of {self.world.size}, "
             f"decoder {self.transforms.decoder})"
         )
@@ -238,12 +240,13 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
             self._start = self._start.rolled(self._batching)
         check_epoch(self._schedule.layers, self._start.epoch)
         self._position = self._start
+        self._ledger.enter(self._start)
         with self._starting:
             self._walk = walk = Walk(self._start, self._batching, self._share)
             if not (self._runner.is_running and self._runner.idle_at(self._start)):
                 self.close()
                 streams = self._schedule.streams(walk)
-                asked = prefetch(self._schedule.where.scheduled(walk), streams, self._look_ahead_bytes)
+                asked = prefetch(self.where.scheduled(walk), streams, self._look_ahead_bytes)
                 made = buffer_pool.tasks(asked, self._schedule.sources, self._take, self._window, self._make.groups)
                 self._runner.start(made, self._left_out.stages(self.stages()), streams)
             return self._drain(self._runner.take(), walk)
@@ -262,15 +265,8 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
 
         After a ``break`` that is the place of the break: a loader that loads it continues with the rest of that epoch.
         """
-        return encode_state(
-            LoaderState(
-                version=STATE_VERSION,
-                identity=self._identity,
-                epoch=self._position.epoch,
-                samples_consumed=self._position.samples_consumed,
-                global_batch_size=self._batching.global_batch,
-            )
-        )
+        self._ledger.reached("state")
+        return state_at(self._identity, self._position, self._batching.global_batch)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Continue after a saved state, on any number of ranks; the next iteration starts there.
@@ -285,6 +281,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         Walk(restored, self._batching)  # refuses more samples than an epoch has
         self._start = self._position = restored
         self._epoch_is_set = False
+        self._ledger.restore(restored)
 
     def stats(self) -> LoaderStats:
         """Return the stages' clocks and the counts since the loader was made; empty before the first iteration."""
@@ -308,6 +305,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         Decoding threads are shared out too. State then counts ``count`` steps a batch, for loaders of the same share.
         """
         assert 0 <= index < count, "a share is one of count"
+        self._ledger.refuse_share()
         if self._share.of == 1 < count:
             self.num_workers = max(1, self.num_workers // count)
         self._share = WorkerShard(index, count)
@@ -316,6 +314,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         """Stop the threads, ending an iteration under way. The loader can be iterated again."""
         self._runner.stop()
         self._make.close()
+        self._ledger.reached("end")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle, for spawned processes, the arguments, the rank and the position: a copy continues as a fork does."""
@@ -343,11 +342,13 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
                 batch = self._make.hand_over(made)
                 del made
                 if self._check_ranks and not handed_out:
-                    check_ranks_agree(_rank_settings(self.state_dict(), self.batch_size), self.world, batch)
+                    settings = settings_of_state({**self.state_dict(), "batch_size": self.batch_size})
+                    check_ranks_agree(settings, self.world, batch)
                 begin_epoch()
                 handed_out += 1
                 self._batches += 1
                 self._position = walk.after(handed_out)
+                self._ledger.hand_out(walk.after(handed_out - 1), self._position, partial(batch_digest, batch))
                 if (tuning := self._runner.tuning_due()) is not None:
                     self.num_workers, self.prefetch_factor = tuning
                     self._runner.adapt(self._left_out.stages(self.stages()))
@@ -384,28 +385,19 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         self._left_out, self._schedule, self._make = leave_out(parts, self._schedule, self._make)
 
 
-def _rank_settings(state: dict[str, Any], batch_size: int) -> dict[str, Any]:
-    """Return what must be equal on all ranks, as plain JSON types."""
-    identity = msgspec.json.decode(state.pop("identity"))
-    return {**identity.pop("settings"), **identity, "batch_size": batch_size, **state}
-
-
 def _choose_samples(
     options: Arguments, datasets: Mapping[str, Dataset], order: OrderSpec, points: Points, world: World
 ) -> tuple[Schedule, Batching]:
     """Compile the order and open the storages; split the order into steps."""
+    check_packs(options)
     storage, transforms, is_mix = options.storage, options.transforms, options.mix is not None
     opening: Any = {"storage_options": storage.options, "cache_dir": storage.cache_dir, "retry": storage.retry}
     layers = open_layers(datasets, options.layers, opening, is_mix=is_mix)
     check_views(layers, options.seed, transforms.content(), is_mix=is_mix, window=options.window)
     global_batch = options.batch_size * world.size
-    chosen = {}
-    for name, one in datasets.items():
-        rig = [camera.channel for camera in one.manifest.cameras]
-        cameras = choose_cameras(rig, transforms.cameras, one.location)
-        channels = choose_channels(one, transforms.channels, layers[name], points.lidar, cameras)
-        attributes = choose_attributes(one, options.split, transforms.attributes, layers[name], channels)
-        chosen[name] = Chosen(cameras, channels, attributes)
+    chosen = {
+        name: choose(one, options.split, transforms, layers[name], points.lidar) for name, one in datasets.items()
+    }
     choice = ScheduleRequest(
         datasets, options.mix, options.split, order, options.window,
         points=points.lidar is not None, sweeps=points.accumulation is not None, chosen=chosen, layers=layers,
@@ -427,11 +419,17 @@ def _choose_samples(
     return schedule, order_batching(schedule.where.order, global_batch, world, drop_last=options.drop_last)
 
 
-def _choose_tuner(options: Arguments, batch_bytes: int, make: BatchPipeline) -> Autotuner | None:
+def _content(options: Arguments, make: BatchPipeline, num_cameras: int) -> dict[str, Any]:
+    """Return what decides the content of a sample, of a rig with this number of cameras."""
+    channels = [channel.name for channel in make.channels.channels] or None
+    cameras = None if len(make.cameras) == num_cameras else [*make.cameras]
+    return sample_settings(options.seed, **options.transforms.content(), channels=channels, cameras=cameras)
+
+
+def _choose_tuner(options: Arguments, batch_bytes: int, *, on_device: bool) -> Autotuner | None:
     if options.budget is None:
         return None
     # On a GPU the only threads that do work worth tuning are those that decode, unless parsing is work.
-    on_device = decodes_on_device(make.decoder) and not make.parses_hard
     lanes = (MIN_LANES, MAX_LANES) if on_device else None
     return make_tuner(options.budget, options.batch_size, batch_bytes, options.prefetch_factor, lanes)
 

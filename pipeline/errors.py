@@ -25,6 +25,7 @@
     │   └── ImageError             an encoded image that is refused or broken
     ├── DecoderError           a decoder or its device that fails, or wrong pixels without an error
     ├── BadSamplesError        more bad samples than the policy allows
+    ├── LedgerError            a ledger of a run that was changed, or cannot be written
     ├── StateMismatchError     loader state of another dataset, order, version or augmentation
     └── StageError             an exception in a loader stage, with its origin
 """
@@ -180,6 +181,14 @@ class DecoderError(FuelrailError):
 
 class BadSamplesError(FuelrailError):
     """More bad samples than ``max_bad`` allows; ``__cause__`` is the last one's error."""
+
+
+class LedgerError(FuelrailError):
+    """A ledger that is not whole, or of another run; ``record`` is the number of the first wrong record, or None."""
+
+    def __init__(self, text: str = "", record: int | None = None) -> None:
+        super().__init__(text)
+        self.record = record
 
 
 class StateMismatchError(FuelrailError):

@@ -95,6 +95,9 @@ class SourceOptions(Settings, frozen=True, kw_only=True):
             metavar="KEY=VALUE",
         ),
     ] = ()
+    cameras: Annotated[
+        str | None, flag("cameras to keep, such as cam_front,cam_back: the source's option of that name (default: all)")
+    ] = None
     check: Annotated[bool, flag("scan the source, report, and write nothing")] = False
 
 

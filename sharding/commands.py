@@ -47,7 +47,8 @@ def _run_shard(args: argparse.Namespace) -> int:
     from fuelrail.sharding.sources.registry import options_of_texts, parse_source
 
     source = from_flags(args, SourceOptions)
-    given = options_of_texts(parse_source(args.source, {}).kind, source.option)
+    pairs = source.option if source.cameras is None else (*source.option, f"cameras=[{source.cameras}]")
+    given = options_of_texts(parse_source(args.source, {}).kind, pairs)
     if source.check:
         report = check_source(args.source, options=given)
         sys.stdout.write(report.as_json() if from_flags(args, PrintOptions).json else report.as_text())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from fuelrail.__main__ import main
 from fuelrail.loaders import ImageAugment, World
 from fuelrail.pipeline.errors import SchemaError, SourceError
+from fuelrail.pipeline.format import rules
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.rules import Rig, are_rigid, broken_boxes, broken_calibration, broken_names
 from fuelrail.pipeline.sample.schema import (
@@ -21,6 +23,7 @@ from fuelrail.pipeline.sample.schema import (
     META,
     Boxes,
     Geometry,
+    array_specs,
     decode_arrays,
     encode_arrays,
     encode_points,
@@ -420,3 +423,33 @@ def test_the_writer_refuses_a_source_that_breaks_a_rule(tmp_path):
     with pytest.raises(SourceError, match=r"cannot be stored: boxes.safetensors: boxes3d\[0\] is .* 0.0"):
         shard_nuscenes(tmp_path / "source", tmp_path / "out", splits={"train": 1.0})
     assert list((tmp_path / "out").glob("*.tar")) == []
+
+
+def _limits(dtype):
+    return np.iinfo(dtype).min, np.iinfo(dtype).max
+
+
+def test_one_look_at_all_values_finds_what_the_rules_find_one_by_one(monkeypatch):
+    rng = np.random.default_rng(0)
+    rig = Rig(("cam_front", "cam_back"), (("lidar_top", 5),), num_classes=3, num_attributes=2)
+    values = (NAN, INF, -INF, 0, 1, -1, -2, 2, 5, 1e-3, 1 + 1e-3, 1e6, 1e9, 1.1e9, 65_535, 65_536)
+    whole = {Geometry: make_geometry(rng, 64, 48, 10**18, (1, 1)), Boxes: make_boxes(rng, 4)}
+    found: list[bool] = []
+    for kind, record in whole.items():
+        names = [spec[0] for spec in array_specs(kind) if "timestamp" not in spec[0]]
+        for _ in range(600):
+            name = rng.choice(names)
+            array = getattr(record, name).copy()
+            value = rng.choice(values)
+            if not array.size or (array.dtype.kind != "f" and value != np.clip(value, *_limits(array.dtype))):
+                continue
+            array.flat[rng.integers(array.size)] = value
+            changed = replace(record, **{name: array})
+            broken = broken_calibration if kind is Geometry else partial(broken_boxes, rig=rig)
+            at_once = list(broken(changed))
+            with monkeypatch.context() as patch:
+                patch.setattr(rules, "_is_whole", lambda _: False)
+                patch.setattr(rules, "_are_whole", lambda *_: False)
+                assert list(broken(changed)) == at_once, (name, value)
+            found.append(bool(at_once))
+    assert 0.1 < np.mean(found) < 0.9

@@ -32,10 +32,23 @@ if TYPE_CHECKING:
     from fuelrail.bench.studies.order.describe import DescribeOptions as DescribeOptions
     from fuelrail.bench.studies.order.describe import describe_order as describe_order
     from fuelrail.bench.studies.plan.run import plan as plan
+    from fuelrail.bench.studies.runs.history import run_diff as run_diff
+    from fuelrail.bench.studies.runs.history import run_history as run_history
+    from fuelrail.bench.studies.runs.replay import replay as replay
+    from fuelrail.bench.studies.runs.replay import seen as seen
     from fuelrail.bench.studies.scale.options import ScaleOptions as ScaleOptions
     from fuelrail.bench.studies.scale.run import scale as scale
-    from fuelrail.bench.studies.train.run import train as train
+    from fuelrail.bench.studies.train.run import bench_train as bench_train
     from fuelrail.bench.studies.train.settings import TrainOptions as TrainOptions
+    from fuelrail.bench.trainer.checkpoints.saver import Checkpoints as Checkpoints
+    from fuelrail.bench.trainer.own import LoopOptions as LoopOptions
+    from fuelrail.bench.trainer.own import evaluate as evaluate
+    from fuelrail.bench.trainer.own import train as train
+    from fuelrail.bench.trainer.strategies.parallel import parallelise as parallelise
+    from fuelrail.bench.trainer.strategies.settings import ParallelSettings as ParallelSettings
+    from fuelrail.bench.trainer.weights import WeightsReport as WeightsReport
+    from fuelrail.bench.trainer.weights import load_weights as load_weights
+    from fuelrail.bench.trainer.weights import save_weights as save_weights
     from fuelrail.loaders.commands import DoctorReport as DoctorReport
     from fuelrail.loaders.commands import doctor as doctor
     from fuelrail.loaders.config import Budget as Budget
@@ -49,6 +62,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.records import Batch as Batch
     from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy as BadSamplePolicy
     from fuelrail.loaders.schedule.layers import LayerOptions as LayerOptions
+    from fuelrail.loaders.schedule.ledger import LedgerOptions as LedgerOptions
     from fuelrail.loaders.viewer.batch import BatchDescription as BatchDescription
     from fuelrail.loaders.viewer.batch import Picture as Picture
     from fuelrail.loaders.viewer.view import ViewOptions as ViewOptions
@@ -66,6 +80,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.errors import FuelrailError as FuelrailError
     from fuelrail.pipeline.errors import ImageError as ImageError
     from fuelrail.pipeline.errors import IndexFileError as IndexFileError
+    from fuelrail.pipeline.errors import LedgerError as LedgerError
     from fuelrail.pipeline.errors import ManifestError as ManifestError
     from fuelrail.pipeline.errors import MemberError as MemberError
     from fuelrail.pipeline.errors import MemberTooLargeError as MemberTooLargeError
@@ -145,13 +160,27 @@ _PUBLIC: Final = {
     "diff": "fuelrail.bench.studies.diff",
     "DiffOptions": "fuelrail.bench.studies.diff",
     "LoaderOptions": "fuelrail.bench.studies.loader.options",
+    "replay": "fuelrail.bench.studies.runs.replay",
+    "run_diff": "fuelrail.bench.studies.runs.history",
+    "run_history": "fuelrail.bench.studies.runs.history",
+    "seen": "fuelrail.bench.studies.runs.replay",
     "scale": "fuelrail.bench.studies.scale.run",
     "ScaleOptions": "fuelrail.bench.studies.scale.options",
-    "train": "fuelrail.bench.studies.train.run",
+    "bench_train": "fuelrail.bench.studies.train.run",
     "TrainOptions": "fuelrail.bench.studies.train.settings",
+    "Checkpoints": "fuelrail.bench.trainer.checkpoints.saver",
+    "evaluate": "fuelrail.bench.trainer.own",
+    "LoopOptions": "fuelrail.bench.trainer.own",
+    "load_weights": "fuelrail.bench.trainer.weights",
+    "save_weights": "fuelrail.bench.trainer.weights",
+    "WeightsReport": "fuelrail.bench.trainer.weights",
+    "parallelise": "fuelrail.bench.trainer.strategies.parallel",
+    "ParallelSettings": "fuelrail.bench.trainer.strategies.settings",
+    "train": "fuelrail.bench.trainer.own",
     # loaders
     "BadSamplePolicy": "fuelrail.loaders.schedule.bad_samples",
     "LayerOptions": "fuelrail.loaders.schedule.layers",
+    "LedgerOptions": "fuelrail.loaders.schedule.ledger",
     "Budget": "fuelrail.loaders.config",
     "DaliOptions": "fuelrail.loaders.decode.protocol",
     "DataLoader": "fuelrail.loaders.loader",
@@ -218,6 +247,7 @@ _PUBLIC: Final = {
     "SchemaError": "fuelrail.pipeline.errors",
     "ImageError": "fuelrail.pipeline.errors",
     "BadSamplesError": "fuelrail.pipeline.errors",
+    "LedgerError": "fuelrail.pipeline.errors",
     "StateMismatchError": "fuelrail.pipeline.errors",
     "StageError": "fuelrail.pipeline.errors",
     "DecoderError": "fuelrail.pipeline.errors",

@@ -42,6 +42,7 @@ _COMMANDS: dict[str, _Entry] = {
     "order": _Entry(
         "fuelrail.bench.studies.order.describe", "show which samples an order selects, and how well it shuffles"
     ),
+    "runs": _Entry("fuelrail.bench.studies.runs.command", "read the ledger of a run: what its weights have seen"),
     "plan": _Entry(
         "fuelrail.bench.studies.commands",
         "say what fits, how fast it trains, what it costs, and whether the data keeps up",

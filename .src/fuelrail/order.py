@@ -3,7 +3,7 @@
 ``import fuelrail.order`` imports numpy and msgspec, and neither torch nor pyarrow.
 """
 
-from fuelrail.loaders.integrations.sampler import BatchSampler, CountedLoader, Sampler
+from fuelrail.loaders.integrations.sampler import BatchSampler, CountedLoader, Sampler, StatefulSampler
 from fuelrail.pipeline.errors import OrderError, StateMismatchError, WorldError
 from fuelrail.pipeline.order.balance import Balance
 from fuelrail.pipeline.order.batching import World
@@ -33,6 +33,7 @@ __all__ = [
     "Pack",
     "Sampler",
     "StateMismatchError",
+    "StatefulSampler",
     "World",
     "WorldError",
 ]

@@ -6,9 +6,7 @@ batches however many ranks there are and however often a run is interrupted.
 
 from __future__ import annotations
 
-import importlib
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
@@ -18,6 +16,7 @@ import numpy as np
 from msgspec import Meta
 
 from fuelrail.bench.annotate.outputs import infer_table, read_table, rows_of
+from fuelrail.bench.trainer.models.build import find
 from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.schedule.layers import view_settings
 from fuelrail.pipeline.cli import counted
@@ -204,23 +203,12 @@ class _Annotation:
 
 def _load(name: str) -> Model:
     """Import ``MODULE:NAME``; a class is instantiated."""
-    module, _, attribute = name.partition(":")
-    if not module or not attribute:
-        raise ConfigError(f"model {name!r} must be MODULE:FUNCTION, such as 'teacher:logits'")
-    if "/" in module or module.startswith(".") or module.endswith(".py"):
-        raise ConfigError(f"model {name!r} has the path '{module}'; name a module as `import` does: 'folder.teacher'")
-    folder = os.getcwd()  # noqa: PTH109 - as the interpreter itself does for `python -m`
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+    found = find(name)
     try:
-        try:
-            found = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(f"model {name!r} cannot be imported: {error}") from error
         model: Any = found() if isinstance(found, type) else found
     except FuelrailError:
         raise
-    except (Exception, SystemExit) as error:  # a script may end the process when it is imported
+    except (Exception, SystemExit) as error:
         raise stage_error(f"model {name!r} cannot be made", error) from error
     if not callable(model):
         raise ConfigError(f"model {name!r} is {type(model).__name__}, not a function")

@@ -120,9 +120,11 @@ def grain_packs(lengths: NDArray[np.int64], budget: int) -> list[int]:
 def measure(lengths: dict[str, NDArray[np.int64]]) -> PackingReport:
     """Pack all lengths at all budgets with each packer that is installed."""
     packers: dict[str, Callable[[NDArray[np.int64], int], list[int]]] = {
-        "fuelrail": ours, "greedy knapsack (as Energon's documentation)": knapsack,
-        "TRL pack_dataset bfd": trl_packs, "Grain first fit": grain_packs,
-    }  # fmt: skip
+        "fuelrail": ours,
+        "greedy knapsack (as Energon's documentation)": knapsack,
+        "TRL pack_dataset bfd": trl_packs,
+        "Grain first fit": grain_packs,
+    }
     figures = []
     for name, values in lengths.items():
         for budget in _BUDGETS:

@@ -39,12 +39,13 @@ from fuelrail.bench.measure.collectives import Collective, Counter, LocalOperato
 from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.models.settings import GptSettings, ModelSettings, VitSettings
 from fuelrail.bench.trainer.strategies.optimiser import DTYPES, autocast
-from fuelrail.bench.trainer.strategies.parallel import Parallel, make_mesh, parallelise
-from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision
+from fuelrail.bench.trainer.strategies.parallel import make_mesh, parallelise
 from fuelrail.pipeline.errors import FuelrailError
 
 if TYPE_CHECKING:
     from fuelrail.bench.trainer.models.staged import StagedModel
+    from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision
+    from fuelrail.bench.trainer.strategies.step import Parallel
 
 ROWS = 16777259  # a prime, and more than the bytes that a step's smallest collectives send whatever the micro-batch
 _GROWS = torch.device("meta")  # on which the tracker sees nothing else
@@ -170,10 +171,10 @@ def run_rank(
             example = _example(model, inputs)
         stage = 0 if degrees.pp == 1 or mesh is None else int(mesh.get_local_rank("pp"))
         hidden = _hidden(made, example, stage, degrees, model) if degrees.pp > 1 else None
-        parallel = parallelise(
-            made, settings, Degrees() if whole else degrees, mesh, batch_size=ROWS, precision="fp32" if
-            precision == "fp16" else precision,
-        )  # fmt: skip
+        exact: Precision = "fp32" if precision == "fp16" else precision
+        parts = settings.micro_batches or ROWS
+        asked = msgspec.structs.replace(settings, precision=exact, alone=whole, micro_batches=parts)
+        parallel = parallelise(made, asked, mesh=mesh)
         with FakeTensorMode(allow_non_fake_inputs=True):
             part = parallel.models[0]
             part.to_empty(device="cpu")

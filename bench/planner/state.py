@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
 from fuelrail.bench.planner.formulas import zero_state_bytes
 from fuelrail.bench.planner.hardware import GIB
-from fuelrail.bench.trainer.models.build import build_model
+from fuelrail.bench.trainer.models.build import build_model, maker
 from fuelrail.bench.trainer.models.settings import MODELS, ModelSettings
 from fuelrail.bench.trainer.strategies.optimiser import DTYPES
 from fuelrail.pipeline.errors import ConfigError
@@ -23,11 +23,12 @@ MOMENTS = {"adamw": 2, "sgd": 1}
 
 
 @cache
-def num_parameters(model: ModelSettings) -> tuple[int, int]:
-    """Count the parameters of a model, and of its largest block, on the meta device."""
+def num_parameters(model: ModelSettings | str) -> tuple[int, int]:
+    """Count the parameters of a model, and of its largest block, on the meta device; a text is ``MODULE:FUNCTION``."""
     with torch.device("meta"):
-        made = build_model(model)
-    whole, *blocks = (sum(one.numel() for one in part.parameters()) for part in (made, *made.blocks))
+        made: Any = maker(model)() if isinstance(model, str) else build_model(model)
+    parts = (made, *getattr(made, "blocks", ()))
+    whole, *blocks = (sum(one.numel() for one in part.parameters()) for part in parts)
     return whole, max(blocks, default=0)
 
 
@@ -40,7 +41,9 @@ def zero_stage(settings: ParallelSettings, degrees: Degrees) -> tuple[int, int]:
     return 2 if settings.strategy == "zero2" else 3, degrees.dp_shard
 
 
-def state_bytes(model: ModelSettings, settings: ParallelSettings, degrees: Degrees, precision: Precision) -> float:
+def state_bytes(
+    model: ModelSettings | str, settings: ParallelSettings, degrees: Degrees, precision: Precision
+) -> float:
     """Return bytes of weights, gradients and optimiser state on one rank (arXiv 1910.02054, section 3.1).
 
     Tensor parallel and pipelines are taken to divide everything, which is the least.
@@ -52,7 +55,7 @@ def state_bytes(model: ModelSettings, settings: ParallelSettings, degrees: Degre
     return zero_state_bytes(num_parameters(model)[0], ranks, stage, weights, FP32, moments) / degrees.pp / degrees.tp
 
 
-def least_bytes(model: ModelSettings, settings: ParallelSettings, degrees: Degrees, precision: Precision) -> int:
+def least_bytes(model: ModelSettings | str, settings: ParallelSettings, degrees: Degrees, precision: Precision) -> int:
     """Return the least bytes that a rank has at once, with shards also the largest block in full with its gradient.
 
     Activations come on top.
@@ -71,13 +74,13 @@ def check_memory(
     ``alone``: the rank's memory is its own, as a GPU's, so that more ranks bring more of it; else it is the host's, to
     which an offload moves nothing. Raises ConfigError, which says what would fit.
     """
-    model = MODELS[name]
+    model: ModelSettings | str = MODELS.get(name, name)
     settings = settings if alone else msgspec.structs.replace(settings, offload=False)
     needed = least_bytes(model, settings, degrees, precision)
     if needed <= available:
         return
 
-    def fits(size: ModelSettings, dp_shard: int = degrees.dp_shard) -> bool:
+    def fits(size: ModelSettings | str, dp_shard: int = degrees.dp_shard) -> bool:
         return least_bytes(size, settings, degrees._replace(dp_shard=dp_shard), precision) <= available
 
     more = (2**power for power in range(1, 13) if alone and 2**power > degrees.dp_shard)

@@ -78,6 +78,8 @@ def _train(arguments: argparse.Namespace, options: TrainOptions, out: Path, html
     from fuelrail.bench.studies.train.run import run_training
 
     made = run_training(arguments.dataset, options, out, html=html)
+    if made is None:
+        return None, False
     if options.trace:
         sys.stderr.write(f"written: {out / TRACE_JSON}; open it in ui.perfetto.dev\n")
     return made.reports[0], made.interrupted

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fuelrail.bench.measure.records import StepRecord
+from fuelrail.bench.measure.records import DeviceTimes, StepRecord
+from fuelrail.bench.trainer.strategies.step import num_bytes, to_device
 
 if TYPE_CHECKING:
     from fuelrail.bench.measure.clock import Clock
-    from fuelrail.bench.trainer.strategies.parallel import Parallel
+    from fuelrail.bench.trainer.strategies.step import Parallel
+    from fuelrail.loaders import DataLoader
 
 
 def train(
@@ -26,14 +31,13 @@ def train(
 ) -> Iterator[StepRecord]:
     """Train on ``batches`` and yield a record after each optimiser step.
 
-    ``parallel`` is a model on its accelerator's device, divided over the ranks. ``batches`` is any iterable of the
-    loader's batches, over as many epochs as there shall be; the run ends with it, or after ``num_steps`` optimiser
-    steps, of which ``first_step`` were done before. Micro-batches that no longer fill a step are left out. Images that
-    count are those of real rows (``valid``) and present cameras (``cam_valid``), on one rank of those that share them.
-    Raises FuelrailError when fp16 keeps overflowing.
+    ``parallel`` is a model, divided over the ranks; without an accelerator no phase but the wait for data is timed.
+    ``batches`` is any iterable of the loader's batches, over as many epochs as there shall be; the run ends with
+    it, or after ``num_steps`` optimiser steps, of which ``first_step`` were done before. Micro-batches that no
+    longer fill a step are left out. Images that count are those of real rows (``valid``) and present cameras
+    (``cam_valid``), on one rank of those that share them. Raises FuelrailError when fp16 keeps overflowing.
     """
     source, accelerator, step = iter(batches), parallel.accelerator, first_step
-    assert accelerator is not None, "parallelise() has it"
     start_ns = clock.now_ns()
     while num_steps is None or step < num_steps:
         data_wait_ns = epoch = 0
@@ -44,25 +48,24 @@ def train(
             if batch is None:
                 return
             data_wait_ns += clock.now_ns() - asked_ns
-            epoch = int(batch["epoch"])
+            epoch = int(batch.get("epoch", 0))
 
             inputs = parallel.inputs(batch)
-            with accelerator.host_to_device(sum(tensor.nbytes for tensor in inputs)):
-                inputs = tuple(tensor.to(accelerator.torch_device, non_blocking=True) for tensor in inputs)
+            with accelerator.host_to_device(num_bytes(inputs)) if accelerator else nullcontext():
+                inputs = to_device(inputs, parallel.device)
 
             # Gradients are reduced once a step, in the backward pass of its last micro-batch.
-            samples, cameras = batch["img"].shape[:2]
-            size, last = (samples, samples * cameras), micro == accumulation - 1
+            size, last = rows_of(batch), micro == accumulation - 1
             loss = parallel.forward_backward(inputs, size, accumulation=accumulation, last=last)
             losses.append(loss)
-            presences.append((batch["valid"], batch["cam_valid"]))
+            presences.append((batch.get("valid"), batch.get("cam_valid")))
             # While we wait for the next batch the loader may use this one's buffer for another: no new memory.
             del batch, inputs, loss
 
-        with accelerator.optimiser():
+        with accelerator.optimiser() if accelerator else nullcontext():
             parallel.update()
 
-        device = accelerator.finish_step()
+        device = accelerator.finish_step() if accelerator else DeviceTimes()
         # From here on nothing is queued on the device, so reading its tensors waits for no work.
         total_loss = float(parallel.own_loss(torch.stack(losses).sum()))
         rows = [real_rows(*presence) for presence in presences] if parallel.counts else []
@@ -83,6 +86,24 @@ def train(
         step += 1
 
 
-def real_rows(valid: Tensor, cam_valid: Tensor) -> tuple[int, int]:
-    """Count samples [B] without padding, and their images [B, N] without missing cameras."""
-    return int(valid.sum()), int((cam_valid != 0)[valid].sum())
+def batches(loader: DataLoader, num_epochs: int | None) -> Iterator[Mapping[str, Any]]:
+    """Yield a loader's batches over epoch after epoch from where it is, without end if ``num_epochs`` is None."""
+    first = int(loader.state_dict()["epoch"])
+    for epoch in range(first, num_epochs) if num_epochs is not None else itertools.count(first):
+        loader.set_epoch(epoch)
+        yield from loader
+
+
+def rows_of(batch: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the numbers of samples and images of a batch, padding included; 0 where it does not say."""
+    img, keys = batch.get("img"), batch.get("sample_key", ())
+    if isinstance(img, Tensor):
+        return len(img), math.prod(img.shape[:-3])
+    return len(keys), 0
+
+
+def real_rows(valid: Tensor | None, cam_valid: Tensor | None) -> tuple[int, int]:
+    """Count samples [B] without padding, and their images [B, ...] without missing cameras; 0 where nothing says."""
+    if valid is None:
+        return 0, 0
+    return int(valid.sum()), 0 if cam_valid is None else int((cam_valid != 0)[valid].sum())

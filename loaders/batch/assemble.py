@@ -83,7 +83,7 @@ def assemble(
         "img": slot.img(),
         "cam_valid": torch.from_numpy(geometry.cam_valid.astype(bool)),
         "intrinsics": _float32(apply_to_intrinsics(ida_mat, geometry.intrinsics)),
-        "dist": _float32(np.nan_to_num(geometry.dist)),
+        "dist": _float32(np.where(np.isnan(geometry.dist), 0.0, geometry.dist)),
         "ida_mat": _float32(ida_mat),
         "cam2ego": _float32(geometry.cam2ego),
         "cam2keyego": _float32(frames_bda[..., None, :, :] @ cam2keyego),
@@ -95,9 +95,9 @@ def assemble(
         "sample_key": [sample.key for sample in samples],
         "sample_token": [sample.meta.sample_token for sample in samples],
         "clip_id": [sample.meta.clip_id for sample in samples],
-        "frame": torch.tensor([sample.meta.frame_idx for sample in samples]),
-        "global_index": torch.tensor([entry.row for entry in decoded]),
-        "valid": torch.tensor([entry.valid for entry in decoded]),
+        "frame": _tensor([sample.meta.frame_idx for sample in samples]),
+        "global_index": _tensor([entry.row for entry in decoded]),
+        "valid": _tensor([entry.valid for entry in decoded]),
         "epoch": slot.epoch,
         "step": slot.step,
     }
@@ -174,6 +174,10 @@ def _sweep(sample: Sample, bev: BevMap, lidar: LidarEntry) -> NDArray[np.float32
     if points is None:
         return np.empty((0, len(lidar.columns)), np.float32)
     return bev.points(points, sample.geometry.lidar2keyego())
+
+
+def _tensor(values: Sequence[int]) -> torch.Tensor:
+    return torch.from_numpy(np.array(values))  # half the time of torch.tensor()
 
 
 def _float32(matrices: NDArray[np.float64]) -> torch.Tensor:

@@ -32,16 +32,18 @@ import numpy as np
 import torch
 
 from fuelrail.loaders.records import Batch
+from fuelrail.loaders.schedule.datasets import Chosen
 from fuelrail.pipeline.channels.kinds import KINDS, Packed, Value
 from fuelrail.pipeline.channels.laws import LAWS, Motion
 from fuelrail.pipeline.channels.selection import decode_values, select
-from fuelrail.pipeline.channels.sensors import LIDAR, lies_on
+from fuelrail.pipeline.channels.sensors import LIDAR, choose_cameras, lies_on
 from fuelrail.pipeline.errors import ConfigError, MemberError
 from fuelrail.pipeline.format.attributes import AttributeColumns, no_attribute
 from fuelrail.pipeline.format.layers import JoinedAttributes
 
 if TYPE_CHECKING:
     from fuelrail.loaders.batch.temporal import Frames
+    from fuelrail.loaders.config import Transforms
     from fuelrail.loaders.records import DecodedSample, Parsed
     from fuelrail.pipeline.channels.sensors import LidarEntry
     from fuelrail.pipeline.channels.table import Channel
@@ -54,6 +56,18 @@ _SMALL_BYTES: Final = 256 << 10
 _SMALL_KINDS: Final = frozenset({"array", "points", "ragged", "text", "tokens", "bytes"})
 _SMALL_LAWS: Final = frozenset({"fixed", "classes", "image_points", "ego_points", "ego_boxes", "ego_poses"})
 """Kinds and laws whose work is in proportion to the values, and no decoding or warping of pixels."""
+
+
+def choose(
+    dataset: Dataset, split: str, options: Transforms, layers: Sequence[Layer], lidar: LidarEntry | None
+) -> Chosen:
+    """Return what is loaded of a dataset: cameras, channels and attributes that ``options`` select.
+
+    Raises ConfigError; ManifestError for a channel whose kind or law is unknown here.
+    """
+    cameras = choose_cameras([one.channel for one in dataset.manifest.cameras], options.cameras, dataset.location)
+    channels = choose_channels(dataset, options.channels, layers, lidar, cameras)
+    return Chosen(cameras, channels, choose_attributes(dataset, split, options.attributes, layers, channels))
 
 
 def choose_channels(

@@ -60,6 +60,11 @@ def check_packs(options: Arguments) -> None:
             raise ConfigError(f"{name} cannot be used with an order in packs: {fix}")
 
 
+def max_tokens(pack: Pack | None) -> int | None:
+    """Return how many tokens of a sample packs take, where they are asked to cut them."""
+    return pack.budget if pack is not None and pack.truncate else None
+
+
 def rows_of_batch(item: Any) -> int:  # noqa: ANN401
     """Return the samples of the batch of packs that a parsed or decoded sample is in."""
     return len((item.task if isinstance(item, Parsed) else item).slot.flags["pack"])

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 _FEW_AHEAD: Final = 8
 """Fetched and parsed samples that may wait for few threads; half of them are made in a row."""
+_FEW_IMAGES: Final = 24
+"""Images whose samples may wait at least: where samples are small, threads would change places too often."""
 
 
 class BatchPipeline(NamedTuple):
@@ -96,7 +98,8 @@ class BatchPipeline(NamedTuple):
         num_workers = tuning.num_workers
         parse = partial(samples.parse, self.augments, self.bad, self.window)
         fill = self.augments.pixels.grid_mask_fill
-        ahead = max(2 * num_workers, min(_FEW_AHEAD, 4 * num_workers))
+        num_images = len(self.cameras) * (1 if self.window is None else len(self.window.frames))
+        ahead = max(2 * num_workers, min(_FEW_AHEAD, 4 * num_workers), _FEW_IMAGES // num_images)
         stages = [
             Stage("fetch", partial(samples.fetch, self.bad), 1, ahead, in_bursts=True),
             Stage("parse", parse, num_workers if self.parses_hard else 1, ahead, in_bursts=True),
@@ -184,6 +187,7 @@ def make_batch_pipeline(
         transforms.undistort, options.batch_size if transforms.two_views else 0,
     )  # fmt: skip
     samples.warn_of_enlarged(augments.images, sources)
+    channels = (*sources[0].reader.channels, *sources[0].attributes.channels)
     fixed, pack = transforms.static_batches, None if options.order is None else options.order.pack
     batch_transform = options.batch_transform and user.BatchTransform(
         options.batch_transform,
@@ -195,12 +199,8 @@ def make_batch_pipeline(
     return BatchPipeline(
         bad, cameras, points.lidar, augments, decoder, options.batch_size, options.window, transform,
         options.collate_fn, transforms.normalize, transfer, transforms.box_frame,
-        SelectedChannels(
-            (*sources[0].reader.channels, *sources[0].attributes.channels), cameras,
-            pack.budget if pack is not None and pack.truncate else None,
-        ),
-        unknown_to(sources), batch_transform, fixed, None if fixed is None else static.FixedBuffers(fixed.buffers),
-        pack is not None,
+        SelectedChannels(channels, cameras, packs.max_tokens(pack)), unknown_to(sources),
+        batch_transform, fixed, None if fixed is None else static.FixedBuffers(fixed.buffers), pack is not None,
     )  # fmt: skip
 
 

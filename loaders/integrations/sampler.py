@@ -22,12 +22,12 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
-
-from fuelrail.loaders.schedule.state import STATE_VERSION, Identity, LoaderState, decode_state, encode_state
+from fuelrail.loaders.schedule.ledger import LedgerOptions, RunLedger, ledger_options
+from fuelrail.loaders.schedule.state import Identity, decode_state, state_at
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.balance import order_batching
 from fuelrail.pipeline.order.batching import Cursor, Walk, World
+from fuelrail.pipeline.order.compile import plain
 from fuelrail.pipeline.order.spec import OrderSpec
 from fuelrail.pipeline.order.table import OrderedRows
 
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.order.table import Data
     from fuelrail.pipeline.order.windows import FrameWindow
 
-_ROWS_AT_A_TIME: Final = 16384  # a permutation's own chunk
 _PART: Final = "a part of an epoch"
 _WHOLE: Final = "a whole epoch"
 _HOW: Final = (
-    "count what the trainer receives: loader = sampler.count(loader), iterate that loader, and save and load its state"
+    "count what the trainer receives: loader = sampler.count(loader), iterate that loader, and save and load its "
+    "state; or make a fr.order.StatefulSampler for torchdata's StatefulDataLoader"
 )
 
 
@@ -65,6 +65,7 @@ class BatchSampler:
         mix: rows of each dataset in a block of the mix (`fuelrail.pipeline.order.mix`), or stages of a run with such.
         window: the frames of a sample. ``pad="drop"`` leaves out rows without all of them, others need ``entries``.
         entries: yield an `Entry` in place of each row number.
+        ledger: file in which the run is recorded, or a `LedgerOptions`; the batches must be counted (:meth:`count`).
 
     With ``OrderSpec(pack=...)`` a batch holds ``global_batch`` packs over all ranks, each of several rows: the rows
     come pack by pack, and `Entry.pack` says where one begins. Epochs then differ in length.
@@ -86,21 +87,21 @@ class BatchSampler:
         mix: Mapping[str, int] | Sequence[MixStage] | None = None,
         window: FrameWindow | None = None,
         entries: bool = False,
+        ledger: LedgerOptions | str | os.PathLike[str] | None = None,
     ) -> None:
         spec = OrderSpec() if spec is None else spec
         if window is not None and window.pad != "drop" and not entries:
             raise OrderError(f"window with pad={window.pad!r} needs entries=True: row numbers alone have no frames")
         self._rows = OrderedRows(data, spec, blocks, mix, window, global_batch, entries=entries)
         self._batching = order_batching(self._rows.order, global_batch, _find_world(world), drop_last=drop_last)
-        # Through JSON and back, so that a state that was saved as JSON has the same types.
-        plain: Any = None if window is None else msgspec.json.decode(msgspec.json.encode(window))
         self._identity = Identity(
             dataset=self._rows.described,
             split="rows",
             order=self._rows.order.identity,
             drop_last=drop_last,
-            frames=plain,
+            frames=plain(window),
         )
+        self._ledger = RunLedger(ledger_options(ledger), self._identity, self._batching)
         self._position = Cursor()
         self._pass: CountedLoader | None = None
         """The iteration of a counted loader that is under way."""
@@ -143,12 +144,10 @@ class BatchSampler:
         counted, self._expects_pass = self._expects_pass, False
         if not counted:
             self._refuse_partial()
+            self._ledger.refuse_uncounted(_HOW)
             self._uncounted, self._pass = _PART, None
         walk = self._walk()
-        at_a_time = max(1, _ROWS_AT_A_TIME // self.rank_batch)
-        for first in range(0, walk.num_steps, at_a_time):
-            steps = range(first, min(first + at_a_time, walk.num_steps))
-            yield from self._rows.batches(walk.start.epoch, walk.rest, steps)
+        yield from self._rows.rest(walk)
         if not counted:
             self._position, self._uncounted = walk.following, _WHOLE
 
@@ -180,13 +179,16 @@ class BatchSampler:
         """Announce that a counted loader draws the next pass; return its steps."""
         self._refuse_partial()
         self._pass, self._expects_pass, self._uncounted = counting, True, ""
-        return self._walk()
+        walk = self._walk()
+        self._ledger.enter(walk.start)
+        return walk
 
     def receive(self, counting: CountedLoader, walk: Walk, num_steps: int) -> None:
         """Note that the trainer has received ``num_steps`` batches of a pass; raise OrderError for an older pass."""
         if self._pass is not counting or self._expects_pass:
             what = "draws no batch from this sampler" if self._expects_pass else "is not the newest of its sampler"
             raise OrderError(f"a counted iteration {what}; make a sampler and a loader for each iteration")
+        self._ledger.hand_out(walk.after(num_steps - 1), walk.after(num_steps), None)
         self._position = walk.after(num_steps).rolled(self._batching)
 
     def end(self, counting: CountedLoader) -> None:
@@ -204,12 +206,8 @@ class BatchSampler:
                 f"the position is not known: a loader drew {self._uncounted} from this sampler, which may be ahead of "
                 f"what the trainer received; {_HOW}"
             )
-        return encode_state(
-            LoaderState(
-                version=STATE_VERSION, identity=self._identity, epoch=self._position.epoch,
-                samples_consumed=self._position.samples_consumed, global_batch_size=self._batching.global_batch,
-            )
-        )  # fmt: skip
+        self._ledger.reached("state")
+        return state_at(self._identity, self._position, self._batching.global_batch)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; an iteration under way ends with an error.
@@ -221,6 +219,39 @@ class BatchSampler:
         restored = Cursor(decoded.epoch, decoded.samples_consumed)
         Walk(restored, self._batching)  # refuses more samples than an epoch has
         self._position, self._uncounted, self._pass, self._expects_pass = restored, "", None, False
+        self._ledger.restore(restored)
+
+
+class StatefulSampler(BatchSampler):
+    """The batches of `BatchSampler` for torchdata's StatefulDataLoader, which saves a state with each batch.
+
+    `state_dict` is the position after the batch drawn last; the loader returns the one of the batch that the trainer
+    received last. An iteration that is left before its end is repeated by the next one, unless a state is loaded.
+    """
+
+    _drawn: Cursor | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the rest of the epoch, then over the next one."""
+        self._ledger.refuse_uncounted(_HOW)
+        walk = self._walk()
+        self._drawn = walk.start  # at once, for the loader asks for the state before it draws
+        return self._follow(walk)
+
+    def _follow(self, walk: Walk) -> Iterator[Any]:
+        for number, batch in enumerate(self._rows.rest(walk), 1):
+            self._drawn = walk.after(number).rolled(self._batching)
+            yield batch
+        self._position = walk.following
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the batch that was drawn last; see `BatchSampler.state_dict`."""
+        return state_at(self._identity, self._drawn or self._position, self._batching.global_batch)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state; see `BatchSampler.load_state_dict`."""
+        super().load_state_dict(state)
+        self._drawn = self._position
 
 
 class Sampler(BatchSampler):

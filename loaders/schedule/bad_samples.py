@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -64,6 +64,8 @@ class BadSamples:
 
     def __init__(self, policy: BadSamplePolicy, sources: Sequence[Source], where: PositionIndex, rank: int = 0) -> None:
         self._policy, self._sources, self._where, self._rank = policy, sources, where, rank
+        self.note: Callable[[int, int, str | None, str], None] | None = None
+        """Called for each sample that takes another's place: epoch, position, and the keys of both."""
         self._bad: set[int] = set()
         self._lock = threading.Lock()
 
@@ -100,6 +102,9 @@ class BadSamples:
             self._bad.add(number)
             if is_new:
                 self._note(task, frame, error, entries[task.current].key)
+            if self.note is not None:
+                bad = task.frames[task.current].entry
+                self.note(task.slot.epoch, task.position, bad and bad.key, entries[task.current].key)
             if len(self._bad) > self._policy.max_bad:
                 raise BadSamplesError(
                     f"{len(self._bad)} bad samples, max_bad={self._policy.max_bad} are allowed; the last: {error}"

@@ -9,8 +9,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
-import msgspec
-
 from fuelrail.loaders.decode.protocol import ImageFacts
 from fuelrail.loaders.records import Source
 from fuelrail.loaders.storage.layers import with_layers
@@ -18,6 +16,7 @@ from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.attributes import AttributeColumns
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
+from fuelrail.pipeline.order.compile import plain
 from fuelrail.pipeline.sample.image_header import probe
 from fuelrail.pipeline.sample.schema import BOXES
 
@@ -132,7 +131,7 @@ def _channel_facts(current: Sequence[Channel], others: Sequence[Channel]) -> dic
     by_name = {channel.name: channel for channel in others}
     facts: dict[str, tuple[object, object]] = {}
     for channel in current:
-        both = [msgspec.json.decode(msgspec.json.encode(one)) for one in (channel, by_name[channel.name])]
+        both = [plain(one) for one in (channel, by_name[channel.name])]
         for key in sorted({*both[0], *both[1]} - _STORED_ONLY):
             facts[f"channels '{channel.name}' ({key})"] = both[0].get(key), both[1].get(key)
     return facts

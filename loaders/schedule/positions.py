@@ -81,6 +81,19 @@ class PositionIndex:
                 rows[here], present[here] = shown.samples + part.first_row, shown.present
         return Places(parts, rows, present, valid, flags)
 
+    def find(self, epoch: int, part: int, samples: Rows) -> tuple[Rows, Rows, NDArray[np.bool_]]:
+        """Return where ``samples`` (n,) of a part's split are shown in an epoch, as frames of windows too.
+
+        That is, by sample and position: which of ``samples``, the position, and whether it is the position's own
+        sample; each (k,).
+        """
+        lookup = self._parts[part].window
+        which, centres = (np.arange(len(samples)), samples) if lookup is None else lookup.find(samples)
+        found, positions = self._epoch(epoch).find(centres, part)
+        which, is_own = which[found], centres[found] == samples[which[found]]
+        by_sample = np.lexsort((positions, which))
+        return which[by_sample], positions[by_sample], is_own[by_sample]
+
     def scheduled(self, walk: Walk) -> Iterator[Scheduled]:
         """Yield the samples of this rank and share in order, each with its place in a batch.
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
 import numpy as np
 
 from fuelrail.loaders.schedule.datasets import Chosen, check_compatible, make_sources, require_poses
@@ -18,7 +17,7 @@ from fuelrail.loaders.storage.layers import LayeredSession
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.format.attributes import ClipTable
 from fuelrail.pipeline.order.balance import BalancedOrder
-from fuelrail.pipeline.order.compile import compile_mix, compile_order
+from fuelrail.pipeline.order.compile import compile_mix, compile_order, plain
 from fuelrail.pipeline.order.pack import PackedOrder
 from fuelrail.pipeline.order.windows import FrameWindow, WindowLookup
 
@@ -117,10 +116,8 @@ def make_schedule(
         Part(source.first_row, source.base, _lookup(window, table, source))
         for source, table in zip(sources, clips.values(), strict=True)
     ]
-    # Through JSON and back, so that a state that was saved as JSON has the same types.
-    plain: Any = None if window is None else msgspec.json.decode(msgspec.json.encode(window))
     identity = Identity(
-        dataset=fingerprints, split=split, order=order.identity, drop_last=drop_last, frames=plain,
+        dataset=fingerprints, split=split, order=order.identity, drop_last=drop_last, frames=plain(window),
         layers=fingerprints_of(layers, is_mix=mix is not None),
     )  # fmt: skip
     return Schedule(sources, PositionIndex(order, parts), identity, layers)

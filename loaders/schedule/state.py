@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from fuelrail.pipeline.errors import StateMismatchError
 from fuelrail.pipeline.settings import Settings
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.order.batching import Cursor
 
 STATE_VERSION: Final = 1
 _MAX_NUMBER: Final = 2**62
@@ -88,6 +91,12 @@ def encode_state(state: LoaderState) -> dict[str, Any]:
     return {**encoded, "identity": msgspec.json.encode(state.identity).decode()}
 
 
+def state_at(identity: Identity, place: Cursor, global_batch: int) -> dict[str, Any]:
+    """Return the encoded state of a run at a place."""
+    state = LoaderState(STATE_VERSION, identity, place.epoch, place.samples_consumed, global_batch)
+    return encode_state(state)
+
+
 def decode_state(encoded: object, expected: Identity, *, strict: bool = True) -> LoaderState:
     """Check a state dict against this loader's identity.
 
@@ -125,6 +134,12 @@ def decode_state(encoded: object, expected: Identity, *, strict: bool = True) ->
             "the state's settings, or continue with the loader's by load_state_dict(state, strict=False)"
         )
     return state
+
+
+def settings_of_state(state: dict[str, Any]) -> dict[str, Any]:
+    """Return what a state says of the run, each setting by its name: plain JSON types."""
+    identity = msgspec.json.decode(state.pop("identity"))
+    return {**identity.pop("settings"), **identity, **state}
 
 
 def _so_far(identity: Identity, state: LoaderState) -> Identity:

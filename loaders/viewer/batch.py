@@ -122,7 +122,7 @@ class LoaderDisplay(ABC):
     def _next_batch(self) -> dict[str, Any]:
         """Load the first batch of the next iteration by a loader of its own."""
         make, (arguments, datasets), place = self.__reduce__()
-        with make(msgspec.structs.replace(arguments, check_ranks=False, trace=None), datasets) as other:
+        with make(msgspec.structs.replace(arguments, check_ranks=False, trace=None, ledger=None), datasets) as other:
             other.__setstate__(place)
             batch = next(iter(other), None)
         if not isinstance(batch, dict):

@@ -51,25 +51,8 @@ SKEW: Final = 1e-3
 """How far a rotation may be from orthonormal, and a quaternion from unit length: 10 cm at a distance of 100 m."""
 UNSAFE_ENDINGS: Final = frozenset(
     {"ckpt", "dill", "joblib", "pickle", "pkl", "pt", "pth"}
-    | {
-        "bat",
-        "cmd",
-        "com",
-        "dll",
-        "dylib",
-        "exe",
-        "jar",
-        "js",
-        "msi",
-        "ps1",
-        "py",
-        "pyc",
-        "pyd",
-        "scr",
-        "sh",
-        "so",
-        "vbs",
-    }
+    | {"bat", "cmd", "com", "dll", "dylib", "exe", "jar", "js", "msi"}
+    | {"ps1", "py", "pyc", "pyd", "scr", "sh", "so", "vbs"}
 )
 """Endings of files that run, or whose usual reader runs what they hold; webdataset unpickles some of them by itself."""
 
@@ -80,6 +63,8 @@ _K_LOW, _K_HIGH = np.array(
     ((_FOCAL, _LENGTH, _LENGTH), (_ZERO, _FOCAL, _LENGTH), (_ZERO, _ZERO, _ONE)), np.float64
 ).transpose(2, 0, 1)
 _BOX_LOW, _BOX_HIGH = np.array(((-LARGEST_BOX, LARGEST_BOX),) * 3 + ((1e-6, LARGEST_BOX),) * 3 + ((-7.0, 7.0),)).T
+_POSES: Final = ("cam2ego", "cam_ego2global", "ego2global", "lidar2ego", "lidar_ego2global")
+_EYE: Final = np.eye(3)
 _LAST_ROW: Final = np.array((0.0, 0.0, 0.0, 1.0))
 
 A = TypeVar("A", "Geometry", "Boxes")
@@ -273,6 +258,8 @@ def broken_rig(geometry: Geometry, images: Collection[str], rig: Rig) -> str | N
 
 def broken_calibration(geometry: Geometry) -> Iterator[str]:
     """Yield the rules that calibration, poses and motion of a sample break, or of several joined by :func:`_joined`."""
+    if _is_whole(geometry):
+        return
     is_absent = geometry.cam_valid == 0
     may_lack = is_absent
     wh = geometry.img_wh
@@ -295,24 +282,51 @@ def broken_calibration(geometry: Geometry) -> Iterator[str]:
             yield from _first(bad, name, values, f"{_BOUND_WORDS}, or NaN where it is unknown")
 
 
-def _of_poses(geometry: Geometry, is_absent: NDArray[np.bool_], may_lack: NDArray[np.bool_]) -> Iterator[str]:
-    """Yield the rules that poses break, all poses at once: for small arrays the call is most of the cost.
+def _is_whole(geometry: Geometry) -> bool:
+    """Return whether nothing is broken and no calibration, pose or size is unknown, as in almost every sample.
 
-    ``may_lack`` are the cameras that may have no calibration.
+    For small arrays the call is most of the cost, so all values are compared in one.
     """
-    no_sweep = geometry.lidar_timestamp_ns < 0
-    groups = (
-        ("cam2ego", geometry.cam2ego, may_lack),
-        ("cam_ego2global", geometry.cam_ego2global, is_absent),
-        ("ego2global", geometry.ego2global.reshape(-1, 4, 4), None),
-        ("lidar2ego", geometry.lidar2ego, no_sweep),
-        ("lidar_ego2global", geometry.lidar_ego2global, no_sweep),
+    poses = _poses(geometry)
+    rotation = poses[:, :3, :3]
+    motion = np.concatenate((geometry.dist.ravel(), geometry.ego_velocity, geometry.ego_accel, geometry.ego_rates))
+    low, high = _whole_bounds(len(poses), len(geometry.img_wh))
+    with np.errstate(all="ignore"):
+        parts = (rotation @ rotation.transpose(0, 2, 1), poses, geometry.intrinsics, geometry.img_wh)
+        values = np.concatenate([np.linalg.det(rotation), *[part.ravel() for part in parts]])
+    return bool(((values >= low) & (values <= high)).all()) and not bool((np.abs(motion) > LARGEST).any())
+
+
+@functools.lru_cache(maxsize=256)
+def _whole_bounds(num_poses: int, num_cameras: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the lowest and the highest of the values that :func:`_is_whole` compares, float64."""
+    pose = np.full((2, 4, 4), LARGEST)
+    pose[0] *= -1
+    pose[:, 3] = _LAST_ROW
+    square = np.array((_EYE - SKEW / 2, _EYE + SKEW / 2))  # rounding decides nothing then
+    bounds = (
+        np.full((2, num_poses), [[np.finfo(np.float64).tiny], [np.inf]]),
+        np.tile(square.reshape(2, -1), num_poses),
+        np.tile(pose.reshape(2, -1), num_poses),
+        np.tile(np.array((_K_LOW, _K_HIGH)).reshape(2, -1), num_cameras),
+        np.full((2, 2 * num_cameras), [[1], [LARGEST_IMAGE]]),
     )
-    bad = ~are_rigid(np.concatenate([poses for _, poses, _ in groups]))
-    if not bad.any():
-        return
+    low, high = np.concatenate(bounds, axis=1)
+    return low, high
+
+
+def _poses(geometry: Geometry) -> NDArray[np.float64]:
+    """Return all poses, (P, 4, 4), in the order of :data:`_POSES`."""
+    return np.concatenate([getattr(geometry, name).reshape(-1, 4, 4) for name in _POSES])
+
+
+def _of_poses(geometry: Geometry, is_absent: NDArray[np.bool_], may_lack: NDArray[np.bool_]) -> Iterator[str]:
+    """Yield the rules that poses break; ``may_lack`` are the cameras that may have no calibration."""
+    no_sweep = geometry.lidar_timestamp_ns < 0
+    bad = ~are_rigid(_poses(geometry))
     first = 0
-    for name, poses, unless in groups:
+    for name, unless in zip(_POSES, (may_lack, is_absent, None, no_sweep, no_sweep), strict=True):
+        poses = getattr(geometry, name).reshape(-1, 4, 4)
         own = bad[first : first + len(poses)]
         first += len(poses)
         if unless is not None:
@@ -324,7 +338,7 @@ def are_rigid(poses: NDArray[np.float64]) -> NDArray[np.bool_]:
     """Return which of (P, 4, 4) matrices are finite rigid transforms within :data:`LARGEST`; bool (P,)."""
     with np.errstate(all="ignore"):  # NaN and infinity compare as they should: to False
         rotation = poses[:, :3, :3]
-        skew = np.abs(rotation @ rotation.transpose(0, 2, 1) - np.eye(3)).max((1, 2))
+        skew = np.abs(rotation @ rotation.transpose(0, 2, 1) - _EYE).max((1, 2))
         return np.asarray(
             (skew <= SKEW)
             & (np.linalg.det(rotation) > 0)
@@ -335,12 +349,12 @@ def are_rigid(poses: NDArray[np.float64]) -> NDArray[np.bool_]:
 
 def broken_boxes(boxes: Boxes, rig: Rig) -> Iterator[str]:
     """Yield each broken rule: where it is broken, for which array, and what is allowed."""
-    if not len(boxes.boxes3d):
-        return
-    seen = boxes.visibility
     with np.errstate(all="ignore"):
         quaternion = boxes.rotation_wxyz
         length = np.sqrt(np.einsum("mi,mi->m", quaternion, quaternion))
+    if _are_whole(boxes, length, rig):
+        return
+    seen = boxes.visibility
     box_words = (
         f"x y z within {LARGEST_BOX:g} m, sizes from 1e-06 to {LARGEST_BOX:g} m, yaw from -7 to 7 rad, all finite"
     )
@@ -365,6 +379,26 @@ def broken_boxes(boxes: Boxes, rig: Rig) -> Iterator[str]:
     ):
         if bad.any():
             yield from _first(bad, name, getattr(boxes, name), words)
+
+
+def _are_whole(boxes: Boxes, length: NDArray[np.float32], rig: Rig) -> bool:
+    """Return whether boxes break no rule, in few calls; ``length`` are those of their quaternions."""
+    integers = (boxes.label, boxes.visibility, boxes.attribute, boxes.num_lidar_pts, boxes.num_radar_pts, boxes.valid)
+    values = np.array((*boxes.boxes3d.T, length, *integers), np.float64)
+    low, high = _box_bounds(rig.num_classes, rig.num_attributes)
+    return bool(
+        ((values >= low) & (values <= high)).all()
+        and boxes.visibility.all()
+        and not (np.abs(boxes.velocity) > LARGEST).any()
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _box_bounds(num_classes: int, num_attributes: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the lowest and the highest of the values that :func:`_are_whole` compares, float64 (14, 1)."""
+    low = (*_BOX_LOW, 1 - SKEW / 2, -1, -1, -1, -1, -1, 0)
+    high = (*_BOX_HIGH, 1 + SKEW / 2, num_classes - 1, 4, num_attributes - 1, np.inf, np.inf, 1)
+    return np.array(low)[:, None], np.array(high)[:, None]
 
 
 def _outside(numbers: NDArray[Any], last: int) -> NDArray[np.bool_]:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.errors import OrderError, WorldError
 from fuelrail.pipeline.order.batching import Batching
 from fuelrail.pipeline.order.cost import Cost, CostTable, costs_digest, sample_costs
+from fuelrail.pipeline.order.mix import MixedOrder
 from fuelrail.pipeline.order.pack import Pack, PackedOrder, costs_of, fit
 from fuelrail.pipeline.settings import Settings, check_types
 
@@ -68,7 +69,7 @@ class BalancedOrder:
 
     def __init__(self, base: EndlessOrder, balance: Balance, costs: Sequence[NDArray[np.integer]]) -> None:
         self.base, self.balance, self.costs = base, balance, tuple(costs)
-        self.identity: dict[str, Any] = base.identity
+        self.identity: dict[str, Any] = {**base.identity, "dealt": True}
 
     @property
     def epoch_length(self) -> int:
@@ -138,6 +139,8 @@ class OrderCosts(NamedTuple):
     def apply(self, order: EndlessOrder, pack: Pack | None, balance: Balance | None, seed: int) -> EndlessOrder:
         """Return an order of samples in packs, shuffled by ``seed``, and dealt, where these are asked for."""
         if pack is not None:
+            if isinstance(order, MixedOrder) and order.schedule is not None:
+                raise OrderError("stages of a mix count positions of samples, and those in packs are packs: no stages")
             order = PackedOrder(order, pack, self.pack, seed)
         return order if balance is None else BalancedOrder(order, balance, self.balance)
 

@@ -143,7 +143,7 @@ class _Selection:
             self.narrow(condition.select(attributes.read(condition.columns)), f"filter {spec.filter!r}")
         if spec.subset is not None:
             listed = read_keys(spec.subset, attributes.read(("key",))["key"])
-            self._identity["subset"] = f"{len(listed)} samples {_digest(listed)}"
+            self._identity["subset"] = f"{len(listed)} samples {digest(listed)}"
             self.narrow(listed, f"subset '{spec.subset}'")
 
     def narrow(self, among: Rows, what: str) -> None:
@@ -176,7 +176,7 @@ class _Selection:
         """Return the order of the selected samples, without packs and balance."""
         spec, selected, identity = self._spec, self.rows, self._identity
         if selected is not None:
-            identity["selected"] = f"{len(selected)} samples {_digest(selected)}"
+            identity["selected"] = f"{len(selected)} samples {digest(selected)}"
         if spec.kind == "lanes":
             if global_batch is None:
                 raise OrderError("order kind 'lanes' needs the global batch: it is the number of lanes")
@@ -257,7 +257,7 @@ def _mixed(
         seed = derive_key("order mix part", spec.seed, at) % 2**63
         part = msgspec.structs.replace(spec, seed=seed, filter=None, subset=None, mix=None, epoch_length=None)
         sampling = None if weights is None else SystematicSampling(weights[inside], len(own))
-        text = f"{len(own)} samples {_digest(own)}" + ("" if sampling is None else f", {_said(sampling)}")
+        text = f"{len(own)} samples {digest(own)}" + ("" if sampling is None else f", {_said(sampling)}")
         parts.append(CompiledOrder(part, {value: text}, shard_lengths, own, sampling))
     mixed = MixedOrder(
         parts, tuple(mix.ratios.values()), seed=spec.seed, epoch_length=spec.epoch_length, is_one_split=True
@@ -347,11 +347,11 @@ def read_keys(file: str, known: pa.ChunkedArray) -> Rows:
 
 def _as_said(spec: OrderSpec) -> dict[str, Any]:
     """Return kind, seed and fields that differ from the defaults, so that new fields keep a state valid."""
-    stated, defaults = _plain(spec), _plain(OrderSpec())
+    stated, defaults = plain(spec), plain(OrderSpec())
     return {name: value for name, value in stated.items() if name in ("kind", "seed") or value != defaults[name]}
 
 
-def _plain(settings: object) -> Any:  # noqa: ANN401
+def plain(settings: object) -> Any:  # noqa: ANN401
     """Return settings in plain JSON types: a state that was saved as JSON has lists where these have tuples."""
     return msgspec.json.decode(msgspec.json.encode(settings))
 
@@ -368,8 +368,9 @@ def _said(sampling: SystematicSampling) -> str:
     return f"{sampling.length} positions, weights {sampling.digest()[:_DIGEST_CHARS]}"
 
 
-def _digest(samples: Rows) -> str:
-    return hashlib.sha256(samples.astype("<i8").tobytes()).hexdigest()[:_DIGEST_CHARS]
+def digest(*arrays: NDArray[Any]) -> str:
+    """Return the digest of whole numbers that a state names."""
+    return hashlib.sha256(b"".join(one.astype("<i8").tobytes() for one in arrays)).hexdigest()[:_DIGEST_CHARS]
 
 
 def compile_mix(
@@ -405,8 +406,6 @@ def mix_orders(
     """Mix orders of named datasets, each compiled from its number, its name and its own spec; see `compile_mix`."""
     schedule = MixSchedule(ratios, list(datasets)) if isinstance(ratios, list | tuple) else None
     final = check_ratios(ratios, datasets) if schedule is None else schedule.final
-    if schedule and spec.pack:
-        raise OrderError("stages of a mix count positions of samples, and positions of an order in packs are packs")
     if spec.kind == "lanes" or spec.mix is not None or spec.subset is not None or spec.stages:
         what = "kind 'lanes'" if spec.kind == "lanes" else "stages" if spec.stages else "a subset"
         what = "a mix of its own" if spec.mix else what
@@ -425,7 +424,7 @@ def mix_orders(
         "version": ORDER_VERSION,
         "kind": spec.kind,
         "seed": spec.seed,
-        "mix": _plain(ratios) if schedule else dict(zip(datasets, final, strict=True)),
+        "mix": plain(ratios) if schedule else dict(zip(datasets, final, strict=True)),
         "epoch_length": mixed.epoch_length,
         "parts": parts,
     }

@@ -209,7 +209,7 @@ class MixedOrder:
             for order, ratio in zip(self.orders, self.ratios, strict=True)
         ]
         _, which = np.unique(np.concatenate([order.selected() for order in self.orders]), return_inverse=True)
-        return np.bincount(which, np.concatenate(counts))
+        return np.bincount(which, np.concatenate(counts)).astype(np.float64)
 
     def epoch(self, epoch: int, /) -> MixedEpoch:
         """Return one epoch; raise OrderError for a negative epoch, or one whose samples are too many to count."""

@@ -121,7 +121,7 @@ class PackedOrder:
 
     def __init__(self, base: EndlessOrder, pack: Pack, costs: Sequence[NDArray[np.integer]], seed: int) -> None:
         self.base, self.pack, self.costs, self.seed = base, pack, tuple(costs), seed
-        self.identity = base.identity
+        self.identity = {**base.identity, "in_packs": True}
         self._counts: OrderedDict[int, _Count] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -277,6 +277,9 @@ class PackedEpoch:
         by_place = np.argsort(place, kind="stable")
         order.count_ahead(self._epoch + 1, order.num_windows - number)
         return _Window(
-            entries.parts[by_place], entries.samples[by_place], entries.valid[by_place],
-            np.searchsorted(place[by_place], np.arange(num + 1)), place,
-        )  # fmt: skip
+            entries.parts[by_place],
+            entries.samples[by_place],
+            entries.valid[by_place],
+            np.searchsorted(place[by_place], np.arange(num + 1)),
+            place,
+        )

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.balance import rank_positions
-from fuelrail.pipeline.order.compile import compile_table, mix_orders, needs_clips
+from fuelrail.pipeline.order.compile import compile_table, digest, mix_orders, needs_clips
 from fuelrail.pipeline.order.windows import FrameWindow, WindowLookup
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from fuelrail.pipeline.format.attributes import ClipTable
-    from fuelrail.pipeline.order.batching import Batching
+    from fuelrail.pipeline.order.batching import Batching, Walk
     from fuelrail.pipeline.order.epoch import EndlessOrder, Epoch
     from fuelrail.pipeline.order.mix import MixStage
     from fuelrail.pipeline.order.spec import OrderSpec
 
     Columns: TypeAlias = Mapping[str, ArrayLike]
     Data: TypeAlias = int | Columns | Mapping[str, int | Columns]
+
+_ROWS_AT_A_TIME: Final = 16384  # a permutation's own chunk
 
 
 class Entry(NamedTuple):
@@ -119,6 +120,13 @@ class OrderedRows:
         entries = [*map(Entry, *columns, *windows, pack.reshape(-1).tolist())]
         return [entries[at : at + rows.shape[1]] for at in range(0, len(entries), rows.shape[1])]
 
+    def rest(self, walk: Walk) -> Iterator[list[Any]]:
+        """Yield this rank's batches of the first epoch of a walk."""
+        at_a_time = max(1, _ROWS_AT_A_TIME // walk.batching.rank_batch)
+        for first in range(0, walk.num_steps, at_a_time):
+            steps = range(first, min(first + at_a_time, walk.num_steps))
+            yield from self.batches(walk.start.epoch, walk.rest, steps)
+
     def _frames(self, parts: NDArray[np.int64], samples: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return the rows of the windows, and which are present: both (n, T); T is 0 without a window."""
         num = 0 if self._lookups[0] is None else len(self._lookups[0].window.frames)
@@ -156,11 +164,11 @@ class Table:
             raise OrderError(f"blocks={blocks} with order kind {spec.kind!r}: 'windowed' needs them, others take none")
         if blocks is not None:
             self.lengths = _block_lengths(num_rows, blocks)
-            self.identity += f", blocks {_digest(np.array(self.lengths))}"
+            self.identity += f", blocks {digest(np.array(self.lengths))}"
         self._num_rows = num_rows
         self.clips = self._clip_table() if needs_clips(spec, window) or window is not None else None
         if self.clips is not None:
-            self.identity += f", clips {_digest(self.clips.keys, self.clips.samples)}"
+            self.identity += f", clips {digest(self.clips.keys, self.clips.samples)}"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -202,10 +210,3 @@ def _block_lengths(num_rows: int, blocks: int | Sequence[int]) -> tuple[int, ...
         given = f"{blocks}" if isinstance(blocks, int) else f"{len(blocks)} lengths with the sum {sum(blocks)}"
         raise OrderError(f"blocks is a number of rows >= 1, or lengths whose sum is {num_rows}, got {given}")
     return tuple(blocks)
-
-
-def _digest(*arrays: NDArray[Any]) -> str:
-    digest = hashlib.sha256()
-    for array in arrays:
-        digest.update(array.astype("<i8").tobytes())
-    return digest.hexdigest()[:16]

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fuelrail.pipeline.errors import OrderError
+from fuelrail.pipeline.order.epoch import Shown
 from fuelrail.pipeline.settings import Settings, check_types
 
 if TYPE_CHECKING:
@@ -92,6 +93,18 @@ class WindowLookup:
             return WindowSamples(clips.samples[at].astype(np.int64), present)
         found = clips.samples[np.where(present, at, 0)].astype(np.int64)
         return WindowSamples(np.where(present, found, current[:, None]), present)
+
+    def find(self, samples: ArrayLike) -> Shown:
+        """Return the samples whose windows show ``samples`` (n,), stand-ins included: by sample, then ascending."""
+        clips, asked = self._clips, np.asarray(samples, dtype=np.int64)
+        number = clips.clip_numbers()
+        which, shown = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        for at, clip in enumerate(number[clips.ranks[asked]].tolist()):
+            near = clips.samples[slice(*np.searchsorted(number, (clip, clip + 1)))].astype(np.int64)
+            centres = np.sort(near[(self(near).samples == asked[at]).any(axis=1)])
+            which.append(np.full(len(centres), at))
+            shown.append(centres)
+        return Shown(np.concatenate(which), np.concatenate(shown))
 
     def complete(self) -> NDArray[np.bool_]:
         """Return which samples of the split have all their frames: bool (n,)."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Final
 
 _CGROUP: Final = Path("/sys/fs/cgroup")
 _MEMINFO: Final = Path("/proc/meminfo")
+_MEMORY_SHARE: Final = 0.25
 
 
 def usable_cpus(cgroup: Path = _CGROUP) -> float:
@@ -38,6 +40,22 @@ def available_memory_bytes(cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO) -> 
     """Return memory that can be taken now without swapping: the machine's, cut to the rest of the container's limit."""
     free, limit = free_memory_bytes(meminfo), memory_limit_bytes(cgroup)
     return free if limit is None else min(free, max(0, limit - int(_read(cgroup / "memory.current") or 0)))
+
+
+def ranks_on_host() -> int:
+    """Return the number of ranks that share this host, as the launcher says (LOCAL_WORLD_SIZE), else 1."""
+    stated = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(stated)) if stated.isdecimal() else 1
+
+
+def default_num_workers() -> int:
+    """Return the number of decoding threads for this rank: its share of the CPUs that the process may use."""
+    return max(1, math.ceil(usable_cpus()) // ranks_on_host())
+
+
+def default_memory_bytes() -> int:
+    """Return the default memory for batch buffers of this rank."""
+    return int(available_memory_bytes() * _MEMORY_SHARE) // ranks_on_host()
 
 
 def _read(path: Path) -> str | None:

@@ -50,7 +50,9 @@ class BevMap:
 
     @property
     def matrix(self) -> NDArray[np.float64]:
-        """B, float64 (4, 4): ego to augmented ego."""
+        """B, float64 (4, 4): ego to augmented ego; read-only where it is the identity."""
+        if self is IDENTITY:
+            return _EYE
         cos, sin = self.scale * math.cos(self.rotation_rad), self.scale * math.sin(self.rotation_rad)
         x, y = -1.0 if self.flip_x else 1.0, -1.0 if self.flip_y else 1.0
         matrix = np.eye(4)
@@ -60,7 +62,9 @@ class BevMap:
 
     @property
     def inverse(self) -> NDArray[np.float64]:
-        """B^-1, float64 (4, 4): augmented ego to ego."""
+        """B^-1, float64 (4, 4): augmented ego to ego; read-only where it is the identity."""
+        if self is IDENTITY:
+            return _EYE
         matrix = self.matrix
         inverse = np.eye(4)
         inverse[:3, :3] = matrix[:3, :3].T / self.scale**2  # a mirrored rotation times the scale
@@ -135,6 +139,7 @@ def _turn_about_z(angle_rad: float, q: NDArray[np.float64]) -> NDArray[np.float6
 
 
 IDENTITY = BevMap()
+_EYE = np.broadcast_to(np.eye(4), (4, 4))  # which makes it read-only
 
 
 class BevAugment(Settings, frozen=True):

@@ -11,6 +11,7 @@ trained so, ``geometry="legacy_mmdet3d"`` gives their matrices.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Literal
@@ -158,6 +159,7 @@ class ImageAugment(Settings, frozen=True):
             return width * self.height // height, self.height
         return int(width * self.resize), int(height * self.resize)
 
+    @functools.lru_cache(maxsize=256)  # noqa: B019 - settings are few, and equal ones share their maps
     def _evaluate(self, width: int, height: int) -> ImageMap:
         if width < 1 or height < 1:
             return ImageMap.identity((self.width, self.height))

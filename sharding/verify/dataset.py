@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -117,17 +117,19 @@ def verify(
     """
     if num_threads < 1:
         raise ConfigError(f"workers must be >= 1, got {num_threads}")
+    output: UrlOutput | None = None
     if is_url(root):
         folder, manifest, origin = fetch_dataset(str(root), kinds=EITHER)
         report = VerifyReport(shown_url(str(root)), deep)
-        report.notes += _left_over_at(str(root), manifest)
+        output = UrlOutput(str(root))
+        report.notes += _left_over_in(output, manifest)
     else:
         folder = Path(str(root).removeprefix("file://"))
         manifest, origin = load_manifest(folder, EITHER), None
         report = VerifyReport(str(folder), deep)
         if (folder / WORK_FOLDER).is_dir():
             report.notes.append(f"{_LEFT_OVER}, and so does --repair")
-    files_here = partial(_files_here, root, folder)
+    files_here = _FilesHere(output, folder)
     dataset: Dataset | None = None
     shards: Sequence[ShardEntry] = ()
     try:
@@ -183,26 +185,36 @@ def verify(
     return report
 
 
-def _left_over_at(url: str, manifest: Manifest) -> list[str]:
+def _left_over_in(output: UrlOutput, manifest: Manifest) -> list[str]:
     """Look for the working folder of a run by one request; to list may take many."""
     state = f"{WORK_FOLDER}/layer.json" if isinstance(manifest, LayerManifest) else STATE
     with contextlib.suppress(FuelrailError):  # some stores refuse access to what is not there
-        return [] if UrlOutput(url).read(state, 1) is None else [_LEFT_OVER]
+        return [] if output.read(state, 1) is None else [_LEFT_OVER]
     return []
 
 
-@contextlib.contextmanager
-def _files_here(root: str | os.PathLike[str], folder: Path, *names: str) -> Iterator[Path]:
-    """Yield a folder on this machine with those of the files that exist."""
-    if not is_url(root):
-        yield folder
-        return
-    out = UrlOutput(str(root))
-    with tempfile.TemporaryDirectory(prefix="fuelrail-verify-") as scratch:
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                out.fetch(name, Path(scratch) / name)
-        yield Path(scratch)
+class _FilesHere(threading.local):
+    """Files of a dataset in a folder on this machine.
+
+    Threads share the connections of a file system that is made for it; of another each thread has one, made once.
+    """
+
+    def __init__(self, output: UrlOutput | None, folder: Path) -> None:
+        self._folder, self._output = folder, output
+        if output is not None and not getattr(output.fs, "async_impl", False):
+            self._output = UrlOutput(output.location)
+
+    @contextlib.contextmanager
+    def __call__(self, *names: str) -> Iterator[Path]:
+        """Yield the folder with those of the files that exist."""
+        if self._output is None:
+            yield self._folder
+            return
+        with tempfile.TemporaryDirectory(prefix="fuelrail-verify-") as scratch:
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    self._output.fetch(name, Path(scratch) / name)
+            yield Path(scratch)
 
 
 def _check_file(folder: Path, entry: FileEntry) -> list[Fault]:

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ from fuelrail.bench.measure.cuda import count_training_flop, peak_tflops
 from fuelrail.bench.trainer.distill.teacher import Teacher
 from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.models.settings import MODELS, GptSettings
-from fuelrail.bench.trainer.strategies.parallel import build, parallelise
-from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings
+from fuelrail.bench.trainer.strategies.parallel import parallelise
+from fuelrail.bench.trainer.strategies.settings import ParallelSettings
 from support.gpu_bench import cameras, check, each_decoder, endless, make_loader, train
 
 MIN_OCCUPANCY = 0.98
@@ -201,7 +202,7 @@ def _measure(name, settings, precision, device, rows):
     # Offload is of shards: those of one rank.
     mesh = init_device_mesh(device.type, (1,), mesh_dim_names=("dp_shard",)) if settings.offload else None
     parallel = parallelise(
-        build(size, str(device), 0), settings, Degrees(), mesh, batch_size=rows, learning_rate=1e-4, precision=precision
+        partial(build_model, size), settings, mesh=mesh, alone=mesh is None, learning_rate=1e-4, precision=precision
     )
     inputs = _made_inputs(size, rows)
     with torch.device("meta"):

@@ -6,7 +6,6 @@ import os
 
 import pytest
 
-from fuelrail.loaders import config
 from fuelrail.pipeline.runtime import host
 
 
@@ -42,9 +41,9 @@ def test_a_containers_quota_bounds_the_cpus(eight, tmp_path, contents, cpus):
 
 @pytest.mark.parametrize(("local", "workers"), [("", 8), ("1", 8), ("3", 2), ("16", 1), ("x", 8), ("0", 8)])
 def test_ranks_share_the_host(eight, monkeypatch, local, workers):
-    monkeypatch.setattr(config, "usable_cpus", lambda: 8.0)
+    monkeypatch.setattr(host, "usable_cpus", lambda: 8.0)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-    assert config.default_num_workers() == workers
+    assert host.default_num_workers() == workers
 
 
 def test_memory_is_what_host_and_container_leave(tmp_path):
@@ -58,5 +57,5 @@ def test_memory_is_what_host_and_container_leave(tmp_path):
 
 
 def test_this_host_has_some():
-    assert config.default_num_workers() >= 1
-    assert config.default_memory_bytes() > 0
+    assert host.default_num_workers() >= 1
+    assert host.default_memory_bytes() > 0

@@ -123,7 +123,9 @@ EACH_CASE = [
 @pytest.mark.parametrize("case", EACH_CASE)
 def test_ranks_threads_and_restarts_change_nothing(roots, case, tmp_path):
     root, options = arguments(roots, case, tmp_path)
-    check_one_sequence(lambda batch_size, **where: load(root, batch_size, **{**where, **options}))
+    # What ranks share differs where the order does; elsewhere more ranks only repeat what two show.
+    sizes = (1, 2, 4) if {"order", "mix"} & case.keys() or case in [CASES[name] for name in QUICK] else (1, 2)
+    check_one_sequence(lambda batch_size, **where: load(root, batch_size, **{**where, **options}), sizes=sizes)
 
 
 @pytest.mark.costly

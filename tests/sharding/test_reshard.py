@@ -60,6 +60,8 @@ def test_the_cameras_that_are_kept_are_those_of_a_dataset_made_of_them(old, data
     assert verify(tmp_path / "out", deep=True, num_threads=2).faults == []
     assert [camera.channel for camera in open_dataset(tmp_path / "out").manifest.cameras] == kept
     made = sharded(dataroot("a4 b5"), cameras=kept, **SMALL)
+    main(["shard", f"nuscenes:{dataroot('a4 b5').root}", str(tmp_path / "flag"), "--cameras", ",".join(kept)])
+    assert members_of(tmp_path / "flag") == members_of(made)
     assert members_of(tmp_path / "out") == members_of(made)
     tables = [pq.read_table(one / "attributes.parquet").column("num_cameras") for one in (tmp_path / "out", made)]
     assert sorted(tables[0].to_pylist()) == sorted(tables[1].to_pylist())

@@ -7,21 +7,21 @@ import time
 import pytest
 
 from support.checkpoint_kills import FAULTS, MAX_LOSS_DIFFERENCE, Kills
-from support.checkpoint_ranks import MESHES, PHASES
+from support.checkpoint_ranks import MESHES, OWN_MESHES, PHASES
 from support.datasets import build_dataset
 
 pytestmark = [pytest.mark.long, pytest.mark.process, pytest.mark.timeout(5400)]
 
-NUM_KILLS = 200
 LONGEST_S = 3600
 
 
-def test_two_hundred_kills(tmp_path):
+@pytest.mark.parametrize(("own", "num_kills", "meshes"), [(False, 200, MESHES), (True, 60, OWN_MESHES)])
+def test_kills(tmp_path, own, num_kills, meshes):
     build_dataset(tmp_path / "data", {"train": (16, 16, 16)})
-    kills = Kills(tmp_path / "work", tmp_path / "data", seed=0)
-    kills.run(NUM_KILLS, time.monotonic() + LONGEST_S)
-    assert kills.by_phase.total() == NUM_KILLS
+    kills = Kills(tmp_path / "work", tmp_path / "data", seed=0, own=own)
+    kills.run(num_kills, time.monotonic() + LONGEST_S)
+    assert kills.by_phase.total() == num_kills
     assert set(kills.by_phase) == set(PHASES)
-    assert set(kills.by_mesh) == set(MESHES)
+    assert set(kills.by_mesh) == set(meshes)
     assert {name: kills.found[name] for name in FAULTS} == dict.fromkeys(FAULTS, 0)
     assert kills.largest <= MAX_LOSS_DIFFERENCE

@@ -22,7 +22,7 @@ from typing import Any
 
 import xxhash
 
-from support.checkpoint_ranks import KEEP, MESHES, NUM_STEPS, PHASES, run_rank
+from support.checkpoint_ranks import KEEP, MESHES, NUM_STEPS, OWN_MESHES, PHASES, run_rank
 from support.ranks import warm
 
 MAX_LOSS_DIFFERENCE = 2e-6
@@ -41,8 +41,9 @@ class Kills:
     compared.
     """
 
-    def __init__(self, work: Path, dataset: Path, seed: int) -> None:
-        self._work, self._dataset = work, dataset
+    def __init__(self, work: Path, dataset: Path, seed: int, *, own: bool = False) -> None:
+        self._work, self._dataset, self._own = work, dataset, own
+        self._meshes = OWN_MESHES if own else MESHES
         self._draw = random.Random(seed)
         self._context = warm()
         self._number = count()
@@ -58,7 +59,7 @@ class Kills:
 
     def run(self, num_kills: int, end_s: float) -> None:
         """Kill and resume until there were this many kills, or until ``end_s``; then let the last run end."""
-        place, mesh = self._new_place(), self._draw.choice(list(MESHES))
+        place, mesh = self._new_place(), self._draw.choice(list(self._meshes))
         while True:
             last = self.by_phase.total() >= num_kills or time.monotonic() > end_s
             before = _visible(place)
@@ -70,7 +71,7 @@ class Kills:
             if finished:
                 self.found["runs_completed"] += 1
                 place = self._new_place()
-            mesh = self._draw.choice([other for other in MESHES if other != mesh])
+            mesh = self._draw.choice([other for other in self._meshes if other != mesh])
 
     def _new_place(self) -> Path:
         return self._work / f"run-{next(self._number):04d}"
@@ -84,7 +85,12 @@ class Kills:
         ranks = [
             self._context.Process(
                 target=run_rank,
-                args=(mesh, rank, str(meeting), str(self._dataset), str(place), str(files[rank]), phases),
+                args=(mesh, rank, str(meeting)),
+                kwargs={
+                    "files": {"dataset": str(self._dataset), "place": str(place), "lines": str(files[rank])},
+                    "phases": phases,
+                    "own": self._own,
+                },
             )
             for rank in range(num_ranks)
         ]

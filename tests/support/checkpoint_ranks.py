@@ -11,26 +11,30 @@ import os
 import time
 from collections.abc import Callable, Mapping, MutableSequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import torch
 import torch.distributed as dist
 
-from fuelrail.bench.studies.train.experiment import batches
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
 from fuelrail.bench.trainer.checkpoints.store import Store
+from fuelrail.bench.trainer.loop import batches
+from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.models.settings import MODELS
-from fuelrail.bench.trainer.strategies.parallel import build, make_mesh, parallelise
+from fuelrail.bench.trainer.strategies.parallel import parallelise
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings, degrees_of
 from fuelrail.loaders import DataLoader, ImageAugment, Transforms
+from support import own_model
 from support.parallel_equality import train_step
 
 if TYPE_CHECKING:
     from fuelrail.bench.measure.records import CheckpointSave
     from fuelrail.bench.trainer.checkpoints.store import Manifest
-    from fuelrail.bench.trainer.strategies.parallel import Parallel
     from fuelrail.bench.trainer.strategies.settings import Strategy
+    from fuelrail.bench.trainer.strategies.step import Parallel
 
 MODEL = "vit-tiny"
 GLOBAL_BATCH = 8
@@ -70,6 +74,14 @@ MESHES = {
 }
 
 
+# Of a model without stages and plan.
+OWN_MESHES = {
+    name: mesh
+    for name, mesh in MESHES.items()
+    if mesh.settings.strategy in own_model.STRATEGIES and not mesh.settings.mesh
+}
+
+
 class _WatchedStore(Store):
     enter: Callable[[str], None]
 
@@ -100,10 +112,23 @@ class _Watched(Checkpoints):
         return done
 
 
+def divided(name: str, *, own: bool) -> Parallel:
+    """Divide the trainer's model, or one from outside, whose batch norm must not depend on the mesh."""
+    settings = MESHES[name].settings
+    if own:
+        return own_model.divided(settings=settings, batch_norm="frozen")
+    share = GLOBAL_BATCH // degrees_of(settings, MESHES[name].num_ranks).data
+    return parallelise(partial(build_model, MODELS[MODEL]), msgspec.structs.replace(settings, micro_batches=share))
+
+
 def run_rank(
-    name: str, rank: int, meeting: str, dataset: str, place: str, lines: str, phases: MutableSequence[int]
+    name: str, rank: int, meeting: str, files: Mapping[str, str], phases: MutableSequence[int], *, own: bool
 ) -> None:
-    """Train from the newest checkpoint to the last step, and append what was done to the file ``lines``."""
+    """Train from the newest checkpoint to the last step, and append what was done to a file.
+
+    ``files`` are the dataset, the place of checkpoints and the file of lines.
+    """
+    dataset, place, lines = (files[one] for one in ("dataset", "place", "lines"))
     started_s = time.monotonic()
 
     def enter(phase: str) -> None:
@@ -114,11 +139,8 @@ def run_rank(
     dist.init_process_group(
         "gloo", init_method=f"file://{meeting}", rank=rank, world_size=MESHES[name].num_ranks, timeout=_TIMEOUT
     )
-    degrees = degrees_of(MESHES[name].settings, MESHES[name].num_ranks)
-    mesh = make_mesh(degrees, "cpu")
-    share = GLOBAL_BATCH // degrees.data
-    model = build(MODELS[MODEL], "cpu", 0, mesh)
-    parallel = parallelise(model, MESHES[name].settings, degrees, mesh, batch_size=share)
+    share = GLOBAL_BATCH // degrees_of(MESHES[name].settings, MESHES[name].num_ranks).data
+    parallel = divided(name, own=own)
     image = ImageAugment(height=64, width=64)
     with (
         Path(lines).open("a", buffering=1) as out,
@@ -130,7 +152,7 @@ def run_rank(
             seed=5,
             transforms=Transforms(image=image),
             num_workers=1,
-            world=mesh,
+            world=parallel.mesh,
             check_ranks=False,
         ) as loader,  # fmt: skip
     ):

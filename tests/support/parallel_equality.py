@@ -25,18 +25,19 @@ import itertools
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from fuelrail.bench.trainer.models.settings import MODELS
-from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision, check_fits, degrees_of
+from fuelrail.bench.trainer.strategies.settings import ParallelSettings, Precision, check_fits, degrees_of
 from support.cameras import write_cameras
 from support.ranks import run_ranks
 
 if TYPE_CHECKING:
-    from fuelrail.bench.trainer.strategies.parallel import Parallel
+    from fuelrail.bench.trainer.strategies.step import Parallel
 
 GLOBAL_BATCH = 16
 EXACT, LOW = 2e-6, 0.01
@@ -155,7 +156,8 @@ class Comparison:
         """Train a case on all ranks and compare it; all ranks must call this."""
         import torch.distributed as dist
 
-        from fuelrail.bench.trainer.strategies.parallel import build, make_mesh, parallelise
+        from fuelrail.bench.trainer.models.build import build_model
+        from fuelrail.bench.trainer.strategies.parallel import make_mesh, parallelise
         from fuelrail.loaders.distributed import resolve_world
 
         degrees = degrees_of(case.parallel, self._world)
@@ -166,8 +168,8 @@ class Comparison:
         batches = self._load(place.rank, place.size)
         started_s = time.perf_counter()
         parallel = parallelise(
-            build(MODELS[case.model], "cpu", 0, mesh), case.parallel, degrees, mesh,
-            batch_size=rows, learning_rate=case.rate, precision=case.precision,
+            partial(build_model, MODELS[case.model]), case.parallel, mesh=mesh,
+            micro_batches=case.parallel.micro_batches or rows, learning_rate=case.rate, precision=case.precision,
         )  # fmt: skip
         losses = [train_step(parallel, batch) for batch in itertools.islice(itertools.cycle(batches), case.steps)]
         seconds = time.perf_counter() - started_s
@@ -205,18 +207,17 @@ class Comparison:
 
     def _train_alone(self, case: Case, num_parts: int) -> list[float]:
         """Losses of one process, in fp32, that adds up the gradients of the parts."""
-        from fuelrail.bench.trainer.strategies.parallel import build, parallelise
+        from fuelrail.bench.trainer.models.build import build_model
+        from fuelrail.bench.trainer.strategies.parallel import parallelise
 
         kept = {name: getattr(case.parallel, name) for name in ("clip_norm", "optimiser", "rate_warmup")}
         key = msgspec.json.encode([case.model, case.rate, case.steps, kept, num_parts])
         if key not in self._alone:
-            model = build(MODELS[case.model], "cpu", 0)
-            alone = parallelise(
-                model, ParallelSettings(**kept), Degrees(), None, batch_size=GLOBAL_BATCH, learning_rate=case.rate
-            )
+            model = partial(build_model, MODELS[case.model])
+            alone = parallelise(model, ParallelSettings(**kept, alone=True, learning_rate=case.rate))
             losses = []
             for batch in itertools.islice(itertools.cycle(self._load(0, 1)), case.steps):
-                parts = zip(*(tensor.chunk(num_parts) for tensor in model.inputs(batch)), strict=True)
+                parts = zip(*(tensor.chunk(num_parts) for tensor in alone.inputs(batch)), strict=True)
                 losses.append(sum(float(alone.forward_backward(part, accumulation=num_parts)) for part in parts))
                 alone.update()
             self._alone[key] = losses

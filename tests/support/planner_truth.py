@@ -16,6 +16,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,18 +115,18 @@ def real(pair: Pair, rank: int) -> Real:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    from fuelrail.bench.trainer.strategies.parallel import build, make_mesh, parallelise
+    from fuelrail.bench.trainer.models.build import build_model
+    from fuelrail.bench.trainer.strategies.parallel import parallelise
 
-    degrees = degrees_of(pair.parallel, pair.world)
-    mesh = make_mesh(degrees, "cpu")
-    parallel = parallelise(build(SIZES[pair.model], "cpu", 0, mesh), pair.parallel, degrees, mesh, batch_size=_ROWS)
+    options = msgspec.structs.replace(pair.parallel, micro_batches=pair.parallel.micro_batches or _ROWS)
+    parallel = parallelise(partial(build_model, SIZES[pair.model]), options)
     inputs = parallel.inputs(_batch())
     for _ in range(2):
         parallel.forward_backward(inputs)
         parallel.update()
     peaks, whole, sent = [], [], []
     for _ in range(_REPEATS):
-        counter = Counter(mesh)
+        counter = Counter(parallel.mesh)
         gc.collect()  # what an earlier step or pair left counts as negative when it is freed in this one
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled, counter:
             parallel.forward_backward(inputs)
@@ -137,7 +138,7 @@ def real(pair: Pair, rank: int) -> Real:
     assert all(one == sent[0] for one in sent), "every step sends the same"
     tensors = [tensor for part in parallel.models for tensor in (*part.parameters(), *part.buffers())]
     held = sum(_local(tensor).nbytes for tensor in tensors) + sum(one.nbytes for one in inputs)
-    if mesh is None and pair.world > 1:
+    if parallel.mesh is None and pair.world > 1:
         held += sum(parameter.nbytes for part in parallel.models for parameter in part.parameters())
     assert torch.get_num_threads() == 1, "one thread, so that scratch memory is of one"
     return Real(

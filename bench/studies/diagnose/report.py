@@ -10,7 +10,7 @@ import msgspec
 
 from fuelrail.bench.report.files import ReportHeader
 from fuelrail.bench.studies.diagnose.judge import Bound, Counterfactual, Diagnosis, counterfactual
-from fuelrail.loaders.config import default_num_workers
+from fuelrail.pipeline.runtime.host import default_num_workers
 
 if TYPE_CHECKING:
     from fuelrail.bench.studies.train.report import Report

@@ -64,7 +64,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     num_padding: int
     identity: dict[str, object]
     costs: CostFigures | None
-    """Of an order in packs, or a balanced one."""
+    """What packs and ranks cost; None for an order without packs and balance."""
     figures: list[OrderFigures]
 
 

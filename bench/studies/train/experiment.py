@@ -81,6 +81,7 @@ def make_loader(
         device=device,
         world=mesh,
         trace=trace,
+        ledger=settings.ledger,
     )
     loader.inject = settings.inject
     loader.leave_out(_LOADER_PARTS.intersection(settings.leave_out))
@@ -92,7 +93,7 @@ def token_channel(place: str, model_name: str) -> list[str]:
 
     Raises ConfigError where it has fewer tokens than the model reads, or of more words.
     """
-    size = MODELS[model_name]
+    size = MODELS.get(model_name)
     if not isinstance(size, GptSettings):
         return []
     dataset = open_dataset(place)
@@ -130,14 +131,6 @@ def find_function(name: str) -> Callable[[dict[str, Any]], Any]:
         raise ConfigError(f"transform '{name}' is not callable; name a function")
     found: Callable[[dict[str, Any]], Any] = function
     return found
-
-
-def batches(loader: DataLoader, num_epochs: int | None) -> Iterator[Mapping[str, Any]]:
-    """Yield a loader's batches over epoch after epoch from where it is, without end if ``num_epochs`` is None."""
-    first = int(loader.state_dict()["epoch"])
-    for epoch in range(first, num_epochs) if num_epochs is not None else itertools.count(first):
-        loader.set_epoch(epoch)
-        yield from loader
 
 
 def from_memory(source: Iterator[Mapping[str, Any]], num_batches: int | None) -> Iterator[Mapping[str, Any]]:

@@ -37,7 +37,18 @@ VERSION = 3
 _ROLLING_STEPS = 5
 
 _SHOWN_ELSEWHERE = {
-    *("dataset", "records", "profile", "accelerator", "ranks", "cache_dir", "trace", "checkpoint", "transforms"),
+    *(
+        "dataset",
+        "records",
+        "profile",
+        "accelerator",
+        "ranks",
+        "cache_dir",
+        "trace",
+        "checkpoint",
+        "transforms",
+        "ledger",
+    ),
     *("teacher", "teacher_layer", "distill", "temperature", "price_per_gpu_hour"),
     *("against", "check_batch", "target_loss"),
 }

@@ -34,40 +34,51 @@ _SETTINGS_FILE = "settings.json"
 _LOG_FILE = "ranks.log"
 
 
-def train(
+def bench_train(
     dataset: str | os.PathLike[str],
     options: TrainOptions | None = None,
     *,
     out: str | os.PathLike[str] | None = None,
     html: bool = True,
     **changes: Any,  # fields of TrainOptions
-) -> Report:
-    """Train a small multi-camera model on a dataset and report how busy the accelerators were.
+) -> Report | None:
+    """Train a model on a dataset and report how busy the accelerators were.
 
-    ``fuelrail.train("DATASET", ranks=2, steps=100)`` takes the fields of :class:`TrainOptions` as keywords. ``out`` is
-    a folder for report.json, report.md and (with ``html``) report.html; None: nothing is written. A run that ends early
-    is reported as partial (``cut_off``), also after Ctrl+C. Raises ConfigError, DatasetErrors, and FuelrailError where
-    no step was made.
+    ``fuelrail.bench_train("DATASET", ranks=2, steps=100)`` takes the fields of :class:`TrainOptions` as keywords.
+    ``out`` is a folder for report.json, report.md and (with ``html``) report.html; None: nothing is written. A run that
+    ends early is reported as partial (``cut_off``), also after Ctrl+C. Raises ConfigError, DatasetErrors, and
+    FuelrailError where no step was made.
+
+    Under torchrun, on several hosts too, the processes are the ranks; all but the first return None.
     """
-    return run_training(dataset, make_options(TrainOptions, options, changes), out, html=html).reports[0]
+    made = run_training(dataset, make_options(TrainOptions, options, changes), out, html=html)
+    return None if made is None else made.reports[0]
 
 
 def run_training(
     dataset: str | os.PathLike[str], options: TrainOptions, out: str | os.PathLike[str] | None, *, html: bool
-) -> Made:
-    """Make one run and write its report into ``out``, if given; see :func:`train`."""
-    if (world := os.environ.get("WORLD_SIZE", "1")) != "1":
-        raise ConfigError(
-            f"this is one of WORLD_SIZE={world} processes; `bench train` starts all ranks itself, on one host: run it "
-            "once, with --ranks; for several hosts start a script of your own as configs/recipes do"
-        )
+) -> Made | None:
+    """Make one run and write its report into ``out``, if given; see :func:`bench_train`."""
+    in_world = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    is_first = not in_world or os.environ["RANK"] == "0"
+    if in_world:
+        world = int(os.environ["WORLD_SIZE"])
+        if options.ranks not in (1, world) or options.trace:
+            raise ConfigError(
+                f"this is one of WORLD_SIZE={world} processes of torchrun, which are the ranks of the run: leave out "
+                "--ranks and --trace"
+            )
+        options = msgspec.structs.replace(options, ranks=world)
     if options.trace and out is None:
         raise ConfigError("trace=True writes a file: give out=FOLDER")
     other = None if options.against is None else load_report(Path(options.against))
-    with output_folder(out) as folder:
+    with output_folder(out if is_first else None) as folder:
         runs = [TrainRun(asked) for asked in ask_all(dataset, options, folder)]
-        prepare_folder(folder, html=html and out is not None)
-        made = _compared(measure_all(runs), options, other)
+        prepare_folder(folder, html=html and out is not None and is_first)
+        measured = _measure_here(runs) if in_world else measure_all(runs)
+        if measured is None:
+            return None
+        made = _compared(measured, options, other)
         if out is not None:
             write_report(made.reports[0], folder, html=html)
         if options.trace:
@@ -167,6 +178,22 @@ def measure_all(runs: Sequence[TrainRun]) -> Made:
         if cut_off is not None:
             break
     return Made(reports, cut_off, outcome.interrupted)
+
+
+def _measure_here(runs: Sequence[TrainRun]) -> Made | None:
+    """Make the runs as one rank of torchrun's world; the first one returns the reports."""
+    from fuelrail.bench.studies.train.worker import run_in_world  # takes seconds: torch
+
+    for run in runs:
+        _prepare(run.records)
+    machine, watch = machine_facts(), CpuWatch()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    with NvmlWatch(local if runs[0].settings.profile is None else 0) as gpus:
+        run_in_world([run.settings for run in runs])
+    if os.environ["RANK"] != "0":
+        return None
+    cpu = watch.use()
+    return Made([run.report(machine, Outcome(0, False, []), cpu, gpus.use()) for run in runs], None, False)
 
 
 def _prepare(records: Path) -> None:

@@ -12,7 +12,7 @@ from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE, AcceleratorProfi
 from fuelrail.bench.measure.machine import DatasetFacts, dataset_facts, installed_gpus
 from fuelrail.bench.ranks.injection import Injection
 from fuelrail.bench.trainer.distill.settings import DISTILL, weights_of
-from fuelrail.bench.trainer.models.settings import MODELS, ModelName
+from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision, check_fits, degrees_of
 from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.storage import Backend
@@ -52,14 +52,13 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
         ),
     ] = "auto"
     model: Annotated[
-        ModelName | None, flag("model to train (default: base on cuda; emulated stand-in, bev-tiny in a pipeline)")
-    ] = None
-    precision: Annotated[
-        Precision | None,
-        flag("fp32, or autocast to bf16, or to fp16 with scaled loss (default: bf16 on cuda, else fp32)"),
+        str | None,
+        flag(
+            f"model to train: {', '.join(MODELS)}, or MODULE:FUNCTION that makes one of your own (default: base on "
+            "cuda; emulated stand-in, bev-tiny in a pipeline)"
+        ),
     ] = None
     accumulation: Annotated[Positive, flag("batches accumulated into one optimiser step")] = 1
-    learning_rate: Annotated[AtLeast0, flag("learning rate")] = 2e-3
     workers: Annotated[Positive | None, flag("decoding threads per rank (default: the rank's share of the CPUs)")] = (
         None
     )
@@ -81,12 +80,14 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
         ),
     ] = None
     temperature: Annotated[Above0 | None, flag("softens the logits for distillation (default: 2)")] = None
-    seed: Annotated[NotNegative, flag("random seed for order, augmentation and weights")] = 0
     checkpoint: Annotated[
         str | None, flag("save checkpoints there, and continue from the newest one", metavar="FOLDER_OR_URL")
     ] = None
     every: Annotated[Positive, flag("steps between two checkpoints")] = 100
     keep: Annotated[Positive, flag("number of checkpoints to keep")] = 3
+    ledger: Annotated[str | None, flag("record in this file which samples the weights have seen", metavar="FILE")] = (
+        None
+    )
     failures_per_day: Annotated[
         Above0 | None, flag("failures of the whole job a day; adds the best interval of checkpoints")
     ] = None
@@ -140,7 +141,7 @@ class TrainSettings(TrainOptions, frozen=True, kw_only=True):
 
     dataset: str
     records: str
-    model: ModelName
+    model: str
     precision: Precision
 
     @property
@@ -170,7 +171,7 @@ def ask(dataset: str | os.PathLike[str], options: TrainOptions, records: Path) -
     _check_teacher(options)
     profile = options.profile or _profile(options.accelerator)
     changes: dict[str, Any] = {
-        name: _absolute(getattr(options, name)) for name in ("cache_dir", "transforms", *_TEACHERS)
+        name: _absolute(getattr(options, name)) for name in ("cache_dir", "transforms", "ledger", *_TEACHERS)
     }
     changes["checkpoint"] = _checkpoint_place(options)
     weights_of(options.distill or DISTILL)
@@ -187,7 +188,12 @@ def ask(dataset: str | os.PathLike[str], options: TrainOptions, records: Path) -
         "profile": profile,
     }
     settings = TrainSettings(**{**msgspec.structs.asdict(options), **changes})
-    check_fits(settings, degrees, MODELS[settings.model], settings.batch_size)
+    if settings.model in MODELS:
+        check_fits(settings, degrees, MODELS[settings.model], settings.batch_size)
+    elif ":" not in settings.model:
+        raise ConfigError(f"model '{settings.model}' must be {', '.join(MODELS)}, or MODULE:FUNCTION of your own")
+    elif any(getattr(options, name) is not None for name in _TEACHERS):
+        raise ConfigError(f"model '{settings.model}' has a loss of its own: distil in it, with fuelrail.distil")
     _check_world(settings, degrees, facts)
     if settings.decoder != "auto":
         from fuelrail.loaders.decode import make_decoder
@@ -215,6 +221,8 @@ def larger_batch(options: TrainOptions, batch_size: int) -> TrainOptions:
     """
     if options.checkpoint is not None or options.against is not None:
         raise ConfigError("check_batch makes two runs of its own: leave out checkpoint and against")
+    if options.ledger is not None:
+        raise ConfigError("check_batch makes two runs, and a ledger is of one: leave out ledger")
     if batch_size <= options.batch_size:
         raise ConfigError(
             f"check_batch={batch_size} must be above batch_size={options.batch_size}, which it is compared with"
@@ -295,7 +303,8 @@ def _check_world(settings: TrainSettings, degrees: Degrees, dataset: DatasetFact
             "use fewer ranks or smaller batches"
         )
     num_gpus = len(installed_gpus())
-    if settings.profile is None and settings.ranks > num_gpus:
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", settings.ranks))
+    if settings.profile is None and ranks > num_gpus:
         raise ConfigError(
-            f"{settings.ranks} ranks need a GPU each, and the NVIDIA driver shows {num_gpus} here; use fewer ranks"
+            f"{ranks} ranks need a GPU each, and the NVIDIA driver shows {num_gpus} here; use fewer ranks"
         )

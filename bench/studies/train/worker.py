@@ -7,6 +7,7 @@ of its own, so that runs that are to be compared share the machine's state.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -34,19 +35,19 @@ from fuelrail.bench.planner.state import check_memory, num_parameters
 from fuelrail.bench.ranks.elastic import end_with, join_world
 from fuelrail.bench.ranks.injection import StallingAccelerator, late_batches, slow_reads
 from fuelrail.bench.ranks.tracing import RankTrace, TracedAccelerator
-from fuelrail.bench.studies.train.experiment import batches, from_memory, make_loader, noting_input, take, transforms_of
+from fuelrail.bench.studies.train.experiment import from_memory, make_loader, noting_input, take, transforms_of
 from fuelrail.bench.studies.train.settings import TrainSettings
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
 from fuelrail.bench.trainer.distill.settings import DISTILL, TEMPERATURE
 from fuelrail.bench.trainer.distill.student import distilled
-from fuelrail.bench.trainer.loop import train
+from fuelrail.bench.trainer.loop import batches, train
+from fuelrail.bench.trainer.models.build import maker
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.optimiser import scaled_rate
-from fuelrail.bench.trainer.strategies.parallel import build, make_mesh, parallelise
+from fuelrail.bench.trainer.strategies.parallel import make_mesh, parallelise
 from fuelrail.bench.trainer.strategies.settings import Degrees, check_fits, degrees_of
-from fuelrail.loaders.config import ranks_on_host
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
-from fuelrail.pipeline.runtime.host import available_memory_bytes
+from fuelrail.pipeline.runtime.host import available_memory_bytes, ranks_on_host
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 
     from fuelrail.bench.measure.accelerator import Accelerator
     from fuelrail.bench.measure.clock import Clock
-    from fuelrail.bench.trainer.strategies.parallel import Parallel
+    from fuelrail.bench.trainer.strategies.step import Parallel
     from fuelrail.loaders import DataLoader
     from fuelrail.pipeline.runtime.stages import StageClock
 
@@ -93,14 +94,14 @@ def run_rank(
             device=device,
             backend=dist.get_backend() if dist.is_initialized() else None,
             model=settings.model,
-            num_parameters=num_parameters(MODELS[settings.model])[0],
+            num_parameters=num_parameters(MODELS.get(settings.model, settings.model))[0],
             peak_tflops=None if settings.profile is not None else peak_tflops(device, settings.precision),
         )
     )
     parallel = _divided(settings, mesh, accelerator, loader)
     checkpoints = _RunCheckpoints(settings, parallel, loader, writer)
     read_before = storage_bytes_read()
-    noted = noting_input(batches, writer, None if settings.profile is not None else MODELS[settings.model])
+    noted = noting_input(batches, writer, None if settings.profile is not None else MODELS.get(settings.model))
     first, accumulation = checkpoints.first_step, settings.accumulation
     steps = train(parallel, noted, clock, num_steps=settings.steps, accumulation=accumulation, first_step=first)
     if "training" in settings.leave_out:
@@ -153,11 +154,12 @@ def _divided(
     """Make the model, with its teacher, divided over the ranks."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     degrees = Degrees() if "all-reduce" in settings.leave_out else degrees_of(settings, world)
-    size, wrap, teacher = MODELS[settings.model], None, None
+    make: Any = maker(settings.model)
+    wrap, teacher = None, None
     if settings.teacher is not None or settings.teacher_layer is not None:
         assert loader is not None, "a teacher's layer comes with the loader"
         wrap, teacher = distilled(
-            size,
+            MODELS[settings.model],
             loader,
             accelerator.torch_device,
             teacher=settings.teacher,
@@ -168,14 +170,14 @@ def _divided(
         )
     global_batch = degrees.data * settings.batch_size * settings.accumulation
     parallel = parallelise(
-        # The seed makes every rank start from the same weights, and runs repeatable.
-        build(size, accelerator.torch_device, settings.seed, mesh, wrap),
-        settings,
-        degrees,
-        mesh,
-        batch_size=settings.batch_size,
-        learning_rate=scaled_rate(settings.learning_rate, settings, global_batch),
-        precision=settings.precision,
+        make if wrap is None else lambda: wrap(make()),
+        msgspec.structs.replace(
+            settings,
+            alone="all-reduce" in settings.leave_out,
+            micro_batches=settings.micro_batches or settings.batch_size,
+            learning_rate=scaled_rate(settings.learning_rate, settings, global_batch),
+        ),
+        mesh=mesh,
         accelerator=accelerator,
     )
     parallel.teacher = teacher
@@ -243,7 +245,42 @@ def main(arguments: Sequence[str]) -> int:
     """Run the rank that the environment (RANK, WORLD_SIZE, ...) says this process is: ``SETTINGS LAUNCHER_PID``."""
     path, launcher = arguments
     end_with(int(launcher), signal.SIGKILL)
-    runs = msgspec.json.decode(Path(path).read_bytes(), type=list[TrainSettings])
+    try:
+        run_all(msgspec.json.decode(Path(path).read_bytes(), type=list[TrainSettings]))
+    except FuelrailError:
+        return 2
+    _leave()
+    return 0
+
+
+def run_in_world(runs: Sequence[TrainSettings]) -> None:
+    """Run this rank of a world that torchrun started, and bring all records into the folders of the first rank."""
+    run_all(runs)
+    for settings in runs:
+        own = rank_path(Path(settings.records), dist.get_rank()).read_bytes()
+        dist.barrier()
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, (time.monotonic_ns(), own))
+        for rank, (now_ns, lines) in enumerate(found) if dist.get_rank() == 0 else ():
+            # Clocks of other hosts count from another moment.
+            late_ns = 0 if rank == 0 else found[0][0] - now_ns
+
+            def shifted(match: re.Match[bytes], late_ns: int = late_ns) -> bytes:
+                return b"%s%d" % (match[1], int(match[2]) + late_ns)
+
+            lines = re.sub(rb'("(?:start|end)_ns":)(\d+)', shifted, lines)
+            rank_path(Path(settings.records), rank).write_bytes(lines)
+    _leave()
+
+
+def _leave() -> None:
+    # Not after a failure: leaving the group waits for ranks that may be gone. Gloo may abort a rank that others left.
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_all(runs: Sequence[TrainSettings]) -> None:
+    """Run this rank of some runs, one after the other, and write its records; raise what one raises."""
     if runs[0].profile is not None:
         # One thread: the host's cores belong to the loader, and the stand-in is small.
         torch.set_num_threads(1)
@@ -257,7 +294,7 @@ def main(arguments: Sequence[str]) -> int:
                 _run(settings, device, writer)
             except FuelrailError as error:
                 writer.write(RankFailure(kind="refused", message=str(error), at_ns=time.monotonic_ns()))
-                return 2
+                raise
             except Exception as error:
                 message = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 waited = "timed out" in str(error).lower()
@@ -269,10 +306,6 @@ def main(arguments: Sequence[str]) -> int:
                     # none is the one that did not answer.
                     time.sleep(_SAY_SO_S)
                 raise
-    # Not after a failure: leaving the group waits for ranks that may be gone. Gloo may abort a rank that others left.
-    dist.barrier()
-    dist.destroy_process_group()
-    return 0
 
 
 def _run(settings: TrainSettings, device: str | None, writer: RankWriter) -> None:
@@ -295,7 +328,8 @@ def _run(settings: TrainSettings, device: str | None, writer: RankWriter) -> Non
 def _mesh(settings: TrainSettings) -> DeviceMesh | None:
     """Make the mesh, once nothing speaks against it. Raises ConfigError."""
     degrees, image = degrees_of(settings, dist.get_world_size()), transforms_of(settings).image
-    check_fits(settings, degrees, MODELS[settings.model], settings.batch_size, (image.height, image.width))
+    if settings.model in MODELS:
+        check_fits(settings, degrees, MODELS[settings.model], settings.batch_size, (image.height, image.width))
     on_gpu = settings.profile is None
     free = torch.cuda.mem_get_info()[0] if on_gpu else available_memory_bytes() // ranks_on_host()
     check_memory(settings.model, settings, degrees, settings.precision, free, alone=on_gpu)

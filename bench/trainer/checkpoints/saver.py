@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 import torch
@@ -26,21 +27,34 @@ from fuelrail.pipeline.errors import FuelrailError, StateMismatchError
 from fuelrail.pipeline.storage.filesystem import DISK_FULL
 
 if TYPE_CHECKING:
-    from fuelrail.bench.trainer.strategies.parallel import Parallel
-    from fuelrail.loaders import DataLoader
+    from torch.distributed.checkpoint.stateful import Stateful
+
+    from fuelrail.bench.trainer.strategies.step import Parallel
 
 
 class Checkpoints:
-    """The checkpoints of a run at a folder or URL; made by all ranks together, after the process group.
+    """The checkpoints of a run at a folder or URL; made by all ranks together, after :func:`fuelrail.parallelise`.
 
-    ``identity`` is what a checkpoint must share with this run to be restored, by name. A rank that does not answer for
-    ``timeout_s`` seconds, dead or at slow storage, is an error of the others. All methods are called by all ranks
-    alike. Load checkpoints that you trust only: torch's metadata in them is a pickle.
+    One holds the model, the optimiser, averages, random generators, schedule, loss scale and the loader's position, and
+    is visible once it is whole. It restores under any other strategy, mesh and number of ranks. The newest ``keep``
+    stay. ``identity`` is what a checkpoint must share with this run to be restored, by name. A rank that does not
+    answer for ``timeout_s`` seconds, dead or at slow storage, is an error of the others. All methods are called by all
+    ranks alike. Load checkpoints that you trust only: torch's metadata in them is a pickle.
     """
 
-    def __init__(self, place: str, *, keep: int, identity: Mapping[str, str], timeout_s: float = 600) -> None:
-        self._store = Store(place)
-        self._keep, self._identity, self._timeout_s = keep, dict(identity), timeout_s
+    def __init__(
+        self,
+        place: str | os.PathLike[str],
+        *,
+        keep: int = 3,
+        identity: Mapping[str, str] | None = None,
+        timeout_s: float = 600,
+    ) -> None:
+        self._store = Store(os.fspath(place))
+        self._keep, self._identity, self._timeout_s = keep, dict(identity or {}), timeout_s
+        self._is_alone = not dist.is_initialized()
+        if self._is_alone:  # a world of one, for what torch saves with
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         # The background thread's collectives must not meet the training's.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
@@ -81,10 +95,17 @@ class Checkpoints:
         """Wait for the last save, and leave the ranks' group."""
         done = self.wait()
         self._thread.shutdown()
-        dist.destroy_process_group(self._group)
+        dist.destroy_process_group(None if self._is_alone else self._group)
         return done
 
-    def restore(self, parallel: Parallel, loader: DataLoader) -> CheckpointRestore | None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:  # else other ranks may be gone, and a collective would wait for them
+            self.close()
+
+    def restore(self, parallel: Parallel, loader: Stateful) -> CheckpointRestore | None:
         """Continue from the newest complete checkpoint; None where there is none, also of a killed first save.
 
         One whose bytes changed is set aside, and the one before is taken. Raises StateMismatchError, with both sides,
@@ -133,7 +154,7 @@ class Checkpoints:
             return f"; a rank did not answer for {self._timeout_s:g} s (timeout_s): it is dead, or its storage slow"
         return ""
 
-    def _load(self, folder: str, manifest: Manifest, parallel: Parallel, loader: DataLoader) -> None:
+    def _load(self, folder: str, manifest: Manifest, parallel: Parallel, loader: Stateful) -> None:
         reader = self._store.reader(folder)
         saved = reader.read_metadata().state_dict_metadata
         shapes = {name: list(one.size) for name, one in saved.items() if isinstance(one, TensorStorageMetadata)}

@@ -6,15 +6,20 @@ restores on any other; each rank loads the tensors, or the parts of DTensors, th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import math
+import random
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+from fuelrail.bench.trainer.strategies.step import named_parameters
+
 if TYPE_CHECKING:
-    from fuelrail.bench.trainer.strategies.parallel import Parallel
+    from fuelrail.bench.trainer.strategies.step import Parallel
 
 _OF_DDP = "module."  # its prefix of names
 
@@ -24,14 +29,40 @@ def tensors_of(parallel: Parallel, rank: int) -> dict[str, Tensor]:
     state = _inner(parallel.optimiser).state
     moments = {
         f"optimiser.{name}.{key}": value
-        for name, parameter in _parameters_of(parallel)
+        for name, parameter in named_parameters(parallel.models)
         for key, value in state.get(parameter, {}).items()
         if value is not None  # the momentum of a parameter that has had no gradient
     }
-    generators = {f"rng.{rank}.cpu": torch.get_rng_state()}
+    averages = {f"average.{name}": value for name, value in parallel.average.items()}
+    generators = {f"rng.{rank}.{name}": state for name, state in _generators().items()}
+    return model_tensors(parallel) | moments | averages | generators
+
+
+def _generators() -> dict[str, Tensor]:
+    """Return the states of this process's random generators, those of Python and NumPy as float64."""
+    python: Any = random.getstate()
+    numpy: Any = np.random.get_state(legacy=True)
+    found = {
+        "cpu": torch.get_rng_state(),
+        "python": torch.tensor([*python[1], math.nan if python[2] is None else python[2]], dtype=torch.float64),
+        "numpy": torch.tensor([*numpy[1], *numpy[2:]], dtype=torch.float64),
+    }
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        generators[f"rng.{rank}.cuda"] = torch.cuda.get_rng_state()
-    return model_tensors(parallel) | moments | generators
+        found["cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def _set_generator(name: str, state: Tensor) -> None:
+    if name == "python":
+        *words, gauss = state.tolist()
+        random.setstate((3, tuple(map(int, words)), None if math.isnan(gauss) else gauss))
+    elif name == "numpy":
+        *words, place, has_gauss, gauss = state.tolist()
+        np.random.set_state(("MT19937", np.array(words, np.uint32), int(place), int(has_gauss), gauss))
+    elif name == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.cuda.set_rng_state(state)
 
 
 def model_tensors(parallel: Parallel) -> dict[str, Tensor]:
@@ -48,7 +79,7 @@ def targets_of(parallel: Parallel, saved: Collection[str], rank: int, world_size
     optimiser = _inner(parallel.optimiser)
     get_optimizer_state_dict(nn.ModuleList(parallel.models), optimiser)  # a step without gradients makes its state
     stepped = {name.rpartition(".")[0] for name in saved}
-    for name, parameter in _parameters_of(parallel):
+    for name, parameter in named_parameters(parallel.models):
         if f"optimiser.{name}" not in stepped:
             optimiser.state.pop(parameter, None)
     return {name: value for name, value in tensors_of(parallel, rank % world_size).items() if name in saved}
@@ -67,17 +98,12 @@ def put_back(parallel: Parallel, tensors: Mapping[str, Tensor], progress: Mappin
     """
     for name, value in tensors.items():
         if name.startswith("rng."):
-            torch.set_rng_state(value) if name.endswith(".cpu") else torch.cuda.set_rng_state(value)
+            _set_generator(name.rpartition(".")[2], value)
+    if not any(name.startswith("average.") for name in tensors):
+        parallel.start_average()
     parallel.start_schedule(progress["schedule"])
     if progress["scaler"]:  # that of a run without fp16 has no state
         parallel.scaler.load_state_dict(dict(progress["scaler"]))
-
-
-def _parameters_of(parallel: Parallel) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield parameters by the names that they have in the undivided model."""
-    for model in parallel.models:
-        for name, parameter in model.named_parameters():
-            yield name.removeprefix(_OF_DDP), parameter
 
 
 def _inner(optimiser: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -29,6 +29,7 @@ from fuelrail.pipeline.format.layers import open_layer
 
 if TYPE_CHECKING:
     from fuelrail.bench.trainer.models.settings import ModelSettings
+    from fuelrail.bench.trainer.models.staged import StagedModel
     from fuelrail.loaders import Transforms
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.dataset import Dataset
@@ -66,15 +67,16 @@ class Teacher(nn.Module):
         self.settings = MODELS[self.name]
         make = partial(build_model, self.settings)
         with torch.random.fork_rng(devices=[]):  # the student draws the same weights with any teacher
-            self.model = draft(make, device, 0) if shard else make().to(device)
+            self.model: StagedModel
+            self.model, fill = draft(make, device, 0) if shard else (make().to(device), None)
             self.eval().requires_grad_(requires_grad=False)
             if shard:
                 mesh = init_device_mesh(device.partition(":")[0], (dist.get_world_size(),))
                 for block in self.model.blocks:
                     fully_shard(block, mesh=mesh)
                 fully_shard(self, mesh=mesh)
-            if self.model.fill is not None:
-                self.model.fill([self.model], False)  # buffers; the weights are those of the checkpoint
+            if fill is not None:
+                fill([self.model], False)  # buffers; the weights are those of the checkpoint
         tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # each rank loads its own

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
+import os
+import sys
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +20,18 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from fuelrail.bench.trainer.models.bev import BevOccupancy
 from fuelrail.bench.trainer.models.gpt import Gpt
 from fuelrail.bench.trainer.models.resnet import ResNet
-from fuelrail.bench.trainer.models.settings import BevSettings, GptSettings, ModelSettings, ResNetSettings
+from fuelrail.bench.trainer.models.settings import MODELS, BevSettings, GptSettings, ModelSettings, ResNetSettings
 from fuelrail.bench.trainer.models.vit import MultiCameraVit
+from fuelrail.pipeline.errors import ConfigError, FuelrailError
+from fuelrail.pipeline.runtime.stages import stage_error
 
 if TYPE_CHECKING:
     from fuelrail.bench.trainer.models.staged import StagedModel
+
+_LOG = logging.getLogger(__name__)
+
+Fill = Callable[[Collection[nn.Module], bool], None]
+"""Gives parts of a model that was made without memory their values; True: in host memory, for an offload."""
 
 
 def build_model(settings: ModelSettings) -> StagedModel:
@@ -31,41 +43,100 @@ def build_model(settings: ModelSettings) -> StagedModel:
     return Gpt(settings) if isinstance(settings, GptSettings) else MultiCameraVit(settings)
 
 
-def draft(make: Callable[[], StagedModel], device: str, seed: int) -> StagedModel:
-    """Make a model without memory, on the meta device; its ``fill`` gives parts of it what ``make`` gives the whole.
+def maker(name: str) -> Callable[[], nn.Module]:
+    """Return what makes a model: one of ours by its name, or what ``MODULE:FUNCTION`` names."""
+    if name in MODELS:
+        return partial(build_model, MODELS[name])
+    found: Callable[[], nn.Module] = find(name)
+    if not callable(found):
+        raise ConfigError(f"model {name!r} is {type(found).__name__}, not a function")
+    return found
 
-    Filling makes the model once more and keeps of each module this rank's share as soon as it is made: so a rank never
-    has the whole of more than one, and any division starts from the weights that the seed gives the undivided model.
+
+def find(name: str) -> Any:  # noqa: ANN401 - the caller's
+    """Import what ``MODULE:NAME`` names, from the working folder too. Raises ConfigError, and StageError of its own."""
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise ConfigError(f"model {name!r} must be MODULE:FUNCTION, such as 'teacher:logits'")
+    if "/" in module or module.startswith(".") or module.endswith(".py"):
+        raise ConfigError(f"model {name!r} has the path '{module}'; name a module as `import` does: 'folder.teacher'")
+    folder = os.getcwd()  # noqa: PTH109 - as the interpreter itself does for `python -m`
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"model {name!r} cannot be imported: {error}") from error
+    except FuelrailError:
+        raise
+    except (Exception, SystemExit) as error:  # a script may end the process when it is imported
+        raise stage_error(f"model {name!r} cannot be made", error) from error
+
+
+def draft(make: Callable[[], nn.Module], device: str, seed: int) -> tuple[Any, Fill]:
+    """Make a model without memory, on the meta device; the function beside it gives parts of it what ``make`` gives it.
+
+    Filling makes the model once more and keeps of each module this rank's share as soon as another one has it as a
+    part: so a rank never has the whole of more than one, and any division starts from the weights that the seed gives
+    the undivided model. A model that changes parameters later, or that ties some, is made whole once on each rank's
+    host, with a warning.
     """
     modules: list[nn.Module] = []  # in the order in which they are made, which is always the same
     with torch.device("meta"), _seeing(modules.append):
         model = make()
+    modules.append(model)
+    owners = {value: (part, name) for part in model.modules() for name, value in part.named_parameters(recurse=False)}
+    places = [{name: owners.get(value) for name, value in one.named_parameters(recurse=False)} for one in modules]
+    parts_of_model, name_of_model = list(model.modules()), type(model).__name__
+    tied = sum(len(list(one.parameters(recurse=False))) for one in parts_of_model) != len(owners)
 
     def fill(parts: Collection[nn.Module], offload: bool) -> None:
         for part in parts:
             part.to_empty(device="cpu" if offload else device)
-        kept, targets = {module for part in parts for module in part.modules()}, iter(modules)
+        kept = {module for part in parts for module in part.modules()}
+        missing = {place for place in owners.values() if place[0] in kept}
+        released: list[tuple[nn.Parameter, int]] = []
+        following = iter(places)
 
         def keep_share(made: nn.Module) -> None:
-            target = next(targets)
+            place = next(following)
             for name, value in list(made.named_parameters(recurse=False)):
-                if target in kept and not value.is_meta:
-                    _copy(value, target.get_parameter(name))
-                setattr(made, name, nn.Parameter(value.to("meta"), value.requires_grad))
-            if target in kept:
-                for name, buffer in made.named_buffers(recurse=False):
-                    setattr(target, name, buffer.to(device))
+                target = place.get(name)
+                if value.is_meta or target is None:
+                    continue
+                if target in missing:
+                    copy_share(value, target[0].get_parameter(target[1]))
+                    missing.remove(target)
+                left = nn.Parameter(value.to("meta"), value.requires_grad)
+                setattr(made, name, left)
+                released.append((left, left._version))  # noqa: SLF001 - how torch counts changes in place
 
         torch.manual_seed(seed)
-        with _seeing(keep_share):
-            make()
+        with nullcontext() if tied else _seeing(keep_share):
+            whole = make()
+        if not tied:
+            keep_share(whole)
+        if missing or any(left._version != version for left, version in released):  # noqa: SLF001
+            _LOG.warning(
+                "%s ties parameters or changes them after a module has them as its parts: each rank makes it whole on "
+                "its host once; to avoid that, let each module set its own parameters in its constructor",
+                name_of_model,
+            )
+            if not tied:
+                torch.manual_seed(seed)
+                whole = make()
+            for target, made in zip(parts_of_model, whole.modules(), strict=True):
+                for name, value in made.named_parameters(recurse=False) if target in kept else ():
+                    copy_share(value, target.get_parameter(name))
+        for target, made in zip(parts_of_model, whole.modules(), strict=True):
+            for name, buffer in made.named_buffers(recurse=False) if target in kept else ():
+                setattr(target, name, buffer.to(device))
 
-    model.fill = fill
-    return model
+    return model, fill
 
 
 @torch.no_grad()
-def _copy(whole: Tensor, share: Tensor) -> None:
+def copy_share(whole: Tensor, share: Tensor) -> None:
     """Copy this rank's share of a tensor."""
     if isinstance(share, DTensor):
         sizes, starts = compute_local_shape_and_global_offset(share.shape, share.device_mesh, share.placements)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
@@ -55,8 +55,6 @@ class StagedModel(nn.Module, ABC):
     # What tensor parallel shards, as for `parallelize_module`; `blocks.*` is each block. What is not named is computed
     # by every rank of the tensor-parallel group alike.
     plan: Mapping[str, ParallelStyle] = {}
-    # Gives parts of a model that was made without memory their values; None where the model has them.
-    fill: Callable[[Collection[nn.Module], bool], None] | None = None
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__()

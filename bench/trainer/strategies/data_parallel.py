@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with its own types and refuses text.
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +35,9 @@ def data_parallel(
         # It queues several collectives a bucket, and gloo mixes up those of two buckets: it gets one bucket.
         bucket_mib, reduce = 1e6, powerSGD_hook
         state = PowerSGDState(dist.group.WORLD, matrix_approximation_rank=4, start_powerSGD_iter=2)
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=bucket_mib, gradient_as_bucket_view=True)
+    wrapped = DistributedDataParallel(
+        model, bucket_cap_mb=bucket_mib, gradient_as_bucket_view=True, find_unused_parameters=settings.find_unused
+    )
     # Buffers are constants, or statistics of each rank's own. Sent around they would make every rank wait for the
     # slowest one's batch at the beginning of its forward pass, in which nothing depends on the others.
     wrapped.broadcast_buffers = False
@@ -64,8 +67,14 @@ def _timed(reduce: Any, accelerator: "Accelerator", model: nn.Module) -> Any:  #
     return timed
 
 
-def shard(part: nn.Module, mesh: "DeviceMesh", settings: "ParallelSettings", precision: "Precision") -> None:
-    """Shard parameters, gradients and optimiser state of each block, and the rest, over the data-parallel axes."""
+def shard(
+    part: nn.Module,
+    units: Iterable[nn.Module],
+    mesh: "DeviceMesh",
+    settings: "ParallelSettings",
+    precision: "Precision",
+) -> None:
+    """Shard parameters, gradients and optimiser state of each unit, and the rest, over the data-parallel axes."""
     axes = tuple(axis for axis in mesh.mesh_dim_names or () if axis.startswith("dp_"))
     if not axes:
         return
@@ -74,7 +83,7 @@ def shard(part: nn.Module, mesh: "DeviceMesh", settings: "ParallelSettings", pre
         "reshard_after_forward": settings.strategy != "zero2",
         "offload_policy": CPUOffloadPolicy(torch.cuda.is_available()) if settings.offload else OffloadPolicy(),
     }
-    for block in part.get_submodule("blocks").children():
+    for block in units:
         # Blocks of transformers keep their residual path in low precision too, as is usual; other parts have norms
         # with statistics, and geometry: they are gathered in full, and autocast decides.
         low = isinstance(block, Block) and precision != "fp32"

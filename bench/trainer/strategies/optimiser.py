@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -22,24 +23,39 @@ if TYPE_CHECKING:
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MOMENTUM = 0.9
 
+Named = list[tuple[str, nn.Parameter]]
+"""Parameters that are trained, by their names in the undivided model."""
+
 
 def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:
     """Compute in the precision what torch's autocast says can be; weights stay fp32."""
     return nullcontext() if precision == "fp32" else torch.autocast(device.type, DTYPES[precision])
 
 
-def make_optimiser(models: Iterable[nn.Module], settings: ParallelSettings, rate: float) -> Optimizer:
-    """Make AdamW, or SGD with momentum; sharded over all ranks for zero1."""
-    kind: type[Optimizer] = AdamW if settings.optimiser == "adamw" else SGD
-    options: dict[str, Any] = {"lr": rate} if kind is AdamW else {"lr": rate, "momentum": _MOMENTUM}
-    parameters = [p for model in models for p in model.parameters() if p.requires_grad]
-    if settings.shards_optimiser and dist.is_initialized():
-        with warnings.catch_warnings():
-            # Torch's own module compiles with what torch has deprecated.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            from torch.distributed.optim import ZeroRedundancyOptimizer
-        return ZeroRedundancyOptimizer(parameters, kind, **options)
-    return kind([{"params": part} for part in _by_mesh(parameters)], **options)
+def usual_optimiser(named: Named, settings: ParallelSettings) -> Optimizer:
+    """Make AdamW, or SGD with momentum, of all parameters."""
+    parameters, rate = [parameter for _, parameter in named], settings.learning_rate
+    return AdamW(parameters, rate) if settings.optimiser == "adamw" else SGD(parameters, rate, _MOMENTUM)
+
+
+def make_optimiser(named: Named, make: Callable[[Named], Optimizer], *, sharded: bool) -> Optimizer:
+    """Make an optimiser of named parameters; with ``sharded`` each rank has the state of some of them."""
+    optimiser = make(named)
+    groups = [
+        {**{name: value for name, value in group.items() if name != "param_names"}, "params": part}
+        for group in optimiser.param_groups
+        for part in _by_mesh(group["params"])
+    ]
+    if not sharded:
+        optimiser.param_groups = groups
+        return optimiser
+    with warnings.catch_warnings():
+        # Torch's own module compiles with what torch has deprecated.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    known = inspect.signature(type(optimiser)).parameters
+    options = {name: value for name, value in optimiser.defaults.items() if name in known}
+    return ZeroRedundancyOptimizer(groups, type(optimiser), **options)
 
 
 def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -1,4 +1,4 @@
-"""A model, divided over the ranks as the settings say, and one step of its training.
+"""A model, divided over the ranks as the settings say.
 
 :func:`parallelise` applies everything in one order: stages, tensor parallel, recomputation, compilation, sharding or
 copies, optimiser. :class:`Parallel` is the result, the same to the loop for all of them.
@@ -6,119 +6,60 @@ copies, optimiser. :class:`Parallel` is the result, the same to the loop for all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import KW_ONLY, dataclass, field
+import os
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import checkpoint
 
-from fuelrail.bench.trainer.models.build import build_model, draft
+from fuelrail.bench.trainer.models.build import Fill, draft
 from fuelrail.bench.trainer.strategies.data_parallel import data_parallel, shard
-from fuelrail.bench.trainer.strategies.optimiser import SharedGradScaler, autocast, clip_gradients, make_optimiser
+from fuelrail.bench.trainer.strategies.optimiser import (
+    Named,
+    make_optimiser,
+    usual_optimiser,
+)
 from fuelrail.bench.trainer.strategies.pipeline import V_SHAPED, Pipeline, Stage
-from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision, stages_of
+from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision, degrees_of, stages_of
+from fuelrail.bench.trainer.strategies.step import Losses, Parallel, named_parameters, precision_of
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.settings import make_options
 
 if TYPE_CHECKING:
+    from torch.optim.lr_scheduler import LRScheduler
+
     from fuelrail.bench.measure.accelerator import Accelerator
-    from fuelrail.bench.trainer.models.settings import ModelSettings
-    from fuelrail.bench.trainer.models.staged import StagedModel
+
 
 # Costly to compute again, for their size: matrix products, convolutions and attention.
 _KEPT = ("aten.mm", "aten.addmm", "aten.bmm", "aten.convolution", "aten._scaled_dot_product")
 
 
-@dataclass(eq=False)
-class Parallel:
-    """This rank's part of a model with what trains it.
+def join_world() -> torch.device:
+    """Join torchrun's world, if this process is of one and has not yet, and return this rank's device."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if "RANK" in os.environ and not dist.is_initialized():
+        on_gpu = device.type == "cuda"
+        dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    return device
 
-    ``models`` are the module, or a pipeline's stages on this rank; ``inputs`` makes its arguments of a batch; ``mesh``
-    is None without a composed strategy. Gradients of a step are the mean over its micro-batches and over the
-    data-parallel ranks. ``teacher`` adds to the inputs what it makes of them. Of the settings those of a step count.
-    ``accelerator`` measures the phases of a step; None: nothing does.
-    """
 
-    models: list[nn.Module]
-    optimiser: torch.optim.Optimizer
-    inputs: Callable[[Mapping[str, Any]], tuple[Tensor, ...]]
-    _: KW_ONLY
-    settings: ParallelSettings = field(default_factory=ParallelSettings)
-    precision: Precision = "fp32"
-    mesh: DeviceMesh | None = None
-    accelerator: Accelerator | None = None
-    pipeline: Pipeline | None = None
-    teacher: Callable[..., tuple[Tensor, ...]] | None = None
-
-    def __post_init__(self) -> None:
-        device = next(self.models[0].parameters()).device.type
-        self.scaler = SharedGradScaler(device, self.settings.max_skipped, enabled=self.precision == "fp16")
-        self.start_schedule(0)
-
-    def start_schedule(self, num_steps: int) -> None:
-        """Set the learning rate to that of the settings after a number of steps."""
-        warmup = max(1, self.settings.rate_warmup)
-        self.schedule: LRScheduler = LambdaLR(
-            self.optimiser, lambda step: min(1.0, (step + 1) / warmup), last_epoch=num_steps - 1
-        )
-
-    @property
-    def counts(self) -> bool:
-        """Whether this rank counts its samples: others of its model-parallel group have the same."""
-        axes = () if self.mesh is None else {"pp", "tp"}.intersection(self.mesh.mesh_dim_names or ())
-        return self.mesh is None or all(self.mesh.get_local_rank(axis) == 0 for axis in axes)
-
-    def forward_backward(
-        self, inputs: tuple[Tensor, ...], rows: tuple[int, int] = (0, 0), *, accumulation: int = 1, last: bool = True
-    ) -> Tensor:
-        """Add one micro-batch's share of ``accumulation`` to the gradients; return that share of its loss.
-
-        ``inputs`` are what :meth:`inputs` returned, on the model's device; ``rows`` are its numbers of samples and
-        images, for the accelerator. Gradients are reduced over the ranks with the ``last`` micro-batch of a step.
-        """
-        precise, timer = autocast(inputs[0].device, self.precision), self.accelerator
-        if self.teacher is not None:
-            with nullcontext() if timer is None else timer.forward(*rows), torch.no_grad(), precise:
-                inputs = (*inputs, *self.teacher(*inputs))
-        if self.pipeline is not None:
-            scale = self.scaler.scale(inputs[0].new_ones((), dtype=torch.float))
-            with precise:
-                return self.pipeline.run(inputs, rows, scale, accumulation)
-        (model,) = self.models
-        if isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(last)
-        with model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext():
-            with nullcontext() if timer is None else timer.forward(*rows), precise:
-                loss: Tensor = model(*inputs) / accumulation
-            with nullcontext() if timer is None else timer.backward():
-                self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
-
-    def update(self) -> None:
-        """Clip the gradients, let the optimiser step, unless fp16 overflowed, and forget the gradients."""
-        self.scaler.unscale_(self.optimiser)
-        if self.settings.clip_norm is not None:
-            group = None if self.pipeline is None else self.pipeline.group
-            clip_gradients((p for model in self.models for p in model.parameters()), self.settings.clip_norm, group)
-        self.scaler.step(self.optimiser)
-        self.scaler.update()
-        self.optimiser.zero_grad()
-        if not self.scaler.num_skipped:
-            self.schedule.step()
-
-    def own_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss of this rank's samples; in a pipeline the rank of the last stage sends it to the others."""
-        if self.pipeline is not None:
-            dist.all_reduce(loss, group=self.pipeline.group)
-        return loss
+def degrees_of_mesh(mesh: DeviceMesh) -> Degrees:
+    """Return the sizes of a mesh's axes. Raises ConfigError for axes of other names."""
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    if sizes.keys() - {*Degrees._fields} or not sizes:
+        raise ConfigError(f"the mesh has the axes {list(sizes)}; name them {', '.join(Degrees._fields)}, each once")
+    return Degrees(**sizes)
 
 
 def make_mesh(degrees: Degrees, device_type: str) -> DeviceMesh | None:
@@ -135,60 +76,190 @@ def make_mesh(degrees: Degrees, device_type: str) -> DeviceMesh | None:
 
 
 def parallelise(
-    model: StagedModel,
-    settings: ParallelSettings,
+    model: nn.Module | Callable[[], nn.Module],
+    settings: ParallelSettings | None = None,
+    *,
+    mesh: DeviceMesh | str | None = None,
+    wrap: Sequence[type[nn.Module]] = (),
+    loss: Callable[[Any, Any], Losses] | None = None,
+    optimiser: Callable[[Named], torch.optim.Optimizer] | str | None = None,
+    schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+    accelerator: Accelerator | None = None,
+    **changes: Any,  # fields of ParallelSettings
+) -> Parallel:
+    """Divide a model over the ranks and return what trains it; all ranks must call this.
+
+    ``fr.parallelise(build, strategy="fsdp2", wrap=[Block])`` takes the fields of :class:`ParallelSettings` as keywords.
+    Under torchrun it joins that world, on several hosts too.
+
+    ``model`` is a function that makes the model, which is made without memory and divided before it gets the values
+    that the seed says; or a module, which takes those of rank 0. A plain module has ``forward(batch)``, of any inputs.
+    It returns what ``loss(outputs, batch)`` makes a loss of, or without that the loss: a tensor without axes, or a dict
+    of them, whose sum is trained. Of a pipeline and of tensor parallel the model is a
+    :class:`~fuelrail.bench.trainer.models.staged.StagedModel`.
+
+    ``mesh`` has the axes pp, dp_replicate, dp_shard and tp, or some of them; a text makes one. ``wrap`` are the classes
+    of modules that are sharded, recomputed and compiled one by one (default: the model's ``blocks``). ``optimiser``
+    gets the parameters to train as pairs of name and parameter, as torch's optimisers take them; ``schedule`` gets the
+    optimiser, and steps with it. Raises ConfigError for what does not fit.
+    """
+    if isinstance(mesh, str):
+        changes["mesh"] = mesh
+    if isinstance(optimiser, str):
+        changes["optimiser"], optimiser = optimiser, None
+    if settings is None or changes:
+        settings = make_options(ParallelSettings, settings, changes)
+    if accelerator is None:
+        drafted = isinstance(model, nn.Module) and next(model.parameters()).is_meta
+        device = torch.device("cpu") if drafted else join_world()
+    else:
+        device = torch.device(accelerator.torch_device)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if isinstance(mesh, DeviceMesh):
+        degrees = degrees_of_mesh(mesh)
+    else:
+        degrees = degrees_of(settings, world)
+        mesh = make_mesh(degrees, device.type)
+    made, fill = _made(model, settings, str(device), divided=mesh is not None)
+    inputs: Any = getattr(made, "inputs", _the_batch)
+    _check_parts(made, degrees)
+    stages = _stages(made, settings, degrees, mesh)
+    _divide(stages, made, degrees, mesh, settings, wrap, precision_of(settings, device))
+    parts: list[nn.Module] = list(stages.values())
+    if fill is not None:
+        fill(parts, settings.offload)
+    if mesh is None and degrees.data > 1:
+        parts = [data_parallel(made, accelerator, settings)]
+    pipeline = None
+    if mesh is not None and degrees.pp > 1:
+        if settings.micro_batches is None:
+            raise ConfigError("a pipeline needs micro_batches, the parts of a rank's batch; give micro_batches=N")
+        group = mesh["pp"].get_group()
+        pipeline = Pipeline(
+            stages, stages_of(settings, degrees), group, settings.pipeline_schedule, settings.micro_batches, accelerator
+        )
+    named = [(name, one) for name, one in named_parameters(parts) if one.requires_grad]
+    sharded = settings.shards_optimiser and dist.is_initialized()
+    return Parallel(
+        parts,
+        make_optimiser(named, optimiser or partial(usual_optimiser, settings=settings), sharded=sharded),
+        inputs,
+        settings=settings,
+        mesh=mesh,
+        accelerator=accelerator,
+        pipeline=pipeline,
+        loss=loss,
+        make_schedule=schedule,
+        device=device,
+    )
+
+
+def _divide(
+    stages: Mapping[int, nn.Module],
+    model: Any,  # noqa: ANN401 - checked before
     degrees: Degrees,
     mesh: DeviceMesh | None,
-    *,
-    batch_size: int,
-    learning_rate: float = 1e-3,
-    precision: Precision = "fp32",
-    accelerator: Accelerator | None = None,
-) -> Parallel:
-    """Divide a model that lies on this rank's device, or a draft; all ranks must call this.
-
-    ``mesh`` is :func:`make_mesh`'s; :func:`check_fits` has found nothing against the degrees. ``batch_size`` is the
-    number of samples per data-parallel rank in a micro-batch. With Degrees() a rank trains alone in any world.
-    Of a pipeline's model the parts that are not this rank's are given up.
-    """
-    schedule, num_stages = settings.pipeline_schedule, stages_of(settings, degrees)
-    stages: dict[int, nn.Module] = {0: model}
-    if mesh is not None and degrees.pp > 1:
-        rank = mesh.get_local_rank("pp")
-        numbers = [rank, num_stages - 1 - rank] if schedule in V_SHAPED else range(rank, num_stages, degrees.pp)
-        stages = {number: Stage(model, number, num_stages) for number in numbers}
-        del model.stem, model.blocks, model.head  # the model lives on for its inputs
+    settings: ParallelSettings,
+    wrap: Sequence[type[nn.Module]],
+    precision: Precision,
+) -> None:
+    """Divide tensors, recompute, compile and shard, in this order."""
     for part in stages.values():
         if mesh is not None and degrees.tp > 1:
             there = {name for name, _ in part.named_children()}  # a stage may lack stem or head
             styles = {name: style for name, style in model.plan.items() if name.split(".")[0] in there}
             parallelize_module(part, mesh["tp"], styles)
-        for block in part.get_submodule("blocks").children():
+        units = _units(part, wrap)
+        for unit in units:
             if settings.recompute != "none":
-                _recompute(block, selective=settings.recompute == "selective")
+                _recompute(unit, selective=settings.recompute == "selective")
             if settings.compile != "none":
-                block.compile(backend=settings.compile)
+                unit.compile(backend=settings.compile)
         if mesh is not None:
-            shard(part, mesh, settings, precision)
-    parts: list[nn.Module] = list(stages.values())
-    if model.fill is not None:
-        model.fill(parts, settings.offload)
-    if mesh is None and degrees.data > 1:
-        parts = [data_parallel(model, accelerator, settings)]
-    pipeline = None
-    if mesh is not None and degrees.pp > 1:
-        micro_batches = settings.micro_batches or batch_size
-        pipeline = Pipeline(stages, num_stages, mesh["pp"].get_group(), schedule, micro_batches, accelerator)
-    return Parallel(
-        parts,
-        make_optimiser(parts, settings, learning_rate),
-        model.inputs,
-        settings=settings,
-        precision=precision,
-        mesh=mesh,
-        accelerator=accelerator,
-        pipeline=pipeline,
-    )
+            shard(part, units, mesh, settings, precision)
+
+
+def _the_batch(batch: Any) -> tuple[Any]:  # noqa: ANN401 - the caller's
+    return (batch,)
+
+
+def _made(
+    model: nn.Module | Callable[[], nn.Module], settings: ParallelSettings, device: str, *, divided: bool
+) -> tuple[Any, Fill | None]:
+    """Return the model on the device; one that is to be divided without memory, with what gives it values."""
+    if isinstance(model, nn.Module):
+        made = set_batch_norm(model, settings.batch_norm)
+        if not next(made.parameters()).is_meta:
+            made.to(device)
+            for tensor in (*made.parameters(), *made.buffers()) if divided else ():
+                dist.broadcast(tensor.detach(), 0)
+        return made, None
+
+    def make() -> nn.Module:
+        return set_batch_norm(model(), settings.batch_norm)
+
+    if divided:
+        return draft(make, device, settings.seed)
+    torch.manual_seed(settings.seed)
+    return make().to(device), None
+
+
+def set_batch_norm(model: nn.Module, kind: str) -> nn.Module:
+    """Return the model with batch norm of statistics over all ranks (sync), or that keeps what it has (frozen)."""
+    if kind == "sync":
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+    for part in model.modules() if kind == "frozen" else ():
+        if isinstance(part, _BatchNorm):
+            part.requires_grad_(requires_grad=False)
+            # Whoever calls train() on the model.
+            part.register_forward_pre_hook(_to_evaluation)
+    return model
+
+
+def _to_evaluation(norm: nn.Module, _: object) -> None:
+    norm.eval()
+
+
+def _check_parts(model: nn.Module, degrees: Degrees) -> None:
+    """Check that a model has what a pipeline and tensor parallel ask of it. Raise ConfigError, which names it."""
+    wanted = {"pp": ("stem", "blocks", "head", "loss", "inputs"), "tp": ("plan",)}
+    for axis, names in wanted.items():
+        missing = [name for name in names if not hasattr(model, name)]
+        if getattr(degrees, axis) > 1 and missing:
+            raise ConfigError(
+                f"the mesh has {axis}={getattr(degrees, axis)}, and model {type(model).__name__} has no "
+                f"{', '.join(missing)}: make it a StagedModel (fuelrail.bench.trainer.models.staged), or use ddp, "
+                "zero1, zero2, fsdp2 or hsdp, which take any module"
+            )
+
+
+def _stages(
+    model: Any,  # noqa: ANN401 - checked before
+    settings: ParallelSettings,
+    degrees: Degrees,
+    mesh: DeviceMesh | None,
+) -> dict[int, nn.Module]:
+    """Return this rank's stages of a pipeline by number; of a model that is in one piece that."""
+    if mesh is None or degrees.pp == 1:
+        return {0: model}
+    rank, num_stages = mesh.get_local_rank("pp"), stages_of(settings, degrees)
+    v_shaped = settings.pipeline_schedule in V_SHAPED
+    numbers = [rank, num_stages - 1 - rank] if v_shaped else range(rank, num_stages, degrees.pp)
+    stages: dict[int, nn.Module] = {number: Stage(model, number, num_stages) for number in numbers}
+    del model.stem, model.blocks, model.head  # the model lives on for its inputs
+    return stages
+
+
+def _units(part: nn.Module, wrap: Sequence[type[nn.Module]]) -> list[nn.Module]:
+    """Return the parts that are sharded, recomputed and compiled one by one, inner ones first."""
+    wrap = wrap or getattr(part, "wrap", ())
+    if not wrap:
+        return list(part.get_submodule("blocks").children()) if hasattr(part, "blocks") else []
+    found = [one for one in part.modules() if isinstance(one, tuple(wrap)) and one is not part]
+    if not found:
+        names = ", ".join(one.__name__ for one in wrap)
+        raise ConfigError(f"wrap names {names}, and model {type(part).__name__} has no part of it; name classes it has")
+    return found[::-1]
 
 
 def _recompute(block: nn.Module, *, selective: bool) -> None:
@@ -205,25 +276,3 @@ def _recompute(block: nn.Module, *, selective: bool) -> None:
         use_reentrant=False,
         context_fn=selected if selective else checkpoint.noop_context_fn,
     )
-
-
-def build(
-    settings: ModelSettings,
-    device: str,
-    seed: int,
-    mesh: DeviceMesh | None = None,
-    wrap: Callable[[StagedModel], StagedModel] | None = None,
-) -> StagedModel:
-    """Make the model with the weights that the seed says, on a device; the same on every rank.
-
-    For a ``mesh`` it is a draft: it gets its values when :func:`parallelise` has divided it. ``wrap`` makes of it what
-    is to be trained.
-    """
-
-    def make() -> StagedModel:
-        return build_model(settings) if wrap is None else wrap(build_model(settings))
-
-    if mesh is not None:
-        return draft(make, device, seed)
-    torch.manual_seed(seed)
-    return make().to(device)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from fuelrail.bench.trainer.models.settings import GptSettings, ModelSettings, VitSettings, num_blocks, tensor_sizes
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import Above0, NotNegative, Positive, Settings, convert, flag, read_pairs
+from fuelrail.pipeline.settings import Above0, AtLeast0, NotNegative, Positive, Settings, convert, flag, read_pairs
 
 Strategy = Literal["ddp", "zero1", "zero2", "fsdp2", "hsdp", "tensor", "pipeline"]
 Schedule = Literal[
@@ -24,7 +24,10 @@ _APART = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
 class ParallelSettings(Settings, frozen=True, kw_only=True):
-    """How the ranks share a model and how a step is computed. What has a description is a flag of ``bench train``."""
+    """How the ranks share a model and how a step is computed. What has a description is a flag of ``bench train``.
+
+    ``alone``: this rank trains by itself in any world.
+    """
 
     strategy: Annotated[
         Strategy,
@@ -65,6 +68,18 @@ class ParallelSettings(Settings, frozen=True, kw_only=True):
         Positive, flag("stop after this number of steps in a row without finite gradients (fp16)")
     ] = 25
     deterministic: Annotated[bool, flag("deterministic kernels; the report lists what can still differ")] = False
+    precision: Annotated[
+        Precision | None,
+        flag("fp32, or autocast to bf16, or to fp16 with scaled loss (default: bf16 on cuda, else fp32)"),
+    ] = None
+    learning_rate: Annotated[AtLeast0, flag("learning rate")] = 2e-3
+    seed: Annotated[NotNegative, flag("random seed for order, augmentation and weights")] = 0
+    batch_norm: Annotated[
+        Literal["local", "sync", "frozen"],
+        flag("batch norm: statistics of each rank (local), of all data-parallel ranks (sync, GPUs only), or as loaded"),
+    ] = "local"
+    find_unused: Annotated[bool, flag("DDP looks for parameters that a step does not use")] = False
+    alone: bool = False
 
     @classmethod
     def among(cls, options: Mapping[str, Any], where: str) -> Self:
@@ -74,7 +89,7 @@ class ParallelSettings(Settings, frozen=True, kw_only=True):
     @property
     def shards_optimiser(self) -> bool:
         """Whether copies of the model share the optimiser's state."""
-        return self.strategy == "zero1" and self.mesh is None
+        return self.strategy == "zero1" and self.mesh is None and not self.alone
 
 
 class Degrees(NamedTuple):
@@ -102,6 +117,8 @@ class Degrees(NamedTuple):
 def degrees_of(settings: ParallelSettings, world: int) -> Degrees:
     """Return the mesh's axes for this number of ranks. Raises ConfigError, which says what would fit."""
     strategy, mesh = settings.strategy, settings.mesh
+    if settings.alone:
+        return Degrees()
     if mesh is not None:
         rule = "AXIS=N with N of at least 1, each axis once; axes"
         degrees = Degrees(**read_pairs("mesh", mesh, Degrees._fields, int, rule))

@@ -84,15 +84,6 @@ def batch_range(view: memoryview, number: int) -> tuple[int, int]:
     return start, end
 
 
-def footer_blocks(view: memoryview) -> tuple[int, int, int]:
-    """Return where an Arrow file's footer lists its record batches: first byte, number of entries, bytes of each."""
-    (footer_bytes,) = struct.unpack_from("<i", view, len(view) - _TAIL_BYTES)
-    first = len(view) - _TAIL_BYTES - footer_bytes
-    footer = view[first : len(view) - _TAIL_BYTES]
-    blocks, count = _vector(footer, _field(footer, _root(footer), _FOOTER_BATCHES))
-    return first + blocks, count, _BLOCK_BYTES
-
-
 def _block(view: memoryview, number: int) -> tuple[int, int, int]:
     """Return where a record batch is: first byte, bytes of its metadata, bytes of its body."""
     footer_bytes, end = struct.unpack_from("<i6s", view, len(view) - _TAIL_BYTES)

@@ -16,10 +16,11 @@ from fuelrail.bench.planner.fake_rank import Inputs, private_parts, run_rank
 from fuelrail.bench.planner.scenario import Scenario
 from fuelrail.bench.planner.shape import shape_of, stages
 from fuelrail.bench.trainer.models.settings import MODELS
-from fuelrail.bench.trainer.strategies.parallel import build, parallelise
+from fuelrail.bench.trainer.strategies.parallel import parallelise
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, degrees_of
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from support.allocator import peak_of
+from support.models import build
 from support.published_formulas import Transformer, model_flop
 
 pytestmark = pytest.mark.slow  # each shape takes about a second
@@ -51,7 +52,7 @@ def batch():
 def allocated(name, recompute):
     """Bytes of a real step of one process at its peak, and its number of parameters."""
     made = build(model(name), "cpu", 0)
-    parallel = parallelise(made, ParallelSettings(recompute=recompute), Degrees(), None, batch_size=4)
+    parallel = parallelise(made, recompute=recompute)
     inputs = parallel.inputs(batch())
     peak = peak_of(lambda: parallel.forward_backward(inputs))
     # Of small inputs the tracker sees those that operators of the pass read; the images are what counts.

@@ -16,7 +16,7 @@ from fuelrail.bench.studies.loader.options import LoaderOptions
 from fuelrail.bench.studies.order.describe import DescribeOptions, describe_order
 from fuelrail.bench.studies.scale.options import ScaleOptions
 from fuelrail.bench.studies.scale.run import scale
-from fuelrail.bench.studies.train.run import train
+from fuelrail.bench.studies.train.run import bench_train
 from fuelrail.bench.studies.train.settings import TrainOptions
 from fuelrail.pipeline.cli import add_flags, from_flags
 from fuelrail.pipeline.errors import ConfigError
@@ -41,14 +41,14 @@ def test_a_command_line_without_flags_is_the_defaults(kind):
 
 
 def test_train_returns_a_report_and_writes_nothing(dataset, here):
-    report = train(dataset, **QUICK)
+    report = bench_train(dataset, **QUICK)
     assert (report.cut_off, report.window.num_measured_steps) == (None, 10)
     assert list(here.iterdir()) == []
 
 
 def test_train_takes_a_struct_and_an_accelerator_and_writes_what_is_asked_for(dataset, here):
     options = TrainOptions(**QUICK, profile=load_profile("resnet50-224-h100"), trace=True)
-    report = train(str(dataset), options, out=here / "out", html=False, leave_out=["decode"])
+    report = bench_train(str(dataset), options, out=here / "out", html=False, leave_out=["decode"])
     assert report.accelerator["name"] == "resnet50-224-h100"
     assert "left out decode" in report.warnings[0]
     assert sorted(path.name for path in (here / "out").iterdir()) == [
@@ -94,7 +94,7 @@ def test_describe_order_returns_figures(dataset):
 )
 def test_wrong_options_are_refused(dataset, here, wrong, message):
     with pytest.raises(ConfigError, match=message):
-        train(dataset, **wrong)
+        bench_train(dataset, **wrong)
     assert list(here.iterdir()) == []
 
 

@@ -90,8 +90,9 @@ def test_an_output_folder_that_cannot_be_written_is_refused_before_anything_runs
     assert "cannot be written" in capsys.readouterr().err
 
 
-def test_a_trainer_that_torchrun_starts_once_a_rank_is_refused(dataset, tmp_path, capsys, monkeypatch):
+def test_a_rank_of_torchrun_refuses_another_number_of_ranks(dataset, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "16")
-    assert main(["bench", "train", str(dataset), "--out", str(tmp_path / "out")]) == 2
+    monkeypatch.setenv("RANK", "3")
+    assert main(["bench", "train", str(dataset), "--ranks", "2", "--out", str(tmp_path / "out")]) == 2
     assert "one of WORLD_SIZE=16 processes" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -16,7 +16,7 @@ from fuelrail.bench.measure.records import PHASES
 from fuelrail.bench.trainer.loop import train
 from fuelrail.bench.trainer.models.bev import BevOccupancy
 from fuelrail.bench.trainer.models.settings import MODELS
-from fuelrail.bench.trainer.strategies.parallel import Parallel
+from fuelrail.bench.trainer.strategies.step import Parallel
 from support.bench_runs import MS, PROFILE, HandClock
 
 

@@ -7,14 +7,16 @@ import pytest
 import torch
 
 from fuelrail.bench.measure.records import RankWriter, rank_path, read_rank
-from fuelrail.bench.studies.train.experiment import batches, from_memory
+from fuelrail.bench.studies.train.experiment import from_memory
 from fuelrail.bench.studies.train.worker import parameters_digest, run_rank
+from fuelrail.bench.trainer.loop import batches
 from fuelrail.bench.trainer.models.settings import MODELS
-from fuelrail.bench.trainer.strategies.parallel import Parallel, build
+from fuelrail.bench.trainer.strategies.step import Parallel
 from fuelrail.loaders import ImageAugment
 from support.bench_runs import PROFILE, SETTINGS
 from support.datasets import build_dataset
 from support.loaders import make_loader
+from support.models import build
 
 IMAGE = ImageAugment(height=32, width=64)
 QUICK = msgspec.structs.replace(PROFILE, forward_ms=0.1, backward_ms=0.1, optimiser_ms=0.1)

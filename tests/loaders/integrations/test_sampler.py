@@ -333,9 +333,37 @@ def test_a_position_that_nobody_counted_is_refused():
         sampler.state_dict()
     assert next(iter(sampler)) == sampler[10]  # without states, epochs follow each other
     stateful = StatefulDataLoader(Rows(100), batch_sampler=BatchSampler(100, global_batch=10))
-    with pytest.raises(fr.OrderError, match="loader = sampler"):
+    with pytest.raises(fr.OrderError, match="StatefulSampler for torchdata's"):
         next(iter(stateful))
         stateful.state_dict()
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital':UserWarning")  # by torchdata
+def test_a_stateful_loader_has_the_state_of_what_was_received():
+    def make_loader(world, workers, **options):
+        sampler = fr.order.StatefulSampler(500, OrderSpec(seed=2), global_batch=12, world=world)
+        return StatefulDataLoader(Rows(500), batch_sampler=sampler, num_workers=workers, **options)
+
+    reference, draw = BatchSampler(500, OrderSpec(seed=2), global_batch=12, world=World()), random.Random(0)
+    for stops, workers, options in (
+        (40, 0, {}), (3, 2, {"prefetch_factor": 3}), (2, 2, {"persistent_workers": True, "snapshot_every_n_steps": 4}),
+    ):  # fmt: skip
+        state, step = None, 0
+        for stop in range(stops):
+            size = draw.choice([1, 2, 3, 4, 6, 12])
+            world = World(draw.randrange(size), size)
+            loader = make_loader(world, workers, **options)
+            if state is not None:
+                loader.load_state_dict(state)
+            num_steps = 41 - step % 41 if stop % 3 == 1 else draw.randrange(1, 60)  # to an epoch's end
+            found = list(loader) if stop % 3 == 1 else list(islice(iter_run(loader), num_steps))
+            part = slice(world.rank * (12 // size), (world.rank + 1) * (12 // size))
+            assert [batch.tolist() for batch in found] == [reference[step + k][part] for k in range(num_steps)]
+            state, step = loader.state_dict(), step + num_steps
+    sampler = fr.order.StatefulSampler(100, global_batch=10)
+    assert [next(iter(sampler)), next(iter(sampler))] == [sampler[0], sampler[0]], "the pass that was left comes again"
+    assert list(sampler) == [sampler[step] for step in range(10)]
+    assert next(iter(sampler)) == sampler[10]
 
 
 def test_one_sampler_has_one_position():

@@ -40,7 +40,7 @@ def bench(dataset, out, *options):
 
 def test_loaders_are_checked_then_timed_then_timed_again(dataset, tmp_path, capsys):
     out = tmp_path / "out"
-    only = ("--only", "fuelrail:turbo", "--only", "wds:cv2fast", "--psnr", 15, "--seconds", 0.8)
+    only = ("--only", "fuelrail:turbo", "--only", "wds:cv2fast", "--psnr", 15, "--seconds", 0.3)
     assert bench(dataset, out, *only, "--rounds", 1) == 0
     report = load_compare_report(out / "report.json")
     assert [(entry.name, len(entry.runs), entry.left_out) for entry in report.contestants] == [

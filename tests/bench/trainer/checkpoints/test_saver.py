@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
 from fuelrail.bench.trainer.checkpoints.store import VERSION, Store
-from fuelrail.bench.trainer.strategies.parallel import Parallel
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings
+from fuelrail.bench.trainer.strategies.step import Parallel
 from fuelrail.loaders import DataLoader, ImageAugment, Transforms
 from fuelrail.pipeline.errors import FuelrailError, StateMismatchError
 from support.datasets import build_dataset
@@ -251,7 +251,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
-from fuelrail.bench.trainer.strategies.parallel import Parallel
+from fuelrail.bench.trainer.strategies.step import Parallel
 
 place, done = Path(sys.argv[1]), Path(sys.argv[1]) / "done"
 dist.init_process_group("gloo")

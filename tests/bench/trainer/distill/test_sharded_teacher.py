@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from itertools import islice
 
 import pytest
@@ -15,9 +16,9 @@ from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
 from fuelrail.bench.trainer.distill import teacher
 from fuelrail.bench.trainer.distill.student import distilled
 from fuelrail.bench.trainer.distill.teacher import Teacher
+from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.models.settings import MODELS
-from fuelrail.bench.trainer.strategies.parallel import build, parallelise
-from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings
+from fuelrail.bench.trainer.strategies.parallel import parallelise
 from fuelrail.loaders import DataLoader, ImageAugment, Transforms
 from support.datasets import build_dataset
 from support.parallel_equality import train_step
@@ -40,10 +41,9 @@ def losses(folder, *, sharded):
         f"{folder}/data", 2, num_workers=1, transforms=Transforms(image=ImageAugment(**transforms))
     ) as loader:
         wrap, teaches = distilled(MODELS["bev-tiny"], loader, "cpu", teacher=place, weights=PARTS)
-        model = build(MODELS["bev-tiny"], "cpu", 0, None, wrap)
         if not sharded:
             teaches = Teacher(place)
-        parallel = parallelise(model, ParallelSettings(), Degrees(dp_replicate=RANKS), None, batch_size=2)
+        parallel = parallelise(lambda: wrap(build_model(MODELS["bev-tiny"])))
         parallel.teacher = teaches
         assert isinstance(parallel.models[0], DistributedDataParallel)
         batches = list(islice(loader, STEPS))
@@ -54,7 +54,7 @@ def losses(folder, *, sharded):
 
 def main(folder):
     dist.init_process_group("gloo")
-    trained = parallelise(build(MODELS["vit-tiny"], "cpu", 3), ParallelSettings(), Degrees(), None, batch_size=2)
+    trained = parallelise(partial(build_model, MODELS["vit-tiny"]), alone=True, seed=3)
     checkpoints = Checkpoints(f"{folder}/teacher", keep=1, identity={"model": "vit-tiny"})
     checkpoints.save(1, trained, {})
     checkpoints.close()

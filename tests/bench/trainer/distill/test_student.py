@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -10,19 +11,20 @@ import torch
 import torch.distributed as dist
 
 from fuelrail.bench.annotate.run import annotate
-from fuelrail.bench.studies.train.run import train
+from fuelrail.bench.studies.train.run import bench_train
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
 from fuelrail.bench.trainer.distill.settings import weights_of
 from fuelrail.bench.trainer.distill.student import distilled, divergence
 from fuelrail.bench.trainer.distill.teacher import LAYER, Teacher
+from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.models.settings import MODELS
-from fuelrail.bench.trainer.strategies.parallel import build, parallelise
-from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings
+from fuelrail.bench.trainer.strategies.parallel import parallelise
 from fuelrail.loaders import DataLoader, ImageAugment, Transforms
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.transforms.ego import BevAugment
 from fuelrail.sharding.write.layers.writer import LayerWriter
 from support.datasets import build_dataset
+from support.models import build
 from support.parallel_equality import train_step
 
 IMAGE = ImageAugment(height=64, width=96)
@@ -39,8 +41,7 @@ def place(tmp_path_factory):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         for name in ("vit-tiny", "resnet-tiny"):
-            model = build(MODELS[name], "cpu", 3)
-            parallel = parallelise(model, ParallelSettings(), Degrees(), None, batch_size=2)
+            parallel = parallelise(partial(build_model, MODELS[name]), seed=3)
             checkpoints = Checkpoints(str(folder / name), keep=1, identity={"model": name})
             checkpoints.save(1, parallel, {})
             checkpoints.close()
@@ -56,11 +57,10 @@ def losses(place, settings, *, student="bev-tiny", **transforms):
     layers = {LAYER: settings["layer"]} if settings and "layer" in settings else None
     made = Transforms(image=IMAGE, **transforms)
     with DataLoader(place / "data", 2, num_workers=1, transforms=made, layers=layers) as loader:
-        wrap, teacher = [], None
+        wrap, teacher = (lambda model: model), None
         if settings is not None:
-            *wrap, teacher = distilled(MODELS[student], loader, "cpu", **settings)
-        model = build(MODELS[student], "cpu", 0, None, *wrap)
-        parallel = parallelise(model, ParallelSettings(), Degrees(), None, batch_size=2)
+            wrap, teacher = distilled(MODELS[student], loader, "cpu", **settings)
+        parallel = parallelise(lambda: wrap(build_model(MODELS[student])))
         parallel.teacher = teacher
         return [train_step(parallel, batch) for batch in islice(loader, STEPS)]
 
@@ -195,4 +195,4 @@ def test_weights_are_read_by_name():
 )
 def test_options_without_sense_are_refused_before_a_rank_starts(place, tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):
-        train(place / "data", out=tmp_path, accelerator="emulated:resnet50-224-h100", **options)
+        bench_train(place / "data", out=tmp_path, accelerator="emulated:resnet50-224-h100", **options)

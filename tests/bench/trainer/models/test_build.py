@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from fuelrail.bench.trainer.models.build import build_model, draft
 from fuelrail.bench.trainer.models.settings import MODELS, GptSettings
-from fuelrail.bench.trainer.strategies.parallel import build, make_mesh, parallelise
-from fuelrail.bench.trainer.strategies.settings import ParallelSettings, degrees_of
+from fuelrail.bench.trainer.strategies.parallel import parallelise
 from support.allocator import peak_of
+from support.models import build
 from support.ranks import run_ranks
 
 RANKS = 4
@@ -38,9 +40,9 @@ def tensors(models):
 def test_a_filled_draft_is_the_model(name):
     whole = build(MODELS[name], "cpu", 5)
     drawn = torch.rand(1)
-    model = build(MODELS[name], "cpu", 5, mesh=object())
+    model, fill = draft(partial(build_model, MODELS[name]), "cpu", 5)
     assert {value.device.type for value in model.parameters()} == {"meta"}
-    model.fill([model], False)
+    fill([model], False)
     assert torch.rand(1) == drawn
     expected, found = tensors([whole]), tensors([model])
     assert expected.keys() == found.keys()
@@ -54,10 +56,7 @@ def test_ranks_have_their_share_of_the_same_weights_and_never_the_whole_model():
 
 
 def divided(size, options):
-    settings = ParallelSettings(**options)
-    degrees = degrees_of(settings, RANKS)
-    mesh = make_mesh(degrees, "cpu")
-    return parallelise(build(size, "cpu", 5, mesh), settings, degrees, mesh, batch_size=2)
+    return parallelise(partial(build_model, size), **options, seed=5, micro_batches=2)
 
 
 def main():

@@ -9,8 +9,9 @@ from torch import nn
 
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.data_parallel import data_parallel
-from fuelrail.bench.trainer.strategies.parallel import build, parallelise
-from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings
+from fuelrail.bench.trainer.strategies.parallel import parallelise
+from fuelrail.bench.trainer.strategies.settings import ParallelSettings
+from support.models import build
 
 
 class Listener:
@@ -78,7 +79,7 @@ def test_a_block_that_is_computed_again_drops_the_same_values(recompute):
         model = build(MODELS["gpt-tiny"], "cpu", 0)
         for block in model.blocks:
             block.mlp.append(nn.Dropout(0.5))
-        parallel = parallelise(model, ParallelSettings(recompute=recompute), Degrees(), None, batch_size=2)
+        parallel = parallelise(model, recompute=recompute)
         torch.manual_seed(1)
         parallel.forward_backward((torch.arange(66).view(2, 33) % 64, torch.ones(2)))
         return [parameter.grad for parameter in model.parameters()]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fuelrail.bench.trainer.strategies.optimiser import SharedGradScaler
-from fuelrail.bench.trainer.strategies.parallel import Parallel
+from fuelrail.bench.trainer.strategies.step import Parallel
 from fuelrail.pipeline.errors import FuelrailError
 
 

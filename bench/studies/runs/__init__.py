@@ -1,0 +1,1 @@
+"""Ledgers of runs: what they say, and batches made again."""

@@ -1,0 +1,101 @@
+"""``fuelrail runs show|replay|seen|diff``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+
+from fuelrail.bench.studies.runs.history import run_diff, run_history
+from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, print_json
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.settings import NotNegative, flag
+
+if TYPE_CHECKING:
+    import argparse
+
+
+class SeenOptions(PrintOptions, frozen=True, kw_only=True):
+    """Flags of ``fuelrail runs seen``."""
+
+    dataset: Annotated[str | None, flag("where the dataset is now (default: where it was)", metavar="DATASET")] = None
+
+
+class ReplayOptions(SeenOptions, frozen=True, kw_only=True):
+    """Flags of ``fuelrail runs replay``."""
+
+    step: Annotated[NotNegative, flag("number of the step in the run, from 0")]
+    rank: Annotated[NotNegative | None, flag("the batch of one rank (default: of all ranks, in order)")] = None
+    image: Annotated[str | None, flag("draw the batch into this PNG file", metavar="FILE")] = None
+
+
+class ReplayReport(msgspec.Struct, frozen=True):
+    """A step of a run, made again."""
+
+    step: int
+    epoch: int
+    samples_consumed: int
+    keys: list[str]
+    digest_matches: bool | None
+    differences: list[str]
+
+    def as_text(self) -> str:
+        """Return the report as text."""
+        digests = {None: "the ledger has no digest of it", True: "its digest is that of the ledger"}
+        where = f"step {self.step}: epoch {self.epoch}, after {self.samples_consumed} samples"
+        lines = [where, *self.keys, digests.get(self.digest_matches, "its digest is NOT that of the ledger")]
+        return "\n".join([*lines, *self.differences])
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    words = parser.add_subparsers(dest="word", required=True, metavar="WORD")
+    show = words.add_parser("show", help="print the segments of a run, and what its weights have seen")
+    again = words.add_parser("replay", help="make the batch of a step again")
+    find = words.add_parser("seen", help="print at which steps samples or clips were shown")
+    differ = words.add_parser("diff", help="print the first step and the settings in which two runs differ")
+    for one in (show, again, find):
+        one.add_argument("ledger", metavar="LEDGER", help="ledger of a run")
+    find.add_argument("names", metavar="KEY", nargs="+", help="key of a sample, or a clip")
+    for name in ("ledger", "other"):
+        differ.add_argument(name, metavar="LEDGER", help="ledger of a run")
+    for one, options in ((show, PrintOptions), (again, ReplayOptions), (find, SeenOptions), (differ, PrintOptions)):
+        add_flags(one, options)
+
+
+def _run(args: argparse.Namespace) -> int:
+    report: Any
+    code = 0
+    if args.word == "show":
+        options, report = from_flags(args, PrintOptions), run_history(args.ledger)
+    elif args.word == "diff":
+        options, report = from_flags(args, PrintOptions), run_diff(args.ledger, args.other)
+        code = int(report != type(report)(None, None, report.compared_digests, []))
+    elif args.word == "seen":
+        from fuelrail.bench.studies.runs.replay import seen  # with torch
+
+        seen_options = options = from_flags(args, SeenOptions)
+        report = seen(args.ledger, args.names, dataset=seen_options.dataset)
+    else:
+        replay_options = options = from_flags(args, ReplayOptions)
+        report = _replay(args.ledger, replay_options)
+        code = int(report.digest_matches is False)
+    print_json(report) if options.json else print(report.as_text())  # noqa: T201
+    return code
+
+
+def _replay(ledger: str, options: ReplayOptions) -> ReplayReport:
+    from fuelrail.bench.studies.runs.replay import replay  # with torch
+
+    found = replay(ledger, options.step, rank=options.rank, dataset=options.dataset)
+    if options.image is not None:
+        try:
+            found.loader.show(found.batch, samples=len(found.batch["sample_key"])).save(options.image)
+        except OSError as error:
+            raise ConfigError(f"--image '{options.image}' cannot be written: {error.strerror}") from error
+    return ReplayReport(
+        options.step, found.epoch, found.samples_consumed, list(found.batch["sample_key"]), found.digest_matches,
+        found.differences,
+    )  # fmt: skip
+
+
+COMMANDS = {"runs": Command("read the ledger of a run: what its weights have seen", _configure, _run)}

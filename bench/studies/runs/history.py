@@ -1,0 +1,226 @@
+"""The steps of a run as its ledger has them: which places, with which settings; two runs compared."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.format.ledger import (
+    BatchDigest,
+    PlaceReached,
+    SampleReplaced,
+    SegmentStart,
+    Stretch,
+    read_ledger,
+    seen_by_weights,
+)
+from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, World
+
+if TYPE_CHECKING:
+    Place = tuple[int, int]
+
+
+class StretchReport(msgspec.Struct, frozen=True):
+    """A part of a run that the weights have seen; a place is an epoch and the samples of it that were consumed."""
+
+    first_step: int
+    num_steps: int
+    start: tuple[int, int]
+    end: tuple[int, int]
+    global_batch: int
+    ranks: int
+    time: str
+    steps_again: int
+    """Steps behind its end that are known to have been trained, and were thrown away."""
+    skipped: bool
+    """Positions before it were not shown, or nothing is known of them."""
+
+
+class RunReport(msgspec.Struct, frozen=True):
+    """What a ledger says of its run."""
+
+    ledger: str
+    head: str
+    num_records: int
+    num_steps: int
+    num_states: int
+    num_replaced: int
+    lost_segments: int
+    """Segments of which the weights have kept nothing."""
+    stretches: list[StretchReport]
+    setup: dict[str, Any]
+    """The newest setup: identity, settings of the loader, decoder, versions."""
+
+    def as_text(self) -> str:
+        """Return the report as text."""
+        identity = self.setup["identity"]
+        lines = [
+            f"{self.ledger}: {self.num_records} records, head {self.head}",
+            f"dataset {identity['dataset']}, split {identity['split']}, decoder {self.setup['decoder']}",
+            f"{self.num_steps} steps, {self.num_states} states, {self.num_replaced} replaced samples",
+            f"{self.lost_segments} segments of which nothing was kept",
+        ]
+        for one in self.stretches:
+            gap = ", behind positions that were skipped or are not known" if one.skipped else ""
+            again = f"; {one.steps_again} steps behind it were thrown away" if one.steps_again else ""
+            lines.append(
+                f"  {one.num_steps} steps from step {one.first_step} on: epoch {one.start[0]} sample {one.start[1]} to "
+                f"epoch {one.end[0]} sample {one.end[1]}, global batch {one.global_batch}, {one.ranks} ranks, started "
+                f"{one.time}{gap}{again}"
+            )
+        return "\n".join(lines)
+
+
+class Part(NamedTuple):
+    """A stretch as steps: the first one's number in the run, and how many there are."""
+
+    stretch: Stretch
+    walk: Walk
+    first: int
+    length: int
+
+
+class RunHistory:
+    """The steps that the weights of a run have seen, counted from 0 over all of its segments.
+
+    Raises LedgerError for a ledger that is not whole, ConfigError for one without a start.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        self.ledger = read_ledger(path, open_end=True)
+        stretches, self.lost = seen_by_weights(self.ledger.records)
+        self.parts: list[Part] = []
+        self.num_steps = 0
+        for stretch in stretches:
+            setup, start = stretch.setup, stretch.start
+            batching = Batching(setup.epoch_length, start.global_batch, World(), bool(setup.identity["drop_last"]))
+            walk = Walk(Cursor(*start.place), batching)
+            self.parts.append(Part(stretch, walk, self.num_steps, steps_between(walk, stretch.end)))
+            self.num_steps += self.parts[-1].length
+        if not self.parts:
+            raise ConfigError(f"ledger '{path}' has no start of a run")
+
+    def step(self, number: int) -> tuple[Part, Cursor]:
+        """Return the part of a step, and the place before it; raise ConfigError for one that the run does not have."""
+        for part in self.parts:
+            if part.first <= number < part.first + part.length:
+                epoch, at = part.walk.place(number - part.first)
+                batches = part.walk.batches(epoch)
+                return part, Cursor(epoch, batches.start + at * batches.global_batch)
+        raise ConfigError(f"step {number} is not in ledger '{self.path}': it has the steps 0 to {self.num_steps - 1}")
+
+    def replaced(self) -> dict[Place, SampleReplaced]:
+        """Return what replaced bad samples in the steps of the run, of all ranks, by epoch and position."""
+        others = sorted(Path(self.path).parent.glob(f"{Path(self.path).name}.rank*"))
+        records = [one for file in (self.path, *others) for one in read_ledger(file, open_end=True).records]
+        ends = {part.stretch.start.place: part.stretch.end for part in self.parts}
+        return {
+            (one.epoch, one.position): one
+            for one in records
+            if isinstance(one, SampleReplaced) and (one.epoch, one.position) < ends.get(one.since, (0, 0))
+        }
+
+    def digests(self) -> dict[tuple[int, int, int], str]:
+        """Return the digests of the steps of the run, by step, rank and number of ranks."""
+        found: dict[tuple[int, int, int], str] = {}
+        kept = {part.stretch.record: part for part in self.parts}
+        newest: Part | None = None
+        for number, record in enumerate(self.ledger.records):
+            if isinstance(record, SegmentStart):
+                newest = kept.get(number)
+            elif isinstance(record, BatchDigest) and newest is not None and record.place < newest.stretch.end:
+                step = newest.first + steps_between(newest.walk, record.place)
+                found[step, record.rank, record.ranks] = record.xxh3
+        return found
+
+    def report(self) -> RunReport:
+        """Return what the ledger says."""
+        stretches = [
+            StretchReport(
+                first, length, stretch.start.place, stretch.end, stretch.start.global_batch, stretch.start.ranks,
+                stretch.start.time, steps_between(walk, stretch.trained) - length, stretch.skipped,
+            )
+            for stretch, walk, first, length in self.parts
+        ]  # fmt: skip
+        records = self.ledger.records
+        num_states = sum(isinstance(one, PlaceReached) and one.why == "state" for one in records)
+        return RunReport(
+            self.path, self.ledger.head, len(records), self.num_steps, num_states, len(self.replaced()),
+            len(self.lost), stretches, msgspec.to_builtins(self.parts[-1].stretch.setup),
+        )  # fmt: skip
+
+
+def steps_between(walk: Walk, place: Place) -> int:
+    """Return the number of steps of a walk that begin before a place."""
+    epoch, consumed = place
+    first = walk.start.epoch
+    if epoch < first:
+        return 0
+    batches = walk.batches(epoch)
+    done = min(-(-max(0, consumed - batches.start) // batches.global_batch), batches.num_steps)
+    return done if epoch == first else walk.rest.num_steps + (epoch - first - 1) * walk.batching.num_steps + done
+
+
+def run_history(ledger: str | os.PathLike[str]) -> RunReport:
+    """Return what a ledger says of its run. Raises LedgerError and ConfigError."""
+    return RunHistory(ledger).report()
+
+
+class RunDifference(msgspec.Struct, frozen=True):
+    """How two runs differ, as far as their ledgers say."""
+
+    first_step: int | None
+    """The first step with another place, global batch, order or dataset, or that one run lacks; None: there is none."""
+    first_digest: int | None
+    """The first step that has a digest of the same rank in both, and another one; None: there is none."""
+    compared_digests: int
+    settings: list[str]
+    """Settings that differ at the end of the runs, with both sides."""
+
+    def as_text(self) -> str:
+        """Return the differences as text."""
+        lines = [] if self.first_step is None else [f"step {self.first_step} is the first that differs in its samples"]
+        if self.first_digest is not None:
+            lines.append(f"step {self.first_digest} is the first with another digest of its batch")
+        lines += self.settings
+        return "\n".join(lines) or f"the runs are equal; {self.compared_digests} digests compared"
+
+
+def run_diff(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> RunDifference:
+    """Compare two runs by their ledgers: places, orders, settings, digests. Raises LedgerError and ConfigError."""
+    runs = one, other = RunHistory(first), RunHistory(second)
+    common = min(one.num_steps, other.num_steps)
+    # Between two starts of parts, of either run, the steps follow from the first of them.
+    cuts = sorted({part.first for run in runs for part in run.parts if part.first < common})
+    unlike = [cut for cut in cuts if _samples(*one.step(cut)) != _samples(*other.step(cut))]
+    if not unlike and one.num_steps != other.num_steps:
+        unlike = [common]
+    digests, others = one.digests(), other.digests()
+    both = sorted(digests.keys() & others.keys())
+    changed = [step for step, rank, ranks in both if digests[step, rank, ranks] != others[step, rank, ranks]]
+    settings, theirs = (_flat(msgspec.to_builtins(run.parts[-1].stretch.setup)) for run in runs)
+    lines = [
+        f"{name}: {settings.get(name)} | {theirs.get(name)}"
+        for name in {**settings, **theirs}
+        if not name.startswith("loader.") and settings.get(name) != theirs.get(name)
+    ]
+    return RunDifference(unlike[0] if unlike else None, changed[0] if changed else None, len(both), lines)
+
+
+def _samples(part: Part, place: Cursor) -> tuple[object, ...]:
+    """Return what decides the samples of a step, and of those behind it in its part."""
+    setup, start = part.stretch.setup, part.stretch.start
+    identity = {name: one for name, one in setup.identity.items() if name != "settings"}
+    return identity, place, start.global_batch, setup.epoch_length
+
+
+def _flat(value: dict[str, Any], name: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, one in value.items():
+        found |= _flat(one, f"{name}{key}.") if isinstance(one, dict) else {f"{name}{key}": one}
+    return found

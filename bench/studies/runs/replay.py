@@ -1,0 +1,268 @@
+"""Batches of a run made again from its ledger, and the steps at which samples were shown."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from fuelrail.bench.studies.runs.history import Part, RunHistory, steps_between
+from fuelrail.loaders.distributed import batch_digest
+from fuelrail.loaders.loader import DataLoader
+from fuelrail.loaders.schedule.ledger import package_versions
+from fuelrail.loaders.schedule.state import Identity, state_at
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.format.ledger import PlaceReached
+from fuelrail.pipeline.order.batching import World
+from fuelrail.pipeline.order.mix import MixStage
+from fuelrail.pipeline.text import shown
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from fuelrail.pipeline.format.ledger import SampleReplaced
+
+    Replaced = dict[tuple[int, int], SampleReplaced]
+
+
+class Replay(NamedTuple):
+    """A batch of a run, made again."""
+
+    batch: Any
+    loader: Any
+    """What made it: a `DataLoader`, closed, or what was given."""
+    epoch: int
+    samples_consumed: int
+    """Samples of the epoch before the step, over all ranks."""
+    digest_matches: bool | None
+    """Whether the batch has the digest that the ledger has of it; None: it has none."""
+    differences: list[str]
+    """What is not as it was: versions of packages, bad samples that were replaced."""
+
+
+def replay(
+    ledger: str | os.PathLike[str],
+    step: int,
+    *,
+    rank: int | None = None,
+    dataset: str | os.PathLike[str] | None = None,
+    functions: dict[str, Callable[..., Any]] | None = None,
+    loader: Any = None,  # noqa: ANN401
+) -> Replay:
+    """Make the batch of a step of a run again, by a loader with the ledger's settings; steps count from 0.
+
+    Args:
+        ledger: the run's ledger.
+        step: number of the step among those that the weights have seen, over all segments.
+        rank: the batch of one rank; None: the rows of all ranks, in order.
+        dataset: where the dataset is now; None: where it was.
+        functions: the run's ``transform``, ``batch_transform`` and ``collate_fn``, by these names.
+        loader: takes the state in the place of a new loader; of a sampler's run its `fuelrail.order` sampler.
+
+    Raises ConfigError for a step or rank that the run does not have and for functions that are missing,
+    StateMismatchError for another dataset or other settings, LedgerError for a ledger that is not whole.
+    """
+    history = RunHistory(ledger)
+    part, place = history.step(step)
+    start, setup = part.stretch.start, part.stretch.setup
+    if rank is not None and not 0 <= rank < start.ranks:
+        raise ConfigError(f"rank {rank} is not in step {step}: it had the ranks 0 to {start.ranks - 1}")
+    if loader is not None:
+        source = loader.count() if hasattr(loader, "count") else loader
+        source.load_state_dict(state_at(msgspec.convert(setup.identity, Identity), place, start.global_batch))
+        batch = next(iter(source))
+    else:
+        with make_loader(part, rank, dataset, functions or {}) as loader:
+            loader.load_state_dict(state_at(msgspec.convert(setup.identity, Identity), place, start.global_batch))
+            batch = next(iter(loader))
+    now = package_versions()
+    differences = [
+        f"{name} was {setup.versions.get(name)}, and is {now.get(name)}"
+        for name in {**setup.versions, **now}
+        if setup.versions.get(name) != now.get(name)
+    ]
+    first = place.samples_consumed + (rank or 0) * (start.global_batch // start.ranks)
+    keys = batch.get("sample_key", []) if isinstance(batch, dict) else []
+    for (epoch, position), one in history.replaced().items():
+        at = position - first
+        if epoch == place.epoch and 0 <= at < len(keys) and keys[at] != one.replaced_by:
+            differences.append(f"row {at} was {one.replaced_by}, for {one.key} was bad, and is {keys[at]}")
+    known = history.digests().get((step, rank or 0, 1 if rank is None else start.ranks))
+    matches = None if known is None else known == f"{batch_digest(batch) % 2**64:016x}"
+    return Replay(batch, loader, place.epoch, place.samples_consumed, matches, differences)
+
+
+def make_loader(
+    part: Part, rank: int | None, dataset: str | os.PathLike[str] | None, functions: dict[str, Callable[..., Any]]
+) -> DataLoader:
+    """Make a loader as that of a part of a run: of one rank, or of all of them as one. Raises ConfigError."""
+    setup, start = part.stretch.setup, part.stretch.start
+    if setup.loader is None:
+        raise ConfigError("the ledger is of a sampler's run: give the sampler, replay(ledger, step, loader=sampler)")
+    options = dict(setup.loader)
+    places, named = options.pop("datasets"), options.pop("functions")
+    if missing := [name for name in named if name not in functions]:
+        what = f"{missing[0]}={named[missing[0]]}"
+        raise ConfigError(f"the run had {what}, which a ledger does not keep: give functions={{{missing[0]!r}: ...}}")
+    if dataset is not None and options["mix"] is not None:
+        raise ConfigError(
+            f"dataset='{dataset}' is one, and the run mixed {', '.join(places)}: put them where they were"
+        )
+    if isinstance(options["mix"], list):
+        options["mix"] = msgspec.convert(options["mix"], list[MixStage])
+    options["transforms"] = {**options["transforms"], "decoder": setup.decoder}
+    options["bad_samples"] = {**options["bad_samples"], "file": None}
+    data = places if options["mix"] is not None else dataset or next(iter(places.values()))
+    world = World() if rank is None else World(rank, start.ranks)
+    options |= {**functions, "world": world, "prefetch_factor": 1}
+    return DataLoader(data, start.global_batch // world.size, **options)
+
+
+class Showing(msgspec.Struct, frozen=True):
+    """A sample that was shown in a step of a run."""
+
+    key: str
+    step: int
+    epoch: int
+    position: int
+    rank: int
+    draw: int
+    """How many positions of the epoch before this one show the sample."""
+    as_frame: bool
+    """It was another frame of the sample's window, or a stand-in for one."""
+    valid: bool
+    """False: padding, at the end of a lane or an epoch."""
+    stands_for: str | None
+    """The bad sample that it took the place of."""
+    replaced_by: str | None
+    """What was shown in its place, for it was bad."""
+
+
+class SeenReport(msgspec.Struct, frozen=True):
+    """The steps at which samples were shown."""
+
+    showings: list[Showing]
+    num_samples: int
+    newest_clean: tuple[int, int] | None
+    """The newest saved state before the first of them, as a place: epoch and samples consumed; None: there is none."""
+
+    def as_text(self) -> str:
+        """Return the showings as text."""
+        lines = [
+            f"{one.key}: step {one.step}, epoch {one.epoch}, position {one.position}, rank {one.rank}, draw {one.draw}"
+            + (", as a frame of a window" if one.as_frame else "")
+            + ("" if one.valid else ", as padding")
+            + ("" if one.stands_for is None else f", in the place of {one.stands_for}")
+            + ("" if one.replaced_by is None else f", replaced by {one.replaced_by}")
+            for one in self.showings
+        ]
+        clean = "no saved state is from before them"
+        if self.newest_clean is not None:
+            epoch, consumed = self.newest_clean
+            clean = f"the newest saved state without them is that of epoch {epoch}, {consumed} samples"
+        return "\n".join([*lines, f"{self.num_samples} samples were shown {len(self.showings)} times; {clean}"])
+
+
+def seen(
+    ledger: str | os.PathLike[str],
+    names: Sequence[str],
+    *,
+    dataset: str | os.PathLike[str] | None = None,
+    functions: dict[str, Callable[..., Any]] | None = None,
+) -> SeenReport:
+    """Return at which steps of a run samples were shown, by inverting its order; ``names`` are keys or clips.
+
+    Frames of windows count. ``dataset`` and ``functions`` are as in `replay`. Raises ConfigError for a name that the
+    run's split does not have, and what `replay` raises.
+    """
+    history = RunHistory(ledger)
+    replaced = history.replaced()
+    found: list[Showing] = []
+    num = 0
+    for part in history.parts:
+        if not part.length:
+            continue
+        with make_loader(part, None, dataset, functions or {}) as loader:
+            state = state_at(msgspec.convert(part.stretch.setup.identity, Identity), part.walk.start, loader.batch_size)
+            loader.load_state_dict(state)  # refuses another dataset, or one that has changed
+            wanted = _samples(loader, part.stretch.setup.identity["split"], names)
+            num = sum(map(len, wanted))
+            last = part.walk.place(part.length - 1)[0]
+            for epoch in range(part.walk.start.epoch, last + 1):
+                for of_part, samples in enumerate(wanted):
+                    if len(samples):
+                        found += _in_epoch(part, loader, epoch, of_part, samples, replaced)
+    found.sort(key=lambda one: (one.step, one.position))
+    return SeenReport(found, num, _newest_clean(history, found))
+
+
+def _samples(loader: DataLoader, split: str, names: Sequence[str]) -> list[NDArray[np.int64]]:
+    """Return the samples with these keys, or of these clips, of each dataset: numbers in its split."""
+    rows: list[set[int]] = []
+    unknown = set(names)
+    for dataset in loader.datasets.values():
+        entry = dataset.split(split)
+        first, end = entry.first_sample, entry.first_sample + entry.num_samples
+        by_key = {name: row for name in names if (row := dataset.find(name)) is not None and first <= row < end}
+        clips = [name for name in names if name not in by_key]
+        of_clips: NDArray[np.int64] = np.zeros(0, np.int64)
+        if clips:
+            column = dataset.index.texts("clip_id", first, end)
+            of_clips = np.flatnonzero(pc.is_in(column, value_set=pa.array(clips, pa.string())).to_numpy())
+            unknown -= set(column.take(of_clips).unique().to_pylist())
+        unknown -= by_key.keys()
+        rows.append({row - first for row in by_key.values()} | set(of_clips.tolist()))
+    if unknown:
+        raise ConfigError(f"no sample or clip of split '{split}' is called {shown(min(unknown))!r}")
+    return [np.array(sorted(one), np.int64) for one in rows]
+
+
+def _in_epoch(
+    part: Part, loader: DataLoader, epoch: int, of_part: int, samples: NDArray[np.int64], replaced: Replaced
+) -> list[Showing]:
+    """Return the showings in those steps of an epoch that are of a part of the run."""
+    batches, start = part.walk.batches(epoch), part.stretch.start
+    dataset = list(loader.datasets.values())[of_part]
+    first = dataset.split(part.stretch.setup.identity["split"]).first_sample
+    keys = [dataset.index.row(first + sample).key for sample in samples.tolist()]
+    which, positions, is_own = loader.where.find(epoch, of_part, samples)
+    shown = list(zip([keys[at] for at in which.tolist()], positions.tolist(), is_own.tolist(), strict=True))
+    stands_for = {at: one for (of, at), one in replaced.items() if of == epoch and one.replaced_by in keys}
+    shown += [(one.replaced_by, position, True) for position, one in stands_for.items()]
+    valid = loader.where.places(epoch, np.array([at for _, at, _ in shown], np.int64)).valid.tolist()
+    first_step = part.first + steps_between(part.walk, (epoch, 0))
+    num_steps = min(batches.num_steps, part.first + part.length - first_step)
+    found, draws = [], dict.fromkeys(keys, 0)
+    for (key, position, own), is_valid in zip(shown, valid, strict=True):
+        instead = replaced.get((epoch, position))
+        stands = instead is not None and instead.replaced_by == key
+        # Beyond the epoch's end the last step shows its first positions again.
+        for running in (position, position + batches.epoch_length):
+            step, row = divmod(running - batches.start, batches.global_batch)
+            if 0 <= step < num_steps:
+                found.append(
+                    Showing(
+                        key, first_step + step, epoch, position, row // (batches.global_batch // start.ranks),
+                        draws[key], not own, is_valid and running == position,
+                        instead.key if instead is not None and stands else None,
+                        None if instead is None or stands or not own else instead.replaced_by,
+                    )
+                )  # fmt: skip
+        draws[key] += own
+    return found
+
+
+def _newest_clean(history: RunHistory, found: Sequence[Showing]) -> tuple[int, int] | None:
+    """Return the newest saved state of the run that none of the showings is before."""
+    places = [one.place for one in history.ledger.records if isinstance(one, PlaceReached) and one.why == "state"]
+    places += [part.stretch.start.restored for part in history.parts if part.stretch.start.restored is not None]
+    if not found:
+        return max(places, default=None)
+    _, place = history.step(found[0].step)
+    first = (place.epoch, place.samples_consumed)
+    return max((one for one in places if one <= first), default=None)

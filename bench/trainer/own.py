@@ -1,0 +1,141 @@
+"""Train a model of the caller's own: a loop with checkpoints, evaluation, averages and logs; one function each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fuelrail.bench.measure.clock import MonotonicClock
+from fuelrail.bench.trainer import loop
+from fuelrail.bench.trainer.strategies.step import to_device
+from fuelrail.pipeline.settings import Positive, Settings, make_options
+
+if TYPE_CHECKING:
+    from fuelrail.bench.measure.records import StepRecord
+    from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
+    from fuelrail.bench.trainer.strategies.step import Parallel
+    from fuelrail.loaders import DataLoader
+
+Scores = Mapping[str, Tensor | Sequence[Any]]
+
+
+class Log(Protocol):
+    """Takes values by name: the method ``log`` of a W&B run, or ``mlflow.log_metrics``, as they are."""
+
+    def __call__(self, values: dict[str, Any], /, step: int) -> object:
+        """Note the values after a number of steps."""
+
+
+class LoopOptions(Settings, frozen=True, kw_only=True):
+    """Options of `fuelrail.train`.
+
+    ``steps`` are optimiser steps in all, those before a resume included; each takes ``accumulation`` batches.
+    Checkpoints are saved every ``save_every`` steps and after the last one, an evaluation is made every
+    ``evaluate_every`` steps and after the last one. ``average`` is the decay of an exponential moving average of the
+    parameters, such as 0.999, which is then what is evaluated.
+    """
+
+    steps: Positive
+    accumulation: Positive = 1
+    save_every: Positive = 100
+    evaluate_every: Positive | None = None
+    average: float | None = None
+
+
+def train(
+    parallel: Parallel,
+    loader: DataLoader,
+    options: LoopOptions | None = None,
+    *,
+    checkpoints: Checkpoints | None = None,
+    evaluate: Callable[[], Scores] | None = None,
+    log: Sequence[Log] = (),
+    on_step: Callable[[StepRecord, dict[str, float]], object] | None = None,
+    on_evaluate: Callable[[int, Scores], object] | None = None,
+    **changes: Any,  # fields of LoopOptions
+) -> None:
+    """Train from the newest checkpoint to a number of steps: ``fr.train(parallel, loader, steps=1000)``.
+
+    ``on_step`` gets the record of each step on this rank, and its losses by name, the means over all ranks;
+    ``on_evaluate`` the number of steps and what ``evaluate`` returned, mostly :func:`evaluate`. The first rank calls
+    each of ``log`` with the losses and learning rate of a step, and with the means of what is evaluated to one number
+    a sample. All ranks must call this. Raises what :meth:`Checkpoints.restore` raises.
+    """
+    options = make_options(LoopOptions, options, changes)
+    parallel.decay = options.average
+    parallel.start_average()
+    restored = None if checkpoints is None else checkpoints.restore(parallel, loader)
+    first, is_first = restored.step if restored else 0, not dist.is_initialized() or dist.get_rank() == 0
+    num_steps, accumulation, source = options.steps, options.accumulation, loop.batches(loader, None)
+    steps = loop.train(
+        parallel, source, MonotonicClock(), num_steps=num_steps, accumulation=accumulation, first_step=first
+    )
+    for done, record in enumerate(steps, start=first + 1):
+        named = {name: float(value) for name, value in sorted(parallel.losses.items())}
+        losses = parallel.over_ranks({"loss": record.loss or 0.0, **named})
+        values = {**losses, "learning_rate": parallel.optimiser.param_groups[0]["lr"]}
+        if on_step is not None:
+            on_step(record, losses)
+        if evaluate is not None and _due(done, options.evaluate_every, num_steps):
+            scores = evaluate()
+            values |= {f"evaluation/{name}": mean for name, mean in means(scores).items()}
+            if on_evaluate is not None:
+                on_evaluate(done, scores)
+        for one in log if is_first else ():
+            one(values, step=done)
+        if checkpoints is not None and _due(done, options.save_every, num_steps):
+            checkpoints.save(done, parallel, loader.state_dict())
+    if checkpoints is not None:
+        checkpoints.wait()
+
+
+def _due(done: int, every: int | None, last: int) -> bool:
+    return done == last or (every is not None and done % every == 0)
+
+
+def evaluate(
+    parallel: Parallel, loader: DataLoader, score: Callable[[Any, Mapping[str, Any]], Scores]
+) -> dict[str, Any]:
+    """Return the scores of each sample of a split, each sample once, in the loader's order; the same on all ranks.
+
+    The model is called in evaluation mode with each batch of ``loader``, which has neither ``shuffle`` nor
+    ``drop_last``; ``score(outputs, batch)`` returns by name a tensor [B, ...] or a list of B entries. Repeated samples
+    (``valid``) are left out. The result has the samples of all ranks along the first axis, and their ``sample_key``.
+    All ranks must call this. Raises ConfigError for a pipeline.
+    """
+    own: list[dict[str, Any]] = []
+    with parallel.evaluating() as model:
+        for found in loader:
+            batch = to_device(found, parallel.device)
+            scores = {"sample_key": batch["sample_key"], **score(model(batch), batch)}
+            rows = [row for row, real in enumerate(batch["valid"].tolist()) if real]
+            own.append({name: _rows(values, rows) for name, values in scores.items()})
+    of_ranks: list[list[dict[str, Any]]] = [own]
+    if parallel.world > 1:
+        of_ranks = [[] for _ in range(parallel.world)]
+        dist.all_gather_object(of_ranks, own if parallel.counts else [])
+    batches = [part for step in zip(*filter(None, of_ranks), strict=True) for part in step]
+    return {name: _joined([part[name] for part in batches]) for name in batches[0]} if batches else {}
+
+
+def _rows(values: Tensor | Sequence[Any], rows: Sequence[int]) -> Any:  # noqa: ANN401 - as it was
+    if isinstance(values, Tensor):
+        return values.detach().cpu()[rows]
+    return to_device([values[row] for row in rows], torch.device("cpu"))
+
+
+def _joined(parts: Sequence[Any]) -> Any:  # noqa: ANN401 - as they are
+    return torch.cat(list(parts)) if isinstance(parts[0], Tensor) else [one for part in parts for one in part]
+
+
+def means(scores: Scores) -> dict[str, float]:
+    """Return the means of those scores that are one number a sample."""
+    return {
+        name: float(values.double().mean())
+        for name, values in scores.items()
+        if isinstance(values, Tensor) and values.dim() == 1
+    }

@@ -1,0 +1,257 @@
+"""A divided model and what trains it: one step, the same for every way to divide."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from fuelrail.bench.trainer.strategies.optimiser import SharedGradScaler, autocast, clip_gradients
+from fuelrail.bench.trainer.strategies.settings import ParallelSettings, Precision
+from fuelrail.pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from fuelrail.bench.measure.accelerator import Accelerator
+    from fuelrail.bench.trainer.strategies.pipeline import Pipeline
+
+Losses = Tensor | Mapping[str, Tensor]
+
+
+@dataclass(eq=False)
+class Parallel:
+    """This rank's part of a model with what trains it.
+
+    ``models`` are the module, or a pipeline's stages on this rank; ``inputs`` makes its arguments of a batch; ``mesh``
+    is None without a composed strategy. Gradients of a step are the mean over its micro-batches and over the
+    data-parallel ranks. ``teacher`` adds to the inputs what it makes of them. Of the settings those of a step count.
+    ``accelerator`` measures the phases of a step; None: nothing does. ``losses`` are the parts of the last step's loss
+    by name, the mean over its micro-batches on this rank, where the model names them. With a ``decay``, ``average``
+    holds the exponential moving average of the parameters, of which each rank has its part.
+    """
+
+    models: list[nn.Module]
+    optimiser: torch.optim.Optimizer
+    inputs: Callable[[Any], tuple[Any, ...]]
+    _: KW_ONLY
+    settings: ParallelSettings = field(default_factory=ParallelSettings)
+    mesh: DeviceMesh | None = None
+    accelerator: Accelerator | None = None
+    pipeline: Pipeline | None = None
+    teacher: Callable[..., tuple[Tensor, ...]] | None = None
+    loss: Callable[[Any, Any], Losses] | None = None
+    make_schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    decay: float | None = None
+
+    def __post_init__(self) -> None:
+        self.precision = precision_of(self.settings, self.device)
+        enabled = self.precision == "fp16"
+        self.scaler = SharedGradScaler(self.device.type, self.settings.max_skipped, enabled=enabled)
+        self.average: dict[str, Tensor] = {}
+        self.losses: dict[str, Any] = {}
+        self._noted: dict[str, Any] = {}
+        self._rates = [group["lr"] for group in self.optimiser.param_groups]
+        self.start_schedule(0)
+        self.start_average()
+
+    def start_schedule(self, num_steps: int) -> None:
+        """Set the learning rate to that of the settings, or of the caller's schedule, after a number of steps."""
+        warmup = max(1, self.settings.rate_warmup)
+        for group, rate in zip(self.optimiser.param_groups, self._rates, strict=True):
+            group["lr"] = rate
+            group.pop("initial_lr", None)
+        if self.make_schedule is None:
+            for group, rate in zip(self.optimiser.param_groups, self._rates, strict=True):
+                group["initial_lr"] = rate  # asked for where a schedule starts late
+            self.schedule: LRScheduler = LambdaLR(
+                self.optimiser, lambda step: min(1.0, (step + 1) / warmup), last_epoch=num_steps - 1
+            )
+            return
+        self.schedule = self.make_schedule(self.optimiser)
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", r"Detected call of `lr_scheduler", UserWarning
+            )  # its own state is restored
+            for _ in range(num_steps):
+                self.schedule.step()
+
+    @property
+    def world(self) -> int:
+        """Number of ranks that train together."""
+        return dist.get_world_size() if dist.is_initialized() and not self.settings.alone else 1
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank counts its samples: others of its model-parallel group have the same."""
+        axes = () if self.mesh is None else {"pp", "tp"}.intersection(self.mesh.mesh_dim_names or ())
+        return self.mesh is None or all(self.mesh.get_local_rank(axis) == 0 for axis in axes)
+
+    def forward_backward(
+        self, inputs: tuple[Any, ...], rows: tuple[int, int] = (0, 0), *, accumulation: int = 1, last: bool = True
+    ) -> Tensor:
+        """Add one micro-batch's share of ``accumulation`` to the gradients; return that share of its loss.
+
+        ``inputs`` are what :meth:`inputs` returned, on the model's device; ``rows`` are its numbers of samples and
+        images, for the accelerator. Gradients are reduced over the ranks with the ``last`` micro-batch of a step.
+        """
+        precise, timer = autocast(self.device, self.precision), self.accelerator
+        if self.teacher is not None:
+            with nullcontext() if timer is None else timer.forward(*rows), torch.no_grad(), precise:
+                inputs = (*inputs, *self.teacher(*inputs))
+        if self.pipeline is not None:
+            scale = self.scaler.scale(inputs[0].new_ones((), dtype=torch.float))
+            with precise:
+                return self.pipeline.run(inputs, rows, scale, accumulation)
+        (model,) = self.models
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(last)
+        with model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext():
+            with nullcontext() if timer is None else timer.forward(*rows), precise:
+                loss = self._total(model(*inputs), inputs, accumulation)
+            with nullcontext() if timer is None else timer.backward():
+                self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def _total(self, outputs: Any, inputs: tuple[Any, ...], accumulation: int) -> Tensor:  # noqa: ANN401 - the model's
+        """Return the share of a micro-batch's loss, and note its parts."""
+        found: Losses = outputs if self.loss is None else self.loss(outputs, *inputs)
+        if isinstance(found, Tensor):
+            return found / accumulation
+        for name, value in found.items():
+            self._noted[name] = self._noted.get(name, 0) + value.detach() / accumulation
+        return torch.stack([value.float() for value in found.values()]).sum() / accumulation
+
+    def step(self, batches: Iterable[Any]) -> Tensor:
+        """Train on the micro-batches of a step, at least one; return this rank's loss, the mean over them.
+
+        Batches are moved to the device. The gradients of all are added up, reduced over the ranks, clipped and, in
+        fp16, scaled, as the settings say; then the optimiser steps.
+        """
+        parts = list(batches)
+        losses = [
+            self.forward_backward(
+                to_device(self.inputs(one), self.device), accumulation=len(parts), last=one is parts[-1]
+            )
+            for one in parts
+        ]
+        self.update()
+        return self.own_loss(torch.stack(losses).sum())
+
+    def update(self) -> None:
+        """Clip the gradients, let the optimiser step, unless fp16 overflowed, and forget the gradients."""
+        self.scaler.unscale_(self.optimiser)
+        if self.settings.clip_norm is not None:
+            group = None if self.pipeline is None else self.pipeline.group
+            clip_gradients((p for model in self.models for p in model.parameters()), self.settings.clip_norm, group)
+        self.scaler.step(self.optimiser)
+        self.scaler.update()
+        self.optimiser.zero_grad()
+        self.losses, self._noted = self._noted, {}
+        if not self.scaler.num_skipped:
+            self.schedule.step()
+            for name, parameter in named_parameters(self.models):
+                if self.decay is not None and name in self.average:
+                    local(self.average[name]).lerp_(local(parameter.detach()), 1 - self.decay)
+
+    def start_average(self) -> None:
+        """Start the average, if there is one, at the parameters."""
+        if self.decay is not None:
+            learnt = ((name, one) for name, one in named_parameters(self.models) if one.requires_grad)
+            self.average = {name: one.detach().clone() for name, one in learnt}
+
+    def over_ranks(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Return the means of values over all ranks, which must give the same names."""
+        found = torch.tensor(list(values.values()), dtype=torch.float64, device=self.device)
+        if self.world > 1:
+            dist.all_reduce(found)
+            found /= self.world
+        return dict(zip(values, found.tolist(), strict=True))
+
+    @contextmanager
+    def evaluating(self) -> Iterator[Callable[..., Any]]:
+        """Yield the model to call with a batch on its device, in evaluation mode, without gradients, averaged.
+
+        Raises ConfigError for a pipeline, whose stages make no predictions by themselves.
+        """
+        if self.pipeline is not None:
+            raise ConfigError("a pipeline's stages cannot be evaluated; save a checkpoint, and evaluate under fsdp2")
+        (model,) = self.models
+        pairs = [
+            (local(one.detach()), local(self.average[name]))
+            for name, one in named_parameters(self.models)
+            if name in self.average
+        ]
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        was_training = model.training
+        model.eval()
+        _swap(model, pairs)
+        try:
+            with torch.no_grad(), autocast(self.device, self.precision):
+                yield lambda batch: inner(*self.inputs(batch))
+        finally:
+            _swap(model, pairs)
+            model.train(was_training)
+
+    def own_loss(self, loss: Tensor) -> Tensor:
+        """Return the loss of this rank's samples; in a pipeline the rank of the last stage sends it to the others."""
+        if self.pipeline is not None:
+            dist.all_reduce(loss, group=self.pipeline.group)
+        return loss
+
+
+def _swap(model: nn.Module, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Exchange the values of tensors, of which no gathered copies stay."""
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+    for one, other in pairs:
+        kept = one.clone()
+        one.copy_(other)
+        other.copy_(kept)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def precision_of(settings: ParallelSettings, device: torch.device) -> Precision:
+    """Return the precision that settings leave open."""
+    return settings.precision or ("bf16" if device.type == "cuda" else "fp32")
+
+
+def named_parameters(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of parts of a model by the names that they have in the undivided model."""
+    for model in models:
+        prefix = "module." if isinstance(model, DistributedDataParallel) else ""
+        for name, parameter in model.named_parameters():
+            yield name.removeprefix(prefix), parameter
+
+
+def num_bytes(value: Any) -> int:  # noqa: ANN401 - of any shape
+    """Return the bytes of tensors, and of those in mappings, lists and tuples."""
+    if isinstance(value, Tensor):
+        return value.nbytes
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return sum(map(num_bytes, parts))
+
+
+def to_device(value: Any, device: torch.device) -> Any:  # noqa: ANN401 - of any shape
+    """Return tensors, and those in mappings, lists and tuples, on a device; everything else as it is."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, Mapping):
+        return {name: to_device(one, device) for name, one in value.items()}
+    return type(value)(to_device(one, device) for one in value) if type(value) in (list, tuple) else value

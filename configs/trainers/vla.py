@@ -1,0 +1,144 @@
+"""A small vision-language-action model: ``torchrun --nproc-per-node 2 configs/trainers/vla.py DATASET``.
+
+Patches of all cameras and the tokens of a prompt go through one transformer; it predicts the next token, and where the
+vehicle is in the next frames of the clip, in its own frame. What trains it is Fuelrail's own: `parallelise` divides it,
+`Checkpoints` save it with the loader's position, `train` is the loop, `evaluate` gives errors over another split. A run
+that is killed continues, with another ``--strategy`` and on another number of ranks too.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from example import TRANSFORMS, arguments
+from torch import Tensor, nn
+
+import fuelrail as fr
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from fuelrail.bench.measure.records import StepRecord
+
+WINDOW = fr.FrameWindow(frames=(0, 1, 2, 3), pad="mask")
+VOCABULARY, METRES = 256, 10.0
+
+
+class Vla(nn.Module):
+    """Images, a prompt and the future of a batch to the losses of trajectory and words; in evaluation, a trajectory."""
+
+    def __init__(self, width: int = 64, depth: int = 4, patch: int = 16, frames: int = 3) -> None:
+        super().__init__()
+        self.vision = nn.Sequential(nn.Conv2d(3, width, patch, patch), nn.GELU(), nn.Conv2d(width, width, 1))
+        self.places = nn.Sequential(nn.Linear(16, width), nn.GELU(), nn.Linear(width, width))
+        self.words = nn.Embedding(VOCABULARY, width)
+        self.future = nn.Embedding(frames, width)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, 0.1, "gelu", batch_first=True, norm_first=True)
+            for _ in range(depth)
+        )
+        self.norm, self.waypoint, self.next_word = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 2),
+            nn.Linear(width, VOCABULARY),
+        )
+
+    def forward(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the losses by name; in evaluation mode the trajectory [B, frames, 2] in metres."""
+        images, cam2ego = batch["img"][:, 0], batch["cam2ego"][:, 0]  # [B, N, 3, H, W]: what is known now
+        seen = self.vision(images.flatten(0, 1).float() / 127.5 - 1).flatten(2).transpose(1, 2)  # [B*N, P, C]
+        seen = seen + self.places(cam2ego.flatten(0, 1).flatten(1).nan_to_num())[:, None]
+        seen = seen.reshape(len(images), -1, seen.shape[-1])
+        tokens = prompt_of(batch)
+        asked = self.future.weight.expand(len(images), -1, -1)
+        hidden = torch.cat((seen, self.words(tokens[:, :-1]), asked), dim=1)
+        count, words = hidden.shape[1], tokens.shape[1] - 1
+        for block in self.blocks:
+            hidden = block(hidden, src_mask=mask_of(count, seen.shape[1], images.device))
+        hidden = self.norm(hidden)
+        trajectory = self.waypoint(hidden[:, -asked.shape[1] :]).float() * METRES
+        if not self.training:
+            return {"trajectory": trajectory}
+        logits = self.next_word(hidden[:, seen.shape[1] : seen.shape[1] + words]).float()
+        there, wanted = future_of(batch)
+        error = (trajectory - wanted).abs().sum(-1) / METRES
+        return {
+            "trajectory": (error * there).sum() / there.sum().clamp(min=1),
+            "words": F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()),
+        }
+
+
+def mask_of(count: int, images: int, device: torch.device) -> Tensor:
+    """What must not be seen, True in [T, T]: words and waypoints that come later. All see the images."""
+    later = torch.ones(count, count, dtype=torch.bool, device=device).triu(1)
+    later[:, :images] = False
+    return later
+
+
+def prompt_of(batch: Mapping[str, Any]) -> Tensor:
+    """The prompt int64 [B, T]: the first tokens of the channel `tokens`; without it the bytes of the clip's name."""
+    if "tokens" in batch:
+        return batch["tokens"][:, :17].long() % VOCABULARY
+    names = [list(clip.encode()[-8:].rjust(8)) for clip in batch["clip_id"]]
+    return torch.tensor(names, device=batch["img"].device)
+
+
+def future_of(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Whether the clip has each later frame, [B, T - 1], and where the vehicle is then, in metres [B, T - 1, 2]."""
+    return batch["frame_valid"][:, 1:].float(), batch["ego2key"][:, 1:, :2, 3]
+
+
+def score(outputs: Mapping[str, Tensor], batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The mean distance of each sample's waypoints in metres, [B]; 0 at the end of a clip."""
+    there, wanted = future_of(batch)
+    distance = (outputs["trajectory"] - wanted).norm(dim=-1)
+    return {"distance_m": (distance * there).sum(1) / there.sum(1).clamp(min=1)}
+
+
+def main(
+    argv: Sequence[str] | None = None, on_step: Callable[[StepRecord, dict[str, float]], object] | None = None
+) -> None:
+    """Train from the newest checkpoint; print each step's losses and, at the end, the error over all samples."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    strategy = words.pop(0).partition("=")[2] if words[0].startswith("--strategy=") else "fsdp2"
+    options = arguments(words)
+
+    is_first = os.environ.get("RANK", "0") == "0"
+
+    def note(record: StepRecord, losses: dict[str, float]) -> None:
+        if is_first:
+            print(f"step {record.step} " + " ".join(f"{name} {value:.6f}" for name, value in losses.items()))  # noqa: T201
+        if on_step is not None:
+            on_step(record, losses)
+
+    parallel = fr.parallelise(
+        Vla,
+        strategy=strategy,
+        wrap=[nn.TransformerEncoderLayer],
+        optimiser=partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.05),
+        schedule=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=1000),
+        clip_norm=1.0,
+    )
+    same = {"transforms": TRANSFORMS, "window": WINDOW, "device": parallel.device, "world": parallel.mesh}
+    with (
+        fr.DataLoader(options.dataset, batch_size=2, shuffle=True, drop_last=True, seed=7, **same) as loader,
+        fr.DataLoader(options.dataset, batch_size=2, **same) as everything,
+        fr.Checkpoints(options.checkpoint / "vla") as checkpoints,
+    ):
+        fr.train(
+            parallel, loader, steps=options.steps, save_every=options.every, average=0.99, checkpoints=checkpoints,
+            on_step=note,
+        )  # fmt: skip
+        scores = fr.evaluate(parallel, everything, score)
+        if is_first:
+            count, distance_m = len(scores["sample_key"]), float(scores["distance_m"].mean())
+            print(f"distance {distance_m:.6f} m over {count} samples")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""What a loader or a sampler writes into the ledger of its run: by one process, when batches are handed out."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import msgspec
+
+from fuelrail.loaders.schedule.state import Identity, decode_state, state_at
+from fuelrail.pipeline.errors import ConfigError, OrderError, StateMismatchError
+from fuelrail.pipeline.format.ledger import (
+    LEDGER_VERSION,
+    BatchDigest,
+    LedgerFile,
+    PlaceReached,
+    RunSetup,
+    SampleReplaced,
+    SegmentStart,
+)
+from fuelrail.pipeline.order.batching import Batching, Cursor, World
+from fuelrail.pipeline.settings import CheckedSettings, PathText, must_be
+
+if TYPE_CHECKING:
+    from typing import Literal
+
+    from fuelrail.pipeline.format.dataset import Dataset
+    from fuelrail.pipeline.order.spec import OrderSpec
+
+_WRITING: Final = threading.RLock()  # bad samples are found by the threads that decode
+
+_RECORDED: Final = (
+    *("seed", "drop_last", "split", "mix", "window", "layers", "transforms", "transform_in"),
+    "bad_samples",
+)
+_FUNCTIONS: Final = ("transform", "batch_transform", "collate_fn")
+
+_PACKAGES: Final = (
+    *("fuelrail", "numpy", "torch", "simplejpeg", "opencv-python-headless", "opencv-python", "pillow", "pillow-simd"),
+    *("nvidia-dali-cuda120", "nvidia-dali-cuda130", "nvidia-dali-cuda110"),
+)
+
+
+class LedgerOptions(CheckedSettings, frozen=True):
+    """The ledger of a run.
+
+    Attributes:
+        path: the file, of this run alone; a run that is continued appends to it.
+        digest_every: also write a digest of this process's batch every N steps of an epoch; None: no digests.
+
+    Raises ConfigError for values that are not allowed.
+    """
+
+    path: Annotated[PathText, must_be("a path")]
+    digest_every: Annotated[Annotated[int, msgspec.Meta(ge=1)] | None, must_be("an integer >= 1, or None")] = None
+
+
+def ledger_options(given: object) -> LedgerOptions | None:
+    """Return the options of a ledger that was given as them, a dict of their fields, or a path; raise ConfigError."""
+    if given is None or isinstance(given, LedgerOptions):
+        return given
+    if isinstance(given, Mapping):
+        return msgspec.convert(dict(given), LedgerOptions)
+    if isinstance(given, str | os.PathLike):
+        return LedgerOptions(path=given)
+    raise ConfigError(f"ledger={given!r} must be a path, a LedgerOptions, a dict of its fields, or None")
+
+
+class RunLedger:
+    """The ledger of a loader's run; without ``options`` it does nothing.
+
+    The file is that of the first process. Others write only what replaced their bad samples, to ``PATH.rankN``.
+    """
+
+    def __init__(
+        self,
+        options: LedgerOptions | None,
+        identity: Identity,
+        batching: Batching,
+        decoder: str | None = None,
+    ) -> None:
+        """Read the file, where there is one.
+
+        Raises LedgerError for a ledger that is not whole, StateMismatchError for one of another training sequence.
+        """
+        self.is_kept = options is not None
+        self._since = self._following = Cursor()
+        self._is_started = False
+        self._restored: Cursor | None = None
+        self._batching = batching
+        if options is None:
+            return
+        if {"in_packs", "dealt"} & identity.order.keys():
+            raise ConfigError("a ledger cannot record an order with pack or balance: leave out one of them")
+        self._every = options.digest_every
+        self._number = _process_number(batching.world)
+        self._file = LedgerFile(f"{options.path}.rank{self._number:05d}" if self._number else options.path)
+        self._reached: Cursor | None = None
+        """The place of the newest record, where it is of a state."""
+        plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(identity))
+        self._setup = RunSetup(LEDGER_VERSION, plain, batching.epoch_length, None, decoder, package_versions())
+        setups = [record for record in self._file.records if isinstance(record, RunSetup)]
+        starts = [record for record in self._file.records if isinstance(record, SegmentStart)]
+        self._last_setup = setups[-1] if setups else None
+        if self._last_setup is not None and starts:
+            last = starts[-1]
+            found = msgspec.convert(self._last_setup.identity, Identity)
+            try:
+                decode_state(state_at(found, Cursor(*last.place), last.global_batch), identity, strict=False)
+            except StateMismatchError as error:
+                whose = f"ledger '{options.path}' is of another run: give this one its own"
+                raise StateMismatchError(f"{whose}; {error}") from error
+
+    def records_loader(self, arguments: msgspec.Struct, datasets: Mapping[str, Dataset], order: OrderSpec) -> None:
+        """Also record what a loader is made of, so that an equal one can be made.
+
+        Functions are named, for there is no more to keep of them.
+        """
+        if not self.is_kept:
+            return
+        given = {name: getattr(arguments, name) for name in (*_RECORDED, *_FUNCTIONS)}
+        functions = {
+            name: f"{one.__module__}:{getattr(one, '__qualname__', type(one).__name__)}"
+            for name in _FUNCTIONS
+            if (one := given.pop(name)) is not None
+        }
+        places = {name: one.url or str(Path(one.root).resolve()) for name, one in datasets.items()}
+        plain = {"datasets": places, "order": order, "functions": functions, **given}
+        loader = msgspec.json.decode(msgspec.json.encode(plain, enc_hook=os.fspath))
+        self._setup = msgspec.structs.replace(self._setup, loader=loader)
+
+    def refuse_share(self) -> None:
+        """Raise ConfigError: several processes that take turns know no common place."""
+        if self.is_kept:
+            raise ConfigError(
+                "a loader with a ledger is iterated in the trainer's process: set num_workers=0 around it"
+            )
+
+    def refuse_uncounted(self, how: str) -> None:
+        """Raise OrderError: the caller does not know what the trainer received; ``how`` to count it."""
+        if self.is_kept:
+            raise OrderError(f"a sampler with a ledger must know what the trainer received; {how}")
+
+    def restore(self, place: Cursor) -> None:
+        """Note that the next iteration continues from the place of a saved state."""
+        self.reached("end")
+        self._restored, self._is_started = place, False
+
+    def enter(self, start: Cursor) -> None:
+        """Note where an iteration starts; one that continues where the last one ended is part of its segment."""
+        start = start.rolled(self._batching)
+        if not self._is_started or start != self._following:
+            self.reached("end")
+            self._is_started, self._since = False, start
+        self._following = start
+
+    def hand_out(self, before: Cursor, after: Cursor, digest: Callable[[], int] | None) -> None:
+        """Note a step that is handed out; ``digest`` computes that of its batch, signed, where one is due."""
+        if not self.is_kept or self._number:
+            return
+        place, batching = (before.epoch, before.samples_consumed), self._batching
+        if not self._is_started:
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            restored = self._restored and (self._restored.epoch, self._restored.samples_consumed)
+            start = SegmentStart(place, batching.global_batch, batching.world.size, restored, now)
+            setup = () if self._setup == self._last_setup else (self._setup,)
+            with _WRITING:
+                self._file.append(*setup, start)
+                self._last_setup, self._reached = self._setup, None
+            self._is_started, self._restored = True, None
+        if (
+            self._every is not None
+            and digest is not None
+            and before.samples_consumed // batching.global_batch % self._every == 0
+        ):
+            xxh3 = f"{digest() % 2**64:016x}"
+            with _WRITING:
+                self._file.append(BatchDigest(place, batching.world.rank, batching.world.size, xxh3), sync=False)
+                self._reached = None
+        self._following = after.rolled(batching)
+        if self._following.epoch > after.epoch:
+            self.reached("epoch")
+
+    def reached(self, why: Literal["state", "epoch", "end"]) -> None:
+        """Note that all batches up to here were handed out: a state is saved, an epoch ends, or the iteration does."""
+        if not self.is_kept or self._number or not self._is_started:
+            return
+        with _WRITING:
+            self._mark(self._following, why)
+
+    def _mark(self, here: Cursor, why: Literal["state", "epoch", "end"]) -> None:
+        last, place = self._file.records[-1], (here.epoch, here.samples_consumed)
+        if isinstance(last, PlaceReached) and last.place == place:
+            return
+        if why == "end" and not self._file.is_newest():  # another loader has taken over, before this one was closed
+            return
+        before = self._reached
+        # States after steps in a row are asked for, and not all saved: the newest one is kept.
+        is_dense = (
+            why == "state" and before is not None and before.epoch == here.epoch
+            and here.samples_consumed - before.samples_consumed <= self._batching.global_batch
+        )  # fmt: skip
+        # A mark is lost at worst with a crash of the machine; syncing it at every step would cost more than the step.
+        self._file.append(PlaceReached(place, why), in_place_of_last=is_dense, sync=not is_dense)
+        self._reached = here if why == "state" else None
+
+    def replaced(self, epoch: int, position: int, key: str | None, replaced_by: str) -> None:
+        """Note that a sample takes the place of a bad one; any thread may call this."""
+        if self.is_kept:
+            since = self._since.epoch, self._since.samples_consumed
+            rank = self._batching.world.rank
+            with _WRITING:
+                self._file.append(SampleReplaced(since, rank, epoch, position, key, replaced_by))
+                self._reached = None
+
+
+def _process_number(world: World) -> int:
+    """Return this process's number among all of the job; 0 writes the ledger."""
+    number = os.environ.get("RANK", "")
+    if "torch" in sys.modules:
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_initialized():
+            return dist.get_rank() or world.rank
+    return (int(number) if number.isdecimal() else 0) or world.rank
+
+
+@cache
+def package_versions() -> dict[str, str]:
+    """Return the versions of the installed packages that decide the content of samples, and Python's."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,267 @@
+"""Runs from their ledgers: batches made again to the bit, where samples were shown, how two runs differ."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+import fuelrail as fr
+from fuelrail.__main__ import main
+from fuelrail.bench.studies.runs.history import RunHistory
+from fuelrail.loaders import ImageAugment, Mix, OrderSpec
+from fuelrail.loaders.integrations.sampler import BatchSampler
+from fuelrail.pipeline.errors import ConfigError, StateMismatchError
+from fuelrail.pipeline.format.dataset import open_dataset
+from support.batches import load, unlike
+from support.datasets import build_dataset
+from support.storage_suite import spoil
+
+TRAIN = ImageAugment(height=8, width=16, train=True, resize_jitter=(0.9, 1.1), flip_prob=0.5)
+BY_FRAME = (fr.AttributeWeights(attribute="frame"),)
+ORDERS = {
+    "shuffled": {"order": OrderSpec(seed=3)},
+    "padded": {"order": OrderSpec(seed=3), "drop_last": False},
+    "sequential": {"order": OrderSpec(kind="sequential"), "drop_last": False},
+    "windowed": {"order": OrderSpec(kind="windowed", window=2, seed=1)},
+    "filter": {"order": OrderSpec(filter="frame > 0", seed=1)},
+    "weights": {"order": OrderSpec(weights=BY_FRAME, epoch_length=40)},
+    "parts": {"order": OrderSpec(mix=Mix(attribute="frame", ratios={"0": 1, "3": 2}))},
+    "lanes": {"order": OrderSpec(kind="lanes", seed=1)},
+    "window": {"order": OrderSpec(seed=1), "window": {"frames": [-1, 0, 1], "pad": "mask"}},
+    "edges": {"order": OrderSpec(seed=1), "window": {"frames": [-2, 0]}},
+    "mix": {"mix": {"a": 3, "b": 1}},
+    "stages": {"mix": [fr.MixStage({"a": 1, "b": 0}, until=24, ramp=True), fr.MixStage({"a": 1, "b": 1})]},
+}
+
+
+@pytest.fixture(scope="module")
+def datasets(tmp_path_factory):
+    base = tmp_path_factory.mktemp("runs")
+    build_dataset(base / "a", {"val": (4,), "train": (9, 10, 7)})
+    build_dataset(base / "b", {"train": (5, 6)})
+    return base
+
+
+def run(datasets, path, options, worlds, steps):
+    """Train in segments, each on another world: returns the global batches by step, as the ranks had them."""
+    found, state = [], None
+    data = {"a": datasets / "a", "b": datasets / "b"} if "mix" in options else datasets / "a"
+    for size, batch_size in worlds:
+        loaders = [
+            load(data, batch_size, rank=rank, size=size, image=TRAIN, ledger=path if rank == 0 else None, **options)
+            for rank in range(size)
+        ]
+        for loader in loaders:
+            if state is not None:
+                loader.load_state_dict(state)
+        left = steps
+        while left:
+            for batches in zip(*loaders, strict=True):
+                found.append(batches)
+                left -= 1
+                if not left:
+                    break
+        state = json.loads(json.dumps(loaders[0].state_dict()))
+        list(zip(*loaders, strict=True))  # what is trained behind the state, and thrown away
+        for loader in loaders:
+            loader.close()
+    return found
+
+
+@pytest.fixture(scope="module", params=ORDERS)
+def trained(request, datasets, tmp_path_factory):
+    """A run in three segments, of three worlds: its ledger, and all batches that its weights have seen."""
+    path = tmp_path_factory.mktemp("ledgers") / "a.ledger"
+    fixed = request.param == "lanes"  # the lanes are the global batch
+    worlds = [(1, 4), (2, 2), (4, 1)] if fixed else [(1, 4), (2, 3), (3, 1)]
+    return path, run(datasets, path, ORDERS[request.param], worlds, 9)
+
+
+@pytest.mark.parametrize("num", [3, pytest.param(84, marks=pytest.mark.long)])  # with both ranks about 2,000 batches
+def test_batches_are_made_again_to_the_bit(trained, num):
+    path, found = trained
+    history = RunHistory(path)
+    assert history.num_steps >= len(found) == 27
+    for step in random.Random(num).choices(range(27), k=num):
+        ranks = found[step]
+        for rank in {0, len(ranks) - 1}:
+            again = fr.replay(path, step, rank=rank)
+            assert not unlike(again.batch, ranks[rank])
+            assert again.differences == []
+        keys = [key for batch in ranks for key in batch["sample_key"]]
+        assert fr.replay(path, step).batch["sample_key"] == keys
+
+
+def shown_in(found):
+    """What the batches show: key, step, epoch, rank, is it a frame of another sample's window, is it valid."""
+    for step, ranks in enumerate(found):
+        for rank, batch in enumerate(ranks):
+            for row, key in enumerate(batch["sample_key"]):
+                valid = bool(batch["valid"][row])
+                yield int(batch["global_index"][row]), key, step, int(batch["epoch"]), rank, False, valid
+
+
+def test_where_samples_were_shown_is_a_search_through_all_batches(trained):
+    path, found = trained
+    report = fr.seen(path, sorted({key for _, key, *_ in shown_in(found)}))
+    listed = sorted((one.key, one.step, one.epoch, one.rank, one.valid) for one in report.showings if not one.as_frame)
+    expected = sorted((key, step, epoch, rank, valid) for _, key, step, epoch, rank, _, valid in shown_in(found))
+    assert [one for one in listed if one[1] < 27] == expected
+
+
+def test_frames_of_windows_count(datasets, tmp_path):
+    path = tmp_path / "a.ledger"
+    found = run(datasets, path, ORDERS["edges"], [(1, 4)], 6)
+    index = open_dataset(datasets / "a").index
+    expected = {
+        (index.row(int(frame)).key, step)
+        for step, (batch,) in enumerate(found)
+        for frames in batch["frame_global_index"]
+        for frame in frames
+    }
+    clips = sorted(set(index.strings("clip_id", 4)))
+    report = fr.seen(path, clips)
+    assert {(one.key, one.step) for one in report.showings if one.step < 6} == expected
+    assert report.num_samples == 26
+
+
+def test_the_newest_state_without_a_clip(datasets, tmp_path):
+    path = tmp_path / "a.ledger"
+    with load(datasets / "a", 2, ledger=path, order=OrderSpec(kind="sequential")) as loader:
+        for step, _ in enumerate(loader):
+            if step in (4, 11):
+                loader.state_dict()
+    index = open_dataset(datasets / "a").index
+    report = fr.seen(path, [index.row(4 + 20).key])
+    assert [(one.step, one.position, one.draw) for one in report.showings] == [(10, 20, 0)]
+    assert report.newest_clean == (0, 10)
+    assert fr.seen(path, [index.row(4).key]).newest_clean is None
+    with pytest.raises(ConfigError, match="no sample or clip of split 'train' is called 'nobody'"):
+        fr.seen(path, ["nobody"])
+    with pytest.raises(ConfigError, match="is called"):
+        fr.seen(path, [index.row(0).key])  # of another split
+
+
+def test_replaced_samples_are_marked(datasets, tmp_path):
+    build_dataset(tmp_path / "own", {"train": (9, 10, 7)})
+    index = open_dataset(tmp_path / "own").index
+    spoil(tmp_path / "own", index.row(7))
+    path, options = tmp_path / "a.ledger", {"on_error": "substitute", "file": None, "shuffle": False}
+    with load(tmp_path / "own", 2, ledger=path, **options) as loader:
+        found = list(loader)
+    bad, good = index.row(7).key, index.row(8).key
+    showings = [one for one in fr.seen(path, [bad, good]).showings if one.epoch == 0]
+    assert [(one.key, one.position, one.stands_for, one.replaced_by) for one in showings] == [
+        (bad, 7, None, good), (good, 7, bad, None), (good, 8, None, None),
+    ]  # fmt: skip
+    again = fr.replay(path, 3)
+    assert not unlike(again.batch, found[3])
+    assert again.differences == []
+
+
+def test_digests_say_whether_a_batch_is_the_same(datasets, tmp_path):
+    paths = [tmp_path / "a.ledger", tmp_path / "b.ledger", tmp_path / "c.ledger"]
+    for path, jitter in zip(paths, (0.0, 0.0, 60.0), strict=True):
+        options = {"image": TRAIN, "pixels": {"train": jitter > 0, "brightness": jitter}}
+        with load(datasets / "a", 2, ledger={"path": str(path), "digest_every": 2}, **options) as loader:
+            list(loader)
+    assert fr.replay(paths[0], 4).digest_matches is True
+    assert fr.replay(paths[0], 4, rank=0).digest_matches is True
+    assert fr.replay(paths[0], 3).digest_matches is None
+    same, other = fr.run_diff(*paths[:2]), fr.run_diff(paths[0], paths[2])
+    assert (same.first_step, same.first_digest, same.compared_digests, same.settings) == (None, None, 7, [])
+    assert (other.first_step, other.first_digest) == (None, 0)
+    assert any(line.startswith("identity.settings.pixels") for line in other.settings)
+
+
+def test_the_first_step_that_differs(datasets, tmp_path):
+    paths = [tmp_path / "a.ledger", tmp_path / "b.ledger"]
+    run(datasets, paths[0], {}, [(1, 4), (1, 4)], 5)
+    run(datasets, paths[1], {}, [(1, 4), (1, 2)], 5)
+    assert fr.run_diff(*paths).first_step == 5
+    assert fr.run_diff(paths[0], paths[0]).first_step is None
+
+
+def test_the_commands(datasets, tmp_path, capsys):
+    path = tmp_path / "a.ledger"
+    found = run(datasets, path, {}, [(1, 4), (2, 2)], 4)
+    assert main(["runs", "show", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "4 steps from step 0 on: epoch 0 sample 0 to epoch 0 sample 16, global batch 4, 1 ranks" in text
+    assert main(["runs", "replay", str(path), "--step", "5", "--image", str(tmp_path / "a.png"), "--json"]) == 0
+    keys = [key for batch in found[5] for key in batch["sample_key"]]
+    assert json.loads(capsys.readouterr().out)["keys"] == keys
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["runs", "seen", str(path), keys[0], "--dataset", str(datasets / "a"), "--json"]) == 0
+    assert 5 in [one["step"] for one in json.loads(capsys.readouterr().out)["showings"]]
+    assert main(["runs", "diff", str(path), str(path)]) == 0
+    other = tmp_path / "b.ledger"
+    run(datasets, other, {}, [(1, 2)], 4)
+    assert main(["runs", "diff", str(path), str(other)]) == 1
+    assert "step 0 is the first that differs" in capsys.readouterr().out
+    assert main(["runs", "replay", str(path), "--step", "999"]) == 2
+    assert "it has the steps 0 to" in capsys.readouterr().err
+
+
+def test_what_a_ledger_does_not_keep(datasets, tmp_path):
+    path = tmp_path / "a.ledger"
+    with load(datasets / "a", 2, ledger=path, transform=dict) as loader:
+        found = next(iter(loader))
+    with pytest.raises(ConfigError, match=r"the run had transform=builtins:dict, which a ledger does not keep"):
+        fr.replay(path, 0)
+    assert not unlike(fr.replay(path, 0, functions={"transform": dict}).batch, found)
+    with pytest.raises(StateMismatchError, match="dataset: state has"):
+        fr.replay(path, 0, dataset=datasets / "b", functions={"transform": dict})
+    with pytest.raises(ConfigError, match="rank 3 is not in step 0"):
+        fr.replay(path, 0, rank=3)
+    sampler = BatchSampler(50, OrderSpec(seed=2), global_batch=4, ledger=tmp_path / "b.ledger")
+    batches = list(sampler.count())
+    with pytest.raises(ConfigError, match="the ledger is of a sampler's run"):
+        fr.replay(tmp_path / "b.ledger", 0)
+    again = fr.replay(tmp_path / "b.ledger", 7, loader=BatchSampler(50, OrderSpec(seed=2), global_batch=4))
+    assert again.batch == batches[7]
+
+
+KINDS = [{}, {"kind": "sequential"}, {"kind": "lanes"}, {"filter": "loss > 0.3"}]
+LOSS = (fr.AttributeWeights(attribute="loss"),)
+KINDS += [{"weights": LOSS}, {"mix": Mix(attribute="night", ratios={"true": 1, "false": 2})}]
+
+
+@pytest.mark.parametrize("num_runs", [6, pytest.param(420, marks=pytest.mark.long)])
+def test_random_steps_of_random_runs_have_their_keys(tmp_path, num_runs):
+    """Of samplers: 20 steps of each run, about 240 keys."""
+    draw = random.Random(num_runs)
+    columns = {
+        "clip_id": [row // 7 for row in range(300)],
+        "night": [row % 3 == 0 for row in range(300)],
+        "loss": [draw.random() for _ in range(300)],
+    }
+    compared = 0
+    for number in range(num_runs):
+        spec = OrderSpec(**KINDS[number % len(KINDS)], seed=draw.getrandbits(60))
+        path, found, drop_last = tmp_path / f"{number}.ledger", [], draw.random() < 0.5
+        sizes = [12] if spec.kind == "lanes" else [4, 12, 20]  # the lanes are the global batch
+        state = None
+        for _ in range(draw.randrange(1, 4)):
+            sampler = BatchSampler(columns, spec, global_batch=draw.choice(sizes), drop_last=drop_last, ledger=path)
+            loader = sampler.count()
+            if state is not None:
+                loader.load_state_dict(state)
+            left = draw.randrange(1, 60)
+            while left:
+                for batch in loader:
+                    found.append(batch)
+                    left -= 1
+                    if not left:
+                        break
+            state = loader.state_dict()
+        history = RunHistory(path)
+        assert history.num_steps == len(found)
+        for step in draw.choices(range(len(found)), k=20):
+            size = history.step(step)[0].stretch.start.global_batch
+            again = BatchSampler(columns, spec, global_batch=size, drop_last=drop_last)
+            assert fr.replay(path, step, loader=again).batch == found[step]
+            compared += len(found[step])
+    assert compared >= 20 * 4 * num_runs

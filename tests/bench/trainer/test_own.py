@@ -1,0 +1,178 @@
+"""A model from outside: every strategy equals one process, runs resume on other meshes, evaluation is exact."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import fuelrail as fr
+from fuelrail.bench.trainer.models.build import draft
+from support import own_model
+from support.own_model import STRATEGIES, Detector, divided, load, score
+from support.ranks import run_ranks
+
+
+@pytest.fixture(scope="module")
+def dataset(tiny_dataset):
+    return str(tiny_dataset({"train": (16, 16, 16), "val": (7, 6)}).root)
+
+
+class Tied(nn.Module):
+    """Two ways to change parameters after a module has them as its parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.head.weight = self.words.weight
+
+
+class Late(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4)])
+        self.layers.insert(0, nn.BatchNorm1d(4))
+        self.apply(self.begin)
+
+    @staticmethod
+    def begin(module):
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.own = nn.Parameter(torch.randn(3))
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.layers[1].running_mean.fill_(2)
+
+
+@pytest.mark.parametrize(("kind", "warns"), [(Plain, False), (Tied, True), (Late, True), (Detector, True)])
+def test_a_draft_of_any_module_is_filled_with_its_values(kind, warns, caplog):
+    torch.manual_seed(5)
+    whole = kind().state_dict()
+    model, fill = draft(kind, "cpu", 5)
+    assert all(value.is_meta for value in model.parameters())
+    fill([model], False)
+    assert whole.keys() == model.state_dict().keys()
+    assert all(torch.equal(value, whole[name]) for name, value in model.state_dict().items())
+    assert ("makes it whole" in caplog.text) == warns
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"wrap": [nn.LSTM]}, "wrap names LSTM, and model Detector has no part of it"),
+        ({"strategy": "fsdp3"}, "ParallelSettings"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options, message):
+    with pytest.raises(fr.ConfigError, match=message):
+        fr.parallelise(Detector, **options)
+
+
+def test_frozen_batch_norm_and_frozen_parts_stay():
+    parallel = divided(batch_norm="frozen")
+    before = {name: value.clone() for name, value in parallel.models[0].state_dict().items()}
+    batch = {"img": torch.randint(0, 255, (2, 1, 3, 32, 48), dtype=torch.uint8), "gt_boxes_3d": [torch.ones(1, 7)] * 2}
+    parallel.step([batch, batch])
+    assert set(parallel.losses) == {"centre", "there"}
+    changed = {name for name, value in parallel.models[0].state_dict().items() if not torch.equal(value, before[name])}
+    assert "queries" in changed
+    assert not any(name.startswith(("backbone.1.", "frozen.")) for name in changed)
+
+
+def test_accumulated_batches_are_one_larger_batch():
+    batches = [
+        {"img": torch.randint(0, 255, (2, 1, 3, 32, 48), dtype=torch.uint8), "gt_boxes_3d": [torch.ones(1, 7)] * 2}
+    ]
+    batches.append({"img": batches[0]["img"].flip(-1), "gt_boxes_3d": [torch.zeros(2, 7)] * 2})
+    both = {
+        "img": torch.cat([one["img"] for one in batches]),
+        "gt_boxes_3d": [*batches[0]["gt_boxes_3d"], *batches[1]["gt_boxes_3d"]],
+    }
+    parts, whole = (divided(batch_norm="frozen", clip_norm=0.1) for _ in range(2))
+    for _ in range(3):
+        loss = parts.step(batches)
+        assert float(loss) == pytest.approx(float(whole.step([both])), abs=2e-6)
+        assert float(loss) == pytest.approx(float(sum(parts.losses.values())), abs=1e-6)
+
+
+def run(dataset, place, steps):
+    """Train to a number of steps; returns losses by step, logged values, and what the evaluations returned."""
+    parallel, found, logged, scores = divided(), {}, {}, []
+
+    def note(record, losses):
+        found[record.step] = losses | {"draw": random.random() + np.random.rand()}
+
+    with (
+        load(dataset, batch_size=4, shuffle=True, drop_last=True, seed=3) as loader,
+        load(dataset, split="val", batch_size=4) as val,
+        fr.Checkpoints(place, keep=2) as checkpoints,
+    ):
+        fr.train(
+            parallel, loader, steps=steps, save_every=3, evaluate_every=4, average=0.9, checkpoints=checkpoints,
+            evaluate=lambda: fr.evaluate(parallel, val, score), on_step=note,
+            on_evaluate=lambda step, table: scores.append((step, table)), log=[logged_in(logged)],
+        )  # fmt: skip
+    return found, logged, scores
+
+
+def logged_in(found):
+    return lambda values, step: found.__setitem__(step, values)
+
+
+def test_a_run_that_stopped_continues_with_the_same_losses_averages_and_draws(dataset, tmp_path):
+    random.seed(1)
+    np.random.seed(1)
+    whole, logged, scores = run(dataset, tmp_path / "whole", 9)
+    random.seed(1)
+    np.random.seed(1)
+    first, *_ = run(dataset, tmp_path / "parts", 5)
+    random.seed(2)
+    rest, logged_rest, scores_rest = run(dataset, tmp_path / "parts", 9)
+    assert first | rest == whole and list(rest) == [5, 6, 7, 8]
+    assert [step for step, _ in scores] == [4, 8, 9]
+    assert logged_rest[9] == logged[9] and {"loss", "centre", "there", "learning_rate", "evaluation/best"} <= set(
+        logged[9]
+    )
+    assert logged[1]["learning_rate"] == 1e-2 and logged[9]["learning_rate"] == pytest.approx(1e-3)
+    (_, table), (_, again) = scores[-1], scores_rest[-1]
+    assert len(set(table["sample_key"])) == len(table["best"]) == len(table["boxes"]) == 13
+    assert torch.equal(table["best"], again["best"])
+    fresh = divided()
+    with load(dataset, split="val", batch_size=4) as val:
+        assert not torch.equal(fr.evaluate(fresh, val, score)["best"], table["best"])
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_ranks_train_and_evaluate_as_one_process(dataset, tmp_path):
+    run_ranks(2, own_model.__file__, dataset, tmp_path / "out.json", 4)
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert {name: found[name] for name in STRATEGIES if found[name] > 2e-6} == {}
+    assert all(abs(found[f"{name} moved"]) > 1e-3 and found[f"{name} evaluated"] for name in STRATEGIES)
+
+
+def test_weights_come_and_go_as_safetensors_with_a_report(tmp_path):
+    parallel, place = divided(seed=1), tmp_path / "weights.safetensors"
+    fr.save_weights(parallel, place)
+    saved = load_file(place)  # safetensors' own
+    assert saved.keys() == parallel.models[0].state_dict().keys()
+    assert all(torch.equal(value, saved[name]) for name, value in parallel.models[0].state_dict().items())
+
+    other = divided(seed=2)
+    report = fr.load_weights(other, place, rename=lambda name: None if name == "queries" else name)
+    assert (report.missing, report.unexpected, report.other_shape) == (["queries"], [], {})
+    state = other.models[0].state_dict()
+    assert {name for name, value in state.items() if not torch.equal(value, saved[name])} == {"queries"}
+    report = fr.load_weights(other, {"queries": torch.ones(8, 3), "more": torch.ones(1)})
+    assert report.other_shape == {"queries": "[8, 3] there, [8, 16] here"} and report.unexpected == ["more"]
+    with pytest.raises(fr.ConfigError, match="neither a safetensors file nor a folder"):
+        fr.load_weights(other, tmp_path / "nothing")

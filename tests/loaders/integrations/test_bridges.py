@@ -1,0 +1,18 @@
+"""Each bridge of `fr.order` stops a few times here, and 500 times in tests/slow."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.bridges import BRIDGES, ORDERS, stop_and_continue
+
+pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore::Warning")]  # of the libraries
+
+FEW = {"Trainer": 3, "Lightning": 3, "torch, 2 workers": len(ORDERS), "torchdata, 2 workers": len(ORDERS)}
+
+
+@pytest.mark.parametrize("name", [name for name in BRIDGES if name != "Grain, 2 workers"])
+def test_a_bridge_that_stops_misses_no_row(name, tmp_path):
+    package, run = BRIDGES[name]
+    pytest.importorskip(package, reason=f"{package} is not installed")
+    assert stop_and_continue(run, FEW.get(name, 3 * len(ORDERS)), tmp_path, seed=3) > 10

@@ -1,0 +1,150 @@
+"""Ledgers: a chain that no edit survives, appending after kills, and what the weights have seen."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from fuelrail.pipeline.errors import LedgerError
+from fuelrail.pipeline.format.ledger import (
+    LedgerFile,
+    PlaceReached,
+    RunSetup,
+    SampleReplaced,
+    SegmentStart,
+    read_ledger,
+    seen_by_weights,
+)
+
+SETUP = RunSetup(1, {"dataset": "f", "split": "train"}, 100, None, "turbo", {"python": "3"})
+
+
+def start(epoch, samples, *, restored=True, place=None):
+    state = (epoch, samples) if restored else None
+    return SegmentStart(place or (epoch, samples), 4, 1, state, "2026-01-01T00:00:00+00:00")
+
+
+def reached(epoch, samples, why="state"):
+    return PlaceReached((epoch, samples), why)
+
+
+@pytest.fixture
+def path(tmp_path):
+    """A ledger of three segments."""
+    file = LedgerFile(tmp_path / "a.ledger")
+    file.append(SETUP, start(0, 0, restored=False))
+    for place in range(4, 100, 16):
+        file.append(reached(0, place))
+    file.append(start(0, 52))
+    file.append(SampleReplaced((0, 52), 0, 0, 57, "bad", "good"))
+    file.append(reached(1, 0, "epoch"))
+    file.append(start(1, 0))
+    return file.path
+
+
+def wrong_record(path, data, valid):
+    """The number of the record that is refused; None where nothing is, or only whole records are missing at the end."""
+    path.write_bytes(data)
+    try:
+        read_ledger(path)
+    except LedgerError as error:
+        return error.record
+    assert valid.startswith(data), "an edit that is not seen"
+    return None
+
+
+@pytest.mark.parametrize("num", [500, pytest.param(10_000, marks=pytest.mark.long)])
+def test_every_edit_is_refused_with_the_record_that_is_wrong(path, num):
+    valid, draw = path.read_bytes(), random.Random(0)
+    lines = valid.splitlines(keepends=True)
+    ends = [sum(map(len, lines[: number + 1])) for number in range(len(lines))]
+    refused = 0
+    for _ in range(num):
+        kind, at = draw.randrange(5), draw.randrange(len(valid))
+        number = next(number for number, end in enumerate(ends) if at < end)
+        if kind == 0:  # another byte
+            data = valid[:at] + bytes([valid[at] ^ draw.randrange(1, 256)]) + valid[at + 1 :]
+        elif kind == 1:  # a byte more
+            data = valid[:at] + bytes([draw.randrange(256)]) + valid[at:]
+        elif kind == 2:  # some bytes less
+            data = valid[:at] + valid[at + draw.randrange(1, 9) :]
+        elif kind == 3:  # a record less, with others behind it
+            number = draw.randrange(len(lines) - 1)
+            data = b"".join(lines[:number] + lines[number + 1 :])
+        else:  # two records that change places
+            number = draw.randrange(len(lines) - 1)
+            data = b"".join([*lines[:number], lines[number + 1], lines[number], *lines[number + 2 :]])
+        if data == valid:  # a byte more that is equal to its neighbour is the same text; so is a cut of nothing
+            continue
+        found = wrong_record(path, data, valid)
+        if found is None:
+            assert kind in (2, 3), "only a cut at the end of a record is a ledger of an earlier time"
+            continue
+        refused += 1
+        assert number - 1 <= found <= number + 1 if kind in (1, 2) else found == number
+    assert refused > 0.98 * num
+
+
+def test_a_record_that_a_kill_has_cut_is_removed_by_the_next_run(path):
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'0123 {"record":"rea')
+    with pytest.raises(LedgerError, match=r"record 12 has no end: a run was killed"):
+        read_ledger(path)
+    assert len(read_ledger(path, open_end=True).records) == 12
+    LedgerFile(path).append(reached(1, 8))
+    assert read_ledger(path).records[-1] == reached(1, 8)
+    assert path.read_bytes().startswith(whole)
+
+
+def test_two_writers_are_noticed(path):
+    one, other = LedgerFile(path), LedgerFile(path)
+    one.append(reached(1, 8))
+    assert not other.is_newest()
+    with pytest.raises(LedgerError, match="was written to by another loader"):
+        other.append(reached(1, 4))
+    one.append(reached(1, 12), in_place_of_last=True)
+    assert [one.place for one in read_ledger(path).records[-2:]] == [(1, 0), (1, 12)]
+
+
+@pytest.mark.parametrize(
+    ("records", "what"),
+    [
+        ([reached(0, 4)], "record 0 is the first one, and must be a setup"),
+        ([SETUP, reached(0, 4)], "record 1 follows a setup, and must be a start"),
+        ([RunSetup(2, {}, 1, None, None, {}), start(0, 0)], "record 0 has version 2; this Fuelrail reads 1"),
+    ],
+)
+def test_records_in_another_order_are_refused(tmp_path, records, what):
+    LedgerFile(tmp_path / "a.ledger").append(*records)
+    with pytest.raises(LedgerError, match=what):
+        read_ledger(tmp_path / "a.ledger")
+
+
+def seen(*records):
+    kept, lost = seen_by_weights([SETUP, *records])
+    return [(one.start.place, one.end, one.skipped) for one in kept], [one.record for one in lost]
+
+
+def test_what_the_weights_have_seen():
+    first = start(0, 0, restored=False)
+    assert seen(first) == ([((0, 0), (0, 0), False)], [])
+    # Killed after the state at 40: what came behind it is thrown away, whether it is known or not.
+    run = (first, reached(0, 40), reached(0, 80))
+    assert seen(*run, start(0, 40)) == ([((0, 0), (0, 40), False), ((0, 40), (0, 40), False)], [])
+    kept, _ = seen_by_weights([SETUP, *run, start(0, 40)])
+    assert kept[0].trained == (0, 80)
+    # The mark is lost, the state is not.
+    assert seen(first, start(0, 40), reached(0, 60))[0] == [((0, 0), (0, 40), False), ((0, 40), (0, 60), False)]
+    # Without a state nobody knows that a run has come there.
+    assert seen(first, reached(0, 8), start(1, 0, restored=False))[0][1] == ((1, 0), (1, 0), True)
+    # Back behind the start of a segment: nothing of it is left.
+    assert seen(*run, start(0, 40), reached(0, 96), start(0, 20), reached(1, 4)) == (
+        [((0, 0), (0, 20), False), ((0, 20), (1, 4), False)], [4],
+    )  # fmt: skip
+    # Fewer positions are left than a step takes: the next epoch comes, and nothing was skipped.
+    assert seen(first, reached(0, 98), start(0, 98, place=(1, 0)), reached(1, 8))[0] == [
+        ((0, 0), (0, 98), False), ((1, 0), (1, 8), False),
+    ]  # fmt: skip
+    assert seen(*run, start(0, 80, place=(1, 0)))[0][1] == ((1, 0), (1, 0), True)
+    assert seen(*run, first, reached(0, 4)) == ([((0, 0), (0, 4), False)], [1])
