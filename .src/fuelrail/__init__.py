@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from fuelrail.bench.studies.order.describe import DescribeOptions as DescribeOptions
     from fuelrail.bench.studies.order.describe import describe_order as describe_order
     from fuelrail.bench.studies.plan.run import plan as plan
+    from fuelrail.bench.studies.runs.attest import attest as attest
     from fuelrail.bench.studies.runs.history import run_diff as run_diff
     from fuelrail.bench.studies.runs.history import run_history as run_history
     from fuelrail.bench.studies.runs.replay import replay as replay
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
     from fuelrail.bench.studies.train.run import bench_train as bench_train
     from fuelrail.bench.studies.train.settings import TrainOptions as TrainOptions
     from fuelrail.bench.trainer.checkpoints.saver import Checkpoints as Checkpoints
+    from fuelrail.bench.trainer.distill.pairs import Distilling as Distilling
+    from fuelrail.bench.trainer.distill.pairs import Pair as Pair
+    from fuelrail.bench.trainer.distill.student import divergence as divergence
     from fuelrail.bench.trainer.own import LoopOptions as LoopOptions
     from fuelrail.bench.trainer.own import evaluate as evaluate
     from fuelrail.bench.trainer.own import train as train
@@ -160,6 +164,7 @@ _PUBLIC: Final = {
     "diff": "fuelrail.bench.studies.diff",
     "DiffOptions": "fuelrail.bench.studies.diff",
     "LoaderOptions": "fuelrail.bench.studies.loader.options",
+    "attest": "fuelrail.bench.studies.runs.attest",
     "replay": "fuelrail.bench.studies.runs.replay",
     "run_diff": "fuelrail.bench.studies.runs.history",
     "run_history": "fuelrail.bench.studies.runs.history",
@@ -169,6 +174,9 @@ _PUBLIC: Final = {
     "bench_train": "fuelrail.bench.studies.train.run",
     "TrainOptions": "fuelrail.bench.studies.train.settings",
     "Checkpoints": "fuelrail.bench.trainer.checkpoints.saver",
+    "Distilling": "fuelrail.bench.trainer.distill.pairs",
+    "Pair": "fuelrail.bench.trainer.distill.pairs",
+    "divergence": "fuelrail.bench.trainer.distill.student",
     "evaluate": "fuelrail.bench.trainer.own",
     "LoopOptions": "fuelrail.bench.trainer.own",
     "load_weights": "fuelrail.bench.trainer.weights",

@@ -54,7 +54,7 @@ def load_weights(
     """Copy weights into a divided model, as far as names and shapes fit, and say what did not.
 
     ``source`` is a safetensors file, a folder of them, or a state dict. ``rename`` returns the model's name of a name
-    in it, None to leave it out. Averages start anew. All ranks must call this. Raises ConfigError for a place without
+    in it, None to leave it out. Averages start again. All ranks must call this. Raises ConfigError for a place without
     weights.
     """
     targets = {name.removeprefix(_OF_MODEL): value for name, value in model_tensors(parallel).items()}
@@ -138,4 +138,4 @@ def save_weights(parallel: Parallel, place: str | os.PathLike[str], *, average: 
             if file is not None and whole is not None:
                 file.write(whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     if parallel.world > 1:
-        dist.barrier()  # whoever returns may read the file
+        dist.barrier()  # the caller may read the file on any rank

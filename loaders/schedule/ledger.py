@@ -37,10 +37,12 @@ if TYPE_CHECKING:
 
 _WRITING: Final = threading.RLock()  # bad samples are found by the threads that decode
 
-_RECORDED: Final = (
+RECORDED: Final = (
     *("seed", "drop_last", "split", "mix", "window", "layers", "transforms", "transform_in"),
     "bad_samples",
 )
+"""Arguments of a loader that a ledger keeps."""
+
 _FUNCTIONS: Final = ("transform", "batch_transform", "collate_fn")
 
 _PACKAGES: Final = (
@@ -126,7 +128,7 @@ class RunLedger:
         """
         if not self.is_kept:
             return
-        given = {name: getattr(arguments, name) for name in (*_RECORDED, *_FUNCTIONS)}
+        given = {name: getattr(arguments, name) for name in (*RECORDED, *_FUNCTIONS)}
         functions = {
             name: f"{one.__module__}:{getattr(one, '__qualname__', type(one).__name__)}"
             for name in _FUNCTIONS
@@ -169,7 +171,8 @@ class RunLedger:
         place, batching = (before.epoch, before.samples_consumed), self._batching
         if not self._is_started:
             now = datetime.now(UTC).isoformat(timespec="seconds")
-            restored = self._restored and (self._restored.epoch, self._restored.samples_consumed)
+            state = self._restored
+            restored = None if state is None else (state.epoch, state.samples_consumed)
             start = SegmentStart(place, batching.global_batch, batching.world.size, restored, now)
             setup = () if self._setup == self._last_setup else (self._setup,)
             with _WRITING:

@@ -183,8 +183,8 @@ class LedgerFile:
         file was read, and where it cannot be written.
         """
         start, head = self._last if in_place_of_last else (self._size, self._head)
-        kept = self.records[:-1] if in_place_of_last else self.records
-        lines, last = [], (start, head)
+        lines: list[bytes] = []
+        last = start, head
         for record in records:
             body = msgspec.json.encode(record)
             last = start + sum(map(len, lines)), head
@@ -214,7 +214,9 @@ class LedgerFile:
                 sync_folder(self.path.parent)
         except OSError as error:
             raise LedgerError(f"ledger '{self.path}' cannot be written: {error.strerror or error}") from error
-        self.records = [*kept, *records]
+        if in_place_of_last:
+            self.records.pop()
+        self.records += records
         self._head, self._last = head, last
         self._size = self._found = start + len(data)
 

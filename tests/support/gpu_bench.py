@@ -214,9 +214,9 @@ class Mark:
 
 
 def train(dataset: Path, out: Path, **options: Any):
-    """Return the report of `fuelrail.train` on a dataset, with figures; ``options`` are the fields of its options."""
+    """Return the report of `fuelrail.bench_train`, with figures; ``options`` are the fields of its options."""
     try:
-        report = train_run.train(dataset, out=out, html=False, **options)
+        report = train_run.bench_train(dataset, out=out, html=False, **options)
         why = report.cut_off
     except FuelrailError as error:
         why = str(error)

@@ -1,4 +1,4 @@
-"""``fuelrail runs show|replay|seen|diff``."""
+"""``fuelrail runs show|replay|seen|diff|attest``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from fuelrail.bench.studies.runs.history import run_diff, run_history
 from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, print_json
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import NotNegative, flag
+from fuelrail.pipeline.settings import NotNegative, Settings, flag
 
 if TYPE_CHECKING:
     import argparse
@@ -27,6 +27,14 @@ class ReplayOptions(SeenOptions, frozen=True, kw_only=True):
     step: Annotated[NotNegative, flag("number of the step in the run, from 0")]
     rank: Annotated[NotNegative | None, flag("the batch of one rank (default: of all ranks, in order)")] = None
     image: Annotated[str | None, flag("draw the batch into this PNG file", metavar="FILE")] = None
+
+
+class AttestOptions(Settings, frozen=True, kw_only=True):
+    """Flags of ``fuelrail runs attest``."""
+
+    epoch: Annotated[NotNegative, flag("epoch of the loader's state in the checkpoint")]
+    samples: Annotated[NotNegative, flag("samples of that epoch consumed, of the loader's state in the checkpoint")]
+    key: Annotated[str | None, flag("PEM file of an Ed25519 private key (default: not signed)", metavar="FILE")] = None
 
 
 class ReplayReport(msgspec.Struct, frozen=True):
@@ -53,11 +61,14 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     again = words.add_parser("replay", help="make the batch of a step again")
     find = words.add_parser("seen", help="print at which steps samples or clips were shown")
     differ = words.add_parser("diff", help="print the first step and the settings in which two runs differ")
-    for one in (show, again, find):
+    stated = words.add_parser("attest", help="print what a checkpoint's weights have seen as an in-toto statement")
+    for one in (show, again, find, stated):
         one.add_argument("ledger", metavar="LEDGER", help="ledger of a run")
     find.add_argument("names", metavar="KEY", nargs="+", help="key of a sample, or a clip")
     for name in ("ledger", "other"):
         differ.add_argument(name, metavar="LEDGER", help="ledger of a run")
+    stated.add_argument("checkpoint", metavar="CHECKPOINT", help="file or folder of the checkpoint")
+    add_flags(stated, AttestOptions)
     for one, options in ((show, PrintOptions), (again, ReplayOptions), (find, SeenOptions), (differ, PrintOptions)):
         add_flags(one, options)
 
@@ -65,6 +76,12 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     report: Any
     code = 0
+    if args.word == "attest":
+        from fuelrail.bench.studies.runs.attest import attest
+
+        stated = from_flags(args, AttestOptions)
+        print_json(attest(args.ledger, args.checkpoint, (stated.epoch, stated.samples), key=stated.key))
+        return code
     if args.word == "show":
         options, report = from_flags(args, PrintOptions), run_history(args.ledger)
     elif args.word == "diff":

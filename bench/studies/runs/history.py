@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from fuelrail.pipeline.errors import ConfigError
+from fuelrail.loaders.schedule.state import Identity
+from fuelrail.pipeline.errors import ConfigError, LedgerError
 from fuelrail.pipeline.format.ledger import (
     BatchDigest,
     PlaceReached,
@@ -79,6 +80,7 @@ class Part(NamedTuple):
     """A stretch as steps: the first one's number in the run, and how many there are."""
 
     stretch: Stretch
+    identity: Identity
     walk: Walk
     first: int
     length: int
@@ -98,9 +100,14 @@ class RunHistory:
         self.num_steps = 0
         for stretch in stretches:
             setup, start = stretch.setup, stretch.start
-            batching = Batching(setup.epoch_length, start.global_batch, World(), bool(setup.identity["drop_last"]))
+            try:
+                identity = msgspec.convert(setup.identity, Identity)
+            except msgspec.ValidationError as error:
+                what = f"ledger '{path}': the setup of record {stretch.record} is of no known form: {error}"
+                raise LedgerError(what, stretch.record) from error
+            batching = Batching(setup.epoch_length, start.global_batch, World(), identity.drop_last)
             walk = Walk(Cursor(*start.place), batching)
-            self.parts.append(Part(stretch, walk, self.num_steps, steps_between(walk, stretch.end)))
+            self.parts.append(Part(stretch, identity, walk, self.num_steps, steps_between(walk, stretch.end)))
             self.num_steps += self.parts[-1].length
         if not self.parts:
             raise ConfigError(f"ledger '{path}' has no start of a run")
@@ -116,8 +123,9 @@ class RunHistory:
 
     def replaced(self) -> dict[Place, SampleReplaced]:
         """Return what replaced bad samples in the steps of the run, of all ranks, by epoch and position."""
-        others = sorted(Path(self.path).parent.glob(f"{Path(self.path).name}.rank*"))
-        records = [one for file in (self.path, *others) for one in read_ledger(file, open_end=True).records]
+        path = Path(self.path)
+        files = [path, *sorted(one for one in path.parent.iterdir() if one.name.startswith(f"{path.name}.rank"))]
+        records = [one for file in files for one in read_ledger(file, open_end=True).records]
         ends = {part.stretch.start.place: part.stretch.end for part in self.parts}
         return {
             (one.epoch, one.position): one
@@ -145,7 +153,7 @@ class RunHistory:
                 first, length, stretch.start.place, stretch.end, stretch.start.global_batch, stretch.start.ranks,
                 stretch.start.time, steps_between(walk, stretch.trained) - length, stretch.skipped,
             )
-            for stretch, walk, first, length in self.parts
+            for stretch, _, walk, first, length in self.parts
         ]  # fmt: skip
         records = self.ledger.records
         num_states = sum(isinstance(one, PlaceReached) and one.why == "state" for one in records)
@@ -214,9 +222,8 @@ def run_diff(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> R
 
 def _samples(part: Part, place: Cursor) -> tuple[object, ...]:
     """Return what decides the samples of a step, and of those behind it in its part."""
-    setup, start = part.stretch.setup, part.stretch.start
-    identity = {name: one for name, one in setup.identity.items() if name != "settings"}
-    return identity, place, start.global_batch, setup.epoch_length
+    identity = msgspec.structs.replace(part.identity, settings=None)
+    return identity, place, part.stretch.start.global_batch, part.stretch.setup.epoch_length
 
 
 def _flat(value: dict[str, Any], name: str = "") -> dict[str, Any]:

@@ -14,9 +14,9 @@ import pyarrow.compute as pc
 from fuelrail.bench.studies.runs.history import Part, RunHistory, steps_between
 from fuelrail.loaders.distributed import batch_digest
 from fuelrail.loaders.loader import DataLoader
-from fuelrail.loaders.schedule.ledger import package_versions
-from fuelrail.loaders.schedule.state import Identity, state_at
-from fuelrail.pipeline.errors import ConfigError
+from fuelrail.loaders.schedule.ledger import RECORDED, package_versions
+from fuelrail.loaders.schedule.state import state_at
+from fuelrail.pipeline.errors import ConfigError, LedgerError
 from fuelrail.pipeline.format.ledger import PlaceReached
 from fuelrail.pipeline.order.batching import World
 from fuelrail.pipeline.order.mix import MixStage
@@ -74,11 +74,11 @@ def replay(
         raise ConfigError(f"rank {rank} is not in step {step}: it had the ranks 0 to {start.ranks - 1}")
     if loader is not None:
         source = loader.count() if hasattr(loader, "count") else loader
-        source.load_state_dict(state_at(msgspec.convert(setup.identity, Identity), place, start.global_batch))
+        source.load_state_dict(state_at(part.identity, place, start.global_batch))
         batch = next(iter(source))
     else:
         with make_loader(part, rank, dataset, functions or {}) as loader:
-            loader.load_state_dict(state_at(msgspec.convert(setup.identity, Identity), place, start.global_batch))
+            loader.load_state_dict(state_at(part.identity, place, start.global_batch))
             batch = next(iter(loader))
     now = package_versions()
     differences = [
@@ -104,8 +104,16 @@ def make_loader(
     setup, start = part.stretch.setup, part.stretch.start
     if setup.loader is None:
         raise ConfigError("the ledger is of a sampler's run: give the sampler, replay(ledger, step, loader=sampler)")
-    options = dict(setup.loader)
-    places, named = options.pop("datasets"), options.pop("functions")
+    try:
+        places, named = (msgspec.convert(setup.loader[name], dict[str, str]) for name in ("datasets", "functions"))
+        options: dict[str, Any] = {name: setup.loader[name] for name in (*RECORDED, "order")}
+        options["transforms"] = {**options["transforms"], "decoder": setup.decoder}
+        options["bad_samples"] = {**options["bad_samples"], "file": None}
+        if isinstance(options["mix"], list):
+            options["mix"] = msgspec.convert(options["mix"], list[MixStage])
+    except (KeyError, TypeError, msgspec.ValidationError) as error:
+        what = f"the settings of the loader in the setup of record {part.stretch.record} are of no known form: {error}"
+        raise LedgerError(what, part.stretch.record) from error
     if missing := [name for name in named if name not in functions]:
         what = f"{missing[0]}={named[missing[0]]}"
         raise ConfigError(f"the run had {what}, which a ledger does not keep: give functions={{{missing[0]!r}: ...}}")
@@ -113,10 +121,6 @@ def make_loader(
         raise ConfigError(
             f"dataset='{dataset}' is one, and the run mixed {', '.join(places)}: put them where they were"
         )
-    if isinstance(options["mix"], list):
-        options["mix"] = msgspec.convert(options["mix"], list[MixStage])
-    options["transforms"] = {**options["transforms"], "decoder": setup.decoder}
-    options["bad_samples"] = {**options["bad_samples"], "file": None}
     data = places if options["mix"] is not None else dataset or next(iter(places.values()))
     world = World() if rank is None else World(rank, start.ranks)
     options |= {**functions, "world": world, "prefetch_factor": 1}
@@ -188,9 +192,9 @@ def seen(
         if not part.length:
             continue
         with make_loader(part, None, dataset, functions or {}) as loader:
-            state = state_at(msgspec.convert(part.stretch.setup.identity, Identity), part.walk.start, loader.batch_size)
+            state = state_at(part.identity, part.walk.start, loader.batch_size)
             loader.load_state_dict(state)  # refuses another dataset, or one that has changed
-            wanted = _samples(loader, part.stretch.setup.identity["split"], names)
+            wanted = _samples(loader, part.identity.split, names)
             num = sum(map(len, wanted))
             last = part.walk.place(part.length - 1)[0]
             for epoch in range(part.walk.start.epoch, last + 1):
@@ -228,7 +232,7 @@ def _in_epoch(
     """Return the showings in those steps of an epoch that are of a part of the run."""
     batches, start = part.walk.batches(epoch), part.stretch.start
     dataset = list(loader.datasets.values())[of_part]
-    first = dataset.split(part.stretch.setup.identity["split"]).first_sample
+    first = dataset.split(part.identity.split).first_sample
     keys = [dataset.index.row(first + sample).key for sample in samples.tolist()]
     which, positions, is_own = loader.where.find(epoch, of_part, samples)
     shown = list(zip([keys[at] for at in which.tolist()], positions.tolist(), is_own.tolist(), strict=True))

@@ -32,7 +32,7 @@ LeaveOut = Literal[
 
 
 class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
-    """Options of `fuelrail.train`. What has a description is a flag of ``fuelrail bench train`` too.
+    """Options of `fuelrail.bench_train`. What has a description is a flag of ``fuelrail bench train`` too.
 
     ``profile`` is an emulated accelerator of your own, in place of ``accelerator``. ``inject`` puts faults into the
     run. ``look_ahead_bytes`` is the DataLoader's.
@@ -168,6 +168,8 @@ def ask(dataset: str | os.PathLike[str], options: TrainOptions, records: Path) -
         raise ConfigError(f"steps={options.steps} and epochs={options.epochs} exclude each other: give one of them")
     if options.memory and options.warmup < 3:
         raise ConfigError(f"memory=True follows the third warm-up step: warmup={options.warmup} must be 3 or more")
+    if options.ledger is not None and options.leave_out:
+        raise ConfigError("ledger and leave_out exclude each other: a run without a part is no training to record")
     _check_teacher(options)
     profile = options.profile or _profile(options.accelerator)
     changes: dict[str, Any] = {

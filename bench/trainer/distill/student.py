@@ -87,7 +87,7 @@ class Distilled(StagedModel):
         return total
 
 
-def divergence(logits: Tensor, teacher: Tensor, temperature: float, *, binary: bool) -> Tensor:
+def divergence(logits: Tensor, teacher: Tensor, temperature: float = TEMPERATURE, *, binary: bool = False) -> Tensor:
     """Return the student's divergence from the teacher's distribution, at a temperature, times its square, in nats.
 
     ``binary``: [B, ...] of logits of two classes each, the teacher's of any shape with as many; else classes are along

@@ -139,13 +139,10 @@ class Parallel:
         Batches are moved to the device. The gradients of all are added up, reduced over the ranks, clipped and, in
         fp16, scaled, as the settings say; then the optimiser steps.
         """
-        parts = list(batches)
-        losses = [
-            self.forward_backward(
-                to_device(self.inputs(one), self.device), accumulation=len(parts), last=one is parts[-1]
-            )
-            for one in parts
-        ]
+        parts, losses = list(batches), []
+        for number, batch in enumerate(parts, start=1):
+            inputs = to_device(self.inputs(batch), self.device)
+            losses.append(self.forward_backward(inputs, accumulation=len(parts), last=number == len(parts)))
         self.update()
         return self.own_loss(torch.stack(losses).sum())
 

@@ -21,6 +21,7 @@ REFUSED = {
         (("--accelerator", "emulated:z80"), "known profiles"),
         (("--memory", "--warmup", 2), "warmup=2 must be 3 or more"),
         (("--checkpoint", "checkpoints", "--leave-out", "training"), "exclude each other"),
+        (("--ledger", "a.ledger", "--leave-out", "training"), "no training to record"),
         (("--checkpoint", "zip+tar://x"), "cannot be opened"),
         (("--checkpoint", "memory://x"), "would end with each rank's process"),
         (("--check-batch", 8, "--against", "report.json"), "report.json"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -158,6 +159,38 @@ def test_ranks_train_and_evaluate_as_one_process(dataset, tmp_path):
     found = json.loads((tmp_path / "out.json").read_text())
     assert {name: found[name] for name in STRATEGIES if found[name] > 2e-6} == {}
     assert all(abs(found[f"{name} moved"]) > 1e-3 and found[f"{name} evaluated"] for name in STRATEGIES)
+
+
+def test_a_student_learns_from_pairs_of_layers_of_another_module():
+    torch.manual_seed(0)
+    batch = torch.rand(4, 6)
+    student = nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 5))
+    teacher = nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 4), nn.Linear(4, 5))
+    project = nn.Linear(3, 4)
+    before = {name: value.clone() for name, value in teacher.state_dict().items()}
+    pairs = [
+        fr.Pair("0", "1", nn.functional.mse_loss, 0.5, project),
+        fr.Pair("", "", partial(fr.divergence, temperature=3.0)),
+    ]
+    model = fr.Distilling(student, teacher, pairs, lambda outputs, batch: outputs.square().mean())
+    found = {name: value.detach() for name, value in model(batch).items()}
+    hidden = teacher[1](batch)  # without dropout
+    own, said = (values.detach().numpy().astype(np.float64) / 3 for values in (student(batch), teacher[2](hidden)))
+    log = [values - np.log(np.exp(values).sum(-1, keepdims=True)) for values in (own, said)]
+    softened = 9 * (np.exp(log[1]) * (log[1] - log[0])).sum(-1).mean()
+    assert float(found["distilled/1/"]) == pytest.approx(softened, rel=1e-5)
+    with torch.no_grad():
+        distance = (project(student[0](batch)) - hidden).square().mean() / 2
+        assert float(found["distilled/0/0"]) == pytest.approx(float(distance), rel=1e-5)
+        assert float(found["student"]) == pytest.approx(float(student(batch).square().mean()))
+
+    parallel = fr.parallelise(model)
+    first, last = (float(parallel.step([batch])) for _ in range(2))
+    assert last < first and project.weight.grad is None
+    assert all(torch.equal(value, before[name]) for name, value in teacher.state_dict().items())
+    assert torch.equal(model.eval()(batch), student(batch))
+    with pytest.raises(AttributeError, match="nothing"):
+        fr.Distilling(student, teacher, [fr.Pair("nothing", "", nn.functional.mse_loss)])
 
 
 def test_weights_come_and_go_as_safetensors_with_a_report(tmp_path):

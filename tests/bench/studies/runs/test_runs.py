@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import random
 
+import msgspec
 import pytest
 
 import fuelrail as fr
@@ -12,14 +15,17 @@ from fuelrail.__main__ import main
 from fuelrail.bench.studies.runs.history import RunHistory
 from fuelrail.loaders import ImageAugment, Mix, OrderSpec
 from fuelrail.loaders.integrations.sampler import BatchSampler
-from fuelrail.pipeline.errors import ConfigError, StateMismatchError
+from fuelrail.pipeline.errors import ConfigError, LedgerError, StateMismatchError
 from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.format.ledger import LedgerFile, read_ledger
+from fuelrail.pipeline.order.spec import OrderStage
 from support.batches import load, unlike
 from support.datasets import build_dataset
 from support.storage_suite import spoil
 
 TRAIN = ImageAugment(height=8, width=16, train=True, resize_jitter=(0.9, 1.1), flip_prob=0.5)
 BY_FRAME = (fr.AttributeWeights(attribute="frame"),)
+LATER = OrderStage(weights=BY_FRAME)
 ORDERS = {
     "shuffled": {"order": OrderSpec(seed=3)},
     "padded": {"order": OrderSpec(seed=3), "drop_last": False},
@@ -31,6 +37,7 @@ ORDERS = {
     "lanes": {"order": OrderSpec(kind="lanes", seed=1)},
     "window": {"order": OrderSpec(seed=1), "window": {"frames": [-1, 0, 1], "pad": "mask"}},
     "edges": {"order": OrderSpec(seed=1), "window": {"frames": [-2, 0]}},
+    "curriculum": {"order": OrderSpec(stages=(OrderStage(filter="frame > 0", until=20, ramp=True), LATER), seed=2)},
     "mix": {"mix": {"a": 3, "b": 1}},
     "stages": {"mix": [fr.MixStage({"a": 1, "b": 0}, until=24, ramp=True), fr.MixStage({"a": 1, "b": 1})]},
 }
@@ -224,6 +231,39 @@ def test_what_a_ledger_does_not_keep(datasets, tmp_path):
     assert again.batch == batches[7]
 
 
+def test_a_statement_names_the_checkpoint_and_is_signed(datasets, tmp_path, capsys):
+    serialization = pytest.importorskip("cryptography.hazmat.primitives.serialization", reason="needs cryptography")
+    ed25519 = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ed25519")
+    path, checkpoint = tmp_path / "a.ledger", tmp_path / "checkpoint"
+    run(datasets, path, {}, [(1, 4), (1, 2)], 5)
+    (checkpoint / "rank").mkdir(parents=True)
+    (checkpoint / "rank" / "0.pt").write_bytes(b"weights")
+    plain = fr.attest(path, checkpoint, (0, 24))
+    digest = hashlib.sha256(b"weights").hexdigest()
+    assert plain["subject"] == [{"name": "checkpoint/rank/0.pt", "digest": {"sha256": digest}}]
+    assert [[one["start"], one["end"]] for one in plain["predicate"]["stretches"]] == [
+        [[0, 0], [0, 20]],
+        [[0, 20], [0, 24]],
+    ]
+    assert plain["predicate"]["head"] == fr.run_history(path).head
+    key = ed25519.Ed25519PrivateKey.generate()
+    parts = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    (tmp_path / "key.pem").write_bytes(key.private_bytes(*parts))
+    words = ["runs", "attest", str(path), str(checkpoint), "--epoch", "0", "--samples", "24"]
+    assert main([*words, "--key", str(tmp_path / "key.pem")]) == 0
+    envelope = json.loads(capsys.readouterr().out)
+    payload = base64.b64decode(envelope["payload"])
+    signed = f"DSSEv1 28 application/vnd.in-toto+json {len(payload)} ".encode() + payload
+    key.public_key().verify(base64.b64decode(envelope["signatures"][0]["sig"]), signed)
+    assert json.loads(payload) == plain
+    (tmp_path / "key.pem").write_bytes(b"no key")
+    assert main([*words, "--key", str(tmp_path / "key.pem")]) == 2
+    assert main([*words[:-1], "999"]) == 2
+    errors = capsys.readouterr().err
+    assert "must be an Ed25519 private key" in errors
+    assert "is not in ledger" in errors
+
+
 KINDS = [{}, {"kind": "sequential"}, {"kind": "lanes"}, {"filter": "loss > 0.3"}]
 LOSS = (fr.AttributeWeights(attribute="loss"),)
 KINDS += [{"weights": LOSS}, {"mix": Mix(attribute="night", ratios={"true": 1, "false": 2})}]
@@ -265,3 +305,20 @@ def test_random_steps_of_random_runs_have_their_keys(tmp_path, num_runs):
             assert fr.replay(path, step, loader=again).batch == found[step]
             compared += len(found[step])
     assert compared >= 20 * 4 * num_runs
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"identity": {"dataset": 5}}, "the setup of record 1 is of no known form"),
+        ({"loader": {"datasets": {}}}, "the settings of the loader in the setup of record 1 are of no known form"),
+        ({"loader": {"datasets": {"a": 5}, "functions": {}}}, "the settings of the loader in the setup of record 1"),
+    ],
+)
+def test_a_ledger_that_someone_else_has_written_is_refused_in_a_sentence(datasets, tmp_path, change, said):
+    with load(datasets / "a", 2, ledger=tmp_path / "a.ledger") as loader:
+        next(iter(loader))
+    setup, *others = read_ledger(tmp_path / "a.ledger").records
+    LedgerFile(tmp_path / "b.ledger").append(msgspec.structs.replace(setup, **change), *others)
+    with pytest.raises(LedgerError, match=said):
+        fr.replay(tmp_path / "b.ledger", 0)

@@ -10,6 +10,7 @@ import pytest
 from fuelrail.__main__ import main
 from fuelrail.bench.measure.records import RankFailure, RankLog, rank_path, read_rank
 from fuelrail.bench.ranks.launch import Outcome, RankExit
+from fuelrail.bench.studies.runs.history import run_history
 from fuelrail.bench.studies.train import settings as train_settings
 from fuelrail.bench.studies.train.report import load_report
 from fuelrail.bench.studies.train.run import TrainRun, why_cut_off
@@ -55,7 +56,8 @@ def test_a_run_continues_from_its_checkpoint_on_other_ranks_with_the_same_losses
     common = ("--model", "light", "--workers", 1, "--warmup", 3, "--no-html")
     whole = tmp_path / "whole"
     assert bench(dataset, whole, "--ranks", 1, "--batch-size", 4, "--steps", 20, *common, "--memory") == 0
-    checkpoints = ("--checkpoint", place, "--every", 4, "--keep", 2)
+    ledger = tmp_path / "a.ledger"
+    checkpoints = ("--checkpoint", place, "--every", 4, "--keep", 2, "--ledger", ledger)
     assert bench(dataset, tmp_path / "a", "--ranks", 2, "--batch-size", 2, "--steps", 9, *common, *checkpoints) == 0
     assert sorted(path.name[:13] for path in place.iterdir()) == ["step-00000008", "step-00000009"]
     capsys.readouterr()
@@ -63,6 +65,10 @@ def test_a_run_continues_from_its_checkpoint_on_other_ranks_with_the_same_losses
     assert bench(dataset, tmp_path / "b", *again) == 0
     printed = capsys.readouterr().out
     assert "continued after step 9 from checkpoint step-00000009" in printed
+    parts = run_history(ledger).stretches
+    assert [(one.first_step, one.num_steps, one.ranks, one.skipped) for one in parts] == [
+        (0, 9, 2, False), (9, 11, 1, False),
+    ]  # fmt: skip
     report = load_report(tmp_path / "b" / "report.json")
     assert report.checkpoints.restored.world_size == 2
     assert [series.first_step for series in report.series] == [9]

@@ -1,0 +1,94 @@
+"""What a checkpoint's weights have seen as an in-toto statement, signed where a key is given.
+
+The formats are those of https://github.com/in-toto/attestation (Statement, version 1) and
+https://github.com/secure-systems-lab/dsse (envelope, version 1, with Ed25519).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from fuelrail.bench.studies.runs.history import RunHistory
+from fuelrail.pipeline.errors import ConfigError, needs
+
+PREDICATE: Final = "urn:fuelrail:ledger:1"
+_PAYLOAD: Final = "application/vnd.in-toto+json"
+
+
+def attest(
+    ledger: str | os.PathLike[str],
+    checkpoint: str | os.PathLike[str],
+    place: tuple[int, int],
+    *,
+    key: str | os.PathLike[str] | None = None,
+) -> dict[str, Any]:
+    """Return a statement of what the weights of a checkpoint have seen, as plain JSON types.
+
+    Args:
+        ledger: the run's ledger.
+        checkpoint: file or folder of the checkpoint; the statement has the SHA-256 of its files.
+        place: epoch and samples consumed of the loader's state in the checkpoint.
+        key: PEM file of an Ed25519 private key: the statement comes in a signed envelope. None: it is not signed.
+
+    Raises LedgerError; ConfigError for a place that the run did not come to, and for files that cannot be read.
+    """
+    history = RunHistory(ledger)
+    report = history.report()
+    parts = [one for one in report.stretches if one.start < place]
+    length = history.parts[-1].stretch.setup.epoch_length
+    if not parts or place > report.stretches[-1].end or not 0 <= place[1] <= length:
+        raise ConfigError(
+            f"place={place} is not in ledger '{ledger}', which has epochs of {length} "
+            f"and comes to {report.stretches[-1].end}"
+        )
+    parts[-1] = msgspec.structs.replace(parts[-1], end=min(parts[-1].end, place), steps_again=0)
+    try:
+        root = Path(checkpoint)
+        files = sorted(one for one in root.rglob("*") if one.is_file()) if root.is_dir() else [root]
+        subjects = [
+            {
+                "name": str(one.relative_to(root.parent)),
+                "digest": {"sha256": hashlib.sha256(one.read_bytes()).hexdigest()},
+            }
+            for one in files
+        ]
+        pem = None if key is None else Path(key).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"'{error.filename}' cannot be read: {error.strerror}") from error
+    statement = {
+        "_type": "https://in-toto.io/Statement/v1",
+        "subject": subjects,
+        "predicateType": PREDICATE,
+        "predicate": {
+            "head": report.head,
+            "place": place,
+            "stretches": parts,
+            "setups": [part.stretch.setup for part in history.parts[: len(parts)]],
+        },
+    }
+    payload = msgspec.json.encode(statement)
+    plain: dict[str, Any] = msgspec.json.decode(payload)
+    return plain if pem is None else _signed(payload, pem)
+
+
+def _signed(payload: bytes, pem: bytes) -> dict[str, Any]:
+    """Return the envelope of a payload."""
+    with needs("a signature", "cryptography"):
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+        from cryptography.hazmat.primitives.serialization import load_pem_private_key
+    try:
+        key = load_pem_private_key(pem, password=None)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"the key must be an Ed25519 private key in PEM without a password: {error}") from error
+    if not isinstance(key, Ed25519PrivateKey):
+        raise ConfigError(f"the key must be an Ed25519 private key in PEM, got {type(key).__name__}")
+    signed = b"DSSEv1 %d %s %d %s" % (len(_PAYLOAD), _PAYLOAD.encode(), len(payload), payload)
+    encoded = [base64.b64encode(one).decode() for one in (payload, key.sign(signed))]
+    keyid = hashlib.sha256(key.public_key().public_bytes_raw()).hexdigest()
+    return {"payloadType": _PAYLOAD, "payload": encoded[0], "signatures": [{"keyid": keyid, "sig": encoded[1]}]}
