@@ -31,7 +31,7 @@ help:
 	@echo "make demo       set up, synthesise, shard, verify, draw a sample, train on 2 ranks, write the report"
 	@echo "make test       set up and run the test suite, all but the slow lane"
 	@echo "make test-fast  set up and run the first case of each quick test of the unit lane"
-	@echo "make test-slow  proofs that are repeated: every strategy, 200 kills, the planner against real runs"
+	@echo "make test-slow  proofs that are repeated: every strategy, 500 kills, the planner against real runs"
 	@echo "make coverage   the unit lane, and the share of each hall's lines that it runs"
 	@echo "make test-dali  DALI's own tests, on the CPU and on fake devices"
 	@echo "make test-floors  the unit lane with the lowest torch, numpy, pyarrow and DALI, in .venv-floors"

@@ -20,8 +20,11 @@ if TYPE_CHECKING:
     from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy
     from fuelrail.loaders.schedule.layers import LayerOptions
     from fuelrail.loaders.schedule.ledger import LedgerOptions
+    from fuelrail.pipeline.order.balance import Balance
     from fuelrail.pipeline.order.batching import World
+    from fuelrail.pipeline.order.cost import Cost
     from fuelrail.pipeline.order.mix import Mix
+    from fuelrail.pipeline.order.pack import Pack
     from fuelrail.pipeline.order.spec import OrderSpec
     from fuelrail.pipeline.order.weights import AttributeWeights, ClassBalance, FileWeights
     from fuelrail.pipeline.order.windows import FrameWindow
@@ -34,10 +37,12 @@ if TYPE_CHECKING:
 __all__ = [
     "AttributeWeights",
     "BadSamplePolicy",
+    "Balance",
     "BevAugment",
     "Budget",
     "CameraGroup",
     "ClassBalance",
+    "Cost",
     "DaliOptions",
     "DataLoader",
     "FileWeights",
@@ -50,6 +55,7 @@ __all__ = [
     "Mix",
     "Normalize",
     "OrderSpec",
+    "Pack",
     "PixelAugment",
     "PointSweeps",
     "StaticBatches",

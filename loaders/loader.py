@@ -17,6 +17,7 @@ from fuelrail.loaders.autotune import Autotuner, Tuning, batches_in_flight, make
 from fuelrail.loaders.batch import buffer_pool, user
 from fuelrail.loaders.batch.channels import choose
 from fuelrail.loaders.batch.counterfactual import LeftOut, LoaderPart, leave_out
+from fuelrail.loaders.batch.packs import check_packs, choose_buffers
 from fuelrail.loaders.batch.points import Points, choose_points
 from fuelrail.loaders.batch.stages import BatchPipeline, LoaderStats, Runner, make_batch_pipeline
 from fuelrail.loaders.batch.transfer import make_transfer, require_cuda
@@ -36,6 +37,7 @@ from fuelrail.loaders.storage.protocol import add_stats
 from fuelrail.loaders.viewer.batch import LoaderDisplay
 from fuelrail.pipeline.errors import FuelrailError, WorldError
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
+from fuelrail.pipeline.order.balance import order_batching
 from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, WorkerShard, World
 from fuelrail.pipeline.order.spec import OrderSpec
 
@@ -74,7 +76,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
 
     Args:
         dataset: folder or fsspec URL of a dataset, or an open one; or a dict of names to several of these, to ``mix``.
-        batch_size: samples of this rank in each batch. The global batch is this times the number of ranks.
+        batch_size: samples, or packs, of this rank in each batch. The global batch is this times the number of ranks.
         shuffle: True gives a seeded random order, another one each epoch; False, torch's default too, the stored order.
             ``order`` replaces both.
         seed: seed of the order and of the augmentation.
@@ -88,7 +90,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         pin_memory: decode into page-locked memory; None: when a CUDA device is given.
         collate_fn: called with the list of a batch's samples instead of stacking them; its result is the batch.
         order: which samples (filter, keys), how often (weights), shuffled, in windows of shards, or in lanes that
-            follow clips; an `OrderSpec`. It replaces ``shuffle`` and the ``seed`` of the order.
+            follow clips; packed, balanced; an `OrderSpec`. It replaces ``shuffle`` and the ``seed`` of the order.
         split: name of the split.
         mix: number of samples of each dataset in every block of the order, such as ``{"city": 3, "highway": 1}``
             (:mod:`fuelrail.pipeline.order.mix`); with a global batch that is a multiple of their sum, in every batch.
@@ -191,15 +193,15 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         axes = () if self._window is None else (self.where.frames,)
         axes = (self.batch_size * (1 + options.transforms.two_views), *axes)
         images = self._make.augments.images
-        batch_bytes = sum(map(math.prod, buffer_pool.image_shapes(images, axes)))
         on_device = decodes_on_device(self._make.decoder)
+        batch_bytes = sum(map(math.prod, buffer_pool.image_shapes(images, axes)))
         tuner = _choose_tuner(options, batch_bytes, on_device=on_device and not self._make.parses_hard)
         tuning = Tuning(options.num_threads, options.prefetch_factor) if tuner is None else tuner.tuning
         self.num_workers, self.prefetch_factor = tuning
         if pinned := transfer is not None if pin_memory is None else pin_memory:
             require_cuda("pin_memory=True")
         keep = batches_in_flight(tuning if tuner is None else tuner.most, self.batch_size)
-        self._buffers = buffer_pool.make_buffers(images, axes, on_device=on_device, pinned=pinned, keep=keep)
+        self._take = choose_buffers(self.order.pack, images, axes, on_device=on_device, pinned=pinned, keep=keep)
         self._runner = Runner(f"fuelrail-r{self.world.rank}", tuner, trace)
         self._start = self._position = Cursor()
         self._epoch_is_set = False
@@ -215,8 +217,8 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         )
 
     def __len__(self) -> int:
-        """Return batches in a whole epoch, the same on every rank."""
-        return self._batching.num_steps
+        """Return batches in a whole epoch, the same on every rank; in packs, in the epoch of the position."""
+        return self._batching.of_epoch(self._position.epoch).num_steps
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Start an epoch: the first one, or the one after that of the last iteration, however far that one went.
@@ -245,7 +247,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
                 self.close()
                 streams = self._schedule.streams(walk)
                 asked = prefetch(self.where.scheduled(walk), streams, self._look_ahead_bytes)
-                made = buffer_pool.tasks(asked, self._schedule.sources, self._buffers, self._window, self._make.groups)
+                made = buffer_pool.tasks(asked, self._schedule.sources, self._take, self._window, self._make.groups)
                 self._runner.start(made, self._left_out.stages(self.stages()), streams)
             return self._drain(self._runner.take(), walk)
 
@@ -387,8 +389,9 @@ def _choose_samples(
     options: Arguments, datasets: Mapping[str, Dataset], order: OrderSpec, points: Points, world: World
 ) -> tuple[Schedule, Batching]:
     """Compile the order and open the storages; split the order into steps."""
+    check_packs(options)
     storage, transforms, is_mix = options.storage, options.transforms, options.mix is not None
-    opening = {"storage_options": storage.options, "cache_dir": storage.cache_dir, "retry": storage.retry}
+    opening: Any = {"storage_options": storage.options, "cache_dir": storage.cache_dir, "retry": storage.retry}
     layers = open_layers(datasets, options.layers, opening, is_mix=is_mix)
     check_views(layers, options.seed, transforms.content(), is_mix=is_mix, window=options.window)
     global_batch = options.batch_size * world.size
@@ -405,17 +408,15 @@ def _choose_samples(
             open_storage,
             backend=storage.backend,
             verify=storage.verify,
-            storage_options=storage.options,
-            cache_dir=storage.cache_dir,
             cache_size=storage.cache_size,
-            retry=storage.retry,
+            **opening,
         ),
         global_batch=global_batch,
         drop_last=options.drop_last,
     )
     if transforms.box_frame == "lidar":
         require_lidar(schedule.sources)
-    return schedule, Batching(schedule.where.epoch_length, global_batch, world, drop_last=options.drop_last)
+    return schedule, order_batching(schedule.where.order, global_batch, world, drop_last=options.drop_last)
 
 
 def _content(options: Arguments, make: BatchPipeline, num_cameras: int) -> dict[str, Any]:

@@ -19,7 +19,6 @@ The ``str`` of a record is what an error message names. A substituted bad sample
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from html import escape
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeAlias, TypedDict, get_type_hints
 
 import torch
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
     from fuelrail.loaders.storage.protocol import PendingSample, SampleStorage
     from fuelrail.loaders.storage.reader import FetchedSpan, SampleReader
-    from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.attributes import AttributeColumns
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.index.row import IndexRow
@@ -390,6 +388,14 @@ class Batch(TypedDict, total=False):
     dataset: Annotated[list[str], "list of str", "with a mix: the name of the sample's dataset"]
     seed: Annotated[int, "int", "of a sample before `transform`: take randomness from it only"]
     view: Annotated[Tensor, "[2 B] int64", "with `two_views`: the draw, 0 or 1; all other entries have 2 B rows too"]
+    pack: Annotated[
+        Tensor, "[S] int64", "in packs: the pack of each of the S samples; S takes the place of B everywhere"
+    ]
+    pack_offsets: Annotated[Tensor, "[B + 1] int32", "in packs: the first sample of each pack, and S"]
+    cu_seqlens: Annotated[Tensor, "[S + 1] int32", "in packs: the first token of each sample, and their number"]
+    max_seqlen: Annotated[int, "int", "in packs: the largest number of tokens of a sample"]
+    position_ids: Annotated[Tensor, "[tokens] int64", "in packs: the place of each token in its sample"]
+    sequence_ids: Annotated[Tensor, "[tokens] int32", "in packs: the sample of each token, 0 .. S - 1"]
     epoch: Annotated[int, "int", "number of the epoch"]
     step: Annotated[int, "int", "number of the global batch in the epoch"]
 
@@ -397,51 +403,3 @@ class Batch(TypedDict, total=False):
 def batch_entries() -> dict[str, tuple[str, str]]:
     """Return form and meaning of each entry of `Batch`, by name."""
     return {name: hint.__metadata__ for name, hint in get_type_hints(Batch, include_extras=True).items()}
-
-
-class BatchDescription(NamedTuple):
-    """The entries of a batch: (name, form, meaning) of each. Its text is a table."""
-
-    entries: tuple[tuple[str, str, str], ...]
-
-    def __str__(self) -> str:
-        widths = [max(min(len(entry[column]), 40) for entry in self.entries) for column in (0, 1)]
-        rows = (f"{name:<{widths[0]}}  {form:<{widths[1]}}  {meaning}" for name, form, meaning in self.entries)
-        return "\n".join(row.rstrip() for row in rows)
-
-    def __repr__(self) -> str:
-        return str(self)
-
-    def _repr_html_(self) -> str:
-        rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in self.entries)
-        return f"<table><tr><th>name</th><th>form</th><th>meaning</th></tr>{rows}</table>"
-
-
-def describe_batch(batch: Mapping[str, Any], channels: Sequence[Channel], box_frame: str) -> BatchDescription:
-    """Return form and meaning of each entry of a batch with these selected channels, and with boxes in this frame."""
-    known = {name: meaning for name, (_, meaning) in batch_entries().items()}
-    for one in channels:
-        frame = f", frame {one.frame}" if one.frame else ""
-        known[one.name] = f"channel: {one.kind}{frame}, moved by law {one.law.name}"
-        known[f"{one.name}_valid"] = f"the sample has {one.name}"
-    known = {name: text.replace("`box_frame`", f"the {box_frame} frame") for name, text in known.items()}
-    return BatchDescription(
-        tuple((name, _form(value), known.get(name, "").replace("`", "")) for name, value in batch.items())
-    )
-
-
-def _form(value: object) -> str:
-    """Say what a value is: ``float32 [4, 6, 3, 3]``, ``list of 4 float32 [*, 7]``; ``*`` is a length that differs."""
-    if isinstance(value, torch.Tensor):
-        where = "" if value.device.type == "cpu" else f" on {value.device}"
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}{where}"
-    if isinstance(value, list) and value and all(isinstance(one, torch.Tensor) for one in value):
-        dims = [set(sizes) for sizes in zip(*(one.shape for one in value), strict=False)]
-        shape = ", ".join(str(*sizes) if len(sizes) == 1 else "*" for sizes in dims)
-        return f"list of {len(value)} {_form(value[0]).partition(' ')[0]} [{shape}]"
-    if isinstance(value, list):
-        forms = dict.fromkeys(map(_form, value))
-        return f"list of {len(value)} {' or '.join(forms)}"
-    if isinstance(value, Mapping):
-        return "dict of " + ", ".join(f"{name}: {_form(one)}" for name, one in value.items())
-    return type(value).__name__

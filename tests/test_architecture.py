@@ -54,6 +54,8 @@ WIDE = {
     "bench": "rooms, and three files on what was measured and decided",
     "bench/peers": "plug-ins, one loader a file",
     "bench/results": "data, one result a file",
+    "loaders/batch": "what a batch can hold or become, one subject a file",
+    "pipeline/order": "parts of an order, one a file: what a part does is read without the others",
     "sharding/sources": "plug-ins, one format each",
     "sharding/write": "steps from a sample to a published dataset, one a file",
 }

@@ -139,7 +139,7 @@ class TestImports:
         known = {"PIL": "pillow-simd", "nvidia": "nvidia-dali-cuda120", "botocore": "s3fs"}
         known["rerun"] = "rerun-sdk"
         known["mmdet3d"] = "mmengine"  # only those who have it ask for its classes; it stands on mmengine
-        known |= {name: name for name in ("mmengine", "ray", "spdl")}
+        known |= {name: name for name in ("datasets", "grain", "mmengine", "ray", "spdl", "trl")}
         providers = packages_distributions()
         for file, names in imported_by().items():
             for top in {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"fuelrail", "support"}:

@@ -64,10 +64,10 @@ if TYPE_CHECKING:
     from fuelrail.loaders.decode.protocol import DaliOptions as DaliOptions
     from fuelrail.loaders.loader import DataLoader as DataLoader
     from fuelrail.loaders.records import Batch as Batch
-    from fuelrail.loaders.records import BatchDescription as BatchDescription
     from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy as BadSamplePolicy
     from fuelrail.loaders.schedule.layers import LayerOptions as LayerOptions
     from fuelrail.loaders.schedule.ledger import LedgerOptions as LedgerOptions
+    from fuelrail.loaders.viewer.batch import BatchDescription as BatchDescription
     from fuelrail.loaders.viewer.batch import Picture as Picture
     from fuelrail.loaders.viewer.view import ViewOptions as ViewOptions
     from fuelrail.loaders.viewer.view import ViewReport as ViewReport
@@ -101,9 +101,12 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.format.dataset import Dataset as Dataset
     from fuelrail.pipeline.format.dataset import open_dataset as _open_dataset
     from fuelrail.pipeline.format.layers import LayerView as LayerView
+    from fuelrail.pipeline.order.balance import Balance as Balance
     from fuelrail.pipeline.order.batching import World as World
+    from fuelrail.pipeline.order.cost import Cost as Cost
     from fuelrail.pipeline.order.mix import Mix as Mix
     from fuelrail.pipeline.order.mix import MixStage as MixStage
+    from fuelrail.pipeline.order.pack import Pack as Pack
     from fuelrail.pipeline.order.spec import OrderSpec as OrderSpec
     from fuelrail.pipeline.order.spec import OrderStage as OrderStage
     from fuelrail.pipeline.order.weights import AttributeWeights as AttributeWeights
@@ -190,7 +193,7 @@ _PUBLIC: Final = {
     "DaliOptions": "fuelrail.loaders.decode.protocol",
     "DataLoader": "fuelrail.loaders.loader",
     "Batch": "fuelrail.loaders.records",
-    "BatchDescription": "fuelrail.loaders.records",
+    "BatchDescription": "fuelrail.loaders.viewer.batch",
     "doctor": "fuelrail.loaders.commands",
     "DoctorReport": "fuelrail.loaders.commands",
     "Normalize": "fuelrail.loaders.config",
@@ -204,9 +207,11 @@ _PUBLIC: Final = {
     "ViewReport": "fuelrail.loaders.viewer.view",
     # pipeline
     "AttributeWeights": "fuelrail.pipeline.order.weights",
+    "Balance": "fuelrail.pipeline.order.balance",
     "BevAugment": "fuelrail.pipeline.transforms.ego",
     "CameraGroup": "fuelrail.pipeline.transforms.image",
     "ClassBalance": "fuelrail.pipeline.order.weights",
+    "Cost": "fuelrail.pipeline.order.cost",
     "Dataset": "fuelrail.pipeline.format.dataset",
     "FileWeights": "fuelrail.pipeline.order.weights",
     "FrameWindow": "fuelrail.pipeline.order.windows",
@@ -216,6 +221,7 @@ _PUBLIC: Final = {
     "open": "fuelrail.pipeline.format.dataset:open_dataset",
     "OrderSpec": "fuelrail.pipeline.order.spec",
     "OrderStage": "fuelrail.pipeline.order.spec",
+    "Pack": "fuelrail.pipeline.order.pack",
     "PixelAugment": "fuelrail.pipeline.transforms.pixels",
     "PointSweeps": "fuelrail.pipeline.transforms.points",
     "RetryPolicy": "fuelrail.pipeline.storage.retry",

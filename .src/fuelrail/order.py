@@ -5,8 +5,11 @@
 
 from fuelrail.loaders.integrations.sampler import BatchSampler, CountedLoader, Sampler, StatefulSampler
 from fuelrail.pipeline.errors import OrderError, StateMismatchError, WorldError
+from fuelrail.pipeline.order.balance import Balance
 from fuelrail.pipeline.order.batching import World
+from fuelrail.pipeline.order.cost import Cost
 from fuelrail.pipeline.order.mix import Mix, MixStage
+from fuelrail.pipeline.order.pack import Pack
 from fuelrail.pipeline.order.spec import OrderSpec, OrderStage
 from fuelrail.pipeline.order.table import Entry
 from fuelrail.pipeline.order.weights import AttributeWeights, ClassBalance, FileWeights
@@ -14,8 +17,10 @@ from fuelrail.pipeline.order.windows import FrameWindow
 
 __all__ = [
     "AttributeWeights",
+    "Balance",
     "BatchSampler",
     "ClassBalance",
+    "Cost",
     "CountedLoader",
     "Entry",
     "FileWeights",
@@ -25,6 +30,7 @@ __all__ = [
     "OrderError",
     "OrderSpec",
     "OrderStage",
+    "Pack",
     "Sampler",
     "StateMismatchError",
     "StatefulSampler",

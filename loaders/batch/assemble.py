@@ -20,7 +20,8 @@ Every entry with a B axis, and every list, has both; sweeps are accumulated once
 With ``Transforms(camera_groups=...)`` ``img`` is a dict of group name to [B, N', 3, H', W'], the N' cameras as their
 group lists them. All other entries keep the N cameras of the rig.
 
-Selected channels add entries of their own: :mod:`fuelrail.loaders.batch.channels`.
+Selected channels add entries of their own: :mod:`fuelrail.loaders.batch.channels`; so do packs, whose batches have as
+many rows as their packs have samples: :mod:`fuelrail.loaders.batch.packs`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import torch
 from numpy.typing import NDArray
 
 from fuelrail.loaders.batch.channels import SelectedChannels
+from fuelrail.loaders.batch.packs import packed_entries
 from fuelrail.loaders.batch.temporal import Frames, frame_facts
 from fuelrail.pipeline.errors import SchemaError
 from fuelrail.pipeline.rigid import invert_rigid, rotation_matrices
@@ -122,6 +124,8 @@ def assemble(
         batch["points"] = frames.listed([torch.from_numpy(_sweep(sample, bev, lidar)) for sample, bev in moved])
     if channels.channels:
         batch.update(channels.entries(decoded, frames))
+    if "pack" in batch:
+        batch.update(packed_entries(batch))
     if any(sample.boxes is not None for sample in samples):
         batch.update(_labels([_boxes(sample) for sample in samples], bevs))
         if box_frame == "lidar":

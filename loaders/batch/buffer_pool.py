@@ -6,14 +6,14 @@ import collections
 import math
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fuelrail.loaders.records import BatchSlot, CameraImages, FrameTask, Requested, Source, Task
+from fuelrail.loaders.records import BatchSlot, CameraImages, FrameTask, Images, Requested, Scheduled, Source, Task
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -122,18 +122,18 @@ def image_shapes(images: Sequence[CameraImages], axes: tuple[int, ...]) -> list[
 def tasks(
     requested: Iterator[Requested],
     sources: Sequence[Source],
-    buffers: BufferPool | GroupBuffers | ShapesOnly,
+    take: Callable[[Scheduled], Images | tuple[Images, ...]],
     window: FrameWindow | None = None,
     groups: tuple[CameraImages, ...] = (),
 ) -> Iterator[Task]:
-    """Yield the samples with their places in batches; a batch's buffer is taken at its first sample's turn."""
+    """Yield the samples with their places in batches; ``take`` gives a batch's buffer at its first sample's turn."""
     slot: BatchSlot | None = None
     current = 0 if window is None else window.current
     for scheduled, entries, reads in requested:
         if scheduled.at == 0:
             flags = scheduled.flags
             slot = BatchSlot(
-                scheduled.epoch, scheduled.step, buffers.take(), flags, window is not None, groups, scheduled.position
+                scheduled.epoch, scheduled.step, take(scheduled), flags, window is not None, groups, scheduled.position
             )
         assert slot is not None, "a batch begins with its first sample"
         frames = frame_tasks(scheduled.rows, scheduled.present, entries, reads)

@@ -194,6 +194,8 @@ class SelectedChannels(NamedTuple):
 
     channels: tuple[Channel, ...] = ()
     cameras: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    """Tokens of a sample that a pack takes, where it is asked to cut them."""
 
     @property
     def are_large(self) -> bool:
@@ -215,6 +217,8 @@ class SelectedChannels(NamedTuple):
         for channel in self.channels:
             values = [of_frame[channel.name] for entry in decoded for of_frame in entry.extra]
             present = [value is not None for value in values]
+            if self.max_tokens is not None and channel.kind == "tokens" and channel.shape == (None,):
+                values = [None if value is None else value[: self.max_tokens] for value in values]
             shape = () if any(present) else self._shape(channel, decoded[0])
             collated = KINDS[channel.kind].collate(values, channel, shape)
             batch[channel.name] = _shaped(collated, frames)

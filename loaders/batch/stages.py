@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from fuelrail.loaders.autotune import Autotuner, Tuning, decode_ahead
-from fuelrail.loaders.batch import samples, static, user
+from fuelrail.loaders.batch import packs, samples, static, user
 from fuelrail.loaders.batch.assemble import assemble
 from fuelrail.loaders.batch.channels import SelectedChannels
 from fuelrail.loaders.batch.processes import ProcessTransform
@@ -64,6 +64,7 @@ class BatchPipeline(NamedTuple):
     batch_transform: user.BatchTransform | None = None
     static: StaticBatches | None = None
     fixed: FixedBuffers | None = None
+    is_packed: bool = False
 
     @property
     def groups(self) -> tuple[CameraImages, ...]:
@@ -103,7 +104,7 @@ class BatchPipeline(NamedTuple):
             Stage("fetch", partial(samples.fetch, self.bad), 1, ahead, in_bursts=True),
             Stage("parse", parse, num_workers if self.parses_hard else 1, ahead, in_bursts=True),
         ]
-        group: int | None = self.batch_size
+        group: int | Callable[[Any], int] | None = packs.rows_of_batch if self.is_packed else self.batch_size
         if isinstance(self.decoder, BatchDecoder):
             decode_all = BatchDecode(self.decoder, self.cameras, fill, self.bad, parse)
             if not decodes_on_device(self.decoder):
@@ -186,7 +187,8 @@ def make_batch_pipeline(
         transforms.undistort, options.batch_size if transforms.two_views else 0,
     )  # fmt: skip
     samples.warn_of_enlarged(augments.images, sources)
-    fixed = transforms.static_batches
+    channels = (*sources[0].reader.channels, *sources[0].attributes.channels)
+    fixed, pack = transforms.static_batches, None if options.order is None else options.order.pack
     batch_transform = options.batch_transform and user.BatchTransform(
         options.batch_transform,
         transforms.normalize,
@@ -197,8 +199,8 @@ def make_batch_pipeline(
     return BatchPipeline(
         bad, cameras, points.lidar, augments, decoder, options.batch_size, options.window, transform,
         options.collate_fn, transforms.normalize, transfer, transforms.box_frame,
-        SelectedChannels((*sources[0].reader.channels, *sources[0].attributes.channels), cameras), unknown_to(sources),
-        batch_transform, fixed, None if fixed is None else static.FixedBuffers(fixed.buffers),
+        SelectedChannels(channels, cameras, packs.max_tokens(pack)), unknown_to(sources),
+        batch_transform, fixed, None if fixed is None else static.FixedBuffers(fixed.buffers), pack is not None,
     )  # fmt: skip
 
 

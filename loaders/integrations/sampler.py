@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any, Final
 from fuelrail.loaders.schedule.ledger import LedgerOptions, RunLedger, ledger_options
 from fuelrail.loaders.schedule.state import Identity, decode_state, state_at
 from fuelrail.pipeline.errors import OrderError
-from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, World
+from fuelrail.pipeline.order.balance import order_batching
+from fuelrail.pipeline.order.batching import Cursor, Walk, World
 from fuelrail.pipeline.order.compile import plain
 from fuelrail.pipeline.order.spec import OrderSpec
 from fuelrail.pipeline.order.table import OrderedRows
@@ -66,6 +67,9 @@ class BatchSampler:
         entries: yield an `Entry` in place of each row number.
         ledger: file in which the run is recorded, or a `LedgerOptions`; the batches must be counted (:meth:`count`).
 
+    With ``OrderSpec(pack=...)`` a batch holds ``global_batch`` packs over all ranks, each of several rows: the rows
+    come pack by pack, and `Entry.pack` says where one begins. Epochs then differ in length.
+
     Iterating yields the rest of the epoch, then each time the following one. ``sampler[k]`` is batch k of a run from
     its beginning, through all epochs, for loops that count their steps. Raises OrderError for data and a spec that do
     not fit, WorldError for ranks that cannot share the batch.
@@ -89,8 +93,7 @@ class BatchSampler:
         if window is not None and window.pad != "drop" and not entries:
             raise OrderError(f"window with pad={window.pad!r} needs entries=True: row numbers alone have no frames")
         self._rows = OrderedRows(data, spec, blocks, mix, window, global_batch, entries=entries)
-        length = self._rows.order.epoch_length
-        self._batching = Batching(length, global_batch, _find_world(world), drop_last)
+        self._batching = order_batching(self._rows.order, global_batch, _find_world(world), drop_last=drop_last)
         self._identity = Identity(
             dataset=self._rows.described,
             split="rows",
@@ -120,8 +123,8 @@ class BatchSampler:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches of a whole epoch, the same on every rank."""
-        return self._batching.num_steps
+        """Batches of a whole epoch, the same on every rank; in packs, of the epoch of the position."""
+        return self._batching.of_epoch(self._position.epoch).num_steps
 
     def __len__(self) -> int:
         return self.steps_per_epoch
@@ -131,7 +134,7 @@ class BatchSampler:
         if step < 0:
             raise IndexError(f"batches are counted from 0, got {step}")
         epoch, at = Walk(Cursor(), self._batching).place(step)
-        return self._rows.batches(epoch, self._batching, range(at, at + 1))[0]
+        return self._rows.batches(epoch, self._batching.of_epoch(epoch), range(at, at + 1))[0]
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the rest of the epoch, then over the next one.
@@ -257,7 +260,15 @@ class StatefulSampler(BatchSampler):
 
 
 class Sampler(BatchSampler):
-    """The rows of `BatchSampler` one by one, for ``DataLoader(batch_size=sampler.rank_batch, sampler=...)``."""
+    """The rows of `BatchSampler` one by one, for ``DataLoader(batch_size=sampler.rank_batch, sampler=...)``.
+
+    Raises OrderError for an order in packs, whose batches differ in their number of rows.
+    """
+
+    def __init__(self, data: Data, spec: OrderSpec | None = None, **options: Any) -> None:  # those of BatchSampler
+        if spec is not None and spec.pack is not None:
+            raise OrderError("batches of packs differ in their number of rows: use BatchSampler")
+        super().__init__(data, spec, **options)
 
     def __len__(self) -> int:
         return self.steps_per_epoch * self.rank_batch

@@ -1,4 +1,4 @@
-"""Map positions of an order to rows of datasets, through lanes, windows and mixes.
+"""Map positions of an order to rows of datasets, through lanes, windows, mixes and packs.
 
 Loading, the cache's future uses and the replacement of bad samples all use this map, so they agree.
 """
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.loaders.records import Scheduled
+from fuelrail.pipeline.order.balance import rank_positions
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.order.batching import Walk
@@ -36,7 +37,7 @@ class Part(NamedTuple):
 
 
 class Places(NamedTuple):
-    """The samples at B positions, of T frames each (T is 1 without windows)."""
+    """The samples at B positions, of T frames each (T is 1 without windows). In packs B counts their samples."""
 
     parts: Rows
     """(B,): which dataset."""
@@ -56,6 +57,7 @@ class PositionIndex:
     def __init__(self, order: EndlessOrder, parts: Sequence[Part]) -> None:
         """Take one part, or the ``parts`` that the order mixes."""
         self.epoch_length = order.epoch_length
+        self.order = order
         self._parts = tuple(parts)
         window = self._parts[0].window
         self.frames = 1 if window is None else len(window.window.frames)
@@ -63,9 +65,12 @@ class PositionIndex:
         self._epoch = lru_cache(maxsize=_EPOCHS_KEPT)(order.epoch)
 
     def places(self, epoch: int, positions: NDArray[np.int64]) -> Places:
-        """Return the places at ``positions`` (B,) of an epoch; raises OrderError for positions outside."""
+        """Return the places at ``positions`` (B,) of an epoch, in packs of all their samples: the flag ``pack``.
+
+        Raises OrderError for positions outside.
+        """
         parts, samples, valid, flags = self._epoch(epoch).entries(positions)
-        rows = np.empty((len(positions), self.frames), dtype=np.int64)
+        rows = np.empty((len(samples), self.frames), dtype=np.int64)
         present = np.ones(rows.shape, dtype=bool)
         for number, part in enumerate(self._parts):
             here = slice(None) if len(self._parts) == 1 else parts == number
@@ -96,9 +101,11 @@ class PositionIndex:
         """
         for epoch, step in walk:
             batches = walk.batches(epoch)
-            positions = batches.positions(step)
+            positions, is_first = rank_positions(self.order, self._epoch(epoch), batches, step)
             parts, rows, present, valid, flags = self.places(epoch, positions)
-            valid &= batches.valid(step)
+            if "pack" in flags:
+                positions, is_first = positions[flags["pack"]], is_first[flags["pack"]]
+            valid &= is_first
             step += batches.start // batches.global_batch
             columns = (positions, rows, valid, parts, present)
             for at, (position, row, is_valid, part, exists) in enumerate(

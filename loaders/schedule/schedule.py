@@ -16,13 +16,17 @@ from fuelrail.loaders.storage.cache.future_uses import FutureUses, Range, Reques
 from fuelrail.loaders.storage.layers import LayeredSession
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.format.attributes import ClipTable
+from fuelrail.pipeline.order.balance import BalancedOrder
 from fuelrail.pipeline.order.compile import compile_mix, compile_order, plain
+from fuelrail.pipeline.order.pack import PackedOrder
 from fuelrail.pipeline.order.windows import FrameWindow, WindowLookup
 
 if TYPE_CHECKING:
     from fuelrail.loaders.records import Source
     from fuelrail.loaders.storage import Storage
+    from fuelrail.loaders.storage.protocol import SampleSession
     from fuelrail.pipeline.format.dataset import Dataset
+    from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.order.batching import Walk
     from fuelrail.pipeline.order.epoch import EndlessOrder
     from fuelrail.pipeline.order.mix import MixStage
@@ -61,17 +65,23 @@ class Schedule(NamedTuple):
         return [self._stream(source, walk) for source in self.sources]
 
     def _stream(self, source: Source, walk: Walk) -> RequestStream:
+        if isinstance(self.where.order, BalancedOrder | PackedOrder):
+            # Which samples a step has, and in which turn, is known when its turn comes: the cache keeps what it has.
+            session = source.storage.session()
+            return RequestStream(source.reader, session, None, _more_bytes(session))
         numbers = RequestNumbers() if len(self.sources) > 1 else None
         future_uses, uses_per_step = self._future_uses(source, walk, numbers)
-        storage = source.storage
-        session = storage.session(future_uses, uses_per_step)
-        more_bytes = session.look_up if isinstance(session, LayeredSession) else None
-        return RequestStream(source.reader, session, numbers, more_bytes)
+        session = source.storage.session(future_uses, uses_per_step)
+        return RequestStream(source.reader, session, numbers, _more_bytes(session))
 
     def _future_uses(self, source: Source, walk: Walk, numbers: RequestNumbers | None) -> tuple[FutureUses, int]:
         """Return the future uses of one dataset; of several, its requests' ``numbers`` among all are needed."""
         only = None if numbers is None else Range(source.base, len(source.dataset.index), numbers)
         return build_future_uses(self.where.numbers, walk, self.where.frames, only)
+
+
+def _more_bytes(session: SampleSession) -> Callable[[int, IndexRow], int] | None:
+    return session.look_up if isinstance(session, LayeredSession) else None
 
 
 def make_schedule(

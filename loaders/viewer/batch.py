@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fuelrail.loaders.records import BatchDescription, describe_batch
+from fuelrail.loaders.records import batch_entries
 from fuelrail.loaders.viewer.drawing import DrawnBoxes, DrawnFrame, contact_sheet, png, stack
 from fuelrail.pipeline.channels.kinds import Packed
 from fuelrail.pipeline.errors import ConfigError
@@ -273,3 +273,51 @@ def _part(value: Any, index: tuple[int, ...]) -> Any:  # noqa: ANN401
     for number in index:
         value = value[number]
     return value if isinstance(value, (str, bytes)) else _array(value)
+
+
+class BatchDescription(NamedTuple):
+    """The entries of a batch: (name, form, meaning) of each. Its text is a table."""
+
+    entries: tuple[tuple[str, str, str], ...]
+
+    def __str__(self) -> str:
+        widths = [max(min(len(entry[column]), 40) for entry in self.entries) for column in (0, 1)]
+        rows = (f"{name:<{widths[0]}}  {form:<{widths[1]}}  {meaning}" for name, form, meaning in self.entries)
+        return "\n".join(row.rstrip() for row in rows)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in self.entries)
+        return f"<table><tr><th>name</th><th>form</th><th>meaning</th></tr>{rows}</table>"
+
+
+def describe_batch(batch: Mapping[str, Any], channels: Sequence[Channel], box_frame: str) -> BatchDescription:
+    """Return form and meaning of each entry of a batch with these selected channels, and with boxes in this frame."""
+    known = {name: meaning for name, (_, meaning) in batch_entries().items()}
+    for one in channels:
+        frame = f", frame {one.frame}" if one.frame else ""
+        known[one.name] = f"channel: {one.kind}{frame}, moved by law {one.law.name}"
+        known[f"{one.name}_valid"] = f"the sample has {one.name}"
+    known = {name: text.replace("`box_frame`", f"the {box_frame} frame") for name, text in known.items()}
+    return BatchDescription(
+        tuple((name, _form(value), known.get(name, "").replace("`", "")) for name, value in batch.items())
+    )
+
+
+def _form(value: object) -> str:
+    """Say what a value is: ``float32 [4, 6, 3, 3]``, ``list of 4 float32 [*, 7]``; ``*`` is a length that differs."""
+    if isinstance(value, torch.Tensor):
+        where = "" if value.device.type == "cpu" else f" on {value.device}"
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}{where}"
+    if isinstance(value, list) and value and all(isinstance(one, torch.Tensor) for one in value):
+        dims = [set(sizes) for sizes in zip(*(one.shape for one in value), strict=False)]
+        shape = ", ".join(str(*sizes) if len(sizes) == 1 else "*" for sizes in dims)
+        return f"list of {len(value)} {_form(value[0]).partition(' ')[0]} [{shape}]"
+    if isinstance(value, list):
+        forms = dict.fromkeys(map(_form, value))
+        return f"list of {len(value)} {' or '.join(forms)}"
+    if isinstance(value, Mapping):
+        return "dict of " + ", ".join(f"{name}: {_form(one)}" for name, one in value.items())
+    return type(value).__name__

@@ -17,7 +17,7 @@ that take turns, `Walk` all of them together: the steps of a run through the end
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
 from operator import index
@@ -57,6 +57,8 @@ class Batching:
     full batch are left out (``drop_last``), or make one more batch, filled up with positions from the epoch's
     beginning that are flagged as not valid. Every rank has the same number of steps, and of rows in each step.
 
+    ``lengths`` knows the positions of each epoch, where these differ: an order in packs. `of_epoch` asks it.
+
     Raises WorldError where the ranks cannot share the batch evenly, where ``drop_last`` would leave every epoch empty,
     and for numbers out of range.
     """
@@ -66,6 +68,7 @@ class Batching:
     world: World
     drop_last: bool = True
     start: int = 0
+    lengths: Callable[[int], int] | None = None
 
     def __post_init__(self) -> None:
         _integers(self, "epoch_length", "global_batch", "start")
@@ -94,6 +97,10 @@ class Batching:
         left = self.epoch_length - self.start
         return left // self.global_batch if self.drop_last else -(-left // self.global_batch)
 
+    def of_epoch(self, epoch: int) -> Batching:
+        """Return the batches of one epoch."""
+        return self if self.lengths is None else replace(self, epoch_length=self.lengths(epoch))
+
     def positions(self, step: int) -> NDArray[np.int64]:
         """Return this rank's positions in one step: int64 (rank_batch,), each in [0, epoch_length).
 
@@ -106,12 +113,22 @@ class Batching:
         """Return which of ``positions(step)`` are samples of the epoch, not padding: bool (rank_batch,)."""
         return self._running(step) < self.epoch_length
 
+    def running(self, step: int) -> NDArray[np.int64]:
+        """Return the positions of a step over all ranks, continued beyond the epoch's end: int64 (global_batch,).
+
+        Raises WorldError for a step outside 0 .. num_steps - 1.
+        """
+        return self._range(step, 0, self.global_batch)
+
     def _running(self, step: int) -> NDArray[np.int64]:
         """Return this rank's positions in one step, continued beyond the epoch's end."""
+        return self._range(step, self.world.rank * self.rank_batch, self.rank_batch)
+
+    def _range(self, step: int, first: int, size: int) -> NDArray[np.int64]:
         if not 0 <= step < self.num_steps:
             raise WorldError(f"step {step} is outside the {self.num_steps} steps left in the epoch")
-        first = self.start + step * self.global_batch + self.world.rank * self.rank_batch
-        return np.arange(first, first + self.rank_batch, dtype=np.int64)
+        first += self.start + step * self.global_batch
+        return np.arange(first, first + size, dtype=np.int64)
 
     def consumed(self, num_steps: int) -> int:
         """Return how many samples of the epoch all ranks have consumed after ``num_steps`` steps.
@@ -128,8 +145,8 @@ class Batching:
 class Cursor:
     """Position of a run: the epoch, and the number of its samples that all ranks together have consumed.
 
-    Padding is not counted. With the order and the dataset, this is all that a checkpoint needs. Raises WorldError for
-    negative numbers.
+    Of an order in packs it is the number of packs. Padding is not counted. With the order and the dataset, this is all
+    that a checkpoint needs. Raises WorldError for negative numbers.
     """
 
     epoch: int = 0
@@ -146,7 +163,7 @@ class Cursor:
         The first begins after the last consumed sample, at any batch size. Without a step the
         epoch is over (:meth:`rolled`). Raises WorldError where more samples were consumed than the epoch has.
         """
-        return replace(whole, start=self.samples_consumed)
+        return replace(whole.of_epoch(self.epoch), start=self.samples_consumed)
 
     def rolled(self, whole: Batching) -> Cursor:
         """Return itself, or the beginning of the next epoch where its own has no step left."""
@@ -197,10 +214,16 @@ class Walk:
 
     def batches(self, epoch: int) -> Batching:
         """Return the batches of one epoch of the walk."""
-        return self.rest if epoch == self.start.epoch else self.batching
+        return self.rest if epoch == self.start.epoch else self.batching.of_epoch(epoch)
 
     def place(self, k: int) -> tuple[int, int]:
-        """Return epoch and step of the k-th step of this walk, in constant time."""
+        """Return epoch and step of the k-th step of this walk: in constant time where all epochs are equally long."""
+        if self.batching.lengths is not None:
+            for epoch in count(self.start.epoch):
+                steps = self.share.steps(self.batches(epoch))
+                if k < len(steps):
+                    return epoch, steps[k]
+                k -= len(steps)
         first, whole = self.share.steps(self.rest), self.share.steps(self.batching)
         if k < len(first):
             return self.start.epoch, first[k]

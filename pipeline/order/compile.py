@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import OrderError
+from fuelrail.pipeline.order.balance import OrderCosts
 from fuelrail.pipeline.order.epoch import CopyMap, EndlessOrder, MappedEpoch, SelectedSamples
 from fuelrail.pipeline.order.lanes import LaneOrder
 from fuelrail.pipeline.order.mix import MAX_BLOCK, Mix, MixedOrder, MixSchedule, MixStage
@@ -166,6 +167,13 @@ class _Selection:
 
     def order(self, shard_lengths: Sequence[int], clips: ClipTable | None, global_batch: int | None) -> EndlessOrder:
         """Return the order of the selected samples."""
+        pack, balance = self._spec.pack, self._spec.balance
+        costs = OrderCosts.read(pack, balance, self._attributes, self.rows, sum(shard_lengths))
+        self._identity |= costs.identity()
+        return costs.apply(self._plain(shard_lengths, clips, global_batch), pack, balance, self._spec.seed)
+
+    def _plain(self, shard_lengths: Sequence[int], clips: ClipTable | None, global_batch: int | None) -> EndlessOrder:
+        """Return the order of the selected samples, without packs and balance."""
         spec, selected, identity = self._spec, self.rows, self._identity
         if selected is not None:
             identity["selected"] = f"{len(selected)} samples {digest(selected)}"
@@ -198,7 +206,7 @@ class _Selection:
         for at, stage in enumerate(spec.stages):
             weights = (*spec.weights, *stage.weights)
             own = msgspec.structs.replace(
-                spec, filter=stage.filter, subset=None, weights=weights, stages=(),
+                spec, filter=stage.filter, subset=None, weights=weights, stages=(), balance=None,
                 seed=derive_key("order stage", spec.seed, at) % 2**63 if at else spec.seed,
                 epoch_length=spec.epoch_length if weights else None,
             )  # fmt: skip
@@ -275,7 +283,7 @@ class CompiledOrder:
     ) -> None:
         """Take ``selected`` samples of the split, ascending, each once (None: all), and their ``sampling``."""
         self.spec, self.identity, self._sampling = spec, identity, sampling
-        self._kind = msgspec.structs.replace(spec, filter=None, subset=None, weights=(), mix=None, epoch_length=None)
+        self._kind = OrderSpec(kind=spec.kind, seed=spec.seed, window=spec.window)
         self._bounds = np.cumsum([0, *shard_lengths])
         self.num_selected = int(self._bounds[-1]) if selected is None else len(selected)
         self._selected: NDArray[np.integer] | None = None
@@ -374,7 +382,7 @@ def compile_mix(
     window: FrameWindow | None = None,
     clips: Sequence[ClipTable | None] | None = None,
     layers: Mapping[str, Sequence[Layer]] = MappingProxyType({}),
-) -> MixedOrder:
+) -> EndlessOrder:
     """Apply ``spec`` to a split of each dataset and mix them: ``ratios`` samples of each in every block, or in stages.
 
     ``window``, ``clips`` and ``layers`` (of each dataset) are as in `compile_order`. Raises OrderError for ratios that
@@ -394,7 +402,7 @@ def mix_orders(
     spec: OrderSpec,
     datasets: Mapping[str, object],
     compile_one: Callable[[int, str, OrderSpec], EndlessOrder],
-) -> MixedOrder:
+) -> EndlessOrder:
     """Mix orders of named datasets, each compiled from its number, its name and its own spec; see `compile_mix`."""
     schedule = MixSchedule(ratios, list(datasets)) if isinstance(ratios, list | tuple) else None
     final = check_ratios(ratios, datasets) if schedule is None else schedule.final
@@ -402,14 +410,14 @@ def mix_orders(
         what = "kind 'lanes'" if spec.kind == "lanes" else "stages" if spec.stages else "a subset"
         what = "a mix of its own" if spec.mix else what
         raise OrderError(f"an order with {what} is of one dataset; mix datasets by kind, filter, weights, epoch_length")
-    orders = []
+    compiled = []
     for at, name in enumerate(datasets):
-        seed = derive_key("order mix part", spec.seed, at) % 2**63
-        own = msgspec.structs.replace(spec, seed=seed, epoch_length=None)
+        own = msgspec.structs.replace(spec, seed=derive_key("order mix part", spec.seed, at) % 2**63, epoch_length=None)
         try:
-            orders.append(compile_one(at, name, own))
+            compiled.append(compile_one(at, name, own))
         except OrderError as error:
             raise OrderError(f"dataset {name!r}: {error}") from error
+    orders, costs = OrderCosts.split(compiled)
     mixed = MixedOrder(orders, final, seed=spec.seed, epoch_length=spec.epoch_length, schedule=schedule)
     parts = {name: order.identity for name, order in zip(datasets, orders, strict=True)}
     mixed.identity = {
@@ -420,7 +428,7 @@ def mix_orders(
         "epoch_length": mixed.epoch_length,
         "parts": parts,
     }
-    return mixed
+    return costs.apply(mixed, spec.pack, spec.balance, spec.seed)
 
 
 def check_ratios(ratios: object, datasets: Mapping[str, object]) -> tuple[int, ...]:

@@ -20,7 +20,9 @@ from msgspec.structs import force_setattr
 from numpy.typing import ArrayLike, NDArray
 
 from fuelrail.pipeline.errors import OrderError
+from fuelrail.pipeline.order.balance import Balance
 from fuelrail.pipeline.order.mix import Mix
+from fuelrail.pipeline.order.pack import Pack
 from fuelrail.pipeline.order.permutation import MAX_LENGTH, KeyedPermutation, PositionMap, as_positions, derive_key
 from fuelrail.pipeline.order.weights import Weighting
 from fuelrail.pipeline.settings import Settings, check_types, flag
@@ -93,6 +95,10 @@ class OrderSpec(Settings, frozen=True):
     are selected samples; mixed, as many as it takes for all of them to come; staged, that of the first stage alone."""
     pieces_per_clip: Annotated[int | None, flag("pieces that a clip is cut into, for --kind lanes")] = None
     """The number of equal pieces into which clips are cut, with kind ``lanes`` only; None: 1."""
+    pack: Pack | None = None
+    """Several samples in each row of a batch, up to a budget (`fuelrail.pipeline.order.pack`); not with ``lanes``."""
+    balance: Balance | None = None
+    """Rows of a global batch dealt to ranks by cost (`fuelrail.pipeline.order.balance`); not with ``lanes``."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -112,6 +118,10 @@ class OrderSpec(Settings, frozen=True):
             )
         if self.mix and self.stages:
             raise OrderError("an order has a mix or stages, not both; weights of the stages can do what ratios do")
+        if self.kind == "lanes" and (self.pack or self.balance):
+            raise OrderError("each row of a batch follows its lane, so lanes take no pack and no balance")
+        if self.stages and self.pack:
+            raise OrderError("stages count positions of samples, and positions in packs are packs: no stages")
         if self.kind != "lanes" and self.pieces_per_clip is not None:
             raise OrderError(f"pieces_per_clip={self.pieces_per_clip} requires order kind 'lanes', got {self.kind!r}")
         if self.pieces_per_clip is not None and self.pieces_per_clip < 1:
@@ -172,8 +182,10 @@ class Order:
         if not 0 <= epoch < 2**63:
             raise OrderError(f"epoch must be in 0 .. 2**63 - 1, got {epoch}")
         needs_dataset = spec.filter is not None or spec.subset is not None or spec.weights or spec.mix or spec.stages
-        if spec.kind not in _KINDS or needs_dataset:
-            raise OrderError("lanes, filter, subset, weights, mix and stages need a dataset: `compile_order`")
+        if spec.kind not in _KINDS or needs_dataset or spec.pack or spec.balance:
+            raise OrderError(
+                "lanes, filter, subset, weights, mix, pack, balance and stages need a dataset: `compile_order`"
+            )
         check_epoch_length(spec)
         self.spec, self.layout, self.epoch = spec, layout, index(epoch)
         self._map: PositionMap = _KINDS[spec.kind](spec, layout, self.epoch)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fuelrail.pipeline.errors import OrderError
+from fuelrail.pipeline.order.balance import rank_positions
 from fuelrail.pipeline.order.compile import compile_table, digest, mix_orders, needs_clips
 from fuelrail.pipeline.order.windows import FrameWindow, WindowLookup
 
@@ -41,6 +42,8 @@ class Entry(NamedTuple):
     """The rows of the window, in its order; empty without a window."""
     present: tuple[bool, ...]
     """Which of ``frames`` are the frames asked for; False: a stand-in."""
+    pack: int = 0
+    """The pack of the rank's batch that it is in; 0 without packs."""
 
 
 class OrderedRows:
@@ -78,6 +81,7 @@ class OrderedRows:
             for table in tables.values()
         )
         self._entries = entries
+        self._is_cut_evenly = not (spec.pack or spec.balance)
         self._newest: tuple[int, Epoch] | None = None
 
     def batches(self, epoch: int, batching: Batching, steps: range) -> list[list[Any]]:
@@ -85,27 +89,36 @@ class OrderedRows:
         if self._newest is None or self._newest[0] != epoch:
             self._newest = epoch, self.order.epoch(epoch)
         in_order = self._newest[1]
-        starts = batching.start + np.array(steps, np.int64) * batching.global_batch
-        first = batching.world.rank * batching.rank_batch
-        running = starts[:, None] + np.arange(first, first + batching.rank_batch)
-        positions = running % batching.epoch_length
+        if self._is_cut_evenly:
+            starts = batching.start + np.array(steps, np.int64) * batching.global_batch
+            first = batching.world.rank * batching.rank_batch
+            running = starts[:, None] + np.arange(first, first + batching.rank_batch)
+            return self._rows(in_order, running % batching.epoch_length, running < batching.epoch_length)
+        found = [rank_positions(self.order, in_order, batching, step) for step in steps]
+        return [self._rows(in_order, positions[None], valid[None])[0] for positions, valid in found]
+
+    def _rows(self, in_order: Epoch, positions: NDArray[np.int64], is_first: NDArray[np.bool_]) -> list[list[Any]]:
+        """Return the batches of the rank at ``positions`` (batches, rank_batch); one batch only where they are packs.
+
+        ``is_first`` is False for positions that fill up the epoch's last batch.
+        """
         if not self._entries and len(self._lookups) == 1:
-            plain: list[list[Any]] = in_order(positions).tolist()
+            samples = in_order(positions)
+            plain: list[list[Any]] = samples.reshape(len(positions), -1).tolist()
             return plain
         parts, samples, valid, flags = in_order.entries(positions)
-        rows = samples + self._bases[parts]
+        rows = (samples + self._bases[parts]).reshape(len(positions), -1)
         if not self._entries:
             return rows.tolist()  # type: ignore[no-any-return]
-        valid = valid & (running < batching.epoch_length)
+        pack = flags.get("pack", np.zeros_like(rows))
+        valid = valid & (is_first[0, pack] if "pack" in flags else is_first)
         lane = flags.get("lane", np.zeros_like(rows))
         prev = flags.get("prev_exists", np.zeros(rows.shape, bool))
         frames, present = self._frames(parts, samples)
         columns = [one.reshape(-1).tolist() for one in (rows, valid, lane, prev)]
-        entries = [
-            Entry(row, is_valid, at, before, tuple(shown), tuple(there))
-            for row, is_valid, at, before, shown, there in zip(*columns, frames.tolist(), present.tolist(), strict=True)
-        ]
-        return [entries[at : at + batching.rank_batch] for at in range(0, len(entries), batching.rank_batch)]
+        windows = (map(tuple, each.tolist()) for each in (frames, present))
+        entries = [*map(Entry, *columns, *windows, pack.reshape(-1).tolist())]
+        return [entries[at : at + rows.shape[1]] for at in range(0, len(entries), rows.shape[1])]
 
     def rest(self, walk: Walk) -> Iterator[list[Any]]:
         """Yield this rank's batches of the first epoch of a walk."""

@@ -41,15 +41,16 @@ _RUNNING: Final[set[_Run]] = set()
 class Stage:
     """One stage: ``work(item) -> item``, run by ``num_threads`` threads; ``capacity`` items may wait behind it.
 
-    With ``group`` the work takes a list of that many consecutive items (the last list may be shorter);
-    such a stage has one thread. With ``in_bursts`` a thread that waits for room continues when half of it is free.
+    With ``group`` the work takes a list of that many consecutive items (the last list may be shorter), or of as many
+    as the function says for the first of them; such a stage has one thread. With ``in_bursts`` a thread that waits for
+    room continues when half of it is free.
     """
 
     name: str
     work: Callable[[Any], Any]
     num_threads: int
     capacity: int
-    group: int | None = None
+    group: int | Callable[[Any], int] | None = None
     in_bursts: bool = False
 
     def __post_init__(self) -> None:
@@ -77,8 +78,8 @@ class StageClock(msgspec.Struct, frozen=True):
 class Observer(Protocol):
     """Callback for every finished piece of work, on the thread that did it; times of ``time.perf_counter``.
 
-    ``batch`` is the number of the pipeline's result that the item becomes a part of, from 0. The consumer's waits are
-    reported too, with the stage name ``wait``.
+    ``batch`` is the number of the pipeline's result that the item becomes a part of, from 0 (-1 before a stage whose
+    groups differ in size). The consumer's waits are reported too, with the stage name ``wait``.
     """
 
     def __call__(self, stage: str, item: int, batch: int, begin_s: float, end_s: float) -> None:
@@ -294,7 +295,7 @@ def _per_batch(stages: Sequence[Stage]) -> int:
     """Return how many outputs of the first of these stages become one result of the last."""
     product = 1
     for stage in stages[1:]:
-        product *= stage.group or 1
+        product *= stage.group if isinstance(stage.group, int) else 1 if stage.group is None else 0
     return product
 
 
@@ -306,7 +307,7 @@ def _run(crew: _Crew, number: int) -> None:
     free_s = now()
     while not crew.dismissed(number):
         clock.times = _Times(items, busy_s, starved_s, blocked_s, "starved", free_s)
-        at, item = inbox.get() if stage.group is None else _take_group(inbox, stage.group)
+        at, item = inbox.get() if stage.group is None else _take_group(inbox, stage.group, items)
         taken_s = now()
         starved_s += taken_s - free_s
         if item is END:
@@ -321,7 +322,8 @@ def _run(crew: _Crew, number: int) -> None:
         items += 1
         clock.times = _Times(items, busy_s, starved_s, blocked_s, "blocked", done_s)
         if crew.observer is not None:
-            item = _observe(crew.observer, stage.name, at, at // crew.per_batch, taken_s, done_s, item)
+            batch = at // crew.per_batch if crew.per_batch else -1
+            item = _observe(crew.observer, stage.name, at, batch, taken_s, done_s, item)
         admitted = outbox.put(at, item)
         free_s = now()
         blocked_s += free_s - done_s
@@ -331,22 +333,20 @@ def _run(crew: _Crew, number: int) -> None:
     clock.times = _Times(items, busy_s, starved_s, blocked_s, "", free_s)
 
 
-def _take_group(inbox: Source | Link, size: int) -> tuple[int, Any]:
-    """Take up to ``size`` items; the group's number counts groups. The first failure is that of the whole group.
+def _take_group(inbox: Source | Link, size: int | Callable[[Any], int], number: int) -> tuple[int, Any]:
+    """Take group ``number``, of up to ``size`` items, with its number. The first failure is that of the whole group.
 
     The rest of that group is left where it is: each may take as long to fail, and no result after it is used.
     """
     items: list[Any] = []
-    for _ in range(size):
-        number, item = inbox.get()
+    while not items or len(items) < (size if isinstance(size, int) else size(items[0])):
+        _, item = inbox.get()
         if isinstance(item, Failure):
-            return number // size, item
+            return number, item
         if item is END:
-            if items:
-                break
-            return -(-number // size), END
+            return (number, items) if items else (number, END)
         items.append(item)
-    return number // size, items
+    return number, items
 
 
 def _attempt(stage: Stage, item: Any) -> Any:  # noqa: ANN401

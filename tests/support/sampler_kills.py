@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from fuelrail.loaders.integrations.sampler import BatchSampler
 from fuelrail.pipeline.order.batching import World
+from fuelrail.pipeline.order.pack import Pack
 from fuelrail.pipeline.order.spec import OrderSpec, OrderStage
 from fuelrail.pipeline.order.weights import AttributeWeights
 from support.forked import fork, join
@@ -42,16 +43,20 @@ STAGES = (  # all rows, a ramp from one version of the losses to the next one, a
 )
 
 
-def make_sampler(world: World | None = None) -> BatchSampler:
-    spec = OrderSpec(seed=5, stages=STAGES)
-    return BatchSampler(LOSSES, spec, global_batch=GLOBAL_BATCH, world=world or World())
+PLAIN = OrderSpec(seed=5, stages=STAGES)
+PACKED = OrderSpec(seed=5, pack=Pack(budget=50, cost="v5", window=128), filter="v5 > 0")
+"""About six rows in a pack, and six steps in an epoch."""
 
 
-def train(file: Path, world: World, first: int) -> None:
+def make_sampler(spec: OrderSpec, world: World | None = None, *, entries: bool = False) -> BatchSampler:
+    return BatchSampler(LOSSES, spec, global_batch=GLOBAL_BATCH, world=world or World(), entries=entries)
+
+
+def train(file: Path, world: World, first: int, spec: OrderSpec) -> None:
     """Append a line for each step, in one write: its number, its rows and the state after it."""
     os.setpgid(0, 0)  # so that a kill takes the workers along
     torch.set_num_threads(1)
-    sampler = make_sampler(world)
+    sampler = make_sampler(spec, world)
     loader = sampler.count(
         DataLoader(Rows(), batch_sampler=sampler, num_workers=2, prefetch_factor=3, persistent_workers=True)
     )
@@ -69,16 +74,17 @@ def train(file: Path, world: World, first: int) -> None:
                     break
 
 
-def run_kills(work: Path, num_kills: int, seed: int) -> int:
+def run_kills(work: Path, num_kills: int, seed: int, spec: OrderSpec = PLAIN) -> int:
     """Kill this number of trainers and compare each line with the uninterrupted run; returns the steps compared."""
     draw, compared, kills, run = random.Random(seed), 0, 0, 0
-    reference = make_sampler()
+    sampler = make_sampler(spec, entries=True)
+    reference = [sampler[number] for number in range(NUM_STEPS)]
     while True:
         file = work / f"run-{run}.jsonl"
         lines = lines_of(file)
         size = draw.choice([1, 2, 3, 4, 6, 8, 12, 24])
         world = World(draw.randrange(size), size)
-        pid = fork(partial(train, file, world, len(lines)))
+        pid = fork(partial(train, file, world, len(lines), spec))
         if kills < num_kills:
             while (
                 len(lines_of(file)) == len(lines)
@@ -93,7 +99,8 @@ def run_kills(work: Path, num_kills: int, seed: int) -> int:
         for number, line in enumerate(lines_of(file)):
             found = json.loads(line)
             part = GLOBAL_BATCH // found["world"]
-            rows = reference[number][found["rank"] * part : (found["rank"] + 1) * part]
+            of_rank = range(found["rank"] * part, (found["rank"] + 1) * part)
+            rows = [one.row for at, one in enumerate(reference[number]) if (one.pack if spec.pack else at) in of_rank]
             assert (found["step"], found["rows"]) == (number, rows), f"{file}:{number + 1}"
             compared += number >= len(lines)
         if len(lines_of(file)) == NUM_STEPS:

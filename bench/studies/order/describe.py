@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from fuelrail.bench.report.console import print_table, report_console
 from fuelrail.bench.report.options import add_dataset
+from fuelrail.bench.studies.order.packs import CostFigures, measure_costs
 from fuelrail.bench.studies.order.quality import OrderFigures, describe
 from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, given_flags, print_json
 from fuelrail.pipeline.errors import ConfigError
@@ -41,6 +42,7 @@ class DescribeOptions(CheckedSettings, frozen=True, kw_only=True):
     split: Annotated[str, flag("split to describe")] = "train"
     epoch: Annotated[int, msgspec.Meta(ge=0), flag("epoch to describe")] = 0
     global_batch: Annotated[int, msgspec.Meta(ge=1, le=_MAX), flag("samples per step over all ranks")] = 64
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=_MAX), flag("ranks of a balanced or packed order")] = 1
     buffer: Annotated[int, msgspec.Meta(ge=1, le=_MAX), flag("size of webdataset's shuffle buffer")] = 1000
     config: Annotated[OrderSpec | None, flag("file with a whole order, in place of --kind, --seed, --window, ...")] = (
         None
@@ -61,6 +63,8 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int
     num_padding: int
     identity: dict[str, object]
+    costs: CostFigures | None
+    """What packs and ranks cost; None for an order without packs and balance."""
     figures: list[OrderFigures]
 
 
@@ -85,7 +89,12 @@ def describe_order(
     first, end = entry.first_sample, entry.first_sample + entry.num_samples
     clips, shards = opened.index.clip_numbers(first, end), opened.index.column("shard", first, end)
     lengths = Layout.of_split(opened, options.split).shard_lengths
-    entries = compiled.epoch(options.epoch).entries(np.arange(compiled.epoch_length))
+    in_order = compiled.epoch(options.epoch)
+    entries = in_order.entries(np.arange(len(in_order)))
+    costs = None
+    if spec.pack is not None or spec.balance is not None:
+        costs = measure_costs(compiled, in_order, entries, options.global_batch, options.ranks)
+    batch = round(options.global_batch * (1 if costs is None else costs.samples_per_pack))
     samples = entries.samples[entries.valid]  # without the padding of lanes
     selected, seed = np.unique(samples), spec.seed + options.epoch
     orders = {
@@ -93,7 +102,7 @@ def describe_order(
         f"webdataset {options.buffer:,}": webdataset_order(lengths, selected, seed=seed, sample_buffer=options.buffer),
         "true shuffle": np.random.default_rng((spec.seed, options.epoch)).permutation(selected),
     }
-    figures = [describe(name, each, clips, shards, options.global_batch) for name, each in orders.items()]
+    figures = [describe(name, each, clips, shards, batch) for name, each in orders.items()]
     description = Description(
         dataset=shown(opened.manifest.name),
         split=options.split,
@@ -101,10 +110,11 @@ def describe_order(
         global_batch=options.global_batch,
         num_samples=entry.num_samples,
         num_selected=compiled.num_selected,
-        epoch_length=compiled.epoch_length,
-        num_steps=compiled.epoch_length // options.global_batch,
-        num_padding=compiled.epoch_length - len(samples),
+        epoch_length=len(in_order),
+        num_steps=len(in_order) // options.global_batch,
+        num_padding=len(entries.valid) - len(samples),
         identity=compiled.identity,
+        costs=costs,
         figures=figures,
     )
     if options.plot is not None:
@@ -178,6 +188,15 @@ def _print(description: Description) -> None:
         ("same-clip pairs in a batch", *(_figure(each.same_clip_pairs, ".3%") for each in figures)),
         ("shards read by a batch", *(_figure(each.shards_per_batch, ".1f") for each in figures)),
     ]
+    costs = description.costs
+    if costs is not None:
+        if costs.fill is not None and costs.waste is not None:
+            console.print(
+                f"packs of {costs.samples_per_pack:.1f} samples: fill {costs.fill:.2%}, waste {costs.waste:.2%}, "
+                f"randomness lost {costs.randomness_lost:+.4f} (correlation of costs in a pack; a full shuffle has 0)"
+            )
+        if costs.dearest_rank is not None:
+            console.print(f"the dearest of {costs.ranks} ranks costs {costs.dearest_rank:.3f} of the mean")
     print_table(console, [f"epoch {description.epoch}", *(each.name for each in figures)], rows)
     console.print(_LEGEND, style="dim")
 

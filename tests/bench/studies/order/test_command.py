@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from fuelrail.__main__ import main
+from fuelrail.bench.studies.order.packs import intraclass_correlation
 from support.sized_datasets import write_synthetic_index
 
 
@@ -37,6 +38,35 @@ def test_shuffled_is_as_good_as_true_and_better_than_a_buffer(dataset, capsys):
         assert abs(true["quality"][name]) < 4
     assert theirs["quality"]["bucket_chi_square_z"] > 20
     assert theirs["same_clip_pairs"] > 2 * ours["same_clip_pairs"]
+
+
+def test_packs_and_ranks_are_described(dataset, tmp_path, capsys):
+    config = tmp_path / "order.yaml"
+    cost = "{linear: {frame: 1}, constant: 1}"
+    config.write_text(f"pack: {{budget: 200, cost: {cost}, window: 300}}\nbalance: {{cost: {cost}}}\n")
+    facts = described(capsys, dataset, "--config", config, "--global-batch", 8, "--ranks", 4)
+    costs = facts["costs"]
+    assert costs["fill"] == pytest.approx(60 * sum(range(1, 41)) / 200 / facts["epoch_length"])
+    assert costs["fill"] + costs["waste"] == pytest.approx(1)
+    assert costs["samples_per_pack"] == pytest.approx(2400 / facts["epoch_length"])
+    assert 0.95 < costs["fill"] <= 1 <= costs["dearest_rank"] < 1.02
+    assert costs["randomness_lost"] < 0.02
+    config.write_text(f"balance: {{cost: {cost}}}\n")
+    costs = described(capsys, dataset, "--config", config, "--global-batch", 64, "--ranks", 4)["costs"]
+    assert (costs["fill"], costs["ranks"]) == (None, 4)
+    assert 1 <= costs["dearest_rank"] < 1.01
+    assert described(capsys, dataset)["costs"] is None
+    assert main(["order", "describe", str(dataset), "--config", str(config)]) == 0
+    assert "of the mean" in capsys.readouterr().out
+
+
+def test_the_intraclass_correlation_is_that_of_its_definition():
+    groups = np.repeat(np.arange(50), 4)
+    values = np.random.default_rng(0).normal(size=200)
+    assert abs(intraclass_correlation(values, groups)) < 0.15
+    assert intraclass_correlation(groups, groups) == pytest.approx(1)
+    assert intraclass_correlation(np.tile([1, 2, 3, 4], 50), groups) == pytest.approx(-1 / 3)
+    assert intraclass_correlation(np.ones(200), groups) == 0
 
 
 def test_filters_lanes_and_config_files_are_described(dataset, tmp_path, capsys):

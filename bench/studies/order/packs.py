@@ -1,0 +1,84 @@
+"""Measure packs and balance: how full packs are, what the dearest rank costs, and how much randomness packing takes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from fuelrail.pipeline.order.balance import BalancedOrder, order_batching, rank_positions
+from fuelrail.pipeline.order.batching import World
+from fuelrail.pipeline.order.pack import PackedOrder, costs_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fuelrail.pipeline.order.epoch import EndlessOrder, Entries, Epoch
+
+_MAX_STEPS: Final = 256
+
+
+class CostFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What an epoch of an order in packs, or of a balanced one, costs.
+
+    ``fill`` is the share of the packs' budgets that is used, ``waste`` the rest. ``dearest_rank`` is the cost of a
+    step's dearest rank over the mean of its ranks, averaged over the first 256 steps; 1 is perfect. ``randomness_lost``
+    is the intraclass correlation of the costs of samples within packs: 0 in a full shuffle, where the samples of a pack
+    are as unlike as any; 1 where all samples of a pack cost the same; below 0 where packs are more alike than by
+    chance. Without packs the first two and the last are None.
+    """
+
+    fill: float | None
+    waste: float | None
+    samples_per_pack: float
+    ranks: int
+    dearest_rank: float | None
+    randomness_lost: float | None
+
+
+def intraclass_correlation(values: NDArray[np.integer], groups: NDArray[np.int64]) -> float:
+    """Return the intraclass correlation of ``values`` (n,) within ``groups`` (n,), by the analysis of variance.
+
+    It is (B - W) / (B + (k - 1) W) of the mean squares between and within groups, and k their mean size (Fisher,
+    "Statistical Methods for Research Workers", 1925, chapter 7). 0 where it is not defined.
+    """
+    sizes = np.bincount(groups)
+    sizes = sizes[sizes > 0]
+    n, num = len(values), len(sizes)
+    if num < 2 or n == num or values.min() == values.max():
+        return 0.0
+    _, which = np.unique(groups, return_inverse=True)
+    means = np.bincount(which, weights=values) / sizes
+    between = float((sizes * (means - values.mean()) ** 2).sum()) / (num - 1)
+    within = float(((values - means[which]) ** 2).sum()) / (n - num)
+    size = (n - float((sizes**2).sum()) / n) / (num - 1)
+    return (between - within) / (between + (size - 1) * within)
+
+
+def measure_costs(order: EndlessOrder, in_order: Epoch, entries: Entries, global_batch: int, ranks: int) -> CostFigures:
+    """Return the figures of one epoch, whose ``entries`` are those at all positions.
+
+    Raises WorldError where the ranks cannot share the global batch.
+    """
+    base = order.base if isinstance(order, BalancedOrder) else order
+    packed = base if isinstance(base, PackedOrder) else None
+    of_balance: Sequence[NDArray[np.integer]] = order.costs if isinstance(order, BalancedOrder) else ()
+    loads = costs_of(of_balance or (packed.costs if packed else ()), entries)
+    groups = entries.flags.get("pack", np.arange(len(loads)))
+    by_position = np.bincount(groups, weights=loads, minlength=len(in_order))
+    batchings = [order_batching(order, global_batch, World(rank, ranks), drop_last=False) for rank in range(ranks)]
+    shares = []
+    for step in range(min(_MAX_STEPS, len(in_order) // global_batch)):
+        costs = [by_position[rank_positions(order, in_order, one, step)[0]].sum() for one in batchings]
+        shares.append(max(costs) / max(np.mean(costs), 1e-9))
+    fill = None if packed is None else float(costs_of(packed.costs, entries).sum()) / packed.pack.budget / len(in_order)
+    return CostFigures(
+        fill=fill,
+        waste=None if fill is None else 1 - fill,
+        samples_per_pack=len(loads) / len(in_order),
+        ranks=ranks,
+        dearest_rank=float(np.mean(shares)) if shares else None,
+        randomness_lost=None if packed is None else intraclass_correlation(costs_of(packed.costs, entries), groups),
+    )

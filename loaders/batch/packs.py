@@ -1,0 +1,127 @@
+"""Batches of packs: rows of several samples each (``OrderSpec(pack=...)``).
+
+A batch of B packs holds S samples, pack by pack. Every entry of a batch has S in the place of B, and these are added:
+
+================ ================= ==================================================================================
+entry            form              meaning
+================ ================= ==================================================================================
+``pack``         [S] int64         the pack that the sample is in, 0 .. B - 1
+``pack_offsets`` [B + 1] int32     pack p has the samples ``pack_offsets[p] : pack_offsets[p + 1]``
+``cu_seqlens``   [S + 1] int32     sample s has the tokens ``cu_seqlens[s] : cu_seqlens[s + 1]``
+``max_seqlen``   int               the largest number of tokens of a sample
+``position_ids`` [tokens] int64    the place of each token in its sample
+``sequence_ids`` [tokens] int32    the sample, 0 .. S - 1, of each token
+================ ================= ==================================================================================
+
+The last four describe the first selected channel of kind ``tokens`` whose length is open, whose `Packed` has the tokens
+of all samples in a row: ``batch["tokens"].values`` is what attention with ``cu_seqlens`` takes. Without such a channel
+they are absent. The samples that fill up an epoch's last batch have ``valid`` False.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fuelrail.loaders.batch.buffer_pool import make_buffers
+from fuelrail.loaders.records import Parsed
+from fuelrail.pipeline.channels.kinds import Packed
+from fuelrail.pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from fuelrail.loaders.config import Arguments
+    from fuelrail.loaders.records import CameraImages, Images, Scheduled
+    from fuelrail.pipeline.order.pack import Pack
+
+
+def check_packs(options: Arguments) -> None:
+    """Raise ConfigError for settings of a loader that packs do not go with, where its order has packs."""
+    if options.order is None or options.order.pack is None:
+        return
+    refused = {
+        "transform": (options.transform is not None, "use batch_transform, which gets whole batches"),
+        "collate_fn": (options.collate_fn is not None, "use batch_transform, which gets whole batches"),
+        "window": (options.window is not None, "a pack holds samples of one frame"),
+        "transforms.two_views": (options.transforms.two_views, "load each view by a loader of its own"),
+        "transforms.static": (
+            options.transforms.static_batches is not None,
+            "the number of samples in a pack varies: pad what the model needs in batch_transform",
+        ),
+        "bad_samples.on_error='substitute'": (
+            options.bad_samples.on_error == "substitute",
+            "another sample would not fit the budget: take on_error='raise', and leave bad samples out by a filter",
+        ),
+    }
+    for name, (is_given, fix) in refused.items():
+        if is_given:
+            raise ConfigError(f"{name} cannot be used with an order in packs: {fix}")
+
+
+def max_tokens(pack: Pack | None) -> int | None:
+    """Return how many tokens of a sample packs take, where they are asked to cut them."""
+    return pack.budget if pack is not None and pack.truncate else None
+
+
+def rows_of_batch(item: Any) -> int:  # noqa: ANN401
+    """Return the samples of the batch of packs that a parsed or decoded sample is in."""
+    return len((item.task if isinstance(item, Parsed) else item).slot.flags["pack"])
+
+
+def packed_entries(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries that a batch with the entry ``pack`` has more; see the module's table.
+
+    Raises ConfigError for 2**31 tokens or more.
+    """
+    pack = batch["pack"]
+    found: dict[str, Any] = {"pack_offsets": torch.searchsorted(pack, torch.arange(int(pack[-1]) + 2)).to(torch.int32)}
+    tokens = next((value for value in batch.values() if isinstance(value, Packed)), None)
+    if tokens is None:
+        return found
+    offsets = torch.as_tensor(tokens.offsets)
+    if int(offsets[-1]) >= 2**31:
+        raise ConfigError(
+            f"a batch has {int(offsets[-1])} tokens, and cu_seqlens counts to 2**31 - 1: take fewer packs"
+        )
+    lengths = offsets.diff()
+    rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    return found | {
+        "cu_seqlens": offsets.to(torch.int32),
+        "max_seqlen": int(lengths.max()),
+        "position_ids": torch.arange(len(rows)) - offsets[rows],
+        "sequence_ids": rows.to(torch.int32),
+    }
+
+
+def choose_buffers(
+    pack: Pack | None,
+    images: Sequence[CameraImages],
+    axes: tuple[int, ...],
+    *,
+    on_device: bool,
+    pinned: bool,
+    keep: int,
+) -> Callable[[Scheduled], Images | tuple[Images, ...]]:
+    """Return what takes a buffer for the images of a batch, given its first sample; see `make_buffers`."""
+    if pack is None:
+        buffers = make_buffers(images, axes, on_device=on_device, pinned=pinned, keep=keep)
+        return lambda _: buffers.take()
+    packs = PackBuffers(images, on_device=on_device, pinned=pinned, keep=keep)
+    return lambda first: packs.take(len(first.flags["pack"]))
+
+
+class PackBuffers:
+    """Buffers for the images of batches that differ in their number of samples: a pool for each power of two."""
+
+    def __init__(self, images: Sequence[CameraImages], *, on_device: bool, pinned: bool, keep: int) -> None:
+        self._pools = {
+            bits: make_buffers(images, (1 << bits,), on_device=on_device, pinned=pinned, keep=keep)
+            for bits in range(31)
+        }
+
+    def take(self, rows: int) -> Images | tuple[Images, ...]:
+        """Return a buffer for the images of ``rows`` samples; see `BufferPool.take`."""
+        taken = self._pools[(rows - 1).bit_length()].take()
+        return tuple(one[:rows] for one in taken) if isinstance(taken, tuple) else taken[:rows]

@@ -1,0 +1,135 @@
+"""What a sample costs a training step, as a whole number: a column, or a model of several columns.
+
+A step of a transformer costs ``linear * tokens + quadratic * tokens**2``: the second term is attention. A detector's
+cost follows its boxes or points. All of it is integer arithmetic, so the same samples cost the same everywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Final, Protocol
+
+import numpy as np
+from msgspec import field
+from numpy.typing import NDArray
+
+from fuelrail.pipeline.errors import OrderError
+from fuelrail.pipeline.settings import Settings, check_types
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+MAX_COST: Final = 2**40
+"""Largest cost of a sample, and largest budget: sums of 2**20 of them stay under 2**62."""
+
+_DIGEST_CHARS: Final = 16
+
+
+class CostTable(Protocol):
+    """The columns of all samples of a split."""
+
+    @property
+    def names(self) -> Collection[str]:
+        """The columns there are."""
+
+    def read(self, names: Sequence[str]) -> pa.Table:
+        """Return columns ``names``, a row a sample; raise OrderError for unknown names."""
+
+
+class Cost(Settings, frozen=True):
+    """A cost model: ``(constant + sum of linear * x + quadratic * x**2 over columns) / divisor``, rounded up.
+
+    All coefficients are whole numbers; a measured 0.0031 is ``31`` with ``divisor=10_000``.
+    """
+
+    linear: dict[str, int] = field(default_factory=dict)
+    quadratic: dict[str, int] = field(default_factory=dict)
+    constant: int = 0
+    divisor: int = 1
+
+    def __post_init__(self) -> None:
+        check_types(self, OrderError)
+        coefficients = (*self.linear.values(), *self.quadratic.values(), self.constant)
+        if not (self.linear or self.quadratic) or min(coefficients) < 0 or self.divisor < 1:
+            raise OrderError(f"a cost needs columns, coefficients >= 0 and a divisor >= 1, got {self}")
+
+
+def cost_columns(cost: str | Cost) -> tuple[str, ...]:
+    """Return the columns that a cost depends on, each once."""
+    return (cost,) if isinstance(cost, str) else tuple(dict.fromkeys((*cost.linear, *cost.quadratic)))
+
+
+def compute_costs(cost: str | Cost, table: pa.Table) -> NDArray[np.int64]:
+    """Return the cost of each row of ``table`` (with :func:`cost_columns` of it): int64 (n,), 0 or more.
+
+    A column holds whole numbers, truth values (true is 1) or lists, whose length counts. Raises OrderError for other
+    types, for unknown and negative values, and for costs above 2**40.
+    """
+    values = {name: _whole_numbers(table[name], name) for name in cost_columns(cost)}
+    if isinstance(cost, str):
+        costs = values[cost]
+    else:
+        largest = {name: int(column.max(initial=0)) for name, column in values.items()}
+        sums = _total(cost, largest)
+        if sums >= 2**62:
+            raise OrderError(f"the sum of {cost} reaches {sums}, and 2**62 - 1 is the limit: take smaller coefficients")
+        model = np.full(len(table), cost.constant, np.int64)
+        for name, factor in cost.linear.items():
+            model += factor * values[name]
+        for name, factor in cost.quadratic.items():
+            model += factor * values[name] ** 2
+        costs = -(-model // cost.divisor)
+    if costs.size and costs.max() > MAX_COST:
+        raise OrderError(f"row {int(costs.argmax())} costs {costs.max()}, and at most 2**40 is allowed; use a divisor")
+    return costs
+
+
+def _total(cost: Cost, at: Mapping[str, int]) -> int:
+    linear = sum(factor * at[name] for name, factor in cost.linear.items())
+    return cost.constant + linear + sum(factor * at[name] ** 2 for name, factor in cost.quadratic.items())
+
+
+def sample_costs(
+    cost: str | Cost, attributes: CostTable, rows: NDArray[np.int64] | None, num_samples: int
+) -> NDArray[np.integer]:
+    """Return the cost of each sample of a split, 0 of those that are not among ``rows`` (None: all are)."""
+    table = attributes.read(cost_columns(cost))
+    found: NDArray[np.integer] = compute_costs(cost, table if rows is None else table.take(rows))
+    if rows is not None:
+        found, selected = np.zeros(num_samples, np.int64), found
+        found[rows] = selected
+    return found if found.max(initial=0) > np.iinfo(np.int32).max else found.astype(np.int32)
+
+
+def name_of(sample: int, attributes: CostTable) -> str:
+    """Return how an error names a sample: its key, where there is one, and its number in the split."""
+    if "key" not in attributes.names:
+        return f"sample {sample}"
+    return f"sample {attributes.read(('key',))['key'][sample].as_py()!r} (number {sample} of the split)"
+
+
+def costs_digest(costs: NDArray[np.integer]) -> str:
+    """Return a short digest of costs, for the identity of an order."""
+    return hashlib.sha256(costs.astype("<i8").tobytes()).hexdigest()[:_DIGEST_CHARS]
+
+
+def _whole_numbers(column: pa.ChunkedArray, name: str) -> NDArray[np.int64]:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if column.null_count:
+        at = column.is_null().index(True).as_py()
+        raise OrderError(
+            f"attribute {name!r} is unknown (null) for {column.null_count} of {len(column)} samples (the first is "
+            f"number {at} of those selected), and a cost needs a number; leave them out by the filter "
+            f"'{name} is not None'"
+        )
+    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        column = pc.list_value_length(column)
+    if not (pa.types.is_integer(column.type) or pa.types.is_boolean(column.type)):
+        raise OrderError(f"attribute {name!r} is {column.type}, and a cost needs whole numbers or lists")
+    found: NDArray[np.int64] = column.cast(pa.int64()).to_numpy()
+    if found.size and found.min() < 0:
+        raise OrderError(f"attribute {name!r} is {found.min()} somewhere, and a cost needs numbers >= 0")
+    return found

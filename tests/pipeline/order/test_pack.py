@@ -1,0 +1,315 @@
+"""Packs and balance: ORDER.md by its letter, each sample once, the same packs on any ranks, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fuelrail.loaders.integrations.sampler import BatchSampler, Sampler
+from fuelrail.pipeline.errors import OrderError, StateMismatchError, WorldError
+from fuelrail.pipeline.order.balance import Balance, deal
+from fuelrail.pipeline.order.batching import World
+from fuelrail.pipeline.order.cost import Cost, compute_costs
+from fuelrail.pipeline.order.mix import Mix, MixStage
+from fuelrail.pipeline.order.pack import Pack, pack_window
+from fuelrail.pipeline.order.permutation import KeyedPermutation, derive_key
+from fuelrail.pipeline.order.spec import Layout, Order, OrderSpec, OrderStage
+from fuelrail.pipeline.order.weights import AttributeWeights
+
+RNG = np.random.default_rng(7)
+NUM = 900
+TOKENS = np.clip(RNG.lognormal(5, 1, NUM), 16, 1024).astype(int)
+DATA = {"tokens": TOKENS, "night": np.arange(NUM) % 3 == 0, "key": [f"s{n}" for n in range(NUM)]}
+PACK = Pack(budget=1024, cost="tokens", window=100)
+CASES = json.loads(Path(__file__).with_name("vectors.json").read_text(encoding="utf-8"))["packs"]
+
+
+def by_the_letter(costs, budget, most=None):
+    """Section 10 of ORDER.md, in plain lists."""
+    most = len(costs) if most is None else most
+    packs = [[] for _ in range(max(-(-sum(costs) // budget), -(-len(costs) // most)))]
+    for at in sorted(range(len(costs)), key=lambda at: (-costs[at], at)):
+        open_packs = [pack for pack in packs if len(pack) < most]
+        emptiest = min(open_packs, key=lambda pack: sum(costs[i] for i in pack), default=None)
+        if emptiest is None or sum(costs[i] for i in emptiest) + costs[at] > budget:
+            emptiest = []
+            packs.append(emptiest)
+        emptiest.append(at)
+    return [sorted(pack) for pack in packs]
+
+
+def dealt_by_the_letter(costs, num_groups):
+    groups = [[] for _ in range(num_groups)]
+    for row in sorted(range(len(costs)), key=lambda row: (-costs[row], row)):
+        not_full = [group for group in groups if len(group) < len(costs) // num_groups]
+        min(not_full, key=lambda group: sum(costs[i] for i in group)).append(row)
+    return [row for group in groups for row in sorted(group)]
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_a_window_is_packed_by_the_letter(data):
+    budget = data.draw(st.integers(1, 60))
+    costs = data.draw(st.lists(st.integers(1, budget), min_size=1, max_size=40))
+    most = data.draw(st.none() | st.integers(1, 6))
+    packs, num = pack_window(np.array(costs), budget, most)
+    expected = by_the_letter(costs, budget, most)
+    assert [np.flatnonzero(packs == pack).tolist() for pack in range(num)] == expected
+    assert all(0 < sum(costs[at] for at in pack) <= budget for pack in expected)
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.sampled_from([1, 2, 3, 4]), st.integers(1, 4))
+def test_a_batch_is_dealt_by_the_letter(costs, num_groups, repeats):
+    costs = (costs * num_groups * repeats)[: len(costs) * num_groups]
+    assert deal(np.array(costs), num_groups).tolist() == dealt_by_the_letter(costs, num_groups)
+
+
+def on_ranks(sampler, ranks):
+    """The sampler of each rank of a world, all with one compiled order."""
+    found = [copy.copy(sampler) for _ in range(ranks)]
+    for rank, one in enumerate(found):
+        one._batching = replace(sampler._batching, world=World(rank, ranks))
+    return found
+
+
+def packs_of(sampler, steps):
+    """The packs of a rank's batches, as lists of entries."""
+    found = []
+    for step in steps:
+        batch = sampler[step]
+        packs = {}
+        for entry in batch:
+            packs.setdefault(entry.pack, []).append(entry)
+        found.append([packs[number] for number in sorted(packs)])
+    return found
+
+
+def test_an_epoch_is_the_windows_of_the_order_packed_and_shuffled():
+    sampler = BatchSampler(DATA, OrderSpec(seed=11, pack=PACK), global_batch=1)
+    for epoch in range(2):
+        expected = []
+        for window in range(-(-NUM // 100)):
+            positions = np.arange(100 * window, min(100 * (window + 1), NUM))
+            samples = Order(OrderSpec(seed=11), Layout((NUM,)), epoch)(positions)
+            packs = by_the_letter(TOKENS[samples].tolist(), 1024)
+            shown = KeyedPermutation(len(packs), derive_key("order packs", 11, epoch, window))(np.arange(len(packs)))
+            expected += [samples[packs[pack]].tolist() for pack in shown.tolist()]
+        found = list(sampler)
+        assert found == expected
+        assert sorted(row for pack in found for row in pack) == list(range(NUM))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_the_packs_of_the_vectors(case):
+    spec = OrderSpec(
+        seed=case["seed"],
+        pack=Pack(budget=case["budget"], cost="c", window=case["window"], max_samples=case["max_samples"]),
+        balance=Balance(cost="c", micro_batches=case["micro_batches"]) if case["micro_batches"] else None,
+    )
+    ranks = [
+        BatchSampler({"c": case["costs"]}, spec, global_batch=case["global_batch"], world=World(rank, case["ranks"]))
+        for rank in range(case["ranks"])
+    ]
+    assert [[sampler[step] for sampler in ranks] for step in range(len(case["batches"]))] == case["batches"]
+
+
+ORDERS = {
+    "plain": OrderSpec(seed=1, pack=PACK),
+    "filter": OrderSpec(seed=1, pack=PACK, filter="night"),
+    "weights": OrderSpec(
+        seed=1, pack=PACK, weights=(AttributeWeights(attribute="night", values={"true": 2.0}),), epoch_length=2000
+    ),
+    "parts": OrderSpec(seed=1, pack=PACK, mix=Mix(attribute="night", ratios={"true": 1, "false": 3})),
+    "balanced": OrderSpec(seed=1, pack=PACK, balance=Balance(cost=Cost(quadratic={"tokens": 1}))),
+    "samples": OrderSpec(seed=1, balance=Balance(cost="tokens")),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_the_same_packs_come_on_any_ranks(name, drop_last):
+    alone = BatchSampler(DATA, ORDERS[name], global_batch=32, drop_last=drop_last, entries=True)
+    for step in (0, len(alone) - 1, len(alone)):
+        found = []
+        for ranks in (1, 4, 32):
+            of_ranks = [packs_of(sampler, [step])[0] for sampler in on_ranks(alone, ranks)]
+            assert {len(one) for one in of_ranks} == ({32 // ranks} if name != "samples" else {1})
+            found.append([[entry.row for entry in pack] for one in of_ranks for pack in one])
+        if name == "samples":
+            found = [sorted(row for rows in packs for row in rows) for packs in found]
+        elif name == "balanced":
+            found = [sorted(packs) for packs in found]
+        assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("spec", [ORDERS["plain"], ORDERS["balanced"]])
+def test_each_sample_comes_once_though_epochs_differ_in_length(spec):
+    sampler = BatchSampler(DATA, spec, global_batch=8, entries=True, drop_last=False)
+    for _ in range(4):
+        assert sorted(entry.row for batch in sampler for entry in batch if entry.valid) == list(range(NUM))
+    order = sampler._rows.order
+    lengths = [len(order.epoch(epoch)) for epoch in range(4)]
+    assert len(set(lengths)) > 1, "epochs of one length would not show that the others work"
+
+
+def test_the_packs_of_a_mix_of_datasets():
+    spec = OrderSpec(seed=2, pack=Pack(budget=2048, cost="tokens", window=100), balance=Balance(cost="tokens"))
+    data = {"a": DATA, "b": {"tokens": TOKENS[:150] + 300}}
+    sampler = BatchSampler(data, spec, global_batch=4, mix={"a": 2, "b": 1}, drop_last=False, entries=True)
+    costs = np.concatenate([TOKENS, TOKENS[:150] + 300])
+    rows = []
+    for packs in packs_of(sampler, range(len(sampler))):
+        assert all(costs[[entry.row for entry in pack]].sum() <= 2048 for pack in packs)
+        rows += [entry.row for pack in packs for entry in pack if entry.valid]
+    counts = np.bincount(rows, minlength=NUM + 150)
+    assert (counts[:NUM] == 1).all()
+    assert set(counts[NUM:]) == {3}
+
+
+def test_fill_and_balance_of_the_lengths_of_a_text_model():
+    lengths = np.clip(np.random.default_rng(0).lognormal(5, 1, 16_384), 16, 1024).astype(int)
+    for budget in (1024, 8192, 32768):
+        order = BatchSampler({"c": lengths}, OrderSpec(pack=Pack(budget=budget, cost="c")), global_batch=1)._rows.order
+        assert lengths.sum() / (budget * order.epoch_length) >= 0.97
+    packed = OrderSpec(pack=Pack(budget=8192, cost="c"), balance=Balance(cost="c"))
+    for spec, batch in ((packed, 64), (OrderSpec(balance=Balance(cost="c")), 1024)):
+        sampler = BatchSampler({"c": lengths}, spec, global_batch=batch)
+        loads = [[lengths[one[step]].sum() for one in on_ranks(sampler, 64)] for step in range(4)]
+        assert (np.max(loads, 1) / np.mean(loads, 1)).mean() <= 1.05
+
+
+def test_micro_batches_cost_about_the_same():
+    spec = OrderSpec(balance=Balance(cost="tokens", micro_batches=4))
+    batch = TOKENS[BatchSampler(DATA, spec, global_batch=128)[0]].reshape(4, 32).sum(1)
+    assert batch.max() <= 1.02 * batch.mean()
+    with pytest.raises(WorldError, match="cannot be cut into 4 micro-batches"):
+        BatchSampler(DATA, spec, global_batch=6)
+
+
+def stops_and_changes(spec, num_stops, seed):
+    """Train with stops at random steps, each time on other ranks and a batch that divides; compare with no stop."""
+    draw, rows, state, epochs = random.Random(seed), [], None, 0
+    for _ in range(num_stops):
+        ranks, batch = draw.choice([(1, 16), (2, 16), (4, 16), (16, 16), (2, 8), (1, 4)])
+        counted = []
+        for rank in range(ranks):
+            sampler = BatchSampler(
+                DATA, spec, global_batch=batch, world=World(rank, ranks), drop_last=False, entries=True
+            )
+            counted.append(sampler.count())
+            if state is not None:
+                counted[-1].load_state_dict(json.loads(state))
+        for number, batches in enumerate(zip(*counted, strict=True), 1):
+            rows += [entry.row for one in batches for entry in one if entry.valid]
+            states = [json.dumps(one.state_dict()) for one in counted]
+            assert len(set(states)) == 1
+            if number >= draw.randint(1, 8):
+                break
+        state = states[0]
+        epochs = json.loads(state)["epoch"]
+    whole = BatchSampler(DATA, spec, global_batch=1, drop_last=False)
+    expected = [row for _ in range(epochs + 1) for batch in whole for row in batch]
+    if spec.balance is None:
+        assert rows == expected[: len(rows)]
+    for epoch in range(epochs):
+        assert sorted(rows[NUM * epoch : NUM * (epoch + 1)]) == list(range(NUM))
+    assert epochs >= 1
+
+
+@pytest.mark.parametrize("name", ["plain", "balanced"])
+def test_stops_and_changes_of_the_ranks_lose_and_repeat_nothing(name):
+    stops_and_changes(ORDERS[name], 25, seed=3)
+
+
+def test_a_copy_of_the_sampler_and_its_state():
+    sampler = BatchSampler(DATA, ORDERS["plain"], global_batch=4)
+    copy = pickle.loads(pickle.dumps(sampler))
+    assert copy[3] == sampler[3]
+    other = BatchSampler({**DATA, "tokens": TOKENS[::-1]}, ORDERS["plain"], global_batch=4)
+    with pytest.raises(StateMismatchError, match="pack_costs"):
+        other.load_state_dict(sampler.state_dict())
+
+
+def test_the_next_epoch_is_counted_while_this_one_is_read():
+    order = BatchSampler(DATA, ORDERS["plain"], global_batch=4)._rows.order
+    epoch = order.epoch(0)
+    epoch.entries(np.arange(len(epoch) // 2))
+    half = len(order._counts[1].packs)
+    assert 0 < half < order.num_windows
+    epoch.entries(np.arange(len(epoch)))
+    assert len(order._counts[1].packs) == order.num_windows
+
+
+def test_a_sample_is_found_in_its_pack():
+    epoch = BatchSampler(DATA, ORDERS["weights"], global_batch=1)._rows.order.epoch(1)
+    which, positions = epoch.find(np.arange(0, NUM, 7))
+    found = {(sample, position) for sample, position in zip((which * 7).tolist(), positions.tolist(), strict=True)}
+    packs = epoch.entries(np.arange(len(epoch)))
+    pairs = zip(packs.samples.tolist(), packs.flags["pack"].tolist(), strict=True)
+    assert found == {(sample, pack) for sample, pack in pairs if sample % 7 == 0}
+
+
+def test_costs_are_whole_numbers_rounded_up():
+    table = pa.table({"t": [0, 3, 10], "b": [True, False, True], "l": [[1], [], [1, 2]]})
+    assert compute_costs("b", table).tolist() == [1, 0, 1]
+    assert compute_costs("l", table).tolist() == [1, 0, 2]
+    model = Cost(linear={"t": 7, "l": 1}, quadratic={"t": 2}, constant=5, divisor=10)
+    exact = [(5 + 7 * t + length + 2 * t * t) / 10 for t, length in ((0, 1), (3, 0), (10, 2))]
+    assert compute_costs(model, table).tolist() == [int(np.ceil(value)) for value in exact]
+
+
+def mixed_in_stages():
+    stages = [MixStage(ratios={"a": 1}, until=8), MixStage(ratios={"a": 1})]
+    return BatchSampler({"a": DATA}, OrderSpec(pack=PACK), global_batch=1, mix=stages)
+
+
+def over(costs, **spec):
+    return BatchSampler({"c": costs}, OrderSpec(**spec), global_batch=1)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Pack(budget=0, cost="c"), "budget must be in 1"),
+        (lambda: Pack(budget=9, cost="c", window=0), "window must be in 1"),
+        (lambda: Pack(budget=9, cost="c", max_samples=0), "max_samples must be 1"),
+        (lambda: Pack(budget=9, cost=Cost(linear={"c": 1}), truncate=True), "one attribute"),
+        (lambda: Cost(), "needs columns"),
+        (lambda: Cost(linear={"c": -1}), "coefficients >= 0"),
+        (lambda: Balance(cost="c", micro_batches=0), "micro_batches must be 1"),
+        (lambda: OrderSpec(kind="lanes", pack=PACK), "no pack"),
+        (lambda: OrderSpec(stages=(OrderStage(),), pack=PACK), "no stages"),
+        (lambda: mixed_in_stages(), "stages of a mix count"),
+        (lambda: Order(OrderSpec(pack=PACK), Layout((3,)), 0), "pack, balance and stages need a dataset"),
+        (lambda: Sampler(DATA, OrderSpec(pack=PACK), global_batch=4), "use BatchSampler"),
+        (lambda: BatchSampler(DATA, OrderSpec(pack=Pack(budget=1000, cost="tokens")), global_batch=1), "sample 's"),
+        (
+            lambda: over([2, 0], pack=Pack(budget=9, cost="c")),
+            "sample 1 costs 0",
+        ),
+        (lambda: over([2, None], balance=Balance(cost="c")), "is unknown"),
+        (lambda: over([2, -1], balance=Balance(cost="c")), "numbers >= 0"),
+        (lambda: over([2.0], balance=Balance(cost="c")), "whole numbers"),
+        (lambda: over([2**41], balance=Balance(cost="c")), "at most 2.*40"),
+        (lambda: compute_costs(Cost(quadratic={"c": 2}), pa.table({"c": [2**31]})), "smaller coefficients"),
+    ],
+)
+def test_what_is_refused(make, words):
+    with pytest.raises(OrderError, match=words):
+        make()
+
+
+def test_a_sample_above_the_budget_is_truncated_where_that_is_asked():
+    spec = OrderSpec(pack=Pack(budget=10, cost="c", truncate=True))
+    found = list(BatchSampler({"c": [25, 4, 6]}, spec, global_batch=1))
+    assert sorted(map(sorted, found)) == [[0], [1, 2]]
