@@ -124,7 +124,7 @@ class BatchSampler:
     @property
     def steps_per_epoch(self) -> int:
         """Batches of a whole epoch, the same on every rank; in packs, of the epoch of the position."""
-        return self._batching.of_epoch(self._position.epoch).num_steps
+        return self._batching.of_epoch(self._walk().start.epoch).num_steps
 
     def __len__(self) -> int:
         return self.steps_per_epoch

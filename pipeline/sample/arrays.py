@@ -21,7 +21,6 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import save as _save
 
 from fuelrail.pipeline.errors import SchemaError
 from fuelrail.pipeline.text import repeated_key, shown
@@ -116,7 +115,9 @@ def _plain(array: NDArray[np.generic]) -> NDArray[np.generic]:
 @functools.lru_cache(maxsize=512)
 def _header(specs: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...]) -> tuple[bytes, tuple[str, ...]]:
     """Return length and header as the library writes them for these kinds of arrays, and the order of their data."""
-    whole = bytes(_save({name: np.zeros(shape, dtype) for name, dtype, shape in specs}))
+    from safetensors.numpy import save  # here, for orders need no arrays of samples
+
+    whole = bytes(save({name: np.zeros(shape, dtype) for name, dtype, shape in specs}))
     end = 8 + int.from_bytes(whole[:8], "little")
     begins = {name: entry.data_offsets for name, entry in _header_decoder.decode(whole[8:end]).items()}
     return whole[:end], tuple(sorted(begins, key=lambda name: begins[name]))

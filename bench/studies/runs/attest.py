@@ -79,7 +79,7 @@ def attest(
 
 def _signed(payload: bytes, pem: bytes) -> dict[str, Any]:
     """Return the envelope of a payload."""
-    with needs("a signature", "cryptography"):
+    with needs("a signature", "fuelrail[sign]"):
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
     try:
