@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Meta
 
 from fuelrail.bench.annotate.outputs import infer_table, read_table, rows_of
-from fuelrail.bench.trainer.models.build import find
+from fuelrail.bench.trainer.models.settings import find
 from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.schedule.layers import view_settings
 from fuelrail.pipeline.cli import counted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -136,7 +137,9 @@ class PlanOptions(Facts, frozen=True, kw_only=True):
 
 def with_options(asked: Scenario | None, options: PlanOptions) -> Scenario:
     """Return the scenario with what the options replace. Raises ConfigError for what neither of them says."""
-    given, how = _given(options, Scenario), _given(options, ParallelSettings)
+    given = _given(options, Scenario.__struct_fields__)
+    # The precision is the scenario's: automatic strategies and teachers have it too.
+    how = _given(options, set(ParallelSettings.__struct_fields__) - set(Scenario.__struct_fields__))
     if asked is None:
         missing = [name for name in ("model", "cluster", "global_batch") if name not in given]
         if missing:
@@ -166,9 +169,9 @@ def with_options(asked: Scenario | None, options: PlanOptions) -> Scenario:
     return msgspec.structs.replace(asked, parallel=msgspec.structs.replace(asked.parallel, **how))
 
 
-def _given(options: PlanOptions, kind: type[Settings]) -> dict[str, Any]:
-    """Return the options that are given, of those that are fields of ``kind``."""
-    found = {name: getattr(options, name, None) for name in kind.__struct_fields__}
+def _given(options: PlanOptions, names: Iterable[str]) -> dict[str, Any]:
+    """Return the options that are given, of those named."""
+    found = {name: getattr(options, name, None) for name in names}
     return {name: value for name, value in found.items() if value is not None}
 
 

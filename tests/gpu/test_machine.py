@@ -152,7 +152,7 @@ def test_idle_jpeg_engines_fail_a_check_and_so_does_not_knowing(jpeg, reason, pr
 @pytest.mark.process
 def test_why_nvml_says_nothing_is_in_the_report(bench, tmp_path, monkeypatch):
     monkeypatch.setattr(train_run, "NvmlWatch", type("Card", (Watch,), {"reason": "OSError: Driver Not Loaded"}))
-    report = train_run.train(
+    report = train_run.bench_train(
         bench.dataset, out=tmp_path, html=False, steps=4, warmup=1, batch_size=1, model="light",
         accelerator="emulated:resnet50-224-h100", workers=1,
     )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -86,6 +87,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "shuffle": [{"shuffle": True}],
     "seed": [{"seed": 9}],
     "drop_last": [{"drop_last": True}],
+    "ledger": [{"ledger": {"digest_every": 1}}],
     "num_workers": [{"num_workers": 1}, {"num_workers": "auto"}, {"num_workers": {"cpus": 2}}],
     "prefetch_factor": [{"prefetch_factor": 1}, {"prefetch_factor": 4}],
     "pin_memory": [{"pin_memory": False}, {"pin_memory": True}],
@@ -208,6 +210,8 @@ def arguments(roots, case: dict[str, Any], decoder: str, device: Any) -> dict[st
         given["layers"] = {name: {"path": roots / name, **options} for name, options in case["layers"].items()}
     if given["transforms"].channels:
         root = roots / "channels"
+    if "ledger" in case:
+        given["ledger"] = {"path": roots / f"{uuid4()}.ledger", **case["ledger"]}
     if case.get("bad_samples"):
         root = roots / "bad"
         given["storage"] = {"verify": False}

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
-import os
-import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -20,10 +17,16 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from fuelrail.bench.trainer.models.bev import BevOccupancy
 from fuelrail.bench.trainer.models.gpt import Gpt
 from fuelrail.bench.trainer.models.resnet import ResNet
-from fuelrail.bench.trainer.models.settings import MODELS, BevSettings, GptSettings, ModelSettings, ResNetSettings
+from fuelrail.bench.trainer.models.settings import (
+    MODELS,
+    BevSettings,
+    GptSettings,
+    ModelSettings,
+    ResNetSettings,
+    find,
+)
 from fuelrail.bench.trainer.models.vit import MultiCameraVit
-from fuelrail.pipeline.errors import ConfigError, FuelrailError
-from fuelrail.pipeline.runtime.stages import stage_error
+from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from fuelrail.bench.trainer.models.staged import StagedModel
@@ -51,26 +54,6 @@ def maker(name: str) -> Callable[[], nn.Module]:
     if not callable(found):
         raise ConfigError(f"model {name!r} is {type(found).__name__}, not a function")
     return found
-
-
-def find(name: str) -> Any:  # noqa: ANN401 - the caller's
-    """Import what ``MODULE:NAME`` names, from the working folder too. Raises ConfigError, and StageError of its own."""
-    module, _, attribute = name.partition(":")
-    if not module or not attribute:
-        raise ConfigError(f"model {name!r} must be MODULE:FUNCTION, such as 'teacher:logits'")
-    if "/" in module or module.startswith(".") or module.endswith(".py"):
-        raise ConfigError(f"model {name!r} has the path '{module}'; name a module as `import` does: 'folder.teacher'")
-    folder = os.getcwd()  # noqa: PTH109 - as the interpreter itself does for `python -m`
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"model {name!r} cannot be imported: {error}") from error
-    except FuelrailError:
-        raise
-    except (Exception, SystemExit) as error:  # a script may end the process when it is imported
-        raise stage_error(f"model {name!r} cannot be made", error) from error
 
 
 def draft(make: Callable[[], nn.Module], device: str, seed: int) -> tuple[Any, Fill]:

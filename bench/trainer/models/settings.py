@@ -1,9 +1,14 @@
-"""Sizes of the models by name; nothing here imports torch."""
+"""Models by name: sizes of ours, and the import of others; nothing here imports torch."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+import importlib
+import os
+import sys
+from typing import TYPE_CHECKING, Any, Literal
 
+from fuelrail.pipeline.errors import ConfigError, FuelrailError
+from fuelrail.pipeline.runtime.stages import stage_error
 from fuelrail.pipeline.settings import NotNegative, Positive, Settings
 
 
@@ -123,3 +128,23 @@ def feature_width(settings: ModelSettings) -> int:
     if isinstance(settings, ResNetSettings):
         return 4 * settings.width << (len(settings.blocks) - 1)
     return settings.width
+
+
+def find(name: str) -> Any:  # noqa: ANN401 - the caller's
+    """Import what ``MODULE:NAME`` names, from the working folder too. Raises ConfigError, and StageError of its own."""
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise ConfigError(f"model {name!r} must be MODULE:FUNCTION, such as 'teacher:logits'")
+    if "/" in module or module.startswith(".") or module.endswith(".py"):
+        raise ConfigError(f"model {name!r} has the path '{module}'; name a module as `import` does: 'folder.teacher'")
+    folder = os.getcwd()  # noqa: PTH109 - as the interpreter itself does for `python -m`
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"model {name!r} cannot be imported: {error}") from error
+    except FuelrailError:
+        raise
+    except (Exception, SystemExit) as error:  # a script may end the process when it is imported
+        raise stage_error(f"model {name!r} cannot be made", error) from error
