@@ -81,6 +81,12 @@ def our_epoch(num_ranks: int) -> int:
     return sum(len(batch) for batch in BatchSampler(_NUM_ROWS, global_batch=64 * num_ranks, world=World(0, num_ranks)))
 
 
+def our_counted_epoch(num_ranks: int) -> int:
+    """Draw the same from ours as a trainer does, with the position known after each batch."""
+    sampler = BatchSampler(_NUM_ROWS, global_batch=64 * num_ranks, world=World(0, num_ranks))
+    return sum(len(batch) for batch in sampler.count())
+
+
 def first_batch() -> list[int]:
     """Draw the first batch of 64 of very many rows."""
     first: list[int] = next(iter(BatchSampler(_MANY_ROWS, global_batch=64)))
@@ -105,6 +111,7 @@ def measure_order(effort: Effort) -> Iterator[TimedContest]:
             {
                 "torch's DistributedSampler": partial(torch_epoch, num_ranks),
                 "fuelrail.order": partial(our_epoch, num_ranks),
+                "fuelrail.order, counted": partial(our_counted_epoch, num_ranks),
             },
             effort,
         )
