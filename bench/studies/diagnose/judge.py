@@ -42,7 +42,7 @@ Bound = Literal[
 
 # A gain below this, or one that noise explains, is none.
 _NOTABLE = 0.02
-# Time on the host, or a second run that is faster, by a share that is worth a word.
+# Time on the host or in the copy, or a second run that is faster, by a share that is worth a word.
 _SLOWER = 0.05
 # Reading was under way for most of the first run, and for less than half of that in the second: its caches were cold.
 _READING, _WARMED = 0.5, 0.5
@@ -206,10 +206,7 @@ def _judge(
             f"Look at rank {slow.rank}'s host and device: clock, temperature, other processes, its shards' storage.",
             slow.slower,
         )
-    # What is left out with the loading is left out with these, too: they say more.
-    narrow = {name: entry for name, entry in counting.items() if name not in ("loading", *_IN_THE_LOADER)}
-    worst = max(narrow.values(), key=lambda entry: entry.gain, default=None)
-    loading = counting.get("loading")
+    loading, reducing = counting.get("loading"), counting.get("all-reduce")
     if loading is not None and _is_contention(evidence):
         gain = counting["decode"].gain if "decode" in counting else loading.gain
         return _Verdict(
@@ -220,41 +217,17 @@ def _judge(
             "decoder (baseline JPEGs, larger batches).",
             gain,
         )
-    if worst is not None and (loading is None or worst.gain >= 0.9 * loading.gain):
-        return _outside_the_loader(worst, evidence.as_it_is)
+    if reducing is not None and (loading is None or reducing.gain >= 0.9 * loading.gain):
+        return _Verdict(
+            "all-reduce",
+            f"Without the all-reduce the run would be {reducing.gain:.0%} faster.",
+            f"Accumulate gradients over more batches than {evidence.as_it_is.options['accumulation']}, reduce in bf16, "
+            "or use a faster link between the ranks.",
+            reducing.gain,
+        )
     if loading is not None:
         return _in_the_loader(evidence, figures, counting, loading)
-    if worst is not None:
-        return _outside_the_loader(worst, evidence.as_it_is)
     return _undisturbed(evidence.as_it_is, figures)
-
-
-def _outside_the_loader(worst: Counterfactual, report: Report) -> _Verdict:
-    gain = worst.gain
-    if worst.left_out == "copy":
-        return _Verdict(
-            "host to device",
-            f"If batches were on the device at once the run would be {gain:.0%} faster: the step waits for the copy.",
-            "Copy ahead from pinned memory (device='cuda' does), as uint8 and at the network's input size, and see "
-            "that the card sits in a slot of full width.",
-            gain,
-        )
-    if worst.left_out == "launches":
-        return _Verdict(
-            "kernel launches",
-            f"If queueing kernels cost nothing the run would be {gain:.0%} faster: the device idles between kernels "
-            "that are too small for the host to keep up with.",
-            "Use larger batches, torch.compile or CUDA graphs, and fused optimisers.",
-            gain,
-        )
-    nominal = report.options["accumulation"]
-    return _Verdict(
-        "all-reduce",
-        f"Without the all-reduce the run would be {gain:.0%} faster.",
-        f"Accumulate gradients over more batches than {nominal}, reduce in bf16, or use a faster link between the "
-        "ranks.",
-        gain,
-    )
 
 
 def _in_the_loader(
@@ -353,7 +326,16 @@ def _undisturbed(report: Report, figures: Figures) -> _Verdict:
             "Use larger batches, torch.compile or CUDA graphs, and fused optimisers.",
             0.0,
         )
-    other = next(phase.share for phase in figures.phases if phase.phase == "other")
+    share = {phase.phase: phase.share for phase in figures.phases}
+    copy, other = share["host_to_device"], share["other"]
+    if copy > max(_SLOWER, other):
+        return _Verdict(
+            "host to device",
+            f"The step waits for the copy of its batch to the device for {copy:.0%} of the time.",
+            "Copy ahead from pinned memory (device='cuda' does), as uint8 and at the network's input size, and see "
+            "that the card sits in a slot of full width.",
+            copy / (1 - copy),
+        )
     if other > _SLOWER:
         finding = (
             f"Neither loading nor all-reduce slows the run down, but {other:.0%} of its time is spent on the host."

@@ -255,14 +255,10 @@ def _report(
 
 
 def _what_to_leave_out(settings: TrainSettings, num_ranks: int) -> list[LeaveOut]:
-    """List the parts that a run has; on a GPU the copy and the launches are measured without a separate run."""
+    """List the parts that a run has; the copy and the launches are measured without a separate run."""
     found: list[LeaveOut] = ["loading", "storage", "decompression", "decode"]
     if settings.transform is not None:
         found.append("transform")
-    if settings.profile is not None and settings.profile.copy_gb_per_s is not None:
-        found.append("copy")
-    if settings.profile is not None and settings.profile.launch_us:
-        found.append("launches")
     if num_ranks > 1:
         found.append("all-reduce")
     return found

@@ -24,7 +24,7 @@ import xxhash
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
-from fuelrail.bench.measure.accelerator import EmulatedAccelerator, without_costs
+from fuelrail.bench.measure.accelerator import EmulatedAccelerator
 from fuelrail.bench.measure.clock import MonotonicClock
 from fuelrail.bench.measure.collectives import link_of
 from fuelrail.bench.measure.cuda import CudaAccelerator, peak_tflops
@@ -33,7 +33,6 @@ from fuelrail.bench.measure.processes import storage_bytes_read
 from fuelrail.bench.measure.records import RankEnd, RankFailure, RankHeader, RankWriter, StageSnapshot, rank_path
 from fuelrail.bench.planner.state import check_memory, num_parameters
 from fuelrail.bench.ranks.elastic import end_with, join_world
-from fuelrail.bench.ranks.injection import StallingAccelerator, late_batches, slow_reads
 from fuelrail.bench.ranks.tracing import RankTrace, TracedAccelerator
 from fuelrail.bench.studies.train.experiment import from_memory, make_loader, noting_input, take, transforms_of
 from fuelrail.bench.studies.train.settings import TrainSettings
@@ -81,9 +80,6 @@ def run_rank(
     clock = MonotonicClock()
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     accelerator, link, device = _accelerator(settings, clock)
-    if settings.inject.rank in (None, rank):
-        accelerator = cast("Accelerator", StallingAccelerator(accelerator, settings.inject, clock))
-        batches = late_batches(batches, settings.inject.data_wait, clock) if settings.inject.data_wait else batches
     if trace is not None:
         accelerator = cast("Accelerator", TracedAccelerator(accelerator, trace))
 
@@ -237,7 +233,7 @@ def _accelerator(settings: TrainSettings, clock: Clock) -> tuple[Accelerator, Ab
     """Return the accelerator, its emulated link, and what it is called."""
     if settings.profile is None:
         return CudaAccelerator(int(os.environ.get("LOCAL_RANK", "0"))), nullcontext(), torch.cuda.get_device_name()
-    emulated = EmulatedAccelerator(without_costs(settings.profile, settings.leave_out), clock)
+    emulated = EmulatedAccelerator(settings.profile, clock)
     return emulated, link_of(emulated), settings.profile.device
 
 
@@ -315,7 +311,7 @@ def _run(settings: TrainSettings, device: str | None, writer: RankWriter) -> Non
     if settings.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
     recorder = None if trace is None else trace.recorder
-    with slow_reads(settings.inject), make_loader(settings, device, recorder, mesh) as loader:
+    with make_loader(settings, device, recorder, mesh) as loader:
         source = batches(loader, settings.epochs)
         if "loading" in settings.leave_out:
             source = from_memory(source, None if settings.epochs is None else settings.epochs * len(loader))
