@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 import simplejpeg
 import xxhash
@@ -31,8 +30,6 @@ from fuelrail.pipeline.sample.image_header import probe
 if TYPE_CHECKING:
     from fuelrail.loaders.records import Fetched, Parsed
     from fuelrail.pipeline.sample.arrays import Buffer
-
-HOST_TO_DEVICE = "host to device"
 
 _JPEG_SCALES = (1, 2, 4, 8)
 
@@ -51,24 +48,6 @@ class _Scratch(threading.local):
         if len(self._memory) < size:
             self._memory = np.empty(size, np.uint8)
         return self._memory[:size].reshape(shape)
-
-
-class SampleSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """Mean sizes of a sample: as stored, its encoded images alone, and its images as the trainer gets them [bytes]."""
-
-    stored_bytes: float
-    encoded_image_bytes: float
-    output_bytes: int
-
-
-def sample_sizes(fetched: Sequence[Fetched], parsed: Sequence[Parsed], output_bytes: int) -> SampleSizes:
-    """Return the mean sizes over some samples."""
-    encoded = [sum(memoryview(image).nbytes for image in entry.sample.images.values()) for entry in parsed]
-    return SampleSizes(
-        stored_bytes=float(np.mean([sum(frame.row.length for frame in entry.stored) for entry in fetched])),
-        encoded_image_bytes=float(np.mean(encoded)),
-        output_bytes=output_bytes,
-    )
 
 
 def measure_limits(
@@ -140,18 +119,13 @@ def measure_limits(
             name = f"libjpeg-turbo at 1/{divisor}" if divisor > 1 else "libjpeg-turbo at full size"
             rates.append(measure_rate(name, partial(decode, divisor), num_threads, seconds))
     if to_device is not None:
-        rates.append(measure_rate(HOST_TO_DEVICE, to_device, 1, seconds))
+        rates.append(measure_rate("host to device", to_device, 1, seconds))
     return rates
 
 
 def jpeg_limit(rates: Sequence[Rate]) -> Rate | None:
     """Return the limit that JPEG decoding at the size in use sets; None for datasets without JPEG."""
     return next((rate for rate in rates if rate.name.startswith("libjpeg-turbo")), None)
-
-
-def device_limit(rates: Sequence[Rate]) -> Rate | None:
-    """Return the limit that the bus to the device sets; None where there is no device."""
-    return next((rate for rate in rates if rate.name == HOST_TO_DEVICE), None)
 
 
 def _jpeg_factor(parsed: Sequence[Parsed]) -> int | None:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = [
     "BLUE",
     "GREY",
-    "ORANGE",
     "FuncFormatter",
     "MaxNLocator",
     "PercentFormatter",
@@ -39,7 +38,7 @@ __all__ = [
 ]
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
-BLUE, ORANGE, GREY = "#0072b2", "#e69f00", "#bbbbbb"
+BLUE, _ORANGE, GREY = "#0072b2", "#e69f00", "#bbbbbb"
 _CURVES = (BLUE, "#d55e00", "#009e73", "#cc79a7")
 _LEGEND_CHARACTERS = 96
 """The characters of the legend's font that fit beside each other above a page's figure."""
@@ -95,7 +94,7 @@ def stage_bars(rows: Sequence[tuple[str, float, float, float]]) -> str:
     figure, axes = new_figure(0.9 + 0.32 * len(rows))
     places = np.arange(len(rows))
     base = np.zeros(len(rows))
-    for column, (name, colour) in enumerate((("busy", BLUE), ("starved", ORANGE), ("blocked", GREY)), 1):
+    for column, (name, colour) in enumerate((("busy", BLUE), ("starved", _ORANGE), ("blocked", GREY)), 1):
         values = np.array([row[column] for row in rows], dtype=np.float64)
         axes.barh(places, values, 0.66, left=base, color=colour, label=name, linewidth=0)
         for place, value, left in zip(places, values, base, strict=True):

@@ -63,17 +63,15 @@ def bench_loader(
         seed=options.seed,
     )
     with Progress("starting") as progress:
-        rounds, sizes, peak_rss_bytes, cut_off = measure_rounds(
+        rounds, peak_rss_bytes, cut_off = measure_rounds(
             opened, image, choice, num_rounds=options.repeats, seconds=options.seconds, show=progress.update
         )
     report = build_loader_report(
         machine=machine_facts(),
         dataset=facts,
         options={**msgspec.to_builtins(choice), "image": msgspec.to_builtins(image), "seconds": options.seconds},
-        sizes=sizes,
         limits=median_rates([each.limits for each in rounds]),
         stages=median_rates([each.stages for each in rounds]),
-        stacked=median_rates([each.stacked for each in rounds]),
         runs=[each.run for each in rounds],
         peak_rss_bytes=peak_rss_bytes,
         cut_off=cut_off,

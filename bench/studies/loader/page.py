@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from fuelrail.bench.report.page import (
     GIB,
     Block,
@@ -22,11 +20,11 @@ from fuelrail.bench.report.page import (
     document,
     marked,
 )
-from fuelrail.bench.studies.loader.report import LoaderFigures, LoaderReport, step_cells
 from fuelrail.pipeline.cli import counted
 
 if TYPE_CHECKING:
     from fuelrail.bench.measure.rates import Interval, Rate
+    from fuelrail.bench.studies.loader.report import LoaderFigures, LoaderReport
 
 _METHOD = (
     "Rounds alternate between the whole loader, each of its stages alone, and this machine's limits, so that a "
@@ -41,8 +39,6 @@ _ALONE = (
     "with the loader's number of decoding threads, into reused memory, and nothing around them."
 )
 
-_STAGES = {"fetch": "fetch, of bytes that were read before"}
-
 
 def describe(report: LoaderReport, plots: Mapping[str, str]) -> Document:
     """Return the report as a document with these plots."""
@@ -54,11 +50,7 @@ def describe(report: LoaderReport, plots: Mapping[str, str]) -> Document:
     )  # fmt: skip
     figures = report.figures
     parts: list[Block | Section] = _figures(figures) if figures else [Note(f"No figures: {report.too_short}.")]
-    if figures is not None:
-        parts.append(Section("From the limit to the loader", _waterfall(figures, plots.get("waterfall", ""))))
-    stacked = [msgspec.structs.replace(rate, name=f"up to here: {rate.name}") for rate in report.stacked]
-    stages = [msgspec.structs.replace(rate, name=_STAGES.get(rate.name, rate.name)) for rate in report.stages]
-    rates = _rows([*stages, *stacked, *report.limits])
+    rates = _rows([*report.stages, *report.limits])
     parts += [
         _plot(
             "Loader stages", plots.get("stages", ""),
@@ -66,11 +58,6 @@ def describe(report: LoaderReport, plots: Mapping[str, str]) -> Document:
                 "In the order in which data flows, over all runs. **Busy**: working. **Starved**: waiting for the "
                 "stage before. **Blocked**: the next stage has no room. The stage that is always busy sets the pace."
             ),
-        ),
-        _plot(
-            "Queue depths over time", plots.get("queues", ""),
-            "Of the last run: how full the queue behind each stage was when a batch was taken. The stage behind a full "
-            "queue and before an empty one sets the pace.",
         ),
         Section("What a sample costs", [
             Figure([(plots.get("cpu", ""), "Blue: the loader's stages. Grey: the libraries alone.")]),
@@ -105,19 +92,6 @@ def _figures(figures: LoaderFigures) -> list[Block | Section]:
             ]
         ),
     ]
-
-
-def _waterfall(figures: LoaderFigures, svg: str) -> list[Block]:
-    caption = (
-        "All with the same number of threads. Pale: what the step costs. The library decodes whole images, the "
-        "loader may leave out what the crop leaves out, and then be faster."
-    )
-    found: list[Block] = [Figure([(svg, caption)])]
-    if figures.waterfall_doubt is not None:
-        found.append(Note(figures.waterfall_doubt))
-    if not figures.is_waterfall_noise:
-        found.append(Table(("step", "samples/s", "left"), [step_cells(step) for step in figures.waterfall]))
-    return found
 
 
 def _range(interval: Interval, digits: int = 1) -> str:

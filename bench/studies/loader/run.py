@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fuelrail.bench.measure.clock import clock_jump_s
 from fuelrail.bench.measure.cuda import pinned_copy
-from fuelrail.bench.measure.limits import SampleSizes, measure_limits, sample_sizes
+from fuelrail.bench.measure.limits import measure_limits
 from fuelrail.bench.measure.machine import CpuWatch, peak_memory_bytes
 from fuelrail.bench.measure.processes import NOTHING_MEASURED
 from fuelrail.bench.measure.rates import Rate, warm_up_length
-from fuelrail.bench.studies.loader.report import MIN_STEADY_BATCHES, LoaderRun, QueueDepths
+from fuelrail.bench.studies.loader.report import MIN_STEADY_BATCHES, LoaderRun
 from fuelrail.bench.studies.loader.stages import (
     LoaderChoice,
     Recorded,
     make_loader,
-    measure_stacked,
     measure_stages,
     record_stages,
 )
@@ -26,8 +25,6 @@ from fuelrail.bench.studies.loader.stages import (
 if TYPE_CHECKING:
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.transforms.image import ImageAugment
-
-_QUEUE_EVERY_S = 0.02
 
 _NUM_BATCHES_KEPT = 3
 
@@ -39,16 +36,12 @@ def run_loader(dataset: Dataset, image: ImageAugment, choice: LoaderChoice, seco
     watch, faults, jump_s = CpuWatch(), _storage_faults(), clock_jump_s()
     started_s = taken_s = time.perf_counter()
     batch_s: list[float] = []
-    queues: list[QueueDepths] = []
     with make_loader(dataset, image, choice) as loader:
         while not batch_s or taken_s - started_s < seconds:
             for _ in loader:
                 now_s = time.perf_counter()
                 batch_s.append(now_s - taken_s)
                 taken_s = now_s
-                if not queues or now_s - started_s - queues[-1].at_s >= _QUEUE_EVERY_S:
-                    waiting = [clock.waiting for clock in loader.stats().stages]
-                    queues.append(QueueDepths(at_s=now_s - started_s, waiting=waiting))
                 if now_s - started_s >= seconds:
                     break
         stages = list(loader.stats().stages)
@@ -66,7 +59,6 @@ def run_loader(dataset: Dataset, image: ImageAugment, choice: LoaderChoice, seco
         cpu=cpu,
         stages=stages,
         num_storage_faults=_storage_faults() - faults,
-        queues=queues,
         clock_jump_s=clock_jump_s() - jump_s,
     )
 
@@ -80,7 +72,6 @@ class LoaderRound(NamedTuple):
 
     run: LoaderRun
     stages: list[Rate]
-    stacked: list[Rate]
     limits: list[Rate]
 
 
@@ -88,7 +79,6 @@ class Rounds(NamedTuple):
     """The whole rounds, one at least; ``cut_off`` says why they are fewer than were asked for."""
 
     rounds: list[LoaderRound]
-    sizes: SampleSizes
     peak_rss_bytes: int
     cut_off: str | None
 
@@ -122,7 +112,7 @@ def measure_rounds(
         if not rounds:
             raise KeyboardInterrupt(NOTHING_MEASURED) from None
         cut_off = f"it was interrupted after {len(rounds)} of {num_rounds} rounds"
-    return Rounds(rounds, bench.sizes(), peak_rss_bytes, cut_off)
+    return Rounds(rounds, peak_rss_bytes, cut_off)
 
 
 class _Bench:
@@ -144,20 +134,13 @@ class _Bench:
         self._lidars = {lidar.channel for lidar in manifest.lidars if not choice.points}
         self._to_device = pinned_copy(self._output_bytes)
 
-    def sizes(self) -> SampleSizes:
-        """Return the sizes of the recorded samples."""
-        return sample_sizes(self._items["parse"], self._items["decode"], self._output_bytes)
-
     def round(self, where: str, show: Callable[[str], None]) -> LoaderRound:
-        """Measure all four once."""
+        """Measure all three once."""
         dataset, image, choice, part_s = self._dataset, self._image, self._choice, self._part_s
         show(f"{where}: the whole loader")
         run = run_loader(dataset, image, choice, self._seconds)
         show(f"{where}: each stage alone")
         alone = measure_stages(self._recorded, choice.batch_size, part_s)
-        show(f"{where}: stage upon stage")
-        names = [entry.stage.name for entry in self._recorded]
-        stacked = measure_stacked(dataset, image, choice, names[:-1], part_s)
         show(f"{where}: this machine's limits")
         limits = measure_limits(
             self._items["parse"],
@@ -169,4 +152,4 @@ class _Bench:
             dataset,
             self._to_device,
         )
-        return LoaderRound(run, alone, stacked, limits)
+        return LoaderRound(run, alone, limits)

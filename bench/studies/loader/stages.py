@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import threading
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -88,55 +87,6 @@ def _alone(entry: Recorded, batch_size: int, seconds: float) -> Rate:
         samples_per_s=rate.samples_per_s * batch_size,
         cpu_ms_per_sample=rate.cpu_ms_per_sample / batch_size,
     )
-
-
-def measure_stacked(
-    dataset: Dataset, image: ImageAugment, choice: LoaderChoice, names: Sequence[str], seconds: float
-) -> list[Rate]:
-    """Return the rate of the loader with its first stage alone, with its first two, and so on; the others hand through.
-
-    ``names`` are the stages' names. What is lost from one to the next is what that stage costs in company: threads,
-    CPUs and Python's lock are shared, as in the whole loader, which is the last of them.
-    """
-    return [_stacked(dataset, image, choice, names[: number + 1], seconds) for number in range(len(names))]
-
-
-def _stacked(
-    dataset: Dataset, image: ImageAugment, choice: LoaderChoice, working: Sequence[str], seconds: float
-) -> Rate:
-    loader = _make(_Truncated, dataset, image, choice)
-    with loader:
-        loader.working = frozenset(working)
-        batches = itertools.chain.from_iterable(itertools.repeat(loader))
-        next(batches)
-        count, started_s, cpu_s = 0, time.perf_counter(), time.process_time()
-        while count == 0 or time.perf_counter() - started_s < seconds:
-            next(batches)
-            count += 1
-        elapsed_s, cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_s
-    num_samples = count * choice.batch_size
-    return Rate(
-        name=" + ".join(working),
-        num_threads=choice.num_workers,
-        samples_per_s=num_samples / elapsed_s,
-        cpu_ms_per_sample=1e3 * cpu_s / num_samples,
-    )
-
-
-class _Truncated(DataLoader):
-    """A loader of whose stages only some work; its batches are what those have made."""
-
-    working: frozenset[str] = frozenset()
-
-    def stages(self) -> list[Stage]:
-        return [
-            stage if stage.name in self.working else dataclasses.replace(stage, work=_hand_through)
-            for stage in super().stages()
-        ]
-
-
-def _hand_through(item: Any) -> Any:  # noqa: ANN401
-    return item
 
 
 class _Recorder(DataLoader):
