@@ -14,7 +14,7 @@ from fuelrail.pipeline.errors import needs
 with needs("report.html (leave it out by --no-html)", "fuelrail[view]"):
     import matplotlib as mpl
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from collections.abc import Mapping, Sequence
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = [
     "BLUE",
     "GREY",
-    "FuncFormatter",
     "MaxNLocator",
     "PercentFormatter",
     "efficiency_plot",
@@ -69,9 +68,9 @@ def style() -> AbstractContextManager[None]:
     return mpl.rc_context(_STYLE)
 
 
-def new_figure(height_in: float, width_in: float = 7.4) -> tuple[Figure, Axes]:
-    """Make a figure with one pair of axes; sizes in inches, the default as wide as a page."""
-    figure = Figure(figsize=(width_in, height_in), layout="constrained")
+def new_figure(height_in: float) -> tuple[Figure, Axes]:
+    """Make a figure with one pair of axes, as wide as a page and as high as this, in inches."""
+    figure = Figure(figsize=(7.4, height_in), layout="constrained")
     return figure, figure.subplots()
 
 

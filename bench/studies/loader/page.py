@@ -16,7 +16,6 @@ from fuelrail.bench.report.page import (
     Table,
     Text,
     Tiles,
-    Words,
     document,
     marked,
 )
@@ -32,6 +31,11 @@ _METHOD = (
     "off the start. The report has the medians over the rounds, with the lowest and the highest value; for five "
     "rounds that is a 94% confidence interval of the median, for any distribution. The consumer does nothing with the "
     "batches."
+)
+
+_STAGES = marked(
+    "In the order in which data flows, over all runs. **Busy**: working. **Starved**: waiting for the stage before. "
+    "**Blocked**: the next stage has no room. The stage that is always busy sets the pace."
 )
 
 _ALONE = (
@@ -51,30 +55,18 @@ def describe(report: LoaderReport, plots: Mapping[str, str]) -> Document:
     figures = report.figures
     parts: list[Block | Section] = _figures(figures) if figures else [Note(f"No figures: {report.too_short}.")]
     rates = _rows([*report.stages, *report.limits])
+    median = ", dashed the median" if figures else ""
+    rate = f"One line a run; grey is warm-up{median}. Batches that were ready together go off the top."
     parts += [
-        _plot(
-            "Loader stages", plots.get("stages", ""),
-            marked(
-                "In the order in which data flows, over all runs. **Busy**: working. **Starved**: waiting for the "
-                "stage before. **Blocked**: the next stage has no room. The stage that is always busy sets the pace."
-            ),
-        ),
+        Section("Loader stages", [Figure(plots.get("stages", ""), _STAGES)]),
         Section("What a sample costs", [
-            Figure([(plots.get("cpu", ""), "Blue: the loader's stages. Grey: the libraries alone.")]),
+            Figure(plots.get("cpu", ""), "Blue: the loader's stages. Grey: the libraries alone."),
             Table(("what", "threads", "samples/s", "CPU time a sample [ms]"), rates), Text(_ALONE, small=True),
         ]),
-        _plot(
-            "Rate over time", plots.get("batches", ""),
-            f"One line a run; grey is warm-up{', dashed the median' if figures else ''}. Batches that were ready "
-            "together go off the top.",
-        ),
+        Section("Rate over time", [Figure(plots.get("batches", ""), rate)]),
         Section("How these figures are made", [Text(_METHOD)]),
     ]  # fmt: skip
     return document(report, "Fuelrail loader report", "How fast can this dataset be loaded here?", about, parts)
-
-
-def _plot(title: str, svg: str, caption: Words) -> Section:
-    return Section(title, [Figure([(svg, caption)])])
 
 
 def _figures(figures: LoaderFigures) -> list[Block | Section]:
