@@ -161,7 +161,7 @@ class _Examination:
             )
             for prefix in map(_prefix, range(1, num_rounds + 1))
         ]
-        evidence = Evidence(*rounds[0], is_remote=is_url(self._dataset), more=rounds[1:])
+        evidence = Evidence(rounds, is_remote=is_url(self._dataset))
         diagnosis = find_bound(evidence)
         if diagnosis.bound in ("network", "storage"):
             settings = self._settings
@@ -206,7 +206,7 @@ class _Examination:
         # A cold cache is warm now, so a trial is compared with the very first run.
         is_cold = diagnosis.bound == "cold cache"
         base = self._made[_AS_IT_IS if is_cold else "before-trials"]
-        noise = 0.0 if is_cold or diagnosis.noise is None else diagnosis.noise
+        noise = 0.0 if is_cold else diagnosis.noise
         return [judge(one, base, self._made[f"trial-{number}"], noise) for number, one in enumerate(found)]
 
 
