@@ -34,7 +34,6 @@ MANY_METHODS = {
 }
 MANY_PARAMETERS = {
     "bench/studies/plan/report.py build_report": 9,
-    "bench/studies/scale/report.py build_scale_report": 10,
     "loaders/loader.py DataLoader.__init__": 25,
     "sharding/api.py reshard": 10,
 }

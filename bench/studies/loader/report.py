@@ -122,6 +122,7 @@ def build_loader_report(
         figures=figures,
         too_short=too_short,
         cut_off=cut_off,
+        interrupted=cut_off is not None,
         disturbed=max((run.cpu for run in runs), key=lambda cpu: cpu.others or 0.0).disturbed,
         warnings=_warnings(runs, steady, figures),
     )
