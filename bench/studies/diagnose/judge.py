@@ -2,7 +2,7 @@
 
 Each counterfactual answers "what if this cost nothing?", so its gain is also what lifting the bound would bring, as far
 as the next bound. The one with the largest gain names the bound; facts that no single run shows (is the dataset remote,
-was it the first time that its bytes were read, do reads of other shards add up) distinguish its kinds.
+was it the first time that its bytes were read) distinguish its kinds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ Bound = Literal[
     "storage",
     "network",
     "cold cache",
-    "too few shards",
     "decompression",
     "CPU decode",
     "Python",
@@ -47,8 +46,6 @@ NOTABLE = 0.02
 _SLOWER = 0.05
 # Reading was under way for most of the first run, and for less than half of that in the second: its caches were cold.
 _READING, _WARMED = 0.5, 0.5
-# Reads spread over the shards are that much faster than reads of one: each single shard is slow.
-_ADDS_UP = 1.4
 # A host that takes this much of the device's time to queue its work.
 _LAUNCH_BOUND = 0.95
 _IN_THE_LOADER: tuple[LeaveOut, ...] = ("storage", "decompression", "decode", "transform")
@@ -107,15 +104,10 @@ class Round(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """Rounds of runs, all over the same samples and with figures.
-
-    ``shard_scaling``: how many times as fast reads spread over all shards are as reads of one; None where that was not
-    looked at.
-    """
+    """Rounds of runs, all over the same samples and with figures."""
 
     rounds: Sequence[Round]
     is_remote: bool = False
-    shard_scaling: float | None = None
 
 
 def find_bound(evidence: Evidence) -> Diagnosis:
@@ -293,21 +285,12 @@ def _cold(again: Counterfactual) -> _Verdict:
 
 
 def _storage(evidence: Evidence, start: str, gain: float) -> _Verdict:
-    if evidence.shard_scaling is not None and evidence.shard_scaling >= _ADDS_UP:
-        count = evidence.rounds[0].as_it_is.dataset.num_shards
-        return _Verdict(
-            "too few shards",
-            f"{start} Reads spread over the {count} shards are {evidence.shard_scaling:.1f} times as fast as reads of "
-            f"one: the storage serves each file slowly, and {count} are too few to add up.",
-            "Reshard with a smaller --shard-size (`fuelrail reshard DATASET NEW --shard-size 64MB`), so that "
-            "more files are read at once.",
-            gain,
-        )
     if evidence.is_remote:
         return _Verdict(
             "network",
             f"{start} The dataset is remote: the link, or the store behind it, delivers too little.",
-            "Keep what was read on a local disk (--cache-dir), move the data nearer, or use fewer ranks a link.",
+            "Keep what was read on a local disk (--cache-dir), move the data nearer, use fewer ranks a link, or, where "
+            "each file is slow, smaller shards (`fuelrail reshard DATASET NEW --shard-size 64MB`).",
             gain,
         )
     return _Verdict(

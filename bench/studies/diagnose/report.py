@@ -126,7 +126,6 @@ def suggestions(
         "storage": [*more[1:], ahead, *window, *([] if settings.cache_dir else [cache])],
         "cold cache": [Suggestion("nothing changed, the same samples again", {}, twice=True)],
         "network": [ahead, *([] if settings.cache_dir else [cache])],
-        "too few shards": [ahead, *([] if settings.cache_dir else [cache])],
         "GPU decode contention": [Suggestion("--decoder turbo", {"decoder": "turbo"})]
         if settings.decoder == "dali"
         else [],

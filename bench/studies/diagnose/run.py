@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from fuelrail.bench.measure.limits import shard_scaling
 from fuelrail.bench.measure.occupancy import MIN_MEASURED_STEPS
 from fuelrail.bench.measure.processes import NOTHING_MEASURED, WAS_INTERRUPTED
 from fuelrail.bench.report.files import REPORT_JSON, created_now, prepare_folder
@@ -148,13 +147,7 @@ class _Examination:
             )
             for prefix in map(_prefix, range(1, num_rounds + 1))
         ]
-        evidence = Evidence(rounds, is_remote=is_url(self._dataset))
-        diagnosis = find_bound(evidence)
-        if diagnosis.bound in ("network", "storage"):
-            settings = self._settings
-            scaling = shard_scaling(settings.dataset, settings.split, storage=settings.storage)
-            diagnosis = find_bound(evidence._replace(shard_scaling=scaling))
-        return diagnosis
+        return find_bound(Evidence(rounds, is_remote=is_url(self._dataset)))
 
     def _measure(self, runs: dict[str, TrainRun]) -> None:
         """Make the runs and add their reports to those made, each written into its folder; raises _CutOff."""

@@ -80,7 +80,6 @@ NO_LOADING, NO_STORAGE = {"loading": {}}, {"loading": {}, "storage": {}}
     ("times", "helps", "facts", "bound"),
     [
         (WAITS, NO_STORAGE, {"again": WAITS, "is_remote": True}, "network"),
-        (WAITS, NO_STORAGE, {"again": WAITS, "shard_scaling": 1.9}, "too few shards"),
         ({"other_ms": 1.2}, everywhere(other_ms=0.1), {"again": {"other_ms": 0.0}}, "compute"),  # it became faster
         ({"reduce_ms": 12}, {"all-reduce": {}}, {}, "all-reduce"),
         ({"copy_ms": 12}, {}, {}, "host to device"),
