@@ -20,7 +20,6 @@ a stand-in model really runs on the CPU, so gradients and all-reduces are true. 
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -56,9 +55,6 @@ class AcceleratorProfile(Settings, frozen=True):
     proportion to the rank's batch; ``optimiser_ms`` is for a step. ``train_gflop`` is the arithmetic of training on one
     unit, a multiply-add counted as two, where it is known; ``peak_tflops`` the device's dense peak in the precision of
     the times.
-
-    The link to other devices is off unless given, with the time that every collective takes besides that of its bytes
-    (``collectives.py``).
     """
 
     name: str
@@ -73,8 +69,6 @@ class AcceleratorProfile(Settings, frozen=True):
     derivation: str
     train_gflop: Positive | None = None
     peak_tflops: Positive | None = None
-    link_gb_per_s: Positive | None = None
-    link_latency_us: float = 0.0
 
     def step_ms(self, num_samples: float, num_images: float) -> float:
         """Return the device time of one step over the given rank's batch, in milliseconds."""
@@ -107,8 +101,8 @@ class Accelerator(Protocol):
     def gradients_ready(self, share: float) -> None:
         """Note that local gradients that make up ``share`` (0 to 1) of all gradient bytes are computed."""
 
-    def all_reduce_started(self, num_bytes: int = 0) -> None:
-        """Note that one bucket's all-reduce, of that size, is about to be queued."""
+    def all_reduce_started(self) -> None:
+        """Note that one bucket's all-reduce is about to be queued."""
 
     def all_reduce_finished(self) -> None:
         """Record that one bucket's all-reduce is complete; thread-safe."""
@@ -134,8 +128,6 @@ class EmulatedAccelerator:
         self._in_flight_lock = threading.Lock()  # all-reduces end in a thread of the communication library
         self._in_flight = 0
         self._in_flight_since_ns = 0
-        self._link_free_at_ns = 0
-        self._reduced_at_ns: deque[int] = deque()  # when the link is through with each bucket under way
 
     @contextmanager
     def host_to_device(self, num_bytes: int) -> Iterator[None]:  # noqa: ARG002 (the host measures it)
@@ -191,42 +183,15 @@ class EmulatedAccelerator:
             self._gradients_at_ns = max(due_ns + lateness_ns, ready_ns)
             self._times.overrun_ns += max(0, ready_ns - due_ns)
 
-    def communicate(self, num_bytes: int) -> None:
-        """Hold the rank and its device for a collective on the link; that is exposed communication."""
-        before_ns = self._clock.now_ns()
-        self._clock.wait_until(self._through_link_ns(num_bytes))
-        held_ns = self._clock.now_ns() - before_ns
-        self._times.all_reduce_ns += held_ns
-        self._times.all_reduce_total_ns += held_ns
-        self._held_ns += held_ns
-        # The device waits as well: what it computes next begins later.
-        self._free_at_ns += held_ns
-        self._backward_start_ns += held_ns
-
-    @property
-    def reducing(self) -> bool:
-        """Whether a bucket's all-reduce is under way."""
-        return self._in_flight > 0
-
-    def _through_link_ns(self, num_bytes: int) -> int:
-        profile = self.profile
-        if profile.link_gb_per_s is None:
-            return 0
-        lasts_ns = num_bytes / profile.link_gb_per_s + profile.link_latency_us * 1e3
-        self._link_free_at_ns = max(self._link_free_at_ns, self._clock.now_ns()) + round(lasts_ns)
-        return self._link_free_at_ns
-
-    def all_reduce_started(self, num_bytes: int = 0) -> None:
-        """Open the interval of the total all-reduce unless one is open, and queue the bucket on the link."""
-        self._reduced_at_ns.append(self._through_link_ns(2 * num_bytes))
+    def all_reduce_started(self) -> None:
+        """Open the interval of the total all-reduce unless one is open."""
         with self._in_flight_lock:
             if self._in_flight == 0:
                 self._in_flight_since_ns = self._clock.now_ns()
             self._in_flight += 1
 
     def all_reduce_finished(self) -> None:
-        """Close the interval of the total all-reduce when the last one under way is done, on the link too."""
-        self._clock.wait_until(self._reduced_at_ns.popleft())
+        """Close the interval of the total all-reduce when the last one under way is done."""
         with self._in_flight_lock:
             self._in_flight -= 1
             if self._in_flight == 0:
