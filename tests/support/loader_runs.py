@@ -51,7 +51,7 @@ def loader_report_of(runs, *, limits=LIMITS, dataset=DATASET) -> LoaderReport:
     return build_loader_report(
         machine=MACHINE,
         dataset=msgspec.structs.replace(dataset, mean_sample_bytes=1e6),
-        options={"batch_size": 2, "num_workers": 2},
+        options={"batch_size": 2, "workers": 2},
         limits=limits,
         stages=STAGES,
         runs=runs,

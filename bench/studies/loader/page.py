@@ -46,7 +46,7 @@ _ALONE = (
 
 def describe(report: LoaderReport, plots: Mapping[str, str]) -> Document:
     """Return the report as a document with these plots."""
-    threads = report.options["num_workers"]
+    threads = report.options["workers"]
     about = marked(
         "Loading **{name}** ({samples:,} samples, split {split}) with {threads}, {batch} samples a batch",
         name=report.dataset.name, samples=report.dataset.num_samples, split=report.dataset.split,

@@ -20,6 +20,7 @@ from fuelrail.bench.report.files import created_now, prepare_folder
 from fuelrail.bench.report.options import output_folder
 from fuelrail.bench.report.page import write_report
 from fuelrail.bench.report.progress import Progress
+from fuelrail.bench.studies.loader.options import LoaderOptions
 from fuelrail.bench.studies.scale.options import ScaleOptions
 from fuelrail.bench.studies.scale.report import (
     FITTED_RANKS,
@@ -32,7 +33,6 @@ from fuelrail.bench.studies.scale.report import (
 )
 from fuelrail.bench.studies.train.run import Made, TrainRun, measure_all
 from fuelrail.bench.studies.train.settings import TrainOptions, ask
-from fuelrail.loaders.config import Transforms
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.runtime.host import usable_cpus
@@ -186,18 +186,16 @@ class ScalePlan:
         """
         dataset, settings = open_dataset(self._dataset), self.runs[self.ranks[0]][0].settings
         from fuelrail.bench.studies.loader.run import run_loader  # needs torch
-        from fuelrail.bench.studies.loader.stages import LoaderChoice
 
-        choice = LoaderChoice(
+        alone = LoaderOptions(
             split=settings.split,
             batch_size=self.batch_size,
-            num_workers=settings.workers or max(1, int(usable_cpus())),
+            workers=settings.workers,
             decoder=settings.decoder,
-            verify=True,
-            points=False,
             seed=settings.seed,
+            seconds=self.options.loader_seconds,
         )
-        run = run_loader(dataset, Transforms().image, choice, self.options.loader_seconds)
+        run = run_loader(dataset, alone)
         num_cameras = len(dataset.manifest.cameras)
         per_sample = 1 if self.profile.per == "sample" else num_cameras
         seen = [report for report in reports if report.num_ranks <= FITTED_RANKS and report.figures is not None]

@@ -8,17 +8,17 @@ import pytest
 from fuelrail.__main__ import main
 from fuelrail.bench.measure.limits import jpeg_limit, measure_limits
 from fuelrail.bench.measure.machine import peak_memory_bytes
+from fuelrail.bench.studies.loader.options import LoaderOptions
 from fuelrail.bench.studies.loader.report import LoaderReport
 from fuelrail.bench.studies.loader.run import run_loader
-from fuelrail.bench.studies.loader.stages import LoaderChoice, measure_stages, record_stages
+from fuelrail.bench.studies.loader.stages import measure_stages, record_stages
 from fuelrail.loaders import ImageAugment
 from fuelrail.pipeline.format.dataset import open_dataset
 from support.datasets import build_dataset
 
 pytestmark = pytest.mark.slow
 
-IMAGE = ImageAugment(height=32, width=48)
-CHOICE = LoaderChoice(split="train", batch_size=2, num_workers=2, decoder="turbo", verify=True, points=False, seed=0)
+OPTIONS = LoaderOptions(batch_size=2, workers=2, decoder="turbo", image=ImageAugment(height=32, width=48))
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def bench(dataset, out, *options):
 
 
 def test_stages_are_recorded_with_what_went_into_them(dataset):
-    recorded = record_stages(open_dataset(dataset), IMAGE, CHOICE, 3)
+    recorded = record_stages(open_dataset(dataset), OPTIONS, 3)
     assert [entry.stage.name for entry in recorded] == ["fetch", "parse", "decode", "collate"]
     assert [len(entry.items) for entry in recorded] == [6, 6, 6, 3]
     assert [entry.per_batch for entry in recorded] == [False, False, False, True]
@@ -47,21 +47,21 @@ def test_stages_are_recorded_with_what_went_into_them(dataset):
 
 
 def test_more_batches_than_an_epoch_are_recorded_over_epochs(dataset):
-    recorded = record_stages(open_dataset(dataset), IMAGE, CHOICE, 6)  # an epoch has four
+    recorded = record_stages(open_dataset(dataset), OPTIONS, 6)  # an epoch has four
     assert [len(entry.items) for entry in recorded] == [12, 12, 12, 6]
 
 
 def test_limits_of_frame_shards(tmp_path):
     build_dataset(tmp_path / "tiny", {"train": (8,)}, layout="frame")
     opened = open_dataset(tmp_path / "tiny")
-    items = {entry.stage.name: entry.items for entry in record_stages(opened, IMAGE, CHOICE, 2)}
+    items = {entry.stage.name: entry.items for entry in record_stages(opened, OPTIONS, 2)}
     limits = measure_limits(items["parse"], items["decode"], {"lidar_top"}, 2 * 3 * 32 * 48, 1, 0.0, opened)
     assert "zstd" in [rate.name for rate in limits]
 
 
 def test_limits_are_of_what_the_loader_reads(dataset):
     opened = open_dataset(dataset)
-    items = {entry.stage.name: entry.items for entry in record_stages(opened, IMAGE, CHOICE, 2)}
+    items = {entry.stage.name: entry.items for entry in record_stages(opened, OPTIONS, 2)}
     picture, device = bytes(2 * 3 * 32 * 48), bytearray(2 * 3 * 32 * 48)
 
     def to_device(_):  # emulated: it takes what a copy takes
