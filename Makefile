@@ -123,9 +123,7 @@ wheel: setup
 	.ci/repair-wheel build/wheel dist
 
 bench: setup
-	$(BIN)/python -m fuelrail.bench.micro.decode
 	$(BIN)/python -m fuelrail.bench.micro.metadata
-	$(BIN)/python -m fuelrail.bench.micro.overhead $(DEMO)/overhead
 
 dali: setup
 	$(BIN)/pip install -qq -c constraints.txt -e ".[dev,$(DALI),nvml]"

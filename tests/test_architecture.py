@@ -33,9 +33,7 @@ MANY_METHODS = {
     "pipeline/transforms/image_map.py ImageMap": 18,  # one value: five ways to make it, and what is read off it
 }
 MANY_PARAMETERS = {
-    "bench/studies/loader/report.py build_loader_report": 10,
     "bench/studies/plan/report.py build_report": 9,
-    "bench/studies/scale/report.py build_scale_report": 10,
     "loaders/loader.py DataLoader.__init__": 25,
     "sharding/api.py reshard": 10,
 }

@@ -14,20 +14,16 @@ a stand-in model really runs on the CPU, so gradients and all-reduces are true. 
 - Gradients become ready as they would on the device: a DDP bucket that completes a share f of all gradient bytes is
   held until f of the emulated backward has passed; then its real all-reduce starts and overlaps the rest. What is
   still under way when the emulated backward ends is the exposed all-reduce.
-- Copies to the device aren't emulated unless a profile says ``copy_gb_per_s``: the host-to-device time is what the
-  host measured. A profile may also have a slow host queue many small kernels (``num_kernels``, ``launch_us``: forward
-  and backward last as long as the launches, if those take longer than the kernels) and a GPU that decodes images
-  beside the training (``gpu_decode_ms``: both phases last longer by that). Neither counts as busy.
+- Copies to the device aren't emulated: the host-to-device time is what the host measured.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import msgspec
 
@@ -59,10 +55,6 @@ class AcceleratorProfile(Settings, frozen=True):
     proportion to the rank's batch; ``optimiser_ms`` is for a step. ``train_gflop`` is the arithmetic of training on one
     unit, a multiply-add counted as two, where it is known; ``peak_tflops`` the device's dense peak in the precision of
     the times.
-
-    The rest is off unless given: the copy's rate over the bus, launches of a step and what the host takes for one, the
-    device time that decoding one unit's images takes from the training, and the link to other devices, with the time
-    that every collective takes besides that of its bytes (``collectives.py``).
     """
 
     name: str
@@ -77,12 +69,6 @@ class AcceleratorProfile(Settings, frozen=True):
     derivation: str
     train_gflop: Positive | None = None
     peak_tflops: Positive | None = None
-    copy_gb_per_s: Positive | None = None
-    num_kernels: int = 0
-    launch_us: float = 0.0
-    gpu_decode_ms: float = 0.0
-    link_gb_per_s: Positive | None = None
-    link_latency_us: float = 0.0
 
     def step_ms(self, num_samples: float, num_images: float) -> float:
         """Return the device time of one step over the given rank's batch, in milliseconds."""
@@ -115,8 +101,8 @@ class Accelerator(Protocol):
     def gradients_ready(self, share: float) -> None:
         """Note that local gradients that make up ``share`` (0 to 1) of all gradient bytes are computed."""
 
-    def all_reduce_started(self, num_bytes: int = 0) -> None:
-        """Note that one bucket's all-reduce, of that size, is about to be queued."""
+    def all_reduce_started(self) -> None:
+        """Note that one bucket's all-reduce is about to be queued."""
 
     def all_reduce_finished(self) -> None:
         """Record that one bucket's all-reduce is complete; thread-safe."""
@@ -142,16 +128,12 @@ class EmulatedAccelerator:
         self._in_flight_lock = threading.Lock()  # all-reduces end in a thread of the communication library
         self._in_flight = 0
         self._in_flight_since_ns = 0
-        self._link_free_at_ns = 0
-        self._reduced_at_ns: deque[int] = deque()  # when the link is through with each bucket under way
 
     @contextmanager
-    def host_to_device(self, num_bytes: int) -> Iterator[None]:
-        """Measure the real copy, and wait for the profile's bus if it names one."""
+    def host_to_device(self, num_bytes: int) -> Iterator[None]:  # noqa: ARG002 (the host measures it)
+        """Measure the real copy."""
         start_ns = self._clock.now_ns()
         yield
-        if self.profile.copy_gb_per_s is not None:
-            self._clock.wait_until(start_ns + round(num_bytes / self.profile.copy_gb_per_s))
         self._times.host_to_device_ns += self._clock.now_ns() - start_ns
 
     @contextmanager
@@ -161,15 +143,24 @@ class EmulatedAccelerator:
         start_ns = self._free_at_ns = self._clock.now_ns()
         yield
         self._times.stand_in_ns += self._clock.now_ns() - start_ns
-        self._times.forward_ns += self._occupy(self._units * self.profile.forward_ms, self._drag_ms(1 / 3))
+        self._times.forward_ns += self._occupy(self._units * self.profile.forward_ms)
 
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Occupy the device for the backward time; the all-reduce overlaps it as it would on the device."""
-        self._begin_backward()
+        self._backward_start_ns, self._gradients_at_ns, self._held_ns = self._free_at_ns, None, 0
         start_ns = self._clock.now_ns()
         yield
-        self._end_backward(start_ns)
+        device_ms, end_ns = self._units * self.profile.backward_ms, self._clock.now_ns()
+        if self._gradients_at_ns is None:  # no all-reduce in this backward: one rank, or accumulating
+            self._times.stand_in_ns += end_ns - start_ns
+            self._times.backward_ns += self._occupy(device_ms)
+            return
+        self._times.stand_in_ns += max(0, self._gradients_at_ns - start_ns - self._held_ns)
+        self._times.backward_ns += round(device_ms * NS_PER_MS)
+        self._times.device_busy_ns += round(device_ms * NS_PER_MS)
+        self._times.all_reduce_ns += end_ns - self._gradients_at_ns
+        self._free_at_ns = end_ns
 
     @contextmanager
     def optimiser(self) -> Iterator[None]:
@@ -181,8 +172,7 @@ class EmulatedAccelerator:
 
     def gradients_ready(self, share: float) -> None:
         """Hold the bucket until the emulated device has computed ``share`` of the gradients."""
-        device_ns = round((self._units * self.profile.backward_ms + self._drag_ms(2 / 3)) * NS_PER_MS)
-        due_ns = self._backward_start_ns + round(device_ns * share)
+        due_ns = self._backward_start_ns + round(self._units * self.profile.backward_ms * NS_PER_MS * share)
         ready_ns = self._clock.now_ns()
         lateness_ns = self._clock.wait_until(due_ns)
         if ready_ns < due_ns:
@@ -193,42 +183,15 @@ class EmulatedAccelerator:
             self._gradients_at_ns = max(due_ns + lateness_ns, ready_ns)
             self._times.overrun_ns += max(0, ready_ns - due_ns)
 
-    def communicate(self, num_bytes: int) -> None:
-        """Hold the rank and its device for a collective on the link; that is exposed communication."""
-        before_ns = self._clock.now_ns()
-        self._clock.wait_until(self._through_link_ns(num_bytes))
-        held_ns = self._clock.now_ns() - before_ns
-        self._times.all_reduce_ns += held_ns
-        self._times.all_reduce_total_ns += held_ns
-        self._held_ns += held_ns
-        # The device waits as well: what it computes next begins later.
-        self._free_at_ns += held_ns
-        self._backward_start_ns += held_ns
-
-    @property
-    def reducing(self) -> bool:
-        """Whether a bucket's all-reduce is under way."""
-        return self._in_flight > 0
-
-    def _through_link_ns(self, num_bytes: int) -> int:
-        profile = self.profile
-        if profile.link_gb_per_s is None:
-            return 0
-        lasts_ns = num_bytes / profile.link_gb_per_s + profile.link_latency_us * 1e3
-        self._link_free_at_ns = max(self._link_free_at_ns, self._clock.now_ns()) + round(lasts_ns)
-        return self._link_free_at_ns
-
-    def all_reduce_started(self, num_bytes: int = 0) -> None:
-        """Open the interval of the total all-reduce unless one is open, and queue the bucket on the link."""
-        self._reduced_at_ns.append(self._through_link_ns(2 * num_bytes))
+    def all_reduce_started(self) -> None:
+        """Open the interval of the total all-reduce unless one is open."""
         with self._in_flight_lock:
             if self._in_flight == 0:
                 self._in_flight_since_ns = self._clock.now_ns()
             self._in_flight += 1
 
     def all_reduce_finished(self) -> None:
-        """Close the interval of the total all-reduce when the last one under way is done, on the link too."""
-        self._clock.wait_until(self._reduced_at_ns.popleft())
+        """Close the interval of the total all-reduce when the last one under way is done."""
         with self._in_flight_lock:
             self._in_flight -= 1
             if self._in_flight == 0:
@@ -237,56 +200,19 @@ class EmulatedAccelerator:
     def finish_step(self) -> DeviceTimes:
         """Return the step's times; every phase has waited for the emulated device already."""
         times, self._times = self._times, DeviceTimes()
-        times.launch_ns = round(self.profile.num_kernels * self.profile.launch_us * 1e3)
         return times
 
-    def _begin_backward(self) -> None:
-        self._backward_start_ns, self._gradients_at_ns, self._held_ns = self._free_at_ns, None, 0
-
-    def _end_backward(self, start_ns: int) -> None:
-        device_ms = self._units * self.profile.backward_ms
-        end_ns = self._clock.now_ns()
-        if self._gradients_at_ns is None:  # no all-reduce in this backward: one rank, or accumulating
-            self._times.stand_in_ns += end_ns - start_ns
-            self._times.backward_ns += self._occupy(device_ms, self._drag_ms(2 / 3))
-            return
-        self._times.stand_in_ns += max(0, self._gradients_at_ns - start_ns - self._held_ns)
-        self._times.backward_ns += round((device_ms + self._drag_ms(2 / 3)) * NS_PER_MS)
-        self._times.device_busy_ns += round(device_ms * NS_PER_MS)
-        self._times.all_reduce_ns += end_ns - self._gradients_at_ns
-        self._free_at_ns = end_ns
-
-    def _drag_ms(self, share: float) -> float:
-        """Return by how much a phase with ``share`` of the step's kernels exceeds its computing, in milliseconds."""
-        profile = self.profile
-        own_ms = self._units * (profile.forward_ms if share < 0.5 else profile.backward_ms)
-        device_ms = own_ms + share * self._units * profile.gpu_decode_ms
-        launch_ms = share * profile.num_kernels * profile.launch_us / 1e3
-        return max(device_ms, launch_ms) - own_ms
-
-    def _occupy(self, busy_ms: float, drag_ms: float = 0.0) -> int:
+    def _occupy(self, busy_ms: float) -> int:
         """Wait for a phase queued on the device's timeline; return the device's own time for it, in ns."""
-        start_ns, device_ns = self._free_at_ns, round((busy_ms + drag_ms) * NS_PER_MS)
+        start_ns, device_ns = self._free_at_ns, round(busy_ms * NS_PER_MS)
         real_end_ns = self._clock.now_ns()
         self._free_at_ns = max(start_ns + device_ns, real_end_ns)
-        self._times.device_busy_ns += round(busy_ms * NS_PER_MS)
+        self._times.device_busy_ns += device_ns
         if real_end_ns > start_ns + device_ns:
             self._times.overrun_ns += real_end_ns - start_ns - device_ns
         else:
             self._times.overshoot_ns += self._clock.wait_until(self._free_at_ns)
         return device_ns
-
-
-def without_costs(profile: AcceleratorProfile, leave_out: Collection[str]) -> AcceleratorProfile:
-    """Return the profile of a device without the cost of copy, launches or decoding, where those are left out."""
-    changes: dict[str, Any] = {}
-    if not {"copy", "loading"}.isdisjoint(leave_out):
-        changes["copy_gb_per_s"] = None
-    if "launches" in leave_out:
-        changes["launch_us"] = 0.0
-    if not {"decode", "loading"}.isdisjoint(leave_out):
-        changes["gpu_decode_ms"] = 0.0
-    return msgspec.structs.replace(profile, **changes)
 
 
 def profile_names() -> list[str]:

@@ -1,17 +1,8 @@
-"""Collectives as a rank sees them: counted by kind and axis of the mesh, or slowed as an emulated link would.
-
-Of an emulated link, a collective of n bytes lasts n / bandwidth + latency, one after another, where n is what a large
-ring sends per rank: twice the tensor's bytes in an all-reduce, the whole tensor's otherwise. The ranks really
-communicate too, through the host's memory; that time comes on top, and is small.
-
-DDP's buckets are the accelerator's own business and overlap its backward pass. All other collectives hold the rank up:
-what a device would hide of them is not modelled.
-"""
+"""Collectives as a rank sees them, counted by kind and axis of the mesh, and its FLOP."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -25,8 +16,6 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from fuelrail.bench.measure.accelerator import EmulatedAccelerator
 
 # Of operators that move data; waits, barriers and receivers do not.
 _KINDS = {
@@ -94,18 +83,14 @@ class LocalOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - what the operator returns
-        """Run an operator between ``before`` and ``after``."""
+        """Run an operator, then ``after``."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         if func is torch.ops.prim.device.default:  # half of all calls under fake tensors, and no other mode's business
             return args[0].device
-        self.before(func, args)
         result = func(*args, **(kwargs or {}))
         self.after(func, args, {**(kwargs or {}), "out_val": result})
         return result
-
-    def before(self, func: Any, args: Sequence[Any]) -> None:  # noqa: ANN401 - an operator
-        """Act before an operator runs."""
 
     def after(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:  # noqa: ANN401 - an operator
         """Act after an operator ran; ``kwargs`` has its result as ``out_val``."""
@@ -162,22 +147,3 @@ def _group_name(argument: object) -> str:
         except RuntimeError:
             return ""  # how to reduce, which is an object too
     return ""
-
-
-class EmulatedLink(LocalOperators):
-    """While entered, holds every collective of this thread for the time that the accelerator's link takes."""
-
-    def __init__(self, accelerator: EmulatedAccelerator) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._accelerator = accelerator
-
-    def before(self, func: Any, args: Sequence[Any]) -> None:  # noqa: ANN401 - an operator
-        """Wait before a collective; the peers' links are as slow, so all of them start it late."""
-        moved = None if self._accelerator.reducing else collective_of(func, args)
-        if moved is not None:
-            self._accelerator.communicate(moved[1] * (2 if moved[0] == "all_reduce" else 1))
-
-
-def link_of(accelerator: EmulatedAccelerator) -> AbstractContextManager[Any]:
-    """Return the accelerator's link, to be entered around training; nothing where its profile names none."""
-    return nullcontext() if accelerator.profile.link_gb_per_s is None else EmulatedLink(accelerator)

@@ -81,7 +81,7 @@ class CudaAccelerator:
         if share >= 1.0:
             self._gradients_at = self._mark()
 
-    def all_reduce_started(self, num_bytes: int = 0) -> None:  # noqa: ARG002 (the device knows by itself)
+    def all_reduce_started(self) -> None:
         """Mark the compute stream, after whose work so far NCCL may start."""
         self._launches.append(self._mark())
 

@@ -6,37 +6,28 @@ they are read once before. How fast the storage itself is, cold, is another ques
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
-import time
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 import simplejpeg
 import xxhash
 from numpy.typing import NDArray
 
 from fuelrail.bench.measure.rates import Rate, measure_rate
-from fuelrail.loaders.storage import Storage, open_storage
 from fuelrail.pipeline.format import codecs
-from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.format.zstd_frames import is_framed, open_span
 from fuelrail.pipeline.sample.image_header import probe
 
 if TYPE_CHECKING:
     from fuelrail.loaders.records import Fetched, Parsed
+    from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.sample.arrays import Buffer
 
-HOST_TO_DEVICE = "host to device"
-
 _JPEG_SCALES = (1, 2, 4, 8)
-
-_NUM_THREADS = 8
 
 
 class _Scratch(threading.local):
@@ -51,24 +42,6 @@ class _Scratch(threading.local):
         if len(self._memory) < size:
             self._memory = np.empty(size, np.uint8)
         return self._memory[:size].reshape(shape)
-
-
-class SampleSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """Mean sizes of a sample: as stored, its encoded images alone, and its images as the trainer gets them [bytes]."""
-
-    stored_bytes: float
-    encoded_image_bytes: float
-    output_bytes: int
-
-
-def sample_sizes(fetched: Sequence[Fetched], parsed: Sequence[Parsed], output_bytes: int) -> SampleSizes:
-    """Return the mean sizes over some samples."""
-    encoded = [sum(memoryview(image).nbytes for image in entry.sample.images.values()) for entry in parsed]
-    return SampleSizes(
-        stored_bytes=float(np.mean([sum(frame.row.length for frame in entry.stored) for entry in fetched])),
-        encoded_image_bytes=float(np.mean(encoded)),
-        output_bytes=output_bytes,
-    )
 
 
 def measure_limits(
@@ -140,18 +113,13 @@ def measure_limits(
             name = f"libjpeg-turbo at 1/{divisor}" if divisor > 1 else "libjpeg-turbo at full size"
             rates.append(measure_rate(name, partial(decode, divisor), num_threads, seconds))
     if to_device is not None:
-        rates.append(measure_rate(HOST_TO_DEVICE, to_device, 1, seconds))
+        rates.append(measure_rate("host to device", to_device, 1, seconds))
     return rates
 
 
 def jpeg_limit(rates: Sequence[Rate]) -> Rate | None:
     """Return the limit that JPEG decoding at the size in use sets; None for datasets without JPEG."""
     return next((rate for rate in rates if rate.name.startswith("libjpeg-turbo")), None)
-
-
-def device_limit(rates: Sequence[Rate]) -> Rate | None:
-    """Return the limit that the bus to the device sets; None where there is no device."""
-    return next((rate for rate in rates if rate.name == HOST_TO_DEVICE), None)
 
 
 def _jpeg_factor(parsed: Sequence[Parsed]) -> int | None:
@@ -167,42 +135,3 @@ def _decode(image: Buffer, divisor: int, scratch: _Scratch) -> None:
     info = probe(image)
     height, width = -(-info.height // divisor), -(-info.width // divisor)
     simplejpeg.decode_jpeg(image, "RGBX", min_height=height, min_width=width, buffer=scratch.take((height, width, 4)))
-
-
-def shard_scaling(location: str, split: str, *, storage: str = "auto", seconds: float = 1.5) -> float | None:
-    """Measure the speed-up of 8 readers on all shards of a split over one shard; None with a single shard.
-
-    It reads past any cache of ours; raises what reading raises.
-    """
-    dataset = open_dataset(location)
-    entry = dataset.split(split)
-    if entry.num_shards < 2:
-        return None
-    rows = range(entry.first_sample, entry.first_sample + entry.num_samples)
-    shard_of = dataset.index.column("shard", rows.start, rows.stop)
-    one = [row for row, shard in zip(rows, shard_of.tolist(), strict=True) if shard == shard_of[0]]
-    # A sample of each shard in turns.
-    stride = max(1, len(rows) // entry.num_shards)
-    spread = [rows[at] for first in range(stride) for at in range(first, len(rows), stride)]
-    backend = open_storage(dataset, storage, verify=False)
-    try:
-        alone = _rate(dataset, backend, one, seconds)
-        return _rate(dataset, backend, spread, seconds) / alone
-    finally:
-        backend.close()
-
-
-def _rate(dataset: Dataset, storage: Storage, rows: list[int], seconds: float) -> float:
-    """Return bytes a second."""
-    numbers, started_s = itertools.cycle(rows), time.perf_counter()
-
-    def read() -> int:
-        num_bytes = 0
-        while time.perf_counter() - started_s < seconds:
-            row = next(numbers)
-            num_bytes += len(storage.span(row, dataset.index.row(row)))
-        return num_bytes
-
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        total = sum(future.result() for future in [pool.submit(read) for _ in range(_NUM_THREADS)])
-    return total / (time.perf_counter() - started_s)

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,9 +20,8 @@ _T = TypeVar("_T", int, float)
 _GONE_S = 2.0
 _POLL_S = 0.005
 
-FAILED: Final = 1
-
-INTERRUPTED: Final = 130
+WAS_INTERRUPTED: Final = "the run was interrupted"
+"""Why a report is partial after Ctrl+C or SIGTERM."""
 
 NOTHING_MEASURED: Final = "before anything was measured whole: no report was written"
 """Message of a KeyboardInterrupt that ends a command too early for a partial report."""
@@ -85,13 +83,6 @@ def _each(root: int, of: Callable[[Any], _T]) -> Iterator[_T]:
         for process in [parent, *parent.children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 yield of(process)
-
-
-def exit_code(cut_off: str | None, *, interrupted: bool) -> int:
-    """Return the exit code of a command with a report; print to standard error why a partial one is partial."""
-    if cut_off is not None:
-        sys.stderr.write(f"fuelrail: error: the report is partial: {cut_off}\n")
-    return INTERRUPTED if interrupted else FAILED if cut_off is not None else 0
 
 
 def storage_bytes_read() -> int | None:

@@ -33,7 +33,7 @@ class DeviceTimes(msgspec.Struct, kw_only=True):
       emulated accelerator the profile's time, never more, whatever the host took;
     - ``overrun_ns``: by how much the stand-in's real work outlasted the emulated phases, ``overshoot_ns``: how late
       waits woke, ``stand_in_ns``: the host time of the stand-in's real work; all three 0 on a GPU;
-    - ``launch_ns``: what the host took to queue the device's work (emulated: what its profile says that it would take).
+    - ``launch_ns``: what the host took to queue the device's work; 0 on the emulated accelerator.
     """
 
     host_to_device_ns: int = 0

@@ -24,20 +24,15 @@ import pyarrow as pa
 import safetensors.numpy
 import torch.utils.data
 
-from fuelrail.bench.micro.source import CAMERAS, NUM_BOXES, NUM_POINTS, make_dataset
+from fuelrail.bench.micro.source import CAMERAS, NUM_BOXES, NUM_POINTS, make_dataroot
 from fuelrail.bench.micro.timing import Effort, TimedContest, compare, main
 from fuelrail.loaders.integrations.sampler import BatchSampler
 from fuelrail.pipeline.format.index.row import IndexRow, MemberEntry
 from fuelrail.pipeline.format.index.samples import ROWS_PER_BATCH, SampleIndex, write_index
 from fuelrail.pipeline.order.batching import World
-from fuelrail.pipeline.sample.schema import (
-    BOXES,
-    GEOMETRY,
-    META,
-    decode_points,
-    decode_sample,
-    encode_points,
-)
+from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, META, decode_points, decode_sample, encode_points
+from fuelrail.sharding.api import shard
+from fuelrail.sharding.progress import Quiet
 
 _FIELDS = (META, GEOMETRY, BOXES, *(f"{channel.lower()}.jpg" for channel in CAMERAS), "lidar_top.npy")
 
@@ -47,9 +42,11 @@ _MANY_ROWS = 10**9
 
 def sample_members(work: Path) -> tuple[str, dict[str, bytes]]:
     """Make key and metadata of a sample with six cameras and as many boxes as nuScenes' in the new folder ``work``."""
-    dataset = make_dataset(work, 2, size=(320, 180), layout="none")
-    with tarfile.open(next(dataset.glob("*.tar"))) as shard:
-        found = {name: file.read() for name in shard.getnames() if (file := shard.extractfile(name)) is not None}
+    source, out = work / "source", work / "dataset"
+    make_dataroot(source, 2, lidar=False, size=(320, 180))
+    shard(f"nuscenes:{source}", out, options={"version": "v1.0-bench"}, layout="none", workers=1, progress=Quiet())
+    with tarfile.open(next(out.glob("*.tar"))) as tar:
+        found = {name: file.read() for name in tar.getnames() if (file := tar.extractfile(name)) is not None}
     key = next(iter(found)).partition(".")[0]
     return key, {name: found[f"{key}.{name}"] for name in (META, GEOMETRY, BOXES)}
 

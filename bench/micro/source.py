@@ -10,14 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import simplejpeg
 
 from fuelrail.pipeline.format import codecs
-from fuelrail.sharding.api import shard
-from fuelrail.sharding.progress import Quiet
 
 CAMERAS = ("CAM_FRONT", "CAM_FRONT_RIGHT", "CAM_FRONT_LEFT", "CAM_BACK", "CAM_BACK_LEFT", "CAM_BACK_RIGHT")
 NUM_POINTS = 34_720
@@ -63,7 +61,7 @@ def make_dataroot(
     """
     num_files = num_files or num_frames
     rng = np.random.default_rng(0)
-    image = noise_jpeg(rng, size)
+    image = _noise_jpeg(rng, size)
     sweeps = [_sweep(rng) for _ in range(8 if lidar else 0)]
     channels = [*CAMERAS, *(["LIDAR_TOP"] if lidar else [])]
     for channel in channels:
@@ -74,22 +72,7 @@ def make_dataroot(
     write_tables(root, channels, num_frames, size, num_files, full=full_tables)
 
 
-def make_dataset(
-    work: Path,
-    num_frames: int,
-    *,
-    size: tuple[int, int] = (1600, 900),
-    num_files: int | None = None,
-    layout: Literal["member", "none"] = "member",
-) -> Path:
-    """Write a dataroot of cameras into the new folder ``work``, and return the dataset that is made of it."""
-    make_dataroot(work / "source", num_frames, lidar=False, size=size, num_files=num_files)
-    options = {"version": "v1.0-bench"}
-    shard(f"nuscenes:{work / 'source'}", work / "dataset", options=options, layout=layout, workers=1, progress=Quiet())
-    return work / "dataset"
-
-
-def noise_jpeg(rng: np.random.Generator, size: tuple[int, int]) -> bytes:
+def _noise_jpeg(rng: np.random.Generator, size: tuple[int, int]) -> bytes:
     """Make a JPEG of noise, as large as a photograph of this size (width, height)."""
     width, height = size
     coarse = rng.random((height // 4 + 1, width // 4 + 1, 3))

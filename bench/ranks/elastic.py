@@ -6,7 +6,6 @@ outlives it: it ends when the process that started it is gone, and its ranks end
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import signal
@@ -14,7 +13,6 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 
 import msgspec
@@ -32,35 +30,6 @@ def end_with(parent: int, signum: signal.Signals) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:  # it ended before we could ask
         os.kill(os.getpid(), signum)
-
-
-def join_world(device: str | None, timeout_s: float, *, acts: bool) -> None:
-    """Join the ranks' group, on the CPU where ``device`` is None. ``acts``: this rank stands in for a device."""
-    import torch
-    import torch.distributed as dist
-
-    acts = acts and sys.platform == "linux"
-    if acts:
-        _act_as_device(os.SCHED_FIFO)
-    if device is not None:
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "gloo" if device is None else "nccl",
-        timeout=timedelta(seconds=timeout_s),
-        device_id=None if device is None else torch.device(device),
-    )
-    if acts:
-        _act_as_device(os.SCHED_FIFO | os.SCHED_RESET_ON_FORK)
-
-
-def _act_as_device(policy: int) -> None:
-    """Let this thread, and with SCHED_FIFO those that it starts, run whenever they want to, where that is permitted.
-
-    This thread and gloo's stand in for a device and its link, which would not wait for a CPU that is busy decoding.
-    They take little of it, so the loader's threads, which are scheduled as ever, lose little.
-    """
-    with contextlib.suppress(PermissionError):
-        os.sched_setscheduler(0, policy, os.sched_param(1))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -97,10 +97,10 @@ class TracedAccelerator:
             if self._marks:
                 torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
-    def all_reduce_started(self, num_bytes: int = 0) -> None:
+    def all_reduce_started(self) -> None:
         """Pass it on to the inner accelerator."""
         self._reducing_since.append(time.perf_counter())
-        self._inner.all_reduce_started(num_bytes)
+        self._inner.all_reduce_started()
 
     def all_reduce_finished(self) -> None:
         """Pass it on to the inner accelerator; buckets are reduced in the order of their launches."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -33,8 +34,8 @@ class ReportHeader(msgspec.Struct, frozen=True, kw_only=True):
     """The beginning of a report.
 
     ``schema`` and ``version`` say its kind (:mod:`fuelrail.bench.studies.diff`). ``cut_off`` says why it is
-    partial, ``disturbed`` by how much other processes used the host meanwhile (None: too little to matter, or unknown),
-    ``warnings`` why its figures may be wrong.
+    partial, and ``interrupted`` whether Ctrl+C or SIGTERM ended it; ``disturbed`` by how much other processes used the
+    host meanwhile (None: too little to matter, or unknown), ``warnings`` why its figures may be wrong.
     """
 
     schema: str
@@ -46,6 +47,14 @@ class ReportHeader(msgspec.Struct, frozen=True, kw_only=True):
     options: dict[str, Any]
     warnings: list[str]
     disturbed: str | None = None
+    interrupted: bool = False
+
+
+def exit_code(report: ReportHeader) -> int:
+    """Return the exit code of a command with a report; print to standard error why a partial one is partial."""
+    if report.cut_off is not None:
+        sys.stderr.write(f"fuelrail: error: the report is partial: {report.cut_off}\n")
+    return 130 if report.interrupted else 0 if report.cut_off is None else 1
 
 
 def created_now() -> str:

@@ -73,15 +73,11 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Figure:
-    """Plots beside each other, as SVG, each with its caption, and a legend of labels with colours above them.
+    """A plot as SVG, its caption, and a legend of labels with colours above it; empty where it was not drawn."""
 
-    Plots that were not drawn are left out. With ``summary`` they fold away, and are so at first if ``folded``.
-    """
-
-    plots: Sequence[tuple[str, Words]]
+    svg: str
+    caption: Words
     legend: Sequence[tuple[str, str]] = ()
-    summary: str = ""
-    folded: bool = False
 
 
 @dataclass(frozen=True)

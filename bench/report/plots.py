@@ -14,7 +14,7 @@ from fuelrail.pipeline.errors import needs
 with needs("report.html (leave it out by --no-html)", "fuelrail[view]"):
     import matplotlib as mpl
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from collections.abc import Mapping, Sequence
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 __all__ = [
     "BLUE",
     "GREY",
-    "ORANGE",
-    "FuncFormatter",
     "MaxNLocator",
     "PercentFormatter",
     "efficiency_plot",
@@ -39,7 +37,7 @@ __all__ = [
 ]
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
-BLUE, ORANGE, GREY = "#0072b2", "#e69f00", "#bbbbbb"
+BLUE, _ORANGE, GREY = "#0072b2", "#e69f00", "#bbbbbb"
 _CURVES = (BLUE, "#d55e00", "#009e73", "#cc79a7")
 _LEGEND_CHARACTERS = 96
 """The characters of the legend's font that fit beside each other above a page's figure."""
@@ -70,9 +68,9 @@ def style() -> AbstractContextManager[None]:
     return mpl.rc_context(_STYLE)
 
 
-def new_figure(height_in: float, width_in: float = 7.4) -> tuple[Figure, Axes]:
-    """Make a figure with one pair of axes; sizes in inches, the default as wide as a page."""
-    figure = Figure(figsize=(width_in, height_in), layout="constrained")
+def new_figure(height_in: float) -> tuple[Figure, Axes]:
+    """Make a figure with one pair of axes, as wide as a page and as high as this, in inches."""
+    figure = Figure(figsize=(7.4, height_in), layout="constrained")
     return figure, figure.subplots()
 
 
@@ -95,7 +93,7 @@ def stage_bars(rows: Sequence[tuple[str, float, float, float]]) -> str:
     figure, axes = new_figure(0.9 + 0.32 * len(rows))
     places = np.arange(len(rows))
     base = np.zeros(len(rows))
-    for column, (name, colour) in enumerate((("busy", BLUE), ("starved", ORANGE), ("blocked", GREY)), 1):
+    for column, (name, colour) in enumerate((("busy", BLUE), ("starved", _ORANGE), ("blocked", GREY)), 1):
         values = np.array([row[column] for row in rows], dtype=np.float64)
         axes.barh(places, values, 0.66, left=base, color=colour, label=name, linewidth=0)
         for place, value, left in zip(places, values, base, strict=True):

@@ -10,13 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fuelrail.bench.measure.processes import exit_code
 from fuelrail.bench.planner.scenario import PlanOptions
-from fuelrail.bench.report.files import TRACE_JSON, prepare_folder, report_files
+from fuelrail.bench.report.files import TRACE_JSON, ReportHeader, exit_code, prepare_folder, report_files
 from fuelrail.bench.report.options import OutputOptions, PlanOutput, add_dataset
 from fuelrail.bench.report.page import write_report
 from fuelrail.bench.studies.comm.report import CommOptions
-from fuelrail.bench.studies.diagnose.run import DiagnoseOptions, run_diagnosis
+from fuelrail.bench.studies.diagnose.run import DiagnoseOptions, diagnose
 from fuelrail.bench.studies.loader.options import LoaderOptions
 from fuelrail.bench.studies.scale.options import ScaleOptions
 from fuelrail.bench.studies.train.settings import TrainOptions
@@ -27,19 +26,26 @@ if TYPE_CHECKING:
 
     import msgspec
 
+    from fuelrail.bench.studies.comm.report import CommReport
+    from fuelrail.bench.studies.diagnose.report import DiagnoseReport
+    from fuelrail.bench.studies.loader.report import LoaderReport
+    from fuelrail.bench.studies.plan.report import PlanReport
+    from fuelrail.bench.studies.scale.report import ScaleReport
+    from fuelrail.bench.studies.train.report import Report
+
 
 class Study(NamedTuple):
     """One study as a command.
 
     ``make`` gets the argument, the options, the folder for the report (None: none is wanted) and whether a page is
-    wanted. It writes the report and returns it, and whether it was interrupted; None where another process prints it.
+    wanted. It writes the report and returns it; None where another process prints it.
     ``printed``: the fields that ``--json`` prints; all of them if empty.
     """
 
     help: str
     description: str
     options: type[msgspec.Struct]
-    make: Callable[[Any, Any, Any, bool], tuple[Any, bool]]
+    make: Callable[[Any, Any, Any, bool], Any]
     argument: Callable[[argparse.ArgumentParser], object] = add_dataset
     printed: tuple[str, ...] = ()
     output: type[OutputOptions] = OutputOptions
@@ -57,7 +63,7 @@ def command(word: str, study: Study) -> Command:
     def run(arguments: argparse.Namespace) -> int:
         options, output = from_flags(arguments, study.options), from_flags(arguments, study.output)
         out = output.folder(word)
-        report, interrupted = study.make(arguments, options, out, output.html)
+        report = study.make(arguments, options, out, output.html)
         if report is None:
             return 0
         if output.json:
@@ -69,46 +75,43 @@ def command(word: str, study: Study) -> Command:
             print_report(report, console)
             if out is not None:
                 console.print("\nwritten: " + ", ".join(map(str, report_files(out, html=output.html))))
-        return exit_code(getattr(report, "cut_off", None), interrupted=interrupted)
+        return exit_code(report) if isinstance(report, ReportHeader) else 0
 
     return Command(study.help, configure, run)
 
 
-def _train(arguments: argparse.Namespace, options: TrainOptions, out: Path, html: bool) -> tuple[Any, bool]:
-    from fuelrail.bench.studies.train.run import run_training
+def _train(arguments: argparse.Namespace, options: TrainOptions, out: Path, html: bool) -> Report | None:
+    from fuelrail.bench.studies.train.run import bench_train
 
-    made = run_training(arguments.dataset, options, out, html=html)
-    if made is None:
-        return None, False
-    if options.trace:
+    report = bench_train(arguments.dataset, options, out=out, html=html)
+    if options.trace and report is not None:
         sys.stderr.write(f"written: {out / TRACE_JSON}; open it in ui.perfetto.dev\n")
-    return made.reports[0], made.interrupted
+    return report
 
 
-def _loader(arguments: argparse.Namespace, options: LoaderOptions, out: Path, html: bool) -> tuple[Any, bool]:
+def _loader(arguments: argparse.Namespace, options: LoaderOptions, out: Path, html: bool) -> LoaderReport:
     from fuelrail.bench.studies.loader.measure import bench_loader
 
-    report = bench_loader(arguments.dataset, options, out=out, html=html)
-    return report, report.cut_off is not None
+    return bench_loader(arguments.dataset, options, out=out, html=html)
 
 
-def _scale(arguments: argparse.Namespace, options: ScaleOptions, out: Path, html: bool) -> tuple[Any, bool]:
-    from fuelrail.bench.studies.scale.run import run_scaling
+def _scale(arguments: argparse.Namespace, options: ScaleOptions, out: Path, html: bool) -> ScaleReport:
+    from fuelrail.bench.studies.scale.run import scale
 
-    return run_scaling(arguments.dataset, options, out, html=html)
-
-
-def _diagnose(arguments: argparse.Namespace, options: DiagnoseOptions, out: Path, html: bool) -> tuple[Any, bool]:
-    return run_diagnosis(arguments.dataset, options, out, html=html)
+    return scale(arguments.dataset, options, out=out, html=html)
 
 
-def _comm(_: argparse.Namespace, options: CommOptions, out: Path, html: bool) -> tuple[Any, bool]:
+def _diagnose(arguments: argparse.Namespace, options: DiagnoseOptions, out: Path, html: bool) -> DiagnoseReport:
+    return diagnose(arguments.dataset, options, out=out, html=html)
+
+
+def _comm(_: argparse.Namespace, options: CommOptions, out: Path, html: bool) -> CommReport | None:
     from fuelrail.bench.studies.comm.run import run_comm
 
-    return run_comm(options, out, html=html), False
+    return run_comm(options, out, html=html)
 
 
-def _plan(arguments: argparse.Namespace, options: PlanOptions, out: Path | None, html: bool) -> tuple[Any, bool]:
+def _plan(arguments: argparse.Namespace, options: PlanOptions, out: Path | None, html: bool) -> PlanReport:
     from fuelrail.bench.studies.plan.run import plan
 
     if out is not None:
@@ -116,7 +119,7 @@ def _plan(arguments: argparse.Namespace, options: PlanOptions, out: Path | None,
     report = plan(arguments.scenario, options)
     if out is not None:
         write_report(report, out, html=html)
-    return report, False
+    return report
 
 
 STUDIES = {

@@ -8,8 +8,8 @@ import pytest
 
 from fuelrail.__main__ import main
 from fuelrail.bench.studies.diff import load_comparable
+from fuelrail.bench.studies.loader.options import LoaderOptions
 from fuelrail.bench.studies.loader.run import run_loader
-from fuelrail.bench.studies.loader.stages import LoaderChoice
 from fuelrail.bench.studies.train.report import load_report
 from fuelrail.loaders import ImageAugment
 from fuelrail.pipeline.format.dataset import open_dataset
@@ -67,9 +67,8 @@ def test_a_wall_clock_that_jumps_moves_no_step_of_a_rank(dataset, tmp_path, monk
 
 
 def test_a_wall_clock_that_is_set_back_is_reported_and_shortens_no_batch(dataset, monkeypatch):
-    choice = LoaderChoice(
-        split="train", batch_size=2, num_workers=1, decoder="turbo", verify=True, points=False, seed=0
-    )
+    image = ImageAugment(height=32, width=48)
+    options = LoaderOptions(batch_size=2, workers=1, decoder="turbo", image=image, seconds=0.3)
     real, looks = time.time, []
 
     def set_back():
@@ -77,6 +76,6 @@ def test_a_wall_clock_that_is_set_back_is_reported_and_shortens_no_batch(dataset
         return real() - (HOUR_S if len(looks) > 1 else 0.0)
 
     monkeypatch.setattr(time, "time", set_back)
-    run = run_loader(open_dataset(dataset), ImageAugment(height=32, width=48), choice, 0.3)
+    run = run_loader(open_dataset(dataset), options)
     assert run.clock_jump_s == pytest.approx(-HOUR_S, abs=60)
     assert all(0 <= lasted < HOUR_S / 2 for lasted in run.batch_s)

@@ -20,7 +20,8 @@ import pytest
 import torch
 
 from fuelrail.bench.measure.nvml import NvmlWatch
-from fuelrail.bench.studies.loader.stages import LoaderChoice, measure_stages, record_stages
+from fuelrail.bench.studies.loader.options import LoaderOptions
+from fuelrail.bench.studies.loader.stages import measure_stages, record_stages
 from fuelrail.loaders import ImageAugment, Transforms
 from fuelrail.loaders.decode import make_decoder
 from fuelrail.pipeline.format.dataset import open_dataset
@@ -109,11 +110,9 @@ def test_share_of_the_bare_decoder(bench, facts, decoder):
 def _stage_rate(bench, kind, seconds):
     """Images per second of a loader's decode stage alone, on its own threads."""
     dataset, batch_size = open_dataset(cameras(bench, kind)), bench.pick(16, 2)
-    choice = LoaderChoice(
-        split="train", batch_size=batch_size, num_workers=2, decoder="dali", verify=True, points=False, seed=0
-    )
+    options = LoaderOptions(batch_size=batch_size, workers=2, decoder="dali")
     device = str(bench.device) if bench.on_gpu else None
-    recorded = record_stages(dataset, Transforms().image, choice, num_batches=2, device=device)
+    recorded = record_stages(dataset, options, num_batches=2, device=device)
     (rate,) = measure_stages([entry for entry in recorded if entry.stage.name == "decode"], batch_size, seconds)
     return rate.samples_per_s * len(dataset.manifest.cameras)
 

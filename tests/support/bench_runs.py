@@ -79,12 +79,15 @@ class HandClock:
         self.now += round(duration_ms * MS)
 
 
-def step(number: int, start_ns: int, *, wait_ms: float = 0, reduce_ms: float = 0, other_ms: float = 0, **changes):
+def step(
+    number: int, start_ns: int, *, wait_ms: float = 0, copy_ms: float = 0, reduce_ms: float = 0, other_ms: float = 0,
+    **changes,
+):  # fmt: skip
     """A step whose forward, backward and optimiser last as PROFILE's for one sample: 10 + 20 + 1 ms."""
     busy_ms = 31.0
     times = {
         "data_wait_ns": wait_ms,
-        "host_to_device_ns": 0.0,
+        "host_to_device_ns": copy_ms,
         "forward_ns": 10.0,
         "backward_ns": 20.0,
         "all_reduce_ns": reduce_ms,
@@ -94,7 +97,7 @@ def step(number: int, start_ns: int, *, wait_ms: float = 0, reduce_ms: float = 0
         "device_busy_ns": busy_ms,
     }
     fields = {name: round(value * MS) for name, value in times.items()}
-    wall_ns = round((busy_ms + wait_ms + reduce_ms + other_ms) * MS)
+    wall_ns = round((busy_ms + wait_ms + copy_ms + reduce_ms + other_ms) * MS)
     record = {"step": number, "epoch": 0, "num_samples": 2, "num_images": 4, "loss": 1.0 / (number + 1)}
     return StepRecord(**(record | fields | {"start_ns": start_ns, "end_ns": start_ns + wall_ns} | changes))
 

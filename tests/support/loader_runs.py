@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from fuelrail.bench.measure.limits import SampleSizes
+import msgspec
+
 from fuelrail.bench.measure.machine import CpuUse
 from fuelrail.bench.measure.rates import Rate
-from fuelrail.bench.studies.loader.report import LoaderReport, LoaderRun, QueueDepths, build_loader_report
+from fuelrail.bench.studies.loader.report import LoaderReport, LoaderRun, build_loader_report
 from fuelrail.pipeline.runtime.stages import StageClock
 from support.bench_runs import DATASET, MACHINE
 
@@ -14,11 +15,6 @@ STAGES = [
     Rate(name="parse", num_threads=1, samples_per_s=2000, cpu_ms_per_sample=0.3),
     Rate(name="decode", num_threads=2, samples_per_s=130, cpu_ms_per_sample=14.0),
     Rate(name="collate", num_threads=1, samples_per_s=9000, cpu_ms_per_sample=0.1),
-]
-STACKED = [
-    Rate(name="fetch", num_threads=2, samples_per_s=2800, cpu_ms_per_sample=0.3),
-    Rate(name="fetch + parse", num_threads=2, samples_per_s=1500, cpu_ms_per_sample=0.6),
-    Rate(name="fetch + parse + decode", num_threads=2, samples_per_s=128, cpu_ms_per_sample=14.7),
 ]
 LIMITS = [
     Rate(name="xxh3 digest", num_threads=2, samples_per_s=20_000, cpu_ms_per_sample=0.1),
@@ -45,7 +41,6 @@ def loader_run(samples_per_s=125.0, **changes) -> LoaderRun:
         "cpu": CpuUse(seconds=3.0, own=1.9, others=0.0, usable=2.0),
         "stages": stages,
         "num_storage_faults": 0,
-        "queues": [QueueDepths(at_s=0.3 + 0.1 * n, waiting=[1, 2, 0, 1]) for n in range(4)],
         "clock_jump_s": 0.0,
     }
     return LoaderRun(**(made | changes))
@@ -55,12 +50,10 @@ def loader_report_of(runs, *, limits=LIMITS, dataset=DATASET) -> LoaderReport:
     """The report of these runs."""
     return build_loader_report(
         machine=MACHINE,
-        dataset=dataset,
-        options={"batch_size": 2, "num_workers": 2},
-        sizes=SampleSizes(stored_bytes=1e6, encoded_image_bytes=9e5, output_bytes=3_000_000),
+        dataset=msgspec.structs.replace(dataset, mean_sample_bytes=1e6),
+        options={"batch_size": 2, "workers": 2},
         limits=limits,
         stages=STAGES,
-        stacked=STACKED,
         runs=runs,
         peak_rss_bytes=2**30,
     )

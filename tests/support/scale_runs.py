@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fuelrail.bench.planner.scaling import HostFit, Overhead
 from fuelrail.bench.studies.scale.options import ScaleOptions
-from fuelrail.bench.studies.scale.report import MeasuredRun, ScaleReport, build_scale_report, make_curves
+from fuelrail.bench.studies.scale.report import SCHEMA, VERSION, MeasuredRun, ScaleReport, judged, make_curves
 from support.bench_runs import DATASET, MACHINE
 
 CONDITIONS = ScaleOptions(
@@ -45,9 +45,10 @@ def scale_report(runs=RUNS, **changes) -> ScaleReport:
     """A report of these runs."""
     model = fit()
     made = {
+        "schema": SCHEMA, "version": VERSION, "created": "2026-01-01T00:00:00+00:00", "trials": [],
         "machine": MACHINE, "dataset": DATASET, "accelerator": {"name": "slow"},
         "options": {"seed": 3, "global_batch": 8},
-        "runs": runs, "fit": model, "curves": make_curves(model, 2, 8, CONDITIONS), "cut_off": None, "disturbed": None,
-        "warnings": [],
+        "measured": runs, "fit": model, "curves": make_curves(model, 2, 8, CONDITIONS), "cut_off": None,
+        "disturbed": None, "warnings": [],
     }  # fmt: skip
-    return build_scale_report(**(made | changes))
+    return judged(ScaleReport(**(made | changes)))

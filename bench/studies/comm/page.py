@@ -32,7 +32,7 @@ def describe(report: CommReport, plots: Mapping[str, str]) -> Document:
         ),
         *(Note(text) for text in report.warnings),
         *(
-            Section(f"Axis {axis}", [Figure([(plots.get(axis, ""), "Bus bandwidth over the whole tensor.")])])
+            Section(f"Axis {axis}", [Figure(plots.get(axis, ""), "Bus bandwidth over the whole tensor.")])
             for axis in dict.fromkeys(one.axis for one in report.timed)
         ),
         Section("All sizes", [Table(HEADER, rows(report))]),

@@ -32,7 +32,7 @@ def describe(report: CompareReport, plots: Mapping[str, str]) -> Document:
     parts: list[Block | Section] = [*_hero(report)]
     if ranking(report):
         caption = "Median of the rounds; the line is lowest to highest. Green: Fuelrail."
-        figure = Figure([(plots.get("rates", ""), caption)])
+        figure = Figure(plots.get("rates", ""), caption)
         parts.append(Section("Images a second", [figure, Table(HEADER, list(rows(report)))]))
     out = [f"{one.name}: {one.left_out}" for one in report.contestants if one.left_out is not None]
     parts += [Section("Left out", [Items(out)])] if out else []

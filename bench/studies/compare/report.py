@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from fuelrail.bench.measure.processes import WAS_INTERRUPTED
 from fuelrail.bench.measure.rates import Interval, interval_of, ratio_interval
 from fuelrail.bench.peers.peer import OURS, Work
 from fuelrail.bench.peers.process import Check
@@ -161,6 +162,7 @@ def build_compare_report(
         version=VERSION,
         created=created_now(),
         cut_off=cut_off,
+        interrupted=cut_off == WAS_INTERRUPTED,
         machine=machine,
         packages=packages,
         dataset=dataset,

@@ -13,6 +13,7 @@ import msgspec
 from rich.console import Console
 
 from fuelrail.bench.measure.machine import dataset_facts, machine_facts, package_versions
+from fuelrail.bench.measure.processes import WAS_INTERRUPTED
 from fuelrail.bench.peers.peer import PEERS, Contestant, Work, contestants, is_there
 from fuelrail.bench.peers.process import describe_work
 from fuelrail.bench.report.files import REPORT_JSON, prepare_folder
@@ -122,7 +123,7 @@ def compare(
             session.measure(workshop)
             cut_off = None
         except KeyboardInterrupt:
-            cut_off = "the run was interrupted"
+            cut_off = WAS_INTERRUPTED
         finally:
             # An error of our own must not lose the rounds before it.
             session.publish(cut_off)
@@ -262,9 +263,8 @@ def _one_split(dataset: Dataset, split: str, data: Path) -> Dataset:
     return open_dataset(out)
 
 
-def _run(arguments: argparse.Namespace, options: CompareOptions, out: Path, html: bool) -> tuple[Any, bool]:
-    report = compare(arguments.source, options, out=out, html=html)
-    return report, report.cut_off is not None
+def _run(arguments: argparse.Namespace, options: CompareOptions, out: Path, html: bool) -> CompareReport:
+    return compare(arguments.source, options, out=out, html=html)
 
 
 COMPARE = command(

@@ -2,12 +2,13 @@
 
 Each counterfactual answers "what if this cost nothing?", so its gain is also what lifting the bound would bring, as far
 as the next bound. The one with the largest gain names the bound; facts that no single run shows (is the dataset remote,
-was it the first time that its bytes were read, do reads of other shards add up) distinguish its kinds.
+was it the first time that its bytes were read) distinguish its kinds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import mean
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
@@ -25,7 +26,6 @@ Bound = Literal[
     "storage",
     "network",
     "cold cache",
-    "too few shards",
     "decompression",
     "CPU decode",
     "Python",
@@ -40,42 +40,41 @@ Bound = Literal[
     "undecided",
 ]
 
-# A gain below this, or one that noise explains, is none.
-_NOTABLE = 0.02
-# Time on the host, or a second run that is faster, by a share that is worth a word.
+NOTABLE = 0.02
+"""A gain below this, or one that noise explains, is none."""
+# Time on the host or in the copy, or a second run that is faster, by a share that is worth a word.
 _SLOWER = 0.05
 # Reading was under way for most of the first run, and for less than half of that in the second: its caches were cold.
 _READING, _WARMED = 0.5, 0.5
-# Reads spread over the shards are that much faster than reads of one: each single shard is slow.
-_ADDS_UP = 1.4
 # A host that takes this much of the device's time to queue its work.
 _LAUNCH_BOUND = 0.95
 _IN_THE_LOADER: tuple[LeaveOut, ...] = ("storage", "decompression", "decode", "transform")
 
 
 class Counterfactual(msgspec.Struct, frozen=True, kw_only=True):
-    """The run without something: its mean step, and how much faster that is (0.25: 25 % more steps a second).
+    """A run compared with the baseline: its mean step, and how much faster it is (0.25: 25 % more samples a second).
 
-    ``gain_low`` to ``gain_high`` is a 95 % interval over the steps' noise in both runs.
+    ``name`` says what it leaves out; ``again`` is the baseline repeated. ``gain_low`` to ``gain_high`` is a 95 %
+    interval over the steps' noise in both runs.
     """
 
-    left_out: str
+    name: str
     step_ms: float
+    samples_per_s: float
     gain: float
     gain_low: float
     gain_high: float
 
-    @property
-    def is_significant(self) -> bool:
-        """Whether the gain is notable and larger than noise."""
-        return self.gain > _NOTABLE and self.gain_low > 0
+    def is_above(self, noise: float) -> bool:
+        """Return whether the gain is notable, and its whole interval above what a repeat differs by."""
+        return self.gain > NOTABLE and self.gain_low > noise
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """The bottleneck of a run, the evidence, advice, and the speed-up without that bottleneck.
 
-    ``noise``: by how much the same run differed from its repeat; None where it was not repeated. A gain counts if its
-    whole interval is above the noise. ``num_rounds``: how many times all runs were made.
+    ``noise``: by how much the same run differed from its repeat. A gain counts if its whole interval is above the
+    noise. ``num_rounds``: how many times all runs were made.
     """
 
     bound: Bound
@@ -85,8 +84,8 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     step_ms: float
     occupancy: float
     counterfactuals: list[Counterfactual]
-    noise: float | None = None
-    num_rounds: int = 1
+    noise: float
+    num_rounds: int
 
 
 class _Verdict(NamedTuple):
@@ -97,7 +96,7 @@ class _Verdict(NamedTuple):
 
 
 class Round(NamedTuple):
-    """One round of all runs: the baseline, without each part, and the baseline repeated."""
+    """One round of all runs, which differ only in what was left out: the baseline, without each part, and repeated."""
 
     as_it_is: Report
     without: Mapping[LeaveOut, Report]
@@ -105,57 +104,48 @@ class Round(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """Runs that differ only in what was left out; all have figures.
+    """Rounds of runs, all over the same samples and with figures."""
 
-    ``again`` is the same run a second time, over the same samples. ``shard_scaling``: how many times as fast reads
-    spread over all shards are as reads of one; None where that was not looked at. ``more``: further rounds of all runs.
-    """
-
-    as_it_is: Report
-    without: Mapping[LeaveOut, Report]
-    again: Report | None = None
+    rounds: Sequence[Round]
     is_remote: bool = False
-    shard_scaling: float | None = None
-    more: Sequence[Round] = ()
 
 
 def find_bound(evidence: Evidence) -> Diagnosis:
     """Judge the runs."""
-    base = evidence.as_it_is
-    figures = base.figures
-    assert figures is not None, "a run without figures shows nothing"
+    first, figures = evidence.rounds[0], _figures(evidence.rounds[0].as_it_is)
     found = {
-        name: _over_rounds(name, [(base, report), *((each.as_it_is, each.without[name]) for each in evidence.more)])
-        for name, report in evidence.without.items()
+        name: _over_rounds(name, [(each.as_it_is, each.without[name]) for each in evidence.rounds])
+        for name in first.without
     }
-    again = None
-    if evidence.again is not None:
-        repeats = [(base, evidence.again), *((each.as_it_is, each.again) for each in evidence.more)]
-        again = _over_rounds("again", repeats)
-    noise = 0.0 if again is None else abs(again.gain)
+    again = _over_rounds("again", [(each.as_it_is, each.again) for each in evidence.rounds])
+    noise = abs(again.gain)
     # The same run twice differs by the machine's drift, unless it is faster for its warm caches.
-    if again is not None and _was_cold(evidence, again):
-        bound, finding, advice, gain = _cold(again)
+    if _was_cold(first, again):
+        verdict = _cold(again)
     else:
-        counting = {name: entry for name, entry in found.items() if entry.is_significant and entry.gain_low > noise}
-        bound, finding, advice, gain = _judge(evidence, figures, counting)
-        largest = max(found.values(), key=lambda entry: entry.gain, default=None)
-        open_ = largest is not None and largest.gain > _NOTABLE and largest.gain_high > _SLOWER
+        counting = {name: entry for name, entry in found.items() if entry.is_above(noise)}
+        verdict = _judge(evidence, counting)
+        largest = max(found.values(), key=lambda entry: entry.gain)
         # A bound that one run shows, such as time on the host, counts if it is larger than the noise.
-        if not counting and largest is not None and open_ and gain <= noise:
-            bound, finding, advice, gain = _undecided(largest, noise)
-    shown = [*found.values(), *([again] if again is not None else [])]
+        is_open = largest.gain > NOTABLE and largest.gain_high > _SLOWER
+        if not counting and is_open and verdict.gain <= noise:
+            verdict = _undecided(largest, noise)
     return Diagnosis(
-        bound=bound,
-        finding=finding,
-        advice=advice,
-        expected_gain=gain,
+        bound=verdict.bound,
+        finding=verdict.finding,
+        advice=verdict.advice,
+        expected_gain=verdict.gain,
         step_ms=figures.step_time.mean_ms,
         occupancy=figures.occupancy.mean,
-        counterfactuals=shown,
-        noise=None if again is None else noise,
-        num_rounds=1 + len(evidence.more),
+        counterfactuals=[*found.values(), again],
+        noise=noise,
+        num_rounds=len(evidence.rounds),
     )
+
+
+def _figures(report: Report) -> Figures:
+    assert report.figures is not None, "a run without figures shows nothing"
+    return report.figures
 
 
 def _over_rounds(name: str, pairs: Sequence[tuple[Report, Report]]) -> Counterfactual:
@@ -165,8 +155,9 @@ def _over_rounds(name: str, pairs: Sequence[tuple[Report, Report]]) -> Counterfa
         return found[0]
     ratio = ratio_interval([1 + entry.gain for entry in found])
     return Counterfactual(
-        left_out=name,
-        step_ms=sum(entry.step_ms for entry in found) / len(found),
+        name=name,
+        step_ms=mean(entry.step_ms for entry in found),
+        samples_per_s=mean(entry.samples_per_s for entry in found),
         gain=ratio.median - 1,
         gain_low=ratio.low - 1,
         gain_high=ratio.high - 1,
@@ -177,28 +168,33 @@ def _undecided(largest: Counterfactual, noise: float) -> _Verdict:
     return _Verdict(
         "undecided",
         f"No gain is larger than noise: the repeated baseline differed by {noise:.1%}, and the largest gain, without "
-        f"{largest.left_out}, is {largest.gain:+.1%} ({largest.gain_low:+.1%} to {largest.gain_high:+.1%}).",
+        f"{largest.name}, is {largest.gain:+.1%} ({largest.gain_low:+.1%} to {largest.gain_high:+.1%}).",
         "Run it on an idle machine, with more --steps, or with more --max-rounds.",
         0.0,
     )
 
 
-def counterfactual(name: str, as_it_is: Report, without: Report) -> Counterfactual:
-    """Compute how much faster one run is than another, per sample."""
-    old_ms, new_ms = (report.figures.step_time.mean_ms for report in (as_it_is, without) if report.figures)
+def counterfactual(name: str, as_it_is: Report, other: Report) -> Counterfactual:
+    """Compute how much faster one run is than another, per sample; both have figures."""
+    old, new = _figures(as_it_is), _figures(other)
     # Steps of other sizes: more samples a step make up for a longer one.
-    work = _samples_a_step(without) / _samples_a_step(as_it_is)
-    high, low = (work / np.quantile(step_ratios(as_it_is, without), (0.025, 0.975)) - 1).tolist()
-    return Counterfactual(left_out=name, step_ms=new_ms, gain=work * old_ms / new_ms - 1, gain_low=low, gain_high=high)
+    work = _samples_a_step(other) / _samples_a_step(as_it_is)
+    high, low = (work / np.quantile(step_ratios(as_it_is, other), (0.025, 0.975)) - 1).tolist()
+    return Counterfactual(
+        name=name,
+        step_ms=new.step_time.mean_ms,
+        samples_per_s=new.throughput.samples_per_s,
+        gain=work * old.step_time.mean_ms / new.step_time.mean_ms - 1,
+        gain_low=low,
+        gain_high=high,
+    )
 
 
-def _judge(
-    evidence: Evidence,
-    figures: Figures,
-    counting: Mapping[LeaveOut, Counterfactual],
-) -> _Verdict:
+def _judge(evidence: Evidence, counting: Mapping[LeaveOut, Counterfactual]) -> _Verdict:
+    first = evidence.rounds[0]
+    figures = _figures(first.as_it_is)
     slow = next((pace for pace in figures.paces if pace.is_slow), None)
-    if slow is not None and "all-reduce" in counting and _is_slow_alone(evidence, slow.rank):
+    if slow is not None and "all-reduce" in counting and _is_slow_alone(first, slow.rank):
         return _Verdict(
             "slow rank",
             f"Rank {slow.rank} takes {slow.slower:.0%} longer than the others for its compute time, most of it "
@@ -206,11 +202,8 @@ def _judge(
             f"Look at rank {slow.rank}'s host and device: clock, temperature, other processes, its shards' storage.",
             slow.slower,
         )
-    # What is left out with the loading is left out with these, too: they say more.
-    narrow = {name: entry for name, entry in counting.items() if name not in ("loading", *_IN_THE_LOADER)}
-    worst = max(narrow.values(), key=lambda entry: entry.gain, default=None)
-    loading = counting.get("loading")
-    if loading is not None and _is_contention(evidence):
+    loading, reducing = counting.get("loading"), counting.get("all-reduce")
+    if loading is not None and _is_contention(first):
         gain = counting["decode"].gain if "decode" in counting else loading.gain
         return _Verdict(
             "GPU decode contention",
@@ -220,71 +213,45 @@ def _judge(
             "decoder (baseline JPEGs, larger batches).",
             gain,
         )
-    if worst is not None and (loading is None or worst.gain >= 0.9 * loading.gain):
-        return _outside_the_loader(worst, evidence.as_it_is)
+    if reducing is not None and (loading is None or reducing.gain >= 0.9 * loading.gain):
+        return _Verdict(
+            "all-reduce",
+            f"Without the all-reduce the run would be {reducing.gain:.0%} faster.",
+            f"Accumulate gradients over more batches than {first.as_it_is.options['accumulation']}, reduce in bf16, "
+            "or use a faster link between the ranks.",
+            reducing.gain,
+        )
     if loading is not None:
-        return _in_the_loader(evidence, figures, counting, loading)
-    if worst is not None:
-        return _outside_the_loader(worst, evidence.as_it_is)
-    return _undisturbed(evidence.as_it_is, figures)
-
-
-def _outside_the_loader(worst: Counterfactual, report: Report) -> _Verdict:
-    gain = worst.gain
-    if worst.left_out == "copy":
-        return _Verdict(
-            "host to device",
-            f"If batches were on the device at once the run would be {gain:.0%} faster: the step waits for the copy.",
-            "Copy ahead from pinned memory (device='cuda' does), as uint8 and at the network's input size, and see "
-            "that the card sits in a slot of full width.",
-            gain,
-        )
-    if worst.left_out == "launches":
-        return _Verdict(
-            "kernel launches",
-            f"If queueing kernels cost nothing the run would be {gain:.0%} faster: the device idles between kernels "
-            "that are too small for the host to keep up with.",
-            "Use larger batches, torch.compile or CUDA graphs, and fused optimisers.",
-            gain,
-        )
-    nominal = report.options["accumulation"]
-    return _Verdict(
-        "all-reduce",
-        f"Without the all-reduce the run would be {gain:.0%} faster.",
-        f"Accumulate gradients over more batches than {nominal}, reduce in bf16, or use a faster link between the "
-        "ranks.",
-        gain,
-    )
+        return _in_the_loader(evidence, counting, loading)
+    return _undisturbed(first.as_it_is, figures)
 
 
 def _in_the_loader(
-    evidence: Evidence,
-    figures: Figures,
-    counting: Mapping[LeaveOut, Counterfactual],
-    loading: Counterfactual,
+    evidence: Evidence, counting: Mapping[LeaveOut, Counterfactual], loading: Counterfactual
 ) -> _Verdict:
+    base = evidence.rounds[0].as_it_is
     stages = [counting[name] for name in _IN_THE_LOADER if name in counting]
     worst = max(stages, key=lambda entry: entry.gain, default=None)
     start = f"Without any loading the run would be {loading.gain:.0%} faster"
     if worst is None:
         return _Verdict(
             "loader",
-            f"{start}, but no stage alone accounts for it: {_busiest_stage(figures)}",
-            f"{_threads_advice(evidence.as_it_is)} `fuelrail bench loader` shows each stage.",
+            f"{start}, but no stage alone accounts for it: {_busiest_stage(base)}",
+            f"{_threads_advice(base)} `fuelrail bench loader` shows each stage.",
             loading.gain,
         )
     gain = worst.gain
     start = f"{start}; {gain:.0%} faster without "
-    if worst.left_out == "storage":
+    if worst.name == "storage":
         return _storage(evidence, f"{start}reading.", gain)
-    if worst.left_out == "decompression":
+    if worst.name == "decompression":
         return _Verdict(
             "decompression",
             f"{start}decompressing and parsing members: one thread, or all CPUs, cannot keep up with it.",
             "Store only the members that training reads, and lidar sweeps or large members raw or at a lower level.",
             gain,
         )
-    if worst.left_out == "transform":
+    if worst.name == "transform":
         return _Verdict(
             "Python",
             f"{start}the transform: its Python code runs under the interpreter's lock, one thread at a time.",
@@ -292,19 +259,18 @@ def _in_the_loader(
             "sharding.",
             gain,
         )
-    return _Verdict("CPU decode", f"{start}decoding images.", _threads_advice(evidence.as_it_is), gain)
+    return _Verdict("CPU decode", f"{start}decoding images.", _threads_advice(base), gain)
 
 
-def _was_cold(evidence: Evidence, again: Counterfactual) -> bool:
+def _was_cold(runs: Round, again: Counterfactual) -> bool:
     """Return whether the second run was faster because reading was: then the runs between differ by that too."""
-    first, second = _fetch_busy(evidence.as_it_is), _fetch_busy(evidence.again)
-    return again.is_significant and again.gain > _SLOWER and first > _READING and second < _WARMED * first
+    first, second = _fetch_busy(runs.as_it_is), _fetch_busy(runs.again)
+    return again.is_above(0.0) and again.gain > _SLOWER and first > _READING and second < _WARMED * first
 
 
-def _fetch_busy(report: Report | None) -> float:
-    """Share of time in which reading was under way."""
-    stages = report.figures.stages if report is not None and report.figures is not None else []
-    return next((stage.busy for stage in stages if stage.name == "fetch"), 0.0)
+def _fetch_busy(report: Report) -> float:
+    """Return the share of time in which reading was under way."""
+    return next((stage.busy for stage in _figures(report).stages if stage.name == "fetch"), 0.0)
 
 
 def _cold(again: Counterfactual) -> _Verdict:
@@ -319,21 +285,12 @@ def _cold(again: Counterfactual) -> _Verdict:
 
 
 def _storage(evidence: Evidence, start: str, gain: float) -> _Verdict:
-    if evidence.shard_scaling is not None and evidence.shard_scaling >= _ADDS_UP:
-        count = evidence.as_it_is.dataset.num_shards
-        return _Verdict(
-            "too few shards",
-            f"{start} Reads spread over the {count} shards are {evidence.shard_scaling:.1f} times as fast as reads of "
-            f"one: the storage serves each file slowly, and {count} are too few to add up.",
-            "Reshard with a smaller --shard-size (`fuelrail reshard DATASET NEW --shard-size 64MB`), so that "
-            "more files are read at once.",
-            gain,
-        )
     if evidence.is_remote:
         return _Verdict(
             "network",
             f"{start} The dataset is remote: the link, or the store behind it, delivers too little.",
-            "Keep what was read on a local disk (--cache-dir), move the data nearer, or use fewer ranks a link.",
+            "Keep what was read on a local disk (--cache-dir), move the data nearer, use fewer ranks a link, or, where "
+            "each file is slow, smaller shards (`fuelrail reshard DATASET NEW --shard-size 64MB`).",
             gain,
         )
     return _Verdict(
@@ -353,7 +310,16 @@ def _undisturbed(report: Report, figures: Figures) -> _Verdict:
             "Use larger batches, torch.compile or CUDA graphs, and fused optimisers.",
             0.0,
         )
-    other = next(phase.share for phase in figures.phases if phase.phase == "other")
+    share = {phase.phase: phase.share for phase in figures.phases}
+    copy, other = share["host_to_device"], share["other"]
+    if copy > max(_SLOWER, other):
+        return _Verdict(
+            "host to device",
+            f"The step waits for the copy of its batch to the device for {copy:.0%} of the time.",
+            "Copy ahead from pinned memory (device='cuda' does), as uint8 and at the network's input size, and see "
+            "that the card sits in a slot of full width.",
+            copy / (1 - copy),
+        )
     if other > _SLOWER:
         finding = (
             f"Neither loading nor all-reduce slows the run down, but {other:.0%} of its time is spent on the host."
@@ -367,29 +333,24 @@ def _undisturbed(report: Report, figures: Figures) -> _Verdict:
     return _Verdict("compute", finding, "Only a faster accelerator or a cheaper model makes this run faster.", 0.0)
 
 
-def _is_slow_alone(evidence: Evidence, rank: int) -> bool:
+def _is_slow_alone(runs: Round, rank: int) -> bool:
     """Return whether a rank is also slow without all-reduce.
 
     In step, of two ranks that starve alike one gets its batch last every time, while the other's lie ready.
     """
-    apart = evidence.without["all-reduce"].figures
-    return apart is not None and any(pace.rank == rank and pace.is_slow for pace in apart.paces)
+    apart = _figures(runs.without["all-reduce"])
+    return any(pace.rank == rank and pace.is_slow for pace in apart.paces)
 
 
-def _is_contention(evidence: Evidence) -> bool:
+def _is_contention(runs: Round) -> bool:
     """Return whether leaving out decoding shortens forward and backward by more than the wait for data."""
-    undecoded = evidence.without.get("decode")
-    if undecoded is None:
-        return False
-    (before, waited), (after, waited_after) = _device_and_wait_ms(evidence.as_it_is), _device_and_wait_ms(undecoded)
-    return before - after > max(2 * _NOTABLE * before, waited - waited_after)
+    (before, waited), (after, waited_after) = map(_device_and_wait_ms, (runs.as_it_is, runs.without["decode"]))
+    return before - after > max(2 * NOTABLE * before, waited - waited_after)
 
 
 def _device_and_wait_ms(report: Report) -> tuple[float, float]:
     """Return the mean time of forward and backward on the device, and of the wait for data."""
-    figures = report.figures
-    assert figures is not None
-    mean_ms = {phase.phase: phase.time.mean_ms for phase in figures.phases}
+    mean_ms = {phase.phase: phase.time.mean_ms for phase in _figures(report).phases}
     return mean_ms["forward"] + mean_ms["backward"], mean_ms["data_wait"]
 
 
@@ -398,16 +359,17 @@ def _samples_a_step(report: Report) -> int:
     return int(report.num_ranks * options["batch_size"] * options["accumulation"])
 
 
-def _busiest_stage(figures: Figures) -> str:
-    if not figures.stages:
+def _busiest_stage(report: Report) -> str:
+    stages = _figures(report).stages
+    if not stages:
         return "the loader cannot keep up."
-    stage = max(figures.stages, key=lambda stage: stage.busy)
+    stage = max(stages, key=lambda stage: stage.busy)
     return f"the loader cannot keep up, and its stage '{stage.name}' is at work {stage.busy:.0%} of the time."
 
 
 def _threads_advice(report: Report) -> str:
-    figures, cpus = report.figures, report.machine.num_cpus
-    threads = next((stage.num_threads for stage in figures.stages if stage.name == "decode"), 0) if figures else 0
+    cpus = report.machine.num_cpus
+    threads = next((stage.num_threads for stage in _figures(report).stages if stage.name == "decode"), 0)
     if report.cpu is not None and report.cpu.disturbed:
         return (
             f"Other processes take {report.cpu.others:.1f} of the {cpus:g} CPUs: stop those, or give the ranks more "

@@ -62,7 +62,7 @@ def describe(report: DiagnoseReport, plots: Mapping[str, str]) -> Document:
             "How much faster the run is without each; lines: 95% intervals. Grey band: what two runs that differ in "
             "nothing differ by. Blue: significant. Grey: noise, or too small."
         )
-        figure, table = Figure([(plots.get("gains", ""), caption)]), Table(RUNS_HEADER, run_rows(diagnosis))
+        figure, table = Figure(plots.get("gains", ""), caption), Table(RUNS_HEADER, run_rows(diagnosis))
         parts.append(Section("What if it cost nothing?", [figure, table]))
     if report.tried is not None:
         tried = [Table(TRIED_HEADER, tried_rows(report.tried))] if report.tried else []

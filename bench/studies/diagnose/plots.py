@@ -21,14 +21,10 @@ def _bars(diagnosis: Diagnosis) -> str:
     with style():
         drawn, axes = new_figure(0.6 + 0.3 * len(entries))
         for row, entry in enumerate(entries):
-            stands_out = (
-                entry.is_significant and entry.left_out != "again" and entry.gain_low > (diagnosis.noise or 0.0)
-            )
-            colour = BLUE if stands_out else GREY
+            colour = BLUE if entry.name != "again" and entry.is_above(diagnosis.noise) else GREY
             axes.barh(row, entry.gain, 0.62, color=colour, linewidth=0)
             axes.plot([entry.gain_low, entry.gain_high], [row, row], color="#222222", linewidth=1.0)
-        if diagnosis.noise:
-            axes.axvspan(-diagnosis.noise, diagnosis.noise, color=GREY, alpha=0.2, linewidth=0)
+        axes.axvspan(-diagnosis.noise, diagnosis.noise, color=GREY, alpha=0.2, linewidth=0)
         axes.axvline(0, color="#777777", linewidth=0.8)
         axes.set_yticks(range(len(entries)), [title_of(entry) for entry in entries])
         axes.invert_yaxis()

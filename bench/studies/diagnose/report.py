@@ -18,16 +18,13 @@ if TYPE_CHECKING:
 
 SCHEMA = "fuelrail-bench-diagnose"
 
-VERSION = 5
+VERSION = 6
 
 RUNS_HEADER = ("run", "step ms", "faster by", "95 % interval")
 
 TRIED_HEADER = ("settings tried", "samples/s", "faster by", "95 % interval", "")
 
 _LOOK_AHEAD_BYTES = 512 << 20
-
-# Gains below this are not worth a changed setting.
-_WORTH = 0.02
 
 
 class RunMade(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,35 +49,24 @@ class DiagnoseReport(ReportHeader, frozen=True, kw_only=True):
 
 def title_of(entry: Counterfactual) -> str:
     """Return the title of a run."""
-    return "baseline, repeated" if entry.left_out == "again" else f"without {entry.left_out}"
+    return "baseline, repeated" if entry.name == "again" else f"without {entry.name}"
 
 
 def run_rows(diagnosis: Diagnosis) -> list[list[str]]:
     """Return table rows: the baseline, and each other run compared with it."""
     rows = [["baseline", f"{diagnosis.step_ms:.2f}", "", ""]]
     return rows + [
-        [
-            title_of(entry),
-            f"{entry.step_ms:.2f}",
-            f"{entry.gain:+.1%}",
-            f"{entry.gain_low:+.1%} to {entry.gain_high:+.1%}",
-        ]
-        for entry in diagnosis.counterfactuals
+        [title_of(entry), f"{entry.step_ms:.2f}", *_gain_cells(entry)] for entry in diagnosis.counterfactuals
     ]
+
+
+def _gain_cells(entry: Counterfactual) -> list[str]:
+    return [f"{entry.gain:+.1%}", f"{entry.gain_low:+.1%} to {entry.gain_high:+.1%}"]
 
 
 def tried_rows(tried: Sequence[TriedSetting]) -> list[list[str]]:
     """Return table rows: the settings tried, and their effect."""
-    return [
-        [
-            entry.options,
-            f"{entry.samples_per_s:.1f}",
-            f"{entry.gain:+.1%}",
-            f"{entry.gain_low:+.1%} to {entry.gain_high:+.1%}",
-            verdict_on(entry),
-        ]
-        for entry in tried
-    ]
+    return [[entry.name, f"{entry.samples_per_s:.1f}", *_gain_cells(entry), verdict_on(entry)] for entry in tried]
 
 
 def verdict_on(entry: TriedSetting) -> str:
@@ -94,8 +80,8 @@ def conclusion(tried: Sequence[TriedSetting] | None) -> str:
         return ""
     if not tried:
         return "nothing was tried: no setting of this command removes this bottleneck; see the advice"
-    winner = best(list(tried))
-    return "none of the settings tried helped; see the advice" if winner is None else f"use: {winner.options}"
+    winner = max((entry for entry in tried if entry.helps), key=lambda entry: entry.gain, default=None)
+    return "none of the settings tried helped; see the advice" if winner is None else f"use: {winner.name}"
 
 
 class Suggestion(NamedTuple):
@@ -109,20 +95,15 @@ class Suggestion(NamedTuple):
     twice: bool = False
 
 
-class TriedSetting(msgspec.Struct, frozen=True, kw_only=True):
-    """The effect of a suggestion: samples/s compared with the baseline, a 95 % interval, and the noise of a repeat."""
+class TriedSetting(Counterfactual, frozen=True, kw_only=True):
+    """The run of a suggestion, named by its options, and the noise of a repeat of the baseline."""
 
-    options: str
-    samples_per_s: float
-    gain: float
-    gain_low: float
-    gain_high: float
     noise: float = 0.0
 
     @property
     def helps(self) -> bool:
         """Whether it is faster by more than noise, and by enough to be worth it."""
-        return self.gain > _WORTH and self.gain_low > self.noise
+        return self.is_above(self.noise)
 
 
 def suggestions(
@@ -145,7 +126,6 @@ def suggestions(
         "storage": [*more[1:], ahead, *window, *([] if settings.cache_dir else [cache])],
         "cold cache": [Suggestion("nothing changed, the same samples again", {}, twice=True)],
         "network": [ahead, *([] if settings.cache_dir else [cache])],
-        "too few shards": [ahead, *([] if settings.cache_dir else [cache])],
         "GPU decode contention": [Suggestion("--decoder turbo", {"decoder": "turbo"})]
         if settings.decoder == "dali"
         else [],
@@ -159,18 +139,4 @@ def suggestions(
 
 def judge(suggestion: Suggestion, as_it_is: Report, tried: Report, noise: float = 0.0) -> TriedSetting:
     """Return the effect of a suggestion; both reports have figures. ``noise``: by how much a repeat differed."""
-    assert tried.figures is not None
-    found = counterfactual(suggestion.options, as_it_is, tried)
-    return TriedSetting(
-        options=suggestion.options,
-        samples_per_s=tried.figures.throughput.samples_per_s,
-        gain=found.gain,
-        gain_low=found.gain_low,
-        gain_high=found.gain_high,
-        noise=noise,
-    )
-
-
-def best(tried: list[TriedSetting]) -> TriedSetting | None:
-    """Return the suggestion that helps most, if any."""
-    return max((entry for entry in tried if entry.helps), key=lambda entry: entry.gain, default=None)
+    return TriedSetting(**msgspec.structs.asdict(counterfactual(suggestion.options, as_it_is, tried)), noise=noise)

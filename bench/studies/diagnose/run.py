@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from fuelrail.bench.measure.limits import shard_scaling
 from fuelrail.bench.measure.occupancy import MIN_MEASURED_STEPS
-from fuelrail.bench.measure.processes import NOTHING_MEASURED
+from fuelrail.bench.measure.processes import NOTHING_MEASURED, WAS_INTERRUPTED
 from fuelrail.bench.report.files import REPORT_JSON, created_now, prepare_folder
 from fuelrail.bench.report.options import output_folder
 from fuelrail.bench.report.page import write_report
@@ -57,13 +56,6 @@ class _CutOff(Exception):  # noqa: N818 - a reason to stop, no error of the prog
         self.interrupted = interrupted
 
 
-class Examined(NamedTuple):
-    """A diagnosis; ``interrupted``: it was ended by Ctrl+C or SIGTERM."""
-
-    report: DiagnoseReport
-    interrupted: bool
-
-
 def diagnose(
     dataset: str | os.PathLike[str],
     options: DiagnoseOptions | None = None,
@@ -79,13 +71,7 @@ def diagnose(
     partial (``cut_off``), also after Ctrl+C. Raises ConfigError, DatasetErrors, and FuelrailError where a run is too
     short to show anything.
     """
-    return run_diagnosis(dataset, make_options(DiagnoseOptions, options, changes), out, html=html).report
-
-
-def run_diagnosis(
-    dataset: str | os.PathLike[str], options: DiagnoseOptions, out: str | os.PathLike[str] | None, *, html: bool
-) -> Examined:
-    """Make the runs, write their reports and the diagnosis into ``out``, if given; see :func:`diagnose`."""
+    options = make_options(DiagnoseOptions, options, changes)
     _check(options)
     with output_folder(out) as folder:
         return _Examination(dataset, options, folder, html=html and out is not None).run()
@@ -111,7 +97,7 @@ class _Examination:
         self._settings = self._run(_AS_IT_IS).settings
         self._left_out = {f"without-{name}": name for name in _what_to_leave_out(self._settings, options.ranks)}
 
-    def run(self) -> Examined:
+    def run(self) -> DiagnoseReport:
         """Make the runs, judge them and write the report; see :func:`diagnose`."""
         first_round = self._round("")  # checks all settings before the first run
         prepare_folder(self._out, html=self._html, modules=("scipy",))
@@ -135,10 +121,10 @@ class _Examination:
         except KeyboardInterrupt:
             if not self._made:
                 raise KeyboardInterrupt(NOTHING_MEASURED) from None
-            cut_off, interrupted = "the run was interrupted", True
-        report = _report(self._made, diagnosis, tried, cut_off)
+            cut_off, interrupted = WAS_INTERRUPTED, True
+        report = _report(self._made, diagnosis, tried, cut_off, interrupted=interrupted)
         write_report(report, self._out, html=self._html)
-        return Examined(report, interrupted)
+        return report
 
     def _run(self, name: str, **changes: object) -> TrainRun:
         options = msgspec.structs.replace(_training(self._options), **changes)
@@ -161,19 +147,14 @@ class _Examination:
             )
             for prefix in map(_prefix, range(1, num_rounds + 1))
         ]
-        evidence = Evidence(*rounds[0], is_remote=is_url(self._dataset), more=rounds[1:])
-        diagnosis = find_bound(evidence)
-        if diagnosis.bound in ("network", "storage"):
-            settings = self._settings
-            scaling = shard_scaling(settings.dataset, settings.split, storage=settings.storage)
-            diagnosis = find_bound(evidence._replace(shard_scaling=scaling))
-        return diagnosis
+        return find_bound(Evidence(rounds, is_remote=is_url(self._dataset)))
 
     def _measure(self, runs: dict[str, TrainRun]) -> None:
         """Make the runs and add their reports to those made, each written into its folder; raises _CutOff."""
         for name in runs:
             prepare_folder(self._out / name, html=self._html)
-        reports, cut_off, interrupted = measure_all(list(runs.values()))
+        reports, cut_off = measure_all(list(runs.values()))
+        interrupted = reports[0].interrupted
         for name, report in zip(runs, reports, strict=False):
             write_report(report, self._out / name, html=self._html)
             if report.cut_off is not None:
@@ -206,7 +187,7 @@ class _Examination:
         # A cold cache is warm now, so a trial is compared with the very first run.
         is_cold = diagnosis.bound == "cold cache"
         base = self._made[_AS_IT_IS if is_cold else "before-trials"]
-        noise = 0.0 if is_cold or diagnosis.noise is None else diagnosis.noise
+        noise = 0.0 if is_cold else diagnosis.noise
         return [judge(one, base, self._made[f"trial-{number}"], noise) for number, one in enumerate(found)]
 
 
@@ -220,7 +201,12 @@ def _prefix(number: int) -> str:
 
 
 def _report(
-    made: Mapping[str, Report], diagnosis: Diagnosis | None, tried: list[TriedSetting] | None, cut_off: str | None
+    made: Mapping[str, Report],
+    diagnosis: Diagnosis | None,
+    tried: list[TriedSetting] | None,
+    cut_off: str | None,
+    *,
+    interrupted: bool,
 ) -> DiagnoseReport:
     base = made[_AS_IT_IS]
     runs = []
@@ -241,6 +227,7 @@ def _report(
         version=VERSION,
         created=created_now(),
         cut_off=cut_off,
+        interrupted=interrupted,
         machine=base.machine,
         dataset=base.dataset,
         accelerator=base.accelerator,
@@ -255,14 +242,10 @@ def _report(
 
 
 def _what_to_leave_out(settings: TrainSettings, num_ranks: int) -> list[LeaveOut]:
-    """List the parts that a run has; on a GPU the copy and the launches are measured without a separate run."""
+    """List the parts that a run has; the copy and the launches are measured without a separate run."""
     found: list[LeaveOut] = ["loading", "storage", "decompression", "decode"]
     if settings.transform is not None:
         found.append("transform")
-    if settings.profile is not None and settings.profile.copy_gb_per_s is not None:
-        found.append("copy")
-    if settings.profile is not None and settings.profile.launch_us:
-        found.append("launches")
     if num_ranks > 1:
         found.append("all-reduce")
     return found

@@ -50,30 +50,17 @@ def bench_loader(
     if out is not None:
         prepare_folder(Path(out), html=html)
     from fuelrail.bench.studies.loader.run import measure_rounds  # needs torch, and the checks above do not
-    from fuelrail.bench.studies.loader.stages import LoaderChoice
 
-    image = Transforms().image if options.image is None else options.image
-    choice = LoaderChoice(
-        split=options.split,
-        batch_size=options.batch_size,
-        num_workers=options.workers or max(1, int(usable_cpus())),
-        decoder=options.decoder,
-        verify=options.verify,
-        points=options.points,
-        seed=options.seed,
-    )
+    image, workers = options.image or Transforms().image, options.workers or max(1, int(usable_cpus()))
+    options = msgspec.structs.replace(options, image=image, workers=workers)
     with Progress("starting") as progress:
-        rounds, sizes, peak_rss_bytes, cut_off = measure_rounds(
-            opened, image, choice, num_rounds=options.repeats, seconds=options.seconds, show=progress.update
-        )
+        rounds, peak_rss_bytes, cut_off = measure_rounds(opened, options, progress.update)
     report = build_loader_report(
         machine=machine_facts(),
         dataset=facts,
-        options={**msgspec.to_builtins(choice), "image": msgspec.to_builtins(image), "seconds": options.seconds},
-        sizes=sizes,
+        options=msgspec.to_builtins(options),
         limits=median_rates([each.limits for each in rounds]),
         stages=median_rates([each.stages for each in rounds]),
-        stacked=median_rates([each.stacked for each in rounds]),
         runs=[each.run for each in rounds],
         peak_rss_bytes=peak_rss_bytes,
         cut_off=cut_off,

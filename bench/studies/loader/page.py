@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from fuelrail.bench.report.page import (
     GIB,
     Block,
@@ -18,15 +16,14 @@ from fuelrail.bench.report.page import (
     Table,
     Text,
     Tiles,
-    Words,
     document,
     marked,
 )
-from fuelrail.bench.studies.loader.report import LoaderFigures, LoaderReport, step_cells
 from fuelrail.pipeline.cli import counted
 
 if TYPE_CHECKING:
     from fuelrail.bench.measure.rates import Interval, Rate
+    from fuelrail.bench.studies.loader.report import LoaderFigures, LoaderReport
 
 _METHOD = (
     "Rounds alternate between the whole loader, each of its stages alone, and this machine's limits, so that a "
@@ -36,17 +33,20 @@ _METHOD = (
     "batches."
 )
 
+_STAGES = marked(
+    "In the order in which data flows, over all runs. **Busy**: working. **Starved**: waiting for the stage before. "
+    "**Blocked**: the next stage has no room. The stage that is always busy sets the pace."
+)
+
 _ALONE = (
     "Stages and limits work on samples that are in memory. The limits are what the libraries take for the same bytes "
     "with the loader's number of decoding threads, into reused memory, and nothing around them."
 )
 
-_STAGES = {"fetch": "fetch, of bytes that were read before"}
-
 
 def describe(report: LoaderReport, plots: Mapping[str, str]) -> Document:
     """Return the report as a document with these plots."""
-    threads = report.options["num_workers"]
+    threads = report.options["workers"]
     about = marked(
         "Loading **{name}** ({samples:,} samples, split {split}) with {threads}, {batch} samples a batch",
         name=report.dataset.name, samples=report.dataset.num_samples, split=report.dataset.split,
@@ -54,40 +54,19 @@ def describe(report: LoaderReport, plots: Mapping[str, str]) -> Document:
     )  # fmt: skip
     figures = report.figures
     parts: list[Block | Section] = _figures(figures) if figures else [Note(f"No figures: {report.too_short}.")]
-    if figures is not None:
-        parts.append(Section("From the limit to the loader", _waterfall(figures, plots.get("waterfall", ""))))
-    stacked = [msgspec.structs.replace(rate, name=f"up to here: {rate.name}") for rate in report.stacked]
-    stages = [msgspec.structs.replace(rate, name=_STAGES.get(rate.name, rate.name)) for rate in report.stages]
-    rates = _rows([*stages, *stacked, *report.limits])
+    rates = _rows([*report.stages, *report.limits])
+    median = ", dashed the median" if figures else ""
+    rate = f"One line a run; grey is warm-up{median}. Batches that were ready together go off the top."
     parts += [
-        _plot(
-            "Loader stages", plots.get("stages", ""),
-            marked(
-                "In the order in which data flows, over all runs. **Busy**: working. **Starved**: waiting for the "
-                "stage before. **Blocked**: the next stage has no room. The stage that is always busy sets the pace."
-            ),
-        ),
-        _plot(
-            "Queue depths over time", plots.get("queues", ""),
-            "Of the last run: how full the queue behind each stage was when a batch was taken. The stage behind a full "
-            "queue and before an empty one sets the pace.",
-        ),
+        Section("Loader stages", [Figure(plots.get("stages", ""), _STAGES)]),
         Section("What a sample costs", [
-            Figure([(plots.get("cpu", ""), "Blue: the loader's stages. Grey: the libraries alone.")]),
+            Figure(plots.get("cpu", ""), "Blue: the loader's stages. Grey: the libraries alone."),
             Table(("what", "threads", "samples/s", "CPU time a sample [ms]"), rates), Text(_ALONE, small=True),
         ]),
-        _plot(
-            "Rate over time", plots.get("batches", ""),
-            f"One line a run; grey is warm-up{', dashed the median' if figures else ''}. Batches that were ready "
-            "together go off the top.",
-        ),
+        Section("Rate over time", [Figure(plots.get("batches", ""), rate)]),
         Section("How these figures are made", [Text(_METHOD)]),
     ]  # fmt: skip
     return document(report, "Fuelrail loader report", "How fast can this dataset be loaded here?", about, parts)
-
-
-def _plot(title: str, svg: str, caption: Words) -> Section:
-    return Section(title, [Figure([(svg, caption)])])
 
 
 def _figures(figures: LoaderFigures) -> list[Block | Section]:
@@ -105,19 +84,6 @@ def _figures(figures: LoaderFigures) -> list[Block | Section]:
             ]
         ),
     ]
-
-
-def _waterfall(figures: LoaderFigures, svg: str) -> list[Block]:
-    caption = (
-        "All with the same number of threads. Pale: what the step costs. The library decodes whole images, the "
-        "loader may leave out what the crop leaves out, and then be faster."
-    )
-    found: list[Block] = [Figure([(svg, caption)])]
-    if figures.waterfall_doubt is not None:
-        found.append(Note(figures.waterfall_doubt))
-    if not figures.is_waterfall_noise:
-        found.append(Table(("step", "samples/s", "left"), [step_cells(step) for step in figures.waterfall]))
-    return found
 
 
 def _range(interval: Interval, digits: int = 1) -> str:

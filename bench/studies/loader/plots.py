@@ -6,55 +6,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fuelrail.bench.report.plots import (
-    BLUE,
-    GREY,
-    ORANGE,
-    PercentFormatter,
-    legend_above,
-    new_figure,
-    stage_bars,
-    style,
-    to_svg,
-)
+from fuelrail.bench.report.plots import BLUE, GREY, new_figure, stage_bars, style, to_svg
 
 if TYPE_CHECKING:
     from fuelrail.bench.studies.loader.report import LoaderReport
-
-_GREEN = "#009e73"
-STAGE_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 
 
 def plots(report: LoaderReport) -> dict[str, str]:
     """Return all plots that the report has data for, by name, each an ``<svg>`` element."""
     with style():
-        drawn = {"batches": _batches(report), "cpu": _cpu(report), "stages": _stages(report), "queues": _queues(report)}
-        if report.figures is not None and not report.figures.is_waterfall_noise:
-            drawn["waterfall"] = _waterfall(report)
-    return drawn
-
-
-def _waterfall(report: LoaderReport) -> str:
-    """Draw bars from the library's limit to the whole loader; the loss of each step is pale."""
-    assert report.figures is not None
-    steps = report.figures.waterfall
-    cameras = len(report.dataset.cameras)
-    figure, axes = new_figure(0.75 + 0.42 * len(steps))
-    before = 0.0
-    for row, step in enumerate(steps):
-        if step.samples_per_s is None:  # what this machine doesn't have
-            continue
-        rate = step.samples_per_s * cameras
-        if rate < before:
-            axes.barh(row, before - rate, 0.62, left=rate, color=ORANGE, alpha=0.35, linewidth=0)
-        axes.barh(row, rate, 0.62, color=_GREEN if step.name.startswith("whole") else BLUE, linewidth=0)
-        axes.text(rate * 0.99, row, f"{rate:.0f}", ha="right", va="center", color="white", fontsize=9)
-        before = rate
-    axes.set_yticks(range(len(steps)), [step.name for step in steps])
-    axes.invert_yaxis()
-    axes.grid(visible=False, axis="y")
-    axes.set_xlabel("images/s, all threads")
-    return to_svg(figure, "From the limit to the loader")
+        return {"batches": _batches(report), "cpu": _cpu(report), "stages": _stages(report)}
 
 
 def _batches(report: LoaderReport) -> str:
@@ -76,23 +37,6 @@ def _batches(report: LoaderReport) -> str:
     axes.set_xlabel("time since the loader was made [s]")
     axes.set_ylabel("samples/s, batch by batch")
     return to_svg(figure, "Rate over time, one line a run")
-
-
-def _queues(report: LoaderReport) -> str:
-    """Plot the fill of each stage's queue over the last run."""
-    run = report.runs[-1]
-    figure, axes = new_figure(2.5)
-    at_s = [depths.at_s for depths in run.queues]
-    for number, (stage, colour) in enumerate(zip(run.stages, STAGE_COLOURS, strict=False)):
-        filled = [depths.waiting[number] / stage.capacity for depths in run.queues]
-        axes.step(at_s, filled, where="post", color=colour, linewidth=1.0, label=f"{stage.name} (of {stage.capacity})")
-    axes.set_xlim(left=0)
-    axes.set_ylim(-0.02, 1.05)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.set_xlabel("time since the loader was made [s]")
-    axes.set_ylabel("queue filled")
-    legend_above(axes)
-    return to_svg(figure, "Queue depths over time")
 
 
 def _cpu(report: LoaderReport) -> str:

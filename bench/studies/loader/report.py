@@ -1,4 +1,4 @@
-"""The report of ``fuelrail bench loader``: repeats to medians with intervals, the waterfall, the bound, and JSON."""
+"""The report of ``fuelrail bench loader``: repeats to medians with intervals, the bound, and JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from fuelrail.bench.measure.limits import SampleSizes, device_limit, jpeg_limit
+from fuelrail.bench.measure.limits import jpeg_limit
 from fuelrail.bench.measure.machine import CpuUse
 from fuelrail.bench.measure.rates import Interval, Rate, interval_of
 from fuelrail.bench.report.files import ReportHeader, created_now
@@ -18,15 +18,12 @@ if TYPE_CHECKING:
 
 SCHEMA = "fuelrail-bench-loader"
 
-VERSION = 3
+VERSION = 4
 
 MIN_STEADY_BATCHES = 8
 
 # A few pages are read again by any process.
 _MANY_FAULTS = 100
-
-# A step that is faster than the one before it by more than this share is above its limit.
-_ABOVE = 0.02
 
 CLOCK_JUMP_S = 0.25
 """A run whose wall clock and monotonic clock differ by more is left out."""
@@ -40,13 +37,6 @@ _ALWAYS_BUSY = 0.9
 
 # A thread that computes for less than this share of its busy time mostly waits.
 _COMPUTING = 0.5
-
-
-class QueueDepths(msgspec.Struct, frozen=True, kw_only=True):
-    """Number of results waiting after each stage, in the stages' order, when a batch was taken."""
-
-    at_s: float
-    waiting: list[int]
 
 
 class LoaderRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,27 +56,11 @@ class LoaderRun(msgspec.Struct, frozen=True, kw_only=True):
     cpu: CpuUse
     stages: list[StageClock]
     num_storage_faults: int
-    queues: list[QueueDepths]
     clock_jump_s: float
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """One step of the waterfall: a rate with all threads, and the share that is left of the step before.
-
-    Both are None for what this machine doesn't have.
-    """
-
-    name: str
-    samples_per_s: float | None
-    of_previous: float | None
-
-
 class LoaderFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures over all repeats; rates are those of the steady parts.
-
-    ``waterfall_doubt`` says why the waterfall is not to be taken at its word. ``is_waterfall_noise``: the repeats
-    differ by more than any of its steps, so it is not shown.
-    """
+    """Figures over all repeats; rates are those of the steady parts."""
 
     samples_per_s: Interval
     images_per_s: Interval
@@ -95,24 +69,18 @@ class LoaderFigures(msgspec.Struct, frozen=True, kw_only=True):
     cpu_s_per_1000_images: float
     first_batch_s: Interval
     peak_rss_bytes: int
-    waterfall: list[Step]
     bound: Bound
-    waterfall_doubt: str | None = None
-    is_waterfall_noise: bool = False
 
 
 class LoaderReport(ReportHeader, frozen=True, kw_only=True):
     """A whole report.
 
-    ``limits``: the libraries alone. ``stages``: each stage alone. ``stacked``: the loader with its first stage, with
-    its first two, and so on. ``figures`` is None when no repeat became steady, and ``too_short`` says so;
-    ``cut_off`` says why a report is partial.
+    ``limits``: the libraries alone. ``stages``: each stage alone. ``figures`` is None when no repeat became steady,
+    and ``too_short`` says so; ``cut_off`` says why a report is partial.
     """
 
-    sizes: SampleSizes
     limits: list[Rate]
     stages: list[Rate]
-    stacked: list[Rate]
     runs: list[LoaderRun]
     figures: LoaderFigures | None
     too_short: str | None
@@ -123,10 +91,8 @@ def build_loader_report(
     machine: MachineFacts,
     dataset: DatasetFacts,
     options: dict[str, Any],
-    sizes: SampleSizes,
     limits: Sequence[Rate],
     stages: Sequence[Rate],
-    stacked: Sequence[Rate],
     runs: Sequence[LoaderRun],
     peak_rss_bytes: int,
     cut_off: str | None = None,
@@ -136,7 +102,7 @@ def build_loader_report(
     too_short = None
     figures = None
     if steady:
-        figures = _figures(dataset, sizes, limits, stages, stacked, steady, peak_rss_bytes)
+        figures = _figures(dataset, limits, stages, steady, peak_rss_bytes)
     else:
         longest = max(len(run.batch_s) for run in runs)
         too_short = (
@@ -150,14 +116,13 @@ def build_loader_report(
         machine=machine,
         dataset=dataset,
         options=options,
-        sizes=sizes,
         limits=list(limits),
         stages=list(stages),
-        stacked=list(stacked),
         runs=list(runs),
         figures=figures,
         too_short=too_short,
         cut_off=cut_off,
+        interrupted=cut_off is not None,
         disturbed=max((run.cpu for run in runs), key=lambda cpu: cpu.others or 0.0).disturbed,
         warnings=_warnings(runs, steady, figures),
     )
@@ -165,10 +130,8 @@ def build_loader_report(
 
 def _figures(
     dataset: DatasetFacts,
-    sizes: SampleSizes,
     limits: Sequence[Rate],
     stages: Sequence[Rate],
-    stacked: Sequence[Rate],
     steady: Sequence[LoaderRun],
     peak_rss_bytes: int,
 ) -> LoaderFigures:
@@ -179,87 +142,19 @@ def _figures(
     # Where one run is to be judged, it is the median run.
     middle = sorted(steady, key=lambda run: run.samples_per_s or 0.0)[len(steady) // 2]
     assert middle.samples_per_s is not None
-    waterfall = _waterfall(limits, stages, stacked, samples_per_s.median)
-    doubt, is_noise = _warning_of(waterfall, samples_per_s)
+    assert dataset.mean_sample_bytes is not None, "a split with batches has samples"
     return LoaderFigures(
         samples_per_s=samples_per_s,
         images_per_s=interval_of([rate * num_cameras for rate in rates]),
-        stored_mb_per_s=samples_per_s.median * sizes.stored_bytes / 1e6,
+        stored_mb_per_s=samples_per_s.median * dataset.mean_sample_bytes / 1e6,
         cpu_ms_per_sample=cpu_ms,
         cpu_s_per_1000_images=cpu_ms.median / num_cameras,
         first_batch_s=interval_of([run.first_batch_s for run in steady]),
         peak_rss_bytes=peak_rss_bytes,
-        waterfall=waterfall,
-        waterfall_doubt=doubt,
-        is_waterfall_noise=is_noise,
         bound=find_bound(
             middle.samples_per_s, middle.cpu_ms_per_sample, middle.cpu, middle.stages, stages, jpeg_limit(limits)
         ),
     )
-
-
-def _waterfall(
-    limits: Sequence[Rate], stages: Sequence[Rate], stacked: Sequence[Rate], samples_per_s: float
-) -> list[Step]:
-    """Return the steps from the bare JPEG library over the decode stage to the whole loader, all with the same number
-    of threads; and to what reaches the device, if there is one. Copies run beside the loading, so the slower of both
-    counts.
-    """
-    named = []
-    jpeg = jpeg_limit(limits)
-    if jpeg is not None:
-        named.append((f"{jpeg.name}, nothing else", jpeg.samples_per_s))
-    decode = next((rate for rate in stages if rate.name == "decode"), None)
-    if decode is not None:
-        named.append(("decode stage: resize, crop, planes as well", decode.samples_per_s))
-    # The stages before decoding are many times as fast; what they take away from it is what counts.
-    upon = next((rate for rate in stacked if rate.name.endswith("decode")), None)
-    if upon is not None:
-        named.append((f"{upon.name}, in the loader's threads", upon.samples_per_s))
-    named.append(("whole loader: batches assembled as well", samples_per_s))
-    steps = []
-    for number, (name, rate) in enumerate(named):
-        before = named[number - 1][1] if number else rate
-        steps.append(Step(name=name, samples_per_s=rate, of_previous=rate / before))
-    bus = device_limit(limits)
-    if bus is None:
-        steps.append(Step(name="host to device: no GPU", samples_per_s=None, of_previous=None))
-    else:
-        left = min(1.0, bus.samples_per_s / samples_per_s)
-        name = f"to the device, which takes {bus.samples_per_s:,.0f} samples/s"
-        steps.append(Step(name=name, samples_per_s=left * samples_per_s, of_previous=left))
-    return steps
-
-
-def _warning_of(waterfall: Sequence[Step], rate: Interval) -> tuple[str | None, bool]:
-    """Return a warning about the waterfall, if any, and whether the spread of the repeats hides all its steps."""
-    changes = [step.of_previous for step in waterfall[1:] if step.of_previous is not None]
-    if not changes:
-        return None, False
-    spread = (rate.high - rate.low) / rate.median
-    largest = max(abs(1 - change) for change in changes)
-    if spread > largest:
-        noise = (
-            f"not shown: the repeats of the same run differ by {spread:.0%}, the steps by {largest:.0%} at most, so "
-            "they are within noise. Repeat the measurement on an idle machine, or with more --repeats."
-        )
-        return noise, True
-    above = [step for step in waterfall[1:] if step.of_previous is not None and step.of_previous > 1 + _ABOVE]
-    if not above:
-        return None, False
-    which = "; ".join(f"'{step.name}' reaches {step.of_previous:.0%} of the step before it" for step in above)
-    beyond = (
-        f"{which}, which should be its limit. Either the loader does less work than the limit (it leaves out what the "
-        "crop leaves out), or other processes disturbed the measurement."
-    )
-    return beyond, False
-
-
-def step_cells(step: Step) -> list[str]:
-    """Return a step of the waterfall as a table's row."""
-    if step.samples_per_s is None or step.of_previous is None:
-        return [step.name, "", ""]
-    return [step.name, f"{step.samples_per_s:.1f}", f"{step.of_previous:.0%}"]
 
 
 def _warnings(runs: Sequence[LoaderRun], steady: Sequence[LoaderRun], figures: LoaderFigures | None) -> list[str]:

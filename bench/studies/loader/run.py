@@ -9,64 +9,56 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fuelrail.bench.measure.clock import clock_jump_s
 from fuelrail.bench.measure.cuda import pinned_copy
-from fuelrail.bench.measure.limits import SampleSizes, measure_limits, sample_sizes
+from fuelrail.bench.measure.limits import measure_limits
 from fuelrail.bench.measure.machine import CpuWatch, peak_memory_bytes
 from fuelrail.bench.measure.processes import NOTHING_MEASURED
 from fuelrail.bench.measure.rates import Rate, warm_up_length
-from fuelrail.bench.studies.loader.report import MIN_STEADY_BATCHES, LoaderRun, QueueDepths
+from fuelrail.bench.studies.loader.report import MIN_STEADY_BATCHES, LoaderRun
 from fuelrail.bench.studies.loader.stages import (
-    LoaderChoice,
     Recorded,
     make_loader,
-    measure_stacked,
     measure_stages,
     record_stages,
 )
+from fuelrail.loaders.config import Transforms
 
 if TYPE_CHECKING:
+    from fuelrail.bench.studies.loader.options import LoaderOptions
     from fuelrail.pipeline.format.dataset import Dataset
-    from fuelrail.pipeline.transforms.image import ImageAugment
-
-_QUEUE_EVERY_S = 0.02
 
 _NUM_BATCHES_KEPT = 3
 
 _NUM_SAMPLES_KEPT = 12
 
 
-def run_loader(dataset: Dataset, image: ImageAugment, choice: LoaderChoice, seconds: float) -> LoaderRun:
-    """Make a loader and take batches for ``seconds``, epoch after epoch; always one batch at least."""
+def run_loader(dataset: Dataset, options: LoaderOptions) -> LoaderRun:
+    """Make a loader and take batches for the options' time, epoch after epoch; always one batch at least."""
     watch, faults, jump_s = CpuWatch(), _storage_faults(), clock_jump_s()
     started_s = taken_s = time.perf_counter()
     batch_s: list[float] = []
-    queues: list[QueueDepths] = []
-    with make_loader(dataset, image, choice) as loader:
-        while not batch_s or taken_s - started_s < seconds:
+    with make_loader(dataset, options) as loader:
+        while not batch_s or taken_s - started_s < options.seconds:
             for _ in loader:
                 now_s = time.perf_counter()
                 batch_s.append(now_s - taken_s)
                 taken_s = now_s
-                if not queues or now_s - started_s - queues[-1].at_s >= _QUEUE_EVERY_S:
-                    waiting = [clock.waiting for clock in loader.stats().stages]
-                    queues.append(QueueDepths(at_s=now_s - started_s, waiting=waiting))
-                if now_s - started_s >= seconds:
+                if now_s - started_s >= options.seconds:
                     break
         stages = list(loader.stats().stages)
     cpu = watch.use()
     # The first batch waits for threads to start and queues to fill; it is reported separately.
     warm_up = 1 + warm_up_length(batch_s[1:])
     steady = batch_s[warm_up:]
-    num_loaded = stages[-1].items * choice.batch_size
+    num_loaded = stages[-1].items * options.batch_size
     return LoaderRun(
         first_batch_s=batch_s[0],
         num_warm_up_batches=warm_up,
         batch_s=batch_s,
-        samples_per_s=len(steady) * choice.batch_size / sum(steady) if len(steady) >= MIN_STEADY_BATCHES else None,
+        samples_per_s=len(steady) * options.batch_size / sum(steady) if len(steady) >= MIN_STEADY_BATCHES else None,
         cpu_ms_per_sample=1e3 * cpu.own * cpu.seconds / num_loaded,
         cpu=cpu,
         stages=stages,
         num_storage_faults=_storage_faults() - faults,
-        queues=queues,
         clock_jump_s=clock_jump_s() - jump_s,
     )
 
@@ -80,7 +72,6 @@ class LoaderRound(NamedTuple):
 
     run: LoaderRun
     stages: list[Rate]
-    stacked: list[Rate]
     limits: list[Rate]
 
 
@@ -88,20 +79,11 @@ class Rounds(NamedTuple):
     """The whole rounds, one at least; ``cut_off`` says why they are fewer than were asked for."""
 
     rounds: list[LoaderRound]
-    sizes: SampleSizes
     peak_rss_bytes: int
     cut_off: str | None
 
 
-def measure_rounds(
-    dataset: Dataset,
-    image: ImageAugment,
-    choice: LoaderChoice,
-    *,
-    num_rounds: int,
-    seconds: float,
-    show: Callable[[str], None],
-) -> Rounds:
+def measure_rounds(dataset: Dataset, options: LoaderOptions, show: Callable[[str], None]) -> Rounds:
     """Warm up and measure; ``show`` is called with the current part of the measurement.
 
     Interrupted, it returns the complete rounds; raises KeyboardInterrupt with a message where there are none.
@@ -110,63 +92,48 @@ def measure_rounds(
     cut_off = None
     try:
         show("warming up")
-        run_loader(dataset, image, choice, seconds)
+        run_loader(dataset, options)
         # Read now: what follows keeps batches that a loader would not.
         peak_rss_bytes = peak_memory_bytes()
-        num_batches = max(_NUM_BATCHES_KEPT, -(-_NUM_SAMPLES_KEPT // choice.batch_size))
-        bench = _Bench(dataset, image, choice, record_stages(dataset, image, choice, num_batches), seconds)
-        for number in range(num_rounds):
-            where = f"round {number + 1} of {num_rounds}"
+        num_batches = max(_NUM_BATCHES_KEPT, -(-_NUM_SAMPLES_KEPT // options.batch_size))
+        bench = _Bench(dataset, options, record_stages(dataset, options, num_batches))
+        for number in range(options.repeats):
+            where = f"round {number + 1} of {options.repeats}"
             rounds.append(bench.round(where, show))
     except KeyboardInterrupt:
         if not rounds:
             raise KeyboardInterrupt(NOTHING_MEASURED) from None
-        cut_off = f"it was interrupted after {len(rounds)} of {num_rounds} rounds"
-    return Rounds(rounds, bench.sizes(), peak_rss_bytes, cut_off)
+        cut_off = f"it was interrupted after {len(rounds)} of {options.repeats} rounds"
+    return Rounds(rounds, peak_rss_bytes, cut_off)
 
 
 class _Bench:
     """All that a round needs."""
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        image: ImageAugment,
-        choice: LoaderChoice,
-        recorded: list[Recorded],
-        seconds: float,
-    ) -> None:
-        self._dataset, self._image, self._choice, self._recorded = dataset, image, choice, recorded
-        self._seconds, self._part_s = seconds, min(1.0, seconds / 8)
+    def __init__(self, dataset: Dataset, options: LoaderOptions, recorded: list[Recorded]) -> None:
+        self._dataset, self._options, self._recorded = dataset, options, recorded
         self._items = {entry.stage.name: entry.items for entry in recorded}
-        manifest = dataset.manifest
+        image, manifest = options.image or Transforms().image, dataset.manifest
         self._output_bytes = len(manifest.cameras) * 3 * image.height * image.width
-        self._lidars = {lidar.channel for lidar in manifest.lidars if not choice.points}
+        self._lidars = {lidar.channel for lidar in manifest.lidars if not options.points}
         self._to_device = pinned_copy(self._output_bytes)
 
-    def sizes(self) -> SampleSizes:
-        """Return the sizes of the recorded samples."""
-        return sample_sizes(self._items["parse"], self._items["decode"], self._output_bytes)
-
     def round(self, where: str, show: Callable[[str], None]) -> LoaderRound:
-        """Measure all four once."""
-        dataset, image, choice, part_s = self._dataset, self._image, self._choice, self._part_s
+        """Measure all three once."""
+        dataset, options, part_s = self._dataset, self._options, min(1.0, self._options.seconds / 8)
         show(f"{where}: the whole loader")
-        run = run_loader(dataset, image, choice, self._seconds)
+        run = run_loader(dataset, options)
         show(f"{where}: each stage alone")
-        alone = measure_stages(self._recorded, choice.batch_size, part_s)
-        show(f"{where}: stage upon stage")
-        names = [entry.stage.name for entry in self._recorded]
-        stacked = measure_stacked(dataset, image, choice, names[:-1], part_s)
+        alone = measure_stages(self._recorded, options.batch_size, part_s)
         show(f"{where}: this machine's limits")
         limits = measure_limits(
             self._items["parse"],
             self._items["decode"],
             self._lidars,
             self._output_bytes,
-            choice.num_workers,
+            next(entry.stage.num_threads for entry in self._recorded if entry.stage.name == "decode"),
             part_s,
             dataset,
             self._to_device,
         )
-        return LoaderRound(run, alone, stacked, limits)
+        return LoaderRound(run, alone, limits)

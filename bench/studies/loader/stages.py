@@ -5,33 +5,20 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import threading
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from fuelrail.bench.measure.rates import Rate, measure_rate
 from fuelrail.loaders import DataLoader, StorageOptions, Transforms, World
-from fuelrail.pipeline.settings import Settings
+from fuelrail.pipeline.runtime.host import usable_cpus
 
 if TYPE_CHECKING:
+    from fuelrail.bench.studies.loader.options import LoaderOptions
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.runtime.stages import Stage
-    from fuelrail.pipeline.transforms.image import ImageAugment
 
 _L = TypeVar("_L", bound=DataLoader)
-
-
-class LoaderChoice(Settings, frozen=True):
-    """The loader to be measured: what its constructor gets."""
-
-    split: str
-    batch_size: int
-    num_workers: int
-    decoder: str
-    verify: bool
-    points: bool
-    seed: int
 
 
 class Recorded(NamedTuple):
@@ -42,25 +29,25 @@ class Recorded(NamedTuple):
     per_batch: bool
 
 
-def make_loader(dataset: Dataset, image: ImageAugment, choice: LoaderChoice) -> DataLoader:
+def make_loader(dataset: Dataset, options: LoaderOptions) -> DataLoader:
     """Return the loader that is measured, in host memory, as one rank of one."""
-    return _make(DataLoader, dataset, image, choice)
+    return _make(DataLoader, dataset, options)
 
 
 def record_stages(
-    dataset: Dataset, image: ImageAugment, choice: LoaderChoice, num_batches: int, device: str | None = None
+    dataset: Dataset, options: LoaderOptions, num_batches: int, device: str | None = None
 ) -> list[Recorded]:
     """Run a loader for some batches and keep what its stages worked on, in the order in which data flows.
 
     ``device``: where its batches go; host memory unless given.
     """
-    loader = _make(_Recorder, dataset, image, choice, device)
+    loader = _make(_Recorder, dataset, options, device)
     with loader:
         batches = itertools.islice(itertools.chain.from_iterable(itertools.repeat(loader)), num_batches)
         for _ in batches:
             pass
         recorded = loader.recorded
-    keep = num_batches * choice.batch_size
+    keep = num_batches * options.batch_size
     result, per_batch = [], False
     for stage, items in recorded:
         per_batch = per_batch or stage.group is not None
@@ -90,55 +77,6 @@ def _alone(entry: Recorded, batch_size: int, seconds: float) -> Rate:
     )
 
 
-def measure_stacked(
-    dataset: Dataset, image: ImageAugment, choice: LoaderChoice, names: Sequence[str], seconds: float
-) -> list[Rate]:
-    """Return the rate of the loader with its first stage alone, with its first two, and so on; the others hand through.
-
-    ``names`` are the stages' names. What is lost from one to the next is what that stage costs in company: threads,
-    CPUs and Python's lock are shared, as in the whole loader, which is the last of them.
-    """
-    return [_stacked(dataset, image, choice, names[: number + 1], seconds) for number in range(len(names))]
-
-
-def _stacked(
-    dataset: Dataset, image: ImageAugment, choice: LoaderChoice, working: Sequence[str], seconds: float
-) -> Rate:
-    loader = _make(_Truncated, dataset, image, choice)
-    with loader:
-        loader.working = frozenset(working)
-        batches = itertools.chain.from_iterable(itertools.repeat(loader))
-        next(batches)
-        count, started_s, cpu_s = 0, time.perf_counter(), time.process_time()
-        while count == 0 or time.perf_counter() - started_s < seconds:
-            next(batches)
-            count += 1
-        elapsed_s, cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_s
-    num_samples = count * choice.batch_size
-    return Rate(
-        name=" + ".join(working),
-        num_threads=choice.num_workers,
-        samples_per_s=num_samples / elapsed_s,
-        cpu_ms_per_sample=1e3 * cpu_s / num_samples,
-    )
-
-
-class _Truncated(DataLoader):
-    """A loader of whose stages only some work; its batches are what those have made."""
-
-    working: frozenset[str] = frozenset()
-
-    def stages(self) -> list[Stage]:
-        return [
-            stage if stage.name in self.working else dataclasses.replace(stage, work=_hand_through)
-            for stage in super().stages()
-        ]
-
-
-def _hand_through(item: Any) -> Any:  # noqa: ANN401
-    return item
-
-
 class _Recorder(DataLoader):
     """A loader that keeps every item that goes into one of its stages."""
 
@@ -158,17 +96,18 @@ class _Recorder(DataLoader):
         return [dataclasses.replace(stage, work=partial(work, number)) for number, stage in enumerate(stages)]
 
 
-def _make(kind: type[_L], dataset: Dataset, image: ImageAugment, choice: LoaderChoice, device: str | None = None) -> _L:
+def _make(kind: type[_L], dataset: Dataset, options: LoaderOptions, device: str | None = None) -> _L:
+    image = options.image or Transforms().image
     return kind(
         dataset,
-        choice.batch_size,
+        options.batch_size,
         shuffle=True,
         drop_last=True,
-        split=choice.split,
-        transforms=Transforms(image=image, decoder=choice.decoder, points=choice.points),
-        seed=choice.seed,
-        num_workers=choice.num_workers,
-        storage=StorageOptions(verify=choice.verify),
+        split=options.split,
+        transforms=Transforms(image=image, decoder=options.decoder, points=options.points),
+        seed=options.seed,
+        num_workers=options.workers or max(1, int(usable_cpus())),
+        storage=StorageOptions(verify=options.verify),
         device=device,
         world=World(rank=0, size=1),
     )

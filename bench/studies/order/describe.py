@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
@@ -47,7 +46,6 @@ class DescribeOptions(CheckedSettings, frozen=True, kw_only=True):
     config: Annotated[OrderSpec | None, flag("file with a whole order, in place of --kind, --seed, --window, ...")] = (
         None
     )
-    plot: Annotated[str | None, flag("draw the orders: .png, .svg or .pdf", metavar="FILE")] = None
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,7 +101,7 @@ def describe_order(
         "true shuffle": np.random.default_rng((spec.seed, options.epoch)).permutation(selected),
     }
     figures = [describe(name, each, clips, shards, batch) for name, each in orders.items()]
-    description = Description(
+    return Description(
         dataset=shown(opened.manifest.name),
         split=options.split,
         epoch=options.epoch,
@@ -117,12 +115,6 @@ def describe_order(
         costs=costs,
         figures=figures,
     )
-    if options.plot is not None:
-        from fuelrail.bench.studies.order.plot import plot_orders  # imports matplotlib
-
-        title = f"{description.dataset}, {description.split}, epoch {description.epoch}"
-        plot_orders(Path(options.plot), list(orders.values()), figures, title)
-    return description
 
 
 def webdataset_order(
@@ -147,7 +139,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         "compared with webdataset's shuffle buffer on the same shards and with a true shuffle. A z is in standard "
         "deviations from the mean of true shuffles: within about 4 is as good as random."
     )
-    describe_word = words.add_parser("describe", help="figures and a plot of one epoch", description=described)
+    describe_word = words.add_parser("describe", help="figures of one epoch", description=described)
     add_dataset(describe_word)
     for kind in (DescribeOptions, OrderSpec, PrintOptions):
         add_flags(describe_word, kind)
@@ -161,8 +153,6 @@ def _run(arguments: argparse.Namespace) -> int:
         print_json(description)
         return 0
     _print(description)
-    if options.plot is not None:
-        print(f"plot: {options.plot}")  # noqa: T201
     return 0
 
 

@@ -101,7 +101,7 @@ def with_loader(asked: Scenario, cluster: ClusterSettings, data: Data, path: Pat
     asked = msgspec.structs.replace(
         asked,
         cameras=asked.cameras or (len(report.dataset.cameras) if asked.reads_images else 0) or None,
-        sample_bytes=asked.sample_bytes or max(1, round(report.sizes.stored_bytes)),
+        sample_bytes=asked.sample_bytes or max(1, round(report.dataset.mean_sample_bytes or 0)),
     )
     per_cpu = 1000 / figures.cpu_s_per_1000_images
     where = f"`fuelrail bench loader` of {report.created} on {report.machine.cpu}"

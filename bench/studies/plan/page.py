@@ -164,7 +164,7 @@ def describe(found: PlanReport, plots: Mapping[str, str]) -> Document:
         Section("The plan", [Table(("figure", ""), figures(found), texts=True)]),
         *(Note(f"Assumed: {text}") for text in found.assumed),
         Section("Memory and work of each stage", [
-            Figure([(plots.get("memory", ""), "Bytes at the peak of a step, by kind.")]),
+            Figure(plots.get("memory", ""), "Bytes at the peak of a step, by kind."),
             Table(STAGE_HEADER, stage_rows(found), texts=True),
         ]),
     ]  # fmt: skip
@@ -173,7 +173,7 @@ def describe(found: PlanReport, plots: Mapping[str, str]) -> Document:
         caption = "Each dot is a plan that fits: memory of a device, and samples/s with the data's limits."
         parts.append(
             Section("Sweep", [
-                Figure([(plots.get("sweep", ""), caption)]),
+                Figure(plots.get("sweep", ""), caption),
                 Text(f"{len(found.sweep)} plans, {fits} of them fit; the fastest:"),
                 Table(SWEEP_HEADER, sweep_rows(found), texts=True),
             ])
@@ -181,7 +181,7 @@ def describe(found: PlanReport, plots: Mapping[str, str]) -> Document:
     if any(curve.points for curve in found.scaling):
         caption = "Samples/s a device over those of the smallest number."
         blocks: list[Block] = [
-            Figure([(plots.get("scaling", ""), caption)]),
+            Figure(plots.get("scaling", ""), caption),
             Table(SCALING_HEADER, scaling_rows(found)),
         ]
         parts.append(Section("Scaling", blocks))

@@ -33,7 +33,7 @@ def describe(report: ScaleReport, plots: Mapping[str, str]) -> Document:
     parts: list[Block | Section] = [*_hero(report)]
     for scaling in scalings:
         caption = f"Lines: simulated{_simulated_batch(report, scaling)}. Dots: measured, all ranks on this host."
-        parts.append(Section(f"{scaling.title()} scaling", [Figure([(plots.get(scaling, ""), caption)])]))
+        parts.append(Section(f"{scaling.title()} scaling", [Figure(plots.get(scaling, ""), caption)]))
     if report.measured:
         parts.append(Section("Measured, and the model's error", [Table(MEASURED_HEADER, measured_rows(report))]))
     if report.curves:

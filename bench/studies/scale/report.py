@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fuelrail.bench.planner.scaling import Cluster, Curve, HostFit, Point, Scaling, draw_curves, simulate
-from fuelrail.bench.report.files import ReportHeader, created_now
+from fuelrail.bench.report.files import ReportHeader
 
 if TYPE_CHECKING:
-    from fuelrail.bench.measure.machine import DatasetFacts, MachineFacts
     from fuelrail.bench.studies.scale.options import ScaleOptions
 
 SCHEMA = "fuelrail-bench-scale"
@@ -115,42 +114,19 @@ def make_curves(fit: HostFit, batch_size: int, global_batch: int, options: Scale
     return draw_curves(cases, [2**power for power in range(options.max_ranks.bit_length())], point)
 
 
-def build_scale_report(
-    *,
-    machine: MachineFacts,
-    dataset: DatasetFacts,
-    accelerator: dict[str, Any],
-    options: dict[str, Any],
-    runs: Sequence[MeasuredRun],
-    fit: HostFit | None,
-    curves: Sequence[Curve],
-    cut_off: str | None,
-    disturbed: str | None,
-    warnings: Sequence[str],
-) -> ScaleReport:
-    """Put the parts together and try the model, with the seed of the options."""
-    trials = [] if fit is None else try_model(fit, runs, options["seed"])
-    found = list(warnings)
+def judged(report: ScaleReport) -> ScaleReport:
+    """Return the report with the runs' efficiencies and the model tried on them, with the seed of the options.
+
+    It has no curves where the model is off by too much.
+    """
+    trials = [] if report.fit is None else try_model(report.fit, report.measured, report.options["seed"])
+    curves, warnings = report.curves, report.warnings
     worst = max(trials, key=lambda trial: abs(trial.error), default=None)
     if worst is not None and abs(worst.error) > _MAX_ERROR:
-        curves = []
-        found.append(
+        off = (
             f"No simulation: it is off by {worst.error:+.0%} for {worst.num_ranks} ranks of {worst.batch_size}, and at "
             f"most {_MAX_ERROR:.0%} is allowed. Repeat the measurement on an idle machine, or with more --steps."
         )
-    return ScaleReport(
-        schema=SCHEMA,
-        version=VERSION,
-        created=created_now(),
-        cut_off=cut_off,
-        machine=machine,
-        dataset=dataset,
-        accelerator=accelerator,
-        options=options,
-        measured=with_efficiencies(runs),
-        fit=fit,
-        trials=trials,
-        curves=list(curves),
-        disturbed=disturbed,
-        warnings=found,
-    )
+        curves, warnings = [], [*warnings, off]
+    runs = with_efficiencies(report.measured)
+    return msgspec.structs.replace(report, measured=runs, trials=trials, curves=curves, warnings=warnings)

@@ -13,24 +13,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE, AcceleratorProfile
-from fuelrail.bench.measure.processes import NOTHING_MEASURED
+from fuelrail.bench.measure.processes import NOTHING_MEASURED, WAS_INTERRUPTED
 from fuelrail.bench.measure.rates import bootstrap_means
 from fuelrail.bench.planner.scaling import HostFit, Overhead, Scaling
-from fuelrail.bench.report.files import prepare_folder
+from fuelrail.bench.report.files import created_now, prepare_folder
 from fuelrail.bench.report.options import output_folder
 from fuelrail.bench.report.page import write_report
 from fuelrail.bench.report.progress import Progress
+from fuelrail.bench.studies.loader.options import LoaderOptions
 from fuelrail.bench.studies.scale.options import ScaleOptions
 from fuelrail.bench.studies.scale.report import (
     FITTED_RANKS,
+    SCHEMA,
+    VERSION,
     MeasuredRun,
     ScaleReport,
-    build_scale_report,
+    judged,
     make_curves,
 )
 from fuelrail.bench.studies.train.run import Made, TrainRun, measure_all
 from fuelrail.bench.studies.train.settings import TrainOptions, ask
-from fuelrail.loaders.config import Transforms
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.runtime.host import usable_cpus
@@ -57,29 +59,14 @@ def scale(
     folder for the report; None: nothing is written. Runs that end early make the report partial (``cut_off``), also
     after Ctrl+C. Raises ConfigError, DatasetErrors, and FuelrailError where no step was made.
     """
-    return run_scaling(dataset, make_options(ScaleOptions, options, changes), out, html=html).report
-
-
-class Scaled(NamedTuple):
-    """A measurement of scaling; ``interrupted``: it was ended by Ctrl+C or SIGTERM."""
-
-    report: ScaleReport
-    interrupted: bool
-
-
-def run_scaling(
-    dataset: str | os.PathLike[str], options: ScaleOptions, out: str | os.PathLike[str] | None, *, html: bool
-) -> Scaled:
-    """Measure, fit, simulate, and write the report into ``out``, if given; see :func:`scale`."""
     html = html and out is not None
     with output_folder(out) as folder:
-        plan = ScalePlan(dataset, options, folder / "records")
+        plan = ScalePlan(dataset, make_options(ScaleOptions, options, changes), folder / "records")
         prepare_folder(folder, html=html)
         (folder / "records").mkdir(exist_ok=True)
-        reports, fit, cut_off, interrupted = _measure(plan)
-        report = _report(plan, reports, fit, cut_off)
+        report = _report(plan, _measure(plan))
         write_report(report, folder, html=html)
-    return Scaled(report, interrupted)
+    return report
 
 
 class _Measurement(NamedTuple):
@@ -99,7 +86,7 @@ def _measure(plan: ScalePlan) -> _Measurement:
         for count in plan.ranks:
             made = plan.measure(count)
             reports += made.reports
-            interrupted = made.interrupted
+            interrupted = made.reports[0].interrupted
             if made.cut_off is not None:
                 cut_off = f"{count} ranks: {made.cut_off}"
                 break
@@ -109,7 +96,7 @@ def _measure(plan: ScalePlan) -> _Measurement:
     except KeyboardInterrupt:
         if not reports:
             raise KeyboardInterrupt(NOTHING_MEASURED) from None
-        cut_off, interrupted = "the run was interrupted", True
+        cut_off, interrupted = WAS_INTERRUPTED, True
     except FuelrailError as error:
         if not reports:
             raise
@@ -199,18 +186,16 @@ class ScalePlan:
         """
         dataset, settings = open_dataset(self._dataset), self.runs[self.ranks[0]][0].settings
         from fuelrail.bench.studies.loader.run import run_loader  # needs torch
-        from fuelrail.bench.studies.loader.stages import LoaderChoice
 
-        choice = LoaderChoice(
+        alone = LoaderOptions(
             split=settings.split,
             batch_size=self.batch_size,
-            num_workers=settings.workers or max(1, int(usable_cpus())),
+            workers=settings.workers,
             decoder=settings.decoder,
-            verify=True,
-            points=False,
             seed=settings.seed,
+            seconds=self.options.loader_seconds,
         )
-        run = run_loader(dataset, Transforms().image, choice, self.options.loader_seconds)
+        run = run_loader(dataset, alone)
         num_cameras = len(dataset.manifest.cameras)
         per_sample = 1 if self.profile.per == "sample" else num_cameras
         seen = [report for report in reports if report.num_ranks <= FITTED_RANKS and report.figures is not None]
@@ -252,8 +237,8 @@ def _column(report: Report, name: str) -> NDArray[np.float64]:
     return np.array([column[first : first + count] for column in columns], dtype=np.float64)
 
 
-def _report(plan: ScalePlan, reports: list[Report], fit: HostFit | None, cut_off: str | None) -> ScaleReport:
-    given = plan.options
+def _report(plan: ScalePlan, measured: _Measurement) -> ScaleReport:
+    reports, fit, given = measured.reports, measured.fit, plan.options
     points = [point for report in reports if (point := plan.point(report)) is not None]
     too_short = next((report.window.too_short for report in reports if report.window.too_short), None)
     disturbed = next((report.disturbed for report in reports if report.disturbed is not None), None)
@@ -267,17 +252,24 @@ def _report(plan: ScalePlan, reports: list[Report], fit: HostFit | None, cut_off
     elif fit is not None and not fit.service_ms:
         warnings.insert(0, "No simulation: the loader alone made too few batches; give it more --loader-seconds.")
     said = {name: value for name, value in msgspec.to_builtins(given).items() if name not in _REPORTED_ELSEWHERE}
-    return build_scale_report(
-        machine=reports[0].machine,
-        dataset=reports[0].dataset,
-        accelerator=reports[0].accelerator,
-        options={**said, "global_batch": plan.global_batch},
-        runs=points,
-        fit=usable,
-        curves=curves,
-        cut_off=cut_off,
-        disturbed=disturbed,
-        warnings=warnings,
+    return judged(
+        ScaleReport(
+            schema=SCHEMA,
+            version=VERSION,
+            created=created_now(),
+            cut_off=measured.cut_off,
+            interrupted=measured.interrupted,
+            machine=reports[0].machine,
+            dataset=reports[0].dataset,
+            accelerator=reports[0].accelerator,
+            options={**said, "global_batch": plan.global_batch},
+            measured=points,
+            fit=usable,
+            trials=[],
+            curves=curves,
+            disturbed=disturbed,
+            warnings=warnings,
+        )
     )
 
 

@@ -1,4 +1,4 @@
-"""The data of a run: the plain loader, with stages delayed or parts left out as the settings say, and its batches."""
+"""The data of a run: the plain loader, with parts left out as the settings say, and its batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 
 from fuelrail.bench.measure.cuda import count_training_flop
 from fuelrail.bench.measure.records import DeviceTimes, InputFacts, StepRecord
-from fuelrail.bench.ranks.injection import Injection, delayed_stages
 from fuelrail.bench.trainer.distill.teacher import LAYER
 from fuelrail.bench.trainer.loop import real_rows
 from fuelrail.bench.trainer.models.build import build_model
@@ -32,20 +31,11 @@ if TYPE_CHECKING:
     from fuelrail.bench.measure.records import RankWriter
     from fuelrail.bench.studies.train.settings import TrainSettings
     from fuelrail.bench.trainer.models.settings import ModelSettings
-    from fuelrail.pipeline.runtime.stages import Observer, Stage
+    from fuelrail.pipeline.runtime.stages import Observer
 
 # Enough that the model doesn't see one batch alone, few enough to lie in memory.
 _NUM_BATCHES_KEPT = 4
 _LOADER_PARTS: frozenset[LoaderPart] = frozenset(get_args(LoaderPart))
-
-
-class _DelayedLoader(DataLoader):
-    """A loader whose stages are delayed as ``inject`` says."""
-
-    inject: Injection
-
-    def stages(self) -> list[Stage]:
-        return delayed_stages(super().stages(), self.inject)
 
 
 def make_loader(
@@ -59,7 +49,7 @@ def make_loader(
     channels = token_channel(settings.dataset, settings.model)
     if channels and layer is not None:
         channels += [f"{LAYER}.{channel.name}" for channel in open_layer_data(layer).manifest.channels]
-    loader = _DelayedLoader(
+    loader = DataLoader(
         settings.dataset,
         settings.batch_size,
         shuffle=True,
@@ -83,7 +73,6 @@ def make_loader(
         trace=trace,
         ledger=settings.ledger,
     )
-    loader.inject = settings.inject
     loader.leave_out(_LOADER_PARTS.intersection(settings.leave_out))
     return loader
 

@@ -173,14 +173,12 @@ def _real_and_emulated(report: Report) -> list[Section]:
 def _over_time(report: Report, plots: Mapping[str, str]) -> list[Section]:
     warmup = report.window.num_warmup_steps
     caption = f"Share of time in which each accelerator computed, over 5 steps. Shaded: {warmup} steps of warm-up."
-    first = "The first steps after warm-up, on one clock."
-    occupancy, timeline = Figure([(plots.get("occupancy", ""), caption)]), plots.get("timeline", "")
-    return [Section("Occupancy over time", [occupancy, Figure([(timeline, first)], _PHASE_LEGEND)])]
+    return [Section("Occupancy over time", [Figure(plots.get("occupancy", ""), caption)])]
 
 
 def _step(report: Report, plots: Mapping[str, str]) -> list[Section]:
     caption = "Wall time of each step, mean over ranks; blue and green is work on the device, orange and pink waiting."
-    blocks: list[Block] = [Figure([(plots.get("breakdown", ""), caption)], _PHASE_LEGEND)]
+    blocks: list[Block] = [Figure(plots.get("breakdown", ""), caption, _PHASE_LEGEND)]
     figures = report.figures
     if figures is not None:
         rows = [[PHASE_LABELS[row.phase], *_times(row.time), f"{row.share:.1%}"] for row in figures.phases]
@@ -195,15 +193,7 @@ def _step(report: Report, plots: Mapping[str, str]) -> list[Section]:
                 small=True,
             ),
         ]
-    captions = {
-        "waits": "How long steps waited for data, after warm-up, all ranks.",
-        "histogram": "Step times after warm-up, all ranks.",
-        "loss": "The loss falls when images, geometry and boxes belong together.",
-    }
-    # Three charts that say little where little is lost: they are a click away then.
-    folded = figures is not None and figures.occupancy.mean > 1 - _NOTABLE
-    present = [(plots.get(name, ""), caption) for name, caption in captions.items()]
-    blocks.append(Figure(present, summary="Waits, step times and loss", folded=folded))
+    blocks.append(Figure(plots.get("loss", ""), "The loss falls when images, geometry and boxes belong together."))
     return [Section("Where a step’s time goes", blocks)]
 
 
@@ -223,7 +213,7 @@ def _memory(report: Report, plots: Mapping[str, str]) -> list[Section]:
         for rank, line in enumerate(report.memory)
     ]
     header = ("rank", "peak [MiB]", "reserved [MiB]", "most of each kind [MiB]")
-    return [Section("Memory over a step", [Figure([(plots.get("memory", ""), caption)]), Table(header, rows)])]
+    return [Section("Memory over a step", [Figure(plots.get("memory", ""), caption)]), Table(header, rows)]
 
 
 def _learning(report: Report) -> list[Section]:
@@ -251,7 +241,7 @@ def _loader(report: Report, plots: Mapping[str, str]) -> list[Section]:
         "no room. If the accelerators wait for data, the stage that is always busy is the cause."
     )
     header = ("stage", "threads, all ranks", "items/s", "busy", "starved", "blocked")
-    return [Section("Loader stages", [Figure([(plots.get("stages", ""), caption)]), Table(header, rows)])]
+    return [Section("Loader stages", [Figure(plots.get("stages", ""), caption)]), Table(header, rows)]
 
 
 def _ranks(report: Report) -> list[Section]:

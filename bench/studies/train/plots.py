@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.bench.report.plots import (
-    FuncFormatter,
     MaxNLocator,
     PercentFormatter,
     legend_above,
@@ -41,9 +38,6 @@ KIND_COLOURS = {
 }
 _MAX_BARS = 120
 _MAX_RANK_LINES = 8
-_MAX_TIMELINE_RANKS = 8
-_TIMELINE_STEPS = 6
-_SHORTEST_MS = 0.01
 
 
 def plots(report: Report) -> dict[str, str]:
@@ -56,18 +50,13 @@ def plots(report: Report) -> dict[str, str]:
     with style():
         drawn["occupancy"] = _occupancy(report)
         drawn["breakdown"] = _breakdown(report)
-        if report.figures is not None:
-            if report.options["accumulation"] == 1:  # else phases take turns, which a step's sums do not show
-                drawn["timeline"] = _timeline(report)
-            drawn["waits"] = _waits(report)
-            drawn["histogram"] = _histogram(report)
-            if report.figures.stages:
-                drawn["stages"] = stage_bars(
-                    [
-                        (f"{stage.name} x{stage.num_threads}", stage.busy, stage.starved, stage.blocked)
-                        for stage in report.figures.stages
-                    ]
-                )
+        if report.figures is not None and report.figures.stages:
+            drawn["stages"] = stage_bars(
+                [
+                    (f"{stage.name} x{stage.num_threads}", stage.busy, stage.starved, stage.blocked)
+                    for stage in report.figures.stages
+                ]
+            )
         drawn["loss"] = _loss(report)
         if report.memory:
             drawn["memory"] = _memory(report.memory[0])
@@ -89,28 +78,6 @@ def _occupancy(report: Report) -> str:
     axes.set_ylabel("occupancy")
     legend_above(axes)
     return to_svg(figure, "Occupancy over time, one line a rank")
-
-
-def _timeline(report: Report) -> str:
-    """Plot the phases of each rank over the first steps of the measured window, without averaging."""
-    first = report.window.num_warmup_steps
-    shown = report.series[:_MAX_TIMELINE_RANKS]
-    origin = min(series.end_s[first] - series.wall_ms[first] / 1e3 for series in shown)
-    figure, axes = new_figure(0.95 + 0.34 * len(shown))
-    for row, series in enumerate(shown):
-        for step in range(first, min(first + _TIMELINE_STEPS, len(series.end_s))):
-            at_ms = (series.end_s[step] - origin) * 1e3 - series.wall_ms[step]
-            for phase, colour in PHASE_COLOURS.items():
-                length = series.phases_ms[phase][step]
-                axes.broken_barh([(at_ms, length)], (row - 0.36, 0.72), facecolor=colour, linewidth=0)
-                at_ms += length
-            axes.plot([at_ms, at_ms], [row - 0.44, row + 0.44], color="#333333", linewidth=0.7)
-    axes.set_yticks(range(len(shown)), [f"rank {series.rank}" for series in shown])
-    axes.invert_yaxis()
-    axes.set_xlim(left=0)
-    axes.grid(visible=False, axis="y")
-    axes.set_xlabel(f"time from the start of step {first} [ms]")
-    return to_svg(figure, "Timeline of a few steps")
 
 
 def _breakdown(report: Report) -> str:
@@ -142,42 +109,8 @@ def _breakdown(report: Report) -> str:
     return to_svg(figure, "Step time by phase")
 
 
-def _measured(report: Report, columns: Sequence[list[float]]) -> NDArray[np.float64]:
-    """Return the measured window of one column a rank, joined."""
-    first = report.window.num_warmup_steps
-    return np.concatenate([column[first : first + report.window.num_measured_steps] for column in columns])
-
-
-def _waits(report: Report) -> str:
-    """Draw a histogram of the steps' waits for data, on a logarithmic axis from 10 us."""
-    assert report.figures is not None
-    values = np.maximum(_measured(report, [series.phases_ms["data_wait"] for series in report.series]), _SHORTEST_MS)
-    longest = max(float(values.max()), 10 * _SHORTEST_MS)
-    figure, axes = new_figure(2.4, 3.6)
-    axes.hist(values, bins=np.geomspace(_SHORTEST_MS, longest * 1.01, 25).tolist(), color=PHASE_COLOURS["data_wait"])
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.set_xlabel("data wait of a step [ms]")
-    axes.set_ylabel("steps (all ranks)")
-    return to_svg(figure, "Histogram of data waits")
-
-
-def _histogram(report: Report) -> str:
-    assert report.figures is not None
-    values = _measured(report, [series.wall_ms for series in report.series])
-    figure, axes = new_figure(2.4, 3.6)
-    axes.hist(values, bins=min(40, max(8, round(2 * len(values) ** 0.5))), color="#0072b2", alpha=0.85)
-    summary = report.figures.step_time
-    for name, value, dashes in (("p50", summary.p50_ms, "-"), ("p99", summary.p99_ms, (0, (4, 2)))):
-        axes.axvline(value, color="#d55e00", linewidth=1.2, linestyle=dashes, label=f"{name} {value:.1f} ms")
-    axes.set_xlabel("step time [ms]")
-    axes.set_ylabel("steps (all ranks)")
-    legend_above(axes)
-    return to_svg(figure, "Histogram of step times")
-
-
 def _loss(report: Report) -> str:
-    figure, axes = new_figure(2.4, 3.6)
+    figure, axes = new_figure(2.4)
     count = min(len(series.loss) for series in report.series)
     losses = np.array([series.loss[:count] for series in report.series], dtype=np.float64)  # None becomes NaN
     mean = losses.mean(axis=0)

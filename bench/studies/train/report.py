@@ -105,6 +105,7 @@ def build_report(
     cut_off: str | None,
     cpu: CpuUse | None = None,
     gpus: list[GpuUse] | None = None,
+    interrupted: bool = False,
 ) -> Report:
     """Make the report of a run of ``len(logs)`` ranks, complete or cut off."""
     steps = [log.steps for log in logs]
@@ -119,6 +120,7 @@ def build_report(
         version=VERSION,
         created=created_now(),
         cut_off=cut_off,
+        interrupted=interrupted,
         options=_options(settings),
         num_ranks=len(logs),
         global_batch=degrees_of(settings, len(logs)).data * settings.batch_size * settings.accumulation,

@@ -11,13 +11,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from fuelrail.bench.measure.machine import (
-    CpuUse,
-    CpuWatch,
-    MachineFacts,
-    machine_facts,
-)
+from fuelrail.bench.measure.machine import CpuUse, CpuWatch, MachineFacts, machine_facts
 from fuelrail.bench.measure.nvml import GpuUse, NvmlWatch
+from fuelrail.bench.measure.processes import WAS_INTERRUPTED
 from fuelrail.bench.measure.records import RankLog, rank_path, read_rank
 from fuelrail.bench.ranks.launch import Outcome, run_ranks
 from fuelrail.bench.report.files import TRACE_JSON, merge_traces, prepare_folder
@@ -51,14 +47,7 @@ def bench_train(
 
     Under torchrun, on several hosts too, the processes are the ranks; all but the first return None.
     """
-    made = run_training(dataset, make_options(TrainOptions, options, changes), out, html=html)
-    return None if made is None else made.reports[0]
-
-
-def run_training(
-    dataset: str | os.PathLike[str], options: TrainOptions, out: str | os.PathLike[str] | None, *, html: bool
-) -> Made | None:
-    """Make one run and write its report into ``out``, if given; see :func:`bench_train`."""
+    options = make_options(TrainOptions, options, changes)
     in_world = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     is_first = not in_world or os.environ["RANK"] == "0"
     if in_world:
@@ -75,24 +64,24 @@ def run_training(
     with output_folder(out if is_first else None) as folder:
         runs = [TrainRun(asked) for asked in ask_all(dataset, options, folder)]
         prepare_folder(folder, html=html and out is not None and is_first)
-        measured = _measure_here(runs) if in_world else measure_all(runs)
+        measured = _measure_here(runs) if in_world else measure_all(runs).reports
         if measured is None:
             return None
-        made = _compared(measured, options, other)
+        report = _compared(measured, options, other)
         if out is not None:
-            write_report(made.reports[0], folder, html=html)
+            write_report(report, folder, html=html)
         if options.trace:
             traces = runs[0].settings.traces
             merge_traces(traces, folder / TRACE_JSON)
             shutil.rmtree(traces, ignore_errors=True)
-    return made
+    return report
 
 
-def _compared(made: Made, options: TrainOptions, other: Report | None) -> Made:
-    """Add to the last report what is said on its loss: compared with another run's, and with a target."""
-    report, name = made.reports[-1], options.against
-    if len(made.reports) > 1:
-        other, name = made.reports[0], f"the run with batch size {options.batch_size}"
+def _compared(reports: Sequence[Report], options: TrainOptions, other: Report | None) -> Report:
+    """Return the last report with what is said on its loss: compared with another run's, and with a target."""
+    report, name = reports[-1], options.against
+    if len(reports) > 1:
+        other, name = reports[0], f"the run with batch size {options.batch_size}"
     batch = report.global_batch
     if other is not None:
         sides = (report.series, batch, other.series, other.global_batch)
@@ -100,7 +89,7 @@ def _compared(made: Made, options: TrainOptions, other: Report | None) -> Made:
     if options.target_loss is not None:
         target = time_to(options.target_loss, report.series, batch)
         report = msgspec.structs.replace(report, target=target)
-    return made._replace(reports=[report])
+    return report
 
 
 class TrainRun:
@@ -128,18 +117,18 @@ class TrainRun:
             cut_off=cut_off,
             cpu=cpu,
             gpus=gpus,
+            interrupted=outcome.interrupted,
         )
 
 
 class Made(NamedTuple):
     """The reports of runs that were made one after the other.
 
-    ``cut_off`` says why reports are missing, or why the last one is partial; ``interrupted``: by Ctrl+C or SIGTERM.
+    ``cut_off`` says why reports are missing, or why the last one is partial.
     """
 
     reports: list[Report]
     cut_off: str | None
-    interrupted: bool
 
 
 def measure_all(runs: Sequence[TrainRun]) -> Made:
@@ -167,7 +156,7 @@ def measure_all(runs: Sequence[TrainRun]) -> Made:
         except (FuelrailError, KeyboardInterrupt) as error:
             if not reports:
                 raise
-            cut_off = str(error) or "the run was interrupted"
+            cut_off = str(error) or WAS_INTERRUPTED
             break
         if gpus.reason is not None:
             report = msgspec.structs.replace(
@@ -177,10 +166,10 @@ def measure_all(runs: Sequence[TrainRun]) -> Made:
         cut_off = report.cut_off
         if cut_off is not None:
             break
-    return Made(reports, cut_off, outcome.interrupted)
+    return Made(reports, cut_off)
 
 
-def _measure_here(runs: Sequence[TrainRun]) -> Made | None:
+def _measure_here(runs: Sequence[TrainRun]) -> list[Report] | None:
     """Make the runs as one rank of torchrun's world; the first one returns the reports."""
     from fuelrail.bench.studies.train.worker import run_in_world  # takes seconds: torch
 
@@ -193,7 +182,7 @@ def _measure_here(runs: Sequence[TrainRun]) -> Made | None:
     if os.environ["RANK"] != "0":
         return None
     cpu = watch.use()
-    return Made([run.report(machine, Outcome(0, False, []), cpu, gpus.use()) for run in runs], None, False)
+    return [run.report(machine, Outcome(0, False, []), cpu, gpus.use()) for run in runs]
 
 
 def _prepare(records: Path) -> None:
@@ -231,7 +220,7 @@ def _launch(num_ranks: int, runs: Sequence[TrainRun], settings_file: Path) -> Ou
 def why_cut_off(outcome: Outcome, logs: Sequence[RankLog]) -> str | None:
     """Return one sentence on why a run ended early, or None: the first cause, not the later faults of other ranks."""
     if outcome.interrupted:
-        return "the run was interrupted"
+        return WAS_INTERRUPTED
     if outcome.exit_code == 0:
         return None
     log_hint = f"their output is in records/{_LOG_FILE} beside the report"

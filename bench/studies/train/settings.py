@@ -10,7 +10,6 @@ import msgspec
 
 from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE, AcceleratorProfile, load_profile, profile_names
 from fuelrail.bench.measure.machine import DatasetFacts, dataset_facts, installed_gpus
-from fuelrail.bench.ranks.injection import Injection
 from fuelrail.bench.trainer.distill.settings import DISTILL, weights_of
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision, check_fits, degrees_of
@@ -26,16 +25,14 @@ _DEFAULT_STEPS = 60
 _TEACHERS = ("teacher", "teacher_layer")
 
 # What a counterfactual run leaves out, in the order of the data's way.
-LeaveOut = Literal[
-    "loading", "storage", "decompression", "decode", "transform", "copy", "launches", "all-reduce", "training"
-]
+LeaveOut = Literal["loading", "storage", "decompression", "decode", "transform", "all-reduce", "training"]
 
 
 class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
     """Options of `fuelrail.bench_train`. What has a description is a flag of ``fuelrail bench train`` too.
 
-    ``profile`` is an emulated accelerator of your own, in place of ``accelerator``. ``inject`` puts faults into the
-    run. ``look_ahead_bytes`` is the DataLoader's.
+    ``profile`` is an emulated accelerator of your own, in place of ``accelerator``. ``look_ahead_bytes`` is the
+    DataLoader's.
     """
 
     split: Annotated[str, flag("split to train on")] = "train"
@@ -122,7 +119,6 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
         ),
     ] = ()
     profile: AcceleratorProfile | None = None
-    inject: Injection = Injection()
     look_ahead_bytes: Positive | None = None
 
     def __post_init__(self) -> None:
@@ -135,8 +131,8 @@ class TrainSettings(TrainOptions, frozen=True, kw_only=True):
     ``profile`` is None on CUDA. The ranks' ``records`` have a folder of their own, beside that of their traces.
     ``leave_out`` makes a run a counterfactual: without ``loading`` the first batches are repeated and the loader is
     closed; without ``storage``, ``decompression``, ``decode`` or ``transform`` the loader runs, but skips that work;
-    without ``copy`` and ``launches`` the emulated device has a free bus and a fast host; without ``all-reduce`` each
-    rank trains alone; without ``training`` batches are taken as fast as they come, and dropped.
+    without ``all-reduce`` each rank trains alone; without ``training`` batches are taken as fast as they come, and
+    dropped.
     """
 
     dataset: str

@@ -157,8 +157,7 @@ def _of_the_emulation(figures: Figures) -> Iterator[str]:
     if figures.overshoot_share > _NOISE:
         yield (
             f"The CPUs are overloaded: emulated phases ended late by {figures.overshoot_share:.1%} of the wall time. "
-            "What lengthened the step counts as “other”, so occupancy is a lower bound. With CAP_SYS_NICE, ranks use "
-            "real-time scheduling and wake in time."
+            "What lengthened the step counts as “other”, so occupancy is a lower bound."
         )
 
 

@@ -12,7 +12,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -24,16 +23,14 @@ import xxhash
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
-from fuelrail.bench.measure.accelerator import EmulatedAccelerator, without_costs
+from fuelrail.bench.measure.accelerator import EmulatedAccelerator
 from fuelrail.bench.measure.clock import MonotonicClock
-from fuelrail.bench.measure.collectives import link_of
 from fuelrail.bench.measure.cuda import CudaAccelerator, peak_tflops
 from fuelrail.bench.measure.machine import peak_memory_bytes
 from fuelrail.bench.measure.processes import storage_bytes_read
 from fuelrail.bench.measure.records import RankEnd, RankFailure, RankHeader, RankWriter, StageSnapshot, rank_path
 from fuelrail.bench.planner.state import check_memory, num_parameters
-from fuelrail.bench.ranks.elastic import end_with, join_world
-from fuelrail.bench.ranks.injection import StallingAccelerator, late_batches, slow_reads
+from fuelrail.bench.ranks.elastic import end_with
 from fuelrail.bench.ranks.tracing import RankTrace, TracedAccelerator
 from fuelrail.bench.studies.train.experiment import from_memory, make_loader, noting_input, take, transforms_of
 from fuelrail.bench.studies.train.settings import TrainSettings
@@ -50,8 +47,6 @@ from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.runtime.host import available_memory_bytes, ranks_on_host
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from torch.distributed.device_mesh import DeviceMesh
 
     from fuelrail.bench.measure.accelerator import Accelerator
@@ -80,10 +75,7 @@ def run_rank(
     """
     clock = MonotonicClock()
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    accelerator, link, device = _accelerator(settings, clock)
-    if settings.inject.rank in (None, rank):
-        accelerator = cast("Accelerator", StallingAccelerator(accelerator, settings.inject, clock))
-        batches = late_batches(batches, settings.inject.data_wait, clock) if settings.inject.data_wait else batches
+    accelerator, device = _accelerator(settings, clock)
     if trace is not None:
         accelerator = cast("Accelerator", TracedAccelerator(accelerator, trace))
 
@@ -111,12 +103,11 @@ def run_rank(
 
         steps = following_memory(steps, parallel.models, parallel.optimiser, writer)
     num_steps = 0
-    with link:
-        for num_steps, record in enumerate(steps if trace is None else trace.of_steps(steps), start=1):
-            writer.write(record)
-            checkpoints.after(first + num_steps)
-            if num_steps == settings.warmup:
-                writer.write(StageSnapshot(num_steps=num_steps, stages=list(stage_clocks())))
+    for num_steps, record in enumerate(steps if trace is None else trace.of_steps(steps), start=1):
+        writer.write(record)
+        checkpoints.after(first + num_steps)
+        if num_steps == settings.warmup:
+            writer.write(StageSnapshot(num_steps=num_steps, stages=list(stage_clocks())))
     writer.write(StageSnapshot(num_steps=num_steps, stages=list(stage_clocks())))
     checkpoints.after(first + num_steps, last=True)
     read_after = storage_bytes_read()
@@ -233,12 +224,11 @@ class _RunCheckpoints:
             self._writer.write(done)
 
 
-def _accelerator(settings: TrainSettings, clock: Clock) -> tuple[Accelerator, AbstractContextManager[Any], str]:
-    """Return the accelerator, its emulated link, and what it is called."""
+def _accelerator(settings: TrainSettings, clock: Clock) -> tuple[Accelerator, str]:
+    """Return the accelerator, and what it is called."""
     if settings.profile is None:
-        return CudaAccelerator(int(os.environ.get("LOCAL_RANK", "0"))), nullcontext(), torch.cuda.get_device_name()
-    emulated = EmulatedAccelerator(without_costs(settings.profile, settings.leave_out), clock)
-    return emulated, link_of(emulated), settings.profile.device
+        return CudaAccelerator(int(os.environ.get("LOCAL_RANK", "0"))), torch.cuda.get_device_name()
+    return EmulatedAccelerator(settings.profile, clock), settings.profile.device
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -289,8 +279,7 @@ def run_all(runs: Sequence[TrainSettings]) -> None:
         with RankWriter(rank_path(Path(settings.records), int(os.environ["RANK"]))) as writer:
             try:
                 if number == 0:
-                    acts = settings.profile is not None and settings.model in ("light", "stand-in")
-                    join_world(device, settings.timeout_s, acts=acts)
+                    _join_world(device, settings.timeout_s)
                 _run(settings, device, writer)
             except FuelrailError as error:
                 writer.write(RankFailure(kind="refused", message=str(error), at_ns=time.monotonic_ns()))
@@ -308,6 +297,17 @@ def run_all(runs: Sequence[TrainSettings]) -> None:
                 raise
 
 
+def _join_world(device: str | None, timeout_s: float) -> None:
+    """Join the ranks' group, on the CPU where ``device`` is None."""
+    if device is not None:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "gloo" if device is None else "nccl",
+        timeout=timedelta(seconds=timeout_s),
+        device_id=None if device is None else torch.device(device),
+    )
+
+
 def _run(settings: TrainSettings, device: str | None, writer: RankWriter) -> None:
     dist.barrier()  # a rank that is still at the run before must not have its neighbours' loaders run beside it
     trace = RankTrace(settings.traces, dist.get_rank()) if settings.trace else None
@@ -315,7 +315,7 @@ def _run(settings: TrainSettings, device: str | None, writer: RankWriter) -> Non
     if settings.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
     recorder = None if trace is None else trace.recorder
-    with slow_reads(settings.inject), make_loader(settings, device, recorder, mesh) as loader:
+    with make_loader(settings, device, recorder, mesh) as loader:
         source = batches(loader, settings.epochs)
         if "loading" in settings.leave_out:
             source = from_memory(source, None if settings.epochs is None else settings.epochs * len(loader))

@@ -56,7 +56,7 @@ def _timed(reduce: Any, accelerator: "Accelerator", model: nn.Module) -> Any:  #
         accelerator.gradients_ready(1.0 if bucket.is_last() else num_ready_bytes / num_bytes)
         if bucket.is_last():
             num_ready_bytes = 0
-        accelerator.all_reduce_started(bucket.buffer().nbytes)
+        accelerator.all_reduce_started()
 
         def finished(future: torch.futures.Future[Tensor]) -> Tensor:
             accelerator.all_reduce_finished()

@@ -13,13 +13,10 @@ import pyarrow as pa
 import pytest
 import safetensors.numpy
 
-from fuelrail.bench.micro import decode, metadata, overhead, rate, timing
+from fuelrail.bench.micro import metadata, rate, timing
 from fuelrail.bench.micro.source import CAMERAS, NUM_BOXES
 from fuelrail.pipeline.format.index.samples import SampleIndex, write_index
 from fuelrail.pipeline.sample.schema import GEOMETRY, META, decode_sample
-from fuelrail.pipeline.transforms.image import ImageAugment
-from support.cameras import SOURCE_WH, made_image
-from support.pictures import psnr_db
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -111,33 +108,3 @@ def test_both_readers_of_metadata_find_the_same(tmp_path):
             assert row == rows[number]
             stored = {**row._asdict(), "members": [member._asdict() for member in row.members]}
             assert metadata.pyarrow_row(table, number, index.names, index.codecs) | {"is_part": False} == stored
-
-
-def test_decoders(quick, tmp_path):
-    report, printed = quick(decode.main, "--quick")
-    assert "images/s  fuelrail turbo" in printed
-    assert report["num_images"] == 2
-    assert set(report["images_per_s"]) == {"2 images, 1 thread", "2 images, 2 threads"}
-    with pytest.raises(SystemExit, match="no JPEG files of 1600x900"):
-        decode.main(["--images", str(tmp_path / "report")])
-
-
-def test_all_decoders_do_the_same_work():
-    encoded = made_image()
-    assert 100_000 < len(encoded) < 200_000
-    (image_map,) = ImageAugment(height=256, width=704).draw([SOURCE_WH], seed=0, epoch=0, sample=0)
-    pictures = {}
-    for name, work in decode.decoders(image_map).items():
-        pictures[name] = np.zeros((3, 256, 704), np.uint8)
-        work(encoded, pictures[name])
-    reference = pictures["fuelrail pillow (full decode, antialiased)"]
-    assert [name for name, picture in pictures.items() if psnr_db(picture, reference) <= 32.0] == []
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_the_loaders_overhead(quick, tmp_path):
-    report, printed = quick(overhead.main, tmp_path / "work", "--samples", 8, "--rounds", 1)
-    assert report["share_of_whole"]["whole"] == 1
-    assert 0 < report["share_of_whole"]["without decoding"] < 1
-    assert report["machine"]["packages"]
-    assert "without decoding" in printed

@@ -87,7 +87,7 @@ def test_describe_order_returns_figures(dataset):
     [
         ({"rank": 2}, "unknown field `rank`; allowed here: strategy, mesh"),
         ({"ranks": 0}, "TrainOptions: at 'ranks': Expected `int` >= 1"),
-        ({"leave_out": ["nothing"]}, "Invalid enum value 'nothing'; allowed here: all-reduce, copy"),
+        ({"leave_out": ["nothing"]}, "Invalid enum value 'nothing'; allowed here: all-reduce, decode"),
         ({"steps": 9, "epochs": 1}, "steps=9 and epochs=1 exclude each other"),
         ({"trace": True}, "give out=FOLDER"),
     ],

@@ -6,7 +6,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from fuelrail.bench.ranks.injection import Injection
 from fuelrail.bench.studies.train.experiment import make_loader
 from fuelrail.pipeline.errors import ConfigError
 from support.bench_runs import SETTINGS
@@ -56,8 +55,3 @@ def mark(sample):
 def test_a_transform_that_is_not_there_is_refused(dataset, name):
     with pytest.raises(ConfigError, match="transform"):
         batches(dataset, 1, transform=name)
-
-
-def test_delays_reach_the_stages(dataset):
-    with pytest.raises(ConfigError, match="no stage 'nope'"):
-        batches(dataset, 1, inject=Injection(stage_cpu={"nope": 1.0}))

@@ -25,7 +25,7 @@ class Listener:
     def gradients_ready(self, share):
         self.heard.append(share)
 
-    def all_reduce_started(self, num_bytes):
+    def all_reduce_started(self):
         self.heard.append("start")
 
     def all_reduce_finished(self):
