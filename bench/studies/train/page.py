@@ -213,7 +213,7 @@ def _memory(report: Report, plots: Mapping[str, str]) -> list[Section]:
         for rank, line in enumerate(report.memory)
     ]
     header = ("rank", "peak [MiB]", "reserved [MiB]", "most of each kind [MiB]")
-    return [Section("Memory over a step", [Figure(plots.get("memory", ""), caption)]), Table(header, rows)]
+    return [Section("Memory over a step", [Figure(plots.get("memory", ""), caption), Table(header, rows)])]
 
 
 def _learning(report: Report) -> list[Section]:
@@ -241,7 +241,7 @@ def _loader(report: Report, plots: Mapping[str, str]) -> list[Section]:
         "no room. If the accelerators wait for data, the stage that is always busy is the cause."
     )
     header = ("stage", "threads, all ranks", "items/s", "busy", "starved", "blocked")
-    return [Section("Loader stages", [Figure(plots.get("stages", ""), caption)]), Table(header, rows)]
+    return [Section("Loader stages", [Figure(plots.get("stages", ""), caption), Table(header, rows)])]
 
 
 def _ranks(report: Report) -> list[Section]:
