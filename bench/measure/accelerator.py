@@ -123,7 +123,7 @@ class EmulatedAccelerator:
         self._units = 0.0
         self._free_at_ns = 0  # when the emulated device has worked through all that was given to it
         self._backward_start_ns = 0
-        self._gradients_at_ns: int | None = None  # time of the last local gradient; None before
+        self._gradients_at_ns = 0  # time of the last local gradient; 0 before
         self._held_ns = 0  # waits inside backward, which are no work of the stand-in
         self._in_flight_lock = threading.Lock()  # all-reduces end in a thread of the communication library
         self._in_flight = 0
@@ -148,11 +148,11 @@ class EmulatedAccelerator:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Occupy the device for the backward time; the all-reduce overlaps it as it would on the device."""
-        self._backward_start_ns, self._gradients_at_ns, self._held_ns = self._free_at_ns, None, 0
+        self._backward_start_ns, self._gradients_at_ns, self._held_ns = self._free_at_ns, 0, 0
         start_ns = self._clock.now_ns()
         yield
         device_ms, end_ns = self._units * self.profile.backward_ms, self._clock.now_ns()
-        if self._gradients_at_ns is None:  # no all-reduce in this backward: one rank, or accumulating
+        if not self._gradients_at_ns:  # no all-reduce in this backward: one rank, or accumulating
             self._times.stand_in_ns += end_ns - start_ns
             self._times.backward_ns += self._occupy(device_ms)
             return
