@@ -349,6 +349,7 @@ class Arguments(Settings, frozen=True, kw_only=True):
     trace: Any
     check_ranks: Annotated[bool, _BOOL]
     ledger: LedgerOptions | None
+    where: Annotated[Literal["process", "node"] | None, must_be("'process', 'node' or None")]
 
     def __post_init__(self) -> None:
         """Read dicts and files of settings; refuse values that are not allowed."""

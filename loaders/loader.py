@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, Never
 
 import msgspec
+import torch
 
 from fuelrail.loaders.autotune import Autotuner, Tuning, batches_in_flight, make_tuner
 from fuelrail.loaders.batch import buffer_pool, user
@@ -32,17 +33,19 @@ from fuelrail.loaders.schedule.ledger import LedgerOptions, RunLedger
 from fuelrail.loaders.schedule.prefetch import prefetch
 from fuelrail.loaders.schedule.schedule import Schedule, ScheduleRequest, make_schedule
 from fuelrail.loaders.schedule.state import decode_state, sample_settings, settings_of_state, state_at
+from fuelrail.loaders.serving.client import BatchClient, connect_own
+from fuelrail.loaders.serving.server import Setup
 from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.storage.protocol import add_stats
 from fuelrail.loaders.viewer.batch import LoaderDisplay
-from fuelrail.pipeline.errors import FuelrailError, WorldError
+from fuelrail.pipeline.errors import ConfigError, FuelrailError, WorldError
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.order.balance import order_batching
 from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, WorkerShard, World
 from fuelrail.pipeline.order.spec import OrderSpec
+from fuelrail.pipeline.runtime.host import default_memory_bytes
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
     from fuelrail.pipeline.order.mix import MixStage
@@ -120,6 +123,9 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
             collective operation that every process must take part in; for debugging.
         ledger: file that records which samples the weights have seen, or a `LedgerOptions`; of one run, which appends
             to it when it is continued (docs/guides/runs.md). Call :meth:`state_dict` for checkpoints only.
+        where: where batches are made: None: in threads of this process; "process": in one process of their own, whose
+            Python does not hold this one's lock; "node": in one process for all ranks of this host, where those of one
+            model-parallel group share each batch (:mod:`fuelrail.loaders.serving`). The batches are the same.
 
     Raises:
         ConfigError: an argument out of range; TypeError: one that does not exist; WorldError: ranks and batch do not
@@ -155,6 +161,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         trace: Observer | None = None,
         check_ranks: bool = False,
         ledger: LedgerOptions | Fields | None = None,
+        where: Literal["process", "node"] | None = None,
         **unknown: Never,
     ) -> None:
         given = dict(locals())
@@ -190,21 +197,19 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         self._ledger.records_loader(options, self.datasets, self.order)
         self._bad.note = self._ledger.replaced
         self._num_images = self.where.frames * len(self._make.cameras)
-        axes = () if self._window is None else (self.where.frames,)
-        axes = (self.batch_size * (1 + options.transforms.two_views), *axes)
-        images = self._make.augments.images
         on_device = decodes_on_device(self._make.decoder)
-        batch_bytes = sum(map(math.prod, buffer_pool.image_shapes(images, axes)))
+        batch_bytes = sum(map(math.prod, buffer_pool.image_shapes(self._make.augments.images, self._axes())))
         tuner = _choose_tuner(options, batch_bytes, on_device=on_device and not self._make.parses_hard)
         tuning = Tuning(options.num_threads, options.prefetch_factor) if tuner is None else tuner.tuning
         self.num_workers, self.prefetch_factor = tuning
         if pinned := transfer is not None if pin_memory is None else pin_memory:
             require_cuda("pin_memory=True")
-        keep = batches_in_flight(tuning if tuner is None else tuner.most, self.batch_size)
-        self._take = choose_buffers(self.order.pack, images, axes, on_device=on_device, pinned=pinned, keep=keep)
-        self._runner = Runner(f"fuelrail-r{self.world.rank}", tuner, trace)
+        self._keep = batches_in_flight(tuning if tuner is None else tuner.most, self.batch_size)
+        self._take = self._buffers(buffer_pool.page_locked if pinned else buffer_pool.pageable)
         self._start = self._position = Cursor()
         self._epoch_is_set = False
+        self._away = None if options.where is None else self._serve_elsewhere(pinned=pinned)
+        self._runner = Runner(f"fuelrail-r{self.world.rank}", tuner, trace, self._away.clocks if self._away else tuple)
         self._share, self._batches, self._left_out = WorkerShard(), 0, LeftOut()
         self._starting, self._walk = threading.Lock(), Walk(self._start, self._batching)
 
@@ -244,11 +249,16 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         with self._starting:
             self._walk = walk = Walk(self._start, self._batching, self._share)
             if not (self._runner.is_running and self._runner.idle_at(self._start)):
-                self.close()
-                streams = self._schedule.streams(walk)
-                asked = prefetch(self.where.scheduled(walk), streams, self._look_ahead_bytes)
-                made = buffer_pool.tasks(asked, self._schedule.sources, self._take, self._window, self._make.groups)
-                self._runner.start(made, self._left_out.stages(self.stages()), streams)
+                self._halt()
+                if self._away is not None:
+                    self._runner.start(self._away.items(walk), self.stages(), [self._away])
+                else:
+                    streams = self._schedule.streams(walk)
+                    asked = prefetch(self.where.scheduled(walk), streams, self._look_ahead_bytes)
+                    made = buffer_pool.tasks(asked, self._schedule.sources, self._take, self._window, self._make.groups)
+                    self._runner.start(
+                        made, self._left_out.stages(self.stages()), [stream.session for stream in streams]
+                    )
             return self._drain(self._runner.take(), walk)
 
     def set_epoch(self, epoch: int) -> None:
@@ -276,7 +286,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         another dataset, split, order or version.
         """
         decoded = decode_state(state, self._identity, strict=strict)
-        self.close()
+        self._halt()
         restored = Cursor(decoded.epoch, decoded.samples_consumed)
         Walk(restored, self._batching)  # refuses more samples than an epoch has
         self._start = self._position = restored
@@ -286,7 +296,8 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
     def stats(self) -> LoaderStats:
         """Return the stages' clocks and the counts since the loader was made; empty before the first iteration."""
         runner, samples = self._runner, self._batches * self.batch_size
-        storage = add_stats([source.storage.stats() for source in self._schedule.sources])
+        away = self._away
+        storage = (away.storage() if away else []) or [source.storage.stats() for source in self._schedule.sources]
         return LoaderStats(
             stages=runner.clocks(),
             batches=self._batches,
@@ -294,9 +305,9 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
             images=samples * self._num_images,
             waited_s=runner.waited_s,
             elapsed_s=runner.elapsed_s,
-            storage=storage,
+            storage=add_stats(storage),
             bad_samples=self._bad.count,
-            refused_images=getattr(self._make.decoder, "num_refused", 0),
+            refused_images=away.refused_images if away else getattr(self._make.decoder, "num_refused", 0),
         )
 
     def take_share(self, index: int, count: int) -> None:
@@ -306,12 +317,18 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         """
         assert 0 <= index < count, "a share is one of count"
         self._ledger.refuse_share()
+        self._refuse_elsewhere("worker processes that take turns")
         if self._share.of == 1 < count:
             self.num_workers = max(1, self.num_workers // count)
         self._share = WorkerShard(index, count)
 
     def close(self) -> None:
-        """Stop the threads, ending an iteration under way. The loader can be iterated again."""
+        """Stop the threads and processes, ending an iteration under way. The loader can be iterated again."""
+        self._halt()
+        if self._away is not None:
+            self._away.end()
+
+    def _halt(self) -> None:
         self._runner.stop()
         self._make.close()
         self._ledger.reached("end")
@@ -320,7 +337,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         """Pickle, for spawned processes, the arguments, the rank and the position: a copy continues as a fork does."""
         datasets = {name: (one.url or one.root, one.storage_options) for name, one in self.datasets.items()}
         arguments = msgspec.structs.replace(self._arguments, dataset=None, world=self.world)
-        return _unpickle, (arguments, datasets), (self._start, self._position, self._epoch_is_set)
+        return make_loader, (arguments, datasets), (self._start, self._position, self._epoch_is_set)
 
     def __setstate__(self, place: tuple[Cursor, Cursor, bool]) -> None:
         self._start, self._position, self._epoch_is_set = place
@@ -350,8 +367,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
                 self._position = walk.after(handed_out)
                 self._ledger.hand_out(walk.after(handed_out - 1), self._position, partial(batch_digest, batch))
                 if (tuning := self._runner.tuning_due()) is not None:
-                    self.num_workers, self.prefetch_factor = tuning
-                    self._runner.adapt(self._left_out.stages(self.stages()))
+                    self.tune(tuning)
                 if handed_out == num_batches and self._runner.runs(pipeline):
                     # Before the last batch, not after the loop: a user who counts by len() never asks for one more.
                     self._runner.park_at(walk.following)
@@ -371,18 +387,76 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         finally:
             user.warn_if_slow(self._make.transform, pipeline.clocks())
             if self._runner.runs(pipeline) and handed_out < num_batches:
-                self.close()
+                self._halt()
 
     def stages(self) -> list[Stage]:
         """Return the stages that samples go through to become batches, unstarted.
 
         A subclass may wrap them, to watch or to disturb a loader.
         """
-        return self._make.stages(Tuning(self.num_workers, self.prefetch_factor))
+        tuning = Tuning(self.num_workers, self.prefetch_factor)
+        return self._make.stages(tuning) if self._away is None else self._make.receiving(tuning)
+
+    def tune(self, tuning: Tuning) -> None:
+        """Change the numbers of threads and of ready batches, also of an iteration under way."""
+        self.num_workers, self.prefetch_factor = tuning
+        self._runner.adapt(self._left_out.stages(self.stages()))
+        if self._away is not None:
+            self._away.tune(tuning)
 
     def leave_out(self, parts: Collection[LoaderPart]) -> None:
         """Leave out the work of parts to measure its cost, from the first iteration on; batches keep their shape."""
+        self._refuse_elsewhere("leave_out()")
         self._left_out, self._schedule, self._make = leave_out(parts, self._schedule, self._make)
+
+    def serve(self, memory: buffer_pool.Memory, note: Callable[..., None], *, finishes: bool) -> BadSamples:
+        """Make batches in this memory, for another process; return what knows its bad samples, which ``note`` gets.
+
+        Unless it ``finishes`` them, a batch is a `Collated`, not normalised and not transformed.
+        """
+        self._bad.note = note
+        self._make = self._make._replace(fixed=None, serves=not finishes)
+        self._take = self._buffers(memory)
+        return self._bad
+
+    def batches_from(self, place: Cursor, num_batches: int) -> Generator[Any]:
+        """Yield the batches after a number of them from a place on, epoch by epoch, without end."""
+        walk = Walk(place, self._batching)
+        epoch, step = walk.place(num_batches)
+        self.__setstate__((Cursor(epoch, walk.batches(epoch).consumed(step)), self._position, False))
+        while True:
+            yield from self
+
+    def _serve_elsewhere(self, *, pinned: bool) -> BatchClient:
+        """Return the client of a process that runs a loader like this one, on the CPU."""
+        arguments, datasets = self.__reduce__()[1]
+        finishes = self._make.transfer is None
+        changes: dict[str, Any] = {
+            "device": None, "trace": None, "ledger": None, "check_ranks": False, "pin_memory": False, "where": None,
+            "num_workers": self.num_workers, "prefetch_factor": self.prefetch_factor,
+        }  # fmt: skip
+        if not finishes:
+            changes["batch_transform"] = None
+        setup = Setup(
+            make_loader, (msgspec.structs.replace(arguments, **changes), datasets), finishes, torch.get_num_threads(),
+            default_memory_bytes(), self._arguments.trace is not None,
+        )  # fmt: skip
+        return BatchClient(setup, connect_own, self._bad, self._arguments.trace, pinned=pinned)
+
+    def _refuse_elsewhere(self, what: str) -> None:
+        if self._away is not None:
+            raise ConfigError(f"{what} cannot be used with where={self._arguments.where!r}: leave that out")
+
+    def _axes(self) -> tuple[int, ...]:
+        """Return the axes of an image buffer before the cameras'."""
+        rows = self.batch_size * (1 + self.transforms.two_views)
+        return (rows,) if self._window is None else (rows, self.where.frames)
+
+    def _buffers(self, memory: buffer_pool.Memory) -> Callable[..., Any]:
+        images, on_device = self._make.augments.images, decodes_on_device(self._make.decoder)
+        return choose_buffers(
+            self.order.pack, images, self._axes(), on_device=on_device, memory=memory, keep=self._keep
+        )
 
 
 def _choose_samples(
@@ -434,10 +508,12 @@ def _choose_tuner(options: Arguments, batch_bytes: int, *, on_device: bool) -> A
     return make_tuner(options.budget, options.batch_size, batch_bytes, options.prefetch_factor, lanes)
 
 
-def _unpickle(
+def make_loader(
     arguments: Arguments,
     datasets: dict[str, tuple[str | os.PathLike[str], Mapping[str, Any] | None]],
+    **changes: object,
 ) -> DataLoader:
+    """Return a loader of these arguments, but for ``changes``, and of datasets by their places and storage options."""
     storage = arguments.storage
     opened = {
         name: open_dataset(location, storage_options=options, cache_dir=storage.cache_dir, retry=storage.retry)
@@ -445,4 +521,4 @@ def _unpickle(
     }
     given = {name: getattr(arguments, name) for name in arguments.__struct_fields__}
     given["dataset"] = opened if arguments.mix is not None else next(iter(opened.values()))
-    return DataLoader(**given)
+    return DataLoader(**given | changes)

@@ -64,14 +64,7 @@ class _Pool:
         self.end = multiprocessing.util.Finalize(self, _end, (self._all, self.idle), exitpriority=10)
 
     def start(self, setup: bytes) -> _Worker:
-        context: Any = multiprocessing.get_context("forkserver" if os.getpid() == _LOADED_IN else "spawn")
-        if os.getpid() == _LOADED_IN:
-            context.set_forkserver_preload([__name__])
-        ours, theirs = context.Pipe()
-        with ctrl_c_waits(), theirs:
-            process = context.Process(target=_serve, args=(theirs,), name="fuelrail-transform", daemon=True)
-            process.start()
-        worker = _Worker(process, ours)
+        worker = _Worker(*start_process(_serve, "fuelrail-transform"))
         self._all.append(worker)
         try:
             worker.ask(setup)
@@ -83,6 +76,18 @@ class _Pool:
                 "imported, or leave out transform_in='process'"
             ) from error
         return worker
+
+
+def start_process(serve: Callable[[Any], None], name: str) -> tuple[Any, Any]:
+    """Start a process, which has torch loaded, and return it with a connection to ``serve(connection)`` there."""
+    context: Any = multiprocessing.get_context("forkserver" if os.getpid() == _LOADED_IN else "spawn")
+    if os.getpid() == _LOADED_IN:
+        context.set_forkserver_preload([__name__])
+    ours, theirs = context.Pipe()
+    with ctrl_c_waits(), theirs:
+        process = context.Process(target=serve, args=(theirs,), name=name, daemon=True)
+        process.start()
+    return process, ours
 
 
 def _end(workers: list[_Worker], idle: deque[_Worker]) -> None:
@@ -176,13 +181,18 @@ def _answer(work: Callable[[Any], Any], request: bytes) -> bytes | memoryview:
                 f"transform returned what cannot be pickled, which transform_in='process' needs: {error}"
             ) from error
     except BaseException as error:  # noqa: BLE001 - the consumer must see any error, sys.exit() too
-        failed = RemoteError(origin_of(error), traceback.format_exc())
-        try:
-            answer = pickle.dumps((error, failed))
-            pickle.loads(answer)
-        except Exception:  # noqa: BLE001 - a foreign class that does not survive the way
-            answer = pickle.dumps((RuntimeError(f"{type(error).__name__}: {error}"), failed))
-        return answer
+        return pickled_error(error)
+
+
+def pickled_error(error: BaseException) -> bytes:
+    """Return an error that was caught here as a pickle of itself and its cause: its place and traceback here."""
+    failed = RemoteError(origin_of(error), "".join(traceback.format_exception(error)))
+    try:
+        answer = pickle.dumps((error, failed))
+        pickle.loads(answer)
+    except Exception:  # noqa: BLE001 - a foreign class that does not survive the way
+        answer = pickle.dumps((RuntimeError(f"{type(error).__name__}: {error}"), failed))
+    return answer
 
 
 class _Pickler(pickle.Pickler):

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import torch
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from fuelrail.loaders.config import Arguments, BoxFrame, Normalize, StaticBatches
     from fuelrail.loaders.records import CameraImages, DecodedSample, Fetched, Parsed, Source
     from fuelrail.loaders.schedule.bad_samples import BadSamples
-    from fuelrail.loaders.schedule.prefetch import RequestStream
     from fuelrail.loaders.storage import StorageStats
     from fuelrail.pipeline.channels.sensors import LidarEntry
     from fuelrail.pipeline.order.batching import Cursor
@@ -65,6 +64,8 @@ class BatchPipeline(NamedTuple):
     static: StaticBatches | None = None
     fixed: FixedBuffers | None = None
     is_packed: bool = False
+    serves: bool = False
+    """Whether the batches are for another process, which normalises and transforms them."""
 
     @property
     def groups(self) -> tuple[CameraImages, ...]:
@@ -145,10 +146,22 @@ class BatchPipeline(NamedTuple):
                 collate = self.transfer.on_own_stream(collate)
         if self.static is not None:
             collate = _padded(self.static, collate)
-        if self.batch_transform is not None:
+        if self.batch_transform is not None or self.serves:
             collate = partial(_placed, collate)
         stages.append(Stage("collate", collate, 1, tuning.ready, group=group))
-        last = self.batch_transform or self.normalize
+        return self._with_last(stages, tuning)
+
+    def receiving(self, tuning: Tuning) -> list[Stage]:
+        """Return the stages of batches that another process made: as far as that left them to this one."""
+        receive = self._received if self.transfer is not None else _as_is
+        stages = [Stage("receive", receive, 1, 1)]
+        return stages if self.transfer is None else self._with_last(stages, tuning)
+
+    def _received(self, collated: Collated) -> Any:  # noqa: ANN401
+        return collated.batch if self.batch_transform is None else collated
+
+    def _with_last(self, stages: list[Stage], tuning: Tuning) -> list[Stage]:
+        last = None if self.serves else self.batch_transform or self.normalize
         if last is not None and self.transfer is None:
             name = "normalize" if self.batch_transform is None else "batch_transform"
             stages.append(Stage(name, last, 1, tuning.ready))
@@ -168,7 +181,7 @@ def make_batch_pipeline(
     batch_images = options.batch_size * (1 + transforms.two_views) * num_frames * len(cameras)
     decoder = make_decoder(
         transforms.decoder,
-        options.device,
+        options.device if options.where is None else None,
         lambda: image_facts(sources)._replace(batch_images=batch_images),
         options.num_threads,
         transforms.dali,
@@ -202,6 +215,10 @@ def make_batch_pipeline(
         SelectedChannels(channels, cameras, packs.max_tokens(pack)), unknown_to(sources),
         batch_transform, fixed, None if fixed is None else static.FixedBuffers(fixed.buffers), pack is not None,
     )  # fmt: skip
+
+
+def _as_is(batch: Any) -> Any:  # noqa: ANN401
+    return batch
 
 
 def _placed(collate: Callable[[Any], Any], items: Sequence[Any]) -> Collated:
@@ -312,22 +329,36 @@ class BatchDecode:
         return dict(sorted(errors.items()))
 
 
+class Closing(Protocol):
+    """What a pipeline's tasks come from."""
+
+    def close(self) -> None:
+        """End every wait for it."""
+
+
 class Runner:
     """Starts, tunes and stops a loader's pipelines, one at a time, and adds up what they all did."""
 
-    def __init__(self, name: str, tuner: Autotuner | None, observer: Observer | None) -> None:
-        self._name, self._tuner, self._observer = name, tuner, observer
+    def __init__(
+        self,
+        name: str,
+        tuner: Autotuner | None,
+        observer: Observer | None,
+        clocks_before: Callable[[], tuple[StageClock, ...]] = tuple,
+    ) -> None:
+        """``clocks_before`` returns the clocks of the stages that run elsewhere."""
+        self._name, self._tuner, self._observer, self._clocks_before = name, tuner, observer, clocks_before
         self._pipeline: Pipeline | None = None
-        self._streams: Sequence[RequestStream] = ()
+        self._sources: Sequence[Closing] = ()
         self._idle_at: Cursor | None = None
         self._start_s: float | None = None
         self._past: tuple[StageClock, ...] = ()  # of the pipelines before
         self._past_waited_s = 0.0
 
-    def start(self, tasks: Iterator[Any], stages: Sequence[Stage], streams: Sequence[RequestStream]) -> None:
-        """Run the tasks through the stages; ``streams`` are what they take their bytes from. Nothing may be running."""
+    def start(self, tasks: Iterator[Any], stages: Sequence[Stage], sources: Sequence[Closing]) -> None:
+        """Run the tasks through the stages; ``sources`` are what they wait for. Nothing may be running."""
         assert self._pipeline is None, "one pipeline at a time"
-        self._streams = streams
+        self._sources = sources
         self._pipeline = Pipeline(tasks, stages, name=self._name, observer=self._observer)
         if self._tuner is not None:
             self._tuner.restart()
@@ -336,9 +367,9 @@ class Runner:
 
     def stop(self) -> None:
         """Stop the threads, if there are any, and wait until they are gone."""
-        for stream in self._streams:
-            stream.session.close()  # a thread that waits for storage must not hold up the others' end
-        self._streams = ()
+        for source in self._sources:
+            source.close()  # a thread that waits for storage must not hold up the others' end
+        self._sources = ()
         # Taken first: an iteration that ends in another thread stops too.
         pipeline, self._pipeline, self._idle_at = self._pipeline, None, None
         if pipeline is not None:
@@ -376,7 +407,7 @@ class Runner:
         now_s = time.perf_counter()
         if not self._tuner.due(now_s):
             return None
-        return self._tuner.update(now_s, self._pipeline.waited_s, self._pipeline.clocks())
+        return self._tuner.update(now_s, self._pipeline.waited_s, (*self._clocks_before(), *self._pipeline.clocks()))
 
     def adapt(self, stages: Sequence[Stage]) -> None:
         """Give the running stages these numbers of threads and capacities."""
@@ -387,7 +418,8 @@ class Runner:
 
     def clocks(self) -> tuple[StageClock, ...]:
         """Return the stages' clocks, over all pipelines; empty before the first."""
-        return self._past if self._pipeline is None else add_clocks(self._past, self._pipeline.clocks())
+        own = self._past if self._pipeline is None else add_clocks(self._past, self._pipeline.clocks())
+        return (*self._clocks_before(), *own)
 
     @property
     def waited_s(self) -> float:

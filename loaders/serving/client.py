@@ -1,0 +1,231 @@
+"""The trainer's end of a process that makes batches: it starts that process, and again when it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing.util
+import os
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing import reduction
+from typing import TYPE_CHECKING, Any, Final
+
+from fuelrail.loaders.batch.processes import start_process
+from fuelrail.loaders.serving.memory import MappedMemory
+from fuelrail.loaders.serving.server import Block, Facts, Failed, Forget, Made, Received, Setup, Start, Stop, serve_one
+from fuelrail.loaders.storage.protocol import StorageStats, add_stats
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.runtime.stages import Observer, StageClock, add_clocks
+from fuelrail.pipeline.runtime.workers import check_main_guard
+
+if TYPE_CHECKING:
+    from fuelrail.loaders.autotune import Tuning
+    from fuelrail.loaders.schedule.bad_samples import BadSamples
+    from fuelrail.pipeline.order.batching import Walk
+
+_LOG = logging.getLogger(__name__)
+_POLL_S: Final = 0.1
+_JOIN_S: Final = 5.0
+_ATTEMPTS: Final = 3
+"""Processes that may end one after another without a batch."""
+
+Connect = Callable[[], "tuple[Any, Any]"]
+"""Returns a new process, and a connection to it."""
+
+
+def connect_own() -> tuple[Any, Any]:
+    """Start a process for this loader alone."""
+    check_main_guard()
+    if multiprocessing.current_process().daemon:
+        raise ConfigError("where='process' cannot be used in a process that may have no children: leave it out there")
+    return start_process(serve_one, "fuelrail-batches")
+
+
+class _Link:
+    """A connection, the process behind it, and the memory that it shares; of one process of the trainer's."""
+
+    def __init__(self, connect: Connect, setup: bytes, *, pinned: bool) -> None:
+        self.pid = os.getpid()
+        self.process, self.connection = connect()
+        self.memory = MappedMemory(pinned=pinned)
+        self.lock = threading.Lock()
+        # Before multiprocessing terminates what is left, and only in the process that started it.
+        self.end = multiprocessing.util.Finalize(self, _end, (self.process, self.connection), exitpriority=10)
+        self.connection.send_bytes(setup)
+        refused = self.connection.recv()
+        if refused is not None:
+            self.end()
+            error, cause = pickle.loads(refused)
+            raise error from cause
+
+    def send(self, message: object) -> None:
+        with _losses(), self.lock:
+            self.connection.send(message)
+
+    def receive(self) -> Any:  # noqa: ANN401
+        """Return the next message, with the file descriptor of a new block; None for none for some time."""
+        with _losses():
+            if not self.connection.poll(_POLL_S):
+                return None
+            message = self.connection.recv()
+            if isinstance(message, Block):
+                self.memory.add(message.number, reduction.recv_handle(self.connection), message.num_bytes)
+            return message
+
+
+class _LostError(Exception):
+    """The process at the other end is gone."""
+
+
+@contextlib.contextmanager
+def _losses() -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, OSError) as error:
+        raise _LostError from error
+
+
+def _end(process: Any, connection: Any) -> None:  # noqa: ANN401
+    connection.close()
+    if process is not None:
+        process.join(_JOIN_S)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+
+
+class BatchClient:
+    """Batches of a loader that are made in another process, which is started at the first iteration.
+
+    Raises ConfigError for a setup that cannot be pickled.
+    """
+
+    def __init__(
+        self, setup: Setup, connect: Connect, bad: BadSamples, observer: Observer | None, *, pinned: bool
+    ) -> None:
+        try:
+            self._setup = pickle.dumps(setup)
+        except Exception as error:
+            raise ConfigError(
+                f"where= makes batches in another process, and an argument of the loader cannot be pickled ({error}): "
+                "make functions those of a module, or objects of a class of a module that hold plain values"
+            ) from error
+        self._connect, self._bad, self._observer, self._pinned = connect, bad, observer, pinned
+        self._link: _Link | None = None
+        self._iterations = 0
+        self._is_stopped = threading.Event()
+        self._past: tuple[StageClock, ...] = ()
+        self._past_storage: list[StorageStats] = []
+        self._past_refused = 0
+        self._facts: Facts | None = None
+
+    def items(self, walk: Walk) -> Iterator[Any]:
+        """Yield the batches of a walk without end; raise what is raised for them in the process.
+
+        The next one continues at the same place when the process ends, for whatever reason.
+        """
+        self._is_stopped = is_stopped = threading.Event()
+        self._iterations += 1
+        received = attempts = 0
+        while not is_stopped.is_set():
+            try:
+                link = self._linked()
+                link.send(Start(self._iterations, walk.start, received))
+                for made in self._messages(link, is_stopped):
+                    batch = link.memory.open(made.batch)
+                    link.send(Received(1, link.memory.returned()))
+                    received, attempts = received + 1, 0
+                    yield batch
+                    del batch
+            except _LostError as error:
+                attempts += 1
+                self._lost(received, attempts, error)
+
+    def _messages(self, link: _Link, is_stopped: threading.Event) -> Iterator[Made]:
+        """Yield what is made for this iteration; map new blocks, and give those back that are free."""
+        while not is_stopped.is_set():
+            message = link.receive()
+            if message is None:
+                if free := link.memory.returned():
+                    link.send(Received(0, free))
+            elif isinstance(message, Forget):
+                link.memory.forget(message.numbers)
+            elif isinstance(message, Made):
+                if message.start == self._iterations:
+                    self._take_note(message.facts)
+                    yield message
+                else:  # of an iteration that was left early
+                    link.send(Received(0, sorted(message.batch.blocks())))
+            elif isinstance(message, Failed) and message.start == self._iterations:
+                error, cause = pickle.loads(message.error)
+                raise error from cause
+
+    def _linked(self) -> _Link:
+        if self._link is None or self._link.pid != os.getpid():  # a fork cannot talk to its parent's process
+            self._link = _Link(self._connect, self._setup, pinned=self._pinned)
+        return self._link
+
+    def _lost(self, received: int, attempts: int, error: Exception) -> None:
+        """Forget a process that ended; raise ChildProcessError if no batch came from the last ones."""
+        link, self._link = self._link, None
+        code = None
+        if link is not None:
+            link.end()
+            code = None if link.process is None else link.process.exitcode
+        self._keep_past()
+        what = f"the process that makes the batches ended before batch {received} of this iteration"
+        why = (
+            f"exit code {code} (negative: killed by that signal, as -9 for lack of memory; 1: the lines above say why)"
+        )
+        if attempts >= _ATTEMPTS:
+            raise ChildProcessError(f"{what}, {attempts} times in a row: {why}") from error
+        _LOG.warning("%s, with %s; another one is started", what, why)
+
+    def _take_note(self, facts: Facts) -> None:
+        self._facts = facts
+        self._bad.add(facts.bad, facts.replaced)
+        if self._observer is not None:
+            for event in facts.events:
+                self._observer(*event)
+
+    def _keep_past(self) -> None:
+        if self._facts is not None:
+            self._past, self._past_refused = self.clocks(), self.refused_images
+            self._past_storage = self.storage()
+            self._facts = None
+
+    def clocks(self) -> tuple[StageClock, ...]:
+        """Return the clocks of the stages in the process, as of the newest batch, over all processes so far."""
+        return self._past if self._facts is None else add_clocks(self._past, self._facts.clocks)
+
+    def storage(self) -> list[StorageStats]:
+        """Return what storages did for the process; empty before the first batch."""
+        stats = [*self._past_storage, *([self._facts.storage] if self._facts is not None else [])]
+        return [add_stats(stats)] if stats else []
+
+    @property
+    def refused_images(self) -> int:
+        """Images that the process decoded another way than the one chosen."""
+        return self._past_refused + (0 if self._facts is None else self._facts.refused_images)
+
+    def tune(self, tuning: Tuning) -> None:
+        """Change the numbers of threads and of ready batches in the process."""
+        if self._link is not None:
+            with contextlib.suppress(_LostError):
+                self._link.send(tuning)
+
+    def close(self) -> None:
+        """End the iteration under way, so that no thread waits for it; the process waits for the next one."""
+        self._is_stopped.set()
+        if self._link is not None:
+            with contextlib.suppress(_LostError):
+                self._link.send(Stop())
+
+    def end(self) -> None:
+        """End the process; the next iteration starts another one."""
+        self._keep_past()
+        link, self._link = self._link, None
+        if link is not None and link.pid == os.getpid():
+            link.end()
