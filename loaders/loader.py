@@ -34,6 +34,7 @@ from fuelrail.loaders.schedule.prefetch import prefetch
 from fuelrail.loaders.schedule.schedule import Schedule, ScheduleRequest, make_schedule
 from fuelrail.loaders.schedule.state import decode_state, sample_settings, settings_of_state, state_at
 from fuelrail.loaders.serving.client import BatchClient, connect_own
+from fuelrail.loaders.serving.node import connect_node
 from fuelrail.loaders.serving.server import Setup
 from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.storage.protocol import add_stats
@@ -439,9 +440,12 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
             changes["batch_transform"] = None
         setup = Setup(
             make_loader, (msgspec.structs.replace(arguments, **changes), datasets), finishes, torch.get_num_threads(),
-            default_memory_bytes(), self._arguments.trace is not None,
+            default_memory_bytes(), self._arguments.num_workers is None, self._arguments.trace is not None,
         )  # fmt: skip
-        return BatchClient(setup, connect_own, self._bad, self._arguments.trace, pinned=pinned)
+        if self._arguments.where == "node" and self._arguments.budget is not None:
+            raise ConfigError("where='node' has one number of threads for several ranks: give num_workers a number")
+        connect = connect_own if self._arguments.where == "process" else connect_node()
+        return BatchClient(setup, connect, self._bad, self._arguments.trace, pinned=pinned)
 
     def _refuse_elsewhere(self, what: str) -> None:
         if self._away is not None:

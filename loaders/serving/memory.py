@@ -72,7 +72,7 @@ class SharedMemory:
     """Blocks of this process's memory that others can map, up to ``limit_bytes`` together. Thread-safe."""
 
     def __init__(self, limit_bytes: int) -> None:
-        self._limit, self._total, self._count = limit_bytes, 0, 0
+        self.limit_bytes, self._total, self._count = limit_bytes, 0, 0
         self.files: dict[int, tuple[int, int]] = {}
         """File descriptor and bytes of each block, by its number."""
         self._starts: list[tuple[int, int, int]] = []
@@ -87,10 +87,10 @@ class SharedMemory:
         """
         size = max(1, -(-num_bytes // ALIGNMENT)) * ALIGNMENT
         with self._lock:
-            if self._total + size > self._limit:
+            if self._total + size > self.limit_bytes:
                 raise ConfigError(
                     f"batches in shared memory take {self._total} bytes, and {size} more are over the limit of "
-                    f"{self._limit}, a quarter of the free memory for each rank of this host: take a smaller "
+                    f"{self.limit_bytes}, a quarter of the free memory for each rank of this host: take a smaller "
                     "batch_size, prefetch_factor or image size, or keep fewer batches"
                 )
             file = os.memfd_create("fuelrail-batches", os.MFD_CLOEXEC)

@@ -51,7 +51,9 @@ class Setup(NamedTuple):
     num_threads: int
     """Threads of torch in the trainer's process: sums may depend on it."""
     memory_bytes: int
-    """Limit of the shared memory."""
+    """Limit of the shared memory, for each client."""
+    shares_cpus: bool
+    """Whether the number of threads is one client's share of the CPUs."""
     is_traced: bool
 
 
@@ -182,8 +184,21 @@ class RankServer:
         self._bad = self._loader.serve(self._memory.new, note, finishes=setup.finishes)
         self.changed = threading.Condition()
         self.clients: list[Client] = []
+        self._memory_bytes = setup.memory_bytes
         self._done = 0
         """The last iteration that was ended."""
+
+    def join(self, connection: Any) -> None:  # noqa: ANN401
+        """Make a connection a client."""
+        client = Client(connection, self.changed)
+        with self.changed:
+            self.clients.append(client)
+            self._memory.limit_bytes = self._memory_bytes * len(self.clients)
+        threading.Thread(target=client.listen, args=(self.tune,), daemon=True).start()
+
+    def is_wanted(self) -> bool:
+        """Return whether a client is connected."""
+        return bool(self._connected())
 
     def _note(self, stage: str, item: int, batch: int, begin_s: float, end_s: float) -> None:
         if stage != "wait":  # the trainer's own wait is what counts
@@ -256,28 +271,12 @@ def serve_one(connection: Any) -> None:  # noqa: ANN401
     set_up_worker()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with contextlib.suppress(EOFError, OSError):
-        server = make_server(connection)
-        if server is not None:
-            join(server, connection).join()
+        try:
+            server = RankServer(pickle.loads(connection.recv_bytes()))
+        except Exception as error:  # noqa: BLE001 - its trainer says what is wrong
+            connection.send(pickled_error(error))
+        else:
+            connection.send(None)
+            server.join(connection)
+            server.serve()
     os._exit(0)
-
-
-def make_server(connection: Any) -> RankServer | None:  # noqa: ANN401
-    """Read a setup and answer None for a server that is ready, or the error for which there is none."""
-    try:
-        server = RankServer(pickle.loads(connection.recv_bytes()))
-    except Exception as error:  # noqa: BLE001 - its trainer says what is wrong
-        connection.send(pickled_error(error))
-        return None
-    connection.send(None)
-    return server
-
-
-def join(server: RankServer, connection: Any) -> threading.Thread:  # noqa: ANN401
-    """Make a connection a client of the server; return the thread that serves, which the first one starts."""
-    client = Client(connection, server.changed)
-    server.clients.append(client)
-    threading.Thread(target=client.listen, args=(server.tune,), daemon=True).start()
-    thread = threading.Thread(target=server.serve, daemon=True)
-    thread.start()
-    return thread
