@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from fuelrail.loaders.batch.stages import LoaderStats
+    from fuelrail.loaders.batch.runner import LoaderStats
     from fuelrail.loaders.commands import serve_metrics
     from fuelrail.loaders.config import Budget, Normalize, StaticBatches, StorageOptions, Transforms
     from fuelrail.loaders.decode.lens import Undistort

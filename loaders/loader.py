@@ -12,15 +12,15 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, Never
 
 import msgspec
-import torch
 
-from fuelrail.loaders.autotune import Autotuner, Tuning, batches_in_flight, make_tuner
+from fuelrail.loaders.autotune import Tuning, batches_in_flight, make_tuner
 from fuelrail.loaders.batch import buffer_pool, user
 from fuelrail.loaders.batch.channels import choose
 from fuelrail.loaders.batch.counterfactual import LeftOut, LoaderPart, leave_out
 from fuelrail.loaders.batch.packs import check_packs, choose_buffers
 from fuelrail.loaders.batch.points import Points, choose_points
-from fuelrail.loaders.batch.stages import BatchPipeline, LoaderStats, Runner, make_batch_pipeline
+from fuelrail.loaders.batch.runner import LoaderStats, Runner
+from fuelrail.loaders.batch.stages import make_batch_pipeline
 from fuelrail.loaders.batch.transfer import make_transfer, require_cuda
 from fuelrail.loaders.config import Arguments, Budget, StorageOptions, Transforms, UnlikeTorch, refuse_unknown
 from fuelrail.loaders.decode import decodes_on_device
@@ -32,10 +32,8 @@ from fuelrail.loaders.schedule.layers import check_epoch, check_views, open_laye
 from fuelrail.loaders.schedule.ledger import LedgerOptions, RunLedger
 from fuelrail.loaders.schedule.prefetch import prefetch
 from fuelrail.loaders.schedule.schedule import Schedule, ScheduleRequest, make_schedule
-from fuelrail.loaders.schedule.state import decode_state, sample_settings, settings_of_state, state_at
-from fuelrail.loaders.serving.client import BatchClient, connect_own
-from fuelrail.loaders.serving.node import connect_node
-from fuelrail.loaders.serving.server import Setup
+from fuelrail.loaders.schedule.state import decode_state, settings_of_state, state_at
+from fuelrail.loaders.serving.client import BatchClient, serve_elsewhere
 from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.storage.protocol import add_stats
 from fuelrail.loaders.viewer.batch import LoaderDisplay
@@ -44,9 +42,9 @@ from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.order.balance import order_batching
 from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, WorkerShard, World
 from fuelrail.pipeline.order.spec import OrderSpec
-from fuelrail.pipeline.runtime.host import default_memory_bytes
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
     from fuelrail.pipeline.order.mix import MixStage
@@ -192,24 +190,31 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         self.selected = self._make.channels.channels
         self.cameras = self._make.cameras
         """Names of the cameras in a batch, in its order."""
-        content = _content(options, self._make, len(self.dataset.manifest.cameras))
-        self._identity = msgspec.structs.replace(self._schedule.identity, settings=content)
+        settings = self._make.content(options, len(self.dataset.manifest.cameras))
+        self._identity = msgspec.structs.replace(self._schedule.identity, settings=settings)
         self._ledger = RunLedger(options.ledger, self._identity, self._batching, self._make.decoder.name)
         self._ledger.records_loader(options, self.datasets, self.order)
         self._bad.note = self._ledger.replaced
         self._num_images = self.where.frames * len(self._make.cameras)
         on_device = decodes_on_device(self._make.decoder)
-        batch_bytes = sum(map(math.prod, buffer_pool.image_shapes(self._make.augments.images, self._axes())))
-        tuner = _choose_tuner(options, batch_bytes, on_device=on_device and not self._make.parses_hard)
+        images, axes = self._make.augments.images, self._make.image_axes
+        batch_bytes = sum(map(math.prod, buffer_pool.image_shapes(images, axes)))
+        # On a GPU the only threads that do work worth tuning are those that decode, unless parsing is work.
+        lanes = (MIN_LANES, MAX_LANES) if on_device and not self._make.parses_hard else None
+        tuner = make_tuner(options.budget, options.batch_size, batch_bytes, options.prefetch_factor, lanes)
         tuning = Tuning(options.num_threads, options.prefetch_factor) if tuner is None else tuner.tuning
         self.num_workers, self.prefetch_factor = tuning
         if pinned := transfer is not None if pin_memory is None else pin_memory:
             require_cuda("pin_memory=True")
-        self._keep = batches_in_flight(tuning if tuner is None else tuner.most, self.batch_size)
-        self._take = self._buffers(buffer_pool.page_locked if pinned else buffer_pool.pageable)
+        keep = batches_in_flight(tuning if tuner is None else tuner.most, self.batch_size)
+        self._buffers = partial(choose_buffers, self.order.pack, images, axes, on_device=on_device, keep=keep)
+        self._take = self._buffers(memory=buffer_pool.page_locked if pinned else buffer_pool.pageable)
         self._start = self._position = Cursor()
         self._epoch_is_set = False
-        self._away = None if options.where is None else self._serve_elsewhere(pinned=pinned)
+        self._away: BatchClient | None = None
+        if options.where is not None:
+            make, parts, _ = self.__reduce__()
+            self._away = serve_elsewhere(make, parts, tuning, self._bad, finishes=transfer is None, pinned=pinned)
         self._runner = Runner(f"fuelrail-r{self.world.rank}", tuner, trace, self._away.clocks if self._away else tuple)
         self._share, self._batches, self._left_out = WorkerShard(), 0, LeftOut()
         self._starting, self._walk = threading.Lock(), Walk(self._start, self._batching)
@@ -318,7 +323,8 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         """
         assert 0 <= index < count, "a share is one of count"
         self._ledger.refuse_share()
-        self._refuse_elsewhere("worker processes that take turns")
+        if self._away is not None:
+            raise ConfigError(f"where={self._arguments.where!r} cannot be used in worker processes: leave it out there")
         if self._share.of == 1 < count:
             self.num_workers = max(1, self.num_workers // count)
         self._share = WorkerShard(index, count)
@@ -334,7 +340,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         self._make.close()
         self._ledger.reached("end")
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[Any, Any, Any]:
         """Pickle, for spawned processes, the arguments, the rank and the position: a copy continues as a fork does."""
         datasets = {name: (one.url or one.root, one.storage_options) for name, one in self.datasets.items()}
         arguments = msgspec.structs.replace(self._arguments, dataset=None, world=self.world)
@@ -407,7 +413,8 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
 
     def leave_out(self, parts: Collection[LoaderPart]) -> None:
         """Leave out the work of parts to measure its cost, from the first iteration on; batches keep their shape."""
-        self._refuse_elsewhere("leave_out()")
+        if self._away is not None:
+            raise ConfigError("parts can be left out of a loader without where= only")
         self._left_out, self._schedule, self._make = leave_out(parts, self._schedule, self._make)
 
     def serve(self, memory: buffer_pool.Memory, note: Callable[..., None], *, finishes: bool) -> BadSamples:
@@ -417,7 +424,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         """
         self._bad.note = note
         self._make = self._make._replace(fixed=None, serves=not finishes)
-        self._take = self._buffers(memory)
+        self._take = self._buffers(memory=memory)
         return self._bad
 
     def batches_from(self, place: Cursor, num_batches: int) -> Generator[Any]:
@@ -427,40 +434,6 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         self.__setstate__((Cursor(epoch, walk.batches(epoch).consumed(step)), self._position, False))
         while True:
             yield from self
-
-    def _serve_elsewhere(self, *, pinned: bool) -> BatchClient:
-        """Return the client of a process that runs a loader like this one, on the CPU."""
-        arguments, datasets = self.__reduce__()[1]
-        finishes = self._make.transfer is None
-        changes: dict[str, Any] = {
-            "device": None, "trace": None, "ledger": None, "check_ranks": False, "pin_memory": False, "where": None,
-            "num_workers": self.num_workers, "prefetch_factor": self.prefetch_factor,
-        }  # fmt: skip
-        if not finishes:
-            changes["batch_transform"] = None
-        setup = Setup(
-            make_loader, (msgspec.structs.replace(arguments, **changes), datasets), finishes, torch.get_num_threads(),
-            default_memory_bytes(), self._arguments.num_workers is None, self._arguments.trace is not None,
-        )  # fmt: skip
-        if self._arguments.where == "node" and self._arguments.budget is not None:
-            raise ConfigError("where='node' has one number of threads for several ranks: give num_workers a number")
-        connect = connect_own if self._arguments.where == "process" else connect_node()
-        return BatchClient(setup, connect, self._bad, self._arguments.trace, pinned=pinned)
-
-    def _refuse_elsewhere(self, what: str) -> None:
-        if self._away is not None:
-            raise ConfigError(f"{what} cannot be used with where={self._arguments.where!r}: leave that out")
-
-    def _axes(self) -> tuple[int, ...]:
-        """Return the axes of an image buffer before the cameras'."""
-        rows = self.batch_size * (1 + self.transforms.two_views)
-        return (rows,) if self._window is None else (rows, self.where.frames)
-
-    def _buffers(self, memory: buffer_pool.Memory) -> Callable[..., Any]:
-        images, on_device = self._make.augments.images, decodes_on_device(self._make.decoder)
-        return choose_buffers(
-            self.order.pack, images, self._axes(), on_device=on_device, memory=memory, keep=self._keep
-        )
 
 
 def _choose_samples(
@@ -495,21 +468,6 @@ def _choose_samples(
     if transforms.box_frame == "lidar":
         require_lidar(schedule.sources)
     return schedule, order_batching(schedule.where.order, global_batch, world, drop_last=options.drop_last)
-
-
-def _content(options: Arguments, make: BatchPipeline, num_cameras: int) -> dict[str, Any]:
-    """Return what decides the content of a sample, of a rig with this number of cameras."""
-    channels = [channel.name for channel in make.channels.channels] or None
-    cameras = None if len(make.cameras) == num_cameras else [*make.cameras]
-    return sample_settings(options.seed, **options.transforms.content(), channels=channels, cameras=cameras)
-
-
-def _choose_tuner(options: Arguments, batch_bytes: int, *, on_device: bool) -> Autotuner | None:
-    if options.budget is None:
-        return None
-    # On a GPU the only threads that do work worth tuning are those that decode, unless parsing is work.
-    lanes = (MIN_LANES, MAX_LANES) if on_device else None
-    return make_tuner(options.budget, options.batch_size, batch_bytes, options.prefetch_factor, lanes)
 
 
 def make_loader(

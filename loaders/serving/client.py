@@ -12,16 +12,22 @@ from collections.abc import Callable, Iterator
 from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+import torch
+
 from fuelrail.loaders.batch.processes import start_process
 from fuelrail.loaders.serving.memory import MappedMemory
+from fuelrail.loaders.serving.node import connect_node
 from fuelrail.loaders.serving.server import Block, Facts, Failed, Forget, Made, Received, Setup, Start, Stop, serve_one
 from fuelrail.loaders.storage.protocol import StorageStats, add_stats
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.runtime.host import default_memory_bytes
 from fuelrail.pipeline.runtime.stages import Observer, StageClock, add_clocks
 from fuelrail.pipeline.runtime.workers import check_main_guard
 
 if TYPE_CHECKING:
     from fuelrail.loaders.autotune import Tuning
+    from fuelrail.loaders.config import Arguments
     from fuelrail.loaders.schedule.bad_samples import BadSamples
     from fuelrail.pipeline.order.batching import Walk
 
@@ -33,6 +39,44 @@ _ATTEMPTS: Final = 3
 
 Connect = Callable[[], "tuple[Any, Any]"]
 """Returns a new process, and a connection to it."""
+
+
+def serve_elsewhere(
+    make: Callable[..., Any],
+    parts: tuple[Arguments, Any],
+    tuning: Tuning,
+    bad: BadSamples,
+    *,
+    finishes: bool,
+    pinned: bool,
+) -> BatchClient:
+    """Return the client of a process that runs the loader ``make(*parts)``, on the CPU.
+
+    Unless it ``finishes`` the batches, they are normalised and transformed here. Raises ConfigError.
+    """
+    arguments, datasets = parts
+    if arguments.where == "node" and arguments.budget is not None:
+        raise ConfigError("where='node' has one number of threads for several ranks: give num_workers a number")
+    own = msgspec.structs.replace(
+        arguments,
+        **dict.fromkeys(("device", "trace", "ledger", "where")),
+        check_ranks=False,
+        pin_memory=False,
+        num_workers=tuning.num_workers,
+        prefetch_factor=tuning.ready,
+        batch_transform=arguments.batch_transform if finishes else None,
+    )
+    setup = Setup(
+        make,
+        (own, datasets),
+        finishes,
+        torch.get_num_threads(),
+        memory_bytes=default_memory_bytes(),
+        shares_cpus=arguments.num_workers is None,
+        is_traced=arguments.trace is not None,
+    )
+    connect = connect_own if arguments.where == "process" else connect_node()
+    return BatchClient(setup, connect, bad, arguments.trace, pinned=pinned)
 
 
 def connect_own() -> tuple[Any, Any]:

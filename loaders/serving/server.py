@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fuelrail.loaders.autotune import Tuning
-    from fuelrail.loaders.loader import DataLoader
     from fuelrail.loaders.storage.protocol import StorageStats
     from fuelrail.pipeline.order.batching import Cursor
     from fuelrail.pipeline.runtime.stages import StageClock
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 class Setup(NamedTuple):
     """What a loader is made of in the process that runs it."""
 
-    make: Callable[..., DataLoader]
+    make: Callable[..., Any]
     arguments: tuple[Any, ...]
     finishes: bool
     """Whether the batches are normalised and transformed here; else the trainer does it on its device."""
