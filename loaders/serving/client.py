@@ -178,6 +178,9 @@ class BatchClient:
                 link = self._linked()
                 link.send(Start(self._iterations, walk.start, received))
                 for made in self._messages(link, is_stopped):
+                    if made.number < received:  # made for a rank that shares the batch and had not received it
+                        link.send(Received(1, sorted(made.batch.blocks())))
+                        continue
                     batch = link.memory.open(made.batch)
                     link.send(Received(1, link.memory.returned()))
                     received, attempts = received + 1, 0
@@ -214,18 +217,17 @@ class BatchClient:
     def _lost(self, received: int, attempts: int, error: Exception) -> None:
         """Forget a process that ended; raise ChildProcessError if no batch came from the last ones."""
         link, self._link = self._link, None
-        code = None
         if link is not None:
             link.end()
-            code = None if link.process is None else link.process.exitcode
         self._keep_past()
         what = f"the process that makes the batches ended before batch {received} of this iteration"
-        why = (
-            f"exit code {code} (negative: killed by that signal, as -9 for lack of memory; 1: the lines above say why)"
-        )
+        if link is not None and link.process is not None:
+            what += (
+                f" with exit code {link.process.exitcode} (negative: killed by that signal, as -9 for lack of memory)"
+            )
         if attempts >= _ATTEMPTS:
-            raise ChildProcessError(f"{what}, {attempts} times in a row: {why}") from error
-        _LOG.warning("%s, with %s; another one is started", what, why)
+            raise ChildProcessError(f"{what}, {attempts} times in a row") from error
+        _LOG.warning("%s; another one is started", what)
 
     def _take_note(self, facts: Facts) -> None:
         self._facts = facts

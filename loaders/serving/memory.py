@@ -123,10 +123,16 @@ class SharedMemory:
         return number, Piece(tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
 
     def export(self, batch: Any) -> tuple[Exported, dict[int, torch.Tensor]]:  # noqa: ANN401
-        """Return a batch for other processes, and what keeps each of its blocks from being used again."""
+        """Return a batch for other processes, and what keeps each of its blocks from being used again.
+
+        Raises ConfigError for a batch that cannot be pickled.
+        """
         out = io.BytesIO()
         pickler = _Pickler(out, pickle.HIGHEST_PROTOCOL)
-        pickler.dump(batch)
+        try:
+            pickler.dump(batch)
+        except Exception as error:
+            raise ConfigError(f"a batch holds what cannot be pickled, which where= needs: {error}") from error
         tensors = pickler.tensors
         found = [self.find(tensor) for tensor in tensors]
         small = [tensor for tensor, place in zip(tensors, found, strict=True) if place is None]
