@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import islice
+from itertools import chain, islice, takewhile
 from typing import TYPE_CHECKING, Any, Literal, Never
 
 import msgspec
@@ -30,7 +30,7 @@ from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy, BadSamples
 from fuelrail.loaders.schedule.datasets import DatasetLike, open_all, require_lidar
 from fuelrail.loaders.schedule.layers import check_epoch, check_views, open_layers
 from fuelrail.loaders.schedule.ledger import LedgerOptions, RunLedger
-from fuelrail.loaders.schedule.prefetch import prefetch
+from fuelrail.loaders.schedule.prefetch import RequestStream, prefetch
 from fuelrail.loaders.schedule.schedule import Schedule, ScheduleRequest, make_schedule
 from fuelrail.loaders.schedule.state import decode_state, settings_of_state, state_at
 from fuelrail.loaders.serving.client import BatchClient, serve_elsewhere
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
+    from fuelrail.loaders.records import Scheduled, Task
+    from fuelrail.loaders.serving.remote import RemoteWorkers, StepClient
     from fuelrail.pipeline.order.mix import MixStage
     from fuelrail.pipeline.order.windows import FrameWindow
     from fuelrail.pipeline.runtime.stages import Observer, Pipeline, Stage
@@ -124,7 +126,8 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
             to it when it is continued (docs/guides/runs.md). Call :meth:`state_dict` for checkpoints only.
         where: where batches are made: None: in threads of this process; "process": in one process of their own, whose
             Python does not hold this one's lock; "node": in one process for all ranks of this host, where those of one
-            model-parallel group share each batch (:mod:`fuelrail.loaders.serving`). The batches are the same.
+            model-parallel group share each batch; a `RemoteWorkers`: by Ray actors, on other machines
+            (:mod:`fuelrail.loaders.serving`). The batches are the same.
 
     Raises:
         ConfigError: an argument out of range; TypeError: one that does not exist; WorldError: ranks and batch do not
@@ -160,7 +163,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         trace: Observer | None = None,
         check_ranks: bool = False,
         ledger: LedgerOptions | Fields | None = None,
-        where: Literal["process", "node"] | None = None,
+        where: Literal["process", "node"] | RemoteWorkers | None = None,
         **unknown: Never,
     ) -> None:
         given = dict(locals())
@@ -211,11 +214,13 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         self._take = self._buffers(memory=buffer_pool.page_locked if pinned else buffer_pool.pageable)
         self._start = self._position = Cursor()
         self._epoch_is_set = False
-        self._away: BatchClient | None = None
+        self._away: BatchClient | StepClient | None = None
         if options.where is not None:
             make, parts, _ = self.__reduce__()
             self._away = serve_elsewhere(make, parts, tuning, self._bad, finishes=transfer is None, pinned=pinned)
-        self._runner = Runner(f"fuelrail-r{self.world.rank}", tuner, trace, self._away.clocks if self._away else tuple)
+        self._runner = Runner(
+            f"fuelrail-r{self.world.rank}", tuner, trace, self._away.counts.clocks if self._away else tuple
+        )
         self._share, self._batches, self._left_out = WorkerShard(), 0, LeftOut()
         self._starting, self._walk = threading.Lock(), Walk(self._start, self._batching)
 
@@ -259,9 +264,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
                 if self._away is not None:
                     self._runner.start(self._away.items(walk), self.stages(), [self._away])
                 else:
-                    streams = self._schedule.streams(walk)
-                    asked = prefetch(self.where.scheduled(walk), streams, self._look_ahead_bytes)
-                    made = buffer_pool.tasks(asked, self._schedule.sources, self._take, self._window, self._make.groups)
+                    made, streams = self._tasks(walk, self.where.scheduled(walk))
                     self._runner.start(
                         made, self._left_out.stages(self.stages()), [stream.session for stream in streams]
                     )
@@ -302,8 +305,8 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
     def stats(self) -> LoaderStats:
         """Return the stages' clocks and the counts since the loader was made; empty before the first iteration."""
         runner, samples = self._runner, self._batches * self.batch_size
-        away = self._away
-        storage = (away.storage() if away else []) or [source.storage.stats() for source in self._schedule.sources]
+        there = self._away and self._away.counts
+        storage = (there.storage() if there else []) or [source.storage.stats() for source in self._schedule.sources]
         return LoaderStats(
             stages=runner.clocks(),
             batches=self._batches,
@@ -313,7 +316,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
             elapsed_s=runner.elapsed_s,
             storage=add_stats(storage),
             bad_samples=self._bad.count,
-            refused_images=away.refused_images if away else getattr(self._make.decoder, "num_refused", 0),
+            refused_images=there.refused_images if there else getattr(self._make.decoder, "num_refused", 0),
         )
 
     def take_share(self, index: int, count: int) -> None:
@@ -427,11 +430,28 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         self._take = self._buffers(memory=memory)
         return self._bad
 
+    def _tasks(self, walk: Walk, scheduled: Iterator[Scheduled]) -> tuple[Iterator[Task], list[RequestStream]]:
+        """Return scheduled samples of a walk as tasks, requested from the streams that are returned too."""
+        streams = self._schedule.streams(walk)
+        asked = prefetch(scheduled, streams, self._look_ahead_bytes)
+        return buffer_pool.tasks(asked, self._schedule.sources, self._take, self._window, self._make.groups), streams
+
+    def make_step(self, place: Cursor, number: int) -> Any:  # noqa: ANN401
+        """Return the batch with this number after a place, and request nothing else; the position stays."""
+        walk = Walk(Walk(place, self._batching).cursor(number), self._batching)
+        scheduled = self.where.scheduled(walk)
+        first = next(scheduled)
+        step = takewhile(lambda one: (one.epoch, one.step) == (first.epoch, first.step), scheduled)
+        self._runner.start(self._tasks(walk, chain([first], step))[0], self.stages(), ())
+        try:
+            (made,) = self._runner.take()
+            return self._make.hand_over(made)
+        finally:
+            self._runner.stop()
+
     def batches_from(self, place: Cursor, num_batches: int) -> Generator[Any]:
         """Yield the batches after a number of them from a place on, epoch by epoch, without end."""
-        walk = Walk(place, self._batching)
-        epoch, step = walk.place(num_batches)
-        self.__setstate__((Cursor(epoch, walk.batches(epoch).consumed(step)), self._position, False))
+        self.__setstate__((Walk(place, self._batching).cursor(num_batches), self._position, False))
         while True:
             yield from self
 

@@ -18,7 +18,7 @@ import pickle
 import traceback
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
@@ -26,6 +26,10 @@ from fuelrail.loaders.batch.transfer import is_plain
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.runtime.stages import RemoteError, origin_of
 from fuelrail.pipeline.runtime.workers import check_main_guard, ctrl_c_waits, set_up_worker
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 _JOIN_S: Final = 5.0
 _LOADED_IN: Final = os.getpid()
@@ -200,9 +204,15 @@ class _Pickler(pickle.Pickler):
         """Write plain tensors as their own elements; torch would write all of the memory that a view is of."""
         if not is_plain(value):
             return NotImplemented
-        dense = value.contiguous().as_strided((value.numel(),), (1,))  # strides of axes of length 1 may be any
-        content: Any = dense.view(torch.uint8).numpy()
+        content: Any = content_of(value)
         return _tensor, (pickle.PickleBuffer(content), value.dtype, tuple(value.shape))
+
+
+def content_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """Return the elements of a plain tensor as bytes, uint8 (n,)."""
+    dense = tensor.contiguous().as_strided((tensor.numel(),), (1,))  # strides of axes of length 1 may be any
+    content: NDArray[np.uint8] = dense.view(torch.uint8).numpy()
+    return content
 
 
 def _tensor(content: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -18,6 +18,7 @@ import torch
 from fuelrail.loaders.batch.processes import start_process
 from fuelrail.loaders.serving.memory import MappedMemory
 from fuelrail.loaders.serving.node import connect_node
+from fuelrail.loaders.serving.remote import RemoteWorkers, StepClient
 from fuelrail.loaders.serving.server import Block, Facts, Failed, Forget, Made, Received, Setup, Start, Stop, serve_one
 from fuelrail.loaders.storage.protocol import StorageStats, add_stats
 from fuelrail.pipeline.errors import ConfigError
@@ -49,7 +50,7 @@ def serve_elsewhere(
     *,
     finishes: bool,
     pinned: bool,
-) -> BatchClient:
+) -> BatchClient | StepClient:
     """Return the client of a process that runs the loader ``make(*parts)``, on the CPU.
 
     Unless it ``finishes`` the batches, they are normalised and transformed here. Raises ConfigError.
@@ -75,6 +76,8 @@ def serve_elsewhere(
         shares_cpus=arguments.num_workers is None,
         is_traced=arguments.trace is not None,
     )
+    if isinstance(arguments.where, RemoteWorkers):
+        return StepClient(arguments.where, pickled_setup(setup), Counts(bad, arguments.trace), pinned=pinned)
     connect = connect_own if arguments.where == "process" else connect_node()
     return BatchClient(setup, connect, bad, arguments.trace, pinned=pinned)
 
@@ -97,8 +100,9 @@ class _Link:
         self.lock = threading.Lock()
         # Before multiprocessing terminates what is left, and only in the process that started it.
         self.end = multiprocessing.util.Finalize(self, _end, (self.process, self.connection), exitpriority=10)
-        self.connection.send_bytes(setup)
-        refused = self.connection.recv()
+        with _losses():
+            self.connection.send_bytes(setup)
+            refused = self.connection.recv()
         if refused is not None:
             self.end()
             error, cause = pickle.loads(refused)
@@ -140,6 +144,55 @@ def _end(process: Any, connection: Any) -> None:  # noqa: ANN401
             process.join()
 
 
+def pickled_setup(setup: Setup) -> bytes:
+    """Pickle a setup; raise ConfigError for one that cannot be."""
+    try:
+        return pickle.dumps(setup)
+    except Exception as error:
+        raise ConfigError(
+            f"where= makes batches in another process, and an argument of the loader cannot be pickled ({error}): "
+            "make functions those of a module, or objects of a class of a module that hold plain values"
+        ) from error
+
+
+class Counts:
+    """What processes that make batches did so far: known as of the newest batch, over all that ended before."""
+
+    def __init__(self, bad: BadSamples, observer: Observer | None) -> None:
+        self._bad, self._observer = bad, observer
+        self._past: tuple[StageClock, ...] = ()
+        self._past_storage: list[StorageStats] = []
+        self._past_refused = 0
+        self._newest: Facts | None = None
+
+    def note(self, facts: Facts) -> None:
+        """Take what came with a batch."""
+        self._newest = facts
+        self._bad.add(facts.bad, facts.replaced)
+        if self._observer is not None:
+            for event in facts.events:
+                self._observer(*event)
+
+    def keep(self) -> None:
+        """Count on from here: the next facts are of another process, which begins at zero."""
+        self._past, self._past_storage, self._past_refused = self.clocks(), self.storage(), self.refused_images
+        self._newest = None
+
+    def clocks(self) -> tuple[StageClock, ...]:
+        """Return the clocks of the stages that ran there."""
+        return self._past if self._newest is None else add_clocks(self._past, self._newest.clocks)
+
+    def storage(self) -> list[StorageStats]:
+        """Return what storages did there, in one or no record."""
+        stats = self._past_storage if self._newest is None else [*self._past_storage, self._newest.storage]
+        return [add_stats(stats)] if stats else []
+
+    @property
+    def refused_images(self) -> int:
+        """Images that were decoded another way than the one chosen."""
+        return self._past_refused + (0 if self._newest is None else self._newest.refused_images)
+
+
 class BatchClient:
     """Batches of a loader that are made in another process, which is started at the first iteration.
 
@@ -149,21 +202,11 @@ class BatchClient:
     def __init__(
         self, setup: Setup, connect: Connect, bad: BadSamples, observer: Observer | None, *, pinned: bool
     ) -> None:
-        try:
-            self._setup = pickle.dumps(setup)
-        except Exception as error:
-            raise ConfigError(
-                f"where= makes batches in another process, and an argument of the loader cannot be pickled ({error}): "
-                "make functions those of a module, or objects of a class of a module that hold plain values"
-            ) from error
-        self._connect, self._bad, self._observer, self._pinned = connect, bad, observer, pinned
+        self._setup = pickled_setup(setup)
+        self._connect, self._pinned, self.counts = connect, pinned, Counts(bad, observer)
         self._link: _Link | None = None
         self._iterations = 0
         self._is_stopped = threading.Event()
-        self._past: tuple[StageClock, ...] = ()
-        self._past_storage: list[StorageStats] = []
-        self._past_refused = 0
-        self._facts: Facts | None = None
 
     def items(self, walk: Walk) -> Iterator[Any]:
         """Yield the batches of a walk without end; raise what is raised for them in the process.
@@ -201,7 +244,7 @@ class BatchClient:
                 link.memory.forget(message.numbers)
             elif isinstance(message, Made):
                 if message.start == self._iterations:
-                    self._take_note(message.facts)
+                    self.counts.note(message.facts)
                     yield message
                 else:  # of an iteration that was left early
                     link.send(Received(0, sorted(message.batch.blocks())))
@@ -219,7 +262,7 @@ class BatchClient:
         link, self._link = self._link, None
         if link is not None:
             link.end()
-        self._keep_past()
+        self.counts.keep()
         what = f"the process that makes the batches ended before batch {received} of this iteration"
         if link is not None and link.process is not None:
             what += (
@@ -228,33 +271,6 @@ class BatchClient:
         if attempts >= _ATTEMPTS:
             raise ChildProcessError(f"{what}, {attempts} times in a row") from error
         _LOG.warning("%s; another one is started", what)
-
-    def _take_note(self, facts: Facts) -> None:
-        self._facts = facts
-        self._bad.add(facts.bad, facts.replaced)
-        if self._observer is not None:
-            for event in facts.events:
-                self._observer(*event)
-
-    def _keep_past(self) -> None:
-        if self._facts is not None:
-            self._past, self._past_refused = self.clocks(), self.refused_images
-            self._past_storage = self.storage()
-            self._facts = None
-
-    def clocks(self) -> tuple[StageClock, ...]:
-        """Return the clocks of the stages in the process, as of the newest batch, over all processes so far."""
-        return self._past if self._facts is None else add_clocks(self._past, self._facts.clocks)
-
-    def storage(self) -> list[StorageStats]:
-        """Return what storages did for the process; empty before the first batch."""
-        stats = [*self._past_storage, *([self._facts.storage] if self._facts is not None else [])]
-        return [add_stats(stats)] if stats else []
-
-    @property
-    def refused_images(self) -> int:
-        """Images that the process decoded another way than the one chosen."""
-        return self._past_refused + (0 if self._facts is None else self._facts.refused_images)
 
     def tune(self, tuning: Tuning) -> None:
         """Change the numbers of threads and of ready batches in the process."""
@@ -271,7 +287,7 @@ class BatchClient:
 
     def end(self) -> None:
         """End the process; the next iteration starts another one."""
-        self._keep_past()
+        self.counts.keep()
         link, self._link = self._link, None
         if link is not None and link.pid == os.getpid():
             link.end()

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fuelrail.loaders.batch.buffer_pool import BufferPool
+from fuelrail.loaders.batch.buffer_pool import BufferPool, Memory
 from fuelrail.loaders.batch.transfer import ALIGNMENT, Piece, is_plain, pack
 from fuelrail.pipeline.errors import ConfigError
 
@@ -68,6 +68,37 @@ class _Unpickler(pickle.Unpickler):
         return self._tensors[number]
 
 
+def dump(batch: Any) -> tuple[bytes, list[torch.Tensor]]:  # noqa: ANN401
+    """Pickle a batch without its plain tensors, and return these; raise ConfigError for what cannot be pickled."""
+    out = io.BytesIO()
+    pickler = _Pickler(out, pickle.HIGHEST_PROTOCOL)
+    try:
+        pickler.dump(batch)
+    except Exception as error:
+        raise ConfigError(f"a batch holds what cannot be pickled, which where= needs: {error}") from error
+    return out.getvalue(), pickler.tensors
+
+
+def load_with(payload: bytes, tensors: Sequence[torch.Tensor]) -> Any:  # noqa: ANN401
+    """Return the batch that `dump` pickled, with these tensors."""
+    return _Unpickler(io.BytesIO(payload), tensors).load()
+
+
+class Pools:
+    """Memory of any size, from a pool of buffers for each power of two."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._pools: dict[int, BufferPool] = {}
+
+    def room(self, num_bytes: int) -> torch.Tensor:
+        """Return memory of a number of bytes, uint8 (n,), which is free again when its last view is gone."""
+        bits = max(_SMALLEST_BITS, (num_bytes - 1).bit_length())
+        if bits not in self._pools:
+            self._pools[bits] = BufferPool((1 << bits,), memory=self._memory, keep=_KEEP)
+        return torch.from_numpy(self._pools[bits].take())[:num_bytes]
+
+
 class SharedMemory:
     """Blocks of this process's memory that others can map, up to ``limit_bytes`` together. Thread-safe."""
 
@@ -78,7 +109,7 @@ class SharedMemory:
         self._starts: list[tuple[int, int, int]] = []
         """Address, end and number of each block, by address."""
         self._lock = threading.RLock()  # a block may be collected while another is made
-        self._pools: dict[int, BufferPool] = {}
+        self._pools = Pools(self.new)
 
     def new(self, num_bytes: int) -> NDArray[np.uint8]:
         """Return a new block, uint8 (n,), which is given back when the array is collected.
@@ -127,31 +158,18 @@ class SharedMemory:
 
         Raises ConfigError for a batch that cannot be pickled.
         """
-        out = io.BytesIO()
-        pickler = _Pickler(out, pickle.HIGHEST_PROTOCOL)
-        try:
-            pickler.dump(batch)
-        except Exception as error:
-            raise ConfigError(f"a batch holds what cannot be pickled, which where= needs: {error}") from error
-        tensors = pickler.tensors
+        payload, tensors = dump(batch)
         found = [self.find(tensor) for tensor in tensors]
         small = [tensor for tensor, place in zip(tensors, found, strict=True) if place is None]
         held = {place[0]: tensor for tensor, place in zip(tensors, found, strict=True) if place is not None}
         if small:
-            packed = pack(small, self._room)
+            packed = pack(small, self._pools.room)
             place = self.find(packed.block)
             assert place is not None, "a block of a pool"
             held[place[0]] = packed.block
             pieces = iter(packed.pieces)
             found = [(place[0], next(pieces)) if one is None else one for one in found]
-        return Exported(out.getvalue(), [one for one in found if one is not None]), held
-
-    def _room(self, num_bytes: int) -> torch.Tensor:
-        """Return memory from the pool of the next power of two."""
-        bits = max(_SMALLEST_BITS, (num_bytes - 1).bit_length())
-        if bits not in self._pools:
-            self._pools[bits] = BufferPool((1 << bits,), memory=self.new, keep=_KEEP)
-        return torch.from_numpy(self._pools[bits].take())
+        return Exported(payload, [one for one in found if one is not None]), held
 
 
 class MappedMemory:
@@ -191,7 +209,7 @@ class MappedMemory:
             whole[number].view(dtype).as_strided(shape, strides, offset)
             for number, (dtype, shape, strides, offset) in exported.tensors
         ]
-        return _Unpickler(io.BytesIO(exported.payload), views).load()
+        return load_with(exported.payload, views)
 
     def returned(self) -> list[int]:
         """Return the numbers of the blocks whose views have all gone since the last call."""

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fuelrail.loaders.autotune import Tuning
+    from fuelrail.loaders.batch.buffer_pool import Memory
     from fuelrail.loaders.storage.protocol import StorageStats
     from fuelrail.pipeline.order.batching import Cursor
     from fuelrail.pipeline.runtime.stages import StageClock
@@ -172,7 +173,8 @@ class Client:
 class RankServer:
     """Makes the batches of one data-parallel rank for its clients, in the thread that calls :meth:`serve`."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, memory: Memory | None = None) -> None:
+        """Make the loader; its batches are in ``memory``, else in shared memory."""
         torch.set_num_threads(setup.num_threads)
         self._memory = SharedMemory(setup.memory_bytes)
         self._events: list[tuple[str, int, int, float, float]] = []
@@ -180,7 +182,7 @@ class RankServer:
         trace = self._note if setup.is_traced else None
         self._loader = setup.make(*setup.arguments, trace=trace)
         note = lambda *event: self._replaced.append(event)  # noqa: E731
-        self._bad = self._loader.serve(self._memory.new, note, finishes=setup.finishes)
+        self._bad = self._loader.serve(memory or self._memory.new, note, finishes=setup.finishes)
         self.changed = threading.Condition()
         self.clients: list[Client] = []
         self._memory_bytes = setup.memory_bytes
@@ -232,7 +234,7 @@ class RankServer:
                 for batch in batches:
                     exported, held = self._memory.export(batch)
                     del batch
-                    if not self._send(Made(start.number, made, exported, self._facts()), held):
+                    if not self._send(Made(start.number, made, exported, self.facts()), held):
                         return
                     del held
                     made += 1
@@ -254,7 +256,12 @@ class RankServer:
             client.send(made, held, self._memory)
         return bool(clients)
 
-    def _facts(self) -> Facts:
+    def make(self, place: Cursor, number: int) -> Any:  # noqa: ANN401
+        """Make the step with this number after a place of the order, and no other."""
+        return self._loader.make_step(place, number)
+
+    def facts(self) -> Facts:
+        """Return what was done so far, and what happened since the last call."""
         stats = self._loader.stats()
         replaced, events = self._replaced[:], self._events[:]
         del self._replaced[: len(replaced)], self._events[: len(events)]

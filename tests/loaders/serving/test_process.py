@@ -21,7 +21,7 @@ from fuelrail.pipeline.errors import ConfigError, FuelrailError, SchemaError, St
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.mix import MixStage
 from fuelrail.pipeline.order.windows import FrameWindow
-from support.batches import TINY, load, unlike
+from support.batches import TINY, copied, load, unlike
 from support.ranks import warm
 from support.storage_suite import spoil
 from support.transforms import everything, failing
@@ -47,17 +47,6 @@ def away(*args, **options):
 
 def child(loader) -> int:
     return loader._away._link.process.pid
-
-
-def copied(batch):
-    """A batch on memory of its own, so that the loader's is free."""
-    if isinstance(batch, torch.Tensor):
-        return batch.clone()
-    if isinstance(batch, dict):
-        return {name: copied(value) for name, value in batch.items()}
-    if isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields"):
-        return type(batch)(map(copied, batch))
-    return type(batch)(*map(copied, batch)) if isinstance(batch, tuple) else batch
 
 
 def wait_for_end(pid: int) -> None:
