@@ -42,6 +42,8 @@ _AHEAD: Final = 2
 _LATE: Final = 3.0
 """Times the usual duration after which a step is asked of another actor too."""
 _LATE_S: Final = 1.0
+_START_S: Final = 30.0
+"""What is late before any step was made: actors import torch first, and a cluster may lack CPUs for one of them."""
 _TIMES: Final = 32
 _ATTEMPTS: Final = 10
 _HUNGRY: Final = 0.05
@@ -170,17 +172,18 @@ class StepClient:
                     f"no Ray cluster answers at address={address!r} ({' '.join(str(error).split())[:300]})"
                 ) from error
 
-    def _actor(self) -> _Actor:
-        """Return the actor with the fewest steps; start one where there are fewer than wanted."""
+    def _actor(self, step: _Step) -> _Actor | None:
+        """Return the actor with the fewest steps of those that were not asked for this one; start what is missing."""
         if len(self._actors) < self._wanted:
             kind = self._ray.remote(StepMaker).options(num_cpus=self._options.cpus, scheduling_strategy="SPREAD")
             self._actors.append(_Actor(kind.remote(self._setup)))
-        return min(self._actors, key=lambda one: one.num_asked)
+        asked = list(step.asked.values())
+        return min((one for one in self._actors if one not in asked), key=lambda one: one.num_asked, default=None)
 
     def _ask(self, step: _Step, place: Cursor) -> None:
-        actor = self._actor()
-        step.asked[actor.handle.make.remote(place, step.number)] = actor
-        actor.num_asked += 1
+        if (actor := self._actor(step)) is not None:
+            step.asked[actor.handle.make.remote(place, step.number)] = actor
+            actor.num_asked += 1
 
     def _is_done(self, step: _Step) -> bool:
         return bool(self._ray.wait(list(step.asked), timeout=0)[0])
@@ -191,8 +194,8 @@ class StepClient:
         waiting_s = time.monotonic()
         while not is_stopped.is_set():
             done, _ = ray.wait(list(step.asked), timeout=_POLL_S)
-            late_s = max(_LATE_S, _LATE * statistics.median(self._times)) if self._times else float("inf")
-            if not done and len(step.asked) == 1 < len(self._actors) and time.monotonic() - waiting_s > late_s:
+            late_s = max(_LATE_S, _LATE * statistics.median(self._times)) if self._times else _START_S
+            if not done and time.monotonic() - waiting_s > late_s * len(step.asked):
                 self._ask(step, place)
             for reference in done:
                 try:
