@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
@@ -13,18 +12,16 @@ from typing import TYPE_CHECKING, Any, Literal, Never
 
 import msgspec
 
-from fuelrail.loaders.autotune import Tuning, batches_in_flight, make_tuner
+from fuelrail.loaders.autotune import Tuning, batches_in_flight
 from fuelrail.loaders.batch import buffer_pool, user
 from fuelrail.loaders.batch.channels import choose
 from fuelrail.loaders.batch.counterfactual import LeftOut, LoaderPart, leave_out
-from fuelrail.loaders.batch.packs import check_packs, choose_buffers
+from fuelrail.loaders.batch.packs import check_packs
 from fuelrail.loaders.batch.points import Points, choose_points
 from fuelrail.loaders.batch.runner import LoaderStats, Runner
 from fuelrail.loaders.batch.stages import make_batch_pipeline
 from fuelrail.loaders.batch.transfer import make_transfer, require_cuda
 from fuelrail.loaders.config import Arguments, Budget, StorageOptions, Transforms, UnlikeTorch, refuse_unknown
-from fuelrail.loaders.decode import decodes_on_device
-from fuelrail.loaders.decode.protocol import MAX_LANES, MIN_LANES
 from fuelrail.loaders.distributed import batch_digest, check_ranks_agree, detect_world, resolve_world, warn_of_workers
 from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy, BadSamples
 from fuelrail.loaders.schedule.datasets import DatasetLike, open_all, require_lidar
@@ -33,7 +30,7 @@ from fuelrail.loaders.schedule.ledger import LedgerOptions, RunLedger
 from fuelrail.loaders.schedule.prefetch import RequestStream, prefetch
 from fuelrail.loaders.schedule.schedule import Schedule, ScheduleRequest, make_schedule
 from fuelrail.loaders.schedule.state import decode_state, settings_of_state, state_at
-from fuelrail.loaders.serving.client import BatchClient, serve_elsewhere
+from fuelrail.loaders.serving.client import serve_elsewhere
 from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.storage.protocol import add_stats
 from fuelrail.loaders.viewer.batch import LoaderDisplay
@@ -48,7 +45,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from fuelrail.loaders.records import Scheduled, Task
-    from fuelrail.loaders.serving.remote import RemoteWorkers, StepClient
+    from fuelrail.loaders.serving.remote import RemoteWorkers
     from fuelrail.pipeline.order.mix import MixStage
     from fuelrail.pipeline.order.windows import FrameWindow
     from fuelrail.pipeline.runtime.stages import Observer, Pipeline, Stage
@@ -199,28 +196,20 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         self._ledger.records_loader(options, self.datasets, self.order)
         self._bad.note = self._ledger.replaced
         self._num_images = self.where.frames * len(self._make.cameras)
-        on_device = decodes_on_device(self._make.decoder)
-        images, axes = self._make.augments.images, self._make.image_axes
-        batch_bytes = sum(map(math.prod, buffer_pool.image_shapes(images, axes)))
-        # On a GPU the only threads that do work worth tuning are those that decode, unless parsing is work.
-        lanes = (MIN_LANES, MAX_LANES) if on_device and not self._make.parses_hard else None
-        tuner = make_tuner(options.budget, options.batch_size, batch_bytes, options.prefetch_factor, lanes)
+        tuner = self._make.tuner(options.budget, options.prefetch_factor)
         tuning = Tuning(options.num_threads, options.prefetch_factor) if tuner is None else tuner.tuning
         self.num_workers, self.prefetch_factor = tuning
         if pinned := transfer is not None if pin_memory is None else pin_memory:
             require_cuda("pin_memory=True")
         keep = batches_in_flight(tuning if tuner is None else tuner.most, self.batch_size)
-        self._buffers = partial(choose_buffers, self.order.pack, images, axes, on_device=on_device, keep=keep)
-        self._take = self._buffers(memory=buffer_pool.page_locked if pinned else buffer_pool.pageable)
+        self._buffers = partial(self._make.buffers, self.order.pack, keep)
+        self._take = self._buffers(buffer_pool.page_locked if pinned else buffer_pool.pageable)
         self._start = self._position = Cursor()
         self._epoch_is_set = False
-        self._away: BatchClient | StepClient | None = None
-        if options.where is not None:
-            make, parts, _ = self.__reduce__()
-            self._away = serve_elsewhere(make, parts, tuning, self._bad, finishes=transfer is None, pinned=pinned)
-        self._runner = Runner(
-            f"fuelrail-r{self.world.rank}", tuner, trace, self._away.counts.clocks if self._away else tuple
-        )
+        make, parts, _ = self.__reduce__()
+        self._away = serve_elsewhere(make, parts, tuning, self._bad, finishes=transfer is None, pinned=pinned)
+        clocks_there = self._away.counts.clocks if self._away else tuple
+        self._runner = Runner(f"fuelrail-r{self.world.rank}", tuner, trace, clocks_there)
         self._share, self._batches, self._left_out = WorkerShard(), 0, LeftOut()
         self._starting, self._walk = threading.Lock(), Walk(self._start, self._batching)
 
@@ -427,7 +416,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         """
         self._bad.note = note
         self._make = self._make._replace(fixed=None, serves=not finishes)
-        self._take = self._buffers(memory=memory)
+        self._take = self._buffers(memory)
         return self._bad
 
     def _tasks(self, walk: Walk, scheduled: Iterator[Scheduled]) -> tuple[Iterator[Task], list[RequestStream]]:

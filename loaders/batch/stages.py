@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -9,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from fuelrail.loaders.autotune import Tuning, decode_ahead
+from fuelrail.loaders.autotune import Autotuner, Tuning, decode_ahead, make_tuner
 from fuelrail.loaders.batch import packs, samples, static, user
 from fuelrail.loaders.batch.assemble import assemble
+from fuelrail.loaders.batch.buffer_pool import image_shapes
 from fuelrail.loaders.batch.channels import SelectedChannels
 from fuelrail.loaders.batch.processes import ProcessTransform
 from fuelrail.loaders.batch.samples import fetch
@@ -25,13 +27,15 @@ from fuelrail.pipeline.errors import ConfigError, ImageError
 from fuelrail.pipeline.runtime.stages import Stage
 
 if TYPE_CHECKING:
+    from fuelrail.loaders.batch.buffer_pool import Memory
     from fuelrail.loaders.batch.points import Points
     from fuelrail.loaders.batch.static import FixedBuffers
     from fuelrail.loaders.batch.transfer import CudaTransfer
-    from fuelrail.loaders.config import Arguments, BoxFrame, Normalize, StaticBatches
-    from fuelrail.loaders.records import CameraImages, DecodedSample, Fetched, Parsed, Source
+    from fuelrail.loaders.config import Arguments, BoxFrame, Budget, Normalize, StaticBatches
+    from fuelrail.loaders.records import CameraImages, DecodedSample, Fetched, Parsed, Scheduled, Source
     from fuelrail.loaders.schedule.bad_samples import BadSamples
     from fuelrail.pipeline.channels.sensors import LidarEntry
+    from fuelrail.pipeline.order.pack import Pack
     from fuelrail.pipeline.order.windows import FrameWindow
     from fuelrail.pipeline.transforms.pixels import PixelAugment
 
@@ -72,10 +76,24 @@ class BatchPipeline(NamedTuple):
         return () if images[0].name is None else images
 
     @property
-    def image_axes(self) -> tuple[int, ...]:
+    def _image_axes(self) -> tuple[int, ...]:
         """Axes of an image buffer before the cameras'."""
         rows = self.batch_size * (2 if self.augments.second_at else 1)
         return (rows,) if self.window is None else (rows, len(self.window.frames))
+
+    def tuner(self, budget: Budget | None, ready: int) -> Autotuner | None:
+        """Return what tunes the numbers of threads and of ready batches; see `make_tuner`."""
+        batch_bytes = sum(map(math.prod, image_shapes(self.augments.images, self._image_axes)))
+        # On a GPU the only threads that do work worth tuning are those that decode, unless parsing is work.
+        lanes = (MIN_LANES, MAX_LANES) if decodes_on_device(self.decoder) and not self.parses_hard else None
+        return make_tuner(budget, self.batch_size, batch_bytes, ready, lanes)
+
+    def buffers(self, pack: Pack | None, keep: int, memory: Memory) -> Callable[[Scheduled], Any]:
+        """Return what takes a buffer for the images of a batch; see `choose_buffers`."""
+        on_device = decodes_on_device(self.decoder)
+        return packs.choose_buffers(
+            pack, self.augments.images, self._image_axes, on_device=on_device, memory=memory, keep=keep
+        )
 
     @property
     def parses_hard(self) -> bool:

@@ -16,14 +16,13 @@ import msgspec
 import torch
 
 from fuelrail.loaders.batch.processes import start_process
+from fuelrail.loaders.serving.counts import Counts
 from fuelrail.loaders.serving.memory import MappedMemory
 from fuelrail.loaders.serving.node import connect_node
 from fuelrail.loaders.serving.remote import RemoteWorkers, StepClient
-from fuelrail.loaders.serving.server import Block, Facts, Failed, Forget, Made, Received, Setup, Start, Stop, serve_one
-from fuelrail.loaders.storage.protocol import StorageStats, add_stats
+from fuelrail.loaders.serving.server import Block, Failed, Forget, Made, Received, Setup, Start, Stop, serve_one
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.runtime.host import default_memory_bytes
-from fuelrail.pipeline.runtime.stages import Observer, StageClock, add_clocks
 from fuelrail.pipeline.runtime.workers import check_main_guard
 
 if TYPE_CHECKING:
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.config import Arguments
     from fuelrail.loaders.schedule.bad_samples import BadSamples
     from fuelrail.pipeline.order.batching import Walk
+    from fuelrail.pipeline.runtime.stages import Observer
 
 _LOG = logging.getLogger(__name__)
 _POLL_S: Final = 0.1
@@ -50,12 +50,14 @@ def serve_elsewhere(
     *,
     finishes: bool,
     pinned: bool,
-) -> BatchClient | StepClient:
-    """Return the client of a process that runs the loader ``make(*parts)``, on the CPU.
+) -> BatchClient | StepClient | None:
+    """Return the client of a process that runs the loader ``make(*parts)``, on the CPU; None where it runs here.
 
     Unless it ``finishes`` the batches, they are normalised and transformed here. Raises ConfigError.
     """
     arguments, datasets = parts
+    if arguments.where is None:
+        return None
     if arguments.where == "node" and arguments.budget is not None:
         raise ConfigError("where='node' has one number of threads for several ranks: give num_workers a number")
     own = msgspec.structs.replace(
@@ -153,44 +155,6 @@ def pickled_setup(setup: Setup) -> bytes:
             f"where= makes batches in another process, and an argument of the loader cannot be pickled ({error}): "
             "make functions those of a module, or objects of a class of a module that hold plain values"
         ) from error
-
-
-class Counts:
-    """What processes that make batches did so far: known as of the newest batch, over all that ended before."""
-
-    def __init__(self, bad: BadSamples, observer: Observer | None) -> None:
-        self._bad, self._observer = bad, observer
-        self._past: tuple[StageClock, ...] = ()
-        self._past_storage: list[StorageStats] = []
-        self._past_refused = 0
-        self._newest: Facts | None = None
-
-    def note(self, facts: Facts) -> None:
-        """Take what came with a batch."""
-        self._newest = facts
-        self._bad.add(facts.bad, facts.replaced)
-        if self._observer is not None:
-            for event in facts.events:
-                self._observer(*event)
-
-    def keep(self) -> None:
-        """Count on from here: the next facts are of another process, which begins at zero."""
-        self._past, self._past_storage, self._past_refused = self.clocks(), self.storage(), self.refused_images
-        self._newest = None
-
-    def clocks(self) -> tuple[StageClock, ...]:
-        """Return the clocks of the stages that ran there."""
-        return self._past if self._newest is None else add_clocks(self._past, self._newest.clocks)
-
-    def storage(self) -> list[StorageStats]:
-        """Return what storages did there, in one or no record."""
-        stats = self._past_storage if self._newest is None else [*self._past_storage, self._newest.storage]
-        return [add_stats(stats)] if stats else []
-
-    @property
-    def refused_images(self) -> int:
-        """Images that were decoded another way than the one chosen."""
-        return self._past_refused + (0 if self._newest is None else self._newest.refused_images)
 
 
 class BatchClient:

@@ -22,7 +22,7 @@ from msgspec import Meta
 from fuelrail.loaders.batch.buffer_pool import page_locked, pageable
 from fuelrail.loaders.batch.processes import content_of, pickled_error
 from fuelrail.loaders.serving.memory import Pools, dump, load_with
-from fuelrail.loaders.serving.server import Facts, RankServer
+from fuelrail.loaders.serving.server import RankServer
 from fuelrail.pipeline.errors import ConfigError, needs
 from fuelrail.pipeline.settings import CheckedSettings, must_be
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from fuelrail.loaders.autotune import Tuning
-    from fuelrail.loaders.serving.client import Counts
+    from fuelrail.loaders.serving.counts import Counts, Facts
     from fuelrail.pipeline.order.batching import Cursor, Walk
 
 _COUNT = must_be("an integer >= 1")

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fuelrail.loaders.batch.processes import pickled_error
+from fuelrail.loaders.serving.counts import Facts
 from fuelrail.loaders.serving.memory import Exported, SharedMemory
 from fuelrail.pipeline.runtime.workers import set_up_worker
 
@@ -36,9 +37,7 @@ if TYPE_CHECKING:
 
     from fuelrail.loaders.autotune import Tuning
     from fuelrail.loaders.batch.buffer_pool import Memory
-    from fuelrail.loaders.storage.protocol import StorageStats
     from fuelrail.pipeline.order.batching import Cursor
-    from fuelrail.pipeline.runtime.stages import StageClock
 
 
 class Setup(NamedTuple):
@@ -74,20 +73,6 @@ class Received(NamedTuple):
 
     batches: int
     free: list[int]
-
-
-class Facts(NamedTuple):
-    """What the server did so far, and what happened since the last batch."""
-
-    clocks: tuple[StageClock, ...]
-    storage: StorageStats
-    refused_images: int
-    bad: frozenset[int]
-    """Numbers of the bad samples so far."""
-    replaced: list[tuple[int, int, str | None, str]]
-    """Arguments of `BadSamples.note`."""
-    events: list[tuple[str, int, int, float, float]]
-    """Arguments of an `Observer`."""
 
 
 class Made(NamedTuple):
