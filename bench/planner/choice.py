@@ -65,7 +65,7 @@ class Fit(NamedTuple):
 
 def efficiency(asked: Scenario, cluster: ClusterSettings) -> Efficiency:
     """Return the efficiencies of a scenario: its own, else those of the device's generation."""
-    return asked.efficiency or efficiency_of(cluster.device.name)
+    return asked.efficiency or efficiency_of(cluster.device.name, asked.precision)
 
 
 def virtual_of(asked: Scenario, settings: ParallelSettings) -> int:

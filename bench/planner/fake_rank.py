@@ -73,8 +73,8 @@ class RankRun(NamedTuple):
     """A rank's forward and backward pass. Pairs are bytes that do not depend on the micro-batch, and those of a sample.
 
     ``parameters`` and their ``tensors`` are the rank's own; ``flop`` (all, of attention, of convolutions),
-    ``hidden_bytes`` and ``input_bytes`` are those of a sample. ``forward`` and ``backward`` are the bytes in memory after each operator, [operator, kind, 2], by
-    ``kinds``; ``kept`` is what the forward pass kept. ``sent``: collectives of a forward pass, of a backward pass, and
+    ``hidden_bytes`` and ``input_bytes`` are those of a sample. ``forward`` and ``backward`` are the bytes in memory
+    after each operator, [operator, kind, 2], by ``kinds``; ``kept`` is what the forward pass kept. ``sent``: collectives of a forward pass, of a backward pass, and
     of what the last micro-batch of a step adds to them, at ``ROWS`` samples.
     """
 

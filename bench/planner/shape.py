@@ -153,7 +153,7 @@ def _run(
     """Run a rank, or take the run of another plan that differs in nothing that a run shows."""
     how = ParallelSettings(
         strategy="zero2" if settings.strategy == "zero2" else "ddp", recompute=settings.recompute,
-        pipeline_schedule="GPipe" if settings.pipeline_schedule == "GPipe" else "1F1B", 
+        pipeline_schedule="GPipe" if settings.pipeline_schedule == "GPipe" else "1F1B",
         micro_batches=degrees.pp if degrees.pp > 1 else None,
     )  # fmt: skip
     few = msgspec.structs.replace(inputs, micro_batch=ROWS, micro_batches=min(passes, inputs.micro_batches))
@@ -192,7 +192,7 @@ class _Ranks:
             memory["Activation"] = max(0, memory.get("Activation", 0) - rows * self._spared)
         if copied:
             memory.pop("Unsharded Param", None)  # torch's shards of one rank are copied to be gathered
-        if copied or (inputs.low and degrees.pp > 1):
+        if inputs.low and (degrees.data == 1 or not degrees.composed):  # torch sums gradients of shards in fp32
             memory["fp32 of gradients"] = FP32 // 2 * divided
         if degrees.pp > 1:  # a stage has the whole batch's inputs, also where it reads the targets alone
             memory["inputs of other micro-batches"] = rows * (count - 1) * self._at(lambda run: run.input_bytes)

@@ -33,12 +33,10 @@ def remedies(asked: Scenario, cluster: ClusterSettings, chosen: Fit, data: Data,
     """Return the changes that make a plan faster, the best first."""
     own = _rate(asked, cluster, chosen, data)
     found = dict(_changed(asked, cluster, chosen, data))
-    waits = data_seconds(asked, cluster, data)
+    data_s = max(data_seconds(asked, cluster, data).values())
     for one in tried:  # which were timed without the data
         if one.samples_per_s is not None:
-            found[f"use {one.strategy}"] = min(
-                one.samples_per_s, *(asked.global_batch / wait for wait in waits.values() if wait)
-            )
+            found[f"use {one.strategy}"] = asked.global_batch / max(asked.global_batch / one.samples_per_s, data_s)
     listed = [
         Remedy(change=change, samples_per_s=rate, gain=rate / own - 1)
         for change, rate in found.items()
@@ -67,9 +65,11 @@ def _changed(asked: Scenario, cluster: ClusterSettings, chosen: Fit, data: Data)
         (f"micro_batch {size}", {"micro_batch": size}, {}) for size in (2 * asked.micro_batch, 4 * asked.micro_batch)
     ]
     faster = {"fp32": ("tf32", "bf16"), "tf32": ("bf16",), "bf16": ("fp8",), "fp16": ("fp8",), "fp8": ()}
-    for kind in faster[asked.precision]:
-        if kind in cluster.device.peak_tflops and (kind != "fp8" or isinstance(asked.settings, GptSettings)):
-            changes.append((f"precision {kind}, if it trains as well", {"precision": kind}, {}))
+    changes += [
+        (f"precision {kind}, if it trains as well", {"precision": kind}, {})
+        for kind in faster[asked.precision]
+        if kind in cluster.device.peak_tflops and (kind != "fp8" or isinstance(asked.settings, GptSettings))
+    ]
     if chosen.degrees.pp > 1 and how.pipeline_schedule == "1F1B":
         interleaved = "Interleaved1F1B"
         changes.append((f"pipeline_schedule {interleaved}", {"virtual_stages": 2}, {"pipeline_schedule": interleaved}))
