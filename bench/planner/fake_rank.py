@@ -74,8 +74,9 @@ class RankRun(NamedTuple):
 
     ``parameters`` and their ``tensors`` are the rank's own; ``flop`` (all, of attention, of convolutions),
     ``hidden_bytes`` and ``input_bytes`` are those of a sample. ``forward`` and ``backward`` are the bytes in memory
-    after each operator, [operator, kind, 2], by ``kinds``; ``kept`` is what the forward pass kept. ``sent``: collectives of a forward pass, of a backward pass, and
-    of what the last micro-batch of a step adds to them, at ``ROWS`` samples.
+    after each operator, [operator, kind, 2], by ``kinds``; ``kept`` is what the forward pass kept. ``sent``:
+    collectives of a forward pass, of a backward pass, and of what the last micro-batch of a step adds to them, at
+    ``ROWS`` samples.
     """
 
     parameters: int
@@ -294,6 +295,10 @@ class _Passes:
         else:
             tracker.track_external(part, *tree_leaves(self._given))
         learnt = [parameter for parameter in part.parameters() if parameter.requires_grad]
+        for frozen in (one for one in part.parameters() if not one.requires_grad):
+            # The tracker asks for gradients' hooks of every parameter, which these do not have.
+            hook: Any = lambda _: SimpleNamespace(remove=int)  # noqa: E731
+            frozen.register_hook = frozen.register_post_accumulate_grad_hook = hook  # type: ignore[method-assign]
         buckets = [torch.empty_like(parameter) for parameter in learnt] if copied else []
         if buckets:  # of DDP, which exist all the time
             tracker.track_external(*buckets)

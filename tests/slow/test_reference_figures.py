@@ -1,4 +1,4 @@
-"""The planner against published figures, in a file beside the checkout: each step as a scenario, planned as a user's."""
+"""The planner against published figures, in a file beside the checkout: each step is planned as a user's scenario."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""Plans of what the trainer has no name for: decoders by shape, own modules, measured networks; remedies and recipes."""
+"""Plans of what the trainer has no name for: decoders by shape, own modules, measured networks; recipes."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 import textwrap
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -148,7 +147,7 @@ def test_a_module_of_the_callers_is_planned_with_frozen_parts_and_several_towers
         fuelrail.plan(None, **given, mesh="tp=8")
     with pytest.raises(ConfigError, match=r"has no method example\(samples\), which returns a batch"):
         fuelrail.plan(None, **{**given, "model": "planned_own:without"})
-    with pytest.raises(ConfigError, match="model 'resnet51' is not known; known: light, .*MODULE:FUNCTION"):
+    with pytest.raises(ConfigError, match=r"model 'resnet51' is not known; known: light, .*MODULE:FUNCTION"):
         fuelrail.plan(None, **{**given, "model": "resnet51"})
 
 
@@ -217,7 +216,3 @@ def test_recipes_launch_the_plan(kind, model, tmp_path):
         assert "srun --cpus-per-task=112" in said
         assert "#SBATCH --signal=TERM@120" in text
     assert subprocess.run(["bash", path], env={"PATH": given["PATH"]}, capture_output=True).returncode == 1
-
-
-def test_the_schema_helper_is_there():
-    assert (Path(__file__).parents[3] / "test_recipes.py").is_file()
