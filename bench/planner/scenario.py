@@ -35,7 +35,7 @@ class TransformerShape(Settings, frozen=True, kw_only=True, tag_field="kind", ta
     active_experts: Positive = 1
 
     def settings(self, context: int) -> GptSettings:
-        """Return the size of the decoder that reads so many tokens."""
+        """Return the size of the decoder that reads this number of tokens."""
         sizes = {name: getattr(self, name) for name in self.__struct_fields__ if name != "layers"}
         return GptSettings(depth=self.layers, context=context, **sizes)
 

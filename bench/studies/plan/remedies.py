@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from fuelrail.bench.planner.choice import Fit
     from fuelrail.bench.planner.hardware import ClusterSettings
     from fuelrail.bench.planner.scenario import Data, Scenario
-    from fuelrail.bench.studies.plan.report import Tried
 
 _WORTH = 1.02  # below which a change is not named
 
@@ -29,14 +28,13 @@ class Remedy(msgspec.Struct, frozen=True, kw_only=True):
     gain: float
 
 
-def remedies(asked: Scenario, cluster: ClusterSettings, chosen: Fit, data: Data, tried: list[Tried]) -> list[Remedy]:
-    """Return the changes that make a plan faster, the best first."""
+def remedies(asked: Scenario, cluster: ClusterSettings, chosen: Fit, data: Data, rates: Mapping[str, float]) -> list[Remedy]:
+    """Return the changes that make a plan faster, the best first; ``rates`` are those of other strategies' devices."""
     own = _rate(asked, cluster, chosen, data)
     found = dict(_changed(asked, cluster, chosen, data))
     data_s = max(data_seconds(asked, cluster, data).values())
-    for one in tried:  # which were timed without the data
-        if one.samples_per_s is not None:
-            found[f"use {one.strategy}"] = asked.global_batch / max(asked.global_batch / one.samples_per_s, data_s)
+    for strategy, rate in rates.items():
+        found[f"use {strategy}"] = asked.global_batch / max(asked.global_batch / rate, data_s)
     listed = [
         Remedy(change=change, samples_per_s=rate, gain=rate / own - 1)
         for change, rate in found.items()

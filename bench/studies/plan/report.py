@@ -22,8 +22,7 @@ from fuelrail.bench.studies.train.checkpoints import suggested_interval_s
 
 SCHEMA = "fuelrail-plan"
 VERSION = 3
-RANGE = 0.8  # of the steps that a prediction rests on, the share that its range has in it
-_DEVIATIONS = 1.28  # of a normal distribution, around its mean, for that share
+_DEVIATIONS = 1.28  # of a normal distribution, of which 4 of 5 are nearer to its mean
 _SHOWN_ORDER = 64  # operations of a stage
 
 
@@ -109,15 +108,15 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     assumed: list[str]
     questions: list[str]
     explained: dict[str, Explained]
-    remedies: list[Remedy]
+    remedies: list[Remedy] = []
     recipe: str | None = None
 
 
 def build_report(
     asked: Scenario, cluster: ClusterSettings, fit: Fit, data: Data, options: dict[str, Any],
-    lists: tuple[list[Tried], list[Planned], list[Curve], list[Remedy], list[str]], fitted: Fitted | None,
+    lists: tuple[list[Tried], list[Planned], list[Curve], list[str]],
 ) -> PlanReport:  # fmt: skip
-    """Put a plan together. ``lists``: strategies tried, the sweep, the curves, remedies, and what else was assumed."""
+    """Put a plan together. ``lists``: strategies tried, the sweep, the curves, and what else was assumed."""
     time, batch = fit.time, asked.global_batch
     seconds = data_seconds(asked, cluster, data)
     step_s = max(time.total, *seconds.values())
@@ -135,15 +134,13 @@ def build_report(
     order = [schedule_order(how, pp, stage, fit.inputs.micro_batches) for stage in range(pp)]
     if how == "Interleaved1F1B" and pp > 1:  # whose order is torch's own
         order = []
-    tried, sweep, curves, change, assumed = lists
-    factor = math.exp(_DEVIATIONS * deviation(asked, cluster, fit, fitted))
-    slowest = max(seconds.values())
+    tried, sweep, curves, assumed = lists
     return PlanReport(
         schema=SCHEMA, version=VERSION, created=created_now(), options=options, scenario=asked, cluster=cluster.name,
         devices=devices, strategy=named(fit.settings), memory_by_stage=[shape.memory for shape in fit.stages],
         peak_gib=peak(fit.stages) / GIB, usable_gib=USABLE * cluster.device.memory_gib.value, stages=fit.stages,
         schedule=[stage[:_SHOWN_ORDER] for stage in order], step=time, step_s=step_s,
-        step_range_s=(max(time.total / factor, slowest), max(time.total * factor, slowest)), remedies=change,
+        step_range_s=step_range(asked, cluster, fit, data),
         overlap=1 - time.data_exposed / time.data_total if time.data_total else None, bubble=time.bubble / time.total,
         bottleneck=bottleneck(time, seconds), occupancy=time.total / step_s,
         mfu=fit.useful_flop / (step_s * cluster.peak_flops(asked.precision)), samples_per_s=rate, images_per_s=images,
@@ -159,12 +156,16 @@ def build_report(
     )  # fmt: skip
 
 
-def deviation(asked: Scenario, cluster: ClusterSettings, fit: Fit, fitted: Fitted | None) -> float:
-    """Return the standard deviation of log(predicted / measured), by the steps that the efficiencies rest on."""
+def step_range(
+    asked: Scenario, cluster: ClusterSettings, fit: Fit, data: Data, fitted: Fitted | None = None
+) -> tuple[float, float]:
+    """Return the range of 4 of 5 steps, by the errors of the steps that the efficiencies rest on."""
     used = efficiency(asked, cluster)
-    if fitted is None:
-        return used.spread
-    return fitted.deviation(slopes(fit.work, cluster, asked.precision, used))
+    deviation = used.spread
+    if fitted is not None:
+        deviation = fitted.deviation(slopes(fit.work, cluster, asked.precision, used))
+    factor, data_s = math.exp(_DEVIATIONS * deviation), max(data_seconds(asked, cluster, data).values())
+    return max(fit.time.total / factor, data_s), max(fit.time.total * factor, data_s)
 
 
 def teacher_cost(asked: Scenario, cluster: ClusterSettings, fit: Fit) -> TeacherCost | None:

@@ -60,7 +60,7 @@ def plan(
     from fuelrail.bench.planner.scaling import scaling_curves  # need torch, and the checks above do not
     from fuelrail.bench.studies.plan.recipe import recipe
     from fuelrail.bench.studies.plan.remedies import remedies
-    from fuelrail.bench.studies.plan.report import build_report
+    from fuelrail.bench.studies.plan.report import build_report, step_range
     from fuelrail.bench.studies.plan.sweep import sweep
 
     chosen, tried = choose(asked, cluster)
@@ -78,13 +78,18 @@ def plan(
             f"scaling ends at {cluster.devices_per_node} devices, one node: cluster '{cluster.name}' has no link "
             "'between' nodes; add it to the file for more"
         )
-    change = remedies(asked, cluster, chosen, data, tried)
     said = {name: value for name, value in msgspec.to_builtins(options).items() if value not in (None, False, [])}
-    report = build_report(asked, cluster, chosen, data, said, (tried, swept, curves, change, assumed), fitted)
-    if options.recipe is None:
-        return report
-    text = recipe(options.recipe, asked, cluster, chosen, report.checkpoint_interval_s)
-    return msgspec.structs.replace(report, recipe=text)
+    report = build_report(asked, cluster, chosen, data, said, (tried, swept, curves, assumed))
+    rates = {one.strategy: one.samples_per_s for one in tried if one.samples_per_s is not None}
+    launch = None
+    if options.recipe is not None:
+        launch = recipe(options.recipe, asked, cluster, chosen, report.checkpoint_interval_s)
+    return msgspec.structs.replace(
+        report,
+        step_range_s=step_range(asked, cluster, chosen, data, fitted),
+        remedies=remedies(asked, cluster, chosen, data, rates),
+        recipe=launch,
+    )
 
 
 def choose(asked: Scenario, cluster: ClusterSettings) -> tuple[Fit, list[Tried]]:

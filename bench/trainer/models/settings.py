@@ -58,7 +58,7 @@ class GptSettings(Settings, frozen=True):
     """Size of the decoder: ``depth`` blocks of ``width`` channels; it reads ``context`` tokens of a ``vocabulary``.
 
     ``kv_heads`` (default: ``heads``) are shared by groups of queries. A perceptron has ``ffn`` channels inside
-    (default: four times the width), and with ``gated`` a third matrix. With ``experts`` there are so many perceptrons a
+    (default: four times the width), and with ``gated`` a third matrix. ``experts`` is the number of perceptrons of a
     block, of which a token passes ``active_experts`` on average.
     """
 
