@@ -161,9 +161,13 @@ def fit(asked: Scenario, cluster: ClusterSettings, settings: ParallelSettings, *
     if not fits:
         check_state(asked, settings, degrees, usable)
     shaped = partial(
-        stages, model_of(asked, settings, degrees), degrees=degrees, inputs=inputs, precision=asked.run_precision,
+        stages,
+        model_of(asked, settings, degrees),
+        degrees=degrees,
+        inputs=inputs,
+        precision=asked.run_precision,
         virtual=virtual_of(asked, settings),
-    )  # fmt: skip
+    )
     beside = partial(beside_teacher, asked, degrees, inputs)
     found = beside(shaped(settings))
     if peak(found) > usable and not fits:
@@ -344,15 +348,26 @@ def ring_of(asked: Scenario, degrees: Degrees, inputs: Inputs, hidden: float, bl
     each = 2 * 2 * inputs.micro_batch * model.context / shares * channels  # in 16 bits
     turns = 3 * (shares - 1) * blocks
     return Traffic(
-        bytes=turns * each, count=turns, times=inputs.micro_batches, reach=degrees.tp * shares, stride=degrees.tp,
-        hidden=hidden, last=1 / shares,
-    )  # fmt: skip
+        bytes=turns * each,
+        count=turns,
+        times=inputs.micro_batches,
+        reach=degrees.tp * shares,
+        stride=degrees.tp,
+        hidden=hidden,
+        last=1 / shares,
+    )
 
 
 def traffic_of(
-    settings: ParallelSettings, degrees: Degrees, shape: Shape, flop: int, teacher_flop: int, blocks: int,
-    *, each: bool = False,
-) -> Iterator[Traffic]:  # fmt: skip
+    settings: ParallelSettings,
+    degrees: Degrees,
+    shape: Shape,
+    flop: int,
+    teacher_flop: int,
+    blocks: int,
+    *,
+    each: bool = False,
+) -> Iterator[Traffic]:
     """Yield the traffic of gradients and weights, and the share of a micro-batch's computing behind which it hides.
 
     ``flop`` are those of the student without recomputation; a forward pass is a third of them. Copies reduce behind
@@ -383,9 +398,12 @@ def traffic_of(
             yield group(bytes=ahead / count, count=ahead_number / count, times=count, hidden=forward, last=one_block)
             if each:
                 yield group(
-                    bytes=behind + others / count, count=messages + others_number / count, times=count,
-                    hidden=backward, last=one_block,
-                )  # fmt: skip
+                    bytes=behind + others / count,
+                    count=messages + others_number / count,
+                    times=count,
+                    hidden=backward,
+                    last=one_block,
+                )
                 continue
             yield group(bytes=behind, count=messages, times=count - together, hidden=backward, last=one_block)
             yield group(

@@ -162,9 +162,13 @@ def private_parts() -> PrivateParts:
 
 @cache
 def run_rank(
-    model: ModelSettings | str, settings: ParallelSettings, degrees: Degrees, inputs: Inputs, rank: int,
+    model: ModelSettings | str,
+    settings: ParallelSettings,
+    degrees: Degrees,
+    inputs: Inputs,
+    rank: int,
     precision: Precision,
-) -> RankRun:  # fmt: skip
+) -> RankRun:
     """Run one rank, whatever the samples of a micro-batch; with more than one of them in a step, the second one.
 
     A text names the function that makes a model, as for :func:`~fuelrail.bench.trainer.models.build.maker`: its method

@@ -62,9 +62,10 @@ def _trainer(asked: Scenario, fit: Fit, every: int) -> tuple[list[str], dict[str
     words = ["-m", "fuelrail", "bench", "train", "$DATASET", "--accelerator=cuda", f"--model={asked.model}"]
     at_once = fit.inputs.micro_batches if fit.degrees.pp > 1 else 1
     words += [
-        f"--precision={asked.run_precision}", f"--batch-size={asked.micro_batch * at_once}",
+        f"--precision={asked.run_precision}",
+        f"--batch-size={asked.micro_batch * at_once}",
         f"--accumulation={fit.inputs.micro_batches // at_once}",
-    ]  # fmt: skip
+    ]
     how = fit.settings
     for name in ("strategy", "mesh", "recompute", "pipeline_schedule", "micro_batches", "optimiser"):
         if getattr(how, name) != getattr(ParallelSettings(), name):

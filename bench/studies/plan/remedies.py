@@ -28,7 +28,9 @@ class Remedy(msgspec.Struct, frozen=True, kw_only=True):
     gain: float
 
 
-def remedies(asked: Scenario, cluster: ClusterSettings, chosen: Fit, data: Data, rates: Mapping[str, float]) -> list[Remedy]:
+def remedies(
+    asked: Scenario, cluster: ClusterSettings, chosen: Fit, data: Data, rates: Mapping[str, float]
+) -> list[Remedy]:
     """Return the changes that make a plan faster, the best first; ``rates`` are those of other strategies' devices."""
     own = _rate(asked, cluster, chosen, data)
     found = dict(_changed(asked, cluster, chosen, data))

@@ -114,10 +114,12 @@ def tensor_sizes(settings: ModelSettings, image: tuple[int, int]) -> dict[str, i
     """Return sizes that tensor parallel divides, by name; ``image`` is the height and width of a delivered image."""
     if isinstance(settings, GptSettings):
         return {
-            "heads": settings.heads, "key-value heads": settings.kv_heads or settings.heads,
-            "channels of the perceptron": settings.ffn or 4 * settings.width, "vocabulary": settings.vocabulary,
+            "heads": settings.heads,
+            "key-value heads": settings.kv_heads or settings.heads,
+            "channels of the perceptron": settings.ffn or 4 * settings.width,
+            "vocabulary": settings.vocabulary,
             "context": settings.context,
-        }  # fmt: skip
+        }
     if isinstance(settings, VitSettings):
         height, width = (settings.patches_along(side) for side in image)
         return {"heads": settings.heads, "patches of an image": height * width}
