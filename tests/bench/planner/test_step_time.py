@@ -152,16 +152,8 @@ def test_more_bytes_never_shorten_a_step_and_no_more_is_exposed_than_is_sent(siz
 
 
 def test_attention_stays_in_16_bits():
-    work = StepWork(flop=0.0, attention_flop=989.5e12, activation_bytes=0.0)
-    assert step_time(work, load_cluster("1x8-h100"), "fp8", Efficiency(products=1.0)).total == pytest.approx(1.0)
-
-
-def test_a_fit_finds_the_efficiencies():
-    cluster, truth = load_cluster("1x8-h100"), Efficiency(products=0.63, passes=5.5)
-    works = [StepWork(flop=1e14, activation_bytes=1e10), StepWork(flop=1e13, activation_bytes=1e11)]
-    cases = [(work, cluster, "bf16", step_time(work, cluster, "bf16", truth).total) for work in works]
-    assert fit(cases) == truth
-    assert fit(cases[:1], truth) == truth
+    work = StepWork(flop=989.5e12, attention_flop=989.5e12, activation_bytes=0.0)
+    assert step_time(work, load_cluster("1x8-h100"), "fp8", Efficiency(attention=1.0)).total == pytest.approx(1.0)
 
 
 def test_a_fit_finds_what_made_its_steps_and_says_what_they_do_not_determine():
@@ -171,7 +163,7 @@ def test_a_fit_finds_what_made_its_steps_and_says_what_they_do_not_determine():
     both = fit(cases, Efficiency())
     assert (both.efficiency.products, both.efficiency.passes) == pytest.approx((0.35, 20), rel=0.03)
     assert both.determined == ["products", "passes"]
-    assert max(map(abs, both.errors)) < 0.01
+    assert max(map(abs, both.errors)) < 0.02, "the prior holds them back a little"
     one = fit(cases[:1], Efficiency())
     assert one.determined == ["products"], "a step of products says nothing of what moves"
     assert (one.efficiency.attention, one.efficiency.convolution) == (Efficiency().attention, Efficiency().convolution)
