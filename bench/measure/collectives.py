@@ -97,7 +97,7 @@ class LocalOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Counter(LocalOperators):
-    """Counts this rank's FLOP, and what is sent by kind and axis of the mesh.
+    """Counts this rank's FLOP, those of attention and of convolutions among them, and what is sent by kind and axis.
 
     Torch's own counter takes a DTensor's operators at their global size.
     """
@@ -107,7 +107,7 @@ class Counter(LocalOperators):
         groups = {} if mesh is None else {axis: mesh.get_group(axis) for axis in mesh.mesh_dim_names or ()}
         self._axes = {str(group.group_name): (axis, group.size()) for axis, group in groups.items()}
         self._found: dict[tuple[str, str, int], list[int]] = {}
-        self.flop = 0
+        self.flop, self.attention, self.convolution = 0, 0, 0
 
     def after(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:  # noqa: ANN401 - an operator
         """Count an operator."""
@@ -116,11 +116,17 @@ class Counter(LocalOperators):
         if moved is not None:
             self._note(*moved, args)
         elif name.startswith(f"{_ATTENTION}_backward"):
-            self.flop += sdpa_backward_flop_count(*(one.shape for one in args[:4]))  # type: ignore[no-untyped-call]
+            self._attend(sdpa_backward_flop_count(args[0].shape, *_of_queries(args[1:4])))  # type: ignore[no-untyped-call]
         elif name.startswith(_ATTENTION):
-            self.flop += sdpa_flop_count(*(one.shape for one in args[:3]))  # type: ignore[no-untyped-call]
+            self._attend(sdpa_flop_count(*_of_queries(args[:3])))  # type: ignore[no-untyped-call]
         elif func.overloadpacket in flop_registry:
-            self.flop += flop_registry[func.overloadpacket](*args, **kwargs)
+            flop = flop_registry[func.overloadpacket](*args, **kwargs)
+            self.flop += flop
+            self.convolution += flop if "convolution" in name else 0
+
+    def _attend(self, flop: int) -> None:
+        self.flop += flop
+        self.attention += flop
 
     def _note(self, kind: str, size: int, args: Sequence[Any]) -> None:
         names = [name for name in map(_group_name, args) if name in self._axes]
@@ -135,6 +141,12 @@ class Counter(LocalOperators):
             Collective(kind=kind, axis=axis, ranks=ranks, count=count, bytes=size)
             for (kind, axis, ranks), (count, size) in sorted(self._found.items())
         ]
+
+
+def _of_queries(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    """Return the shapes of query, key and value as if these two had the heads of the queries."""
+    heads = tensors[0].shape[1]
+    return [(one.shape[0], heads, *one.shape[2:]) for one in tensors]
 
 
 def _group_name(argument: object) -> str:

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from fuelrail.bench.measure.accelerator import load_profile
 from fuelrail.bench.measure.collectives import Collective, summed
 from fuelrail.bench.planner.fake_rank import Inputs, is_gather_of_weights
 from fuelrail.bench.planner.formulas import bubble, sent_bytes
 from fuelrail.bench.planner.hardware import GIB, ClusterSettings
-from fuelrail.bench.planner.shape import Shape, stages
+from fuelrail.bench.planner.scenario import TransformerShape
+from fuelrail.bench.planner.shape import Shape, blocks_of, stages
 from fuelrail.bench.planner.state import FP32, state_bytes, zero_stage
-from fuelrail.bench.planner.step_time import StepTime, StepWork, Traffic, step_time
-from fuelrail.bench.trainer.models.settings import num_blocks
+from fuelrail.bench.planner.step_time import Efficiency, StepTime, StepWork, Traffic, efficiency_of, step_time
+from fuelrail.bench.trainer.models.settings import GptSettings, ModelSettings, num_blocks
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, degrees_of
 from fuelrail.pipeline.errors import ConfigError
 
@@ -59,6 +61,30 @@ class Fit(NamedTuple):
     def useful_flop(self) -> float:
         """FLOP of a device in a step, without what is computed again."""
         return sum(shape.flop for shape in self.once) / len(self.once) * self.inputs.micro_batches
+
+
+def efficiency(asked: Scenario, cluster: ClusterSettings) -> Efficiency:
+    """Return the efficiencies of a scenario: its own, else those of the device's generation."""
+    return asked.efficiency or efficiency_of(cluster.device.name, asked.precision)
+
+
+def virtual_of(asked: Scenario, settings: ParallelSettings) -> int:
+    """Return the number of stages of a rank."""
+    return (asked.virtual_stages or 2) if settings.pipeline_schedule == "Interleaved1F1B" else 1
+
+
+def model_of(asked: Scenario, settings: ParallelSettings, degrees: Degrees) -> ModelSettings | str:
+    """Return the model as a rank of a context-parallel group runs it, with an equal number of layers a stage.
+
+    A shape whose layers the stages do not divide is planned as if each stage had as many as the largest.
+    """
+    model = asked.settings
+    if isinstance(model, GptSettings):
+        at_once = degrees.pp * virtual_of(asked, settings)
+        depth = -(-model.depth // at_once) * at_once if isinstance(asked.model, TransformerShape) else model.depth
+        context = model.context // (asked.context_parallel or 1)
+        return msgspec.structs.replace(model, depth=depth, context=context)
+    return model
 
 
 def candidates(asked: Scenario, cluster: ClusterSettings) -> Iterator[ParallelSettings]:
@@ -117,20 +143,34 @@ class IndivisibleError(ConfigError):
     """The global batch is larger than what all ranks compute at once, and no multiple of it."""
 
 
-def fit(asked: Scenario, cluster: ClusterSettings, settings: ParallelSettings) -> Fit:
+def measured_fit(asked: Scenario, cluster: ClusterSettings) -> Fit:
+    """Shape and time a scenario that ran, and so fits. Raises ConfigError."""
+    assert asked.parallel != "auto", "a run divided its model in one way"
+    return fit(asked, cluster, asked.parallel, fits=True)
+
+
+def fit(asked: Scenario, cluster: ClusterSettings, settings: ParallelSettings, *, fits: bool = False) -> Fit:
     """Shape every stage and time a step.
 
     Raises ConfigError where the strategy does not divide the model, IndivisibleError where it does not divide the
-    batch, and TooLargeError where it does not fit.
+    batch, and TooLargeError where it does not fit, unless it ``fits`` as it is known to.
     """
     degrees = degrees_of(settings, cluster.num_devices)
     settings, inputs = inputs_of(asked, settings, degrees)
     usable = USABLE * cluster.device.memory_gib.value * GIB
-    check_state(asked, settings, degrees, usable)
-    shaped = partial(stages, asked.settings, degrees=degrees, inputs=inputs, precision=asked.precision)
+    if not fits:
+        check_state(asked, settings, degrees, usable)
+    shaped = partial(
+        stages,
+        model_of(asked, settings, degrees),
+        degrees=degrees,
+        inputs=inputs,
+        precision=asked.run_precision,
+        virtual=virtual_of(asked, settings),
+    )
     beside = partial(beside_teacher, asked, degrees, inputs)
     found = beside(shaped(settings))
-    if peak(found) > usable:
+    if peak(found) > usable and not fits:
         worst = max(found, key=lambda shape: shape.peak_bytes)
         largest = sorted(worst.memory.items(), key=lambda item: -item[1])[:3]
         raise TooLargeError(
@@ -142,13 +182,18 @@ def fit(asked: Scenario, cluster: ClusterSettings, settings: ParallelSettings) -
     if settings.recompute != "none":
         once = beside(shaped(msgspec.structs.replace(settings, recompute="none"), once=True))
     work = work_of(asked, settings, degrees, inputs, found, once)
-    time = step_time(work, cluster, asked.precision, asked.efficiency)
+    time = step_time(work, cluster, asked.precision, efficiency(asked, cluster))
     return Fit(settings, degrees, inputs, found, once, work, time)
 
 
 def inputs_of(asked: Scenario, settings: ParallelSettings, degrees: Degrees) -> tuple[ParallelSettings, Inputs]:
     """Divide the global batch. Raises ConfigError, or IndivisibleError, where that is not even."""
-    at_once = degrees.data * asked.micro_batch
+    shares = asked.context_parallel or 1
+    if degrees.data % shares:
+        raise ConfigError(
+            f"context_parallel is {shares}, which does not divide the {degrees.data} data-parallel ranks; use a divisor"
+        )
+    at_once = degrees.data // shares * asked.micro_batch
     if asked.global_batch % at_once:
         kind = IndivisibleError if asked.global_batch > at_once else ConfigError  # of which a smaller mesh has enough
         raise kind(
@@ -157,7 +202,7 @@ def inputs_of(asked: Scenario, settings: ParallelSettings, degrees: Degrees) -> 
         )
     inputs = Inputs(
         micro_batch=asked.micro_batch, micro_batches=asked.global_batch // at_once, cameras=asked.cameras or 1,
-        height=asked.height or 1, width=asked.width or 1,
+        height=asked.height or 1, width=asked.width or 1, low=asked.low,
     )  # fmt: skip
     if degrees.pp > 1 and settings.micro_batches not in (None, inputs.micro_batches):
         raise ConfigError(
@@ -172,7 +217,7 @@ def inputs_of(asked: Scenario, settings: ParallelSettings, degrees: Degrees) -> 
 
 def check_state(asked: Scenario, settings: ParallelSettings, degrees: Degrees, usable: float) -> None:
     """Refuse by arithmetic what cannot fit with no activation at all: shaping it would take time for nothing."""
-    state = state_bytes(asked.settings, settings, degrees, asked.precision)
+    state = state_bytes(asked.settings, settings, degrees, asked.run_precision, low=asked.low)
     if state > usable * _STATE_MARGIN:
         stage, _ = zero_stage(settings, degrees)
         raise TooLargeError(
@@ -191,7 +236,7 @@ def taught(asked: Scenario, inputs: Inputs, devices: int) -> Taught | None:
         return None
     model = asked.sized(asked.teacher)
     alone = stages(
-        model, ParallelSettings(), Degrees(), msgspec.structs.replace(inputs, micro_batches=1), asked.precision
+        model, ParallelSettings(), Degrees(), msgspec.structs.replace(inputs, micro_batches=1), asked.run_precision
     )[0]
     whole, blocks = FP32 * alone.parameters, num_blocks(model)
     gathers = [Collective(kind="all_gather", axis="dp_teacher", ranks=devices, count=blocks + 1, bytes=whole)]
@@ -257,33 +302,79 @@ def work_of(
     if settings.shards_optimiser:
         state //= degrees.data
     own = 0 if beside is None else beside.flop
-    sent = traffic_of(settings, degrees, shape, plain.flop - own, own, num_blocks(asked.settings))
+    blocks = blocks_of(asked.settings)
+    each = asked.low and degrees.dp_shard > 1 and degrees.pp == 1
+    sent = list(traffic_of(settings, degrees, shape, plain.flop - own, own, blocks, each=each))
     again = (shape.flop - own) / (plain.flop - own)  # what is computed again moves its activations again
+    # The tokens of a sample are on all ranks of a context-parallel group, and each attends to those of the others.
+    shares = asked.context_parallel or 1
+    attention = shape.attention * shares
+    flop = shape.flop + attention - shape.attention
+    if shares > 1:
+        sent.append(ring_of(asked, degrees, inputs, attention / flop, blocks / degrees.pp))
+    virtual = virtual_of(asked, settings)
+    device_s = None
+    if asked.accelerator is not None:
+        profile = load_profile(asked.accelerator)
+        images = inputs.micro_batch * (asked.cameras or 1)
+        device_s = (profile.step_ms(inputs.micro_batch, images) - profile.optimiser_ms) / 1e3
     return StepWork(
-        flop=shape.flop,
+        device_s=device_s,
+        flop=flop,
+        attention_flop=attention,
+        convolution_flop=shape.convolution,
         activation_bytes=plain.kept_bytes * again + (0 if beside is None else beside.moved_bytes),
         tensor_bytes=tensor / count,
         tensor_count=messages / count,
         tensor_reach=degrees.tp,
-        pipeline_bytes=2 * shape.hidden_bytes,
-        pipeline_count=2 if degrees.pp > 1 else 0,
+        pipeline_bytes=2 * virtual * shape.hidden_bytes,
+        pipeline_count=2 * virtual if degrees.pp > 1 else 0,
         pipeline_reach=degrees.pp * degrees.data * degrees.tp,
         micro_batches=count,
-        bubble=bubble(degrees.pp, count),
+        bubble=bubble(degrees.pp, count, virtual),
         traffic=tuple(one for one in sent if one.times and one.count),
         step_state_bytes=state,
     )
 
 
+def ring_of(asked: Scenario, degrees: Degrees, inputs: Inputs, hidden: float, blocks: float) -> Traffic:
+    """Return what context-parallel ranks pass on in a micro-batch, behind their attention (arXiv 2310.01889).
+
+    Keys and values go round in the forward pass, and with their gradients in the backward pass.
+    """
+    model, shares = asked.settings, asked.context_parallel or 1
+    assert isinstance(model, GptSettings), "only tokens are shared"
+    channels = model.width // model.heads * (model.kv_heads or model.heads) / degrees.tp
+    each = 2 * 2 * inputs.micro_batch * model.context / shares * channels  # in 16 bits
+    turns = 3 * (shares - 1) * blocks
+    return Traffic(
+        bytes=turns * each,
+        count=turns,
+        times=inputs.micro_batches,
+        reach=degrees.tp * shares,
+        stride=degrees.tp,
+        hidden=hidden,
+        last=1 / shares,
+    )
+
+
 def traffic_of(
-    settings: ParallelSettings, degrees: Degrees, shape: Shape, flop: int, teacher_flop: int, blocks: int
+    settings: ParallelSettings,
+    degrees: Degrees,
+    shape: Shape,
+    flop: int,
+    teacher_flop: int,
+    blocks: int,
+    *,
+    each: bool = False,
 ) -> Iterator[Traffic]:
     """Yield the traffic of gradients and weights, and the share of a micro-batch's computing behind which it hides.
 
     ``flop`` are those of the student without recomputation; a forward pass is a third of them. Copies reduce behind
     the last backward pass, as their buckets fill; a sharded optimiser sends what it changed behind nothing. Shards
     gather a block's weights while the block before it computes, and reduce its gradients while the next one does: of
-    each pass one block's hide behind nothing. A pipeline reduces when it is done.
+    each pass one block's hide behind nothing. A pipeline reduces when it is done; with ``each``, shards reduce after
+    each micro-batch.
     """
     taught, forward = teacher_flop / shape.flop, flop / 3 / shape.flop
     backward, count, together = 1 - forward - taught, shape.micro_batches, degrees.pp == 1
@@ -305,6 +396,15 @@ def traffic_of(
         else:
             behind, messages = (gathers - ahead) / count, (gathers_number - ahead_number) / count
             yield group(bytes=ahead / count, count=ahead_number / count, times=count, hidden=forward, last=one_block)
+            if each:
+                yield group(
+                    bytes=behind + others / count,
+                    count=messages + others_number / count,
+                    times=count,
+                    hidden=backward,
+                    last=one_block,
+                )
+                continue
             yield group(bytes=behind, count=messages, times=count - together, hidden=backward, last=one_block)
             yield group(
                 bytes=others + together * behind, count=others_number + together * messages,

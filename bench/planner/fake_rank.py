@@ -34,13 +34,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fuelrail.bench.measure.collectives import Collective, Counter, LocalOperators, summed
-from fuelrail.bench.trainer.models.build import build_model
+from fuelrail.bench.trainer.models.build import build_model, maker
+from fuelrail.bench.trainer.models.gpt import VOCABULARY_PART
 from fuelrail.bench.trainer.models.settings import GptSettings, ModelSettings, VitSettings
 from fuelrail.bench.trainer.strategies.optimiser import DTYPES, autocast
 from fuelrail.bench.trainer.strategies.parallel import make_mesh, parallelise
-from fuelrail.pipeline.errors import FuelrailError
+from fuelrail.pipeline.errors import ConfigError, FuelrailError
 
 if TYPE_CHECKING:
     from fuelrail.bench.trainer.models.staged import StagedModel
@@ -54,27 +56,32 @@ Bytes = dict[str, tuple[int, int]]
 
 
 class Inputs(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank trains on: samples of a micro-batch, number of micro-batches in a step, and images of a sample."""
+    """What a rank trains on: samples of a micro-batch, number of micro-batches in a step, and images of a sample.
+
+    ``low``: weights and activations are in 16 bits, and shards reduce their gradients after each micro-batch.
+    """
 
     micro_batch: int
     micro_batches: int = 1
     cameras: int = 6
     height: int = 256
     width: int = 704
+    low: bool = False
 
 
 class RankRun(NamedTuple):
     """A rank's forward and backward pass. Pairs are bytes that do not depend on the micro-batch, and those of a sample.
 
-    ``parameters`` and their ``tensors`` are the rank's own; ``flop``, ``hidden_bytes`` and ``input_bytes`` are those of
-    a sample. ``forward`` and ``backward`` are the bytes in memory after each operator, [operator, kind, 2], by
-    ``kinds``; ``kept`` is what the forward pass kept. ``sent``: collectives of a forward pass, of a backward pass, and
-    of what the last micro-batch of a step adds to them, at ``ROWS`` samples.
+    ``parameters`` and their ``tensors`` are the rank's own; ``flop`` (all, of attention, of convolutions),
+    ``hidden_bytes`` and ``input_bytes`` are those of a sample. ``forward`` and ``backward`` are the bytes in memory
+    after each operator, [operator, kind, 2], by ``kinds``; ``kept`` is what the forward pass kept. ``sent``:
+    collectives of a forward pass, of a backward pass, and of what the last micro-batch of a step adds to them, at
+    ``ROWS`` samples.
     """
 
     parameters: int
     tensors: int
-    flop: int
+    flop: tuple[int, int, int]
     hidden_bytes: int
     input_bytes: int
     kinds: list[str]
@@ -155,20 +162,36 @@ def private_parts() -> PrivateParts:
 
 @cache
 def run_rank(
-    model: ModelSettings, settings: ParallelSettings, degrees: Degrees, inputs: Inputs, rank: int, precision: Precision
+    model: ModelSettings | str,
+    settings: ParallelSettings,
+    degrees: Degrees,
+    inputs: Inputs,
+    rank: int,
+    precision: Precision,
 ) -> RankRun:
     """Run one rank, whatever the samples of a micro-batch; with more than one of them in a step, the second one.
 
-    The process must have no process group of its own. Raises ConfigError for images that are too small for the model,
-    and FuelrailError as :func:`private_parts`.
+    A text names the function that makes a model, as for :func:`~fuelrail.bench.trainer.models.build.maker`: its method
+    ``example(samples)`` returns a batch of tensors with that many samples, which ``forward`` makes a loss of, or a dict
+    of losses. The process must have no process group of its own. Raises ConfigError for images that are too small for
+    the model, and FuelrailError as :func:`private_parts`.
     """
     inputs = msgspec.structs.replace(inputs, micro_batch=ROWS)
     with _fake_group(rank, degrees.pp * degrees.data * degrees.tp):
         whole = not degrees.composed
         mesh = make_mesh(degrees, "cpu")
         with torch.device("meta"):
-            made = build_model(model)
-            example = _example(model, inputs)
+            made: Any = _own(model) if isinstance(model, str) else build_model(model)
+            example = made.example(ROWS) if isinstance(model, str) else _example(model, inputs)
+        if inputs.low:
+            made.to(torch.bfloat16)
+            if degrees.tp > 1:  # such trainers compute the loss on a part of the vocabulary
+                size = made.head.vocabulary
+                with torch.device("meta"):
+                    made.head.vocabulary = torch.nn.Linear(
+                        size.in_features, size.out_features // degrees.tp, bias=False, dtype=torch.bfloat16
+                    )
+                made.plan = {**made.plan, "head.vocabulary": VOCABULARY_PART}
         stage = 0 if degrees.pp == 1 or mesh is None else int(mesh.get_local_rank("pp"))
         hidden = _hidden(made, example, stage, degrees, model) if degrees.pp > 1 else None
         exact: Precision = "fp32" if precision == "fp16" else precision
@@ -178,12 +201,14 @@ def run_rank(
         with FakeTensorMode(allow_non_fake_inputs=True):
             part = parallel.models[0]
             part.to_empty(device="cpu")
-            given = tuple(torch.empty(one.shape, dtype=one.dtype) for one in example)
+            given = tree_map(lambda one: torch.empty(one.shape, dtype=one.dtype), example)
+            given = (given,) if isinstance(model, str) else given
             received = None
             if hidden is not None:
-                low = degrees.dp_shard > 1 and isinstance(model, (GptSettings, VitSettings))
+                low = inputs.low or (degrees.dp_shard > 1 and isinstance(model, (GptSettings, VitSettings)))
                 received = torch.empty(hidden.shape, dtype=DTYPES[precision] if low else torch.float32)
-            passes = _Passes(parallel, given, received, precision)
+            passes = _Passes(parallel, given, received, "fp32" if inputs.low else precision)
+            passes.reduces_each = inputs.low and degrees.dp_replicate == 1
             return passes.run(min(2, inputs.micro_batches), copied=degrees.data > 1 and whole)
 
 
@@ -213,6 +238,17 @@ def _fake_group(rank: int, world: int) -> Iterator[None]:
             forget()
 
 
+def _own(name: str) -> Any:  # noqa: ANN401 - the caller's
+    made = maker(name)()
+    if not hasattr(made, "example"):
+        raise ConfigError(
+            f"model '{name}' has no method example(samples), which returns a batch of that many samples: tensors of "
+            "the shapes and types that its forward takes, such as torch.zeros(samples, 6, 3, 256, 704); add it to "
+            f"{type(made).__name__}"
+        )
+    return made
+
+
 def _example(model: ModelSettings, inputs: Inputs) -> tuple[Tensor, ...]:
     """Return arguments of the model's forward, as its method ``inputs`` returns them."""
     count, cameras = inputs.micro_batch, inputs.cameras
@@ -229,7 +265,7 @@ def _example(model: ModelSettings, inputs: Inputs) -> tuple[Tensor, ...]:
 
 
 def _hidden(
-    model: StagedModel, example: Sequence[Tensor], stage: int, degrees: Degrees, settings: ModelSettings
+    model: StagedModel, example: Sequence[Tensor], stage: int, degrees: Degrees, settings: ModelSettings | str
 ) -> Tensor:
     """Return the hidden states that a stage receives, or the first one sends, on the meta device."""
     with torch.no_grad():
@@ -244,8 +280,10 @@ def _hidden(
 class _Passes:
     """Forward and backward passes of one rank on fake tensors, with what they hold and send."""
 
+    reduces_each = False
+
     def __init__(
-        self, parallel: Parallel, given: tuple[Tensor, ...], received: Tensor | None, precision: Precision
+        self, parallel: Parallel, given: tuple[Any, ...], received: Tensor | None, precision: Precision
     ) -> None:
         self._parallel, self._given, self._received, self._precision = parallel, given, received, precision
         self._part, self._pipeline = parallel.models[0], received is not None
@@ -259,8 +297,12 @@ class _Passes:
         if sharded:
             tracker.track_inputs(self._given)
         else:
-            tracker.track_external(part, *self._given)
+            tracker.track_external(part, *tree_leaves(self._given))
         learnt = [parameter for parameter in part.parameters() if parameter.requires_grad]
+        for frozen in (one for one in part.parameters() if not one.requires_grad):
+            # The tracker asks for gradients' hooks of every parameter, which these do not have.
+            hook: Any = lambda _: SimpleNamespace(remove=int)  # noqa: E731
+            frozen.register_hook = frozen.register_post_accumulate_grad_hook = hook  # type: ignore[method-assign]
         buckets = [torch.empty_like(parameter) for parameter in learnt] if copied else []
         if buckets:  # of DDP, which exist all the time
             tracker.track_external(*buckets)
@@ -283,10 +325,13 @@ class _Passes:
         kinds = sorted({kind for noted in (*forward, *backward) for kind in noted})
         return RankRun(
             parameters=sum(_local(parameter).numel() for parameter in learnt), tensors=len(learnt),
-            flop=sum(counter.flop for counter in counters) // ROWS,
+            flop=(
+                sum(one.flop for one in counters) // ROWS, sum(one.attention for one in counters) // ROWS,
+                sum(one.convolution for one in counters) // ROWS,
+            ),
             hidden_bytes=0 if self._received is None else self._received.nbytes // ROWS,
-            input_bytes=sum(one.nbytes for one in self._given) // ROWS, kinds=kinds, forward=_as_array(forward, kinds),
-            backward=_as_array(backward, kinds), kept=kept, sent=sent,
+            input_bytes=sum(one.nbytes for one in tree_leaves(self._given)) // ROWS, kinds=kinds,
+            forward=_as_array(forward, kinds), backward=_as_array(backward, kinds), kept=kept, sent=sent,
         )  # fmt: skip
 
     def _pass(self, tracker: Any, *, last: bool) -> tuple[list[Bytes], list[Bytes], tuple[int, int], list[Counter]]:  # noqa: ANN401 - torch's
@@ -296,7 +341,7 @@ class _Passes:
             part.set_reshard_after_backward(False)
             part.set_requires_gradient_sync(False)
         elif isinstance(part, FSDPModule):
-            part.set_requires_gradient_sync(last)
+            part.set_requires_gradient_sync(last or self.reduces_each)
         forward, backward = _Memory(tracker), _Memory(tracker)
         counters = [Counter(mesh) for _ in range(3)]
         with forward, counters[0], autocast(torch.device("cpu"), self._precision):
@@ -311,14 +356,14 @@ class _Passes:
 
     def _result(self) -> Tensor:
         named = {f"input_{number}": tensor for number, tensor in enumerate(self._given)}
-        result: Tensor
+        result: Any
         if self._received is None:
             result = self._part(*self._given)
         elif getattr(self._part, "stem", None) is not None:
             result = self._part(**named)
         else:
             result = self._part(self._received.requires_grad_(), **named)
-        return result
+        return cast("Tensor", sum(result.values()) if isinstance(result, dict) else result)
 
 
 def _as_array(noted: Sequence[Bytes], kinds: Sequence[str]) -> NDArray[np.float64]:

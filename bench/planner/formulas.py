@@ -38,18 +38,24 @@ def in_flight(schedule: str, pp: int, stage: int, micro_batches: int) -> int:
     return min(micro_batches, micro_batches if schedule == "GPipe" and pp > 1 else pp - stage)
 
 
-def schedule_order(schedule: str, pp: int, micro_batches: int) -> list[list[str]]:
-    """Return each stage's order of work in GPipe or 1F1B: F and B with the number of a micro-batch."""
-    found = []
-    for stage in range(pp):
-        ahead = in_flight(schedule, pp, stage, micro_batches)
-        order = [f"F{number}" for number in range(ahead)]
-        for number in range(micro_batches):
-            order.append(f"B{number}")
-            if number + ahead < micro_batches:
-                order.append(f"F{number + ahead}")
-        found.append(order)
-    return found
+def chunks_in_flight(pp: int, stage: int, micro_batches: int, virtual_stages: int) -> int:
+    """Return the number of virtual stages' micro-batches whose activations a rank of interleaved 1F1B holds at once.
+
+    On the first one they are L (1 + (p - 1) / (p v)) layers' worth (arXiv 2205.05198, section 4.2.3).
+    """
+    ahead = 2 * (pp - stage - 1) + (virtual_stages - 1) * pp + 1
+    return min(virtual_stages * micro_batches, ahead)
+
+
+def schedule_order(schedule: str, pp: int, stage: int, micro_batches: int) -> list[str]:
+    """Return a stage's order of work in GPipe or 1F1B: F and B with the number of a micro-batch."""
+    ahead = in_flight(schedule, pp, stage, micro_batches)
+    order = [f"F{number}" for number in range(ahead)]
+    for number in range(micro_batches):
+        order.append(f"B{number}")
+        if number + ahead < micro_batches:
+            order.append(f"F{number + ahead}")
+    return order
 
 
 def passes_of(order: Sequence[str], way: str) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from fuelrail.bench.planner.hardware import ComputeType
 from fuelrail.bench.planner.step_time import Efficiency
 from fuelrail.bench.trainer.models.settings import MODELS, GptSettings, ModelName, ModelSettings, predictions
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings, Precision, Schedule, Strategy
@@ -17,6 +18,26 @@ from fuelrail.pipeline.settings import Above0, Positive, Settings, flag
 Auto = Literal["auto"]
 Recompute = Literal["none", "selective", "full"]
 TeacherFrom = Literal["model", "layer"]
+_TOKENS = 2048  # of a shape's sample, where the scenario does not say
+
+
+class TransformerShape(Settings, frozen=True, kw_only=True, tag_field="kind", tag="transformer"):
+    """A decoder by its sizes, as of `GptSettings`; a sample is ``sequence`` tokens of the scenario."""
+
+    layers: Positive
+    width: Positive
+    heads: Positive
+    kv_heads: Positive | None = None
+    ffn: Positive | None = None
+    gated: bool = False
+    vocabulary: Positive
+    experts: Positive = 1
+    active_experts: Positive = 1
+
+    def settings(self, context: int) -> GptSettings:
+        """Return the size of the decoder that reads this number of tokens."""
+        sizes = {name: getattr(self, name) for name in self.__struct_fields__ if name != "layers"}
+        return GptSettings(depth=self.layers, context=context, **sizes)
 
 
 class Facts(Settings, frozen=True, kw_only=True):
@@ -37,29 +58,73 @@ class Facts(Settings, frozen=True, kw_only=True):
     samples_per_epoch: Annotated[Positive | None, flag("samples of an epoch")] = None
     failures_per_day: Annotated[Above0 | None, flag("failures of the whole job a day")] = None
     teacher: Annotated[ModelName | None, flag("model that the student is distilled from")] = None
+    weights: Annotated[
+        Literal["fp32", "bf16"] | None,
+        flag(
+            "fp32 (default): as Fuelrail's trainer, and whole gradients between micro-batches; bf16: weights and "
+            "activations in bf16, fp32 copies in the optimiser, which copies of the model share, shards reduced after "
+            "each micro-batch, the vocabulary's loss divided: as Megatron and others with torch's FSDP train"
+        ),
+    ] = None
+    context_parallel: Annotated[
+        Positive | None, flag("data-parallel ranks that share the tokens of a sample (default: 1)")
+    ] = None
+    virtual_stages: Annotated[
+        Positive | None, flag("stages of a rank in Interleaved1F1B (default: the trainer's 2)")
+    ] = None
+    accelerator: Annotated[
+        str | None,
+        flag("measured times of the network on a device: a name of configs/accelerators, or a .yaml file"),
+    ] = None
 
 
 class Scenario(Facts, frozen=True, kw_only=True):
     """What is to be trained, on what. ``parallel`` auto: the simplest strategy that fits is looked for.
 
-    A teacher predicts beside the student, or its logits are read with the samples from a layer. ``efficiency`` is a fit
-    to measured steps.
+    ``model`` is a name, a shape, or MODULE:FUNCTION, which makes an own module. A teacher predicts beside the student,
+    or its logits are read with the samples from a layer. ``efficiency`` replaces that of the device's generation;
+    ``measured_step_s`` is what a step took, for --measure.
     """
 
     name: str
-    model: ModelName
+    model: str | TransformerShape
     cluster: str
     global_batch: Positive
     micro_batch: Positive = 1
-    precision: Precision = "bf16"
+    precision: ComputeType = "bf16"
     parallel: ParallelSettings | Auto = "auto"
     teacher_from: TeacherFrom = "model"
-    efficiency: Efficiency = Efficiency()
+    efficiency: Efficiency | None = None
+    measured_step_s: Above0 | None = None
 
     @property
-    def settings(self) -> ModelSettings:
-        """Size of the model, with the scenario's number of tokens."""
-        return self.sized(self.model)
+    def settings(self) -> ModelSettings | str:
+        """Size of the model, with the scenario's number of tokens; an own model's name."""
+        if isinstance(self.model, TransformerShape):
+            return self.model.settings(self.sequence or _TOKENS)
+        return self.model if self.is_own else self.sized(self.model)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the model is made by a function of the caller's."""
+        return isinstance(self.model, str) and ":" in self.model
+
+    @property
+    def named(self) -> str:
+        """The model's name."""
+        if isinstance(self.model, str):
+            return self.model
+        return f"transformer of {self.model.layers} layers of {self.model.width}"
+
+    @property
+    def low(self) -> bool:
+        """Whether weights and activations are in bf16."""
+        return self.weights == "bf16"
+
+    @property
+    def run_precision(self) -> Precision:
+        """The type in which torch runs it: 8 bits are of some products alone, and tf32 is a way to compute fp32."""
+        return "bf16" if self.precision == "fp8" else "fp32" if self.precision == "tf32" else self.precision
 
     def sized(self, name: ModelName) -> ModelSettings:
         """Return the size of a model, with the scenario's number of tokens."""
@@ -83,7 +148,7 @@ class Scenario(Facts, frozen=True, kw_only=True):
     @property
     def reads_images(self) -> bool:
         """Whether a sample is images, rather than tokens."""
-        return not isinstance(MODELS[self.model], GptSettings)
+        return self.cameras is not None if self.is_own else not isinstance(self.settings, GptSettings)
 
 
 class Data(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,11 +163,13 @@ class Data(msgspec.Struct, frozen=True, kw_only=True):
 class PlanOptions(Facts, frozen=True, kw_only=True):
     """Options of `fuelrail.plan`, and flags of ``fuelrail plan``. What a scenario says, they replace."""
 
-    model: Annotated[ModelName | None, flag("model to train")] = None
+    model: Annotated[
+        str | None, flag("model to train: one of ours, or MODULE:FUNCTION, which makes a module with example(samples)")
+    ] = None
     cluster: Annotated[str | None, flag("cluster to train on: a name of configs/clusters, or a .yaml file")] = None
     global_batch: Annotated[Positive | None, flag("samples of an optimiser step")] = None
     micro_batch: Annotated[Positive | None, flag("samples of a data-parallel rank at once (default: 1)")] = None
-    precision: Annotated[Precision | None, flag("compute type (default: bf16)")] = None
+    precision: Annotated[ComputeType | None, flag("compute type (default: bf16)")] = None
     strategy: Annotated[
         Strategy | Auto | None, flag("how ranks share the model; auto: the simplest strategy that fits (default)")
     ] = None
@@ -124,13 +191,17 @@ class PlanOptions(Facts, frozen=True, kw_only=True):
             metavar="FILE",
         ),
     ] = None
-    calibrate: Annotated[
+    measure: Annotated[
         tuple[str, ...],
         flag(
-            "report.json of `fuelrail bench train` on this cluster: efficiencies are fitted to its steps",
-            metavar="REPORT",
+            "a measured step on this cluster: report.json of `fuelrail bench train`, or a scenario.yaml with "
+            "measured_step_s; efficiencies are fitted to two or three of them",
+            metavar="FILE",
         ),
     ] = ()
+    recipe: Annotated[
+        Literal["slurm", "kubernetes", "torchrun"] | None, flag("write the file that launches the plan so, to --out")
+    ] = None
     sweep: Annotated[bool, flag("plan every strategy, micro-batch and recomputation, as a table and plots")] = False
     explain: Annotated[bool, flag("show formula, inputs and source of each figure")] = False
 
@@ -177,7 +248,21 @@ def _given(options: PlanOptions, names: Iterable[str]) -> dict[str, Any]:
 
 def check(asked: Scenario) -> None:
     """Raise ConfigError where the scenario does not say what the model reads, or has a teacher of other predictions."""
+    if isinstance(asked.model, str) and not asked.is_own and asked.model not in MODELS:
+        raise ConfigError(
+            f"model '{asked.model}' is not known; known: {', '.join(MODELS)}; or give a shape ({{kind: transformer, "
+            "...}) in a scenario, or MODULE:FUNCTION for a module of your own"
+        )
+    if not isinstance(asked.settings, GptSettings):
+        wrong = {"weights": asked.low, "context_parallel": (asked.context_parallel or 1) > 1}
+        wrong["teacher"] = asked.is_own and asked.teacher is not None
+        for name in [name for name, value in wrong.items() if value]:
+            raise ConfigError(f"{name} is planned of decoders, and model '{asked.named}' is none; leave it out")
+    if asked.is_own:
+        return
     if asked.teacher is not None:
+        if not isinstance(asked.model, str):
+            raise ConfigError(f"scenario '{asked.name}': a teacher needs a model by name; leave it out")
         own, its = (predictions(size, asked.cameras or 1) for size in map(asked.sized, (asked.model, asked.teacher)))
         if own != its:
             raise ConfigError(
@@ -195,7 +280,7 @@ def check(asked: Scenario) -> None:
     given = [name for name in others if getattr(asked, name) is not None]
     if given:
         raise ConfigError(
-            f"scenario '{asked.name}': model '{asked.model}' reads {reads}, and {', '.join(given)} is given; leave it "
+            f"scenario '{asked.name}': model '{asked.named}' reads {reads}, and {', '.join(given)} is given; leave it "
             "out, or choose another model"
         )
     if not asked.reads_images:
@@ -217,9 +302,8 @@ def questions(asked: Scenario) -> list[str]:
             "which global batch still trains as well (max_global_batch)? Weak scaling is shown without a limit; "
             "`fuelrail bench train --check-batch` checks one"
         )
-    if not asked.reads_images and asked.sequence is None:
-        settings = asked.settings
-        assert isinstance(settings, GptSettings), "what reads no images reads tokens"
+    settings = asked.settings
+    if isinstance(settings, GptSettings) and asked.sequence is None:
         found.append(f"how many tokens has a sample (sequence)? Taken: the model's {settings.context}")
     if asked.sample_bytes is None:
         found.append("how many bytes has a sample (sample_bytes, or --data)? Storage is taken to keep up")

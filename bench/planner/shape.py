@@ -20,13 +20,13 @@ import numpy as np
 
 from fuelrail.bench.measure.collectives import Collective, summed
 from fuelrail.bench.planner.fake_rank import ROWS, Inputs, RankRun, is_gather_of_weights, run_rank
-from fuelrail.bench.planner.formulas import in_flight, passes_of, schedule_order
-from fuelrail.bench.planner.state import FP32, MOMENTS
+from fuelrail.bench.planner.formulas import chunks_in_flight, in_flight, passes_of, schedule_order
+from fuelrail.bench.planner.state import FP32, MOMENTS, num_parameters
 from fuelrail.bench.trainer.models.settings import GptSettings, ModelSettings, VitSettings, num_blocks
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision, check_fits
 from fuelrail.pipeline.errors import ConfigError
 
-_PLANNED_SCHEDULES = ("GPipe", "1F1B")
+_PLANNED_SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B")
 _BLOCKS = (2, 3)  # of the small runs
 _SHARDS = 8
 _REDUCED = ("reduce_scatter", "dp_shard")
@@ -39,7 +39,8 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     """One rank: ``parameters`` of its own; bytes at the peak of a step, by kind and in all; FLOP of a micro-batch.
 
     ``kept_bytes`` are the activations that a micro-batch keeps from its forward pass to its backward pass, of which
-    ``in_flight`` lie in memory at once; ``hidden_bytes`` go to the next stage. ``collectives`` are those of a step of
+    ``in_flight`` lie in memory at once, of interleaved stages a fraction; ``hidden_bytes`` go to the next stage.
+    ``attention`` and ``convolution`` are FLOP among the others. ``collectives`` are those of a step of
     ``micro_batches``, ``forward`` those of them that forward passes wait for.
     """
 
@@ -49,16 +50,23 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     memory: dict[str, int]
     peak_bytes: int
     kept_bytes: int
-    in_flight: int
+    in_flight: float
     flop: int
+    attention: int = 0
+    convolution: int = 0
     hidden_bytes: int
     micro_batches: int
     collectives: list[Collective]
     forward: list[Collective]
 
 
+def blocks_of(model: ModelSettings | str) -> int:
+    """Return the number of blocks, or of the parts of an own model that its attribute ``wrap`` or ``blocks`` names."""
+    return num_parameters(model).blocks if isinstance(model, str) else num_blocks(model)
+
+
 def shape_of(
-    model: ModelSettings, settings: ParallelSettings, degrees: Degrees, inputs: Inputs, *, rank: int = 0,
+    model: ModelSettings | str, settings: ParallelSettings, degrees: Degrees, inputs: Inputs, *, rank: int = 0,
     precision: Precision = "fp32",
 ) -> Shape:  # fmt: skip
     """Run one rank of the whole model. Raises ConfigError for degrees that do not divide, and as :func:`run_rank`."""
@@ -68,53 +76,85 @@ def shape_of(
 
 
 def stages(
-    model: ModelSettings, settings: ParallelSettings, degrees: Degrees, inputs: Inputs, precision: Precision,
-    *, once: bool = False,
+    model: ModelSettings | str, settings: ParallelSettings, degrees: Degrees, inputs: Inputs, precision: Precision,
+    *, once: bool = False, virtual: int = 1,
 ) -> list[Shape]:  # fmt: skip
     """Shape the first rank of each stage by shared runs. Raises as :func:`shape_of`.
 
     ``once`` runs a single micro-batch, which says what it computes and keeps, but not what lies beside its gradients.
+    ``virtual`` is the number of stages of a rank in an interleaved schedule.
     """
-    _check(settings, degrees, model, inputs)
-    blocks = num_blocks(model) / degrees.pp
-    equal = isinstance(model, (GptSettings, VitSettings)) and blocks > _BLOCKS[-1]
+    _check(settings, degrees, model, inputs, virtual)
+    blocks = blocks_of(model) / degrees.pp
+    # Of stages of equal blocks the inner ones are alike; of many blocks each stage is run with two numbers of them.
+    equal = isinstance(model, (GptSettings, VitSettings)) and (degrees.pp > 3 or blocks > _BLOCKS[-1])
+    numbers = _BLOCKS if blocks > _BLOCKS[-1] else (round(blocks),)
     small = Degrees(
         pp=min(3, degrees.pp) if equal else degrees.pp,
         dp_replicate=min(2, degrees.dp_replicate) if degrees.dp_shard == 1 else 1,
         dp_shard=_SHARDS if degrees.dp_shard > 1 else 1, tp=degrees.tp,
     )  # fmt: skip
-    sizes = [model]
-    if equal:
-        sizes = [msgspec.structs.replace(model, depth=count * small.pp) for count in _BLOCKS]
+    sizes: list[ModelSettings | str] = [model]
+    if equal and isinstance(model, (GptSettings, VitSettings)):
+        sizes = [msgspec.structs.replace(model, depth=count * small.pp) for count in numbers]
     found = []
     for stage in range(degrees.pp):
         like = stage if small.pp == degrees.pp else min(stage, 1) + (stage == degrees.pp - 1)
         rank = like * small.data * small.tp
         runs = [_run(size, settings, small, inputs, rank, precision, 1 if once else 2) for size in sizes]
-        ranks = _Ranks(runs, blocks - _BLOCKS[0], small)
-        found.append(ranks.shape(settings, degrees, inputs, stage, stage * degrees.data * degrees.tp))
+        spared = _spared(model, settings, degrees, blocks) if inputs.low else 0
+        ranks = _Ranks(runs, blocks - numbers[0], small, spared)
+        found.append(ranks.shape(settings, degrees, inputs, stage, stage * degrees.data * degrees.tp, virtual))
     return found
 
 
-def _check(settings: ParallelSettings, degrees: Degrees, model: ModelSettings, inputs: Inputs) -> None:
+def _spared(model: ModelSettings | str, settings: ParallelSettings, degrees: Degrees, blocks: float) -> int:
+    """Return bytes of a sample's activations that our tensor parallel keeps and Megatron's does not.
+
+    It keeps its part of two tensors a block in place of the whole (arXiv 2205.05198, section 4.2.2).
+    """
+    if not isinstance(model, GptSettings) or settings.recompute == "full":
+        return 0
+    return round(2 * 2 * model.context * model.width * (1 - 1 / degrees.tp) * blocks)
+
+
+def _check(
+    settings: ParallelSettings, degrees: Degrees, model: ModelSettings | str, inputs: Inputs, virtual: int = 1
+) -> None:
+    if isinstance(model, str):
+        if degrees.pp * degrees.tp > 1:
+            raise ConfigError(
+                f"the mesh is {degrees}, and the planner divides neither layers nor stages of an own model; use "
+                "ddp, zero1, zero2, fsdp2 or hsdp"
+            )
+        return
     image = (0, 0) if isinstance(model, GptSettings) else (inputs.height, inputs.width)
     batch = inputs.micro_batch * (inputs.micro_batches if degrees.pp > 1 else 1)
-    check_fits(settings, degrees, model, batch, image)
     if degrees.pp > 1 and settings.pipeline_schedule not in _PLANNED_SCHEDULES:
         raise ConfigError(
-            f"pipeline_schedule {settings.pipeline_schedule} gives each rank two stages, and the planner shapes one a "
-            f"rank: it would misjudge activations and bubble; use {' or '.join(_PLANNED_SCHEDULES)}"
+            f"pipeline_schedule {settings.pipeline_schedule} is not planned: it would misjudge activations and bubble; "
+            f"use {' or '.join(_PLANNED_SCHEDULES)}"
         )
+    if virtual > 1 and settings.pipeline_schedule == "Interleaved1F1B":
+        blocks, stages_each = num_blocks(model), virtual * degrees.pp
+        if blocks % stages_each or inputs.micro_batches % degrees.pp:
+            raise ConfigError(
+                f"{virtual} virtual stages of pp={degrees.pp} need a multiple of {stages_each} layers and of "
+                f"{degrees.pp} micro-batches, and there are {blocks} and {inputs.micro_batches}"
+            )
+        settings = msgspec.structs.replace(settings, pipeline_schedule="1F1B")
+    check_fits(settings, degrees, model, batch, image)
 
 
 def _run(
-    model: ModelSettings, settings: ParallelSettings, degrees: Degrees, inputs: Inputs, rank: int,
+    model: ModelSettings | str, settings: ParallelSettings, degrees: Degrees, inputs: Inputs, rank: int,
     precision: Precision, passes: int = 2,
 ) -> RankRun:  # fmt: skip
     """Run a rank, or take the run of another plan that differs in nothing that a run shows."""
     how = ParallelSettings(
         strategy="zero2" if settings.strategy == "zero2" else "ddp", recompute=settings.recompute,
-        pipeline_schedule=settings.pipeline_schedule, micro_batches=degrees.pp if degrees.pp > 1 else None,
+        pipeline_schedule="GPipe" if settings.pipeline_schedule == "GPipe" else "1F1B",
+        micro_batches=degrees.pp if degrees.pp > 1 else None,
     )  # fmt: skip
     few = msgspec.structs.replace(inputs, micro_batch=ROWS, micro_batches=min(passes, inputs.micro_batches))
     return run_rank(model, how, degrees, few, rank, precision)
@@ -123,26 +163,40 @@ def _run(
 class _Ranks:
     """Ranks that are like that of ``runs``, which had the degrees ``small``: one run, or of 2 and 3 blocks.
 
-    ``more`` is the number of blocks beyond those of the smaller run.
+    ``more`` is the number of blocks beyond those of the smaller run, ``spared`` bytes of a sample that are not kept.
     """
 
-    def __init__(self, runs: Sequence[RankRun], more: float, small: Degrees) -> None:
-        self._runs, self._more, self._small = runs, more, small
+    def __init__(self, runs: Sequence[RankRun], more: float, small: Degrees, spared: int = 0) -> None:
+        self._runs, self._more, self._small, self._spared = runs, more, small, spared
 
-    def shape(self, settings: ParallelSettings, degrees: Degrees, inputs: Inputs, stage: int, rank: int) -> Shape:
+    def shape(
+        self, settings: ParallelSettings, degrees: Degrees, inputs: Inputs, stage: int, rank: int, virtual: int = 1
+    ) -> Shape:
         """Shape a rank of that stage."""
         schedule, count, rows = settings.pipeline_schedule, inputs.micro_batches, inputs.micro_batch
         own = self._at(lambda run: run.parameters)
         divided = own * self._small.dp_shard // degrees.dp_shard
         moments = FP32 * MOMENTS[settings.optimiser] * divided
-        if settings.shards_optimiser:
+        if inputs.low:  # an fp32 copy of the weights, to update them
+            moments += FP32 * divided
+        copied = inputs.low and degrees.dp_shard == 1
+        if settings.shards_optimiser or copied:
             moments //= degrees.data
-        kept = self._at(lambda run: run.kept[0] + rows * run.kept[1])
-        flying = in_flight(schedule, degrees.pp, stage, count)
-        memory = {**self._peak(rows, degrees), "moments": moments, "activations in flight": kept * (flying - 1)}
+        kept = self._at(lambda run: run.kept[0] + rows * run.kept[1]) - rows * self._spared
+        flying: float = in_flight(schedule, degrees.pp, stage, count)
+        if schedule == "Interleaved1F1B" and degrees.pp > 1:
+            flying = chunks_in_flight(degrees.pp, stage, count, virtual) / virtual
+        beyond = round(kept * (flying - 1))
+        memory = {**self._peak(rows, degrees), "moments": moments, "activations in flight": beyond}
+        if self._spared:
+            memory["Activation"] = max(0, memory.get("Activation", 0) - rows * self._spared)
+        if copied:
+            memory.pop("Unsharded Param", None)  # torch's shards of one rank are copied to be gathered
+        if inputs.low and (degrees.data == 1 or not degrees.composed):  # torch sums gradients of shards in fp32
+            memory["fp32 of gradients"] = FP32 // 2 * divided
         if degrees.pp > 1:  # a stage has the whole batch's inputs, also where it reads the targets alone
             memory["inputs of other micro-batches"] = rows * (count - 1) * self._at(lambda run: run.input_bytes)
-        order = schedule_order(schedule, degrees.pp, count)[stage] if degrees.pp > 1 else None
+        order = schedule_order(schedule, degrees.pp, stage, count) if degrees.pp > 1 else None
         sent = [self._sent(way, order, degrees, inputs) for way in range(3)]
         if degrees.data > 1 and not degrees.composed:
             sent[2] = self._copied(settings, degrees, own)
@@ -152,7 +206,8 @@ class _Ranks:
             sent[2].append(_replicated("all_reduce", degrees, times, whole))
         return Shape(
             rank=rank, stage=stage, parameters=divided, memory=memory, peak_bytes=sum(memory.values()),
-            kept_bytes=kept, in_flight=flying, flop=rows * self._at(lambda run: run.flop),
+            kept_bytes=kept, in_flight=flying, flop=rows * self._at(lambda run: run.flop[0]),
+            attention=rows * self._at(lambda run: run.flop[1]), convolution=rows * self._at(lambda run: run.flop[2]),
             hidden_bytes=rows * self._at(lambda run: run.hidden_bytes), micro_batches=count,
             collectives=summed([one for way in sent for one in way]), forward=sent[0],
         )  # fmt: skip
@@ -190,8 +245,8 @@ class _Ranks:
         found = []
         for one in self._runs[0].sent[way]:
             of_data = one.axis.startswith("dp_")
-            times = (gathering if is_gather_of_weights(one) else 1) if of_data else every
-
+            each = 1 if order is not None else every  # without stages a pass reduces only where each one does
+            times = (gathering if is_gather_of_weights(one) else each) if of_data else every
             like = (one.kind, one.axis)
             alike = [next(each for each in run.sent[way] if (each.kind, each.axis) == like) for run in self._runs]
             sizes = [each.bytes for each in alike]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
@@ -13,6 +13,7 @@ from fuelrail.bench.planner.hardware import GIB
 from fuelrail.bench.trainer.models.build import build_model, maker
 from fuelrail.bench.trainer.models.settings import MODELS, ModelSettings
 from fuelrail.bench.trainer.strategies.optimiser import DTYPES
+from fuelrail.bench.trainer.strategies.parallel import units_of
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,14 +23,24 @@ FP32 = 4
 MOMENTS = {"adamw": 2, "sgd": 1}
 
 
+class Counted(NamedTuple):
+    """Numbers of a model: its parameters, those that are trained, those of its largest block, and its blocks."""
+
+    whole: int
+    trained: int
+    block: int
+    blocks: int
+
+
 @cache
-def num_parameters(model: ModelSettings | str) -> tuple[int, int]:
-    """Count the parameters of a model, and of its largest block, on the meta device; a text is ``MODULE:FUNCTION``."""
+def num_parameters(model: ModelSettings | str) -> Counted:
+    """Count the parameters of a model on the meta device; a text is ``MODULE:FUNCTION``."""
     with torch.device("meta"):
         made: Any = maker(model)() if isinstance(model, str) else build_model(model)
-    parts = (made, *getattr(made, "blocks", ()))
-    whole, *blocks = (sum(one.numel() for one in part.parameters()) for part in parts)
-    return whole, max(blocks, default=0)
+    units = units_of(made, ())
+    whole, *blocks = (sum(one.numel() for one in part.parameters()) for part in (made, *units))
+    trained = sum(one.numel() for one in made.parameters() if one.requires_grad)
+    return Counted(whole, trained, max(blocks, default=0), len(units))
 
 
 def zero_stage(settings: ParallelSettings, degrees: Degrees) -> tuple[int, int]:
@@ -42,17 +53,23 @@ def zero_stage(settings: ParallelSettings, degrees: Degrees) -> tuple[int, int]:
 
 
 def state_bytes(
-    model: ModelSettings | str, settings: ParallelSettings, degrees: Degrees, precision: Precision
+    model: ModelSettings | str, settings: ParallelSettings, degrees: Degrees, precision: Precision, *, low: bool = False
 ) -> float:
     """Return bytes of weights, gradients and optimiser state on one rank (arXiv 1910.02054, section 3.1).
 
-    Tensor parallel and pipelines are taken to divide everything, which is the least.
+    Tensor parallel and pipelines are taken to divide everything, which is the least. ``low``: weights in 16 bits.
     """
     stage, ranks = zero_stage(settings, degrees)
     # ZeRO-2 keeps what it gathered, in the precision of computing, beside the shards that the optimiser updates.
     weights = DTYPES[precision].itemsize + FP32 / ranks if stage == 2 else FP32
     moments = FP32 * MOMENTS[settings.optimiser]
-    return zero_state_bytes(num_parameters(model)[0], ranks, stage, weights, FP32, moments) / degrees.pp / degrees.tp
+    if low:  # 16-bit weights, of which the optimiser has a copy in fp32
+        weights, moments = FP32 / 2 * (1 + (stage == 2) / ranks), moments + FP32
+        stage, ranks = (1, degrees.data) if stage == 0 else (stage, ranks)
+    counted = num_parameters(model)
+    frozen = (counted.whole - counted.trained) * weights / (ranks if stage == 3 else 1)
+    trained = zero_state_bytes(counted.trained, ranks, stage, weights, FP32, moments)
+    return (trained + frozen) / degrees.pp / degrees.tp
 
 
 def least_bytes(model: ModelSettings | str, settings: ParallelSettings, degrees: Degrees, precision: Precision) -> int:
@@ -60,7 +77,7 @@ def least_bytes(model: ModelSettings | str, settings: ParallelSettings, degrees:
 
     Activations come on top.
     """
-    _, block = num_parameters(model)
+    block = num_parameters(model).block
     state = 0.0 if settings.offload else state_bytes(model, settings, degrees, precision)
     gathered = 2 * FP32 * block / degrees.tp if degrees.dp_shard > 1 else 0.0
     return round(state + gathered)

@@ -1,35 +1,58 @@
-"""Step time from counted work, a cluster and two efficiencies.
+"""Step time from counted work, a cluster and four efficiencies.
 
-All wait for the slowest device. A micro-batch computes its matrix products at a share of the device's peak, moves its
-activations through the device's memory a number of times, and waits for the messages of its layers, each of which takes
-the link's latency and its bytes; these times add up. A pipeline lasts for m + (p - 1) / v micro-batches. Collectives of
-gradients and weights hide behind the computing of their own pass, as far as that does not wait for them; the rest is
-exposed. The optimiser moves its state through memory once. Both efficiencies are fitted on measured steps.
+All wait for the slowest device. A micro-batch computes matrix products, attention and convolutions, each at a share of
+the device's peak, moves its activations through the device's memory a number of times, and waits for the messages of
+its layers, each of which takes the link's latency and its bytes; these times add up. A pipeline lasts for
+m + (p - 1) / v micro-batches. Collectives of gradients and weights hide behind the computing of their own pass, as far
+as that does not wait for them; the rest is exposed. The optimiser moves its state through memory once.
+
+The efficiencies belong to a generation of devices: `EFFICIENCIES` are fits to published steps, and `fit` moves them to
+steps that a user measured.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from fuelrail.bench.planner.hardware import ClusterSettings, ComputeType
 
-# Shares of the peak to all of it, and passes from none to far more than any kernel makes: an end of either is no fit.
-_SHARES = [0.01 * step for step in range(1, 101)]
-_PASSES = [*(0.5 * step for step in range(33)), *(round(16 * 1.1**step) for step in range(1, 45))]
-
 
 class Efficiency(msgspec.Struct, frozen=True, kw_only=True):
-    """``compute``: share of the peak in matrix products; ``passes``: how often each activation byte moves."""
+    """Shares of the peak in matrix products, attention and convolutions; ``passes``: how often an activation moves.
 
-    compute: float = 0.7
-    passes: float = 4.0
+    ``spread`` is the standard deviation of log(predicted / measured) of steps that others published, of which none of
+    the same publication was fitted.
+    """
+
+    products: float = 0.65
+    attention: float = 0.2
+    convolution: float = 0.25
+    passes: float = 9.0
+    spread: float = 0.3
+
+
+# By generation, and whether products are of 8 bits: fits to 28, 11 and 5 published steps
+# (tests/slow/test_reference_figures.py). The few steps of 8 bits say nothing of convolutions.
+EFFICIENCIES: dict[tuple[str, bool], Efficiency] = {
+    ("A100", False): Efficiency(products=0.73, attention=0.14, convolution=0.22, passes=5.2, spread=0.15),
+    ("H100", False): Efficiency(products=0.62, attention=0.24, convolution=0.33, passes=16.0, spread=0.22),
+    ("H100", True): Efficiency(products=0.49, attention=0.41, convolution=0.33, passes=2.4, spread=0.5),
+}
+
+
+def efficiency_of(device: str, kind: ComputeType) -> Efficiency:
+    """Return the efficiencies of a device's generation, by its name; of an unknown one a mean with a wide spread."""
+    name = device.replace("H200", "H100")  # the same arithmetic
+    found = [one for (part, eight), one in EFFICIENCIES.items() if part in name and eight == (kind == "fp8")]
+    return found[0] if found else Efficiency()
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,11 +75,13 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
     """What the busiest rank does: per micro-batch unless ``step_`` says per step; bytes are those that it sends.
 
     ``tensor_count`` and ``pipeline_count``: number of messages of that kind; ``*_reach``: number of successive ranks
-    in which their group lies.
+    in which their group lies. ``flop`` has those of attention and convolutions in it. ``device_s``: measured seconds of
+    all computing of a micro-batch, instead of what FLOP and bytes would take.
     """
 
     flop: float
     attention_flop: float = 0.0
+    convolution_flop: float = 0.0
     activation_bytes: float
     tensor_bytes: float = 0.0
     tensor_count: float = 0.0
@@ -68,6 +93,7 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
     bubble: float = 0.0
     traffic: tuple[Traffic, ...] = ()
     step_state_bytes: float = 0.0
+    device_s: float | None = None
 
 
 class StepTime(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,12 +119,16 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
 def step_time(work: StepWork, cluster: ClusterSettings, kind: ComputeType, efficiency: Efficiency) -> StepTime:
     """Predict a step. Attention computes in 16 bits where products compute in 8."""
     memory_rate = cluster.device.memory_gb_per_s.value * 1e9
-
-    kind_of_attention: ComputeType = "bf16" if kind == "fp8" else kind
-    products = work.flop / cluster.peak_flops(kind) + work.attention_flop / cluster.peak_flops(kind_of_attention)
     count = work.micro_batches
-    compute = count * products / efficiency.compute
-    memory = count * efficiency.passes * work.activation_bytes / memory_rate
+    products = work.flop - work.attention_flop - work.convolution_flop
+    each = products / efficiency.products + work.convolution_flop / efficiency.convolution
+    each /= cluster.peak_flops(kind)
+    if work.attention_flop:
+        each += work.attention_flop / efficiency.attention / cluster.peak_flops("bf16" if kind == "fp8" else kind)
+    compute = count * (each if work.device_s is None else work.device_s)
+    memory = 0.0
+    if work.device_s is None:
+        memory = count * efficiency.passes * work.activation_bytes / memory_rate
     seconds = partial(_seconds, cluster)
     tensor = count * seconds(work.tensor_bytes, work.tensor_count, work.tensor_reach)
     reach = work.pipeline_reach
@@ -127,32 +157,63 @@ def _seconds(cluster: ClusterSettings, size: float, count: float, reach: int, st
     return size / cluster.bytes_per_s(reach, stride) + count * cluster.link(reach).latency_us.value / 1e6
 
 
-def fit(
-    cases: Sequence[tuple[StepWork, ClusterSettings, ComputeType, float]], start: Efficiency | None = None
-) -> Efficiency:
-    """Find the efficiencies with the least squares of log(predicted / measured); measured times in seconds.
-
-    One measured step cannot say two numbers: ``passes`` then stays what ``start`` says. Needs a case.
-    """
-    start = start or Efficiency()
-    passes = _PASSES if len(cases) > 1 else [start.passes]
-
-    def error(pair: tuple[float, float]) -> float:
-        efficiency = Efficiency(compute=pair[0], passes=pair[1])
-        return sum(
-            math.log(step_time(work, cluster, kind, efficiency).total / seconds) ** 2
-            for work, cluster, kind, seconds in cases
-        )
-
-    compute, moved = min(itertools.product(_SHARES, passes), key=error)
-    return Efficiency(compute=round(compute, 2), passes=moved)
+NUMBERS = ("products", "attention", "convolution", "passes")
+_PRIOR = np.array([0.4, 0.5, 0.5, 0.7])  # deviations of the logarithms of the numbers between models on one device
+_NOISE = 0.05  # of a step that was measured well, against a model that describes it
 
 
-def limits_of(efficiency: Efficiency) -> list[str]:
-    """Say which efficiencies are an end of what is tried: a fit that ends there does not describe its steps."""
+class Fitted(NamedTuple):
+    """Efficiencies; which of them the steps determined; errors of the steps, and covariance of the logarithms."""
+
+    efficiency: Efficiency
+    determined: list[str]
+    errors: list[float]
+    covariance: NDArray[np.float64]
+
+    def deviation(self, slopes: NDArray[np.float64]) -> float:
+        """Return the standard deviation of a step's logarithm that changes so with those of the numbers."""
+        return math.hypot(self.efficiency.spread, math.sqrt(slopes @ self.covariance @ slopes))
+
+
+Case = tuple[StepWork, "ClusterSettings", "ComputeType", float]
+
+
+def slopes(work: StepWork, cluster: ClusterSettings, kind: ComputeType, at: Efficiency) -> NDArray[np.float64]:
+    """Return the change of a step's logarithm with that of each of `NUMBERS`."""
     found = []
-    if efficiency.compute in (_SHARES[0], _SHARES[-1]):
-        found.append(f"{efficiency.compute:.0%} of the peak")
-    if efficiency.passes in (_PASSES[0], _PASSES[-1]):
-        found.append(f"activations moved {efficiency.passes:g} times")
-    return found
+    for name in NUMBERS:
+        few, many = (_moved(at, {name: sign * 0.01}) for sign in (-1, 1))
+        ratio = step_time(work, cluster, kind, many).total / step_time(work, cluster, kind, few).total
+        found.append(math.log(ratio) / 0.02)
+    return np.array(found)
+
+
+def fit(cases: Sequence[Case], start: Efficiency) -> Fitted:
+    """Fit all numbers to measured steps, in seconds: as near to them and as near to ``start`` as their spreads say.
+
+    So a number that the steps do not determine stays what it was (maximum a posteriori of logarithms, by Gauss and
+    Newton). Needs a case.
+    """
+    moved, at = np.zeros(len(NUMBERS)), start
+    weights = np.diag(_PRIOR**-2)
+    for _ in range(30):
+        errors = np.array([math.log(step_time(*case[:3], at).total / case[3]) for case in cases])
+        table = np.array([slopes(*case[:3], at) for case in cases])
+        normal = table.T @ table / _NOISE**2 + weights
+        step = np.linalg.solve(normal, table.T @ errors / _NOISE**2 + weights @ moved)
+        moved = moved - np.clip(step, -0.5, 0.5)
+        at = _moved(start, dict(zip(NUMBERS, moved, strict=True)))
+    covariance = np.linalg.inv(normal)
+    known = np.sqrt(np.diag(covariance)) < _PRIOR / 2
+    # The cases' own spread, with two more of the spread before.
+    spread = math.sqrt((float(errors @ errors) + 2 * start.spread**2) / (len(cases) + 2))
+    at = msgspec.structs.replace(at, spread=spread)
+    determined = [name for name, yes in zip(NUMBERS, known, strict=True) if yes]
+    return Fitted(at, determined, [math.exp(one) - 1 for one in errors], covariance)
+
+
+def _moved(start: Efficiency, by: dict[str, float]) -> Efficiency:
+    changed = {name: getattr(start, name) * math.exp(step) for name, step in by.items()}
+    return msgspec.structs.replace(
+        start, **{name: value if name == "passes" else min(value, 1.0) for name, value in changed.items()}
+    )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fuelrail.bench.planner.scenario import PlanOptions
-from fuelrail.bench.report.files import TRACE_JSON, ReportHeader, exit_code, prepare_folder, report_files
+from fuelrail.bench.report.files import TRACE_JSON, ReportHeader, exit_code, prepare_folder, publish, report_files
 from fuelrail.bench.report.options import OutputOptions, PlanOutput, add_dataset
 from fuelrail.bench.report.page import write_report
 from fuelrail.bench.studies.comm.report import CommOptions
@@ -119,6 +119,10 @@ def _plan(arguments: argparse.Namespace, options: PlanOptions, out: Path | None,
     report = plan(arguments.scenario, options)
     if out is not None:
         write_report(report, out, html=html)
+    if report.recipe is not None:
+        from fuelrail.bench.studies.plan.recipe import FILES
+
+        publish((out or Path()) / FILES[options.recipe or ""], report.recipe.encode())
     return report
 
 

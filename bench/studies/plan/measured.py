@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fuelrail.bench.measure.machine import dataset_facts
+from fuelrail.bench.planner.hardware import load_cluster
 from fuelrail.bench.planner.scenario import Data, Scenario
-from fuelrail.bench.planner.step_time import StepWork, fit, limits_of, step_time
+from fuelrail.bench.planner.step_time import NUMBERS, Case, Fitted, fit
 from fuelrail.bench.report.files import load_report_of
 from fuelrail.bench.studies.loader import report as loader_report
 from fuelrail.bench.studies.loader.report import LoaderReport
@@ -19,45 +20,64 @@ from fuelrail.bench.studies.train.report import Report, load_report
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings
 from fuelrail.loaders.config import Transforms
+from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.settings import load_yaml
 
 if TYPE_CHECKING:
-    from fuelrail.bench.planner.hardware import ClusterSettings, ComputeType
+    from fuelrail.bench.planner.hardware import ClusterSettings
 
 
-def calibrated(asked: Scenario, cluster: ClusterSettings, reports: Sequence[str]) -> tuple[Scenario, list[str]]:
-    """Return the scenario with fitted efficiencies, and what they rest on. Raises ConfigError."""
-    cases: list[tuple[StepWork, ClusterSettings, ComputeType, float]] = []
-    for name in reports:
-        path = Path(name)
-        cases.append(_case(load_report(path), path, cluster))
-    found = fit(cases, asked.efficiency)
-    errors = [abs(step_time(work, where, kind, found).total / seconds - 1) for work, where, kind, seconds in cases]
-    said = (
-        f"efficiency {found.compute:.0%} of the peak and activations moved {found.passes:g} times, fitted to "
-        f"{len(cases)} report{'s' if len(cases) != 1 else ''}; off by {max(errors):.0%} at most on them"
+def measured(asked: Scenario, cluster: ClusterSettings, files: Sequence[str]) -> tuple[Fitted, list[str]]:
+    """Fit the efficiencies to measured steps, and say how well they are known. Raises ConfigError."""
+    from fuelrail.bench.planner.choice import efficiency  # needs torch
+
+    cases = [_case(Path(name), cluster) for name in files]
+    found = fit(cases, efficiency(asked, cluster))
+    numbers = ", ".join(
+        f"{name} {getattr(found.efficiency, name):.2f}"
+        + ("" if name in found.determined else " (mostly as before: these steps do not determine it)")
+        for name in NUMBERS
     )
-    ends = limits_of(found)
-    if ends:
-        said += f"; {' and '.join(ends)} is the limit of what can be, so the model does not describe these steps"
-    return msgspec.structs.replace(asked, efficiency=found), [said]
+    said = (
+        f"efficiency: {len(NUMBERS)} numbers fitted to {counted(len(cases), 'measured step')}; identifiable by them: "
+        f"{len(found.determined)}; {numbers}; off by {max(map(abs, found.errors)):.0%} at most on these steps"
+    )
+    return found, [said]
 
 
-def _case(report: Report, path: Path, cluster: ClusterSettings) -> tuple[StepWork, ClusterSettings, ComputeType, float]:
+def _case(path: Path, cluster: ClusterSettings) -> Case:
+    """Return the work and the seconds of a measured step, by a scenario or by a report of training."""
+    from fuelrail.bench.planner.choice import measured_fit  # needs torch
+
+    if path.suffix not in (".yaml", ".yml"):
+        return _case_of(load_report(path), path, cluster)
+    run = load_yaml(path, Scenario)
+    where = load_cluster(run.cluster)
+    if run.measured_step_s is None or run.parallel == "auto":
+        raise ConfigError(f"--measure '{path}' needs parallel, and measured_step_s: the seconds of a step; add them")
+    if where.device.name != cluster.device.name:
+        raise ConfigError(
+            f"--measure '{path}' is of '{where.device.name}', and the plan of '{cluster.device.name}'; measure on that"
+        )
+    return measured_fit(run, where).work, where, run.precision, run.measured_step_s
+
+
+def _case_of(report: Report, path: Path, cluster: ClusterSettings) -> Case:
     """Return what a run counted, and how long its steps took without waiting for data."""
     name = str(report.model["name"])
     if report.accelerator["kind"] != "cuda":
         raise ConfigError(
-            f"--calibrate '{path}': its accelerator was emulated, which says nothing of '{cluster.device.name}'; give "
+            f"--measure '{path}': its accelerator was emulated, which says nothing of '{cluster.device.name}'; give "
             "a report of `fuelrail bench train --accelerator cuda` on the cluster"
         )
     if report.figures is None or name not in MODELS:
-        raise ConfigError(f"--calibrate '{path}' has no steps of a known model; give one with figures")
+        raise ConfigError(f"--measure '{path}' has no steps of a known model; give one with figures")
     options = report.options
     if report.num_ranks > cluster.num_devices:
         raise ConfigError(
-            f"--calibrate '{path}' is of {report.num_ranks} ranks, and cluster '{cluster.name}' has "
+            f"--measure '{path}' is of {report.num_ranks} ranks, and cluster '{cluster.name}' has "
             f"{cluster.num_devices} devices; give the report's own cluster"
         )
     settings = ParallelSettings.among(options, str(path))
@@ -75,9 +95,9 @@ def _case(report: Report, path: Path, cluster: ClusterSettings) -> tuple[StepWor
     )
     waits = sum(phase.time.mean_ms for phase in report.figures.phases if phase.phase == "data_wait")
     seconds = (report.figures.step_time.mean_ms - waits) / 1e3
-    from fuelrail.bench.planner.choice import fit as shape_and_time  # needs torch, and the checks above do not
+    from fuelrail.bench.planner.choice import measured_fit  # needs torch, and the checks above do not
 
-    return shape_and_time(run, inside, settings).work, inside, run.precision, seconds
+    return measured_fit(run, inside).work, inside, run.precision, seconds
 
 
 def with_data(asked: Scenario, dataset: str, split: str) -> Scenario:

@@ -55,6 +55,7 @@ def figures(found: PlanReport) -> list[tuple[str, str]]:
         f"{taught.memory_gib:.1f} GiB while it predicts; as a layer {taught.layer_bytes:,} bytes a sample, made "
         f"once in {_rounded(taught.layer_device_hours_per_million)} device-hours a million samples"
     )  # fmt: skip
+    low, high = found.step_range_s
     often = "" if found.checkpoint_interval_s is None else f", every {found.checkpoint_interval_s:,.0f} s"
     fastest = max((one for one in found.tried if one.samples_per_s), key=lambda one: one.samples_per_s or 0.0)
     own = next(one.samples_per_s for one in found.tried if one.strategy == found.strategy and one.samples_per_s)
@@ -66,7 +67,8 @@ def figures(found: PlanReport) -> list[tuple[str, str]]:
         (
             "step",
             (
-                f"{found.step_s:.3f} s: computing {step.compute:.3f}, memory {step.memory:.3f}, tensor "
+                f"{found.step_s:.3g} s, 4 of 5 such steps within {low:.3g} to {high:.3g} s: "
+                f"computing {step.compute:.3f}, memory {step.memory:.3f}, tensor "
                 f"{step.tensor:.3f}, pipeline {step.pipeline:.3f}, bubble {step.bubble:.3f}, gradients and weights "
                 f"{step.data_exposed:.3f} exposed of {step.data_total:.3f}{overlap}, optimiser {step.optimiser:.3f}"
             ),
@@ -152,11 +154,13 @@ def stage_rows(found: PlanReport) -> list[list[str]]:
 
 def describe(found: PlanReport, plots: Mapping[str, str]) -> Document:
     """Return the plan as a document with these plots: first what was tried, and what the choice costs."""
+    low, high = found.step_range_s
     parts: list[Block | Section] = [
         Hero(
-            f"{found.samples_per_s:,.1f}", "samples/s, predicted",
-            f"{found.strategy}: {found.peak_gib:.1f} of {found.usable_gib:.1f} GiB, a step in {found.step_s:.3f} s. "
-            f"The bottleneck: {found.bottleneck}.",
+            f"{found.samples_per_s:,.3g}" if found.samples_per_s < 1000 else f"{found.samples_per_s:,.0f}",
+            "samples/s, predicted",
+            f"{found.strategy}: {found.peak_gib:.1f} of {found.usable_gib:.1f} GiB, a step in "
+            f"{low:.3g} to {high:.3g} s. The bottleneck: {found.bottleneck}.",
         ),
         Tiles([(f"{found.mfu:.1%}", "MFU"), (f"{found.occupancy:.1%}", "occupancy"), (f"{found.bubble:.1%}", "bubble"),
                (_rounded(found.device_hours_per_million), "device-hours a million samples")]),
@@ -190,12 +194,19 @@ def describe(found: PlanReport, plots: Mapping[str, str]) -> Document:
         parts.append(
             Section("Where the figures are from", [Table(("figure", "formula", "inputs", "source"), rows, texts=True)])
         )
+    if found.remedies:
+        rows = [[one.change, f"{one.samples_per_s:,.1f}", f"{one.gain:+.0%}"] for one in found.remedies]
+        parts.append(Section("What to change first", [Table(("change", "samples/s", "gain"), rows, texts=True)]))
+    if found.recipe is not None:
+        parts.append(
+            Section("Launch", [Text(f"Written: the {found.options['recipe']} file, in the field recipe too.")])
+        )
     parts += [Note(f"Not given: {text}") for text in found.questions]
     parts.append(Text(f"Planned {when(found.created)}.", small=True))
     asked = found.scenario
     batch = f"{asked.global_batch} samples a step, {asked.micro_batch} at once on a rank, {asked.precision}"
     about = marked(
         "{model} on {devices} devices (**{cluster}**): {batch}",
-        model=asked.model, devices=found.devices, cluster=found.cluster, batch=batch,
+        model=asked.named, devices=found.devices, cluster=found.cluster, batch=batch,
     )  # fmt: skip
     return Document("Fuelrail plan", asked.name, about, "", [], parts, {})

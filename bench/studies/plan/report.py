@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
 
-from fuelrail.bench.planner.choice import USABLE, Fit, named, peak, taught
+from fuelrail.bench.planner.choice import USABLE, Fit, efficiency, named, peak, taught
 from fuelrail.bench.planner.formulas import schedule_order
 from fuelrail.bench.planner.hardware import GIB, ClusterSettings
 from fuelrail.bench.planner.scaling import Curve, data_seconds
 from fuelrail.bench.planner.scenario import Data, Scenario, questions
 from fuelrail.bench.planner.shape import Shape
 from fuelrail.bench.planner.state import FP32, MOMENTS
-from fuelrail.bench.planner.step_time import Efficiency, StepTime
+from fuelrail.bench.planner.step_time import Fitted, StepTime, slopes
 from fuelrail.bench.report.files import created_now
+from fuelrail.bench.studies.plan.remedies import Remedy
 from fuelrail.bench.studies.plan.sweep import Planned
 from fuelrail.bench.studies.train.checkpoints import suggested_interval_s
 
 SCHEMA = "fuelrail-plan"
-VERSION = 2
+VERSION = 3
+_DEVIATIONS = 1.28  # of a normal distribution, of which 4 of 5 are nearer to its mean
 _SHOWN_ORDER = 64  # operations of a stage
 
 
@@ -58,7 +61,8 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     """The report. Times in seconds; bytes and rates of the whole cluster unless a name says otherwise.
 
     ``step`` is the devices' time by parts; ``step_s`` that of the slowest of devices, decoding and storage; ``overlap``
-    the share of gradients' and weights' traffic that hides behind computing; ``bubble`` the pipeline's idle share.
+    ``step_range_s`` is where 4 of 5 such steps are; ``remedies`` are what to change first; ``overlap`` is the share of
+    gradients' and weights' traffic that hides behind computing; ``bubble`` the pipeline's idle share.
     ``schedule`` is each stage's order of work, F and B with a micro-batch's number. A figure is None where the scenario
     does not say what it needs; ``questions`` are what only the user can know.
     """
@@ -78,6 +82,7 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     schedule: list[list[str]]
     step: StepTime
     step_s: float
+    step_range_s: tuple[float, float]
     overlap: float | None
     bubble: float
     bottleneck: str
@@ -103,6 +108,8 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     assumed: list[str]
     questions: list[str]
     explained: dict[str, Explained]
+    remedies: list[Remedy] = []
+    recipe: str | None = None
 
 
 def build_report(
@@ -123,13 +130,17 @@ def build_report(
         interval = suggested_interval_s(saved_gb / storage, saved_gb / storage, asked.failures_per_day)
     images = rate * asked.cameras if asked.reads_images and asked.cameras else None
     read = None if asked.stored_bytes is None else rate * asked.stored_bytes
-    order = schedule_order(fit.settings.pipeline_schedule, fit.degrees.pp, fit.inputs.micro_batches)
+    how, pp = fit.settings.pipeline_schedule, fit.degrees.pp
+    order = [schedule_order(how, pp, stage, fit.inputs.micro_batches) for stage in range(pp)]
+    if how == "Interleaved1F1B" and pp > 1:  # whose order is torch's own
+        order = []
     tried, sweep, curves, assumed = lists
     return PlanReport(
         schema=SCHEMA, version=VERSION, created=created_now(), options=options, scenario=asked, cluster=cluster.name,
         devices=devices, strategy=named(fit.settings), memory_by_stage=[shape.memory for shape in fit.stages],
         peak_gib=peak(fit.stages) / GIB, usable_gib=USABLE * cluster.device.memory_gib.value, stages=fit.stages,
         schedule=[stage[:_SHOWN_ORDER] for stage in order], step=time, step_s=step_s,
+        step_range_s=step_range(asked, cluster, fit, data),
         overlap=1 - time.data_exposed / time.data_total if time.data_total else None, bubble=time.bubble / time.total,
         bottleneck=bottleneck(time, seconds), occupancy=time.total / step_s,
         mfu=fit.useful_flop / (step_s * cluster.peak_flops(asked.precision)), samples_per_s=rate, images_per_s=images,
@@ -145,14 +156,27 @@ def build_report(
     )  # fmt: skip
 
 
+def step_range(
+    asked: Scenario, cluster: ClusterSettings, fit: Fit, data: Data, fitted: Fitted | None = None
+) -> tuple[float, float]:
+    """Return the range of 4 of 5 steps, by the errors of the steps that the efficiencies rest on."""
+    used = efficiency(asked, cluster)
+    deviation = used.spread
+    if fitted is not None:
+        deviation = fitted.deviation(slopes(fit.work, cluster, asked.precision, used))
+    factor, data_s = math.exp(_DEVIATIONS * deviation), max(data_seconds(asked, cluster, data).values())
+    return max(fit.time.total / factor, data_s), max(fit.time.total * factor, data_s)
+
+
 def teacher_cost(asked: Scenario, cluster: ClusterSettings, fit: Fit) -> TeacherCost | None:
     """Return the cost of the scenario's teacher, if it has one."""
     found = taught(asked, fit.inputs, cluster.num_devices)
     if asked.teacher is None or found is None:
         return None
     own = sum(shape.flop for shape in fit.once) / len(fit.once) - (found.flop if asked.teacher_from == "model" else 0)
-    seconds = found.flop / (asked.efficiency.compute * cluster.peak_flops(asked.precision))
-    seconds += asked.efficiency.passes * found.moved_bytes / (cluster.device.memory_gb_per_s.value * 1e9)
+    used = efficiency(asked, cluster)
+    seconds = found.flop / (used.products * cluster.peak_flops(asked.precision))
+    seconds += used.passes * found.moved_bytes / (cluster.device.memory_gb_per_s.value * 1e9)
     return TeacherCost(
         model=asked.teacher, parameters=found.parameters, flop_share=found.flop / (found.flop + own),
         memory_gib=(found.weights_bytes + found.pass_bytes) / GIB, layer_bytes=asked.layer_bytes,
@@ -181,11 +205,17 @@ def checkpoint_gb(fit: Fit) -> float:
 def assumptions(asked: Scenario, cluster: ClusterSettings, data: Data) -> list[str]:
     """Say what the figures rest on that nobody measured."""
     found = [f"{1 - USABLE:.0%} of a device's memory is left for the collective library, gaps and scratch memory"]
-    if asked.efficiency == Efficiency():
+    if asked.efficiency is None:
+        used = efficiency(asked, cluster)
         found.append(
-            f"efficiency: {asked.efficiency.compute:.0%} of the peak, activations moved {asked.efficiency.passes:g} "
-            "times; not fitted to this model: use --calibrate with reports of `fuelrail bench train`"
+            f"efficiency: {used.products:.0%} of the peak in matrix products, {used.attention:.0%} in attention, "
+            f"{used.convolution:.0%} in convolutions, activations moved {used.passes:.2g} times: a fit to published "
+            "steps of such devices, not of this model; --measure fits it to yours"
         )
+    if asked.accelerator is not None:
+        found.append(f"computing takes what the profile '{asked.accelerator}' says, whose sources it names")
+    if asked.low:
+        found.append("weights bf16: Fuelrail's own trainer has fp32 weights and whole gradients between micro-batches")
     if cluster.usd_per_device_hour is None:
         found.append(f"no price: cluster '{cluster.name}' has no usd_per_device_hour")
     if asked.reads_images:
@@ -199,7 +229,7 @@ def assumptions(asked: Scenario, cluster: ClusterSettings, data: Data) -> list[s
 
 def explanations(asked: Scenario, cluster: ClusterSettings, fit: Fit, data: Data) -> dict[str, Explained]:
     """Return formula, inputs and source of each figure."""
-    device, used, work, degrees = cluster.device, asked.efficiency, fit.work, fit.degrees
+    device, used, work, degrees = cluster.device, efficiency(asked, cluster), fit.work, fit.degrees
     top, moved = device.peak_tflops[asked.precision], device.memory_gb_per_s
     rate = cluster.bytes_per_s
     ring = "NVIDIA nccl-tests, doc/PERFORMANCE.md; "
@@ -221,8 +251,10 @@ def explanations(asked: Scenario, cluster: ClusterSettings, fit: Fit, data: Data
             in_flight=str([shape.in_flight for shape in fit.stages]), moments=MOMENTS[fit.settings.optimiser],
         ),
         "usable_gib": line("0.9 x memory", device.memory_gib.source, memory_gib=device.memory_gib.value),
-        "step.compute": line("micro_batches x FLOP / (compute x peak)", top.source, micro_batches=count,
-                             flop=work.flop, compute=used.compute, peak_tflops=top.value),
+        "step.compute": line("micro_batches x sum of FLOP / (share x peak), attention of fp8 at bf16's peak",
+                             top.source, micro_batches=count, flop=work.flop, attention=work.attention_flop,
+                             convolution=work.convolution_flop, peak_tflops=top.value,
+                             shares=f"{used.products:.2f}, {used.attention:.2f}, {used.convolution:.2f}"),
         "step.memory": line("micro_batches x passes x activations / rate", moved.source, micro_batches=count,
                             passes=used.passes, activation_bytes=work.activation_bytes, gb_per_s=moved.value),
         "step.tensor": line("micro_batches x (bytes sent on axis tp / bus bandwidth + messages x latency)",
@@ -231,7 +263,7 @@ def explanations(asked: Scenario, cluster: ClusterSettings, fit: Fit, data: Data
         "step.pipeline": line("micro_batches x (2 x hidden tensor / one port + messages x latency)", cluster.link(
                               work.pipeline_reach).gb_per_s.source, bytes=work.pipeline_bytes,
                               messages=work.pipeline_count),
-        "step.bubble": line("(p - 1) / m x (compute + memory + tensor + pipeline)", "arXiv 2104.04473, section 2.2",
+        "step.bubble": line("(p - 1) / (v m) x (compute + memory + tensor + pipeline)", "arXiv 2104.04473, section 2.2",
                             p=degrees.pp, m=count),
         "step.data_exposed": line("bytes sent on axes dp_* / bus bandwidth + latency - what hides behind computing",
                                   ring + "; ".join(sorted(link.gb_per_s.source for link in links)), sent=sent),

@@ -10,7 +10,8 @@ import msgspec
 
 from fuelrail.bench.planner.hardware import GIB, ClusterSettings, load_cluster
 from fuelrail.bench.planner.scenario import Data, PlanOptions, Scenario, check, with_options
-from fuelrail.bench.studies.plan.measured import calibrated, with_data, with_loader
+from fuelrail.bench.studies.plan.measured import measured, with_data, with_loader
+from fuelrail.bench.trainer.models.settings import GptSettings
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import load_yaml, make_options
 
@@ -51,11 +52,15 @@ def plan(
         asked, data, found = with_loader(asked, cluster, data, Path(options.loader_report))
         assumed += found
     check(asked)
-    if options.calibrate:
-        asked, found = calibrated(asked, cluster, options.calibrate)
+    fitted = None
+    if options.measure:
+        fitted, found = measured(asked, cluster, options.measure)
+        asked = msgspec.structs.replace(asked, efficiency=fitted.efficiency)
         assumed += found
     from fuelrail.bench.planner.scaling import scaling_curves  # need torch, and the checks above do not
-    from fuelrail.bench.studies.plan.report import build_report
+    from fuelrail.bench.studies.plan.recipe import recipe
+    from fuelrail.bench.studies.plan.remedies import remedies
+    from fuelrail.bench.studies.plan.report import build_report, step_range
     from fuelrail.bench.studies.plan.sweep import sweep
 
     chosen, tried = choose(asked, cluster)
@@ -74,7 +79,17 @@ def plan(
             "'between' nodes; add it to the file for more"
         )
     said = {name: value for name, value in msgspec.to_builtins(options).items() if value not in (None, False, [])}
-    return build_report(asked, cluster, chosen, data, said, (tried, swept, curves, assumed))
+    report = build_report(asked, cluster, chosen, data, said, (tried, swept, curves, assumed))
+    rates = {one.strategy: one.samples_per_s for one in tried if one.samples_per_s is not None}
+    launch = None
+    if options.recipe is not None:
+        launch = recipe(options.recipe, asked, cluster, chosen, report.checkpoint_interval_s)
+    return msgspec.structs.replace(
+        report,
+        step_range_s=step_range(asked, cluster, chosen, data, fitted),
+        remedies=remedies(asked, cluster, chosen, data, rates),
+        recipe=launch,
+    )
 
 
 def choose(asked: Scenario, cluster: ClusterSettings) -> tuple[Fit, list[Tried]]:
@@ -107,4 +122,9 @@ def choose(asked: Scenario, cluster: ClusterSettings) -> tuple[Fit, list[Tried]]
         return chosen, tried
     reasons = list(dict.fromkeys(one.fails for one in tried))
     why = reasons[0] if len(reasons) == 1 else "; ".join(f"{one.strategy}: {one.fails}" for one in tried)
-    raise ConfigError(f"model '{asked.model}' does not fit on {cluster.num_devices} x {cluster.device.name}: {why}")
+    if isinstance(asked.settings, GptSettings) and not asked.low:
+        why = (
+            f"{why}; this is with fp32 weights and whole gradients, as Fuelrail's trainer has them: --weights bf16 "
+            "plans a trainer with less"
+        )
+    raise ConfigError(f"model '{asked.named}' does not fit on {cluster.num_devices} x {cluster.device.name}: {why}")

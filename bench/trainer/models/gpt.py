@@ -10,31 +10,40 @@ import torch.nn.functional as F
 import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
-from fuelrail.bench.trainer.models.staged import TRANSFORMER_PLAN, Block, StagedModel
+from fuelrail.bench.trainer.models.staged import GATED_PLAN, TRANSFORMER_PLAN, Block, Experts, StagedModel, perceptron
 
 if TYPE_CHECKING:
     from fuelrail.bench.trainer.models.settings import GptSettings
 
 _MAX_STRIDE = 8
+# Of a head that is made with this rank's part of the vocabulary alone, for the planner.
+VOCABULARY_PART = PrepareModuleInput(
+    input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=True
+)
 
 
 class Gpt(StagedModel):
     """Tokens to the mean loss of predicting each of them from those before it."""
 
     settings: GptSettings
-    plan: Mapping[str, ParallelStyle] = {
-        "stem.tokens": RowwiseParallel(input_layouts=Replicate()),
-        **TRANSFORMER_PLAN,
-        "head.norm": SequenceParallel(),
-        "head.vocabulary": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-    }
 
     def __init__(self, settings: GptSettings) -> None:
         super().__init__(settings)
+        self.plan = {
+            "stem.tokens": RowwiseParallel(input_layouts=Replicate()),
+            **(GATED_PLAN if settings.gated else TRANSFORMER_PLAN),
+            "head.norm": SequenceParallel(),
+            "head.vocabulary": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        }
         self.stem = _Embeddings(settings)
-        self.blocks = nn.ModuleList(Block(settings.width, settings.heads, causal=True) for _ in range(settings.depth))
+        self.blocks = nn.ModuleList(_block(settings) for _ in range(settings.depth))
         self.head = _NextToken(settings)
 
     def inputs(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
@@ -49,6 +58,15 @@ class Gpt(StagedModel):
     def feature_map(self, hidden: Tensor, *inputs: Tensor) -> Tensor:  # noqa: ARG002 - there is no image
         """Return the tokens as one map of a single row [B, 1, C, 1, T]."""
         return hidden.transpose(1, 2)[:, None, :, None]
+
+
+def _block(settings: GptSettings) -> Block:
+    width, inner, gated = settings.width, settings.ffn or 4 * settings.width, settings.gated
+    if settings.experts > 1:
+        mlp: nn.Module = Experts(width, inner, settings.experts, settings.active_experts, gated=gated)
+    else:
+        mlp = perceptron(width, inner, gated=gated)
+    return Block(width, settings.heads, causal=True, kv_heads=settings.kv_heads, mlp=mlp)
 
 
 class _Embeddings(nn.Module):

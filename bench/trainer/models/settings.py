@@ -55,13 +55,23 @@ class VitSettings(CameraSettings, frozen=True, kw_only=True):
 
 
 class GptSettings(Settings, frozen=True):
-    """Size of the decoder: ``depth`` blocks of ``width`` channels; it reads ``context`` tokens of a ``vocabulary``."""
+    """Size of the decoder: ``depth`` blocks of ``width`` channels; it reads ``context`` tokens of a ``vocabulary``.
+
+    ``kv_heads`` (default: ``heads``) are shared by groups of queries. A perceptron has ``ffn`` channels inside
+    (default: four times the width), and with ``gated`` a third matrix. ``experts`` is the number of perceptrons of a
+    block, of which a token passes ``active_experts`` on average.
+    """
 
     width: Positive
     depth: Positive
     heads: Positive
     vocabulary: Positive = 50304
     context: Positive = 1024
+    kv_heads: Positive | None = None
+    ffn: Positive | None = None
+    gated: bool = False
+    experts: Positive = 1
+    active_experts: Positive = 1
 
 
 GridSettings = BevSettings | VitSettings  # of models that say which cells are occupied
@@ -103,7 +113,13 @@ def num_blocks(settings: ModelSettings) -> int:
 def tensor_sizes(settings: ModelSettings, image: tuple[int, int]) -> dict[str, int]:
     """Return sizes that tensor parallel divides, by name; ``image`` is the height and width of a delivered image."""
     if isinstance(settings, GptSettings):
-        return {"heads": settings.heads, "vocabulary": settings.vocabulary, "context": settings.context}
+        return {
+            "heads": settings.heads,
+            "key-value heads": settings.kv_heads or settings.heads,
+            "channels of the perceptron": settings.ffn or 4 * settings.width,
+            "vocabulary": settings.vocabulary,
+            "context": settings.context,
+        }
     if isinstance(settings, VitSettings):
         height, width = (settings.patches_along(side) for side in image)
         return {"heads": settings.heads, "patches of an image": height * width}

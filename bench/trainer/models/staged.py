@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
@@ -97,15 +98,28 @@ def mean_over_samples(losses: Tensor, weight: Tensor) -> Tensor:
     return (losses * weight).sum() / weight.sum().clamp(min=1)
 
 
-class Block(nn.Module):
-    """The pre-norm block of GPT-2 and ViT: attention, and a perceptron of four times the width."""
+# Of perceptrons that a product gates.
+GATED_PLAN: dict[str, ParallelStyle] = {
+    **{name: style for name, style in TRANSFORMER_PLAN.items() if name != "blocks.*.mlp.0"},
+    "blocks.*.mlp.0.gate": ColwiseParallel(),
+    "blocks.*.mlp.0.up": ColwiseParallel(),
+}
 
-    def __init__(self, width: int, heads: int, *, causal: bool) -> None:
+
+class Block(nn.Module):
+    """The pre-norm block of GPT-2 and ViT: attention, and a perceptron of four times the width unless ``mlp`` is given.
+
+    ``kv_heads`` are the heads of keys and values, each of which a group of queries shares.
+    """
+
+    def __init__(
+        self, width: int, heads: int, *, causal: bool, kv_heads: int | None = None, mlp: nn.Module | None = None
+    ) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
-        self.attention = _Attention(width, heads, causal=causal)
+        self.attention = _Attention(width, heads, kv_heads or heads, causal=causal)
         self.mlp_norm = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = mlp or perceptron(width, 4 * width)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Compute hidden states [B, T, C] of the same shape."""
@@ -114,12 +128,56 @@ class Block(nn.Module):
         return result
 
 
-class _Attention(nn.Module):
-    def __init__(self, width: int, heads: int, *, causal: bool) -> None:
+def perceptron(width: int, inner: int, *, gated: bool = False) -> nn.Sequential:
+    """Return two matrices with GELU between them, or three, of which one gates another (arXiv 2002.05202, SwiGLU)."""
+    if gated:
+        return nn.Sequential(_Gate(width, inner), nn.Identity(), nn.Linear(inner, width))
+    return nn.Sequential(nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width))
+
+
+class _Gate(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
         super().__init__()
-        self.head_width, self.causal = width // heads, causal
+        self.gate, self.up = nn.Linear(width, inner), nn.Linear(width, inner)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        result: Tensor = F.silu(self.gate(hidden)) * self.up(hidden)
+        return result
+
+
+class Experts(nn.Module):
+    """Perceptrons of which each takes the tokens of a sequence that it weighs most (arXiv 2202.09368, expert choice).
+
+    An expert takes ``active / number`` of the tokens, so all compute equally much, and a token passes ``active`` of
+    them on average. Which tokens an expert takes depends on the later ones too.
+    """
+
+    def __init__(self, width: int, inner: int, number: int, active: int, *, gated: bool) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, number, bias=False)
+        self.experts = nn.ModuleList(perceptron(width, inner, gated=gated) for _ in range(number))
+        self.active = active
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Compute hidden states [B, T, C] of the same shape."""
+        weights = self.router(hidden).softmax(-1).transpose(1, 2)  # [B, E, T]
+        taken = max(1, hidden.shape[1] * self.active // len(self.experts))
+        weight, place = weights.topk(min(taken, hidden.shape[1]))
+        result = torch.zeros_like(hidden)
+        for number, expert in enumerate(self.experts):
+            at = place[:, number, :, None].expand(-1, -1, hidden.shape[2])
+            made = expert(hidden.gather(1, at)) * weight[:, number, :, None]
+            result = result.scatter_add(1, at, made.to(result.dtype))
+        return result
+
+
+class _Attention(nn.Module):
+    def __init__(self, width: int, heads: int, kv_heads: int, *, causal: bool) -> None:
+        super().__init__()
+        self.head_width, self.causal, self.grouped = width // heads, causal, kv_heads != heads
         # Apart, not fused: tensor parallel cuts each of them between heads.
-        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        sizes = (width, kv_heads * self.head_width, kv_heads * self.head_width)
+        self.query, self.key, self.value = (nn.Linear(width, size) for size in sizes)
         self.output = nn.Linear(width, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -128,6 +186,6 @@ class _Attention(nn.Module):
             part(hidden).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             for part in (self.query, self.key, self.value)
         )
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal, enable_gqa=self.grouped)
         result: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return result

@@ -169,7 +169,7 @@ def _divide(
             there = {name for name, _ in part.named_children()}  # a stage may lack stem or head
             styles = {name: style for name, style in model.plan.items() if name.split(".")[0] in there}
             parallelize_module(part, mesh["tp"], styles)
-        units = _units(part, wrap)
+        units = units_of(part, wrap)
         for unit in units:
             if settings.recompute != "none":
                 _recompute(unit, selective=settings.recompute == "selective")
@@ -250,7 +250,7 @@ def _stages(
     return stages
 
 
-def _units(part: nn.Module, wrap: Sequence[type[nn.Module]]) -> list[nn.Module]:
+def units_of(part: nn.Module, wrap: Sequence[type[nn.Module]]) -> list[nn.Module]:
     """Return the parts that are sharded, recomputed and compiled one by one, inner ones first."""
     wrap = wrap or getattr(part, "wrap", ())
     if not wrap:

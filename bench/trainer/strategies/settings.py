@@ -165,6 +165,13 @@ def check_fits(
     if isinstance(model, VitSettings | GptSettings):
         uneven = model.width % model.heads
         _refuse(uneven, f"{model.heads} heads do not divide the model's width of {model.width}")
+    if isinstance(model, GptSettings):
+        groups = model.heads % (model.kv_heads or 1)
+        _refuse(groups, f"{model.kv_heads} key-value heads do not divide the model's {model.heads} heads")
+        _refuse(
+            tp > 1 and model.experts > 1,
+            f"tp={tp} divides no experts, and the model has {model.experts}; use tp=1, and dp_shard to divide them",
+        )
     if pp == 1:
         return
     blocks, stages, parts = num_blocks(model), stages_of(settings, degrees), settings.micro_batches or batch_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fuelrail.bench.planner import formulas
+from support.published_formulas import first_stage_layers
 
 
 @pytest.mark.parametrize(
@@ -20,3 +21,11 @@ def test_bubbles_and_rings():
     assert formulas.bubble(8, 64) == 0.109375
     assert formulas.sent_bytes("all_reduce", 8, 1e9) == 1.75e9
     assert formulas.sent_bytes("all_gather", 16, 1e9) == formulas.sent_bytes("reduce_scatter", 16, 1e9) == 937.5e6
+
+
+def test_an_interleaved_first_stage_holds_the_papers_number_of_layers():
+    """arXiv 2205.05198, section 4.2.3: L (1 + (p - 1) / (p v)) layers' worth, here of 96 in 8 stages of 3 parts."""
+    chunks = formulas.chunks_in_flight(8, 0, 64, 3)
+    assert chunks * 96 / 8 / 3 == first_stage_layers(96, 8, 3)
+    assert formulas.chunks_in_flight(8, 7, 64, 3) == 17
+    assert formulas.chunks_in_flight(8, 0, 1, 3) == 3, "no more than there are"

@@ -11,9 +11,8 @@ from fuelrail.bench.planner import choice
 from fuelrail.bench.planner.fake_rank import run_rank
 from fuelrail.bench.planner.hardware import CLUSTERS, load_cluster
 from fuelrail.bench.planner.scenario import Data, PlanOptions, Scenario, with_options
-from fuelrail.bench.planner.step_time import Efficiency
 from fuelrail.bench.studies.plan import sweep
-from fuelrail.bench.studies.plan.measured import calibrated
+from fuelrail.bench.studies.plan.measured import measured
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings
 from fuelrail.pipeline.errors import ConfigError
 from support.bench_runs import SETTINGS, log, report_of, steps
@@ -145,15 +144,34 @@ def test_efficiencies_are_fitted_to_training_on_the_cluster(tmp_path):
     path.write_bytes(msgspec.json.encode(report))
     asked = Scenario(name="n", **TINY, **IMAGES)
     cluster = load_cluster("1x8-h100")
-    found, said = calibrated(asked, cluster, [str(path)])
-    # A tiny model takes milliseconds, of which an H100 needs none: the fit goes to its lowest share of the peak.
-    assert found.efficiency == Efficiency(compute=0.01, passes=asked.efficiency.passes)
-    assert "fitted to 1 report; off by " in said[0]
-    assert said[0].endswith("; 1% of the peak is the limit of what can be, so the model does not describe these steps")
+    found, said = measured(asked, cluster, [str(path)])
+    # A tiny model takes milliseconds, of which an H100 needs none: it goes as far as one step may move the numbers.
+    assert found.efficiency.convolution < choice.efficiency(asked, cluster).convolution
+    assert "4 numbers fitted to 1 measured step; identifiable by them: " in said[0]
     emulated = report_of([log(0, steps(20))])
     path.write_bytes(msgspec.json.encode(emulated))
     with pytest.raises(ConfigError, match="its accelerator was emulated, which says nothing of 'NVIDIA H100"):
-        calibrated(asked, cluster, [str(path)])
+        measured(asked, cluster, [str(path)])
+
+
+FLAGS = {"model": "gpt-tiny", "cluster": "1x8-h100", "global_batch": 16, "strategy": "ddp"}
+
+
+@pytest.mark.slow
+def test_a_users_own_measured_steps_narrow_the_range(tmp_path):
+    asked = {"model": "gpt-tiny", "cluster": "1x8-h100", "global_batch": 16, "parallel": {"strategy": "ddp"}}
+    for number, size in enumerate((1, 2)):
+        text = {**asked, "name": "mine", "micro_batch": size, "measured_step_s": 0.004 / size}
+        (tmp_path / f"{number}.yaml").write_bytes(msgspec.yaml.encode(text))
+    files = (str(tmp_path / "0.yaml"), str(tmp_path / "1.yaml"))
+    before = fuelrail.plan(None, **FLAGS)
+    after = fuelrail.plan(None, **FLAGS, measure=files)
+    assert any("identifiable by them" in text for text in after.assumed)
+    assert after.step_s > before.step_s, "a step takes milliseconds, which no H100 needs for so little"
+    assert after.step_range_s[0] < after.step_s < after.step_range_s[1]
+    (tmp_path / "0.yaml").write_bytes(msgspec.yaml.encode({**asked, "name": "mine"}))
+    with pytest.raises(ConfigError, match="needs parallel, and measured_step_s"):
+        fuelrail.plan(None, **FLAGS, measure=files)
 
 
 def test_every_scenario_is_of_a_cluster():
