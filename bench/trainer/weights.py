@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -85,11 +85,16 @@ def _tensors(
             yield name, partial(_itself, value)
         return
     place = Path(source)
-    files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place] if place.is_file() else []
+    files = [file for file in sorted(place.glob("*.safetensors")) or [place] if file.is_file()]
     if not files:
         raise ConfigError(f"weights '{place}' are neither a safetensors file nor a folder of some; give one")
     for file in files:
-        with safe_open(file, framework="pt") as opened:
+        try:
+            opened: Any = safe_open(file, framework="pt")
+        except (SafetensorError, OSError) as error:
+            what = f"weights '{file}' cannot be read: {error}; take the file from where it is whole"
+            raise ConfigError(what) from error
+        with opened:
             for name in opened.keys():  # noqa: SIM118 - it is no mapping
                 yield name, partial(opened.get_tensor, name)
 

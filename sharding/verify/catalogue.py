@@ -44,7 +44,7 @@ class TagOptions(Settings, frozen=True):
 class _Printed(msgspec.Struct, frozen=True, kw_only=True):
     def as_json(self) -> str:
         """Return the report as one JSON document."""
-        return json_text(msgspec.json.format(msgspec.json.encode(self), indent=2).decode()) + "\n"
+        return json_text(self)
 
 
 class DatasetLog(_Printed, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ mixed with the files of another run.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import re
@@ -25,6 +26,7 @@ _LOG = logging.getLogger(__name__)
 
 VERSION = 1
 _MANIFEST, _DAMAGED = "checkpoint.json", "damaged.json"
+_MAX_MANIFEST_BYTES = 1 << 26
 _NAME = re.compile(r"step-\d{8,}\.[0-9a-f]{8}")
 
 
@@ -93,8 +95,10 @@ class Store:
         path = f"{self._path}/{folder}/{name}"
         try:
             info = self._fs.info(path)
-        except FileNotFoundError as error:
-            raise DamagedError(f"{name} is missing") from error
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) or error.errno == errno.ELOOP:
+                raise DamagedError(f"{name} is missing") from error
+            raise
         if info["type"] != "file":
             raise DamagedError(
                 f"{name} is {'a folder, not a file' if info['type'] == 'directory' else 'no regular file'}"
@@ -125,8 +129,11 @@ class Store:
 
         Raises DamagedError, and StateMismatchError for another version.
         """
+        path, num_bytes = self._regular(folder, _MANIFEST)
+        if num_bytes > _MAX_MANIFEST_BYTES:
+            raise DamagedError(f"{_MANIFEST} has {num_bytes} bytes, at most {_MAX_MANIFEST_BYTES} are read")
         try:
-            sealed = msgspec.json.decode(self._fs.cat_file(self._regular(folder, _MANIFEST)[0]), type=_Sealed)
+            sealed = msgspec.json.decode(self._fs.cat_file(path), type=_Sealed)
         except msgspec.MsgspecError as error:
             raise DamagedError(f"{_MANIFEST} is not a manifest: {error}") from error
         body = bytes(sealed.manifest)
@@ -141,9 +148,10 @@ class Store:
         if not folder.startswith(self.folder(manifest.step, "")):
             raise DamagedError(f"{_MANIFEST} is of step {manifest.step}")
         for name in sorted(manifest.files)[share]:
-            found, written = self._digest_of(folder, name), manifest.files[name]
-            if found != written:
-                raise DamagedError(f"{name} does not match its digest; of {written[0]} bytes it has {found[0]}")
+            num_bytes, digest = manifest.files[name]
+            _, found = self._regular(folder, name)
+            if found != num_bytes or self._digest_of(folder, name)[1] != digest:
+                raise DamagedError(f"{name} does not match its digest; of {num_bytes} bytes it has {found}")
         return manifest
 
     def hide(self, folder: str) -> None:

@@ -142,6 +142,16 @@ def pipe(path):
     os.mkfifo(path)
 
 
+def loop(path):
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+def endless(path):
+    """Make it a terabyte of zeros, which takes no room."""
+    os.truncate(path, 1 << 40)
+
+
 def folder(path):
     path.unlink()
     path.mkdir()
@@ -161,6 +171,9 @@ def folder(path):
         ("checkpoint.json", folder, "checkpoint.json is a folder, not a file"),
         ("__0_0.distcp", pipe, "__0_0.distcp is no regular file"),
         (".metadata", folder, ".metadata is a folder, not a file"),
+        (".metadata", loop, ".metadata is missing"),
+        ("__0_0.distcp", endless, r"__0_0.distcp does not match its digest; of \d+ bytes it has 1099511627776"),
+        ("checkpoint.json", endless, "checkpoint.json has 1099511627776 bytes, at most 67108864 are read"),
     ],
 )
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(datasets, saved, name, damage, said):
