@@ -76,7 +76,7 @@ class Checkpoints:
         writer = self._store.writer(folder)
         # Where torch 2.8 looks for a stager; newer versions do too if they are given no other.
         writer.stage = self._stager.stage  # type: ignore[method-assign]
-        progress = msgspec.to_builtins(progress_of(parallel, loader_state))
+        progress = progress_of(parallel, loader_state)
         manifest = Manifest(
             step=step, world_size=self._world_size, identity=self._identity, progress=progress, files={}
         )
@@ -167,7 +167,7 @@ class Checkpoints:
                     f"{theirs.get(name)}, this run has {ours.get(name)}; use another --checkpoint"
                 )
         # Checks dataset, split, order and settings, and says both sides itself.
-        loader.load_state_dict(manifest.progress["loader"])
+        loader.load_state_dict(manifest.progress.loader)
         tensors = targets_of(parallel, shapes.keys(), self._rank, manifest.world_size)
         load(tensors, storage_reader=reader, process_group=self._group)
         put_back(parallel, tensors, manifest.progress)

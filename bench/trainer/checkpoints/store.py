@@ -19,6 +19,7 @@ import xxhash
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 from fuelrail.pipeline.errors import FuelrailError, StateMismatchError
+from fuelrail.pipeline.settings import NotNegative, Positive
 from fuelrail.pipeline.storage.files import published, sync_folder
 from fuelrail.pipeline.storage.filesystem import filesystem, is_url, shown_url
 
@@ -34,17 +35,25 @@ class DamagedError(FuelrailError):
     """A checkpoint whose bytes are not those that were written."""
 
 
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """The states of loader, schedule and scaler, as plain JSON."""
+
+    loader: dict[str, Any]
+    schedule: NotNegative
+    scaler: dict[str, int | float]
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """What is not a tensor.
 
-    ``step`` steps were done. ``identity`` says what was trained. ``progress`` holds the states of loader, schedule and
-    scaler as plain JSON; ``files`` the number of bytes and the digest (xxh3) of each file.
+    ``step`` steps were done. ``identity`` says what was trained. ``files`` holds the number of bytes and the digest
+    (xxh3) of each file.
     """
 
-    step: int
-    world_size: int
+    step: NotNegative
+    world_size: Positive
     identity: dict[str, str]
-    progress: dict[str, Any]
+    progress: Progress
     files: dict[str, tuple[int, str]]
 
 
@@ -144,7 +153,10 @@ class Store:
                 f"checkpoint '{self.shown}/{folder}' has version {sealed.version}; this Fuelrail reads version "
                 f"{VERSION}: use the Fuelrail that wrote it, or another --checkpoint"
             )
-        manifest = msgspec.json.decode(body, type=Manifest)
+        try:
+            manifest = msgspec.json.decode(body, type=Manifest)
+        except msgspec.MsgspecError as error:
+            raise DamagedError(f"{_MANIFEST} is not a manifest: {error}") from error
         if not folder.startswith(self.folder(manifest.step, "")):
             raise DamagedError(f"{_MANIFEST} is of step {manifest.step}")
         for name in sorted(manifest.files)[share]:

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
@@ -188,6 +189,19 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(datasets, 
     assert (newest / "damaged.json").exists()
     # The same step was saved again, in a folder of its own.
     assert run(datasets / "one", saved)[0].step == STEPS
+
+
+def test_a_manifest_of_another_form_is_set_aside(datasets, saved):
+    (newest,) = saved.glob("step-00000004.*")
+    sealed = msgspec.json.decode((newest / "checkpoint.json").read_bytes())
+    body = msgspec.json.encode({**sealed["manifest"], "world_size": 0})
+    xxh3 = xxhash.xxh3_64_hexdigest(f"{VERSION}\n".encode() + body)
+    (newest / "checkpoint.json").write_bytes(
+        msgspec.json.encode({**sealed, "xxh3": xxh3, "manifest": msgspec.Raw(body)})
+    )
+    restored, _ = run(datasets / "one", saved)
+    assert restored.step == 2
+    assert "is not a manifest: Expected `int` >= 1 - at `$.world_size`" in restored.skipped[0]
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_set_aside(datasets, saved):
