@@ -83,7 +83,7 @@ def test_metadata(quick, monkeypatch):
     monkeypatch.setattr(metadata, "ROWS_PER_BATCH", 40)
     monkeypatch.setattr(metadata, "_NUM_ROWS", 5000)
     report, printed = quick(lambda words: timing.main(words, "metadata", metadata.measure), "--quick")
-    assert [len(comparison["entries"]) for comparison in report["comparisons"]] == [2, 2, 1, 2, 2, 2]
+    assert [len(comparison["entries"]) for comparison in report["comparisons"]] == [3, 3, 1, 2, 2, 2]
     assert all(entry["speedup"] > 0 for comparison in report["comparisons"] for entry in comparison["entries"])
     assert "metadata of one sample" in printed
 
