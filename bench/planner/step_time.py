@@ -20,7 +20,7 @@ import msgspec
 if TYPE_CHECKING:
     from fuelrail.bench.planner.hardware import ClusterSettings, ComputeType
 
-# Shares of the peak to all of it, and passes from none to far more than any kernel makes: an end of either is no fit.
+# Shares of the peak to all of it, and passes from none to far more than any kernel makes: an end is not a fit.
 _SHARES = [0.01 * step for step in range(1, 101)]
 _PASSES = [*(0.5 * step for step in range(33)), *(round(16 * 1.1**step) for step in range(1, 45))]
 

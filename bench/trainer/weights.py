@@ -95,7 +95,7 @@ def _tensors(
             what = f"weights '{file}' cannot be read: {error}; take the file from where it is whole"
             raise ConfigError(what) from error
         with opened:
-            for name in opened.keys():  # noqa: SIM118 - it is no mapping
+            for name in opened.keys():  # noqa: SIM118 - it is not a mapping
                 yield name, partial(opened.get_tensor, name)
 
 

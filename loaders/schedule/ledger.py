@@ -231,7 +231,7 @@ class RunLedger:
 
 
 def identity_of(setup: RunSetup, path: str | os.PathLike[str]) -> Identity:
-    """Return what the positions of a run are positions of; raise LedgerError for what is no identity."""
+    """Return what the positions of a run are positions of; raise LedgerError for what is not an identity."""
     try:
         return msgspec.convert(setup.identity, Identity)
     except msgspec.ValidationError as error:

@@ -258,7 +258,7 @@ def seconds_of(case: Case, model: Transformer, how: Division, value: float) -> f
 
 
 def other(case: Case) -> float:
-    """Predict a measured case that is no step of a transformer."""
+    """Predict a measured case that is not a step of a transformer."""
     given = case.given
     if case.expect.quantity == "algorithm_bandwidth":
         return float(given["bus_gb_per_s"]) / sent_bytes("all_reduce", given["gpus"], 1.0)

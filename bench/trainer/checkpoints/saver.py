@@ -138,7 +138,7 @@ class Checkpoints:
             files = self._merged(partial(self._store.digests, folder, self._share))
             self._on_first(partial(self._store.publish, folder, msgspec.structs.replace(manifest, files=files)))
             self._on_first(partial(self._store.prune, self._keep))
-        except (Exception, CheckpointException) as error:  # torch's is no Exception
+        except (Exception, CheckpointException) as error:  # torch's is not an Exception
             reason = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
             raise FuelrailError(
                 f"the checkpoint of step {manifest.step} could not be written to '{self._store.shown}': {reason}; "

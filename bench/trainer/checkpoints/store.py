@@ -35,7 +35,7 @@ class DamagedError(FuelrailError):
     """A checkpoint whose bytes are not those that were written."""
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
+class RunState(msgspec.Struct, frozen=True, kw_only=True):
     """The states of loader, schedule and scaler, as plain JSON."""
 
     loader: dict[str, Any]
@@ -53,7 +53,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     step: NotNegative
     world_size: Positive
     identity: dict[str, str]
-    progress: Progress
+    progress: RunState
     files: dict[str, tuple[int, str]]
 
 
@@ -110,7 +110,7 @@ class Store:
             raise
         if info["type"] != "file":
             raise DamagedError(
-                f"{name} is {'a folder, not a file' if info['type'] == 'directory' else 'no regular file'}"
+                f"{name} is {'a folder, not a file' if info['type'] == 'directory' else 'not a regular file'}"
             )
         return path, info["size"]
 
@@ -167,7 +167,7 @@ class Store:
         return manifest
 
     def hide(self, folder: str) -> None:
-        """Set a damaged checkpoint aside: its files stay, and it is no checkpoint any more."""
+        """Set a damaged checkpoint aside: its files stay, and it is no longer a checkpoint."""
         self._fs.mv(f"{self._path}/{folder}/{_MANIFEST}", f"{self._path}/{folder}/{_DAMAGED}")
 
     def prune(self, keep: int) -> None:

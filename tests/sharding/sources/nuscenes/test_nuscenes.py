@@ -333,7 +333,7 @@ def test_tables_that_are_wrong(copy, tmp_path, case):
     table, row, change, says = BREAKS[case]
     copy.tables[table][row].update(change)
     copy.write(table)
-    if case == "a pose of NaN":  # JSON has no NaN: a table that holds it is no JSON
+    if case == "a pose of NaN":  # JSON has no NaN: a table that holds it is not JSON
         says = "ego_pose.json' is not JSON"
     with pytest.raises(SourceError, match=says):
         scan(copy.root, tmp_path)
