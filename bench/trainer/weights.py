@@ -33,7 +33,7 @@ _OF_MODEL = "model."
 
 
 class WeightsReport(Settings, frozen=True, kw_only=True):
-    """What of a source fitted a model, by the model's names on this rank.
+    """The names of a model on this rank that a source has filled, and what did not fit.
 
     ``missing``: the source does not have them, and the model keeps its own; ``unexpected``: the model, or this stage of
     it, does not have them; ``other_shape``: they were left out, with both shapes.
@@ -107,7 +107,7 @@ def save_weights(parallel: Parallel, place: str | os.PathLike[str], *, average: 
     """Write the whole model as one safetensors file, by the names of the undivided model.
 
     ``average``: with the average in place of each parameter that has one. The first rank writes; the file appears once
-    it is whole. All ranks must call this. Raises ConfigError for a dtype that the format has not.
+    it is whole. All ranks must call this. Raises ConfigError for a dtype that the format lacks.
     """
     own = {name.removeprefix(_OF_MODEL): value for name, value in model_tensors(parallel).items()}
     own |= parallel.average if average else {}

@@ -42,7 +42,7 @@ class Replay(NamedTuple):
     digest_matches: bool | None
     """Whether the batch has the digest that the ledger has of it; None: it has none."""
     differences: list[str]
-    """What is not as it was: versions of packages, bad samples that were replaced."""
+    """Differences from the run: versions of packages, bad samples that were replaced."""
 
 
 def replay(
@@ -100,7 +100,7 @@ def replay(
 def make_loader(
     part: Part, rank: int | None, dataset: str | os.PathLike[str] | None, functions: dict[str, Callable[..., Any]]
 ) -> DataLoader:
-    """Make a loader as that of a part of a run: of one rank, or of all of them as one. Raises ConfigError."""
+    """Make a loader equal to that of a part of a run, for one rank or for all. Raises ConfigError."""
     setup, start = part.stretch.setup, part.stretch.start
     if setup.loader is None:
         raise ConfigError("the ledger is of a sampler's run: give the sampler, replay(ledger, step, loader=sampler)")
@@ -145,7 +145,7 @@ class Showing(msgspec.Struct, frozen=True):
     stands_for: str | None
     """The bad sample that it took the place of."""
     replaced_by: str | None
-    """What was shown in its place, for it was bad."""
+    """The sample that was shown in its place, because it was bad."""
 
 
 class SeenReport(msgspec.Struct, frozen=True):
