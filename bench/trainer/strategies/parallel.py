@@ -107,7 +107,8 @@ def parallelise(
         changes["mesh"] = mesh
     if isinstance(optimiser, str):
         changes["optimiser"], optimiser = optimiser, None
-    settings = make_options(ParallelSettings, settings, changes)
+    if changes or not isinstance(settings, ParallelSettings):
+        settings = make_options(ParallelSettings, settings, changes)
     if accelerator is None:
         drafted = isinstance(model, nn.Module) and next(model.parameters()).is_meta
         device = torch.device("cpu") if drafted else join_world()
