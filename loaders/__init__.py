@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from fuelrail.loaders.batch.stages import LoaderStats
+    from fuelrail.loaders.batch.runner import LoaderStats
     from fuelrail.loaders.commands import serve_metrics
     from fuelrail.loaders.config import Budget, Normalize, StaticBatches, StorageOptions, Transforms
     from fuelrail.loaders.decode.lens import Undistort
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy
     from fuelrail.loaders.schedule.layers import LayerOptions
     from fuelrail.loaders.schedule.ledger import LedgerOptions
+    from fuelrail.loaders.serving.remote import RemoteWorkers
     from fuelrail.pipeline.order.balance import Balance
     from fuelrail.pipeline.order.batching import World
     from fuelrail.pipeline.order.cost import Cost
@@ -58,6 +59,7 @@ __all__ = [
     "Pack",
     "PixelAugment",
     "PointSweeps",
+    "RemoteWorkers",
     "StaticBatches",
     "StorageOptions",
     "TraceRecorder",
@@ -70,7 +72,7 @@ __all__ = [
 
 _OWN: Final = {
     "IterableView": "fuelrail.loaders.integrations.iterable",
-    "LoaderStats": "fuelrail.loaders.batch.stages",
+    "LoaderStats": "fuelrail.loaders.batch.runner",
     "mesh_world": "fuelrail.loaders.distributed",
     "serve_metrics": "fuelrail.loaders.commands",
 }

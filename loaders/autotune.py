@@ -57,13 +57,16 @@ def batches_in_flight(tuning: Tuning, batch_size: int) -> int:
 
 
 def make_tuner(
-    budget: Budget, batch_size: int, batch_bytes: int, ready: int, lanes: tuple[int, int] | None = None
-) -> Autotuner:
-    """Return the tuner of a loader: it starts with this rank's CPUs and ``ready`` batches, within the budget.
+    budget: Budget | None, batch_size: int, batch_bytes: int, ready: int, lanes: tuple[int, int] | None = None
+) -> Autotuner | None:
+    """Return the tuner of a loader; None without a budget.
 
+    It starts with this rank's CPUs and ``ready`` batches, within the budget.
     ``lanes`` is for a decoder on a GPU: its least and largest number of threads, for any CPUs. Raises ConfigError
     where the memory does not hold the batches that are in flight at the least.
     """
+    if budget is None:
+        return None
     share = default_num_workers()
     cpus = budget.cpus or share + max(1, share // 2)
     memory_bytes = budget.memory_bytes or default_memory_bytes()

@@ -349,6 +349,7 @@ class Arguments(Settings, frozen=True, kw_only=True):
     trace: Any
     check_ranks: Annotated[bool, _BOOL]
     ledger: LedgerOptions | None
+    where: Any
 
     def __post_init__(self) -> None:
         """Read dicts and files of settings; refuse values that are not allowed."""
@@ -365,6 +366,8 @@ class Arguments(Settings, frozen=True, kw_only=True):
         msgspec.structs.force_setattr(self, "ledger", ledger_options(self.ledger))
         resolve_fields(self, where="")
         check_types(self, ConfigError, where="")
+        if self.where not in (None, "process", "node") and not hasattr(self.where, "num_workers"):
+            raise ConfigError(f"where={self.where!r} must be 'process', 'node', a RemoteWorkers, or None")
         for name in ("transform", "batch_transform", "collate_fn", "trace"):
             value = getattr(self, name)
             if value is not None and not callable(value):

@@ -2,40 +2,39 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import islice
+from itertools import chain, islice, takewhile
 from typing import TYPE_CHECKING, Any, Literal, Never
 
 import msgspec
 
-from fuelrail.loaders.autotune import Autotuner, Tuning, batches_in_flight, make_tuner
+from fuelrail.loaders.autotune import Tuning, batches_in_flight
 from fuelrail.loaders.batch import buffer_pool, user
 from fuelrail.loaders.batch.channels import choose
 from fuelrail.loaders.batch.counterfactual import LeftOut, LoaderPart, leave_out
-from fuelrail.loaders.batch.packs import check_packs, choose_buffers
+from fuelrail.loaders.batch.packs import check_packs
 from fuelrail.loaders.batch.points import Points, choose_points
-from fuelrail.loaders.batch.stages import BatchPipeline, LoaderStats, Runner, make_batch_pipeline
+from fuelrail.loaders.batch.runner import LoaderStats, Runner
+from fuelrail.loaders.batch.stages import make_batch_pipeline
 from fuelrail.loaders.batch.transfer import make_transfer, require_cuda
 from fuelrail.loaders.config import Arguments, Budget, StorageOptions, Transforms, UnlikeTorch, refuse_unknown
-from fuelrail.loaders.decode import decodes_on_device
-from fuelrail.loaders.decode.protocol import MAX_LANES, MIN_LANES
 from fuelrail.loaders.distributed import batch_digest, check_ranks_agree, detect_world, resolve_world, warn_of_workers
 from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy, BadSamples
 from fuelrail.loaders.schedule.datasets import DatasetLike, open_all, require_lidar
 from fuelrail.loaders.schedule.layers import check_epoch, check_views, open_layers
 from fuelrail.loaders.schedule.ledger import LedgerOptions, RunLedger
-from fuelrail.loaders.schedule.prefetch import prefetch
+from fuelrail.loaders.schedule.prefetch import RequestStream, prefetch
 from fuelrail.loaders.schedule.schedule import Schedule, ScheduleRequest, make_schedule
-from fuelrail.loaders.schedule.state import decode_state, sample_settings, settings_of_state, state_at
+from fuelrail.loaders.schedule.state import decode_state, settings_of_state, state_at
+from fuelrail.loaders.serving.client import serve_elsewhere
 from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.storage.protocol import add_stats
 from fuelrail.loaders.viewer.batch import LoaderDisplay
-from fuelrail.pipeline.errors import FuelrailError, WorldError
+from fuelrail.pipeline.errors import ConfigError, FuelrailError, WorldError
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.order.balance import order_batching
 from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, WorkerShard, World
@@ -45,6 +44,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
+    from fuelrail.loaders.records import Scheduled, Task
+    from fuelrail.loaders.serving.remote import RemoteWorkers
     from fuelrail.pipeline.order.mix import MixStage
     from fuelrail.pipeline.order.windows import FrameWindow
     from fuelrail.pipeline.runtime.stages import Observer, Pipeline, Stage
@@ -120,6 +121,10 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
             collective operation that every process must take part in; for debugging.
         ledger: file that records which samples the weights have seen, or a `LedgerOptions`; of one run, which appends
             to it when it is continued (docs/guides/runs.md). Call :meth:`state_dict` for checkpoints only.
+        where: where batches are made: None: in threads of this process; "process": in one process of their own, whose
+            Python does not hold this one's lock; "node": in one process for all ranks of this host, where those of one
+            model-parallel group share each batch; a `RemoteWorkers`: by Ray actors, on other machines
+            (:mod:`fuelrail.loaders.serving`). The batches are the same.
 
     Raises:
         ConfigError: an argument out of range; TypeError: one that does not exist; WorldError: ranks and batch do not
@@ -155,6 +160,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         trace: Observer | None = None,
         check_ranks: bool = False,
         ledger: LedgerOptions | Fields | None = None,
+        where: Literal["process", "node"] | RemoteWorkers | None = None,
         **unknown: Never,
     ) -> None:
         given = dict(locals())
@@ -184,27 +190,26 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         self.selected = self._make.channels.channels
         self.cameras = self._make.cameras
         """Names of the cameras in a batch, in its order."""
-        content = _content(options, self._make, len(self.dataset.manifest.cameras))
-        self._identity = msgspec.structs.replace(self._schedule.identity, settings=content)
+        settings = self._make.content(options, len(self.dataset.manifest.cameras))
+        self._identity = msgspec.structs.replace(self._schedule.identity, settings=settings)
         self._ledger = RunLedger(options.ledger, self._identity, self._batching, self._make.decoder.name)
         self._ledger.records_loader(options, self.datasets, self.order)
         self._bad.note = self._ledger.replaced
         self._num_images = self.where.frames * len(self._make.cameras)
-        axes = () if self._window is None else (self.where.frames,)
-        axes = (self.batch_size * (1 + options.transforms.two_views), *axes)
-        images = self._make.augments.images
-        on_device = decodes_on_device(self._make.decoder)
-        batch_bytes = sum(map(math.prod, buffer_pool.image_shapes(images, axes)))
-        tuner = _choose_tuner(options, batch_bytes, on_device=on_device and not self._make.parses_hard)
+        tuner = self._make.tuner(options.budget, options.prefetch_factor)
         tuning = Tuning(options.num_threads, options.prefetch_factor) if tuner is None else tuner.tuning
         self.num_workers, self.prefetch_factor = tuning
         if pinned := transfer is not None if pin_memory is None else pin_memory:
             require_cuda("pin_memory=True")
         keep = batches_in_flight(tuning if tuner is None else tuner.most, self.batch_size)
-        self._take = choose_buffers(self.order.pack, images, axes, on_device=on_device, pinned=pinned, keep=keep)
-        self._runner = Runner(f"fuelrail-r{self.world.rank}", tuner, trace)
+        self._buffers = partial(self._make.buffers, self.order.pack, keep)
+        self._take = self._buffers(buffer_pool.page_locked if pinned else buffer_pool.pageable)
         self._start = self._position = Cursor()
         self._epoch_is_set = False
+        make, parts, _ = self.__reduce__()
+        self._away = serve_elsewhere(make, parts, tuning, self._bad, finishes=transfer is None, pinned=pinned)
+        clocks_there = self._away.counts.clocks if self._away else tuple
+        self._runner = Runner(f"fuelrail-r{self.world.rank}", tuner, trace, clocks_there)
         self._share, self._batches, self._left_out = WorkerShard(), 0, LeftOut()
         self._starting, self._walk = threading.Lock(), Walk(self._start, self._batching)
 
@@ -244,11 +249,14 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         with self._starting:
             self._walk = walk = Walk(self._start, self._batching, self._share)
             if not (self._runner.is_running and self._runner.idle_at(self._start)):
-                self.close()
-                streams = self._schedule.streams(walk)
-                asked = prefetch(self.where.scheduled(walk), streams, self._look_ahead_bytes)
-                made = buffer_pool.tasks(asked, self._schedule.sources, self._take, self._window, self._make.groups)
-                self._runner.start(made, self._left_out.stages(self.stages()), streams)
+                self._halt()
+                if self._away is not None:
+                    self._runner.start(self._away.items(walk), self.stages(), [self._away])
+                else:
+                    made, streams = self._tasks(walk, self.where.scheduled(walk))
+                    self._runner.start(
+                        made, self._left_out.stages(self.stages()), [stream.session for stream in streams]
+                    )
             return self._drain(self._runner.take(), walk)
 
     def set_epoch(self, epoch: int) -> None:
@@ -276,7 +284,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         another dataset, split, order or version.
         """
         decoded = decode_state(state, self._identity, strict=strict)
-        self.close()
+        self._halt()
         restored = Cursor(decoded.epoch, decoded.samples_consumed)
         Walk(restored, self._batching)  # refuses more samples than an epoch has
         self._start = self._position = restored
@@ -286,7 +294,8 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
     def stats(self) -> LoaderStats:
         """Return the stages' clocks and the counts since the loader was made; empty before the first iteration."""
         runner, samples = self._runner, self._batches * self.batch_size
-        storage = add_stats([source.storage.stats() for source in self._schedule.sources])
+        there = self._away and self._away.counts
+        storage = (there.storage() if there else []) or [source.storage.stats() for source in self._schedule.sources]
         return LoaderStats(
             stages=runner.clocks(),
             batches=self._batches,
@@ -294,9 +303,9 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
             images=samples * self._num_images,
             waited_s=runner.waited_s,
             elapsed_s=runner.elapsed_s,
-            storage=storage,
+            storage=add_stats(storage),
             bad_samples=self._bad.count,
-            refused_images=getattr(self._make.decoder, "num_refused", 0),
+            refused_images=there.refused_images if there else getattr(self._make.decoder, "num_refused", 0),
         )
 
     def take_share(self, index: int, count: int) -> None:
@@ -306,21 +315,28 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         """
         assert 0 <= index < count, "a share is one of count"
         self._ledger.refuse_share()
+        if self._away is not None:
+            raise ConfigError(f"where={self._arguments.where!r} cannot be used in worker processes: leave it out there")
         if self._share.of == 1 < count:
             self.num_workers = max(1, self.num_workers // count)
         self._share = WorkerShard(index, count)
 
     def close(self) -> None:
-        """Stop the threads, ending an iteration under way. The loader can be iterated again."""
+        """Stop the threads and processes, ending an iteration under way. The loader can be iterated again."""
+        self._halt()
+        if self._away is not None:
+            self._away.end()
+
+    def _halt(self) -> None:
         self._runner.stop()
         self._make.close()
         self._ledger.reached("end")
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[Any, Any, Any]:
         """Pickle, for spawned processes, the arguments, the rank and the position: a copy continues as a fork does."""
         datasets = {name: (one.url or one.root, one.storage_options) for name, one in self.datasets.items()}
         arguments = msgspec.structs.replace(self._arguments, dataset=None, world=self.world)
-        return _unpickle, (arguments, datasets), (self._start, self._position, self._epoch_is_set)
+        return make_loader, (arguments, datasets), (self._start, self._position, self._epoch_is_set)
 
     def __setstate__(self, place: tuple[Cursor, Cursor, bool]) -> None:
         self._start, self._position, self._epoch_is_set = place
@@ -350,8 +366,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
                 self._position = walk.after(handed_out)
                 self._ledger.hand_out(walk.after(handed_out - 1), self._position, partial(batch_digest, batch))
                 if (tuning := self._runner.tuning_due()) is not None:
-                    self.num_workers, self.prefetch_factor = tuning
-                    self._runner.adapt(self._left_out.stages(self.stages()))
+                    self.tune(tuning)
                 if handed_out == num_batches and self._runner.runs(pipeline):
                     # Before the last batch, not after the loop: a user who counts by len() never asks for one more.
                     self._runner.park_at(walk.following)
@@ -371,18 +386,63 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         finally:
             user.warn_if_slow(self._make.transform, pipeline.clocks())
             if self._runner.runs(pipeline) and handed_out < num_batches:
-                self.close()
+                self._halt()
 
     def stages(self) -> list[Stage]:
         """Return the stages that samples go through to become batches, unstarted.
 
         A subclass may wrap them, to watch or to disturb a loader.
         """
-        return self._make.stages(Tuning(self.num_workers, self.prefetch_factor))
+        tuning = Tuning(self.num_workers, self.prefetch_factor)
+        return self._make.stages(tuning) if self._away is None else self._make.receiving(tuning)
+
+    def tune(self, tuning: Tuning) -> None:
+        """Change the numbers of threads and of ready batches, also of an iteration under way."""
+        self.num_workers, self.prefetch_factor = tuning
+        self._runner.adapt(self._left_out.stages(self.stages()))
+        if self._away is not None:
+            self._away.tune(tuning)
 
     def leave_out(self, parts: Collection[LoaderPart]) -> None:
         """Leave out the work of parts to measure its cost, from the first iteration on; batches keep their shape."""
+        if self._away is not None:
+            raise ConfigError("parts can be left out of a loader without where= only")
         self._left_out, self._schedule, self._make = leave_out(parts, self._schedule, self._make)
+
+    def serve(self, memory: buffer_pool.Memory, note: Callable[..., None], *, finishes: bool) -> BadSamples:
+        """Make batches in this memory, for another process; return what knows its bad samples, which ``note`` gets.
+
+        Unless it ``finishes`` them, a batch is a `Collated`, not normalised and not transformed.
+        """
+        self._bad.note = note
+        self._make = self._make._replace(fixed=None, serves=not finishes)
+        self._take = self._buffers(memory)
+        return self._bad
+
+    def _tasks(self, walk: Walk, scheduled: Iterator[Scheduled]) -> tuple[Iterator[Task], list[RequestStream]]:
+        """Return scheduled samples of a walk as tasks, requested from the streams that are returned too."""
+        streams = self._schedule.streams(walk)
+        asked = prefetch(scheduled, streams, self._look_ahead_bytes)
+        return buffer_pool.tasks(asked, self._schedule.sources, self._take, self._window, self._make.groups), streams
+
+    def make_step(self, place: Cursor, number: int) -> Any:  # noqa: ANN401
+        """Return the batch with this number after a place, and request nothing else; the position stays."""
+        walk = Walk(Walk(place, self._batching).cursor(number), self._batching)
+        scheduled = self.where.scheduled(walk)
+        first = next(scheduled)
+        step = takewhile(lambda one: (one.epoch, one.step) == (first.epoch, first.step), scheduled)
+        self._runner.start(self._tasks(walk, chain([first], step))[0], self.stages(), ())
+        try:
+            (made,) = self._runner.take()
+            return self._make.hand_over(made)
+        finally:
+            self._runner.stop()
+
+    def batches_from(self, place: Cursor, num_batches: int) -> Generator[Any]:
+        """Yield the batches after a number of them from a place on, epoch by epoch, without end."""
+        self.__setstate__((Walk(place, self._batching).cursor(num_batches), self._position, False))
+        while True:
+            yield from self
 
 
 def _choose_samples(
@@ -419,25 +479,12 @@ def _choose_samples(
     return schedule, order_batching(schedule.where.order, global_batch, world, drop_last=options.drop_last)
 
 
-def _content(options: Arguments, make: BatchPipeline, num_cameras: int) -> dict[str, Any]:
-    """Return what decides the content of a sample, of a rig with this number of cameras."""
-    channels = [channel.name for channel in make.channels.channels] or None
-    cameras = None if len(make.cameras) == num_cameras else [*make.cameras]
-    return sample_settings(options.seed, **options.transforms.content(), channels=channels, cameras=cameras)
-
-
-def _choose_tuner(options: Arguments, batch_bytes: int, *, on_device: bool) -> Autotuner | None:
-    if options.budget is None:
-        return None
-    # On a GPU the only threads that do work worth tuning are those that decode, unless parsing is work.
-    lanes = (MIN_LANES, MAX_LANES) if on_device else None
-    return make_tuner(options.budget, options.batch_size, batch_bytes, options.prefetch_factor, lanes)
-
-
-def _unpickle(
+def make_loader(
     arguments: Arguments,
     datasets: dict[str, tuple[str | os.PathLike[str], Mapping[str, Any] | None]],
+    **changes: object,
 ) -> DataLoader:
+    """Return a loader of these arguments, but for ``changes``, and of datasets by their places and storage options."""
     storage = arguments.storage
     opened = {
         name: open_dataset(location, storage_options=options, cache_dir=storage.cache_dir, retry=storage.retry)
@@ -445,4 +492,4 @@ def _unpickle(
     }
     given = {name: getattr(arguments, name) for name in arguments.__struct_fields__}
     given["dataset"] = opened if arguments.mix is not None else next(iter(opened.values()))
-    return DataLoader(**given)
+    return DataLoader(**given | changes)

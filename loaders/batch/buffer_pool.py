@@ -7,7 +7,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -22,16 +22,31 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.order.windows import FrameWindow
 
 
+Memory: TypeAlias = Callable[[int], NDArray[np.uint8]]
+"""Returns new memory of a number of bytes, uint8 (n,)."""
+
+
+def pageable(num_bytes: int) -> NDArray[np.uint8]:
+    """Return plain host memory."""
+    return np.empty(num_bytes, np.uint8)
+
+
+def page_locked(num_bytes: int) -> NDArray[np.uint8]:
+    """Return page-locked host memory, from which a GPU copies without the CPU."""
+    pinned: NDArray[np.uint8] = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+    return pinned
+
+
 class BufferPool:
-    """uint8 buffers of one shape, pinned at choice, handed out as tensors and taken back when the last view is gone.
+    """uint8 buffers of one shape, handed out as arrays and taken back when the last view is gone.
 
     Taking fresh memory for each batch costs a page fault every 4 KiB. Here a buffer comes back when the array dies
     that every view and tensor refers to, so a batch that the user keeps is simply not reused. The pool keeps at most
     ``keep`` free buffers. Thread-safe.
     """
 
-    def __init__(self, shape: tuple[int, ...], *, pinned: bool, keep: int) -> None:
-        self._shape, self._pinned, self._keep = shape, pinned, keep
+    def __init__(self, shape: tuple[int, ...], *, memory: Memory, keep: int) -> None:
+        self._shape, self._memory, self._keep = shape, memory, keep
         self._free: list[NDArray[np.uint8]] = []
         self._lent: dict[int, tuple[weakref.ref[NDArray[np.uint8]], NDArray[np.uint8]]] = {}
         self._returned: collections.deque[weakref.ref[NDArray[np.uint8]]] = collections.deque()
@@ -63,10 +78,7 @@ class BufferPool:
 
     def _new(self) -> NDArray[np.uint8]:
         try:
-            if self._pinned:
-                pinned: NDArray[np.uint8] = torch.empty(self._shape, dtype=torch.uint8, pin_memory=True).numpy()
-                return pinned
-            return np.empty(self._shape, np.uint8)
+            return self._memory(math.prod(self._shape))
         except (MemoryError, RuntimeError, ValueError) as error:  # numpy's, torch's, and numpy's beyond all addresses
             raise ConfigError(
                 f"no memory for a batch of images of shape {list(self._shape)}, {math.prod(self._shape)} bytes: take a "
@@ -77,9 +89,9 @@ class BufferPool:
 class GroupBuffers:
     """Buffers of a `BufferPool` with a part for each group of cameras, of these shapes."""
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]], *, pinned: bool, keep: int) -> None:
+    def __init__(self, shapes: Sequence[tuple[int, ...]], *, memory: Memory, keep: int) -> None:
         self._shapes = shapes
-        self._pool = BufferPool((sum(map(math.prod, shapes)),), pinned=pinned, keep=keep)
+        self._pool = BufferPool((sum(map(math.prod, shapes)),), memory=memory, keep=keep)
 
     def take(self) -> tuple[NDArray[np.uint8], ...]:
         """Return one buffer's parts; it is free again when all of them are gone."""
@@ -102,7 +114,7 @@ class ShapesOnly:
 
 
 def make_buffers(
-    images: Sequence[CameraImages], axes: tuple[int, ...], *, on_device: bool, pinned: bool, keep: int
+    images: Sequence[CameraImages], axes: tuple[int, ...], *, on_device: bool, memory: Memory, keep: int
 ) -> BufferPool | GroupBuffers | ShapesOnly:
     """Return where batches' images are decoded to; ``axes`` are those before the cameras'."""
     shapes = image_shapes(images, axes)
@@ -110,8 +122,8 @@ def make_buffers(
     if on_device:
         return ShapesOnly(shapes, is_grouped=is_grouped)
     if is_grouped:
-        return GroupBuffers(shapes, pinned=pinned, keep=keep)
-    return BufferPool(shapes[0], pinned=pinned, keep=keep)
+        return GroupBuffers(shapes, memory=memory, keep=keep)
+    return BufferPool(shapes[0], memory=memory, keep=keep)
 
 
 def image_shapes(images: Sequence[CameraImages], axes: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -32,6 +32,7 @@ from fuelrail.pipeline.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from fuelrail.loaders.batch.buffer_pool import Memory
     from fuelrail.loaders.config import Arguments
     from fuelrail.loaders.records import CameraImages, Images, Scheduled
     from fuelrail.pipeline.order.pack import Pack
@@ -101,23 +102,23 @@ def choose_buffers(
     axes: tuple[int, ...],
     *,
     on_device: bool,
-    pinned: bool,
+    memory: Memory,
     keep: int,
 ) -> Callable[[Scheduled], Images | tuple[Images, ...]]:
     """Return what takes a buffer for the images of a batch, given its first sample; see `make_buffers`."""
     if pack is None:
-        buffers = make_buffers(images, axes, on_device=on_device, pinned=pinned, keep=keep)
+        buffers = make_buffers(images, axes, on_device=on_device, memory=memory, keep=keep)
         return lambda _: buffers.take()
-    packs = PackBuffers(images, on_device=on_device, pinned=pinned, keep=keep)
+    packs = PackBuffers(images, on_device=on_device, memory=memory, keep=keep)
     return lambda first: packs.take(len(first.flags["pack"]))
 
 
 class PackBuffers:
     """Buffers for the images of batches that differ in their number of samples: a pool for each power of two."""
 
-    def __init__(self, images: Sequence[CameraImages], *, on_device: bool, pinned: bool, keep: int) -> None:
+    def __init__(self, images: Sequence[CameraImages], *, on_device: bool, memory: Memory, keep: int) -> None:
         self._pools = {
-            bits: make_buffers(images, (1 << bits,), on_device=on_device, pinned=pinned, keep=keep)
+            bits: make_buffers(images, (1 << bits,), on_device=on_device, memory=memory, keep=keep)
             for bits in range(31)
         }
 

@@ -18,7 +18,7 @@ import pickle
 import traceback
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
@@ -26,6 +26,10 @@ from fuelrail.loaders.batch.transfer import is_plain
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.runtime.stages import RemoteError, origin_of
 from fuelrail.pipeline.runtime.workers import check_main_guard, ctrl_c_waits, set_up_worker
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 _JOIN_S: Final = 5.0
 _LOADED_IN: Final = os.getpid()
@@ -64,14 +68,7 @@ class _Pool:
         self.end = multiprocessing.util.Finalize(self, _end, (self._all, self.idle), exitpriority=10)
 
     def start(self, setup: bytes) -> _Worker:
-        context: Any = multiprocessing.get_context("forkserver" if os.getpid() == _LOADED_IN else "spawn")
-        if os.getpid() == _LOADED_IN:
-            context.set_forkserver_preload([__name__])
-        ours, theirs = context.Pipe()
-        with ctrl_c_waits(), theirs:
-            process = context.Process(target=_serve, args=(theirs,), name="fuelrail-transform", daemon=True)
-            process.start()
-        worker = _Worker(process, ours)
+        worker = _Worker(*start_process(_serve, "fuelrail-transform"))
         self._all.append(worker)
         try:
             worker.ask(setup)
@@ -83,6 +80,18 @@ class _Pool:
                 "imported, or leave out transform_in='process'"
             ) from error
         return worker
+
+
+def start_process(serve: Callable[[Any], None], name: str) -> tuple[Any, Any]:
+    """Start a process, which has torch loaded, and return it with a connection to ``serve(connection)`` there."""
+    context: Any = multiprocessing.get_context("forkserver" if os.getpid() == _LOADED_IN else "spawn")
+    if os.getpid() == _LOADED_IN:
+        context.set_forkserver_preload([__name__])
+    ours, theirs = context.Pipe()
+    with ctrl_c_waits(), theirs:
+        process = context.Process(target=serve, args=(theirs,), name=name, daemon=True)
+        process.start()
+    return process, ours
 
 
 def _end(workers: list[_Worker], idle: deque[_Worker]) -> None:
@@ -176,13 +185,18 @@ def _answer(work: Callable[[Any], Any], request: bytes) -> bytes | memoryview:
                 f"transform returned what cannot be pickled, which transform_in='process' needs: {error}"
             ) from error
     except BaseException as error:  # noqa: BLE001 - the consumer must see any error, sys.exit() too
-        failed = RemoteError(origin_of(error), traceback.format_exc())
-        try:
-            answer = pickle.dumps((error, failed))
-            pickle.loads(answer)
-        except Exception:  # noqa: BLE001 - a foreign class that does not survive the way
-            answer = pickle.dumps((RuntimeError(f"{type(error).__name__}: {error}"), failed))
-        return answer
+        return pickled_error(error)
+
+
+def pickled_error(error: BaseException) -> bytes:
+    """Return an error that was caught here as a pickle of itself and its cause: its place and traceback here."""
+    failed = RemoteError(origin_of(error), "".join(traceback.format_exception(error)))
+    try:
+        answer = pickle.dumps((error, failed))
+        pickle.loads(answer)
+    except Exception:  # noqa: BLE001 - a foreign class that does not survive the way
+        answer = pickle.dumps((RuntimeError(f"{type(error).__name__}: {error}"), failed))
+    return answer
 
 
 class _Pickler(pickle.Pickler):
@@ -190,9 +204,15 @@ class _Pickler(pickle.Pickler):
         """Write plain tensors as their own elements; torch would write all of the memory that a view is of."""
         if not is_plain(value):
             return NotImplemented
-        dense = value.contiguous().as_strided((value.numel(),), (1,))  # strides of axes of length 1 may be any
-        content: Any = dense.view(torch.uint8).numpy()
+        content: Any = content_of(value)
         return _tensor, (pickle.PickleBuffer(content), value.dtype, tuple(value.shape))
+
+
+def content_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """Return the elements of a plain tensor as bytes, uint8 (n,)."""
+    dense = tensor.contiguous().as_strided((tensor.numel(),), (1,))  # strides of axes of length 1 may be any
+    content: NDArray[np.uint8] = dense.view(torch.uint8).numpy()
+    return content
 
 
 def _tensor(content: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from fuelrail.loaders.autotune import Autotuner, Tuning, decode_ahead
+from fuelrail.loaders.autotune import Autotuner, Tuning, decode_ahead, make_tuner
 from fuelrail.loaders.batch import packs, samples, static, user
 from fuelrail.loaders.batch.assemble import assemble
+from fuelrail.loaders.batch.buffer_pool import image_shapes
 from fuelrail.loaders.batch.channels import SelectedChannels
 from fuelrail.loaders.batch.processes import ProcessTransform
 from fuelrail.loaders.batch.samples import fetch
@@ -21,20 +22,20 @@ from fuelrail.loaders.decode.pixels import change_pixels
 from fuelrail.loaders.decode.protocol import MAX_LANES, MIN_LANES
 from fuelrail.loaders.records import Collated
 from fuelrail.loaders.schedule.datasets import image_facts, unknown_to
+from fuelrail.loaders.schedule.state import sample_settings
 from fuelrail.pipeline.errors import ConfigError, ImageError
-from fuelrail.pipeline.runtime.stages import Observer, Pipeline, Stage, StageClock, add_clocks
+from fuelrail.pipeline.runtime.stages import Stage
 
 if TYPE_CHECKING:
+    from fuelrail.loaders.batch.buffer_pool import Memory
     from fuelrail.loaders.batch.points import Points
     from fuelrail.loaders.batch.static import FixedBuffers
     from fuelrail.loaders.batch.transfer import CudaTransfer
-    from fuelrail.loaders.config import Arguments, BoxFrame, Normalize, StaticBatches
-    from fuelrail.loaders.records import CameraImages, DecodedSample, Fetched, Parsed, Source
+    from fuelrail.loaders.config import Arguments, BoxFrame, Budget, Normalize, StaticBatches
+    from fuelrail.loaders.records import CameraImages, DecodedSample, Fetched, Parsed, Scheduled, Source
     from fuelrail.loaders.schedule.bad_samples import BadSamples
-    from fuelrail.loaders.schedule.prefetch import RequestStream
-    from fuelrail.loaders.storage import StorageStats
     from fuelrail.pipeline.channels.sensors import LidarEntry
-    from fuelrail.pipeline.order.batching import Cursor
+    from fuelrail.pipeline.order.pack import Pack
     from fuelrail.pipeline.order.windows import FrameWindow
     from fuelrail.pipeline.transforms.pixels import PixelAugment
 
@@ -65,6 +66,8 @@ class BatchPipeline(NamedTuple):
     static: StaticBatches | None = None
     fixed: FixedBuffers | None = None
     is_packed: bool = False
+    serves: bool = False
+    """Whether the batches are for another process, which normalises and transforms them."""
 
     @property
     def groups(self) -> tuple[CameraImages, ...]:
@@ -73,9 +76,35 @@ class BatchPipeline(NamedTuple):
         return () if images[0].name is None else images
 
     @property
+    def _image_axes(self) -> tuple[int, ...]:
+        """Axes of an image buffer before the cameras'."""
+        rows = self.batch_size * (2 if self.augments.second_at else 1)
+        return (rows,) if self.window is None else (rows, len(self.window.frames))
+
+    def tuner(self, budget: Budget | None, ready: int) -> Autotuner | None:
+        """Return what tunes the numbers of threads and of ready batches; see `make_tuner`."""
+        batch_bytes = sum(map(math.prod, image_shapes(self.augments.images, self._image_axes)))
+        # On a GPU the only threads that do work worth tuning are those that decode, unless parsing is work.
+        lanes = (MIN_LANES, MAX_LANES) if decodes_on_device(self.decoder) and not self.parses_hard else None
+        return make_tuner(budget, self.batch_size, batch_bytes, ready, lanes)
+
+    def buffers(self, pack: Pack | None, keep: int, memory: Memory) -> Callable[[Scheduled], Any]:
+        """Return what takes a buffer for the images of a batch; see `choose_buffers`."""
+        on_device = decodes_on_device(self.decoder)
+        return packs.choose_buffers(
+            pack, self.augments.images, self._image_axes, on_device=on_device, memory=memory, keep=keep
+        )
+
+    @property
     def parses_hard(self) -> bool:
         """Whether parsing is real work, done mostly without the interpreter's lock."""
         return self.augments.accumulation is not None or self.channels.are_large
+
+    def content(self, options: Arguments, num_cameras: int) -> dict[str, Any]:
+        """Return what decides the content of a sample, of a rig with this number of cameras."""
+        channels = [channel.name for channel in self.channels.channels] or None
+        cameras = None if len(self.cameras) == num_cameras else [*self.cameras]
+        return sample_settings(options.seed, **options.transforms.content(), channels=channels, cameras=cameras)
 
     def hand_over(self, made: Any) -> Any:  # noqa: ANN401
         """Return the batch that the last stage made, for the consumer, on whose thread this must be called."""
@@ -145,10 +174,22 @@ class BatchPipeline(NamedTuple):
                 collate = self.transfer.on_own_stream(collate)
         if self.static is not None:
             collate = _padded(self.static, collate)
-        if self.batch_transform is not None:
+        if self.batch_transform is not None or self.serves:
             collate = partial(_placed, collate)
         stages.append(Stage("collate", collate, 1, tuning.ready, group=group))
-        last = self.batch_transform or self.normalize
+        return self._with_last(stages, tuning)
+
+    def receiving(self, tuning: Tuning) -> list[Stage]:
+        """Return the stages of batches that another process made: as far as that left them to this one."""
+        receive = self._received if self.transfer is not None else _as_is
+        stages = [Stage("receive", receive, 1, 1)]
+        return stages if self.transfer is None else self._with_last(stages, tuning)
+
+    def _received(self, collated: Collated) -> Any:  # noqa: ANN401
+        return collated.batch if self.batch_transform is None else collated
+
+    def _with_last(self, stages: list[Stage], tuning: Tuning) -> list[Stage]:
+        last = None if self.serves else self.batch_transform or self.normalize
         if last is not None and self.transfer is None:
             name = "normalize" if self.batch_transform is None else "batch_transform"
             stages.append(Stage(name, last, 1, tuning.ready))
@@ -168,7 +209,7 @@ def make_batch_pipeline(
     batch_images = options.batch_size * (1 + transforms.two_views) * num_frames * len(cameras)
     decoder = make_decoder(
         transforms.decoder,
-        options.device,
+        options.device if options.where is None else None,
         lambda: image_facts(sources)._replace(batch_images=batch_images),
         options.num_threads,
         transforms.dali,
@@ -202,6 +243,10 @@ def make_batch_pipeline(
         SelectedChannels(channels, cameras, packs.max_tokens(pack)), unknown_to(sources),
         batch_transform, fixed, None if fixed is None else static.FixedBuffers(fixed.buffers), pack is not None,
     )  # fmt: skip
+
+
+def _as_is(batch: Any) -> Any:  # noqa: ANN401
+    return batch
 
 
 def _placed(collate: Callable[[Any], Any], items: Sequence[Any]) -> Collated:
@@ -312,94 +357,6 @@ class BatchDecode:
         return dict(sorted(errors.items()))
 
 
-class Runner:
-    """Starts, tunes and stops a loader's pipelines, one at a time, and adds up what they all did."""
-
-    def __init__(self, name: str, tuner: Autotuner | None, observer: Observer | None) -> None:
-        self._name, self._tuner, self._observer = name, tuner, observer
-        self._pipeline: Pipeline | None = None
-        self._streams: Sequence[RequestStream] = ()
-        self._idle_at: Cursor | None = None
-        self._start_s: float | None = None
-        self._past: tuple[StageClock, ...] = ()  # of the pipelines before
-        self._past_waited_s = 0.0
-
-    def start(self, tasks: Iterator[Any], stages: Sequence[Stage], streams: Sequence[RequestStream]) -> None:
-        """Run the tasks through the stages; ``streams`` are what they take their bytes from. Nothing may be running."""
-        assert self._pipeline is None, "one pipeline at a time"
-        self._streams = streams
-        self._pipeline = Pipeline(tasks, stages, name=self._name, observer=self._observer)
-        if self._tuner is not None:
-            self._tuner.restart()
-        if self._start_s is None:
-            self._start_s = time.perf_counter()
-
-    def stop(self) -> None:
-        """Stop the threads, if there are any, and wait until they are gone."""
-        for stream in self._streams:
-            stream.session.close()  # a thread that waits for storage must not hold up the others' end
-        self._streams = ()
-        # Taken first: an iteration that ends in another thread stops too.
-        pipeline, self._pipeline, self._idle_at = self._pipeline, None, None
-        if pipeline is not None:
-            pipeline.close()
-            self._past = add_clocks(self._past, pipeline.clocks())
-            self._past_waited_s += pipeline.waited_s
-
-    def park_at(self, cursor: Cursor) -> None:
-        """Record that an epoch is consumed; the threads continue, and the next result is the first after ``cursor``."""
-        self._idle_at = cursor
-
-    def idle_at(self, cursor: Cursor) -> bool:
-        """Return whether the next result is the first after ``cursor``, and no iteration takes results."""
-        return self._idle_at == cursor
-
-    def take(self) -> Pipeline:
-        """Return the pipeline to a caller who takes its results from now on."""
-        assert self._pipeline is not None, "to be started first"
-        self._idle_at = None
-        return self._pipeline
-
-    def runs(self, pipeline: Pipeline) -> bool:
-        """Return whether this pipeline has not been stopped, or replaced by another."""
-        return self._pipeline is pipeline
-
-    @property
-    def is_running(self) -> bool:
-        """Whether there is a pipeline of which results can still come."""
-        return self._pipeline is not None and self._pipeline.is_running
-
-    def tuning_due(self) -> Tuning | None:
-        """Note that a batch was handed out; the new tuning, if it is time for one: :meth:`adapt` makes it so."""
-        if self._tuner is None or self._pipeline is None:
-            return None
-        now_s = time.perf_counter()
-        if not self._tuner.due(now_s):
-            return None
-        return self._tuner.update(now_s, self._pipeline.waited_s, self._pipeline.clocks())
-
-    def adapt(self, stages: Sequence[Stage]) -> None:
-        """Give the running stages these numbers of threads and capacities."""
-        if self._pipeline is not None:
-            for stage in stages:
-                self._pipeline.set_num_threads(stage.name, stage.num_threads)
-                self._pipeline.set_capacity(stage.name, stage.capacity)
-
-    def clocks(self) -> tuple[StageClock, ...]:
-        """Return the stages' clocks, over all pipelines; empty before the first."""
-        return self._past if self._pipeline is None else add_clocks(self._past, self._pipeline.clocks())
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds that consumers have waited for results, over all pipelines."""
-        return self._past_waited_s + (0.0 if self._pipeline is None else self._pipeline.waited_s)
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since the first pipeline began."""
-        return 0.0 if self._start_s is None else time.perf_counter() - self._start_s
-
-
 def with_ranges(
     stage: Stage,
     push: Callable[[str], object] = torch.cuda.nvtx.range_push,
@@ -416,35 +373,3 @@ def with_ranges(
             pop()
 
     return replace(stage, work=ranged)
-
-
-class LoaderStats(NamedTuple):
-    """What the loader did since it was made: its stages' clocks, and the batches handed out."""
-
-    stages: tuple[StageClock, ...]
-    batches: int
-    samples: int
-    images: int
-    waited_s: float
-    """Time that the trainer waited for batches."""
-    elapsed_s: float
-    """Time since the start of the first iteration."""
-    storage: StorageStats
-    """What was read, fetched, found in the cache."""
-    bad_samples: int
-    """Distinct bad samples that were substituted."""
-    refused_images: int
-    """Images that DALI failed on and libjpeg-turbo decoded on the CPU; if they are many, the GPU decodes nothing."""
-
-    def _repr_html_(self) -> str:
-        """Return a table for notebooks: each stage's share of its threads' time."""
-        head = "<tr><th>stage</th><th>threads</th><th>done</th><th>busy</th><th>starved</th><th>blocked</th></tr>"
-        rows = ""
-        for one in self.stages:
-            total = max(one.busy_s + one.starved_s + one.blocked_s, 1e-9)
-            shares = (f"<td>{100 * part / total:.0f} %</td>" for part in (one.busy_s, one.starved_s, one.blocked_s))
-            rows += f"<tr><td>{one.name}</td><td>{one.num_threads}</td><td>{one.items:,}</td>{''.join(shares)}</tr>"
-        text = (
-            f"{self.samples:,} samples in {self.elapsed_s:.1f} s; the trainer waited {self.waited_s:.1f} s for batches"
-        )
-        return f"<div><p>{text}</p><table>{head}{rows}</table></div>"

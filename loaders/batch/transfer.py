@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from fuelrail.loaders.batch.buffer_pool import BufferPool
+from fuelrail.loaders.batch.buffer_pool import BufferPool, page_locked, pageable
 from fuelrail.loaders.decode.protocol import wait_on_host
 from fuelrail.pipeline.errors import ConfigError
 
@@ -157,19 +157,21 @@ def map_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     return batch
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
+    """A tensor's form, and its place in a block of memory."""
+
     dtype: torch.dtype
-    shape: torch.Size
+    shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
-    """The place in the arena, in elements."""
+    """The place in the block, in elements."""
 
 
 class Packed(NamedTuple):
     """A block of bytes, uint8 (n,), and where each tensor lies in it. The next `Arena.pack` overwrites it."""
 
     block: torch.Tensor
-    pieces: list[_Piece]
+    pieces: list[Piece]
 
     def cut(self, block: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors as views of a copy of the block, in the order in which they were packed."""
@@ -185,7 +187,7 @@ class Arena:
     """
 
     def __init__(self, *, pinned: bool) -> None:
-        self._pinned = pinned
+        self._new = page_locked if pinned else pageable
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> Packed:
@@ -193,20 +195,29 @@ class Arena:
 
         Raises ConfigError where there is no memory for them.
         """
-        dense = [tensor if _is_dense(tensor) else tensor.contiguous() for tensor in tensors]
-        pieces: list[_Piece] = []
-        num_bytes = 0
-        for tensor in dense:
-            pieces.append(_Piece(tensor.dtype, tensor.shape, tensor.stride(), num_bytes // tensor.itemsize))
-            num_bytes += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        return pack(tensors, self._grown)
+
+    def _grown(self, num_bytes: int) -> torch.Tensor:
         if num_bytes > len(self._memory):
             # A quarter more, so that batches that grow a little do not each take new memory.
             room = -(-num_bytes * 5 // 4 // ALIGNMENT) * ALIGNMENT
-            self._memory = torch.from_numpy(BufferPool((room,), pinned=self._pinned, keep=0).take())
-        start = self._memory.data_ptr()
-        for tensor, piece in zip(dense, pieces, strict=True):
-            ctypes.memmove(start + piece.offset * tensor.itemsize, tensor.data_ptr(), tensor.nbytes)
-        return Packed(self._memory[:num_bytes], pieces)
+            self._memory = torch.from_numpy(BufferPool((room,), memory=self._new, keep=0).take())
+        return self._memory
+
+
+def pack(tensors: Sequence[torch.Tensor], room: Callable[[int], torch.Tensor]) -> Packed:
+    """Copy tensors behind one another, each aligned, into memory that ``room`` returns for a number of bytes."""
+    dense = [tensor if _is_dense(tensor) else tensor.contiguous() for tensor in tensors]
+    pieces: list[Piece] = []
+    num_bytes = 0
+    for tensor in dense:
+        pieces.append(Piece(tensor.dtype, tuple(tensor.shape), tensor.stride(), num_bytes // tensor.itemsize))
+        num_bytes += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    memory = room(num_bytes)
+    start = memory.data_ptr()
+    for tensor, piece in zip(dense, pieces, strict=True):
+        ctypes.memmove(start + piece.offset * tensor.itemsize, tensor.data_ptr(), tensor.nbytes)
+    return Packed(memory[:num_bytes], pieces)
 
 
 def is_packed(tensor: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -73,6 +73,19 @@ class BadSamples:
     def count(self) -> int:
         """Distinct bad samples so far."""
         return len(self._bad)
+
+    @property
+    def numbers(self) -> frozenset[int]:
+        """Numbers of the bad samples so far, over all datasets."""
+        return frozenset(self._bad)
+
+    def add(self, numbers: Collection[int], replaced: Sequence[tuple[int, int, str | None, str]]) -> None:
+        """Note bad samples that another process found, and what took their places."""
+        with self._lock:
+            self._bad.update(numbers)
+            for event in replaced:
+                if self.note is not None:
+                    self.note(*event)
 
     def replace(self, task: Task, frame: int, error: Exception) -> Task:
         """Return the task with the next sample of the order, all its frames, in place of one that has a bad frame.

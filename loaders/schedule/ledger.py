@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import platform
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -252,7 +250,9 @@ def _process_number(world: World) -> int:
 @cache
 def package_versions() -> dict[str, str]:
     """Return the versions of the installed packages that decide the content of samples, and Python's."""
-    found = {"python": platform.python_version()}
+    from importlib.metadata import PackageNotFoundError, version  # slow to import, and most loaders have no ledger
+
+    found = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in _PACKAGES:
         try:
             found[name] = version(name)

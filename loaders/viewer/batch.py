@@ -21,7 +21,7 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.sample.schema import box_corners
 
 if TYPE_CHECKING:
-    from fuelrail.loaders.batch.stages import LoaderStats
+    from fuelrail.loaders.batch.runner import LoaderStats
     from fuelrail.loaders.config import BoxFrame, Normalize, Transforms
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.dataset import Dataset

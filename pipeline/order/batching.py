@@ -243,6 +243,11 @@ class Walk:
         later = epoch - self.start.epoch
         return step if not later else self.rest.num_steps + (later - 1) * self.batching.num_steps + step
 
+    def cursor(self, k: int) -> Cursor:
+        """Return the position before the k-th step of this walk."""
+        epoch, step = self.place(k)
+        return Cursor(epoch, self.batches(epoch).consumed(step))
+
     def after(self, num_steps: int) -> Cursor:
         """Return the cursor after this number of steps made here and by each other share, in the first epoch."""
         num_all = min(num_steps * self.share.of, self.rest.num_steps)

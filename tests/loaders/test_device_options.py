@@ -102,6 +102,10 @@ CASES: dict[str, list[dict[str, Any]]] = {
         *({"layers": {"partial": {"missing": missing}}} for missing in ("mask", "drop")),
     ],
     "transform": [{"transform": brightened}, {"transform": changed_in_place}],
+    "where": [
+        {"where": "process", "batch_transform": flipped, "transforms": {"image": TRAIN, "normalize": BGR}},
+        {"where": "process", "transform": brightened, "transforms": {"image": TRAIN, "static": True}},
+    ],
     "transform_in": [{"transform_in": "thread", "transform": brightened}],
     "batch_transform": [
         {"batch_transform": flipped, "drop_last": False},

@@ -97,7 +97,7 @@ class TestAutotune:
         monkeypatch.setattr("fuelrail.loaders.autotune._PAUSE", 2.0)
         image = ImageAugment(height=32, width=48, train=True, resize_range=(0.5, 0.8), flip_prob=0.5)
         monkeypatch.setattr(
-            "fuelrail.loaders.loader.make_tuner",
+            "fuelrail.loaders.batch.stages.make_tuner",
             lambda *_: Autotuner(Tuning(2, 2), Tuning(5, 4), window_s=0.0, window_batches=1),
         )
         plain, tuned = (load(tiny, 2, image=image, num_workers=n, seed=3) for n in (1, "auto"))

@@ -38,6 +38,17 @@ def batches(root: Any, batch_size: int = 3, **options: Any) -> list[Any]:
         return list(loader)
 
 
+def copied(batch: Any) -> Any:
+    """A batch on memory of its own, so that the loader's is free."""
+    if isinstance(batch, torch.Tensor):
+        return batch.clone()
+    if isinstance(batch, dict):
+        return {name: copied(value) for name, value in batch.items()}
+    if isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields"):
+        return type(batch)(map(copied, batch))
+    return type(batch)(*map(copied, batch)) if isinstance(batch, tuple) else batch
+
+
 def keys(found: Iterable[Any]) -> list[str]:
     """Return the samples' keys, in order."""
     return [key for batch in found for key in batch["sample_key"]]

@@ -105,6 +105,7 @@ class FakeCuda:
         self._lock = threading.RLock()
         self._local = threading.local()
         self._pinned: list[torch.Tensor] = []
+        self._registered: dict[int, int] = {}
         self._pending: list[tuple[Access, torch.Tensor, int]] = []
         self._foreign: dict[int, list[Access]] = {}
         self._is_over = False
@@ -287,6 +288,8 @@ class FakeCuda:
 
     def _is_pinned(self, tensor: torch.Tensor) -> bool:
         at = tensor.data_ptr()
+        if any(begin <= at < begin + size for begin, size in list(self._registered.items())):
+            return True
         return any(one.data_ptr() <= at < one.data_ptr() + max(1, one.nbytes) for one in self._pinned)
 
     def _find(self, text: str) -> None:
@@ -325,6 +328,10 @@ class FakeCuda:
             "mem_get_info": lambda device=None: (40 << 30, 80 << 30),
             "memory_allocated": lambda device=None: 0,
             "max_memory_allocated": lambda device=None: 0,
+            "cudart": lambda: types.SimpleNamespace(
+                cudaHostRegister=lambda address, size, flags: self._registered.update({address: size}) or 0,
+                cudaHostUnregister=lambda address: self._registered.pop(address) and 0,
+            ),
         }
         for name, value in cuda.items():
             patch.setattr(torch.cuda, name, value)

@@ -159,7 +159,6 @@ def ask(dataset: str | os.PathLike[str], options: TrainOptions, records: Path) -
     ``records`` is the folder for the ranks' records. Raises DatasetErrors, and ConfigError for what the ranks would
     refuse: in one sentence, without torch where possible.
     """
-    facts = dataset_facts(open_dataset(dataset), options.split)
     if options.steps is not None and options.epochs is not None:
         raise ConfigError(f"steps={options.steps} and epochs={options.epochs} exclude each other: give one of them")
     if options.memory and options.warmup < 3:
@@ -192,6 +191,7 @@ def ask(dataset: str | os.PathLike[str], options: TrainOptions, records: Path) -
         raise ConfigError(f"model '{settings.model}' must be {', '.join(MODELS)}, or MODULE:FUNCTION of your own")
     elif any(getattr(options, name) is not None for name in _TEACHERS):
         raise ConfigError(f"model '{settings.model}' has a loss of its own: distil in it, with fuelrail.distil")
+    facts = dataset_facts(open_dataset(dataset), options.split)
     _check_world(settings, degrees, facts)
     if settings.decoder != "auto":
         from fuelrail.loaders.decode import make_decoder

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from fuelrail.loaders.batch.buffer_pool import BufferPool
+from fuelrail.loaders.batch.buffer_pool import BufferPool, page_locked, pageable
 from fuelrail.pipeline.errors import ConfigError
 
 SHAPE = (2, 3, 4)
 
 
 def pool(keep: int = 4) -> BufferPool:
-    return BufferPool(SHAPE, pinned=False, keep=keep)
+    return BufferPool(SHAPE, memory=pageable, keep=keep)
 
 
 def address(array: np.ndarray) -> int:
@@ -34,7 +34,7 @@ def test_buffers_are_writable_and_of_the_stated_shape() -> None:
 @pytest.mark.parametrize("count", [1 << 45, 1 << 62])
 def test_a_buffer_that_no_memory_holds_is_refused_with_its_size(count: int) -> None:
     with pytest.raises(ConfigError, match=rf"shape \[{count}, 3, 4\], {count * 12} bytes: take a smaller batch_size"):
-        BufferPool((count, 3, 4), pinned=False, keep=1).take()
+        BufferPool((count, 3, 4), memory=pageable, keep=1).take()
 
 
 def test_a_free_buffer_is_lent_again_and_a_lent_one_is_not() -> None:
@@ -145,5 +145,5 @@ def test_a_pool_may_go_before_what_it_lent() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory needs a CUDA device")
 def test_pinned_buffers_are_pinned() -> None:
-    buffers = BufferPool(SHAPE, pinned=True, keep=1)
+    buffers = BufferPool(SHAPE, memory=page_locked, keep=1)
     assert torch.from_numpy(buffers.take()).is_pinned()

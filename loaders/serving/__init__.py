@@ -1,0 +1,1 @@
+"""Batches made in another process than the trainer's, ``DataLoader(where=...)``."""

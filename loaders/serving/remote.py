@@ -1,0 +1,258 @@
+"""Batches made by Ray actors on other machines, ``where=RemoteWorkers(...)``.
+
+An actor makes one whole step of a rank from the order's place and the number of the step, and keeps nothing: whichever
+actor makes it, the batch is the same. So a step that is lost with its actor or node is asked of another one, a late one
+of two, and each step is handed out once, in its turn. Batches come through Ray's object store and are copied into the
+loader's memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import statistics
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+
+import numpy as np
+from msgspec import Meta
+
+from fuelrail.loaders.batch.buffer_pool import page_locked, pageable
+from fuelrail.loaders.batch.processes import content_of, pickled_error
+from fuelrail.loaders.serving.memory import Pools, dump, load_with
+from fuelrail.loaders.serving.server import RankServer
+from fuelrail.pipeline.errors import ConfigError, needs
+from fuelrail.pipeline.settings import CheckedSettings, must_be
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+    from fuelrail.loaders.autotune import Tuning
+    from fuelrail.loaders.serving.counts import Counts, Facts
+    from fuelrail.pipeline.order.batching import Cursor, Walk
+
+_COUNT = must_be("an integer >= 1")
+_POLL_S: Final = 0.1
+_AHEAD: Final = 2
+"""Steps that are asked of an actor at once: it starts the next one when it has made one."""
+_LATE: Final = 3.0
+"""Times the usual duration after which a step is asked of another actor too."""
+_LATE_S: Final = 1.0
+_START_S: Final = 30.0
+"""What is late before any step was made: actors import torch first, and a cluster may lack CPUs for one of them."""
+_TIMES: Final = 32
+_ATTEMPTS: Final = 10
+_HUNGRY: Final = 0.05
+_WINDOW: Final = 16
+"""Steps after which the number of actors is changed, by one: up if the trainer waited, down if all steps were ready."""
+
+
+class RemoteWorkers(CheckedSettings, frozen=True):
+    """Actors of a Ray cluster that make a rank's batches. Needs ``fuelrail[ray]``.
+
+    Attributes:
+        address: the cluster, as ``ray.init`` takes it ("auto", "ray://HOST:10001"); None: the one that this process is
+            connected to, or a local one that is started.
+        num_workers: number of actors, the largest one if ``min_workers`` is smaller.
+        min_workers: smallest number of actors: more of them are started while the trainer waits for batches.
+        cpus: CPUs of each actor, and its decoding threads.
+
+    Raises ConfigError for values that are not allowed.
+    """
+
+    address: Annotated[str | None, must_be("a text or None")] = None
+    num_workers: Annotated[int, Meta(ge=1), _COUNT] = 2
+    min_workers: Annotated[Annotated[int, Meta(ge=1)] | None, must_be("an integer >= 1, or None")] = None
+    cpus: Annotated[int, Meta(ge=1), _COUNT] = 1
+
+
+class _Result(NamedTuple):
+    """A step: a pickle without its tensors, their bytes, dtypes and shapes; or a pickled error."""
+
+    payload: bytes
+    tensors: list[tuple[Any, torch.dtype, tuple[int, ...]]]
+    facts: Facts | None
+
+
+class StepMaker:
+    """What an actor runs: a loader whose steps are made one by one."""
+
+    def __init__(self, setup: bytes) -> None:
+        self._server = RankServer(pickle.loads(setup), pageable)
+
+    def make(self, place: Cursor, number: int) -> _Result:
+        """Make the step with this number after a place of the order."""
+        try:
+            payload, tensors = dump(self._server.make(place, number))
+        except BaseException as error:  # noqa: BLE001 - the consumer must see any error, sys.exit() too
+            return _Result(pickled_error(error), [], None)
+        sent = [(content_of(tensor), tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
+        return _Result(payload, sent, self._server.facts())
+
+
+class _Step:
+    """A step that was asked for, of one actor or more."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.attempts = number, 0
+        self.asked: dict[Any, _Actor] = {}
+        self.since_s = time.monotonic()
+
+
+class _Actor:
+    """An actor, and the steps that are asked of it."""
+
+    def __init__(self, handle: Any) -> None:  # noqa: ANN401 - Ray's, which has no types for it
+        self.handle, self.num_asked = handle, 0
+
+
+class StepClient:
+    """Batches of a loader that Ray actors make; they are started at the first iteration. See `BatchClient`."""
+
+    def __init__(self, options: RemoteWorkers, setup: bytes, counts: Counts, *, pinned: bool) -> None:
+        with needs("where=RemoteWorkers(...)", "fuelrail[ray]"):
+            import ray
+        self._ray: Any = ray
+        self._options, self._setup, self.counts = options, setup, counts
+        self._pools = Pools(page_locked if pinned else pageable)
+        self._is_stopped = threading.Event()
+        self._actors: list[_Actor] = []
+        self._wanted = min(options.num_workers, options.min_workers or options.num_workers)
+        self._times: deque[float] = deque(maxlen=_TIMES)
+
+    def items(self, walk: Walk) -> Iterator[Any]:
+        """Yield the batches of a walk without end; raise what an actor raises for them."""
+        self._is_stopped = is_stopped = threading.Event()
+        self._connect()
+        steps: deque[_Step] = deque()
+        number, waits, ready = 0, 0.0, 0
+        begin_s = time.monotonic()
+        while not is_stopped.is_set():
+            while len(steps) < _AHEAD * self._wanted:
+                steps.append(_Step(number))
+                self._ask(steps[-1], walk.start)
+                number += 1
+            asked_s = time.monotonic()
+            ready += self._is_done(steps[-1])
+            result = self._result(steps[0], walk.start, is_stopped)
+            if result is None:
+                break
+            waits += time.monotonic() - asked_s
+            steps.popleft()
+            if result.facts is None:
+                error, cause = pickle.loads(result.payload)
+                raise error from cause
+            self.counts.note(result.facts)
+            self.counts.keep()
+            batch = self._open(result)
+            del result
+            yield batch
+            del batch
+            if number % _WINDOW == 0:
+                self._adapt(waits / max(time.monotonic() - begin_s, 1e-9), ready)
+                waits, ready, begin_s = 0.0, 0, time.monotonic()
+        for step in steps:
+            for reference in step.asked:
+                with contextlib.suppress(self._ray.exceptions.RayError):
+                    self._ray.cancel(reference)
+                step.asked[reference].num_asked -= 1
+
+    def _connect(self) -> None:
+        if not self._ray.is_initialized():
+            address = self._options.address
+            options: dict[str, Any] = {"include_dashboard": False} if address is None else {"address": address}
+            try:
+                self._ray.init(log_to_driver=False, configure_logging=False, **options)
+            except (OSError, ValueError, RuntimeError) as error:
+                raise ConfigError(
+                    f"no Ray cluster answers at address={address!r} ({' '.join(str(error).split())[:300]})"
+                ) from error
+
+    def _actor(self, step: _Step) -> _Actor | None:
+        """Return the actor with the fewest steps of those that were not asked for this one; start what is missing."""
+        if len(self._actors) < self._wanted:
+            kind = self._ray.remote(StepMaker).options(num_cpus=self._options.cpus, scheduling_strategy="SPREAD")
+            self._actors.append(_Actor(kind.remote(self._setup)))
+        asked = list(step.asked.values())
+        return min((one for one in self._actors if one not in asked), key=lambda one: one.num_asked, default=None)
+
+    def _ask(self, step: _Step, place: Cursor) -> None:
+        if (actor := self._actor(step)) is not None:
+            step.asked[actor.handle.make.remote(place, step.number)] = actor
+            actor.num_asked += 1
+
+    def _is_done(self, step: _Step) -> bool:
+        return bool(self._ray.wait(list(step.asked), timeout=0)[0])
+
+    def _result(self, step: _Step, place: Cursor, is_stopped: threading.Event) -> _Result | None:
+        """Wait for a step; ask for it again where it is lost or late. None when the iteration was stopped."""
+        ray = self._ray
+        waiting_s = time.monotonic()
+        while not is_stopped.is_set():
+            done, _ = ray.wait(list(step.asked), timeout=_POLL_S)
+            late_s = max(_LATE_S, _LATE * statistics.median(self._times)) if self._times else _START_S
+            if not done and time.monotonic() - waiting_s > late_s * len(step.asked):
+                self._ask(step, place)
+            for reference in done:
+                try:
+                    result: _Result = ray.get(reference)
+                except ray.exceptions.RayTaskError as error:
+                    raise error.cause from error
+                except ray.exceptions.RayError as error:
+                    self._lost(step, reference, error)
+                    if not step.asked:
+                        self._ask(step, place)
+                    continue
+                for actor in step.asked.values():
+                    actor.num_asked -= 1
+                self._times.append(time.monotonic() - step.since_s)
+                return result
+        return None
+
+    def _lost(self, step: _Step, reference: Any, error: Exception) -> None:  # noqa: ANN401 - Ray's
+        """Forget an actor that is gone, whose steps are asked for again in their turn."""
+        actor = step.asked.pop(reference)
+        actor.num_asked -= 1
+        if isinstance(error, self._ray.exceptions.RayActorError) and actor in self._actors:
+            self._actors.remove(actor)
+        step.attempts += 1
+        if step.attempts >= _ATTEMPTS:
+            raise ChildProcessError(
+                f"step {step.number} of this iteration was lost {_ATTEMPTS} times, with its actor, its node or for "
+                f"want of memory ({' '.join(str(error).split())[:300]})"
+            ) from error
+
+    def _adapt(self, waited: float, ready: int) -> None:
+        most = self._options.num_workers
+        if waited > _HUNGRY and self._wanted < most:
+            self._wanted += 1
+        elif ready >= _WINDOW and self._wanted > (self._options.min_workers or most):
+            self._wanted -= 1
+            self._actors.remove(min(self._actors, key=lambda one: one.num_asked))
+
+    def _open(self, result: _Result) -> Any:  # noqa: ANN401
+        """Copy a batch's tensors into the loader's memory, for the object store's is read-only."""
+        made: list[torch.Tensor] = []
+        for content, dtype, shape in result.tensors:
+            memory = self._pools.room(content.nbytes)
+            np.copyto(memory.numpy(), content)
+            made.append(memory.view(dtype).view(shape))
+        return load_with(result.payload, made)
+
+    def tune(self, tuning: Tuning) -> None:
+        """Do nothing: actors have the threads of their CPUs."""
+
+    def close(self) -> None:
+        """End the iteration under way, so that no thread waits for it; the actors wait for the next one."""
+        self._is_stopped.set()
+
+    def end(self) -> None:
+        """End the actors; the next iteration starts others."""
+        for actor in self._actors:
+            with contextlib.suppress(self._ray.exceptions.RayError):
+                self._ray.kill(actor.handle)
+        self._actors.clear()
