@@ -52,7 +52,7 @@ _FRAME_VALID: Final = "False: the clip has no such frame, and another one or zer
 
 
 class Source(NamedTuple):
-    """One dataset to read from. It is no stage's record: all samples of the dataset share it."""
+    """One dataset to read from. It is not a stage's record: all samples of the dataset share it."""
 
     name: str | None
     """The name in a mix; None for a dataset alone."""

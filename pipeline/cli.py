@@ -15,6 +15,7 @@ from msgspec import inspect
 
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings, convert, flag, load_yaml, preset_files, presets
+from fuelrail.pipeline.text import json_text
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -182,7 +183,7 @@ class PrintOptions(Settings, frozen=True, kw_only=True):
 
 def print_json(value: object) -> None:
     """Print a value as indented JSON."""
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=1).decode() + "\n")
+    sys.stdout.write(json_text(value))
 
 
 def _configure_top(parser: argparse.ArgumentParser) -> None:

@@ -208,6 +208,8 @@ def make_options(kind: type[S], options: S | None, changes: Mapping[str, object]
     A field that holds settings may be given as a dict or the path of a YAML file too. Raises ConfigError naming the
     field.
     """
+    if not isinstance(options, kind | None):
+        raise ConfigError(f"{_short(options)} must be a {kind.__name__}; or give its fields by name")
     values = {} if options is None else msgspec.structs.asdict(options)
     for name, value in changes.items():
         plain = os.fspath(value) if isinstance(value, os.PathLike) else value

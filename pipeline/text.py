@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -80,10 +80,15 @@ def message(text: str) -> str:
     return f"{begin}... ({len(text)} characters) ...{end}"
 
 
-def json_text(document: str) -> str:
-    """Return a JSON document that prints as itself: JSON's escapes replace all else, line feeds stay."""
-    lines = document.split("\n")
-    return "\n".join("".join(c if c.isprintable() else _json_code(c) for c in line) for line in lines)
+def json_text(value: object) -> str:
+    """Return a value as indented JSON that prints as itself: JSON's escapes replace all else. A line feed ends it."""
+    lines = msgspec.json.format(msgspec.json.encode(value), indent=2).decode().split("\n")
+    return "\n".join("".join(c if c.isprintable() else _json_code(c) for c in line) for line in lines) + "\n"
+
+
+def text_of(lines: Iterable[str]) -> str:
+    """Return lines that hold text of strangers as one text: each is escaped as a message is."""
+    return "\n".join(map(message, lines))
 
 
 def _value(value: object) -> str:

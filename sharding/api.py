@@ -62,7 +62,7 @@ class ShardReport(msgspec.Struct, frozen=True, kw_only=True):
 
     def as_json(self) -> str:
         """Return the report as one JSON document."""
-        return json_text(msgspec.json.format(msgspec.json.encode(self), indent=2).decode()) + "\n"
+        return json_text(self)
 
     def as_text(self) -> str:
         """Return the report for people: a line for the dataset, and more for what was left out or changed."""
@@ -126,7 +126,7 @@ class SourceReport(msgspec.Struct, frozen=True, kw_only=True):
 
     def as_json(self) -> str:
         """Return the report as one JSON document."""
-        return json_text(msgspec.json.format(msgspec.json.encode(self), indent=2).decode()) + "\n"
+        return json_text(self)
 
     def as_text(self) -> str:
         """Return the report for people."""

@@ -232,7 +232,9 @@ def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def members(annotation: ast.expr | None) -> int:
-    """The number of members of ``tuple[A, B, C]``; 1 for any other annotation."""
+    """The number of members of ``tuple[A, B, C]``, also of one that may be None; 1 for any other annotation."""
+    if isinstance(annotation, ast.BinOp):
+        return max(members(annotation.left), members(annotation.right))
     if not isinstance(annotation, ast.Subscript) or ast.unparse(annotation.value) != "tuple":
         return 1
     parts = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
@@ -318,8 +320,7 @@ def docstrings(nodes: list[ast.AST]) -> Iterator[tuple[int, str, bool]]:
             is_property = any("property" in ast.unparse(one) for one in node.decorator_list)
             yield node.lineno, ast.get_docstring(node) or "", not is_property
         if isinstance(node, (ast.ClassDef, ast.Module)):
-            if isinstance(node, ast.ClassDef):
-                yield node.lineno, ast.get_docstring(node) or "", False
+            yield getattr(node, "lineno", 1), ast.get_docstring(node) or "", False
             for before, one in pairwise(node.body):
                 if isinstance(before, (ast.Assign, ast.AnnAssign)) and isinstance(one, ast.Expr):
                     yield one.lineno, str(ast.literal_eval(one.value)), False

@@ -245,7 +245,7 @@ def test_a_name_that_the_terminal_cannot_show_is_escaped(dataset, tmp_path) -> N
 
 
 @pytest.mark.process
-def test_a_reader_that_goes_away_is_no_fault() -> None:
+def test_a_reader_that_goes_away_is_not_a_fault() -> None:
     script = (
         "import sys\nfrom fuelrail import __main__ as cli\nfrom fuelrail.pipeline.cli import Command\n"
         "def work(options):\n    print('line ' * 100_000)\n    return 0\n"
@@ -309,7 +309,7 @@ def test_a_closed_output_is_141_and_no_folder_that_cannot_be_written(tmp_path: P
 
 
 @pytest.mark.parametrize("raising", [OSError, Exception])
-def test_a_closed_output_is_no_error_of_the_code_that_prints(monkeypatch, word, raising) -> None:
+def test_a_closed_output_is_not_an_error_of_the_code_that_prints(monkeypatch, word, raising) -> None:
     class Closed:
         def write(self, text: str) -> int:
             raise BrokenPipeError

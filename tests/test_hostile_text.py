@@ -233,8 +233,10 @@ def hostile_dataset(tmp_path_factory):
     with edited(folder / "small", folder / "evil") as parts:
         parts.manifest["name"] = parts.manifest["license"] = HOSTILE
         parts.manifest["classes"] = [*parts.manifest["classes"][:-1], HOSTILE]
-        for channel in parts.manifest["channels"]:
-            channel["source_name"] = HOSTILE
+        for number, channel in enumerate(parts.manifest["channels"]):
+            if channel["name"] != "boxes":  # whose entry has no choice
+                channel["source_name"] = f"{number} {HOSTILE}"
+    assert main(["verify", str(folder / "evil")]) == 0, "it is read, not refused"
     return folder / "evil"
 
 
@@ -244,13 +246,23 @@ COMMANDS = [
     "bench loader --seconds 0.05 --repeats 1 --batch-size 2 --workers 1 --out OUT/loader",
     "bench train --model light --steps 6 --warmup 1 --batch-size 1 --workers 1 --out OUT/train",
     "inspect clip-0000-000000", "inspect no-such-key", "diff SMALL",
+    "order describe --global-batch 2 --config OUT/packs.yaml", "order describe --config OUT/refused.yaml --json",
+    "annotate OUT/layer --model of_tests:number --batch-size 2 --workers 1",
+    "annotate OUT/layer --model of_tests:ends --json --batch-size 2 --workers 1",
 ]  # fmt: skip
 
 
 @pytest.mark.process
+@pytest.mark.filterwarnings("ignore:the images of .* are enlarged")
 @pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("words", COMMANDS)
-def test_a_command_prints_and_writes_hostile_names_as_text(words, hostile_dataset, tmp_path, capfd):
+def test_a_command_prints_and_writes_hostile_names_as_text(words, hostile_dataset, tmp_path, capfd, monkeypatch):
+    model = "def number(batch):\n    return {'x': batch['frame']}\n"
+    model += f"def ends(batch):\n    raise OSError({HOSTILE!r})\n"
+    (tmp_path / "of_tests.py").write_text(model)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "packs.yaml").write_text("pack: {budget: 9, cost: {linear: {frame: 1}, constant: 1}}")
+    (tmp_path / "refused.yaml").write_text("pack: {budget: 9, cost: frame}")
     word, *options = words.split()
     at = 2 if word in {"bench", "order"} else 1
     command = [word, *options]

@@ -32,6 +32,8 @@ WORDS = {
     r"\bwas there already\b": "already complete",
     r"\bmeans something with\b": "needs",
     r"\bcannot be had\b": "is not available",
+    r"(?<!here )(?<!here\n)\bis no (?!(better|faster|longer|slower|such|worse)\b)": "is not a",
+    r"\bhardly\b": "almost not, rarely",
 }
 ANY_WORD = re.compile("|".join(WORDS))
 

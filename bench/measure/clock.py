@@ -47,7 +47,7 @@ def clock_jump_s() -> float:
     """Return how far the wall clock is ahead of the monotonic one [s].
 
     The difference between two calls is by how much the wall clock was set in between, or how long the machine slept:
-    the monotonic clock of Linux stops then. What was measured across a sleep is no measurement.
+    the monotonic clock of Linux stops then. What was measured across a sleep is not a measurement.
     """
     return time.time() - time.monotonic()
 

@@ -173,7 +173,7 @@ def dataset_facts(dataset: Dataset, split: str) -> DatasetFacts:
 def peak_memory_bytes() -> int:
     """Return the peak resident set of this process.
 
-    Linux: VmHWM of ``/proc/self/status``. ``ru_maxrss`` is no substitute there: a process inherits it from the one that
+    Linux: VmHWM of ``/proc/self/status``. ``ru_maxrss`` does not replace it: a process inherits it from the one that
     it was forked from, so under a large parent a small process looks as large.
     """
     try:

@@ -32,7 +32,7 @@ _STEPS = 40
 
 
 class WhereReport(msgspec.Struct, frozen=True, kw_only=True):
-    """By where batches are made: images a second of each round; percentiles of the trainer's steps [ms]."""
+    """Rates by where batches are made: images a second of each round; percentiles of the trainer's steps [ms]."""
 
     benchmark: str
     machine: MachineFacts

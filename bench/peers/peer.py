@@ -155,7 +155,7 @@ def contestants(only: tuple[str, ...] = ()) -> list[Contestant]:
     for name in only:
         if name not in PEERS and name not in {contestant.name for contestant in every}:
             known = "; ".join(f"{peer}: {', '.join(entry.recipes)}" for peer, entry in PEERS.items())
-            raise ConfigError(f"--only {name!r} is no loader and no LOADER:RECIPE; there are {known}")
+            raise ConfigError(f"--only {name!r} is neither a loader nor a LOADER:RECIPE; there are {known}")
     ours_named = any(name.partition(":")[0] == OURS for name in only)
     wanted = set(only) if ours_named else {*only, OURS}
     return [contestant for contestant in every if contestant.peer in wanted or contestant.name in wanted]

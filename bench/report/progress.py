@@ -14,7 +14,7 @@ _FRESH_S = 10.0
 class Progress:
     """Shows the last text that :meth:`update` was given, until the end of the ``with`` block.
 
-    Where stderr is no terminal (CI, a batch system's log) it is printed every ``every_s`` seconds, with the time since
+    Where stderr is not a terminal (CI, a batch job's log) it is printed every ``every_s`` seconds, with the time since
     the start, so that a run that takes minutes is seen to live.
     """
 

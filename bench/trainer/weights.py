@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -33,7 +33,7 @@ _OF_MODEL = "model."
 
 
 class WeightsReport(Settings, frozen=True, kw_only=True):
-    """What of a source fitted a model, by the model's names on this rank.
+    """The names of a model on this rank that a source has filled, and what did not fit.
 
     ``missing``: the source does not have them, and the model keeps its own; ``unexpected``: the model, or this stage of
     it, does not have them; ``other_shape``: they were left out, with both shapes.
@@ -85,12 +85,17 @@ def _tensors(
             yield name, partial(_itself, value)
         return
     place = Path(source)
-    files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place] if place.is_file() else []
+    files = [file for file in sorted(place.glob("*.safetensors")) or [place] if file.is_file()]
     if not files:
         raise ConfigError(f"weights '{place}' are neither a safetensors file nor a folder of some; give one")
     for file in files:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - it is no mapping
+        try:
+            opened: Any = safe_open(file, framework="pt")
+        except (SafetensorError, OSError) as error:
+            what = f"weights '{file}' cannot be read: {error}; take the file from where it is whole"
+            raise ConfigError(what) from error
+        with opened:
+            for name in opened.keys():  # noqa: SIM118 - it is not a mapping
                 yield name, partial(opened.get_tensor, name)
 
 
@@ -102,7 +107,7 @@ def save_weights(parallel: Parallel, place: str | os.PathLike[str], *, average: 
     """Write the whole model as one safetensors file, by the names of the undivided model.
 
     ``average``: with the average in place of each parameter that has one. The first rank writes; the file appears once
-    it is whole. All ranks must call this. Raises ConfigError for a dtype that the format has not.
+    it is whole. All ranks must call this. Raises ConfigError for a dtype that the format lacks.
     """
     own = {name.removeprefix(_OF_MODEL): value for name, value in model_tensors(parallel).items()}
     own |= parallel.average if average else {}

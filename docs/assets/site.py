@@ -1,7 +1,7 @@
 """MkDocs hook: pages that are elsewhere in the repository, references from the code, and links between all of them.
 
 A page is written once, for the repository: its links are relative to its place there. Here each link is turned into one
-of the site. A file of the repository that is no page is copied into the site, so that the site is whole without a
+of the site. A file of the repository that is not a page is copied into the site, so that the site is whole without a
 network.
 """
 

@@ -128,7 +128,7 @@ class BatchPipeline(NamedTuple):
         parse = partial(samples.parse, self.augments, self.bad, self.window)
         fill = self.augments.pixels.grid_mask_fill
         num_images = len(self.cameras) * (1 if self.window is None else len(self.window.frames))
-        ahead = max(2 * num_workers, min(_FEW_AHEAD, 4 * num_workers), _FEW_IMAGES // num_images)
+        ahead = max(2 * num_workers, min(_FEW_AHEAD, 4 * num_workers), _FEW_IMAGES // max(num_images, 1))
         stages = [
             Stage("fetch", partial(samples.fetch, self.bad), 1, ahead, in_bursts=True),
             Stage("parse", parse, num_workers if self.parses_hard else 1, ahead, in_bursts=True),

@@ -124,7 +124,7 @@ def _plugin(name: str, place: Place) -> ImageDecoder:
         raise ConfigError(f"decoder '{name}'{package} cannot be imported: {error}") from error
     if not isinstance(made, ImageDecoder):
         raise ConfigError(
-            f"decoder '{name}'{package}: '{entry.value}' made {type(made).__name__}, which is no ImageDecoder of "
+            f"decoder '{name}'{package}: '{entry.value}' made {type(made).__name__}, which is not an ImageDecoder of "
             "fuelrail.loaders.decode; give it the attribute `name` and the method `decode_into`"
         )
     return made

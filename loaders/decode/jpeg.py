@@ -75,5 +75,5 @@ def decode_jpeg(encoded: Buffer, info: ImageInfo, factor: int, scratch: Scratch,
         raise ImageError(f"JPEG decoded to {image.shape[1]}x{image.shape[0]}, expected {width}x{height}")
     if not info.is_cmyk:
         return room
-    # Ink values are stored inverted (Adobe's convention, which Pillow assumes too): 255 is no ink.
+    # Ink values are stored inverted (Adobe's convention, which Pillow assumes too): 255 means no ink.
     return ((image[..., :3].astype(np.uint16) * image[..., 3:] + 127) // 255).astype(np.uint8)

@@ -63,7 +63,7 @@ def decode_member(name: str, stored: Buffer, *, dictionary: Dictionary | None = 
         return read_tensors(raw)
     if ending in _IMAGE_STARTS and bytes(raw[:8])[: len(_IMAGE_STARTS[ending])] != _IMAGE_STARTS[ending]:
         # webdataset opens it with Pillow, which chooses by the content: PostScript would start Ghostscript.
-        raise ImageError(f"{field[1:]!r} is no {ending[1:]} image: it starts with bytes {bytes(raw[:8]).hex(' ')}")
+        raise ImageError(f"{field[1:]!r} is not a {ending[1:]} image: it starts with bytes {bytes(raw[:8]).hex(' ')}")
     if ending == ".png" and bytes(raw[24:25]) == b"\x10":  # bits of a value, in the header
         return _pixels(raw)
     if ending in {".json", ".npy", *_IMAGE_STARTS}:

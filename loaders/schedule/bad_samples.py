@@ -5,7 +5,7 @@ What takes the place of a bad sample depends on dataset and order alone: the sam
 ranks and resumed runs agree, and no rank has fewer batches than the others.
 
 A sample is bad when its bytes differ from those written, do not decode, or are cut off. Storage that refuses or does
-not answer is no reason to train on another sample: that is always raised.
+not answer is not a reason to train on another sample: that is always raised.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def open_all(
 ) -> dict[str, Dataset]:
     """Return the datasets by name, opened; one alone has the name of its manifest, several need a ``mix``.
 
-    Raises ConfigError for what is no dataset, or no mapping of names to them, and what `open_dataset` raises.
+    Raises ConfigError for what is not a dataset, or no mapping of names to them, and what `open_dataset` raises.
     """
 
     def opened(one: object) -> Dataset:

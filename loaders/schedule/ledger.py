@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import msgspec
 
 from fuelrail.loaders.schedule.state import Identity, decode_state, state_at
-from fuelrail.pipeline.errors import ConfigError, OrderError, StateMismatchError
+from fuelrail.pipeline.errors import ConfigError, LedgerError, OrderError, StateMismatchError
 from fuelrail.pipeline.format.ledger import (
     LEDGER_VERSION,
     BatchDigest,
@@ -117,7 +117,7 @@ class RunLedger:
         self._last_setup = setups[-1] if setups else None
         if self._last_setup is not None and starts:
             last = starts[-1]
-            found = msgspec.convert(self._last_setup.identity, Identity)
+            found = identity_of(self._last_setup, options.path)
             try:
                 decode_state(state_at(found, Cursor(*last.place), last.global_batch), identity, strict=False)
             except StateMismatchError as error:
@@ -226,6 +226,14 @@ class RunLedger:
             with _WRITING:
                 self._file.append(SampleReplaced(since, rank, epoch, position, key, replaced_by))
                 self._reached = None
+
+
+def identity_of(setup: RunSetup, path: str | os.PathLike[str]) -> Identity:
+    """Return what the positions of a run are positions of; raise LedgerError for what is not an identity."""
+    try:
+        return msgspec.convert(setup.identity, Identity)
+    except msgspec.ValidationError as error:
+        raise LedgerError(f"ledger '{path}': the identity of a setup is of no known form: {error}") from error
 
 
 def _process_number(world: World) -> int:

@@ -47,7 +47,7 @@ def sample_settings(seed: int, **settings: object) -> dict[str, Any]:
     """Return what decides the content of a sample, as plain JSON types with a digest: the seed and the settings.
 
     ``settings`` are of the loader's arguments, by name: structs, dicts of structs, or booleans. None, False and
-    augmentations that draw nothing are left out. The decoder is no part of it, for backends differ by rounding only;
+    augmentations that draw nothing are left out. The decoder is not part of it, for backends differ by rounding only;
     nor are transform and collate_fn, for code has no name that outlives a run.
     """
     plain: dict[str, Any] = {"seed": seed}
@@ -153,7 +153,7 @@ def _so_far(identity: Identity, state: LoaderState) -> Identity:
         current = [stage["until"] is None or stage["until"] >= position for stage in stages].index(True)
         last = current + stages[current]["ramp"]
         order = {**order, "stages": [*stages[:last], {**stages[last], "until": None, "ramp": False}]}
-    except (KeyError, TypeError, ValueError, IndexError):  # an order without stages, or what is no state of ours
+    except (KeyError, TypeError, ValueError, IndexError):  # an order without stages, or what is not a state of ours
         return identity
     layers = {name: one for name, one in (identity.layers or {}).items() if name in known}
     return msgspec.structs.replace(identity, order=order, layers=layers or None)

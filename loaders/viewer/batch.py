@@ -74,7 +74,7 @@ class LoaderDisplay(ABC):
     def describe(self) -> BatchDescription:
         """Return name, form and meaning of each entry of the next iteration's first batch, loaded apart from this one.
 
-        Raises ConfigError where there is none, or where it is no dict.
+        Raises ConfigError where there is none, or where it is not a dict.
         """
         return describe_batch(self._next_batch(), self.selected, self.transforms.box_frame)
 

@@ -295,7 +295,7 @@ def _ego_grid(value: Value, channel: Channel, motion: Motion) -> Value:
     if motion.ego == IDENTITY:
         return value
     law = channel.law
-    # Turned before cells move: the fill of cells outside the extent is no vector that was measured.
+    # Turned before cells move: the fill of cells outside the extent is not a vector that was measured.
     turned = _move_roles(value, channel, {"vectors": _affine(motion.ego.matrix[:3, :3])}) if law.roles else value
     return warp_grid(
         turned, channel.axes, law.extent_m or (), motion.ego, linear=law.interpolation == "linear", fill=law.fill or 0.0

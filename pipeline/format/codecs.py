@@ -299,11 +299,11 @@ class Dictionary:
                 zstandard.ZstdCompressor(dict_data=self._dictionary).compress(b"")
             )
         except zstandard.ZstdError as error:
-            raise CodecError(f"{where} is no zstd dictionary: {error}") from error
+            raise CodecError(f"{where} is not a zstd dictionary: {error}") from error
         self.data = data
         self.id: int = self._dictionary.dict_id()
         if not self.id:
-            raise CodecError(f"{where} is no zstd dictionary: it has no id")
+            raise CodecError(f"{where} is not a zstd dictionary: it has no id")
         self._local = threading.local()
 
     def __reduce__(self) -> tuple[type[Dictionary], tuple[bytes]]:

@@ -239,7 +239,7 @@ def open_layer(
 ) -> Layer:
     """Open a layer, in a folder or at a URL, and attach it to its base under a name.
 
-    Raises ConfigError for a name that is not ``[a-z][a-z0-9_]*``, ManifestError for what is no layer, for a layer of
+    Raises ConfigError for a name that is not ``[a-z][a-z0-9_]*``, ManifestError for what is not a layer, for a layer of
     another dataset and for one of an older version of this dataset, and what `open_dataset` raises.
     """
     if not _NAME.fullmatch(name):
@@ -257,7 +257,7 @@ def open_layer_data(
     cache_dir: str | os.PathLike[str] | None = None,
     retry: RetryPolicy | None = None,
 ) -> Dataset:
-    """Open the tables of a layer, without its base; raises ManifestError for what is no layer."""
+    """Open the tables of a layer, without its base; raises ManifestError for what is not a layer."""
     data = open_kind(location, LAYERS, storage_options=storage_options, cache_dir=cache_dir, retry=retry)
     entry = data.manifest.file(ROWS_FILE)
     if entry is not None and data.origin is not None:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 import msgspec
 
 from fuelrail.pipeline.errors import LedgerError
-from fuelrail.pipeline.settings import NotNegative, Positive, Settings
+from fuelrail.pipeline.settings import Settings
 from fuelrail.pipeline.storage.files import read_file, sync_folder
 
 LEDGER_VERSION: Final = 1
@@ -25,6 +25,8 @@ _FIRST: Final = hashlib.sha256(b"fuelrail ledger 1").hexdigest()
 _DIGEST_CHARS: Final = 64
 _MAX_BYTES: Final = 1 << 28
 
+NotNegative = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+Positive = Annotated[int, msgspec.Meta(ge=1, lt=2**62)]
 Place = tuple[NotNegative, NotNegative]
 """Epoch and samples of it consumed, over all ranks; after an epoch's last step the next epoch's beginning."""
 
@@ -145,9 +147,17 @@ def _check_next(record: Record, before: Sequence[Record], path: str | os.PathLik
         what = "is the first one, and must be a setup"
     elif kinds == {RunSetup} and not isinstance(record, SegmentStart):
         what = "follows a setup, and must be a start"
+    elif isinstance(record, PlaceReached) and not _is_next(record.place, before):
+        what = f"reaches {record.place}, which is before the place reached last, or more than an epoch behind it"
     else:
         return
     raise LedgerError(f"ledger '{path}': record {number} {what}", number)
+
+
+def _is_next(place: Place, before: Sequence[Record]) -> bool:
+    """Return whether a place may be the next one that is noted as reached: every end of an epoch is noted."""
+    last = next((one.place for one in reversed(before) if isinstance(one, SegmentStart | PlaceReached)), place)
+    return last <= place and place[0] <= last[0] + 1
 
 
 def _digest(before: str, body: bytes) -> str:
@@ -241,7 +251,7 @@ def seen_by_weights(records: Sequence[Record]) -> tuple[list[Stretch], list[Stre
 
     A segment that starts at a place throws away whatever was trained behind that place before: its weights are those of
     the checkpoint there. How far a segment came is known from its last `PlaceReached`, and from a later segment that
-    was restored from a place in it.
+    was restored from a place in it, at most an epoch behind: an epoch's end is always noted.
     """
     kept: list[Stretch] = []
     lost: list[Stretch] = []
@@ -259,7 +269,7 @@ def seen_by_weights(records: Sequence[Record]) -> tuple[list[Stretch], list[Stre
             end = (0, 0)
             if kept:
                 before = kept[-1]
-                if before.end < place and record.restored is not None:
+                if before.end < place and place[0] <= before.end[0] + 1 and record.restored is not None:
                     before = before._replace(trained=max(before.trained, place), end=place)
                 kept[-1] = before._replace(end=min(before.end, place))
                 end = kept[-1].end

@@ -372,10 +372,10 @@ def _check_limits(manifest: Manifest, where: str) -> None:
 
 
 def check_fingerprints(where: str, *fingerprints: str) -> None:
-    """Raise ManifestError for a text that is no fingerprint."""
+    """Raise ManifestError for a text that is not a fingerprint."""
     for text in fingerprints:
         if not re.fullmatch("[0-9a-f]{64}", text):
-            raise ManifestError(f"'{where}': '{shown(text)}' is no fingerprint, which has 64 hex digits; {BRING_BACK}")
+            raise ManifestError(f"'{where}': '{shown(text)}' is not a fingerprint of 64 hex digits; {BRING_BACK}")
 
 
 def _check_names(manifest: Manifest, where: str) -> None:

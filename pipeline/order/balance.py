@@ -31,7 +31,7 @@ class Balance(Settings, frozen=True):
     cost: str | Cost
     """An attribute with whole numbers, or a model of several (`Cost`); a pack costs what its samples do in sum."""
     micro_batches: int = 1
-    """Parts of a rank's batch that are dealt too, each a run of its rows: those of gradient accumulation."""
+    """Parts of a rank's batch that are dealt too, each a run of its rows, such as micro-batches of accumulation."""
 
     def __post_init__(self) -> None:
         check_types(self, OrderError)
@@ -42,9 +42,9 @@ class Balance(Settings, frozen=True):
 def deal(costs: NDArray[np.int64], num_groups: int) -> NDArray[np.int64]:
     """Return the rows of a batch (n,) group by group, n / num_groups in each, of about equal costs: int64 (n,).
 
-    Dearest first, rows of equal cost in their order; each goes to the group with the least cost so far that is not
-    full, the one with the lowest number among equals. The rows of a group keep their order. Longest processing time
-    first (Graham, 1969) with groups of one size.
+    The dearest row is first, those of equal cost come in their order. Each goes to the group with the least cost so far
+    that is not full, the one with the lowest number among equals. The rows of a group keep their order. The method is
+    Graham's (1969), longest processing time first, with groups of one size.
     """
     size = len(costs) // num_groups
     by_cost = np.argsort(-costs, kind="stable")

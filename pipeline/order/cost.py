@@ -53,6 +53,8 @@ class Cost(Settings, frozen=True):
         coefficients = (*self.linear.values(), *self.quadratic.values(), self.constant)
         if not (self.linear or self.quadratic) or min(coefficients) < 0 or self.divisor < 1:
             raise OrderError(f"a cost needs columns, coefficients >= 0 and a divisor >= 1, got {self}")
+        if max(*coefficients, self.divisor) >= 2**62:
+            raise OrderError(f"a cost's coefficients and divisor must be below 2**62, got {self}")
 
 
 def cost_columns(cost: str | Cost) -> tuple[str, ...]:
@@ -129,7 +131,8 @@ def _whole_numbers(column: pa.ChunkedArray, name: str) -> NDArray[np.int64]:
         column = pc.list_value_length(column)
     if not (pa.types.is_integer(column.type) or pa.types.is_boolean(column.type)):
         raise OrderError(f"attribute {name!r} is {column.type}, and a cost needs whole numbers or lists")
+    for worst in pc.min_max(column).as_py().values():
+        if worst is not None and not 0 <= worst < 2**63:
+            raise OrderError(f"attribute {name!r} is {worst} somewhere, and a cost needs numbers of 0 .. 2**63 - 1")
     found: NDArray[np.int64] = column.cast(pa.int64()).to_numpy()
-    if found.size and found.min() < 0:
-        raise OrderError(f"attribute {name!r} is {found.min()} somewhere, and a cost needs numbers >= 0")
     return found

@@ -64,9 +64,9 @@ class Pack(Settings, frozen=True):
 def pack_window(costs: NDArray[np.int64], budget: int, max_samples: int | None = None) -> tuple[NDArray[np.int64], int]:
     """Return the pack of each sample (int64, same shape as ``costs`` (n,), each 1 .. budget), and how many there are.
 
-    Dearest first, samples of equal cost in their order; each goes into the pack with the least cost so far, the one
-    with the lowest number among equals, and into a new pack where that one has no room. At first there are as many
-    packs as the total cost, and the number of samples, need at least. A pack with ``max_samples`` takes no more.
+    The dearest sample is first, those of equal cost come in their order. Each goes into the pack with the least cost so
+    far, the one with the lowest number among equals, and into a new pack where that one has no room. At first there are
+    as many packs as the total cost, and the number of samples, need at least. A full one of ``max_samples`` is closed.
     """
     by_cost = np.argsort(-costs, kind="stable")
     most = len(costs) if max_samples is None else max_samples
@@ -148,7 +148,7 @@ class PackedOrder:
         return self.starts(epoch)[-1]
 
     def starts(self, epoch: int) -> list[int]:
-        """Return the packs before each window of an epoch, and at last those in all."""
+        """Return the number of packs before each window of an epoch, and last the number of all."""
         return list(accumulate(self._count(epoch, self.num_windows), initial=0))
 
     def count_ahead(self, epoch: int, windows_left: int) -> None:

@@ -8,7 +8,7 @@
 
 The text is parsed with Python's own grammar, never executed: the syntax tree is translated node by node into an Arrow
 compute expression, and what is not in the tables below is refused. Names are columns; those of a layer are written
-``layer.name``, and those whose name is no Python name ``col('the name')``. An unknown (null) value makes a comparison
+``layer.name``, and others ``col('the name')``. An unknown (null) value makes a comparison
 unknown, and a sample for which the whole expression is unknown is not selected, as in SQL.
 """
 

@@ -270,7 +270,7 @@ def _npy_header(header: bytes) -> tuple[np.dtype[Any], tuple[int, ...], Literal[
     if not sizes[-1]:
         sizes.pop()
     elif len(sizes) == 1:
-        raise ValueError("its shape is no tuple")
+        raise ValueError("its shape is not a tuple")
     if not all(map(_SIZE.fullmatch, sizes)):
         raise ValueError("odd shapes are refused")
     return dtype, tuple(map(int, sizes)), "F" if found[2] == b"True" else "C"

@@ -43,8 +43,8 @@ def open_descriptor(path: str | os.PathLike[str]) -> int:
             raise
         place = Path(path)
         target, folder = Path(os.path.realpath(place)), Path(os.path.realpath(place.parent))
-        if folder not in target.parents:
-            what = "it is a link that leads out of the dataset's folder; put the file itself there"
+        if folder not in target.parents or target.is_symlink():  # a link that leads to itself stays one
+            what = "it is a link that leads out of the dataset's folder, or nowhere; put the file itself there"
             raise _refused(path, what) from error
         descriptor = os.open(target, flags)
     mode = os.fstat(descriptor).st_mode

@@ -352,7 +352,7 @@ class _File(msgspec.Struct, frozen=True):
 
 def parse_map(data: bytes, where: str) -> VectorMap:
     """Parse the lines of a log's map; lanes share a common border. Raise SourceError, naming ``where``."""
-    found = read_json(data, where, _File, "is no vector map of Argoverse 2")
+    found = read_json(data, where, _File, "is not a vector map of Argoverse 2")
     outlines = [(0, [*one.area_boundary, *one.area_boundary[:1]]) for one in found.drivable_areas.values()]
     outlines += [(1, [*one.edge1, *reversed(one.edge2), *one.edge1[:1]]) for one in found.pedestrian_crossings.values()]
     for lane in found.lane_segments.values():

@@ -92,7 +92,7 @@ class SourceKind(msgspec.Struct, frozen=True, kw_only=True):
 
     def as_json(self) -> str:
         """Return the kind as one JSON document."""
-        return json_text(msgspec.json.format(msgspec.json.encode(self), indent=2).decode()) + "\n"
+        return json_text(self)
 
     def as_text(self) -> str:
         """Return the kind for people, with its options."""

@@ -73,7 +73,7 @@ class WebDatasetSettings(FrameSettings, frozen=True, kw_only=True):
     cam2ego: Annotated[str, Meta(description="path of the 4x4 camera to ego, such as calib.{camera}.cam2ego")] = ""
     ego2global: Annotated[str, Meta(description="path of the 4x4 ego to global; empty: no ego poses")] = ""
     first_samples: Annotated[
-        int, Meta(ge=0, description="how many samples decide names, types and shapes of what is no image; 0: all")
+        int, Meta(ge=0, description="how many samples decide names, types and shapes of what is not an image; 0: all")
     ] = 1000
     clip: Annotated[
         str, Meta(description="regular expression, whose first group in a key is the clip; empty: each tar is a clip")
@@ -87,7 +87,7 @@ class WebDatasetSettings(FrameSettings, frozen=True, kw_only=True):
             if self.clip and re.compile(self.clip).groups < 1:
                 raise ConfigError(f"clip={self.clip} needs a group, such as (.*)_[0-9]+")
         except re.error as error:
-            raise ConfigError(f"clip={self.clip} is no regular expression: {error}") from error
+            raise ConfigError(f"clip={self.clip} is not a regular expression: {error}") from error
 
 
 class _Read(NamedTuple):

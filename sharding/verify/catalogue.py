@@ -1,6 +1,6 @@
 """What datasets are made of and how two of them differ, from manifests and tables alone; and their tags.
 
-A tag is a name for people, in ``tags.json`` beside the dataset. It is no part of the dataset: no digest covers it.
+A tag is a name for people, in ``tags.json`` beside the dataset. It is not part of the dataset: no digest covers it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TagOptions(Settings, frozen=True):
 class _Printed(msgspec.Struct, frozen=True, kw_only=True):
     def as_json(self) -> str:
         """Return the report as one JSON document."""
-        return json_text(msgspec.json.format(msgspec.json.encode(self), indent=2).decode()) + "\n"
+        return json_text(self)
 
 
 class DatasetLog(_Printed, frozen=True, kw_only=True):
@@ -237,7 +237,7 @@ def read_tags(dataset: str | os.PathLike[str]) -> tuple[str, ...]:
     try:
         tags = msgspec.json.decode(data, type=list[str])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise DatasetError(f"'{dataset}/{TAGS_FILE}' is no list of tags: {error}; remove it") from error
+        raise DatasetError(f"'{dataset}/{TAGS_FILE}' is not a list of tags: {error}; remove it") from error
     return tuple(sorted({tag for tag in tags if _TAG.fullmatch(tag)}))
 
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
-import msgspec
 import numpy as np
 import xxhash
 
@@ -70,7 +69,7 @@ class VerifyReport:
 
     def as_json(self) -> str:
         """Return the report as one JSON document."""
-        return json_text(msgspec.json.format(msgspec.json.encode(self), indent=2).decode()) + "\n"
+        return json_text(self)
 
     def as_text(self) -> str:
         """Return the report for people: a line for each fault and each note, and one for the whole."""

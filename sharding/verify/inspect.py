@@ -45,7 +45,7 @@ class Description(NamedTuple):
 
     def as_json(self) -> str:
         """Return the facts as one JSON document."""
-        return json_text(msgspec.json.format(msgspec.json.encode(self.facts), indent=2).decode()) + "\n"
+        return json_text(self.facts)
 
     def as_text(self) -> str:
         """Return the text."""

@@ -93,7 +93,7 @@ def test_accelerator_times_are_right(bench, facts):
             if bench.on_gpu:
                 keep_busy(round(expected[phase] * cycles))
     times = accelerator.finish_step()
-    # Work is counted in cycles: a clock that changed meanwhile is no error of the measurement's.
+    # Work is counted in cycles: a clock that changed meanwhile is not an error of the measurement's.
     drift = cycles_per_ms(bench.device) / cycles if bench.on_gpu else 1.0
     for phase, expected_ms in expected.items():
         found_ms = getattr(times, f"{phase}_ns") / NS_PER_MS

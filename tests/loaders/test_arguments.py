@@ -177,7 +177,7 @@ def test_an_argument_that_does_not_exist_is_refused_with_the_one_to_use(root, na
 
 
 @pytest.mark.parametrize("dataset", [None, 3, ["a", "b"], b"OUT", {}, {"a": 3}, {3: "OUT"}])
-def test_what_is_no_dataset_is_refused(dataset):
+def test_what_is_not_a_dataset_is_refused(dataset):
     with pytest.raises(ConfigError, match="dataset="):
         DataLoader(dataset, 2, mix=None, world=World())
 

@@ -71,7 +71,7 @@ def test_the_position_stays_and_a_running_iteration_too(roots):
         assert len(rest) == 3 and first["step"] == 0 and rest[0]["step"] == 1
 
 
-def test_what_is_no_dict_is_refused(roots):
+def test_what_is_not_a_dict_is_refused(roots):
     with (
         DataLoader(roots["a"], 2, transforms={"image": IMAGE}, num_workers=1, collate_fn=tuple) as loader,
         pytest.raises(ConfigError, match="must be a dict, and it is tuple"),

@@ -85,7 +85,7 @@ class TestEnvironment:
         assert detect_world() == World(3, 8)
         assert resolve_world(World(1, 2)) == World(1, 2), "what the caller says comes first"
 
-    def test_a_pair_is_no_world(self):
+    def test_a_pair_is_not_a_world(self):
         with pytest.raises(WorldError, match=r"world=\(0, 2\) is neither a World\(rank, size\) nor a DeviceMesh"):
             resolve_world((0, 2))
 

@@ -113,7 +113,7 @@ def test_missing_rows_are_an_error_masked_or_dropped(base, part) -> None:
         ({"t": {"path": "x", "missing": "skip"}}, "layers['t'].missing='skip' must be one of error, mask, drop"),
     ],
 )
-def test_what_is_no_layer_is_refused(base, layers, words) -> None:
+def test_what_is_not_a_layer_is_refused(base, layers, words) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         make(base, layers)
 

@@ -296,7 +296,7 @@ class TestState:
         with pytest.raises(StateMismatchError, match="another training sequence"):
             load(tiny, order=OrderSpec(seed=4)).load_state_dict(state, strict=False)
 
-    def test_what_changes_no_sample_is_no_mismatch(self, tiny):
+    def test_what_changes_no_sample_is_not_a_mismatch(self, tiny):
         quiet = {"pixels": PixelAugment(hue_deg=18.0), "ego": BevAugment(flip_x_prob=0.5)}  # train is False
         other = load(tiny, decoder="pillow", backend="pread", verify=False, **quiet)
         other.load_state_dict(load(tiny).state_dict())

@@ -127,7 +127,7 @@ class TestSameBatches:
 
     @pytest.mark.parametrize("num_turns", [1, 2])
     def test_a_small_cache_hits_as_often_as_can_be_also_for_processes_that_take_turns(self, tiny, tmp_path, num_turns):
-        """Samples are requested and read by this thread alone, in turns: the number of hits is no matter of luck."""
+        """Samples are requested and read by this thread alone, in turns: the number of hits is not a matter of luck."""
         lengths = open_dataset(tiny).index.column("length")
         budget = int(lengths.sum()) // 3
         workers = [

@@ -120,7 +120,7 @@ def test_inspect_describes(out):
         inspect(out, "x")
 
 
-def test_a_nuscenes_root_is_no_dataset(source, tmp_path):
+def test_a_nuscenes_root_is_not_a_dataset(source, tmp_path):
     with pytest.raises(
         FuelrailError, match=r"is a nuScenes root, not a Fuelrail dataset; convert it with `fuelrail shard"
     ):

@@ -277,7 +277,7 @@ def test_a_file_that_may_not_grow(run, dataroot, tmp_path):
     assert run("verify", tmp_path / "out")[0] == 0
 
 
-def test_what_is_no_dataset(run, tmp_path):
+def test_what_is_not_a_dataset(run, tmp_path):
     for word in ("verify", "inspect"):
         assert "has no dataset.json" in refused(run(word, tmp_path))
         assert "is not a folder" in refused(run(word, tmp_path / "nowhere"))

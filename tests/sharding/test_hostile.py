@@ -183,6 +183,11 @@ def test_a_shard_number_that_is_not_there(case):
         list(make_loader(str(place), 1, image=ImageAugment(height=32, width=64), seed=1))
 
 
+def test_a_manifest_without_the_cameras_of_its_samples(case):
+    with pytest.raises(FuelrailError, match=r"cam_valid is \[1, 1\], but of the cameras"):
+        list(make_loader(str(case("manifest/channels=[]")), 1, image=ImageAugment(height=32, width=64), seed=1))
+
+
 @pytest.mark.parametrize("name", ["name=-1", "codec=-1", "name=2147483647", "codec=4611686018427387904"])
 def test_inspect_refuses_names_and_codecs_that_are_not_there(case, capfd, name):
     assert main(["inspect", str(case(f"rows/member-{name}"))]) == 2

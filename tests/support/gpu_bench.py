@@ -66,7 +66,7 @@ class Bench(NamedTuple):
 def check(seconds: float, *, twins: tuple[str, ...] = ("cpu",), lane=pytest.mark.slow):
     """Run a test on a GPU, where it may take this long on an H100, and as twins in their lane: on the CPU, on a fake.
 
-    What libraries warn of on a GPU is no finding.
+    What libraries warn of on a GPU is not a finding.
     """
     mark = pytest.mark
     on_gpu = [mark.gpu, mark.seconds(seconds), mark.timeout(900), mark.filterwarnings("default")]

@@ -10,6 +10,7 @@ from fuelrail.bench.studies.runs.history import run_diff, run_history
 from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, print_json
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import NotNegative, Settings, flag
+from fuelrail.pipeline.text import text_of
 
 if TYPE_CHECKING:
     import argparse
@@ -52,7 +53,7 @@ class ReplayReport(msgspec.Struct, frozen=True):
         digests = {None: "the ledger has no digest of it", True: "its digest is that of the ledger"}
         where = f"step {self.step}: epoch {self.epoch}, after {self.samples_consumed} samples"
         lines = [where, *self.keys, digests.get(self.digest_matches, "its digest is NOT that of the ledger")]
-        return "\n".join([*lines, *self.differences])
+        return text_of([*lines, *self.differences])
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from fuelrail.loaders.schedule.state import Identity
-from fuelrail.pipeline.errors import ConfigError, LedgerError
+from fuelrail.loaders.schedule.ledger import identity_of
+from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.ledger import (
     BatchDigest,
     PlaceReached,
@@ -20,8 +20,11 @@ from fuelrail.pipeline.format.ledger import (
     seen_by_weights,
 )
 from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, World
+from fuelrail.pipeline.text import text_of
 
 if TYPE_CHECKING:
+    from fuelrail.loaders.schedule.state import Identity
+
     Place = tuple[int, int]
 
 
@@ -73,7 +76,7 @@ class RunReport(msgspec.Struct, frozen=True):
                 f"epoch {one.end[0]} sample {one.end[1]}, global batch {one.global_batch}, {one.ranks} ranks, started "
                 f"{one.time}{gap}{again}"
             )
-        return "\n".join(lines)
+        return text_of(lines)
 
 
 class Part(NamedTuple):
@@ -100,12 +103,8 @@ class RunHistory:
         self.num_steps = 0
         for stretch in stretches:
             setup, start = stretch.setup, stretch.start
-            try:
-                identity = msgspec.convert(setup.identity, Identity)
-            except msgspec.ValidationError as error:
-                what = f"ledger '{path}': the setup of record {stretch.record} is of no known form: {error}"
-                raise LedgerError(what, stretch.record) from error
-            batching = Batching(setup.epoch_length, start.global_batch, World(), identity.drop_last)
+            identity = identity_of(setup, path)
+            batching = Batching(setup.epoch_length, start.global_batch, World(0, start.ranks), identity.drop_last)
             walk = Walk(Cursor(*start.place), batching)
             self.parts.append(Part(stretch, identity, walk, self.num_steps, steps_between(walk, stretch.end)))
             self.num_steps += self.parts[-1].length
@@ -196,7 +195,7 @@ class RunDifference(msgspec.Struct, frozen=True):
         if self.first_digest is not None:
             lines.append(f"step {self.first_digest} is the first with another digest of its batch")
         lines += self.settings
-        return "\n".join(lines) or f"the runs are equal; {self.compared_digests} digests compared"
+        return text_of(lines) or f"the runs are equal; {self.compared_digests} digests compared"
 
 
 def run_diff(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> RunDifference:

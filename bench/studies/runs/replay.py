@@ -20,7 +20,7 @@ from fuelrail.pipeline.errors import ConfigError, LedgerError
 from fuelrail.pipeline.format.ledger import PlaceReached
 from fuelrail.pipeline.order.batching import World
 from fuelrail.pipeline.order.mix import MixStage
-from fuelrail.pipeline.text import shown
+from fuelrail.pipeline.text import shown, text_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -42,7 +42,7 @@ class Replay(NamedTuple):
     digest_matches: bool | None
     """Whether the batch has the digest that the ledger has of it; None: it has none."""
     differences: list[str]
-    """What is not as it was: versions of packages, bad samples that were replaced."""
+    """Differences from the run: versions of packages, bad samples that were replaced."""
 
 
 def replay(
@@ -100,7 +100,7 @@ def replay(
 def make_loader(
     part: Part, rank: int | None, dataset: str | os.PathLike[str] | None, functions: dict[str, Callable[..., Any]]
 ) -> DataLoader:
-    """Make a loader as that of a part of a run: of one rank, or of all of them as one. Raises ConfigError."""
+    """Make a loader equal to that of a part of a run, for one rank or for all. Raises ConfigError."""
     setup, start = part.stretch.setup, part.stretch.start
     if setup.loader is None:
         raise ConfigError("the ledger is of a sampler's run: give the sampler, replay(ledger, step, loader=sampler)")
@@ -109,9 +109,10 @@ def make_loader(
         options: dict[str, Any] = {name: setup.loader[name] for name in (*RECORDED, "order")}
         options["transforms"] = {**options["transforms"], "decoder": setup.decoder}
         options["bad_samples"] = {**options["bad_samples"], "file": None}
+        first = next(iter(places.values()))
         if isinstance(options["mix"], list):
             options["mix"] = msgspec.convert(options["mix"], list[MixStage])
-    except (KeyError, TypeError, msgspec.ValidationError) as error:
+    except (KeyError, TypeError, StopIteration, msgspec.ValidationError) as error:
         what = f"the settings of the loader in the setup of record {part.stretch.record} are of no known form: {error}"
         raise LedgerError(what, part.stretch.record) from error
     if missing := [name for name in named if name not in functions]:
@@ -121,7 +122,7 @@ def make_loader(
         raise ConfigError(
             f"dataset='{dataset}' is one, and the run mixed {', '.join(places)}: put them where they were"
         )
-    data = places if options["mix"] is not None else dataset or next(iter(places.values()))
+    data = places if options["mix"] is not None else dataset or first
     world = World() if rank is None else World(rank, start.ranks)
     options |= {**functions, "world": world, "prefetch_factor": 1}
     return DataLoader(data, start.global_batch // world.size, **options)
@@ -144,7 +145,7 @@ class Showing(msgspec.Struct, frozen=True):
     stands_for: str | None
     """The bad sample that it took the place of."""
     replaced_by: str | None
-    """What was shown in its place, for it was bad."""
+    """The sample that was shown in its place, because it was bad."""
 
 
 class SeenReport(msgspec.Struct, frozen=True):
@@ -169,7 +170,7 @@ class SeenReport(msgspec.Struct, frozen=True):
         if self.newest_clean is not None:
             epoch, consumed = self.newest_clean
             clean = f"the newest saved state without them is that of epoch {epoch}, {consumed} samples"
-        return "\n".join([*lines, f"{self.num_samples} samples were shown {len(self.showings)} times; {clean}"])
+        return text_of([*lines, f"{self.num_samples} samples were shown {len(self.showings)} times; {clean}"])
 
 
 def seen(

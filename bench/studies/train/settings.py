@@ -164,7 +164,7 @@ def ask(dataset: str | os.PathLike[str], options: TrainOptions, records: Path) -
     if options.memory and options.warmup < 3:
         raise ConfigError(f"memory=True follows the third warm-up step: warmup={options.warmup} must be 3 or more")
     if options.ledger is not None and options.leave_out:
-        raise ConfigError("ledger and leave_out exclude each other: a run without a part is no training to record")
+        raise ConfigError("ledger and leave_out exclude each other: a run without a part is not a run to record")
     _check_teacher(options)
     profile = options.profile or _profile(options.accelerator)
     changes: dict[str, Any] = {

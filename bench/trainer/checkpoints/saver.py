@@ -76,7 +76,7 @@ class Checkpoints:
         writer = self._store.writer(folder)
         # Where torch 2.8 looks for a stager; newer versions do too if they are given no other.
         writer.stage = self._stager.stage  # type: ignore[method-assign]
-        progress = msgspec.to_builtins(progress_of(parallel, loader_state))
+        progress = progress_of(parallel, loader_state)
         manifest = Manifest(
             step=step, world_size=self._world_size, identity=self._identity, progress=progress, files={}
         )
@@ -138,7 +138,7 @@ class Checkpoints:
             files = self._merged(partial(self._store.digests, folder, self._share))
             self._on_first(partial(self._store.publish, folder, msgspec.structs.replace(manifest, files=files)))
             self._on_first(partial(self._store.prune, self._keep))
-        except (Exception, CheckpointException) as error:  # torch's is no Exception
+        except (Exception, CheckpointException) as error:  # torch's is not an Exception
             reason = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
             raise FuelrailError(
                 f"the checkpoint of step {manifest.step} could not be written to '{self._store.shown}': {reason}; "
@@ -167,7 +167,7 @@ class Checkpoints:
                     f"{theirs.get(name)}, this run has {ours.get(name)}; use another --checkpoint"
                 )
         # Checks dataset, split, order and settings, and says both sides itself.
-        loader.load_state_dict(manifest.progress["loader"])
+        loader.load_state_dict(manifest.progress.loader)
         tensors = targets_of(parallel, shapes.keys(), self._rank, manifest.world_size)
         load(tensors, storage_reader=reader, process_group=self._group)
         put_back(parallel, tensors, manifest.progress)

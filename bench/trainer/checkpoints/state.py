@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+from fuelrail.bench.trainer.checkpoints.store import RunState
 from fuelrail.bench.trainer.strategies.step import named_parameters
 
 if TYPE_CHECKING:
@@ -85,13 +86,13 @@ def targets_of(parallel: Parallel, saved: Collection[str], rank: int, world_size
     return {name: value for name, value in tensors_of(parallel, rank % world_size).items() if name in saved}
 
 
-def progress_of(parallel: Parallel, loader_state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all state that is not a tensor, as plain JSON types."""
+def progress_of(parallel: Parallel, loader_state: Mapping[str, Any]) -> RunState:
+    """Return all state that is not a tensor."""
     schedule, scaler = parallel.schedule.last_epoch, parallel.scaler.state_dict()
-    return {"loader": dict(loader_state), "schedule": schedule, "scaler": scaler}
+    return RunState(loader=dict(loader_state), schedule=schedule, scaler=scaler)
 
 
-def put_back(parallel: Parallel, tensors: Mapping[str, Tensor], progress: Mapping[str, Any]) -> None:
+def put_back(parallel: Parallel, tensors: Mapping[str, Tensor], progress: RunState) -> None:
     """Give loaded values to generators, schedule and scaler; tensors of model and optimiser were loaded in place.
 
     The learning rate is that of this run's settings after as many steps.
@@ -101,9 +102,9 @@ def put_back(parallel: Parallel, tensors: Mapping[str, Tensor], progress: Mappin
             _set_generator(name.rpartition(".")[2], value)
     if not any(name.startswith("average.") for name in tensors):
         parallel.start_average()
-    parallel.start_schedule(progress["schedule"])
-    if progress["scaler"]:  # that of a run without fp16 has no state
-        parallel.scaler.load_state_dict(dict(progress["scaler"]))
+    parallel.start_schedule(progress.schedule)
+    if progress.scaler:  # that of a run without fp16 has no state
+        parallel.scaler.load_state_dict(progress.scaler)
 
 
 def _inner(optimiser: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -7,6 +7,7 @@ mixed with the files of another run.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import re
@@ -18,6 +19,7 @@ import xxhash
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 from fuelrail.pipeline.errors import FuelrailError, StateMismatchError
+from fuelrail.pipeline.settings import NotNegative, Positive
 from fuelrail.pipeline.storage.files import published, sync_folder
 from fuelrail.pipeline.storage.filesystem import filesystem, is_url, shown_url
 
@@ -25,6 +27,7 @@ _LOG = logging.getLogger(__name__)
 
 VERSION = 1
 _MANIFEST, _DAMAGED = "checkpoint.json", "damaged.json"
+_MAX_MANIFEST_BYTES = 1 << 26
 _NAME = re.compile(r"step-\d{8,}\.[0-9a-f]{8}")
 
 
@@ -32,17 +35,25 @@ class DamagedError(FuelrailError):
     """A checkpoint whose bytes are not those that were written."""
 
 
+class RunState(msgspec.Struct, frozen=True, kw_only=True):
+    """The states of loader, schedule and scaler, as plain JSON."""
+
+    loader: dict[str, Any]
+    schedule: NotNegative
+    scaler: dict[str, int | float]
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """What is not a tensor.
 
-    ``step`` steps were done. ``identity`` says what was trained. ``progress`` holds the states of loader, schedule and
-    scaler as plain JSON; ``files`` the number of bytes and the digest (xxh3) of each file.
+    ``step`` steps were done. ``identity`` says what was trained. ``files`` holds the number of bytes and the digest
+    (xxh3) of each file.
     """
 
-    step: int
-    world_size: int
+    step: NotNegative
+    world_size: Positive
     identity: dict[str, str]
-    progress: dict[str, Any]
+    progress: RunState
     files: dict[str, tuple[int, str]]
 
 
@@ -93,11 +104,13 @@ class Store:
         path = f"{self._path}/{folder}/{name}"
         try:
             info = self._fs.info(path)
-        except FileNotFoundError as error:
-            raise DamagedError(f"{name} is missing") from error
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) or error.errno == errno.ELOOP:
+                raise DamagedError(f"{name} is missing") from error
+            raise
         if info["type"] != "file":
             raise DamagedError(
-                f"{name} is {'a folder, not a file' if info['type'] == 'directory' else 'no regular file'}"
+                f"{name} is {'a folder, not a file' if info['type'] == 'directory' else 'not a regular file'}"
             )
         return path, info["size"]
 
@@ -125,8 +138,11 @@ class Store:
 
         Raises DamagedError, and StateMismatchError for another version.
         """
+        path, num_bytes = self._regular(folder, _MANIFEST)
+        if num_bytes > _MAX_MANIFEST_BYTES:
+            raise DamagedError(f"{_MANIFEST} has {num_bytes} bytes, at most {_MAX_MANIFEST_BYTES} are read")
         try:
-            sealed = msgspec.json.decode(self._fs.cat_file(self._regular(folder, _MANIFEST)[0]), type=_Sealed)
+            sealed = msgspec.json.decode(self._fs.cat_file(path), type=_Sealed)
         except msgspec.MsgspecError as error:
             raise DamagedError(f"{_MANIFEST} is not a manifest: {error}") from error
         body = bytes(sealed.manifest)
@@ -137,17 +153,21 @@ class Store:
                 f"checkpoint '{self.shown}/{folder}' has version {sealed.version}; this Fuelrail reads version "
                 f"{VERSION}: use the Fuelrail that wrote it, or another --checkpoint"
             )
-        manifest = msgspec.json.decode(body, type=Manifest)
+        try:
+            manifest = msgspec.json.decode(body, type=Manifest)
+        except msgspec.MsgspecError as error:
+            raise DamagedError(f"{_MANIFEST} is not a manifest: {error}") from error
         if not folder.startswith(self.folder(manifest.step, "")):
             raise DamagedError(f"{_MANIFEST} is of step {manifest.step}")
         for name in sorted(manifest.files)[share]:
-            found, written = self._digest_of(folder, name), manifest.files[name]
-            if found != written:
-                raise DamagedError(f"{name} does not match its digest; of {written[0]} bytes it has {found[0]}")
+            num_bytes, digest = manifest.files[name]
+            _, found = self._regular(folder, name)
+            if found != num_bytes or self._digest_of(folder, name)[1] != digest:
+                raise DamagedError(f"{name} does not match its digest; of {num_bytes} bytes it has {found}")
         return manifest
 
     def hide(self, folder: str) -> None:
-        """Set a damaged checkpoint aside: its files stay, and it is no checkpoint any more."""
+        """Set a damaged checkpoint aside: its files stay, and it is no longer a checkpoint."""
         self._fs.mv(f"{self._path}/{folder}/{_MANIFEST}", f"{self._path}/{folder}/{_DAMAGED}")
 
     def prune(self, keep: int) -> None:

@@ -61,7 +61,7 @@ class Distilled(StagedModel):
         return (*self.student.inputs(batch), *self._source.of_batch(batch))
 
     def losses(self, logits: Tensor, *inputs: Tensor) -> Tensor:
-        """Return the student's own."""
+        """Return the student's own losses by name."""
         return self.student.losses(logits, *inputs)
 
     def loss(self, logits: Any, *inputs: Tensor) -> Tensor:  # noqa: ANN401 - with features a pair

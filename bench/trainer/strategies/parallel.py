@@ -107,7 +107,7 @@ def parallelise(
         changes["mesh"] = mesh
     if isinstance(optimiser, str):
         changes["optimiser"], optimiser = optimiser, None
-    if settings is None or changes:
+    if changes or not isinstance(settings, ParallelSettings):
         settings = make_options(ParallelSettings, settings, changes)
     if accelerator is None:
         drafted = isinstance(model, nn.Module) and next(model.parameters()).is_meta

@@ -59,7 +59,7 @@ def check_plain(view: memoryview, number: int) -> None:
 
 
 def footer_range(view: memoryview, need: Callable[[int, int], memoryview]) -> tuple[int, int]:
-    """Return first byte and end of what follows the record batches; raise IndexFileError for what is no Arrow file.
+    """Return first byte and end of what follows the record batches; raise IndexFileError for what is not an Arrow file.
 
     ``need`` has bytes of the file read or fetched before they are looked at.
     """

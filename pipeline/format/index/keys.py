@@ -45,7 +45,7 @@ class KeyEntry(NamedTuple):
 
 
 def key_hash(key: str) -> int:
-    """Return XXH3-64 of a key in UTF-8; text that is not UTF-8 is no key and is never found."""
+    """Return XXH3-64 of a key in UTF-8; text that is not UTF-8 is not a key and is never found."""
     return xxhash.xxh3_64_intdigest(key.encode(errors="surrogatepass"))
 
 

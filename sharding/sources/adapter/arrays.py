@@ -147,7 +147,7 @@ def _uncalibrated(intrinsics: NDArray[np.float64]) -> NDArray[np.bool_]:
 
 
 def _rigid(where: str, **values: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
-    """Return transforms with exact rotations, by name; NaN stays. Raise SourceError for what is no transform."""
+    """Return transforms with exact rotations, by name; NaN stays. Raise SourceError for what is not a transform."""
     flat = np.concatenate([value.reshape(-1, 4, 4) for value in values.values()])
     known = np.flatnonzero(~np.isnan(flat).all((1, 2)))
     made, sound = nearest_rigid(flat[known])

@@ -156,7 +156,7 @@ def _column(
 
 
 def _rotations(wxyz: F64, yaw: F64) -> F64:
-    """Return rotation matrices (M, 3, 3) of quaternions, or of yaw where those are NaN; NaN for what is no rotation."""
+    """Return rotation matrices (M, 3, 3) of quaternions, or of yaw where those are NaN; NaN for a wrong one."""
     cos, sin, zero, one = np.cos(yaw), np.sin(yaw), np.zeros(len(yaw)), np.ones(len(yaw))
     of_yaw = np.stack([cos, -sin, zero, sin, cos, zero, zero, zero, one], -1).reshape(-1, 3, 3)
     is_unit = are_unit(wxyz)

@@ -270,7 +270,7 @@ def _staying(frame: Frame, channel: str) -> Image | None:
 
 
 class _ClipFacts:
-    """Metadata and attributes of a clip's frames; frames keep their numbers, and a dropped one is no neighbour."""
+    """Metadata and attributes of a clip's frames; frames keep their numbers, and a dropped one is not a neighbour."""
 
     def __init__(
         self, rows: ClipRows, clip: Clip, frames: Sequence[Frame], kept: NDArray[np.bool_], arrays: ClipArrays,

@@ -68,7 +68,7 @@ class LogTopics:
         for name, topic in self.given.signals.items():
             if topic not in topics or topic in (*self.cameras.values(), *self.lidars.values()):
                 listed = ", ".join(sorted(topics))
-                raise ConfigError(f"signals: '{topic}' of {name} is no topic of messages of numbers; topics: {listed}")
+                raise ConfigError(f"signals: '{topic}' of {name} is not a topic with numbers; topics: {listed}")
             units = {path.replace(".", "_"): "" for path in Reader(topics[topic]).columns}
             found.append(signals_channel(f"can_{name}", units, topic, has_unknown=True))
         return (*found, *self._radars())

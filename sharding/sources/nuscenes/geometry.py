@@ -293,6 +293,6 @@ def _check_channels(names: Sequence[str]) -> None:
 
 
 def check_name(channel: str) -> None:
-    """Raise SourceError for a channel of table ``sensor`` that is no part of a member's name."""
+    """Raise SourceError for a channel of table ``sensor`` that is not part of a member's name."""
     if not _CHANNEL.match(channel.lower()):
         raise SourceError(f"table 'sensor': channel '{channel}' has other characters than letters, digits and _")

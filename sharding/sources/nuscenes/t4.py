@@ -144,7 +144,7 @@ class T4(TableSource[T4Settings]):
         for dataset in self._datasets():
             for sensor in self._tables(dataset).all("sensor", Sensor):
                 if not re.fullmatch(r"[A-Za-z0-9_]{1,64}", sensor.channel):
-                    raise SourceError(f"table 'sensor' of '{dataset}': the channel '{sensor.channel}' is no word")
+                    raise SourceError(f"table 'sensor' of '{dataset}': the channel '{sensor.channel}' is not a word")
                 {"camera": cameras, "lidar": lidars, "radar": radars}.get(sensor.modality, {})[sensor.channel] = None
             attributes.update((record.name, None) for record in self._tables(dataset).all("attribute", Named))
         self.box_attributes = list(attributes)

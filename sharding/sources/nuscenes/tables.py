@@ -100,7 +100,7 @@ def of_rig(sensors: Sequence[Sensor], cameras: Sequence[str], where: str, *, rad
 
 
 class CalibratedSensor(Record, frozen=True, gc=False):
-    """Table ``calibrated_sensor``: sensor to ego; the intrinsic matrix is empty for what is no camera.
+    """Table ``calibrated_sensor``: sensor to ego; the intrinsic matrix is empty for what is not a camera.
 
     ``camera_distortion`` (T4): coefficients in OpenCV's order; empty, null or all 0 for none.
     """
@@ -119,7 +119,7 @@ class CalibratedSensor(Record, frozen=True, gc=False):
 
     @property
     def intrinsics(self) -> tuple[float, ...]:
-        """The nine numbers of K row by row, NaN for what is no camera."""
+        """The nine numbers of K row by row, NaN for what is not a camera."""
         rows = self.camera_intrinsic
         return (*rows[0], *rows[1], *rows[2]) if len(rows) == 3 else (math.nan,) * 9
 
@@ -228,7 +228,7 @@ class Tables:
         return read_json(self.files.read(f"{self.folder}/{name}"), where, of, what)
 
     def read(self, table: str, of: type[R]) -> Iterator[list[R]]:
-        """Yield a table's records in pieces, in order; raise SourceError where it is no JSON list of such records."""
+        """Yield a table's records in pieces, in order; raise SourceError where it is not a list of such records."""
         path = self.path(table)
         strict = msgspec.json.Decoder(list[of]).decode  # type: ignore[valid-type]
         count = 0
@@ -291,7 +291,7 @@ def _last_gap(data: bytes) -> int:
 
 
 def _decoded(piece: bytes, decode: Callable[[bytes], list[R]]) -> list[R] | None:
-    """Decode the piece's records; None where it is no JSON."""
+    """Decode the piece's records; None where it is not JSON."""
     try:
         return decode(piece)
     except msgspec.ValidationError:
@@ -320,7 +320,7 @@ def vectors(values: Sequence[tuple[float, ...]], length: int) -> NDArray[np.floa
 
 
 def check_finite(values: NDArray[np.float64], owners: Owners, *, table: str, column: str) -> None:
-    """Raise SourceError naming the first row that holds NaN or infinity, or a rotation that is no unit quaternion."""
+    """Raise SourceError naming the first row that holds NaN or infinity, or a rotation without unit length."""
     wrong = ~np.isfinite(values).all(axis=1)
     if column == "rotation":
         wrong |= ~are_unit(values)

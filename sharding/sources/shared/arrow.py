@@ -109,7 +109,7 @@ def read_parquet(
 
 
 def open_parquet(files: SourceFiles, name: str, *, whole: bool = False) -> pq.ParquetFile:
-    """Open a file; at a URL by ranges, or ``whole``, which no scan needs. Raise SourceError for what is no Parquet."""
+    """Open a file; at a URL by ranges, or ``whole``, which no scan needs. Raise SourceError for other files."""
     where = f"table '{files.shown}/{name}'"
     path = files.path(name)
     if path is not None and files.facts(name) is None:

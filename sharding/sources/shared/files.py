@@ -199,7 +199,7 @@ class FolderFiles:
             raise _unread(path, error) from error
 
     def path(self, name: str) -> str | None:
-        """Return the file's path; raise SourceError for what is no regular file."""
+        """Return the file's path; raise SourceError for what is not a regular file."""
         self.facts(name)
         return self._place(name)
 

@@ -43,7 +43,7 @@ def parsing(where: str, what: str = "cannot be read") -> Iterator[None]:
 def read_text(data: bytes, where: str) -> str:
     """Decode the text of UTF-8, without its mark."""
     check_no_pointer(data, where)
-    with parsing(where, "is no text in UTF-8"):
+    with parsing(where, "is not text in UTF-8"):
         return str(data, "utf-8-sig")
 
 
@@ -75,7 +75,7 @@ def read_yaml(data: bytes, where: str, kind: type[T], what: str = "is not YAML a
         return msgspec.convert(yaml.load(data, Loader=_LOADER), kind)
 
 
-def read_xml(data: bytes, where: str, target: Any, what: str = "is no XML, or it is cut off") -> None:  # noqa: ANN401
+def read_xml(data: bytes, where: str, target: Any, what: str = "is not XML, or it is cut off") -> None:  # noqa: ANN401
     """Call ``target.start(element, attributes)``, and ``end`` and ``data`` where it has them, for an XML text.
 
     Entities of the document's own, which may be files or grow without bound, are refused.
@@ -133,5 +133,5 @@ class JsonFacts(NamedTuple):
         try:
             return np.array(value, np.float64).reshape(size, size)
         except (ValueError, TypeError, RecursionError, OverflowError) as error:
-            text = f"{path.replace('{camera}', camera)} is no {size}x{size} matrix: {value!r:.200}"
+            text = f"{path.replace('{camera}', camera)} is not a {size}x{size} matrix: {value!r:.200}"
             raise SourceError(f"{self.where}: {text}") from error

@@ -41,7 +41,7 @@ def _npy(data: bytes, columns: Sequence[str], where: str) -> NDArray[np.float32]
     try:
         found = read_npy(data, any_order=True)
     except SchemaError as error:
-        raise SourceError(f"{where} is no sound .npy: {error}") from error
+        raise SourceError(f"{where} is not a valid .npy: {error}") from error
     if found.ndim != 2 or found.shape[1] != len(columns) or found.dtype.kind not in "fiu":
         raise SourceError(
             f"{where} is {found.dtype}{list(found.shape)}, wanted are numbers [P, {len(columns)}]: {', '.join(columns)}"
@@ -61,7 +61,7 @@ def _pcd(data: bytes, columns: Sequence[str], where: str) -> NDArray[np.float32]
         at = end + 1
         if words and not words[0].startswith("#"):
             head[words[0].upper()] = words[1:]
-    with parsing(where, "is no sound PCD"):
+    with parsing(where, "is not a valid PCD"):
         names, number = head["FIELDS"], int(head["POINTS"][0])
         if not 0 <= number <= len(data):
             raise ValueError(f"POINTS {number} in a file of {len(data)} bytes")

@@ -63,7 +63,7 @@ def alike(
     """Yield the messages that have the same fields of the same lengths together, so that they are read as columns.
 
     Of each such group of N: their numbers (N,), their bytes (N, L), and where in these the value of each field is, the
-    last one of those that are repeated. ``fail`` takes the number of what is no message, and why.
+    last one of those that are repeated. ``fail`` takes the number of what is not a message, and why.
     """
     by_length: dict[int, list[int]] = {}
     for row, data in enumerate(messages):
@@ -95,7 +95,7 @@ def spans(
     """Yield number, wire type, start and end of each field of a message, and the value of a number.
 
     The message is from ``at`` to ``end``, by default all of ``data``. If not ``whole``, the last value may end behind
-    it. Raises ValueError for what is no message.
+    it. Raises ValueError for what is not a message.
     """
     end = len(data) if end is None else end
     while at < end:
@@ -131,7 +131,7 @@ class FieldPlace(msgspec.Struct, frozen=True, gc=False):
 def field_places(window: FileWindow, start: int, end: int, ahead: int = 0) -> Iterator[FieldPlace]:
     """Yield the fields of the message from ``start`` to ``end`` in a file, of which only their heads are read.
 
-    ``ahead`` bytes are read beyond each head that is not in memory. Raises ValueError where it is no message.
+    ``ahead`` bytes are read beyond each head that is not in memory. Raises ValueError where it is not a message.
     """
     at = start
     while at < end:

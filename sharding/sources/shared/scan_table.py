@@ -147,7 +147,7 @@ class ScanWriter:
         return "ends" if asked == "head" and (self._is_check or damaged_image != "error") else asked
 
     def begin_clip(self, clip_id: str, clip_name: str, clip_token: str) -> None:
-        """Start the next clip; raises SourceError for an id that already was or that is no legal key."""
+        """Start the next clip; raises SourceError for an id that already was or that is not a legal key."""
         check_key(clip_id)
         if clip_id in self._ids:
             raise SourceError(f"duplicate clip id '{clip_id}' in the source (clip '{clip_name}')")
@@ -171,7 +171,7 @@ class ScanWriter:
         """Add the clip's next frame; frame number, key and time are those of ``meta``.
 
         ``stamp`` (64 bits) changes when a file of the sample is written again, as far as the file system reports it;
-        it is no part of the table, for copies of a source are the same source.
+        it is not part of the table, for copies of a source are the same source.
         ``meta.dataset``, ``meta.split`` and ``meta.license`` may be blank: they are filled in when shards are written.
         Raises SourceError for a member over the cap, and for a frame that does not follow the one before.
         """

@@ -55,7 +55,7 @@ def type_of(name: str) -> pa.DataType | None:
 
 
 def is_known(name: str) -> bool:
-    """Return whether a column of ``frames`` is no attribute."""
+    """Return whether a column of ``frames`` is not an attribute."""
     return name.startswith(VALUE) or SENSOR.match(name) is not None or name.partition(".")[0] in _OF_FRAME
 
 
@@ -81,7 +81,7 @@ def attribute_type(where: str, field: pa.Field) -> type:
     else:
         found = float if pa.types.is_floating(kind) else None
     if found is None or not may_be_attribute(field.name):
-        what = f"is {kind}" if found is None else "has a name of Fuelrail's own, or one that is no word"
+        what = f"is {kind}" if found is None else "has a name of Fuelrail's own, or one that is not a word"
         raise SourceError(
             f"{where}: the column {field.name} is not known, so it is an attribute, but it {what}; attributes are "
             f"numbers, texts, true or false, and a column "

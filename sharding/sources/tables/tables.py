@@ -298,7 +298,7 @@ def _json_table(block: bytes, name: str, row: int, schema: pa.Schema | None, typ
 
 
 def _lines(block: bytes, name: str, row: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield rows with their numbers; raise SourceError for one that is no JSON object."""
+    """Yield rows with their numbers; raise SourceError for one that is not a JSON object."""
     decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
     for at, line in enumerate((line for line in block.split(b"\n") if line.strip()), row):
         with parsing(f"table '{name}', row {at}:", "not a JSON object"):

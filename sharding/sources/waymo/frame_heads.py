@@ -106,7 +106,7 @@ def read_frame(
 
     Labels in images are read with ``boxes2d`` alone, and what is of the map with ``has_map``.
 
-    Raises SourceError for what is no frame.
+    Raises SourceError for what is not a frame.
     """
     place = f"{window.where}: record {record.number}"
     try:
@@ -289,7 +289,7 @@ class LabelColumns(NamedTuple):
 def read_labels(frames: Sequence[Sequence[bytes]], where: str, *, camera_synced: bool) -> Iterator[LabelColumns]:
     """Yield boxes of the ``laser_labels`` of each frame; with ``camera_synced`` those that a camera sees, at that time.
 
-    Raises SourceError, naming ``where`` and the record, for what is no label.
+    Raises SourceError, naming ``where`` and the record, for what is not a label.
     """
     counts = [len(labels) for labels in frames]
     flat, frame = [label for labels in frames for label in labels], np.repeat(np.arange(len(frames)), counts)

@@ -63,7 +63,7 @@ def parse_map(data: bytes, where: str) -> VectorMap:
 
 def _message(number: int, wire: int, value: int | bytes) -> bytes:
     if wire != BYTES or isinstance(value, int):
-        raise ValueError(f"field {number} is no message")
+        raise ValueError(f"field {number} is not a message")
     return value
 
 

@@ -49,7 +49,7 @@ def records(window: FileWindow, *, whole: bool, payloads: bool) -> Iterator[File
             raise SourceError(f"{place} is cut off: the file has {window.num_bytes} bytes")
         length, crc = _HEAD.unpack(head)
         if masked(google_crc32c.value(head[:8])) != crc:
-            what = "is no TFRecord" if not number else "does not begin with a length and its checksum"
+            what = "is not a TFRecord" if not number else "does not begin with a length and its checksum"
             raise SourceError(f"{place} {what}: the CRC32C of its length does not agree; the file is damaged")
         start, end = at + _HEAD.size, at + _HEAD.size + length
         if end + _U32.size > window.num_bytes:

@@ -90,7 +90,7 @@ def rebase_layer(
     lacking = np.flatnonzero(rows == NO_ROW)
     if len(lacking) == len(rows):
         raise DatasetError(
-            f"no sample of '{new_base.location}' has a key of layer '{old.location}': it is no version of its base, "
+            f"no sample of '{new_base.location}' has a key of layer '{old.location}': it is not a version of its base, "
             f"'{manifest.base.name}'"
         )
     with target.writing("files that were linked"):

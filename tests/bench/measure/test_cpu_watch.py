@@ -54,6 +54,6 @@ def test_others_are_what_the_system_counts_beyond_us(monkeypatch, tmp_path):
     assert (use.others + use.own) * use.seconds * machine.os.sysconf("SC_CLK_TCK") == pytest.approx(1_000_000, rel=1e-3)
 
 
-def test_a_little_of_others_is_no_disturbance():
+def test_a_little_of_others_is_not_a_disturbance():
     assert not CpuUse(seconds=1, own=1, others=0.09, usable=2).disturbed
     assert CpuUse(seconds=1, own=1, others=0.11, usable=2).disturbed

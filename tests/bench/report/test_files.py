@@ -70,7 +70,7 @@ def test_every_result_names_a_clean_commit():
     assert changed == [], "measure from a clean commit"
 
 
-def test_a_report_that_is_no_regular_file_is_refused(capsys):
+def test_a_report_that_is_not_a_regular_file_is_refused(capsys):
     assert main(["bench", "diff", "/dev/zero", "/dev/zero"]) == 2
     error = capsys.readouterr().err
     assert "'/dev/zero' cannot be read: it is not a regular file" in error

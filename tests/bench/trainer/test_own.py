@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from functools import partial
 
@@ -209,3 +210,16 @@ def test_weights_come_and_go_as_safetensors_with_a_report(tmp_path):
     assert report.other_shape == {"queries": "[8, 3] there, [8, 16] here"} and report.unexpected == ["more"]
     with pytest.raises(fr.ConfigError, match="neither a safetensors file nor a folder"):
         fr.load_weights(other, tmp_path / "nothing")
+    for spoiled in (b"", bytes(100), place.read_bytes()[:-4], (2**63).to_bytes(8, "little") + b"{}"):
+        place.write_bytes(spoiled)
+        with pytest.raises(fr.ConfigError, match=r"weights '.*weights.safetensors' cannot be read: .*; take the file"):
+            fr.load_weights(other, tmp_path)
+    place.unlink()
+    os.mkfifo(place)  # is not waited for
+    with pytest.raises(fr.ConfigError, match="neither a safetensors file nor a folder"):
+        fr.load_weights(other, tmp_path)
+
+
+def test_what_is_in_the_place_of_the_settings_is_named():
+    with pytest.raises(fr.ConfigError, match="must be a ParallelSettings; or give its fields by name"):
+        fr.parallelise(nn.Linear(2, 2), lambda outputs, batch: outputs)

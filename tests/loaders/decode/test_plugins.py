@@ -54,10 +54,10 @@ def test_a_plugin_does_not_replace_a_backend(installed):
     ("name", "says"),
     [
         ("broken", "decoder 'broken' of package 'broken-source' cannot be imported: No module named 'no_such_module'"),
-        ("liar", "'builtins:repr' made str, which is no ImageDecoder"),
+        ("liar", "'builtins:repr' made str, which is not an ImageDecoder"),
         ("wached", "decoder='wached' must be one of auto, turbo, pillow, dali, .*did you mean 'watched'"),
     ],
 )
-def test_what_is_no_decoder_is_refused_in_a_sentence(installed, name, says):
+def test_what_is_not_a_decoder_is_refused_in_a_sentence(installed, name, says):
     with pytest.raises(ConfigError, match=says):
         make_decoder(name)

@@ -93,7 +93,7 @@ class Plain(torch.utils.data.IterableDataset):
 
 class TestL8WorkersWithoutTheView:
     @pytest.mark.parametrize("num_processes", [0, 1])
-    def test_one_iteration_is_no_reason_to_warn(self, tiny, num_processes):
+    def test_one_iteration_is_not_a_reason_to_warn(self, tiny, num_processes):
         outer = TorchLoader(Plain(load(tiny, 2)), batch_size=None, num_workers=num_processes)
         assert keys(outer) == keys(load(tiny, 2))
 

@@ -54,7 +54,7 @@ def test_the_identity_may_be_a_dict() -> None:
     assert decode_state({**encoded, "identity": json.loads(encoded["identity"])}, IDENTITY) == state()
 
 
-def test_another_batch_size_is_no_mismatch() -> None:
+def test_another_batch_size_is_not_a_mismatch() -> None:
     assert decode_state(encode_state(state(global_batch_size=999)), IDENTITY).global_batch_size == 999
 
 
@@ -101,7 +101,7 @@ def test_state_of_another_sequence_shows_both_sides(change, both) -> None:
         ({"samples_consumed": 2**62}, "both must be 0 or more, and below 2**62"),
     ],
 )
-def test_what_is_no_state_is_refused(change, words) -> None:
+def test_what_is_not_a_state_is_refused(change, words) -> None:
     with pytest.raises(StateMismatchError) as caught:
         decode_state({**encode_state(state()), **change}, IDENTITY)
     assert words in str(caught.value)

@@ -301,7 +301,7 @@ class TestConcurrency:
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, KeyError])
-def test_what_is_no_fault_of_storage_is_reported_at_once(kind):
+def test_what_is_not_a_fault_of_storage_is_reported_at_once(kind):
     (error,) = fetch(requester(), Server(kind("bug")))
     assert isinstance(error, FetchFailedError)
     assert error.fault.kind == "invalid"

@@ -101,7 +101,7 @@ def test_damage_in_a_part_is_found_by_its_header_or_its_digest(tiny_dataset, tmp
     assert set(dataset.read(1, ["boxes", "meta", "cam_back"])) == {"boxes", "meta", "cam_back"}
 
 
-def test_a_damaged_key_in_the_index_is_no_missing_key(tiny_dataset, tmp_path) -> None:
+def test_a_damaged_key_in_the_index_is_not_a_missing_key(tiny_dataset, tmp_path) -> None:
     root = tiny_dataset({"train": (3,)}, size=(64, 48), copy_to=tmp_path / "d").root
     path = root / "index.arrow"
     data = bytearray(path.read_bytes())

@@ -113,6 +113,9 @@ def test_two_writers_are_noticed(path):
         ([reached(0, 4)], "record 0 is the first one, and must be a setup"),
         ([SETUP, reached(0, 4)], "record 1 follows a setup, and must be a start"),
         ([RunSetup(2, {}, 1, None, None, {}), start(0, 0)], "record 0 has version 2; this Fuelrail reads 1"),
+        ([SETUP, start(0, 8), reached(0, 4)], r"record 2 reaches \(0, 4\), which is before the place reached last"),
+        ([SETUP, start(0, 8), reached(0, 12), reached(2, 0)], "record 3 reaches .* more than an epoch behind"),
+        ([SETUP, start(0, 8), reached(0, 2**62)], r"record 2 is of no known form: .* at `\$.place\[1\]`"),
     ],
 )
 def test_records_in_another_order_are_refused(tmp_path, records, what):
@@ -136,6 +139,8 @@ def test_what_the_weights_have_seen():
     assert kept[0].trained == (0, 80)
     # The mark is lost, the state is not.
     assert seen(first, start(0, 40), reached(0, 60))[0] == [((0, 0), (0, 40), False), ((0, 40), (0, 60), False)]
+    # The end of an epoch would have been noted: what was trained without this ledger is not known.
+    assert seen(first, start(5, 0))[0] == [((0, 0), (0, 0), False), ((5, 0), (5, 0), True)]
     # Without a state nobody knows that a run has come there.
     assert seen(first, reached(0, 8), start(1, 0, restored=False))[0][1] == ((1, 0), (1, 0), True)
     # Back behind the start of a segment: nothing of it is left.

@@ -274,14 +274,14 @@ def test_a_lineage_keeps_the_nearest_ancestors() -> None:
 
 
 @pytest.mark.parametrize("text", ["../../x", "", "1" * 63, "A" * 64, "1" * 64 + "\n"])
-def test_what_is_no_fingerprint_is_refused_in_a_lineage(text) -> None:
+def test_what_is_not_a_fingerprint_is_refused_in_a_lineage(text) -> None:
     good = Ancestor(fingerprint=named(1), name="a", num_samples=1, made_by="x", parents=())
     for lineage in (
         Lineage(parents=(text,)),
         Lineage(ancestors=(msgspec.structs.replace(good, fingerprint=text),)),
         Lineage(ancestors=(msgspec.structs.replace(good, parents=(named(2), text)),)),
     ):
-        with pytest.raises(ManifestError, match="is no fingerprint, which has 64 hex digits"):
+        with pytest.raises(ManifestError, match="is not a fingerprint of 64 hex digits"):
             decode_manifest(signed(lineage=lineage), "here")
 
 

@@ -298,7 +298,12 @@ def over(costs, **spec):
             "sample 1 costs 0",
         ),
         (lambda: over([2, None], balance=Balance(cost="c")), "is unknown"),
-        (lambda: over([2, -1], balance=Balance(cost="c")), "numbers >= 0"),
+        (lambda: over([2, -1], balance=Balance(cost="c")), r"is -1 somewhere, and a cost needs numbers of 0 \.\. 2"),
+        (
+            lambda: compute_costs("c", pa.table({"c": pa.array([2**63], pa.uint64())})),
+            "is 9223372036854775808 somewhere",
+        ),
+        (lambda: Cost(linear={"c": 2**62}), "must be below 2"),
         (lambda: over([2.0], balance=Balance(cost="c")), "whole numbers"),
         (lambda: over([2**41], balance=Balance(cost="c")), "at most 2.*40"),
         (lambda: compute_costs(Cost(quadratic={"c": 2}), pa.table({"c": [2**31]})), "smaller coefficients"),

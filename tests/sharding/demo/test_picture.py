@@ -109,7 +109,7 @@ def test_unhidden_objects_fill_their_projected_boxes_to_the_edges(index: int) ->
         size = high - low
         assert rows.min() - low[1] < 2 + 0.13 * size[1], solid.kind
         assert high[1] - rows.max() < 2 + 0.14 * size[1], solid.kind
-        # Shapes taper; people are flat pictures that turn to the camera inside a squarish box, cycles hardly turn.
+        # Shapes taper; people are flat pictures that turn to the camera inside a squarish box, cycles turn little.
         flat = ("human", "bicycle", "vehicle.bicycle", "vehicle.motorcycle", "movable")
         slack = (0.6 if "cycle" in solid.kind else 0.36) if solid.kind.startswith(flat) else 0.12
         assert columns.min() - low[0] < 2 + slack * size[0], solid.kind

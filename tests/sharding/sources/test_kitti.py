@@ -142,9 +142,9 @@ BAD = {
     "LFS pointer as image": (
         content("image_02/data/0000000002.png", LFS_POINTER * 6), r"image '.*image_02/data/0000000002\.png'"
     ),
-    "calibration that is not text": (content(VELO, b"R: \xff"), r"calib_velo_to_cam\.txt' is no text in UTF-8"),
+    "calibration that is not text": (content(VELO, b"R: \xff"), r"calib_velo_to_cam\.txt' is not text in UTF-8"),
     "times that are not text": (
-        content("image_02/timestamps.txt", b"\xff\n"), r"image_02/timestamps\.txt' is no text in UTF-8"
+        content("image_02/timestamps.txt", b"\xff\n"), r"image_02/timestamps\.txt' is not text in UTF-8"
     ),
     "tracklets of an unknown encoding": (
         content("tracklet_labels.xml", b"<?xml version='1.0' encoding='no-such'?><a/>"),

@@ -142,7 +142,7 @@ def test_options_map_extensions_and_cut_clips(tars):
     [
         ({"timestamp_ns": "time"}, r"key 'drive-0/0000': the JSON has no time"),
         ({"timestamp_ns": "pose"}, r"expected a whole number"),
-        ({"ego2global": "cams.cam_left.k"}, r"no 4x4 matrix"),
+        ({"ego2global": "cams.cam_left.k"}, r"not a 4x4 matrix"),
         ({"timestamp_ns": "t", "meta": "yaml"}, r"there is no .yaml, but json"),
         ({"timestamp_ns": "t", "meta": "cam_left.jpg"}, r"is not JSON"),
         ({"images": {"a": "b"}}, r"no frame of the webdataset source .* is kept: no camera image 8"),

@@ -117,7 +117,7 @@ def test_tags_are_beside_the_dataset(old, tmp_path, capsys) -> None:
 def test_a_damaged_file_of_tags_is_named(tmp_path, data) -> None:
     build_dataset(tmp_path / "d", {"train": (1,)}, size=(32, 24))
     (tmp_path / "d" / "tags.json").write_bytes(data)
-    with pytest.raises(DatasetError, match=r"tags\.json' is no list of tags"):
+    with pytest.raises(DatasetError, match=r"tags\.json' is not a list of tags"):
         read_tags(tmp_path / "d")
 
 

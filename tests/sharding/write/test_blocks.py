@@ -80,7 +80,7 @@ def test_a_call_that_writes_less_is_followed_by_others(small_blocks, tmp_path, m
     assert (tmp_path / "file").read_bytes() == bytes(range(200))
 
 
-def test_what_is_no_file_of_this_machine_gets_the_pieces_as_they_come():
+def test_what_is_not_a_file_of_this_machine_gets_the_pieces_as_they_come():
     file = io.BytesIO()
     writer = BlockWriter(file)
     writer.write([b"ab", b"c"])

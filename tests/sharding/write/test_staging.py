@@ -26,7 +26,7 @@ from support.neutral_source import Neutral, install_plugin, write_neutral
 from support.sharding import digests
 from support.source_world import make_world
 
-pytestmark = pytest.mark.timeout(1800)  # dozens of runs; a busy machine is no fault
+pytestmark = pytest.mark.timeout(1800)  # dozens of runs; a busy machine is not a fault
 
 NUM_CLIPS = 3
 WORK = ".fuelrail"

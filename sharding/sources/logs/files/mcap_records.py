@@ -101,7 +101,7 @@ def read_summary(files: SourceFiles, name: str, size: int, where: str) -> Summar
     if head == _ROS1_MAGIC:
         raise SourceError(f"{where} is a ROS 1 bag; convert it with `rosbags-convert`")
     if not head.startswith(MAGIC):
-        raise SourceError(f"{where} is no MCAP file: it begins with {head[:8]!r}, expected {MAGIC!r}")
+        raise SourceError(f"{where} is not an MCAP file: it begins with {head[:8]!r}, expected {MAGIC!r}")
     tail = _FOOTER.size + len(MAGIC)
     data = files.read(name, max(size - tail, 0), tail)
     if len(data) < tail or not data.endswith(MAGIC):
@@ -132,7 +132,7 @@ def message_offsets(
 ) -> list[tuple[int, int, Topic]]:
     """Time and offset in a chunk of the messages of these topics by its message index, offsets ascending.
 
-    Raises SourceError, naming ``where``, for what is no index.
+    Raises SourceError, naming ``where``, for what is not an index.
     """
     found: list[tuple[int, int, Topic]] = []
     at = 0

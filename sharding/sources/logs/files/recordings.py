@@ -120,7 +120,7 @@ class Recordings:
         """Return the files of a rosbag2 folder by its metadata; raise SourceError where one is missing."""
         where = f"file '{self._files.shown}/{folder}{METADATA}'"
         data = self._files.read(f"{folder}{METADATA}")
-        facts = read_yaml(data, where, _Metadata, "is no metadata of rosbag2").rosbag2_bagfile_information
+        facts = read_yaml(data, where, _Metadata, "is not metadata of rosbag2").rosbag2_bagfile_information
         compression = facts.compression_mode or ""
         if compression.lower() not in ("", "none"):
             raise SourceError(

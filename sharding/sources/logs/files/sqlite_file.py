@@ -47,7 +47,7 @@ class SqliteFile:
         return database
 
     def _rows(self, kind: type[T], query: str, values: Sequence[Any] = ()) -> list[T]:
-        with parsing(self._where, "is no rosbag2 database, or it is damaged"):
+        with parsing(self._where, "is not a rosbag2 database, or it is damaged"):
             with self._lock:
                 rows = self._database.execute(query, values).fetchall()
             return msgspec.convert(rows, list[kind])  # type: ignore[valid-type]
@@ -57,7 +57,7 @@ class SqliteFile:
         kinds = dict(self._rows(tuple[str, str], "SELECT lower(name), sql FROM sqlite_master WHERE sql IS NOT NULL"))
         for name in ("topics", "messages", "message_definitions"):
             if not kinds.get(name, "CREATE TABLE").upper().startswith("CREATE TABLE"):  # a view may have no end
-                raise SourceError(f"{self._where} is no rosbag2 database: '{name}' is not a table")
+                raise SourceError(f"{self._where} is not a rosbag2 database: '{name}' is not a table")
         rows = self._rows(
             tuple[int, str, str, str], "SELECT id, name, type, serialization_format FROM topics ORDER BY id"
         )

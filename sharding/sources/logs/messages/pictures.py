@@ -68,7 +68,7 @@ def encoded_head(read: Callable[[int], Buffer], length: int, where: str) -> Enco
         else:
             extension = "png" if info.format == "png" else "jpg"
             return EncodedHead(bytes(head[: info.scan_at]), extension, info.width, info.height)
-    raise SourceError(f"{where} is no JPEG or PNG that can be read: {text}")
+    raise SourceError(f"{where} is not a JPEG or PNG that can be read: {text}")
 
 
 def check_encoding(encoding: str, where: str, *, has_levels: bool) -> None:

@@ -84,7 +84,7 @@ class Reader:
         names = self._guard(lambda form: form.columns, self._form) if isinstance(self._form, Ros) else []
         if not names:
             raise SourceError(
-                f"topic '{self._topic.name}' has the type {self._topic.type}, which is no message of ROS 2 with numbers"
+                f"topic '{self._topic.name}' has the type {self._topic.type}, not a message of ROS 2 with numbers"
             )
         return names
 
@@ -105,7 +105,7 @@ class Reader:
         if self._is_first:
             _check_plain(data, self._topic.name)
             self._is_first = False
-        with parsing(f"topic '{self._topic.name}': a message", f"is no {self._topic.type}"):
+        with parsing(f"topic '{self._topic.name}': a message", f"is not a {self._topic.type}"):
             return read(data)
 
 

@@ -80,7 +80,7 @@ class _Elements:
         self.tags: dict[str, dict[str, dict[str, str]]] = {"way": {}, "relation": {}}
         self.members: dict[str, list[tuple[str, str]]] = {}
         self._element, self._kind, self._name = "", "", ""
-        read_xml(data, where, self, "is no Lanelet2 map, or it is cut off")
+        read_xml(data, where, self, "is not a Lanelet2 map, or it is cut off")
 
     def start(self, element: str, given: dict[str, str]) -> None:
         """Take an element."""

@@ -49,7 +49,7 @@ class _More(msgspec.Struct, frozen=True, gc=False):
 
 
 class VehicleState(Record, frozen=True, gc=False):
-    """A row of the table; what is null is not known, and NaN in the channel. The state of the gears is no number."""
+    """A row of the table; what is null is not known, and NaN in the channel. The state of the gears is not a number."""
 
     timestamp: int
     accel_pedal: float | None = None

@@ -52,7 +52,7 @@ def test_loaders_are_checked_then_timed_then_timed_again(dataset, tmp_path, caps
         assert entry.check.num_missing == 0
         assert entry.runs[0].peak_memory_bytes > 50 << 20
         (run,) = entry.runs
-        assert run.doubt or run.images_per_s > 0 < run.num_batches  # a machine that stands still is no fault of ours
+        assert run.doubt or run.images_per_s > 0 < run.num_batches  # a machine that stands still is not a fault of ours
     assert (report.cut_off, report.num_rounds) == (None, 1)
     assert str(dataset) not in (out / "report.json").read_text()
     assert "speed-up of fuelrail:turbo" in capsys.readouterr().out
@@ -107,7 +107,7 @@ def test_what_a_peer_raises_is_its_answer(dataset, tmp_path):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_shows_the_same_part_of_a_picture(recipe):
-    """A smooth picture, so that filters hardly matter: what is left is where its pixels come from."""
+    """A smooth picture, so that filters matter little: what is left is where its pixels come from."""
     x, y = np.meshgrid(np.arange(400), np.arange(240))
     picture = np.stack((x * 255 / 400, y * 255 / 240, (x + y) * 255 / 640), axis=-1).astype(np.uint8)
     encoded = cv2.imencode(".jpg", picture, [cv2.IMWRITE_JPEG_QUALITY, 100])[1].tobytes()

@@ -57,7 +57,7 @@ def test_what_is_not_the_schemas_is_refused(tmp_path, schema, change, said):
         load_comparable(path)
 
 
-def test_what_is_no_report_is_refused(tmp_path):
+def test_what_is_not_a_report_is_refused(tmp_path):
     (tmp_path / "a.json").write_text("[1, 2]")
     (tmp_path / "b.json").write_text("{")
     with pytest.raises(ConfigError, match="schema None"):

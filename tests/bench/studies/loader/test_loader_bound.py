@@ -46,7 +46,7 @@ WAITING = {"fetch": 0.5, "parse": 0.5, "decode": 10.0, "collate": 0.2}
     ("run", "kind", "stage", "said", "gain"),
     [
         ({"samples_per_s": 180, "busy": DECODING}, "cpu", "decode", "15.0 ms of it", 21.2 / 15),
-        # The loader leaves out what the crop leaves out: a library that decodes more is no limit.
+        # The loader leaves out what the crop leaves out: a library that decodes more is not a limit.
         (
             {"samples_per_s": 180, "busy": DECODING, "jpeg_ms": 25.0},
             "cpu", "decode", "on whole images, takes 25.0 ms", None,

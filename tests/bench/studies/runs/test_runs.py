@@ -15,7 +15,7 @@ from fuelrail.__main__ import main
 from fuelrail.bench.studies.runs.history import RunHistory
 from fuelrail.loaders import ImageAugment, Mix, OrderSpec
 from fuelrail.loaders.integrations.sampler import BatchSampler
-from fuelrail.pipeline.errors import ConfigError, LedgerError, StateMismatchError
+from fuelrail.pipeline.errors import ConfigError, LedgerError, StateMismatchError, WorldError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.ledger import LedgerFile, read_ledger
 from fuelrail.pipeline.order.spec import OrderStage
@@ -310,7 +310,7 @@ def test_random_steps_of_random_runs_have_their_keys(tmp_path, num_runs):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"identity": {"dataset": 5}}, "the setup of record 1 is of no known form"),
+        ({"identity": {"dataset": 5}}, "the identity of a setup is of no known form"),
         ({"loader": {"datasets": {}}}, "the settings of the loader in the setup of record 1 are of no known form"),
         ({"loader": {"datasets": {"a": 5}, "functions": {}}}, "the settings of the loader in the setup of record 1"),
     ],
@@ -322,3 +322,36 @@ def test_a_ledger_that_someone_else_has_written_is_refused_in_a_sentence(dataset
     LedgerFile(tmp_path / "b.ledger").append(msgspec.structs.replace(setup, **change), *others)
     with pytest.raises(LedgerError, match=said):
         fr.replay(tmp_path / "b.ledger", 0)
+    if "identity" in change:
+        with pytest.raises(LedgerError, match=said):
+            load(datasets / "a", 2, ledger=tmp_path / "b.ledger")
+
+
+def test_ranks_that_do_not_divide_the_batch_are_refused(datasets, tmp_path):
+    with load(datasets / "a", 2, ledger=tmp_path / "a.ledger") as loader:
+        next(iter(loader))
+    setup, first, *others = read_ledger(tmp_path / "a.ledger").records
+    LedgerFile(tmp_path / "b.ledger").append(setup, msgspec.structs.replace(first, ranks=4), *others)
+    with pytest.raises(WorldError, match="a global batch of 2 cannot be split evenly over 4 ranks"):
+        RunHistory(tmp_path / "b.ledger")
+
+
+HOSTILE = "x\x1b]0;t\x07\u202e\n3 steps"
+
+
+@pytest.mark.parametrize("words", ["show", "show --json", "replay --step 0", "seen KEY", "diff OTHER", "attest OTHER"])
+def test_a_command_prints_texts_of_a_ledger_as_text(datasets, tmp_path, capsys, words):
+    with load(datasets / "a", 2, ledger=tmp_path / "a.ledger") as loader:
+        next(iter(loader))
+    setup, first, *others = read_ledger(tmp_path / "a.ledger").records
+    identity = {**setup.identity, "split": HOSTILE} if words[:4] in ("show", "diff") else setup.identity
+    hostile = msgspec.structs.replace(setup, identity=identity, versions={"python": HOSTILE}, decoder=HOSTILE)
+    LedgerFile(tmp_path / "b.ledger").append(hostile, msgspec.structs.replace(first, time=HOSTILE), *others)
+    names = {"OTHER": str(tmp_path / "a.ledger"), "KEY": HOSTILE}
+    word, *options = words.split()
+    given = [names.get(one, one) for one in options] + (["--epoch", "0", "--samples", "2"] if word == "attest" else [])
+    main(["runs", word, str(tmp_path / "b.ledger"), *given])
+    said = "".join(capsys.readouterr())
+    assert "\\x1b" in said or "\\u001b" in said
+    assert said.replace("\n", "").isprintable()
+    assert "\n3 steps" not in said

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
@@ -142,6 +143,16 @@ def pipe(path):
     os.mkfifo(path)
 
 
+def loop(path):
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+def endless(path):
+    """Make it a terabyte of zeros, which takes no room."""
+    os.truncate(path, 1 << 40)
+
+
 def folder(path):
     path.unlink()
     path.mkdir()
@@ -157,10 +168,13 @@ def folder(path):
         (".metadata", flip, ".metadata does not match its digest"),
         ("checkpoint.json", cut, "checkpoint.json is not a manifest"),
         ("checkpoint.json", flip, "checkpoint.json"),
-        ("checkpoint.json", pipe, "checkpoint.json is no regular file"),
+        ("checkpoint.json", pipe, "checkpoint.json is not a regular file"),
         ("checkpoint.json", folder, "checkpoint.json is a folder, not a file"),
-        ("__0_0.distcp", pipe, "__0_0.distcp is no regular file"),
+        ("__0_0.distcp", pipe, "__0_0.distcp is not a regular file"),
         (".metadata", folder, ".metadata is a folder, not a file"),
+        (".metadata", loop, ".metadata is missing"),
+        ("__0_0.distcp", endless, r"__0_0.distcp does not match its digest; of \d+ bytes it has 1099511627776"),
+        ("checkpoint.json", endless, "checkpoint.json has 1099511627776 bytes, at most 67108864 are read"),
     ],
 )
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(datasets, saved, name, damage, said):
@@ -175,6 +189,19 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(datasets, 
     assert (newest / "damaged.json").exists()
     # The same step was saved again, in a folder of its own.
     assert run(datasets / "one", saved)[0].step == STEPS
+
+
+def test_a_manifest_of_another_form_is_set_aside(datasets, saved):
+    (newest,) = saved.glob("step-00000004.*")
+    sealed = msgspec.json.decode((newest / "checkpoint.json").read_bytes())
+    body = msgspec.json.encode({**sealed["manifest"], "world_size": 0})
+    xxh3 = xxhash.xxh3_64_hexdigest(f"{VERSION}\n".encode() + body)
+    (newest / "checkpoint.json").write_bytes(
+        msgspec.json.encode({**sealed, "xxh3": xxh3, "manifest": msgspec.Raw(body)})
+    )
+    restored, _ = run(datasets / "one", saved)
+    assert restored.step == 2
+    assert "is not a manifest: Expected `int` >= 1 - at `$.world_size`" in restored.skipped[0]
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_set_aside(datasets, saved):

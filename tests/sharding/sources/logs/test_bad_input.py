@@ -104,10 +104,10 @@ def test_a_scan_decompresses_each_chunk_once(tmp_path, world):
     [
         (b"#ROSBAG V2.0\n", "ROS 1 bag; convert it"),
         (b"", "is empty"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "is no MCAP file"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "is not an MCAP file"),
     ],
 )
-def test_what_is_no_log_is_named(tmp_path, data, message):
+def test_what_is_not_a_log_is_named(tmp_path, data, message):
     (tmp_path / "log.mcap").write_bytes(data)
     with pytest.raises(SourceError, match=message):
         scan_source(SourceSpec("mcap", str(tmp_path / "log.mcap"), {}))

@@ -147,7 +147,7 @@ def test_a_turned_box_of_an_older_version():
     marks = Reader(topic).marks(Message("/d", 0, Locator("f", 0, 0), data, len(data)))
     assert (marks.stamp_ns, marks.category, marks.track) == (5_000_000_007, ["17"], ["t9"])
     np.testing.assert_allclose(marks.box, [(18, 6, 22, 14)])
-    with pytest.raises(SourceError, match="a message is no vision_msgs/Detection2DArray"):
+    with pytest.raises(SourceError, match="a message is not a vision_msgs/Detection2DArray"):
         Reader(topic).marks(Message("/d", 0, Locator("f", 0, 0), data[:40], 40))
     with pytest.raises(SourceError, match="has no definition of the type vision_msgs/msg/Detection2DArray"):
         Reader(topic._replace(schema=b"")).marks(Message("/d", 0, Locator("f", 0, 0), data, len(data)))

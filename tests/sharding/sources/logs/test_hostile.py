@@ -89,7 +89,7 @@ def test_a_definition_that_is_hostile_is_named_with_its_topic(case, asked):
     schema = text if isinstance(text, bytes) else text.encode()
     reader = Reader(Topic("/topic", "pkg/Thing", "cdr", schema))
     message = Message("/topic", 0, Locator("x", -1, 0), bytes(100), 100)
-    with pytest.raises(SourceError, match=f"(?s)topic '/topic'.*is no pkg/Thing.*({says})"):
+    with pytest.raises(SourceError, match=f"(?s)topic '/topic'.*is not a pkg/Thing.*({says})"):
         reader.columns if asked == "columns" else reader.signals([message])
 
 

@@ -200,7 +200,7 @@ def test_a_transform_that_is_cut_off_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Writer, "add_message", cut)
     write_mcap(tmp_path / "log.mcap", ros_messages(world, world.clips[0]))
-    with pytest.raises(SourceError, match=r"topic '/tf': a message is no tf2_msgs/TFMessage"):
+    with pytest.raises(SourceError, match=r"topic '/tf': a message is not a tf2_msgs/TFMessage"):
         scan_source(SourceSpec("mcap", str(tmp_path / "log.mcap"), {}))
 
 
@@ -228,9 +228,9 @@ def test_signals_are_stored_between_samples(tmp_path):
     np.testing.assert_array_equal(np.concatenate(rows)[:, 1], np.arange(len(times)))
     assert np.isnan(np.concatenate(rows)[:, 3]).all()
     np.testing.assert_array_equal(np.concatenate(rows)[:, 6], np.arange(len(times)) + 12)
-    with pytest.raises(ConfigError, match="'/x' of speed is no topic of messages of numbers; topics: /cam"):
+    with pytest.raises(ConfigError, match="'/x' of speed is not a topic with numbers; topics: /cam"):
         scan_source(spec._replace(options={"signals": {"speed": "/x"}}))
-    with pytest.raises(SourceError, match="no message of ROS 2 with numbers"):
+    with pytest.raises(SourceError, match="not a message of ROS 2 with numbers"):
         scan_source(spec._replace(options={"signals": {"speed": "/tf"}}))
 
 

@@ -180,6 +180,32 @@ def test_attributes(made, tmp_path):
     assert rows[0]["num_cameras"] == 6
 
 
+@pytest.mark.parametrize(
+    ("location", "description", "night", "rain"),
+    [  # the first three are nuScenes' own
+        ("singapore-onenorth", "Parked truck, construction, intersection, turn left, following a van", False, False),
+        ("singapore-hollandvillage", "Night, big street, bus stop, high speed, construction vehicle", True, False),
+        ("boston-seaport", "Rain, peds, turn right, traffic lights", False, True),
+        ("boston-seaport", "Night time, no rain, train station", True, False),
+        ("boston-seaport", "", None, None),
+        ("testville", "It rains", None, True),
+        ("testville", "Midnight blue car, a train", None, None),
+    ],
+)
+def test_night_and_rain_are_false_only_where_a_description_would_name_them(
+    copy, tmp_path, location, description, night, rain
+):
+    for row in copy.tables["log"]:
+        row["location"] = location
+    for row in copy.tables["scene"]:
+        row["description"] = description
+    copy.write("log")
+    copy.write("scene")
+    _, _, table = scan(copy.root, tmp_path)
+    rows = next(table.attribute_parts()).to_pylist()
+    assert {(row.get("night"), row.get("rain")) for row in rows} == {(night, rain)}
+
+
 def test_a_source_without_annotations_or_lidar(tmp_path):
     with pytest.raises(SourceError, match="no rows: nothing to shard"):
         scan(build_nuscenes(tmp_path / "empty", {}).root, tmp_path)
@@ -307,7 +333,7 @@ def test_tables_that_are_wrong(copy, tmp_path, case):
     table, row, change, says = BREAKS[case]
     copy.tables[table][row].update(change)
     copy.write(table)
-    if case == "a pose of NaN":  # JSON has no NaN: a table that holds it is no JSON
+    if case == "a pose of NaN":  # JSON has no NaN: a table that holds it is not JSON
         says = "ego_pose.json' is not JSON"
     with pytest.raises(SourceError, match=says):
         scan(copy.root, tmp_path)

@@ -64,7 +64,7 @@ def test_large_tables_come_in_several_pieces(tmp_path, monkeypatch):
         ('[{"token": "\udce4", "name": "b"}]', "not JSON"),
     ],
 )
-def test_what_is_no_table_is_refused(tmp_path, text, says):
+def test_what_is_not_a_table_is_refused(tmp_path, text, says):
     (tmp_path / "category.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(SourceError, match=says) as caught:
         tables_in(tmp_path).all("category", Named)

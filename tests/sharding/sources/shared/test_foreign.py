@@ -32,7 +32,7 @@ def as_yaml(data, where):
 @pytest.mark.parametrize(
     ("read", "data", "says"),
     [
-        (read_text, b"a\xff", "is no text in UTF-8: .*position 1"),
+        (read_text, b"a\xff", "is not text in UTF-8: .*position 1"),
         (as_json, b"[" * 1_000_000, "nested too deeply"),
         (as_json, b'{"a": "\xff"}', "is not JSON"),
         (as_json, b"[1, 2", "is not JSON"),

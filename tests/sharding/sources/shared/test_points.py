@@ -21,12 +21,12 @@ def pcd(points, form="ascii", size="4 4 4", kind="F F F"):
     [
         (pcd("999999999999") + b"1 2 3\n", "POINTS 999999999999"),
         (pcd("999999999999", "binary") + bytes(12), "POINTS 999999999999"),
-        (pcd("2", "binary") + bytes(12), "no sound PCD"),
+        (pcd("2", "binary") + bytes(12), "not a valid PCD"),
         (pcd("9" * 5000) + b"1 2 3\n", "PCD"),
-        (pcd("-5", "binary") + bytes(12), "no sound PCD"),
-        (pcd("1", "binary", "99999999 4 4") + bytes(12), "no sound PCD"),
-        (pcd("1") + b"1 \xff 3\n", "no sound PCD"),
-        (pcd("1") + b"1 2\n", "no sound PCD"),
+        (pcd("-5", "binary") + bytes(12), "not a valid PCD"),
+        (pcd("1", "binary", "99999999 4 4") + bytes(12), "not a valid PCD"),
+        (pcd("1") + b"1 \xff 3\n", "not a valid PCD"),
+        (pcd("1") + b"1 2\n", "not a valid PCD"),
     ],
 )
 def test_a_pcd_that_lies_is_named(data, says):
@@ -53,11 +53,11 @@ def test_points_in_all_forms():
     np.save(objects, np.array([{"x": 1}], object), allow_pickle=True)
     for data, match in (
         (forms[0][:-3], "rows of 4 float32"),
-        (forms[1][:-3], "no sound PCD"),
+        (forms[1][:-3], "not a valid PCD"),
         ((head + "binary_compressed\n").encode(), "binary_compressed"),
         (head.encode(), "without a line DATA"),
-        (b"\x93NUMPY garbage", "no sound .npy"),
-        (objects.getvalue(), "no sound .npy"),
+        (b"\x93NUMPY garbage", "not a valid .npy"),
+        (objects.getvalue(), "not a valid .npy"),
         (b"version https://git-lfs", "git-LFS"),
     ):
         with pytest.raises(SourceError, match=match):

@@ -1,4 +1,4 @@
-"""Protocol buffers: fields by number and by name, and what is no message is refused."""
+"""Protocol buffers: fields by number and by name, and what is not a message is refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_fields_are_read_by_number_and_by_name() -> None:
         (varint(1 << 3 | 7) + bytes(8), "a field of wire type 7"),
     ],
 )
-def test_what_is_no_message_is_refused(data: bytes, refusal: str) -> None:
+def test_what_is_not_a_message_is_refused(data: bytes, refusal: str) -> None:
     with pytest.raises(ValueError, match=refusal):
         list(fields(data))
     with pytest.raises(SourceError, match=f"protobuf has {refusal}"):

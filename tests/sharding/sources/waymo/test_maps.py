@@ -134,8 +134,8 @@ GOOD = osm(way(1, EDGE), way(2, MARKING, "", 20), lanelet(3, 1, 2))
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("", "is no Lanelet2 map, or it is cut off: line 1: no element found"),
-        (GOOD[: len(GOOD) // 2], "is no Lanelet2 map, or it is cut off: line 2: "),
+        ("", "is not a Lanelet2 map, or it is cut off: line 1: no element found"),
+        (GOOD[: len(GOOD) // 2], "is not a Lanelet2 map, or it is cut off: line 2: "),
         ("<html/>", "its first element is 'html', wanted is 'osm'"),
         ("version https://git-lfs.github.com/spec/v1\n", "git-LFS pointer"),
         (GOOD.replace("<nd ref='0'/>", "<nd ref='77'/>"), "way 1 refers to node '77', which is not in the file"),
@@ -181,8 +181,8 @@ LANE = map_feature(1, "lane", np.arange(15.0).reshape(5, 3))
         (field(10, LANE)[:-5], "field 10 has .* bytes, .* are left"),
         (field(10, message((4, message((2, message((1, 4.0))))))), "a place without y"),
         (field(10, map_feature(1, "road_line", [(np.nan, 0, 0), (1, 1, 1)])), r"vertex at \[nan, 0.0\]"),
-        (field(10, message((4, 7))), "field 4 is no message"),
-        (field(10, message((4, message((2, 3))))), "field 2 is no message"),
+        (field(10, message((4, 7))), "field 4 is not a message"),
+        (field(10, message((4, message((2, 3))))), "field 2 is not a message"),
         (field(10, message((4, message((2, message((1, 4), (2, 1.0))))))), "field 1 is not of doubles"),
     ],
 )

@@ -158,10 +158,10 @@ EXAMPLE = message((1, message((1, message((1, "image/encoded"), (2, b""))))))
 BAD = {
     "empty": (lambda data: b"", r"is empty"),
     "LFS pointer": (lambda data: b"version https://git-lfs.github.com/spec/v1\n", r"is a git-LFS pointer"),
-    "no TFRecord": (lambda data: bytes(range(200)), r"record 0 at byte 0 is no TFRecord"),
+    "no TFRecord": (lambda data: bytes(range(200)), r"record 0 at byte 0 is not a TFRecord"),
     "cut off": (lambda data: data[:-5], r"record 3 at byte \d+ is cut off: it ends at \d+, the file has"),
     "cut off in a length": (lambda data: data + b"\x01\x02", r"record 4 at byte \d+ is cut off"),
-    "a flipped bit in a length": (damaged(3), r"record 0 at byte 0 is no TFRecord: the CRC32C"),
+    "a flipped bit in a length": (damaged(3), r"record 0 at byte 0 is not a TFRecord: the CRC32C"),
     "more than records": (lambda data: data + bytes(99), r"record 4 at byte \d+ does not begin with a length"),
     "a Scenario": (lambda data: record(SCENARIO), r"record 0 is not a Frame .*field 1 is not context.*motion dataset"),
     "a tf.Example": (lambda data: record(EXAMPLE), r"record 0 is not a Frame .*it has no timestamp_micros"),
