@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 
+import cv2
 import fsspec
 import numpy as np
 import pytest
@@ -140,3 +141,31 @@ def test_at_a_url(tmp_path):
     info = scan("memory://classes")
     assert info.classes == ["cat", "dog"]
     assert {split: len(clips) for split, clips in info.splits.items()} == {"train": 2, "val": 1}
+
+
+def test_pictures_of_every_form_and_size_are_in_one_batch(tmp_path):
+    """Gray and RGB, JPEG and PNG, with and without alpha, each of one colour, which the batch has too."""
+    colours = {
+        "a/gray.jpg": (90,) * 3,
+        "a/gray.png": (200,) * 3,
+        "b/rgb.jpg": (40, 40, 40),
+        "b/rgba.png": (250, 120, 30),
+    }
+    sizes = {"a/gray.jpg": (40, 60), "a/gray.png": (64, 48), "b/rgb.jpg": (100, 32), "b/rgba.png": (48, 64)}
+    for name, (red, green, blue) in colours.items():
+        pixels = np.full((*sizes[name], 4), (blue, green, red, 255), np.uint8)
+        form = {"gray": pixels[..., 0], "rgb": pixels[..., :3], "rgba": pixels}[name[2:].partition(".")[0]]
+        (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        assert cv2.imwrite(str(tmp_path / "source" / name), form)
+    fr.shard(f"imagefolder:{tmp_path / 'source'}", tmp_path / "out")
+    (batch,) = batches(tmp_path / "out", 4, image={"height": 24, "width": 24}, shuffle=False)
+    found = dict(zip(batch["sample_token"], batch["img"][:, 0], strict=True))
+    for name, colour in colours.items():
+        middle = found[name][:, 12, 12].tolist()
+        assert np.allclose(middle, colour, atol=3), (name, middle)
+
+
+def test_one_image_is_a_dataset(tmp_path):
+    fr.shard(f"imagefolder:{write(tmp_path / 'source', ['cat/only.jpg'])}", tmp_path / "out")
+    (batch,) = batches(tmp_path / "out", 1, shuffle=True, attributes=["cls"], image={"height": 24, "width": 32})
+    assert (batch["sample_token"], batch["cls"].tolist()) == (["cat/only.jpg"], [0])
