@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy
     from fuelrail.loaders.schedule.layers import LayerOptions
     from fuelrail.loaders.schedule.ledger import LedgerOptions
-    from fuelrail.loaders.serving.remote import RemoteWorkers
+    from fuelrail.loaders.serving.ray_workers import RemoteWorkers
     from fuelrail.pipeline.order.balance import Balance
     from fuelrail.pipeline.order.batching import World
     from fuelrail.pipeline.order.cost import Cost

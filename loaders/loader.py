@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from fuelrail.loaders.records import Scheduled, Task
-    from fuelrail.loaders.serving.remote import RemoteWorkers
+    from fuelrail.loaders.serving.ray_workers import RemoteWorkers
     from fuelrail.pipeline.order.mix import MixStage
     from fuelrail.pipeline.order.windows import FrameWindow
     from fuelrail.pipeline.runtime.stages import Observer, Pipeline, Stage

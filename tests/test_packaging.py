@@ -41,7 +41,7 @@ FLOORS = {
 HEAVY = {
     "torch": {"loaders", "bench"},
     "webdataset": {"loaders", "bench"},
-    "ray": {"bench", "sharding"},
+    "ray": {"bench", "loaders", "sharding"},
     "nvidia": {"bench", "loaders"},
 }
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

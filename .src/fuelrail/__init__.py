@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy as BadSamplePolicy
     from fuelrail.loaders.schedule.layers import LayerOptions as LayerOptions
     from fuelrail.loaders.schedule.ledger import LedgerOptions as LedgerOptions
-    from fuelrail.loaders.serving.remote import RemoteWorkers as RemoteWorkers
+    from fuelrail.loaders.serving.ray_workers import RemoteWorkers as RemoteWorkers
     from fuelrail.loaders.viewer.batch import BatchDescription as BatchDescription
     from fuelrail.loaders.viewer.batch import Picture as Picture
     from fuelrail.loaders.viewer.view import ViewOptions as ViewOptions
@@ -190,7 +190,7 @@ _PUBLIC: Final = {
     "BadSamplePolicy": "fuelrail.loaders.schedule.bad_samples",
     "LayerOptions": "fuelrail.loaders.schedule.layers",
     "LedgerOptions": "fuelrail.loaders.schedule.ledger",
-    "RemoteWorkers": "fuelrail.loaders.serving.remote",
+    "RemoteWorkers": "fuelrail.loaders.serving.ray_workers",
     "Budget": "fuelrail.loaders.config",
     "DaliOptions": "fuelrail.loaders.decode.protocol",
     "DataLoader": "fuelrail.loaders.loader",

@@ -19,7 +19,7 @@ from fuelrail.loaders.batch.processes import start_process
 from fuelrail.loaders.serving.counts import Counts
 from fuelrail.loaders.serving.memory import MappedMemory
 from fuelrail.loaders.serving.node import connect_node
-from fuelrail.loaders.serving.remote import RemoteWorkers, StepClient
+from fuelrail.loaders.serving.ray_workers import RemoteWorkers, StepClient
 from fuelrail.loaders.serving.server import Block, Failed, Forget, Made, Received, Setup, Start, Stop, serve_one
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.runtime.host import default_memory_bytes

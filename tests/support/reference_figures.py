@@ -174,7 +174,7 @@ def step(case: Case, by_id: dict[str, Case]) -> Predicted:
 
 
 def ratio(case: Case) -> float:
-    """Predict a measured case that is no step."""
+    """Predict a measured case that is not a step."""
     given, quantity = case.given, case.expect.quantity
     if quantity == "algorithm_bandwidth":
         return float(given["bus_gb_per_s"]) / sent_bytes("all_reduce", given["gpus"], 1.0)

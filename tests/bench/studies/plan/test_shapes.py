@@ -21,6 +21,8 @@ from fuelrail.pipeline.errors import ConfigError
 from support.shared_data import shared_data
 from test_recipes import schema_of
 
+pytestmark = pytest.mark.process
+
 LLAMA = TransformerShape(layers=32, width=4096, heads=32, kv_heads=8, ffn=14336, gated=True, vocabulary=128256)
 SMALL = TransformerShape(layers=8, width=64, heads=8, kv_heads=4, ffn=96, gated=True, vocabulary=512)
 ASKED = Scenario(
