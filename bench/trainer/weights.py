@@ -77,9 +77,7 @@ def load_weights(
     return WeightsReport(loaded=loaded, missing=missing, unexpected=unexpected, other_shape=other_shape)
 
 
-def _tensors(
-    source: str | os.PathLike[str] | Mapping[str, Tensor],
-) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+def _tensors(source: str | os.PathLike[str] | Mapping[str, Tensor]) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     if isinstance(source, Mapping):
         for name, value in source.items():
             yield name, partial(_itself, value)

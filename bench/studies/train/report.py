@@ -13,11 +13,7 @@ from numpy.typing import NDArray
 from fuelrail.bench.measure.clock import NS_PER_MS, NS_PER_S
 from fuelrail.bench.measure.machine import CpuUse, DatasetFacts, MachineFacts
 from fuelrail.bench.measure.nvml import GpuUse
-from fuelrail.bench.measure.occupancy import (
-    Window,
-    rolling_occupancy,
-    window_of,
-)
+from fuelrail.bench.measure.occupancy import Window, rolling_occupancy, window_of
 from fuelrail.bench.measure.rates import bootstrap_means
 from fuelrail.bench.measure.records import PHASES, MemoryLine, RankLog, StepRecord
 from fuelrail.bench.report.files import ReportHeader, created_now, load_report_of

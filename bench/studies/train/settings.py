@@ -190,7 +190,9 @@ def ask(dataset: str | os.PathLike[str], options: TrainOptions, records: Path) -
     elif ":" not in settings.model:
         raise ConfigError(f"model '{settings.model}' must be {', '.join(MODELS)}, or MODULE:FUNCTION of your own")
     elif any(getattr(options, name) is not None for name in _TEACHERS):
-        raise ConfigError(f"model '{settings.model}' has a loss of its own: distil in it, with fuelrail.distil")
+        raise ConfigError(
+            f"model '{settings.model}' has a loss of its own: make it a fuelrail.Distilling, without teacher"
+        )
     facts = dataset_facts(open_dataset(dataset), options.split)
     _check_world(settings, degrees, facts)
     if settings.decoder != "auto":

@@ -17,14 +17,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from fuelrail.bench.trainer.models.bev import BevOccupancy
 from fuelrail.bench.trainer.models.gpt import Gpt
 from fuelrail.bench.trainer.models.resnet import ResNet
-from fuelrail.bench.trainer.models.settings import (
-    MODELS,
-    BevSettings,
-    GptSettings,
-    ModelSettings,
-    ResNetSettings,
-    find,
-)
+from fuelrail.bench.trainer.models.settings import MODELS, BevSettings, GptSettings, ModelSettings, ResNetSettings, find
 from fuelrail.bench.trainer.models.vit import MultiCameraVit
 from fuelrail.pipeline.errors import ConfigError
 

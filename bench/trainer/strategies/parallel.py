@@ -21,11 +21,7 @@ from torch.utils import checkpoint
 
 from fuelrail.bench.trainer.models.build import Fill, draft
 from fuelrail.bench.trainer.strategies.data_parallel import data_parallel, shard
-from fuelrail.bench.trainer.strategies.optimiser import (
-    Named,
-    make_optimiser,
-    usual_optimiser,
-)
+from fuelrail.bench.trainer.strategies.optimiser import Named, make_optimiser, usual_optimiser
 from fuelrail.bench.trainer.strategies.pipeline import V_SHAPED, Pipeline, Stage
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision, degrees_of, stages_of
 from fuelrail.bench.trainer.strategies.step import Losses, Parallel, named_parameters, precision_of
