@@ -24,6 +24,7 @@ MAX_RANK: Final = 8
 MAX_TEXT: Final = 4096
 
 _NAME: Final = re.compile(r"[a-z0-9_]{1,100}")
+_PLUG_IN: Final = re.compile(r"[A-Za-z0-9_.:-]{1,100}")  # also of what this version does not know
 _MOST_SIDE: Final = 1 << 27  # no member has more bytes
 
 
@@ -138,6 +139,9 @@ def broken_entry(channel: Channel) -> Iterator[str]:
     """Yield what is wrong with an entry of any kind and law: names, dtype, axes, texts."""
     if not _NAME.fullmatch(channel.name):
         yield f"channel name '{shown(channel.name)}' does not match [a-z0-9_]{{1,100}}"
+    for what, name in (("kind", channel.kind), ("law", channel.law.name)):
+        if not _PLUG_IN.fullmatch(name):
+            yield f"{what} '{shown(name)}' does not match [A-Za-z0-9_.:-]{{1,100}}"
     if channel.field != f"{channel.name}.{channel.extension}" or not re.fullmatch(
         r"[a-z0-9_]{1,20}", channel.extension
     ):
@@ -154,7 +158,7 @@ def broken_entry(channel: Channel) -> Iterator[str]:
     yield from _broken_columns(channel)
     texts = [channel.codec, channel.source_name, channel.description, channel.frame or "", channel.sensor or ""]
     texts += [*channel.axes, *channel.columns, *channel.units, *(spec.name for spec in channel.arrays)]
-    texts += [channel.kind, channel.law.name, channel.law.camera or "", *(spec.unit for spec in channel.arrays)]
+    texts += [channel.law.camera or "", *(spec.unit for spec in channel.arrays)]
     texts += [channel.vocabulary.name] if channel.vocabulary is not None else []
     if max(map(len, texts)) > MAX_TEXT:
         yield f"a text of {max(map(len, texts))} characters, at most {MAX_TEXT} are allowed"

@@ -26,7 +26,7 @@ VALUES: Final = {
 }
 """Values in place of what a manifest states."""
 MAY_PASS: Final = (
-    "*/name=escape", "*/license=null", "*/license=escape", "*/provenance=object", "*/fields-source_name=escape",
+    "*/name=escape", "*/license=null", "*/license=escape", "*/provenance=object", "*/fields-source_name=escape", "*/fields-frame=null",
     "*/base-name=escape", "*/attributes-gone", "*/extra-file", "*/rows-swapped", "*/caption.txt-bomb", "*/digest=*", "*/num_bytes=*",
 )  # fmt: skip
 """Layers that FORMAT.md allows, or whose fault shows only beside the base; and what the edit itself makes right again."""
