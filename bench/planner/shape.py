@@ -132,8 +132,8 @@ def _check(
     batch = inputs.micro_batch * (inputs.micro_batches if degrees.pp > 1 else 1)
     if degrees.pp > 1 and settings.pipeline_schedule not in _PLANNED_SCHEDULES:
         raise ConfigError(
-            f"pipeline_schedule {settings.pipeline_schedule} is not planned: it would misjudge activations and bubble; "
-            f"use {' or '.join(_PLANNED_SCHEDULES)}"
+            f"pipeline_schedule {settings.pipeline_schedule} is not planned, for its activations and bubble are not "
+            f"modelled: use one of {', '.join(_PLANNED_SCHEDULES)}"
         )
     if virtual > 1 and settings.pipeline_schedule == "Interleaved1F1B":
         blocks, stages_each = num_blocks(model), virtual * degrees.pp

@@ -190,12 +190,12 @@ def test_device_and_world_are_checked_where_they_are_used(root):
             DataLoader(root, 2, device=device, world=World())
 
 
-def test_there_are_25_arguments_torchs_first_and_all_are_checked_and_described():
+def test_there_are_26_arguments_torchs_first_and_all_are_checked_and_described():
     names = [name for name in inspect.signature(DataLoader).parameters if name != "unknown"]
     assert names == list(Arguments.__struct_fields__)
     described = inspect.getdoc(DataLoader).partition("Args:")[2].partition("Raises:")[0]
     assert names == re.findall(r"^    (\w+): ", described, re.MULTILINE)
-    assert len(names) == 25
+    assert len(names) == 26
     torchs = ["dataset", "batch_size", "shuffle", "seed", "drop_last", "num_workers", "prefetch_factor", "pin_memory"]
     assert names[: len(torchs) + 1] == [*torchs, "collate_fn"]
 

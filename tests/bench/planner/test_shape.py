@@ -217,7 +217,7 @@ def test_images_that_are_smaller_than_a_kernel_are_refused():
 def test_what_is_refused():
     with pytest.raises(ConfigError, match="tp=3 does not divide the 8 heads"):
         shape("gpt-tiny", 3, strategy="tensor")
-    with pytest.raises(ConfigError, match=r"DualPipeV gives each rank two stages, .*use GPipe or 1F1B"):
+    with pytest.raises(ConfigError, match=r"DualPipeV is not planned.*use one of GPipe, 1F1B, Interleaved1F1B"):
         shape("gpt-tiny", 2, inputs=msgspec.structs.replace(INPUTS, micro_batch=1, micro_batches=4),
               strategy="pipeline", pipeline_schedule="DualPipeV", micro_batches=4)  # fmt: skip
     assert not dist.is_initialized()
