@@ -3,6 +3,8 @@
 ``import fuelrail.order`` imports numpy and msgspec, and neither torch nor pyarrow.
 """
 
+import numpy as np  # noqa: F401 (here, for deep in other imports CPython 3.11 maps its stack again for each call)
+
 from fuelrail.loaders.integrations.sampler import BatchSampler, CountedLoader, Sampler, StatefulSampler
 from fuelrail.pipeline.errors import OrderError, StateMismatchError, WorldError
 from fuelrail.pipeline.order.balance import Balance

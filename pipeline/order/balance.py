@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import OrderError, WorldError
 from fuelrail.pipeline.order.batching import Batching
@@ -21,6 +20,8 @@ from fuelrail.pipeline.order.pack import Pack, PackedOrder, costs_of, fit
 from fuelrail.pipeline.settings import Settings, check_types
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from fuelrail.pipeline.order.batching import World
     from fuelrail.pipeline.order.epoch import EndlessOrder, Epoch
 

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.balance import OrderCosts
@@ -42,6 +41,7 @@ from fuelrail.pipeline.order.windows import FrameWindow, WindowLookup
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from numpy.typing import NDArray
 
     from fuelrail.pipeline.format.attributes import ClipTable
     from fuelrail.pipeline.format.dataset import Dataset

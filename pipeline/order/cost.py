@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 from msgspec import field
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.settings import Settings, check_types
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from numpy.typing import NDArray
 
 MAX_COST: Final = 2**40
 """Largest cost of a sample, and largest budget: sums of 2**20 of them stay under 2**62."""

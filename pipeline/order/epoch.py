@@ -11,9 +11,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
 if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
     from fuelrail.pipeline.order.permutation import PositionMap
 
 NO_FLAGS: Final[Mapping[str, NDArray[Any]]] = MappingProxyType({})

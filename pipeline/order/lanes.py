@@ -19,13 +19,14 @@ import heapq
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.epoch import Entries, Shown
 from fuelrail.pipeline.order.permutation import KeyedPermutation, as_positions, derive_key
 
 if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
     from fuelrail.pipeline.format.attributes import ClipTable
 
 

@@ -15,15 +15,17 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from math import isqrt, lcm
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.epoch import EndlessOrder, Entries, Epoch, Shown
 from fuelrail.pipeline.order.permutation import MAX_LENGTH, KeyedPermutation, as_positions, derive_key
 from fuelrail.pipeline.settings import Settings, check_types
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
 
 MAX_BLOCK: Final = 1024
 """Largest sum of the ratios: finding a place in a block costs time in proportion to it."""

@@ -19,16 +19,18 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.cost import MAX_COST, Cost, CostTable, name_of
 from fuelrail.pipeline.order.epoch import EndlessOrder, Entries, Epoch, Shown
 from fuelrail.pipeline.order.permutation import KeyedPermutation, as_positions, derive_key
 from fuelrail.pipeline.settings import Settings, check_types
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
 
 MAX_WINDOW: Final = 2**20
 _EPOCHS_KEPT: Final = 4

@@ -22,12 +22,14 @@ from __future__ import annotations
 import hashlib
 import math
 from operator import index
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
 from fuelrail.pipeline.errors import OrderError
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
 
 MAX_LENGTH: Final = 2**62
 """Largest n of a permutation: halves stay under 2**32 and products under 2**64."""

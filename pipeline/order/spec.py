@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, get_args
 import numpy as np
 from msgspec import convert
 from msgspec.structs import force_setattr
-from numpy.typing import ArrayLike, NDArray
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.balance import Balance
@@ -28,6 +27,8 @@ from fuelrail.pipeline.order.weights import Weighting
 from fuelrail.pipeline.settings import Settings, check_types, flag
 
 if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
     from fuelrail.pipeline.format.dataset import Dataset
 
 ORDER_VERSION: Final = 1

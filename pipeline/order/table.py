@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.balance import rank_positions
@@ -15,6 +14,7 @@ from fuelrail.pipeline.order.windows import FrameWindow, WindowLookup
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from numpy.typing import ArrayLike, NDArray
 
     from fuelrail.pipeline.format.attributes import ClipTable
     from fuelrail.pipeline.order.batching import Batching, Walk

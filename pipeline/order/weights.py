@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.epoch import Shown
@@ -24,6 +23,7 @@ from fuelrail.pipeline.settings import Settings
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from numpy.typing import ArrayLike, NDArray
 
 MAX_POSITIONS: Final = 2**31
 """Longest weighted epoch: products of two such numbers stay under 2**62."""

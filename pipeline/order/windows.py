@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.epoch import Shown
 from fuelrail.pipeline.settings import Settings, check_types
 
 if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
     from fuelrail.pipeline.format.attributes import ClipTable
 
 _MAX_REACH: Final = 2**30

@@ -16,14 +16,16 @@ import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SchemaError
 from fuelrail.pipeline.text import repeated_key, shown
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _DTYPES: Final = {
     name: np.dtype(code)
