@@ -33,7 +33,7 @@ from fuelrail.sharding.sources.adapter.members import MADE
 from fuelrail.sharding.sources.adapter.rows import may_be_attribute
 from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
 from fuelrail.sharding.sources.shared.foreign import JsonFacts, read_json
-from fuelrail.sharding.sources.shared.pictures import HEAD_BYTES
+from fuelrail.sharding.sources.shared.pictures import EXTENSION_OF, HEAD_BYTES
 from fuelrail.sharding.sources.shared.scan_table import Reference
 from fuelrail.sharding.sources.shared.tars import COMPRESSED, Member, compressed_members, tar_members
 
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.source import Reads
 
 _NAME: Final = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)\Z", re.DOTALL)
-_IMAGES: Final = {"jpg": "jpg", "jpeg": "jpg", "png": "png"}
 _ONE_CAMERA: Final = "image"
 _DECODED: Final[dict[str, Callable[[bytes], Any]]] = {
     **dict.fromkeys(("cls", "cls2", "index", "inx", "id"), int),
@@ -340,7 +339,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             "timestamp_ns": time_ns,
             "intrinsics": facts.matrix(self.given.intrinsics, 3, camera) if calibrated else None,
             "cam2ego": facts.matrix(self.given.cam2ego, 4, camera) if calibrated else None,
-            "extension": _IMAGES.get(last, "jpg"),
+            "extension": EXTENSION_OF.get(last, "jpg"),
             "token": sample.key,
         }
         if sample.read is None:
@@ -413,7 +412,7 @@ def _cameras(members: dict[str, Member]) -> dict[str, str]:
     found = {}
     for extension in members:
         name, _, last = extension.rpartition(".")
-        if last in _IMAGES and re.fullmatch(r"[a-z0-9_]*", name):
+        if last in EXTENSION_OF and re.fullmatch(r"[a-z0-9_]*", name):
             found[name or _ONE_CAMERA] = extension
     return found
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.storage.filesystem import is_url
 from fuelrail.sharding.sources.adapter.frame import Absent, Image, Sweep
 from fuelrail.sharding.sources.adapter.members import is_inside
 from fuelrail.sharding.sources.adapter.videos import FRAME, Videos
+from fuelrail.sharding.sources.shared.pictures import EXTENSION_OF
 from fuelrail.sharding.sources.shared.tars import Tars
 from fuelrail.sharding.sources.tables.calibration import shared
 from fuelrail.sharding.sources.tables.columns import is_path
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.shared.files import SourceFiles
     from fuelrail.sharding.sources.tables.calibration import CalibrationRows
     from fuelrail.sharding.sources.tables.values import Rows
-
-_EXTENSIONS: Final = {".jpg": "jpg", "jpeg": "jpg", ".png": "png"}
 
 
 class Paths:
@@ -130,7 +129,7 @@ class RowFiles:
             cam2ego=cam2ego, ego2global=self._poses[row], width=found.width[calibrated],
             height=found.height[calibrated], num_bytes=None if num_bytes < 0 else num_bytes,
             dist=found.dist[calibrated], dist_model=found.dist_model[calibrated],
-            extension=_EXTENSIONS.get(name[-4:].lower(), ""),
+            extension=EXTENSION_OF.get(name.rpartition(".")[2].lower(), ""),
         )  # fmt: skip
         return self._of_video(row, image) if is_frame else image
 
@@ -149,7 +148,7 @@ class RowFiles:
         if not path:
             return None
         where = f"table '{self.rows.table}', row {self.rows.first + row}"
-        if path[-4:].lower() in _EXTENSIONS or FRAME in path:
+        if path.rpartition(".")[2].lower() in EXTENSION_OF or FRAME in path:
             raise SourceError(f"{where}: '{path}' is an image, but its sensor has no intrinsics: it is not calibrated")
         if lidar2ego is None:
             raise SourceError(f"{where}: the lidar of '{path}' has no pose in ego (lidar2ego, or sensor2ego)")
