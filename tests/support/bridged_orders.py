@@ -24,12 +24,19 @@ ORDERS: dict[str, tuple[fr.OrderSpec, dict[str, Any]]] = {
     "weights": (fr.OrderSpec(filter="loss < 0.9", weights=BY_NIGHT), {}),
     "parts": (fr.OrderSpec(mix=fr.Mix(attribute="night", ratios={"true": 1, "false": 3})), {}),
     "stages": (fr.OrderSpec(seed=3, stages=STAGES), {}),
+    "sequential": (fr.OrderSpec(kind="sequential"), {}),
+    "mix": (fr.OrderSpec(seed=4), {"mix": {"a": 3, "b": 1}}),
+}
+HALF = NUM_ROWS // 2
+HALVES = {
+    name: {column: values[rows] for column, values in COLUMNS.items()}
+    for name, rows in (("a", slice(HALF)), ("b", slice(HALF, None)))
 }
 
 
 def sampler_of(name: str, world: fr.World, kind: type[Any] = fr.order.BatchSampler) -> Any:
     spec, options = ORDERS[name]
-    return kind(COLUMNS, spec, global_batch=GLOBAL_BATCH, world=world, **options)
+    return kind(HALVES if "mix" in options else COLUMNS, spec, global_batch=GLOBAL_BATCH, world=world, **options)
 
 
 class GrainBatches:
