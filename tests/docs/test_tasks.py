@@ -239,7 +239,7 @@ def test_9_distil_a_teacher(desk, monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(desk))
     monkeypatch.delitem(sys.modules, "teacher", raising=False)
     names = follow(GUIDES / "distillation.md")
-    assert names["teacher"].shape == (2, 10) and names["known"].all()
+    assert names["predicted"].shape == (2, 10) and names["known"].all()
     # The trainer's own loss, which is compared with torch's distributions, at the same temperature.
     expected = divergence(names["predicted"], names["teacher"], names["temperature"], binary=False).mean()
     assert names["temperature"] != 1
