@@ -59,9 +59,17 @@ def shared_memory():
 
 def wait_for_end(pid: int) -> None:
     deadline_s = time.monotonic() + 20
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+    while is_running(pid):
         assert time.monotonic() < deadline_s, f"process {pid} is left"
         time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there and not a zombie; it may end between two questions."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def noisy(batch, generator):
