@@ -20,7 +20,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Final, Protocol
+from typing import BinaryIO, Final, TypeAlias
 
 from fuelrail.pipeline.errors import DatasetError, DatasetExistsError
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, WORK_FOLDER, Manifest, decode_manifest
@@ -28,71 +28,8 @@ from fuelrail.pipeline.storage.files import open_descriptor, open_file, publishe
 from fuelrail.pipeline.storage.filesystem import DISK_FULL, is_url
 from fuelrail.sharding.output.url import UrlOutput
 
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
 _MAX_SMALL_BYTES: Final = 1 << 30
 """The largest file that is read as a whole: the largest are shards' records, which have their rows of the index."""
-
-
-class Output(Protocol):
-    """One OUT. Names are relative to it, with ``/``; each process, on any machine, makes its own."""
-
-    location: str
-    """The text that :func:`open_output` takes."""
-    shown: str
-    """The location as messages may show it."""
-    has_version_tags: bool
-    """Whether :meth:`version_tag` may return something."""
-    work: Path
-    """Folder on this machine for scan table, plan and files that are being made."""
-
-    def names(self, folder: str = "") -> list[str]:
-        """Return the names in OUT, or in a folder of it, sorted; raises DatasetError where they cannot be listed."""
-        ...
-
-    def read(self, name: str, num_bytes: int | None = None) -> bytes | None:
-        """Return a small file's bytes, or the first ``num_bytes`` of a file; None where it does not exist."""
-        ...
-
-    def publish(self, name: str) -> AbstractContextManager[BinaryIO]:
-        """Open a file to write; it gets its name when the block ends without an error, else it is removed."""
-        ...
-
-    def publish_file(self, name: str, file: Path) -> None:
-        """Move a complete file from ``work`` to its name in OUT."""
-        ...
-
-    def fetch(self, name: str, file: Path) -> None:
-        """Copy a file of OUT to ``file``."""
-        ...
-
-    def size(self, name: str) -> int | None:
-        """Return the size of a file [bytes], None where it does not exist."""
-        ...
-
-    def holds(self, name: str, num_bytes: int, sha256: str) -> bool:
-        """Return whether a file exists with this size and SHA-256; reads it."""
-        ...
-
-    def version_tag(self, name: str) -> str:
-        """Return a text that changes whenever the file does (an ETag), without a read; empty if there is none."""
-        ...
-
-    def remove(self, name: str) -> None:
-        """Remove a file, if it exists."""
-        ...
-
-    def remove_work(self) -> None:
-        """Remove the files that a run leaves for the next one to resume."""
-        ...
-
-    def writing(self, kept: str = "finished shards") -> AbstractContextManager[None]:
-        """Turn the system's errors while OUT is written into one sentence (DatasetError).
-
-        ``kept`` names what the next run reuses.
-        """
-        ...
 
 
 def open_output(location: str | os.PathLike[str]) -> Output:
@@ -139,7 +76,12 @@ def file_is(path: Path, num_bytes: int, sha256: str) -> bool:
 
 
 class FolderOutput:
-    """A folder of this machine, or of a file system that several machines share."""
+    """A folder of this machine, or of a file system that several machines share.
+
+    Names are relative to it, with ``/``; each process, on any machine, makes its own. ``location`` is the text that
+    :func:`open_output` takes, ``shown`` the location as messages may show it, ``work`` the folder on this machine for
+    scan table, plan and files that are being made. ``has_version_tags``: :meth:`version_tag` may return something.
+    """
 
     has_version_tags = False
 
@@ -150,7 +92,7 @@ class FolderOutput:
         self.temporary = self.work / "tmp"
 
     def names(self, folder: str = "") -> list[str]:
-        """Return the names in the folder, none where it does not exist."""
+        """Return the names in OUT, or in a folder of it, sorted; raises DatasetError where they cannot be listed."""
         try:
             return sorted(entry.name for entry in (self.root / folder).iterdir())
         except FileNotFoundError:
@@ -163,7 +105,7 @@ class FolderOutput:
             raise DatasetError(f"output folder '{self.root}' cannot be read: {error.strerror}") from error
 
     def read(self, name: str, num_bytes: int | None = None) -> bytes | None:
-        """Return a small file's bytes, or the first ones of a file."""
+        """Return a small file's bytes, or the first ``num_bytes`` of a file; None where it does not exist."""
         try:
             if num_bytes is not None:
                 with open_file(self.root / name) as file:
@@ -176,7 +118,7 @@ class FolderOutput:
 
     @contextlib.contextmanager
     def publish(self, name: str) -> Iterator[BinaryIO]:
-        """Yield a file in the working folder; sync and rename it at the end."""
+        """Yield a file in the working folder; it is synced and renamed where the block ends without an error."""
         final = self.root / name
         self.temporary.mkdir(parents=True, exist_ok=True)
         final.parent.mkdir(exist_ok=True)
@@ -184,43 +126,46 @@ class FolderOutput:
             yield file
 
     def publish_file(self, name: str, file: Path) -> None:
-        """Sync and rename a file."""
+        """Sync a complete file in ``work`` and rename it."""
         with file.open("rb") as handle:
             os.fsync(handle.fileno())
         file.replace(self.root / name)
         sync_folder((self.root / name).parent)
 
     def fetch(self, name: str, file: Path) -> None:
-        """Copy a file."""
+        """Copy a file of OUT to ``file``."""
         with open_file(self.root / name) as source, file.open("wb") as target:
             shutil.copyfileobj(source, target)
 
     def size(self, name: str) -> int | None:
-        """Return the size of a file."""
+        """Return the size of a file [bytes], None where it does not exist."""
         try:
             return (self.root / name).stat().st_size
         except FileNotFoundError:
             return None
 
     def holds(self, name: str, num_bytes: int, sha256: str) -> bool:
-        """Return whether a file exists with this size and SHA-256."""
+        """Return whether a file exists with this size and SHA-256; reads it."""
         return file_is(self.root / name, num_bytes, sha256)
 
     def version_tag(self, name: str) -> str:  # noqa: ARG002 - a file system keeps no such thing
-        """Return no tag: times of files are not reliable, and reading is cheap here."""
+        """Return a text that changes whenever a file does: none, for times of files are not reliable, and reads cheap."""
         return ""
 
     def remove(self, name: str) -> None:
-        """Remove a file."""
+        """Remove a file, if it exists."""
         (self.root / name).unlink(missing_ok=True)
 
     def remove_work(self) -> None:
-        """Remove the working folder."""
+        """Remove the files that a run leaves for the next one to resume."""
         shutil.rmtree(self.work, ignore_errors=True)
 
     @contextlib.contextmanager
     def writing(self, kept: str = "finished shards") -> Iterator[None]:
-        """Say which folder cannot be written, which of its files is at fault, and why."""
+        """Turn the system's errors while OUT is written into one sentence (DatasetError).
+
+        ``kept`` names what the next run reuses.
+        """
         try:
             yield
         except OSError as error:
@@ -232,6 +177,9 @@ class FolderOutput:
             name = f"'{file.name}': " if file.parent == self.root and file != self.work else ""
             hint = f"; {kept} are kept; run the same command again to resume" if number in DISK_FULL else ""
             raise DatasetError(f"output folder '{self.root}' cannot be written: {name}{what}{hint}") from error
+
+
+Output: TypeAlias = FolderOutput | UrlOutput
 
 
 def link_file(old: Path, out: FolderOutput, new: str) -> bool:

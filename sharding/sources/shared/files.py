@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.storage.files import open_descriptor
@@ -68,52 +68,17 @@ class FileFacts(NamedTuple):
     stamp: str
 
 
-class SourceFiles(Protocol):
-    """Files under one root. Names are relative to it, with ``/``; errors are SourceError naming the file."""
-
-    shown: str
-    """The root as messages may show it."""
-
-    def folders_with(self, name: str) -> list[str]:
-        """Return the root's folders that have a file of this name, sorted; raise SourceError without a root."""
-        ...
-
-    def fetched(self, folder: str, names: Collection[str]) -> contextlib.AbstractContextManager[Path]:
-        """Yield a folder on this machine with those of the named files of ``folder`` that exist."""
-        ...
-
-    def facts(self, name: str) -> FileFacts | None:
-        """Return size and stamp of a file; None where it does not exist."""
-        ...
-
-    def listed(self, folder: str = "") -> list[str]:
-        """Return the names directly in a folder below the root, sorted; raise SourceError where it is none."""
-        ...
-
-    def folders(self, folder: str = "") -> list[str]:
-        """Return those names directly in a folder that are folders, sorted; raise SourceError where it is none."""
-        ...
-
-    def facts_of(self, names: Sequence[str]) -> list[FileFacts | None]:
-        """Do :meth:`facts` for many files, in threads where a look takes long."""
-        ...
-
-    def read(self, name: str, offset: int = 0, length: int | None = None, most: int = MOST_BYTES) -> bytes:
-        """Read a file, or a range of it; fewer bytes where it ends before. Refuse more than ``most``."""
-        ...
-
-    def path(self, name: str) -> str | None:
-        """Return the path of a regular file, or of a missing one, for a library that opens it; None at a URL."""
-        ...
-
-
 def source_files(location: str, named: str = "") -> SourceFiles:
     """Return files at a folder or URL; read nothing. ``named``: a file that the user named, which may be any link."""
     return UrlFiles(location) if is_url(location) else FolderFiles(location.removeprefix("file://"), named)
 
 
 class FolderFiles:
-    """Files of a folder; ``named`` is one that the user named, which may be a link to anywhere."""
+    """Files of a folder; ``named`` is one that the user named, which may be a link to anywhere.
+
+    Names are relative to the root, with ``/``; errors are SourceError naming the file. ``shown`` is the root as messages
+    may show it.
+    """
 
     def __init__(self, root: str, named: str = "") -> None:
         self._root = self.shown = root
@@ -124,7 +89,7 @@ class FolderFiles:
         self._inside: set[str] = set()
 
     def folders_with(self, name: str) -> list[str]:
-        """Return the folders that have a file of this name."""
+        """Return the root's folders that have a file of this name, sorted; raise SourceError without a root."""
         try:
             if not Path(self._root).is_dir():
                 raise SourceError(f"source '{self._root}' is not a folder")
@@ -134,12 +99,12 @@ class FolderFiles:
 
     @contextlib.contextmanager
     def fetched(self, folder: str, names: Collection[str]) -> Iterator[Path]:
-        """Yield the folder itself, after a check that these are regular files."""
+        """Yield a folder on this machine with those of the named files of ``folder`` that exist: the folder itself."""
         self.facts_of([f"{folder}/{name}" for name in names])
         yield Path(self._root) / folder
 
     def facts(self, name: str) -> FileFacts | None:
-        """Return size and time of change."""
+        """Return size and time of change of a file; None where it does not exist."""
         path = self._place(name)
         try:
             found = os.lstat(path)
@@ -154,7 +119,7 @@ class FolderFiles:
         return FileFacts(found.st_size, str(found.st_mtime_ns))
 
     def listed(self, folder: str = "") -> list[str]:
-        """Return the names in a folder."""
+        """Return the names directly in a folder below the root, sorted; raise SourceError where it is none."""
         path = self._place(f"{folder}/").rstrip("/") or "/"
         try:
             return sorted(os.listdir(path))  # noqa: PTH208 - names alone
@@ -172,7 +137,7 @@ class FolderFiles:
         return looks(self.facts, names)
 
     def read(self, name: str, offset: int = 0, length: int | None = None, most: int = MOST_BYTES) -> bytes:
-        """Read a file, or a range of it."""
+        """Read a file, or a range of it; fewer bytes where it ends before. Refuse more than ``most``."""
         descriptor = self.descriptor(name)  # a file object takes twice as long, and scans read many heads
         try:
             num_bytes = os.fstat(descriptor).st_size - offset if length is None else length
@@ -199,7 +164,7 @@ class FolderFiles:
             raise _unread(path, error) from error
 
     def path(self, name: str) -> str | None:
-        """Return the file's path; raise SourceError for what is not a regular file."""
+        """Return the path of a regular file, or of a missing one, for a library that opens it; None at a URL."""
         self.facts(name)
         return self._place(name)
 
@@ -372,6 +337,9 @@ class UrlFiles:
             "refused": "may not be read: check credentials, profile and endpoint",
         }.get(fault.kind, "cannot be read")
         raise SourceError(f"'{where}' {reason} ({fault.text})") from None
+
+
+SourceFiles: TypeAlias = FolderFiles | UrlFiles
 
 
 class _Listings:
