@@ -86,6 +86,16 @@ def json_text(value: object) -> str:
     return "\n".join("".join(c if c.isprintable() else _json_code(c) for c in line) for line in lines) + "\n"
 
 
+class Printed:
+    """A report that prints as JSON; its ``as_text`` is for people."""
+
+    __slots__ = ()
+
+    def as_json(self) -> str:
+        """Return the report as one JSON document."""
+        return json_text(self)
+
+
 def text_of(lines: Iterable[str]) -> str:
     """Return lines that hold text of strangers as one text: each is escaped as a message is."""
     return "\n".join(map(message, lines))

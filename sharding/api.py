@@ -18,19 +18,19 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.runtime.workers import check_main_guard
 from fuelrail.pipeline.settings import Settings, convert, flag
 from fuelrail.pipeline.storage.filesystem import is_url, shown_url
-from fuelrail.pipeline.text import json_text
+from fuelrail.pipeline.text import Printed
 from fuelrail.sharding.engines import Engine, EngineOptions, make_engine
 from fuelrail.sharding.output.folder import open_output
 from fuelrail.sharding.output.workspace import Workspace
 from fuelrail.sharding.planning.recipe import Recipe, check_recipe, make_recipe
 from fuelrail.sharding.progress import Quiet
-from fuelrail.sharding.run import Outcome, Progress, scan_source
+from fuelrail.sharding.run import Outcome, scan_source
 from fuelrail.sharding.run import repair as repair_dataset
 from fuelrail.sharding.run import shard as run_shard
 from fuelrail.sharding.sources.fuelrail.source import SEPARATOR
 from fuelrail.sharding.sources.registry import SourceKind, SourceSpec, parse_source, source_kinds
 from fuelrail.sharding.sources.shared.scan_report import ScanReport
-from fuelrail.sharding.verify.dataset import Checked, VerifyReport, ignore
+from fuelrail.sharding.verify.dataset import IGNORED, Checked, VerifyReport
 from fuelrail.sharding.verify.dataset import verify as verify_dataset
 from fuelrail.sharding.verify.inspect import Description, describe_dataset, describe_sample
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     Location = str | os.PathLike[str]
 
 
-class ShardReport(msgspec.Struct, frozen=True, kw_only=True):
+class ShardReport(Printed, msgspec.Struct, frozen=True, kw_only=True):
     """The result of a sharding run.
 
     ``num_kept`` shards were already complete and were reused. ``num_clips_left_out`` counts the clips that no split
@@ -59,10 +59,6 @@ class ShardReport(msgspec.Struct, frozen=True, kw_only=True):
     samples_by_split: dict[str, int]
     num_clips_left_out: int = 0
     scan: ScanReport | None = None
-
-    def as_json(self) -> str:
-        """Return the report as one JSON document."""
-        return json_text(self)
 
     def as_text(self) -> str:
         """Return the report for people: a line for the dataset, and more for what was left out or changed."""
@@ -113,7 +109,7 @@ class ReshardOptions(Settings, frozen=True, kw_only=True):
     ] = False
 
 
-class SourceReport(msgspec.Struct, frozen=True, kw_only=True):
+class SourceReport(Printed, msgspec.Struct, frozen=True, kw_only=True):
     """What a source holds, by its scan: channels of the rig, classes of boxes, and the scan's own report."""
 
     name: str
@@ -123,10 +119,6 @@ class SourceReport(msgspec.Struct, frozen=True, kw_only=True):
     lidars: list[str]
     classes: list[str]
     scan: ScanReport | None = None
-
-    def as_json(self) -> str:
-        """Return the report as one JSON document."""
-        return json_text(self)
 
     def as_text(self) -> str:
         """Return the report for people."""
@@ -163,7 +155,7 @@ def shard(
     workers: int = 0,
     engine: str | Engine | None = None,
     ray_address: str | None = None,
-    progress: Progress | None = None,
+    progress: Quiet | None = None,
     **settings: Any,  # checked by the recipe
 ) -> ShardReport:
     """Convert a source, such as ``nuscenes:/data/nuscenes``, into a Fuelrail dataset; an interrupted run is resumed.
@@ -221,7 +213,7 @@ def reshard(
     workers: int = 0,
     engine: str | Engine | None = None,
     ray_address: str | None = None,
-    progress: Progress | None = None,
+    progress: Quiet | None = None,
     **options: Any,  # checked by the recipe
 ) -> ShardReport:
     """Merge, split, reshuffle or recompress datasets, with the options of :func:`shard`.
@@ -262,7 +254,7 @@ def verify(
     deep: bool = False,
     workers: int | None = None,
     repair: str | Sequence[str] | None = None,
-    progress: Checked = ignore,
+    progress: Checked = IGNORED,
     before_repair: Callable[[VerifyReport], object] | None = None,
 ) -> VerifyReport:
     """Check every byte of a dataset, in a folder or at a URL; what is wrong is in the report's ``faults``.
@@ -320,7 +312,7 @@ def _run(
     engine: str | Engine | None,
     workers: int,
     ray_address: str | None,
-    progress: Progress | None,
+    progress: Quiet | None,
 ) -> ShardReport:
     check_main_guard()
     name = engine if isinstance(engine, str) else None

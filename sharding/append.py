@@ -55,7 +55,6 @@ from fuelrail.sharding.write.shard_writer import ShardDone
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.format.index.row import IndexRow
-    from fuelrail.sharding.run import Progress
 
 _COPY_BYTES: Final = 8 << 20
 
@@ -68,7 +67,7 @@ class Piece(NamedTuple):
     new: ShardEntry
 
 
-def append(locations: Sequence[str], out: str | os.PathLike[str], progress: Progress | None = None) -> Manifest:
+def append(locations: Sequence[str], out: str | os.PathLike[str], progress: Quiet | None = None) -> Manifest:
     """Make a dataset at ``out`` of all shards of the datasets; an interrupted run is resumed.
 
     A finished dataset is checked, and its damaged files are made again. Raises SourceError for datasets that do not fit

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, given_flags, print_json
+from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, given_flags
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.runtime.workers import sigterm_interrupts
 
@@ -32,6 +32,11 @@ def _choose_arrow_pool() -> None:
         os.environ.setdefault(name, value)
 
 
+def _print(args: argparse.Namespace, report: Any) -> int:  # noqa: ANN401 - with ``as_json`` and ``as_text``
+    sys.stdout.write(report.as_json() if from_flags(args, PrintOptions).json else report.as_text())
+    return 0
+
+
 def _configure_shard(parser: argparse.ArgumentParser) -> None:
     _choose_arrow_pool()
     from fuelrail.sharding.api import SourceOptions
@@ -50,9 +55,7 @@ def _run_shard(args: argparse.Namespace) -> int:
     pairs = source.option if source.cameras is None else (*source.option, f"cameras=[{source.cameras}]")
     given = options_of_texts(parse_source(args.source, {}).kind, pairs)
     if source.check:
-        report = check_source(args.source, options=given)
-        sys.stdout.write(report.as_json() if from_flags(args, PrintOptions).json else report.as_text())
-        return 0
+        return _print(args, check_source(args.source, options=given))
     if args.out is None:
         raise ConfigError("`fuelrail shard` needs an output folder or URL, OUT; --check scans without one")
     options = _options(args)
@@ -172,7 +175,7 @@ def _run_verify(args: argparse.Namespace) -> int:
             progress=checked,
             before_repair=lambda damage: sys.stderr.write(damage.as_text()),
         )
-    sys.stdout.write(report.as_json() if from_flags(args, PrintOptions).json else report.as_text())
+    _print(args, report)
     return 1 if report.faults else 0
 
 
@@ -185,9 +188,7 @@ def _configure_inspect(parser: argparse.ArgumentParser) -> None:
 def _run_inspect(args: argparse.Namespace) -> int:
     from fuelrail.sharding.api import inspect
 
-    description = inspect(args.dataset, args.key)
-    sys.stdout.write(description.as_json() if from_flags(args, PrintOptions).json else description.as_text())
-    return 0
+    return _print(args, inspect(args.dataset, args.key))
 
 
 def _configure_log(parser: argparse.ArgumentParser) -> None:
@@ -198,9 +199,7 @@ def _configure_log(parser: argparse.ArgumentParser) -> None:
 def _run_log(args: argparse.Namespace) -> int:
     from fuelrail.sharding.verify.catalogue import dataset_log
 
-    report = dataset_log(args.dataset)
-    sys.stdout.write(report.as_json() if from_flags(args, PrintOptions).json else report.as_text())
-    return 0
+    return _print(args, dataset_log(args.dataset))
 
 
 def _configure_diff(parser: argparse.ArgumentParser) -> None:
@@ -213,9 +212,7 @@ def _configure_diff(parser: argparse.ArgumentParser) -> None:
 def _run_diff(args: argparse.Namespace) -> int:
     from fuelrail.sharding.verify.catalogue import dataset_diff
 
-    report = dataset_diff(args.a, args.b)
-    sys.stdout.write(report.as_json() if from_flags(args, PrintOptions).json else report.as_text())
-    return 0
+    return _print(args, dataset_diff(args.a, args.b))
 
 
 def _configure_tag(parser: argparse.ArgumentParser) -> None:
@@ -250,9 +247,7 @@ def _configure_layer(parser: argparse.ArgumentParser) -> None:
 def _run_layer(args: argparse.Namespace) -> int:
     from fuelrail.sharding.write.layers.rebase import rebase_layer
 
-    report = rebase_layer(args.layer, args.base, args.out)
-    print_json(report) if from_flags(args, PrintOptions).json else sys.stdout.write(report.as_text())
-    return 0
+    return _print(args, rebase_layer(args.layer, args.base, args.out))
 
 
 def _configure_synth(parser: argparse.ArgumentParser) -> None:

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from fuelrail.pipeline.cli import counted
@@ -21,19 +22,19 @@ _TICK_S = 1.0
 
 
 class Quiet:
-    """Shows nothing."""
+    """The callbacks of a run, which here show nothing; a display is a subclass."""
 
     def scanned(self, info: ScanInfo) -> None:
-        """Ignore the scan."""
+        """Take the result of the source's scan."""
 
     def planned(self, num_samples: int, shards: Sequence[str], num_bytes: int) -> None:
-        """Ignore the plan."""
+        """Take the shards that will be made, in this order, and their approximate size in bytes."""
 
     def advanced(self, num_bytes: int) -> None:
-        """Ignore the bytes so far."""
+        """Take the number of bytes written since the last call."""
 
     def shard_done(self, shard: ShardDone) -> None:
-        """Ignore a finished shard."""
+        """Take a finished shard."""
 
     def __enter__(self) -> Self:
         return self
@@ -179,39 +180,27 @@ def make_progress(*, as_json: bool) -> Quiet:
 
 
 @contextlib.contextmanager
-def checking() -> Iterator[Callable[[ShardEntry, int], None]]:
-    """Show a bar on stderr for `fuelrail verify`, where that is a terminal; yield the callback for each shard."""
+def _bar(title: str) -> Iterator[Callable[..., None]]:
+    """Show a bar on stderr where that is a terminal; yield what updates it, with the keywords of rich's ``update``."""
     if not sys.stderr.isatty():
-        yield lambda *_: None
+        yield lambda **_: None
         return
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("checking", total=None)
+    with Progress(console=Console(stderr=True), transient=True) as bars:
+        yield partial(bars.update, bars.add_task(title, total=None))
 
-        def checked(shard: ShardEntry, num_shards: int) -> None:
-            bar.update(task, total=num_shards, advance=1, description=f"checked {shard.name}")
 
-        yield checked
+@contextlib.contextmanager
+def checking() -> Iterator[Callable[[ShardEntry, int], None]]:
+    """Show a bar for `fuelrail verify`; yield the callback for each shard."""
+    with _bar("checking") as update:
+        yield lambda shard, number: update(total=number, advance=1, description=f"checked {shard.name}")
 
 
 @contextlib.contextmanager
 def rendering() -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on stderr for `fuelrail synth`, where that is a terminal; yield the callback for captures."""
-    if not sys.stderr.isatty():
-        yield lambda _done, _total: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("rendering"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("captures"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+    """Show a bar for `fuelrail synth`; yield the callback for captures."""
+    with _bar("rendering captures") as update:
+        yield lambda done, total: update(completed=done, total=total)

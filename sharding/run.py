@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -42,31 +42,16 @@ from fuelrail.sharding.write.finish import finish
 from fuelrail.sharding.write.images import jpegtran_version, stored_channel, stored_share
 from fuelrail.sharding.write.member_check import check_rows
 from fuelrail.sharding.write.records import is_whole, load_record
-from fuelrail.sharding.write.shard_writer import ShardDone, WriteJob
+from fuelrail.sharding.write.shard_writer import WriteJob
 from fuelrail.sharding.write.staging import NO_BAND, Bands, stage_clips
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.format.codecs import Dictionary
     from fuelrail.sharding.engines import Engine
     from fuelrail.sharding.planning.recipe import Recipe
+    from fuelrail.sharding.progress import Quiet
     from fuelrail.sharding.sources.shared.scan_report import ScanReport
     from fuelrail.sharding.sources.source import ScanInfo, Source
-
-
-class Progress(Protocol):
-    """Callbacks for progress reporting."""
-
-    def scanned(self, info: ScanInfo) -> None:
-        """Take the result of the source's scan."""
-
-    def planned(self, num_samples: int, shards: Sequence[str], num_bytes: int) -> None:
-        """Take the shards that will be made, in this order, and their approximate size in bytes."""
-
-    def advanced(self, num_bytes: int) -> None:
-        """Take the number of bytes written since the last call."""
-
-    def shard_done(self, shard: ShardDone) -> None:
-        """Take a finished shard."""
 
 
 class Outcome(NamedTuple):
@@ -104,7 +89,7 @@ def shard(
     out: str | os.PathLike[str],
     recipe: Recipe,
     num_workers: int,
-    progress: Progress,
+    progress: Quiet,
     engine: Engine | None = None,
 ) -> Outcome:
     """Make a dataset from a source, or resume a run that was started with the same recipe.
@@ -151,7 +136,7 @@ def shard(
     return Outcome(manifest, num_written, num_shards - num_written, scan.info.report)
 
 
-def repair(root: str | os.PathLike[str], source: str, num_workers: int, progress: Progress) -> Outcome:
+def repair(root: str | os.PathLike[str], source: str, num_workers: int, progress: Quiet) -> Outcome:
     """Rebuild the damaged files of a finished dataset from its original source (``KIND:LOCATION``).
 
     Raises ConfigError for a layer and for what ``--append`` made, DatasetExistsError where the source has changed, and
@@ -315,7 +300,7 @@ def _staged(work: Workspace, scan: _Scan, plan: Plan, job: WriteJob, bands: Band
 
 
 def _make_shards(
-    work: Workspace, engine: Engine, job: WriteJob, numbers: Sequence[int], planned: _Planned, progress: Progress,
+    work: Workspace, engine: Engine, job: WriteJob, numbers: Sequence[int], planned: _Planned, progress: Quiet,
     bands: Bands | None,
 ) -> int:  # fmt: skip
     """Make these shards; returns how many were written, since complete ones are kept."""

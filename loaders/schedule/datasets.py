@@ -157,7 +157,7 @@ def require_poses(datasets: Mapping[str, Dataset]) -> None:
 def make_sources(
     datasets: Mapping[str, Dataset],
     split: str,
-    open_storage: Callable[[Dataset], Storage],
+    open_storage: Callable[[Dataset], Storage[memoryview]],
     *,
     points: bool,
     sweeps: bool,

@@ -85,7 +85,11 @@ def _more_bytes(session: SampleSession) -> Callable[[int, IndexRow], int] | None
 
 
 def make_schedule(
-    request: ScheduleRequest, open_storage: Callable[[Dataset], Storage], *, global_batch: int, drop_last: bool
+    request: ScheduleRequest,
+    open_storage: Callable[[Dataset], Storage[memoryview]],
+    *,
+    global_batch: int,
+    drop_last: bool,
 ) -> Schedule:
     """Compile the order and open the datasets' storages.
 

@@ -38,7 +38,7 @@ def open_storage(
     cache_dir: str | os.PathLike[str] | None = None,
     cache_size: int | str | None = None,
     retry: RetryPolicy | None = None,
-) -> Storage:
+) -> Storage[memoryview]:
     """Return the storage of an open dataset.
 
     ``auto`` is ``remote`` for a dataset at a URL and where a cache is requested, ``pread`` elsewhere. ``verify`` checks
@@ -72,7 +72,7 @@ def _remote(
     cache_dir: str | os.PathLike[str] | None,
     cache_size: int | str | None,
     retry: RetryPolicy | None,
-) -> Storage:
+) -> Storage[memoryview]:
     from fuelrail.loaders.storage.cache.span_cache import SpanCache
     from fuelrail.loaders.storage.clients import make_client
     from fuelrail.loaders.storage.remote import RemoteShards

@@ -39,7 +39,7 @@ class LayerPart(NamedTuple):
     """A layer that is read: its storage, and the decoded fields by the names that it stores, with those of a loader."""
 
     layer: Layer
-    storage: Storage
+    storage: Storage[memoryview]
     fields: Mapping[str, str]
 
     def find(self, position: int, key: str) -> _Found:
@@ -85,7 +85,10 @@ class LayerPart(NamedTuple):
 
 
 def with_layers(
-    base: Storage, layers: Sequence[Layer], channels: Sequence[Channel], open_storage: Callable[[Dataset], Storage]
+    base: Storage[memoryview],
+    layers: Sequence[Layer],
+    channels: Sequence[Channel],
+    open_storage: Callable[[Dataset], Storage[memoryview]],
 ) -> SampleStorage:
     """Return the storage of a dataset with those of its layers of which channels are selected; none: the base's own."""
     chosen = {channel.name for channel in channels}
@@ -101,7 +104,7 @@ def with_layers(
 class LayeredStorage:
     """The storage of a dataset with layers. Safe to use from many threads."""
 
-    def __init__(self, base: Storage, parts: Sequence[LayerPart]) -> None:
+    def __init__(self, base: Storage[memoryview], parts: Sequence[LayerPart]) -> None:
         self._base, self.parts = base, tuple(parts)
         self.look_ahead_bytes, self.needs_whole_spans = base.look_ahead_bytes, base.needs_whole_spans
 
@@ -135,7 +138,7 @@ class LayeredSession:
     """One iteration's requests to a base and its layers."""
 
     def __init__(
-        self, base: Storage, parts: Sequence[LayerPart], future_uses: FutureUses | None, uses_per_step: int
+        self, base: Storage[memoryview], parts: Sequence[LayerPart], future_uses: FutureUses | None, uses_per_step: int
     ) -> None:
         self._base = base.session(future_uses, uses_per_step)
         self._parts = [_PartSession(part, future_uses, uses_per_step) for part in parts]

@@ -9,16 +9,15 @@ taken are bounded by the look-ahead of who asks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from fuelrail.loaders.storage.cache.future_uses import FutureUses
     from fuelrail.pipeline.format.index.row import IndexRow
 
+T_co = TypeVar("T_co", covariant=True)
 PendingSpan: TypeAlias = "Callable[[], memoryview]"
 """Waits for one span's bytes. Raises ShardError; called once."""
-Span: TypeAlias = "memoryview | LayeredSpan"
-"""A sample's bytes; of a dataset with layers also those of its rows in them."""
 PendingSample: TypeAlias = "Callable[[], Span]"
 """The same for a sample that may have rows in layers."""
 
@@ -40,6 +39,10 @@ class LayeredSpan(NamedTuple):
         """Return the same on memory of its own."""
         layers = [one and one._replace(span=memoryview(bytes(one.span))) for one in self.layers]
         return LayeredSpan(memoryview(bytes(self.base)), tuple(layers))
+
+
+Span: TypeAlias = memoryview | LayeredSpan
+"""A sample's bytes; of a dataset with layers also those of its rows in them."""
 
 
 class StorageStats(NamedTuple):
@@ -77,28 +80,28 @@ def add_stats(stats: Sequence[StorageStats]) -> StorageStats:
     return StorageStats(backend, *(sum(column) for column in list(zip(*stats, strict=True))[1:]))
 
 
-class Session(Protocol):
+class Session(Protocol[T_co]):
     """One iteration's requests."""
 
-    def request(self, rows: Sequence[tuple[int, IndexRow]]) -> list[PendingSpan]:
+    def request(self, rows: Sequence[tuple[int, IndexRow]]) -> Sequence[Callable[[], T_co]]:
         """Ask for spans, given as (index, row), in the order in which they will be taken; never blocks for long."""
 
     def close(self) -> None:
         """Cancel what was requested; a thread that waits gets a StorageError. May be called twice, from any thread."""
 
 
-class Storage(Protocol):
-    """Where the shards of one dataset lie. Safe to use from many threads."""
+class Storage(Protocol[T_co]):
+    """Where the shards of one dataset lie, and the rows of its layers. Safe to use from many threads."""
 
     look_ahead_bytes: int
     """Default look-ahead of a loader."""
     needs_whole_spans: bool
     """Whether rows must be those of whole spans: a cache serves loaders that select other channels, too."""
 
-    def span(self, index: int, row: IndexRow) -> memoryview:
+    def span(self, index: int, row: IndexRow) -> T_co:
         """Return one sample's bytes, now, read-only. Raise ShardError with shard, offset and key."""
 
-    def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> Session:
+    def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> Session[T_co]:
         """Start a stream of requests, made in the order of ``future_uses``, by which a cache evicts.
 
         ``uses_per_step`` samples a step are used on this host.
@@ -111,30 +114,6 @@ class Storage(Protocol):
         """Let go of files, connections and threads; views handed out stay valid."""
 
 
-class SampleSession(Protocol):
-    """A `Session` of a dataset, or of one with layers."""
-
-    def request(self, rows: Sequence[tuple[int, IndexRow]]) -> Sequence[PendingSample]:
-        """Ask for spans, given as (index, row), in the order in which they will be taken; never blocks for long."""
-
-    def close(self) -> None:
-        """Cancel what was requested."""
-
-
-class SampleStorage(Protocol):
-    """What a loader reads samples from: the `Storage` of a dataset, or one of a dataset with layers."""
-
-    look_ahead_bytes: int
-    needs_whole_spans: bool
-
-    def span(self, index: int, row: IndexRow) -> Span:
-        """Return one sample's bytes, now. Raise ShardError with shard, offset and key."""
-
-    def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> SampleSession:
-        """Start a stream of requests."""
-
-    def stats(self) -> StorageStats:
-        """Return the counters so far."""
-
-    def close(self) -> None:
-        """Let go of files, connections and threads."""
+SampleSession: TypeAlias = Session[Span]
+SampleStorage: TypeAlias = Storage[Span]
+"""What a loader reads samples from: the `Storage` of a dataset, or one of a dataset with layers."""

@@ -1,37 +1,7 @@
 """Counters of a running loader as Prometheus metrics, and an endpoint that serves them.
 
-Metrics, all with the labels of the endpoint (``rank``, ...):
-
-===================================== ======= =====================================================================
-name                                  type    meaning
-===================================== ======= =====================================================================
-fuelrail_batches_total                counter batches handed to the trainer
-fuelrail_samples_total                counter samples in them
-fuelrail_images_total                 counter images in them
-fuelrail_wait_seconds_total           counter time the trainer waited for batches
-fuelrail_uptime_seconds_total         counter time since the start of the loader's first iteration
-fuelrail_stage_items_total            counter work calls finished, by ``stage``
-fuelrail_stage_seconds_total          counter thread-seconds by ``stage`` and ``state`` (busy, starved, blocked)
-fuelrail_stage_threads                gauge   threads of a stage
-fuelrail_stage_queue                  gauge   results that wait behind a stage
-fuelrail_stage_queue_capacity         gauge   how many may
-fuelrail_storage_spans_total          counter samples that storage handed out
-fuelrail_storage_bytes_total          counter bytes of them
-fuelrail_storage_requests_total       counter requests to remote storage that were answered
-fuelrail_storage_request_bytes_total  counter bytes that these brought, gaps and hedges included
-fuelrail_storage_retries_total        counter requests or reads made again after a failure
-fuelrail_storage_hedges_total         counter second requests, made because the first was slow
-fuelrail_storage_hedges_won_total     counter those that were answered first
-fuelrail_storage_refetched_total      counter samples read again because they came short or with a wrong checksum
-fuelrail_storage_concurrency          gauge   requests that may be in flight
-fuelrail_cache_hits_total             counter samples found in the cache
-fuelrail_cache_misses_total           counter samples that were not
-fuelrail_cache_hit_bytes_total        counter bytes of those found
-fuelrail_cache_evictions_total        counter samples that made room for others
-fuelrail_cache_damaged_total          counter cache files that were missing, cut or corrupt
-fuelrail_cache_bytes                  gauge   bytes in the cache, of all processes that share it
-fuelrail_bad_samples_total            counter distinct bad samples that were substituted
-===================================== ======= =====================================================================
+All have the labels of the endpoint (``rank``, ...); `HELP` says what each is. Names that end with ``_total`` are
+counters, the others gauges. Those of a stage have the label ``stage``, its seconds also ``state``.
 
 Occupancy as the loader sees it is ``1 - rate(fuelrail_wait_seconds_total) / rate(fuelrail_uptime_seconds_total)``.
 """
@@ -123,7 +93,7 @@ class Metric(NamedTuple):
 
 
 def loader_metrics(stats: LoaderCounters, labels: Mapping[str, str]) -> list[Metric]:
-    """Return the metrics of one loader; see the module's table."""
+    """Return the metrics of one loader."""
     metrics = [
         Metric("fuelrail_batches_total", labels, stats.batches),
         Metric("fuelrail_samples_total", labels, stats.samples),

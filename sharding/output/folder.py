@@ -149,7 +149,7 @@ class FolderOutput:
         return file_is(self.root / name, num_bytes, sha256)
 
     def version_tag(self, name: str) -> str:  # noqa: ARG002 - a file system keeps no such thing
-        """Return a text that changes whenever a file does: none, for times of files are not reliable, and reads cheap."""
+        """Return no tag: times of files are not reliable, and reading is cheap here."""
         return ""
 
     def remove(self, name: str) -> None:

@@ -21,7 +21,7 @@ from msgspec import inspect
 
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.settings import did_you_mean
-from fuelrail.pipeline.text import json_text
+from fuelrail.pipeline.text import Printed
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.source import Source
@@ -81,7 +81,7 @@ class SourceOption(msgspec.Struct, frozen=True, kw_only=True):
     description: str
 
 
-class SourceKind(msgspec.Struct, frozen=True, kw_only=True):
+class SourceKind(Printed, msgspec.Struct, frozen=True, kw_only=True):
     """A kind of source. ``package`` brings it; ``missing`` is what `pip install` must bring for it to work."""
 
     kind: str
@@ -89,10 +89,6 @@ class SourceKind(msgspec.Struct, frozen=True, kw_only=True):
     package: str
     missing: list[str]
     options: list[SourceOption]
-
-    def as_json(self) -> str:
-        """Return the kind as one JSON document."""
-        return json_text(self)
 
     def as_text(self) -> str:
         """Return the kind for people, with its options."""

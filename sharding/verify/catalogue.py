@@ -24,7 +24,7 @@ from fuelrail.pipeline.settings import Settings, flag
 from fuelrail.pipeline.storage.files import published, read_file
 from fuelrail.pipeline.storage.filesystem import filesystem, is_url, shown_url
 from fuelrail.pipeline.storage.retry import fault_of
-from fuelrail.pipeline.text import escaped, json_text
+from fuelrail.pipeline.text import Printed, escaped
 
 TAGS_FILE: Final = "tags.json"
 
@@ -41,13 +41,7 @@ class TagOptions(Settings, frozen=True):
     remove: Annotated[tuple[str, ...], flag("tags to remove", metavar="TAG")] = ()
 
 
-class _Printed(msgspec.Struct, frozen=True, kw_only=True):
-    def as_json(self) -> str:
-        """Return the report as one JSON document."""
-        return json_text(self)
-
-
-class DatasetLog(_Printed, frozen=True, kw_only=True):
+class DatasetLog(Printed, msgspec.Struct, frozen=True, kw_only=True):
     """What a dataset is and what it was made of; ``ancestors`` are all that its manifest names, the nearest first."""
 
     dataset: str
@@ -92,7 +86,7 @@ class Keys(msgspec.Struct, frozen=True, kw_only=True):
     first: tuple[str, ...]
 
 
-class DatasetDiff(_Printed, frozen=True, kw_only=True):
+class DatasetDiff(Printed, msgspec.Struct, frozen=True, kw_only=True):
     """How dataset or layer ``b`` differs from ``a``. Samples are compared by key, bytes by the digest of their span.
 
     ``options`` maps what differs in recipe and manifest to both values, of layers also in base and view; ``channels``

@@ -12,10 +12,10 @@ import os
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 import xxhash
@@ -37,7 +37,7 @@ from fuelrail.pipeline.format.manifest import MANIFEST_FILE, WORK_FOLDER, FileEn
 from fuelrail.pipeline.runtime.workers import in_threads
 from fuelrail.pipeline.storage.files import open_file, read_file
 from fuelrail.pipeline.storage.filesystem import is_url, shown_url
-from fuelrail.pipeline.text import escaped, json_text, message, shown
+from fuelrail.pipeline.text import Printed, escaped, message, shown
 from fuelrail.sharding.output.folder import file_is
 from fuelrail.sharding.output.url import UrlOutput
 from fuelrail.sharding.output.workspace import STATE
@@ -55,7 +55,7 @@ _LEFT_OVER: Final = (
 
 
 @dataclass
-class VerifyReport:
+class VerifyReport(Printed):
     """What was checked, and every fault that was found, in the order of the shards. ``notes`` are no faults."""
 
     dataset: str
@@ -66,10 +66,6 @@ class VerifyReport:
     num_bytes: int = 0
     faults: list[Fault] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-
-    def as_json(self) -> str:
-        """Return the report as one JSON document."""
-        return json_text(self)
 
     def as_text(self) -> str:
         """Return the report for people: a line for each fault and each note, and one for the whole."""
@@ -91,15 +87,9 @@ class VerifyReport:
         return "\n".join(lines) + "\n"
 
 
-class Checked(Protocol):
-    """A callback that gets each checked shard, and the number of shards in the dataset."""
-
-    def __call__(self, shard: ShardEntry, num_shards: int, /) -> object:
-        """Take a checked shard."""
-
-
-def ignore(shard: ShardEntry, num_shards: int) -> None:
-    """Ignore a checked shard."""
+Checked: TypeAlias = Callable[[ShardEntry, int], object]
+"""A callback that gets each checked shard, and the number of shards in the dataset."""
+IGNORED: Final[Checked] = lambda *_: None  # noqa: E731
 
 
 def verify(
@@ -107,7 +97,7 @@ def verify(
     *,
     deep: bool,
     num_threads: int,
-    checked: Checked = ignore,
+    checked: Checked = IGNORED,
 ) -> VerifyReport:
     """Check a dataset, in a folder or at a URL; the report has the faults.
 

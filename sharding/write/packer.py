@@ -60,7 +60,8 @@ class ShardPacker:
 
     def add(self, key: str, clip_id: str, frame: int, timestamp_ns: int, members: Sequence[RawMember]) -> int:
         """Encode and write the next sample; returns the length of its span [bytes]."""
-        stored = [StoredMember(_stored_name(name, codec), self._encode(codec, data)) for name, codec, data in members]
+        encode = functools.partial(codecs.encode, level=self._level, dictionary=self._dictionary)
+        stored = [StoredMember(_stored_name(name, codec), encode(codec, data)) for name, codec, data in members]
         packed = pack_sample(key, stored)
         held = [
             codecs.held_bytes(memoryview(data).nbytes, memoryview(raw).nbytes, codec)
@@ -96,9 +97,6 @@ class ShardPacker:
         self._write([end])
         self._file.flush()
         return Packed(self._offset + len(end), self._digest.hexdigest(), self._rows, self._dali_index())
-
-    def _encode(self, codec: str, data: Buffer) -> Buffer:
-        return codecs.encode(codec, data, level=self._level, dictionary=self._dictionary)
 
     def _stored_span(
         self, key: str, stored: Sequence[StoredMember], packed: PackedSpan

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -20,8 +19,9 @@ class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The record of a written shard: its file, its DALI index, its rows of the index, its images' sizes (w, h).
 
     ``idx_bytes`` is 0 where it has no DALI index: in the frame layout, which DALI does not read.
-    ``source_sha256`` is of all that it was made from, but for the bytes of the source's files (:class:`SourceDigest`);
-    ``source_stamp`` is those files' times of change, or the ETags that a store gives them.
+    ``source_sha256`` is of all that it was made from, but for the bytes of the source's files: rows of the scan table,
+    which have metadata and the names and sizes of files, and what all rows of a run have in common. ``source_stamp`` is
+    those files' times of change, or the ETags that a store gives them.
     """
 
     stem: str
@@ -34,24 +34,6 @@ class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
     image_sizes: dict[str, list[tuple[int, int]]]
     source_sha256: str
     source_stamp: int = 0
-
-
-class SourceDigest:
-    """SHA-256 of the rows of the scan table that a shard is made from: metadata, and names and sizes of files.
-
-    ``head`` is what all rows of a run have in common besides the recipe, such as the dataset's name.
-    """
-
-    def __init__(self, *head: object) -> None:
-        self._digest = hashlib.sha256(msgspec.msgpack.encode(head))
-
-    def add(self, encoded_row: bytes) -> None:
-        """Add the shard's next row."""
-        self._digest.update(encoded_row)
-
-    def hexdigest(self) -> str:
-        """Return the digest as hex."""
-        return self._digest.hexdigest()
 
 
 def record_name(stem: str) -> str:

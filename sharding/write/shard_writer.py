@@ -38,7 +38,6 @@ from fuelrail.sharding.write.packer import FramedPacker, RawMember, ShardPacker
 from fuelrail.sharding.write.read_buffer import ReadBuffer
 from fuelrail.sharding.write.records import (
     ShardRecord,
-    SourceDigest,
     is_whole,
     load_record,
     store_record,
@@ -148,7 +147,7 @@ class ShardWriter:
             check = MemberCheck(job.rig, self._place, stored)
             for row in self._rows_of(shard):
                 encoded = self._table.encoded_row(row)
-                digest.add(encoded)
+                digest.update(encoded)
                 scanned = decode_row(encoded)
                 self._buffer.clear()
                 clip_id = job.clip_ids[scanned.clip]
@@ -182,18 +181,18 @@ class ShardWriter:
         rows: list[int] = self._rows[shard.first_sample : shard.first_sample + shard.num_samples].tolist()
         return rows
 
-    def _digest_of(self, shard: PlannedShard) -> SourceDigest:
+    def _digest_of(self, shard: PlannedShard) -> hashlib._Hash:
+        """Return the digest of what all rows have in common besides the recipe; the rows are added to it."""
         job = self._job
         dictionary = b"" if job.dictionary is None else job.dictionary.data
-        return SourceDigest(
-            job.dataset, job.license, shard.split, dictionary, *(tuple(lidar.columns) for lidar in job.lidars),
-            *job.channels,
-        )  # fmt: skip
+        columns = (tuple(lidar.columns) for lidar in job.lidars)
+        head = job.dataset, job.license, shard.split, dictionary, *columns, *job.channels
+        return hashlib.sha256(msgspec.msgpack.encode(head))
 
     def _source_digest(self, shard: PlannedShard) -> str:
         digest = self._digest_of(shard)
         for row in self._rows_of(shard):
-            digest.add(self._table.encoded_row(row))
+            digest.update(self._table.encoded_row(row))
         return digest.hexdigest()
 
     def _raw_members(

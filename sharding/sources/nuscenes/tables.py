@@ -31,8 +31,8 @@ from fuelrail.sharding.sources.shared.windows import open_file
 if TYPE_CHECKING:
     from typing import BinaryIO
 
+    from fuelrail.pipeline.storage.columns import Texts
     from fuelrail.sharding.sources.shared.files import SourceFiles
-    from fuelrail.sharding.sources.shared.joins import Owners
 
 TABLES: Final = (
     "attribute", "calibrated_sensor", "category", "ego_pose", "instance", "log", "map", "sample", "sample_annotation",
@@ -319,7 +319,7 @@ def vectors(values: Sequence[tuple[float, ...]], length: int) -> NDArray[np.floa
     return np.frombuffer(packed, np.float64).reshape(-1, length)
 
 
-def check_finite(values: NDArray[np.float64], owners: Owners, *, table: str, column: str) -> None:
+def check_finite(values: NDArray[np.float64], owners: Sequence[str] | Texts, *, table: str, column: str) -> None:
     """Raise SourceError naming the first row that holds NaN or infinity, or a rotation without unit length."""
     wrong = ~np.isfinite(values).all(axis=1)
     if column == "rotation":

@@ -76,8 +76,8 @@ def source_files(location: str, named: str = "") -> SourceFiles:
 class FolderFiles:
     """Files of a folder; ``named`` is one that the user named, which may be a link to anywhere.
 
-    Names are relative to the root, with ``/``; errors are SourceError naming the file. ``shown`` is the root as messages
-    may show it.
+    Names are relative to the root, with ``/``; errors are SourceError naming the file. ``shown`` is the root as
+    messages may show it.
     """
 
     def __init__(self, root: str, named: str = "") -> None:

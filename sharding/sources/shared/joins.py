@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -28,12 +28,6 @@ _FEW_ROWS: Final = 1 << 13
 """Joins of at most this number of rows are looked up in memory: to load DuckDB takes 0.1 s and 40 MB."""
 
 R = TypeVar("R")
-
-
-class Owners(Protocol):
-    """The tokens of rows that link to another table."""
-
-    def __getitem__(self, row: int, /) -> str: ...
 
 
 class Database(Disk):
@@ -132,7 +126,7 @@ class Tokens(Texts):
 
     def check(
         self, rows: NDArray[np.int64], links: Sequence[str] | Texts, *,
-        table: str, column: str, owners: Owners, may_be_empty: bool, cut: Cut | None = None,
+        table: str, column: str, owners: Sequence[str] | Texts, may_be_empty: bool, cut: Cut | None = None,
     ) -> None:  # fmt: skip
         """Raise SourceError for links without a row, with ``may_be_empty`` but for empty ones.
 

@@ -23,7 +23,7 @@ from fuelrail.pipeline.format.layers import (
 from fuelrail.pipeline.format.manifest import BRING_BACK, MANIFEST_FILE, WORK_FOLDER, Lineage
 from fuelrail.pipeline.storage.files import open_file
 from fuelrail.pipeline.storage.filesystem import is_url, shown_url
-from fuelrail.pipeline.text import escaped
+from fuelrail.pipeline.text import Printed, escaped
 from fuelrail.sharding.output.folder import FolderOutput, check_out, link_file
 from fuelrail.sharding.write.layers.finish import publish_rows
 from fuelrail.sharding.write.publish import publish_manifest
@@ -31,7 +31,7 @@ from fuelrail.sharding.write.publish import publish_manifest
 _LISTED_KEYS = 1000
 
 
-class RebaseReport(msgspec.Struct, frozen=True, kw_only=True):
+class RebaseReport(Printed, msgspec.Struct, frozen=True, kw_only=True):
     """A layer bound to another version of its base, and what does not fit.
 
     ``num_without_value`` samples of the base have no row, and ``num_unused`` rows of the layer no sample;
