@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 import msgspec
@@ -34,20 +35,16 @@ class Videos:
     def __init__(self, files: SourceFiles, inside: Callable[[str], str] = str) -> None:
         """Take ``inside``, which makes names below the root of paths."""
         self._files, self._inside = files, inside
-        self._kept: dict[str, VideoFacts | None] = {}
+        self.facts = lru_cache(maxsize=_KEPT)(self._facts)
         self.num_decoded = 0
 
-    def facts(self, name: str) -> VideoFacts | None:
+    def _facts(self, name: str) -> VideoFacts | None:
         """Return what the video states; None where it does not exist. Raise SourceError."""
-        if name not in self._kept:
-            check_inside(name, "video")
-            path = self._files.path(name)
-            if path is None:
-                raise SourceError(f"video '{name}' is at the URL {self._files.shown}: copy the source to a folder")
-            self._kept[name] = None if self._files.facts(name) is None else VideoFile(path).facts()
-            if len(self._kept) > _KEPT:
-                del self._kept[next(iter(self._kept))]
-        return self._kept[name]
+        check_inside(name, "video")
+        path = self._files.path(name)
+        if path is None:
+            raise SourceError(f"video '{name}' is at the URL {self._files.shown}: copy the source to a folder")
+        return None if self._files.facts(name) is None else VideoFile(path).facts()
 
     def completed(self, image: Image) -> Image | Absent:
         """Return the image that ``image.ref``, VIDEO#frame=NUMBER, names: with its size, and as one that is made.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.sample.arrays import Buffer
-    from fuelrail.sharding.sources.logs.files.log_file import LogFile, Topic
+    from fuelrail.sharding.sources.logs.files.log_file import Topic
+    from fuelrail.sharding.sources.logs.files.recordings import LogFile
 
 
 class Job(NamedTuple):
@@ -74,9 +76,9 @@ class LogMembers:
     ) -> None:  # fmt: skip
         """Take ``levels``, black and white of raw pictures of 16 bits, by topic."""
         self._levels = levels
-        self._file, self._topics, self._logs, self._quality = file, topics, logs, quality
-        self._readers: dict[str, Reader] = {}
-        self._places: dict[tuple[str, str], list[Locator]] = {}
+        self._file, self._logs, self._quality = file, logs, quality
+        self._reader = cache(lambda topic: Reader(topics()[topic]))
+        self._all_places = cache(self._places)
         self.num_decoded = 0
 
     @staticmethod
@@ -166,20 +168,11 @@ class LogMembers:
                 found[-1] = found[-1]._replace(last=number)
         return found
 
-    def _all_places(self, log: str, topic: str) -> list[Locator]:
-        found = self._places.get((log, topic))
-        if found is None:
-            parts = [self._file(name).places(topic) for name in self._logs()[log]]
-            if any(part != sorted(part) for part in parts):
-                raise SourceError(
-                    f"log '{log}': the video of topic '{topic}' is not stored in the order of its times: sort the "
-                    "file, as by `mcap sort`"
-                )
-            found = self._places[log, topic] = list(itertools.chain.from_iterable(parts))
-        return found
-
-    def _reader(self, topic: str) -> Reader:
-        found = self._readers.get(topic)
-        if found is None:
-            found = self._readers[topic] = Reader(self._topics()[topic])
-        return found
+    def _places(self, log: str, topic: str) -> list[Locator]:
+        parts = [self._file(name).places(topic) for name in self._logs()[log]]
+        if any(part != sorted(part) for part in parts):
+            raise SourceError(
+                f"log '{log}': the video of topic '{topic}' is not stored in the order of its times: sort the file, as "
+                "by `mcap sort`"
+            )
+        return list(itertools.chain.from_iterable(parts))

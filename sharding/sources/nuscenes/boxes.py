@@ -122,8 +122,7 @@ class Annotations:
         rows, counts = self._rows(scene.samples)
         ego_wxyz, ego_xyz = scene.keyframes.sensor_poses.wxyz_xyz(scene.poses)
         visibility, attribute = self.links["visibility_token"][rows], self.links["attribute_token"][rows]
-        last = np.cumsum(counts)
-        parts = [slice(*bounds) for bounds in zip((last - counts).tolist(), last.tolist(), strict=True)]
+        parts = _slices(counts)
         ego2global, left = rotation_matrices(ego_wxyz), _left_factors(ego_wxyz)
         rotation_wxyz = self.columns["rotation"][rows]
         rotation_wxyz /= np.linalg.norm(rotation_wxyz, axis=1, keepdims=True)
@@ -180,10 +179,8 @@ class Annotations:
             "visibility": self._visibility_code[self.links["visibility_token"][rows]],
             "attribute": number[self.links["attribute_token"][rows]],
         }
-        last = np.cumsum(counts)
-        parts = [slice(*bounds) for bounds in zip((last - counts).tolist(), last.tolist(), strict=True)]
         found = []
-        for part in parts:
+        for part in _slices(counts):
             own = {name: values[part] for name, values in columns.items()}
             if np.isnan(own["velocity"]).all():
                 own["velocity"] = None
@@ -203,6 +200,12 @@ class Annotations:
             "instance": self._joined["instance"].tokens.take(self.links["instance_token"][rows]),
             "visibility": [levels[row].token if row >= 0 else "" for row in visibilities],
         }
+
+
+def _slices(counts: NDArray[np.int64]) -> list[slice]:
+    """Return where the rows of each sample are, given their numbers (S,)."""
+    last = np.cumsum(counts)
+    return [slice(*bounds) for bounds in zip((last - counts).tolist(), last.tolist(), strict=True)]
 
 
 def _left_factors(frame_wxyz: NDArray[np.float64]) -> NDArray[np.float64]:

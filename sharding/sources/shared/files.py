@@ -236,7 +236,8 @@ class UrlFiles:
         top, in_folder, _ = name.partition("/")
         top = top if in_folder else ""
         if top not in self._listings.folders:
-            self._listings.add(top, self._pages(top) if in_folder else [self._in_root()])
+            listed = functools.partial(self._listed, self._root)
+            self._listings.add(top, self._pages(top) if in_folder else [self._files_in(self._try("", listed))])
         return self._listings.facts(name)
 
     def listed(self, folder: str = "") -> list[str]:
@@ -282,8 +283,8 @@ class UrlFiles:
 
         From S3 by pages of a thousand objects; from other stores folder by folder.
         """
-        start = len(self._root) + 1
         if hasattr(self._fs, "call_s3"):
+            start = len(self._root) + 1
             bucket, _, prefix = self._path(top).partition("/")
             wanted = {"Bucket": bucket, "Prefix": f"{prefix}/"}
             while True:
@@ -301,17 +302,13 @@ class UrlFiles:
             entries = self._try(top, functools.partial(self._listed, folder))
             self._fs.invalidate_cache()
             folders += [found["name"] for found in entries if found["type"] == "directory" and found["name"] != folder]
-            yield {
-                found["name"][start:]: FileFacts(found["size"], stated_version(found))
-                for found in entries
-                if found["type"] == "file"
-            }
+            yield self._files_in(entries)
 
-    def _in_root(self) -> dict[str, FileFacts]:
-        """Return what is directly under the prefix."""
-        entries = self._try("", functools.partial(self._listed, self._root))
+    def _files_in(self, entries: Iterable[dict[str, Any]]) -> dict[str, FileFacts]:
+        """Return the files among what a store says of a folder."""
+        start = len(self._root) + 1
         return {
-            found["name"][len(self._root) + 1 :]: FileFacts(found["size"], stated_version(found))
+            found["name"][start:]: FileFacts(found["size"], stated_version(found))
             for found in entries
             if found["type"] == "file"
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,7 +50,18 @@ def _npy(data: bytes, columns: Sequence[str], where: str) -> NDArray[np.float32]
 
 
 def _pcd(data: bytes, columns: Sequence[str], where: str) -> NDArray[np.float32]:
-    """Point Cloud Library's format 0.7, DATA ascii or binary, each field of one number."""
+    found = read_pcd(data, where)
+    if missing := [name for name in columns if name not in found]:
+        raise SourceError(f"{where} has no {missing[0]}, its fields are {', '.join(found)}")
+    return np.stack([found[name].astype(np.float32) for name in columns], 1)
+
+
+def read_pcd(data: bytes, where: str) -> dict[str, NDArray[Any]]:
+    """Read the fields (P,) of points by name, as they are stored; raise SourceError, naming ``where``.
+
+    Point Cloud Library's format 0.7, DATA ascii or binary, each field of one number.
+    """
+    check_no_pointer(data, where)
     head: dict[str, list[str]] = {}
     at = 0
     while "DATA" not in head:
@@ -69,12 +80,10 @@ def _pcd(data: bytes, columns: Sequence[str], where: str) -> NDArray[np.float32]
         if any(count != "1" for count in head.get("COUNT", ())) or not len(names) == len(sizes) == len(kinds):
             raise SourceError(f"{where}: fields of one number each are wanted, COUNT is {head.get('COUNT')}")
         form = np.dtype([(name, f"<{kind}{size}") for name, kind, size in zip(names, kinds, sizes, strict=True)])
-        if missing := [name for name in columns if name not in names]:
-            raise SourceError(f"{where} has no {missing[0]}, its fields are {', '.join(names)}")
         if head["DATA"] == ["ascii"]:
             rows = np.loadtxt(io.BytesIO(data[at:]), ndmin=2, max_rows=number or None).reshape(-1, len(names))
-            return np.stack([rows[:, names.index(name)] for name in columns], 1).astype(np.float32)
+            return dict(zip(names, rows.T, strict=True))
         if head["DATA"] != ["binary"]:
             raise SourceError(f"{where} has DATA {' '.join(head['DATA'])}; read are ascii and binary")
         table = np.frombuffer(data, form, number, at)
-        return np.stack([table[name].astype(np.float32) for name in columns], 1)
+        return {name: table[name] for name in names}

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 _BLOCK: Final = 512
 _AHEAD_BYTES: Final = 64 << 10
-_KEPT: Final = 4
 _BAD: Final = "is damaged, cut off or none"
 COMPRESSED: Final = (".tar.gz", ".tgz", ".tar.zst", ".tzst")
 
@@ -66,7 +65,8 @@ def compressed_members(
     """
     where = f"tar '{files.shown}/{tar}'"
     with open_file(files, tar, _AHEAD_BYTES) as file:
-        plain: Any = gzip.GzipFile(fileobj=file) if not tar.endswith("zst") else _zstd(file)
+        zstd = zstandard.ZstdDecompressor().stream_reader
+        plain: Any = zstd(file, read_across_frames=True) if tar.endswith("zst") else gzip.GzipFile(fileobj=file)
         with plain, parsing(where, _BAD), tarfile.open(fileobj=plain, mode="r|") as opened:
             for found in _regular(opened, where):
                 data = None
@@ -80,10 +80,6 @@ def compressed_members(
                 yield Member(found.name, 0, found.size), data
 
 
-def _zstd(file: Any) -> Any:  # noqa: ANN401 - the library's reader
-    return zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
-
-
 def _regular(opened: tarfile.TarFile, where: str) -> Iterator[tarfile.TarInfo]:
     while (found := opened.next()) is not None:
         opened.members = []  # type: ignore[attr-defined] # the library keeps them all otherwise
@@ -95,21 +91,3 @@ def _regular(opened: tarfile.TarFile, where: str) -> Iterator[tarfile.TarInfo]:
         if name.startswith("/") or ".." in name.split("/") or "\0" in name:
             raise SourceError(f"{where}: the name '{name}' leads out of the tar")
         yield found
-
-
-class Tars:
-    """Members by name of the tars of a source; those of the last few tars are kept."""
-
-    def __init__(self, files: SourceFiles) -> None:
-        self._files = files
-        self._kept: dict[str, dict[str, Member]] = {}
-
-    def find(self, tar: str, name: str) -> Member | None:
-        """Return a member; None where the tar has none of that name."""
-        found = self._kept.pop(tar, None)
-        if found is None:
-            found = {member.name: member for member in tar_members(self._files, tar)}
-        self._kept[tar] = found
-        if len(self._kept) > _KEPT:
-            del self._kept[next(iter(self._kept))]
-        return found.get(name)

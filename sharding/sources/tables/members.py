@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from fuelrail.sharding.sources.adapter.frame import Absent, Image, Sweep
 from fuelrail.sharding.sources.adapter.members import is_inside
 from fuelrail.sharding.sources.adapter.videos import FRAME, Videos
 from fuelrail.sharding.sources.shared.pictures import EXTENSION_OF
-from fuelrail.sharding.sources.shared.tars import Tars
+from fuelrail.sharding.sources.shared.tars import Member, tar_members
 from fuelrail.sharding.sources.tables.calibration import shared
 from fuelrail.sharding.sources.tables.columns import is_path
 
@@ -34,7 +35,8 @@ class Paths:
         folder = Path(root.removeprefix("file://"))
         roots = [root] if is_url(root) else [str(folder.absolute()), str(folder.resolve())]
         self._roots = [f"{one.rstrip('/')}/" for one in roots]
-        self._files, self._shown, self._tars = files, files.shown, Tars(files)
+        self._files, self._shown = files, files.shown
+        self._members_of = lru_cache(maxsize=4)(self._members)
         self.videos = Videos(files, self.inside)
 
     def inside(self, path: str) -> str:
@@ -68,11 +70,14 @@ class Paths:
             tar = self._inside(rows, row, name.removeprefix("tar:"))
             if not rest:
                 rows.fail(row, "path", f"'{path}' must be tar:FILE#MEMBER")
-            member = self._tars.find(tar, rest)
+            member = self._members_of(tar).get(rest)
             if member is None:
                 rows.fail(row, "path", f"the tar '{tar}' has no member '{rest}'")
             return f"{tar}#{member.offset}+{member.length}"
         return self._inside(rows, row, path)
+
+    def _members(self, tar: str) -> dict[str, Member]:
+        return {member.name: member for member in tar_members(self._files, tar)}
 
     def _inside(self, rows: Rows, row: int, path: str) -> str:
         try:

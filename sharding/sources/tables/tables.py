@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -97,7 +98,6 @@ class Table:
         self.clips: dict[str, tuple[int, int]] = {}
         """Name of each clip to its first row and its number of rows, in order."""
         self._ends: list[int] = []
-        self._kept: dict[int, pa.RecordBatch] = {}
         options = pa.ipc.IpcWriteOptions(compression="lz4")
         writer = None
         try:
@@ -113,7 +113,7 @@ class Table:
                 writer.close()
         if not self._ends or not self._ends[-1]:
             raise SourceError(f"table '{self.name}' has no rows")
-        self._file = pa.ipc.open_file(pa.OSFile(str(self._path)))
+        self._batch = lru_cache(maxsize=_KEPT_BATCHES)(pa.ipc.open_file(pa.OSFile(str(self._path))).get_batch)
 
     def _note(self, batch: pa.RecordBatch, *, has_clips: bool) -> None:
         first = self._ends[-1] if self._ends else 0
@@ -163,15 +163,6 @@ class Table:
         """Yield all rows, a batch at a time."""
         for number in range(len(self._ends)):
             yield Rows(self.name, self._ends[number - 1] if number else 0, self._batch(number))
-
-    def _batch(self, number: int) -> pa.RecordBatch:
-        found = self._kept.pop(number, None)
-        if found is None:
-            found = self._file.get_batch(number)
-        self._kept[number] = found
-        if len(self._kept) > _KEPT_BATCHES:
-            del self._kept[next(iter(self._kept))]
-        return found
 
 
 def _opened(files: SourceFiles, name: str) -> pa.NativeFile:

@@ -41,6 +41,18 @@ OPTICAL: Final = np.array([[0.0, 0, 1, 0], [-1, 0, 0, 0], [0, -1, 0, 0], [0, 0, 
 
 _FRAME_CONTEXT, _FRAME_TIME, _FRAME_POSE, _FRAME_IMAGES, _FRAME_LASERS, _FRAME_LABELS = range(1, 7)
 _FRAME_CAMERA_LABELS: Final = 8
+_FRAME_FIELDS: Final = {_FRAME_TIME: (VARINT, "timestamp_micros"), FRAME_MAP_OFFSET: (BYTES, "map_pose_offset")} | {
+    number: (BYTES, name)
+    for number, name in (
+        (1, "context"),
+        (3, "pose"),
+        (4, "images"),
+        (5, "lasers"),
+        (6, "laser_labels"),
+        (8, "camera_labels"),
+    )
+}
+"""Wire type and name of a field."""
 _IMAGE_NAME, _IMAGE_JPEG, _IMAGE_POSE, _, _IMAGE_TIME, _IMAGE_SHUTTER, _IMAGE_TRIGGER, _IMAGE_DONE = range(1, 9)
 _BOX_KEYS: Final = np.array([number << 3 | FIXED64 for number in range(1, 8)], np.uint8)
 _POSE: Final = struct.Struct("<" + "xd" * 16)
@@ -126,46 +138,36 @@ def _read(window: FileWindow, record: FileRecord, context: bytes | None, *, boxe
     time, pose, images, labels, laser_bytes, camera_labels = -1, None, [], [], 0, []
     map_span, map_offset = None, (0.0, 0.0, 0.0)
     for field in field_places(window, record.start, record.end):
+        wire, name = _FRAME_FIELDS.get(field.number, (field.wire, ""))
+        if field.wire != wire:
+            raise ValueError(f"field {field.number} is not {name}")
         if field.number == _FRAME_CONTEXT:
-            _expect(field, BYTES, "context")
             length = field.end - field.start
             begin = window.at(field.start, min(_CONTEXT_BEGIN, length))  # the name of the segment is in it
             if context is None or length != len(context) or not context.startswith(begin):
                 context = window.at(field.start, length, 256)
         elif field.number == _FRAME_TIME:
-            _expect(field, VARINT, "timestamp_micros")
             time = field.value
         elif field.number == _FRAME_POSE:
-            _expect(field, BYTES, "pose")
             pose = transform(window.at(field.start, field.end - field.start))
         elif field.number == _FRAME_IMAGES:
-            _expect(field, BYTES, "images")
             image = _image(window, field)
             images += [] if image is None else [image]
         elif field.number == _FRAME_LASERS:
-            _expect(field, BYTES, "lasers")
             laser_bytes += field.end - field.start
         elif field.number == _FRAME_LABELS:
-            _expect(field, BYTES, "laser_labels")
             labels.append(window.at(field.start, field.end - field.start, _LABELS_AHEAD))
         elif field.number == _FRAME_CAMERA_LABELS and boxes2d:
-            _expect(field, BYTES, "camera_labels")
             camera_labels.append(window.at(field.start, field.end - field.start))
         elif field.number == FRAME_MAP and has_map:
             key = field.start - 1 - max(-(-(field.end - field.start).bit_length() // 7), 1)  # and the length
             map_span = key if map_span is None else map_span[0], field.end
         elif field.number == FRAME_MAP_OFFSET and has_map:
-            _expect(field, BYTES, "map_pose_offset")
             map_offset = place(window.at(field.start, field.end - field.start))
     if context is None or time <= 0 or pose is None:
         missing = "context" if context is None else "timestamp_micros" if time <= 0 else "pose"
         raise ValueError(f"it has no {missing}")
     return FrameHead(time, pose, context, images, labels, laser_bytes, camera_labels, map_span, map_offset)
-
-
-def _expect(field: FieldPlace, wire: int, name: str) -> None:
-    if field.wire != wire:
-        raise ValueError(f"field {field.number} is not {name}")
 
 
 def _image(window: FileWindow, place: FieldPlace) -> ImageHead | None:
@@ -276,6 +278,11 @@ def calibration(
     return CameraCalibration(k, extrinsic @ OPTICAL, tuple(lens[4:9]), *size, direction)
 
 
+def label_type(kind: int) -> str:
+    """Return the category of a type of labels."""
+    return LABEL_TYPES[kind] if 0 <= kind < len(LABEL_TYPES) else f"type {kind}"
+
+
 class LabelColumns(NamedTuple):
     """The boxes of one frame, in the vehicle's frame at its pose."""
 
@@ -314,7 +321,7 @@ def read_labels(frames: Sequence[Sequence[bytes]], where: str, *, camera_synced:
             num_points[rows] = numbers(table[:, places[7]])
         for row in rows.tolist() if 4 in places else ():
             track[row] = flat[row][places[4]].decode()
-    category = [LABEL_TYPES[kind] if 0 <= kind < len(LABEL_TYPES) else f"type {kind}" for kind in kinds.tolist()]
+    category = [*map(label_type, kinds.tolist())]
     first = 0
     for count in counts:
         own = np.flatnonzero(seen[first : first + count]) + first
@@ -348,8 +355,7 @@ def read_camera_labels(data: bytes) -> ImageLabels:
                 raise ValueError(f"a label of camera {name} without a box")
             sides = [_DOUBLE.unpack(values[at])[0] for at in (1, 2, 5, 4)]  # its length is along x
             boxes.append(sides)
-            kind = found.get(3, 0)
-            category.append(LABEL_TYPES[kind] if kind < len(LABEL_TYPES) else f"type {kind}")
+            category.append(label_type(found.get(3, 0)))
             track.append(found[4].decode() if 4 in found else "")
     if name not in CAMERAS:
         raise ValueError(f"labels of the unknown camera {name}")

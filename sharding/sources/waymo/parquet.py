@@ -8,32 +8,28 @@ are taken by name and cast: files of one release differ in types. Conventions ar
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from fuelrail.pipeline.channels.sensors import LidarEntry
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.sample.schema import encode_points
 from fuelrail.sharding.sources.adapter.frame import Clip, Frame, Image, ImageBoxRows, Sensors, Sweep
 from fuelrail.sharding.sources.adapter.members import POINTS
-from fuelrail.sharding.sources.adapter.source import FrameSource
 from fuelrail.sharding.sources.shared.arrow import check_unique, names_in, open_parquet, read_parquet, stacked
-from fuelrail.sharding.sources.waymo.frame_heads import CAMERAS, LABEL_TYPES, LabelColumns, calibration
+from fuelrail.sharding.sources.waymo.frame_heads import CAMERAS, LabelColumns, calibration, label_type
 from fuelrail.sharding.sources.waymo.parquet_lidar import bytes_by_time, sweeps
-from fuelrail.sharding.sources.waymo.range_images import POINT_COLUMNS
 from fuelrail.sharding.sources.waymo.source import (
     LIDAR,
     SPLITS,
     WaymoSettings,
+    WaymoSource,
     box_rows,
     channel,
     image_rows,
-    labelled_cameras,
     microseconds,
-    rig,
     shutter_times,
     weather_columns,
 )
@@ -68,32 +64,20 @@ _NONE: Final = image_rows(np.empty((0, 4)), [], [])
 _NO_LABELS: Final = LabelColumns(np.empty((0, 7)), [], [], [])
 
 
-class WaymoParquet(FrameSource[WaymoSettings]):
+class WaymoParquet(WaymoSource[WaymoSettings]):
     """Waymo Open Dataset, perception, version 2: Parquet files with five cameras at 10 Hz."""
 
     kind = "waymo_v2"
     settings = WaymoSettings
     reads = "clip"
-    ego_origin = "rear_axle_ground"
-    columns = {"location": str, "time_of_day": str, "weather": str, "night": bool, "rain": bool}  # noqa: RUF012
-    license = "Waymo Dataset License Agreement for Non-Commercial Use"
 
     def sensors(self) -> Sensors:
         """Return the five cameras in the order of their numbers, and the five lidars, where they exist, as one."""
         names = self.files.listed()
         folders = [folder for folder in SPLITS if folder in names] or [""]
         has_lidar = any(names_in(self.files, folder, "lidar") for folder in folders)
-        lidars = [LidarEntry(channel=LIDAR, source_name="LIDAR", columns=POINT_COLUMNS)] if has_lidar else []
-        return rig()._replace(lidars=lidars)
-
-    @property
-    def image_boxes(self) -> dict[str, str]:  # type: ignore[override]  # by the options
-        """All cameras, with the option."""
-        return labelled_cameras() if self.given.boxes2d else {}
-
-    def category_names(self) -> tuple[str, ...]:
-        """Return the types of labels, without the unknown one."""
-        return LABEL_TYPES[1:]
+        found = super().sensors()
+        return found if has_lidar else found._replace(lidars=())
 
     def clips(self) -> Iterator[Clip]:
         """Yield a clip for each segment with a file of poses, in the folders of splits, or in the root."""
@@ -111,7 +95,7 @@ class WaymoParquet(FrameSource[WaymoSettings]):
     def frames(self, clip: Clip) -> Iterator[Frame]:
         """Yield a frame for each row of poses."""
         files = {name.rpartition("/")[0].rpartition("/")[2]: name for name in clip.files}
-        poses = self._read(files["vehicle_pose"], {_TIME: pa.int64(), _POSE: _TRANSFORM})
+        poses = read_parquet(self.files, files["vehicle_pose"], {_TIME: pa.int64(), _POSE: _TRANSFORM})
         order = np.argsort(poses[_TIME], kind="stable")
         images = self._images(files["camera_image"], self._cameras(files["camera_calibration"]))
         boxes = self._boxes(files)
@@ -175,14 +159,11 @@ class WaymoParquet(FrameSource[WaymoSettings]):
             for at, points in sweeps(self.files, name, times):
                 yield f"{POINTS}{name}@{at}", encode_points(points)
 
-    def _read(self, name: str, types: Mapping[str, pa.DataType]) -> dict[str, NDArray[Any]]:
-        return read_parquet(self.files, name, types)
-
     def _cameras(self, name: str) -> dict[int, CameraCalibration]:
         """Return the calibrations by number of the camera."""
         whole = dict.fromkeys((f"{_LENS}width", f"{_LENS}height", f"{_LENS}rolling_shutter_direction"), pa.int64())
         types = {_NAME: pa.int64(), **dict.fromkeys(_INTRINSIC, _F64), f"{_LENS}extrinsic.transform": _TRANSFORM}
-        rows = self._read(name, {**types, **whole})
+        rows = read_parquet(self.files, name, {**types, **whole})
         check_unique(rows[_NAME].tolist(), f"table '{self.files.shown}/{name}'", "the camera")
         lenses, mounts = stacked(rows, _INTRINSIC), rows[f"{_LENS}extrinsic.transform"].reshape(-1, 4, 4)
         width, height, shutter = (rows[one].tolist() for one in whole)
@@ -194,7 +175,9 @@ class WaymoParquet(FrameSource[WaymoSettings]):
     def _images(self, name: str, cameras: Mapping[int, CameraCalibration]) -> dict[int, dict[str, Image]]:
         """Return the images by time of the frame [us], then by channel."""
         times = dict.fromkeys((f"{_IMAGE}pose_timestamp", *_SHUTTER), _F64)
-        rows = self._read(name, {_TIME: pa.int64(), _NAME: pa.int64(), f"{_IMAGE}pose.transform": _TRANSFORM, **times})
+        rows = read_parquet(
+            self.files, name, {_TIME: pa.int64(), _NAME: pa.int64(), f"{_IMAGE}pose.transform": _TRANSFORM, **times}
+        )
         pairs = list(zip(rows[_TIME].tolist(), rows[_NAME].tolist(), strict=True))
         check_unique(pairs, f"table '{self.files.shown}/{name}'", "time and camera")
         poses = rows[f"{_IMAGE}pose.transform"].reshape(-1, 4, 4)
@@ -252,13 +235,13 @@ class WaymoParquet(FrameSource[WaymoSettings]):
         own = [f"{_LIDAR_BOX}box.{name}" for name in _BOX]
         kind, points = f"{_LIDAR_BOX}type", f"{_LIDAR_BOX}num_lidar_points_in_box"
         keys = {_TIME: pa.int64(), _TRACK: pa.string()}
-        rows = self._read(
-            files["lidar_box"], {**keys, kind: pa.int64(), points: pa.int64(), **dict.fromkeys(own, _F64)}
+        rows = read_parquet(
+            self.files, files["lidar_box"], {**keys, kind: pa.int64(), points: pa.int64(), **dict.fromkeys(own, _F64)}
         )
         pairs = list(zip(rows[_TIME].tolist(), rows[_TRACK].tolist(), strict=True))
         check_unique(pairs, f"table '{self.files.shown}/{files['lidar_box']}'", "time and object")
         about = {
-            pair: (LABEL_TYPES[one] if 0 <= one < len(LABEL_TYPES) else f"type {one}", number)
+            pair: (label_type(one), number)
             for pair, one, number in zip(pairs, rows[kind].tolist(), rows[points].tolist(), strict=True)
         }
         boxes = stacked(rows, own)
@@ -266,7 +249,7 @@ class WaymoParquet(FrameSource[WaymoSettings]):
             if "lidar_camera_synced_box" not in files:
                 raise SourceError("the component lidar_camera_synced_box is not there, boxes=camera_synced needs it")
             synced = [f"{_SYNCED_BOX}camera_synced_box.{name}" for name in _BOX]
-            rows = self._read(files["lidar_camera_synced_box"], {**keys, **dict.fromkeys(synced, _F64)})
+            rows = read_parquet(self.files, files["lidar_camera_synced_box"], {**keys, **dict.fromkeys(synced, _F64)})
             pairs = list(zip(rows[_TIME].tolist(), rows[_TRACK].tolist(), strict=True))
             boxes = stacked(rows, synced)
             if alone := [pair for pair in pairs if pair not in about]:
@@ -289,14 +272,12 @@ class WaymoParquet(FrameSource[WaymoSettings]):
         """Return boxes in images by time of the frame [us] and channel."""
         kind, track = f"{_CAMERA_BOX}type", "key.camera_object_id"
         keys = {_TIME: pa.int64(), _NAME: pa.int64(), kind: pa.int64(), track: pa.string()}
-        rows = self._read(name, {**keys, **dict.fromkeys(_SIDES, _F64)})
+        rows = read_parquet(self.files, name, {**keys, **dict.fromkeys(_SIDES, _F64)})
         by_image: dict[tuple[int, str], list[int]] = {}
         for row, (time, camera) in enumerate(zip(rows[_TIME].tolist(), rows[_NAME].tolist(), strict=True)):
             if camera in CAMERAS:
                 by_image.setdefault((time, channel(CAMERAS[camera])), []).append(row)
-        sides, kinds = stacked(rows, _SIDES), rows[kind].tolist()
-        names = [LABEL_TYPES[one] if 0 <= one < len(LABEL_TYPES) else f"type {one}" for one in kinds]
-        tracks = rows[track].tolist()
+        sides, tracks, names = stacked(rows, _SIDES), rows[track].tolist(), [*map(label_type, rows[kind].tolist())]
         return {
             image: image_rows(sides[own], [names[row] for row in own], [tracks[row] for row in own])
             for image, own in by_image.items()
@@ -306,6 +287,6 @@ class WaymoParquet(FrameSource[WaymoSettings]):
         if name is None:
             return {}
         parts = ("time_of_day", "location", "weather")
-        rows = self._read(name, {f"[StatsComponent].{part}": pa.string() for part in parts})
+        rows = read_parquet(self.files, name, {f"[StatsComponent].{part}": pa.string() for part in parts})
         values = (rows[f"[StatsComponent].{part}"] for part in parts)
         return weather_columns({part: found[0] for part, found in zip(parts, values, strict=True) if len(found)})

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -75,33 +75,46 @@ class WaymoFileSettings(WaymoSettings, frozen=True, kw_only=True):
     ] = False
 
 
-class Waymo(FrameSource[WaymoFileSettings]):
-    """Waymo Open Dataset, perception, version 1: TFRecord files with five cameras at 10 Hz."""
+W = TypeVar("W", bound=WaymoSettings)
 
-    kind = "waymo"
-    settings = WaymoFileSettings
-    requires = {"google_crc32c": "fuelrail[waymo]"}  # noqa: RUF012 - a constant
+
+class WaymoSource(FrameSource[W]):
+    """What both versions have."""
+
     ego_origin = "rear_axle_ground"
     columns = {"location": str, "time_of_day": str, "weather": str, "night": bool, "rain": bool}  # noqa: RUF012
     license = "Waymo Dataset License Agreement for Non-Commercial Use"
 
     def sensors(self) -> Sensors:
-        """Return the five cameras in the order of their numbers, and the five lidars as one."""
-        return rig()._replace(lidars=[LidarEntry(channel=LIDAR, source_name="LIDAR", columns=POINT_COLUMNS)])
+        """Return the five cameras in the order of their numbers, and the five lidars as one.
+
+        Channels of cameras are ``cam_front`` etc., because lidars have the same names.
+        """
+        cameras = [Camera(channel(name), name) for name in CAMERAS.values()]
+        return Sensors(cameras, [LidarEntry(channel=LIDAR, source_name="LIDAR", columns=POINT_COLUMNS)])
 
     @property
     def image_boxes(self) -> dict[str, str]:  # type: ignore[override]  # by the options
         """All cameras, with the option."""
-        return labelled_cameras() if self.given.boxes2d else {}
+        text = "labelled in the image, with tracks of their own; row is -1"
+        return {channel(name): text for name in CAMERAS.values()} if self.given.boxes2d else {}
+
+    def category_names(self) -> tuple[str, ...]:
+        """Return the types of labels, without the unknown one."""
+        return LABEL_TYPES[1:]
+
+
+class Waymo(WaymoSource[WaymoFileSettings]):
+    """Waymo Open Dataset, perception, version 1: TFRecord files with five cameras at 10 Hz."""
+
+    kind = "waymo"
+    settings = WaymoFileSettings
+    requires = {"google_crc32c": "fuelrail[waymo]"}  # noqa: RUF012 - a constant
 
     @cached_property
     def maps(self) -> MapWindows | None:  # type: ignore[override]  # by the options
         """The features of the map, with the option."""
         return MapWindows(MAP_LAYERS, self._map) if self.given.map else None
-
-    def category_names(self) -> tuple[str, ...]:
-        """Return the types of labels, without the unknown one."""
-        return LABEL_TYPES[1:]
 
     def clips(self) -> Iterator[Clip]:
         """Yield a clip for each file: in the folders of splits, or in the root."""
@@ -222,11 +235,6 @@ class Waymo(FrameSource[WaymoFileSettings]):
         )
 
 
-def rig() -> Sensors:
-    """Return the cameras, as channels ``cam_front`` etc., because lidars have the same names."""
-    return Sensors([Camera(channel(name), name) for name in CAMERAS.values()])
-
-
 def channel(camera: str) -> str:
     """Return the channel of a camera."""
     return f"cam_{camera.lower()}"
@@ -265,12 +273,6 @@ def box_rows(labels: LabelColumns) -> BoxRows:
         track=labels.track,
         num_lidar_pts=labels.num_points,
     )
-
-
-def labelled_cameras() -> dict[str, str]:
-    """Return the cameras with the kind of their 2-D boxes."""
-    text = "labelled in the image, with tracks of their own; row is -1"
-    return {channel(name): text for name in CAMERAS.values()}
 
 
 def image_rows(boxes: NDArray[np.float64], category: list[str], track: list[str]) -> ImageBoxRows:

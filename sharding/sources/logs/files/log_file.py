@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from collections.abc import Iterable, Iterator
+from typing import Final, NamedTuple
 
 import msgspec
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.sample.arrays import Buffer
-
-if TYPE_CHECKING:
-    from collections import Counter
-
 
 HEAD_BYTES: Final = 1024
 """How much of a message is read for its stamp and its layout; the headers of most JPEGs are in it too."""
@@ -62,35 +58,6 @@ class Message(msgspec.Struct, frozen=True, gc=False):
     data: Buffer
     length: int
     offset: int = -1
-
-
-class LogFile(Protocol):
-    """One file of a log. Errors are SourceError naming the file."""
-
-    lost: Counter[str]
-    """What could not be read, and was left out: kind to bytes or messages."""
-
-    @property
-    def topics(self) -> dict[str, Topic]:
-        """Topics by name."""
-        ...
-
-    @property
-    def reads_in_order(self) -> bool:
-        """Whether messages are much slower to read in another order than that of the recording."""
-        ...
-
-    def walk(self, heads: Collection[str], whole: Collection[str]) -> Iterator[Message]:
-        """Yield the messages of these topics in the order of their recording; of ``heads`` the first bytes may do."""
-        ...
-
-    def places(self, topic: str) -> list[Locator]:
-        """Return where the messages of a topic are, in the order of their recording."""
-        ...
-
-    def read(self, place: Locator, most: int | None = None) -> Message:
-        """Read a whole message, or its first bytes."""
-        ...
 
 
 def by_time(parts: Iterable[tuple[int, Iterable[Message]]], where: str) -> Iterator[Message]:

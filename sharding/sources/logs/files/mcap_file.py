@@ -51,10 +51,11 @@ _HEAD = MESSAGE.size - RECORD.size
 
 
 class McapFile:
-    """One MCAP file.
+    """One MCAP file. Errors are SourceError naming the file.
 
     ``skip_damaged`` leaves out a chunk whose checksum is wrong, counted in ``lost``, where else it is an error.
-    ``check_all`` checks uncompressed chunks also, which reads the whole file.
+    ``check_all`` checks uncompressed chunks also, which reads the whole file. ``lost`` is what could not be read, and
+    was left out: kind to bytes or messages.
     """
 
     def __init__(self, files: SourceFiles, name: str, *, skip_damaged: bool = False, check_all: bool = False) -> None:
@@ -89,12 +90,12 @@ class McapFile:
 
     @cached_property
     def reads_in_order(self) -> bool:
-        """Whether chunks are compressed."""
+        """Whether chunks are compressed: another order than that of the recording is much slower to read then."""
         chunks = self._found_chunks() if self._summary is None else self._summary.chunks
         return any(not chunk.is_plain for chunk in chunks)
 
     def walk(self, heads: Collection[str], whole: Collection[str]) -> Iterator[Message]:
-        """Yield the messages of these topics in the order of their recording."""
+        """Yield the messages of these topics in the order of their recording; of ``heads`` the first bytes may do."""
         summary = self._summary
         wanted = frozenset(heads) | frozenset(whole)
         self.lost.clear()

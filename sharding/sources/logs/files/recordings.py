@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import cached_property
-from typing import TYPE_CHECKING, Final
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import msgspec
 
@@ -15,9 +15,10 @@ from fuelrail.sharding.sources.logs.files.sqlite_file import SqliteFile
 from fuelrail.sharding.sources.shared.foreign import parsing, read_yaml
 
 if TYPE_CHECKING:
-    from fuelrail.sharding.sources.logs.files.log_file import LogFile, Topic
+    from fuelrail.sharding.sources.logs.files.log_file import Topic
     from fuelrail.sharding.sources.shared.files import SourceFiles
 
+LogFile: TypeAlias = McapFile | SqliteFile
 METADATA: Final = "metadata.yaml"
 _GENERIC: Final = re.compile(
     r"(compressed|image|video|raw|rect|color|colour|points?|point_?cloud|packets|data|sensing|camera|lidar|sensors?)"
@@ -45,7 +46,8 @@ class Recordings:
     ) -> None:
         self._files, self._file, self._suffixes = files, file, suffixes
         self._skip_damaged, self._check_all = skip_damaged, check_all
-        self._opened: dict[str, LogFile] = {}
+        self.log_file = cache(self._open)
+        """Returns a file of a log, by its name; it is opened once."""
 
     @cached_property
     def logs(self) -> list[tuple[str, list[str]]]:
@@ -82,17 +84,10 @@ class Recordings:
                 found |= self.log_file(name).topics
         return found
 
-    def log_file(self, name: str) -> LogFile:
-        """Return a file of a log; open it once."""
-        found = self._opened.get(name)
-        if found is None:
-            made = (
-                SqliteFile(self._files, name)
-                if name.endswith(".db3")
-                else McapFile(self._files, name, skip_damaged=self._skip_damaged, check_all=self._check_all)
-            )
-            found = self._opened[name] = made
-        return found
+    def _open(self, name: str) -> LogFile:
+        if name.endswith(".db3"):
+            return SqliteFile(self._files, name)
+        return McapFile(self._files, name, skip_damaged=self._skip_damaged, check_all=self._check_all)
 
     def chosen(self, option: str, given: Mapping[str, str], types: frozenset[str]) -> dict[str, str]:
         """Return channel to topic: what the option gives, else all topics of these types, by name."""

@@ -25,10 +25,9 @@ T = TypeVar("T")
 
 
 class SqliteFile:
-    """One ``.db3`` file. It is opened for reading only, and nothing is written beside it."""
+    """One ``.db3`` file, as :class:`McapFile`. It is opened for reading only, and nothing is written beside it."""
 
     reads_in_order = False
-    is_indexed = True
 
     def __init__(self, files: SourceFiles, name: str) -> None:
         path = files.path(name)

@@ -45,12 +45,8 @@ class Reader:
         """Read the codec from a whole CompressedVideo."""
         return self._guard(self._form.video_format, message.data)
 
-    def calibration(self, message: Message) -> CameraInfo:
-        """Read a whole CameraInfo or CameraCalibration."""
-        return self._guard(self._form.calibration, message.data)
-
     def calibrations(self, messages: Sequence[Message]) -> list[tuple[int, CameraInfo]]:
-        """Read calibrations with their stamps; successive equal ones may be one record."""
+        """Read whole calibrations with their stamps; successive equal ones may be one record."""
         return self._guard(lambda data: list(self._form.calibrations(data)), [one.data for one in messages])
 
     def edges(self, messages: Sequence[Message]) -> list[Edges]:

@@ -6,7 +6,7 @@ Layout of the files: https://www.nuscenes.org/nuscenes#map-expansion and ``NuSce
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
@@ -55,20 +55,8 @@ class _Element(msgspec.Struct, frozen=True, gc=False):
     line_token: str = ""
 
 
-class _File(msgspec.Struct, frozen=True):
-    node: list[_Node]
-    line: list[_Line]
-    polygon: list[_Polygon]
-    drivable_area: list[_Element] = []
-    road_segment: list[_Element] = []
-    road_block: list[_Element] = []
-    lane: list[_Element] = []
-    ped_crossing: list[_Element] = []
-    walkway: list[_Element] = []
-    stop_line: list[_Element] = []
-    carpark_area: list[_Element] = []
-    road_divider: list[_Element] = []
-    lane_divider: list[_Element] = []
+_TABLES: Final[list[Any]] = [("node", list[_Node]), ("line", list[_Line]), ("polygon", list[_Polygon])]
+_File: Any = msgspec.defstruct("_File", [*_TABLES, *((layer, list[_Element], []) for layer in LAYERS)])
 
 
 class Maps:

@@ -7,7 +7,6 @@ https://github.com/nutonomy/nuscenes-devkit/blob/master/python-sdk/nuscenes/util
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
@@ -22,7 +21,7 @@ from fuelrail.sharding.sources.adapter.frame import FileMember
 from fuelrail.sharding.sources.adapter.members import POINTS
 from fuelrail.sharding.sources.nuscenes.geometry import NS_PER_US
 from fuelrail.sharding.sources.nuscenes.sweeps import SensorSweeps
-from fuelrail.sharding.sources.shared.files import check_no_pointer
+from fuelrail.sharding.sources.shared.points import read_pcd
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.nuscenes.geometry import Keyframes, SceneRows
@@ -37,9 +36,6 @@ FIELDS: Final = {
 """The fields of a file in its order, with their units."""
 _DT: Final = "dt_s"
 _VELOCITIES: Final = (("vx", "vy"), ("vx_comp", "vy_comp"))
-_HEADER_BYTES: Final = 4096
-_MAX_POINTS: Final = 1 << 20
-_TYPES: Final = {"F4": "<f4", "F8": "<f8", "F2": "<f2", "I1": "i1", "I2": "<i2", "I4": "<i4", "U1": "u1", "U2": "<u2"}
 
 
 def radar_channel(source_name: str) -> Channel:
@@ -115,40 +111,11 @@ def parse_pcd(data: bytes, name: str) -> NDArray[np.float64]:
 
     A point in the file whose first row has NaN stands for no point at all, as nuscenes-devkit has it.
     """
-    check_no_pointer(data, f"radar file '{name}'")
-    end = re.search(rb"^DATA[^\n]*\n", data[:_HEADER_BYTES], re.MULTILINE)
-    if end is None:
+    found = read_pcd(data, f"radar file '{name}'")
+    if list(found) != list(FIELDS):
         raise SourceError(
-            f"radar file '{name}' has no line DATA in its first {_HEADER_BYTES} bytes; it must be PCD 0.7"
+            f"radar file '{name}' has the fields {' '.join(found):.200}; wanted are nuScenes' 18 fields, "
+            f"{' '.join(FIELDS)}"
         )
-    lines = [line.split() for line in data[: end.end()].decode("latin-1").splitlines()]
-    header = {line[0]: line[1:] for line in lines if line and not line[0].startswith("#")}
-    fields, counts = header.get("FIELDS", []), header.get("COUNT", [])
-    if fields != list(FIELDS) or set(counts) != {"1"} or header.get("DATA") != ["binary"]:
-        raise SourceError(
-            f"radar file '{name}' has the fields {' '.join(fields):.200}, COUNT {' '.join(counts):.80} and DATA "
-            f"{' '.join(header.get('DATA', [])):.80}; wanted are nuScenes' 18 fields, "
-            f"{' '.join(FIELDS)}, each once, binary"
-        )
-    kinds = [a + b for a, b in zip(header.get("TYPE", []), header.get("SIZE", []), strict=False)]
-    unknown = [kind for kind in kinds if kind not in _TYPES]
-    if len(kinds) != len(FIELDS) or unknown:
-        raise SourceError(
-            f"radar file '{name}' has TYPE and SIZE {' '.join(kinds):.200}; wanted are "
-            f"{len(FIELDS)} of {', '.join(_TYPES)}"
-        )
-    number = " ".join(header.get("POINTS", []))
-    if not number.isdecimal() or len(number) > 9 or int(number) > _MAX_POINTS:
-        raise SourceError(f"radar file '{name}' has POINTS {number!r:.80}; expected a number up to {_MAX_POINTS}")
-    dtype, body = (
-        np.dtype([(field, _TYPES[kind]) for field, kind in zip(FIELDS, kinds, strict=True)]),
-        data[end.end() :],
-    )
-    if len(body) < int(number) * dtype.itemsize:
-        raise SourceError(
-            f"radar file '{name}' has {len(body)} bytes after its header; {number} points have "
-            f"{int(number) * dtype.itemsize}: the file is cut off"
-        )
-    rows = np.frombuffer(body, dtype, int(number))
-    points = np.stack([rows[field].astype(np.float64) for field in FIELDS], 1)
+    points = np.stack([column.astype(np.float64) for column in found.values()], 1)
     return points[:0] if len(points) and np.isnan(points[0]).any() else points

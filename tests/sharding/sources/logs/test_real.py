@@ -81,7 +81,7 @@ def test_messages_are_those_of_mcap_ros2_support():
                 assert picture.stamp_ns == theirs.header.stamp.sec * 10**9 + theirs.header.stamp.nanosec
                 assert bytes(one.data[picture.offset : picture.offset + picture.length]) == bytes(theirs.data)
             elif channel.topic.endswith("camera_info"):
-                info = readers[channel.topic].calibration(one)
+                info = readers[channel.topic].calibrations([one])[0][1]
                 assert (info.width, info.height, list(info.d)) == (theirs.width, theirs.height, list(theirs.d))
                 assert (list(info.k), list(info.p), list(info.r)) == (list(theirs.k), list(theirs.p), list(theirs.r))
             elif channel.topic.startswith("/tf"):

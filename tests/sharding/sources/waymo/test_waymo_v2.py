@@ -13,6 +13,7 @@ import pytest
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.run import scan_source
 from fuelrail.sharding.sources.registry import SourceSpec, make_source
+from fuelrail.sharding.sources.shared.arrow import read_parquet
 from fuelrail.sharding.sources.waymo import parquet_lidar
 from support.sharding import scanned
 from support.shared_data import shared_data
@@ -175,7 +176,7 @@ def test_a_real_file_of_poses():
         scan_source(SourceSpec("waymo_v2", str(root), {}))
     source = make_source(SourceSpec("waymo_v2", str(root), {}))
     (clip,) = source.clips()
-    rows = source._read(clip.files[2], {TIME: pa.int64(), POSE: pa.list_(pa.float64(), 16)})
+    rows = read_parquet(source.files, clip.files[2], {TIME: pa.int64(), POSE: pa.list_(pa.float64(), 16)})
     wanted = pq.read_table(next(root.rglob("*.parquet"))).to_pylist()
     assert rows[TIME].tolist() == [row[TIME] for row in wanted]
     np.testing.assert_array_equal(rows[POSE], [row[POSE] for row in wanted])
