@@ -34,7 +34,6 @@ from fuelrail.pipeline.format.zstd_frames import is_framed, shard_stem
 from fuelrail.pipeline.storage.columns import Disk
 from fuelrail.pipeline.storage.files import open_file
 from fuelrail.pipeline.storage.filesystem import filesystem
-from fuelrail.pipeline.text import shown
 from fuelrail.sharding.output.folder import (
     FolderOutput,
     Output,
@@ -275,11 +274,6 @@ def _attributes(folder: Path, datasets: Sequence[Dataset], pieces: Sequence[Piec
         schema = pa.unify_schemas(schemas)
     except pa.ArrowException as error:
         raise SourceError(f"{ATTRIBUTES_FILE} of the datasets do not fit together: {error}") from error
-    for field in schema:
-        if not (pa.types.is_primitive(field.type) or pa.types.is_string(field.type)):
-            raise SourceError(
-                f"{ATTRIBUTES_FILE}: column {shown(field.name)} has type {shown(str(field.type))}, not text or numbers"
-            )
     disk = Disk(folder)
     tables = [disk.table(file.batches(of.names)) for file, of in zip(files, schemas, strict=True)]
     for dataset, rows in _runs(pieces):

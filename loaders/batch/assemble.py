@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 
 
 NO_CHANNELS: Final = SelectedChannels()
-_OF_CAMERAS: Final = ("intrinsics", "cam2ego", "cam2keyego", "ego2img", "lidar2img")
-"""Entries that need to know where the cameras are."""
+_OF_CAMERAS: Final = ("intrinsics", "dist", "cam2ego", "cam2keyego", "ego2img", "lidar2img")
+"""Entries that need a calibration of the cameras."""
 
 
 def assemble(
@@ -66,8 +66,8 @@ def assemble(
     ``lidar`` is the one whose sweeps become ``points``, ``box_frame`` is the frame of the boxes, ``channels`` are the
     selected ones. ``unknown`` is what the dataset does not know. Without "poses" nothing leads from one time to
     another: there is no ``ego2global``, and of windows neither ``ego2key`` nor ``cam2keyego``. Without "calibration"
-    there are no matrices of cameras. Raises SchemaError where some samples are labelled and some are not,
-    and where values of a channel cannot be stacked.
+    there are no matrices and lens coefficients of cameras. Raises SchemaError where some samples are labelled and some
+    are not, and where values of a channel cannot be stacked.
     """
     slot = decoded[0].slot
     samples, bevs = [entry.sample for entry in decoded], [entry.bev for entry in decoded]

@@ -71,14 +71,15 @@ class LocalEngine:
             pending: set[Future[ShardDone]] = set()
             try:
                 while True:
+                    # A Ctrl-C inside wait() would leave locks of futures held, and threads that make shards hang there.
                     with ctrl_c_waits():
                         for number in numbers:
                             pending.add(pool.submit(_make, number))
                             if len(pending) >= num_workers * _TASKS_AHEAD:
                                 break
-                    if not pending:
+                        done, pending = wait(pending, _POLL_S, FIRST_COMPLETED)
+                    if not (done or pending):
                         return
-                    done, pending = wait(pending, _POLL_S, FIRST_COMPLETED)
                     advance(written.value - seen)
                     seen = written.value
                     for future in done:

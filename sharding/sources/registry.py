@@ -32,6 +32,7 @@ _BUILT_IN: Final = {
     "t4": "fuelrail.sharding.sources.nuscenes.t4:T4",
     "manifest": "fuelrail.sharding.sources.tables.manifest:Manifest",
     "webdataset": "fuelrail.sharding.sources.webdataset:WebDataset",
+    "lerobot": "fuelrail.sharding.sources.lerobot:LeRobot",
     "imagefolder": "fuelrail.sharding.sources.imagefolder:ImageFolder",
     "fuelrail": "fuelrail.sharding.sources.fuelrail.source:FuelrailSource",
     "argoverse2": "fuelrail.sharding.sources.argoverse2:Argoverse2",
@@ -59,6 +60,7 @@ CONTENTS: Final = {
     "rosbag2": ("*.db3", "*/*.db3"),
     "mcap": ("*.mcap",),
     "webdataset": ("*.tar",),
+    "lerobot": ("meta/info.json",),
     "imagefolder": tuple(f"{folder}*/*.{ending}" for folder in ("", "*/") for ending in ("jpg", "jpeg", "JPEG", "png")),
 }
 """Files or folders by which a kind is known where none is given."""

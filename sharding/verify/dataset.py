@@ -26,7 +26,7 @@ from fuelrail.pipeline.format.attributes import TEXTS
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE
 from fuelrail.pipeline.format.dataset import Dataset, load_dictionary
 from fuelrail.pipeline.format.fetch import fetch_dataset
-from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTE_TYPES, ATTRIBUTES_FILE
+from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
 from fuelrail.pipeline.format.index.blocks import BLOCKS_FILE, TABLE_FILES, block_digests
 from fuelrail.pipeline.format.index.keys import KEYS_FILE
 from fuelrail.pipeline.format.index.samples import INDEX_FILE
@@ -285,10 +285,8 @@ def _broken_columns(schema: pa.Schema, manifest: Manifest) -> str | None:
     wanted = scalar_channels(manifest.channels) if isinstance(manifest, LayerManifest) else None
     if wanted is not None and {field.name: field.type for field in own} != wanted:
         return f"has the columns {shown(own)} beside {', '.join(INDEXED)}; the channels of the layer make {wanted}"
-    if absent := [name for name in INDEXED if name not in schema.names]:
-        return f"has no column '{absent[0]}'"
-    odd = next((field for field in own if field.type not in ATTRIBUTE_TYPES), None)
-    return None if odd is None else f"column '{shown(odd.name)}' has type {shown(odd.type)}, not text or numbers"
+    absent = [name for name in INDEXED if name not in schema.names]
+    return f"has no column '{absent[0]}'" if absent else None
 
 
 def _check_layer_rows(layer: Dataset) -> list[Fault]:

@@ -208,7 +208,10 @@ class ShardCheck:
         """The columns of ``attributes.parquet`` that repeat members, of the shard's rows; those that there are."""
         assert self._dataset is not None
         file, first = self._dataset.attributes_file(), self.shard.first_sample
-        known = file.schema().names if file.exists else []
+        try:
+            known = file.schema(len(self._dataset.index)).names if file.exists else []
+        except IndexFileError:  # a fault of that file, which is reported once, not for each sample
+            return pa.table({})
         names = [name for name in scalar_channels(self._manifest.channels) if name in known]
         if not names:
             return pa.table({})

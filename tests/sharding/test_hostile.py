@@ -31,8 +31,9 @@ from fuelrail.sharding.sources.registry import SourceSpec
 from fuelrail.sharding.verify.dataset import verify
 from fuelrail.sharding.write.packer import RawMember, ShardPacker
 from fuelrail.sharding.write.read_buffer import ReadBuffer
-from support.hostile import Member, edited, small_dataset
+from support.hostile import Member, edited, small_dataset, small_layer
 from support.hostile_cases import cases, zeros
+from support.hostile_layers import cases as layer_cases
 from support.loaders import make_loader
 from support.sharding import Interrupt, digests, environment, reshard, shard_nuscenes
 
@@ -244,13 +245,26 @@ def test_a_key_twice_is_a_sentence(case, tmp_path):
 def test_attributes_that_are_none(case, tmp_path, name):
     place = case(f"parquet/{name}")
     report = verify(place, deep=True, num_threads=1)
-    assert name == "list" or [fault.file for fault in report.faults] == ["attributes.parquet"]
+    assert [fault.file for fault in report.faults] == ["attributes.parquet"]
     if name not in ("no-key", "numbers"):
         with pytest.raises(FuelrailError, match=r"attributes\.parquet"):
             reshard(place, tmp_path / "out")
 
 
-@pytest.mark.parametrize(("name", "says"), [("numbers", "do not fit together"), ("list", "not text or numbers")])
+@pytest.mark.parametrize("ending", [[], ["--json"]])
+def test_inspect_refuses_an_attribute_that_is_a_list(case, capfd, ending):
+    assert main(["inspect", str(case("parquet/list")), *ending]) == 2
+    assert "column 'note' has the type list<" in capfd.readouterr().err
+
+
+def test_too_few_attributes_of_a_layer_are_one_fault(small, tmp_path):
+    with edited(small_layer(small, tmp_path / "GOOD"), tmp_path / "layer") as parts:
+        layer_cases()["layers/attributes-fewer"](parts)
+    (fault,) = verify(tmp_path / "layer", deep=True, num_threads=1).faults
+    assert fault.text.endswith("has 2 rows for 5 samples of the index")
+
+
+@pytest.mark.parametrize(("name", "says"), [("numbers", "do not fit together"), ("list", "has the type list<")])
 def test_append_of_attributes_of_other_types(case, tmp_path, capfd, name, says):
     with edited(small_dataset(tmp_path / "first"), tmp_path / "other") as parts:
         for sample in parts.samples:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.format.index.blocks import BlockFile
 
 ATTRIBUTES_FILE: Final = "attributes.parquet"
-ATTRIBUTE_TYPES: Final = (pa.bool_(), pa.int64(), pa.float64(), pa.string())
-"""The types of columns beside those of the index."""
+_TYPES: Final = (pa.bool_(), pa.int64(), pa.float64(), pa.string())
+"""The types of columns; `frame` is int32."""
 MAX_TEXT_BYTES: Final = 4 << 10
 """Cap on one text in it."""
 
@@ -123,6 +123,13 @@ class AttributesFile:
         for name, count in Counter(schema.names).items():
             if count > 1:
                 raise IndexFileError(f"'{self._path}' has the column '{shown(name)}' {count} times")
+        for field in schema:
+            if field.type not in _TYPES and (field.name, field.type) != ("frame", pa.int32()):
+                listed = ", ".join(map(str, _TYPES))
+                raise IndexFileError(
+                    f"'{self._path}': column '{shown(field.name)}' has the type {shown(field.type)}, expected one of "
+                    f"{listed}"
+                )
         for number in range(metadata.num_row_groups):
             group = metadata.row_group(number)
             columns = [group.column(column) for column in range(group.num_columns)]

@@ -26,6 +26,8 @@ FRAME: Final = "#frame="
 """What a reference has between a video and the number of a frame."""
 _FRAME: Final = re.compile(r"(.+)#frame=([0-9]{1,18})\Z", re.DOTALL)
 _KEPT: Final = 256
+_KEPT_ORDERS: Final = 8
+"""Videos of which the order of the frames is kept: clips that follow each other may be in the same ones."""
 S = TypeVar("S", bound=VideoSettings)
 
 
@@ -36,6 +38,7 @@ class Videos:
         """Take ``inside``, which makes names below the root of paths."""
         self._files, self._inside = files, inside
         self.facts = lru_cache(maxsize=_KEPT)(self._facts)
+        self._video = lru_cache(maxsize=_KEPT_ORDERS)(VideoFile)
         self.num_decoded = 0
 
     def _facts(self, name: str) -> VideoFacts | None:
@@ -75,10 +78,11 @@ class Videos:
             name, number = frame_of(ref)
             numbers.setdefault(name, []).append(number)
         for name, wanted in numbers.items():
-            video = VideoFile(self._files.path(name) or name)
+            video = self._video(self._files.path(name) or name)
+            before = video.num_decoded
             for number, jpeg in video.jpegs(wanted, quality):
                 yield f"{name}{FRAME}{number}", jpeg
-            self.num_decoded += video.num_decoded
+            self.num_decoded += video.num_decoded - before
 
 
 def frame_of(ref: str) -> tuple[str, int]:

@@ -13,6 +13,7 @@ import contextlib
 import importlib.util
 import io
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
@@ -126,7 +127,7 @@ class VideoFile:
             stream = _best(container)
             context = stream.codec_context
             head = context.width, context.height, _codec(context.name, self._where)
-            entries = list(stream.index_entries)
+            entries = list(getattr(stream, "index_entries", ()))  # PyAV 16 has it
             if entries and len(entries) == stream.frames and entries[0].is_keyframe:
                 end = max(entry.pos + entry.size for entry in entries)
                 if end > container.size:
@@ -141,8 +142,7 @@ class VideoFile:
         wanted = sorted(set(numbers))
         if not wanted:
             return
-        with self._opened() as container:
-            order, has_times = self._shown(container)
+        order, has_times = self._order
         if wanted[-1] >= len(order) or wanted[0] < 0:
             bad = wanted[0] if wanted[0] < 0 else wanted[-1]
             raise SourceError(f"{self._where} has {len(order)} frames, and no frame {bad}")
@@ -162,6 +162,11 @@ class VideoFile:
             runs[-1][1].append(number)
         for key, run in runs:
             yield from self._run(order, key, run, quality)
+
+    @cached_property
+    def _order(self) -> _Shown:
+        with self._opened() as container:
+            return self._shown(container)
 
     def _run(self, order: Sequence[_Packet], key: int, run: list[int], quality: int) -> Iterator[tuple[int, bytes]]:
         """Decode from a keyframe on; frames are known by their times."""
@@ -212,12 +217,14 @@ class VideoFile:
     def _decoded(self, container: Any) -> Iterator[Any]:  # noqa: ANN401 - PyAV
         import av
 
+        before = self.num_decoded
         try:
             for frame in container.decode(_best(container)):
                 self.num_decoded += 1
                 yield frame
         except av.error.FFmpegError as error:
-            raise SourceError(f"{self._where} cannot be decoded after {self.num_decoded} frames: {error}") from error
+            number = self.num_decoded - before
+            raise SourceError(f"{self._where} cannot be decoded after {number} frames: {error}") from error
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[Any]:
@@ -230,10 +237,14 @@ class VideoFile:
             text = f"{self._where} cannot be opened ({error}): is it cut off, or no video?"
             raise SourceError(text) from error
         with container:
-            if not container.streams.video:
-                raise SourceError(f"{self._where} has no video stream")
+            if not _known(container):
+                raise SourceError(f"{self._where} has no video stream of a codec that FFmpeg knows")
             _codec(_best(container).codec_context.name, self._where)
             yield container
+
+
+def _known(container: Any) -> list[Any]:  # noqa: ANN401 - PyAV
+    return [stream for stream in container.streams.video if stream.codec_context is not None]
 
 
 def _best(container: Any) -> Any:  # noqa: ANN401 - PyAV
@@ -248,7 +259,7 @@ def _best(container: Any) -> Any:  # noqa: ANN401 - PyAV
         size = context.width * context.height + (5_000_000 if marks & Disposition.default else 0)
         return not marks & Disposition.attached_pic, size
 
-    return max(container.streams.video, key=rank)
+    return max(_known(container), key=rank)
 
 
 def _check_end(path: str, where: str) -> None:
@@ -386,10 +397,10 @@ class _Encoder:
             raise SourceError(f"{self._where} has the colour matrix {matrix} of ITU-T H.273; known: {list(_MATRICES)}")
         chroma = next((chroma for chroma in ("444", "422", "420") if chroma in name), "420")
         if name not in (f"yuvj{chroma}p", f"yuv{chroma}p"):  # more bits, or other planes: matrix and range stay
-            space, levels = frame.colorspace, 2 if is_full else 1
+            # Both sides are called limited, also where they are full: depth and layout change, levels stay.
             frame = self._reformatter.reformat(
-                frame, format=f"yuvj{chroma}p" if is_full else f"yuv{chroma}p", src_colorspace=space,
-                dst_colorspace=space, src_color_range=levels, dst_color_range=levels,
+                frame, format=f"yuv{chroma}p", src_colorspace=frame.colorspace, dst_colorspace=frame.colorspace,
+                src_color_range=1, dst_color_range=1,
             )  # fmt: skip
         planes = [
             np.frombuffer(plane, np.uint8).reshape(plane.height, plane.line_size)[:, : plane.width]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 import sys
+from concurrent.futures import _base
 
 import pytest
 
@@ -25,6 +27,22 @@ def test_each_local_engine_gives_the_same_bytes(dataroot, tmp_path):
             made.append(digests(out))
     assert len(made) == 4
     assert all(one == made[0] for one in made)
+
+
+@pytest.mark.timeout(60)
+def test_a_ctrl_c_while_locks_of_results_are_held_ends_the_run(dataroot, tmp_path, monkeypatch):
+    """Threads that make shards wait for these locks: without its deferral the run never ends."""
+    source = dataroot("a4 b4", cameras=("CAM_FRONT", "CAM_BACK"))
+
+    class Interrupted(_base._AcquireFutures):
+        def __enter__(self):
+            super().__enter__()
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(_base, "_AcquireFutures", Interrupted)
+    engine = make_engine(EngineOptions(engine="threads", workers=2))
+    with pytest.raises(KeyboardInterrupt):
+        shard_nuscenes(source.root, tmp_path / "out", engine=engine, shard_size_bytes=10_000)
 
 
 def test_without_ray_it_says_what_to_install(monkeypatch):

@@ -176,8 +176,8 @@ def test_a_key_twice_in_the_metadata_is_found_and_what_may_be_left_out_is_not_mi
 def test_attributes_of_other_types_and_without_the_columns_of_the_index_are_found(out):
     whole = pq.read_table(out / "attributes.parquet")
     for table, says in (
-        (whole.append_column("list", pa.array([[1]] * 6)), "column 'list' has type list"),
-        (whole.append_column("small", pa.array([1] * 6, pa.int8())), "column 'small' has type int8"),
+        (whole.append_column("list", pa.array([[1]] * 6)), "column 'list' has the type list"),
+        (whole.append_column("small", pa.array([1] * 6, pa.int8())), "column 'small' has the type int8"),
         (whole.drop_columns(["frame"]), "has no column 'frame'"),
     ):
         pq.write_table(table, out / "attributes.parquet")

@@ -75,7 +75,7 @@ def test_without_poses_they_are_the_identity_and_the_manifest_says_so(wide, tmp_
     np.testing.assert_array_equal(geometries(wide, tmp_path)[0].ego2global, np.eye(4))
 
 
-def test_without_any_calibration_batches_lack_matrices_of_cameras(wide, tmp_path):
+def test_without_any_calibration_batches_lack_matrices_and_coefficients_of_cameras(wide, tmp_path):
     def stripped(rows, of=slice(None)):
         for row in rows[of]:
             for name in [name for name in row if re.match(r"cam\..*\.(intrinsics|[fc][xy]|cam2ego)\b", name)]:
@@ -90,7 +90,7 @@ def test_without_any_calibration_batches_lack_matrices_of_cameras(wide, tmp_path
     fr.shard(f"manifest:{wide}", tmp_path / "out", workers=1, options=OPTIONS)
     with load(tmp_path / "out", points=True) as loader:
         batch = next(iter(loader))
-    assert not {"intrinsics", "cam2ego", "cam2keyego", "ego2img", "lidar2img"} & batch.keys()
+    assert not {"intrinsics", "dist", "cam2ego", "cam2keyego", "ego2img", "lidar2img"} & batch.keys()
     assert {"img", "ego2global", "lidar2ego", "points", "gt_boxes_3d"} <= batch.keys()
 
 

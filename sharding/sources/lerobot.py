@@ -1,0 +1,410 @@
+"""LeRobot datasets, v2.0, v2.1 and v3.0: episodes are clips, videos are cameras, states and actions are channels.
+
+``meta/info.json`` names the features and says where files are. v2 has a Parquet file and a video for each episode, v3
+has many episodes in each; frame n of an episode is then frame ``round((from_timestamp + timestamp) * fps)`` of its
+video, as LeRobot reads it. Images may be in the Parquet files too (the dtype "image"). There is no calibration and no
+ego pose.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from fuelrail.pipeline.channels.sensors import RESERVED
+from fuelrail.pipeline.channels.table import DTYPES, Channel
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.sample.image_header import ImageInfo, probe
+from fuelrail.pipeline.text import shown
+from fuelrail.sharding.sources.adapter.channels import value_channel
+from fuelrail.sharding.sources.adapter.frame import Absent, Clip, Frame, Image, Sensors
+from fuelrail.sharding.sources.adapter.rows import may_be_attribute
+from fuelrail.sharding.sources.adapter.videos import FRAME, VideoSource
+from fuelrail.sharding.sources.shared.arrow import open_parquet, read_parquet
+from fuelrail.sharding.sources.shared.foreign import parsing, read_json, read_text
+from fuelrail.sharding.sources.shared.pictures import EXTENSION_OF
+from fuelrail.sharding.sources.shared.video import VideoSettings
+
+if TYPE_CHECKING:
+    from collections import Counter
+
+    from fuelrail.sharding.sources.shared.files import SourceFiles
+
+_INFO: Final = "meta/info.json"
+_EPISODES: Final = "meta/episodes"
+_OWN: Final = ("timestamp", "frame_index", "episode_index", "index", "task_index")
+"""Columns of every dataset; all but the last say where a frame is."""
+_FIELD: Final = re.compile(r"\{(\w+)(?::0(\d)d)?\}")
+_ROW: Final = re.compile(r"(.+)#row=(\d{1,18})&(.+)\Z", re.DOTALL)
+_SPLIT: Final = re.compile(r"(\d{1,18}):(\d{1,18})\Z")
+_SPLITS: Final = {"validation": "val", "eval": "val"}
+_SCALARS: Final = {"b": bool, "i": int, "u": int, "f": float}
+
+
+class _Feature(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: tuple[int, ...] = ()
+    names: Any = None
+    info: dict[str, Any] | None = None
+
+    @property
+    def is_picture(self) -> bool:
+        return self.dtype in ("video", "image")
+
+    @property
+    def scalar(self) -> type | None:
+        """The type of a single number; None for what is none."""
+        is_one = self.shape in ((), (1,)) and self.dtype in DTYPES
+        return _SCALARS[np.dtype(self.dtype).kind] if is_one else None
+
+
+class _Info(msgspec.Struct, frozen=True):
+    codebase_version: str
+    fps: float
+    features: dict[str, _Feature]
+    data_path: str
+    video_path: str | None = None
+    chunks_size: int = 1000
+    splits: dict[str, str] = {}
+    robot_type: str | None = None
+
+
+class _Line(msgspec.Struct, frozen=True):
+    """A line of v2's ``meta/episodes.jsonl``."""
+
+    episode_index: int
+    length: int
+
+
+class _Task(msgspec.Struct, frozen=True):
+    """A line of v2's ``meta/tasks.jsonl``."""
+
+    task_index: int
+    task: str
+
+
+class _Episode(NamedTuple):
+    """An episode: its rows are in the file ``data``, its videos by camera begin at a time [s] of a file."""
+
+    number: int
+    length: int
+    data: str
+    videos: Mapping[str, tuple[str, float]]
+
+
+class _Metadata:
+    """What the folder ``meta`` says: features, tasks and episodes. ``noted`` counts what is left out."""
+
+    def __init__(self, files: SourceFiles, noted: Counter[str]) -> None:
+        self.files, self.noted = files, noted
+
+    @cached_property
+    def info(self) -> _Info:
+        """Return what ``info.json`` states; raise SourceError for another version."""
+        where = f"file '{self.files.shown}/{_INFO}'"
+        if self.files.facts(_INFO) is None:
+            raise SourceError(f"{where} is not there: is this the folder of a LeRobot dataset?")
+        info = read_json(self.files.read(_INFO), where, _Info)
+        if info.codebase_version.removeprefix("v") not in ("2.0", "2.1", "3.0"):
+            raise SourceError(
+                f"{where} has the codebase_version '{shown(info.codebase_version)}'; v2.0, v2.1 and v3.0 are read: "
+                "convert it with LeRobot"
+            )
+        if not (0 < info.fps < 1e6 and info.chunks_size > 0):
+            raise SourceError(f"{where} has fps {info.fps} and chunks_size {info.chunks_size}; both must be positive")
+        return info
+
+    @property
+    def _is_v3(self) -> bool:
+        return self.info.codebase_version.endswith("3.0")
+
+    @cached_property
+    def cameras(self) -> dict[str, str]:
+        """Return the feature of each camera by its channel."""
+        found: dict[str, str] = {}
+        for name, feature in self.info.features.items():
+            if not feature.is_picture:
+                continue
+            if (feature.info or {}).get("video.is_depth_map"):
+                self.noted[f"feature {shown(name)} left out, a video of depths"] += 1
+                continue
+            camera = _plain(re.sub(r"^observation\.(images?\.)?", "", name))
+            if camera in found:
+                raise SourceError(f"{_INFO}: features '{shown(found[camera])}' and '{shown(name)}' are both {camera}")
+            found[camera] = name
+        return found
+
+    @cached_property
+    def values(self) -> dict[str, str]:
+        """Return the features that are no images and not of all datasets, by the names that they have in samples."""
+        found: dict[str, str] = {}
+        for name, feature in self.info.features.items():
+            if name in _OWN or feature.is_picture:
+                continue
+            if feature.dtype not in (*DTYPES, "string"):
+                self.noted[f"feature {shown(name)} left out, of dtype {shown(feature.dtype)}"] += 1
+            elif _plain(name) in (*found, "task", *RESERVED) or not may_be_attribute(_plain(name)):
+                self.noted[f"feature {shown(name)} left out, {_plain(name)} is the name of something else"] += 1
+            else:
+                found[_plain(name)] = name
+        return found
+
+    @cached_property
+    def tasks(self) -> dict[int, str]:
+        """Return the texts of tasks by number."""
+        if self._is_v3:
+            name = "meta/tasks.parquet"
+            with open_parquet(self.files, name, whole=True) as file:
+                texts = [one.name for one in file.schema_arrow if one.type in (pa.string(), pa.large_string())]
+            if not texts:
+                raise SourceError(f"table '{self.files.shown}/{name}' has no column of texts")
+            found = read_parquet(self.files, name, {"task_index": pa.int64(), texts[0]: pa.string()}, whole=True)
+            return dict(zip(found["task_index"].tolist(), found[texts[0]], strict=True))
+        return {one.task_index: one.task for one in self._lines("meta/tasks.jsonl", _Task)}
+
+    def _lines(self, name: str, kind: Any) -> Iterator[Any]:  # noqa: ANN401
+        where = f"file '{self.files.shown}/{name}'"
+        for number, line in enumerate(read_text(self.files.read(name), where).splitlines(), 1):
+            yield read_json(line.encode(), f"{where}, line {number}", kind)
+
+    def episodes(self) -> Iterator[_Episode]:
+        """Yield the episodes, in the order of the files."""
+        info = self.info
+        videos = [name for name in self.cameras.values() if info.features[name].dtype == "video"]
+        if not self._is_v3:
+            for line in self._lines("meta/episodes.jsonl", _Line):
+                at = {"episode_chunk": line.episode_index // info.chunks_size, "episode_index": line.episode_index}
+                files = {name: (_filled(info.video_path or "", at | {"video_key": name}), 0.0) for name in videos}
+                yield _Episode(line.episode_index, line.length, _filled(info.data_path, at), files)
+            return
+        whole = pa.int64()
+        types = dict.fromkeys(("episode_index", "length", "data/chunk_index", "data/file_index"), whole)
+        for name in videos:
+            types |= {f"videos/{name}/chunk_index": whole, f"videos/{name}/file_index": whole}
+            types[f"videos/{name}/from_timestamp"] = pa.float64()
+        for folder in self.files.folders(_EPISODES):
+            for file in self.files.listed(f"{_EPISODES}/{folder}"):
+                found = read_parquet(self.files, f"{_EPISODES}/{folder}/{file}", types)
+                for row in range(len(found["length"])):
+                    yield _episode({name: column[row].item() for name, column in found.items()}, info, videos)
+
+
+class LeRobot(VideoSource[VideoSettings]):
+    """LeRobot datasets v2.0 to v3.0: episodes as clips, videos as cameras, states and actions as channels."""
+
+    kind = "lerobot"
+    time_base = "relative"
+    has_poses = False
+
+    def __init__(self, location: str, options: dict[str, Any]) -> None:
+        super().__init__(location, options)
+        self._meta = _Metadata(self.files, self.noted)
+        self._of: dict[str, _Episode] = {}
+        self._last: dict[str, pa.Table] = {}
+
+    @property
+    def channels(self) -> Sequence[Channel]:  # type: ignore[override]
+        """The channels of states, actions and texts, and the task."""
+        found = [value_channel("task", description="what the robot is to do")]
+        for name, feature in self._meta.values.items():
+            about = self._meta.info.features[feature]
+            if about.dtype == "string":
+                found.append(value_channel(name))
+            elif about.scalar is None:
+                found.append(value_channel(name, about.dtype, about.shape, _described(about.names)))
+        return tuple(found)
+
+    @property
+    def columns(self) -> Mapping[str, type]:  # type: ignore[override]
+        """The columns of single numbers, and the numbers of episode and task."""
+        types = {name: self._meta.info.features[feature].scalar for name, feature in self._meta.values.items()}
+        own = {name: kind for name, kind in types.items() if kind is not None}
+        return {"episode_index": int, "task_index": int, **own}
+
+    def sensors(self) -> Sensors:
+        """Return the cameras; their own names are those of the features."""
+        return Sensors.of(self._meta.cameras)
+
+    def clips(self) -> Iterator[Clip]:
+        """Yield the episodes."""
+        ranges = {}
+        for name, text in self._meta.info.splits.items():
+            if (found := _SPLIT.match(text)) is None:
+                raise SourceError(f"{_INFO}: split '{shown(name)}' is '{shown(text)}', expected FIRST:END of episodes")
+            ranges[_SPLITS.get(name, name)] = range(int(found[1]), int(found[2]))
+        self._of.clear()
+        for one in sorted(self._meta.episodes(), key=lambda one: one.number):
+            name = f"episode-{one.number:06d}"
+            if name in self._of:
+                raise SourceError(f"'{self.files.shown}' has episode {one.number} twice")
+            self._of[name] = one
+            videos = [file for file, _ in one.videos.values() if self.files.facts(file) is not None]
+            yield Clip(
+                name=name,
+                vehicle=self._meta.info.robot_type or "",
+                split=next((split for split, numbers in ranges.items() if one.number in numbers), ""),
+                attributes={"episode_index": one.number},
+                files=(_INFO, one.data, *videos),
+            )
+
+    def frames(self, clip: Clip) -> Iterator[Frame]:
+        """Yield the frames of the episode, by time."""
+        episode, info = self._of[clip.name], self._meta.info
+        where = f"table '{self.files.shown}/{episode.data}'"
+        table = self._table(episode.data)
+        numbers = _array(table, "episode_index", (), where)
+        rows = np.flatnonzero(numbers == episode.number)
+        frame_index = _array(table, "frame_index", (), where)[rows]
+        if not np.array_equal(frame_index, np.arange(episode.length)):
+            raise SourceError(
+                f"{where}: episode {episode.number} has {len(rows)} rows, expected {episode.length}, with frame_index "
+                "from 0 on in order"
+            )
+        part = table.take(rows)
+        times_s = _array(part, "timestamp", (), where).astype(np.float64)
+        exact_s = frame_index / info.fps
+        times_s = np.where(abs(times_s - exact_s) < 1e-4, exact_s, times_s)  # float32 is off by up to 1e-5 s at 100 s
+        tasks = _array(part, "task_index", (), where).tolist()
+        columns: dict[str, Any] = {}
+        for name, feature in self._meta.values.items():
+            about = info.features[feature]
+            if about.dtype == "string":
+                columns[name] = part.column(feature).to_pylist()
+            else:
+                columns[name] = _array(part, feature, () if about.scalar else about.shape, where)
+        names = self.columns
+        for at in range(episode.length):
+            time_ns = round(times_s[at] * 1e9)
+            values = {name: column[at] for name, column in columns.items() if name not in names}
+            attributes = {name: column[at].item() for name, column in columns.items() if name in names}
+            yield Frame(
+                timestamp_ns=time_ns,
+                images={
+                    camera: self._image(episode, feature, float(times_s[at]), int(rows[at]))
+                    for camera, feature in self._meta.cameras.items()
+                },
+                values={**values, "task": self._meta.tasks.get(tasks[at])},
+                attributes={**attributes, "episode_index": episode.number, "task_index": tasks[at]},
+            )
+
+    def _image(self, episode: _Episode, feature: str, time_s: float, row: int) -> Image | Absent:
+        time_ns = round(time_s * 1e9)
+        if feature in episode.videos:
+            file, first_s = episode.videos[feature]
+            ref = f"{file}{FRAME}{round((first_s + time_s) * self._meta.info.fps)}"
+            return self.video_frame(Image(ref=ref, timestamp_ns=time_ns, intrinsics=None, cam2ego=None))
+        head, ref = self._heads[feature], f"{episode.data}#row={row}&{feature}"
+        image = Image(ref=ref, timestamp_ns=time_ns, intrinsics=None, cam2ego=None, made=True)
+        num_bytes, extension = head.width * head.height, EXTENSION_OF[head.format]
+        return replace(image, width=head.width, height=head.height, num_bytes=num_bytes, extension=extension)
+
+    @cached_property
+    def _heads(self) -> dict[str, ImageInfo]:
+        """Size and format of the features of images, which all images of a feature have: from the first row's."""
+        first = next(iter(self._of.values())).data
+        names = [name for name in self._meta.cameras.values() if self._meta.info.features[name].dtype == "image"]
+        return {name: probe(data) for name in names for _, data in self._stored([f"{first}#row=0&{name}"])}
+
+    def _table(self, name: str) -> pa.Table:
+        """Read a file's columns but images; that of the last one is kept, for v3 has many episodes in a file."""
+        if name not in self._last:
+            self._last.clear()
+            with open_parquet(self.files, name) as file, parsing(f"table '{self.files.shown}/{name}'"):
+                wanted = {*_OWN, *self._meta.values.values()}
+                known = [one for one in file.schema_arrow.names if one in wanted]
+                self._last[name] = file.read(known, use_threads=False)
+        return self._last[name]
+
+    def make_images(self, refs: Sequence[str]) -> Iterator[tuple[str, bytes]]:
+        """Decode frames of video, and read images of the Parquet files, each once."""
+        stored = [ref for ref in refs if _ROW.match(ref)]
+        yield from super().make_images([ref for ref in refs if not _ROW.match(ref)])
+        yield from self._stored(stored)
+
+    def _stored(self, refs: Sequence[str]) -> Iterator[tuple[str, bytes]]:
+        """Yield images of Parquet files: of each row group and feature its images at once."""
+        wanted: dict[tuple[str, str], list[int]] = {}
+        for ref in refs:
+            if found := _ROW.match(ref):
+                wanted.setdefault((found[1], found[3]), []).append(int(found[2]))
+        for (name, feature), rows in wanted.items():
+            where, begin = f"table '{self.files.shown}/{name}'", 0
+            with open_parquet(self.files, name) as file:
+                for group in range(file.metadata.num_row_groups):
+                    end = begin + file.metadata.row_group(group).num_rows
+                    chosen = [row for row in rows if begin <= row < end]
+                    if chosen:
+                        with parsing(where, f"has no images in column '{shown(feature)}'"):
+                            column = file.read_row_group(group, [feature], use_threads=False).column(0)
+                            images = column.take([row - begin for row in chosen]).combine_chunks().field("bytes")
+                        for row, data in zip(chosen, images, strict=True):
+                            yield f"{name}#row={row}&{feature}", data.as_py() or b""
+                    begin = end
+
+
+def _plain(name: str) -> str:
+    """Return a feature's name in lower case, with an underscore for each character that names of channels lack."""
+    return re.sub(r"[^a-z0-9_]", "_", name.lower())[:100]
+
+
+def _described(names: Any) -> str:  # noqa: ANN401
+    """Return the names of a feature's values, which are a list, or a list in an object."""
+    if isinstance(names, dict):
+        names = next(iter(names.values()), None)
+    return ", ".join(map(str, names))[:500] if isinstance(names, list) else ""
+
+
+def _filled(template: str, values: Mapping[str, Any]) -> str:
+    """Fill ``{name}`` and ``{name:06d}`` of a path; raise SourceError for other fields."""
+
+    def text(field: re.Match[str]) -> str:
+        if field[1] not in values:
+            raise SourceError(
+                f"{_INFO}: path '{shown(template)}' has the field '{field[1]}', not of {', '.join(values)}"
+            )
+        value = values[field[1]]
+        return f"{value:0{field[2]}d}" if field[2] and isinstance(value, int) else str(value)
+
+    return _FIELD.sub(text, template)
+
+
+def _episode(row: Mapping[str, Any], info: _Info, videos: Sequence[str]) -> _Episode:
+    """Make an episode of a row of v3's table."""
+
+    def place(prefix: str) -> dict[str, Any]:
+        return {name: row[f"{prefix}/{name}"] for name in ("chunk_index", "file_index")}
+
+    files = {
+        name: (
+            _filled(info.video_path or "", place(f"videos/{name}") | {"video_key": name}),
+            row[f"videos/{name}/from_timestamp"],
+        )
+        for name in videos
+    }
+    return _Episode(row["episode_index"], row["length"], _filled(info.data_path, place("data")), files)
+
+
+def _array(table: pa.Table, name: str, shape: tuple[int, ...], where: str) -> NDArray[Any]:
+    """Return a column of numbers as an array (rows, *shape); raise SourceError where it is no such column."""
+    if name not in table.column_names:
+        raise SourceError(f"{where} has no column '{shown(name)}'; it has {', '.join(map(shown, table.column_names))}")
+    with parsing(where, f"has no numbers of shape {list(shape)} in column '{shown(name)}'"):
+        array = table.column(name).combine_chunks()
+        while (
+            pa.types.is_list(array.type)
+            or pa.types.is_large_list(array.type)
+            or pa.types.is_fixed_size_list(array.type)
+        ):
+            array = array.flatten()
+        if array.null_count:
+            raise ValueError(f"{array.null_count} values are null")
+        found: NDArray[Any] = array.to_numpy(zero_copy_only=False).reshape(len(table), *shape)
+        return found

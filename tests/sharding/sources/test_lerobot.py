@@ -1,0 +1,262 @@
+"""LeRobot datasets: frames by time, states, actions, tasks and splits of v2.1 and v3.0; damaged ones are named."""
+
+from __future__ import annotations
+
+import json
+from typing import ClassVar
+
+import cv2
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import simplejpeg
+
+import fuelrail as fr
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.run import scan_source
+from fuelrail.sharding.sources.registry import SourceSpec, parse_source
+from fuelrail.sharding.sources.shared.video import video_frames
+from fuelrail.sharding.verify.dataset import verify
+from support.batches import load
+from support.manifest_world import write_video
+from support.source_suite import SourceSuite
+from support.source_world import samples_of
+
+FPS = 10
+TASKS = ["pick", "place"]
+PATHS = {
+    "v2.1": {
+        "data_path": "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",
+        "video_path": "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4",
+    },
+    "v3.0": {
+        "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
+        "video_path": "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4",
+    },
+}
+
+
+def pictures_of(lengths=(3, 5, 2)):
+    """RGB pictures by episode and camera; the brightness of each is its number."""
+    number = iter(range(1, 1000))
+    return [
+        {"top": [np.full((48, 64, 3), 12 * next(number), np.uint8) for _ in range(length)], "wrist": [
+            np.full((32, 32, 3), 200 - 9 * at, np.uint8) for at in range(length)
+        ]}
+        for length in lengths
+    ]  # fmt: skip
+
+
+def write_lerobot(root, episodes, version="v3.0", *, stored=False):
+    """Write episodes of RGB pictures by camera, in the layout of a version; ``stored``: pictures in the tables."""
+    cameras = {f"observation.images.{name}": pictures[0].shape for name, pictures in episodes[0].items()}
+    dtype = "image" if stored else "video"
+    features = {name: {"dtype": dtype, "shape": list(shape), "names": None} for name, shape in cameras.items()}
+    features |= {
+        "observation.state": {"dtype": "float32", "shape": [2], "names": {"motors": ["a", "b"]}},
+        "action": {"dtype": "float64", "shape": [1, 2], "names": None},
+        "next.done": {"dtype": "bool", "shape": [1], "names": None},
+        "note": {"dtype": "string", "shape": [1], "names": None},
+        "depth": {"dtype": "video", "shape": [4, 4, 1], "info": {"video.is_depth_map": True}},
+        "timestamp": {"dtype": "float32", "shape": [1]}, "episode_index": {"dtype": "int64", "shape": [1]},
+    }  # fmt: skip
+    tables, rows = [], []
+    for number, episode in enumerate(episodes):
+        length = len(next(iter(episode.values())))
+        at = np.arange(length)
+        columns = {
+            "observation.state": np.stack([at, at * 0.5 + number], 1).astype(np.float32).tolist(),
+            "action": [[[float(one), -1.0]] for one in at], "next.done": at == length - 1,
+            "note": [f"{number}/{one}" for one in at], "timestamp": (at / FPS).astype(np.float32), "frame_index": at,
+            "episode_index": np.full(length, number), "task_index": np.full(length, number % 2),
+        }  # fmt: skip
+        if stored:
+            columns |= {f"observation.images.{name}": [as_png(one) for one in episode[name]] for name in episode}
+        tables.append(pa.table(columns))
+        rows.append({"episode_index": number, "length": length, "tasks": [TASKS[number % 2]]})
+    write = {"v2.1": write_v2, "v3.0": write_v3}[version]
+    (root / "meta").mkdir(parents=True)
+    write(root, episodes, tables, rows, cameras if not stored else {})
+    info = {"codebase_version": version, "fps": FPS, "features": features, "robot_type": "arm", **PATHS[version]}
+    info["splits"] = {"train": "0:2", "validation": f"2:{len(episodes)}"}
+    (root / "meta" / "info.json").write_text(json.dumps(info))
+    return root
+
+
+def as_png(picture):
+    return {"bytes": cv2.imencode(".png", picture[..., ::-1])[1].tobytes(), "path": None}
+
+
+def write_v2(root, episodes, tables, rows, cameras):
+    for name, lines in (
+        ("episodes", rows),
+        ("tasks", [{"task_index": at, "task": one} for at, one in enumerate(TASKS)]),
+    ):
+        (root / "meta" / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for number, (episode, table) in enumerate(zip(episodes, tables, strict=True)):
+        put(root, PATHS["v2.1"]["data_path"].format(episode_chunk=0, episode_index=number), table)
+        for name in cameras:
+            path = PATHS["v2.1"]["video_path"].format(episode_chunk=0, episode_index=number, video_key=name)
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            write_video(root / path, episode[name.rpartition(".")[2]])
+
+
+def write_v3(root, episodes, tables, rows, cameras):
+    """Two files of data; one video a camera, in which the episodes follow each other."""
+    put(root, "meta/tasks.parquet", pa.table({"task_index": [0, 1], "__index_level_0__": TASKS}))
+    first = 0
+    for number, row in enumerate(rows):
+        row |= {"data/chunk_index": 0, "data/file_index": number // 2}
+        for name in cameras:
+            row |= {f"videos/{name}/chunk_index": 0, f"videos/{name}/file_index": 0}
+            row[f"videos/{name}/from_timestamp"] = first / FPS
+        first += row["length"]
+    put(root, "meta/episodes/chunk-000/file-000.parquet", pa.Table.from_pylist(rows))
+    for file in range(-(-len(tables) // 2)):
+        put(root, f"data/chunk-000/file-{file:03d}.parquet", pa.concat_tables(tables[2 * file : 2 * file + 2]), rows=3)
+    for name in cameras:
+        path = root / PATHS["v3.0"]["video_path"].format(video_key=name, chunk_index=0, file_index=0)
+        path.parent.mkdir(parents=True)
+        write_video(path, [one for episode in episodes for one in episode[name.rpartition(".")[2]]])
+
+
+def put(root, name, table, rows=None):
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, root / name, row_group_size=rows)
+
+
+def scan(root, **options):
+    return scan_source(SourceSpec("lerobot", str(root), options))
+
+
+class _Suite(SourceSuite):
+    kind = "lerobot"
+    compare: ClassVar = None
+    reads_heads = False
+    version: ClassVar = "v3.0"
+
+    def write(self, world, root):
+        decoded = [
+            {name: [simplejpeg.decode_jpeg(frame.images[name].jpeg) for frame in clip.frames] for name in world.cameras}
+            for clip in world.clips
+        ]
+        write_lerobot(root / "episodes", decoded, self.version)
+        return str(root / "episodes")
+
+
+class TestV3(_Suite):
+    pass
+
+
+class TestV2(_Suite):
+    version: ClassVar = "v2.1"
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(("version", "stored"), [("v2.1", False), ("v3.0", False), ("v3.0", True)])
+def test_every_frame_has_its_own_picture_state_action_and_task(tmp_path, version, stored):
+    episodes = pictures_of()
+    root = write_lerobot(tmp_path / "episodes", episodes, version, stored=stored)
+    assert parse_source(f"lerobot:{root}", {}).kind == "lerobot"
+    report = fr.shard(f"lerobot:{root}", tmp_path / "out", workers=1)
+    assert report.scan.noted == {"feature depth left out, a video of depths": 1}
+    assert not verify(tmp_path / "out", deep=True, num_threads=1).faults
+    dataset = fr.open(tmp_path / "out")
+    assert {name: split.num_samples for name, split in dataset.manifest.splits.items()} == {"train": 8, "val": 2}
+    assert [(one.channel, one.source_name) for one in dataset.manifest.cameras] == [("top", "top"), ("wrist", "wrist")]
+    assert dataset.manifest.extra_channels[1].description == "a, b"
+    found = {}
+    names = {"channels": ["observation_state", "action", "task", "note"]}
+    attributes = ["episode_index", "task_index", "next_done"]
+    for split in ("train", "val"):
+        with load(tmp_path / "out", 1, split=split, attributes=attributes, **names) as loader:
+            for batch in loader:
+                found[int(batch["episode_index"]), int(batch["frame"])] = batch
+    for number, episode in enumerate(episodes):
+        for at, _ in enumerate(episode["top"]):
+            batch = found.pop((number, at))
+            assert int(batch["timestamp_ns"]) == at * 10**9 // FPS
+            assert batch["observation_state"][0].tolist() == [at, at * 0.5 + number]
+            assert batch["action"][0].tolist() == [[at, -1.0]]
+            assert (batch["task"], batch["note"]) == ([TASKS[number % 2]], [f"{number}/{at}"])
+            assert bool(batch["next_done"]) == (at == len(episode["top"]) - 1)
+            assert not {"intrinsics", "dist", "ego2global"} & batch.keys()
+    assert not found
+    numbers = dataset.table.column("episode_index").to_pylist()
+    samples = list(samples_of(tmp_path / "out").values())
+    for number, sample in zip(numbers, samples, strict=True):
+        for name in ("top", "wrist"):
+            picture = cv2.imdecode(np.frombuffer(sample.images[name], np.uint8), cv2.IMREAD_COLOR)
+            wanted = episodes[number][name][sample.meta.frame_idx]
+            assert abs(picture.astype(int) - wanted.astype(int)).max() <= (0 if stored else 3)
+
+
+BREAK = {
+    "another version": (("codebase_version", "v1.6"), r"codebase_version 'v1\.6'; v2\.0, v2\.1 and v3\.0 are read"),
+    "a field of another name": (("data_path", "{episode_index.__class__}"), "data/chunk|cannot be|is not there"),
+    "an unknown field": (("data_path", "data/{hour}.parquet"), r"the field 'hour', not of chunk_index"),
+    "a path out": (("data_path", "../secret.parquet"), "outside of the source"),
+    "no rate": (("fps", 0), "fps 0.0"),
+    "a split of words": (("splits", {"train": "all"}), r"split 'train' is 'all', expected FIRST:END"),
+}
+
+
+@pytest.mark.parametrize("name", BREAK)
+def test_an_info_that_leads_nowhere_is_named(tmp_path, name):
+    root = write_lerobot(tmp_path / "episodes", pictures_of((2, 2, 1)))
+    ((key, value), says) = BREAK[name]
+    info = json.loads((root / "meta" / "info.json").read_text())
+    (root / "meta" / "info.json").write_text(json.dumps({**info, key: value}))
+    with pytest.raises(SourceError, match=says):
+        scan(root)
+
+
+def test_tables_that_do_not_fit_are_named(tmp_path):
+    root = write_lerobot(tmp_path / "episodes", pictures_of((2, 2, 1)))
+    path = root / "data" / "chunk-000" / "file-000.parquet"
+    whole = pq.read_table(path)
+    for table, says in (
+        (whole.slice(1), r"episode 0 has 1 rows, expected 2, with frame_index from 0"),
+        (whole.drop_columns(["action"]), "has no column 'action'"),
+        (whole.set_column(0, "observation.state", pa.array([[1.0]] * 4)), r"no numbers of shape \[2\] in column"),
+        (whole.set_column(0, "observation.state", pa.array([[1.0, None]] * 4)), "2 values are null"),
+    ):
+        pq.write_table(table, path)
+        with pytest.raises(SourceError, match=says):
+            scan(root)
+    pq.write_table(whole, path)
+    video = root / "videos" / "observation.images.top" / "chunk-000" / "file-000.mp4"
+    video.unlink()
+    with pytest.raises(SourceError, match="no file"):
+        scan(root)
+    assert scan(root, missing_camera="mask").report.masked["top"] == {"no file": 5}
+
+
+@pytest.mark.filterwarnings("ignore")  # of the library
+def test_frames_are_those_that_the_library_reads(tmp_path):
+    datasets = pytest.importorskip("lerobot.datasets.lerobot_dataset", reason="needs lerobot")
+    features = {
+        "observation.images.top": {"dtype": "video", "shape": (48, 64, 3), "names": ["height", "width", "channels"]},
+        "action": {"dtype": "float32", "shape": (2,), "names": ["a", "b"]},
+    }
+    root = tmp_path / "episodes"
+    made = datasets.LeRobotDataset.create("test/arm", fps=FPS, features=features, root=root)
+    for number, episode in enumerate(pictures_of((6, 9, 4))):
+        for at, picture in enumerate(episode["top"]):
+            action = np.array([at, number], np.float32)
+            made.add_frame({"observation.images.top": picture, "action": action, "task": TASKS[number % 2]})
+        made.save_episode()
+    made.finalize()
+    fr.shard(f"lerobot:{root}", tmp_path / "out", workers=1)
+    own = {(one.meta.clip_id, one.meta.frame_idx): one for one in samples_of(tmp_path / "out").values()}
+    video = str(next(root.rglob("*.mp4")))
+    jpegs = dict(video_frames(video, range(19)))
+    read = datasets.LeRobotDataset("test/arm", root=root, video_backend="pyav")
+    for item in (read[number] for number in range(len(read))):
+        sample = own.pop((f"episode-{int(item['episode_index']):06d}", int(item["frame_index"])))
+        data = bytes(sample.images["top"])
+        assert data == jpegs[int(item["index"])]
+        picture = simplejpeg.decode_jpeg(data).astype(float)
+        assert abs(picture - 255 * item["observation.images.top"].permute(1, 2, 0).numpy()).mean() < 2
+    assert not own
