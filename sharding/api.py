@@ -30,7 +30,7 @@ from fuelrail.sharding.run import shard as run_shard
 from fuelrail.sharding.sources.fuelrail.source import SEPARATOR
 from fuelrail.sharding.sources.registry import SourceKind, SourceSpec, parse_source, source_kinds
 from fuelrail.sharding.sources.shared.scan_report import ScanReport
-from fuelrail.sharding.verify.dataset import IGNORED, Checked, VerifyReport
+from fuelrail.sharding.verify.dataset import Checked, VerifyReport, ignore
 from fuelrail.sharding.verify.dataset import verify as verify_dataset
 from fuelrail.sharding.verify.inspect import Description, describe_dataset, describe_sample
 
@@ -254,7 +254,7 @@ def verify(
     deep: bool = False,
     workers: int | None = None,
     repair: str | Sequence[str] | None = None,
-    progress: Checked = IGNORED,
+    progress: Checked = ignore,
     before_repair: Callable[[VerifyReport], object] | None = None,
 ) -> VerifyReport:
     """Check every byte of a dataset, in a folder or at a URL; what is wrong is in the report's ``faults``.

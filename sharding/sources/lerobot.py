@@ -29,7 +29,7 @@ from fuelrail.sharding.sources.adapter.frame import Absent, Clip, Frame, Image, 
 from fuelrail.sharding.sources.adapter.rows import may_be_attribute
 from fuelrail.sharding.sources.adapter.videos import FRAME, VideoSource
 from fuelrail.sharding.sources.shared.arrow import open_parquet, read_parquet
-from fuelrail.sharding.sources.shared.foreign import parsing, read_json, read_text
+from fuelrail.sharding.sources.shared.foreign import parsing, read_json
 from fuelrail.sharding.sources.shared.pictures import EXTENSION_OF
 from fuelrail.sharding.sources.shared.video import VideoSettings
 
@@ -172,8 +172,9 @@ class _Metadata:
 
     def _lines(self, name: str, kind: Any) -> Iterator[Any]:  # noqa: ANN401
         where = f"file '{self.files.shown}/{name}'"
-        for number, line in enumerate(read_text(self.files.read(name), where).splitlines(), 1):
-            yield read_json(line.encode(), f"{where}, line {number}", kind)
+        for number, line in enumerate(self.files.read(name).split(b"\n"), 1):
+            if line.strip():
+                yield read_json(line, f"{where}, line {number}", kind)
 
     def episodes(self) -> Iterator[_Episode]:
         """Yield the episodes, in the order of the files."""

@@ -135,7 +135,7 @@ class ShardWriter:
     def _write(self, number: int, shard: PlannedShard, pulse: Pulse) -> ShardRecord:
         job = self._job
         sizes: dict[str, set[tuple[int, int]]] = {}
-        digest = self._digest_of(shard)
+        digest = hashlib.sha256(self._head(shard))
         framed, level = job.recipe.layout == "frame", job.recipe.compression_level
         name = shard.stem + (FRAMED_SUFFIX if framed else SHARD_SUFFIX)
         with self._out.publish(name) as file:
@@ -181,16 +181,16 @@ class ShardWriter:
         rows: list[int] = self._rows[shard.first_sample : shard.first_sample + shard.num_samples].tolist()
         return rows
 
-    def _digest_of(self, shard: PlannedShard) -> hashlib._Hash:
-        """Return the digest of what all rows have in common besides the recipe; the rows are added to it."""
+    def _head(self, shard: PlannedShard) -> bytes:
+        """Return what all rows have in common besides the recipe; the digest of a shard's source begins with it."""
         job = self._job
         dictionary = b"" if job.dictionary is None else job.dictionary.data
         columns = (tuple(lidar.columns) for lidar in job.lidars)
         head = job.dataset, job.license, shard.split, dictionary, *columns, *job.channels
-        return hashlib.sha256(msgspec.msgpack.encode(head))
+        return msgspec.msgpack.encode(head)
 
     def _source_digest(self, shard: PlannedShard) -> str:
-        digest = self._digest_of(shard)
+        digest = hashlib.sha256(self._head(shard))
         for row in self._rows_of(shard):
             digest.update(self._table.encoded_row(row))
         return digest.hexdigest()

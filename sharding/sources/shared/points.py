@@ -16,7 +16,8 @@ from fuelrail.sharding.sources.shared.foreign import parsing
 
 _NPY: Final = b"\x93NUMPY"
 _PCD: Final = (b"# .PCD", b"VERSION")
-_PCD_TYPES: Final = {"F": "f", "U": "u", "I": "i"}
+_PCD_TYPES: Final = {form: f"<{form.lower()}" for form in "F2 F4 F8 I1 I2 I4 I8 U1 U2 U4 U8".split()}
+"""Types of numpy by TYPE and SIZE."""
 _HEADER_BYTES: Final = 1 << 12
 
 
@@ -72,18 +73,30 @@ def read_pcd(data: bytes, where: str) -> dict[str, NDArray[Any]]:
         at = end + 1
         if words and not words[0].startswith("#"):
             head[words[0].upper()] = words[1:]
+    names, kinds, counts = (head.get(key, []) for key in ("FIELDS", "TYPE", "COUNT"))
+    forms = [f"{kind}{size}" for kind, size in zip(kinds, head.get("SIZE", []), strict=False)]
+    if not len(names) == len(kinds) == len(forms) or set(counts) - {"1"}:
+        raise SourceError(
+            f"{where} has FIELDS {' '.join(names):.200}, TYPE and SIZE {' '.join(forms):.200} and COUNT "
+            f"{' '.join(counts):.80}; wanted are fields of one number each"
+        )
+    if unknown := [form for form in forms if form not in _PCD_TYPES]:
+        raise SourceError(f"{where} has a field of TYPE and SIZE {unknown[0]:.20}; known are {', '.join(_PCD_TYPES)}")
+    given = " ".join(head.get("POINTS", []))
+    if not given.isdecimal() or len(given) > 18 or int(given) > len(data):
+        raise SourceError(f"{where} has POINTS {given!r:.80}; expected a number of points in {len(data)} bytes")
+    number = int(given)
     with parsing(where, "is not a valid PCD"):
-        names, number = head["FIELDS"], int(head["POINTS"][0])
-        if not 0 <= number <= len(data):
-            raise ValueError(f"POINTS {number} in a file of {len(data)} bytes")
-        sizes, kinds = head["SIZE"], [_PCD_TYPES[kind] for kind in head["TYPE"]]
-        if any(count != "1" for count in head.get("COUNT", ())) or not len(names) == len(sizes) == len(kinds):
-            raise SourceError(f"{where}: fields of one number each are wanted, COUNT is {head.get('COUNT')}")
-        form = np.dtype([(name, f"<{kind}{size}") for name, kind, size in zip(names, kinds, sizes, strict=True)])
         if head["DATA"] == ["ascii"]:
             rows = np.loadtxt(io.BytesIO(data[at:]), ndmin=2, max_rows=number or None).reshape(-1, len(names))
             return dict(zip(names, rows.T, strict=True))
         if head["DATA"] != ["binary"]:
-            raise SourceError(f"{where} has DATA {' '.join(head['DATA'])}; read are ascii and binary")
-        table = np.frombuffer(data, form, number, at)
+            raise SourceError(f"{where} has DATA {' '.join(head['DATA']):.80}; read are ascii and binary")
+        dtype = np.dtype([(name, _PCD_TYPES[form]) for name, form in zip(names, forms, strict=True)])
+        if len(data) - at < number * dtype.itemsize:
+            raise SourceError(
+                f"{where} has {len(data) - at} bytes after its header; {number} points have "
+                f"{number * dtype.itemsize}: the file is cut off"
+            )
+        table = np.frombuffer(data, dtype, number, at)
         return {name: table[name] for name in names}

@@ -127,7 +127,7 @@ class VideoFile:
             stream = _best(container)
             context = stream.codec_context
             head = context.width, context.height, _codec(context.name, self._where)
-            entries = list(getattr(stream, "index_entries", ()))  # PyAV 16 has it
+            entries = list(getattr(stream, "index_entries", ()))  # PyAV has it from 17 on
             if entries and len(entries) == stream.frames and entries[0].is_keyframe:
                 end = max(entry.pos + entry.size for entry in entries)
                 if end > container.size:

@@ -41,18 +41,17 @@ OPTICAL: Final = np.array([[0.0, 0, 1, 0], [-1, 0, 0, 0], [0, -1, 0, 0], [0, 0, 
 
 _FRAME_CONTEXT, _FRAME_TIME, _FRAME_POSE, _FRAME_IMAGES, _FRAME_LASERS, _FRAME_LABELS = range(1, 7)
 _FRAME_CAMERA_LABELS: Final = 8
-_FRAME_FIELDS: Final = {_FRAME_TIME: (VARINT, "timestamp_micros"), FRAME_MAP_OFFSET: (BYTES, "map_pose_offset")} | {
-    number: (BYTES, name)
-    for number, name in (
-        (1, "context"),
-        (3, "pose"),
-        (4, "images"),
-        (5, "lasers"),
-        (6, "laser_labels"),
-        (8, "camera_labels"),
-    )
+_FRAME_NAMES: Final = {
+    _FRAME_CONTEXT: "context",
+    _FRAME_TIME: "timestamp_micros",
+    _FRAME_POSE: "pose",
+    _FRAME_IMAGES: "images",
+    _FRAME_LASERS: "lasers",
+    _FRAME_LABELS: "laser_labels",
+    _FRAME_CAMERA_LABELS: "camera_labels",
+    FRAME_MAP_OFFSET: "map_pose_offset",
 }
-"""Wire type and name of a field."""
+"""The fields that are read; all but the time are bytes."""
 _IMAGE_NAME, _IMAGE_JPEG, _IMAGE_POSE, _, _IMAGE_TIME, _IMAGE_SHUTTER, _IMAGE_TRIGGER, _IMAGE_DONE = range(1, 9)
 _BOX_KEYS: Final = np.array([number << 3 | FIXED64 for number in range(1, 8)], np.uint8)
 _POSE: Final = struct.Struct("<" + "xd" * 16)
@@ -138,9 +137,8 @@ def _read(window: FileWindow, record: FileRecord, context: bytes | None, *, boxe
     time, pose, images, labels, laser_bytes, camera_labels = -1, None, [], [], 0, []
     map_span, map_offset = None, (0.0, 0.0, 0.0)
     for field in field_places(window, record.start, record.end):
-        wire, name = _FRAME_FIELDS.get(field.number, (field.wire, ""))
-        if field.wire != wire:
-            raise ValueError(f"field {field.number} is not {name}")
+        if field.wire != (VARINT if field.number == _FRAME_TIME else BYTES) and field.number in _FRAME_NAMES:
+            raise ValueError(f"field {field.number} is not {_FRAME_NAMES[field.number]}")
         if field.number == _FRAME_CONTEXT:
             length = field.end - field.start
             begin = window.at(field.start, min(_CONTEXT_BEGIN, length))  # the name of the segment is in it
@@ -321,7 +319,7 @@ def read_labels(frames: Sequence[Sequence[bytes]], where: str, *, camera_synced:
             num_points[rows] = numbers(table[:, places[7]])
         for row in rows.tolist() if 4 in places else ():
             track[row] = flat[row][places[4]].decode()
-    category = [*map(label_type, kinds.tolist())]
+    category = list(map(label_type, kinds.tolist()))
     first = 0
     for count in counts:
         own = np.flatnonzero(seen[first : first + count]) + first

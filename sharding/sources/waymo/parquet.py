@@ -277,7 +277,8 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
         for row, (time, camera) in enumerate(zip(rows[_TIME].tolist(), rows[_NAME].tolist(), strict=True)):
             if camera in CAMERAS:
                 by_image.setdefault((time, channel(CAMERAS[camera])), []).append(row)
-        sides, tracks, names = stacked(rows, _SIDES), rows[track].tolist(), [*map(label_type, rows[kind].tolist())]
+        sides, tracks = stacked(rows, _SIDES), rows[track].tolist()
+        names = list(map(label_type, rows[kind].tolist()))
         return {
             image: image_rows(sides[own], [names[row] for row in own], [tracks[row] for row in own])
             for image, own in by_image.items()

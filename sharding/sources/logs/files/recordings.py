@@ -47,7 +47,7 @@ class Recordings:
         self._files, self._file, self._suffixes = files, file, suffixes
         self._skip_damaged, self._check_all = skip_damaged, check_all
         self.log_file = cache(self._open)
-        """Returns a file of a log, by its name; it is opened once."""
+        """Return the file of a log that has this name; open it once."""
 
     @cached_property
     def logs(self) -> list[tuple[str, list[str]]]:

@@ -19,12 +19,12 @@ def pcd(points, form="ascii", size="4 4 4", kind="F F F"):
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (pcd("999999999999") + b"1 2 3\n", "POINTS 999999999999"),
-        (pcd("999999999999", "binary") + bytes(12), "POINTS 999999999999"),
-        (pcd("2", "binary") + bytes(12), "not a valid PCD"),
-        (pcd("9" * 5000) + b"1 2 3\n", "PCD"),
-        (pcd("-5", "binary") + bytes(12), "not a valid PCD"),
-        (pcd("1", "binary", "99999999 4 4") + bytes(12), "not a valid PCD"),
+        (pcd("999999999999") + b"1 2 3\n", "POINTS '999999999999'; expected a number of points"),
+        (pcd("999999999999", "binary") + bytes(12), "POINTS '999999999999'"),
+        (pcd("2", "binary") + bytes(12), "12 bytes after its header; 2 points have 24: the file is cut off"),
+        (pcd("9" * 5000) + b"1 2 3\n", "without a line DATA"),
+        (pcd("-5", "binary") + bytes(12), "POINTS '-5'"),
+        (pcd("1", "binary", "99999999 4 4") + bytes(12), "TYPE and SIZE F99999999; known are F2"),
         (pcd("1") + b"1 \xff 3\n", "not a valid PCD"),
         (pcd("1") + b"1 2\n", "not a valid PCD"),
     ],
@@ -53,7 +53,7 @@ def test_points_in_all_forms():
     np.save(objects, np.array([{"x": 1}], object), allow_pickle=True)
     for data, match in (
         (forms[0][:-3], "rows of 4 float32"),
-        (forms[1][:-3], "not a valid PCD"),
+        (forms[1][:-3], "the file is cut off"),
         ((head + "binary_compressed\n").encode(), "binary_compressed"),
         (head.encode(), "without a line DATA"),
         (b"\x93NUMPY garbage", "not a valid .npy"),
