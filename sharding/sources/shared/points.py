@@ -16,8 +16,8 @@ from fuelrail.sharding.sources.shared.foreign import parsing
 
 _NPY: Final = b"\x93NUMPY"
 _PCD: Final = (b"# .PCD", b"VERSION")
-_PCD_TYPES: Final = {form: f"<{form.lower()}" for form in "F2 F4 F8 I1 I2 I4 I8 U1 U2 U4 U8".split()}
-"""Types of numpy by TYPE and SIZE."""
+_PCD_TYPES: Final = ("F2", "F4", "F8", "I1", "I2", "I4", "I8", "U1", "U2", "U4", "U8")
+"""TYPE and SIZE of fields; in lower case they are numpy's names."""
 _HEADER_BYTES: Final = 1 << 12
 
 
@@ -92,7 +92,7 @@ def read_pcd(data: bytes, where: str) -> dict[str, NDArray[Any]]:
             return dict(zip(names, rows.T, strict=True))
         if head["DATA"] != ["binary"]:
             raise SourceError(f"{where} has DATA {' '.join(head['DATA']):.80}; read are ascii and binary")
-        dtype = np.dtype([(name, _PCD_TYPES[form]) for name, form in zip(names, forms, strict=True)])
+        dtype = np.dtype([(name, f"<{form.lower()}") for name, form in zip(names, forms, strict=True)])
         if len(data) - at < number * dtype.itemsize:
             raise SourceError(
                 f"{where} has {len(data) - at} bytes after its header; {number} points have "
