@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import fuelrail as fr
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 GLOBAL_BATCH = 64
 WORLDS = (1, 2, 4, 8, 16, 32, 64)
 LENGTHS = (7, 12, 1, 9, 20, 5, 16, 30) * 8
 NUM_ROWS = sum(LENGTHS)
 CLIP = np.repeat(np.arange(len(LENGTHS)), LENGTHS)
-COLUMNS = {"clip_id": CLIP, "night": CLIP % 3 == 1, "loss": np.random.default_rng(0).random(NUM_ROWS)}
+COLUMNS = {
+    "key": np.array([f"k{row}" for row in range(NUM_ROWS)]),
+    "clip_id": CLIP,
+    "night": CLIP % 3 == 1,
+    "loss": np.random.default_rng(0).random(NUM_ROWS),
+}
 BY_LOSS, BY_NIGHT = (fr.AttributeWeights("loss"),), (fr.AttributeWeights("night", {"true": 3.0}),)
 STAGES = (fr.OrderStage(weights=BY_LOSS, until=900, ramp=True), fr.OrderStage(filter="loss > 0.2"))
 ORDERS: dict[str, tuple[fr.OrderSpec, dict[str, Any]]] = {
@@ -26,12 +34,21 @@ ORDERS: dict[str, tuple[fr.OrderSpec, dict[str, Any]]] = {
     "stages": (fr.OrderSpec(seed=3, stages=STAGES), {}),
     "sequential": (fr.OrderSpec(kind="sequential"), {}),
     "mix": (fr.OrderSpec(seed=4), {"mix": {"a": 3, "b": 1}}),
+    "frames": (fr.OrderSpec(seed=5), {"window": fr.FrameWindow(frames=(-2, 0, 1), pad="drop")}),
 }
+NUM_ORDERS = len(ORDERS) + 1
+"""With that of :func:`add_subset`."""
 HALF = NUM_ROWS // 2
 HALVES = {
     name: {column: values[rows] for column, values in COLUMNS.items()}
     for name, rows in (("a", slice(HALF)), ("b", slice(HALF, None)))
 }
+
+
+def add_subset(folder: Path) -> None:
+    """Add the order of a list of keys, in a file of the folder."""
+    (folder / "keys.txt").write_text("".join(f"k{row}\n" for row in range(0, NUM_ROWS, 3)))
+    ORDERS["subset"] = (fr.OrderSpec(seed=6, subset=str(folder / "keys.txt")), {})
 
 
 def sampler_of(name: str, world: fr.World, kind: type[Any] = fr.order.BatchSampler) -> Any:

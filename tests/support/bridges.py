@@ -14,7 +14,17 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import fuelrail as fr
-from support.bridged_orders import GLOBAL_BATCH, LENGTHS, NUM_ROWS, ORDERS, WORLDS, GrainBatches, GrainRows, sampler_of
+from support.bridged_orders import (
+    GLOBAL_BATCH,
+    LENGTHS,
+    NUM_ROWS,
+    ORDERS,
+    WORLDS,
+    GrainBatches,
+    GrainRows,
+    add_subset,
+    sampler_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -250,6 +260,7 @@ BRIDGES: dict[str, tuple[str, Run]] = {
 def stop_and_continue(run: Run, num_stops: int, folder: Path, seed: int) -> int:
     """Stop this number of times, over all orders; return the steps, each compared with the uninterrupted run."""
     draw, compared = random.Random(seed), 0
+    add_subset(folder)
     references = {name: sampler_of(name, fr.World()) for name in ORDERS}
     at: dict[str, tuple[Any, int]] = dict.fromkeys(ORDERS, (None, 0))
     for stop in range(num_stops):

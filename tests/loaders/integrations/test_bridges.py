@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from support.bridges import BRIDGES, ORDERS, stop_and_continue
+from support.bridged_orders import NUM_ORDERS
+from support.bridges import BRIDGES, stop_and_continue
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore::Warning")]  # of the libraries
 
-FEW = {"Trainer": 3, "Lightning": 3, "torch, 2 workers": len(ORDERS), "torchdata, 2 workers": len(ORDERS)}
+FEW = {"Trainer": 3, "Lightning": 3, "torch, 2 workers": NUM_ORDERS, "torchdata, 2 workers": NUM_ORDERS}
 
 
 @pytest.mark.parametrize("name", [name for name in BRIDGES if name != "Grain, 2 workers"])
 def test_a_bridge_that_stops_misses_no_row(name, tmp_path):
     package, run = BRIDGES[name]
     pytest.importorskip(package, reason=f"{package} is not installed")
-    assert stop_and_continue(run, FEW.get(name, 3 * len(ORDERS)), tmp_path, seed=3) > 10
+    assert stop_and_continue(run, FEW.get(name, 3 * NUM_ORDERS), tmp_path, seed=3) > 10
