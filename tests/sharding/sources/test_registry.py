@@ -132,7 +132,7 @@ def test_bad_options_are_named(text, match):
 
 
 def test_nothing_is_unpickled():
-    """Sources hold the files of strangers: no reader takes pickles but that of OpenScene, which calls nothing of theirs."""
+    """Sources hold the files of strangers: none takes pickles but OpenScene, whose reader calls nothing of theirs."""
     root = Path(fuelrail.sharding.sources.__file__).parent
     found = {
         path.relative_to(root).as_posix(): line.strip()
