@@ -32,6 +32,7 @@ _BUILT_IN: Final = {
     "t4": "fuelrail.sharding.sources.nuscenes.t4:T4",
     "manifest": "fuelrail.sharding.sources.tables.manifest:Manifest",
     "webdataset": "fuelrail.sharding.sources.webdataset:WebDataset",
+    "openscene": "fuelrail.sharding.sources.openscene.source:OpenScene",
     "lerobot": "fuelrail.sharding.sources.lerobot:LeRobot",
     "imagefolder": "fuelrail.sharding.sources.imagefolder:ImageFolder",
     "fuelrail": "fuelrail.sharding.sources.fuelrail.source:FuelrailSource",
@@ -60,6 +61,7 @@ CONTENTS: Final = {
     "rosbag2": ("*.db3", "*/*.db3"),
     "mcap": ("*.mcap",),
     "webdataset": ("*.tar",),
+    "openscene": ("navsim_logs/*/*.pkl", "meta_datas/*/*.pkl"),
     "lerobot": ("meta/info.json",),
     "imagefolder": tuple(f"{folder}*/*.{ending}" for folder in ("", "*/") for ending in ("jpg", "jpeg", "JPEG", "png")),
 }

@@ -35,7 +35,11 @@ def parsing(where: str, what: str = "cannot be read") -> Iterator[None]:
     except FuelrailError:
         raise
     except Exception as error:
-        why = {RecursionError: "it is nested too deeply", MemoryError: "it takes too much memory"}.get(type(error))
+        why = {
+            RecursionError: "it is nested too deeply",
+            MemoryError: "it takes too much memory",
+            EOFError: "it is cut off",
+        }.get(type(error))
         text = f"no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
         raise SourceError(f"{where} {what}: {why or text or type(error).__name__}") from error
 

@@ -1,7 +1,4 @@
-"""Past and future of the ego vehicle and of each box, in ego at the sample's time, keyframe by keyframe.
-
-2 s of past and 6 s of future, as the nuScenes prediction task has them: https://www.nuscenes.org/prediction
-"""
+"""Past and future of the ego vehicle and of each box, in ego at the sample's time, keyframe by keyframe."""
 
 from __future__ import annotations
 
@@ -14,6 +11,14 @@ from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law
 from fuelrail.pipeline.rigid import invert_rigid, rotation_matrices
 from fuelrail.sharding.sources.adapter.channels import computed
+from fuelrail.sharding.sources.adapter.trajectories import (
+    ABOUT_STEPS,
+    EGO,
+    FUTURE,
+    PAST,
+    STEPS,
+    ego_trajectory,
+)
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.nuscenes.boxes import Annotations
@@ -21,25 +26,6 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.shared.joins import Database
     from fuelrail.sharding.sources.shared.scan_table import Reference
 
-PAST: Final = 4
-FUTURE: Final = 12
-STEPS: Final = PAST + 1 + FUTURE
-_STEPS: Final = f"step {PAST} is the sample itself, each step is a keyframe; NaN and not valid where there is none"
-
-EGO: Final = Channel(
-    name="ego_trajectory",
-    kind="array",
-    field="ego_trajectory.npy",
-    law=Law("ego_poses", roles={"positions": (("x", "y", "z"),), "yaws": (("yaw",),)}),
-    dtype="float32",
-    axes=("step", "column"),
-    shape=(STEPS, 6),
-    columns=("x", "y", "z", "yaw", "time_s", "valid"),
-    units=("m", "m", "m", "rad", "s", ""),
-    frame="ego",
-    allows_nan=True,
-    description=f"the ego vehicle's poses in ego at the sample's time; {_STEPS}; time_s is after the sample",
-)
 AGENTS: Final = Channel(
     name="agent_trajectories",
     kind="ragged",
@@ -53,7 +39,7 @@ AGENTS: Final = Channel(
     frame="ego",
     allows_nan=True,
     optional=True,
-    description=f"centres and headings of the boxes of the sample, in their order; {_STEPS}",
+    description=f"centres and headings of the boxes of the sample, in their order; {ABOUT_STEPS}",
 )
 
 
@@ -70,25 +56,20 @@ class Trajectories:
     def members(self, rows: SceneRows, at: int) -> list[Reference]:
         """Return references of one sample's members."""
         global2ego = invert_rigid(rows.ego2global[at])
-        found = [computed(EGO, KINDS[EGO.kind].encode(self._ego(rows, at, global2ego), EGO))]
+        found = [self._ego(rows, at, global2ego)]
         if AGENTS in self.channels:
             found.append(computed(AGENTS, KINDS[AGENTS.kind].encode(self._agents(rows, at, global2ego), AGENTS)))
         return found
 
-    def _ego(self, rows: SceneRows, at: int, global2ego: NDArray[np.float64]) -> NDArray[np.float32]:
+    def _ego(self, rows: SceneRows, at: int, global2ego: NDArray[np.float64]) -> Reference:
         keyframes, own = rows.keyframes, rows.samples[at : at + 1]
         past, future = (
             _followed(own, self._links[link], number) for link, number in (("prev", PAST), ("next", FUTURE))
         )
         samples = np.concatenate([past[::-1, 0], own, future[:, 0]])
         there = samples >= 0
-        value = np.full((STEPS, len(EGO.columns)), np.nan)
-        poses = global2ego @ keyframes.ego2global(samples[there])
-        value[there, :3] = poses[:, :3, 3]
-        value[there, 3] = np.arctan2(poses[:, 1, 0], poses[:, 0, 0])
-        value[there, 4] = (keyframes.timestamp_us[samples[there]] - rows.timestamp_us[at]) * 1e-6
-        value[:, 5] = there
-        return value.astype(np.float32)
+        times_s = (keyframes.timestamp_us[samples[there]] - rows.timestamp_us[at]) * 1e-6
+        return ego_trajectory(global2ego, keyframes.ego2global(samples[there]), times_s, there)
 
     def _agents(self, rows: SceneRows, at: int, global2ego: NDArray[np.float64]) -> dict[str, NDArray[np.generic]]:
         sample, annotations = int(rows.samples[at]), self._annotations

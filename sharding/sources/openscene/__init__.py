@@ -1,0 +1,1 @@
+"""OpenScene and NAVSIM."""

@@ -1,0 +1,193 @@
+"""OpenScene v1.1 and NAVSIM: nuPlan's logs at 2 Hz, one pickle a log, eight cameras and a merged lidar.
+
+The files are described at https://github.com/OpenDriveLab/OpenScene (``docs/dataset_stats.md``). Times of single images
+are not in the logs: all have the time of the frame. ``lidar2ego`` of the merged lidar is the identity in nuPlan; boxes
+are in ego, their velocities in the lidar's axes, as the program that wrote the logs has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.rigid import invert_rigid
+from fuelrail.pipeline.text import shown
+from fuelrail.sharding.sources.adapter.channels import value_channel
+from fuelrail.sharding.sources.adapter.frame import F64, BoxRows, Clip, Frame, Image, Sensors, Sweep
+from fuelrail.sharding.sources.adapter.poses import pose
+from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
+from fuelrail.sharding.sources.adapter.trajectories import EGO, PAST, STEPS, ego_trajectory
+from fuelrail.sharding.sources.openscene.pickles import read_pickle
+from fuelrail.sharding.sources.shared.foreign import parsing
+from fuelrail.sharding.sources.shared.points import parse_points
+
+if TYPE_CHECKING:
+    from fuelrail.sharding.sources.shared.scan_table import Reference
+
+_LOGS: Final = ("navsim_logs", "meta_datas")
+_BLOBS: Final = "sensor_blobs"
+_SPLITS: Final = {"trainval": "train"}
+_CAMERAS: Final = tuple(f"CAM_{name}" for name in ("F0", "L0", "R0", "L1", "R1", "L2", "R2", "B0"))
+_LIDAR: Final = "lidar_merged"
+_POINTS: Final = ("x", "y", "z", "intensity", "ring", "lidar_info")
+_COMMANDS: Final = ("left", "forward", "right", "unknown")
+_STEP_NS: Final = 500_000_000
+_NEAR_NS: Final = 100_000_000
+"""How far a frame may be from the time of a step of the trajectory."""
+
+
+class OpenSceneSettings(FrameSettings, frozen=True, kw_only=True):
+    """Options of the source."""
+
+    part: Annotated[str, Meta(description="mini, trainval or test; empty: all that are there")] = ""
+
+
+class OpenScene(FrameSource[OpenSceneSettings]):
+    """OpenScene and NAVSIM: eight cameras, lidar, boxes, ego status, commands and trajectories of nuPlan at 2 Hz."""
+
+    kind = "openscene"
+    settings = OpenSceneSettings
+    ego_origin = "rear_axle"
+    license = "CC BY-NC-SA 4.0"
+    columns: Mapping[str, type] = {"token": str, "location": str, "command": str, "has_route": bool}
+    channels = (
+        EGO,
+        value_channel("driving_command", "uint8", (4,), "1 for one of left, forward, right, unknown"),
+        value_channel("roadblock_ids", "int64", (None,), "nuPlan's ids of the route's roadblocks, in order"),
+        value_channel("traffic_lights", "int64", (None, 2), "nuPlan's id of a lane connector; 1: red, 0: not red"),
+    )
+
+    def sensors(self) -> Sensors:
+        """Return nuPlan's cameras and its merged lidar."""
+        return Sensors.of(_CAMERAS, {_LIDAR: _POINTS})
+
+    def category_names(self) -> tuple[str, ...]:
+        """Return nuPlan's classes."""
+        return ("vehicle", "bicycle", "pedestrian", "traffic_cone", "barrier", "czone_sign", "generic_object")
+
+    def clips(self) -> Iterator[Clip]:
+        """Yield the logs of the parts."""
+        there = self.files.listed()
+        folder = next((name for name in _LOGS if name in there), "")
+        parts = self.files.folders(folder) if folder else []
+        if self.given.part:
+            if self.given.part not in parts:
+                raise SourceError(
+                    f"'{self.files.shown}' has no logs of part '{shown(self.given.part)}'; it has: "
+                    f"{', '.join(map(shown, parts)) or 'none'} (folders in {' or '.join(_LOGS)})"
+                )
+            parts = [self.given.part]
+        for part in parts:
+            for name in self.files.listed(f"{folder}/{part}"):
+                if name.endswith(".pkl"):
+                    file = f"{folder}/{part}/{name}"
+                    stem = name.removesuffix(".pkl")
+                    yield Clip(name=stem, token=file, log_id=stem, split=_SPLITS.get(part, part), files=(file,))
+
+    def frames(self, clip: Clip) -> Iterator[Frame]:
+        """Yield the frames of a log."""
+        where = f"log '{self.files.shown}/{clip.token}'"
+        rows = read_pickle(self.files.read(clip.token), where)
+        blobs = f"{_BLOBS}/{clip.token.split('/')[1]}"
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise SourceError(f"{where} is no list of frames")
+        with parsing(where, "is not as OpenScene's logs are"):
+            rotations, translations, times_us = (
+                np.array([np.asarray(row[name], kind) for row in rows])
+                for name, kind in (
+                    ("ego2global_rotation", np.float64), ("ego2global_translation", np.float64), ("timestamp", np.int64)
+                )
+            )  # fmt: skip
+            poses, times_ns = pose(rotations, translations, where), times_us * 1000
+            steps = _steps(times_ns)
+            for at, row in enumerate(rows):
+                there = steps[at] >= 0
+                later_s = (times_ns[steps[at][there]] - times_ns[at]) * 1e-9
+                trajectory = ego_trajectory(invert_rigid(poses[at]), poses[steps[at][there]], later_s, there)
+                yield self._frame(row, blobs, poses[at], int(times_ns[at]), trajectory, f"{where}, frame {at}")
+
+    def _frame(
+        self, row: Mapping[str, Any], blobs: str, ego2global: F64, time_ns: int, trajectory: Reference, where: str
+    ) -> Frame:
+        lidar2ego = pose(_numbers(row["lidar2ego_rotation"], 4), _numbers(row["lidar2ego_translation"], 3), where)
+        images = {}
+        for name, camera in row["cams"].items():
+            to_lidar = np.eye(4)
+            to_lidar[:3, :3] = _numbers(camera["sensor2lidar_rotation"], 3, 3)
+            to_lidar[:3, 3] = _numbers(camera["sensor2lidar_translation"], 3)
+            images[name.lower()] = Image(
+                ref=f"{blobs}/{camera['data_path']}",
+                timestamp_ns=time_ns,
+                intrinsics=_numbers(camera["cam_intrinsic"], 3, 3),
+                cam2ego=lidar2ego @ to_lidar,
+                ego2global=ego2global,
+                dist=tuple(_numbers(camera["distortion"], 5).tolist()),
+                dist_model="opencv_radtan",
+            )
+        state, command = _numbers(row["ego_dynamic_state"], 4), _numbers(row["driving_command"], len(_COMMANDS))
+        lights = [(int(lane), int(is_red)) for lane, is_red in row["traffic_lights"]]
+        route = [int(name) for name in row["roadblock_ids"]]
+        return Frame(
+            timestamp_ns=time_ns,
+            token=str(row["token"]),
+            ego2global=ego2global,
+            images=images,
+            sweeps={
+                _LIDAR: Sweep(
+                    ref=f"{blobs}/{row['lidar_path']}", timestamp_ns=time_ns, lidar2ego=lidar2ego, ego2global=ego2global
+                )
+            },
+            boxes=_boxes(row["anns"], lidar2ego) if "anns" in row else None,
+            members=(trajectory,),
+            values={
+                "driving_command": command.astype(np.uint8),
+                "roadblock_ids": np.array(route, np.int64),
+                "traffic_lights": np.array(lights, np.int64).reshape(-1, 2),
+            },
+            attributes={
+                "token": str(row["token"]),
+                "location": str(row["map_location"]),
+                "command": _COMMANDS[int(command.argmax())],
+                "has_route": bool(route),
+            },
+            ego_velocity=(*state[:2], np.nan),
+            ego_accel=(*state[2:], np.nan),
+        )
+
+    def points(self, ref: str) -> NDArray[np.float32]:
+        """Read points (P, 6) in the merged lidar's frame."""
+        return parse_points(self.files.read(ref), _POINTS, f"file '{self.files.shown}/{ref}'")
+
+
+def _steps(times_ns: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return for frames at ascending times (N,) the frame of each step (N, 17) of the trajectory, -1 for none."""
+    wanted = times_ns[:, None] + (np.arange(STEPS) - PAST) * _STEP_NS
+    after = np.searchsorted(times_ns, wanted).clip(1, max(len(times_ns) - 1, 1))
+    near = np.stack([after - 1, after.clip(max=len(times_ns) - 1)])
+    distance = abs(times_ns[near] - wanted)
+    return np.where(distance.min(0) <= _NEAR_NS, np.where(distance[0] <= distance[1], *near), -1)
+
+
+def _boxes(anns: Mapping[str, Any], lidar2ego: F64) -> BoxRows:
+    boxes = np.asarray(anns["gt_boxes"], np.float64).reshape(-1, 7)
+    return BoxRows(
+        centre=boxes[:, :3],
+        size_lwh=boxes[:, 3:6],
+        yaw=boxes[:, 6],
+        category=[str(name) for name in np.asarray(anns["gt_names"]).tolist()],
+        track=[str(token) for token in np.asarray(anns["track_tokens"]).tolist()],
+        velocity=np.asarray(anns["gt_velocity_3d"], np.float64).reshape(-1, 3) @ lidar2ego[:3, :3].T,
+    )
+
+
+def _numbers(value: Any, *shape: int) -> F64:  # noqa: ANN401 - of a pickle
+    """Return an array of this shape."""
+    found: F64 = np.asarray(value, np.float64)
+    if found.shape != shape:
+        raise ValueError(f"numbers {list(found.shape)} where {list(shape)} are expected")
+    return found
