@@ -43,6 +43,7 @@ _BUILT_IN: Final = {
     "waymo_v2": "fuelrail.sharding.sources.waymo.parquet:WaymoParquet",
     "mcap": "fuelrail.sharding.sources.logs.source:LogSource",
     "rosbag2": "fuelrail.sharding.sources.logs.source:Rosbag2Source",
+    "rosbag1": "fuelrail.sharding.sources.logs.source:Rosbag1Source",
 }
 _OWN_PACKAGE: Final = "fuelrail"
 _EXAMPLES: Final = {
@@ -59,6 +60,7 @@ CONTENTS: Final = {
     "waymo": ("*.tfrecord", "*/*.tfrecord"),
     "waymo_v2": ("camera_image", "*/camera_image"),
     "rosbag2": ("*.db3", "*/*.db3"),
+    "rosbag1": ("*.bag",),
     "mcap": ("*.mcap",),
     "webdataset": ("*.tar",),
     "openscene": ("navsim_logs/*/*.pkl", "meta_datas/*/*.pkl"),

@@ -239,17 +239,58 @@ def definition(types, message) -> bytes:
     return types.generate_msgdef(message.__msgtype__, ros_version=2)[0].encode()
 
 
-def write_rosbag2(folder: Path, sent: Iterable[Sent]) -> None:
-    """Write messages as a folder with SQLite, with the public library."""
-    from rosbags.rosbag2 import Writer
+def write_rosbag2(folder: Path, sent: Iterable[Sent], *, packed: bool = False, storage: str = "SQLITE3") -> None:
+    """Write messages as a folder with SQLite or MCAP, with the public library; ``packed``: compressed one by one."""
+    from rosbags.rosbag2 import CompressionFormat, CompressionMode, StoragePlugin, Writer
 
     types, connections = store(), {}
-    with Writer(folder, version=9) as writer:
+    made = Writer(folder, version=9, storage_plugin=StoragePlugin[storage])
+    if packed:
+        made.set_compression(CompressionMode.MESSAGE, CompressionFormat.ZSTD)
+    with made as writer:
         for one in sent:
             kind = one.message.__msgtype__
             if one.topic not in connections:
                 connections[one.topic] = writer.add_connection(one.topic, kind, typestore=types)
             writer.write(connections[one.topic], one.stamp_ns + LAG_NS, types.serialize_cdr(one.message, kind))
+
+
+def write_bag(path: Path, sent: Iterable[Sent], compression: str = "NONE", *, old: bool = False) -> None:
+    """Write messages as a bag of ROS 1, with the public library and its types of ROS 1; ``old``: before ROS Hydro."""
+    from rosbags.rosbag1 import Writer
+    from rosbags.typesys import Stores, get_types_from_msg, get_typestore
+
+    types, connections = get_typestore(Stores.ROS1_NOETIC), {}
+    transforms = dict.fromkeys(("tf2_msgs/TFMessage", "tf/tfMessage"), "geometry_msgs/TransformStamped[] transforms\n")
+    for name, text in {**transforms, **OTHERS}.items():
+        types.register(get_types_from_msg(text, name.replace("/", "/msg/")))
+
+    def as_ros1(value):
+        """The message with the fields of ROS 1: headers have a number, CameraInfo's matrices have capitals."""
+        if isinstance(value, list):
+            return [as_ros1(one) for one in value]
+        kind = getattr(value, "__msgtype__", None)
+        if kind is None:
+            return value
+        names = [name for name, _ in types.fielddefs[kind][1]]
+        fields = {name: 77 if name == "seq" else as_ros1(_field(value, name)) for name in names}
+        return types.types[kind](**fields)
+
+    made = Writer(path)
+    if compression != "NONE":
+        made.set_compression(Writer.CompressionFormat[compression])
+    with made as writer:
+        for one in sent:
+            kind = one.message.__msgtype__
+            kind = "tf/msg/tfMessage" if old and one.type == "tf2_msgs/TFMessage" else kind
+            if one.topic not in connections:
+                connections[one.topic] = writer.add_connection(one.topic, kind, typestore=types)
+            data = types.serialize_ros1(as_ros1(one.message), kind)
+            writer.write(connections[one.topic], one.stamp_ns + LAG_NS, data)
+
+
+def _field(message, name):
+    return getattr(message, name if hasattr(message, name) else name.lower())
 
 
 # foxglove's protobuf, written by hand: number, wire type, value.

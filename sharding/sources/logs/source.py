@@ -1,4 +1,4 @@
-"""The kinds ``mcap`` and ``rosbag2``: cameras, lidars and poses of a robot's logs, synchronised."""
+"""The kinds ``mcap``, ``rosbag2`` and ``rosbag1``: cameras, lidars and poses of a robot's logs, synchronised."""
 
 from __future__ import annotations
 
@@ -186,3 +186,10 @@ class Rosbag2Source(LogSource):
 
     kind = "rosbag2"
     suffixes: ClassVar[tuple[str, ...]] = (".db3", ".mcap")
+
+
+class Rosbag1Source(LogSource):
+    """ROS 1 bags: one file, or a folder of them."""
+
+    kind = "rosbag1"
+    suffixes: ClassVar[tuple[str, ...]] = (".bag",)

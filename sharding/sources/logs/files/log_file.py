@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import bz2
 import heapq
 from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
 import msgspec
+import zstandard
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.sample.arrays import Buffer
+from fuelrail.sharding.sources.shared.files import check_most
 
 HEAD_BYTES: Final = 1024
 """How much of a message is read for its stamp and its layout; the headers of most JPEGs are in it too."""
@@ -95,3 +98,22 @@ def check_compression(compression: str, where: str) -> None:
     """Raise SourceError, naming ``where``, for a compression that is not read here."""
     if compression not in ("", "none", "zstd", "lz4"):
         raise SourceError(f"{where} has the compression '{compression}'; zstd and lz4 are read: write the log again")
+
+
+def inflated(data: bytes, compression: str, size: int, where: str) -> bytes:
+    """Decompress zstd, lz4 or bz2 to the stated size, of which no more is made; anything else is not compressed.
+
+    Raises SourceError, naming ``where``, for a size over the limit, ValueError for another size than the stated one.
+    """
+    check_most(size, where)
+    if compression == "lz4":
+        import lz4.frame  # type: ignore[import-untyped]
+
+        data = lz4.frame.LZ4FrameDecompressor().decompress(data, size + 1)
+    elif compression == "zstd":
+        data = zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True).read(size + 1)
+    elif compression == "bz2":
+        data = bz2.BZ2Decompressor().decompress(data, size + 1)
+    if len(data) != size:
+        raise ValueError(f"{size} bytes are stated, and it has {'more' if len(data) > size else len(data)}")
+    return data

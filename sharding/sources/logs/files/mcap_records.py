@@ -9,11 +9,8 @@ from collections.abc import Mapping
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import zstandard
-
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.logs.files.log_file import Topic, check_compression, plain_type
-from fuelrail.sharding.sources.shared.files import check_most
+from fuelrail.sharding.sources.logs.files.log_file import Topic, check_compression, inflated, plain_type
 from fuelrail.sharding.sources.shared.foreign import parsing
 
 if TYPE_CHECKING:
@@ -158,22 +155,13 @@ def chunk_data(record: bytes, where: str) -> Buffer:
 
     Raises SourceError, naming ``where``, for another size or a wrong checksum.
     """
-    import lz4.frame  # type: ignore[import-untyped]
     from mcap.data_stream import ReadDataStream
     from mcap.records import Chunk as Record
 
     with parsing(where, _DAMAGED):
         chunk = Record.read(ReadDataStream(io.BytesIO(record)))
         check_compression(chunk.compression, where)
-        check_most(chunk.uncompressed_size, where)
-        data: bytes = chunk.data
-        size = chunk.uncompressed_size
-        if chunk.compression == "lz4":
-            data = lz4.frame.LZ4FrameDecompressor().decompress(data, size + 1)
-        elif chunk.compression == "zstd":
-            data = zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True).read(size + 1)
-        if len(data) != size:
-            raise ValueError(f"{size} bytes are stated, and it has {'more' if len(data) > size else len(data)}")
+        data = inflated(chunk.data, chunk.compression, chunk.uncompressed_size, where)
         if chunk.uncompressed_crc and zlib.crc32(data) != chunk.uncompressed_crc:
             raise ValueError("its checksum is wrong")
     return data

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import msgspec
 
 from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.logs.files.bag_file import BagFile
 from fuelrail.sharding.sources.logs.files.mcap_file import McapFile
+from fuelrail.sharding.sources.logs.files.packed_file import PackedFile
 from fuelrail.sharding.sources.logs.files.sqlite_file import SqliteFile
 from fuelrail.sharding.sources.shared.foreign import parsing, read_yaml
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.logs.files.log_file import Topic
     from fuelrail.sharding.sources.shared.files import SourceFiles
 
-LogFile: TypeAlias = McapFile | SqliteFile
+LogFile: TypeAlias = McapFile | SqliteFile | BagFile | PackedFile
 METADATA: Final = "metadata.yaml"
 _GENERIC: Final = re.compile(
     r"(compressed|image|video|raw|rect|color|colour|points?|point_?cloud|packets|data|sensing|camera|lidar|sensors?)"
@@ -29,6 +31,7 @@ _GENERIC: Final = re.compile(
 class _Information(msgspec.Struct):
     relative_file_paths: list[str]
     compression_mode: str | None = None
+    compression_format: str | None = None
 
 
 class _Metadata(msgspec.Struct):
@@ -46,6 +49,7 @@ class Recordings:
     ) -> None:
         self._files, self._file, self._suffixes = files, file, suffixes
         self._skip_damaged, self._check_all = skip_damaged, check_all
+        self._packed: set[str] = set()
         self.log_file = cache(self._open)
         """Return the file of a log that has this name; open it once."""
 
@@ -64,11 +68,8 @@ class Recordings:
             if not name.endswith(self._suffixes) and self._files.facts(f"{name}/{METADATA}") is not None
         ]
         if not found:
-            if any(name.endswith(".bag") for name in names):
-                raise SourceError(
-                    f"source '{self._files.shown}' has ROS 1 bags (.bag), which are not read: convert each with "
-                    "`rosbags-convert --src FILE.bag --dst FOLDER`"
-                )
+            if ".bag" not in self._suffixes and any(name.endswith(".bag") for name in names):
+                raise SourceError(f"source '{self._files.shown}' has ROS 1 bags (.bag): read them by the kind rosbag1")
             raise SourceError(
                 f"source '{self._files.shown}' has no logs: it is empty, or none of its files ends with "
                 f"{' or '.join(self._suffixes)}, and no folder has a {METADATA}"
@@ -85,9 +86,14 @@ class Recordings:
         return found
 
     def _open(self, name: str) -> LogFile:
-        if name.endswith(".db3"):
-            return SqliteFile(self._files, name)
-        return McapFile(self._files, name, skip_damaged=self._skip_damaged, check_all=self._check_all)
+        if name.endswith(".bag"):
+            return BagFile(self._files, name)
+        file = (
+            SqliteFile(self._files, name)
+            if name.endswith(".db3")
+            else McapFile(self._files, name, skip_damaged=self._skip_damaged, check_all=self._check_all)
+        )
+        return PackedFile(file, f"file '{self._files.shown}/{name}'") if name in self._packed else file
 
     def chosen(self, option: str, given: Mapping[str, str], types: frozenset[str]) -> dict[str, str]:
         """Return channel to topic: what the option gives, else all topics of these types, by name."""
@@ -116,11 +122,11 @@ class Recordings:
         where = f"file '{self._files.shown}/{folder}{METADATA}'"
         data = self._files.read(f"{folder}{METADATA}")
         facts = read_yaml(data, where, _Metadata, "is not metadata of rosbag2").rosbag2_bagfile_information
-        compression = facts.compression_mode or ""
-        if compression.lower() not in ("", "none"):
+        mode = (facts.compression_mode or "").lower()
+        if mode not in ("", "none", "message") or (mode == "message" and facts.compression_format != "zstd"):
             raise SourceError(
-                f"{where}: the bag is compressed by {compression}; `ros2 bag convert` makes an MCAP file with "
-                "compressed chunks of it, which is read"
+                f"{where}: the bag is compressed by {facts.compression_mode} and {facts.compression_format}; messages "
+                "by zstd are read, and an MCAP file with compressed chunks, which `ros2 bag convert` makes of it"
             )
         found = []
         for name in facts.relative_file_paths:
@@ -130,6 +136,7 @@ class Recordings:
             if self._files.facts(inside) is None:
                 raise SourceError(f"{where} names the file '{name}', which is not there")
             found.append(inside)
+        self._packed.update(found if mode == "message" else ())
         return found
 
 

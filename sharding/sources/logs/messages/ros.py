@@ -55,7 +55,7 @@ class Ros:
         self._pictured: tuple[Buffer, Buffer, Picture] = b"", b"", Picture(0, "", 0, 0)
 
     def _read(self, data: Buffer) -> Any:  # noqa: ANN401 - rosbags
-        return _store(self._type, self._topic.schema).deserialize_cdr(bytes(data), self._type)
+        return type_store(self._type, self._topic.schema).deserialize_cdr(bytes(data), self._type)
 
     def picture(self, data: Buffer) -> Picture:
         """Read the head of a picture; parse one again only if more than stamp and length changed."""
@@ -171,7 +171,7 @@ class Ros:
     @functools.cached_property
     def columns(self) -> list[str]:
         """Places of the single numbers of a message, such as ``twist.linear.x``; none in lists, as of covariances."""
-        fields = _store(self._type, self._topic.schema).fielddefs
+        fields = type_store(self._type, self._topic.schema).fielddefs
 
         def paths(kind: str) -> Iterator[str]:
             for name, (node, own) in fields[kind][1]:
@@ -245,7 +245,7 @@ def _standard() -> Any:  # noqa: ANN401 - rosbags
 
 
 @functools.cache
-def _store(name: str, schema: bytes) -> Any:  # noqa: ANN401 - rosbags
+def type_store(name: str, schema: bytes) -> Any:  # noqa: ANN401 - rosbags
     """Return the types that include this one: ROS 2's own, else by the log's text."""
     from rosbags.interfaces import Nodetype
     from rosbags.typesys import Stores, get_types_from_msg, get_typestore
@@ -261,6 +261,9 @@ def _store(name: str, schema: bytes) -> Any:  # noqa: ANN401 - rosbags
     if text.count("\n") > _MOST_LINES:
         raise ValueError(f"its definition has over {_MOST_LINES} lines")
     types, found = get_types_from_msg(text, name), get_typestore(Stores.ROS2_HUMBLE)
+    header = types.get("std_msgs/msg/Header", ((), ()))
+    if [field for field, _ in header[1]] == ["seq", "stamp", "frame_id"]:  # of ROS 1: CDR made of it has no number
+        del types["std_msgs/msg/Header"]
     sizes: dict[str, int] = {}
 
     def num_values(kind: str, inside: tuple[str, ...]) -> int:

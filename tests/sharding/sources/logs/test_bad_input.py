@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 import simplejpeg
@@ -14,7 +16,17 @@ from fuelrail.sharding.sources.logs.files.mcap_file import McapFile
 from fuelrail.sharding.sources.logs.messages.reader import Reader
 from fuelrail.sharding.sources.registry import SourceSpec, make_source
 from fuelrail.sharding.sources.shared.files import source_files
-from support.log_world import Ros, Sent, logged, ros_messages, store, with_raw_pictures, write_mcap, write_rosbag2
+from support.log_world import (
+    Ros,
+    Sent,
+    logged,
+    ros_messages,
+    store,
+    with_raw_pictures,
+    write_bag,
+    write_mcap,
+    write_rosbag2,
+)
 from support.source_suite import SourceSuite
 from support.source_world import make_world, samples_of
 
@@ -341,15 +353,52 @@ def test_times_since_a_start_are_not_taken_for_unix_times(tmp_path, world):
         scan_source(spec._replace(options={"clock": "log_time", "poses": "none"}))
 
 
-def test_ros_1_bags_and_messages_compressed_one_by_one_are_named(tmp_path, world):
-
+def test_bags_of_another_kind_and_packed_messages_without_metadata_are_named(tmp_path, world):
     (tmp_path / "bags").mkdir()
     (tmp_path / "bags/drive.bag").write_bytes(b"#ROSBAG V2.0\n")
     for kind in ("mcap", "rosbag2"):
-        with pytest.raises(SourceError, match=r"has ROS 1 bags .*rosbags-convert"):
+        with pytest.raises(SourceError, match=r"has ROS 1 bags \(\.bag\): read them by the kind rosbag1"):
             scan_source(SourceSpec(kind, str(tmp_path / "bags"), {}))
     pack = zstandard.ZstdCompressor().compress
     topic = Topic("/cam", "sensor_msgs/CompressedImage", "cdr", b"")
     packed = pack(bytes(store().serialize_cdr(sent_of(world)[1].message, sent_of(world)[1].message.__msgtype__)))
     with pytest.raises(SourceError, match=r"topic '/cam': messages are compressed one by one.*ros2 bag convert"):
         Reader(topic).picture(Message("/cam", 0, Locator("a", 0, 0), packed, len(packed)))
+
+
+@pytest.mark.parametrize("compression", ["NONE", "BZ2", "LZ4"])
+def test_a_damaged_bag_is_an_error_that_names_it(tmp_path, world, compression):
+    path = tmp_path / "drive.bag"
+    write_bag(path, sent_of(world), compression)
+    whole = path.read_bytes()
+    given = SourceSpec("rosbag1", str(path), {"poses": "none"})
+    for length in (0, 5, 100, len(whole) // 2, len(whole) - 10):
+        path.write_bytes(whole[:length])
+        with pytest.raises(SourceError, match=r"drive\.bag"):
+            scan_source(given)
+    rng, num_refused = np.random.default_rng(3), 0
+    for _ in range(60):
+        data = bytearray(whole)
+        for at in rng.integers(0, len(whole), 8):
+            data[at] ^= 1 << rng.integers(0, 8)
+        path.write_bytes(data)
+        with contextlib.suppress(SourceError):
+            scan_source(given)
+            num_refused -= 1
+        num_refused += 1
+    assert num_refused or compression == "NONE"
+
+
+def test_a_packed_bag_with_plain_messages_and_other_packings_are_named(tmp_path, world):
+    write_rosbag2(tmp_path / "bag", sent_of(world))
+    path = tmp_path / "bag" / "metadata.yaml"
+    text = path.read_text()
+    for mode, form, says in (
+        ("MESSAGE", "zstd", "is not compressed by zstd, though its metadata says so"),
+        ("FILE", "zstd", "the bag is compressed by FILE and zstd; messages by zstd are read"),
+        ("MESSAGE", "lz4", "compressed by MESSAGE and lz4"),
+    ):
+        packed = text.replace("compression_mode: ''", f"compression_mode: {mode}")
+        path.write_text(packed.replace("compression_format: ''", f"compression_format: {form}"))
+        with pytest.raises(SourceError, match=says):
+            scan_source(SourceSpec("rosbag2", str(tmp_path / "bag"), {}))

@@ -6,7 +6,14 @@ from typing import ClassVar
 
 import numpy as np
 
-from support.log_world import foxglove_messages, ros_messages, video_messages, write_mcap, write_rosbag2
+from support.log_world import (
+    foxglove_messages,
+    ros_messages,
+    video_messages,
+    write_bag,
+    write_mcap,
+    write_rosbag2,
+)
 from support.source_suite import SourceSuite
 
 CAMERAS = ("cam_front", "cam_left", "cam_back")
@@ -58,6 +65,48 @@ class TestRosbag2(TestUncompressed):
     def write(self, world, root):
         for clip in world.clips:
             write_rosbag2(root / clip.name, ros_messages(world, clip))
+        return str(root)
+
+
+class TestPackedRosbag2(TestRosbag2):
+    """Write messages that are compressed one by one."""
+
+    reads_heads = False
+
+    def write(self, world, root):
+        for clip, storage in zip(world.clips, ("SQLITE3", "MCAP"), strict=True):
+            write_rosbag2(root / clip.name, ros_messages(world, clip), packed=True, storage=storage)
+        return str(root)
+
+
+class TestRosbag1(TestUncompressed):
+    kind = "rosbag1"
+    reads_heads = False
+    writing: ClassVar = {"compression": "NONE"}
+
+    def write(self, world, root):
+        for clip in world.clips:
+            write_bag(root / f"{clip.name}.bag", ros_messages(world, clip), **self.writing)
+        return str(root)
+
+
+class TestRosbag1Bz2(TestRosbag1):
+    writing: ClassVar = {"compression": "BZ2", "old": True}
+
+
+class TestRosbag1Lz4(TestRosbag1):
+    writing: ClassVar = {"compression": "LZ4"}
+
+
+class TestRosbag1Video(TestRosbag1):
+    """A type that is none of ROS's own: its text is in the bag."""
+
+    options: ClassVar = {"cameras": {name: f"/{name}/video" for name in CAMERAS}}
+    compare: ClassVar = {"labelled": False, "same_bytes": False}
+
+    def write(self, world, root):
+        for clip in world.clips:
+            write_bag(root / f"{clip.name}.bag", video_messages(world, clip))
         return str(root)
 
 

@@ -1,0 +1,111 @@
+"""ROS 1 bags (format 2.0), read by rosbags. Their messages become CDR, as those of ROS 2."""
+
+from __future__ import annotations
+
+import heapq
+import io
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.logs.files.log_file import (
+    Locator,
+    Message,
+    Topic,
+    inflated,
+    plain_type,
+)
+from fuelrail.sharding.sources.logs.messages.ros import type_store
+from fuelrail.sharding.sources.shared.foreign import parsing
+
+if TYPE_CHECKING:
+    from rosbags.rosbag1 import Reader
+
+    from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.sharding.sources.shared.files import SourceFiles
+
+_RENAMED: Final = {"tf/tfMessage": "tf2_msgs/TFMessage"}
+
+
+class BagFile:
+    """One ``.bag`` file, as :class:`McapFile`. A chunk is read as a whole, and the last one is kept."""
+
+    reads_in_order = True
+
+    def __init__(self, files: SourceFiles, name: str) -> None:
+        path = files.path(name)
+        if path is None:
+            raise SourceError(f"file '{files.shown}/{name}' is a bag, which is not read at a URL: copy it here first")
+        self._name, self._where, self._path = name, f"file '{files.shown}/{name}'", path
+        self._lock = threading.Lock()
+        self._chunk: tuple[int, Buffer] = (-1, b"")
+        self.lost = Counter[str]()
+
+    @cached_property
+    def _bag(self) -> Reader:
+        from rosbags.rosbag1 import Reader
+
+        bag = Reader(str(self._path))
+        with parsing(self._where, "is not a ROS 1 bag, or it is damaged (`rosbag reindex` makes its index again)"):
+            bag.open()
+        weakref.finalize(self, bag.close)
+        return bag
+
+    @cached_property
+    def _topics(self) -> dict[int, Topic]:
+        """Topics by the number of a connection."""
+        found = {}
+        for one in self._bag.connections:
+            kind = plain_type(one.msgtype)
+            found[one.id] = Topic(one.topic, _RENAMED.get(kind, kind), "cdr", one.msgdef.data.encode())
+        return found
+
+    @property
+    def topics(self) -> dict[str, Topic]:
+        """Topics by name."""
+        return {topic.name: topic for topic in self._topics.values()}
+
+    def walk(self, heads: Collection[str], whole: Collection[str]) -> Iterator[Message]:
+        """Yield the messages of these topics by the time of their recording."""
+        for place in self._places({*heads, *whole}):
+            yield self.read(place)
+
+    def places(self, topic: str) -> list[Locator]:
+        """Return where the messages of a topic are, by the time of their recording."""
+        return list(self._places([topic]))
+
+    def _places(self, topics: Collection[str]) -> Iterator[Locator]:
+        numbers = [number for number, topic in self._topics.items() if topic.name in topics]
+        entries: Iterable[Any] = heapq.merge(*(self._bag.indexes[number] for number in numbers))
+        return (Locator(self._name, entry.chunk_pos, entry.offset) for entry in entries)
+
+    def read(self, place: Locator, most: int | None = None) -> Message:  # noqa: ARG002 - a message is made as a whole
+        """Read a whole message."""
+        from rosbags.rosbag1.reader import Header, RecordType, read_bytes, read_uint32
+
+        with self._lock, parsing(f"{self._where}: message {place.chunk}:{place.at}"):
+            record = io.BytesIO(self._read_chunk(place.chunk))
+            record.seek(place.at)
+            while (head := Header.read(record)).get_uint8("op") == RecordType.CONNECTION:
+                record.seek(read_uint32(record), io.SEEK_CUR)
+            topic, log_ns = self._topics[head.get_uint32("conn")], head.get_time("time")
+            name = topic.type.replace("/", "/msg/")
+            store = type_store(name, topic.schema)
+            data = bytes(store.ros1_to_cdr(read_bytes(record, read_uint32(record)), name))
+        return Message(topic.name, log_ns, place, data, len(data))
+
+    def _read_chunk(self, at: int) -> Buffer:
+        """Read and decompress a chunk."""
+        from rosbags.rosbag1.reader import Header, RecordType, read_bytes, read_uint32
+
+        if self._chunk[0] != at:
+            file: Any = self._bag.bio
+            file.seek(at)
+            head = Header.read(file, RecordType.CHUNK)
+            size, compression = head.get_uint32("size"), head.get_string("compression")
+            self._chunk = at, inflated(read_bytes(file, read_uint32(file)), compression, size, self._where)
+        return self._chunk[1]
