@@ -59,10 +59,10 @@ class PackingReport(msgspec.Struct, frozen=True):
     figures: list[PackerFigures]
 
 
-def text_lengths() -> NDArray[np.int64]:
-    """Return the number of words of each documentation text in the modules of Python's standard library, 1 .. 1024."""
+def text_lengths(folder: Path) -> NDArray[np.int64]:
+    """Return the number of words of each documentation text in the modules below a folder, 1 .. 1024."""
     found: list[int] = []
-    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("**/*.py")):
+    for file in sorted(folder.glob("**/*.py")):
         if "site-packages" in file.parts:
             continue
         try:
@@ -151,7 +151,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--samples", type=int, default=100_000, help="lengths of the lognormal set")
     arguments = parser.parse_args(argv)
     drawn = np.random.default_rng(0).lognormal(5, 1, arguments.samples)
-    report = measure({"lognormal": np.clip(drawn, 16, 1024).astype(np.int64), "docstrings": text_lengths()})
+    texts = text_lengths(Path(sysconfig.get_path("stdlib")))
+    report = measure({"lognormal": np.clip(drawn, 16, 1024).astype(np.int64), "docstrings": texts})
     for one in report.figures:
         print(  # noqa: T201
             f"{one.lengths:<11} {one.budget:>6} {one.packer:<45} fill {one.fill:.4f} lost {one.tokens_lost:>8} "

@@ -1,10 +1,9 @@
-"""A rank that takes batches from the process of its host, and prints a digest of each: DATASET, model-parallel size."""
+"""A rank that takes batches from the process of its host, and writes a digest of each to a file."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -12,7 +11,9 @@ import fuelrail as fr
 from fuelrail.loaders.distributed import batch_digest
 
 
-def main(dataset: str, parallel: int, folder: str) -> None:
+def run(dataset: Path, parallel: int, folder: Path, out: Path, environment: dict[str, str]) -> None:
+    """Be a rank with these variables; ``parallel``: how many ranks divide a model."""
+    os.environ.update(environment)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     loader = fr.DataLoader(
         dataset,
@@ -23,15 +24,12 @@ def main(dataset: str, parallel: int, folder: str) -> None:
         transforms=fr.Transforms(image=fr.ImageAugment(height=8, width=8, resize="stretch")),
         world=fr.World(rank // parallel, size // parallel),
     )
-    for epoch in range(3):
-        for step, batch in enumerate(loader):
-            print(epoch, step, batch_digest(batch), flush=True)
-            if (victim := Path(folder) / f"kill-{rank}-{epoch}-{step}").exists():
-                victim.unlink()
-                os.kill(os.getpid(), signal.SIGKILL)
-            while (Path(folder) / f"wait-{epoch}-{step}").exists():
-                time.sleep(0.01)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    with out.open("w", buffering=1) as file:
+        for epoch in range(3):
+            for step, batch in enumerate(loader):
+                print(epoch, step, batch_digest(batch), file=file)
+                if (victim := folder / f"kill-{rank}-{epoch}-{step}").exists():
+                    victim.unlink()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                while (folder / f"wait-{epoch}-{step}").exists():
+                    time.sleep(0.01)

@@ -29,10 +29,7 @@ if TYPE_CHECKING:
 _MAX: Final = 1_000_000_000
 _SHARD_BUFFER: Final = 100  # what WebDataset(..., shardshuffle=True) means
 _CHANCE_Z: Final = 4
-_LEGEND = (
-    "z: standard deviations from the mean of true shuffles. neighbours: samples next to each other in the order. "
-    "buckets: is each part of the data spread over the whole epoch?"
-)
+_LEGEND = "z: standard deviations from the mean of true shuffles. neighbours: samples next to each other in the order."
 
 
 class DescribeOptions(CheckedSettings, frozen=True, kw_only=True):
@@ -174,7 +171,6 @@ def _print(description: Description) -> None:
     rows = [
         ("rank correlation", *(f"{each.quality.rank_correlation:+.4f}" for each in figures)),
         ("neighbours' correlation", *(f"{each.quality.serial_correlation:+.4f}" for each in figures)),
-        ("buckets, z", *(f"{each.quality.bucket_chi_square_z:+.1f}" for each in figures)),
         ("same-clip pairs in a batch", *(_figure(each.same_clip_pairs, ".3%") for each in figures)),
         ("shards read by a batch", *(_figure(each.shards_per_batch, ".1f") for each in figures)),
     ]

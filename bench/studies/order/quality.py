@@ -23,24 +23,19 @@ class ShuffleQuality(msgspec.Struct, frozen=True, kw_only=True):
     """How random an order is. Correlations are -1 .. 1, and near 0 in a true shuffle.
 
     ``rank_correlation`` is Spearman's rho between position and sample, ``serial_correlation`` that of each sample with
-    the next one in the order. ``bucket_chi_square_z``: is every part of the data spread over the whole epoch?
+    the next one in the order.
     """
 
     rank_correlation: float
     rank_correlation_z: float
     serial_correlation: float
     serial_correlation_z: float
-    bucket_chi_square_z: float
 
     @property
     def worst(self) -> tuple[str, float]:
         """The figure that is farthest from a true shuffle's, and its z."""
-        known = {
-            "rank correlation": self.rank_correlation_z,
-            "neighbours' correlation": self.serial_correlation_z,
-            "buckets": self.bucket_chi_square_z,
-        }
-        return max(known.items(), key=lambda entry: abs(entry[1]))
+        known = ("rank correlation", self.rank_correlation_z), ("neighbours' correlation", self.serial_correlation_z)
+        return max(known, key=lambda entry: abs(entry[1]))
 
 
 class OrderFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,25 +99,7 @@ def measure(order: NDArray[np.int64]) -> ShuffleQuality:
         rank_correlation_z=rho * math.sqrt(n - 1),
         serial_correlation=serial,
         serial_correlation_z=(serial + 1 / n) * math.sqrt(n),
-        bucket_chi_square_z=_bucket_z(order),
     )
-
-
-def _bucket_z(order: NDArray[np.int64]) -> float:
-    """Return chi-square of position buckets against sample buckets, 2 to 64 of each with 10 expected in a cell, as a z.
-
-    Both margins are fixed, as every sample comes once; the mean over random permutations is then degrees * n / (n - 1).
-    The z is Wilson and Hilferty's cube root (1931).
-    """
-    n = len(order)
-    k = max(2, min(64, math.isqrt(n // 10)))
-    bucket = np.arange(n) * k // n
-    sizes = np.bincount(bucket, minlength=k).astype(np.float64)
-    table = np.bincount(bucket * k + bucket[order], minlength=k * k).reshape(k, k)
-    expected = np.outer(sizes, sizes) / n
-    statistic, degrees = float((np.square(table - expected) / expected).sum()) * (n - 1) / n, (k - 1) ** 2
-    spread = 2 / (9 * degrees)
-    return (math.cbrt(statistic / degrees) - (1 - spread)) / math.sqrt(spread)
 
 
 def same_pairs(groups: NDArray[np.integer], batch: int) -> float:

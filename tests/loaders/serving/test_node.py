@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import time
 import uuid
-from pathlib import Path
 
 import psutil
 import pytest
 
+from support.node_rank import run
+from support.ranks import warm
+
 pytestmark = [pytest.mark.process, pytest.mark.slow]
-RANK = Path(__file__).parents[2] / "support" / "node_rank.py"
 NUM_RANKS = 4
 
 
 def start(tiny, folder, rank, job, where="node", parallel=2):
     environment = {
-        **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS), "WHERE": where,
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS), "WHERE": where,
         "LOCAL_WORLD_SIZE": str(NUM_RANKS), "MASTER_ADDR": "localhost", "MASTER_PORT": job,
     }  # fmt: skip
-    command = [sys.executable, RANK, tiny, str(parallel), folder]
-    with (folder / f"{job}-{rank}").open("w") as out:
-        return subprocess.Popen(command, env=environment, stdout=out)
+    process = warm().Process(target=run, args=(tiny, parallel, folder, folder / f"{job}-{rank}", environment))
+    process.start()
+    return process
 
 
 def lines_of(folder, job, rank):
@@ -34,7 +32,7 @@ def lines_of(folder, job, rank):
 
 def finished(ranks, folder, job, numbers=range(NUM_RANKS)):
     for rank in ranks:
-        rank.wait(100)
+        rank.join(100)
     return [lines_of(folder, job, rank) for rank in numbers]
 
 
@@ -85,7 +83,8 @@ def test_a_killed_process_is_started_again_and_every_rank_gets_every_batch_once(
     (hold := tmp_path / "wait-1-1").touch()
     ranks = [start(tiny, tmp_path, rank, job) for rank in range(NUM_RANKS)]
     before = wait_for(lambda: servers(job))
-    wait_for(lambda: all(lines_of(tmp_path, job, rank) for rank in range(NUM_RANKS)))
+    files = [tmp_path / f"{job}-{rank}" for rank in range(NUM_RANKS)]
+    wait_for(lambda: all(file.exists() and file.read_text() for file in files))
     before[0].send_signal(signal.SIGKILL)
     hold.unlink()
     lines = finished(ranks, tmp_path, job)
@@ -98,7 +97,7 @@ def test_the_death_of_a_rank_does_not_end_the_others(tiny, tmp_path, job, expect
     (tmp_path / f"kill-{victim}-1-1").touch()
     ranks = [start(tiny, tmp_path, rank, job) for rank in range(NUM_RANKS)]
     lines = finished(ranks, tmp_path, job)
-    assert ranks[victim].returncode == -signal.SIGKILL
+    assert ranks[victim].exitcode == -signal.SIGKILL
     for rank in {*range(NUM_RANKS)} - {victim}:
         assert lines[rank] == expected[rank // 2]
     wait_for(lambda: not servers(job))

@@ -32,10 +32,10 @@ def test_shuffled_is_as_good_as_true_and_better_than_a_buffer(dataset, capsys):
     assert [each["name"] for each in facts["figures"]] == ["fuelrail shuffled", "webdataset 200", "true shuffle"]
     assert facts["epoch_length"] == facts["num_selected"] == 2400
     assert facts["num_steps"] == 37
-    for name in ("rank_correlation_z", "serial_correlation_z", "bucket_chi_square_z"):
+    for name in ("rank_correlation_z", "serial_correlation_z"):
         assert abs(ours["quality"][name]) < 4
         assert abs(true["quality"][name]) < 4
-    assert theirs["quality"]["bucket_chi_square_z"] > 20
+    assert theirs["quality"]["serial_correlation_z"] > 6
     assert theirs["same_clip_pairs"] > 2 * ours["same_clip_pairs"]
 
 

@@ -24,15 +24,15 @@ from fuelrail.bench.studies.order.quality import (
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.permutation import KeyedPermutation, derive_key
 
-Z_FIGURES = ("rank_correlation_z", "serial_correlation_z", "bucket_chi_square_z")
+Z_FIGURES = ("rank_correlation_z", "serial_correlation_z")
 
 
 def test_the_stored_order_and_its_reverse_are_not_shuffled():
-    stored, reverse = measure(np.arange(10_000)), measure(np.arange(1000)[::-1])
+    stored, reverse = measure(np.arange(10_000)), measure(np.arange(10_000)[::-1])
     assert (stored.rank_correlation, reverse.rank_correlation) == pytest.approx((1, -1))
     assert stored.serial_correlation > 0.99
-    assert min(stored.rank_correlation_z, stored.serial_correlation_z, stored.bucket_chi_square_z) > 90
-    assert reverse.bucket_chi_square_z > 20
+    assert min(stored.rank_correlation_z, stored.serial_correlation_z) > 90
+    assert reverse.worst[1] < -90
     assert stored.worst[1] == max(getattr(stored, name) for name in Z_FIGURES)
 
 
@@ -71,7 +71,7 @@ def test_a_small_buffer_shuffle_is_distinguished_from_a_true_one():
             order.append(buffer.pop(rng.integers(1000)))
     quality = measure(np.array(order + buffer))
     assert quality.rank_correlation > 0.9
-    assert quality.bucket_chi_square_z > 50
+    assert quality.serial_correlation_z > 50
 
 
 def test_closed_forms_over_all_permutations():
