@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 import safetensors.numpy
 
-from fuelrail.bench.micro import metadata, rate, timing
+from fuelrail.bench.micro import metadata, rate, timing, where
 from fuelrail.bench.micro.source import CAMERAS, NUM_BOXES
 from fuelrail.pipeline.format.index.samples import SampleIndex, write_index
 from fuelrail.pipeline.sample.schema import GEOMETRY, META, decode_sample
@@ -108,3 +108,12 @@ def test_both_readers_of_metadata_find_the_same(tmp_path):
             assert row == rows[number]
             stored = {**row._asdict(), "members": [member._asdict() for member in row.members]}
             assert metadata.pyarrow_row(table, number, index.names, index.codecs) | {"is_part": False} == stored
+
+
+def test_where_batches_are_made(tmp_path, capsys):
+    out = tmp_path / "report.json"
+    assert not where.main([str(tmp_path / "work"), "--samples", "24", "--rounds", "1", "--out", str(out)])
+    report = json.loads(out.read_text())
+    assert report["images_per_s"].keys() == {"threads", "process"}
+    assert report["step_p99_ms"].keys() == {"nothing", "threads", "process"}
+    assert "process / threads" in capsys.readouterr().out

@@ -1,0 +1,107 @@
+"""Batches from a process of their own beside batches from threads: the rate, and what the trainer's Python notices.
+
+``python -m fuelrail.bench.micro.where WORK [--out FILE]``. Both loaders run over the same samples in turns (six
+1600x900 images each to 704x256, two decoding threads). *Rate*: nothing but the loader works. *Steps*: the trainer's
+thread executes a fixed piece of Python that takes about a millisecond alone, as one that launches kernels does, while
+the loader refills its queue; the distribution of its duration is what a launch loop would notice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from statistics import median, quantiles
+
+import msgspec
+
+from fuelrail.bench.measure.machine import MachineFacts, machine_facts
+from fuelrail.bench.micro.source import make_dataroot
+from fuelrail.bench.report.files import publish_json
+from fuelrail.loaders import DataLoader
+from fuelrail.sharding.api import shard
+from fuelrail.sharding.progress import Quiet
+
+_BATCH = 8
+_STEPS = 40
+"""Steps of the trainer for each batch."""
+
+
+class WhereReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Rates by where batches are made: images a second of each round; percentiles of the trainer's steps [ms]."""
+
+    benchmark: str
+    machine: MachineFacts
+    num_samples: int
+    images_per_s: dict[str, list[float]]
+    rate_ratio: float
+    """The process's rate over that of threads, median of the rounds."""
+    step_p50_ms: dict[str, float]
+    step_p99_ms: dict[str, float]
+
+
+def _step() -> float:
+    started_s = time.perf_counter()
+    for _ in range(20_000):
+        pass
+    return 1e3 * (time.perf_counter() - started_s)
+
+
+def measure(dataset: Path, num_samples: int, rounds: int) -> WhereReport:
+    """Run epochs of each candidate in turns; the first round is not counted."""
+    make = partial(DataLoader, dataset, _BATCH, shuffle=True, drop_last=True, num_workers=2, seed=0)
+    loaders = {"threads": make(), "process": make(where="process")}
+    rates: dict[str, list[float]] = {name: [] for name in loaders}
+    steps: dict[str, list[float]] = {"nothing": [_step() for _ in range(_STEPS * 10)], **{name: [] for name in loaders}}
+    for _ in range(rounds + 1):
+        for name, loader in loaders.items():
+            batches = iter(loader)
+            images = next(batches)["img"].shape[1] * _BATCH * (len(loader) - 1)
+            started_s = time.perf_counter()
+            for _batch in batches:
+                pass
+            rates[name].append(images / (time.perf_counter() - started_s))
+            for _batch in islice(loader, max(2, len(loader) // 4)):
+                steps[name] += [_step() for _ in range(_STEPS)]
+    for loader in loaders.values():
+        loader.close()
+    rates = {name: values[1:] for name, values in rates.items()}
+    return WhereReport(
+        benchmark="where",
+        machine=machine_facts(),
+        num_samples=num_samples,
+        images_per_s=rates,
+        rate_ratio=median(there / here for here, there in zip(*rates.values(), strict=True)),
+        step_p50_ms={name: median(values) for name, values in steps.items()},
+        step_p99_ms={name: quantiles(values, n=100)[98] for name, values in steps.items()},
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the data, measure, print a table and, with ``--out``, write the report."""
+    parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.where")
+    parser.add_argument("work", type=Path, metavar="WORK", help="new folder for the dataset")
+    parser.add_argument("--samples", type=int, default=512, help="samples of an epoch (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="epochs of each candidate (default: %(default)s)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
+    options = parser.parse_args(argv)
+    source, dataset = options.work / "source", options.work / "dataset"
+    make_dataroot(source, options.samples, lidar=False, num_files=8)
+    shard(f"nuscenes:{source}", dataset, options={"version": "v1.0-bench"}, workers=1, progress=Quiet())
+    report = measure(dataset, options.samples, options.rounds)
+    for name, values in report.images_per_s.items():
+        print(f"{name:<10} {median(values):8.1f} images/s")  # noqa: T201
+    print(f"process / threads: {report.rate_ratio:.3f}")  # noqa: T201
+    for name, value in report.step_p50_ms.items():
+        print(f"steps beside {name:<10} p50 {value:6.3f} ms  p99 {report.step_p99_ms[name]:7.3f} ms")  # noqa: T201
+    if options.out is not None:
+        publish_json(options.out, report)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
