@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings
-from fuelrail.pipeline.transforms.lens import UNBENT, Lens, Matrix3, read_lens, source_places
+from fuelrail.pipeline.transforms.lens import OWN, UNBENT, Lens, Matrix3, read_lens, rectified_places, source_places
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.schema import Sample
@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 
 _COARSE_PX = 16
 """Distance of the places at which the local scale is looked at."""
+
+_GRID = 9
+"""Places along each side of an image at which the rectangle of a lens is looked at, as OpenCV does."""
+
+_UNIT: Matrix3 = ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
 
 _KEPT = 12
 """Samplings that are kept: two rigs of six cameras, for evaluation, where the maps repeat."""
@@ -43,8 +48,10 @@ class Sampling(NamedTuple):
 def rectified_camera(lens: Lens, wh: tuple[int, int], alpha: float) -> Matrix3:
     """Return K that shows all of the stored image (``alpha`` 1), only its part without black (0), or between.
 
-    ``cv2.getOptimalNewCameraMatrix`` and its fisheye counterpart.
+    ``cv2.getOptimalNewCameraMatrix``, its fisheye counterpart, and the same rule for the lenses that OpenCV lacks.
     """
+    if lens.kind in OWN:
+        return _chosen_camera(lens, wh, alpha)
     camera, coefficients = np.array(lens.stored), np.array(lens.coefficients)
     if lens.kind == "fisheye":
         choose = cv2.fisheye.estimateNewCameraMatrixForUndistortRectify
@@ -52,6 +59,26 @@ def rectified_camera(lens: Lens, wh: tuple[int, int], alpha: float) -> Matrix3:
     else:
         chosen, _ = cv2.getOptimalNewCameraMatrix(camera, coefficients, wh, alpha)
     return tuple(tuple(row) for row in chosen.tolist())
+
+
+def _chosen_camera(lens: Lens, wh: tuple[int, int], alpha: float) -> Matrix3:
+    """Return K between that of the largest rectangle within the straightened image and that of the one around it."""
+    corner = np.array(wh) - 1.0
+    grid = np.stack(np.meshgrid(*(np.linspace(0.0, end, _GRID) for end in corner)), -1)
+    flat = rectified_places(grid.reshape(-1, 2), dataclasses.replace(lens, rectified=_UNIT)).reshape(grid.shape)
+    inner = np.array([flat[:, 0].max(0)[0], flat[0].max(0)[1], flat[:, -1].min(0)[0], flat[-1].min(0)[1]])
+    outer = np.concatenate([flat.min((0, 1)), flat.max((0, 1))])
+    (fx, fy), (cx, cy) = (
+        (1.0 - alpha) * one + alpha * other
+        for one, other in zip(_rectangle_camera(inner, corner), _rectangle_camera(outer, corner), strict=True)
+    )
+    return ((fx, 0.0, cx), (0.0, fy, cy), (0.0, 0.0, 1.0))
+
+
+def _rectangle_camera(sides: NDArray[np.float64], corner: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...]:
+    """Return focal lengths and centre that show a rectangle (left, top, right, bottom) of rays as a whole image."""
+    focal = corner / (sides[2:] - sides[:2])
+    return focal, -focal * sides[:2]
 
 
 def largest_scale(image_map: ImageMap, lens: Lens) -> float:
@@ -130,7 +157,7 @@ def _centre_matrix(image_map: ImageMap) -> NDArray[np.float64]:
 
 
 class Undistort(Settings, frozen=True):
-    """Straightens the images of distorted cameras (OpenCV's pinhole models and its fisheye) as they are decoded.
+    """Straightens the images of distorted cameras (OpenCV's pinhole models and fisheye, f-theta, Mei) as it decodes.
 
     Attributes:
         alpha: None keeps each camera's own K; else it is chosen so that nothing of the image is lost (1), nothing black

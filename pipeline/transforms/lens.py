@@ -10,16 +10,25 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError
 
-Kind: TypeAlias = Literal["pinhole", "fisheye"]
+Kind: TypeAlias = Literal["pinhole", "fisheye", "ftheta", "mei"]
 
 MODELS: Final[dict[str, tuple[Kind, tuple[int, ...]]]] = {
     "opencv_radtan": ("pinhole", (4, 5)),
     "opencv_rational": ("pinhole", (8, 12, 14)),
     "kannala_brandt": ("fisheye", (4,)),
+    "ftheta": ("ftheta", (6,)),
+    "mei": ("mei", (5,)),
 }
-"""``dist_model`` to the kind of lens and the numbers of coefficients that OpenCV takes for it."""
+"""``dist_model`` to the kind of lens and the numbers of coefficients that it takes."""
 
 UNBENT: Final = "none"
+OWN: Final = ("ftheta", "mei")
+"""Kinds that OpenCV does not have."""
+_ROUNDS: Final = 30
+_FARTHEST: Final = 10.0
+"""Where the inverse of tangential terms ends that has none: beyond all images."""
+_WIDEST: Final = np.radians(89.0)
+"""The largest angle from the axis [rad] that a pinhole is asked to show."""
 
 Matrix3: TypeAlias = tuple[tuple[float, float, float], ...]
 
@@ -30,7 +39,9 @@ class Lens:
 
     Attributes:
         kind: ``"pinhole"``: OpenCV's k1, k2, p1, p2[, k3[, k4, k5, k6[, s1 .. s4[, tx, ty]]]]
-            (calib3d, "Camera Calibration"); ``"fisheye"``: Kannala and Brandt's k1 .. k4 (``cv2.fisheye``).
+            (calib3d, "Camera Calibration"); ``"fisheye"``: Kannala and Brandt's k1 .. k4 (``cv2.fisheye``);
+            ``"ftheta"``: k0 .. k5 of the radius k0 + k1 theta + ... + k5 theta^5 under K; ``"mei"``: xi, k1, k2, p1,
+            p2 of the unified model (Mei and Rives, ICRA 2007).
         coefficients: of that model.
         stored: K of the stored image, centre-origin; without skew.
         rectified: K of the rectified image, which has the stored one's size.
@@ -43,7 +54,7 @@ class Lens:
 
 
 def read_lens(model: str, dist: NDArray[np.float64], intrinsics: NDArray[np.float64]) -> Lens | None:
-    """Return the lens of a camera, not rectified yet (``rectified`` is ``stored``); None where nothing is bent.
+    """Return the lens of a camera, with the K of a pinhole of the same scale at the centre; None where nothing is bent.
 
     Args:
         model: the camera's ``dist_model``.
@@ -62,8 +73,14 @@ def read_lens(model: str, dist: NDArray[np.float64], intrinsics: NDArray[np.floa
     if len(coefficients) > lengths[-1]:
         raise ConfigError(f"dist_model '{model}' has at most {lengths[-1]} coefficients, got {len(coefficients)}")
     length = next(n for n in lengths if n >= len(coefficients))
-    camera: Matrix3 = tuple(tuple(row) for row in intrinsics.tolist())
-    return Lens(kind, tuple(coefficients + [0.0] * (length - len(coefficients))), camera, camera)
+    coefficients += [0.0] * (length - len(coefficients))
+    scale = {"ftheta": coefficients[1], "mei": 1.0 / (1.0 + coefficients[0])}.get(kind, 1.0)
+    rectified = intrinsics * np.array([[scale, scale, 1.0], [scale, scale, 1.0], [1.0, 1.0, 1.0]])
+    return Lens(kind, tuple(coefficients), _as_rows(intrinsics), _as_rows(rectified))
+
+
+def _as_rows(matrix: NDArray[np.float64]) -> Matrix3:
+    return tuple(tuple(row) for row in matrix.tolist())
 
 
 def source_places(
@@ -73,10 +90,15 @@ def source_places(
 
     Float32 (height, width) each, centre-origin; ``wh`` is the output's width and height.
     """
-    import cv2
-
     camera, coefficients = np.array(lens.stored), np.array(lens.coefficients)
     to_output = matrix @ np.array(lens.rectified)
+    if lens.kind in OWN:
+        columns, rows = np.meshgrid(np.arange(wh[0], dtype=np.float64), np.arange(wh[1], dtype=np.float64))
+        rays = np.stack((columns, rows, np.ones_like(rows)), -1) @ np.linalg.inv(to_output).T
+        places = bent(rays[..., :2] / rays[..., 2:], lens) @ camera[:2, :2].T + camera[:2, 2]
+        return places[..., 0].astype(np.float32), places[..., 1].astype(np.float32)
+    import cv2
+
     make = cv2.fisheye.initUndistortRectifyMap if lens.kind == "fisheye" else cv2.initUndistortRectifyMap
     x, y = make(camera, coefficients, np.eye(3), to_output, wh, cv2.CV_32FC1)
     return x, y  # type: ignore[return-value]
@@ -85,14 +107,65 @@ def source_places(
 def rectified_places(places: NDArray[np.float64], lens: Lens) -> NDArray[np.float64]:
     """Map pixels (P, 2) of the stored image to the rectified one, float64 (P, 2), centre-origin.
 
-    By OpenCV's iterative inverse of the lens.
+    By an iterative inverse of the lens, of OpenCV or (f-theta, Mei) of this module.
     """
-    import cv2
-
     if not len(places):
         return places.copy()
     camera, coefficients = np.array(lens.stored), np.array(lens.coefficients)
+    rectified = np.array(lens.rectified)
+    if lens.kind in OWN:
+        flat = straight((places - camera[:2, 2]) @ np.linalg.inv(camera[:2, :2]).T, lens)
+        return np.asarray(flat @ rectified[:2, :2].T + rectified[:2, 2])
+    import cv2
+
     undo = cv2.fisheye.undistortPoints if lens.kind == "fisheye" else cv2.undistortPoints
     points = np.ascontiguousarray(places, np.float64).reshape(-1, 1, 2)
-    found = undo(points, camera, coefficients, R=np.eye(3), P=np.array(lens.rectified))
+    found = undo(points, camera, coefficients, R=np.eye(3), P=rectified)
     return np.asarray(found, np.float64).reshape(-1, 2)
+
+
+def bent(flat: NDArray[np.float64], lens: Lens) -> NDArray[np.float64]:
+    """Map rays x/z, y/z (..., 2) to coordinates (..., 2) under K of the stored image, for the kinds of ``OWN``."""
+    radius = np.linalg.norm(flat, axis=-1, keepdims=True)
+    if lens.kind == "ftheta":
+        polynomial = np.polynomial.Polynomial(lens.coefficients)
+        slope = np.full_like(radius, lens.coefficients[1])  # at the centre, which has no direction
+        return np.asarray(flat * np.divide(polynomial(np.arctan(radius)), radius, out=slope, where=radius > 0))
+    xi = lens.coefficients[0]
+    return _radtan(flat / (1.0 + xi * np.sqrt(1.0 + radius**2)), lens.coefficients[1:])
+
+
+def straight(places: NDArray[np.float64], lens: Lens) -> NDArray[np.float64]:
+    """Invert :func:`bent`, by Newton's method or a fixed point, to 1e-12; a ray beyond 89 degrees becomes one of 89."""
+    if lens.kind == "ftheta":
+        polynomial = np.polynomial.Polynomial(lens.coefficients)
+        slope, radius = polynomial.deriv(), np.linalg.norm(places, axis=-1, keepdims=True)
+        theta = radius / lens.coefficients[1]
+        for _ in range(_ROUNDS):
+            theta = np.clip(theta - (polynomial(theta) - radius) / slope(theta), 0.0, _WIDEST)
+        per_radius = np.full_like(radius, 1.0 / lens.coefficients[1])
+        return np.asarray(places * np.divide(np.tan(theta), radius, out=per_radius, where=radius > 0))
+    xi, coefficients = lens.coefficients[0], lens.coefficients[1:]
+    found = places
+    for _ in range(_ROUNDS):
+        found = np.clip(found + places - _radtan(found, coefficients), -_FARTHEST, _FARTHEST)
+    square = (found**2).sum(-1, keepdims=True)
+    # The ray through the place on the unit sphere, of which x/z and y/z are asked: Mei and Rives, equation 4.
+    root = np.sqrt(np.maximum(1.0 + (1.0 - xi**2) * square, 0.0))
+    scale = (xi + root) / (1.0 + square)
+    return np.asarray(found * scale / np.maximum(scale - xi, np.cos(_WIDEST)))
+
+
+def _radtan(flat: NDArray[np.float64], coefficients: tuple[float, ...]) -> NDArray[np.float64]:
+    """Bend places (..., 2) by k1, k2, p1, p2, as OpenCV does."""
+    k1, k2, p1, p2 = coefficients
+    x, y = flat[..., 0], flat[..., 1]
+    square = x**2 + y**2
+    radial = 1.0 + k1 * square + k2 * square**2
+    return np.stack(
+        (
+            x * radial + 2 * p1 * x * y + p2 * (square + 2 * x**2),
+            y * radial + p1 * (square + 2 * y**2) + 2 * p2 * x * y,
+        ),
+        -1,
+    )

@@ -132,6 +132,16 @@ def test_at_full_size_it_is_opencvs_undistortion(backend: str, name: str, alpha:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("preset", ["bevdet", "eval"])
+def test_f_theta_shows_what_the_fisheye_shows(backend: str, preset: str) -> None:
+    k1, k2, _, _ = LENSES["fisheye"].coefficients
+    fisheye, image_map = Lens("fisheye", (k1, k2, 0.0, 0.0), WIDE, WIDE), preset_map(preset)
+    own = Lens("ftheta", (0.0, 1.0, 0.0, k1, 0.0, k2), WIDE, WIDE)
+    one, other = (decode(backend, photograph(), with_lens(image_map, lens)) for lens in (own, fisheye))
+    assert psnr_db(one, other) > 50.0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("name", "preset"), PAIRS)
 def test_checkerboard_corners_land_within_a_tenth_of_a_pixel(backend: str, name: str, preset: str) -> None:
     image_map, reach, expected = corners(name, preset)
