@@ -80,7 +80,7 @@ class AnnotateOptions(CheckedSettings, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_address(self.engine, self.ray_address)
+        check_address(self.ray_address, "the engine ray", is_used=self.engine == "ray")
         if self.view == "fixed" and (self.seed or self.epoch):
             raise ConfigError(
                 f"seed={self.seed}, epoch={self.epoch} draw an augmentation, and view='fixed' shows samples without "

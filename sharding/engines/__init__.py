@@ -53,15 +53,15 @@ class Engine(Protocol):
         ...
 
 
-def check_address(engine: str | None, address: str | None) -> None:
-    """Raise ConfigError for an address without the engine that it is for."""
-    if address is not None and engine != "ray":
-        raise ConfigError(f"a Ray address needs the engine ray, got address '{address}' without it")
+def check_address(address: str | None, what: str, *, is_used: bool) -> None:
+    """Raise ConfigError for an address of Ray without what it is for."""
+    if address is not None and not is_used:
+        raise ConfigError(f"a Ray address needs {what}, got address '{address}' without it")
 
 
 def make_engine(options: EngineOptions) -> Engine:
     """Make the engine; raises ConfigError where Ray is not installed or options do not go together."""
-    check_address(options.engine, options.ray_address)
+    check_address(options.ray_address, "the engine ray", is_used=options.engine == "ray")
     if options.engine == "ray":
         from fuelrail.sharding.engines.ray import RayEngine
 
