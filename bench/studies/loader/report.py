@@ -222,7 +222,7 @@ def find_bound(
         return Bound(
             kind="waiting",
             stage=None,
-            finding="Ray actors make the batches and CPUs are free here: the actors, or the way from them, set the pace.",
+            finding="Ray actors make the batches, and CPUs are free here: actors, or the way from them, set the pace.",
             advice="Use more actors (--workers), until the rate stays the same.",
             gain=None,
         )
