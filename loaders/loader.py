@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import chain, islice, takewhile
+from itertools import chain, groupby, islice
 from typing import TYPE_CHECKING, Any, Literal, Never
 
 import msgspec
@@ -425,16 +425,14 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         asked = prefetch(scheduled, streams, self._look_ahead_bytes)
         return buffer_pool.tasks(asked, self._schedule.sources, self._take, self._window, self._make.groups), streams
 
-    def make_step(self, place: Cursor, number: int) -> Any:  # noqa: ANN401
-        """Return the batch with this number after a place, and request nothing else; the position stays."""
+    def make_steps(self, place: Cursor, number: int, count: int = 1) -> Iterator[Any]:
+        """Yield ``count`` batches from this number after a place on, and request nothing else; the position stays."""
         walk = Walk(Walk(place, self._batching).cursor(number), self._batching)
-        scheduled = self.where.scheduled(walk)
-        first = next(scheduled)
-        step = takewhile(lambda one: (one.epoch, one.step) == (first.epoch, first.step), scheduled)
-        self._runner.start(self._tasks(walk, chain([first], step))[0], self.stages(), ())
+        of_steps = groupby(self.where.scheduled(walk), lambda one: (one.epoch, one.step))
+        scheduled = chain.from_iterable(samples for _, samples in islice(of_steps, count))
+        self._runner.start(self._tasks(walk, scheduled)[0], self.stages(), ())
         try:
-            (made,) = self._runner.take()
-            return self._make.hand_over(made)
+            yield from map(self._make.hand_over, self._runner.take())
         finally:
             self._runner.stop()
 

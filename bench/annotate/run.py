@@ -1,15 +1,20 @@
-"""Run a model over a dataset and write what it returns as a layer: alone, or on all ranks of a launcher.
+"""Run a model over a dataset and write what it returns as a layer: alone, on all ranks of a launcher, or on Ray.
 
 Batch b of B samples holds positions b B to b B + B - 1 of its split, on any number of ranks, so the model sees the same
-batches however many ranks there are and however often a run is interrupted.
+batches however many ranks there are and however often a run is interrupted. A task of Ray makes some of these batches.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
+import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,24 +23,31 @@ from msgspec import Meta
 from fuelrail.bench.annotate.outputs import infer_table, read_table, rows_of
 from fuelrail.bench.trainer.models.settings import find
 from fuelrail.loaders.config import Transforms
+from fuelrail.loaders.distributed import detect_world
 from fuelrail.loaders.schedule.layers import view_settings
 from fuelrail.pipeline.cli import counted
-from fuelrail.pipeline.errors import ConfigError, FuelrailError
+from fuelrail.pipeline.errors import ConfigError, DatasetError, FuelrailError
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.format.layers import LayerView
-from fuelrail.pipeline.order.batching import World
+from fuelrail.pipeline.order.batching import Cursor, World
 from fuelrail.pipeline.runtime.stages import stage_error
 from fuelrail.pipeline.settings import CheckedSettings, PathText, flag, make_options
+from fuelrail.pipeline.storage.filesystem import is_url
 from fuelrail.pipeline.text import escaped
+from fuelrail.sharding.engines import RayAddress, check_address
 from fuelrail.sharding.output.folder import check_out, open_output
+from fuelrail.sharding.write.layers.segments import ROWS_PER_SEGMENT
 from fuelrail.sharding.write.layers.writer import LayerWriter
 
 if TYPE_CHECKING:
     from fuelrail.loaders.loader import DataLoader
 
     Model = Callable[[dict[str, Any]], Mapping[str, Any]]
+    Rows = np.ndarray[Any, np.dtype[np.bool_]]
 
 _LAUNCHER_RANK: Final = "LOCAL_RANK"
+_PIECES: Final = 64
+"""Tasks of Ray, at least, where there are as many batches."""
 
 
 class AnnotateOptions(CheckedSettings, frozen=True, kw_only=True):
@@ -56,10 +68,19 @@ class AnnotateOptions(CheckedSettings, frozen=True, kw_only=True):
     epoch: Annotated[int, Meta(ge=0), flag("epoch of the augmentation, with --view per_view")] = 0
     transforms: Annotated[Transforms | None, flag("size, augmentation, points, channels, ...")] = None
     device: Annotated[str | None, flag("device of the batches, such as cuda (of this local rank)")] = None
-    workers: Annotated[Annotated[int, Meta(ge=1)] | None, flag("decoding threads (default: this rank's CPUs)")] = None
+    workers: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        flag("decoding threads (default: this rank's CPUs; with --engine ray one, which a task takes a CPU for)"),
+    ] = None
+    engine: Annotated[
+        Literal["ray"] | None,
+        flag("make the rows in tasks of a Ray cluster, which take a GPU each with --device cuda (default: here)"),
+    ] = None
+    ray_address: RayAddress = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_address(self.ray_address, "the engine ray", is_used=self.engine == "ray")
         if self.view == "fixed" and (self.seed or self.epoch):
             raise ConfigError(
                 f"seed={self.seed}, epoch={self.epoch} draw an augmentation, and view='fixed' shows samples without "
@@ -107,24 +128,109 @@ def annotate(
     start = time.monotonic()
     base = base if isinstance(base, Dataset) else open_dataset(base)
     check_out(open_output(layer))  # before the model runs
-    work = _Annotation(base, _load(model) if isinstance(model, str) else model, options)
-    with LayerWriter(base, layer, channels=work.table(), view=work.view) as writer:
-        done = writer.written()
-        num_kept, num_written = int(done.sum()), 0
-        for split in base.splits:
-            num_written += work.write(split, writer, done)
-    fingerprint = writer.finish().fingerprint if writer.written().all() else None
+    if options.engine is None:
+        work = _Annotation(base, _load(model) if isinstance(model, str) else model, options, detect_world())
+        with LayerWriter(base, layer, channels=work.table(), view=work.view) as writer:
+            done = writer.written()
+            num_kept = int(done.sum())
+            num_written = sum(work.write(piece, writer, done) for piece in work.pieces(done, sys.maxsize))
+        fingerprint = writer.finish().fingerprint if writer.written().all() else None
+    else:
+        fingerprint, num_kept, num_written = _on_ray(base, os.fspath(layer), model, options)
     return AnnotateReport(
-        layer=os.fspath(layer), fingerprint=fingerprint, num_written=num_written, num_kept=num_kept,
-        seconds=round(time.monotonic() - start, 3),
+        layer=os.fspath(layer), fingerprint=fingerprint, num_written=num_written,
+        num_kept=num_kept, seconds=round(time.monotonic() - start, 3),
     )  # fmt: skip
+
+
+def _on_ray(base: Dataset, layer: str, model: Model | str, options: AnnotateOptions) -> tuple[str, int, int]:
+    """Make the rows that are not there in tasks of a cluster; return fingerprint, rows that were there, and new ones.
+
+    A process loads the model once, and publishes the rows of a task at its end. What is inferred from the model's
+    outputs is inferred there too, as this machine may not have its device.
+    """
+    if (world := detect_world()).size > 1:
+        raise ConfigError(f"engine='ray' divides the work itself, and this is one of {world.size} ranks: start it once")
+    from fuelrail.sharding.engines.ray import RayEngine
+
+    is_cuda = (options.device or "").startswith("cuda")
+    engine = RayEngine(options.ray_address, cpus=options.workers or 1, gpus=int(is_cuda))
+    layer = layer if is_url(layer) else os.path.abspath(layer)  # noqa: PTH100 - of a process in another folder
+    setup = _pickled((base, model, msgspec.structs.replace(options, workers=options.workers or 1)))
+    work = _Annotation(base, None, options, World(0, 1))
+    with engine.connected():
+        table = work.table() if options.channels else next(engine.make(partial(_start_table, setup), [0]))
+        with LayerWriter(base, layer, channels=table, view=work.view) as writer:
+            done = writer.written()
+            num_kept = int(done.sum())
+            num_rows = min(ROWS_PER_SEGMENT, (done.size - num_kept) // _PIECES)
+            pieces = work.pieces(done, max(1, num_rows // options.batch_size))
+            for _ in engine.make(partial(_start_rows, setup, layer, table, pieces, done), range(len(pieces))):
+                pass
+            return writer.finish().fingerprint, num_kept, done.size - num_kept
+
+
+def _pickled(setup: tuple[Dataset, Model | str, AnnotateOptions]) -> bytes:
+    import torch
+    from ray import cloudpickle
+
+    try:
+        content: bytes = cloudpickle.dumps((*setup, torch.get_num_threads()))
+    except Exception as error:
+        raise ConfigError(
+            f"the model cannot be pickled for the processes of engine='ray' ({error}): give it as 'MODULE:NAME'"
+        ) from error
+    return content
+
+
+def _start_table(setup: bytes, node: str) -> Callable[[int], list[dict[str, Any]]]:
+    work = _work_on(node, setup)
+    return lambda _: work.table()
+
+
+def _start_rows(
+    setup: bytes, layer: str, table: list[dict[str, Any]], pieces: list[_Piece], done: Rows, node: str
+) -> Callable[[int], None]:
+    work = _work_on(node, setup, layer)
+    writer = LayerWriter(work.base, layer, channels=table, view=work.view)
+
+    def make(number: int) -> None:
+        work.write(pieces[number], writer, done)
+        writer.flush()
+
+    return make
+
+
+def _work_on(node: str, setup: bytes, layer: str | None = None) -> _Annotation:
+    import torch
+
+    try:
+        base, model, options, num_threads = pickle.loads(setup)
+        if not (layer is None or is_url(layer) or Path(layer).is_dir()):
+            raise DatasetError(f"there is no folder '{layer}'")
+        model = _load(model) if isinstance(model, str) else model
+    except (ConfigError, DatasetError, ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"node {node} cannot begin: {error}. Dataset, layer and the model's module must be on a file system that "
+            "all nodes share, at the same path, or at a URL"
+        ) from error
+    torch.set_num_threads(num_threads)  # as where the command runs: sums may depend on it
+    return _Annotation(base, model, options, World(0, 1))
+
+
+class _Piece(NamedTuple):
+    """Global batches of a split, one after another: the first one's position, and how many."""
+
+    split: str
+    begin: int
+    num_batches: int
 
 
 class _Annotation:
     """A model and the batches that it sees."""
 
-    def __init__(self, base: Dataset, model: Model, options: AnnotateOptions) -> None:
-        self._base, self._model, self._options = base, model, options
+    def __init__(self, base: Dataset, model: Model | None, options: AnnotateOptions, world: World) -> None:
+        self.base, self._model, self._options, self._world = base, model, options, world
         transforms = options.transforms or Transforms()
         if transforms.two_views:
             raise ConfigError("transforms.two_views=True: a layer has one value a sample; leave two_views out")
@@ -142,25 +248,26 @@ class _Annotation:
         """Return channels: those of the file, or those of the first batch's outputs, which all ranks compute alike."""
         if self._options.channels is not None:
             return read_table(self._options.channels)
-        split = next(name for name, entry in self._base.splits.items() if entry.num_samples)
+        split = next(name for name, entry in self.base.splits.items() if entry.num_samples)
         with self._loader(split, World(0, 1)) as loader:
-            batch = next(iter(loader))
-        self._channels = infer_table(self._outputs(batch), len(batch["sample_key"]), self._options.store)
-        return self._channels
+            (batch,) = loader.make_steps(Cursor(), 0)
+        return infer_table(self._outputs(batch), len(batch["sample_key"]), self._options.store)
 
-    def write(self, split: str, writer: LayerWriter, done: np.ndarray[Any, np.dtype[np.bool_]]) -> int:
-        """Write this rank's rows of a split that are not ``done``; returns how many."""
-        entry = self._base.split(split)
-        lacking = np.flatnonzero(~done[entry.first_sample : entry.first_sample + entry.num_samples])
-        if not lacking.size:
-            return 0
+    def pieces(self, done: Rows, most: int) -> list[_Piece]:
+        """Return the batches with rows that are not ``done``, at most so many in a piece."""
+        size, found = self._options.batch_size * self._world.size, []
+        for name, entry in self.base.splits.items():
+            lacking = np.flatnonzero(~done[entry.first_sample : entry.first_sample + entry.num_samples])
+            for _, batches in groupby(np.unique(lacking // size).tolist(), lambda batch: batch // most):
+                numbers = list(batches)
+                found.append(_Piece(name, numbers[0] * size, numbers[-1] - numbers[0] + 1))
+        return found
+
+    def write(self, piece: _Piece, writer: LayerWriter, done: Rows) -> int:
+        """Write this rank's rows of a piece that are not ``done``; returns how many."""
         num_written = 0
-        with self._loader(split) as loader:
-            size = self._options.batch_size * loader.world.size
-            state = loader.state_dict()
-            begin = int(lacking[0]) // size * size
-            loader.load_state_dict({**state, "epoch": self._options.epoch, "samples_consumed": begin})
-            for batch in loader:
+        with self._loader(piece.split, self._world) as loader:
+            for batch in loader.make_steps(Cursor(self._options.epoch, piece.begin), 0, piece.num_batches):
                 rows = batch["global_index"].tolist()
                 wanted = [at for at, row in enumerate(rows) if batch["valid"][at] and not done[row]]
                 if not wanted:
@@ -174,6 +281,7 @@ class _Annotation:
     def _outputs(self, batch: dict[str, Any]) -> Mapping[str, Any]:
         import torch
 
+        assert self._model is not None, "it is loaded where it runs"
         try:
             with torch.inference_mode():
                 outputs = self._model(batch)
@@ -191,12 +299,12 @@ class _Annotation:
             )
         return outputs
 
-    def _loader(self, split: str, world: World | None = None) -> DataLoader:
+    def _loader(self, split: str, world: World) -> DataLoader:
         from fuelrail.loaders.loader import DataLoader
 
         options = self._options
         return DataLoader(
-            self._base, options.batch_size, seed=options.seed, split=split,
+            self.base, options.batch_size, seed=options.seed, split=split,
             num_workers=options.workers, transforms=self._transforms, device=self._device, world=world,
         )  # fmt: skip
 

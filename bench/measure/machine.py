@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -214,15 +214,16 @@ def of_one_host(uses: Sequence[CpuUse]) -> CpuUse:
 
 
 class CpuWatch:
-    """Counts from its making to :meth:`use`."""
+    """Counts from its making to :meth:`use`; ``own_s`` returns the CPU seconds that are not others'."""
 
-    def __init__(self) -> None:
-        self._started_s, self._own_s, self._all_s = time.monotonic(), _own_s(), all_cpu_s()
+    def __init__(self, own_s: Callable[[], float] | None = None) -> None:
+        self._count_s = own_s or _own_s
+        self._started_s, self._own_s, self._all_s = time.monotonic(), self._count_s(), all_cpu_s()
 
     def use(self) -> CpuUse:
         """Return the use of the CPUs since the watch was made."""
         seconds = max(time.monotonic() - self._started_s, 1e-9)
-        own = (_own_s() - self._own_s) / seconds
+        own = (self._count_s() - self._own_s) / seconds
         all_s = all_cpu_s()
         # In a container that may use some of the host's CPUs, the host's count says nothing about ours.
         whole_machine = usable_cpus() == os.cpu_count()

@@ -15,7 +15,6 @@ import multiprocessing
 import multiprocessing.util
 import os
 import pickle
-import traceback
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -24,8 +23,7 @@ import torch
 
 from fuelrail.loaders.batch.transfer import is_plain
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.runtime.stages import RemoteError, origin_of
-from fuelrail.pipeline.runtime.workers import check_main_guard, ctrl_c_waits, set_up_worker
+from fuelrail.pipeline.runtime.workers import check_main_guard, ctrl_c_waits, pickled_error, set_up_worker
 
 if TYPE_CHECKING:
     import numpy as np
@@ -186,17 +184,6 @@ def _answer(work: Callable[[Any], Any], request: bytes) -> bytes | memoryview:
             ) from error
     except BaseException as error:  # noqa: BLE001 - the consumer must see any error, sys.exit() too
         return pickled_error(error)
-
-
-def pickled_error(error: BaseException) -> bytes:
-    """Return an error that was caught here as a pickle of itself and its cause: its place and traceback here."""
-    failed = RemoteError(origin_of(error), "".join(traceback.format_exception(error)))
-    try:
-        answer = pickle.dumps((error, failed))
-        pickle.loads(answer)
-    except Exception:  # noqa: BLE001 - a foreign class that does not survive the way
-        answer = pickle.dumps((RuntimeError(f"{type(error).__name__}: {error}"), failed))
-    return answer
 
 
 class _Pickler(pickle.Pickler):

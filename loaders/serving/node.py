@@ -26,10 +26,10 @@ from typing import Final
 import msgspec
 
 from fuelrail.loaders.autotune import Tuning
-from fuelrail.loaders.batch.processes import pickled_error
 from fuelrail.loaders.serving.server import RankServer, Setup
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.runtime.host import ranks_on_host
+from fuelrail.pipeline.runtime.workers import pickled_error
 
 _START_S: Final = 120.0
 """How long a rank waits for the process, which imports torch first."""

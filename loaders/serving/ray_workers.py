@@ -20,10 +20,11 @@ import numpy as np
 from msgspec import Meta
 
 from fuelrail.loaders.batch.buffer_pool import page_locked, pageable
-from fuelrail.loaders.batch.processes import content_of, pickled_error
+from fuelrail.loaders.batch.processes import content_of
 from fuelrail.loaders.serving.memory import Pools, dump, load_with
 from fuelrail.loaders.serving.server import RankServer
 from fuelrail.pipeline.errors import ConfigError, needs
+from fuelrail.pipeline.runtime.workers import pickled_error
 from fuelrail.pipeline.settings import CheckedSettings, must_be
 
 if TYPE_CHECKING:

@@ -27,10 +27,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fuelrail.loaders.batch.processes import pickled_error
 from fuelrail.loaders.serving.counts import Facts
 from fuelrail.loaders.serving.memory import Exported, SharedMemory
-from fuelrail.pipeline.runtime.workers import set_up_worker
+from fuelrail.pipeline.runtime.workers import pickled_error, set_up_worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -243,7 +242,8 @@ class RankServer:
 
     def make(self, place: Cursor, number: int) -> Any:  # noqa: ANN401
         """Make the step with this number after a place of the order, and no other."""
-        return self._loader.make_step(place, number)
+        (step,) = self._loader.make_steps(place, number)
+        return step
 
     def facts(self) -> Facts:
         """Return what was done so far, and what happened since the last call."""

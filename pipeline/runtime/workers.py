@@ -6,8 +6,10 @@ import contextlib
 import inspect
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.runtime.stages import RemoteError, origin_of
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -141,3 +144,14 @@ def _follow_parent() -> None:
         with contextlib.suppress(OSError):
             parent.join()
         os._exit(1)
+
+
+def pickled_error(error: BaseException) -> bytes:
+    """Return an error that was caught here as a pickle of itself and its cause: its place and traceback here."""
+    failed = RemoteError(origin_of(error), "".join(traceback.format_exception(error)))
+    try:
+        answer = pickle.dumps((error, failed))
+        pickle.loads(answer)
+    except Exception:  # noqa: BLE001 - a foreign class that does not survive the way
+        answer = pickle.dumps((RuntimeError(f"{type(error).__name__}: {error}"), failed))
+    return answer

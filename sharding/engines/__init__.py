@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 LOCAL_ENGINES: Final = ("threads", "processes")
 
 
+RayAddress = Annotated[
+    str | None, flag("address of a Ray cluster: auto, or HOST:PORT (default: start a local one)", metavar="ADDRESS")
+]
+
+
 class EngineOptions(Settings, frozen=True, kw_only=True):
     """Options that say where shards are made, and by how many workers."""
 
@@ -28,9 +33,7 @@ class EngineOptions(Settings, frozen=True, kw_only=True):
             "are the same (default: threads for a few workers, processes for more)"
         ),
     ] = None
-    ray_address: Annotated[
-        str | None, flag("address of a Ray cluster: auto, or HOST:PORT (default: start a local one)", metavar="ADDRESS")
-    ] = None
+    ray_address: RayAddress = None
 
     @property
     def num_workers(self) -> int:
@@ -50,14 +53,19 @@ class Engine(Protocol):
         ...
 
 
+def check_address(address: str | None, what: str, *, is_used: bool) -> None:
+    """Raise ConfigError for an address of Ray without what it is for."""
+    if address is not None and not is_used:
+        raise ConfigError(f"a Ray address needs {what}, got address '{address}' without it")
+
+
 def make_engine(options: EngineOptions) -> Engine:
     """Make the engine; raises ConfigError where Ray is not installed or options do not go together."""
+    check_address(options.ray_address, "the engine ray", is_used=options.engine == "ray")
     if options.engine == "ray":
         from fuelrail.sharding.engines.ray import RayEngine
 
         return RayEngine(options.ray_address, options.workers)
-    if options.ray_address is not None:
-        raise ConfigError(f"a Ray address needs the engine ray, got address '{options.ray_address}' without it")
     from fuelrail.sharding.engines.local import LocalEngine
 
     return LocalEngine(options.num_workers, options.engine)

@@ -1,9 +1,9 @@
-"""Shards made by a Ray cluster: an existing one, or a local one that this run starts.
+"""Pieces of work made by a Ray cluster, an existing one or a local one that this run starts: shards, rows of a layer.
 
-A task makes one shard and writes it to OUT itself; what goes through Ray is the job (small), a shard's number, and a
+A task makes one piece and writes it to OUT itself; what goes through Ray is the job (small), a piece's number, and a
 line of result. So nothing of a dataset's size enters the object store, and nothing is ever spilled from it. A task that
-dies with its node, or is killed for want of memory, is tried again elsewhere: it is a pure function, and a half-written
-shard has no name.
+dies with its process or node, or is killed for want of memory, is tried again elsewhere: it is a pure function, and a
+half-written piece has no name. A process keeps what it needs for the pieces of a run, such as a model.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ import fcntl
 import hashlib
 import itertools
 import os
+import pickle
 import re
 import shutil
 import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from fuelrail.pipeline.errors import ConfigError, DatasetError, FuelrailError, SourceError, needs
 from fuelrail.pipeline.format.manifest import WORK_FOLDER
+from fuelrail.pipeline.runtime.workers import pickled_error
 from fuelrail.pipeline.storage.filesystem import default_cache_folder, is_url
 from fuelrail.sharding.output.folder import open_output
 from fuelrail.sharding.write.shard_writer import ShardDone, ShardWriter, WriteJob
@@ -49,7 +52,10 @@ NO_NODE_S: Final = 300.0
 
 _RESULT_S: Final = 120.0  # for the line of result of a task that is done
 
-_writer: tuple[str, ShardWriter] | None = None
+Start = Callable[[str], Callable[[int], Any]]
+"""Called once in each process with the address of its node; returns what makes a piece from its number."""
+
+_started: tuple[str, Callable[[int], Any]] | None = None
 
 _INPUTS: Final = f"{WORK_FOLDER}/inputs"
 
@@ -59,61 +65,68 @@ _FIELDS: Final = ("scan_table", "plan_rows", "selection")
 
 
 class RayEngine:
-    """A cluster. ``num_workers`` bounds how many shards are made at once; 0 for as many as there are CPUs."""
+    """A cluster. ``num_workers`` bounds how many pieces are made at once; 0 for as many as its nodes have room for.
 
-    def __init__(self, address: str | None, num_workers: int) -> None:
+    Each piece takes ``cpus`` and ``gpus`` of one node.
+    """
+
+    def __init__(self, address: str | None, num_workers: int = 0, *, cpus: int = 1, gpus: int = 0) -> None:
         """Check that Ray is installed; raise ConfigError otherwise."""
         with needs("--engine ray", "fuelrail[ray]"):
             import ray
         self._ray: Any = ray
-        self._address, self._num_workers = address, num_workers
+        self._address, self._num_workers, self._cpus, self._gpus = address, num_workers, cpus, gpus
 
     def make_shards(self, job: WriteJob, numbers: Sequence[int], advance: Callable[[int], None]) -> Iterator[ShardDone]:
         """Make these shards of the plan, each in a task."""
         if not len(numbers):
             return
-        with self._connected():
+        with self.connected():
             run = uuid.uuid4().hex
             share_inputs(job, run)
             try:
-                yield from self._run_tasks(job, run, numbers, advance)
+                for done in self.make(partial(_start_writer, job, run), numbers, partial(advance, 0)):
+                    advance(done.num_bytes)
+                    yield done
             finally:
                 self._forget(job)
 
-    def _run_tasks(
-        self, job: WriteJob, run: str, numbers: Sequence[int], advance: Callable[[int], None]
-    ) -> Iterator[ShardDone]:
+    def make(self, start: Start, numbers: Sequence[int], look: Callable[[], None] = lambda: None) -> Iterator[Any]:
+        """Yield what becomes of these pieces, each made by a task, in any order; call ``look`` twice a second.
+
+        Raises the first error of a task, and FuelrailError where a task is lost again and again.
+        """
         ray = self._ray
-        task = ray.remote(_make).options(
-            num_cpus=1, memory=TASK_MEMORY_BYTES, max_retries=_MAX_RETRIES, scheduling_strategy="SPREAD"
-        )
-        shared = ray.put(job)
+        nodes = _Nodes(ray, {"CPU": self._cpus, "GPU": self._gpus, "memory": TASK_MEMORY_BYTES})
+        # A task that takes a GPU would end its process else, and the model that is loaded there.
+        task = ray.remote(
+            num_cpus=self._cpus, num_gpus=self._gpus, memory=TASK_MEMORY_BYTES, max_calls=0,
+            max_retries=_MAX_RETRIES, scheduling_strategy="SPREAD",
+        )(_make)  # fmt: skip
+        shared, run = ray.put(start), uuid.uuid4().hex
         waiting = iter(numbers)
         pending: list[Any] = []
-        nodes = _Nodes(ray)
         try:
             while True:
-                wanted = self._num_workers or nodes.num_cpus() * _TASKS_AHEAD
+                wanted = self._num_workers or nodes.room() * _TASKS_AHEAD
                 # Fewer than are under way are wanted, once a node has died.
                 more = max(wanted - len(pending), 0)
                 pending += [task.remote(shared, run, n) for n in itertools.islice(waiting, more)]
                 if not pending:
                     return
                 done, pending = ray.wait(pending, timeout=_POLL_S)
-                advance(0)
+                look()
                 if not done:
                     nodes.check()
                 for reference in done:
-                    result = self._result(reference)
-                    advance(result.num_bytes)
-                    yield result
+                    yield self._result(reference)
         finally:
             self._stop(pending)
 
-    def _result(self, reference: Any) -> ShardDone:  # noqa: ANN401 - Ray's, which has no types for it
+    def _result(self, reference: Any) -> Any:  # noqa: ANN401 - Ray's, which has no types for it
         ray = self._ray
         try:
-            result: ShardDone | FuelrailError = ray.get(reference, timeout=_RESULT_S)
+            result = ray.get(reference, timeout=_RESULT_S)
         except ray.exceptions.RayTaskError as error:
             raise error.cause from error
         except ray.exceptions.GetTimeoutError as error:
@@ -126,8 +139,9 @@ class RayEngine:
                 f"a task was lost {_MAX_RETRIES} times, with its node or for want of memory "
                 f"({' '.join(str(error).split())[:300]}); run the same command again to resume"
             ) from error
-        if isinstance(result, FuelrailError):
-            raise result
+        if isinstance(result, _Refused):
+            refusal, cause = pickle.loads(result.error)
+            raise refusal from cause
         return result
 
     def _stop(self, pending: list[Any]) -> None:
@@ -156,7 +170,8 @@ class RayEngine:
             ray.wait(tidy, num_returns=len(tidy), timeout=_STOP_S)
 
     @contextlib.contextmanager
-    def _connected(self) -> Iterator[None]:
+    def connected(self) -> Iterator[None]:
+        """Be connected to the cluster, which is started where there is no address; raise ConfigError otherwise."""
         ray = self._ray
         if ray.is_initialized():
             yield
@@ -186,52 +201,65 @@ class RayEngine:
 
 
 class _Nodes:
-    """Free resources of the cluster, read every few seconds because each read is a call."""
+    """What is on the cluster's nodes, read every few seconds because each read is a call."""
 
-    def __init__(self, ray: Any) -> None:  # noqa: ANN401 - Ray's, which has no types for it
-        self._ray = ray
+    def __init__(self, ray: Any, needed: dict[str, int]) -> None:  # noqa: ANN401 - Ray's, which has no types for it
+        self._ray, self._needed = ray, needed
         self._looked_s = self._fitting_s = time.monotonic()
-        self._cpus: list[int] = []
+        self._room = 0
         self._look()
 
-    def num_cpus(self) -> int:
-        """Return the number of CPUs of the nodes that are up, 1 at least."""
+    def room(self) -> int:
+        """Return how many tasks fit on the nodes that are up, 1 at least."""
         if time.monotonic() - self._looked_s > _LOOK_S:
             self._look()
-        return max(sum(self._cpus), 1)
+        return max(self._room, 1)
 
     def check(self) -> None:
         """Raise FuelrailError where for a long time no node has been there that could take a task."""
-        self.num_cpus()
-        if not self._cpus and time.monotonic() - self._fitting_s > NO_NODE_S:
+        self.room()
+        if not self._room and time.monotonic() - self._fitting_s > NO_NODE_S:
+            units = " and ".join(f"{amount:,} {name}" for name, amount in self._needed.items() if amount)
             raise FuelrailError(
-                f"the Ray cluster has had no node with a CPU and {TASK_MEMORY_BYTES >> 20} MiB of memory for "
-                f"{NO_NODE_S:.0f} s, which each task needs; add nodes, then run the same command again to resume"
+                f"the Ray cluster has had no node with {units} for {NO_NODE_S:.0f} s, which each task needs; add "
+                "nodes, then run the same command again to resume"
             )
 
     def _look(self) -> None:
         self._looked_s = time.monotonic()
-        found = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
-        fitting = (node for node in found if node.get("memory", 0) >= TASK_MEMORY_BYTES)
-        self._cpus = [int(node["CPU"]) for node in fitting if node.get("CPU", 0) >= 1]
-        if self._cpus:
+        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        fitting = [[node.get(name, 0) // amount for name, amount in self._needed.items() if amount] for node in nodes]
+        self._room = sum(int(min(one)) for one in fitting)
+        if self._room:
             self._fitting_s = self._looked_s
 
 
-def _make(job: WriteJob, run: str, number: int) -> ShardDone | FuelrailError:
+class _Refused(NamedTuple):
+    """A permanent error, pickled with its cause; after any other one Ray is to try again."""
+
+    error: bytes
+
+
+def _make(start: Start, run: str, number: int) -> Any:  # noqa: ANN401
     """Run the task. Return a permanent error; raise an error after which Ray is to try again."""
-    global _writer
+    global _started
     import ray
 
     node = ray.util.get_node_ip_address()
     try:
-        if _writer is None or _writer[0] != run:
-            _writer = (run, ShardWriter(inputs_here(job, run, node)))
-        return _writer[1].make(number, _no_pulse)
+        if _started is None or _started[0] != run:
+            _started = None  # before another model is loaded
+            _started = run, start(node)
+        return _started[1](number)
     except SourceError as error:
-        return SourceError(f"{error} (on node {node})")
+        return _Refused(pickled_error(SourceError(f"{error} (on node {node})")))
     except FuelrailError as error:
-        return error
+        return _Refused(pickled_error(error))
+
+
+def _start_writer(job: WriteJob, run: str, node: str) -> Callable[[int], ShardDone]:
+    writer = ShardWriter(inputs_here(job, run, node))
+    return lambda number: writer.make(number, _no_pulse)
 
 
 def _no_pulse(num_bytes: int) -> None:

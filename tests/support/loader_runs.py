@@ -38,6 +38,7 @@ def loader_run(samples_per_s=125.0, **changes) -> LoaderRun:
         "batch_s": [0.3, 2 * batch_s] + [batch_s] * 20,
         "samples_per_s": samples_per_s,
         "cpu_ms_per_sample": 15.0,
+        "trainer_cpu_ms_per_sample": 15.0,
         "cpu": CpuUse(seconds=3.0, own=1.9, others=0.0, usable=2.0),
         "stages": stages,
         "num_storage_faults": 0,

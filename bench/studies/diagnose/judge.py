@@ -7,6 +7,7 @@ was it the first time that its bytes were read) distinguish its kinds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import mean
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -46,6 +47,8 @@ NOTABLE = 0.02
 _SLOWER = 0.05
 # Reading was under way for most of the first run, and for less than half of that in the second: its caches were cold.
 _READING, _WARMED = 0.5, 0.5
+# CPUs of which this share is in use are used up.
+_USED_UP = 0.85
 # A host that takes this much of the device's time to queue its work.
 _LAUNCH_BOUND = 0.95
 _IN_THE_LOADER: tuple[LeaveOut, ...] = ("storage", "decompression", "decode", "transform")
@@ -203,7 +206,7 @@ def _judge(evidence: Evidence, counting: Mapping[LeaveOut, Counterfactual]) -> _
             slow.slower,
         )
     loading, reducing = counting.get("loading"), counting.get("all-reduce")
-    if loading is not None and _is_contention(first):
+    if loading is not None and _is_shorter(first, "decode", "forward", "backward"):
         gain = counting["decode"].gain if "decode" in counting else loading.gain
         return _Verdict(
             "GPU decode contention",
@@ -212,6 +215,16 @@ def _judge(evidence: Evidence, counting: Mapping[LeaveOut, Counterfactual]) -> _
             "Decode on the CPU (--decoder turbo) where cores are free, or leave more of the decoding to the hardware "
             "decoder (baseline JPEGs, larger batches).",
             gain,
+        )
+    if loading is not None and _is_shorter(first, "loading", "other"):
+        return _Verdict(
+            "Python",
+            f"Without loading the run would be {loading.gain:.0%} faster, though it rarely waits for data: the "
+            "trainer's own Python gets shorter. Threads of the loader hold the interpreter's lock, or take its CPU.",
+            f"{_more_cpus(first.as_it_is, loading.gain)}."
+            if _are_used_up(first.as_it_is)
+            else "Make batches in a process of their own: where='process'.",
+            loading.gain,
         )
     if reducing is not None and (loading is None or reducing.gain >= 0.9 * loading.gain):
         return _Verdict(
@@ -222,7 +235,8 @@ def _judge(evidence: Evidence, counting: Mapping[LeaveOut, Counterfactual]) -> _
             reducing.gain,
         )
     if loading is not None:
-        return _in_the_loader(evidence, counting, loading)
+        verdict, sharing = _in_the_loader(evidence, counting, loading), _num_sharing(first.as_it_is)
+        return verdict._replace(advice=verdict.advice + sharing)
     return _undisturbed(first.as_it_is, figures)
 
 
@@ -237,7 +251,7 @@ def _in_the_loader(
         return _Verdict(
             "loader",
             f"{start}, but no stage alone accounts for it: {_busiest_stage(base)}",
-            f"{_threads_advice(base)} `fuelrail bench loader` shows each stage.",
+            f"{_threads_advice(base, loading.gain)} `fuelrail bench loader` shows each stage.",
             loading.gain,
         )
     gain = worst.gain
@@ -255,11 +269,11 @@ def _in_the_loader(
         return _Verdict(
             "Python",
             f"{start}the transform: its Python code runs under the interpreter's lock, one thread at a time.",
-            "Move its loops into numpy, torch or OpenCV, do it on whole batches on the device, or prepare it when "
-            "sharding.",
+            "Move its loops into numpy, torch or OpenCV, do it on whole batches on the device, prepare it when "
+            "sharding, or run it in processes (transform_in='process').",
             gain,
         )
-    return _Verdict("CPU decode", f"{start}decoding images.", _threads_advice(base), gain)
+    return _Verdict("CPU decode", f"{start}decoding images.", _threads_advice(base, gain), gain)
 
 
 def _was_cold(runs: Round, again: Counterfactual) -> bool:
@@ -342,16 +356,35 @@ def _is_slow_alone(runs: Round, rank: int) -> bool:
     return any(pace.rank == rank and pace.is_slow for pace in apart.paces)
 
 
-def _is_contention(runs: Round) -> bool:
-    """Return whether leaving out decoding shortens forward and backward by more than the wait for data."""
-    (before, waited), (after, waited_after) = map(_device_and_wait_ms, (runs.as_it_is, runs.without["decode"]))
-    return before - after > max(2 * NOTABLE * before, waited - waited_after)
+def _is_shorter(runs: Round, without: LeaveOut, *phases: str) -> bool:
+    """Return whether leaving out a part shortens these phases, by more than the wait for data."""
+    there, left_out = runs.as_it_is, runs.without[without]
+    before, waited = _phases_ms(there, *phases), _phases_ms(there, "data_wait")
+    saved, waited_less = before - _phases_ms(left_out, *phases), waited - _phases_ms(left_out, "data_wait")
+    return saved > max(2 * NOTABLE * before, waited_less)
 
 
-def _device_and_wait_ms(report: Report) -> tuple[float, float]:
-    """Return the mean time of forward and backward on the device, and of the wait for data."""
-    mean_ms = {phase.phase: phase.time.mean_ms for phase in _figures(report).phases}
-    return mean_ms["forward"] + mean_ms["backward"], mean_ms["data_wait"]
+def _phases_ms(report: Report, *names: str) -> float:
+    return sum(phase.time.mean_ms for phase in _figures(report).phases if phase.phase in names)
+
+
+def _are_used_up(report: Report) -> bool:
+    return report.cpu is not None and report.cpu.own >= _USED_UP * report.cpu.usable
+
+
+def _more_cpus(report: Report, gain: float) -> str:
+    """Say how many CPUs of other machines would take a wait away: the loader's now are too few by that share."""
+    cpus = report.machine.num_cpus if report.cpu is None else report.cpu.own
+    count = max(1, math.ceil(cpus * gain / report.num_ranks))
+    return f"Let other machines make batches: where=fr.RemoteWorkers(num_workers={count}), a CPU each, for each rank"
+
+
+def _num_sharing(report: Report) -> str:
+    """Say where ranks decode the same samples as others do; empty where none does."""
+    count = _samples_a_step(report) // report.global_batch
+    if count == 1:
+        return ""
+    return f" {count} ranks of one model load the same samples each: with where='node' a host makes them once."
 
 
 def _samples_a_step(report: Report) -> int:
@@ -367,7 +400,7 @@ def _busiest_stage(report: Report) -> str:
     return f"the loader cannot keep up, and its stage '{stage.name}' is at work {stage.busy:.0%} of the time."
 
 
-def _threads_advice(report: Report) -> str:
+def _threads_advice(report: Report, gain: float) -> str:
     cpus = report.machine.num_cpus
     threads = next((stage.num_threads for stage in _figures(report).stages if stage.name == "decode"), 0)
     if report.cpu is not None and report.cpu.disturbed:
@@ -376,6 +409,9 @@ def _threads_advice(report: Report) -> str:
             "cores."
         )
     if threads >= cpus:
-        return "The CPUs are used up: give each rank more cores, store smaller images, or decode on the GPU."
+        return (
+            "The CPUs are used up: give each rank more cores, store smaller images, or decode on the GPU. "
+            f"{_more_cpus(report, gain)}."
+        )
     per_rank = max(1, int(cpus) // report.num_ranks)
     return f"Use more decoding threads: --workers {per_rank} gives each rank its share of the {cpus:g} CPUs."

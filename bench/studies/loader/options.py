@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fuelrail.pipeline.settings import Above0, CheckedSettings, NotNegative, Positive, flag
 from fuelrail.pipeline.transforms.image import ImageAugment
+from fuelrail.sharding.engines import RayAddress, check_address
 
 
 class LoaderOptions(CheckedSettings, frozen=True, kw_only=True):
@@ -13,7 +14,14 @@ class LoaderOptions(CheckedSettings, frozen=True, kw_only=True):
 
     split: Annotated[str, flag("split to load")] = "train"
     batch_size: Annotated[Positive, flag("samples in a batch")] = 8
-    workers: Annotated[Positive | None, flag("decoding threads (default: one per usable CPU)")] = None
+    workers: Annotated[
+        Positive | None, flag("decoding threads, or actors with --where remote (default: one per usable CPU)")
+    ] = None
+    where: Annotated[
+        Literal["process", "node", "remote"] | None,
+        flag("where batches are made, as in the DataLoader: measured in turns with threads of this process"),
+    ] = None
+    ray_address: RayAddress = None
     image: Annotated[
         ImageAugment | None, flag("image settings (default: crop 704x256 from the bottom of the image)")
     ] = None
@@ -22,4 +30,8 @@ class LoaderOptions(CheckedSettings, frozen=True, kw_only=True):
     verify: Annotated[bool, flag("skip checksum verification")] = True
     seed: Annotated[NotNegative, flag("random seed for the order")] = 0
     repeats: Annotated[Positive, flag("rounds of measurement")] = 5
-    seconds: Annotated[Above0, flag("seconds of one run of the loader")] = 3.0
+    seconds: Annotated[Above0, flag("seconds of one run of the loader, from its first batch on")] = 3.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_address(self.ray_address, "where='remote'", is_used=self.where == "remote")

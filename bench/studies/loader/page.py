@@ -46,11 +46,12 @@ _ALONE = (
 
 def describe(report: LoaderReport, plots: Mapping[str, str]) -> Document:
     """Return the report as a document with these plots."""
-    threads = report.options["workers"]
+    threads, where = report.options["workers"], report.options.get("where")
     about = marked(
-        "Loading **{name}** ({samples:,} samples, split {split}) with {threads}, {batch} samples a batch",
+        "Loading **{name}** ({samples:,} samples, split {split}) with {threads}{where}, {batch} samples a batch",
         name=report.dataset.name, samples=report.dataset.num_samples, split=report.dataset.split,
         threads=counted(threads, "decoding thread"), batch=report.options["batch_size"],
+        where=f", where='{where}'" if where else "",
     )  # fmt: skip
     figures = report.figures
     parts: list[Block | Section] = _figures(figures) if figures else [Note(f"No figures: {report.too_short}.")]
@@ -78,6 +79,7 @@ def _figures(figures: LoaderFigures) -> list[Block | Section]:
             [
                 (f"{figures.samples_per_s.median:.1f}", f"samples/s{_range(figures.samples_per_s)}"),
                 (f"{figures.cpu_s_per_1000_images:.2f} s", "CPU time per 1,000 images"),
+                (f"{figures.trainer_cpu_ms_per_sample.median:.2f} ms", "of CPU time a sample in this process"),
                 (f"{figures.stored_mb_per_s:.0f} MB/s", "as stored"),
                 (f"{figures.first_batch_s.median:.2f} s", f"to the first batch{_range(figures.first_batch_s, 2)}"),
                 (f"{figures.peak_rss_bytes / GIB:.2f} GiB", "peak memory of the process"),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "fuelrail-bench-loader"
 
-VERSION = 4
+VERSION = 5
 
 MIN_STEADY_BATCHES = 8
 
@@ -42,6 +42,7 @@ _COMPUTING = 0.5
 class LoaderRun(msgspec.Struct, frozen=True, kw_only=True):
     """One run. Rates are of the steady part, after ``num_warm_up_batches``; stage clocks and CPU use of the whole run.
 
+    ``trainer_cpu_ms_per_sample`` is that of this process, ``cpu_ms_per_sample`` of it and all that it started here.
     ``num_storage_faults`` counts the pages that were not in memory when they were touched.
     ``batch_s`` is the time between batches, the first from the loader's making. ``samples_per_s`` is None when fewer
     than ``MIN_STEADY_BATCHES`` were steady. ``clock_jump_s``: by how much wall clock and monotonic clock disagree about
@@ -53,6 +54,7 @@ class LoaderRun(msgspec.Struct, frozen=True, kw_only=True):
     batch_s: list[float]
     samples_per_s: float | None
     cpu_ms_per_sample: float
+    trainer_cpu_ms_per_sample: float
     cpu: CpuUse
     stages: list[StageClock]
     num_storage_faults: int
@@ -66,6 +68,7 @@ class LoaderFigures(msgspec.Struct, frozen=True, kw_only=True):
     images_per_s: Interval
     stored_mb_per_s: float
     cpu_ms_per_sample: Interval
+    trainer_cpu_ms_per_sample: Interval
     cpu_s_per_1000_images: float
     first_batch_s: Interval
     peak_rss_bytes: int
@@ -102,7 +105,7 @@ def build_loader_report(
     too_short = None
     figures = None
     if steady:
-        figures = _figures(dataset, limits, stages, steady, peak_rss_bytes)
+        figures = _figures(dataset, limits, stages, steady, peak_rss_bytes, options.get("where"))
     else:
         longest = max(len(run.batch_s) for run in runs)
         too_short = (
@@ -134,6 +137,7 @@ def _figures(
     stages: Sequence[Rate],
     steady: Sequence[LoaderRun],
     peak_rss_bytes: int,
+    where: str | None,
 ) -> LoaderFigures:
     rates = [run.samples_per_s for run in steady if run.samples_per_s is not None]
     samples_per_s = interval_of(rates)
@@ -148,11 +152,12 @@ def _figures(
         images_per_s=interval_of([rate * num_cameras for rate in rates]),
         stored_mb_per_s=samples_per_s.median * dataset.mean_sample_bytes / 1e6,
         cpu_ms_per_sample=cpu_ms,
+        trainer_cpu_ms_per_sample=interval_of([run.trainer_cpu_ms_per_sample for run in steady]),
         cpu_s_per_1000_images=cpu_ms.median / num_cameras,
         first_batch_s=interval_of([run.first_batch_s for run in steady]),
         peak_rss_bytes=peak_rss_bytes,
         bound=find_bound(
-            middle.samples_per_s, middle.cpu_ms_per_sample, middle.cpu, middle.stages, stages, jpeg_limit(limits)
+            middle.samples_per_s, middle.cpu_ms_per_sample, middle.cpu, middle.stages, stages, jpeg_limit(limits), where
         ),
     )
 
@@ -202,6 +207,7 @@ def find_bound(
     clocks: Sequence[StageClock],
     alone: Sequence[Rate],
     jpeg: Rate | None,
+    where: str | None = None,
 ) -> Bound:
     """Judge a run: its rate and CPU time, the use of the CPUs, its stages' clocks, and the stages' rates alone.
 
@@ -212,6 +218,14 @@ def find_bound(
     if cpu.own >= _USED_UP * free:
         return _cpu_bound(cpu_ms_per_sample, cpu, free, alone, jpeg)
     busiest = max(clocks, key=_busy_share)
+    if where == "remote":
+        return Bound(
+            kind="waiting",
+            stage=None,
+            finding="Ray actors make the batches, and CPUs are free here: actors, or the way from them, set the pace.",
+            advice="Use more actors (--workers), until the rate stays the same.",
+            gain=None,
+        )
     if _busy_share(busiest) < _ALWAYS_BUSY:
         return Bound(
             kind="hand-over",

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from fuelrail.bench.measure.clock import clock_jump_s
 from fuelrail.bench.measure.cuda import pinned_copy
 from fuelrail.bench.measure.limits import measure_limits
 from fuelrail.bench.measure.machine import CpuWatch, peak_memory_bytes
-from fuelrail.bench.measure.processes import NOTHING_MEASURED
+from fuelrail.bench.measure.processes import NOTHING_MEASURED, tree_cpu_s
 from fuelrail.bench.measure.rates import Rate, warm_up_length
 from fuelrail.bench.studies.loader.report import MIN_STEADY_BATCHES, LoaderRun
 from fuelrail.bench.studies.loader.stages import (
@@ -24,6 +28,7 @@ from fuelrail.loaders.config import Transforms
 
 if TYPE_CHECKING:
     from fuelrail.bench.studies.loader.options import LoaderOptions
+    from fuelrail.loaders import DataLoader
     from fuelrail.pipeline.format.dataset import Dataset
 
 _NUM_BATCHES_KEPT = 3
@@ -32,35 +37,46 @@ _NUM_SAMPLES_KEPT = 12
 
 
 def run_loader(dataset: Dataset, options: LoaderOptions) -> LoaderRun:
-    """Make a loader and take batches for the options' time, epoch after epoch; always one batch at least."""
+    """Make a loader and take batches for the options' time, epoch after epoch; always one batch at least.
+
+    Where other processes make the batches, their CPU time counts from the first batch on: they import torch before.
+    """
     watch, faults, jump_s = CpuWatch(), _storage_faults(), clock_jump_s()
     started_s = taken_s = time.perf_counter()
     batch_s: list[float] = []
+    num_before, own_before_s = 0, time.process_time()
     with make_loader(dataset, options) as loader:
         while not batch_s or taken_s - started_s < options.seconds:
             for _ in loader:
                 now_s = time.perf_counter()
                 batch_s.append(now_s - taken_s)
                 taken_s = now_s
+                if options.where is not None and len(batch_s) == 1:
+                    started_s, watch = now_s, CpuWatch(partial(tree_cpu_s, os.getpid()))
+                    num_before, own_before_s = _num_decoded(loader), time.process_time()
                 if now_s - started_s >= options.seconds:
                     break
+        cpu, own_s, num_decoded = watch.use(), time.process_time() - own_before_s, _num_decoded(loader) - num_before
         stages = list(loader.stats().stages)
-    cpu = watch.use()
     # The first batch waits for threads to start and queues to fill; it is reported separately.
     warm_up = 1 + warm_up_length(batch_s[1:])
     steady = batch_s[warm_up:]
-    num_loaded = stages[-1].items * options.batch_size
     return LoaderRun(
         first_batch_s=batch_s[0],
         num_warm_up_batches=warm_up,
         batch_s=batch_s,
         samples_per_s=len(steady) * options.batch_size / sum(steady) if len(steady) >= MIN_STEADY_BATCHES else None,
-        cpu_ms_per_sample=1e3 * cpu.own * cpu.seconds / num_loaded,
+        cpu_ms_per_sample=1e3 * cpu.own * cpu.seconds / max(num_decoded, 1),
+        trainer_cpu_ms_per_sample=1e3 * own_s / max(num_decoded, 1),
         cpu=cpu,
         stages=stages,
         num_storage_faults=_storage_faults() - faults,
         clock_jump_s=clock_jump_s() - jump_s,
     )
+
+
+def _num_decoded(loader: DataLoader) -> int:
+    return next(stage.items for stage in loader.stats().stages if stage.name == "decode")
 
 
 def _storage_faults() -> int:
@@ -123,6 +139,7 @@ class _Bench:
         dataset, options, part_s = self._dataset, self._options, min(1.0, self._options.seconds / 8)
         show(f"{where}: the whole loader")
         run = run_loader(dataset, options)
+        here = [] if options.where is None else [self._in_threads(where, show)]
         show(f"{where}: each stage alone")
         alone = measure_stages(self._recorded, options.batch_size, part_s)
         show(f"{where}: this machine's limits")
@@ -136,4 +153,16 @@ class _Bench:
             dataset,
             self._to_device,
         )
-        return LoaderRound(run, alone, limits)
+        return LoaderRound(run, alone, limits + here)
+
+    def _in_threads(self, where: str, show: Callable[[str], None]) -> Rate:
+        """Measure the whole loader as it is without ``where``."""
+        show(f"{where}: the whole loader in threads of this process")
+        options = msgspec.structs.replace(self._options, where=None, ray_address=None)
+        run = run_loader(self._dataset, options)
+        return Rate(
+            name="the loader in threads here",
+            num_threads=options.workers or 1,
+            samples_per_s=run.samples_per_s or 0.0,
+            cpu_ms_per_sample=run.cpu_ms_per_sample,
+        )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import threading
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from fuelrail.bench.measure.rates import Rate, measure_rate
-from fuelrail.loaders import DataLoader, StorageOptions, Transforms, World
+from fuelrail.loaders import DataLoader, RemoteWorkers, StorageOptions, Transforms, World
 from fuelrail.pipeline.runtime.host import usable_cpus
 
 if TYPE_CHECKING:
@@ -31,7 +32,16 @@ class Recorded(NamedTuple):
 
 def make_loader(dataset: Dataset, options: LoaderOptions) -> DataLoader:
     """Return the loader that is measured, in host memory, as one rank of one."""
-    return _make(DataLoader, dataset, options)
+    return _make(DataLoader, dataset, options, where=_where(options))
+
+
+def _where(options: LoaderOptions) -> Literal["process", "node"] | RemoteWorkers | None:
+    if options.where == "remote":
+        return RemoteWorkers(options.ray_address, num_workers=options.workers or max(1, int(usable_cpus())))
+    if options.where == "node":  # the only rank of its host, unless a launcher says otherwise
+        for name, value in {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": str(os.getpid())}.items():
+            os.environ.setdefault(name, value)
+    return options.where
 
 
 def record_stages(
@@ -41,7 +51,7 @@ def record_stages(
 
     ``device``: where its batches go; host memory unless given.
     """
-    loader = _make(_Recorder, dataset, options, device)
+    loader = _make(_Recorder, dataset, options, device=device)
     with loader:
         batches = itertools.islice(itertools.chain.from_iterable(itertools.repeat(loader)), num_batches)
         for _ in batches:
@@ -96,7 +106,7 @@ class _Recorder(DataLoader):
         return [dataclasses.replace(stage, work=partial(work, number)) for number, stage in enumerate(stages)]
 
 
-def _make(kind: type[_L], dataset: Dataset, options: LoaderOptions, device: str | None = None) -> _L:
+def _make(kind: type[_L], dataset: Dataset, options: LoaderOptions, **others: Any) -> _L:
     image = options.image or Transforms().image
     return kind(
         dataset,
@@ -108,6 +118,6 @@ def _make(kind: type[_L], dataset: Dataset, options: LoaderOptions, device: str 
         seed=options.seed,
         num_workers=options.workers or max(1, int(usable_cpus())),
         storage=StorageOptions(verify=options.verify),
-        device=device,
         world=World(rank=0, size=1),
+        **others,
     )

@@ -72,7 +72,7 @@ def test_a_cluster_without_a_node_for_the_tasks_is_not_waited_for_for_ever(sourc
     monkeypatch.setattr(ray, "TASK_MEMORY_BYTES", 1 << 50)
     monkeypatch.setattr(ray, "NO_NODE_S", 0.5)
     monkeypatch.setattr(ray, "_LOOK_S", 0.1)
-    with pytest.raises(FuelrailError, match=r"no node with a CPU and \d+ MiB of memory for 0 s, which each task needs"):
+    with pytest.raises(FuelrailError, match=r"no node with 1 CPU and [\d,]+ memory for 0 s, which each task needs"):
         shard_nuscenes(source.root, tmp_path / "out", engine=RayEngine(cluster.address, 0), **OPTIONS)
 
 

@@ -131,6 +131,31 @@ def test_a_loader_without_free_cpus(others, said):
     assert said in judge(training(0, **WAITS, cpu=cpu), without=without).advice
 
 
+@pytest.mark.parametrize(("own", "advice"), [(0.9, "where='process'"), (1.9, "RemoteWorkers(num_workers=1)")])
+def test_a_loader_that_holds_up_the_trainers_python_belongs_elsewhere(own, advice):
+    """Without it the time outside the phases is shorter, not the wait."""
+    busy = {"wait_ms": 1.0, "other_ms": 9.0}
+    cpu = CpuUse(seconds=2.0, own=own, others=0.0, usable=2.0)
+    found = judge(training(0, **busy, cpu=cpu), without=everywhere(**busy) | {"loading": {"other_ms": 1.0}}, again=busy)
+    assert found.bound == "Python"
+    assert advice in found.advice
+    assert found.expected_gain == pytest.approx(41.2 / 32.2 - 1, abs=0.03)
+
+
+def test_ranks_of_one_model_share_what_they_load():
+    shared = msgspec.structs.replace(training(0, **WAITS), global_batch=2)  # of two ranks with two samples each
+    runs = {"without": everywhere(**WAITS) | NO_LOADING | {"decode": {}}, "again": WAITS}
+    assert "2 ranks of one model load the same samples each: with where='node'" in judge(shared, **runs).advice
+    assert "where='node'" not in judge(training(0, **WAITS), **runs).advice
+
+
+def test_used_up_cpus_are_counted_in_those_of_other_machines():
+    """19 CPUs and 46 % more of them, for two ranks."""
+    cpu = CpuUse(seconds=2.0, own=19.0, others=0.0, usable=20.0)
+    found = judge(training(0, **WAITS, cpu=cpu), without=everywhere(**WAITS) | NO_LOADING | {"decode": {}}, again=WAITS)
+    assert "where=fr.RemoteWorkers(num_workers=5), a CPU each, for each rank" in found.advice
+
+
 def test_steps_of_other_sizes_are_compared_by_sample():
     base, doubled = training(0), training(1, other_ms=31.0)
     doubled = msgspec.structs.replace(doubled, options={**doubled.options, "accumulation": 2})

@@ -8,11 +8,13 @@ import pytest
 from fuelrail.__main__ import main
 from fuelrail.bench.measure.limits import jpeg_limit, measure_limits
 from fuelrail.bench.measure.machine import peak_memory_bytes
+from fuelrail.bench.studies.loader.measure import bench_loader
 from fuelrail.bench.studies.loader.options import LoaderOptions
 from fuelrail.bench.studies.loader.report import LoaderReport
 from fuelrail.bench.studies.loader.run import run_loader
 from fuelrail.bench.studies.loader.stages import measure_stages, record_stages
 from fuelrail.loaders import ImageAugment
+from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
 from support.datasets import build_dataset
 
@@ -82,7 +84,7 @@ def test_a_measurement_is_reported(dataset, tmp_path, capsys):
     assert bench(dataset, out, *options) == 0
     text = (out / "report.json").read_text()
     report = msgspec.json.decode(text, type=LoaderReport)
-    assert (report.schema, report.version) == ("fuelrail-bench-loader", 4)
+    assert (report.schema, report.version) == ("fuelrail-bench-loader", 5)
     assert len(report.runs) == 2
     figures = report.figures
     assert figures.samples_per_s.low <= figures.samples_per_s.median <= figures.samples_per_s.high
@@ -102,6 +104,33 @@ def test_a_measurement_is_reported(dataset, tmp_path, capsys):
         report.figures.bound.finding,
     ):
         assert word in printed
+
+
+@pytest.mark.process
+@pytest.mark.filterwarnings("ignore")  # Ray's own, of its dependencies
+@pytest.mark.parametrize("where", ["process", "node", "remote"])
+def test_another_place_is_measured_beside_threads_of_this_process(dataset, tmp_path, monkeypatch, where, request):
+    if where == "remote":
+        ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'fuelrail[ray]'")
+        request.addfinalizer(ray.shutdown)
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)  # what the measurement sets is gone afterwards
+    report = bench_loader(
+        dataset, batch_size=2, workers=1, seconds=1.0, repeats=2, where=where, out=tmp_path / "out", html=False
+    )
+    here = next(rate for rate in report.limits if rate.name == "the loader in threads here")
+    assert here.samples_per_s > 0
+    figures = report.figures
+    assert figures.samples_per_s.median > 0
+    assert 0 < figures.trainer_cpu_ms_per_sample.median < figures.cpu_ms_per_sample.median
+    assert f"where='{where}'" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_an_address_of_ray_is_for_remote_batches_alone(dataset):
+    with pytest.raises(ConfigError, match="a Ray address needs where='remote', got address 'auto' without it"):
+        bench_loader(dataset, where="process", ray_address="auto")
 
 
 def test_a_run_too_short_gives_no_figure_and_says_so(dataset, tmp_path, capsys):
