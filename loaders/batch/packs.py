@@ -39,26 +39,30 @@ if TYPE_CHECKING:
 
 
 def check_packs(options: Arguments) -> None:
-    """Raise ConfigError for settings of a loader that packs do not go with, where its order has packs."""
-    if options.order is None or options.order.pack is None:
+    """Raise ConfigError for settings of a loader that packs, or buckets, do not go with, where its order has these."""
+    if options.order is None or not (options.order.pack or options.order.bucket):
         return
     refused = {
-        "transform": (options.transform is not None, "use batch_transform, which gets whole batches"),
-        "collate_fn": (options.collate_fn is not None, "use batch_transform, which gets whole batches"),
-        "window": (options.window is not None, "a pack holds samples of one frame"),
-        "transforms.two_views": (options.transforms.two_views, "load each view by a loader of its own"),
-        "transforms.static": (
-            options.transforms.static_batches is not None,
-            "the number of samples in a pack varies: pad what the model needs in batch_transform",
-        ),
         "bad_samples.on_error='substitute'": (
             options.bad_samples.on_error == "substitute",
-            "another sample would not fit the budget: take on_error='raise', and leave bad samples out by a filter",
-        ),
+            "another sample would not fit: take on_error='raise', and leave bad samples out by a filter",
+        )
     }
+    if options.order.pack is not None:
+        refused |= {
+            "transform": (options.transform is not None, "use batch_transform, which gets whole batches"),
+            "collate_fn": (options.collate_fn is not None, "use batch_transform, which gets whole batches"),
+            "window": (options.window is not None, "a pack holds samples of one frame"),
+            "transforms.two_views": (options.transforms.two_views, "load each view by a loader of its own"),
+            "transforms.static": (
+                options.transforms.static_batches is not None,
+                "the number of samples in a pack varies: pad what the model needs in batch_transform",
+            ),
+        }
+    kind = "buckets" if options.order.pack is None else "packs"
     for name, (is_given, fix) in refused.items():
         if is_given:
-            raise ConfigError(f"{name} cannot be used with an order in packs: {fix}")
+            raise ConfigError(f"{name} cannot be used with an order in {kind}: {fix}")
 
 
 def max_tokens(pack: Pack | None) -> int | None:

@@ -244,10 +244,10 @@ def test_the_next_epoch_is_counted_while_this_one_is_read():
     order = BatchSampler(DATA, ORDERS["plain"], global_batch=4)._rows.order
     epoch = order.epoch(0)
     epoch.entries(np.arange(len(epoch) // 2))
-    half = len(order._counts[1].packs)
+    half = len(order._counts[1].sums) - 1
     assert 0 < half < order.num_windows
     epoch.entries(np.arange(len(epoch)))
-    assert len(order._counts[1].packs) == order.num_windows
+    assert len(order._counts[1].sums) - 1 == order.num_windows
 
 
 def test_a_sample_is_found_in_its_pack():
@@ -288,9 +288,9 @@ def over(costs, **spec):
         (lambda: Cost(linear={"c": -1}), "coefficients >= 0"),
         (lambda: Balance(cost="c", micro_batches=0), "micro_batches must be 1"),
         (lambda: OrderSpec(kind="lanes", pack=PACK), "no pack"),
-        (lambda: OrderSpec(stages=(OrderStage(),), pack=PACK), "no stages"),
+        (lambda: OrderSpec(stages=(OrderStage(),), pack=PACK), "stages count positions"),
         (lambda: mixed_in_stages(), "stages of a mix count"),
-        (lambda: Order(OrderSpec(pack=PACK), Layout((3,)), 0), "pack, balance and stages need a dataset"),
+        (lambda: Order(OrderSpec(pack=PACK), Layout((3,)), 0), "pack, bucket, balance and stages need a dataset"),
         (lambda: Sampler(DATA, OrderSpec(pack=PACK), global_batch=4), "use BatchSampler"),
         (lambda: BatchSampler(DATA, OrderSpec(pack=Pack(budget=1000, cost="tokens")), global_batch=1), "sample 's"),
         (
