@@ -154,8 +154,8 @@ def _whole_numbers(column: pa.ChunkedArray, name: str, texts: bool) -> NDArray[n
     if texts and pa.types.is_string(column.type):
         encoded = column.combine_chunks().dictionary_encode()
         digests = [hashlib.sha256(one.encode()).digest()[:5] for one in encoded.dictionary.to_pylist()]
-        numbers: NDArray[np.int64] = np.array([int.from_bytes(one, "little") for one in digests], np.int64)
-        return numbers[encoded.indices.to_numpy()]
+        numbers = pa.array([int.from_bytes(one, "little") for one in digests], pa.int64())
+        column = numbers.take(encoded.indices)
     if not (pa.types.is_integer(column.type) or pa.types.is_boolean(column.type)):
         raise OrderError(f"attribute {name!r} is {column.type}, and a cost needs whole numbers or lists")
     for worst in pc.min_max(column).as_py().values():
