@@ -182,8 +182,9 @@ def stops_and_changes(spec, num_stops, seed):
     assert epochs >= 1
 
 
-def test_stops_and_changes_of_the_ranks_lose_and_repeat_nothing():
-    stops_and_changes(ORDERS["plain"], 12, seed=3)
+@pytest.mark.parametrize("num_stops", [10, pytest.param(300, marks=pytest.mark.long)])
+def test_stops_and_changes_of_the_ranks_lose_and_repeat_nothing(num_stops):
+    stops_and_changes(ORDERS["plain"], num_stops, seed=3)
 
 
 def test_a_copy_of_the_sampler_and_its_state():
