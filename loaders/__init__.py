@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.serving.ray_workers import RemoteWorkers
     from fuelrail.pipeline.order.balance import Balance
     from fuelrail.pipeline.order.batching import World
+    from fuelrail.pipeline.order.bucket import Bucket
     from fuelrail.pipeline.order.cost import Cost
     from fuelrail.pipeline.order.mix import Mix
     from fuelrail.pipeline.order.pack import Pack
@@ -40,6 +41,7 @@ __all__ = [
     "BadSamplePolicy",
     "Balance",
     "BevAugment",
+    "Bucket",
     "Budget",
     "CameraGroup",
     "ClassBalance",

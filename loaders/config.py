@@ -170,6 +170,7 @@ class StaticBatches(CheckedSettings, frozen=True):
         max_boxes: rows of each sample's ``gt_boxes_3d`` and of the entries that go with it; ``gt_mask`` says which
             are real. A sample with more is an error.
         max_points: rows of each sample's ``points``; ``points_mask`` says which are real. Needed with ``points``.
+        max_tokens: tokens of a batch of packs; more are an error. None: the packs' budget times the packs of a batch.
         buffers: sets of buffers that batches are copied into in turn. A batch is overwritten when this many more have
             been handed out.
 
@@ -178,6 +179,7 @@ class StaticBatches(CheckedSettings, frozen=True):
 
     max_boxes: Annotated[int, Meta(ge=1), must_be("an integer >= 1")] = 256
     max_points: Annotated[Annotated[int, Meta(ge=1)] | None, must_be("an integer >= 1, or None")] = None
+    max_tokens: Annotated[Annotated[int, Meta(ge=1)] | None, must_be("an integer >= 1, or None")] = None
     buffers: Annotated[int, Meta(ge=1, le=1024), must_be("an integer from 1 to 1024")] = 2
 
 

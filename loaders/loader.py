@@ -202,7 +202,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         if pinned := transfer is not None if pin_memory is None else pin_memory:
             require_cuda("pin_memory=True")
         keep = batches_in_flight(tuning if tuner is None else tuner.most, self.batch_size)
-        self._buffers = partial(self._make.buffers, self.order.pack, keep)
+        self._buffers = partial(self._make.buffers, keep)
         self._take = self._buffers(buffer_pool.page_locked if pinned else buffer_pool.pageable)
         self._start = self._position = Cursor()
         self._epoch_is_set = False

@@ -388,6 +388,7 @@ class Batch(TypedDict, total=False):
     dataset: Annotated[list[str], "list of str", "with a mix: the name of the sample's dataset"]
     seed: Annotated[int, "int", "of a sample before `transform`: take randomness from it only"]
     view: Annotated[Tensor, "[2 B] int64", "with `two_views`: the draw, 0 or 1; all other entries have 2 B rows too"]
+    bucket: Annotated[Tensor, "[B] int64", "in buckets: the batch's bucket, counted in the order of bounds, or values"]
     pack: Annotated[
         Tensor, "[S] int64", "in packs: the pack of each of the S samples; S takes the place of B everywhere"
     ]

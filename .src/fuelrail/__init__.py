@@ -104,6 +104,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.format.layers import LayerView as LayerView
     from fuelrail.pipeline.order.balance import Balance as Balance
     from fuelrail.pipeline.order.batching import World as World
+    from fuelrail.pipeline.order.bucket import Bucket as Bucket
     from fuelrail.pipeline.order.cost import Cost as Cost
     from fuelrail.pipeline.order.mix import Mix as Mix
     from fuelrail.pipeline.order.mix import MixStage as MixStage
@@ -211,6 +212,7 @@ _PUBLIC: Final = {
     "AttributeWeights": "fuelrail.pipeline.order.weights",
     "Balance": "fuelrail.pipeline.order.balance",
     "BevAugment": "fuelrail.pipeline.transforms.ego",
+    "Bucket": "fuelrail.pipeline.order.bucket",
     "CameraGroup": "fuelrail.pipeline.transforms.image",
     "ClassBalance": "fuelrail.pipeline.order.weights",
     "Cost": "fuelrail.pipeline.order.cost",

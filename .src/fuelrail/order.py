@@ -9,6 +9,7 @@ from fuelrail.loaders.integrations.sampler import BatchSampler, CountedLoader, S
 from fuelrail.pipeline.errors import OrderError, StateMismatchError, WorldError
 from fuelrail.pipeline.order.balance import Balance
 from fuelrail.pipeline.order.batching import World
+from fuelrail.pipeline.order.bucket import Bucket
 from fuelrail.pipeline.order.cost import Cost
 from fuelrail.pipeline.order.mix import Mix, MixStage
 from fuelrail.pipeline.order.pack import Pack
@@ -21,6 +22,7 @@ __all__ = [
     "AttributeWeights",
     "Balance",
     "BatchSampler",
+    "Bucket",
     "ClassBalance",
     "Cost",
     "CountedLoader",

@@ -16,6 +16,11 @@ entry            form              meaning
 The last four describe the first selected channel of kind ``tokens`` whose length is open, whose `Packed` has the tokens
 of all samples in a row: ``batch["tokens"].values`` is what attention with ``cu_seqlens`` takes. Without such a channel
 they are absent. The samples that fill up an epoch's last batch have ``valid`` False.
+
+With ``Transforms(static=...)`` S is B times the packs' ``max_samples``, and the number of tokens is ``max_tokens``, or
+that of B budgets. Rows that are no sample have ``valid`` False, ``pack`` -1 and no tokens, and zeros otherwise; tokens
+that are of no sample follow the others, as zeros with ``sequence_ids`` -1. ``max_seqlen`` is ``max_tokens``, or the
+budget. Lists, such as keys, are as without it.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ from fuelrail.pipeline.channels.kinds import Packed
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from fuelrail.loaders.batch.buffer_pool import Memory
     from fuelrail.loaders.config import Arguments
@@ -39,26 +44,30 @@ if TYPE_CHECKING:
 
 
 def check_packs(options: Arguments) -> None:
-    """Raise ConfigError for settings of a loader that packs do not go with, where its order has packs."""
-    if options.order is None or options.order.pack is None:
+    """Raise ConfigError for settings of a loader that packs, or buckets, do not go with, where its order has these."""
+    if options.order is None or not (options.order.pack or options.order.bucket):
         return
     refused = {
-        "transform": (options.transform is not None, "use batch_transform, which gets whole batches"),
-        "collate_fn": (options.collate_fn is not None, "use batch_transform, which gets whole batches"),
-        "window": (options.window is not None, "a pack holds samples of one frame"),
-        "transforms.two_views": (options.transforms.two_views, "load each view by a loader of its own"),
-        "transforms.static": (
-            options.transforms.static_batches is not None,
-            "the number of samples in a pack varies: pad what the model needs in batch_transform",
-        ),
         "bad_samples.on_error='substitute'": (
             options.bad_samples.on_error == "substitute",
-            "another sample would not fit the budget: take on_error='raise', and leave bad samples out by a filter",
-        ),
+            "another sample would not fit: take on_error='raise', and leave bad samples out by a filter",
+        )
     }
+    if options.order.pack is not None:
+        refused |= {
+            "transform": (options.transform is not None, "use batch_transform, which gets whole batches"),
+            "collate_fn": (options.collate_fn is not None, "use batch_transform, which gets whole batches"),
+            "window": (options.window is not None, "a pack holds samples of one frame"),
+            "transforms.two_views": (options.transforms.two_views, "load each view by a loader of its own"),
+            "transforms.static": (
+                options.transforms.static_batches is not None and options.order.pack.max_samples is None,
+                "the number of samples in a pack varies: set a largest one, Pack(max_samples=...)",
+            ),
+        }
+    kind = "buckets" if options.order.pack is None else "packs"
     for name, (is_given, fix) in refused.items():
         if is_given:
-            raise ConfigError(f"{name} cannot be used with an order in packs: {fix}")
+            raise ConfigError(f"{name} cannot be used with an order in {kind}: {fix}")
 
 
 def max_tokens(pack: Pack | None) -> int | None:
@@ -94,6 +103,43 @@ def packed_entries(batch: dict[str, Any]) -> dict[str, Any]:
         "position_ids": torch.arange(len(rows)) - offsets[rows],
         "sequence_ids": rows.to(torch.int32),
     }
+
+
+def pad_packs(
+    pack: Pack, num_packs: int, max_tokens: int | None, batch: dict[str, Any], fills: Mapping[str, float]
+) -> dict[str, Any]:
+    """Return a batch of packs, its lists padded already, with fixed numbers of rows and tokens; see the module's text.
+
+    ``fills`` has the content of rows that are no sample, where it is not 0. Raises ConfigError for too many tokens.
+    """
+    assert pack.max_samples is not None  # `check_packs`
+    rows, most = num_packs * pack.max_samples, max_tokens or num_packs * pack.budget
+    longest = max_tokens or pack.budget
+    fills = {**fills, "pack": -1, "sequence_ids": -1}
+
+    def padded(name: str, tensor: torch.Tensor, length: int, fill: float) -> torch.Tensor:
+        if len(tensor) > length:
+            raise ConfigError(f"{name!r} has {len(tensor)} tokens, static batches hold {length}: raise max_tokens")
+        return torch.cat([tensor, tensor.new_full((length - len(tensor), *tensor.shape[1:]), fill)])
+
+    found = dict(batch)
+    for name, value in batch.items():
+        if isinstance(value, Packed):
+            values, offsets = map(torch.as_tensor, value)
+            ends = padded(name, offsets, rows + 1, int(offsets[-1]))
+            found[name] = Packed._make((padded(name, values, most, 0), ends))
+        elif name == "max_seqlen":
+            if value > longest:
+                raise ConfigError(f"a sample has {value} tokens, static batches hold {longest}: raise max_tokens")
+            found[name] = longest
+        elif name == "cu_seqlens":
+            found[name] = padded(name, value, rows + 1, int(value[-1]))
+        elif isinstance(value, dict):
+            found[name] = {key: padded(name, one, rows, 0) for key, one in value.items()}
+        elif isinstance(value, torch.Tensor) and name != "pack_offsets":
+            length = most if name in ("position_ids", "sequence_ids") else rows
+            found[name] = padded(name, value, length, fills.get(name, 0))
+    return found
 
 
 def choose_buffers(

@@ -65,7 +65,7 @@ class BatchPipeline(NamedTuple):
     batch_transform: user.BatchTransform | None = None
     static: StaticBatches | None = None
     fixed: FixedBuffers | None = None
-    is_packed: bool = False
+    pack: Pack | None = None
     serves: bool = False
     """Whether the batches are for another process, which normalises and transforms them."""
 
@@ -88,11 +88,11 @@ class BatchPipeline(NamedTuple):
         lanes = (MIN_LANES, MAX_LANES) if decodes_on_device(self.decoder) and not self.parses_hard else None
         return make_tuner(budget, self.batch_size, batch_bytes, ready, lanes)
 
-    def buffers(self, pack: Pack | None, keep: int, memory: Memory) -> Callable[[Scheduled], Any]:
+    def buffers(self, keep: int, memory: Memory) -> Callable[[Scheduled], Any]:
         """Return what takes a buffer for the images of a batch; see `choose_buffers`."""
         on_device = decodes_on_device(self.decoder)
         return packs.choose_buffers(
-            pack, self.augments.images, self._image_axes, on_device=on_device, memory=memory, keep=keep
+            self.pack, self.augments.images, self._image_axes, on_device=on_device, memory=memory, keep=keep
         )
 
     @property
@@ -133,7 +133,7 @@ class BatchPipeline(NamedTuple):
             Stage("fetch", partial(samples.fetch, self.bad), 1, ahead, in_bursts=True),
             Stage("parse", parse, num_workers if self.parses_hard else 1, ahead, in_bursts=True),
         ]
-        group: int | Callable[[Any], int] | None = packs.rows_of_batch if self.is_packed else self.batch_size
+        group: int | Callable[[Any], int] | None = packs.rows_of_batch if self.pack else self.batch_size
         if isinstance(self.decoder, BatchDecoder):
             decode_all = BatchDecode(self.decoder, self.cameras, fill, self.bad, parse)
             if not decodes_on_device(self.decoder):
@@ -173,7 +173,7 @@ class BatchPipeline(NamedTuple):
             if self.transfer is not None:
                 collate = self.transfer.on_own_stream(collate)
         if self.static is not None:
-            collate = _padded(self.static, collate)
+            collate = _padded(self.static, collate, self.pack, self.batch_size)
         if self.batch_transform is not None or self.serves:
             collate = partial(_placed, collate)
         stages.append(Stage("collate", collate, 1, tuning.ready, group=group))
@@ -241,7 +241,7 @@ def make_batch_pipeline(
         bad, cameras, points.lidar, augments, decoder, options.batch_size, options.window, transform,
         options.collate_fn, transforms.normalize, transfer, transforms.box_frame,
         SelectedChannels(channels, cameras, packs.max_tokens(pack)), unknown_to(sources),
-        batch_transform, fixed, None if fixed is None else static.FixedBuffers(fixed.buffers), pack is not None,
+        batch_transform, fixed, None if fixed is None else static.FixedBuffers(fixed.buffers), pack,
     )  # fmt: skip
 
 
@@ -256,8 +256,10 @@ def _placed(collate: Callable[[Any], Any], items: Sequence[Any]) -> Collated:
     return Collated(collate(items), slot.epoch, slot.step, slot.position, tuple(one.key for one in samples))
 
 
-def _padded(settings: StaticBatches, collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda decoded: static.pad(settings, collate(decoded))
+def _padded(
+    settings: StaticBatches, collate: Callable[[Any], Any], pack: Pack | None, num_packs: int
+) -> Callable[[Any], Any]:
+    return lambda decoded: static.pad(settings, collate(decoded), pack, num_packs)
 
 
 def _transformed_views(each: Callable[[Any], Any], decoded: Any) -> list[Any]:  # noqa: ANN401

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from fuelrail.loaders.batch.packs import pad_packs
+from fuelrail.pipeline.channels.kinds import Packed
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from fuelrail.loaders.config import StaticBatches
+    from fuelrail.pipeline.order.pack import Pack
 
 _BOX_FILL: Final = {
     "gt_boxes_3d": 0.0,
@@ -26,11 +29,12 @@ _BOX_FILL: Final = {
 """The entries that have a row a box, and the content of the rows beyond a sample's boxes."""
 
 
-def pad(settings: StaticBatches, batch: Any) -> dict[str, Any]:  # noqa: ANN401
+def pad(settings: StaticBatches, batch: Any, pack: Pack | None = None, num_packs: int = 0) -> dict[str, Any]:  # noqa: ANN401
     """Return a collated batch with its lists of tensors padded: ``gt_mask`` and ``points_mask`` say what is real.
 
-    ``gt_mask`` is bool [B, max_boxes], ``points_mask`` bool [B, max_points], with windows [B, T, max_points]. Raises
-    ConfigError for a sample that has more, and for a list of tensors that has no maximum.
+    ``gt_mask`` is bool [B, max_boxes], ``points_mask`` bool [B, max_points], with windows [B, T, max_points]. A batch
+    of ``num_packs`` of a ``pack`` is padded by `pad_packs`, too. Raises ConfigError for a sample that has more, and for
+    a list of tensors that has no maximum.
     """
     if not isinstance(batch, dict):
         raise ConfigError(
@@ -38,7 +42,8 @@ def pad(settings: StaticBatches, batch: Any) -> dict[str, Any]:  # noqa: ANN401
         )
     padded: dict[str, Any] = {}
     for name, value in batch.items():
-        if not _has_tensors(value) or (name == "img" and _is_flat(value)):
+        is_in_packs = pack is not None and isinstance(value, Packed)
+        if not _has_tensors(value) or (name == "img" and _is_flat(value)) or is_in_packs:
             padded[name] = value
         elif name in _BOX_FILL:
             padded[name], mask = _padded(batch, name, settings.max_boxes, "max_boxes", _BOX_FILL[name])
@@ -48,7 +53,7 @@ def pad(settings: StaticBatches, batch: Any) -> dict[str, Any]:  # noqa: ANN401
         else:
             fix = "set max_points" if name == "points" else "make it one tensor of one shape in transform or collate_fn"
             raise ConfigError(f"static batches need a fixed shape, and {name!r} is {_kind(value)} of tensors: {fix}")
-    return padded
+    return padded if pack is None else pad_packs(pack, num_packs, settings.max_tokens, padded, _BOX_FILL)
 
 
 def _has_tensors(value: object) -> bool:
@@ -117,6 +122,8 @@ class FixedBuffers:
         }
         groups = batch["img"] if _is_flat(batch.get("img")) else {}
         tensors |= {("img", name): value for name, value in groups.items()}
+        packed = {name: value for name, value in batch.items() if isinstance(value, Packed)}
+        tensors |= {(name, field): one for name, value in packed.items() for field, one in value._asdict().items()}
         if first and tensors.keys() != first.keys():
             unlike = ", ".join(sorted(map(".".join, tensors.keys() ^ first.keys())))
             raise ConfigError(f"static batches must have the same entries, and these come and go: {unlike}")
@@ -136,7 +143,8 @@ class FixedBuffers:
                 buffers[name].copy_(tensor)
         own = {name[0]: tensor for name, tensor in buffers.items() if len(name) == 1}
         images = {"img": {name: buffers["img", name] for name in groups}} if groups else {}
-        return {**batch, **own, **images}
+        packs = {name: Packed._make(buffers[name, field] for field in Packed._fields) for name in packed}
+        return {**batch, **own, **images, **packs}
 
 
 def _check_like(name: str, tensor: torch.Tensor, first: torch.Tensor) -> None:

@@ -68,7 +68,8 @@ class BatchSampler:
         ledger: file in which the run is recorded, or a `LedgerOptions`; the batches must be counted (:meth:`count`).
 
     With ``OrderSpec(pack=...)`` a batch holds ``global_batch`` packs over all ranks, each of several rows: the rows
-    come pack by pack, and `Entry.pack` says where one begins. Epochs then differ in length.
+    come pack by pack, and `Entry.pack` says where one begins. Epochs then differ in length. With
+    ``OrderSpec(bucket=...)`` `Entry.bucket` says which bucket the batch is of.
 
     Iterating yields the rest of the epoch, then each time the following one. ``sampler[k]`` is batch k of a run from
     its beginning, through all epochs, for loops that count their steps. Raises OrderError for data and a spec that do

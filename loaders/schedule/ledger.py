@@ -103,8 +103,8 @@ class RunLedger:
         self._batching = batching
         if options is None:
             return
-        if {"in_packs", "dealt"} & identity.order.keys():
-            raise ConfigError("a ledger cannot record an order with pack or balance: leave out one of them")
+        if {"has_pack", "has_bucket", "has_balance"} & identity.order.keys():
+            raise ConfigError("a ledger cannot record an order with pack, bucket or balance: leave out one of them")
         self._every = options.digest_every
         self._number = _process_number(batching.world)
         self._file = LedgerFile(f"{options.path}.rank{self._number:05d}" if self._number else options.path)

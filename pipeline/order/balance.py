@@ -7,19 +7,20 @@ takes which of them depends on that number. Every rank computes the same deal fr
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fuelrail.pipeline.errors import OrderError, WorldError
 from fuelrail.pipeline.order.batching import Batching
-from fuelrail.pipeline.order.cost import Cost, CostTable, costs_digest, sample_costs
-from fuelrail.pipeline.order.mix import MixedOrder
-from fuelrail.pipeline.order.pack import Pack, PackedOrder, costs_of, fit
+from fuelrail.pipeline.order.bucket import BucketedOrder
+from fuelrail.pipeline.order.cost import Cost
+from fuelrail.pipeline.order.regroup import RegroupedOrder, WindowedOrder, costs_of
 from fuelrail.pipeline.settings import Settings, check_types
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.order.batching import World
@@ -65,30 +66,19 @@ def deal(costs: NDArray[np.int64], num_groups: int) -> NDArray[np.int64]:
     return np.argsort(group_of, kind="stable")
 
 
-class BalancedOrder:
-    """An order whose global batches are dealt by ``costs`` of each sample, which are those of each dataset of a mix."""
+class BalancedOrder(RegroupedOrder):
+    """An order whose global batches are dealt by the costs of their samples."""
+
+    use = "balance"
 
     def __init__(self, base: EndlessOrder, balance: Balance, costs: Sequence[NDArray[np.integer]]) -> None:
-        self.base, self.balance, self.costs = base, balance, tuple(costs)
-        self.identity: dict[str, Any] = {**base.identity, "dealt": True}
+        super().__init__(base, costs)
+        self.balance = balance
 
     @property
     def epoch_length(self) -> int:
         """Positions in each epoch, those of ``base``."""
         return self.base.epoch_length
-
-    @property
-    def num_selected(self) -> int:
-        """Number of selected samples."""
-        return self.base.num_selected
-
-    def selected(self) -> NDArray[np.int64]:
-        """Return the selected samples, ascending: int64 (num_selected,)."""
-        return self.base.selected()
-
-    def expected_counts(self) -> NDArray[np.float64]:
-        """Return how often each selected sample occurs in an epoch, averaged over epochs: float64 (num_selected,)."""
-        return self.base.expected_counts()
 
     def epoch(self, epoch: int, /) -> Epoch:
         """Return one epoch of ``base``; raise OrderError for an epoch out of range."""
@@ -105,69 +95,16 @@ class BalancedOrder:
         return sums
 
 
-class OrderCosts(NamedTuple):
-    """What the samples of an order cost, for packs and for balance: an array for each dataset of a mix."""
-
-    pack: tuple[NDArray[np.integer], ...] = ()
-    balance: tuple[NDArray[np.integer], ...] = ()
-
-    @classmethod
-    def read(
-        cls,
-        for_packs: Pack | None,
-        for_balance: Balance | None,
-        attributes: CostTable,
-        rows: NDArray[np.int64] | None,
-        num_samples: int,
-    ) -> OrderCosts:
-        """Return the costs of the samples of one split, of which ``rows`` are selected (None: all).
-
-        Raises OrderError for columns that are no costs, and for a sample that fits no pack.
-        """
-        pack: tuple[NDArray[np.integer], ...] = ()
-        balance: tuple[NDArray[np.integer], ...] = ()
-        if for_packs is not None:
-            pack = (sample_costs(for_packs.cost, attributes, rows, num_samples),)
-            fit(pack[0], for_packs, attributes, rows)
-        if for_balance is not None:
-            balance = (sample_costs(for_balance.cost, attributes, rows, num_samples),)
-        return cls(pack, balance)
-
-    def identity(self) -> dict[str, str]:
-        """Return digests of the costs, by what they are for."""
-        return {f"{name}_costs": costs_digest(each[0]) for name, each in self._asdict().items() if each}
-
-    def apply(self, order: EndlessOrder, pack: Pack | None, balance: Balance | None, seed: int) -> EndlessOrder:
-        """Return an order of samples in packs, shuffled by ``seed``, and dealt, where these are asked for."""
-        if pack is not None:
-            if isinstance(order, MixedOrder) and order.schedule is not None:
-                raise OrderError("stages of a mix count positions of samples, and those in packs are packs: no stages")
-            order = PackedOrder(order, pack, self.pack, seed)
-        return order if balance is None else BalancedOrder(order, balance, self.balance)
-
-    @classmethod
-    def split(cls, orders: Sequence[EndlessOrder]) -> tuple[list[EndlessOrder], OrderCosts]:
-        """Return the orders of samples under orders in packs or dealt, and the costs of all of them."""
-        bases = list(orders)
-        pack: list[NDArray[np.integer]] = []
-        balance: list[NDArray[np.integer]] = []
-        for at, base in enumerate(bases):
-            if isinstance(base, BalancedOrder):
-                balance += base.costs
-                bases[at] = base.base
-            if isinstance(inner := bases[at], PackedOrder):
-                pack += inner.costs
-                bases[at] = inner.base
-        return bases, cls(tuple(pack), tuple(balance))
-
-
 def order_batching(order: EndlessOrder, global_batch: int, world: World, *, drop_last: bool) -> Batching:
     """Return the batches of epoch 0 of an order; of others see `Batching.of_epoch`.
 
-    Raises WorldError where the ranks cannot share the batch, and where a rank's cannot be cut into its micro-batches.
+    Raises WorldError where the ranks cannot share the batch, where a rank's cannot be cut into its micro-batches, and
+    for another global batch than that of an order in buckets.
     """
     base = order.base if isinstance(order, BalancedOrder) else order
-    lengths = base.length if isinstance(base, PackedOrder) else None
+    lengths = base.length if isinstance(base, WindowedOrder) else None
+    if isinstance(base, BucketedOrder):
+        base.check_batch(global_batch)
     batching = Batching(order.epoch_length, global_batch, world, drop_last, lengths=lengths)
     if isinstance(order, BalancedOrder) and batching.rank_batch % order.balance.micro_batches:
         raise WorldError(

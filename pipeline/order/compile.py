@@ -14,21 +14,21 @@ Memory: nothing for a whole split, 4 bytes for each selected sample, 16 more wit
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
 
 from fuelrail.pipeline.errors import OrderError
-from fuelrail.pipeline.order.balance import OrderCosts
 from fuelrail.pipeline.order.epoch import CopyMap, EndlessOrder, MappedEpoch, SelectedSamples
 from fuelrail.pipeline.order.lanes import LaneOrder
 from fuelrail.pipeline.order.mix import MAX_BLOCK, Mix, MixedOrder, MixSchedule, MixStage
 from fuelrail.pipeline.order.permutation import derive_key
 from fuelrail.pipeline.order.spec import ORDER_VERSION, Layout, Order, OrderSpec, check_epoch_length
+from fuelrail.pipeline.order.uses import OrderCosts
 from fuelrail.pipeline.order.weights import (
     SystematicSampling,
     columns_of,
@@ -46,21 +46,11 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.format.attributes import ClipTable
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.layers import Layer
+    from fuelrail.pipeline.order.cost import AttributeTable
 
     Rows = NDArray[np.int64]
 
 _DIGEST_CHARS: Final = 16
-
-
-class AttributeTable(Protocol):
-    """Attributes of the samples that an order is over."""
-
-    @property
-    def names(self) -> Collection[str]:
-        """The attributes there are."""
-
-    def read(self, names: Sequence[str]) -> pa.Table:
-        """Return columns ``names``, a row a sample; raise OrderError for unknown names."""
 
 
 def compile_order(
@@ -75,7 +65,7 @@ def compile_order(
 ) -> EndlessOrder:
     """Apply ``spec`` to a split; reads the attributes that it names, and the index's clips for lanes and windows.
 
-    ``global_batch`` is the number of lanes, needed with kind ``lanes``. ``window`` with ``pad="drop"`` leaves out
+    ``global_batch`` is needed for lanes, whose number it is, and for buckets. ``window`` with ``pad="drop"`` leaves out
     samples whose window is not complete. ``clips`` is the split's table, where the caller has it already.
     Filters and weights may name attributes of ``layers``; where one with ``missing="drop"`` has no row, the sample is
     left out.
@@ -167,13 +157,12 @@ class _Selection:
 
     def order(self, shard_lengths: Sequence[int], clips: ClipTable | None, global_batch: int | None) -> EndlessOrder:
         """Return the order of the selected samples."""
-        pack, balance = self._spec.pack, self._spec.balance
-        costs = OrderCosts.read(pack, balance, self._attributes, self.rows, sum(shard_lengths))
+        costs = OrderCosts.read(self._spec, self._attributes, self.rows, sum(shard_lengths))
         self._identity |= costs.identity()
-        return costs.apply(self._plain(shard_lengths, clips, global_batch), pack, balance, self._spec.seed)
+        return costs.apply(self._plain(shard_lengths, clips, global_batch), self._spec, global_batch)
 
     def _plain(self, shard_lengths: Sequence[int], clips: ClipTable | None, global_batch: int | None) -> EndlessOrder:
-        """Return the order of the selected samples, without packs and balance."""
+        """Return the order of the selected samples, without packs, buckets and balance."""
         spec, selected, identity = self._spec, self.rows, self._identity
         if selected is not None:
             identity["selected"] = f"{len(selected)} samples {digest(selected)}"
@@ -379,22 +368,25 @@ def compile_mix(
     datasets: Mapping[str, Dataset],
     split: str = "train",
     *,
+    global_batch: int | None = None,
     window: FrameWindow | None = None,
     clips: Sequence[ClipTable | None] | None = None,
     layers: Mapping[str, Sequence[Layer]] = MappingProxyType({}),
 ) -> EndlessOrder:
     """Apply ``spec`` to a split of each dataset and mix them: ``ratios`` samples of each in every block, or in stages.
 
-    ``window``, ``clips`` and ``layers`` (of each dataset) are as in `compile_order`. Raises OrderError for ratios that
-    do not name the datasets or are not integers >= 1, for an order that is not to be mixed (``lanes``, ``subset`` and
-    a mix of its own), and what `compile_order` raises.
+    The keywords are as in `compile_order`, clips and layers those of each dataset. Raises OrderError for
+    ratios that do not name the datasets or are not integers >= 1, for an order that is not to be mixed (``lanes``,
+    ``subset`` and a mix of its own), and what `compile_order` raises.
     """
 
     def compile_one(at: int, name: str, own: OrderSpec) -> EndlessOrder:
-        of_part = None if clips is None else clips[at]
-        return compile_order(own, datasets[name], split, window=window, clips=of_part, layers=layers.get(name, ()))
+        return compile_order(
+            own, datasets[name], split, global_batch=global_batch, window=window,
+            clips=None if clips is None else clips[at], layers=layers.get(name, ()),
+        )  # fmt: skip
 
-    return mix_orders(ratios, spec, datasets, compile_one)
+    return mix_orders(ratios, spec, datasets, compile_one, global_batch)
 
 
 def mix_orders(
@@ -402,6 +394,7 @@ def mix_orders(
     spec: OrderSpec,
     datasets: Mapping[str, object],
     compile_one: Callable[[int, str, OrderSpec], EndlessOrder],
+    global_batch: int | None = None,
 ) -> EndlessOrder:
     """Mix orders of named datasets, each compiled from its number, its name and its own spec; see `compile_mix`."""
     schedule = MixSchedule(ratios, list(datasets)) if isinstance(ratios, list | tuple) else None
@@ -428,7 +421,7 @@ def mix_orders(
         "epoch_length": mixed.epoch_length,
         "parts": parts,
     }
-    return costs.apply(mixed, spec.pack, spec.balance, spec.seed)
+    return costs.apply(mixed, spec, global_batch)
 
 
 def check_ratios(ratios: object, datasets: Mapping[str, object]) -> tuple[int, ...]:

@@ -26,12 +26,12 @@ MAX_COST: Final = 2**40
 _DIGEST_CHARS: Final = 16
 
 
-class CostTable(Protocol):
-    """The columns of all samples of a split."""
+class AttributeTable(Protocol):
+    """Attributes of the samples that an order is over."""
 
     @property
     def names(self) -> Collection[str]:
-        """The columns there are."""
+        """The attributes there are."""
 
     def read(self, names: Sequence[str]) -> pa.Table:
         """Return columns ``names``, a row a sample; raise OrderError for unknown names."""
@@ -62,13 +62,14 @@ def cost_columns(cost: str | Cost) -> tuple[str, ...]:
     return (cost,) if isinstance(cost, str) else tuple(dict.fromkeys((*cost.linear, *cost.quadratic)))
 
 
-def compute_costs(cost: str | Cost, table: pa.Table) -> NDArray[np.int64]:
+def compute_costs(cost: str | Cost, table: pa.Table, *, texts: bool = False) -> NDArray[np.int64]:
     """Return the cost of each row of ``table`` (with :func:`cost_columns` of it): int64 (n,), 0 or more.
 
-    A column holds whole numbers, truth values (true is 1) or lists, whose length counts. Raises OrderError for other
-    types, for unknown and negative values, and for costs above 2**40.
+    A column holds whole numbers, truth values (true is 1) or lists, whose length counts; with ``texts`` also texts: the
+    first five bytes of a text's SHA-256 count. Raises OrderError for other types, for unknown and negative values, and
+    for costs above 2**40.
     """
-    values = {name: _whole_numbers(table[name], name) for name in cost_columns(cost)}
+    values = {name: _whole_numbers(table[name], name, texts) for name in cost_columns(cost)}
     if isinstance(cost, str):
         costs = values[cost]
     else:
@@ -93,22 +94,43 @@ def _total(cost: Cost, at: Mapping[str, int]) -> int:
 
 
 def sample_costs(
-    cost: str | Cost, attributes: CostTable, rows: NDArray[np.int64] | None, num_samples: int
+    cost: str | Cost,
+    attributes: AttributeTable,
+    rows: NDArray[np.int64] | None,
+    num_samples: int,
+    *,
+    texts: bool = False,
 ) -> NDArray[np.integer]:
-    """Return the cost of each sample of a split, 0 of those that are not among ``rows`` (None: all are)."""
+    """Return the cost of each sample of a split, -1 of those that are not among ``rows`` (None: all are)."""
     table = attributes.read(cost_columns(cost))
-    found: NDArray[np.integer] = compute_costs(cost, table if rows is None else table.take(rows))
+    found: NDArray[np.integer] = compute_costs(cost, table if rows is None else table.take(rows), texts=texts)
     if rows is not None:
-        found, selected = np.zeros(num_samples, np.int64), found
+        found, selected = np.full(num_samples, -1), found
         found[rows] = selected
     return found if found.max(initial=0) > np.iinfo(np.int32).max else found.astype(np.int32)
 
 
-def name_of(sample: int, attributes: CostTable) -> str:
-    """Return how an error names a sample: its key, where there is one, and its number in the split."""
-    if "key" not in attributes.names:
-        return f"sample {sample}"
-    return f"sample {attributes.read(('key',))['key'][sample].as_py()!r} (number {sample} of the split)"
+def refuse(
+    wrong: NDArray[np.bool_],
+    costs: NDArray[np.integer],
+    attributes: AttributeTable,
+    rows: NDArray[np.int64] | None,
+    what: str,
+    fix: str,
+) -> None:
+    """Raise OrderError where a sample of ``rows`` (None: all) is ``wrong``, naming the first: by its key, if any."""
+    selected = np.arange(len(costs)) if rows is None else rows
+    found = selected[wrong[selected]]
+    if not len(found):
+        return
+    first = int(found[0])
+    name = f"sample {first}"
+    if "key" in attributes.names:
+        name = f"sample {attributes.read(('key',))['key'][first].as_py()!r} (number {first} of the split)"
+    raise OrderError(
+        f"{name} costs {costs[first]}, {what}; so do {len(found) - 1} others of {len(selected)}: take {fix}, "
+        "or leave them out by a filter"
+    )
 
 
 def costs_digest(costs: NDArray[np.integer]) -> str:
@@ -116,7 +138,7 @@ def costs_digest(costs: NDArray[np.integer]) -> str:
     return hashlib.sha256(costs.astype("<i8").tobytes()).hexdigest()[:_DIGEST_CHARS]
 
 
-def _whole_numbers(column: pa.ChunkedArray, name: str) -> NDArray[np.int64]:
+def _whole_numbers(column: pa.ChunkedArray, name: str, texts: bool) -> NDArray[np.int64]:
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -129,6 +151,11 @@ def _whole_numbers(column: pa.ChunkedArray, name: str) -> NDArray[np.int64]:
         )
     if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
         column = pc.list_value_length(column)
+    if texts and pa.types.is_string(column.type):
+        encoded = column.combine_chunks().dictionary_encode()
+        digests = [hashlib.sha256(one.encode()).digest()[:5] for one in encoded.dictionary.to_pylist()]
+        numbers = pa.array([int.from_bytes(one, "little") for one in digests], pa.int64())
+        column = numbers.take(encoded.indices)
     if not (pa.types.is_integer(column.type) or pa.types.is_boolean(column.type)):
         raise OrderError(f"attribute {name!r} is {column.type}, and a cost needs whole numbers or lists")
     for worst in pc.min_max(column).as_py().values():

@@ -5,35 +5,30 @@ as its total cost needs at least; its samples, dearest first, go each into the e
 that one has no room. So packs of a window are about equally full and have about the same mix of short and long
 samples. The packs of a window come in a shuffled order. A *position* is now a pack.
 
-Packs depend on seed, epoch and the selected samples only: not on ranks, threads or buffers. How many packs an epoch has
-is known when all of its windows are packed once, which is done before the epoch begins: for the first epoch when its
-length is asked for, for each later one while the samples of the epoch before are read. Only the number of packs in
-each window is kept.
+Packs depend on seed, epoch and the selected samples only: not on ranks, threads or buffers. Of each window only the
+number of its packs is kept (:mod:`fuelrail.pipeline.order.regroup`).
 """
 
 from __future__ import annotations
 
 import heapq
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
 from fuelrail.pipeline.errors import OrderError
-from fuelrail.pipeline.order.cost import MAX_COST, Cost, CostTable, name_of
+from fuelrail.pipeline.order.cost import MAX_COST, AttributeTable, Cost, refuse
 from fuelrail.pipeline.order.epoch import EndlessOrder, Entries, Epoch, Shown
 from fuelrail.pipeline.order.permutation import KeyedPermutation, as_positions, derive_key
+from fuelrail.pipeline.order.regroup import WindowedOrder, costs_of
 from fuelrail.pipeline.settings import Settings, check_types
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
 MAX_WINDOW: Final = 2**20
-_EPOCHS_KEPT: Final = 4
 _WINDOWS_KEPT: Final = 4
 
 
@@ -97,116 +92,43 @@ def pack_window(costs: NDArray[np.int64], budget: int, max_samples: int | None =
     return packs, num
 
 
-def fit(costs: NDArray[np.integer], pack: Pack, attributes: CostTable, rows: NDArray[np.int64] | None) -> None:
+def fit(costs: NDArray[np.integer], pack: Pack, attributes: AttributeTable, rows: NDArray[np.int64] | None) -> None:
     """Cut costs to the budget in place; raise OrderError, naming a sample of ``rows``, for one that fits no pack."""
-    selected = np.arange(len(costs)) if rows is None else rows
-    over = selected[costs[selected] > (MAX_COST if pack.truncate else pack.budget)]
-    free = selected[costs[selected] < 1]
-    for wrong, what, fix in (
-        (over, f"above the budget of {pack.budget}", "truncate=True, a larger budget"),
-        (free, "and a pack could hold any number of those", "a Cost with a constant of 1 or more"),
-    ):
-        if len(wrong):
-            raise OrderError(
-                f"{name_of(int(wrong[0]), attributes)} costs {costs[wrong[0]]}, {what}; so do {len(wrong) - 1} others "
-                f"of {len(selected)}: take {fix}, or leave them out by a filter"
-            )
+    most = MAX_COST if pack.truncate else pack.budget
+    what = f"above the budget of {pack.budget}"
+    refuse(costs > most, costs, attributes, rows, what, "truncate=True, a larger budget")
+    what = "and a pack could hold any number of those"
+    refuse(costs < 1, costs, attributes, rows, what, "a Cost with a constant of 1 or more")
     np.minimum(costs, min(pack.budget, np.iinfo(costs.dtype).max), out=costs)
 
 
-class PackedOrder:
+class PackedOrder(WindowedOrder):
     """The epochs of ``base``, an order of samples, in packs. Positions are packs, and epochs differ in length.
 
-    ``costs`` are those of each sample of each dataset of a mix, or of the one dataset (``base``'s entries count both),
-    1 .. budget. Safe to call from any number of threads.
+    ``costs`` are 1 .. budget.
     """
 
+    use = "pack"
+
     def __init__(self, base: EndlessOrder, pack: Pack, costs: Sequence[NDArray[np.integer]], seed: int) -> None:
-        self.base, self.pack, self.costs, self.seed = base, pack, tuple(costs), seed
-        self.identity = {**base.identity, "in_packs": True}
-        self._counts: OrderedDict[int, _Count] = OrderedDict()
-        self._lock = threading.Lock()
+        super().__init__(base, costs, pack.window, seed)
+        self.pack = pack
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return PackedOrder, (self.base, self.pack, self.costs, self.seed)
+    def positions_of(self, totals: NDArray[np.int64]) -> int:
+        """Return the number of packs, which is all that is kept of a window."""
+        return int(totals[0])
 
-    @property
-    def num_windows(self) -> int:
-        """Windows in each epoch."""
-        return -(-self.base.epoch_length // self.pack.window)
+    def count(self, entries: Entries) -> NDArray[np.int64]:
+        """Return the number of packs of a window."""
+        return np.array([self.packed(entries)[1]])
 
-    @property
-    def epoch_length(self) -> int:
-        """Packs in epoch 0; :meth:`length` knows the others."""
-        return self.length(0)
-
-    @property
-    def num_selected(self) -> int:
-        """Number of selected samples."""
-        return self.base.num_selected
-
-    def length(self, epoch: int) -> int:
-        """Return the number of packs in an epoch; the first call packs all of its windows once."""
-        return self.starts(epoch)[-1]
-
-    def starts(self, epoch: int) -> list[int]:
-        """Return the number of packs before each window of an epoch, and last the number of all."""
-        return list(accumulate(self._count(epoch, self.num_windows), initial=0))
-
-    def count_ahead(self, epoch: int, windows_left: int) -> None:
-        """Pack a share of an epoch's windows: all are packed once the ``windows_left`` of the one before are read."""
-        known = len(self._count(epoch, 0))
-        self._count(epoch, known - (known - self.num_windows) // max(1, windows_left))
-
-    def selected(self) -> NDArray[np.int64]:
-        """Return the selected samples, ascending: int64 (num_selected,)."""
-        return self.base.selected()
-
-    def expected_counts(self) -> NDArray[np.float64]:
-        """Return how often each selected sample occurs in an epoch, averaged over epochs: float64 (num_selected,)."""
-        return self.base.expected_counts()
+    def packed(self, entries: Entries) -> tuple[NDArray[np.int64], int]:
+        """Return the pack of each sample of a window, and how many there are; see `pack_window`."""
+        return pack_window(costs_of(self.costs, entries), self.pack.budget, self.pack.max_samples)
 
     def epoch(self, epoch: int, /) -> PackedEpoch:
         """Return one epoch; raise OrderError for an epoch out of range."""
         return PackedEpoch(self, epoch, self.base.epoch(epoch))
-
-    def window(self, in_order: Epoch, number: int) -> tuple[Entries, NDArray[np.int64], int]:
-        """Return the samples of a window of an epoch of ``base``, the pack of each, and the number of packs."""
-        first = number * self.pack.window
-        entries = in_order.entries(np.arange(first, min(first + self.pack.window, len(in_order))))
-        costs = costs_of(self.costs, entries)
-        return entries, *pack_window(costs, self.pack.budget, self.pack.max_samples)
-
-    def _count(self, epoch: int, num_windows: int) -> list[int]:
-        """Return the packs of each window of an epoch that is packed, ``num_windows`` of them or more."""
-        with self._lock:
-            count = self._counts.get(epoch)
-            if count is None:
-                count = self._counts[epoch] = _Count(self.base.epoch(epoch), [])
-                if len(self._counts) > _EPOCHS_KEPT:
-                    self._counts.popitem(last=False)
-            self._counts.move_to_end(epoch)
-            for number in range(len(count.packs), num_windows):
-                count.packs.append(self.window(count.in_order, number)[2])
-            return count.packs
-
-
-class _Count(NamedTuple):
-    """An epoch of samples, and the packs of its first windows."""
-
-    in_order: Epoch
-    packs: list[int]
-
-
-def costs_of(costs: Sequence[NDArray[np.integer]], entries: Entries) -> NDArray[np.int64]:
-    """Return the cost of each entry: int64, the shape of the entries."""
-    if len(costs) == 1:
-        return costs[0][entries.samples].astype(np.int64)
-    found = np.empty(entries.samples.shape, np.int64)
-    for part, of_part in enumerate(costs):
-        here = entries.parts == part
-        found[here] = of_part[entries.samples[here]]
-    return found
 
 
 class _Window(NamedTuple):
@@ -227,7 +149,7 @@ class PackedEpoch:
 
     def __init__(self, order: PackedOrder, epoch: int, in_order: Epoch) -> None:
         self._order, self._epoch, self._in_order = order, epoch, in_order
-        self._starts = np.array(order.starts(epoch))
+        self._starts = order.sums(epoch)[:, 0]
         self._window = lru_cache(maxsize=_WINDOWS_KEPT)(self._packed)
 
     def __len__(self) -> int:
@@ -262,7 +184,7 @@ class PackedEpoch:
         It packs the windows that hold them. Raises OrderError as the order of the samples does.
         """
         which, positions = self._in_order.find(samples, part)
-        numbers, at = np.divmod(positions, self._order.pack.window)
+        numbers, at = np.divmod(positions, self._order.window)
         packs = np.empty_like(positions)
         for number in np.unique(numbers).tolist():
             here = numbers == number
@@ -271,7 +193,8 @@ class PackedEpoch:
 
     def _packed(self, number: int) -> _Window:
         order = self._order
-        entries, packs, num = order.window(self._in_order, number)
+        entries = order.entries_of(self._in_order, number)
+        packs, num = order.packed(entries)
         permutation = KeyedPermutation(num, derive_key("order packs", order.seed, self._epoch, number))
         shown = np.empty(num, np.int64)
         shown[permutation(np.arange(num))] = np.arange(num)

@@ -20,6 +20,7 @@ from msgspec.structs import force_setattr
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.balance import Balance
+from fuelrail.pipeline.order.bucket import Bucket
 from fuelrail.pipeline.order.mix import Mix
 from fuelrail.pipeline.order.pack import Pack
 from fuelrail.pipeline.order.permutation import MAX_LENGTH, KeyedPermutation, PositionMap, as_positions, derive_key
@@ -100,6 +101,8 @@ class OrderSpec(Settings, frozen=True):
     """Several samples in each row of a batch, up to a budget (`fuelrail.pipeline.order.pack`); not with ``lanes``."""
     balance: Balance | None = None
     """Rows of a global batch dealt to ranks by cost (`fuelrail.pipeline.order.balance`); not with ``lanes``."""
+    bucket: Bucket | None = None
+    """Global batches of one bucket each (`fuelrail.pipeline.order.bucket`); not with ``lanes`` and ``pack``."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -119,10 +122,12 @@ class OrderSpec(Settings, frozen=True):
             )
         if self.mix and self.stages:
             raise OrderError("an order has a mix or stages, not both; weights of the stages can do what ratios do")
-        if self.kind == "lanes" and (self.pack or self.balance):
-            raise OrderError("each row of a batch follows its lane, so lanes take no pack and no balance")
-        if self.stages and self.pack:
-            raise OrderError("stages count positions of samples, and positions in packs are packs: no stages")
+        if self.kind == "lanes" and (self.pack or self.bucket or self.balance):
+            raise OrderError("each row of a batch follows its lane, so lanes take no pack, no bucket and no balance")
+        if self.stages and (self.pack or self.bucket):
+            raise OrderError("stages count positions of samples: no packs and no buckets, which have others")
+        if self.pack and self.bucket:
+            raise OrderError("packs are of about one cost, so they need no bucket: take pack or bucket, not both")
         if self.kind != "lanes" and self.pieces_per_clip is not None:
             raise OrderError(f"pieces_per_clip={self.pieces_per_clip} requires order kind 'lanes', got {self.kind!r}")
         if self.pieces_per_clip is not None and self.pieces_per_clip < 1:
@@ -183,9 +188,9 @@ class Order:
         if not 0 <= epoch < 2**63:
             raise OrderError(f"epoch must be in 0 .. 2**63 - 1, got {epoch}")
         needs_dataset = spec.filter is not None or spec.subset is not None or spec.weights or spec.mix or spec.stages
-        if spec.kind not in _KINDS or needs_dataset or spec.pack or spec.balance:
+        if spec.kind not in _KINDS or needs_dataset or spec.pack or spec.bucket or spec.balance:
             raise OrderError(
-                "lanes, filter, subset, weights, mix, pack, balance and stages need a dataset: `compile_order`"
+                "lanes, filter, subset, weights, mix, pack, bucket, balance and stages need a dataset: `compile_order`"
             )
         check_epoch_length(spec)
         self.spec, self.layout, self.epoch = spec, layout, index(epoch)

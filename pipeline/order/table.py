@@ -33,7 +33,7 @@ class Entry(NamedTuple):
 
     row: int
     valid: bool
-    """False: padding, at the end of an epoch without ``drop_last`` or of a lane."""
+    """False: padding, at the end of an epoch without ``drop_last``, of a lane or of a bucket."""
     lane: int
     """The lane of kind ``lanes``; else 0."""
     prev_exists: bool
@@ -44,6 +44,8 @@ class Entry(NamedTuple):
     """Which of ``frames`` are the frames asked for; False: a stand-in."""
     pack: int = 0
     """The pack of the rank's batch that it is in; 0 without packs."""
+    bucket: int = 0
+    """The bucket of its batch, counted in the order of the bounds, or of the values; 0 without buckets."""
 
 
 class OrderedRows:
@@ -71,7 +73,7 @@ class OrderedRows:
         else:
             if not isinstance(data, Mapping):
                 raise OrderError(f"with mix={mix} data is a mapping of names to data, got {type(data).__name__}")
-            self.order = mix_orders(mix, spec, data, lambda _, name, own: compile_one(name, own))
+            self.order = mix_orders(mix, spec, data, lambda _, name, own: compile_one(name, own), global_batch)
         described = {name: table.identity for name, table in tables.items()}
         self.described = described[""] if mix is None else described
         """What a position depends on besides the order, in words; of a mix by name."""
@@ -115,9 +117,10 @@ class OrderedRows:
         lane = flags.get("lane", np.zeros_like(rows))
         prev = flags.get("prev_exists", np.zeros(rows.shape, bool))
         frames, present = self._frames(parts, samples)
-        columns = [one.reshape(-1).tolist() for one in (rows, valid, lane, prev)]
+        bucket = flags.get("bucket", np.zeros_like(rows))
+        columns = [one.reshape(-1).tolist() for one in (rows, valid, lane, prev, pack, bucket)]
         windows = (map(tuple, each.tolist()) for each in (frames, present))
-        entries = [*map(Entry, *columns, *windows, pack.reshape(-1).tolist())]
+        entries = [*map(Entry, *columns[:4], *windows, *columns[4:])]
         return [entries[at : at + rows.shape[1]] for at in range(0, len(entries), rows.shape[1])]
 
     def rest(self, walk: Walk) -> Iterator[list[Any]]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fuelrail.loaders import Balance, Cost, OrderSpec, Pack
+from fuelrail.loaders import Balance, Bucket, CameraGroup, Cost, ImageAugment, OrderSpec, Pack
 from fuelrail.pipeline.channels.kinds import Packed
 from fuelrail.pipeline.channels.table import Channel, Law, Vocabulary
 from fuelrail.pipeline.errors import ConfigError, OrderError
@@ -28,6 +28,10 @@ LENGTH = Cost(linear={"frame": 2}, constant=1)
 """Frame f of a clip has 2 f + 1 tokens."""
 PACK = Pack(budget=9, cost=LENGTH, window=10)
 ORDER = OrderSpec(seed=3, pack=PACK)
+GROUPS = {
+    "front": CameraGroup(cameras=("cam_front",), image=ImageAugment(height=8, width=16, resize="stretch")),
+    "back": CameraGroup(cameras=("cam_back",), image=TINY),
+}
 BALANCED = OrderSpec(seed=3, pack=PACK, balance=Balance(cost=Cost(quadratic={"frame": 1})))
 
 
@@ -134,6 +138,22 @@ def test_the_length_is_that_of_the_epoch_at_hand(root):
     assert len(set(lengths)) > 1, "epochs of one length would not show that the others work"
 
 
+def test_batches_are_of_one_bucket_on_any_ranks(root):
+    order = OrderSpec(seed=3, bucket=Bucket(by="frame", bounds=(0, 2, 3), window=20))
+    whole = run(root, 6, order=order)  # the rests of buckets come with drop_last, too
+    of_ranks = [run(root, 2, order=order, rank=rank, size=3) for rank in range(3)]
+    seen = []
+    for batch, *parts in zip(whole, *of_ranks, strict=True):
+        rows = batch["global_index"].tolist()
+        assert [row for part in parts for row in part["global_index"].tolist()] == rows
+        (bucket,) = {(0, 1, 1, 2)[row % 4] for row in rows}
+        assert batch["bucket"].tolist() == [bucket] * 6
+        seen += batch["global_index"][batch["valid"]].tolist()
+    assert sorted(seen) == list(range(NUM))
+    with pytest.raises(ConfigError, match="substitute' cannot be used with an order in buckets"):
+        load(root, 6, image=TINY, order=order, on_error="substitute")
+
+
 def test_too_long_samples_are_cut_where_that_is_asked(root, tmp_path):
     order = OrderSpec(pack=Pack(budget=2, cost="frame", truncate=True), filter="frame > 0")
     for batch in run(root, 2, order=order):
@@ -143,6 +163,52 @@ def test_too_long_samples_are_cut_where_that_is_asked(root, tmp_path):
         run(root, 2, order=OrderSpec(pack=Pack(budget=2, cost="frame"), filter="frame > 0"))
 
 
+@pytest.mark.parametrize("images", [{}, {"camera_groups": GROUPS}])
+def test_static_packs_hold_the_same_in_fixed_shapes(root, images):
+    order = OrderSpec(seed=3, pack=Pack(budget=9, cost=LENGTH, window=10, max_samples=4))
+    options = {"order": order, "drop_last": False, **images}
+    shapes, places = set(), set()
+    with load(root, 3, channels=["words"], static={"max_boxes": 40}, **{"image": TINY, **options}) as loader:
+        for expected, got in zip(run(root, **options), loader, strict=True):
+            num, tokens = len(expected["pack"]), len(expected["words"].values)
+            flat = {name: value for name, value in got.items() if isinstance(value, torch.Tensor)}
+            flat |= {"values": got["words"].values, "offsets": got["words"].offsets}
+            flat |= got["img"] if images else {}
+            shapes.add(tuple((name, *value.shape) for name, value in flat.items()))
+            places.add(tuple(value.data_ptr() for value in flat.values()))
+            assert len(got["pack"]) == len(got["valid"]) == 12
+            assert got["max_seqlen"] == 9
+            assert got["pack"].tolist() == [*expected["pack"].tolist(), *[-1] * (12 - num)]
+            assert not got["valid"][num:].any()
+            assert not got["gt_mask"][num:].any()
+            assert (got["gt_labels_3d"][~got["gt_mask"]] == -1).all()
+            assert got["cu_seqlens"].tolist() == [*expected["cu_seqlens"].tolist(), *[tokens] * (12 - num)]
+            assert torch.equal(got["words"].offsets, got["cu_seqlens"].long())
+            assert got["sequence_ids"].tolist() == [*expected["sequence_ids"].tolist(), *[-1] * (27 - tokens)]
+            assert torch.equal(got["words"].values[:tokens], expected["words"].values)
+            assert not got["words"].values[tokens:].any()
+            assert torch.equal(got["position_ids"][:tokens], expected["position_ids"])
+            assert torch.equal(got["pack_offsets"], expected["pack_offsets"])
+            for name, value in expected.items():
+                if isinstance(value, torch.Tensor) and name not in ("position_ids", "sequence_ids"):
+                    assert torch.equal(got[name][: len(value)], value), name
+                elif isinstance(value, list) and not isinstance(value[0], torch.Tensor):
+                    assert got[name] == value
+            if images:
+                assert all(torch.equal(got["img"][name][:num], one) for name, one in expected["img"].items())
+    assert len(shapes) == 1
+    assert len(places) == 2  # the sets of buffers
+
+
+def test_static_packs_need_room_for_their_tokens(root):
+    pack = Pack(budget=9, cost=Cost(linear={"frame": 2}, constant=1, divisor=2), window=10, max_samples=12)
+    options = {"order": OrderSpec(pack=pack), "channels": ["words"], "image": TINY}
+    with load(root, 2, static=True, **options) as loader, pytest.raises(ConfigError, match="raise max_tokens"):
+        list(loader)
+    with load(root, 2, static={"max_tokens": 72}, **options) as loader:
+        assert {len(batch["words"].values) for batch in loader} == {72}
+
+
 @pytest.mark.parametrize(
     ("options", "words_of_error"),
     [
@@ -150,7 +216,7 @@ def test_too_long_samples_are_cut_where_that_is_asked(root, tmp_path):
         ({"collate_fn": list}, "collate_fn cannot"),
         ({"window": {"frames": [-1, 0]}}, "window cannot"),
         ({"two_views": True}, "two_views cannot"),
-        ({"static": True}, "static cannot"),
+        ({"static": True}, r"static cannot .* Pack\(max_samples"),
         ({"on_error": "substitute"}, "substitute' cannot"),
     ],
 )
@@ -165,6 +231,6 @@ def test_the_order_is_as_compiled(root):
 
 
 def test_a_ledger_refuses_what_it_cannot_replay(root, tmp_path):
-    for order in (ORDER, OrderSpec(balance=Balance(cost=LENGTH))):
-        with pytest.raises(ConfigError, match="cannot record an order with pack or balance"):
+    for order in (ORDER, OrderSpec(balance=Balance(cost=LENGTH)), OrderSpec(bucket=Bucket(by="frame"))):
+        with pytest.raises(ConfigError, match="cannot record an order with pack, bucket or balance"):
             load(root, 2, image=TINY, order=order, ledger=tmp_path / "run")

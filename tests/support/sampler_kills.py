@@ -7,14 +7,16 @@ import os
 import random
 import signal
 import time
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 from torch.utils.data import DataLoader
 
 from fuelrail.loaders.integrations.sampler import BatchSampler
+from fuelrail.pipeline.order.balance import Balance
 from fuelrail.pipeline.order.batching import World
+from fuelrail.pipeline.order.bucket import Bucket
 from fuelrail.pipeline.order.pack import Pack
 from fuelrail.pipeline.order.spec import OrderSpec, OrderStage
 from fuelrail.pipeline.order.weights import AttributeWeights
@@ -22,6 +24,7 @@ from support.forked import fork, join
 
 NUM_ROWS, GLOBAL_BATCH, NUM_STEPS = 1000, 24, 150
 _LONGEST_S = 0.15
+_SIZES = (1, 2, 3, 4, 6, 8, 12, 24)
 
 
 class Rows(torch.utils.data.Dataset):
@@ -46,10 +49,12 @@ STAGES = (  # all rows, a ramp from one version of the losses to the next one, a
 PLAIN = OrderSpec(seed=5, stages=STAGES)
 PACKED = OrderSpec(seed=5, pack=Pack(budget=50, cost="v5", window=128), filter="v5 > 0")
 """About six rows in a pack, and six steps in an epoch."""
+BALANCED = OrderSpec(seed=5, pack=PACKED.pack, filter="v5 > 0", balance=Balance(cost="v3"))
+BUCKETED = OrderSpec(seed=5, bucket=Bucket(by="v3", bounds=(2, 6, 7, 16), window=128))
 
 
-def make_sampler(spec: OrderSpec, world: World | None = None, *, entries: bool = False) -> BatchSampler:
-    return BatchSampler(LOSSES, spec, global_batch=GLOBAL_BATCH, world=world or World(), entries=entries)
+def make_sampler(spec: OrderSpec, world: World) -> BatchSampler:
+    return BatchSampler(LOSSES, spec, global_batch=GLOBAL_BATCH, world=world)
 
 
 def train(file: Path, world: World, first: int, spec: OrderSpec) -> None:
@@ -75,14 +80,21 @@ def train(file: Path, world: World, first: int, spec: OrderSpec) -> None:
 
 
 def run_kills(work: Path, num_kills: int, seed: int, spec: OrderSpec = PLAIN) -> int:
-    """Kill this number of trainers and compare each line with the uninterrupted run; returns the steps compared."""
+    """Kill this number of trainers and compare each line with the uninterrupted run; returns the steps compared.
+
+    That run is of the line's own rank and world; all ranks of any world have the same rows.
+    """
     draw, compared, kills, run = random.Random(seed), 0, 0, 0
-    sampler = make_sampler(spec, entries=True)
-    reference = [sampler[number] for number in range(NUM_STEPS)]
+
+    @cache
+    def reference(rank: int, size: int) -> list[list[int]]:
+        sampler = make_sampler(spec, World(rank, size))
+        return [sampler[number] for number in range(NUM_STEPS)]
+
     while True:
         file = work / f"run-{run}.jsonl"
         lines = lines_of(file)
-        size = draw.choice([1, 2, 3, 4, 6, 8, 12, 24])
+        size = draw.choice(_SIZES)
         world = World(draw.randrange(size), size)
         pid = fork(partial(train, file, world, len(lines), spec))
         if kills < num_kills:
@@ -98,9 +110,7 @@ def run_kills(work: Path, num_kills: int, seed: int, spec: OrderSpec = PLAIN) ->
             assert join(pid) == 0
         for number, line in enumerate(lines_of(file)):
             found = json.loads(line)
-            part = GLOBAL_BATCH // found["world"]
-            of_rank = range(found["rank"] * part, (found["rank"] + 1) * part)
-            rows = [one.row for at, one in enumerate(reference[number]) if (one.pack if spec.pack else at) in of_rank]
+            rows = reference(found["rank"], found["world"])[number]
             assert (found["step"], found["rows"]) == (number, rows), f"{file}:{number + 1}"
             compared += number >= len(lines)
         if len(lines_of(file)) == NUM_STEPS:

@@ -38,7 +38,7 @@ class DescribeOptions(CheckedSettings, frozen=True, kw_only=True):
     split: Annotated[str, flag("split to describe")] = "train"
     epoch: Annotated[int, msgspec.Meta(ge=0), flag("epoch to describe")] = 0
     global_batch: Annotated[int, msgspec.Meta(ge=1, le=_MAX), flag("samples per step over all ranks")] = 64
-    ranks: Annotated[int, msgspec.Meta(ge=1, le=_MAX), flag("ranks of a balanced or packed order")] = 1
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=_MAX), flag("ranks of an order in packs, in buckets or balanced")] = 1
     buffer: Annotated[int, msgspec.Meta(ge=1, le=_MAX), flag("size of webdataset's shuffle buffer")] = 1000
     config: Annotated[OrderSpec | None, flag("file with a whole order, in place of --kind, --seed, --window, ...")] = (
         None
@@ -59,7 +59,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     num_padding: int
     identity: dict[str, object]
     costs: CostFigures | None
-    """What packs and ranks cost; None for an order without packs and balance."""
+    """What packs, buckets and ranks cost; None for an order without these."""
     figures: list[OrderFigures]
 
 
@@ -87,8 +87,8 @@ def describe_order(
     in_order = compiled.epoch(options.epoch)
     entries = in_order.entries(np.arange(len(in_order)))
     costs = None
-    if spec.pack is not None or spec.balance is not None:
-        costs = measure_costs(compiled, in_order, entries, options.global_batch, options.ranks)
+    if spec.pack or spec.bucket or spec.balance:
+        costs = measure_costs(compiled, options.epoch, in_order, entries, options.global_batch, options.ranks)
     batch = round(options.global_batch * (1 if costs is None else costs.samples_per_pack))
     samples = entries.samples[entries.valid]  # without the padding of lanes
     selected, seed = np.unique(samples), spec.seed + options.epoch
@@ -176,11 +176,17 @@ def _print(description: Description) -> None:
     ]
     costs = description.costs
     if costs is not None:
+        lost = f"randomness lost {costs.randomness_lost or 0:+.4f} (correlation of costs in a"
         if costs.fill is not None and costs.waste is not None:
             console.print(
                 f"packs of {costs.samples_per_pack:.1f} samples: fill {costs.fill:.2%}, waste {costs.waste:.2%}, "
-                f"randomness lost {costs.randomness_lost:+.4f} (correlation of costs in a pack; a full shuffle has 0)"
+                f"{lost} pack; a full shuffle has 0)"
             )
+        if costs.num_buckets is not None:
+            padding = ""
+            if costs.padding is not None:
+                padding = f"padding {costs.padding_before:.2%} without, {costs.padding:.2%} with them, "
+            console.print(f"{costs.num_buckets} buckets: {padding}{lost} global batch; a full shuffle has 0)")
         if costs.dearest_rank is not None:
             console.print(f"the dearest of {costs.ranks} ranks costs {costs.dearest_rank:.3f} of the mean")
     print_table(console, [f"epoch {description.epoch}", *(each.name for each in figures)], rows)

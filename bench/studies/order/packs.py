@@ -10,29 +10,35 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.order.balance import BalancedOrder, order_batching, rank_positions
 from fuelrail.pipeline.order.batching import World
-from fuelrail.pipeline.order.pack import PackedOrder, costs_of
+from fuelrail.pipeline.order.bucket import BucketedOrder
+from fuelrail.pipeline.order.pack import PackedOrder
+from fuelrail.pipeline.order.regroup import costs_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fuelrail.pipeline.order.epoch import EndlessOrder, Entries, Epoch
 
 _MAX_STEPS: Final = 256
 
 
 class CostFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What an epoch of an order in packs, or of a balanced one, costs.
+    """What an epoch of an order in packs or buckets, or of a balanced one, costs.
 
-    ``fill`` is the share of the packs' budgets that is used, ``waste`` the rest. ``dearest_rank`` is the cost of a
-    step's dearest rank over the mean of its ranks, averaged over the first 256 steps; 1 is perfect. ``randomness_lost``
-    is the intraclass correlation of the costs of samples within packs: 0 in a full shuffle, where the samples of a pack
-    are as unlike as any; 1 where all samples of a pack cost the same; below 0 where packs are more alike than by
-    chance. Without packs the first two and the last are None.
+    ``fill`` is the share of the packs' budgets that is used, ``waste`` the rest. ``padding`` is the share of padding
+    where each sample is padded to the dearest of its global batch, ``padding_before`` the same without buckets; the
+    samples that fill up a bucket's last batch are padding. ``dearest_rank`` is the cost of a step's dearest rank over
+    the mean of its ranks, averaged over the first 256 steps; 1 is perfect. ``randomness_lost`` is the intraclass
+    correlation of the costs of samples within packs, or within the global batches of buckets: 0 in a full shuffle,
+    where the samples of a group are as unlike as any; 1 where all samples of a group cost the same; below 0 where
+    groups are more alike than by chance. None: of an order without packs, or without
+    buckets; padding also of buckets without bounds.
     """
 
     fill: float | None
     waste: float | None
     samples_per_pack: float
+    num_buckets: int | None
+    padding_before: float | None
+    padding: float | None
     ranks: int
     dearest_rank: float | None
     randomness_lost: float | None
@@ -57,28 +63,52 @@ def intraclass_correlation(values: NDArray[np.integer], groups: NDArray[np.int64
     return (between - within) / (between + (size - 1) * within)
 
 
-def measure_costs(order: EndlessOrder, in_order: Epoch, entries: Entries, global_batch: int, ranks: int) -> CostFigures:
+def padding_of(costs: NDArray[np.int64], valid: NDArray[np.bool_], size: int) -> float:
+    """Return the share of padding where samples of ``costs`` (n,) are padded to the dearest of each ``size`` in a row.
+
+    Those that are not ``valid`` are padding; an incomplete batch at the end counts as it is.
+    """
+    starts = np.arange(0, len(costs), size)
+    padded = np.maximum.reduceat(costs, starts) * np.diff(np.append(starts, len(costs)))
+    return 1 - float(costs[valid].sum()) / max(1, int(padded.sum()))
+
+
+def measure_costs(
+    order: EndlessOrder, epoch: int, in_order: Epoch, entries: Entries, global_batch: int, ranks: int
+) -> CostFigures:
     """Return the figures of one epoch, whose ``entries`` are those at all positions.
 
     Raises WorldError where the ranks cannot share the global batch.
     """
     base = order.base if isinstance(order, BalancedOrder) else order
     packed = base if isinstance(base, PackedOrder) else None
-    of_balance: Sequence[NDArray[np.integer]] = order.costs if isinstance(order, BalancedOrder) else ()
-    loads = costs_of(of_balance or (packed.costs if packed else ()), entries)
-    groups = entries.flags.get("pack", np.arange(len(loads)))
-    by_position = np.bincount(groups, weights=loads, minlength=len(in_order))
+    bucketed = base if isinstance(base, BucketedOrder) else None
+    own = costs_of(base.costs, entries) if isinstance(base, PackedOrder | BucketedOrder) else None
+    loads = costs_of(order.costs, entries) if isinstance(order, BalancedOrder) else own
+    assert loads is not None  # the order has packs, buckets or balance
+    positions = entries.flags.get("pack", np.arange(len(loads)))
+    groups = positions if bucketed is None else positions // global_batch
+    by_position = np.bincount(positions, weights=loads, minlength=len(in_order))
     batchings = [order_batching(order, global_batch, World(rank, ranks), drop_last=False) for rank in range(ranks)]
     shares = []
     for step in range(min(_MAX_STEPS, len(in_order) // global_batch)):
         costs = [by_position[rank_positions(order, in_order, one, step)[0]].sum() for one in batchings]
         shares.append(max(costs) / max(np.mean(costs), 1e-9))
-    fill = None if packed is None else float(costs_of(packed.costs, entries).sum()) / packed.pack.budget / len(in_order)
+    fill = None if packed is None or own is None else float(own.sum()) / packed.pack.budget / len(in_order)
+    before = after = None
+    if bucketed is not None and own is not None and bucketed.bucket.bounds:
+        plain = bucketed.base.epoch(epoch)
+        plain_costs = costs_of(bucketed.costs, plain.entries(np.arange(len(plain))))
+        before = padding_of(plain_costs, np.ones(len(plain), bool), global_batch)
+        after = padding_of(own, entries.valid, global_batch)
     return CostFigures(
         fill=fill,
         waste=None if fill is None else 1 - fill,
         samples_per_pack=len(loads) / len(in_order),
+        num_buckets=None if bucketed is None else bucketed.num_buckets,
+        padding_before=before,
+        padding=after,
         ranks=ranks,
         dearest_rank=float(np.mean(shares)) if shares else None,
-        randomness_lost=None if packed is None else intraclass_correlation(costs_of(packed.costs, entries), groups),
+        randomness_lost=None if own is None else intraclass_correlation(own, groups),
     )

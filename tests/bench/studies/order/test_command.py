@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fuelrail.__main__ import main
-from fuelrail.bench.studies.order.packs import intraclass_correlation
+from fuelrail.bench.studies.order.packs import intraclass_correlation, padding_of
 from support.sized_datasets import write_synthetic_index
 
 
@@ -57,6 +57,29 @@ def test_packs_and_ranks_are_described(dataset, tmp_path, capsys):
     assert described(capsys, dataset)["costs"] is None
     assert main(["order", "describe", str(dataset), "--config", str(config)]) == 0
     assert "of the mean" in capsys.readouterr().out
+
+
+def test_buckets_are_described(dataset, tmp_path, capsys):
+    config = tmp_path / "order.yaml"
+    config.write_text("bucket: {by: frame, bounds: [9, 19, 29, 39], window: 500}\nbalance: {cost: frame}\n")
+    arguments = (dataset, "--config", config, "--global-batch", 16, "--ranks", 4)
+    costs = described(capsys, *arguments)["costs"]
+    assert (costs["num_buckets"], costs["fill"]) == (4, None)
+    assert 0.4 < costs["padding_before"] < 0.5  # of frames 0 .. 39, of which one of 16 is nearly always high
+    assert 0.15 < costs["padding"] < 0.25  # of ten frames in a bucket, by the sizes of the buckets
+    assert 0.9 < costs["randomness_lost"] < 1
+    assert 1 < costs["dearest_rank"] < 1.05
+    assert main(["order", "describe", *map(str, arguments)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"4 buckets: padding {costs['padding_before']:.2%} without, {costs['padding']:.2%} with them" in shown
+    config.write_text("bucket: {by: night}\n")
+    costs = described(capsys, *arguments)["costs"]
+    assert (costs["num_buckets"], costs["padding"]) == (2, None)
+
+
+def test_padding_is_that_of_its_definition():
+    costs, valid = np.array([3, 1, 4, 4, 5, 5, 2]), np.array([True] * 5 + [False, True])
+    assert padding_of(costs, valid, 3) == pytest.approx(1 - (8 + 9 + 2) / (12 + 15 + 2))
 
 
 def test_the_intraclass_correlation_is_that_of_its_definition():

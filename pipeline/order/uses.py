@@ -1,0 +1,83 @@
+"""Read what the samples of an order cost, for packs, for buckets and for balance, and apply these to the order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from fuelrail.pipeline.errors import OrderError
+from fuelrail.pipeline.order.balance import BalancedOrder
+from fuelrail.pipeline.order.bucket import BucketedOrder
+from fuelrail.pipeline.order.cost import AttributeTable, costs_digest, refuse, sample_costs
+from fuelrail.pipeline.order.mix import MixedOrder
+from fuelrail.pipeline.order.pack import PackedOrder, fit
+from fuelrail.pipeline.order.regroup import RegroupedOrder
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from fuelrail.pipeline.order.epoch import EndlessOrder
+    from fuelrail.pipeline.order.spec import OrderSpec
+
+
+class OrderCosts(NamedTuple):
+    """What the samples of an order cost, by what it is for: an array for each dataset of a mix."""
+
+    pack: tuple[NDArray[np.integer], ...] = ()
+    bucket: tuple[NDArray[np.integer], ...] = ()
+    balance: tuple[NDArray[np.integer], ...] = ()
+
+    @classmethod
+    def read(
+        cls, spec: OrderSpec, attributes: AttributeTable, rows: NDArray[np.int64] | None, num_samples: int
+    ) -> OrderCosts:
+        """Return the costs of the samples of one split, of which ``rows`` are selected (None: all).
+
+        Raises OrderError for columns that are no costs, and for a sample that fits no pack and no bucket.
+        """
+        found = {}
+        if spec.pack is not None:
+            costs = sample_costs(spec.pack.cost, attributes, rows, num_samples)
+            fit(costs, spec.pack, attributes, rows)
+            found["pack"] = (costs,)
+        if spec.bucket is not None:
+            bounds = spec.bucket.bounds
+            costs = sample_costs(spec.bucket.by, attributes, rows, num_samples, texts=not bounds)
+            if bounds:
+                what = f"above the last bound of {bounds[-1]}"
+                refuse(costs > bounds[-1], costs, attributes, rows, what, "another bound")
+            found["bucket"] = (costs,)
+        if spec.balance is not None:
+            found["balance"] = (sample_costs(spec.balance.cost, attributes, rows, num_samples),)
+        return cls(**found)
+
+    def identity(self) -> dict[str, str]:
+        """Return digests of the costs, by what they are for."""
+        return {f"{name}_costs": costs_digest(each[0]) for name, each in self._asdict().items() if each}
+
+    def apply(self, order: EndlessOrder, spec: OrderSpec, global_batch: int | None) -> EndlessOrder:
+        """Return an order of samples in packs or buckets, and dealt, where ``spec`` asks for these.
+
+        Raises OrderError for stages of a mix, and for buckets without a global batch.
+        """
+        if (spec.pack or spec.bucket) and isinstance(order, MixedOrder) and order.schedule is not None:
+            raise OrderError("stages of a mix count positions of samples: no packs and no buckets, which have others")
+        if spec.pack is not None:
+            order = PackedOrder(order, spec.pack, self.pack, spec.seed)
+        if spec.bucket is not None:
+            order = BucketedOrder(order, spec.bucket, self.bucket, spec.seed, global_batch)
+        return order if spec.balance is None else BalancedOrder(order, spec.balance, self.balance)
+
+    @classmethod
+    def split(cls, orders: Sequence[EndlessOrder]) -> tuple[list[EndlessOrder], OrderCosts]:
+        """Return the orders of samples under regrouped ones, and the costs of all of them."""
+        bases = []
+        costs: dict[str, tuple[NDArray[np.integer], ...]] = {}
+        for order in orders:
+            while isinstance(order, RegroupedOrder):
+                costs[order.use] = (*costs.get(order.use, ()), *order.costs)
+                order = order.base
+            bases.append(order)
+        return bases, cls(**costs)
