@@ -16,8 +16,10 @@ from fuelrail.bench.report.options import OutputOptions, PlanOutput, add_dataset
 from fuelrail.bench.report.page import write_report
 from fuelrail.bench.studies.comm.report import CommOptions
 from fuelrail.bench.studies.diagnose.run import DiagnoseOptions, diagnose
+from fuelrail.bench.studies.loader.measure import bench_loader
 from fuelrail.bench.studies.loader.options import LoaderOptions
 from fuelrail.bench.studies.scale.options import ScaleOptions
+from fuelrail.bench.studies.scale.run import scale
 from fuelrail.bench.studies.train.settings import TrainOptions
 from fuelrail.pipeline.cli import Command, add_flags, from_flags, print_json
 
@@ -27,10 +29,7 @@ if TYPE_CHECKING:
     import msgspec
 
     from fuelrail.bench.studies.comm.report import CommReport
-    from fuelrail.bench.studies.diagnose.report import DiagnoseReport
-    from fuelrail.bench.studies.loader.report import LoaderReport
     from fuelrail.bench.studies.plan.report import PlanReport
-    from fuelrail.bench.studies.scale.report import ScaleReport
     from fuelrail.bench.studies.train.report import Report
 
 
@@ -89,20 +88,9 @@ def _train(arguments: argparse.Namespace, options: TrainOptions, out: Path, html
     return report
 
 
-def _loader(arguments: argparse.Namespace, options: LoaderOptions, out: Path, html: bool) -> LoaderReport:
-    from fuelrail.bench.studies.loader.measure import bench_loader
-
-    return bench_loader(arguments.dataset, options, out=out, html=html)
-
-
-def _scale(arguments: argparse.Namespace, options: ScaleOptions, out: Path, html: bool) -> ScaleReport:
-    from fuelrail.bench.studies.scale.run import scale
-
-    return scale(arguments.dataset, options, out=out, html=html)
-
-
-def _diagnose(arguments: argparse.Namespace, options: DiagnoseOptions, out: Path, html: bool) -> DiagnoseReport:
-    return diagnose(arguments.dataset, options, out=out, html=html)
+def _of_dataset(run: Callable[..., ReportHeader]) -> Callable[[argparse.Namespace, Any, Path, bool], ReportHeader]:
+    """Return the ``make`` of a study that takes the dataset, its options, ``out`` and ``html``."""
+    return lambda arguments, options, out, html: run(arguments.dataset, options, out=out, html=html)
 
 
 def _comm(_: argparse.Namespace, options: CommOptions, out: Path, html: bool) -> CommReport | None:
@@ -140,7 +128,7 @@ STUDIES = {
         "Runs the loader at full speed, each of its stages alone, and this machine's limits on the same bytes, all "
         "from the page cache. Reports rates, CPU time, the time to the first batch, and the bottleneck of the loader.",
         LoaderOptions,
-        _loader,
+        _of_dataset(bench_loader),
         printed=("cut_off", "figures", "too_short", "warnings"),
     ),
     "scale": Study(
@@ -150,7 +138,7 @@ STUDIES = {
         "compared with all runs. It then continues to thousands of ranks, with stragglers and with a limited storage "
         "bandwidth.",
         ScaleOptions,
-        _scale,
+        _of_dataset(scale),
     ),
     "diagnose": Study(
         "find the bottleneck of a training run by switching off one part at a time, and try settings that may help",
@@ -158,7 +146,7 @@ STUDIES = {
         "the all-reduce. The differences name the bottleneck and the speed-up without it. Writes report.json, "
         "report.md and report.html. Takes the arguments of `bench train`, for each run.",
         DiagnoseOptions,
-        _diagnose,
+        _of_dataset(diagnose),
     ),
     "comm": Study(
         "measure collectives by size and axis of the mesh, and write a cluster file for `fuelrail plan`",
