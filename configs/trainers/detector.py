@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from fuelrail.bench.measure.records import StepRecord
+    from fuelrail.bench.trainer.strategies.step import Parallel
 
 RANGE_M, HEIGHTS_M = 51.2, (-1.0, 0.5, 2.0)
 DISTANCES_M = (0.5, 1.0, 2.0, 4.0)  # of nuScenes' average precision
@@ -88,10 +89,11 @@ class Detector(nn.Module):
         self.register_buffer("std", torch.tensor([58.395, 57.12, 57.375]).view(3, 1, 1))
         self.backbone = ResNet(width, blocks)
         self.fine, self.coarse = nn.Conv2d(16 * width, channels, 1), nn.Conv2d(32 * width, channels, 1)
-        layers: list[nn.Module] = [nn.Conv2d(channels * len(HEIGHTS_M), channels, 3, 1, 1)]
-        for _ in range(3):
-            layers += [nn.BatchNorm2d(channels), nn.ReLU(), nn.Conv2d(channels, channels, 3, 1, 1)]
-        self.encoder = nn.Sequential(*layers, nn.ReLU())
+        layers: list[nn.Module] = []
+        for inputs in (channels * len(HEIGHTS_M), channels, channels):
+            # A bias in front of batch norm has no gradient but rounding errors, which AdamW makes whole steps of.
+            layers += [nn.Conv2d(inputs, channels, 3, 1, 1, bias=False), nn.BatchNorm2d(channels), nn.ReLU()]
+        self.encoder = nn.Sequential(*layers, nn.Conv2d(channels, channels, 3, 1, 1), nn.ReLU())
         self.heat, self.box = nn.Conv2d(channels, classes, 1), nn.Conv2d(channels, 8, 1)
 
     def forward(self, batch: Mapping[str, Any]) -> Any:  # noqa: ANN401 - losses, or boxes
@@ -198,6 +200,17 @@ def average_precision(scores: Mapping[str, Any], names: Sequence[str]) -> float:
     return sum(values) / max(1, len(values))
 
 
+SAMPLES = {"transforms": TRANSFORMS}
+
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-3, weight_decay=1e-2)
+
+
+def divided(model: Callable[[], Detector], optimiser: Any = ADAMW, **options: Any) -> Parallel:  # noqa: ANN401 - torch's
+    """Divide the detector over the ranks."""
+    return fr.parallelise(model, wrap=[Bottleneck], optimiser=optimiser, clip_norm=5.0, **options)
+
+
 def main(
     argv: Sequence[str] | None = None, on_step: Callable[[StepRecord, dict[str, float]], object] | None = None
 ) -> None:
@@ -216,18 +229,15 @@ def main(
         if on_step is not None:
             on_step(record, losses)
 
-    parallel = fr.parallelise(
+    parallel = divided(
         partial(Detector, len(names), **small),
         strategy=own.get("--strategy", "fsdp2"),
-        wrap=[Bottleneck],
-        optimiser=partial(torch.optim.AdamW, lr=1e-3, weight_decay=1e-2),
         batch_norm="frozen" if "--weights" in own else "local",
-        clip_norm=5.0,
     )
     if "--weights" in own:
         report = fr.load_weights(parallel, own["--weights"], rename=lambda name: f"backbone.{name}")
         print(f"{len(report.loaded)} tensors loaded, {report.unexpected} unknown, {report.other_shape}")  # noqa: T201
-    same = {"transforms": TRANSFORMS, "device": parallel.device, "world": parallel.mesh}
+    same = {**SAMPLES, "device": parallel.device, "world": parallel.mesh}
     with (
         fr.DataLoader(options.dataset, batch_size=2, shuffle=True, drop_last=True, seed=7, **same) as loader,
         fr.DataLoader(options.dataset, batch_size=2, **same) as everything,

@@ -24,22 +24,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from fuelrail.bench.measure.records import StepRecord
+    from fuelrail.bench.trainer.strategies.step import Parallel
 
-WINDOW = fr.FrameWindow(frames=(0, 1, 2, 3), pad="mask")
+SAMPLES = {"transforms": TRANSFORMS, "window": fr.FrameWindow(frames=(0, 1, 2, 3), pad="mask")}
 VOCABULARY, METRES = 256, 10.0
 
 
 class Vla(nn.Module):
     """Images, a prompt and the future of a batch to the losses of trajectory and words; in evaluation, a trajectory."""
 
-    def __init__(self, width: int = 64, depth: int = 4, patch: int = 16, frames: int = 3) -> None:
+    def __init__(self, width: int = 64, depth: int = 4, patch: int = 16, frames: int = 3, dropout: float = 0.1) -> None:
         super().__init__()
         self.vision = nn.Sequential(nn.Conv2d(3, width, patch, patch), nn.GELU(), nn.Conv2d(width, width, 1))
         self.places = nn.Sequential(nn.Linear(16, width), nn.GELU(), nn.Linear(width, width))
         self.words = nn.Embedding(VOCABULARY, width)
         self.future = nn.Embedding(frames, width)
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, 4, 4 * width, 0.1, "gelu", batch_first=True, norm_first=True)
+            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout, "gelu", batch_first=True, norm_first=True)
             for _ in range(depth)
         )
         self.norm, self.waypoint, self.next_word = (
@@ -100,6 +101,18 @@ def score(outputs: Mapping[str, Tensor], batch: Mapping[str, Any]) -> dict[str, 
     return {"distance_m": (distance * there).sum(1) / there.sum(1).clamp(min=1)}
 
 
+def divided(model: Callable[[], Vla] = Vla, **options: Any) -> Parallel:
+    """Divide the model over the ranks, with its optimiser and schedule."""
+    return fr.parallelise(
+        model,
+        wrap=[nn.TransformerEncoderLayer],
+        optimiser=partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.05),
+        schedule=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=1000),
+        clip_norm=1.0,
+        **options,
+    )
+
+
 def main(
     argv: Sequence[str] | None = None, on_step: Callable[[StepRecord, dict[str, float]], object] | None = None
 ) -> None:
@@ -116,15 +129,8 @@ def main(
         if on_step is not None:
             on_step(record, losses)
 
-    parallel = fr.parallelise(
-        Vla,
-        strategy=strategy,
-        wrap=[nn.TransformerEncoderLayer],
-        optimiser=partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.05),
-        schedule=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=1000),
-        clip_norm=1.0,
-    )
-    same = {"transforms": TRANSFORMS, "window": WINDOW, "device": parallel.device, "world": parallel.mesh}
+    parallel = divided(strategy=strategy)
+    same = {**SAMPLES, "device": parallel.device, "world": parallel.mesh}
     with (
         fr.DataLoader(options.dataset, batch_size=2, shuffle=True, drop_last=True, seed=7, **same) as loader,
         fr.DataLoader(options.dataset, batch_size=2, **same) as everything,
