@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
@@ -47,6 +47,7 @@ def make_loader(
     """
     window, layer = settings.window, settings.teacher_layer
     channels = token_channel(settings.dataset, settings.model)
+    _check_rows(settings, channels)
     if channels and layer is not None:
         channels += [f"{LAYER}.{channel.name}" for channel in open_layer_data(layer).manifest.channels]
     loader = DataLoader(
@@ -56,7 +57,7 @@ def make_loader(
         split=settings.split,
         seed=settings.seed,
         drop_last=True,
-        order=None if window is None else OrderSpec(kind="windowed", seed=settings.seed, window=window),
+        order=settings.order or (window and OrderSpec(kind="windowed", seed=settings.seed, window=window)) or None,
         num_workers=settings.workers,
         prefetch_factor=settings.prefetch_factor,
         transforms=msgspec.structs.replace(transforms_of(settings), channels=tuple(channels) or None),
@@ -80,7 +81,7 @@ def make_loader(
 def token_channel(place: str, model_name: str) -> list[str]:
     """Return the channel `tokens` for a decoder, where the dataset has it.
 
-    Raises ConfigError where it has fewer tokens than the model reads, or of more words.
+    Raises ConfigError where it has a fixed number of tokens, fewer than the model reads, or of more words.
     """
     size = MODELS.get(model_name)
     if not isinstance(size, GptSettings):
@@ -89,11 +90,12 @@ def token_channel(place: str, model_name: str) -> list[str]:
     channel = next((one for one in dataset.manifest.extra_channels if one.name == "tokens"), None)
     if channel is None:
         return []
-    length, words = channel.shape[0] if channel.shape else None, channel.vocabulary
-    if channel.kind != "tokens" or length is None or length <= size.context or words is None:
+    length, words = channel.shape[0] if channel.shape else 0, channel.vocabulary
+    if channel.kind != "tokens" or (length is not None and length <= size.context) or words is None:
         raise ConfigError(
             f"channel 'tokens' of '{dataset.location}' is of kind '{channel.kind}', shape {list(channel.shape)}; model "
-            f"'{model_name}' reads kind 'tokens' of {size.context + 1} or more, with a vocabulary; use another model"
+            f"'{model_name}' reads kind 'tokens' of any length, or of {size.context + 1} or more, with a vocabulary; "
+            "use another model"
         )
     if words.size > size.vocabulary:
         raise ConfigError(
@@ -101,6 +103,28 @@ def token_channel(place: str, model_name: str) -> list[str]:
             f"{size.vocabulary}; use another model"
         )
     return [channel.name]
+
+
+def _check_rows(settings: TrainSettings, channels: Sequence[str]) -> None:
+    """Raise ConfigError for packs that one of our models cannot read, and for a teacher of documents in rows."""
+    pack, size = None if settings.order is None else settings.order.pack, MODELS.get(settings.model)
+    table = open_dataset(settings.dataset).manifest.extra_channels
+    in_rows = any(one.name in channels and one.shape == (None,) for one in table)
+    if in_rows and (settings.teacher or settings.teacher_layer):
+        raise ConfigError("a teacher needs tokens of a fixed number, and channel 'tokens' has any number: leave it out")
+    if pack is None or size is None:
+        return
+    if not in_rows:
+        raise ConfigError(
+            f"model '{settings.model}' reads no packs of this dataset: decoders do, of a channel 'tokens' whose length "
+            "is open; leave out the order's pack"
+        )
+    assert isinstance(size, GptSettings), "no other model reads tokens"
+    if pack.budget > size.context + 1:
+        raise ConfigError(
+            f"model '{settings.model}' reads rows of {size.context + 1} tokens, and packs have up to {pack.budget}: "
+            "take a smaller budget, or another model"
+        )
 
 
 def transforms_of(settings: TrainSettings) -> Transforms:

@@ -17,6 +17,7 @@ from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.storage import Backend
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.order.spec import OrderSpec
 from fuelrail.pipeline.settings import Above0, AtLeast0, Finite, NotNegative, Positive, as_settings, check_types, flag
 from fuelrail.pipeline.storage.filesystem import filesystem, is_url
 
@@ -37,7 +38,7 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
 
     split: Annotated[str, flag("split to train on")] = "train"
     ranks: Annotated[Positive, flag("number of ranks, all on this host")] = 1
-    batch_size: Annotated[Positive, flag("samples per data-parallel rank in a batch")] = 4
+    batch_size: Annotated[Positive, flag("samples, or packs, per data-parallel rank in a batch")] = 4
     steps: Annotated[Positive | None, flag("optimiser steps (default: 60, unless --epochs is given)")] = None
     epochs: Annotated[Positive | None, flag("whole epochs instead of a number of steps")] = None
     warmup: Annotated[NotNegative, flag("warm-up steps, excluded from all results")] = 10
@@ -64,6 +65,7 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
     storage: Annotated[Backend, flag("storage backend, as in the DataLoader")] = "auto"
     cache_dir: Annotated[str | None, flag("folder on a local disk to cache samples in")] = None
     window: Annotated[Positive | None, flag("shuffle in windows of N shards instead of the whole split")] = None
+    order: Annotated[OrderSpec | None, flag("a whole order, with its own seed: filter, weights, packs, balance")] = None
     verify: Annotated[bool, flag("skip checksum verification")] = True
     transform: Annotated[str | None, flag("function to call with each sample", metavar="MODULE:FUNCTION")] = None
     transforms: Annotated[str | None, flag("YAML file of size and augmentation of the samples", metavar="FILE")] = None
@@ -165,6 +167,8 @@ def ask(dataset: str | os.PathLike[str], options: TrainOptions, records: Path) -
         raise ConfigError(f"memory=True follows the third warm-up step: warmup={options.warmup} must be 3 or more")
     if options.ledger is not None and options.leave_out:
         raise ConfigError("ledger and leave_out exclude each other: a run without a part is not a run to record")
+    if options.order is not None and options.window is not None:
+        raise ConfigError(f"order and window={options.window} exclude each other: give the window in the order")
     _check_teacher(options)
     profile = options.profile or _profile(options.accelerator)
     changes: dict[str, Any] = {
