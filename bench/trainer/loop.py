@@ -80,6 +80,7 @@ def train(
             epoch=epoch,
             num_samples=sum(samples for samples, _ in rows),
             num_images=sum(images for _, images in rows),
+            padding=None if parallel.padding is None else float(parallel.padding),
         )
         # What the caller did with the record belongs to the next step: no gap in the wall time.
         start_ns = end_ns

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
+import numpy as np
 import torch
 
 from fuelrail.bench.measure.cuda import count_training_flop
@@ -19,8 +20,10 @@ from fuelrail.bench.trainer.models.settings import MODELS, GptSettings
 from fuelrail.loaders import DataLoader, Transforms
 from fuelrail.loaders.batch.counterfactual import LoaderPart
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.format.attributes import Attributes
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.layers import open_layer_data
+from fuelrail.pipeline.order.cost import compute_costs, cost_columns
 from fuelrail.pipeline.order.spec import OrderSpec
 from fuelrail.pipeline.settings import as_settings
 
@@ -112,18 +115,11 @@ def _check_rows(settings: TrainSettings, channels: Sequence[str]) -> None:
     in_rows = any(one.name in channels and one.shape == (None,) for one in table)
     if in_rows and (settings.teacher or settings.teacher_layer):
         raise ConfigError("a teacher needs tokens of a fixed number, and channel 'tokens' has any number: leave it out")
-    if pack is None or size is None:
-        return
-    if not in_rows:
+    room = size.context + 1 if in_rows and isinstance(size, GptSettings) else 0
+    if pack is not None and size is not None and pack.budget > room:
         raise ConfigError(
-            f"model '{settings.model}' reads no packs of this dataset: decoders do, of a channel 'tokens' whose length "
-            "is open; leave out the order's pack"
-        )
-    assert isinstance(size, GptSettings), "no other model reads tokens"
-    if pack.budget > size.context + 1:
-        raise ConfigError(
-            f"model '{settings.model}' reads rows of {size.context + 1} tokens, and packs have up to {pack.budget}: "
-            "take a smaller budget, or another model"
+            f"model '{settings.model}' reads packs of up to {room} tokens of this dataset, and the order's have "
+            f"{pack.budget}: decoders read packs, of a channel 'tokens' of any length; take a smaller budget, or none"
         )
 
 
@@ -150,6 +146,30 @@ def from_memory(source: Iterator[Mapping[str, Any]], num_batches: int | None) ->
     """Return ``num_batches`` of the first batches in turns, taken now, without end if that is None."""
     kept = list(itertools.islice(source, _NUM_BATCHES_KEPT))
     return itertools.islice(itertools.cycle(kept), num_batches)
+
+
+class StepSums:
+    """Sums over the samples of each step, of the columns that their cost depends on."""
+
+    def __init__(self, settings: TrainSettings) -> None:
+        model, dataset = settings.cost_model, open_dataset(settings.dataset)
+        self._names = list(dict.fromkeys((*settings.cost, *(() if model is None else cost_columns(model)))))
+        self._table = Attributes(dataset, settings.split).read(self._names)
+        self._first, self._rows = dataset.split(settings.split).first_sample, list[torch.Tensor]()
+
+    def over(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+        """Yield the batches, and keep which samples they have."""
+        for batch in batches:
+            self._rows.append(batch["global_index"].clone() if self._names else torch.empty(0))
+            yield batch
+            del batch
+
+    def take(self) -> dict[str, tuple[int, float, float]]:
+        """Return the sums of the batches since the last call."""
+        rows, self._rows = torch.cat(self._rows).cpu().numpy() - self._first, []
+        table = self._table.take(rows)
+        columns = {name: compute_costs(name, table).astype(np.float64) for name in self._names}
+        return {name: (len(rows), float(values.sum()), float(values @ values)) for name, values in columns.items()}
 
 
 def take(batches: Iterable[Mapping[str, Any]], clock: Clock, *, num_steps: int | None = None) -> Iterator[StepRecord]:

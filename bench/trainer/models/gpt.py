@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from fuelrail.bench.trainer.models.settings import GptSettings
 
 _MAX_STRIDE = 8
-_ROWS = ("tokens", "places", "documents", "weight")
 # Of a head that is made with this rank's part of the vocabulary alone, for the planner.
 VOCABULARY_PART = PrepareModuleInput(
     input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=True
@@ -60,10 +59,10 @@ class Gpt(StagedModel):
         return tokens_of(batch, self.settings), batch["valid"].float()
 
     def beside(self, *inputs: Tensor) -> dict[str, Tensor]:
-        """Return the mask of attention within documents, bool [B, 1, T, T], where rows have several."""
-        if len(inputs) < len(_ROWS):
+        """Return the mask of attention within documents, bool [B, 1, T, T], where these lie in rows."""
+        if not _in_rows(inputs):
             return {}
-        document = inputs[_ROWS.index("documents")]
+        document = inputs[2]
         return {"mask": (document[:, None, :] == document[:, :, None]).tril()[:, None]}
 
     def losses(self, logits: Tensor, *inputs: Tensor) -> Tensor:
@@ -72,18 +71,20 @@ class Gpt(StagedModel):
         return F.cross_entropy(logits.flatten(0, 1), next_tokens.flatten(), reduction="none").view(next_tokens.shape)
 
     def loss(self, logits: Tensor, *inputs: Tensor) -> Tensor:
-        """Return the mean loss over the real samples; of rows of documents over all tokens, padding as 0."""
-        if len(inputs) < len(_ROWS):
-            return super().loss(logits, *inputs)
-        return (self.losses(logits, *inputs) * inputs[-1]).mean()
+        """Return the mean loss over the real samples; of documents in rows over all tokens, padding as 0."""
+        return (self.losses(logits, *inputs) * inputs[-1]).mean() if _in_rows(inputs) else super().loss(logits, *inputs)
 
     def real_share(self, *inputs: Tensor) -> Tensor | None:
         """Return the share of a row's tokens whose prediction counts, see `Parallel`; None where all do."""
-        return inputs[-1].mean() if len(inputs) == len(_ROWS) else None
+        return inputs[-1].mean() if _in_rows(inputs) else None
 
     def feature_map(self, hidden: Tensor, *inputs: Tensor) -> Tensor:  # noqa: ARG002 - there is no image
         """Return the tokens as one map of a single row [B, 1, C, 1, T]."""
         return hidden.transpose(1, 2)[:, None, :, None]
+
+
+def _in_rows(inputs: tuple[Tensor, ...]) -> bool:
+    return len(inputs) == 4
 
 
 def _block(settings: GptSettings) -> Block:
@@ -104,7 +105,7 @@ class _Embeddings(nn.Module):
         self.tokens, self.positions = tokens, positions
 
     def forward(self, tokens: Tensor, *rows: Tensor) -> Tensor:
-        places = rows[0] if len(rows) > 1 else torch.arange(tokens.shape[1] - 1, device=tokens.device)
+        places = rows[0] if _in_rows((tokens, *rows)) else torch.arange(tokens.shape[1] - 1, device=tokens.device)
         hidden: Tensor = self.tokens(tokens[:, :-1]) + self.positions(places)
         return hidden
 
@@ -138,34 +139,31 @@ def tokens_of(batch: Mapping[str, Any], settings: GptSettings) -> Tensor:
 
 
 def packed_rows(batch: Mapping[str, Any], context: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the documents of a batch in rows, one row a pack, or a document where there are no packs.
+    """Return the documents of a batch in rows: a row a pack, or a document, cut to the row, where there are no packs.
 
-    They are tokens int64 [B, context + 1], and of each token that is read [B, context]: its place in its document
-    int64, the number of the document int64 (-1: padding), and the weight of its prediction, float: 1 where the next
-    token is of the same real document, else 0. A document alone in its row is cut to the row. Raises ConfigError for a
-    pack of more tokens.
+    They are tokens int64 [B, context + 1], and of each that is read, [B, context]: its place in its document, the
+    document's number (-1: padding), and the weight of its prediction, float: 1 where the next token is of the same real
+    document, else 0. Raises ConfigError for a pack of more tokens.
     """
     values, offsets = (torch.as_tensor(part) for part in batch["tokens"])
-    number = torch.arange(len(offsets) - 1, device=values.device)
-    pack = batch.get("pack", number)
+    number, at = (torch.arange(count, device=values.device) for count in (len(offsets) - 1, len(values)))
+    pack, num_rows = batch.get("pack", number), len(batch.get("pack_offsets", offsets)) - 1
     document = torch.repeat_interleave(number, offsets.diff(), output_size=len(values))
-    # Where each document's row begins among all tokens: at the first document of the same pack.
-    column = torch.arange(len(values), device=values.device) - offsets[torch.searchsorted(pack, pack)][document]
+    # A row begins with the first document of its pack.
+    column = at - offsets[torch.searchsorted(pack, pack)][document]
     inside = column <= context
     if "pack" in batch and not bool(inside.all()):
         raise ConfigError(
             f"a pack has {int(column.max()) + 1} tokens, and a row of the model {context + 1}: let the packs' cost be "
             "the number of tokens and their budget at most that, or use another model"
         )
-    num_rows = len(batch["pack_offsets"]) - 1 if "pack" in batch else len(number)
+    cells = pack[document[inside]], column[inside]
 
     def in_rows(of_tokens: Tensor, fill: int) -> Tensor:
         rows = of_tokens.new_full((num_rows, context + 1), fill, dtype=torch.int64)
-        rows[pack[document[inside]], column[inside]] = of_tokens[inside].long()
-        return rows
+        return rows.index_put_(cells, of_tokens[inside].long())
 
-    documents = in_rows(document, -1)
-    places = in_rows(torch.arange(len(values), device=values.device) - offsets[document], 0)
+    places, documents = in_rows(at - offsets[document], 0), in_rows(document, -1)
     follows = (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] >= 0)
-    weight = follows & batch["valid"][documents[:, 1:]]  # -1 takes the last one's, which does not matter
+    weight = follows & batch["valid"][documents[:, 1:]]  # of -1 the last one's, which does not matter
     return in_rows(values, 0), places[:, :-1], documents[:, :-1], weight.float()

@@ -73,8 +73,11 @@ def test_an_order_of_its_own_packs_what_the_decoder_reads(documents):
 @pytest.mark.parametrize(
     ("changes", "words_of_error"),
     [
-        ({"model": "bev-tiny"}, "model 'bev-tiny' reads no packs of this dataset"),
-        ({"order": OrderSpec(pack=Pack(budget=34, cost=LENGTH))}, "reads rows of 33 tokens, and packs have up to 34"),
+        ({"model": "bev-tiny"}, "model 'bev-tiny' reads packs of up to 0 tokens"),
+        (
+            {"order": OrderSpec(pack=Pack(budget=34, cost=LENGTH))},
+            "reads packs of up to 33 tokens of this dataset, and the order's have 34",
+        ),
         ({"order": None, "teacher": "folder"}, "a teacher needs tokens of a fixed number"),
     ],
 )
@@ -84,5 +87,5 @@ def test_orders_that_a_model_cannot_read_are_refused(documents, changes, words_o
 
 
 def test_packs_of_a_dataset_without_documents_are_refused(dataset):
-    with pytest.raises(ConfigError, match="model 'gpt-tiny' reads no packs of this dataset"):
+    with pytest.raises(ConfigError, match="model 'gpt-tiny' reads packs of up to 0 tokens"):
         batches(dataset, 1, model="gpt-tiny", order=OrderSpec(pack=PACK))
