@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import msgspec
 
@@ -56,7 +56,8 @@ class StepRecord(DeviceTimes, kw_only=True, tag="step"):
     leave no gaps, and the seven phases add up to ``end_ns - start_ns``. ``data_wait_ns`` is from asking the loader for
     the next batch to getting it. ``other_ns`` is the rest of the wall time: the trainer's own book-keeping, launch
     gaps, and on the emulated accelerator ``overrun_ns`` and the late wake-ups that lengthen the step. ``loss`` is None
-    where it was not finite.
+    where it was not finite. ``padding``: share of the model's predictions that counted for nothing, where it says so.
+    ``sums`` has of columns that samples' costs depend on: number of samples, their sum, their sum of squares.
     """
 
     step: int
@@ -68,6 +69,8 @@ class StepRecord(DeviceTimes, kw_only=True, tag="step"):
     end_ns: int
     data_wait_ns: int
     other_ns: int
+    padding: float | None = None
+    sums: dict[str, tuple[int, float, float]] = {}
 
     @property
     def wall_ns(self) -> int:
@@ -81,11 +84,11 @@ class StepRecord(DeviceTimes, kw_only=True, tag="step"):
 
     @classmethod
     def of(
-        cls, device: DeviceTimes, *, start_ns: int, end_ns: int, data_wait_ns: int, loss: float, **facts: int
+        cls, device: DeviceTimes, *, start_ns: int, end_ns: int, data_wait_ns: int, loss: float, **facts: Any
     ) -> Self:
         """Return the record of a step from its times on the device; what is in no phase is ``other``.
 
-        ``facts`` are ``step``, ``epoch``, ``num_samples`` and ``num_images``.
+        ``facts`` are the other fields, such as ``step``, ``epoch``, ``num_samples`` and ``num_images``.
         """
         phases = msgspec.structs.asdict(device) | {"data_wait_ns": data_wait_ns}
         other_ns = end_ns - start_ns - sum(phases[f"{phase}_ns"] for phase in PHASES[:-1])

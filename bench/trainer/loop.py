@@ -80,6 +80,7 @@ def train(
             epoch=epoch,
             num_samples=sum(samples for samples, _ in rows),
             num_images=sum(images for _, images in rows),
+            padding=None if parallel.padding is None else float(parallel.padding),
         )
         # What the caller did with the record belongs to the next step: no gap in the wall time.
         start_ns = end_ns
@@ -95,8 +96,10 @@ def batches(loader: DataLoader, num_epochs: int | None) -> Iterator[Mapping[str,
 
 
 def rows_of(batch: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the numbers of samples and images of a batch, padding included; 0 where it does not say."""
+    """Return the numbers of samples, or packs, and images of a batch, padding included; 0 where it does not say."""
     img, keys = batch.get("img"), batch.get("sample_key", ())
+    if "pack_offsets" in batch:
+        return len(batch["pack_offsets"]) - 1, math.prod(img.shape[:-3]) if isinstance(img, Tensor) else 0
     if isinstance(img, Tensor):
         return len(img), math.prod(img.shape[:-3])
     return len(keys), 0

@@ -4,6 +4,10 @@ Patches of all cameras and the tokens of a prompt go through one transformer; it
 vehicle is in the next frames of the clip, in its own frame. What trains it is Fuelrail's own: `parallelise` divides it,
 `Checkpoints` save it with the loader's position, `train` is the loop, `evaluate` gives errors over another split. A run
 that is killed continues, with another ``--strategy`` and on another number of ranks too.
+
+The prompt says what is around: a word for each object, so samples differ in length. ``--balance=num_boxes`` deals the
+samples of each global batch to the ranks so that all have about as many words. Each sample counts the same in the loss,
+whatever its length, so that balance does not change it.
 """
 
 from __future__ import annotations
@@ -51,27 +55,36 @@ class Vla(nn.Module):
 
     def forward(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the losses by name; in evaluation mode the trajectory [B, frames, 2] in metres."""
-        images, cam2ego = batch["img"][:, 0], batch["cam2ego"][:, 0]  # [B, N, 3, H, W]: what is known now
+        images, cam2ego = batch["img"], batch["cam2ego"]
+        if "frame_valid" in batch:  # with a window: what is known now
+            images, cam2ego = images[:, 0], cam2ego[:, 0]  # [B, N, 3, H, W]
         seen = self.vision(images.flatten(0, 1).float() / 127.5 - 1).flatten(2).transpose(1, 2)  # [B*N, P, C]
         seen = seen + self.places(cam2ego.flatten(0, 1).flatten(1).nan_to_num())[:, None]
         seen = seen.reshape(len(images), -1, seen.shape[-1])
-        tokens = prompt_of(batch)
+        tokens, real = prompt_of(batch)
         asked = self.future.weight.expand(len(images), -1, -1)
         hidden = torch.cat((seen, self.words(tokens[:, :-1]), asked), dim=1)
         count, words = hidden.shape[1], tokens.shape[1] - 1
+        mask = mask_of(count, seen.shape[1], images.device)
+        hides = torch.zeros(len(images), count, dtype=torch.bool, device=images.device)
+        hides[:, seen.shape[1] : seen.shape[1] + words] = ~real[:, :-1]
         for block in self.blocks:
-            hidden = block(hidden, src_mask=mask_of(count, seen.shape[1], images.device))
+            hidden = block(hidden, src_mask=mask, src_key_padding_mask=hides)
         hidden = self.norm(hidden)
         trajectory = self.waypoint(hidden[:, -asked.shape[1] :]).float() * METRES
         if not self.training:
             return {"trajectory": trajectory}
         logits = self.next_word(hidden[:, seen.shape[1] : seen.shape[1] + words]).float()
-        there, wanted = future_of(batch)
-        error = (trajectory - wanted).abs().sum(-1) / METRES
-        return {
-            "trajectory": (error * there).sum() / there.sum().clamp(min=1),
-            "words": F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()),
-        }
+        losses = {"words": mean_of(F.cross_entropy(logits.mT, tokens[:, 1:], reduction="none"), real[:, 1:])}
+        if "frame_valid" in batch:
+            there, wanted = future_of(batch)
+            losses["trajectory"] = mean_of((trajectory - wanted).abs().sum(-1) / METRES, there)
+        return losses
+
+
+def mean_of(losses: Tensor, real: Tensor) -> Tensor:
+    """The mean over samples of the mean of each one's real losses, both [B, T]."""
+    return ((losses * real).sum(1) / real.sum(1).clamp(min=1)).mean()
 
 
 def mask_of(count: int, images: int, device: torch.device) -> Tensor:
@@ -81,12 +94,20 @@ def mask_of(count: int, images: int, device: torch.device) -> Tensor:
     return later
 
 
-def prompt_of(batch: Mapping[str, Any]) -> Tensor:
-    """The prompt int64 [B, T]: the first tokens of the channel `tokens`; without it the bytes of the clip's name."""
+def prompt_of(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """The prompt int64 [B, T], and which of its tokens are real, bool [B, T].
+
+    It is the first tokens of the channel `tokens`; without it the bytes of the clip's name, and a word for each object.
+    """
     if "tokens" in batch:
-        return batch["tokens"][:, :17].long() % VOCABULARY
-    names = [list(clip.encode()[-8:].rjust(8)) for clip in batch["clip_id"]]
-    return torch.tensor(names, device=batch["img"].device)
+        tokens = batch["tokens"][:, :17].long() % VOCABULARY
+        return tokens, torch.ones_like(tokens, dtype=torch.bool)
+    device = batch["img"].device
+    names = [torch.tensor(list(clip.encode()[-8:].rjust(8)), device=device) for clip in batch["clip_id"]]
+    objects = batch.get("gt_labels_3d") or [torch.empty(0, dtype=torch.long, device=device)] * len(names)
+    prompts = [torch.cat((name, (labels + 1) % VOCABULARY)) for name, labels in zip(names, objects, strict=True)]
+    real = nn.utils.rnn.pad_sequence([torch.ones_like(one, dtype=torch.bool) for one in prompts], batch_first=True)
+    return nn.utils.rnn.pad_sequence(prompts, batch_first=True), real
 
 
 def future_of(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -119,6 +140,8 @@ def main(
     """Train from the newest checkpoint; print each step's losses and, at the end, the error over all samples."""
     words = list(sys.argv[1:] if argv is None else argv)
     strategy = words.pop(0).partition("=")[2] if words[0].startswith("--strategy=") else "fsdp2"
+    column = words.pop(0).partition("=")[2] if words[0].startswith("--balance=") else None
+    order = fr.OrderSpec(seed=7, balance=fr.Balance(cost=column) if column else None)
     options = arguments(words)
 
     is_first = os.environ.get("RANK", "0") == "0"
@@ -132,7 +155,7 @@ def main(
     parallel = divided(strategy=strategy)
     same = {**SAMPLES, "device": parallel.device, "world": parallel.mesh}
     with (
-        fr.DataLoader(options.dataset, batch_size=2, shuffle=True, drop_last=True, seed=7, **same) as loader,
+        fr.DataLoader(options.dataset, batch_size=2, order=order, drop_last=True, seed=7, **same) as loader,
         fr.DataLoader(options.dataset, batch_size=2, **same) as everything,
         fr.Checkpoints(options.checkpoint / "vla") as checkpoints,
     ):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
+import numpy as np
 import torch
 
 from fuelrail.bench.measure.cuda import count_training_flop
@@ -19,8 +20,10 @@ from fuelrail.bench.trainer.models.settings import MODELS, GptSettings
 from fuelrail.loaders import DataLoader, Transforms
 from fuelrail.loaders.batch.counterfactual import LoaderPart
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.format.attributes import Attributes
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.layers import open_layer_data
+from fuelrail.pipeline.order.cost import compute_costs, cost_columns
 from fuelrail.pipeline.order.spec import OrderSpec
 from fuelrail.pipeline.settings import as_settings
 
@@ -47,6 +50,7 @@ def make_loader(
     """
     window, layer = settings.window, settings.teacher_layer
     channels = token_channel(settings.dataset, settings.model)
+    _check_rows(settings, channels)
     if channels and layer is not None:
         channels += [f"{LAYER}.{channel.name}" for channel in open_layer_data(layer).manifest.channels]
     loader = DataLoader(
@@ -56,7 +60,7 @@ def make_loader(
         split=settings.split,
         seed=settings.seed,
         drop_last=True,
-        order=None if window is None else OrderSpec(kind="windowed", seed=settings.seed, window=window),
+        order=settings.order or (window and OrderSpec(kind="windowed", seed=settings.seed, window=window)) or None,
         num_workers=settings.workers,
         prefetch_factor=settings.prefetch_factor,
         transforms=msgspec.structs.replace(transforms_of(settings), channels=tuple(channels) or None),
@@ -80,7 +84,7 @@ def make_loader(
 def token_channel(place: str, model_name: str) -> list[str]:
     """Return the channel `tokens` for a decoder, where the dataset has it.
 
-    Raises ConfigError where it has fewer tokens than the model reads, or of more words.
+    Raises ConfigError where it has a fixed number of tokens, fewer than the model reads, or of more words.
     """
     size = MODELS.get(model_name)
     if not isinstance(size, GptSettings):
@@ -89,11 +93,12 @@ def token_channel(place: str, model_name: str) -> list[str]:
     channel = next((one for one in dataset.manifest.extra_channels if one.name == "tokens"), None)
     if channel is None:
         return []
-    length, words = channel.shape[0] if channel.shape else None, channel.vocabulary
-    if channel.kind != "tokens" or length is None or length <= size.context or words is None:
+    length, words = channel.shape[0] if channel.shape else 0, channel.vocabulary
+    if channel.kind != "tokens" or (length is not None and length <= size.context) or words is None:
         raise ConfigError(
             f"channel 'tokens' of '{dataset.location}' is of kind '{channel.kind}', shape {list(channel.shape)}; model "
-            f"'{model_name}' reads kind 'tokens' of {size.context + 1} or more, with a vocabulary; use another model"
+            f"'{model_name}' reads kind 'tokens' of any length, or of {size.context + 1} or more, with a vocabulary; "
+            "use another model"
         )
     if words.size > size.vocabulary:
         raise ConfigError(
@@ -101,6 +106,21 @@ def token_channel(place: str, model_name: str) -> list[str]:
             f"{size.vocabulary}; use another model"
         )
     return [channel.name]
+
+
+def _check_rows(settings: TrainSettings, channels: Sequence[str]) -> None:
+    """Raise ConfigError for packs that one of our models cannot read, and for a teacher of documents in rows."""
+    pack, size = None if settings.order is None else settings.order.pack, MODELS.get(settings.model)
+    table = open_dataset(settings.dataset).manifest.extra_channels
+    in_rows = any(one.name in channels and one.shape == (None,) for one in table)
+    if in_rows and (settings.teacher or settings.teacher_layer):
+        raise ConfigError("a teacher needs tokens of a fixed number, and channel 'tokens' has any number: leave it out")
+    room = size.context + 1 if in_rows and isinstance(size, GptSettings) else 0
+    if pack is not None and size is not None and pack.budget > room:
+        raise ConfigError(
+            f"model '{settings.model}' reads packs of up to {room} tokens of this dataset, and the order's have "
+            f"{pack.budget}: decoders read packs, of a channel 'tokens' of any length; take a smaller budget, or none"
+        )
 
 
 def transforms_of(settings: TrainSettings) -> Transforms:
@@ -126,6 +146,30 @@ def from_memory(source: Iterator[Mapping[str, Any]], num_batches: int | None) ->
     """Return ``num_batches`` of the first batches in turns, taken now, without end if that is None."""
     kept = list(itertools.islice(source, _NUM_BATCHES_KEPT))
     return itertools.islice(itertools.cycle(kept), num_batches)
+
+
+class StepSums:
+    """Sums over the samples of each step, of the columns that their cost depends on."""
+
+    def __init__(self, settings: TrainSettings) -> None:
+        model, dataset = settings.cost_model, open_dataset(settings.dataset)
+        self._names = list(dict.fromkeys((*settings.cost, *(() if model is None else cost_columns(model)))))
+        self._table = Attributes(dataset, settings.split).read(self._names)
+        self._first, self._rows = dataset.split(settings.split).first_sample, list[torch.Tensor]()
+
+    def over(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+        """Yield the batches, and keep which samples they have."""
+        for batch in batches:
+            self._rows.append(batch["global_index"].clone() if self._names else torch.empty(0))
+            yield batch
+            del batch
+
+    def take(self) -> dict[str, tuple[int, float, float]]:
+        """Return the sums of the batches since the last call."""
+        rows, self._rows = torch.cat(self._rows).cpu().numpy() - self._first, []
+        table = self._table.take(rows)
+        columns = {name: compute_costs(name, table).astype(np.float64) for name in self._names}
+        return {name: (len(rows), float(values.sum()), float(values @ values)) for name, values in columns.items()}
 
 
 def take(batches: Iterable[Mapping[str, Any]], clock: Clock, *, num_steps: int | None = None) -> Iterator[StepRecord]:

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
 from fuelrail.bench.measure.clock import NS_PER_S, Summary, summarise_ns
 from fuelrail.bench.measure.occupancy import Occupancy, RankPace, Window, measured_steps, occupancy_of, rank_paces
 from fuelrail.bench.measure.records import PHASES, RankLog, StageSnapshot, StepRecord
+from fuelrail.bench.studies.train.costs import CostFit, Loss, fit_cost, losses_of
 
 if TYPE_CHECKING:
     from fuelrail.bench.studies.train.settings import TrainSettings
@@ -57,6 +59,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     ``launch_share``: what the host took to queue the device's work, in parts of what the device took for it; near 1 the
     device waits for the host. ``mfu``: the model's arithmetic (the profile's, when emulated) over what the devices
     could have done in the wall time; None where either isn't known. ``paces``: which rank the others wait for.
+    ``losses``: what padding and imbalance take; ``cost_fit``: a cost model, where one was asked for.
     """
 
     occupancy: Occupancy
@@ -71,6 +74,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     launch_share: float = 0.0
     mfu: float | None = None
     paces: list[RankPace] = []
+    losses: dict[str, Loss] = {}
+    cost_fit: CostFit | None = None
 
 
 def figures_of(settings: TrainSettings, logs: Sequence[RankLog], window: Window) -> Figures:
@@ -79,6 +84,13 @@ def figures_of(settings: TrainSettings, logs: Sequence[RankLog], window: Window)
     inside = [step for rank in ranks for step in rank]
     wall_ns = sum(step.wall_ns for step in inside)
     occupancy = occupancy_of([log.steps for log in logs], window)
+    fit = None
+    if settings.cost:
+        # The emulated phases are the profile's: what depends on the samples is the stand-in's real work.
+        times = [
+            step.forward_ns + step.backward_ns if settings.profile is None else step.stand_in_ns for step in inside
+        ]
+        fit = fit_cost([step.sums for step in inside], np.array(times, np.float64))
     return Figures(
         occupancy=occupancy,
         throughput=_throughput(ranks, settings.price_per_gpu_hour),
@@ -99,6 +111,8 @@ def figures_of(settings: TrainSettings, logs: Sequence[RankLog], window: Window)
         launch_share=_launch_share(inside),
         mfu=_mfu(settings, logs, inside),
         paces=rank_paces([log.steps for log in logs], window),
+        losses=losses_of(ranks, settings.cost_model or (None if fit is None else fit.cost)),
+        cost_fit=fit,
     )
 
 
@@ -115,6 +129,8 @@ def _mfu(settings: TrainSettings, logs: Sequence[RankLog], steps: Sequence[StepR
     if gflop is None or peak is None:
         return None
     units = sum(step.num_images if per_image else step.num_samples for step in steps)
+    if settings.order is not None and settings.order.pack is not None:  # a unit of the arithmetic is a row
+        units = sum(step.num_samples > 0 for step in steps) * settings.batch_size * settings.accumulation
     return units * gflop * 1e9 / (sum(step.wall_ns for step in steps) / NS_PER_S * peak * 1e12)
 
 

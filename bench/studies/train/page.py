@@ -57,6 +57,12 @@ _PHASES = marked(
     "all-reduce** from then until the last gradient is averaged over the ranks. **Other** is the rest of the wall "
     "time. A step begins where the one before ended, so nothing is left out."
 )
+_LOSSES = marked(
+    "**Padding** is the share of the model’s predictions that count for nothing; its time is that share of forward and "
+    "backward. **Imbalance** is by how much the dearest rank’s samples cost more than the mean rank’s, by the order’s "
+    "cost model or the fitted one; its time is what the mean rank waits: (1 - mean / dearest) of the dearest rank’s "
+    "forward and backward. Both are parts of the phases above: of forward and backward, and of exposed all-reduce."
+)
 _ON_A_GPU = (
     "On a GPU the phases are from CUDA events on the compute stream. The loader copies images on a stream of its own, "
     "ahead of the trainer; host to device is only what the step still had to wait for."
@@ -81,6 +87,7 @@ def describe(report: Report, plots: Mapping[str, str]) -> Document:
         *_real_and_emulated(report),
         *_over_time(report, plots),
         *_step(report, plots),
+        *_costs(report),
         *_memory(report, plots),
         *_learning(report),
         *_loader(report, plots),
@@ -195,6 +202,21 @@ def _step(report: Report, plots: Mapping[str, str]) -> list[Section]:
         ]
     blocks.append(Figure(plots.get("loss", ""), "The loss falls when images, geometry and boxes belong together."))
     return [Section("Where a step’s time goes", blocks)]
+
+
+def _costs(report: Report) -> list[Section]:
+    """Return what padding and imbalance take, and the cost model."""
+    figures, blocks = report.figures, list[Block]()
+    if figures is not None and figures.losses:
+        step_ms = figures.step_time.mean_ms
+        rows = [
+            [name, f"{one.size:.1%}", f"{one.time_ms:.2f}", f"{one.time_ms / step_ms:.1%}"]
+            for name, one in figures.losses.items()
+        ]
+        blocks = [Table(("lost to", "size", "time a step [ms]", "share of step"), rows), Text(_LOSSES, small=True)]
+    if figures is not None and figures.cost_fit is not None:
+        blocks.append(Items([figures.cost_fit.sentence()]))
+    return [Section("Padding and imbalance", blocks)] if blocks else []
 
 
 def _memory(report: Report, plots: Mapping[str, str]) -> list[Section]:

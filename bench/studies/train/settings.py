@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -17,8 +17,12 @@ from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.storage import Backend
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.order.spec import OrderSpec
 from fuelrail.pipeline.settings import Above0, AtLeast0, Finite, NotNegative, Positive, as_settings, check_types, flag
 from fuelrail.pipeline.storage.filesystem import filesystem, is_url
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.order.cost import Cost
 
 RECORDS = "records"
 _DEFAULT_STEPS = 60
@@ -37,7 +41,7 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
 
     split: Annotated[str, flag("split to train on")] = "train"
     ranks: Annotated[Positive, flag("number of ranks, all on this host")] = 1
-    batch_size: Annotated[Positive, flag("samples per data-parallel rank in a batch")] = 4
+    batch_size: Annotated[Positive, flag("samples, or packs, per data-parallel rank in a batch")] = 4
     steps: Annotated[Positive | None, flag("optimiser steps (default: 60, unless --epochs is given)")] = None
     epochs: Annotated[Positive | None, flag("whole epochs instead of a number of steps")] = None
     warmup: Annotated[NotNegative, flag("warm-up steps, excluded from all results")] = 10
@@ -64,6 +68,10 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
     storage: Annotated[Backend, flag("storage backend, as in the DataLoader")] = "auto"
     cache_dir: Annotated[str | None, flag("folder on a local disk to cache samples in")] = None
     window: Annotated[Positive | None, flag("shuffle in windows of N shards instead of the whole split")] = None
+    cost: Annotated[
+        tuple[str, ...], flag("fit the step's time to this column of the samples; may be repeated", repeat=True)
+    ] = ()
+    order: Annotated[OrderSpec | None, flag("a whole order, with its own seed: filter, weights, packs, balance")] = None
     verify: Annotated[bool, flag("skip checksum verification")] = True
     transform: Annotated[str | None, flag("function to call with each sample", metavar="MODULE:FUNCTION")] = None
     transforms: Annotated[str | None, flag("YAML file of size and augmentation of the samples", metavar="FILE")] = None
@@ -141,6 +149,12 @@ class TrainSettings(TrainOptions, frozen=True, kw_only=True):
     precision: Precision
 
     @property
+    def cost_model(self) -> str | Cost | None:
+        """The cost of a sample that the order balances by, else that of its packs."""
+        by = self.order and (self.order.balance or self.order.pack)
+        return by.cost if by else None
+
+    @property
     def traces(self) -> Path:
         """Folder of the ranks' traces."""
         return Path(self.records).parent / "trace"
@@ -165,6 +179,10 @@ def ask(dataset: str | os.PathLike[str], options: TrainOptions, records: Path) -
         raise ConfigError(f"memory=True follows the third warm-up step: warmup={options.warmup} must be 3 or more")
     if options.ledger is not None and options.leave_out:
         raise ConfigError("ledger and leave_out exclude each other: a run without a part is not a run to record")
+    if options.order is not None and options.window is not None:
+        raise ConfigError(f"order and window={options.window} exclude each other: give the window in the order")
+    if options.cost and options.order is not None and options.order.balance is not None:
+        raise ConfigError(f"cost={options.cost} is fitted to steps of unequal cost: leave out the order's balance")
     _check_teacher(options)
     profile = options.profile or _profile(options.accelerator)
     changes: dict[str, Any] = {

@@ -18,6 +18,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fuelrail.bench.trainer.models.staged import GATED_PLAN, TRANSFORMER_PLAN, Block, Experts, StagedModel, perceptron
+from fuelrail.pipeline.channels.kinds import Packed
+from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from fuelrail.bench.trainer.models.settings import GptSettings
@@ -30,7 +32,11 @@ VOCABULARY_PART = PrepareModuleInput(
 
 
 class Gpt(StagedModel):
-    """Tokens to the mean loss of predicting each of them from those before it."""
+    """Tokens to the mean loss of predicting each of them from those before it.
+
+    Documents of any length lie in rows of ``context + 1`` tokens, several in a row where the batch has packs. Each is
+    read alone: attention and positions start anew with it.
+    """
 
     settings: GptSettings
 
@@ -47,17 +53,38 @@ class Gpt(StagedModel):
         self.head = _NextToken(settings)
 
     def inputs(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        """Return tokens int64 [B, context + 1] and weight float [B]."""
+        """Return tokens int64 [B, context + 1] and weight float [B]; for documents of any length `packed_rows`."""
+        if isinstance(batch.get("tokens"), Packed):
+            return packed_rows(batch, self.settings.context)
         return tokens_of(batch, self.settings), batch["valid"].float()
+
+    def beside(self, *inputs: Tensor) -> dict[str, Tensor]:
+        """Return the mask of attention within documents, bool [B, 1, T, T], where these lie in rows."""
+        if not _in_rows(inputs):
+            return {}
+        document = inputs[2]
+        return {"mask": (document[:, None, :] == document[:, :, None]).tril()[:, None]}
 
     def losses(self, logits: Tensor, *inputs: Tensor) -> Tensor:
         """Return the cross-entropy of each token but the first [B, context]."""
         next_tokens = inputs[0][:, 1:]
         return F.cross_entropy(logits.flatten(0, 1), next_tokens.flatten(), reduction="none").view(next_tokens.shape)
 
+    def loss(self, logits: Tensor, *inputs: Tensor) -> Tensor:
+        """Return the mean loss over the real samples; of documents in rows over all tokens, padding as 0."""
+        return (self.losses(logits, *inputs) * inputs[-1]).mean() if _in_rows(inputs) else super().loss(logits, *inputs)
+
+    def real_share(self, *inputs: Tensor) -> Tensor | None:
+        """Return the share of a row's tokens whose prediction counts, see `Parallel`; None where all do."""
+        return inputs[-1].mean() if _in_rows(inputs) else None
+
     def feature_map(self, hidden: Tensor, *inputs: Tensor) -> Tensor:  # noqa: ARG002 - there is no image
         """Return the tokens as one map of a single row [B, 1, C, 1, T]."""
         return hidden.transpose(1, 2)[:, None, :, None]
+
+
+def _in_rows(inputs: tuple[Tensor, ...]) -> bool:
+    return len(inputs) == 4
 
 
 def _block(settings: GptSettings) -> Block:
@@ -77,8 +104,8 @@ class _Embeddings(nn.Module):
             nn.init.normal_(embedding.weight, std=0.02)
         self.tokens, self.positions = tokens, positions
 
-    def forward(self, tokens: Tensor, *_: Tensor) -> Tensor:
-        places = torch.arange(tokens.shape[1] - 1, device=tokens.device)
+    def forward(self, tokens: Tensor, *rows: Tensor) -> Tensor:
+        places = rows[0] if _in_rows((tokens, *rows)) else torch.arange(tokens.shape[1] - 1, device=tokens.device)
         hidden: Tensor = self.tokens(tokens[:, :-1]) + self.positions(places)
         return hidden
 
@@ -109,3 +136,34 @@ def tokens_of(batch: Mapping[str, Any], settings: GptSettings) -> Tensor:
     strides = torch.tensor([digest % _MAX_STRIDE + 1 for digest in digests])
     tokens = (starts[:, None] + strides[:, None] * torch.arange(settings.context + 1)) % settings.vocabulary
     return tokens.to(batch["valid"].device)
+
+
+def packed_rows(batch: Mapping[str, Any], context: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the documents of a batch in rows: a row a pack, or a document, cut to the row, where there are no packs.
+
+    They are tokens int64 [B, context + 1], and of each that is read, [B, context]: its place in its document, the
+    document's number (-1: padding), and the weight of its prediction, float: 1 where the next token is of the same real
+    document, else 0. Raises ConfigError for a pack of more tokens.
+    """
+    values, offsets = (torch.as_tensor(part) for part in batch["tokens"])
+    number, at = (torch.arange(count, device=values.device) for count in (len(offsets) - 1, len(values)))
+    pack, num_rows = batch.get("pack", number), len(batch.get("pack_offsets", offsets)) - 1
+    document = torch.repeat_interleave(number, offsets.diff(), output_size=len(values))
+    # A row begins with the first document of its pack.
+    column = at - offsets[torch.searchsorted(pack, pack)][document]
+    inside = column <= context
+    if "pack" in batch and not bool(inside.all()):
+        raise ConfigError(
+            f"a pack has {int(column.max()) + 1} tokens, and a row of the model {context + 1}: let the packs' cost be "
+            "the number of tokens and their budget at most that, or use another model"
+        )
+    cells = pack[document[inside]], column[inside]
+
+    def in_rows(of_tokens: Tensor, fill: int) -> Tensor:
+        rows = of_tokens.new_full((num_rows, context + 1), fill, dtype=torch.int64)
+        return rows.index_put_(cells, of_tokens[inside].long())
+
+    places, documents = in_rows(at - offsets[document], 0), in_rows(document, -1)
+    follows = (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] >= 0)
+    weight = follows & batch["valid"][documents[:, 1:]]  # of -1 the last one's, which does not matter
+    return in_rows(values, 0), places[:, :-1], documents[:, :-1], weight.float()

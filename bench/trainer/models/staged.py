@@ -68,9 +68,14 @@ class StagedModel(nn.Module, ABC):
     def predict(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the last hidden tensor, and the logits."""
         hidden: Tensor = self.stem(*inputs)
+        beside = self.beside(*inputs)
         for block in self.blocks:
-            hidden = block(hidden)
+            hidden = block(hidden, **beside)
         return hidden, self.head(hidden, *inputs)
+
+    def beside(self, *inputs: Tensor) -> dict[str, Tensor]:  # noqa: ARG002 - for models whose blocks need more
+        """Return what each block takes besides the hidden tensor; needs no part of the model."""
+        return {}
 
     def loss(self, logits: Tensor, *inputs: Tensor) -> Tensor:
         """Return the mean loss over the batch's real samples; needs no part of the model."""
@@ -121,9 +126,9 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(width)
         self.mlp = mlp or perceptron(width, 4 * width)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Compute hidden states [B, T, C] of the same shape."""
-        hidden = hidden + self.attention(self.attention_norm(hidden))
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Compute hidden states [B, T, C] of the same shape; ``mask`` bool [B, 1, T, T]: what a token attends to."""
+        hidden = hidden + self.attention(self.attention_norm(hidden), mask=mask)
         result: Tensor = hidden + self.mlp(self.mlp_norm(hidden))
         return result
 
@@ -180,12 +185,13 @@ class _Attention(nn.Module):
         self.query, self.key, self.value = (nn.Linear(width, size) for size in sizes)
         self.output = nn.Linear(width, width)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
         query, key, value = (
             # As many heads as this rank has of them.
             part(hidden).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             for part in (self.query, self.key, self.value)
         )
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal, enable_gqa=self.grouped)
+        causal = self.causal and mask is None
+        mixed = F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, enable_gqa=self.grouped)
         result: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return result

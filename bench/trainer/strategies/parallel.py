@@ -91,8 +91,8 @@ def parallelise(
     ``model`` is a function that makes the model, which is made without memory and divided before it gets the values
     that the seed says; or a module, which takes those of rank 0. A plain module has ``forward(batch)``, of any inputs.
     It returns what ``loss(outputs, batch)`` makes a loss of, or without that the loss: a tensor without axes, or a dict
-    of them, whose sum is trained. Of a pipeline and of tensor parallel the model is a
-    :class:`~fuelrail.bench.trainer.models.staged.StagedModel`.
+    of them, whose sum is trained. A model that pads may have ``real_share(batch)``, see :class:`Parallel`. Of a
+    pipeline and of tensor parallel the model is a :class:`~fuelrail.bench.trainer.models.staged.StagedModel`.
 
     ``mesh`` has the axes pp, dp_replicate, dp_shard and tp, or some of them; a text makes one. ``wrap`` are the classes
     of modules that are sharded, recomputed and compiled one by one (default: the model's ``blocks``). ``optimiser``
@@ -147,6 +147,7 @@ def parallelise(
         loss=loss,
         make_schedule=schedule,
         device=device,
+        real_share=getattr(made, "real_share", lambda *_: None),
     )
 
 

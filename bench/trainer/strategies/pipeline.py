@@ -34,7 +34,7 @@ class Stage(nn.Module):
         self.stem = model.stem if number == 0 else None
         self.blocks = nn.ModuleDict({str(block): model.blocks[block] for block in range(first, last)})
         self.head = model.head if number == num_stages - 1 else None
-        self._loss = model.loss
+        self._loss, self._beside = model.loss, model.beside
 
     def forward(self, *hidden: Tensor, **named: Tensor) -> Tensor:
         """Return the hidden tensor, or the loss of this part of the batch."""
@@ -43,8 +43,9 @@ class Stage(nn.Module):
         if self.stem is None and value.requires_grad:
             # A gradient that is not contiguous cannot be sent.
             value.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
+        beside = self._beside(*inputs)
         for block in self.blocks.values():
-            value = block(value)
+            value = block(value, **beside)
         # Convolutions may leave another layout, which cannot be sent.
         return value.contiguous() if self.head is None else self._loss(self.head(value, *inputs), *inputs)
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from fuelrail.bench.trainer.strategies.optimiser import SharedGradScaler, autocast, clip_gradients
+from fuelrail.bench.trainer.strategies.optimiser import SharedGradScaler, autocast, clip_gradients, scale_gradients
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings, Precision
 from fuelrail.pipeline.errors import ConfigError
 
@@ -39,6 +39,10 @@ class Parallel:
     ``accelerator`` measures the phases of a step; None: nothing does. ``losses`` are the parts of the last step's loss
     by name, the mean over its micro-batches on this rank, where the model names them. With a ``decay``, ``average``
     holds the exponential moving average of the parameters, of which each rank has its part.
+
+    ``real_share`` says of a micro-batch which share of its predictions counts, where its loss is the mean over all of
+    them, padding as 0. Loss and gradients of a step are then divided by the mean share over micro-batches and ranks:
+    each prediction counts the same, however they are spread. ``padding`` is 1 less that of this rank's last step.
     """
 
     models: list[nn.Module]
@@ -54,6 +58,7 @@ class Parallel:
     make_schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     decay: float | None = None
+    real_share: Callable[..., Tensor | None] = lambda *_: None
 
     def __post_init__(self) -> None:
         self.precision = precision_of(self.settings, self.device)
@@ -62,6 +67,9 @@ class Parallel:
         self.average: dict[str, Tensor] = {}
         self.losses: dict[str, Any] = {}
         self._noted: dict[str, Any] = {}
+        self._shares: list[Tensor] = []
+        self._factor: Tensor | float = 1.0
+        self.padding: Tensor | None = None
         self._rates = [group["lr"] for group in self.optimiser.param_groups]
         self.start_schedule(0)
         self.start_average()
@@ -107,6 +115,9 @@ class Parallel:
         images, for the accelerator. Gradients are reduced over the ranks with the ``last`` micro-batch of a step.
         """
         precise, timer = autocast(self.device, self.precision), self.accelerator
+        share = self.real_share(*inputs)
+        if share is not None:
+            self._shares.append(share)
         if self.teacher is not None:
             with nullcontext() if timer is None else timer.forward(*rows), torch.no_grad(), precise:
                 inputs = (*inputs, *self.teacher(*inputs))
@@ -149,18 +160,29 @@ class Parallel:
     def update(self) -> None:
         """Clip the gradients, let the optimiser step, unless fp16 overflowed, and forget the gradients."""
         self.scaler.unscale_(self.optimiser)
+        self._weigh()
         if self.settings.clip_norm is not None:
             group = None if self.pipeline is None else self.pipeline.group
             clip_gradients((p for model in self.models for p in model.parameters()), self.settings.clip_norm, group)
         self.scaler.step(self.optimiser)
         self.scaler.update()
         self.optimiser.zero_grad()
-        self.losses, self._noted = self._noted, {}
+        self.losses, self._noted = {name: value * self._factor for name, value in self._noted.items()}, {}
         if not self.scaler.num_skipped:
             self.schedule.step()
             for name, parameter in named_parameters(self.models):
                 if self.decay is not None and name in self.average:
                     local(self.average[name]).lerp_(local(parameter.detach()), 1 - self.decay)
+
+    def _weigh(self) -> None:
+        """Divide the gradients by the mean share of predictions that count, and keep that for the losses."""
+        if self._shares:
+            share = torch.stack(self._shares).mean()
+            self._shares, self.padding = [], 1 - share
+            if self.world > 1:
+                dist.all_reduce(share := share / self.world)
+            self._factor = 1 / share.clamp(min=1e-9)
+            scale_gradients((one for model in self.models for one in model.parameters()), self._factor)
 
     def start_average(self) -> None:
         """Start the average, if there is one, at the parameters."""
@@ -202,10 +224,13 @@ class Parallel:
             model.train(was_training)
 
     def own_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss of this rank's samples; in a pipeline the rank of the last stage sends it to the others."""
+        """Return this rank's loss of a step, of what `forward_backward` returned: its mean over ranks is the step's.
+
+        In a pipeline the rank of the last stage sends it to the others.
+        """
         if self.pipeline is not None:
             dist.all_reduce(loss, group=self.pipeline.group)
-        return loss
+        return loss * self._factor
 
 
 def _swap(model: nn.Module, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 
 from fuelrail.bench.studies.train.experiment import make_loader
+from fuelrail.loaders import OrderSpec, Pack
 from fuelrail.pipeline.errors import ConfigError
 from support.bench_runs import SETTINGS
+from support.packed_ranks import LENGTH, PACK, TOKENS, words
 
 
 def batches(dataset, count=10, **changes):
-    settings = msgspec.structs.replace(SETTINGS, dataset=str(dataset), batch_size=2, workers=1, **changes)
+    settings = msgspec.structs.replace(SETTINGS, dataset=str(dataset), **{"batch_size": 2, "workers": 1, **changes})
     with make_loader(settings, None) as loader:
         return [
             {name: value.clone() if hasattr(value, "clone") else value for name, value in batch.items()}
@@ -55,3 +57,35 @@ def mark(sample):
 def test_a_transform_that_is_not_there_is_refused(dataset, name):
     with pytest.raises(ConfigError, match="transform"):
         batches(dataset, 1, transform=name)
+
+
+@pytest.fixture
+def documents(tiny_dataset):
+    return tiny_dataset({"train": (16, 15)}, extra=[(TOKENS, words)]).root
+
+
+def test_an_order_of_its_own_packs_what_the_decoder_reads(documents):
+    found = batches(documents, batch_size=3, model="gpt-tiny", order=OrderSpec(seed=3, pack=PACK))
+    assert all(len(batch["pack_offsets"]) == 4 and "cu_seqlens" in batch for batch in found)
+    assert sum(len(batch["sample_key"]) for batch in found) > 2 * len(found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words_of_error"),
+    [
+        ({"model": "bev-tiny"}, "model 'bev-tiny' reads packs of up to 0 tokens"),
+        (
+            {"order": OrderSpec(pack=Pack(budget=34, cost=LENGTH))},
+            "reads packs of up to 33 tokens of this dataset, and the order's have 34",
+        ),
+        ({"order": None, "teacher": "folder"}, "a teacher needs tokens of a fixed number"),
+    ],
+)
+def test_orders_that_a_model_cannot_read_are_refused(documents, changes, words_of_error):
+    with pytest.raises(ConfigError, match=words_of_error):
+        batches(documents, 1, **{"model": "gpt-tiny", "order": OrderSpec(pack=PACK), **changes})
+
+
+def test_packs_of_a_dataset_without_documents_are_refused(dataset):
+    with pytest.raises(ConfigError, match="model 'gpt-tiny' reads packs of up to 0 tokens"):
+        batches(dataset, 1, model="gpt-tiny", order=OrderSpec(pack=PACK))

@@ -4,6 +4,7 @@ import json
 import shutil
 import signal
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -17,7 +18,9 @@ from fuelrail.bench.studies.train.run import TrainRun, why_cut_off
 from fuelrail.bench.studies.train.settings import TrainOptions, ask, larger_batch
 from fuelrail.bench.trainer.strategies.optimiser import scaled_rate
 from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.order.spec import OrderSpec
 from support.bench_runs import log, steps
+from support.packed_ranks import PACK, TOKENS, words
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("warm_ranks")]
 
@@ -49,6 +52,28 @@ def test_two_ranks_train_on_the_whole_epoch_and_are_reported(dataset, tmp_path, 
     for word in ("occupancy", "data wait", "all-reduce", "samples/s", "GPU-hours per million samples", "report.html"):
         assert word in printed
     assert "emulated" in (out / "report.html").read_text()
+
+
+def test_packs_are_reported_with_their_padding_and_imbalance(tiny_dataset, tmp_path, capsys):
+    root, out, order = (
+        tiny_dataset({"train": (16, 15)}, extra=[(TOKENS, words)]).root,
+        tmp_path / "out",
+        tmp_path / "o.yaml",
+    )
+    order.write_bytes(msgspec.yaml.encode(OrderSpec(seed=3, pack=PACK)))
+    run = ("--model", "gpt-tiny", "--ranks", 2, "--batch-size", 2, "--steps", 14, "--warmup", 3, "--order", order)
+    assert bench(root, out, *run, "--cost", "timestamp_ns") == 0
+    figures = load_report(out / "report.json").figures
+    assert figures.losses.keys() == {"padding", "imbalance"}
+    assert figures.cost_fit.num_measured == 22 and "cost model from 22 steps" in capsys.readouterr().out
+    measured = []
+    for rank in range(2):
+        for record in read_rank(rank_path(out / "records", rank)).steps:
+            count, times, _ = record.sums["timestamp_ns"]
+            predictions = times / 500_000_000 + count  # row r has r + 2 tokens
+            assert record.padding == pytest.approx(1 - predictions / (2 * 32))
+            measured.append(record.padding)
+    assert 0 < figures.losses["padding"].size < max(measured)
 
 
 def test_a_run_continues_from_its_checkpoint_on_other_ranks_with_the_same_losses(dataset, tmp_path, capsys):

@@ -6,6 +6,8 @@ import pytest
 from fuelrail.bench.measure.records import CheckpointRestore, CheckpointSave, MemoryLine, RankLog
 from fuelrail.bench.report.page import render_markdown, render_page
 from fuelrail.bench.studies.train.page import verdict
+from fuelrail.pipeline.order.pack import Pack
+from fuelrail.pipeline.order.spec import OrderSpec
 from support.bench_runs import SETTINGS, log, report_of, step, steps
 from support.html_page import Page
 
@@ -21,6 +23,7 @@ LEARNED.memory = MemoryLine(
 )
 LEARNED.saves = [CheckpointSave(step=20, stall_ns=10**7, total_ns=10**9, num_bytes=10**6)]
 LEARNED.restored = CheckpointRestore(step=10, folder="step-00000010.0123abcd", world_size=4, skipped=["<cut>"])
+SUMS = {"x": (4, 10.0, 30.0)}
 RUNS = {
     "with memory and checkpoints": report_of(
         [LEARNED], settings=msgspec.structs.replace(SETTINGS, checkpoint="/private", failures_per_day=2.0)
@@ -36,6 +39,10 @@ RUNS = {
     "cut off": report_of([log(0, steps(20)), log(1, steps(14), complete=False)], cut_off="rank 1 was ended"),
     "a loss of NaN": report_of([log(0, [step(n, 31_000_000 * n, loss=None) for n in range(20)])]),
     "accumulating": report_of([log(0, steps(20))], settings=msgspec.structs.replace(SETTINGS, accumulation=2)),
+    "packs": report_of(
+        [log(0, steps(30, padding=0.2, sums=SUMS)), log(1, steps(30, padding=0.4, sums=SUMS))],
+        settings=msgspec.structs.replace(SETTINGS, order=OrderSpec(pack=Pack(budget=8, cost="x")), cost=("x",)),
+    ),
     "on a GPU": report_of([log(0, steps(20))], settings=msgspec.structs.replace(SETTINGS, profile=None)),
 }
 
@@ -95,3 +102,11 @@ def test_pages_of_equal_reports_are_equal():
 )
 def test_the_verdict_names_the_largest_loss(times, said):
     assert said in verdict(report_of([log(0, steps(20, **times))]))
+
+
+def test_padding_and_imbalance_have_times_of_their_own():
+    page = render_markdown(RUNS["packs"])
+    assert "| padding | 30.0% | 9.00 | 29.0% |" in page
+    assert "| imbalance | 0.0% | 0.00 | 0.0% |" in page
+    assert "No cost model from 52 steps: x is the same in all of them." in page
+    assert "Padding and imbalance" not in render_markdown(RUNS["two ranks"])

@@ -48,7 +48,9 @@ def test_other_models_read_no_tokens(tmp_path):
 
 
 def test_tokens_that_the_model_cannot_read_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"shape \[32\]; model 'gpt-tiny' reads kind 'tokens' of 33 or more"):
+    with pytest.raises(
+        ConfigError, match=r"shape \[32\]; model 'gpt-tiny' reads kind 'tokens' of any length, or of 33 or more"
+    ):
         token_channel(str(made(tmp_path / "short", length=32)), "gpt-tiny")
     with pytest.raises(ConfigError, match="has 65 words, model 'gpt-tiny' knows 64"):
         token_channel(str(made(tmp_path / "wordy", words=65)), "gpt-tiny")

@@ -1,0 +1,127 @@
+"""One rank that trains the GPT on documents of several lengths, in packs and alone; rank 0 compares with torch's own.
+
+The reference knows no rows, masks or weights: each document goes through an undivided model by itself, with plain
+causal attention, and the loss of a step is the mean over all predicted tokens of all ranks and micro-batches.
+Arguments: DATASET OUT. Rank 0 writes, for each case, the largest difference of a loss and of a gradient.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import fuelrail as fr
+from fuelrail.bench.trainer.models.build import build_model
+from fuelrail.bench.trainer.models.settings import MODELS
+from fuelrail.bench.trainer.strategies.parallel import parallelise
+from fuelrail.bench.trainer.strategies.step import named_parameters
+from fuelrail.pipeline.channels.table import Channel, Law, Vocabulary
+
+GPT = MODELS["gpt-tiny"]
+TOKENS = Channel(
+    name="tokens", kind="tokens", field="tokens.npy", dtype="uint16", axes=("token",), shape=(None,), law=Law("fixed"),
+    vocabulary=Vocabulary("words", 64),
+)  # fmt: skip
+LENGTH = fr.Cost(linear={"timestamp_ns": 1}, constant=2 * 500_000_000, divisor=500_000_000)
+"""Row r of the dataset has r + 2 tokens."""
+PACK = fr.Pack(budget=33, cost=LENGTH, window=8)
+PACKED, ALONE = fr.OrderSpec(seed=3, pack=PACK), fr.OrderSpec(seed=3)
+BALANCED = fr.OrderSpec(seed=3, pack=PACK, balance=fr.Balance(cost=LENGTH))
+CASES = {
+    "ddp": (PACKED, 2, {"strategy": "ddp"}),
+    "ddp, documents alone": (ALONE, 1, {"strategy": "ddp"}),
+    "ddp, balanced, clipped": (BALANCED, 2, {"strategy": "ddp", "clip_norm": 1e9}),
+    "fsdp2": (PACKED, 1, {"strategy": "fsdp2", "recompute": "full"}),
+    "tensor": (PACKED, 1, {"strategy": "tensor"}),
+    "pipeline": (PACKED, 2, {"strategy": "pipeline", "micro_batches": 2}),
+}
+STEPS = 3
+
+
+def words(row: int) -> np.ndarray:
+    """The document of a row of the dataset."""
+    return np.random.default_rng(row).integers(0, GPT.vocabulary, row + 2, np.uint16)
+
+
+def reference(rows: list[int], state: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of documents."""
+    model = build_model(GPT)
+    model.load_state_dict(state)
+    total, count = torch.zeros(()), 0
+    for row in rows:
+        tokens = torch.zeros(1, GPT.context + 1, dtype=torch.long)
+        document = torch.from_numpy(words(row).astype(np.int64))[: GPT.context + 1]
+        tokens[0, : len(document)] = document
+        _, logits = model.predict(tokens, torch.ones(1))
+        total = total + F.cross_entropy(logits[0, : len(document) - 1], document[1:], reduction="sum")
+        count += len(document) - 1
+    (total / count).backward()
+    return float(total.detach()) / count, {name: one.grad for name, one in model.named_parameters()}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor; every rank must call this."""
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def differences(dataset: str, order: fr.OrderSpec, accumulation: int, options: dict[str, object]) -> list[float]:
+    """Train some steps; return the largest differences of the loss and of a gradient that this rank has."""
+    from fuelrail.bench.trainer.strategies.parallel import make_mesh
+    from fuelrail.bench.trainer.strategies.settings import ParallelSettings, degrees_of
+
+    settings = ParallelSettings(**{"optimiser": "sgd", "learning_rate": 0.1, **options})
+    mesh = make_mesh(degrees_of(settings, dist.get_world_size()), "cpu")
+    parallel = parallelise(partial(build_model, GPT), settings, mesh=mesh)
+    found: dict[str, torch.Tensor] = {}
+
+    def note(*_: object) -> None:
+        found.update({name: whole(one.grad) for name, one in named_parameters(parallel.models)})
+
+    parallel.optimiser.register_step_pre_hook(note)
+    transforms = {"image": {"height": 16, "width": 16}, "channels": ["tokens"]}
+    worst_loss = worst_gradient = 0.0
+    with fr.DataLoader(
+        dataset, 2, order=order, drop_last=True, transforms=transforms, num_workers=1, world=mesh
+    ) as loader:
+        assert len(loader) >= accumulation
+        batches = (batch for _ in range(9) for batch in loader)
+        for _ in range(STEPS):
+            parts = list(islice(batches, accumulation))
+            states = [None] * dist.get_world_size()
+            own = {name: whole(one) for name, one in named_parameters(parallel.models)}
+            rows = [row for part in parts for row in part["global_index"].tolist()] if parallel.counts else []
+            dist.all_gather_object(states, (own, rows))
+            loss = parallel.over_ranks({"loss": float(parallel.step(parts))})["loss"]
+            joined = {name: one for state, _ in states for name, one in state.items()}
+            expected, gradients = reference([row for _, some in states for row in some], joined)
+            worst_loss = max(worst_loss, abs(loss - expected))
+            assert found.keys() <= gradients.keys() and found
+            worst_gradient = max(
+                worst_gradient, *(float((one - gradients[name]).abs().max()) for name, one in found.items())
+            )
+    return [worst_loss, worst_gradient]
+
+
+def main(dataset: str, out: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    made = {name: differences(dataset, *case) for name, case in CASES.items()}
+    of_ranks: list[dict[str, list[float]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, made)
+    if dist.get_rank() == 0:
+        worst = {name: np.max([one[name] for one in of_ranks], axis=0).tolist() for name in made}
+        Path(out).write_text(json.dumps(worst))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
