@@ -16,9 +16,7 @@ from fuelrail.loaders.storage.cache.future_uses import FutureUses, Range, Reques
 from fuelrail.loaders.storage.layers import LayeredSession
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.format.attributes import ClipTable
-from fuelrail.pipeline.order.balance import BalancedOrder
 from fuelrail.pipeline.order.compile import compile_mix, compile_order, plain
-from fuelrail.pipeline.order.pack import PackedOrder
 from fuelrail.pipeline.order.windows import FrameWindow, WindowLookup
 
 if TYPE_CHECKING:
@@ -65,7 +63,7 @@ class Schedule(NamedTuple):
         return [self._stream(source, walk) for source in self.sources]
 
     def _stream(self, source: Source, walk: Walk) -> RequestStream:
-        if isinstance(self.where.order, BalancedOrder | PackedOrder):
+        if {"in_packs", "dealt"} & self.identity.order.keys():
             # Which samples a step has, and in which turn, is known when its turn comes: the cache keeps what it has.
             session = source.storage.session()
             return RequestStream(source.reader, session, None, _more_bytes(session))

@@ -7,16 +7,18 @@ takes which of them depends on that number. Every rank computes the same deal fr
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from fuelrail.pipeline.errors import OrderError, WorldError
 from fuelrail.pipeline.order.batching import Batching
-from fuelrail.pipeline.order.cost import Cost, CostTable, costs_digest, sample_costs
+from fuelrail.pipeline.order.cost import Cost, CostTable, sample_costs
+from fuelrail.pipeline.order.epoch import digest
 from fuelrail.pipeline.order.mix import MixedOrder
 from fuelrail.pipeline.order.pack import Pack, PackedOrder, costs_of, fit
+from fuelrail.pipeline.order.without import ThinnedOrder
 from fuelrail.pipeline.settings import Settings, check_types
 
 if TYPE_CHECKING:
@@ -135,30 +137,48 @@ class OrderCosts(NamedTuple):
 
     def identity(self) -> dict[str, str]:
         """Return digests of the costs, by what they are for."""
-        return {f"{name}_costs": costs_digest(each[0]) for name, each in self._asdict().items() if each}
+        return {f"{name}_costs": digest(each[0]) for name, each in self._asdict().items() if each}
 
-    def apply(self, order: EndlessOrder, pack: Pack | None, balance: Balance | None, seed: int) -> EndlessOrder:
-        """Return an order of samples in packs, shuffled by ``seed``, and dealt, where these are asked for."""
+    def apply(
+        self,
+        order: EndlessOrder,
+        pack: Pack | None,
+        balance: Balance | None,
+        seed: int,
+        hidden: Iterable[Sequence[NDArray[np.int64]]],
+    ) -> EndlessOrder:
+        """Return an order of samples in packs, shuffled by ``seed``, and dealt, where these are asked for.
+
+        ``hidden`` are the samples of each part that are left out in their place, in any number of rounds.
+        """
         if pack is not None:
             if isinstance(order, MixedOrder) and order.schedule is not None:
                 raise OrderError("stages of a mix count positions of samples, and those in packs are packs: no stages")
             order = PackedOrder(order, pack, self.pack, seed)
+        for of_parts in hidden:
+            order = ThinnedOrder(order, of_parts)
         return order if balance is None else BalancedOrder(order, balance, self.balance)
 
     @classmethod
-    def split(cls, orders: Sequence[EndlessOrder]) -> tuple[list[EndlessOrder], OrderCosts]:
-        """Return the orders of samples under orders in packs or dealt, and the costs of all of them."""
+    def split(
+        cls, orders: Sequence[EndlessOrder]
+    ) -> tuple[list[EndlessOrder], OrderCosts, list[tuple[NDArray[np.int64], ...]]]:
+        """Return the orders of samples under orders of several parts; all their costs; and what `apply` is to hide."""
         bases = list(orders)
+        hidden: list[list[NDArray[np.int64]]] = [[] for _ in orders]
         pack: list[NDArray[np.integer]] = []
         balance: list[NDArray[np.integer]] = []
         for at, base in enumerate(bases):
             if isinstance(base, BalancedOrder):
                 balance += base.costs
                 bases[at] = base.base
+            while isinstance(thinned := bases[at], ThinnedOrder):
+                hidden[at].insert(0, thinned.hidden[0])
+                bases[at] = thinned.base
             if isinstance(inner := bases[at], PackedOrder):
                 pack += inner.costs
                 bases[at] = inner.base
-        return bases, cls(tuple(pack), tuple(balance))
+        return bases, cls(tuple(pack), tuple(balance)), list(zip(*hidden, strict=True))
 
 
 def order_batching(order: EndlessOrder, global_batch: int, world: World, *, drop_last: bool) -> Batching:
@@ -167,7 +187,7 @@ def order_batching(order: EndlessOrder, global_batch: int, world: World, *, drop
     Raises WorldError where the ranks cannot share the batch, and where a rank's cannot be cut into its micro-batches.
     """
     base = order.base if isinstance(order, BalancedOrder) else order
-    lengths = base.length if isinstance(base, PackedOrder) else None
+    lengths = base.length if isinstance(base, PackedOrder | ThinnedOrder) else None
     batching = Batching(order.epoch_length, global_batch, world, drop_last, lengths=lengths)
     if isinstance(order, BalancedOrder) and batching.rank_batch % order.balance.micro_batches:
         raise WorldError(

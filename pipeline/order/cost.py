@@ -6,7 +6,6 @@ cost follows its boxes or points. All of it is integer arithmetic, so the same s
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 
 MAX_COST: Final = 2**40
 """Largest cost of a sample, and largest budget: sums of 2**20 of them stay under 2**62."""
-
-_DIGEST_CHARS: Final = 16
 
 
 class CostTable(Protocol):
@@ -109,11 +106,6 @@ def name_of(sample: int, attributes: CostTable) -> str:
     if "key" not in attributes.names:
         return f"sample {sample}"
     return f"sample {attributes.read(('key',))['key'][sample].as_py()!r} (number {sample} of the split)"
-
-
-def costs_digest(costs: NDArray[np.integer]) -> str:
-    """Return a short digest of costs, for the identity of an order."""
-    return hashlib.sha256(costs.astype("<i8").tobytes()).hexdigest()[:_DIGEST_CHARS]
 
 
 def _whole_numbers(column: pa.ChunkedArray, name: str) -> NDArray[np.int64]:

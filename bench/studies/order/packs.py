@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.order.balance import BalancedOrder, order_batching, rank_positions
 from fuelrail.pipeline.order.batching import World
 from fuelrail.pipeline.order.pack import PackedOrder, costs_of
+from fuelrail.pipeline.order.without import ThinnedOrder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,6 +64,8 @@ def measure_costs(order: EndlessOrder, in_order: Epoch, entries: Entries, global
     Raises WorldError where the ranks cannot share the global batch.
     """
     base = order.base if isinstance(order, BalancedOrder) else order
+    while isinstance(base, ThinnedOrder):
+        base = base.base
     packed = base if isinstance(base, PackedOrder) else None
     of_balance: Sequence[NDArray[np.integer]] = order.costs if isinstance(order, BalancedOrder) else ()
     loads = costs_of(of_balance or (packed.costs if packed else ()), entries)
