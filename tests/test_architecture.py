@@ -85,6 +85,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"engines", "progress", "verify"},
         {"run"},
         {"append"},
+        {"forget"},
         {"api"},
         {"commands"},
     ],

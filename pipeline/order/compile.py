@@ -176,7 +176,8 @@ class _Selection:
         named: Rows = np.zeros(0, np.int64)
         for entry in self._spec.without:
             names = list(entry) if isinstance(entry, tuple) else listed_names(entry).to_pylist()
-            rows, missing = named_rows(names, self._attributes)
+            known = [name for name in ("key", "clip_id") if name in self._attributes.names]
+            rows, missing = named_rows(names, self._attributes.read(known))
             if missing and unknown is None:
                 raise unknown_names(missing)
             if unknown is not None:

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from numpy.typing import NDArray
 
-    from fuelrail.pipeline.order.cost import CostTable
-
     Rows = NDArray[np.int64]
 
 
@@ -54,13 +52,15 @@ def listed_names(file: str) -> pa.Array:
     return pa.array(dict.fromkeys(key for key in keys if key and not key.startswith("#")), pa.string())
 
 
-def named_rows(names: Collection[str], attributes: CostTable) -> tuple[Rows, set[str]]:
-    """Return the samples whose key, or whose clip, is among ``names``, ascending; and the names that are of none."""
+def named_rows(names: Collection[str], table: pa.Table) -> tuple[Rows, set[str]]:
+    """Return the samples whose key, or whose clip, is among ``names``, ascending; and the names that are of none.
+
+    ``table`` has what is compared: ``key``, ``clip_id`` or both.
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
 
     wanted = pa.array(sorted(set(names)), pa.string())
-    table = attributes.read([name for name in ("key", "clip_id") if name in attributes.names])
     found: Rows = np.zeros(0, np.int64)
     missing = set(names)
     for column in table.columns:
@@ -72,7 +72,7 @@ def named_rows(names: Collection[str], attributes: CostTable) -> tuple[Rows, set
 
 
 def unknown_names(names: Collection[str]) -> OrderError:
-    """Return the error for names in ``without`` that are neither keys nor clips."""
+    """Return the error for names that are neither keys nor clips."""
     return OrderError(
-        f"without: {len(names)} names are neither a key nor a clip of the split, such as {shown(min(names))!r}"
+        f"{len(names)} names are neither a key nor a clip of the samples there are, such as {shown(min(names))!r}"
     )

@@ -135,7 +135,7 @@ def test_names_may_be_of_any_dataset_of_a_mix(mix, names, others, seed, epoch):
     whole = order_of({}, (), seed, data=data, mix=MIXES[mix])
     left = [group for group in groups(whole, epoch) if group[0] not in hidden]
     assert groups(order, epoch) == left
-    with pytest.raises(OrderError, match=r"1 names are neither a key nor a clip of the split, such as 'c'"):
+    with pytest.raises(OrderError, match=r"1 names are neither a key nor a clip of the samples there are, such as 'c'"):
         order_of({}, ((*names, "c"),), seed, data=data, mix=MIXES[mix])
 
 
@@ -268,7 +268,7 @@ def test_names_from_a_file_and_wrong_ones(tmp_path):
     assert set(rows.selected()) == set(range(NUM)) - set(rows_of(["clip 4", "clip 1", COLUMNS["key"][2]]))
     with pytest.raises(OrderError, match="nothing is left"):
         order_of({}, (tuple(CLIPS),))
-    with pytest.raises(OrderError, match="2 names are neither a key nor a clip of the split, such as 'nobody'"):
+    with pytest.raises(OrderError, match=r"2 names are neither a key nor a clip of .*, such as 'nobody'"):
         order_of({}, (("nobody", "nowhere", "clip 1"),))
     with pytest.raises(OrderError, match="cannot be read"):
         order_of({}, (str(tmp_path / "none.txt"),))
