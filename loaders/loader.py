@@ -281,11 +281,12 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
 
         ``strict=False`` accepts a state that was saved with another seed or other settings of the samples' content
         (``transforms``). Raises StateMismatchError, with both sides, for these otherwise, and always for a state of
-        another dataset, split, order or version.
+        another dataset, split, order or version, and of a run that has shown what this order leaves out (``without``).
         """
         decoded = decode_state(state, self._identity, strict=strict)
-        self._halt()
         restored = Cursor(decoded.epoch, decoded.samples_consumed)
+        self.where.check_unseen(decoded.identity.order, restored, decoded.full_batch)
+        self._halt()
         Walk(restored, self._batching)  # refuses more samples than an epoch has
         self._start = self._position = restored
         self._epoch_is_set = False

@@ -53,6 +53,8 @@ from fuelrail.sharding.write.publish import ROWS_PER_GROUP, publish_tables, writ
 from fuelrail.sharding.write.shard_writer import ShardDone
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from fuelrail.pipeline.format.index.row import IndexRow
 
 _COPY_BYTES: Final = 8 << 20
@@ -98,12 +100,12 @@ def append(locations: Sequence[str], out: str | os.PathLike[str], progress: Quie
         progress.planned(num_samples, stems, sum(piece.new.bytes for piece in pieces))
         for number, piece in enumerate(pieces):
             source, new, again = datasets[piece.dataset], piece.new, finished is not None
-            was_there = _bring(source, piece.old.name, output, new.name, new.bytes, new.sha256, again=again)
+            was_there = bring(source, piece.old.name, output, new.name, new.bytes, new.sha256, again=again)
             progress.advanced(new.bytes)
             progress.shard_done(ShardDone(number, new.name, new.bytes, kept=was_there))
             if new.idx_bytes:
                 idx = new.idx_name, new.idx_bytes, new.idx_sha256
-                _bring(source, piece.old.idx_name, output, *idx, again=again)
+                bring(source, piece.old.idx_name, output, *idx, again=again)
         if whole is not None:
             work.remove()
             return whole
@@ -168,7 +170,7 @@ def _run_state(recipe: Recipe, datasets: Sequence[Dataset], pieces: Sequence[Pie
     )
 
 
-def _bring(source: Dataset, old: str, out: Output, new: str, num_bytes: int, sha256: str, *, again: bool) -> bool:
+def bring(source: Dataset, old: str, out: Output, new: str, num_bytes: int, sha256: str, *, again: bool) -> bool:
     """Copy or link a file of a dataset into OUT, unless OUT has it, with that size; returns whether it had.
 
     What is linked is not read; what is copied by this process is, and checked. ``again`` says that OUT was finished:
@@ -217,7 +219,7 @@ def _publish(work: Workspace, datasets: Sequence[Dataset], pieces: Sequence[Piec
     names = list(dict.fromkeys(name for dataset in datasets for name in dataset.index.names))
     codecs = {codec for dataset in datasets for codec in dataset.index.codecs}
     write_index(work.temporary, names, codecs, _rows(datasets, pieces))
-    write_attributes(work.temporary, _attributes(work.temporary, datasets, pieces))
+    write_attributes(work.temporary, take_attributes(work.temporary, datasets, _runs(pieces)))
     published = []
     if datasets[0].dictionary is not None:
         dictionary = work.temporary / DICTIONARY_FILE
@@ -266,8 +268,13 @@ def _rows(datasets: Sequence[Dataset], pieces: Sequence[Piece]) -> Iterator[Inde
         source.release()
 
 
-def _attributes(folder: Path, datasets: Sequence[Dataset], pieces: Sequence[Piece]) -> Iterator[pa.Table]:
-    """Yield the attributes of all samples; a column that a dataset lacks is null for its samples."""
+def take_attributes(
+    folder: Path, datasets: Sequence[Dataset], runs: Sequence[tuple[int, Sequence[int] | NDArray[np.int64]]]
+) -> Iterator[pa.Table]:
+    """Yield the attributes of runs of rows, each of a dataset; a column that a dataset lacks is null for its samples.
+
+    ``folder`` is for the sort.
+    """
     files = [dataset.attributes_file() for dataset in datasets]
     schemas = [file.schema(len(dataset.index)) for file, dataset in zip(files, datasets, strict=True)]
     try:
@@ -276,9 +283,9 @@ def _attributes(folder: Path, datasets: Sequence[Dataset], pieces: Sequence[Piec
         raise SourceError(f"{ATTRIBUTES_FILE} of the datasets do not fit together: {error}") from error
     disk = Disk(folder)
     tables = [disk.table(file.batches(of.names)) for file, of in zip(files, schemas, strict=True)]
-    for dataset, rows in _runs(pieces):
-        for first in range(rows.start, rows.stop, ROWS_PER_GROUP):
-            found = disk.take(tables[dataset], np.arange(first, min(first + ROWS_PER_GROUP, rows.stop)))
+    for dataset, rows in runs:
+        for first in range(0, len(rows), ROWS_PER_GROUP):
+            found = disk.take(tables[dataset], np.asarray(rows[first : first + ROWS_PER_GROUP], np.int64))
             columns = [
                 found[name] if name in found.column_names else pa.nulls(len(found), kind)
                 for name, kind in zip(schema.names, schema.types, strict=True)

@@ -1,4 +1,4 @@
-"""`fuelrail synth`, `shard`, `sources`, `reshard`, `verify`, `inspect`, `log`, `diff`, `tag`: flags in, report out."""
+"""`fuelrail synth`, `shard`, `sources`, `reshard`, `verify`, `forget`, `inspect`, `log`, ...: flags in, report out."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def _choose_arrow_pool() -> None:
         os.environ.setdefault(name, value)
 
 
-def _print(args: argparse.Namespace, report: Any) -> int:  # noqa: ANN401 - with ``as_json`` and ``as_text``
-    sys.stdout.write(report.as_json() if from_flags(args, PrintOptions).json else report.as_text())
+def _print(args: argparse.Namespace, report: Any, options: type[PrintOptions] = PrintOptions) -> int:  # noqa: ANN401 - with ``as_json`` and ``as_text``
+    sys.stdout.write(report.as_json() if from_flags(args, options).json else report.as_text())
     return 0
 
 
@@ -179,6 +179,24 @@ def _run_verify(args: argparse.Namespace) -> int:
     return 1 if report.faults else 0
 
 
+def _configure_forget(parser: argparse.ArgumentParser) -> None:
+    _choose_arrow_pool()
+    from fuelrail.sharding.forget import ForgetOptions
+
+    parser.description = "Delete samples from a dataset, in place. The same command continues an interrupted run."
+    parser.add_argument("dataset", metavar="DATASET", help="folder of a Fuelrail dataset")
+    add_flags(parser, ForgetOptions)
+
+
+def _run_forget(args: argparse.Namespace) -> int:
+    from fuelrail.sharding.forget import ForgetOptions, forget
+
+    given = from_flags(args, ForgetOptions)
+    with sigterm_interrupts():
+        report = forget(args.dataset, given.clips, layers=given.layer, caches=given.cache, receipt=given.receipt)
+    return _print(args, report, ForgetOptions)
+
+
 def _configure_inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dataset", metavar="DATASET", help=_DATASET)
     parser.add_argument("key", metavar="KEY", nargs="?", help="sample key (default: describe the whole dataset)")
@@ -283,6 +301,7 @@ COMMANDS = {
         "merge, split, reshuffle or recompress datasets, or append to one", _configure_reshard, _run_reshard
     ),
     "verify": Command("check every byte of a dataset against its checksums", _configure_verify, _run_verify),
+    "forget": Command("delete samples or clips from a dataset, its layers and caches", _configure_forget, _run_forget),
     "inspect": Command("show the contents of a dataset or of one sample", _configure_inspect, _run_inspect),
     "layer": Command("bind a layer to another version of its base", _configure_layer, _run_layer),
     "log": Command("show what a dataset was made of, and its tags", _configure_log, _run_log),

@@ -139,8 +139,8 @@ def shard(
 def repair(root: str | os.PathLike[str], source: str, num_workers: int, progress: Quiet) -> Outcome:
     """Rebuild the damaged files of a finished dataset from its original source (``KIND:LOCATION``).
 
-    Raises ConfigError for a layer and for what ``--append`` made, DatasetExistsError where the source has changed, and
-    what :func:`shard` raises.
+    Raises ConfigError for a layer and for what ``--append`` or ``forget`` made, DatasetExistsError where the source has
+    changed, and what :func:`shard` raises.
     """
     manifest = load_manifest(root, EITHER)
     if isinstance(manifest, LayerManifest):
@@ -148,6 +148,8 @@ def repair(root: str | os.PathLike[str], source: str, num_workers: int, progress
             f"'{root}' is a layer, which no source has: write it again, or bring the files back from a copy"
         )
     recipe = recipe_of(str(root), manifest)
+    if recipe.source == "forget":
+        raise ConfigError(f"clips were deleted from '{root}', and its source may still have them: use a copy")
     if recipe.source == "append":
         raise ConfigError(
             f"'{root}' was made by `fuelrail reshard --append`: run the same command again, which makes its damaged "

@@ -136,6 +136,8 @@ if TYPE_CHECKING:
     from fuelrail.sharding.api import verify as verify
     from fuelrail.sharding.demo.options import SynthOptions as SynthOptions
     from fuelrail.sharding.demo.synth import synth as synth
+    from fuelrail.sharding.forget import ForgetReport as ForgetReport
+    from fuelrail.sharding.forget import forget as forget
     from fuelrail.sharding.planning.recipe import Recipe as Recipe
     from fuelrail.sharding.sources.registry import SourceKind as SourceKind
     from fuelrail.sharding.verify.catalogue import DatasetDiff as DatasetDiff
@@ -274,6 +276,8 @@ _PUBLIC: Final = {
     "rebase_layer": "fuelrail.sharding.write.layers.rebase",
     "RebaseReport": "fuelrail.sharding.write.layers.rebase",
     "Recipe": "fuelrail.sharding.planning.recipe",
+    "forget": "fuelrail.sharding.forget",
+    "ForgetReport": "fuelrail.sharding.forget",
     "reshard": "fuelrail.sharding.api",
     "shard": "fuelrail.sharding.api",
     "ShardReport": "fuelrail.sharding.api",

@@ -31,6 +31,7 @@ _COMMANDS: dict[str, _Entry] = {
     "sources": _Entry("fuelrail.sharding.commands", "list the kinds of sources, their options, and what to install"),
     "reshard": _Entry("fuelrail.sharding.commands", "merge, split, reshuffle or recompress datasets, or append to one"),
     "verify": _Entry("fuelrail.sharding.commands", "check every byte of a dataset against its checksums"),
+    "forget": _Entry("fuelrail.sharding.commands", "delete samples or clips from a dataset, its layers and caches"),
     "inspect": _Entry("fuelrail.bench.commands", "show the contents of a dataset or of one sample"),
     "layer": _Entry("fuelrail.sharding.commands", "bind a layer to another version of its base"),
     "annotate": _Entry("fuelrail.bench.annotate.command", "run a model over a dataset and store a layer"),

@@ -222,6 +222,7 @@ class BatchSampler:
         """
         decoded = decode_state(state, self._identity)
         restored = Cursor(decoded.epoch, decoded.samples_consumed)
+        self._rows.check_unseen(decoded.identity.order, restored, decoded.full_batch)
         Walk(restored, self._batching)  # refuses more samples than an epoch has
         self._origin, self._num_received = restored, 0
         self._uncounted, self._pass, self._expects_pass = "", None, False

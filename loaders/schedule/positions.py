@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from fuelrail.loaders.records import Scheduled
 from fuelrail.pipeline.order.balance import rank_positions
+from fuelrail.pipeline.order.without import check_unseen, windows_without
 
 if TYPE_CHECKING:
-    from fuelrail.pipeline.order.batching import Walk
+    from fuelrail.pipeline.order.batching import Cursor, Walk
     from fuelrail.pipeline.order.epoch import EndlessOrder
     from fuelrail.pipeline.order.windows import WindowLookup
 
@@ -58,7 +59,9 @@ class PositionIndex:
         """Take one part, or the ``parts`` that the order mixes."""
         self.epoch_length = order.epoch_length
         self.order = order
-        self._parts = tuple(parts)
+        self._windows = [part.window for part in parts]
+        left = windows_without(self._windows, order)
+        self._parts = tuple(part._replace(window=one) for part, one in zip(parts, left, strict=True))
         window = self._parts[0].window
         self.frames = 1 if window is None else len(window.window.frames)
         # Epochs cost time to set up, and callers use one or two neighbouring ones.
@@ -94,6 +97,10 @@ class PositionIndex:
         by_sample = np.lexsort((positions, which))
         return which[by_sample], positions[by_sample], is_own[by_sample]
 
+    def check_unseen(self, identity: dict[str, Any], place: Cursor, full_batch: int) -> None:
+        """Raise StateMismatchError where a run of this order's identity has shown what this one leaves out."""
+        check_unseen(self.order, identity, place, full_batch, self._windows)
+
     def scheduled(self, walk: Walk) -> Iterator[Scheduled]:
         """Yield the samples of this rank and share in order, each with its place in a batch.
 
@@ -123,4 +130,5 @@ class PositionIndex:
     def next_position(self, epoch: int, position: int) -> int:
         """Return the position whose sample replaces a bad one: the next one, in lanes the lane's next frame."""
         # Another lane's would be of another clip.
-        return (position + self._epoch(epoch).num_lanes) % self.epoch_length
+        in_order = self._epoch(epoch)
+        return (position + in_order.num_lanes) % len(in_order)

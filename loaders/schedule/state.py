@@ -80,6 +80,11 @@ class LoaderState(Settings, frozen=True):
     samples_consumed: int
     global_batch_size: int
 
+    @property
+    def full_batch(self) -> int:
+        """What whole epochs were cut into: the positions that fill none were not shown."""
+        return self.global_batch_size if self.identity.drop_last else 1
+
 
 def encode_state(state: LoaderState) -> dict[str, Any]:
     """Return the state as plain JSON types, for ``state_dict``.
@@ -145,16 +150,23 @@ def settings_of_state(state: dict[str, Any]) -> dict[str, Any]:
 def _so_far(identity: Identity, state: LoaderState) -> Identity:
     """Return an identity without the stages that begin after a state, and the layers that it has besides the state's.
 
-    So a run may get further stages, over layers that were made from what it has learnt.
+    So a run may get further stages, over layers that were made from what it has learnt. Nor has it what the order
+    leaves out besides what the state's does, which `check_unseen` looks at.
     """
     order, known = identity.order, state.identity.layers or {}
+    left_out = state.identity.order.get("without", [])
+    if isinstance(left_out, list) and isinstance(ours := order.get("without"), list):
+        kept = ours[: len(left_out)]
+        order = {name: one for name, one in order.items() if name != "without"} | ({"without": kept} if kept else {})
+    if left_out:  # whose positions are not those of the stages
+        return msgspec.structs.replace(identity, order=order)
     try:
         stages, position = order["stages"], state.epoch * order["epoch_length"] + state.samples_consumed
         current = [stage["until"] is None or stage["until"] >= position for stage in stages].index(True)
         last = current + stages[current]["ramp"]
         order = {**order, "stages": [*stages[:last], {**stages[last], "until": None, "ramp": False}]}
     except (KeyError, TypeError, ValueError, IndexError):  # an order without stages, or what is not a state of ours
-        return identity
+        return msgspec.structs.replace(identity, order=order)
     layers = {name: one for name, one in (identity.layers or {}).items() if name in known}
     return msgspec.structs.replace(identity, order=order, layers=layers or None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
@@ -162,6 +162,14 @@ class ClipTable:
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    def without(self, samples: NDArray[np.int64]) -> Self:
+        """Return the table of the other samples, which keep their numbers; the rank of these is -1."""
+        kept = np.ones(len(self), dtype=bool)
+        kept[self.ranks[samples]] = False
+        ranks = np.full_like(self.ranks, -1)
+        ranks[self.samples[kept]] = np.arange(kept.sum())
+        return replace(self, keys=self.keys[kept], samples=self.samples[kept], ranks=ranks)
 
     def clip_numbers(self) -> NDArray[np.int64]:
         """Return the number of each position's clip: int64 (n,), ascending."""

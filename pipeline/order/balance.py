@@ -16,6 +16,7 @@ from fuelrail.pipeline.order.batching import Batching
 from fuelrail.pipeline.order.bucket import BucketedOrder
 from fuelrail.pipeline.order.cost import Cost
 from fuelrail.pipeline.order.regroup import RegroupedOrder, WindowedOrder, costs_of
+from fuelrail.pipeline.order.without import ThinnedOrder
 from fuelrail.pipeline.settings import Settings, check_types
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def order_batching(order: EndlessOrder, global_batch: int, world: World, *, drop
     for another global batch than that of an order in buckets.
     """
     base = order.base if isinstance(order, BalancedOrder) else order
-    lengths = base.length if isinstance(base, WindowedOrder) else None
+    lengths = base.length if isinstance(base, WindowedOrder | ThinnedOrder) else None
     if isinstance(base, BucketedOrder):
         base.check_batch(global_batch)
     batching = Batching(order.epoch_length, global_batch, world, drop_last, lengths=lengths)

@@ -242,8 +242,14 @@ class Walk:
     def number(self, k: int) -> int:
         """Return the number of the k-th step made here among the steps of all shares."""
         epoch, step = self.place(k)
-        later = epoch - self.start.epoch
-        return step if not later else self.rest.num_steps + (later - 1) * self.batching.num_steps + step
+        return step if epoch == self.start.epoch else self.steps_before(epoch) + step
+
+    def steps_before(self, epoch: int) -> int:
+        """Return the number of steps of all shares from the start to the beginning of an epoch, 0 for the first."""
+        first = self.start.epoch
+        if self.batching.lengths is not None:
+            return sum(self.batches(one).num_steps for one in range(first, epoch))
+        return 0 if epoch <= first else self.rest.num_steps + (epoch - first - 1) * self.batching.num_steps
 
     def cursor(self, k: int) -> Cursor:
         """Return the position before the k-th step of this walk."""

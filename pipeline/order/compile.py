@@ -13,17 +13,16 @@ Memory: nothing for a whole split, 4 bytes for each selected sample, 16 more wit
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from fuelrail.pipeline.errors import OrderError
-from fuelrail.pipeline.order.epoch import CopyMap, EndlessOrder, MappedEpoch, SelectedSamples
+from fuelrail.pipeline.order.epoch import DIGEST_CHARS, CopyMap, EndlessOrder, MappedEpoch, SelectedSamples, digest
+from fuelrail.pipeline.order.keys import listed_names, named_rows, read_keys, unknown_names
 from fuelrail.pipeline.order.lanes import LaneOrder
 from fuelrail.pipeline.order.mix import MAX_BLOCK, Mix, MixedOrder, MixSchedule, MixStage
 from fuelrail.pipeline.order.permutation import derive_key
@@ -34,7 +33,6 @@ from fuelrail.pipeline.order.weights import (
     columns_of,
     compute_weights,
     natural_length,
-    read_columns,
     value_numbers,
 )
 from fuelrail.pipeline.order.windows import FrameWindow, WindowLookup
@@ -50,8 +48,6 @@ if TYPE_CHECKING:
 
     Rows = NDArray[np.int64]
 
-_DIGEST_CHARS: Final = 16
-
 
 def compile_order(
     spec: OrderSpec,
@@ -62,11 +58,13 @@ def compile_order(
     window: FrameWindow | None = None,
     clips: ClipTable | None = None,
     layers: Sequence[Layer] = (),
+    unknown: set[str] | None = None,
 ) -> EndlessOrder:
     """Apply ``spec`` to a split; reads the attributes that it names, and the index's clips for lanes and windows.
 
     ``global_batch`` is needed for lanes, whose number it is, and for buckets. ``window`` with ``pad="drop"`` leaves out
-    samples whose window is not complete. ``clips`` is the split's table, where the caller has it already.
+    samples whose window is not complete. ``clips`` is the split's table, where the caller has it already. ``unknown``
+    gets the names in ``spec.without`` that the split does not have; None: they are an OrderError.
     Filters and weights may name attributes of ``layers``; where one with ``missing="drop"`` has no row, the sample is
     left out.
 
@@ -91,7 +89,7 @@ def compile_order(
         if layer.missing == "error":
             check_present(layer, dataset, split, selection.rows)
     lengths = Layout.of_split(dataset, split).shard_lengths if spec.kind == "windowed" else (num_samples,)
-    return selection.order(lengths, clips, global_batch)
+    return selection.order(lengths, clips, global_batch, window, unknown)
 
 
 def compile_table(
@@ -102,6 +100,7 @@ def compile_table(
     global_batch: int | None = None,
     window: FrameWindow | None = None,
     clips: ClipTable | None = None,
+    unknown: set[str] | None = None,
 ) -> EndlessOrder:
     """Apply ``spec`` to the rows of any table, stored in "shards" of ``shard_lengths`` rows; see `compile_order`.
 
@@ -109,7 +108,7 @@ def compile_table(
     """
     selection = _Selection(spec, attributes)
     selection.complete(window, clips)
-    return selection.order(shard_lengths, clips, global_batch)
+    return selection.order(shard_lengths, clips, global_batch, window, unknown)
 
 
 def needs_clips(spec: OrderSpec, window: FrameWindow | None) -> bool:
@@ -124,6 +123,7 @@ class _Selection:
         check_epoch_length(spec)
         self._spec, self._attributes = spec, attributes
         self._identity: dict[str, Any] = {"version": ORDER_VERSION, **_as_said(spec)}
+        self._identity.pop("without", None)  # the order without them says it
         self.rows: Rows | None = None
         """Selected samples, ascending; None: all."""
         if spec.filter is not None:
@@ -155,11 +155,38 @@ class _Selection:
             complete = np.flatnonzero(WindowLookup(clips, window).complete())
             self.narrow(complete, f"window {list(window.frames)} x {window.stride} with pad='drop'")
 
-    def order(self, shard_lengths: Sequence[int], clips: ClipTable | None, global_batch: int | None) -> EndlessOrder:
+    def order(
+        self,
+        shard_lengths: Sequence[int],
+        clips: ClipTable | None,
+        global_batch: int | None,
+        window: FrameWindow | None,
+        unknown: set[str] | None,
+    ) -> EndlessOrder:
         """Return the order of the selected samples."""
         costs = OrderCosts.read(self._spec, self._attributes, self.rows, sum(shard_lengths))
         self._identity |= costs.identity()
-        return costs.apply(self._plain(shard_lengths, clips, global_batch), self._spec, global_batch)
+        plain_order = self._plain(shard_lengths, clips, global_batch)
+        hidden = [(rows,) for rows in self._hidden(window, clips, unknown)]
+        return costs.apply(plain_order, self._spec, global_batch, hidden)
+
+    def _hidden(self, window: FrameWindow | None, clips: ClipTable | None, unknown: set[str] | None) -> Iterator[Rows]:
+        """Yield the samples of each entry of ``without``, and those whose windows are dropped with them."""
+        named: Rows = np.zeros(0, np.int64)
+        for entry in self._spec.without:
+            names = list(entry) if isinstance(entry, tuple) else listed_names(entry).to_pylist()
+            known = [name for name in ("key", "clip_id") if name in self._attributes.names]
+            rows, missing = named_rows(names, self._attributes.read(known))
+            if missing and unknown is None:
+                raise unknown_names(missing)
+            if unknown is not None:
+                unknown |= missing
+            named = np.union1d(named, rows)
+            if window is not None and _drops(window) and clips is not None:
+                left = clips.without(named)
+                lacking = left.samples[~WindowLookup(left, window)(left.samples).present.all(axis=1)]
+                rows = np.union1d(rows, lacking if self.rows is None else np.intersect1d(lacking, self.rows))
+            yield rows
 
     def _plain(self, shard_lengths: Sequence[int], clips: ClipTable | None, global_batch: int | None) -> EndlessOrder:
         """Return the order of the selected samples, without packs, buckets and balance."""
@@ -195,7 +222,7 @@ class _Selection:
         for at, stage in enumerate(spec.stages):
             weights = (*spec.weights, *stage.weights)
             own = msgspec.structs.replace(
-                spec, filter=stage.filter, subset=None, weights=weights, stages=(), balance=None,
+                spec, filter=stage.filter, subset=None, weights=weights, stages=(), balance=None, without=(),
                 seed=derive_key("order stage", spec.seed, at) % 2**63 if at else spec.seed,
                 epoch_length=spec.epoch_length if weights else None,
             )  # fmt: skip
@@ -203,7 +230,7 @@ class _Selection:
                 selection = _Selection(own, self._attributes)
                 if self.rows is not None:
                     selection.narrow(self.rows, "the selection of all stages")
-                orders.append(selection.order(shard_lengths, None, None))
+                orders.append(selection.order(shard_lengths, None, None, None, None))
             except OrderError as error:
                 raise OrderError(f"stage {at}: {error}") from error
             ratios = {f"{name}": int(name == at) for name in range(len(spec.stages))}
@@ -305,35 +332,6 @@ class CompiledOrder:
         return MappedEpoch(order, *then)
 
 
-def read_keys(file: str, known: pa.ChunkedArray) -> Rows:
-    """Return the samples (places in ``known``, ascending) that a keys file lists.
-
-    Text files have one key a line; empty lines and those that begin with # are skipped. ``.parquet`` and ``.csv`` files
-    have a column ``key``. Raises OrderError where the file cannot be read, lists nothing, or names unknown keys.
-    """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    if Path(file).suffix in {".parquet", ".csv"}:
-        listed = read_columns(file, ("key",))["key"].cast(pa.string())
-    else:
-        try:
-            lines = Path(file).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise OrderError(f"keys file '{file}' cannot be read: {error}") from error
-        keys = [line.strip() for line in lines]
-        listed = pa.chunked_array([pa.array([key for key in keys if key and not key.startswith("#")], pa.string())])
-    wanted = listed.unique()
-    samples: Rows = np.flatnonzero(pc.is_in(known, value_set=wanted).to_numpy())
-    if len(samples) < len(wanted):
-        missing = wanted.filter(pc.invert(pc.is_in(wanted, value_set=known.combine_chunks())))
-        raise OrderError(
-            f"keys file '{file}' names {len(missing)} of {len(wanted)} keys that are not in the split, "
-            f"such as {missing[0].as_py()!r}"
-        )
-    return samples
-
-
 def _as_said(spec: OrderSpec) -> dict[str, Any]:
     """Return kind, seed and fields that differ from the defaults, so that new fields keep a state valid."""
     stated, defaults = plain(spec), plain(OrderSpec())
@@ -354,12 +352,7 @@ def _selected_rows(table: pa.Table, selected: Rows | None) -> pa.Table:
 
 
 def _said(sampling: SystematicSampling) -> str:
-    return f"{sampling.length} positions, weights {sampling.digest()[:_DIGEST_CHARS]}"
-
-
-def digest(*arrays: NDArray[Any]) -> str:
-    """Return the digest of whole numbers that a state names."""
-    return hashlib.sha256(b"".join(one.astype("<i8").tobytes() for one in arrays)).hexdigest()[:_DIGEST_CHARS]
+    return f"{sampling.length} positions, weights {sampling.digest()[:DIGEST_CHARS]}"
 
 
 def compile_mix(
@@ -380,11 +373,11 @@ def compile_mix(
     ``subset`` and a mix of its own), and what `compile_order` raises.
     """
 
-    def compile_one(at: int, name: str, own: OrderSpec) -> EndlessOrder:
+    def compile_one(at: int, name: str, own: OrderSpec, unknown: set[str]) -> EndlessOrder:
+        given: Any = {"window": window, "clips": None if clips is None else clips[at], "unknown": unknown}
         return compile_order(
-            own, datasets[name], split, global_batch=global_batch, window=window,
-            clips=None if clips is None else clips[at], layers=layers.get(name, ()),
-        )  # fmt: skip
+            own, datasets[name], split, global_batch=global_batch, layers=layers.get(name, ()), **given
+        )
 
     return mix_orders(ratios, spec, datasets, compile_one, global_batch)
 
@@ -393,24 +386,31 @@ def mix_orders(
     ratios: Mapping[str, int] | Sequence[MixStage],
     spec: OrderSpec,
     datasets: Mapping[str, object],
-    compile_one: Callable[[int, str, OrderSpec], EndlessOrder],
+    compile_one: Callable[[int, str, OrderSpec, set[str]], EndlessOrder],
     global_batch: int | None = None,
 ) -> EndlessOrder:
-    """Mix orders of named datasets, each compiled from its number, its name and its own spec; see `compile_mix`."""
+    """Mix orders of named datasets, see `compile_mix`.
+
+    Each is compiled from its number, its name, its own spec and a set for names in ``without`` that it does not have.
+    """
     schedule = MixSchedule(ratios, list(datasets)) if isinstance(ratios, list | tuple) else None
     final = check_ratios(ratios, datasets) if schedule is None else schedule.final
     if spec.kind == "lanes" or spec.mix is not None or spec.subset is not None or spec.stages:
         what = "kind 'lanes'" if spec.kind == "lanes" else "stages" if spec.stages else "a subset"
         what = "a mix of its own" if spec.mix else what
         raise OrderError(f"an order with {what} is of one dataset; mix datasets by kind, filter, weights, epoch_length")
-    compiled = []
+    compiled: list[EndlessOrder] = []
+    lacking: list[set[str]] = []
     for at, name in enumerate(datasets):
         own = msgspec.structs.replace(spec, seed=derive_key("order mix part", spec.seed, at) % 2**63, epoch_length=None)
         try:
-            compiled.append(compile_one(at, name, own))
+            lacking.append(set())
+            compiled.append(compile_one(at, name, own, lacking[-1]))
         except OrderError as error:
             raise OrderError(f"dataset {name!r}: {error}") from error
-    orders, costs = OrderCosts.split(compiled)
+    if missing := set.intersection(*lacking):
+        raise unknown_names(missing)
+    orders, costs, hidden = OrderCosts.split(compiled)
     mixed = MixedOrder(orders, final, seed=spec.seed, epoch_length=spec.epoch_length, schedule=schedule)
     parts = {name: order.identity for name, order in zip(datasets, orders, strict=True)}
     mixed.identity = {
@@ -421,7 +421,7 @@ def mix_orders(
         "epoch_length": mixed.epoch_length,
         "parts": parts,
     }
-    return costs.apply(mixed, spec, global_batch)
+    return costs.apply(mixed, spec, global_batch, hidden)
 
 
 def check_ratios(ratios: object, datasets: Mapping[str, object]) -> tuple[int, ...]:

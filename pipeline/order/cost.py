@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 MAX_COST: Final = 2**40
 """Largest cost of a sample, and largest budget: sums of 2**20 of them stay under 2**62."""
 
-_DIGEST_CHARS: Final = 16
-
 
 class AttributeTable(Protocol):
     """Attributes of the samples that an order is over."""
@@ -131,11 +129,6 @@ def refuse(
         f"{name} costs {costs[first]}, {what}; so do {len(found) - 1} others of {len(selected)}: take {fix}, "
         "or leave them out by a filter"
     )
-
-
-def costs_digest(costs: NDArray[np.integer]) -> str:
-    """Return a short digest of costs, for the identity of an order."""
-    return hashlib.sha256(costs.astype("<i8").tobytes()).hexdigest()[:_DIGEST_CHARS]
 
 
 def _whole_numbers(column: pa.ChunkedArray, name: str, texts: bool) -> NDArray[np.int64]:

@@ -6,6 +6,7 @@ An *order* (shuffled, windowed, sequential, weighted, mixed, lanes) has epochs o
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
@@ -17,8 +18,16 @@ if TYPE_CHECKING:
 
     from fuelrail.pipeline.order.permutation import PositionMap
 
+DIGEST_CHARS: Final = 16
+
 NO_FLAGS: Final[Mapping[str, NDArray[Any]]] = MappingProxyType({})
 """The flags of orders that have none."""
+
+
+def digest(*arrays: ArrayLike) -> str:
+    """Return the digest of whole numbers that a state names."""
+    data = b"".join(np.asarray(one).astype("<i8").tobytes() for one in arrays)
+    return hashlib.sha256(data).hexdigest()[:DIGEST_CHARS]
 
 
 class Entries(NamedTuple):

@@ -99,7 +99,7 @@ class LaneOrder:
         place = KeyedPermutation(len(pieces), derive_key("order lanes places", seed, epoch))(pieces)
         slots = np.lexsort((place, lanes))
         chosen = by_length[slots]
-        return LaneEpoch(self._clips, self.num_steps, lanes[slots], self._first_ranks[chosen], self._lengths[chosen])
+        return LaneEpoch(self._clips, self.num_lanes, lanes[slots], self._first_ranks[chosen], self._lengths[chosen])
 
 
 def _deal(lengths: NDArray[np.int64], num_lanes: int) -> NDArray[np.int64]:
@@ -124,6 +124,7 @@ class LaneEpoch:
         "_lane_ends",
         "_lengths",
         "_num_steps",
+        "_padding",
         "_starts",
         "num_lanes",
     )
@@ -131,20 +132,22 @@ class LaneEpoch:
     def __init__(
         self,
         clips: ClipTable,
-        num_steps: int,
+        num_lanes: int,
         lanes: NDArray[np.int64],
         first_ranks: NDArray[np.integer],
         lengths: NDArray[np.int64],
     ) -> None:
         """Take the pieces in order: lane 0's first to last, then lane 1's (``lanes`` ascends)."""
-        self._clips, self._num_steps, self._first_ranks, self._lengths = clips, num_steps, first_ranks, lengths
-        self.num_lanes = int(lanes[-1]) + 1
-        self._first_piece = np.searchsorted(lanes, np.arange(self.num_lanes))
+        self._clips, self._first_ranks, self._lengths, self.num_lanes = clips, first_ranks, lengths, num_lanes
+        self._num_steps = num_steps = int(np.bincount(lanes, lengths, num_lanes).max())
+        self._first_piece = np.searchsorted(lanes, np.arange(num_lanes))
+        self._padding = self._first_piece % max(1, len(lanes))
+        """What each lane shows when it has ended: its first piece; one without a piece, that of another lane."""
         ends = np.cumsum(lengths)
-        before = (ends - lengths)[self._first_piece]
+        before = np.append(ends - lengths, ends[-1:])[self._first_piece]
         # All lanes laid end to end, each given num_steps places: piece i begins at starts[i].
         self._starts = ends - lengths - before[lanes] + lanes * num_steps
-        self._lane_ends = np.append(before[1:], ends[-1]) - before
+        self._lane_ends = np.append(before[1:], ends[-1:]) - before
         self._by_rank: tuple[NDArray[np.int64], NDArray[np.integer]] | None = None
         """The pieces sorted by their first frames' ranks, and these ranks; from the first :meth:`find` on."""
 
@@ -163,7 +166,7 @@ class LaneEpoch:
         """
         step, lane = np.divmod(as_positions(positions, len(self)), self.num_lanes)
         valid = step < self._lane_ends[lane]
-        first = self._first_piece[lane]
+        first = self._padding[lane]
         padding = (step - self._lane_ends[lane]) % self._lengths[first]
         running = np.searchsorted(self._starts, lane * self._num_steps + step, side="right") - 1
         piece = np.where(valid, running, first)
@@ -188,11 +191,32 @@ class LaneEpoch:
         lane = np.searchsorted(self._first_piece, piece, side="right") - 1
         step = self._starts[piece] - lane * self._num_steps + offset
         # A lane that has ended shows its first piece again and again.
-        again, length = self._lane_ends[lane] + offset, self._lengths[piece]
-        left = np.where(self._first_piece[lane] == piece, self._num_steps - again, 0)
-        num = np.maximum(-(-left // length), 0)
-        padding = np.repeat(np.arange(len(which)), num)
-        turn = np.arange(len(padding)) - (np.cumsum(num) - num)[padding]
+        by_piece = np.argsort(self._padding, kind="stable")
+        showing, ended = _runs(*(np.searchsorted(self._padding, piece, side, by_piece) for side in ("left", "right")))
+        ended = by_piece[ended]
+        again, length = self._lane_ends[ended] + offset[showing], self._lengths[piece[showing]]
+        turns = np.maximum(-((again - self._num_steps) // length), 0)
+        padding, turn = _runs(np.zeros_like(turns), turns)
         steps = np.append(step, again[padding] + turn * length[padding])
-        lanes = np.append(lane, lane[padding])
-        return Shown.sorted(np.append(which, which[padding]), steps * self.num_lanes + lanes)
+        lanes = np.append(lane, ended[padding])
+        return Shown.sorted(np.append(which, which[showing[padding]]), steps * self.num_lanes + lanes)
+
+    def without(self, samples: NDArray[np.int64]) -> LaneEpoch:
+        """Return the epoch without some samples: in each lane the frames behind one follow at once, as a new piece."""
+        hidden = np.sort(self._clips.ranks[samples])
+        ends = self._first_ranks + self._lengths
+        piece, cut = _runs(np.searchsorted(hidden, self._first_ranks), np.searchsorted(hidden, ends) + 1)
+        bounds = np.append(hidden, ends[-1:])
+        is_first, is_last = (np.diff(piece, **side) != 0 for side in ({"prepend": -1}, {"append": -1}))
+        firsts = np.where(is_first, self._first_ranks[piece], bounds[cut - 1] + 1)
+        lengths = np.where(is_last, ends[piece], bounds[cut]) - firsts
+        lanes = np.searchsorted(self._first_piece, piece, side="right") - 1
+        left = lengths > 0
+        return LaneEpoch(self._clips, self.num_lanes, lanes[left], firsts[left], lengths[left])
+
+
+def _runs(first: NDArray[np.int64], end: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the integers of ranges ``first .. end - 1`` (n,), one after the other: which range, and the integer."""
+    num = end - first
+    which = np.repeat(np.arange(len(num)), num)
+    return which, np.arange(len(which)) + (first - np.cumsum(num) + num)[which]

@@ -83,6 +83,14 @@ class OrderSpec(Settings, frozen=True):
     """Only samples for which an expression over attributes holds (`fuelrail.pipeline.order.select`)."""
     subset: Annotated[str | None, flag("only samples whose keys are in the file", metavar="FILE")] = None
     """Only samples whose keys a file lists: one a line, or column ``key`` of a ``.parquet`` or ``.csv`` file."""
+    without: Annotated[
+        tuple[str | tuple[str, ...], ...],
+        flag("leave a file's keys and clips out of the order, in its place; repeatable", repeat=True, metavar="FILE"),
+    ] = ()
+    """Keys and clips that are left out of the order in its place (`fuelrail.pipeline.order.without`).
+
+    Each entry is a tuple of them, or a file as of ``subset``. A run may continue with further entries at the end.
+    """
     weights: tuple[Weighting, ...] = ()
     """How often samples come, as the product of these (`fuelrail.pipeline.order.weights`); not with ``lanes``."""
     mix: Mix | None = None
@@ -112,6 +120,7 @@ class OrderSpec(Settings, frozen=True):
         check_types(self, OrderError)
         force_setattr(self, "weights", convert(self.weights, tuple[Weighting, ...]))
         force_setattr(self, "stages", convert(self.stages, tuple[OrderStage, ...]))
+        force_setattr(self, "without", convert(self.without, tuple[str | tuple[str, ...], ...]))
         if self.kind == "windowed" and (self.window is None or self.window < 1):
             raise OrderError(f"order kind 'windowed' needs window >= 1 (in shards), got {self.window}")
         if self.kind != "windowed" and self.window is not None:
@@ -188,9 +197,11 @@ class Order:
         if not 0 <= epoch < 2**63:
             raise OrderError(f"epoch must be in 0 .. 2**63 - 1, got {epoch}")
         needs_dataset = spec.filter is not None or spec.subset is not None or spec.weights or spec.mix or spec.stages
-        if spec.kind not in _KINDS or needs_dataset or spec.pack or spec.bucket or spec.balance:
+        needs_more = spec.pack or spec.bucket or spec.balance or spec.without
+        if spec.kind not in _KINDS or needs_dataset or needs_more:
             raise OrderError(
-                "lanes, filter, subset, weights, mix, pack, bucket, balance and stages need a dataset: `compile_order`"
+                "lanes, filter, subset, without, weights, mix, pack, bucket, balance and stages need a dataset: "
+                "`compile_order`"
             )
         check_epoch_length(spec)
         self.spec, self.layout, self.epoch = spec, layout, index(epoch)

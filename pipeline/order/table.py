@@ -9,15 +9,17 @@ import numpy as np
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.balance import rank_positions
-from fuelrail.pipeline.order.compile import compile_table, digest, mix_orders, needs_clips
+from fuelrail.pipeline.order.compile import compile_table, mix_orders, needs_clips
+from fuelrail.pipeline.order.epoch import digest
 from fuelrail.pipeline.order.windows import FrameWindow, WindowLookup
+from fuelrail.pipeline.order.without import check_unseen, windows_without
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from numpy.typing import ArrayLike, NDArray
 
     from fuelrail.pipeline.format.attributes import ClipTable
-    from fuelrail.pipeline.order.batching import Batching, Walk
+    from fuelrail.pipeline.order.batching import Batching, Cursor, Walk
     from fuelrail.pipeline.order.epoch import EndlessOrder, Epoch
     from fuelrail.pipeline.order.mix import MixStage
     from fuelrail.pipeline.order.spec import OrderSpec
@@ -64,24 +66,26 @@ class OrderedRows:
     ) -> None:
         tables: dict[str, Table] = {}
 
-        def compile_one(name: str, own: OrderSpec) -> EndlessOrder:
+        def compile_one(name: str, own: OrderSpec, unknown: set[str] | None = None) -> EndlessOrder:
             table = tables[name] = Table(data if mix is None else data[name], own, blocks, window)  # type: ignore[index]
-            return compile_table(own, table, table.lengths, global_batch=global_batch, window=window, clips=table.clips)
+            given: dict[str, Any] = {"window": window, "clips": table.clips, "unknown": unknown}
+            return compile_table(own, table, table.lengths, global_batch=global_batch, **given)
 
         if mix is None:
             self.order: EndlessOrder = compile_one("", spec)
         else:
             if not isinstance(data, Mapping):
                 raise OrderError(f"with mix={mix} data is a mapping of names to data, got {type(data).__name__}")
-            self.order = mix_orders(mix, spec, data, lambda _, name, own: compile_one(name, own), global_batch)
+            self.order = mix_orders(mix, spec, data, lambda _, *given: compile_one(*given), global_batch)
         described = {name: table.identity for name, table in tables.items()}
         self.described = described[""] if mix is None else described
         """What a position depends on besides the order, in words; of a mix by name."""
         self._bases = np.cumsum([0, *map(len, tables.values())])
-        self._lookups = tuple(
+        self._windows = tuple(
             None if window is None or table.clips is None else WindowLookup(table.clips, window)
             for table in tables.values()
         )
+        self._lookups = windows_without(self._windows, self.order)
         self._entries = entries
         self._is_cut_evenly = not (spec.pack or spec.balance)
         self._newest: tuple[int, Epoch] | None = None
@@ -122,6 +126,10 @@ class OrderedRows:
         windows = (map(tuple, each.tolist()) for each in (frames, present))
         entries = [*map(Entry, *columns[:4], *windows, *columns[4:])]
         return [entries[at : at + rows.shape[1]] for at in range(0, len(entries), rows.shape[1])]
+
+    def check_unseen(self, identity: dict[str, Any], place: Cursor, full_batch: int) -> None:
+        """Raise StateMismatchError where a run of this order's identity has shown what this one leaves out."""
+        check_unseen(self.order, identity, place, full_batch, self._windows)
 
     def rest(self, walk: Walk) -> Iterator[list[Any]]:
         """Yield this rank's batches of the first epoch of a walk."""

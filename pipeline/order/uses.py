@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.balance import BalancedOrder
 from fuelrail.pipeline.order.bucket import BucketedOrder
-from fuelrail.pipeline.order.cost import AttributeTable, costs_digest, refuse, sample_costs
+from fuelrail.pipeline.order.cost import AttributeTable, refuse, sample_costs
+from fuelrail.pipeline.order.epoch import digest
 from fuelrail.pipeline.order.mix import MixedOrder
 from fuelrail.pipeline.order.pack import PackedOrder, fit
 from fuelrail.pipeline.order.regroup import RegroupedOrder
+from fuelrail.pipeline.order.without import ThinnedOrder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,29 +57,50 @@ class OrderCosts(NamedTuple):
 
     def identity(self) -> dict[str, str]:
         """Return digests of the costs, by what they are for."""
-        return {f"{name}_costs": costs_digest(each[0]) for name, each in self._asdict().items() if each}
+        return {f"{name}_costs": digest(each[0]) for name, each in self._asdict().items() if each}
 
-    def apply(self, order: EndlessOrder, spec: OrderSpec, global_batch: int | None) -> EndlessOrder:
+    def apply(
+        self,
+        order: EndlessOrder,
+        spec: OrderSpec,
+        global_batch: int | None,
+        hidden: Sequence[Sequence[NDArray[np.int64]]],
+    ) -> EndlessOrder:
         """Return an order of samples in packs or buckets, and dealt, where ``spec`` asks for these.
 
-        Raises OrderError for stages of a mix, and for buckets without a global batch.
+        ``hidden`` are the samples of each part that are left out in their place, in any number of rounds. Raises
+        OrderError for stages of a mix, and for buckets without a global batch or with samples left out.
         """
         if (spec.pack or spec.bucket) and isinstance(order, MixedOrder) and order.schedule is not None:
             raise OrderError("stages of a mix count positions of samples: no packs and no buckets, which have others")
         if spec.pack is not None:
             order = PackedOrder(order, spec.pack, self.pack, spec.seed)
         if spec.bucket is not None:
+            if hidden:
+                raise OrderError(
+                    "`without` shifts positions, and the global batches of buckets keep theirs: no buckets"
+                )
             order = BucketedOrder(order, spec.bucket, self.bucket, spec.seed, global_batch)
+        for of_parts in hidden:
+            order = ThinnedOrder(order, of_parts)
         return order if spec.balance is None else BalancedOrder(order, spec.balance, self.balance)
 
     @classmethod
-    def split(cls, orders: Sequence[EndlessOrder]) -> tuple[list[EndlessOrder], OrderCosts]:
-        """Return the orders of samples under regrouped ones, and the costs of all of them."""
-        bases = []
+    def split(
+        cls, orders: Sequence[EndlessOrder]
+    ) -> tuple[list[EndlessOrder], OrderCosts, list[tuple[NDArray[np.int64], ...]]]:
+        """Return the orders of samples under regrouped ones; all their costs; and what :meth:`apply` is to hide."""
+        bases: list[EndlessOrder] = []
         costs: dict[str, tuple[NDArray[np.integer], ...]] = {}
+        hidden: list[list[NDArray[np.int64]]] = []
         for order in orders:
-            while isinstance(order, RegroupedOrder):
-                costs[order.use] = (*costs.get(order.use, ()), *order.costs)
-                order = order.base
-            bases.append(order)
-        return bases, cls(**costs)
+            hidden.append([])
+            below: Any = order
+            while isinstance(below, RegroupedOrder | ThinnedOrder):
+                if isinstance(below, ThinnedOrder):
+                    hidden[-1].insert(0, below.hidden[0])
+                else:
+                    costs[below.use] = (*costs.get(below.use, ()), *below.costs)
+                below = below.base
+            bases.append(below)
+        return bases, cls(**costs), list(zip(*hidden, strict=True))

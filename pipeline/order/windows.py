@@ -95,6 +95,11 @@ class WindowLookup:
         found = clips.samples[np.where(present, at, 0)].astype(np.int64)
         return WindowSamples(np.where(present, found, current[:, None]), present)
 
+    def without(self, samples: NDArray[np.int64]) -> WindowLookup:
+        """Return the lookup of clips without these samples; with ``pad="drop"`` nobody asks for what shows one."""
+        clips = self._clips if self.window.pad == "drop" else self._clips.without(samples)
+        return WindowLookup(clips, self.window)
+
     def find(self, samples: ArrayLike) -> Shown:
         """Return the samples whose windows show ``samples`` (n,), stand-ins included: by sample, then ascending."""
         clips, asked = self._clips, np.asarray(samples, dtype=np.int64)

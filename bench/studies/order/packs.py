@@ -13,6 +13,7 @@ from fuelrail.pipeline.order.batching import World
 from fuelrail.pipeline.order.bucket import BucketedOrder
 from fuelrail.pipeline.order.pack import PackedOrder
 from fuelrail.pipeline.order.regroup import costs_of
+from fuelrail.pipeline.order.without import ThinnedOrder
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.order.epoch import EndlessOrder, Entries, Epoch
@@ -81,6 +82,8 @@ def measure_costs(
     Raises WorldError where the ranks cannot share the global batch.
     """
     base = order.base if isinstance(order, BalancedOrder) else order
+    while isinstance(base, ThinnedOrder):
+        base = base.base
     packed = base if isinstance(base, PackedOrder) else None
     bucketed = base if isinstance(base, BucketedOrder) else None
     own = costs_of(base.costs, entries) if isinstance(base, PackedOrder | BucketedOrder) else None

@@ -16,7 +16,8 @@ from fuelrail.pipeline.format.attributes import Attributes
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
 from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, World
-from fuelrail.pipeline.order.compile import compile_order, read_keys
+from fuelrail.pipeline.order.compile import compile_order
+from fuelrail.pipeline.order.keys import read_keys
 from fuelrail.pipeline.order.mix import Mix
 from fuelrail.pipeline.order.spec import OrderSpec
 from fuelrail.pipeline.order.weights import AttributeWeights, ClassBalance, FileWeights

@@ -105,7 +105,7 @@ def test_two_datasets_are_less_than_one_sample_off_a_ramp():
 
 def make_staged(stages, sizes=(50, 70, 40), **options):
     data = dict(zip("abc", sizes, strict=True))
-    return mix_orders(stages, OrderSpec(**options), data, lambda _, name, own: CompiledOrder(own, {}, [data[name]]))
+    return mix_orders(stages, OrderSpec(**options), data, lambda _, name, own, __: CompiledOrder(own, {}, [data[name]]))
 
 
 def test_each_dataset_continues_through_the_stages_of_a_schedule():

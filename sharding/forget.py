@@ -1,0 +1,391 @@
+"""Delete samples from a dataset: only the shards that hold some are written again; layers and caches follow.
+
+All that is new is made in ``.fuelrail/`` of each folder first, its manifest last: unchanged shards that get another
+number are hard links there. Then ``dataset.json`` is removed, the new files take their places, the old ones go, and the
+new ``dataset.json`` comes last. A run that was killed leaves the dataset as it was, or without ``dataset.json``; the
+same command goes on from ``.fuelrail/forget.json``, which says what is deleted, to the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from fuelrail.pipeline.cli import PrintOptions, counted
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.format.codecs import DEFAULT_ZSTD_LEVEL, DICTIONARY_FILE
+from fuelrail.pipeline.format.dataset import Dataset, check_span, open_dataset, open_kind
+from fuelrail.pipeline.format.index.shards import ShardEntry, shard_name
+from fuelrail.pipeline.format.index.tables import file_entry, open_shards
+from fuelrail.pipeline.format.layers import EITHER, NO_ROW, BaseEntry, open_layer, read_rows
+from fuelrail.pipeline.format.manifest import MANIFEST_FILE, WORK_FOLDER, FileEntry, Lineage, Manifest, load_manifest
+from fuelrail.pipeline.format.tar import END_OF_ARCHIVE
+from fuelrail.pipeline.format.zstd_frames import encode_frame, encode_seek_table, is_framed, read_seek_table
+from fuelrail.pipeline.order.keys import listed_names, named_rows, unknown_names
+from fuelrail.pipeline.settings import flag
+from fuelrail.pipeline.storage.files import open_file, sync_folder
+from fuelrail.pipeline.storage.filesystem import default_cache_folder, is_url, shown_url
+from fuelrail.pipeline.text import Printed, escaped
+from fuelrail.sharding.append import bring, take_attributes
+from fuelrail.sharding.output.folder import FolderOutput
+from fuelrail.sharding.output.resume import check_same_recipe
+from fuelrail.sharding.output.workspace import RunState, Workspace
+from fuelrail.sharding.planning.recipe import Recipe
+from fuelrail.sharding.write.layers.finish import dali_listing, publish_rows
+from fuelrail.sharding.write.publish import publish_tables, write_attributes, write_index
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from fuelrail.pipeline.format.index.row import IndexRow
+
+    Rows = NDArray[np.int64]
+
+_PLAN: Final = f"{WORK_FOLDER}/forget.json"
+
+
+class ForgetOptions(PrintOptions, frozen=True, kw_only=True):
+    """Flags of ``fuelrail forget``."""
+
+    clips: Annotated[str, flag("file of the clips, and keys of samples, to delete: one a line", metavar="FILE")]
+    layer: Annotated[
+        tuple[str, ...], flag("folder of a layer, which follows; repeatable", repeat=True, metavar="LAYER")
+    ] = ()
+    cache: Annotated[
+        tuple[str, ...], flag("cache_dir of loaders, to be purged; repeatable", repeat=True, metavar="FOLDER")
+    ] = ()
+    receipt: Annotated[
+        str | None, flag("JSON file for the receipt (default: DATASET-forgot-DIGEST.json)", metavar="FILE")
+    ] = None
+
+
+class DeletedSample(msgspec.Struct, frozen=True):
+    """A sample that is gone: its number in the split before, the digests (xxh3, hex) of its span and its members."""
+
+    key: str
+    clip_id: str
+    split: str
+    number: int
+    xxh3: str
+    members: dict[str, str]
+
+
+class DeletedFrom(msgspec.Struct, frozen=True):
+    """A folder that samples were deleted from, the dataset or a layer: fingerprints before and after.
+
+    ``shards`` are those that are gone, with their SHA-256; ``linked`` those of them that have other names, such as in
+    another version of the dataset, where the bytes still are.
+    """
+
+    folder: str
+    before: str
+    after: str
+    num_samples: int
+    shards: dict[str, str]
+    linked: list[str]
+
+
+class ForgetReport(Printed, msgspec.Struct, frozen=True, kw_only=True):
+    """The receipt of a deletion.
+
+    ``names`` are the keys and clips that were asked for, ``shard_lengths`` the samples of each shard before, by split,
+    ``caches`` the folders of caches that were removed. ``keeps_dictionary``: the dataset's zstd dictionary stays, which
+    was trained on the metadata of some samples.
+    """
+
+    names: list[str]
+    samples: list[DeletedSample]
+    folders: list[DeletedFrom]
+    shard_lengths: dict[str, list[int]]
+    caches: list[str]
+    keeps_dictionary: bool
+
+    def as_text(self) -> str:
+        """Return the report for people."""
+        clips = {one.clip_id for one in self.samples}
+        lines = [f"deleted {counted(len(self.samples), 'sample')} of {counted(len(clips), 'clip')}"]
+        for one in self.folders:
+            lines.append(
+                f"{escaped(one.folder)}: {counted(one.num_samples, 'sample')} in {counted(len(one.shards), 'shard')}, "
+                f"fingerprint {one.before[:16]} is now {one.after[:16]}"
+            )
+            lines += [f"  {name} has other names, which still hold the samples" for name in one.linked]
+        lines += [f"removed the cache {escaped(one)}" for one in self.caches]
+        if self.keeps_dictionary:
+            lines.append("zstd.dict stays, which may hold parts of metadata: `fuelrail reshard` trains another one")
+        return "\n".join(lines) + "\n"
+
+
+class _Part(msgspec.Struct, frozen=True):
+    """What is to be done in a folder: rows to delete, files that it has."""
+
+    found: DeletedFrom
+    rows: list[int]
+    files: list[str]
+    stage: str
+    """The folder in its working folder where its next version is made."""
+
+
+class _Plan(msgspec.Struct, frozen=True):
+    report: ForgetReport
+    parts: list[_Part]
+
+
+def forget(
+    dataset: str | os.PathLike[str],
+    names: str | os.PathLike[str] | Sequence[str],
+    *,
+    layers: Sequence[str | os.PathLike[str]] = (),
+    caches: Sequence[str | os.PathLike[str]] = (),
+    receipt: str | os.PathLike[str] | None = None,
+) -> ForgetReport:
+    """Delete samples from a dataset in a folder, in place; a call that was interrupted is continued by the same one.
+
+    Args:
+        dataset: folder of the dataset. Nothing may read it meanwhile.
+        names: keys of samples and clips, or a file that lists them, as the ``subset`` of an order.
+        layers: folders of its layers; their rows of these samples are deleted, and they belong to the new version.
+        caches: ``cache_dir`` of loaders, where what they keep of the dataset and layers is removed; also in the user's.
+        receipt: JSON file for the report; None: ``DATASET-forgot-DIGEST.json`` beside the folder.
+
+    The new dataset has another fingerprint, and the old one in its lineage. Raises ConfigError for URLs and where
+    nothing would be left, OrderError for unknown names, ManifestError for layers of other datasets, ChecksumError for
+    damaged samples, DatasetExistsError where another run is unfinished, DatasetError where a folder cannot be written.
+    """
+    for place in (dataset, *layers):
+        if is_url(place):
+            raise ConfigError(f"'{shown_url(str(place))}' is at a URL: samples are deleted in folders of this machine")
+    wanted = listed_names(os.fspath(names)).to_pylist() if isinstance(names, str | os.PathLike) else names
+    wanted = sorted(set(wanted))
+    digest = _digest(wanted)
+    out = FolderOutput(os.fspath(dataset).removeprefix("file://"))
+    file = Path(receipt or out.root.with_name(f"{out.root.name}-forgot-{digest[:16]}.json"))
+    data = out.read(_PLAN)
+    plan = _plan(out, wanted, layers, caches, file) if data is None else msgspec.json.decode(data, type=_Plan)
+    recipe = Recipe(source="forget", source_options={"names": digest})
+    with out.writing("finished steps"), Workspace(out) as work:
+        started = work.state()
+        check_same_recipe(out.shown, started.recipe if started else None, recipe)
+        if isinstance(plan, ForgetReport):
+            work.remove()
+            return plan
+        work.start(RunState(recipe=recipe, num_samples=0, num_clips=0, samples_sha256="", shards=[]))
+        with out.publish(_PLAN) as target:
+            target.write(msgspec.json.encode(plan))
+        folders = [_delete(part, plan.parts[0]) for part in plan.parts]
+        for cache in plan.report.caches:
+            shutil.rmtree(cache, ignore_errors=True)
+        report = msgspec.structs.replace(plan.report, folders=folders)
+        part = file.with_name(f".{file.name}.part")  # one name, so that a killed run leaves no other
+        with part.open("wb") as target:
+            target.write(report.as_json().encode())
+            target.flush()
+            os.fsync(target.fileno())
+        part.replace(file)
+        for one in plan.parts[1:]:
+            FolderOutput(one.found.folder).remove_work()
+        work.remove()
+    return report
+
+
+def _plan(
+    out: FolderOutput, names: list[str], layers: Sequence[Any], caches: Sequence[Any], receipt: Path
+) -> _Plan | ForgetReport:
+    """Return what is to be done; the report where all of it is done."""
+    base = open_dataset(out.root)
+    rows, unknown = named_rows(names, pa.table({name: base.index.texts(name) for name in ("key", "clip_id")}))
+    if unknown:
+        if not rows.size and receipt.is_file():
+            done = msgspec.json.decode(receipt.read_bytes(), type=ForgetReport)
+            if done.names == names:
+                return done
+        raise unknown_names(unknown)
+    stage = f"forget-{_digest(names)[:16]}"
+    keys, parts = base.index.texts("key").take(rows), [_part(base, rows, stage)]
+    for place in layers:
+        layer = open_layer("layer", place, base).data
+        of_layer, _ = named_rows(keys.to_pylist(), pa.table({"key": layer.index.texts("key")}))
+        parts.append(_part(layer, of_layer, stage))
+    folders = []
+    for cache in (default_cache_folder(), *map(Path, caches)):
+        for part in parts:
+            sha256 = file_entry(Path(part.found.folder) / MANIFEST_FILE).sha256
+            folders += [cache / "spans" / part.found.before, cache / "datasets" / sha256]
+    report = ForgetReport(
+        names=names,
+        samples=[_deleted(base, row) for row in rows.tolist()],
+        folders=[],
+        shard_lengths={split: [one.num_samples for one in base.shards if one.split == split] for split in base.splits},
+        caches=[str(folder) for folder in dict.fromkeys(folders) if folder.is_dir()],
+        keeps_dictionary=base.dictionary is not None,
+    )
+    return _Plan(report, parts)
+
+
+def _digest(names: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()
+
+
+def _part(source: Dataset, rows: Rows, stage: str) -> _Part:
+    if len(rows) == len(source):
+        raise ConfigError(f"nothing would be left of '{source.location}': remove the folder")
+    shards = list(source.shards)
+    hit = [one for one in shards if _inside(rows, one).size]
+    linked = [one.name for one in hit if (source.root / one.name).stat().st_nlink > 1]
+    files = [name for one in shards for name in (one.name, one.idx_name)]
+    gone = {one.name: one.sha256 for one in hit}
+    found = DeletedFrom(str(source.root), source.manifest.fingerprint, "", len(rows), gone, linked)
+    return _Part(found, rows.tolist(), [*files, *(one.name for one in source.manifest.files)], stage)
+
+
+def _inside(rows: Rows, shard: ShardEntry) -> Rows:
+    first, end = np.searchsorted(rows, (shard.first_sample, shard.first_sample + shard.num_samples))
+    return rows[first:end]
+
+
+def _deleted(base: Dataset, at: int) -> DeletedSample:
+    row = base.index.row(at)
+    split = base.shards[row.shard].split
+    members = {one.name: f"{one.xxh3:016x}" for one in row.members}
+    return DeletedSample(row.key, row.clip_id, split, at - base.split(split).first_sample, f"{row.xxh3:016x}", members)
+
+
+def _delete(part: _Part, base: _Part) -> DeletedFrom:
+    """Delete what is to be deleted in a folder, unless that was done."""
+    out = FolderOutput(part.found.folder)
+    next_version = FolderOutput(str(out.work / part.stage))
+    is_made = MANIFEST_FILE in next_version.names()
+    if not is_made and load_manifest(out.root, EITHER).fingerprint == part.found.before:
+        source, rows = open_kind(out.root, EITHER), np.array(part.rows, np.int64)
+        next_version.temporary.mkdir(parents=True, exist_ok=True)
+        changes = _changed_base if part is base else partial(_changed_layer, base=base)
+        _write(source, rows, next_version, changes)
+        is_made = True
+    if is_made:
+        _take_place(out, next_version, part.files)
+    return msgspec.structs.replace(part.found, after=load_manifest(out.root, EITHER).fingerprint)
+
+
+def _take_place(out: FolderOutput, next_version: FolderOutput, files: Sequence[str]) -> None:
+    """Put the files of the next version in the place of the old ones."""
+    out.remove(MANIFEST_FILE)
+    sync_folder(out.root)
+    for name in next_version.names():
+        if name not in (MANIFEST_FILE, WORK_FOLDER):
+            (next_version.root / name).replace(out.root / name)
+    manifest = load_manifest(next_version.root, EITHER)
+    wanted = {one.name for one in manifest.files}
+    for shard in open_shards(out.root, manifest):
+        wanted |= {shard.name, shard.idx_name}
+    for name in files:
+        if name not in wanted:
+            out.remove(name)
+    sync_folder(out.root)
+    (next_version.root / MANIFEST_FILE).replace(out.root / MANIFEST_FILE)
+    sync_folder(out.root)
+
+
+Changes = Callable[[Dataset, "Rows", FolderOutput], tuple[dict[str, Any], list[FileEntry]]]
+"""Return fields of the next manifest, and files besides the tables, of a dataset without some rows."""
+
+
+def _changed_base(source: Dataset, rows: Rows, _: FolderOutput) -> tuple[dict[str, Any], list[FileEntry]]:
+    manifest = source.manifest
+    # Nothing else of the old recipe: it may name clips that are deleted.
+    facts: dict[str, Any] = {"forgotten": {"samples": len(rows)}}
+    facts |= {"poses": "none"} if not manifest.has_poses else {}
+    facts |= {"calibration": "none"} if not manifest.has_calibration else {}
+    recipe = Recipe(source="forget", source_options={"fingerprint": manifest.fingerprint})
+    dictionary = manifest.file(DICTIONARY_FILE)
+    return {"provenance": {"recipe": msgspec.to_builtins(recipe), "facts": facts}}, [dictionary] if dictionary else []
+
+
+def _changed_layer(
+    source: Dataset, rows: Rows, out: FolderOutput, base: _Part
+) -> tuple[dict[str, Any], list[FileEntry]]:
+    new_base, of_position = open_dataset(base.found.folder), read_rows(source)
+    old = np.arange(len(source)) if of_position is None else np.asarray(of_position)
+    left = np.delete(old, base.rows)
+    moved = np.where(left == NO_ROW, NO_ROW, left - np.searchsorted(rows, left))
+    return {"base": BaseEntry.of(new_base)}, publish_rows(out, out.temporary, moved)
+
+
+def _write(source: Dataset, rows: Rows, out: FolderOutput, changes: Changes) -> None:
+    """Make the next version of a dataset or layer in ``out``."""
+    kept = np.delete(np.arange(len(source)), rows)
+    pieces: list[tuple[ShardEntry, ShardEntry, Rows]] = []
+    first = 0
+    for old in source.shards:
+        here = _inside(kept, old)
+        if not len(here):
+            continue
+        number = sum(new.split == old.split for _, new, _ in pieces)
+        name = shard_name(old.split, number, framed=is_framed(old.name))
+        new = old._replace(name=name, first_sample=first, num_samples=len(here))
+        if len(here) < old.num_samples:
+            new = _write_shard(source, old, new, here, out)
+        elif name != old.name:
+            bring(source, old.name, out, name, old.bytes, old.sha256, again=False)
+            if old.idx_bytes:
+                bring(source, old.idx_name, out, new.idx_name, old.idx_bytes, old.idx_sha256, again=False)
+        pieces.append((old, new, here))
+        first += len(here)
+    write_index(out.temporary, source.index.names, source.index.codecs, _rows(source, pieces))
+    write_attributes(out.temporary, take_attributes(out.temporary, [source], [(0, kept)]))
+    fields, files = changes(source, rows, out)
+    make: Callable[..., Manifest] = partial(
+        msgspec.structs.replace, source.manifest, lineage=Lineage.of([source.manifest]), **fields
+    )
+    clips = source.index.clip_numbers()
+    num_clips = {
+        split: len(np.unique(np.concatenate([clips[here] for _, new, here in pieces if new.split == split])))
+        for split in dict.fromkeys(new.split for _, new, _ in pieces)
+    }
+    publish_tables(out, out.temporary, [new for _, new, _ in pieces], num_clips, make, files)
+
+
+def _rows(source: Dataset, pieces: Sequence[tuple[ShardEntry, ShardEntry, Rows]]) -> Iterator[IndexRow]:
+    """Yield the rows of the samples that are kept, with their new places."""
+    for number, (old, _, here) in enumerate(pieces):
+        offset = 0
+        for at in here.tolist():
+            row = source.index.row(at)
+            yield row._replace(shard=number, offset=row.offset if len(here) == old.num_samples else offset)
+            offset += row.length
+        source.index.release()
+
+
+def _write_shard(source: Dataset, old: ShardEntry, new: ShardEntry, here: Rows, out: FolderOutput) -> ShardEntry:
+    """Write the samples of a shard that are kept, unless that was done; their spans stay as they are."""
+    rows = list(_rows(source, [(old, new, here)]))
+    if old.idx_bytes:
+        with out.publish(new.idx_name) as target:
+            target.write(dali_listing(rows))
+        idx = file_entry(out.root / new.idx_name)
+        new = new._replace(idx_bytes=idx.bytes, idx_sha256=idx.sha256)
+    if out.size(new.name) is None:
+        with open_file(source.root / old.name) as shard, out.publish(new.name) as target:
+            end = END_OF_ARCHIVE
+            if is_framed(old.name):
+                raw = {frame.offset: frame.raw_bytes for frame in read_seek_table(shard.read(), shard=old.name)}
+                end = encode_frame(end, source.manifest.compression.get("level", DEFAULT_ZSTD_LEVEL))
+                sizes = [(row.length, raw[row.offset]) for row in map(source.index.row, here.tolist())]
+                end += encode_seek_table([*sizes, (len(end), len(END_OF_ARCHIVE))])
+            for at in here.tolist():
+                row = source.index.row(at)
+                shard.seek(row.offset)
+                span = shard.read(row.length)
+                check_span(row, span, old.name)
+                target.write(span)
+            target.write(end)
+    entry = file_entry(out.root / new.name)
+    return new._replace(bytes=entry.bytes, sha256=entry.sha256)
