@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,14 +24,14 @@ import pyarrow as pa
 from fuelrail.pipeline.cli import PrintOptions, counted
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.codecs import DEFAULT_ZSTD_LEVEL, DICTIONARY_FILE
-from fuelrail.pipeline.format.dataset import Dataset, check_span, open_dataset, open_kind
+from fuelrail.pipeline.format.dataset import Dataset, check_span, open_dataset, open_kind, read_members
 from fuelrail.pipeline.format.index.shards import ShardEntry, shard_name
 from fuelrail.pipeline.format.index.tables import file_entry, open_shards
 from fuelrail.pipeline.format.layers import EITHER, NO_ROW, BaseEntry, open_layer, read_rows
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, WORK_FOLDER, FileEntry, Lineage, Manifest, load_manifest
-from fuelrail.pipeline.format.tar import END_OF_ARCHIVE
-from fuelrail.pipeline.format.zstd_frames import encode_frame, encode_seek_table, is_framed, read_seek_table
+from fuelrail.pipeline.format.zstd_frames import is_framed
 from fuelrail.pipeline.order.keys import listed_names, named_rows, unknown_names
+from fuelrail.pipeline.sample.schema import META, decode_meta, encode_meta
 from fuelrail.pipeline.settings import flag
 from fuelrail.pipeline.storage.files import open_file, sync_folder
 from fuelrail.pipeline.storage.filesystem import default_cache_folder, is_url, shown_url
@@ -40,13 +41,16 @@ from fuelrail.sharding.output.folder import FolderOutput
 from fuelrail.sharding.output.resume import check_same_recipe
 from fuelrail.sharding.output.workspace import RunState, Workspace
 from fuelrail.sharding.planning.recipe import Recipe
-from fuelrail.sharding.write.layers.finish import dali_listing, publish_rows
+from fuelrail.sharding.write.layers.finish import publish_rows
+from fuelrail.sharding.write.packer import FramedPacker, Packed, RawMember, ShardPacker
 from fuelrail.sharding.write.publish import publish_tables, write_attributes, write_index
+from fuelrail.sharding.write.read_buffer import ReadBuffer
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.format.index.row import IndexRow
+    from fuelrail.pipeline.sample.arrays import Buffer
 
     Rows = NDArray[np.int64]
 
@@ -69,12 +73,10 @@ class ForgetOptions(PrintOptions, frozen=True, kw_only=True):
 
 
 class DeletedSample(msgspec.Struct, frozen=True):
-    """A sample that is gone: its number in the split before, the digests (xxh3, hex) of its span and its members."""
+    """A sample that is gone, and the digests (xxh3, hex) of its span and its members."""
 
     key: str
     clip_id: str
-    split: str
-    number: int
     xxh3: str
     members: dict[str, str]
 
@@ -97,15 +99,13 @@ class DeletedFrom(msgspec.Struct, frozen=True):
 class ForgetReport(Printed, msgspec.Struct, frozen=True, kw_only=True):
     """The receipt of a deletion.
 
-    ``names`` are the keys and clips that were asked for, ``shard_lengths`` the samples of each shard before, by split,
-    ``caches`` the folders of caches that were removed. ``keeps_dictionary``: the dataset's zstd dictionary stays, which
-    was trained on the metadata of some samples.
+    ``names`` are the keys and clips that were asked for, ``caches`` the folders of caches that were removed.
+    ``keeps_dictionary``: the dataset's zstd dictionary stays, which was trained on the metadata of some samples.
     """
 
     names: list[str]
     samples: list[DeletedSample]
     folders: list[DeletedFrom]
-    shard_lengths: dict[str, list[int]]
     caches: list[str]
     keeps_dictionary: bool
 
@@ -130,6 +130,7 @@ class _Part(msgspec.Struct, frozen=True):
 
     found: DeletedFrom
     rows: list[int]
+    keys: list[str]
     files: list[str]
     stage: str
     """The folder in its working folder where its next version is made."""
@@ -210,10 +211,13 @@ def _plan(
                 return done
         raise unknown_names(unknown)
     stage = f"forget-{_digest(names)[:16]}"
-    keys, parts = base.index.texts("key").take(rows), [_part(base, rows, stage)]
+    keys = base.index.texts("key").take(rows).to_pylist()
+    metas = [base.read(row, "meta")["meta"] for row in rows.tolist()]
+    naming = {key for meta in metas for key in (meta.prev_key, meta.next_key)} - {*keys, None}
+    parts = [_part(base, rows, stage, sorted(key for key in naming if key in base))]
     for place in layers:
         layer = open_layer("layer", place, base).data
-        of_layer, _ = named_rows(keys.to_pylist(), pa.table({"key": layer.index.texts("key")}))
+        of_layer, _ = named_rows(keys, pa.table({"key": layer.index.texts("key")}))
         parts.append(_part(layer, of_layer, stage))
     folders = []
     for cache in (default_cache_folder(), *map(Path, caches)):
@@ -224,7 +228,6 @@ def _plan(
         names=names,
         samples=[_deleted(base, row) for row in rows.tolist()],
         folders=[],
-        shard_lengths={split: [one.num_samples for one in base.shards if one.split == split] for split in base.splits},
         caches=[str(folder) for folder in dict.fromkeys(folders) if folder.is_dir()],
         keeps_dictionary=base.dictionary is not None,
     )
@@ -235,16 +238,19 @@ def _digest(names: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(names).encode()).hexdigest()
 
 
-def _part(source: Dataset, rows: Rows, stage: str) -> _Part:
+def _part(source: Dataset, rows: Rows, stage: str, naming: Sequence[str] = ()) -> _Part:
+    """Return what is to be done; ``naming`` are keys of samples whose metadata name one that is deleted."""
     if len(rows) == len(source):
         raise ConfigError(f"nothing would be left of '{source.location}': remove the folder")
     shards = list(source.shards)
-    hit = [one for one in shards if _inside(rows, one).size]
+    touched = np.union1d(rows, np.array([source.position(key) for key in naming], np.int64))
+    hit = [one for one in shards if _inside(touched, one).size]
     linked = [one.name for one in hit if (source.root / one.name).stat().st_nlink > 1]
     files = [name for one in shards for name in (one.name, one.idx_name)]
     gone = {one.name: one.sha256 for one in hit}
     found = DeletedFrom(str(source.root), source.manifest.fingerprint, "", len(rows), gone, linked)
-    return _Part(found, rows.tolist(), [*files, *(one.name for one in source.manifest.files)], stage)
+    keys = source.index.texts("key").take(rows).to_pylist()
+    return _Part(found, rows.tolist(), keys, [*files, *(one.name for one in source.manifest.files)], stage)
 
 
 def _inside(rows: Rows, shard: ShardEntry) -> Rows:
@@ -254,9 +260,8 @@ def _inside(rows: Rows, shard: ShardEntry) -> Rows:
 
 def _deleted(base: Dataset, at: int) -> DeletedSample:
     row = base.index.row(at)
-    split = base.shards[row.shard].split
     members = {one.name: f"{one.xxh3:016x}" for one in row.members}
-    return DeletedSample(row.key, row.clip_id, split, at - base.split(split).first_sample, f"{row.xxh3:016x}", members)
+    return DeletedSample(row.key, row.clip_id, f"{row.xxh3:016x}", members)
 
 
 def _delete(part: _Part, base: _Part) -> DeletedFrom:
@@ -265,10 +270,9 @@ def _delete(part: _Part, base: _Part) -> DeletedFrom:
     next_version = FolderOutput(str(out.work / part.stage))
     is_made = MANIFEST_FILE in next_version.names()
     if not is_made and load_manifest(out.root, EITHER).fingerprint == part.found.before:
-        source, rows = open_kind(out.root, EITHER), np.array(part.rows, np.int64)
         next_version.temporary.mkdir(parents=True, exist_ok=True)
         changes = _changed_base if part is base else partial(_changed_layer, base=base)
-        _write(source, rows, next_version, changes)
+        _write(open_kind(out.root, EITHER), part, next_version, changes)
         is_made = True
     if is_made:
         _take_place(out, next_version, part.files)
@@ -319,73 +323,78 @@ def _changed_layer(
     return {"base": BaseEntry.of(new_base)}, publish_rows(out, out.temporary, moved)
 
 
-def _write(source: Dataset, rows: Rows, out: FolderOutput, changes: Changes) -> None:
+def _write(source: Dataset, part: _Part, out: FolderOutput, changes: Changes) -> None:
     """Make the next version of a dataset or layer in ``out``."""
+    rows = np.array(part.rows, np.int64)
     kept = np.delete(np.arange(len(source)), rows)
-    pieces: list[tuple[ShardEntry, ShardEntry, Rows]] = []
-    first = 0
-    for old in source.shards:
-        here = _inside(kept, old)
-        if not len(here):
-            continue
-        number = sum(new.split == old.split for _, new, _ in pieces)
-        name = shard_name(old.split, number, framed=is_framed(old.name))
-        new = old._replace(name=name, first_sample=first, num_samples=len(here))
-        if len(here) < old.num_samples:
-            new = _write_shard(source, old, new, here, out)
-        elif name != old.name:
-            bring(source, old.name, out, name, old.bytes, old.sha256, again=False)
-            if old.idx_bytes:
-                bring(source, old.idx_name, out, new.idx_name, old.idx_bytes, old.idx_sha256, again=False)
-        pieces.append((old, new, here))
-        first += len(here)
-    write_index(out.temporary, source.index.names, source.index.codecs, _rows(source, pieces))
+    clips, entries = source.index.clip_numbers(), list[ShardEntry]()
+    write_index(out.temporary, source.index.names, source.index.codecs, _write_shards(source, part, kept, out, entries))
     write_attributes(out.temporary, take_attributes(out.temporary, [source], [(0, kept)]))
     fields, files = changes(source, rows, out)
     make: Callable[..., Manifest] = partial(
         msgspec.structs.replace, source.manifest, lineage=Lineage.of([source.manifest]), **fields
     )
-    clips = source.index.clip_numbers()
+    of_split = {split: [one for one in entries if one.split == split] for split in source.splits}
     num_clips = {
-        split: len(np.unique(np.concatenate([clips[here] for _, new, here in pieces if new.split == split])))
-        for split in dict.fromkeys(new.split for _, new, _ in pieces)
+        split: len(np.unique(clips[kept[shards[0].first_sample : shards[-1].first_sample + shards[-1].num_samples]]))
+        for split, shards in of_split.items()
+        if shards
     }
-    publish_tables(out, out.temporary, [new for _, new, _ in pieces], num_clips, make, files)
+    publish_tables(out, out.temporary, entries, num_clips, make, files)
 
 
-def _rows(source: Dataset, pieces: Sequence[tuple[ShardEntry, ShardEntry, Rows]]) -> Iterator[IndexRow]:
-    """Yield the rows of the samples that are kept, with their new places."""
-    for number, (old, _, here) in enumerate(pieces):
-        offset = 0
-        for at in here.tolist():
-            row = source.index.row(at)
-            yield row._replace(shard=number, offset=row.offset if len(here) == old.num_samples else offset)
-            offset += row.length
+def _write_shards(
+    source: Dataset, part: _Part, kept: Rows, out: FolderOutput, entries: list[ShardEntry]
+) -> Iterator[IndexRow]:
+    """Yield the rows of the samples that are kept; write, or link, their shards before, and add their entries."""
+    first, numbers = 0, Counter[str]()
+    for old in source.shards:
+        here = _inside(kept, old)
+        if not len(here):
+            continue
+        name = shard_name(old.split, numbers[old.split], framed=is_framed(old.name))
+        numbers[old.split] += 1
+        new = old._replace(name=name, first_sample=first, num_samples=len(here))
+        rows = [source.index.row(at) for at in here.tolist()]
+        if old.name in part.found.shards:
+            packed = _pack(source, old.name, name, len(entries), rows, part, out)
+            idx = packed.listing
+            new = new._replace(bytes=packed.num_bytes, sha256=packed.sha256)
+            if idx:
+                with out.publish(new.idx_name) as target:
+                    target.write(idx)
+                new = new._replace(idx_bytes=len(idx), idx_sha256=hashlib.sha256(idx).hexdigest())
+            rows = packed.rows
+        elif name != old.name:
+            bring(source, old.name, out, name, old.bytes, old.sha256, again=False)
+            if old.idx_bytes:
+                bring(source, old.idx_name, out, new.idx_name, old.idx_bytes, old.idx_sha256, again=False)
+        yield from (row._replace(shard=len(entries)) for row in rows)
+        entries.append(new)
+        first += len(here)
         source.index.release()
 
 
-def _write_shard(source: Dataset, old: ShardEntry, new: ShardEntry, here: Rows, out: FolderOutput) -> ShardEntry:
-    """Write the samples of a shard that are kept, unless that was done; their spans stay as they are."""
-    rows = list(_rows(source, [(old, new, here)]))
-    if old.idx_bytes:
-        with out.publish(new.idx_name) as target:
-            target.write(dali_listing(rows))
-        idx = file_entry(out.root / new.idx_name)
-        new = new._replace(idx_bytes=idx.bytes, idx_sha256=idx.sha256)
-    if out.size(new.name) is None:
-        with open_file(source.root / old.name) as shard, out.publish(new.name) as target:
-            end = END_OF_ARCHIVE
-            if is_framed(old.name):
-                raw = {frame.offset: frame.raw_bytes for frame in read_seek_table(shard.read(), shard=old.name)}
-                end = encode_frame(end, source.manifest.compression.get("level", DEFAULT_ZSTD_LEVEL))
-                sizes = [(row.length, raw[row.offset]) for row in map(source.index.row, here.tolist())]
-                end += encode_seek_table([*sizes, (len(end), len(END_OF_ARCHIVE))])
-            for at in here.tolist():
-                row = source.index.row(at)
-                shard.seek(row.offset)
-                span = shard.read(row.length)
-                check_span(row, span, old.name)
-                target.write(span)
-            target.write(end)
-    entry = file_entry(out.root / new.name)
-    return new._replace(bytes=entry.bytes, sha256=entry.sha256)
+def _pack(
+    source: Dataset, old: str, new: str, number: int, rows: Sequence[IndexRow], part: _Part, out: FolderOutput
+) -> Packed:
+    """Write some samples of a shard as another one; what their metadata says of deleted neighbours is left out."""
+    level, buffer, gone = source.manifest.compression.get("level", DEFAULT_ZSTD_LEVEL), ReadBuffer(), {*part.keys}
+    with open_file(source.root / old) as shard, out.publish(new) as target:
+        if is_framed(new):
+            packer: ShardPacker = FramedPacker(target, number, level, buffer)
+        else:
+            packer = ShardPacker(target, number, level, source.dictionary, buffer)
+        for row in rows:
+            shard.seek(row.offset)
+            span = shard.read(row.length)
+            check_span(row, span, old)
+            raw: dict[str, Buffer] = {**read_members(row, span, old, dictionary=source.dictionary)}
+            if META in raw:
+                meta = decode_meta(raw[META])
+                named = {name: None for name in ("prev_key", "next_key") if getattr(meta, name) in gone}
+                raw[META] = encode_meta(msgspec.structs.replace(meta, **named)) if named else raw[META]
+            members = [RawMember(one.name, one.codec, raw[one.name]) for one in row.members]
+            buffer.clear()
+            packer.add(row.key, row.clip_id, row.frame, row.timestamp_ns, members)
+        return packer.close()

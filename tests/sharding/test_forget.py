@@ -17,8 +17,9 @@ import xxhash
 import fuelrail as fr
 from fuelrail.__main__ import main
 from fuelrail.pipeline.errors import ChecksumError, ConfigError, DatasetExistsError, ManifestError, OrderError
-from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.format.dataset import open_dataset, read_members
 from fuelrail.pipeline.format.layers import open_layer
+from fuelrail.pipeline.sample.schema import META
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.run import repair
 from fuelrail.sharding.verify.dataset import verify
@@ -97,7 +98,13 @@ def check(dataset, before, names, rows, report):
     opened = open_dataset(dataset)
     kept = [at for at in range(len(before["keys"])) if at not in rows]
     assert opened.index.strings("key") == [before["keys"][at] for at in kept]
-    assert members_of(dataset) == {key: before["members"][key] for key in opened.index.strings("key")}
+    gone, expected = {before["keys"][at] for at in rows}, {}
+    for key in opened.index.strings("key"):  # neighbours say nothing of them
+        meta = before["members"][key][META]
+        named = {name: None for name in ("prev_key", "next_key") if getattr(meta, name) in gone}
+        expected[key] = {**before["members"][key], META: msgspec.structs.replace(meta, **named)}
+    assert members_of(dataset) == expected
+    assert not any(key.encode() in data for key in gone for data in metas(dataset))
     table = opened.table
     assert table.equals(before["table"].take(kept))
     assert opened.manifest.lineage.parents == (before["fingerprint"],)
@@ -115,6 +122,14 @@ def check(dataset, before, names, rows, report):
         if path.with_suffix(".idx").exists():
             lines = path.with_suffix(".idx").read_text().splitlines()
             assert lines[0] == f"v1.2 {len({name.partition('.')[0] for name in listed})}"
+
+
+def metas(dataset):
+    opened = open_dataset(dataset)
+    for at in range(len(opened)):
+        row = opened.index.row(at)
+        path = opened.shard_path(row)
+        yield bytes(read_members(row, span_of(opened, at), path.name, dictionary=opened.dictionary)[META])
 
 
 def state(dataset):
@@ -169,21 +184,20 @@ def test_nothing_is_left_of_them_and_the_others_are_as_they_were(dataset, tmp_pa
     assert len(open_dataset(dataset).manifest.lineage.ancestors) == 2
 
 
-def test_shards_without_them_are_not_written(dataset):
-    opened = open_dataset(dataset)
-    inodes = {one.sha256: (dataset / one.name).stat().st_ino for one in opened.shards}
-    last = opened.shards[len(opened.shards) - 1]
-    names = opened.index.strings("key", last.first_sample)  # the last shard goes, and no other is touched
-    fr.forget(dataset, names)
-    shards = list(open_dataset(dataset).shards)
-    assert {one.sha256: (dataset / one.name).stat().st_ino for one in shards} == {
-        digest: inode for digest, inode in inodes.items() if digest != last.sha256
-    }
-    first = shards[0]
-    fr.forget(dataset, open_dataset(dataset).index.strings("key", 0, first.num_samples))  # the others move up
-    now = list(open_dataset(dataset).shards)
-    assert [one.sha256 for one in now] == [one.sha256 for one in shards[1:]]
-    assert {one.sha256: (dataset / one.name).stat().st_ino for one in now}.items() <= inodes.items()
+def test_shards_without_them_and_their_neighbours_are_not_written(dataset):
+    for which in (-1, 0):  # the last shard goes; then the first, and the others move up
+        opened = open_dataset(dataset)
+        shards = list(opened.shards)
+        inodes = {one.sha256: (dataset / one.name).stat().st_ino for one in shards}
+        first = shards[which].first_sample
+        report = fr.forget(dataset, opened.index.strings("key", first, first + shards[which].num_samples))
+        assert shards[which].name in report.folders[0].shards
+        now = list(open_dataset(dataset).shards)
+        assert len(now) == len(shards) - 1
+        kept = inodes.keys() - set(report.folders[0].shards.values())
+        assert {one.sha256: (dataset / one.name).stat().st_ino for one in now}.items() >= {
+            digest: inodes[digest] for digest in kept
+        }.items()
     assert verify(dataset, deep=True, num_threads=1).faults == []
     assert verify(dataset, deep=False, num_threads=1).notes == []
 

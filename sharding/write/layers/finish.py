@@ -214,7 +214,7 @@ class _Shards:
         context, self._context = self._context, None
         context.__exit__(None, None, None)
         number = len(self._entries)
-        listing = dali_listing(self._rows)
+        listing = _listing(self._rows)
         entry = ShardEntry(
             name=shard_name(LAYER_SPLIT, number), split=LAYER_SPLIT, first_sample=self._num_rows,
             num_samples=len(self._rows), bytes=self._offset, sha256=self._digest.hexdigest(),
@@ -227,8 +227,7 @@ class _Shards:
         self._rows = []
 
 
-def dali_listing(rows: Sequence[IndexRow]) -> bytes:
-    """Return the listing for DALI of a shard in plain tar, by its rows of the index."""
+def _listing(rows: Sequence[IndexRow]) -> bytes:
     text = IndexText()
     for row in rows:
         stored = [StoredMember(one.name + suffix(one.codec), bytes(one.stored_bytes)) for one in row.members]
