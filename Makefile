@@ -14,9 +14,9 @@ DALI := $(shell test "$(DRIVER)" -ge 580 2>/dev/null && echo dali-cu13 || echo d
 # Its own requirements pin numpy below 2 though it runs with 2, so it is installed without them (the tests use it as an oracle).
 DEVKIT := nuscenes-devkit==1.2.0
 
-# One worker more than there are CPUs, for many tests wait for processes, servers and disks. Files start in the order that
+# Two workers more than there are CPUs, for many tests wait for processes, servers and disks. Files start in the order that
 # tests/conftest.py gives them.
-WORKERS = $(shell expr $$(nproc) + 1)
+WORKERS = $(shell expr $$(nproc) + 2)
 PYTEST = $(BIN)/python -m pytest -q --numprocesses $(WORKERS) --maxprocesses 5 --dist loadfile --no-loadscope-reorder
 
 # Tests start hundreds of interpreters: without compiled files on disk, each compiles the package again.

@@ -173,7 +173,7 @@ def verify(
         if isinstance(manifest, LayerManifest):
             report.faults += _check_layer_rows(dataset)
         if deep and not report.faults:
-            report.faults += _check_manifest(dataset, sizes)
+            report.faults += [Fault(MANIFEST_FILE, text) for text in _manifest_faults(dataset, sizes)]
     return report
 
 
@@ -310,12 +310,8 @@ def _check_layer_rows(layer: Dataset) -> list[Fault]:
     return []
 
 
-def _check_manifest(dataset: Dataset, sizes: Mapping[str, set[tuple[int, int]]]) -> list[Fault]:
-    """Return the faults of the manifest; ``sizes`` are those of the decoded images, by camera."""
-    return [Fault(MANIFEST_FILE, text) for text in _manifest_faults(dataset, sizes)]
-
-
 def _manifest_faults(dataset: Dataset, sizes: Mapping[str, set[tuple[int, int]]]) -> Iterator[str]:
+    """Yield the faults of the manifest; ``sizes`` are those of the decoded images, by camera."""
     manifest, index = dataset.manifest, dataset.index
     for kind, names in (
         ("classes", manifest.classes),

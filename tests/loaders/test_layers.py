@@ -162,6 +162,7 @@ def write_losses(base, out, losses):
     return out
 
 
+@pytest.mark.costly
 def test_a_curriculum_reads_a_layer_until_a_step_and_then_the_next_one(base, layer, tmp_path) -> None:
     """The run starts with one layer, gets two more on its way, and stops again and again, on other ranks each time."""
     layers = {"v1": layer, "v2": write_losses(base, tmp_path / "v2", [0, 9] * 6)}

@@ -124,6 +124,7 @@ def stop_and_go(root, num_stops, seed):
     return epoch
 
 
+@pytest.mark.costly
 def test_stops_on_other_ranks_lose_and_repeat_nothing(root):
     assert stop_and_go(root, 12, seed=1) >= 1
 

@@ -100,6 +100,7 @@ def test_shards_to_shards(outs, tmp_path, there, here):
     assert verify(tmp_path / "again", deep=False, num_threads=2).faults == []
 
 
+@pytest.mark.costly
 def test_repair_of_a_frame_shard(source, outs, tmp_path):
     out = tmp_path / "out"
     shutil.copytree(outs / "frame", out)

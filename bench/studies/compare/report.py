@@ -120,11 +120,6 @@ def _rate(timed: Timed, images_per_batch: int) -> tuple[float | None, str | None
     return float(np.polyfit(timed.arrival_s, np.arange(len(timed.arrival_s)), 1)[0]) * images_per_batch, None
 
 
-def with_figures(contestants: Sequence[ContestantResult]) -> list[ContestantResult]:
-    """Return the contestants with figures from their runs."""
-    return [msgspec.structs.replace(entry, figures=_figures(entry)) for entry in contestants]
-
-
 def _figures(contestant: ContestantResult) -> ContestantFigures | None:
     good = [run for run in contestant.runs if run.images_per_s is not None]
     rates = [run.images_per_s for run in good if run.images_per_s is not None]
@@ -156,7 +151,7 @@ def build_compare_report(
     cut_off: str | None,
 ) -> CompareReport:
     """Put the parts together."""
-    judged = with_figures(contestants)
+    judged = [msgspec.structs.replace(entry, figures=_figures(entry)) for entry in contestants]
     return CompareReport(
         schema=SCHEMA,
         version=VERSION,

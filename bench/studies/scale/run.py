@@ -201,6 +201,8 @@ class ScalePlan:
         seen = [report for report in reports if report.num_ranks <= FITTED_RANKS and report.figures is not None]
         small = [report for report in seen if report.options["batch_size"] == self.batch_size]
         two = [report for report in small if report.num_ranks > 1]
+        # Of the rank that came last in each step, which does not wait.
+        exposed_ms = [_column(report, "all_reduce").min(axis=0).mean() for report in two]
         sizes = dataset.index.column("length")
         return HostFit(
             service_ms=[1e3 * value for value in run.batch_s[run.num_warm_up_batches :]],
@@ -210,7 +212,7 @@ class ScalePlan:
             overheads=[
                 Overhead(ranks_on_host=report.num_ranks, ms=self._overhead_ms(report, num_cameras)) for report in small
             ],
-            all_reduce_ms=float(np.mean([_communication_ms(report) for report in two])) if two else 0.0,
+            all_reduce_ms=float(np.mean(exposed_ms)) if two else 0.0,
             trainer_cpus=min((report.figures.stand_in_share for report in small if report.figures), default=0.0),
             host_cpus=usable_cpus(),
             queue_batches=settings.prefetch_factor + 1,
@@ -223,11 +225,6 @@ class ScalePlan:
         rest = _column(report, "wall") - _column(report, "data_wait") - _column(report, "all_reduce") - device_ms
         values: list[float] = np.maximum(rest, 0.0).ravel().tolist()
         return values
-
-
-def _communication_ms(report: Report) -> float:
-    """Return the exposed all-reduce of the rank that came last, which does not wait; mean over steps."""
-    return float(_column(report, "all_reduce").min(axis=0).mean())
 
 
 def _column(report: Report, name: str) -> NDArray[np.float64]:

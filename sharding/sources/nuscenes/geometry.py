@@ -284,15 +284,10 @@ def in_rig_order(cameras: Iterable[str]) -> list[str]:
 
 
 def _check_channels(names: Sequence[str]) -> None:
-    """Check that channels differ in lower case, in which they are part of members' names."""
+    """Check that channels can be parts of members' names: these characters, and differing in lower case."""
     seen: dict[str, str] = {}
     for name in names:
-        check_name(name)
+        if not _CHANNEL.match(name.lower()):
+            raise SourceError(f"table 'sensor': channel '{name}' has other characters than letters, digits and _")
         if seen.setdefault(name.lower(), name) != name:
             raise SourceError(f"table 'sensor': channels '{seen[name.lower()]}' and '{name}' differ in case alone")
-
-
-def check_name(channel: str) -> None:
-    """Raise SourceError for a channel of table ``sensor`` that is not part of a member's name."""
-    if not _CHANNEL.match(channel.lower()):
-        raise SourceError(f"table 'sensor': channel '{channel}' has other characters than letters, digits and _")

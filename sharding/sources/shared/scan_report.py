@@ -199,14 +199,11 @@ class Findings:
             )
         if not self._texts:
             return
+        if self.num_found == 1:
+            raise SourceError(self._texts[0])
         more = [
             f"and {count - MOST_FINDINGS:,} more of {table}"
             for table, count in self._counts.items()
             if count > MOST_FINDINGS
         ]
-        raise source_error([*self._texts, *more], self.num_found)
-
-
-def source_error(texts: Sequence[str], number: int) -> SourceError:
-    """Make the error for one fault, or for ``number`` of them, which ``texts`` describe."""
-    return SourceError(texts[0]) if number == 1 else SourceError(f"the source has {number:,} faults:", texts)
+        raise SourceError(f"the source has {self.num_found:,} faults:", [*self._texts, *more])

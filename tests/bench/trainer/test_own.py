@@ -130,6 +130,7 @@ def logged_in(found):
     return lambda values, step: found.__setitem__(step, values)
 
 
+@pytest.mark.costly
 def test_a_run_that_stopped_continues_with_the_same_losses_averages_and_draws(dataset, tmp_path):
     random.seed(1)
     np.random.seed(1)
