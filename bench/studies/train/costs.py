@@ -66,7 +66,7 @@ def fit_cost(sums: Sequence[Mapping[str, Sequence[float]]], times_ns: NDArray[np
     if refused is None:
         inflation = np.diag(np.linalg.inv(np.corrcoef(table.T) + 1e-9 * np.eye(len(terms))))
         if alike := [unit for unit, factor in zip(units, inflation, strict=True) if factor > _MAX_INFLATION]:
-            refused = f"{' and '.join(alike)} rise and fall together, so cannot be told apart"
+            refused = f"{' and '.join(alike)} rise and fall together, so cannot be distinguished"
     if refused is not None:
         return CostFit(num_measured=len(table), refused=refused)
     left = np.abs(_solve(table, times_ns)[2])

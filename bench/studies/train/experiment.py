@@ -148,28 +148,30 @@ def from_memory(source: Iterator[Mapping[str, Any]], num_batches: int | None) ->
     return itertools.islice(itertools.cycle(kept), num_batches)
 
 
-class StepSums:
-    """Sums over the samples of each step, of the columns that their cost depends on."""
+def summing(
+    batches: Iterable[Mapping[str, Any]], settings: TrainSettings
+) -> tuple[Iterator[Mapping[str, Any]], Callable[[], dict[str, tuple[int, float, float]]]]:
+    """Return the batches, and what gives the ``sums`` of a `StepRecord` over those taken since it was last called."""
+    model = settings.cost_model
+    names = list(dict.fromkeys((*settings.cost, *(() if model is None else cost_columns(model)))))
+    if not names:
+        return iter(batches), dict
+    dataset, taken = open_dataset(settings.dataset), list[torch.Tensor]()
+    table, first = Attributes(dataset, settings.split).read(names), dataset.split(settings.split).first_sample
 
-    def __init__(self, settings: TrainSettings) -> None:
-        model, dataset = settings.cost_model, open_dataset(settings.dataset)
-        self._names = list(dict.fromkeys((*settings.cost, *(() if model is None else cost_columns(model)))))
-        self._table = Attributes(dataset, settings.split).read(self._names)
-        self._first, self._rows = dataset.split(settings.split).first_sample, list[torch.Tensor]()
+    def sums() -> dict[str, tuple[int, float, float]]:
+        rows = table.take(torch.cat(taken).cpu().numpy() - first)
+        taken.clear()
+        columns = {name: compute_costs(name, rows).astype(np.float64) for name in names}
+        return {name: (len(rows), float(values.sum()), float(values @ values)) for name, values in columns.items()}
 
-    def over(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-        """Yield the batches, and keep which samples they have."""
+    def noted() -> Iterator[Mapping[str, Any]]:
         for batch in batches:
-            self._rows.append(batch["global_index"].clone() if self._names else torch.empty(0))
+            taken.append(batch["global_index"].clone())
             yield batch
             del batch
 
-    def take(self) -> dict[str, tuple[int, float, float]]:
-        """Return the sums of the batches since the last call."""
-        rows, self._rows = torch.cat(self._rows).cpu().numpy() - self._first, []
-        table = self._table.take(rows)
-        columns = {name: compute_costs(name, table).astype(np.float64) for name in self._names}
-        return {name: (len(rows), float(values.sum()), float(values @ values)) for name, values in columns.items()}
+    return noted(), sums
 
 
 def take(batches: Iterable[Mapping[str, Any]], clock: Clock, *, num_steps: int | None = None) -> Iterator[StepRecord]:

@@ -32,14 +32,7 @@ from fuelrail.bench.measure.records import RankEnd, RankFailure, RankHeader, Ran
 from fuelrail.bench.planner.state import check_memory, num_parameters
 from fuelrail.bench.ranks.elastic import end_with
 from fuelrail.bench.ranks.tracing import RankTrace, TracedAccelerator
-from fuelrail.bench.studies.train.experiment import (
-    StepSums,
-    from_memory,
-    make_loader,
-    noting_input,
-    take,
-    transforms_of,
-)
+from fuelrail.bench.studies.train.experiment import from_memory, make_loader, noting_input, summing, take, transforms_of
 from fuelrail.bench.studies.train.settings import TrainSettings
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
 from fuelrail.bench.trainer.distill.settings import DISTILL, TEMPERATURE
@@ -100,9 +93,8 @@ def run_rank(
     parallel = _divided(settings, mesh, accelerator, loader)
     checkpoints = _RunCheckpoints(settings, parallel, loader, writer)
     read_before = storage_bytes_read()
-    noted = noting_input(batches, writer, None if settings.profile is not None else MODELS.get(settings.model))
-    sums = StepSums(settings)
-    noted = sums.over(noted)
+    noted, sums = summing(batches, settings)
+    noted = noting_input(noted, writer, None if settings.profile is not None else MODELS.get(settings.model))
     first, accumulation = checkpoints.first_step, settings.accumulation
     steps = train(parallel, noted, clock, num_steps=settings.steps, accumulation=accumulation, first_step=first)
     if "training" in settings.leave_out:
@@ -113,7 +105,7 @@ def run_rank(
         steps = following_memory(steps, parallel.models, parallel.optimiser, writer)
     num_steps = 0
     for num_steps, record in enumerate(steps if trace is None else trace.of_steps(steps), start=1):
-        record.sums = sums.take()
+        record.sums = sums()
         writer.write(record)
         checkpoints.after(first + num_steps)
         if num_steps == settings.warmup:

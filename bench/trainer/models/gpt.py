@@ -35,7 +35,7 @@ class Gpt(StagedModel):
     """Tokens to the mean loss of predicting each of them from those before it.
 
     Documents of any length lie in rows of ``context + 1`` tokens, several in a row where the batch has packs. Each is
-    read alone: attention and positions start anew with it.
+    read alone: attention and positions begin with it.
     """
 
     settings: GptSettings
