@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from fuelrail.pipeline.channels.logits import Logits
 from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.attributes import TEXTS
@@ -167,6 +168,7 @@ def _short(value: object) -> str:
             return str(value.item())
         span = f", {value.min()} to {value.max()}" if value.size and value.dtype.kind in "biuf" else ""
         return f"{value.dtype}{list(value.shape)}{span}"
+    value = value.parts if isinstance(value, Logits) else value
     if isinstance(value, dict):
         return ", ".join(f"{name} {_short(one)}" for name, one in value.items())
     return f"{len(value)} bytes" if isinstance(value, bytes) else str(value)
@@ -238,9 +240,11 @@ def _values_of(channel: Channel) -> str:
         return ", ".join(
             f"{spec.name} {spec.dtype}[{', '.join(map(str, ('M', *spec.shape)))}]" for spec in channel.arrays
         )
-    if not channel.dtype:
+    if not channel.dtype and not channel.shape:
         return channel.extension
     shape = ", ".join("any" if side is None else str(side) for side in channel.shape)
+    if channel.vocabulary is not None:
+        return f"{channel.dtype}[{shape}] of {channel.vocabulary.size} in {channel.vocabulary.name}"
     return f"{channel.dtype}[{shape}]" + (f" {' '.join(channel.columns)}" if channel.columns else "")
 
 
