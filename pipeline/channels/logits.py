@@ -232,9 +232,10 @@ def _unpacked(rows: NDArray[np.uint8], code: _Code) -> NDArray[np.int32]:
     # Each token's bits lie in the four bytes from the one in which they begin; rows end with bytes of the high part.
     first = np.arange(code.k) * code.low
     places = np.minimum((first >> 3)[:, None] + np.arange(4), rows.shape[1] - 1)
-    words = np.take(rows, places, axis=1).view("<u4")[..., 0]
-    low = (words >> (first & 7).astype(np.uint32)) & np.uint32((1 << code.low) - 1)
-    return (high << code.low) | low.view(np.int32)
+    words: NDArray[np.uint32] = np.take(rows, places, axis=1).view("<u4")[..., 0]
+    low: NDArray[np.uint32] = (words >> (first & 7).astype(np.uint32)) & np.uint32((1 << code.low) - 1)
+    tokens: NDArray[np.int32] = (high << code.low) | low.view(np.int32)
+    return tokens
 
 
 def _coded(weights: NDArray[np.float64], tail: NDArray[Any] | None, code: _Code) -> list[NDArray[np.uint8]]:
