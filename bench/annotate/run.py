@@ -15,7 +15,8 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fuelrail.bench.annotate.outputs import infer_table, read_table, rows_of
+from fuelrail.bench.annotate.outputs import infer_table, logits_store, read_table, rows_of
+from fuelrail.bench.annotate.teacher import Reduction, weights_digest
 from fuelrail.bench.trainer.models.settings import find
 from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.schedule.layers import view_settings
@@ -46,9 +47,17 @@ class AnnotateOptions(CheckedSettings, frozen=True, kw_only=True):
         PathText | None, flag("YAML or JSON list of channels (default: from what the model returns)", metavar="FILE")
     ] = None
     store: Annotated[
-        Literal["as_is", "float16", "int8"],
-        flag("without --channels: how floating arrays are stored; int8 adds {name}_scale"),
+        str,
+        flag(
+            "without --channels: how floating arrays are stored: as_is, float16, int8, which adds {name}_scale; or "
+            "logits [T, V]: topk:K, sampled:K tokens a position"
+        ),
     ] = "as_is"
+    temperature: Annotated[float, Meta(gt=0), flag("of logits that are stored as topk or sampled")] = 1.0
+    positions: Annotated[
+        float, Meta(gt=0, le=1), flag("share of a sample's positions whose logits are stored: of the largest entropy")
+    ] = 1.0
+    teacher: Annotated[str | None, flag("name of the teacher's weights (default: their digest, where known)")] = None
     view: Annotated[
         Literal["fixed", "per_view"], flag("show samples without augmentation, or as augmented in --epoch with --seed")
     ] = "fixed"
@@ -60,6 +69,10 @@ class AnnotateOptions(CheckedSettings, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.store not in ("as_is", "float16", "int8") and logits_store(self.store) is None:
+            raise ConfigError(
+                f"store={self.store!r} must be as_is, float16, int8, topk:K or sampled:K, such as topk:64"
+            )
         if self.view == "fixed" and (self.seed or self.epoch):
             raise ConfigError(
                 f"seed={self.seed}, epoch={self.epoch} draw an augmentation, and view='fixed' shows samples without "
@@ -99,16 +112,19 @@ def annotate(
     [B, ...] or a list of B values. It runs in inference mode. It must give the same values for the same batch.
 
     Every rank of a launcher such as torchrun runs the same call; the one that finds all rows written finishes the
-    layer. An interrupted run is resumed by the same call, on any number of ranks. Raises ConfigError for a model that
-    cannot be imported and for outputs without a table, StageError, whose ``__cause__`` is the exception, for a model
-    that raises, SchemaError for values that are not as the table says, and what `DataLoader` and `LayerWriter` raise.
+    layer. An interrupted run is resumed by the same call, on any number of ranks, with the same weights only: their
+    digest is in the layer, as ``provenance.recipe.teacher``, if the model is a module, has some or uses some by name.
+
+    Raises ConfigError for a model that cannot be imported, for outputs without a table and for logits with NaN,
+    StageError, whose ``__cause__`` is the exception, for a model that raises, SchemaError for values that are not as
+    the table says, DatasetExistsError for another teacher, and what `DataLoader` and `LayerWriter` raise.
     """
     options = make_options(AnnotateOptions, options, changes)
     start = time.monotonic()
     base = base if isinstance(base, Dataset) else open_dataset(base)
     check_out(open_output(layer))  # before the model runs
     work = _Annotation(base, _load(model) if isinstance(model, str) else model, options)
-    with LayerWriter(base, layer, channels=work.table(), view=work.view) as writer:
+    with LayerWriter(base, layer, channels=work.table(), view=work.view, recipe=work.recipe()) as writer:
         done = writer.written()
         num_kept, num_written = int(done.sum()), 0
         for split in base.splits:
@@ -134,9 +150,17 @@ class _Annotation:
         else:
             settings = view_settings(options.seed, transforms.content())
             self.view = LayerView(kind="per_view", epoch=options.epoch, settings=settings)
+        self._reduction = Reduction(options.temperature, options.positions, options.seed, options.epoch)
         self._transforms = transforms
         device = options.device
         self._device = f"cuda:{os.environ.get(_LAUNCHER_RANK, '0')}" if device == "cuda" else device
+
+    def recipe(self) -> dict[str, Any]:
+        """Return what the values depend on beside the table and the view: facts that all writers must agree on."""
+        options = self._options
+        teacher = options.teacher or weights_digest(self._model)
+        found = {"teacher": teacher, "temperature": options.temperature, "positions": options.positions}
+        return {name: value for name, value in found.items() if value not in (None, 1.0)}
 
     def table(self) -> list[dict[str, Any]]:
         """Return channels: those of the file, or those of the first batch's outputs, which all ranks compute alike."""
@@ -165,7 +189,7 @@ class _Annotation:
                 wanted = [at for at, row in enumerate(rows) if batch["valid"][at] and not done[row]]
                 if not wanted:
                     continue
-                values = rows_of(self._outputs(batch), len(rows), writer.channels)
+                values = rows_of(self._outputs(batch), batch["sample_key"], writer.channels, self._reduction)
                 for at in wanted:
                     writer.write(rows[at], values[at])
                 num_written += len(wanted)
