@@ -79,7 +79,7 @@ def open_layers(
             else:
                 raise ConfigError(_FORM.format(given))
             found.append(open_layer(layer, options.path, base, options.missing, **opening))
-            made_by = found[-1].manifest.provenance.get("recipe", {}).get("teacher")
+            made_by = found[-1].manifest.recipe.get("teacher")
             if options.teacher not in (None, made_by):
                 raise ConfigError(
                     f"layer '{layer}' ('{options.path}') was made by the teacher {made_by or 'of unknown weights'}, "

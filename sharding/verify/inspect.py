@@ -38,6 +38,10 @@ _MAX_CELL = 2000
 """Characters of one cell of a table: it may list a few hundred classes."""
 
 
+_RECIPE = ("teacher", "temperature", "positions")
+"""What of a layer's recipe is shown."""
+
+
 class Description(NamedTuple):
     """The result of `inspect`: ``facts`` are plain values for programs, ``text`` is for people."""
 
@@ -147,12 +151,11 @@ def _layer_facts(manifest: LayerManifest) -> list[tuple[str, str]]:
     base, view = manifest.base, manifest.view
     lacking = base.num_samples - manifest.num_samples
     of_view = "" if view.kind == "fixed" else f", epoch {view.epoch}"
-    recipe = manifest.provenance.get("recipe", {})
     return [
         ("layer of", f"{base.name}, {base.num_samples:,} samples, fingerprint {base.fingerprint}"),
         ("rows", "complete" if not lacking else f"partial: {counted(lacking, 'sample')} of the base have none"),
         ("view", f"{view.kind}{of_view}"),
-        *((name, str(recipe[name])) for name in ("teacher", "temperature", "positions") if name in recipe),
+        *((name, str(manifest.recipe[name])) for name in _RECIPE if name in manifest.recipe),
     ]
 
 

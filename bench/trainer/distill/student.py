@@ -81,7 +81,13 @@ class Distilled(StagedModel):
             parts["targets"] = student.losses(logits, *own[:-2], detected, own[-1])
         if "logits" in self._weights:
             binary = isinstance(self.settings, GridSettings)
-            parts["logits"] = divergence(logits, said["logits"], self._temperature, binary=binary)
+            teacher: Any = said.get("logits")
+            if teacher is None:
+                teacher = Logits(**{name.partition(".")[2]: one for name, one in said.items() if "." in name})
+            parts["logits"] = divergence(logits, teacher, self._temperature, binary=binary)
+            if isinstance(teacher, Logits):  # the mean is over the positions that are stored
+                share = teacher.known.float().mean(-1, keepdim=True)
+                parts["logits"] = parts["logits"] / (share + (share == 0))
         total = torch.zeros((), device=own[-1].device)
         for name, part in parts.items():
             total = total + self._weights[name] * mean_over_samples(student.by_sample(part, *own), own[-1])
@@ -148,15 +154,16 @@ def distilled(
     teacher: str | None = None,
     layer: str | None = None,
     weights: str = DISTILL,
-    temperature: float = TEMPERATURE,
+    temperature: float | None = None,
     tp: int = 1,
 ) -> tuple[Callable[[StagedModel], StagedModel], Callable[..., tuple[Tensor, ...]] | None]:
     """Return what gives a student of a size the loss of distillation, and the teacher to call with a batch's inputs.
 
     The teacher is one out of checkpoints, or a ``layer`` of predictions, which needs no call: its values are in the
-    batches. ``weights`` is the text that :func:`weights_of` reads; ``temperature`` softens the logits; ``tp`` is the
-    student's degree of tensor parallel. All ranks must call this. Raises ConfigError for a teacher that predicts other
-    things than the student, and what :class:`Teacher` and `open_layer` raise.
+    batches. ``weights`` is the text that :func:`weights_of` reads; ``temperature`` softens the logits (default: 2, or
+    that of a layer of top-k or draws); ``tp`` is the student's degree of tensor parallel. All ranks must call this.
+    Raises ConfigError for a teacher that predicts other things than the student or was stored at another temperature,
+    and what :class:`Teacher` and `open_layer` raise.
     """
     parts = weights_of(weights)
     if "targets" in parts and not isinstance(size, GridSettings):
@@ -171,6 +178,13 @@ def distilled(
         )
     if teacher is None:
         source = of_layer(str(layer), size, loader.dataset, parts, loader.transforms)
+        stored = source.temperature
+        if stored is not None and temperature not in (None, stored):
+            raise ConfigError(
+                f"temperature={temperature}: layer '{layer}' has logits that were stored at {stored}; leave it out, or "
+                f"make the layer again by annotate --temperature {temperature}"
+            )
+        temperature = temperature or stored or TEMPERATURE
         return partial(Distilled, source=source, weights=parts, temperature=temperature), None
     model = Teacher(teacher, device, shard=dist.is_initialized() and dist.get_world_size() > 1)
     cameras = len(loader.cameras)
@@ -181,4 +195,4 @@ def distilled(
             "teacher of the same predictions"
         )
     source = Source(("logits", "features"), feature_width(model.settings))
-    return partial(Distilled, source=source, weights=parts, temperature=temperature), model
+    return partial(Distilled, source=source, weights=parts, temperature=temperature or TEMPERATURE), model

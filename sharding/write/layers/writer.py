@@ -254,11 +254,10 @@ class LayerWriter:
                 ) from error
         else:
             manifest: Any = open_layer_data(self._out.location).manifest
-            recipe = manifest.provenance.get("recipe", {})
             found = LayerRun(
                 name=manifest.name, base=manifest.base, channels=manifest.channels, view=manifest.view,
-                zstd=recipe.get("zstd", ""),
-                recipe={name: value for name, value in recipe.items() if name not in _OWN_RECIPE},
+                zstd=manifest.recipe.get("zstd", ""),
+                recipe={name: value for name, value in manifest.recipe.items() if name not in _OWN_RECIPE},
             )  # fmt: skip
         if found != self._run:
             there, here = (

@@ -8,8 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from fuelrail.bench.trainer.distill.student import divergence
+from fuelrail.bench.annotate.run import annotate
+from fuelrail.bench.trainer.distill.student import distilled, divergence
+from fuelrail.bench.trainer.distill.teacher import LAYER
+from fuelrail.bench.trainer.models.build import build_model
+from fuelrail.bench.trainer.models.gpt import tokens_of
+from fuelrail.bench.trainer.models.settings import MODELS
+from fuelrail.bench.trainer.strategies.parallel import parallelise
+from fuelrail.loaders import DataLoader, Transforms
 from fuelrail.pipeline.channels.logits import Logits
+from fuelrail.pipeline.errors import ConfigError
+from support.datasets import build_dataset
+from support.parallel_equality import train_step
 
 SIZE, NUM_DRAWS = 40, 10_000
 
@@ -113,3 +123,66 @@ def test_half_precision_students_and_packed_rows(pair) -> None:
     assert torch.equal(values.view(2, 3), divergence(own, stored))
     assert divergence(own.bfloat16(), stored).dtype == torch.float32
     assert np.isfinite(divergence(own.bfloat16(), stored).detach().numpy()).all()
+
+
+GPT = MODELS["gpt-tiny"]
+TINY = Transforms(image={"height": 16, "width": 16})  # type: ignore[arg-type]
+TABLE = """
+- {name: logits, kind: logits_topk, field: logits.lgt, dtype: float16, axes: [position, token], shape: [32, 64],
+   law: {name: fixed}, vocabulary: {name: words, size: 64}}
+"""
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory):
+    """A dataset, and a decoder's logits of it, whole and stored in several ways."""
+    folder = tmp_path_factory.mktemp("taught")
+    build_dataset(folder / "data", {"train": (8,)}, size=(16, 16))
+    torch.manual_seed(1)
+    model = build_model(GPT)
+    with torch.no_grad():
+        model.head.vocabulary.weight.mul_(8)
+
+    def logits(batch):
+        return {"logits": model.predict(tokens_of(batch, GPT))[1]}
+
+    (folder / "table.yaml").write_text(TABLE)
+    ways = {
+        "whole": {}, "all": {"channels": folder / "table.yaml"}, "topk": {"store": "topk:16"},
+        "sampled": {"store": "sampled:40"}, "some": {"channels": folder / "table.yaml", "positions": 0.5},
+        "soft": {"channels": folder / "table.yaml", "temperature": 2.0},
+    }  # fmt: skip
+    for name, options in ways.items():
+        annotate(folder / "data", folder / name, logits, batch_size=4, workers=1, transforms=TINY, **options)
+    return folder
+
+
+def trained(taught, layer: str, **settings) -> list[float]:
+    layers = {LAYER: str(taught / layer)}
+    with DataLoader(taught / "data", 4, shuffle=True, num_workers=1, transforms=TINY, layers=layers) as loader:
+        wrap, _ = distilled(GPT, loader, "cpu", layer=layers[LAYER], **{"weights": "logits=1", **settings})
+        parallel = parallelise(lambda: wrap(build_model(GPT)))
+        return [train_step(parallel, batch) for batch in loader]
+
+
+@pytest.mark.costly
+def test_the_trainers_decoder_learns_from_either_kind(taught) -> None:
+    whole = trained(taught, "whole", temperature=1.0)
+    assert trained(taught, "all") == pytest.approx(whole, rel=1e-3)
+    assert trained(taught, "soft") == pytest.approx(trained(taught, "whole", temperature=2.0), rel=1e-3)
+    topk, sampled, some = (trained(taught, name) for name in ("topk", "sampled", "some"))
+    assert all(one < full for one, full in zip(topk, whole, strict=True)), "tokens that count as one differ by less"
+    assert len({tuple(one) for one in (whole, topk, sampled, some)}) == 4
+    assert some == pytest.approx(whole, rel=0.5), "a mean over the positions that are stored"
+    with pytest.raises(ConfigError, match=r"temperature=3.0: layer '.*soft' has logits that were stored at 2.0"):
+        trained(taught, "soft", temperature=3.0)
+
+
+def test_a_layer_of_another_vocabulary_is_refused(taught) -> None:
+    layers = {LAYER: str(taught / "topk")}
+    says = r"'logits' of \[1024, 50304\], for a student of .*; it has \[32, 64\]"
+    with (
+        DataLoader(taught / "data", 4, transforms=TINY, layers=layers) as loader,
+        pytest.raises(ConfigError, match=says),
+    ):
+        distilled(MODELS["gpt2"], loader, "cpu", layer=layers[LAYER])
