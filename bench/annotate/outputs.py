@@ -57,13 +57,12 @@ def infer_table(outputs: Mapping[str, Any], num_rows: int, store: str) -> list[d
     table: list[dict[str, Any]] = []
     logits = logits_store(store)
     for name, output in outputs.items():
-        head = {"name": name, "law": {"name": "fixed"}}
+        head: dict[str, Any] = {"name": name, "law": {"name": "fixed"}}
         if logits is not None and (sides := _logits_sides(name, output, num_rows)) is not None:
-            entry: dict[str, Any] = {
-                **head, "kind": logits[0], "field": f"{name}.lgt", "axes": ["position", "token"],
-                "shape": [sides[0], logits[1]], "vocabulary": {"name": name, "size": sides[1]},
-            }  # fmt: skip
-            table.append({**entry, "dtype": "uint8"} if logits[0] == TOPK else entry)
+            vocabulary = {"name": name, "size": sides[1]}
+            entry = {**head, "kind": logits[0], "field": f"{name}.lgt", "axes": ["position", "token"]}
+            entry |= {"shape": [sides[0], logits[1]], "vocabulary": vocabulary}
+            table.append(entry | ({"dtype": "uint8"} if logits[0] == TOPK else {}))
             continue
         values = _split(name, output, num_rows)
         if all(isinstance(value, str) for value in values):

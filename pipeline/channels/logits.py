@@ -177,10 +177,8 @@ def collate(values: Sequence[Logits | None], channel: Channel, _: tuple[int, ...
     """Return the `Logits` of a batch: stacked, or one after the other where the table leaves the positions open."""
     code = code_of(channel)
     number = code.length or 0
-    nothing = Logits(
-        np.zeros((number, code.k), np.int32), np.zeros((number, code.k), np.float32),
-        np.zeros(number, np.float32) if code.is_topk else None, np.zeros(number, bool),
-    )  # fmt: skip
+    none, unknown = np.zeros((number, code.k), np.int32), np.zeros(number, bool)
+    nothing = Logits(none, none.astype(np.float32), unknown.astype(np.float32) if code.is_topk else None, unknown)
     rows = [nothing if value is None else value for value in values]
     join = np.concatenate if code.length is None else np.stack
     offsets = np.cumsum([0, *(len(row.known) for row in rows)]) if code.length is None else None

@@ -168,8 +168,9 @@ def of_layer(
 
 def _shape(channel: Channel) -> tuple[int | None, ...]:
     """Return the shape of a channel's values; of stored logits, that of those that they stand for."""
-    is_stored = channel.kind in (TOPK, SAMPLED) and channel.vocabulary is not None
-    return (channel.shape[0], channel.vocabulary.size) if is_stored else channel.shape
+    if channel.kind not in (TOPK, SAMPLED) or channel.vocabulary is None:
+        return channel.shape
+    return channel.shape[0], channel.vocabulary.size
 
 
 def _part(batch: Mapping[str, Any], name: str, part: str) -> Tensor:

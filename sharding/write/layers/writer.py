@@ -254,11 +254,9 @@ class LayerWriter:
                 ) from error
         else:
             manifest: Any = open_layer_data(self._out.location).manifest
-            found = LayerRun(
-                name=manifest.name, base=manifest.base, channels=manifest.channels, view=manifest.view,
-                zstd=manifest.recipe.get("zstd", ""),
-                recipe={name: value for name, value in manifest.recipe.items() if name not in _OWN_RECIPE},
-            )  # fmt: skip
+            recipe = {name: value for name, value in manifest.recipe.items() if name not in _OWN_RECIPE}
+            zstd = manifest.recipe.get("zstd", "")
+            found = LayerRun(manifest.name, manifest.base, manifest.channels, manifest.view, zstd, recipe)
         if found != self._run:
             there, here = (
                 {**msgspec.to_builtins(run), "channels": {one.name: msgspec.to_builtins(one) for one in run.channels}}
