@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -12,7 +11,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from fuelrail.pipeline.channels.logits import SAMPLED, TOPK, Logits
+from fuelrail.pipeline.channels.logits import SAMPLED, TOPK, Logits, logits_entry, logits_store
 from fuelrail.pipeline.channels.table import DTYPES, Channel
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import read_text
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
 _MOST_INT8: Final = 127
 _SCALE: Final = "_scale"
-_LOGITS: Final = re.compile(r"(topk|sampled):([1-9][0-9]{0,5})")
 _BY_HAND: Final = "describe it in a table of channels (--channels FILE; FORMAT.md, section 2.1)"
 
 
@@ -41,12 +39,6 @@ def read_table(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return table
 
 
-def logits_store(store: str) -> tuple[str, int] | None:
-    """Return kind and number of tokens of ``topk:64`` or ``sampled:50``; None for another way to store."""
-    found = _LOGITS.fullmatch(store)
-    return None if found is None else ({"topk": TOPK, "sampled": SAMPLED}[found[1]], int(found[2]))
-
-
 def infer_table(outputs: Mapping[str, Any], num_rows: int, store: str) -> list[dict[str, Any]]:
     """Infer the channels of outputs of ``num_rows`` samples: arrays, texts and bytes that no augmentation moves.
 
@@ -59,10 +51,7 @@ def infer_table(outputs: Mapping[str, Any], num_rows: int, store: str) -> list[d
     for name, output in outputs.items():
         head: dict[str, Any] = {"name": name, "law": {"name": "fixed"}}
         if logits is not None and (sides := _logits_sides(name, output, num_rows)) is not None:
-            vocabulary = {"name": name, "size": sides[1]}
-            entry = {**head, "kind": logits[0], "field": f"{name}.lgt", "axes": ["position", "token"]}
-            entry |= {"shape": [sides[0], logits[1]], "vocabulary": vocabulary}
-            table.append(entry | ({"dtype": "uint8"} if logits[0] == TOPK else {}))
+            table.append(logits_entry(name, logits, *sides))
             continue
         values = _split(name, output, num_rows)
         if all(isinstance(value, str) for value in values):

@@ -15,11 +15,12 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fuelrail.bench.annotate.outputs import infer_table, logits_store, read_table, rows_of
+from fuelrail.bench.annotate.outputs import infer_table, read_table, rows_of
 from fuelrail.bench.annotate.teacher import Reduction, weights_digest
 from fuelrail.bench.trainer.models.settings import find
 from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.schedule.layers import view_settings
+from fuelrail.pipeline.channels.logits import logits_store
 from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset

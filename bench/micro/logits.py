@@ -117,10 +117,7 @@ def gradients(own: Tensor, teacher: Tensor, draws: int) -> dict[str, dict[str, f
     q, p = teacher.double().softmax(-1), own.double().softmax(-1)
     channel, total, squares = channel_of(SAMPLED, COUNT, own.shape[1]), torch.zeros_like(p), torch.zeros_like(p)
     for number in range(draws):
-        drawn = stored(teacher, channel, str(number))[0]
-        read = Logits(
-            *(torch.from_numpy(part) for part in (drawn.indices, drawn.weights)), None, torch.from_numpy(drawn.known)
-        )
+        read = stored(teacher, channel, str(number))[0].map(torch.from_numpy)
         leaf = own.clone().requires_grad_()
         (found,) = torch.autograd.grad(divergence(leaf, read).sum(), leaf)
         total += found
@@ -133,10 +130,10 @@ def gradients(own: Tensor, teacher: Tensor, draws: int) -> dict[str, dict[str, f
     ratio = (q * rest).sum(-1, keepdim=True) / (p * rest).sum(-1, keepdim=True)
     tailed = torch.zeros_like(q).scatter(-1, indices, weights) + rest * p * ratio
     whole = (p - q).norm()
-    found = {"sampled": mean - (p - q), "topk without its tail": q - kept, "topk with its tail": q - tailed}
+    off = {"sampled": mean - (p - q), "topk without its tail": q - kept, "topk with its tail": q - tailed}
     return {
         name: {"share_of_norm": float(one.norm() / whole), "standard_errors": float(one.norm() / error)}
-        for name, one in found.items()
+        for name, one in off.items()
     }
 
 
@@ -165,17 +162,15 @@ def trained(size: GptSettings, windows: Tensor, steps: int, seed: int, teacher: 
     model: Any = build_model(size)
     optimiser = torch.optim.AdamW(model.parameters(), 2e-3)
     generator = torch.Generator().manual_seed(seed)
-    batches = itertools.chain.from_iterable(
-        torch.randperm(len(windows), generator=generator).split(16) for _ in itertools.count()
-    )
-    for step, rows in enumerate(itertools.islice((one for one in batches if len(one) == 16), steps)):
+    for step in range(steps):
+        rows = torch.randint(len(windows), (16,), generator=generator)
         optimiser.param_groups[0]["lr"] = 2e-3 * (1 - step / steps)
         tokens = windows[rows]
         with torch.no_grad():
             said = tokens[:, 1:] if teacher is None else teacher.predict(tokens)[1]
         loss = lesson(model.predict(tokens)[1], said, [str(row) for row in rows.tolist()])
         optimiser.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         optimiser.step()
     return model
 
@@ -224,7 +219,7 @@ def decoding(repeats: int) -> dict[str, float]:
         read = KINDS[kind].collate([KINDS[kind].decode(one, channel) for one in members], channel, ())
         decoded_s = time.process_time()
         optimiser.zero_grad()
-        divergence(model.predict(tokens)[1], read.map(torch.from_numpy)).mean().backward()
+        torch.autograd.backward(divergence(model.predict(tokens)[1], read.map(torch.from_numpy)).mean())
         optimiser.step()
         found.setdefault(kind, []).append((decoded_s - start_s) / (time.process_time() - decoded_s))
     return {kind: statistics.median(shares) for kind, shares in found.items()}

@@ -10,6 +10,7 @@ and Fano, 2 + log2(V / k) bits a token at most. FORMAT.md has the layout, sectio
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -28,6 +29,7 @@ MAX_VOCABULARY: Final = 1 << 24
 MAX_VALUES: Final = 1 << 27
 """Cap on the tokens of a sample, stored or left out."""
 
+_STORE: Final = re.compile(r"(topk|sampled):([1-9][0-9]{0,5})")
 _LEAST_LOG: Final = -40.0
 """Relative to the likeliest token's: what is less likely counts as this likely, 4e-18 of it."""
 _SUM_ERROR: Final = 1e-2
@@ -63,6 +65,20 @@ class Logits(NamedTuple):
     def parts(self) -> dict[str, Any]:
         """The parts that there are, by name."""
         return {name: part for name, part in self._asdict().items() if part is not None}
+
+
+def logits_store(text: str) -> tuple[str, int] | None:
+    """Return kind and number of tokens of ``topk:64`` or ``sampled:50``; None for another text."""
+    found = _STORE.fullmatch(text)
+    return None if found is None else (f"logits_{found[1]}", int(found[2]))
+
+
+def logits_entry(name: str, store: tuple[str, int], length: int | None, size: int) -> dict[str, Any]:
+    """Return the entry of the table for logits [length, size], stored as `logits_store` says; None: lengths differ."""
+    kind, k = store
+    entry: dict[str, Any] = {"name": name, "kind": kind, "field": f"{name}.lgt", "law": {"name": "fixed"}}
+    entry |= {"axes": ["position", "token"], "shape": [length, k], "vocabulary": {"name": name, "size": size}}
+    return entry | ({"dtype": "uint8"} if kind == TOPK else {})
 
 
 def broken(channel: Channel) -> Iterator[str]:
