@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.viewer.view import ViewOptions as ViewOptions
     from fuelrail.loaders.viewer.view import ViewReport as ViewReport
     from fuelrail.loaders.viewer.view import view as view
+    from fuelrail.pipeline.channels.logits import Logits as Logits
     from fuelrail.pipeline.errors import BadSamplesError as BadSamplesError
     from fuelrail.pipeline.errors import ChecksumError as ChecksumError
     from fuelrail.pipeline.errors import CodecError as CodecError
@@ -237,6 +238,7 @@ _PUBLIC: Final = {
     "TopOptions": "fuelrail.pipeline.runtime.top",
     "TraceRecorder": "fuelrail.pipeline.runtime.trace",
     "LayerView": "fuelrail.pipeline.format.layers",
+    "Logits": "fuelrail.pipeline.channels.logits",
     "World": "fuelrail.pipeline.order.batching",
     # pipeline: errors
     "FuelrailError": "fuelrail.pipeline.errors",

@@ -11,12 +11,15 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
+from fuelrail.pipeline.channels.logits import SAMPLED, TOPK, Logits, logits_entry, logits_store
 from fuelrail.pipeline.channels.table import DTYPES, Channel
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import read_text
 
 if TYPE_CHECKING:
     import torch
+
+    from fuelrail.bench.annotate.teacher import Reduction
 
 _MOST_INT8: Final = 127
 _SCALE: Final = "_scale"
@@ -40,12 +43,17 @@ def infer_table(outputs: Mapping[str, Any], num_rows: int, store: str) -> list[d
     """Infer the channels of outputs of ``num_rows`` samples: arrays, texts and bytes that no augmentation moves.
 
     ``store`` is how floating arrays of one axis and more are stored: ``as_is``, ``float16``, or ``int8`` beside a
-    channel ``{name}_scale``. Raises ConfigError for values that need a table written by hand.
+    channel ``{name}_scale``; or how those of two axes are, which are logits [T, V] (`logits_store`). Raises ConfigError
+    for values that need a table written by hand, and where nothing is logits though ``store`` is for them.
     """
     table: list[dict[str, Any]] = []
+    logits = logits_store(store)
     for name, output in outputs.items():
+        head: dict[str, Any] = {"name": name, "law": {"name": "fixed"}}
+        if logits is not None and (sides := _logits_sides(name, output, num_rows)) is not None:
+            table.append(logits_entry(name, logits, *sides))
+            continue
         values = _split(name, output, num_rows)
-        head = {"name": name, "law": {"name": "fixed"}}
         if all(isinstance(value, str) for value in values):
             table.append({**head, "kind": "text", "field": f"{name}.txt"})
         elif all(isinstance(value, bytes) for value in values):
@@ -56,7 +64,7 @@ def infer_table(outputs: Mapping[str, Any], num_rows: int, store: str) -> list[d
                 raise ConfigError(f"output {name!r} has dtype {dtype}; allowed are {', '.join(DTYPES)}")
             is_large = values[0].dtype.kind == "f" and shape
             axes = [f"axis_{number}" for number in range(len(shape))]
-            stored = store if is_large and store != "as_is" else dtype
+            stored = store if is_large and store in ("float16", "int8") else dtype
             table.append(
                 {**head, "kind": "array", "field": f"{name}.npy", "dtype": stored, "axes": axes, "shape": shape}
             )
@@ -67,21 +75,35 @@ def infer_table(outputs: Mapping[str, Any], num_rows: int, store: str) -> list[d
         else:
             kinds = ", ".join(sorted({_kind(value) for value in values}))
             raise ConfigError(f"output {name!r} holds {kinds}, not arrays of one shape, str or bytes: {_BY_HAND}")
+    if logits is not None and not any(entry["kind"] == logits[0] for entry in table):
+        raise ConfigError(
+            f"store={store!r} is for logits, floats [B, T, V]; the model returned {', '.join(outputs)} without any: "
+            "give a sample's logits an axis of positions, or store them as_is"
+        )
     return table
 
 
-def rows_of(outputs: Mapping[str, Any], num_rows: int, channels: Sequence[Channel]) -> list[dict[str, Any]]:
+def rows_of(
+    outputs: Mapping[str, Any], keys: Sequence[str], channels: Sequence[Channel], reduce: Reduction
+) -> list[dict[str, Any]]:
     """Return the values of each row as the table stores them.
 
     Floating values are cast to a floating dtype of the table; for int8 with a channel ``{name}_scale`` beside, they
-    are divided by the row's largest absolute value / 127, and that is the scale. Raises ConfigError for an output whose
-    length is not the batch's, and for values that its dtype cannot hold.
+    are divided by the row's largest absolute value / 127, and that is the scale. Those of a channel of logits go
+    through ``reduce``. Raises ConfigError for an output whose length is not the batch's, and for values that its dtype
+    cannot hold.
     """
+    import torch
+
     table = {channel.name: channel for channel in channels}
-    rows: list[dict[str, Any]] = [{} for _ in range(num_rows)]
+    rows: list[dict[str, Any]] = [{} for _ in keys]
     for name, output in outputs.items():
         channel = table.get(name)
-        for row, value in zip(rows, _split(name, output, num_rows), strict=True):
+        if channel is not None and channel.kind in (TOPK, SAMPLED):
+            for row, key, value in zip(rows, keys, _rows(name, output, len(keys)), strict=True):
+                row[name] = value if isinstance(value, Logits) else reduce(torch.as_tensor(value), channel, key)
+            continue
+        for row, value in zip(rows, _split(name, output, len(keys)), strict=True):
             row[name] = value
             if channel is None or not isinstance(value, np.ndarray) or value.dtype.kind != "f":
                 continue
@@ -113,14 +135,31 @@ def _quantised(name: str, value: NDArray[Any]) -> tuple[NDArray[np.int8], np.flo
     return np.clip(np.rint(value / scale), -_MOST_INT8, _MOST_INT8).astype(np.int8), scale
 
 
+def _logits_sides(name: str, output: object, num_rows: int) -> tuple[int | None, int] | None:
+    """Return T and V of an output that is logits [T, V] of each sample, else None; T is None in a list: it may vary."""
+    import torch
+
+    rows = [torch.as_tensor(row) for row in _rows(name, output, num_rows) if isinstance(row, torch.Tensor | np.ndarray)]
+    fits = len(rows) == num_rows and all(row.ndim == 2 and row.is_floating_point() for row in rows)
+    if not fits or len({row.shape[1] for row in rows}) > 1:
+        return None
+    return (None if isinstance(output, list | tuple) else rows[0].shape[0]), rows[0].shape[1]
+
+
 def _split(name: str, output: object, num_rows: int) -> list[Any]:
     """Return the rows of an output; tensors as arrays in host memory, bfloat16 as float32."""
     import torch
 
-    kind = type(output).__name__
     if isinstance(output, torch.Tensor):
         output = _on_host(name, output)
-    has_rows = isinstance(output, list | tuple) or (isinstance(output, np.ndarray) and output.ndim > 0)
+    return [_array(name, row) for row in _rows(name, output, num_rows)]
+
+
+def _rows(name: str, output: object, num_rows: int) -> list[Any]:
+    import torch
+
+    kind = type(output).__name__
+    has_rows = isinstance(output, list | tuple) or (isinstance(output, np.ndarray | torch.Tensor) and output.ndim > 0)
     length = len(output) if has_rows else -1  # type: ignore[arg-type]
     if length != num_rows:
         raise ConfigError(
@@ -128,7 +167,7 @@ def _split(name: str, output: object, num_rows: int) -> list[Any]:
             f"[B, ...] or a list, with a row for each of the batch's {num_rows} samples"
         )
     rows: list[Any] = list(output)  # type: ignore[call-overload]
-    return [_array(name, row) for row in rows]
+    return rows
 
 
 def _on_host(name: str, tensor: torch.Tensor) -> NDArray[Any]:

@@ -21,10 +21,12 @@ import numpy as np
 from msgspec import Meta
 
 from fuelrail.bench.annotate.outputs import infer_table, read_table, rows_of
+from fuelrail.bench.annotate.teacher import Reduction, weights_digest
 from fuelrail.bench.trainer.models.settings import find
 from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.distributed import detect_world
 from fuelrail.loaders.schedule.layers import view_settings
+from fuelrail.pipeline.channels.logits import logits_store
 from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.errors import ConfigError, DatasetError, FuelrailError
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
@@ -58,9 +60,17 @@ class AnnotateOptions(CheckedSettings, frozen=True, kw_only=True):
         PathText | None, flag("YAML or JSON list of channels (default: from what the model returns)", metavar="FILE")
     ] = None
     store: Annotated[
-        Literal["as_is", "float16", "int8"],
-        flag("without --channels: how floating arrays are stored; int8 adds {name}_scale"),
+        str,
+        flag(
+            "without --channels: how floating arrays are stored: as_is, float16, int8, which adds {name}_scale; or "
+            "logits [T, V]: topk:K, sampled:K tokens a position"
+        ),
     ] = "as_is"
+    temperature: Annotated[float, Meta(gt=0), flag("of logits that are stored as topk or sampled")] = 1.0
+    positions: Annotated[
+        float, Meta(gt=0, le=1), flag("share of a sample's positions whose logits are stored: of the largest entropy")
+    ] = 1.0
+    teacher: Annotated[str | None, flag("name of the teacher's weights (default: their digest, where known)")] = None
     view: Annotated[
         Literal["fixed", "per_view"], flag("show samples without augmentation, or as augmented in --epoch with --seed")
     ] = "fixed"
@@ -81,6 +91,10 @@ class AnnotateOptions(CheckedSettings, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_address(self.ray_address, "the engine ray", is_used=self.engine == "ray")
+        if self.store not in ("as_is", "float16", "int8") and logits_store(self.store) is None:
+            raise ConfigError(
+                f"store={self.store!r} must be as_is, float16, int8, topk:K or sampled:K, such as topk:64"
+            )
         if self.view == "fixed" and (self.seed or self.epoch):
             raise ConfigError(
                 f"seed={self.seed}, epoch={self.epoch} draw an augmentation, and view='fixed' shows samples without "
@@ -120,9 +134,12 @@ def annotate(
     [B, ...] or a list of B values. It runs in inference mode. It must give the same values for the same batch.
 
     Every rank of a launcher such as torchrun runs the same call; the one that finds all rows written finishes the
-    layer. An interrupted run is resumed by the same call, on any number of ranks. Raises ConfigError for a model that
-    cannot be imported and for outputs without a table, StageError, whose ``__cause__`` is the exception, for a model
-    that raises, SchemaError for values that are not as the table says, and what `DataLoader` and `LayerWriter` raise.
+    layer. An interrupted run is resumed by the same call, on any number of ranks, with the same weights only: their
+    digest is in the layer, as ``provenance.recipe.teacher``, if the model is a module, has some or uses some by name.
+
+    Raises ConfigError for a model that cannot be imported, for outputs without a table and for logits with NaN,
+    StageError, whose ``__cause__`` is the exception, for a model that raises, SchemaError for values that are not as
+    the table says, DatasetExistsError for another teacher, and what `DataLoader` and `LayerWriter` raise.
     """
     options = make_options(AnnotateOptions, options, changes)
     start = time.monotonic()
@@ -130,7 +147,7 @@ def annotate(
     check_out(open_output(layer))  # before the model runs
     if options.engine is None:
         work = _Annotation(base, _load(model) if isinstance(model, str) else model, options, detect_world())
-        with LayerWriter(base, layer, channels=work.table(), view=work.view) as writer:
+        with LayerWriter(base, layer, channels=work.table(), view=work.view, recipe=work.recipe()) as writer:
             done = writer.written()
             num_kept = int(done.sum())
             num_written = sum(work.write(piece, writer, done) for piece in work.pieces(done, sys.maxsize))
@@ -159,13 +176,13 @@ def _on_ray(base: Dataset, layer: str, model: Model | str, options: AnnotateOpti
     setup = _pickled((base, model, msgspec.structs.replace(options, workers=options.workers or 1)))
     work = _Annotation(base, None, options, World(0, 1))
     with engine.connected():
-        table = work.table() if options.channels else next(engine.make(partial(_start_table, setup), [0]))
-        with LayerWriter(base, layer, channels=table, view=work.view) as writer:
+        facts = next(engine.make(partial(_start_facts, setup), [0]))
+        with LayerWriter(base, layer, **facts, view=work.view) as writer:
             done = writer.written()
             num_kept = int(done.sum())
             num_rows = min(ROWS_PER_SEGMENT, (done.size - num_kept) // _PIECES)
             pieces = work.pieces(done, max(1, num_rows // options.batch_size))
-            for _ in engine.make(partial(_start_rows, setup, layer, table, pieces, done), range(len(pieces))):
+            for _ in engine.make(partial(_start_rows, setup, layer, facts, pieces, done), range(len(pieces))):
                 pass
             return writer.finish().fingerprint, num_kept, done.size - num_kept
 
@@ -183,16 +200,16 @@ def _pickled(setup: tuple[Dataset, Model | str, AnnotateOptions]) -> bytes:
     return content
 
 
-def _start_table(setup: bytes, node: str) -> Callable[[int], list[dict[str, Any]]]:
+def _start_facts(setup: bytes, node: str) -> Callable[[int], dict[str, Any]]:
     work = _work_on(node, setup)
-    return lambda _: work.table()
+    return lambda _: {"channels": work.table(), "recipe": work.recipe()}
 
 
 def _start_rows(
-    setup: bytes, layer: str, table: list[dict[str, Any]], pieces: list[_Piece], done: Rows, node: str
+    setup: bytes, layer: str, facts: dict[str, Any], pieces: list[_Piece], done: Rows, node: str
 ) -> Callable[[int], None]:
     work = _work_on(node, setup, layer)
-    writer = LayerWriter(work.base, layer, channels=table, view=work.view)
+    writer = LayerWriter(work.base, layer, **facts, view=work.view)
 
     def make(number: int) -> None:
         work.write(pieces[number], writer, done)
@@ -240,9 +257,17 @@ class _Annotation:
         else:
             settings = view_settings(options.seed, transforms.content())
             self.view = LayerView(kind="per_view", epoch=options.epoch, settings=settings)
+        self._reduction = Reduction(options.temperature, options.positions, options.seed, options.epoch)
         self._transforms = transforms
         device = options.device
         self._device = f"cuda:{os.environ.get(_LAUNCHER_RANK, '0')}" if device == "cuda" else device
+
+    def recipe(self) -> dict[str, Any]:
+        """Return what the values depend on beside the table and the view: facts that all writers must agree on."""
+        options = self._options
+        teacher = options.teacher or weights_digest(self._model)
+        found = {"teacher": teacher, "temperature": options.temperature, "positions": options.positions}
+        return {name: value for name, value in found.items() if value not in (None, 1.0)}
 
     def table(self) -> list[dict[str, Any]]:
         """Return channels: those of the file, or those of the first batch's outputs, which all ranks compute alike."""
@@ -272,7 +297,7 @@ class _Annotation:
                 wanted = [at for at, row in enumerate(rows) if batch["valid"][at] and not done[row]]
                 if not wanted:
                     continue
-                values = rows_of(self._outputs(batch), len(rows), writer.channels)
+                values = rows_of(self._outputs(batch), batch["sample_key"], writer.channels, self._reduction)
                 for at in wanted:
                     writer.write(rows[at], values[at])
                 num_written += len(wanted)

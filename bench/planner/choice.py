@@ -253,7 +253,7 @@ def beside_teacher(asked: Scenario, degrees: Degrees, inputs: Inputs, stages: li
     Raises ConfigError in a pipeline, where it would predict on all ranks of a pipeline.
     """
     found = taught(asked, inputs, degrees.pp * degrees.data * degrees.tp)
-    if found is None or asked.teacher_from == "layer":
+    if found is None or asked.teacher_from != "model":
         return stages
     if degrees.pp > 1:
         raise ConfigError(

@@ -12,12 +12,14 @@ from fuelrail.bench.planner.hardware import ComputeType
 from fuelrail.bench.planner.step_time import Efficiency
 from fuelrail.bench.trainer.models.settings import MODELS, GptSettings, ModelName, ModelSettings, predictions
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings, Precision, Schedule, Strategy
+from fuelrail.pipeline.channels.logits import code_of, logits_entry, logits_store
+from fuelrail.pipeline.channels.table import Channel
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Above0, Positive, Settings, flag
 
 Auto = Literal["auto"]
 Recompute = Literal["none", "selective", "full"]
-TeacherFrom = Literal["model", "layer"]
+TeacherFrom = Annotated[str, msgspec.Meta(pattern="^(model|layer|(topk|sampled):[1-9][0-9]{0,5})$")]
 _TOKENS = 2048  # of a shape's sample, where the scenario does not say
 
 
@@ -82,7 +84,8 @@ class Scenario(Facts, frozen=True, kw_only=True):
     """What is to be trained, on what. ``parallel`` auto: the simplest strategy that fits is looked for.
 
     ``model`` is a name, a shape, or MODULE:FUNCTION, which makes an own module. A teacher predicts beside the student,
-    or its logits are read with the samples from a layer. ``efficiency`` replaces that of the device's generation;
+    or its logits are read with the samples from a layer: whole in float16 (``layer``), or of tokens as ``annotate
+    --store`` makes them (``topk:64``, ``sampled:50``). ``efficiency`` replaces that of the device's generation;
     ``measured_step_s`` is what a step took, for --measure.
     """
 
@@ -135,8 +138,21 @@ class Scenario(Facts, frozen=True, kw_only=True):
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of a teacher's logits of a sample, in float16."""
-        return 0 if self.teacher is None else 2 * math.prod(predictions(self.sized(self.teacher), self.cameras or 1)[0])
+        """Bytes of a teacher's logits of a sample in a layer; beside the student, of those that there would be."""
+        if self.teacher is None:
+            return 0
+        shape = predictions(self.sized(self.teacher), self.cameras or 1)[0]
+        stored = logits_store(self.teacher_from)
+        if stored is None:
+            return 2 * math.prod(shape)
+        entry = logits_entry("logits", stored, shape[0], shape[1])
+        return shape[0] * code_of(msgspec.convert(entry, Channel)).row_bytes
+
+    @property
+    def layer_tokens(self) -> int:
+        """Tokens of a sample whose logits a layer would hold; 1 for a teacher of anything else."""
+        size = None if self.teacher is None else self.sized(self.teacher)
+        return size.context if isinstance(size, GptSettings) else 1
 
     @property
     def stored_bytes(self) -> int | None:
@@ -177,7 +193,11 @@ class PlanOptions(Facts, frozen=True, kw_only=True):
     recompute: Annotated[Recompute | None, flag("activation checkpointing, with a strategy")] = None
     pipeline_schedule: Annotated[Schedule | None, flag("order of work in a pipeline")] = None
     teacher_from: Annotated[
-        TeacherFrom | None, flag("model: it predicts beside the student (default); layer: its logits are read")
+        TeacherFrom | None,
+        flag(
+            "model: it predicts beside the student (default); layer: its logits are read, as float16; topk:K or "
+            "sampled:K: K tokens a position are read"
+        ),
     ] = None
     data: Annotated[
         str | None, flag("Fuelrail dataset: says bytes, cameras and number of samples", metavar="DATASET")
@@ -269,7 +289,12 @@ def check(asked: Scenario) -> None:
                 f"scenario '{asked.name}': teacher '{asked.teacher}' predicts {list(its[0])} ({its[1]}), model "
                 f"'{asked.model}' {list(own[0])} ({own[1]}); use a teacher of the same predictions"
             )
-    elif asked.teacher_from == "layer":
+        if logits_store(asked.teacher_from) is not None and not isinstance(asked.sized(asked.teacher), GptSettings):
+            raise ConfigError(
+                f"scenario '{asked.name}': teacher_from '{asked.teacher_from}' is of a teacher of tokens, and "
+                f"'{asked.teacher}' says {its[1]}; use 'layer'"
+            )
+    elif asked.teacher_from != "model":
         raise ConfigError(f"scenario '{asked.name}': teacher_from is given without a teacher; add teacher: MODEL")
     if asked.max_global_batch is not None and asked.max_global_batch < asked.global_batch:
         raise ConfigError(

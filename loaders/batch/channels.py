@@ -15,6 +15,8 @@ kind                 shape of ``{name}``                  where ``{name}_valid``
 ``tokens``           [B, T] where T is fixed, else        zeros, or no tokens
                      `Packed`: sample b has the tokens
                      ``values[offsets[b]:offsets[b + 1]]``
+``logits_topk``,     `Logits` of [B, T, k] where T is     nothing is ``known``, or no positions
+``logits_sampled``   fixed, else with ``offsets``
 ==================== ==================================== ====================================================
 
 With temporal windows an axis of T frames follows B: stacks are [B, T, ...], lists hold a list of T for each sample,
@@ -25,7 +27,9 @@ lack all channels.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -35,6 +39,7 @@ from fuelrail.loaders.records import Batch
 from fuelrail.loaders.schedule.datasets import Chosen
 from fuelrail.pipeline.channels.kinds import KINDS, Packed, Value
 from fuelrail.pipeline.channels.laws import LAWS, Motion
+from fuelrail.pipeline.channels.logits import SAMPLED, TOPK, Logits
 from fuelrail.pipeline.channels.selection import decode_values, select
 from fuelrail.pipeline.channels.sensors import LIDAR, choose_cameras, lies_on
 from fuelrail.pipeline.errors import ConfigError, MemberError
@@ -53,7 +58,8 @@ if TYPE_CHECKING:
 OWN_NAMES: Final = frozenset(Batch.__annotations__) - {"gt_mask", "points_mask"}
 """Names that a batch, or a sample before ``transform``, has of its own."""
 _SMALL_BYTES: Final = 256 << 10
-_SMALL_KINDS: Final = frozenset({"array", "points", "ragged", "text", "tokens", "bytes"})
+_TOKEN_KINDS: Final = frozenset({"tokens", TOPK, SAMPLED})
+_SMALL_KINDS: Final = frozenset({"array", "points", "ragged", "text", "bytes", *_TOKEN_KINDS})
 _SMALL_LAWS: Final = frozenset({"fixed", "classes", "image_points", "ego_points", "ego_boxes", "ego_poses"})
 """Kinds and laws whose work is in proportion to the values, and no decoding or warping of pixels."""
 
@@ -217,8 +223,8 @@ class SelectedChannels(NamedTuple):
         for channel in self.channels:
             values = [of_frame[channel.name] for entry in decoded for of_frame in entry.extra]
             present = [value is not None for value in values]
-            if self.max_tokens is not None and channel.kind == "tokens" and channel.shape == (None,):
-                values = [None if value is None else value[: self.max_tokens] for value in values]
+            if self.max_tokens is not None and channel.kind in _TOKEN_KINDS and channel.shape[0] is None:
+                values = [None if value is None else _cut(value, self.max_tokens) for value in values]
             shape = () if any(present) else self._shape(channel, decoded[0])
             collated = KINDS[channel.kind].collate(values, channel, shape)
             batch[channel.name] = _shaped(collated, frames)
@@ -233,13 +239,22 @@ class SelectedChannels(NamedTuple):
 
 def _shaped(collated: Any, frames: Frames) -> Any:  # noqa: ANN401
     """Return what a kind collated over all frames as tensors, with the axes of the batch."""
-    if isinstance(collated, Packed):
-        return Packed(*(_tensor(array) for array in collated))
+    if isinstance(collated, Packed) or (isinstance(collated, Logits) and collated.offsets is not None):
+        return type(collated)(*(_tensor(array) for array in collated))
+    if isinstance(collated, Logits):
+        return collated.map(lambda array: _shaped(array, frames))
     if isinstance(collated, dict):
         return {name: _shaped(value, frames) for name, value in collated.items()}
     if isinstance(collated, np.ndarray):
         return _tensor(collated).reshape(*frames.axes, *collated.shape[1:])
     return frames.listed([_tensor(value) for value in collated])
+
+
+def _cut(value: Value, number: int) -> Value:
+    """Return the first tokens of a sample, or the logits of the first positions."""
+    if isinstance(value, Logits):
+        return value.map(lambda part: part[:number])
+    return value[:number]
 
 
 def _tensor(value: Any) -> Any:  # noqa: ANN401
@@ -263,6 +278,11 @@ def of_one(
     if isinstance(value, Packed):
         parts = list(torch.tensor_split(torch.as_tensor(value.values), torch.as_tensor(value.offsets)[1:-1]))
         return (parts, _packed_windows) if has_windows else (parts[0], _packed)
+    if isinstance(value, Logits):
+        if value.offsets is None:
+            return value.map(lambda part: part[0]), _stacked_logits
+        own = [value.map(operator.itemgetter(slice(*ends))) for ends in pairwise(value.offsets.tolist())]
+        return (own, _packed_windows) if has_windows else (own[0], _packed)
     if isinstance(value, dict):
         return {name: one[0] for name, one in value.items()}, _joined
     return None
@@ -275,7 +295,18 @@ def _joined(values: list[Any]) -> Any:  # noqa: ANN401
     return values
 
 
+def _stacked_logits(values: list[Any]) -> Any:  # noqa: ANN401
+    return _joined_logits(values, torch.stack) if all(isinstance(value, Logits) for value in values) else values
+
+
+def _joined_logits(values: list[Any], join: Callable[[tuple[torch.Tensor, ...]], torch.Tensor]) -> Logits:
+    return Logits(*(None if parts[0] is None else join(parts) for parts in zip(*values, strict=True)))
+
+
 def _packed(values: list[Any]) -> Any:  # noqa: ANN401
+    if all(isinstance(value, Logits) for value in values):
+        offsets = _packed([value.known for value in values]).offsets
+        return _joined_logits(values, torch.cat)._replace(offsets=offsets)
     if not all(isinstance(value, torch.Tensor) and value.ndim == 1 for value in values):
         return values
     offsets = torch.zeros(len(values) + 1, dtype=torch.int64)

@@ -13,6 +13,7 @@ import torch
 
 from fuelrail.loaders.batch.packs import pad_packs
 from fuelrail.pipeline.channels.kinds import Packed
+from fuelrail.pipeline.channels.logits import Logits
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,8 +43,8 @@ def pad(settings: StaticBatches, batch: Any, pack: Pack | None = None, num_packs
         )
     padded: dict[str, Any] = {}
     for name, value in batch.items():
-        is_in_packs = pack is not None and isinstance(value, Packed)
-        if not _has_tensors(value) or (name == "img" and _is_flat(value)) or is_in_packs:
+        is_fixed = pack is not None if isinstance(value, Packed) else bool(_parts(name, value))
+        if is_fixed or not _has_tensors(value):
             padded[name] = value
         elif name in _BOX_FILL:
             padded[name], mask = _padded(batch, name, settings.max_boxes, "max_boxes", _BOX_FILL[name])
@@ -63,9 +64,18 @@ def _has_tensors(value: object) -> bool:
     return isinstance(value, (list, tuple)) and any(isinstance(one, torch.Tensor) or _has_tensors(one) for one in value)
 
 
-def _is_flat(value: object) -> bool:
-    """Return whether a value is a dict of tensors: images by group of cameras."""
-    return isinstance(value, dict) and all(isinstance(one, torch.Tensor) for one in value.values())
+def _parts(name: str, value: object) -> dict[tuple[str, ...], torch.Tensor]:
+    """Return the tensors of fixed shape of an entry: itself, its images by group of cameras, its logits, its packs."""
+    if isinstance(value, torch.Tensor):
+        return {(name,): value}
+    if isinstance(value, Packed):
+        value = value._asdict()
+    elif isinstance(value, Logits) and value.offsets is None:
+        value = value.parts
+    elif name != "img" or not isinstance(value, dict):
+        return {}
+    is_flat = all(isinstance(one, torch.Tensor) for one in value.values())
+    return {(name, part): one for part, one in value.items()} if is_flat else {}
 
 
 def _kind(value: object) -> str:
@@ -117,13 +127,7 @@ class FixedBuffers:
         at = self._next
         self._next = (at + 1) % len(self._sets)
         buffers, first = self._sets[at], self._sets[0]
-        tensors: dict[tuple[str, ...], torch.Tensor] = {
-            (name,): value for name, value in batch.items() if isinstance(value, torch.Tensor)
-        }
-        groups = batch["img"] if _is_flat(batch.get("img")) else {}
-        tensors |= {("img", name): value for name, value in groups.items()}
-        packed = {name: value for name, value in batch.items() if isinstance(value, Packed)}
-        tensors |= {(name, field): one for name, value in packed.items() for field, one in value._asdict().items()}
+        tensors = {key: tensor for name, value in batch.items() for key, tensor in _parts(name, value).items()}
         if first and tensors.keys() != first.keys():
             unlike = ", ".join(sorted(map(".".join, tensors.keys() ^ first.keys())))
             raise ConfigError(f"static batches must have the same entries, and these come and go: {unlike}")
@@ -141,10 +145,12 @@ class FixedBuffers:
                 buffers[name] = _in_arena(tensor, kept) if is_packed and kept is not None else torch.empty_like(tensor)
             if not is_packed:
                 buffers[name].copy_(tensor)
-        own = {name[0]: tensor for name, tensor in buffers.items() if len(name) == 1}
-        images = {"img": {name: buffers["img", name] for name in groups}} if groups else {}
-        packs = {name: Packed._make(buffers[name, field] for field in Packed._fields) for name in packed}
-        return {**batch, **own, **images, **packs}
+        own: dict[str, Any] = {name[0]: tensor for name, tensor in buffers.items() if len(name) == 1}
+        for entry, value in batch.items():
+            parts = {key[1]: buffers[key] for key in _parts(entry, value) if len(key) > 1}
+            if parts:
+                own[entry] = value._replace(**parts) if isinstance(value, Logits | Packed) else parts
+        return {**batch, **own}
 
 
 def _check_like(name: str, tensor: torch.Tensor, first: torch.Tensor) -> None:

@@ -31,12 +31,14 @@ class LayerOptions(CheckedSettings, frozen=True):
         path: folder or URL of the layer.
         missing: where the layer has no row for a sample: ``"error"`` when the loader is made, ``"mask"`` the value in
             the batch, or ``"drop"`` the sample from the order.
+        teacher: digest, or name, of the weights that must have made the layer, as `inspect` shows it.
 
     Raises ConfigError for values that are not allowed.
     """
 
     path: Annotated[PathText, must_be("a folder or a URL")]
     missing: Annotated[Missing, must_be("one of error, mask, drop")] = "error"
+    teacher: Annotated[str | None, must_be("a text or None")] = None
 
 
 def open_layers(
@@ -77,6 +79,12 @@ def open_layers(
             else:
                 raise ConfigError(_FORM.format(given))
             found.append(open_layer(layer, options.path, base, options.missing, **opening))
+            made_by = found[-1].manifest.recipe.get("teacher")
+            if options.teacher not in (None, made_by):
+                raise ConfigError(
+                    f"layer '{layer}' ('{options.path}') was made by the teacher {made_by or 'of unknown weights'}, "
+                    f"not by {options.teacher}: give its layer, or make it again"
+                )
         opened[name] = tuple(found)
     return opened
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from fuelrail.loaders.records import batch_entries
 from fuelrail.loaders.viewer.drawing import DrawnBoxes, DrawnFrame, contact_sheet, png, stack
 from fuelrail.pipeline.channels.kinds import Packed
+from fuelrail.pipeline.channels.logits import Logits
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.sample.schema import box_corners
 
@@ -261,9 +262,12 @@ def _value(batch: Mapping[str, Any], name: str, index: tuple[int, ...]) -> Any: 
     valid, value = batch[f"{name}_valid"], batch[name]
     if not valid[index]:
         return None
-    if isinstance(value, Packed):
+    if isinstance(value, Packed | Logits) and value.offsets is not None:
         number = int(np.ravel_multi_index(index, valid.shape))
-        return _array(value.values[int(value.offsets[number]) : int(value.offsets[number + 1])])
+        own = slice(int(value.offsets[number]), int(value.offsets[number + 1]))
+        return value.map(lambda part: _array(part[own])) if isinstance(value, Logits) else _array(value.values[own])
+    if isinstance(value, Logits):
+        return value.map(lambda part: _part(part, index))
     return (
         {one: _part(column, index) for one, column in value.items()} if isinstance(value, dict) else _part(value, index)
     )
@@ -318,6 +322,8 @@ def _form(value: object) -> str:
     if isinstance(value, list):
         forms = dict.fromkeys(map(_form, value))
         return f"list of {len(value)} {' or '.join(forms)}"
+    if isinstance(value, Logits):
+        return _form(value.parts).replace("dict", "Logits", 1)
     if isinstance(value, Mapping):
         return "dict of " + ", ".join(f"{name}: {_form(one)}" for name, one in value.items())
     return type(value).__name__

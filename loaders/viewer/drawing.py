@@ -10,6 +10,8 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+from fuelrail.pipeline.channels.logits import Logits
+
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
 
@@ -260,6 +262,7 @@ def _groups(value: Any, channel: Channel, role: str) -> Iterator[NDArray[np.floa
 
 def _line(width: int, channel: Channel, value: Any) -> NDArray[np.uint8]:  # noqa: ANN401
     """Return a strip that names a channel, with its value where it is short."""
+    value = value.parts if isinstance(value, Logits) else value
     if isinstance(value, str):
         text = value
     elif isinstance(value, dict):

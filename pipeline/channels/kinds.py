@@ -14,6 +14,8 @@ text      str                            list
 tokens    (T,) integers                  stacked where T is fixed, else `Packed`: values and offsets
 bytes     bytes                          list
 ========  =============================  ==================================================================
+
+``logits_topk`` and ``logits_sampled`` are in :mod:`fuelrail.pipeline.channels.logits`.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fuelrail.pipeline.channels import logits
 from fuelrail.pipeline.channels.plugins import Registry
 from fuelrail.pipeline.channels.table import Channel, check_shape, little_endian, not_finite
 from fuelrail.pipeline.errors import ImageError, SchemaError
@@ -344,6 +347,12 @@ KINDS: Final = Registry(
             BYTES_EXTENSIONS, _nothing_broken, _encode_bytes, lambda data, _: bytes(data),
             lambda _, __: None, _collate_list, lambda _: None,
         ),
+        **{
+            kind: Kind(
+                ("lgt",), logits.broken, logits.encode, logits.decode, logits.check, logits.collate, lambda _: None
+            )
+            for kind in (logits.TOPK, logits.SAMPLED)
+        },
     },
     Kind,
 )  # fmt: skip

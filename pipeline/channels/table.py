@@ -63,7 +63,7 @@ class ArraySpec(Settings, frozen=True, omit_defaults=True):
 
 
 class Vocabulary(Settings, frozen=True):
-    """What integers of a ``tokens`` channel index: its name, and the number of entries."""
+    """What integers of a ``tokens`` channel, and of logits, index: its name, and the number of entries."""
 
     name: str
     size: int
@@ -74,10 +74,11 @@ class Channel(Settings, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         name: ``[a-z0-9_]+``, unique; the batch's key.
-        kind: of the registry: `image`, `points`, `array`, `ragged`, `text`, `tokens`, `bytes`, or a plug-in's.
+        kind: of the registry: `image`, `points`, `array`, `ragged`, `text`, `tokens`, `bytes`,
+            `logits_topk`, `logits_sampled`, or a plug-in's.
         field: the member's field name, such as ``radar_front.npy``; its part before the dot is ``name``.
         law: what augmentation does to it.
-        dtype: one of `DTYPES`, stored little-endian; empty for ``ragged``, ``text`` and ``bytes``.
+        dtype: one of `DTYPES`, stored little-endian; empty for ``ragged``, ``text``, ``bytes`` and draws.
         axes: names of the axes.
         shape: their lengths; None for one that varies.
         columns: names along the last axis where it is a record.
@@ -89,7 +90,7 @@ class Channel(Settings, frozen=True, kw_only=True, omit_defaults=True):
         allows_nan, allows_inf: whether float values may be NaN (unknown) or infinite.
         optional: whether a sample may lack it.
         codec: the codec that most members have; for people: the index counts.
-        vocabulary: of ``tokens``.
+        vocabulary: of ``tokens`` and logits.
         source_name, description: for people.
     """
 

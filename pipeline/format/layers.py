@@ -108,6 +108,12 @@ class LayerManifest(Manifest, frozen=True, kw_only=True):
     view: LayerView
 
     @property
+    def recipe(self) -> dict[str, Any]:
+        """How the layer was made, such as by which ``teacher`` and at which ``temperature``."""
+        found = self.provenance.get("recipe")
+        return found if isinstance(found, dict) else {}
+
+    @property
     def known_channels(self) -> tuple[Channel, ...]:
         """The table, and the sensors of the base, which its laws may name."""
         return (*self.base.sensors, *self.channels)

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from fuelrail.pipeline.channels.logits import Logits
 from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.attributes import TEXTS
@@ -35,6 +36,10 @@ _MAX_WIDTH = 80
 """Characters of a line; only a long word makes it longer."""
 _MAX_CELL = 2000
 """Characters of one cell of a table: it may list a few hundred classes."""
+
+
+_RECIPE = ("teacher", "temperature", "positions")
+"""What of a layer's recipe is shown."""
 
 
 class Description(NamedTuple):
@@ -150,6 +155,7 @@ def _layer_facts(manifest: LayerManifest) -> list[tuple[str, str]]:
         ("layer of", f"{base.name}, {base.num_samples:,} samples, fingerprint {base.fingerprint}"),
         ("rows", "complete" if not lacking else f"partial: {counted(lacking, 'sample')} of the base have none"),
         ("view", f"{view.kind}{of_view}"),
+        *((name, str(manifest.recipe[name])) for name in _RECIPE if name in manifest.recipe),
     ]
 
 
@@ -167,6 +173,7 @@ def _short(value: object) -> str:
             return str(value.item())
         span = f", {value.min()} to {value.max()}" if value.size and value.dtype.kind in "biuf" else ""
         return f"{value.dtype}{list(value.shape)}{span}"
+    value = value.parts if isinstance(value, Logits) else value
     if isinstance(value, dict):
         return ", ".join(f"{name} {_short(one)}" for name, one in value.items())
     return f"{len(value)} bytes" if isinstance(value, bytes) else str(value)
@@ -238,9 +245,11 @@ def _values_of(channel: Channel) -> str:
         return ", ".join(
             f"{spec.name} {spec.dtype}[{', '.join(map(str, ('M', *spec.shape)))}]" for spec in channel.arrays
         )
-    if not channel.dtype:
+    if not channel.dtype and not channel.shape:
         return channel.extension
     shape = ", ".join("any" if side is None else str(side) for side in channel.shape)
+    if channel.vocabulary is not None:
+        return f"{channel.dtype}[{shape}] of {channel.vocabulary.size} in {channel.vocabulary.name}"
     return f"{channel.dtype}[{shape}]" + (f" {' '.join(channel.columns)}" if channel.columns else "")
 
 

@@ -46,7 +46,9 @@ class Explained(msgspec.Struct, frozen=True, kw_only=True):
 class TeacherCost(msgspec.Struct, frozen=True, kw_only=True):
     """What a teacher costs beside the student, and as a layer: bytes of a sample, and device-hours to make it once.
 
-    ``flop_share`` is of all FLOP with the teacher beside the student.
+    ``flop_share`` is of all FLOP with the teacher beside the student. ``pays_after_epochs`` is the number of epochs, of
+    all student runs together, after which making the layer and reading it where storage is what a step waits for costs
+    no more than a teacher beside; None: never.
     """
 
     model: str
@@ -54,7 +56,9 @@ class TeacherCost(msgspec.Struct, frozen=True, kw_only=True):
     flop_share: float
     memory_gib: float
     layer_bytes: int
+    bytes_per_token: float
     layer_device_hours_per_million: float
+    pays_after_epochs: float | None
 
 
 class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,7 +153,7 @@ def build_report(
         read_bytes_per_node_s=None if read is None else read / cluster.nodes, device_hours_per_million=hours,
         usd_per_million=None if price is None else hours * price, device_hours_per_epoch=epoch,
         usd_per_epoch=None if price is None or epoch is None else epoch * price,
-        teacher=teacher_cost(asked, cluster, fit), checkpoint_gb=saved_gb,
+        teacher=teacher_cost(asked, cluster, fit, data), checkpoint_gb=saved_gb,
         checkpoint_s=saved_gb / storage, checkpoint_interval_s=interval, tried=tried, sweep=sweep, scaling=curves,
         assumed=[*assumptions(asked, cluster, data), *assumed], questions=questions(asked),
         explained=explanations(asked, cluster, fit, data) if options.get("explain") else {},
@@ -168,7 +172,7 @@ def step_range(
     return max(fit.time.total / factor, data_s), max(fit.time.total * factor, data_s)
 
 
-def teacher_cost(asked: Scenario, cluster: ClusterSettings, fit: Fit) -> TeacherCost | None:
+def teacher_cost(asked: Scenario, cluster: ClusterSettings, fit: Fit, data: Data) -> TeacherCost | None:
     """Return the cost of the scenario's teacher, if it has one."""
     found = taught(asked, fit.inputs, cluster.num_devices)
     if asked.teacher is None or found is None:
@@ -177,10 +181,13 @@ def teacher_cost(asked: Scenario, cluster: ClusterSettings, fit: Fit) -> Teacher
     used = efficiency(asked, cluster)
     seconds = found.flop / (used.products * cluster.peak_flops(asked.precision))
     seconds += used.passes * found.moved_bytes / (cluster.device.memory_gb_per_s.value * 1e9)
+    made = seconds / asked.micro_batch  # of one device, a sample
+    read = asked.layer_bytes / (data.storage_gb_per_s * 1e9) * cluster.num_devices
     return TeacherCost(
         model=asked.teacher, parameters=found.parameters, flop_share=found.flop / (found.flop + own),
         memory_gib=(found.weights_bytes + found.pass_bytes) / GIB, layer_bytes=asked.layer_bytes,
-        layer_device_hours_per_million=1e6 * seconds / asked.micro_batch / 3600,
+        bytes_per_token=asked.layer_bytes / asked.layer_tokens, layer_device_hours_per_million=1e6 * made / 3600,
+        pays_after_epochs=made / (made - read) if read < made else None,
     )  # fmt: skip
 
 

@@ -84,7 +84,9 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
             metavar="PART=WEIGHT,...",
         ),
     ] = None
-    temperature: Annotated[Above0 | None, flag("softens the logits for distillation (default: 2)")] = None
+    temperature: Annotated[
+        Above0 | None, flag("softens the logits for distillation (default: 2, or that of a layer of top-k or draws)")
+    ] = None
     checkpoint: Annotated[
         str | None, flag("save checkpoints there, and continue from the newest one", metavar="FOLDER_OR_URL")
     ] = None

@@ -35,7 +35,7 @@ from fuelrail.bench.ranks.tracing import RankTrace, TracedAccelerator
 from fuelrail.bench.studies.train.experiment import from_memory, make_loader, noting_input, summing, take, transforms_of
 from fuelrail.bench.studies.train.settings import TrainSettings
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
-from fuelrail.bench.trainer.distill.settings import DISTILL, TEMPERATURE
+from fuelrail.bench.trainer.distill.settings import DISTILL
 from fuelrail.bench.trainer.distill.student import distilled
 from fuelrail.bench.trainer.loop import batches, train
 from fuelrail.bench.trainer.models.build import maker
@@ -158,7 +158,7 @@ def _divided(
             teacher=settings.teacher,
             layer=settings.teacher_layer,
             weights=settings.distill or DISTILL,
-            temperature=settings.temperature or TEMPERATURE,
+            temperature=settings.temperature,
             tp=degrees.tp,
         )
     global_batch = degrees.data * settings.batch_size * settings.accumulation

@@ -28,6 +28,7 @@ from fuelrail.bench.trainer.distill.settings import DISTILL, TEMPERATURE, weight
 from fuelrail.bench.trainer.distill.teacher import Source, Teacher, of_layer
 from fuelrail.bench.trainer.models.settings import GptSettings, GridSettings, VitSettings, feature_width, predictions
 from fuelrail.bench.trainer.models.staged import StagedModel, mean_over_samples
+from fuelrail.pipeline.channels.logits import Logits
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -80,28 +81,69 @@ class Distilled(StagedModel):
             parts["targets"] = student.losses(logits, *own[:-2], detected, own[-1])
         if "logits" in self._weights:
             binary = isinstance(self.settings, GridSettings)
-            parts["logits"] = divergence(logits, said["logits"], self._temperature, binary=binary)
+            teacher: Any = said.get("logits")
+            if teacher is None:
+                teacher = Logits(**{name.partition(".")[2]: one for name, one in said.items() if "." in name})
+            parts["logits"] = divergence(logits, teacher, self._temperature, binary=binary)
+            if isinstance(teacher, Logits):  # the mean is over the positions that are stored
+                share = teacher.known.float().mean(-1, keepdim=True)
+                parts["logits"] = parts["logits"] / (share + (share == 0))
         total = torch.zeros((), device=own[-1].device)
         for name, part in parts.items():
             total = total + self._weights[name] * mean_over_samples(student.by_sample(part, *own), own[-1])
         return total
 
 
-def divergence(logits: Tensor, teacher: Tensor, temperature: float = TEMPERATURE, *, binary: bool = False) -> Tensor:
+def divergence(
+    logits: Tensor,
+    teacher: Tensor | Logits,
+    temperature: float | None = None,
+    *,
+    binary: bool = False,
+    weights: Tensor | None = None,
+) -> Tensor:
     """Return the student's divergence from the teacher's distribution, at a temperature, times its square, in nats.
 
     ``binary``: [B, ...] of logits of two classes each, the teacher's of any shape with as many; else classes are along
-    the last axis, which the result has not.
+    the last axis, which the result has not. The temperature is 2 by default; of stored `Logits` [..., T] it is 1, and
+    must be that at which they were stored. Positions that are not ``known`` have 0. Of top-k all other tokens count as
+    one. Of draws the result is the cross-entropy: its expectation is the divergence plus the teacher's entropy, with
+    the gradient of the divergence (arXiv 2503.16870).
+
+    With ``weights``, of the result's shape, such as a mask of real tokens, returns the weighted mean over known
+    positions; 0 where all weights are 0.
     """
-    own = logits.float() / temperature
-    wanted = teacher.reshape(logits.shape).float() / temperature
-    if binary:
-        yes = wanted.sigmoid() * (F.logsigmoid(wanted) - F.logsigmoid(own))
-        values = yes + (-wanted).sigmoid() * (F.logsigmoid(-wanted) - F.logsigmoid(-own))
+    if isinstance(teacher, Logits):
+        temperature = 1.0 if temperature is None else temperature
+        values = _sparse_divergence(logits.float() / temperature, teacher)
+        weights = None if weights is None else weights * teacher.known
     else:
-        own, wanted = own.log_softmax(-1), wanted.log_softmax(-1)
-        values = F.kl_div(own, wanted, reduction="none", log_target=True).sum(-1)
-    return values * temperature**2
+        temperature = TEMPERATURE if temperature is None else temperature
+        own = logits.float() / temperature
+        wanted = teacher.reshape(logits.shape).float() / temperature
+        if binary:
+            yes = wanted.sigmoid() * (F.logsigmoid(wanted) - F.logsigmoid(own))
+            values = yes + (-wanted).sigmoid() * (F.logsigmoid(-wanted) - F.logsigmoid(-own))
+        else:
+            own, wanted = own.log_softmax(-1), wanted.log_softmax(-1)
+            values = F.kl_div(own, wanted, reduction="none", log_target=True).sum(-1)
+    values = values * temperature**2
+    return values if weights is None else (values * weights).sum() / (weights.sum() + (weights.sum() == 0))
+
+
+def _sparse_divergence(own: Tensor, teacher: Logits) -> Tensor:
+    """Return what :func:`divergence` says of stored logits; ``own`` [..., T, V] are logits of the student."""
+    indices, total = teacher.indices.long(), own.logsumexp(-1)
+    listed = own.gather(-1, indices) - total[..., None]
+    values: Tensor = -(teacher.weights * listed).sum(-1)
+    if teacher.tail is None:
+        return values
+    values = values + torch.xlogy(teacher.weights, teacher.weights).sum(-1)
+    if indices.shape[-1] < own.shape[-1]:
+        # Not 1 - sum of the listed probabilities: where the student is sure of them, nothing is left of its digits.
+        others = own.scatter(-1, indices, -torch.inf).logsumexp(-1) - total
+        values = values + torch.xlogy(teacher.tail, teacher.tail) - teacher.tail * others
+    return values
 
 
 def distilled(
@@ -112,15 +154,16 @@ def distilled(
     teacher: str | None = None,
     layer: str | None = None,
     weights: str = DISTILL,
-    temperature: float = TEMPERATURE,
+    temperature: float | None = None,
     tp: int = 1,
 ) -> tuple[Callable[[StagedModel], StagedModel], Callable[..., tuple[Tensor, ...]] | None]:
     """Return what gives a student of a size the loss of distillation, and the teacher to call with a batch's inputs.
 
     The teacher is one out of checkpoints, or a ``layer`` of predictions, which needs no call: its values are in the
-    batches. ``weights`` is the text that :func:`weights_of` reads; ``temperature`` softens the logits; ``tp`` is the
-    student's degree of tensor parallel. All ranks must call this. Raises ConfigError for a teacher that predicts other
-    things than the student, and what :class:`Teacher` and `open_layer` raise.
+    batches. ``weights`` is the text that :func:`weights_of` reads; ``temperature`` softens the logits (default: 2, or
+    that of a layer of top-k or draws); ``tp`` is the student's degree of tensor parallel. All ranks must call this.
+    Raises ConfigError for a teacher that predicts other things than the student or was stored at another temperature,
+    and what :class:`Teacher` and `open_layer` raise.
     """
     parts = weights_of(weights)
     if "targets" in parts and not isinstance(size, GridSettings):
@@ -135,6 +178,13 @@ def distilled(
         )
     if teacher is None:
         source = of_layer(str(layer), size, loader.dataset, parts, loader.transforms)
+        stored = source.temperature
+        if stored is not None and temperature not in (None, stored):
+            raise ConfigError(
+                f"temperature={temperature}: layer '{layer}' has logits that were stored at {stored}; leave it out, or "
+                f"make the layer again by annotate --temperature {temperature}"
+            )
+        temperature = temperature or stored or TEMPERATURE
         return partial(Distilled, source=source, weights=parts, temperature=temperature), None
     model = Teacher(teacher, device, shard=dist.is_initialized() and dist.get_world_size() > 1)
     cameras = len(loader.cameras)
@@ -145,4 +195,4 @@ def distilled(
             "teacher of the same predictions"
         )
     source = Source(("logits", "features"), feature_width(model.settings))
-    return partial(Distilled, source=source, weights=parts, temperature=temperature), model
+    return partial(Distilled, source=source, weights=parts, temperature=temperature or TEMPERATURE), model

@@ -3,7 +3,8 @@
 A layer's channels are moved by their laws with the sample's augmentation: ``logits`` [B, g, g] of an occupancy grid
 (law ``ego_grid``; axes x, y), [B, T, V] of tokens, [B, N, classes] of images; ``features_{camera}`` [B, H, W, C] of
 each camera (law ``image``), or ``features`` [B, N, C, h, w] of one view; ``detections`` (law ``ego_boxes``), boxes.
-An int8 channel is multiplied by the channel ``{name}_scale``.
+An int8 channel is multiplied by the channel ``{name}_scale``. Logits of tokens may be of kind ``logits_topk`` or
+``logits_sampled``: the teacher's tensors are then the parts of `Logits`, named ``logits.{part}``.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from fuelrail.bench.trainer.checkpoints.store import DamagedError, Store
 from fuelrail.bench.trainer.models.bev import occupied_cells
 from fuelrail.bench.trainer.models.build import build_model, draft
 from fuelrail.bench.trainer.models.settings import MODELS, GridSettings, predictions
+from fuelrail.pipeline.channels.logits import SAMPLED, TOPK
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.layers import open_layer
 
@@ -96,11 +98,15 @@ class Teacher(nn.Module):
 
 
 class Source(NamedTuple):
-    """The teacher's tensors: their names, the channels of its features, and how a loader's batch gives them."""
+    """The teacher's tensors: their names, the channels of its features, and how a loader's batch gives them.
+
+    ``temperature`` is that at which logits were stored, where they are top-k or draws.
+    """
 
     names: tuple[str, ...]
     width: int
     of_batch: Callable[[Mapping[str, Any]], tuple[Tensor, ...]] = lambda _: ()
+    temperature: float | None = None
 
 
 def of_layer(
@@ -119,9 +125,10 @@ def of_layer(
         """Find the channel of a shape (None: any size; no axes: boxes). ``moves``: the samples are augmented."""
         channel = table.get(f"{LAYER}.{name}")
         sides = f"[{', '.join('any' if one is None else str(one) for one in wanted)}]" if wanted else "boxes"
-        if channel is None or not (_fits(wanted, channel.shape) if wanted else channel.law.name == law):
+        has_shape = () if channel is None else _shape(channel)
+        if channel is None or not (_fits(wanted, has_shape) if wanted else channel.law.name == law):
             known = ", ".join(sorted(table))
-            has = f"it has {list(channel.shape) or channel.kind}" if channel else f"its channels are {known}"
+            has = f"it has {list(has_shape) or channel.kind}" if channel else f"its channels are {known}"
             raise ConfigError(
                 f"teacher layer '{place}' must have a channel '{name}' of {sides}, for a student of {what}; {has}; "
                 "make the layer with a teacher of the same predictions"
@@ -134,11 +141,16 @@ def of_layer(
         return channel
 
     makers: dict[str, Callable[[Mapping[str, Any]], Tensor]] = {}
-    width, moved = 0, transforms.image.train
+    width, moved, temperature = 0, transforms.image.train, None
     has_boxes = "targets" in weights and f"{LAYER}.detections" in table
     if "logits" in weights or ("targets" in weights and not has_boxes):
         logits = find("logits", shape, "ego_grid", moves=isinstance(student, GridSettings) and transforms.ego.train)
-        makers["logits"] = lambda batch: _values(batch, logits)
+        if logits.kind in (TOPK, SAMPLED):
+            temperature = layer.manifest.recipe.get("temperature", 1.0)
+            parts = ("indices", "weights", "known", *(("tail",) if logits.kind == TOPK else ()))
+            makers = {f"logits.{part}": partial(_part, name=logits.name, part=part) for part in parts}
+        else:
+            makers["logits"] = lambda batch: _values(batch, logits)
     if has_boxes and isinstance(student, GridSettings):  # of other models targets were refused
         (group,) = find("detections", (), "ego_boxes").law.roles["boxes"]
         grid, range_m = student.grid, student.range_m
@@ -151,7 +163,19 @@ def of_layer(
         maps = [find(f"features_{camera}", (None, None, None), "image", moves=moved) for camera in cameras]
         width = maps[0].shape[2] or 0
         makers["features"] = lambda batch: torch.stack([_values(batch, one).movedim(-1, 1) for one in maps], dim=1)
-    return Source(tuple(makers), width, lambda batch: tuple(make(batch) for make in makers.values()))
+    return Source(tuple(makers), width, lambda batch: tuple(make(batch) for make in makers.values()), temperature)
+
+
+def _shape(channel: Channel) -> tuple[int | None, ...]:
+    """Return the shape of a channel's values; of stored logits, that of those that they stand for."""
+    if channel.kind not in (TOPK, SAMPLED) or channel.vocabulary is None:
+        return channel.shape
+    return channel.shape[0], channel.vocabulary.size
+
+
+def _part(batch: Mapping[str, Any], name: str, part: str) -> Tensor:
+    found: Tensor = getattr(batch[name], part)
+    return found
 
 
 def _fits(wanted: Sequence[int | None], shape: Sequence[int | None]) -> bool:

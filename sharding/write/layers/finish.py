@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -63,6 +64,8 @@ class LayerRun(Settings, frozen=True):
     channels: tuple[Channel, ...]
     view: LayerView
     zstd: str
+    recipe: dict[str, Any] = msgspec.field(default_factory=dict)
+    """What else the values depend on; in the manifest in ``provenance.recipe``."""
 
 
 _ARROW: Final = {"b": pa.bool_(), "i": pa.int64(), "u": pa.int64(), "f": pa.float64()}
@@ -150,7 +153,7 @@ def _write(out: Output, temporary: Path, base: Dataset, run: LayerRun, segments:
         license=base.manifest.license,
         compression={"layout": "member", "level": DEFAULT_ZSTD_LEVEL, "codecs": codecs},
         lineage=Lineage(),
-        provenance={"recipe": {"source": "layer", "tool": f"fuelrail {__version__}", "zstd": run.zstd}},
+        provenance={"recipe": {"source": "layer", "tool": f"fuelrail {__version__}", "zstd": run.zstd, **run.recipe}},
         base=run.base,
         view=run.view,
     )

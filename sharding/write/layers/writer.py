@@ -52,6 +52,7 @@ from fuelrail.sharding.write.packer import RawMember, ShardPacker
 from fuelrail.sharding.write.read_buffer import ReadBuffer
 
 _KEPT: Final = "rows that were published"
+_OWN_RECIPE: Final = {"source", "tool", "zstd"}
 _RUN_FILE: Final = f"{WORK_FOLDER}/layer.json"
 
 
@@ -75,6 +76,8 @@ class LayerWriter:
             kind needs must be given (FORMAT.md, section 2.1).
         name: name of the layer in its manifest; None: the last part of ``out``.
         view: what the values were computed from; by default the samples without augmentation.
+        recipe: what else they depend on, as plain JSON types, such as ``{"teacher": DIGEST}``: kept in the manifest in
+            ``provenance.recipe``. The names source, tool and zstd are taken.
 
     Raises ConfigError for a table that is broken, ConfigError with both sides where other writers of this folder had
     other arguments, DatasetExistsError where the folder holds something else.
@@ -89,6 +92,7 @@ class LayerWriter:
         channels: Sequence[Channel | Mapping[str, Any]],
         name: str | None = None,
         view: LayerView | None = None,
+        recipe: Mapping[str, Any] | None = None,
     ) -> None:
         self._base = base if isinstance(base, Dataset) else open_dataset(base)
         self._out = open_output(out)
@@ -104,7 +108,10 @@ class LayerWriter:
             channels=table,
             view=view or LayerView(),
             zstd=_versions(),
+            recipe=dict(recipe or {}),
         )
+        if taken := sorted({*self._run.recipe} & _OWN_RECIPE):
+            raise ConfigError(f"recipe has '{taken[0]}', which a layer has of its own: give it another name")
         self._scalars = scalar_channels(table)
         if taken := [name for name in self._scalars if name in INDEXED]:
             raise ConfigError(
@@ -247,10 +254,9 @@ class LayerWriter:
                 ) from error
         else:
             manifest: Any = open_layer_data(self._out.location).manifest
-            zstd = manifest.provenance.get("recipe", {}).get("zstd", "")
-            found = LayerRun(
-                name=manifest.name, base=manifest.base, channels=manifest.channels, view=manifest.view, zstd=zstd
-            )
+            recipe = {name: value for name, value in manifest.recipe.items() if name not in _OWN_RECIPE}
+            zstd = manifest.recipe.get("zstd", "")
+            found = LayerRun(manifest.name, manifest.base, manifest.channels, manifest.view, zstd, recipe)
         if found != self._run:
             there, here = (
                 {**msgspec.to_builtins(run), "channels": {one.name: msgspec.to_builtins(one) for one in run.channels}}

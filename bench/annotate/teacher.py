@@ -1,0 +1,118 @@
+"""A teacher's logits made small, by keys; and the digest of its weights."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fuelrail.pipeline.channels.logits import TOPK, Logits
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, uniforms
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.channels.table import Channel
+
+_VALUES_AT_ONCE: Final = 1 << 24
+
+
+class Reduction(NamedTuple):
+    """How logits become `Logits`.
+
+    Attributes:
+        temperature: what they are divided by before the softmax.
+        positions: the share of a sample's positions that are stored, those of the largest entropy (arXiv 2602.01395).
+        seed, epoch: of the draws, beside the sample's key and the channel's name: so they do not depend on the order.
+    """
+
+    temperature: float = 1.0
+    positions: float = 1.0
+    seed: int = 0
+    epoch: int = 0
+
+    def __call__(self, logits: Tensor, channel: Channel, key: str) -> Logits:
+        """Return what is stored of logits [T, V] of a sample; raise ConfigError, with its key, for NaN or another V."""
+        k, size = channel.shape[1], channel.vocabulary.size if channel.vocabulary is not None else 0
+        assert k is not None
+        if logits.ndim != 2 or logits.shape[1] != size:
+            raise ConfigError(
+                f"output '{channel.name}' of sample {key!r} is {list(logits.shape)}; the table has logits [T, {size}]"
+            )
+        number = xxhash.xxh3_64_intdigest(f"{channel.name}\0{key}".encode()) - (1 << 63)
+        drawn = uniforms(self.seed, self.epoch, number, [ALL_CAMERAS], "logits", len(logits))[0]
+        found = []
+        step = max(1, _VALUES_AT_ONCE // size)
+        for first in range(0, len(logits), step):
+            logs = (logits[first : first + step].float() / self.temperature).log_softmax(-1)
+            if bool(logs.isnan().any()):
+                at = first + int(logs.isnan().any(-1).nonzero()[0])
+                raise ConfigError(
+                    f"output '{channel.name}' of sample {key!r} has NaN, an infinity or no finite logit at position "
+                    f"{at}"
+                )
+            likely = logs.exp()
+            entropy = -torch.xlogy(likely, likely).sum(-1)
+            if channel.kind == TOPK:
+                weights, indices = likely.topk(k, dim=-1)
+                # Not 1 - sum: of a sure teacher that has no digits.
+                tail = likely.scatter(-1, indices, 0).sum(-1)
+            else:
+                indices, weights, tail = _draws(likely, k, drawn[first : first + step]), None, None
+            found.append(Logits(indices, weights, tail, entropy).map(lambda part: part.cpu().numpy()))
+        whole = Logits(*(None if one[0] is None else np.concatenate(one) for one in zip(*found, strict=True)))
+        stored = np.argsort(-whole.known, kind="stable")[: math.ceil(self.positions * len(logits))]
+        known = np.zeros(len(logits), bool)
+        known[stored] = True
+        return whole._replace(known=known)
+
+
+def _draws(likely: Tensor, count: int, drawn: NDArray[np.float64]) -> Tensor:
+    """Return tokens [T, count]: at steps of 1 / count along the cumulative distribution, from where ``drawn`` says.
+
+    A token of probability q is drawn floor(count q) or ceil(count q) times, count q times in the mean: as with
+    independent draws, and with less variance (systematic sampling: Madow and Madow, 1944).
+    """
+    sums = likely.cumsum(-1, dtype=torch.float64)
+    start = torch.from_numpy(drawn).to(sums.device)[:, None]
+    places = (torch.arange(count, device=sums.device) + start) / count * sums[:, -1:]
+    return torch.searchsorted(sums, places, right=True).clamp(max=likely.shape[-1] - 1)
+
+
+def weights_digest(model: object) -> str | None:
+    """Return the SHA-256 of the weights of a model, as hex; None where it has none.
+
+    These are of all modules of torch that a model is, has as attributes, or, as a function, uses by name.
+    """
+    digest, found = hashlib.sha256(), False
+    for name, module in _modules(model):
+        for entry, value in module.state_dict().items():
+            if isinstance(value, Tensor):
+                whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+                digest.update(f"{name}.{entry} {whole.dtype} {list(whole.shape)}\n".encode())
+                digest.update(whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                found = True
+    return digest.hexdigest() if found else None
+
+
+def _modules(model: object) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(model, nn.Module):
+        yield "", model
+        return
+    if inspect.ismethod(model):
+        yield from _modules(model.__self__)
+        return
+    names = dict(vars(model)) if hasattr(model, "__dict__") else {}
+    if inspect.isfunction(model):
+        used = inspect.getclosurevars(model)
+        names = {**used.globals, **used.nonlocals}
+    for name, value in sorted(names.items()):
+        if isinstance(value, nn.Module):
+            yield name, value

@@ -1,0 +1,295 @@
+"""Kinds of a teacher's distributions over a vocabulary, of which k tokens a position are stored.
+
+``logits_topk`` has the k likeliest tokens with their probabilities, and the mass of all others, the tail.
+``logits_sampled`` has k draws from the distribution, each of weight 1 / k: the mean of any function of a token
+has the expectation that it has under the whole distribution (arXiv 2503.16870); a mean over top-k has not.
+
+The k tokens are stored in ascending order, so that only the set (of draws, multiset) takes room: by the code of Elias
+and Fano, 2 + log2(V / k) bits a token at most. FORMAT.md has the layout, section 2.1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fuelrail.pipeline.errors import SchemaError
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.channels.table import Channel
+    from fuelrail.pipeline.sample.arrays import Buffer
+
+TOPK: Final = "logits_topk"
+SAMPLED: Final = "logits_sampled"
+MAX_VOCABULARY: Final = 1 << 24
+MAX_VALUES: Final = 1 << 27
+"""Cap on the tokens of a sample, stored or left out."""
+
+_STORE: Final = re.compile(r"(topk|sampled):([1-9][0-9]{0,5})")
+_LEAST_LOG: Final = -40.0
+"""Relative to the likeliest token's: what is less likely counts as this likely, 4e-18 of it."""
+_SUM_ERROR: Final = 1e-2
+_HEAD_BYTES: Final = 8
+
+
+class Logits(NamedTuple):
+    """A teacher's distributions at T positions, by k tokens each: arrays; in a batch tensors with B in front.
+
+    Attributes:
+        indices: int32 [T, k]: the tokens, in ascending order. Drawn ones may occur several times.
+        weights: float32 [T, k]: of top-k, the probability of each; of draws, 1 / k. 0 where ``known`` is False.
+        tail: float32 [T]: of top-k, the probability of all other tokens together; of draws, None.
+        known: bool [T]: whether the position is stored.
+        offsets: in a batch of samples that differ in T: int64 [B + 1]; the positions of all samples then follow each
+            other along one axis, and sample b has ``offsets[b]`` to ``offsets[b + 1]``. Else None.
+
+    To write one, ``indices`` is enough for draws, and ``indices`` with ``weights`` for top-k: by default the tail is
+    what these lack of 1, and all positions are known.
+    """
+
+    indices: Any
+    weights: Any = None
+    tail: Any = None
+    known: Any = None
+    offsets: Any = None
+
+    def map(self, change: Callable[[Any], Any]) -> Logits:
+        """Return the parts that there are, changed each; ``offsets`` are left out."""
+        return Logits(*(None if part is None else change(part) for part in self[:-1]))
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """The parts that there are, by name."""
+        return {name: part for name, part in self._asdict().items() if part is not None}
+
+
+def logits_store(text: str) -> tuple[str, int] | None:
+    """Return kind and number of tokens of ``topk:64`` or ``sampled:50``; None for another text."""
+    found = _STORE.fullmatch(text)
+    return None if found is None else (f"logits_{found[1]}", int(found[2]))
+
+
+def logits_entry(name: str, store: tuple[str, int], length: int | None, size: int) -> dict[str, Any]:
+    """Return the entry of the table for logits [length, size], stored as `logits_store` says; None: lengths differ."""
+    kind, k = store
+    entry: dict[str, Any] = {"name": name, "kind": kind, "field": f"{name}.lgt", "law": {"name": "fixed"}}
+    entry |= {"axes": ["position", "token"], "shape": [length, k], "vocabulary": {"name": name, "size": size}}
+    return entry | ({"dtype": "uint8"} if kind == TOPK else {})
+
+
+def broken(channel: Channel) -> Iterator[str]:
+    """Yield what is wrong with an entry of the table that has one of the two kinds."""
+    words = channel.vocabulary
+    if len(channel.shape) != 2 or channel.shape[1] is None:
+        yield f"shape {list(channel.shape)} must be [T, k]: positions (null where they vary), and tokens of each"
+    elif words is None or not 1 <= words.size <= MAX_VOCABULARY:
+        yield f"vocabulary must name the vocabulary and its size, from 1 to {MAX_VOCABULARY}"
+    elif channel.kind == TOPK and channel.shape[1] > words.size:
+        yield f"shape {list(channel.shape)} has more tokens a position than the vocabulary, {words.size}"
+    allowed = ("uint8", "float16") if channel.kind == TOPK else ("",)
+    if channel.dtype not in allowed:
+        yield f"dtype '{channel.dtype}' must be {' or '.join(allowed) or 'left out: draws have no values'}"
+    if channel.law.name != "fixed":
+        yield f"law '{channel.law.name}' must be fixed: nothing moves a distribution"
+
+
+class _Code(NamedTuple):
+    """How the tokens and values of a position are stored, in a row of bytes."""
+
+    name: str
+    is_topk: bool
+    length: int | None
+    k: int
+    size: int
+    dtype: str
+    low: int
+    """Bits of a token that are stored as they are; the others are counted in unary."""
+    num_unary: int
+    ends: tuple[int, int, int]
+    """Where in a row the low bits end, the unary ones, and the values; behind are the step and the tail."""
+    row_bytes: int
+
+
+def code_of(channel: Channel) -> _Code:
+    """Return how a channel of these kinds is stored."""
+    length, k = channel.shape
+    assert k is not None
+    assert channel.vocabulary is not None
+    size = channel.vocabulary.size
+    low = max((size // k).bit_length() - 1, 0)
+    num_unary = k + ((size - 1) >> low)
+    lows = -(-k * low // 8)
+    highs = lows + -(-num_unary // 8)
+    value_bytes, more = {"uint8": (k, 4), "float16": (2 * k, 2), "": (0, 0)}[channel.dtype]
+    ends = (lows, highs, highs + value_bytes)
+    return _Code(
+        channel.name, channel.kind == TOPK, length, k, size, channel.dtype, low, num_unary, ends, ends[-1] + more
+    )
+
+
+def encode(value: Any, channel: Channel) -> bytes:  # noqa: ANN401
+    """Return the member of a `Logits`; raises SchemaError for one that is not as the table says."""
+    if not isinstance(value, Logits):
+        raise SchemaError(f"channel '{channel.name}' is {type(value).__name__}; kind '{channel.kind}' takes fr.Logits")
+    code, number = code_of(channel), len(value.indices)
+    indices = _part(value.indices, code, "indices", "iu", (number, code.k))
+    if code.length not in (None, number):
+        raise SchemaError(f"channel '{code.name}' has {number} positions; the table has {code.length}")
+    known = np.ones(number, bool) if value.known is None else _part(value.known, code, "known", "b", (number,))
+    indices = indices[known].astype(np.int64)
+    order = np.argsort(indices, axis=1, kind="stable")
+    indices = np.take_along_axis(indices, order, axis=1)
+    _check_indices(indices, code)
+    parts = [_packed(indices, code)]
+    if code.is_topk:
+        weights = _part(value.weights, code, "weights", "f", (number, code.k))[known].astype(np.float64)
+        tail = None if value.tail is None else _part(value.tail, code, "tail", "f", (number,))[known]
+        parts += _coded(np.take_along_axis(weights, order, axis=1), tail, code)
+    head = np.array([number, len(indices)], "<u4").tobytes()
+    bitmap = b"" if len(indices) == number else np.packbits(known, bitorder="little").tobytes()
+    return b"".join((head, bitmap, np.concatenate(parts, axis=1).tobytes()))
+
+
+def decode(data: Buffer, channel: Channel) -> Logits:
+    """Return the `Logits` of a member; raises SchemaError for bytes that are not as the table says."""
+    code, view = code_of(channel), np.frombuffer(data, np.uint8)
+    if len(view) < _HEAD_BYTES:
+        raise SchemaError(f"channel '{code.name}' has {len(view)} bytes, too few for its head")
+    number, stored = map(int, view[:_HEAD_BYTES].view("<u4"))
+    start = _HEAD_BYTES + (0 if stored == number else -(-number // 8))
+    if (
+        not stored <= number <= MAX_VALUES // code.k
+        or len(view) != start + stored * code.row_bytes
+        or code.length not in (None, number)
+    ):
+        raise SchemaError(
+            f"channel '{code.name}' has {len(view)} bytes, {stored} of {number} positions; the table has "
+            f"{'any number of' if code.length is None else code.length} positions of {code.row_bytes} bytes"
+        )
+    known = np.ones(number, bool)
+    if stored < number:
+        known = np.unpackbits(view[_HEAD_BYTES:start], count=number, bitorder="little").view(bool)
+        if known.sum() != stored:
+            raise SchemaError(f"channel '{code.name}' marks {known.sum()} positions, and has {stored}")
+    rows = view[start:].reshape(stored, code.row_bytes)
+    indices = _unpacked(rows, code)
+    _check_indices(indices, code)
+    weights, tail = _decoded(rows, code) if code.is_topk else (np.full((stored, code.k), 1 / code.k, np.float32), None)
+    if stored == number:
+        return Logits(indices, weights, tail, known)
+    return Logits(indices, weights, tail).map(lambda part: _spread(part, known))._replace(known=known)
+
+
+def check(data: Buffer, channel: Channel) -> None:
+    """Raise SchemaError for bytes that may not be stored: `decode` finds everything."""
+    decode(data, channel)
+
+
+def collate(values: Sequence[Logits | None], channel: Channel, _: tuple[int, ...]) -> Logits:
+    """Return the `Logits` of a batch: stacked, or one after the other where the table leaves the positions open."""
+    code = code_of(channel)
+    number = code.length or 0
+    none, unknown = np.zeros((number, code.k), np.int32), np.zeros(number, bool)
+    nothing = Logits(none, none.astype(np.float32), unknown.astype(np.float32) if code.is_topk else None, unknown)
+    rows = [nothing if value is None else value for value in values]
+    join = np.concatenate if code.length is None else np.stack
+    offsets = np.cumsum([0, *(len(row.known) for row in rows)]) if code.length is None else None
+    columns = zip(*rows, strict=True)
+    return Logits(*(None if one[0] is None else join(one) for one in columns))._replace(offsets=offsets)
+
+
+def _part(part: Any, code: _Code, name: str, kinds: str, shape: tuple[int, ...]) -> NDArray[Any]:  # noqa: ANN401
+    array = np.asarray(part)
+    if array.dtype.kind not in kinds or array.shape != shape:
+        wanted = {"iu": "integers", "f": "floats", "b": "bool"}[kinds]
+        raise SchemaError(
+            f"{name} of channel '{code.name}' are {array.dtype}{list(array.shape)}; they must be {wanted}{list(shape)}"
+        )
+    return array
+
+
+def _check_indices(indices: NDArray[Any], code: _Code) -> None:
+    """Raise SchemaError for tokens, in ascending order, that the vocabulary does not have or that occur twice."""
+    if indices.size and not (indices[:, 0].min() >= 0 and indices[:, -1].max() < code.size):
+        raise SchemaError(
+            f"tokens of channel '{code.name}' are {indices.min()} to {indices.max()}; the vocabulary has 0 to "
+            f"{code.size - 1}"
+        )
+    steps = np.diff(indices, axis=1)
+    if steps.size and steps.min() < code.is_topk:
+        raise SchemaError(f"channel '{code.name}' has a token twice, or out of order, at a position")
+
+
+def _packed(indices: NDArray[np.int64], code: _Code) -> NDArray[np.uint8]:
+    bits = (indices[..., None] >> np.arange(code.low)) & 1
+    unary = np.zeros((len(indices), code.num_unary), np.uint8)
+    np.put_along_axis(unary, (indices >> code.low) + np.arange(code.k), 1, axis=1)
+    lows = bits.reshape(len(indices), code.k * code.low).astype(np.uint8)
+    return np.concatenate([np.packbits(one, axis=1, bitorder="little") for one in (lows, unary)], axis=1)
+
+
+def _unpacked(rows: NDArray[np.uint8], code: _Code) -> NDArray[np.int32]:
+    lows, highs, _ = code.ends
+    unary = np.unpackbits(rows[:, lows:highs], axis=1, bitorder="little")
+    ones = np.flatnonzero(unary.view(bool))
+    if len(ones) == len(rows) * code.k:
+        ones = ones.reshape(-1, code.k) - np.arange(0, unary.size, unary.shape[1])[:, None]
+    if ones.ndim == 1 or (ones.size and not (ones.min() >= 0 and ones.max() < unary.shape[1])):
+        raise SchemaError(f"channel '{code.name}' has another number of tokens than {code.k} at a position")
+    high = (ones - np.arange(code.k)).astype(np.int32)
+    if not code.low:
+        return high
+    # Each token's bits lie in the four bytes from the one in which they begin; rows end with bytes of the high part.
+    first = np.arange(code.k) * code.low
+    places = np.minimum((first >> 3)[:, None] + np.arange(4), rows.shape[1] - 1)
+    words: NDArray[np.uint32] = np.take(rows, places, axis=1).view("<u4")[..., 0]
+    low: NDArray[np.uint32] = (words >> (first & 7).astype(np.uint32)) & np.uint32((1 << code.low) - 1)
+    tokens: NDArray[np.int32] = (high << code.low) | low.view(np.int32)
+    return tokens
+
+
+def _coded(weights: NDArray[np.float64], tail: NDArray[Any] | None, code: _Code) -> list[NDArray[np.uint8]]:
+    """Return the columns of bytes of probabilities and tail: logarithms as float16, or as steps below the largest."""
+    mass = weights.sum(axis=1)
+    tail = np.maximum(1 - mass, 0) if tail is None else tail.astype(np.float64)
+    right = (weights.min(axis=1) >= 0) & (tail >= 0) & (mass > 0) & (np.abs(mass + tail - 1) < _SUM_ERROR)
+    if not right.all():
+        at = int(np.argmin(right))
+        raise SchemaError(
+            f"channel '{code.name}' has weights of {weights[at].min():g} to {weights[at].max():g}, {mass[at]:g} in "
+            f"all, and a tail of {tail[at]:g} at stored position {at}: they must be probabilities, without NaN, that "
+            "add up to 1"
+        )
+    with np.errstate(divide="ignore"):
+        logs = np.maximum(np.log(weights / weights.max(axis=1, keepdims=True)), _LEAST_LOG)
+        odds = np.log(tail / mass).astype("<f2")[:, None].view(np.uint8)
+    if code.dtype == "float16":
+        return [logs.astype("<f2").view(np.uint8), odds]
+    step = (np.abs(logs).max(axis=1, keepdims=True) / 255).astype("<f2")
+    codes = np.rint(-logs / np.where(step > 0, step, 1)).clip(0, 255).astype(np.uint8)
+    return [codes, step.view(np.uint8), odds]
+
+
+def _decoded(rows: NDArray[np.uint8], code: _Code) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    _, begin, end = code.ends
+    values, after = rows[:, begin:end], np.ascontiguousarray(rows[:, end:]).view("<f2").astype(np.float32)
+    if code.dtype == "uint8":
+        logs = values * -after[:, :1]
+    else:
+        logs = np.ascontiguousarray(values).view("<f2").astype(np.float32)
+    odds = after[:, -1]
+    if rows.size and not (np.isfinite(logs).all() and logs.max() <= 0 and odds.max() < np.inf):
+        raise SchemaError(f"channel '{code.name}' has NaN, an infinity or a probability above the largest")
+    weights: NDArray[np.float32] = np.exp(logs)
+    weights *= (np.exp(-np.logaddexp(0, odds)) / weights.sum(axis=1))[:, None]
+    return weights, np.exp(-np.logaddexp(0, -odds))
+
+
+def _spread(part: NDArray[Any], known: NDArray[np.bool_]) -> NDArray[Any]:
+    whole = np.zeros((len(known), *part.shape[1:]), part.dtype)
+    whole[known] = part
+    return whole
