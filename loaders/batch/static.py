@@ -147,7 +147,7 @@ class FixedBuffers:
                 buffers[name].copy_(tensor)
         own: dict[str, Any] = {name[0]: tensor for name, tensor in buffers.items() if len(name) == 1}
         for entry, value in batch.items():
-            parts = {key[1]: buffers[key] for key in _parts(entry, value) if len(key) > 1}
+            parts: dict[str, Any] = {key[1]: buffers[key] for key in _parts(entry, value) if len(key) > 1}
             if parts:
                 own[entry] = value._replace(**parts) if isinstance(value, Logits | Packed) else parts
         return {**batch, **own}
