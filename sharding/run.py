@@ -289,6 +289,7 @@ def _staged(work: Workspace, scan: _Scan, plan: Plan, job: WriteJob, bands: Band
     with work.out.writing():
         table = stage_clips(
             job.source,
+            job.recipe.images,
             job.scan_table,
             of_row,
             scan.info.clips,

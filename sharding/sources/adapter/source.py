@@ -34,6 +34,7 @@ from fuelrail.sharding.sources.shared.pictures import (
     MAX_DAMAGED,
     Depth,
     ImagePolicy,
+    JpegForm,
     MaxDamaged,
     recorded,
 )
@@ -107,8 +108,9 @@ class FrameSource(Generic[S]):
         license: of the data, where the source states it.
 
     ``self.given`` are the options, ``self.files`` the files below the root, ``self.file`` the name of the one file that
-    the location is, None for a folder or a URL. ``self.depth`` is how much of each image this scan looks at. What an
-    adapter counts in ``self.noted`` during the scan is reported.
+    the location is, None for a folder or a URL. ``self.depth`` is how much of each image this scan looks at.
+    ``self.stored`` is how the run stores images, where it makes them smaller: an adapter that decodes images itself
+    makes them so, as `StoredJpeg`. What an adapter counts in ``self.noted`` during the scan is reported.
     """
 
     kind: str
@@ -126,6 +128,7 @@ class FrameSource(Generic[S]):
     box_attributes: Sequence[str] = ()
     license: str | None = None
     depth: Depth = "head"
+    stored: JpegForm | None = None
 
     given: S
 

@@ -176,7 +176,7 @@ class LogSource(FrameSource[LogSettings]):
             self.recordings.log_file,
             lambda: self.recordings.topics,
             lambda: dict(self.recordings.logs),
-            self.given.video_quality,
+            self.given.form(self.stored),
             self.topics.levels,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import av
@@ -13,6 +14,7 @@ import pytest
 import simplejpeg
 from av.stream import Disposition
 
+import fuelrail as fr
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.sharding.engines.local import LocalEngine
 from fuelrail.sharding.planning.recipe import make_recipe
@@ -22,6 +24,9 @@ from fuelrail.sharding.sources.adapter.videos import Videos
 from fuelrail.sharding.sources.registry import SourceSpec, make_source
 from fuelrail.sharding.sources.shared.files import LINKED
 from fuelrail.sharding.sources.shared.video import VideoFile
+from fuelrail.sharding.verify.dataset import verify
+from fuelrail.sharding.write.images import scale_geometry, transcode
+from fuelrail.sharding.write.staging import stage_clips
 from support.manifest_world import GROUPS, as_video, write_long, write_video, write_wide
 from support.shared_data import shared_data
 from support.source_suite import SourceSuite
@@ -59,6 +64,41 @@ class TestWide(SourceSuite):
                 away = [np.abs(found - other).mean() for other in others]
                 assert np.argmin(away) == number
                 assert np.abs(found - wanted).mean() < 40
+
+    @pytest.mark.parametrize("images", [{"size": [40, 26], "quality": 97}, {"resize": 0.5, "quality": 97}])
+    def test_smaller_images_are_scaled_and_encoded_once_as_they_are_decoded(self, tmp_path, monkeypatch, images):
+        """As a full-size JPEG of quality 100 that is scaled; geometry follows, and staging takes the smaller bytes."""
+        spec = self.spec(tmp_path)
+        options = {**self.options, "video_quality": 100}
+        run = partial(shard, num_workers=1, progress=Quiet(), engine=LocalEngine(1, "threads"))
+        whole = make_recipe(seed=7, shard_size_bytes=1 << 16, splits={"train": 1.0})
+        small = make_recipe(seed=7, shard_size_bytes=1 << 16, splits={"train": 1.0}, images=images)
+        run(spec._replace(options=options), tmp_path / "whole", whole)
+        expected = samples_of(tmp_path / "whole")
+        staged = []
+
+        def note(*given, **named):
+            table = stage_clips(*given, **named)
+            staged.append(sum(path.stat().st_size for path in table.parent.glob("*.bin")))
+            return table
+
+        monkeypatch.setattr("fuelrail.sharding.run.stage_clips", note)
+        monkeypatch.setattr("fuelrail.sharding.write.members.transcode", None)  # no second way through pixels
+        run(spec, tmp_path / "small", small)
+        monkeypatch.undo()
+        assert not verify(tmp_path / "small", deep=True, num_threads=1).faults
+        assert staged[0] <= fr.open(tmp_path / "small").manifest.num_bytes
+        for key, sample in samples_of(tmp_path / "small").items():
+            assert sample.images.keys() == expected[key].images.keys()
+            recipe = small.images
+            geometry = scale_geometry(expected[key].geometry, recipe)
+            np.testing.assert_array_equal(sample.geometry.img_wh, geometry.img_wh)
+            np.testing.assert_allclose(sample.geometry.intrinsics, geometry.intrinsics)
+            for name, data in sample.images.items():
+                scaled = transcode(expected[key].images[name], "jpg", recipe)
+                # Of luma: chroma is scaled apart from it here, and there with it.
+                found, wanted = (simplejpeg.decode_jpeg(bytes(one), "GRAY").astype(float) for one in (data, scaled))
+                assert np.abs(found - wanted).mean() < 1.5
 
 
 class TestLong(TestWide):
