@@ -55,7 +55,7 @@ def _run_shard(args: argparse.Namespace) -> int:
     pairs = source.option if source.cameras is None else (*source.option, f"cameras=[{source.cameras}]")
     given = options_of_texts(parse_source(args.source, {}).kind, pairs)
     if source.check:
-        return _print(args, check_source(args.source, options=given))
+        return _print(args, check_source(args.source, options=given, recipe=_options(args)["recipe"]))
     if args.out is None:
         raise ConfigError("`fuelrail shard` needs an output folder or URL, OUT; --check scans without one")
     options = _options(args)

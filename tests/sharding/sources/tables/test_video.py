@@ -15,7 +15,9 @@ import simplejpeg
 from av.stream import Disposition
 
 import fuelrail as fr
+from fuelrail.__main__ import main
 from fuelrail.pipeline.errors import ConfigError, SourceError
+from fuelrail.sharding.api import check_source
 from fuelrail.sharding.engines.local import LocalEngine
 from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
@@ -99,6 +101,32 @@ class TestWide(SourceSuite):
                 # Of luma: chroma is scaled apart from it here, and there with it.
                 found, wanted = (simplejpeg.decode_jpeg(bytes(one), "GRAY").astype(float) for one in (data, scaled))
                 assert np.abs(found - wanted).mean() < 1.5
+
+    def test_a_check_says_what_jpegs_cost_against_the_video(self, tmp_path, capsys):
+        world = self.world(num_frames=8)
+        spec = self.spec(tmp_path, world)
+        columns = ", ".join(self.options["lidar_columns"])
+        given = ["-o", "boxes_in=global", "-o", f"lidar_columns=[{columns}]"]
+        command = ["shard", f"manifest:{spec.location}", "--check", "--images", "resize=0.5,quality=92", *given]
+        assert main([*command, "-o", "rate=5"]) == 0
+        said = capsys.readouterr().out
+        report = check_source(
+            f"manifest:{spec.location}",
+            options={**spec.options, "rate": 5},
+            recipe=make_recipe(images={"resize": 0.5, "quality": 92}),
+        )
+        found, videos = report.video, list((tmp_path / "source").glob("*.mp4"))
+        assert (found.num_videos, found.num_bytes) == (len(videos), sum(path.stat().st_size for path in videos))
+        assert found.num_frames == len(world.cameras) * sum(len(clip.frames) for clip in world.clips)
+        assert f"video: {len(videos)} files of {found.num_frames} frames" in said
+        self.make(spec._replace(options={**spec.options, "rate": 5}), tmp_path / "out")
+        kept = [data for sample in samples_of(tmp_path / "out").values() for data in sample.images.values()]
+        whole, full, half, as_given = found.options
+        assert (whole.num_images, full.num_images, as_given.num_images) == (found.num_frames, len(kept), len(kept))
+        assert full.num_bytes == pytest.approx(sum(map(len, kept)), rel=0.15)
+        assert half.num_bytes < full.num_bytes < whole.num_bytes
+        assert min(one.cpu_hours for one in found.options) > 0
+        assert f"resize=0.5,quality=92: {len(kept)} images" in said
 
 
 class TestLong(TestWide):
