@@ -457,7 +457,7 @@ def _choose_samples(
     check_views(layers, options.seed, transforms.content(), is_mix=is_mix, window=options.window)
     global_batch = options.batch_size * world.size
     chosen = {
-        name: choose(one, options.split, transforms, layers[name], points.lidar) for name, one in datasets.items()
+        name: choose(one, name, options.split, transforms, layers[name], points.lidar) for name, one in datasets.items()
     }
     choice = ScheduleRequest(
         datasets, options.mix, options.split, order, options.window,

@@ -61,15 +61,26 @@ _SMALL_LAWS: Final = frozenset({"fixed", "classes", "image_points", "ego_points"
 
 
 def choose(
-    dataset: Dataset, split: str, options: Transforms, layers: Sequence[Layer], lidar: LidarEntry | None
+    dataset: Dataset, name: str, split: str, options: Transforms, layers: Sequence[Layer], lidar: LidarEntry | None
 ) -> Chosen:
-    """Return what is loaded of a dataset: cameras, channels and attributes that ``options`` select.
+    """Return what is loaded of a dataset, of a name in a mix: cameras, channels and attributes of ``options``.
 
     Raises ConfigError; ManifestError for a channel whose kind or law is unknown here.
     """
-    cameras = choose_cameras([one.channel for one in dataset.manifest.cameras], options.cameras, dataset.location)
+    given, shown = options.cameras, None
+    if isinstance(given, dict):
+        shown = next(iter(given.values()), ())
+        if name not in given or len(given[name]) != len(shown):
+            raise ConfigError(
+                f"cameras={given}: each dataset of the mix needs as many names as the first, and '{name}' has "
+                f"{given.get(name, 'none')}"
+            )
+        given = given[name]
+    cameras = choose_cameras([one.channel for one in dataset.manifest.cameras], given, dataset.location)
+    cameras = cameras if shown is None else tuple(given or ())  # in the batch's order
     channels = choose_channels(dataset, options.channels, layers, lidar, cameras)
-    return Chosen(cameras, channels, choose_attributes(dataset, split, options.attributes, layers, channels))
+    attributes = choose_attributes(dataset, split, options.attributes, layers, channels)
+    return Chosen(cameras, channels, attributes, shown)
 
 
 def choose_channels(

@@ -25,6 +25,7 @@ from fuelrail.loaders.records import Collated
 from fuelrail.loaders.schedule.datasets import image_facts, unknown_to
 from fuelrail.loaders.schedule.state import sample_settings
 from fuelrail.pipeline.errors import ConfigError, ImageError
+from fuelrail.pipeline.order.compile import plain
 from fuelrail.pipeline.order.windows import has_frames
 from fuelrail.pipeline.runtime.stages import Stage
 
@@ -111,7 +112,9 @@ class BatchPipeline(NamedTuple):
     def content(self, options: Arguments, num_cameras: int) -> dict[str, Any]:
         """Return what decides the content of a sample, of a rig with this number of cameras."""
         channels = [channel.name for channel in self.channels.channels] or None
-        cameras = None if len(self.cameras) == num_cameras else [*self.cameras]
+        cameras: Any = None if len(self.cameras) == num_cameras else [*self.cameras]
+        if isinstance(options.transforms.cameras, dict):
+            cameras = plain(options.transforms.cameras)
         return sample_settings(options.seed, **options.transforms.content(), channels=channels, cameras=cameras)
 
     def hand_over(self, made: Any) -> Any:  # noqa: ANN401
@@ -212,7 +215,7 @@ def make_batch_pipeline(
 ) -> BatchPipeline:
     """Choose the decoder, and put together what the stages need."""
     transforms = options.transforms
-    cameras = tuple(sources[0].reader.cameras)
+    cameras = tuple(sources[0].reader.shown)
     num_frames = 1 if options.window is None else len(options.window.frames)
     batch_images = options.batch_size * (1 + transforms.two_views) * num_frames * len(cameras)
     decoder = make_decoder(
@@ -250,7 +253,8 @@ def make_batch_pipeline(
     return BatchPipeline(
         bad, cameras, points.lidar, augments, decoder, options.batch_size, options.window, transform,
         options.collate_fn, transforms.normalize, transfer, transforms.box_frame,
-        SelectedChannels(channels, cameras, packs.max_tokens(pack), timed.by_name), unknown_to(sources),
+        SelectedChannels(channels, tuple(sources[0].reader.cameras), packs.max_tokens(pack), timed.by_name),
+        unknown_to(sources),
         batch_transform, fixed, None if fixed is None else static.FixedBuffers(fixed.buffers), pack is not None,
         timed=timed,
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -43,7 +44,7 @@ class SampleReader:
     Without ``points`` lidar members are not decoded, without ``sweeps`` not those of earlier sweeps; and with neither
     that nor ``extra`` are user members. Of further channels only ``channels``, entries of the dataset's table or
     of layers that ``storage`` has, are read; they stay raw, in ``Sample.extra``. ``cameras`` are the cameras whose
-    images are read, and of which samples are; None: all.
+    images are read, and of which samples are; None: all. ``shown`` are other names for them, in whose order they come.
     """
 
     def __init__(
@@ -55,12 +56,17 @@ class SampleReader:
         sweeps: bool = True,
         extra: bool = True,
         channels: Sequence[Channel] = (),
-        cameras: Collection[str] | None = None,
+        cameras: Sequence[str] | None = None,
+        shown: Sequence[str] | None = None,
     ) -> None:
         self._dataset = dataset
         self.storage: SampleStorage = open_storage(dataset) if storage is None else storage
         rig = Rig.of(dataset.manifest)
         self.cameras = [one for one in rig.cameras if cameras is None or one in cameras]
+        if shown is not None:
+            self.cameras = list(cameras or ())
+        self.shown = list(shown or self.cameras)
+        """The names of the cameras in a batch."""
         self.camera_rows = tuple(map(rig.cameras.index, self.cameras))
         """Rows of the cameras in the dataset's rig."""
         self._num_cameras = len(rig.cameras)
@@ -144,9 +150,13 @@ class SampleReader:
         """
         row = fetched.row
         sample = decode_sample(row.key, self._members(fetched, self._wanted), self._fields)
-        if len(self.cameras) < self._num_cameras:
+        if self.camera_rows != tuple(range(self._num_cameras)):
             sample = sample.of_cameras(self.camera_rows, self._num_cameras)
         check_arrays(sample, self._rig)
+        if self.shown != self.cameras:
+            pairs = zip(self.cameras, self.shown, strict=True)
+            images = {name: sample.images[own] for own, name in pairs if own in sample.images}
+            sample = dataclasses.replace(sample, images=images)
         if self.needs_lidar and not np.isfinite(sample.geometry.lidar2keyego()).all():
             raise SchemaError(
                 "the first lidar has no sweep, so boxes cannot be in its frame; use box_frame='ego'",
