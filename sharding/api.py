@@ -295,12 +295,23 @@ def verify(
     return verify_dataset(dataset, deep=deep, num_threads=num_threads, checked=progress)
 
 
-def inspect(dataset: Location, key: str | None = None) -> Description:
+class InspectOptions(Settings, frozen=True, kw_only=True):
+    """Options of ``inspect``."""
+
+    statistics: Annotated[
+        bool, flag("also compute mean, deviation and quantiles of all numbers, and store them beside the manifest")
+    ] = False
+
+
+def inspect(dataset: Location, key: str | None = None, *, statistics: bool = False) -> Description:
     """Describe a dataset, or the sample with this key: its members, metadata and geometry.
 
-    Raises DatasetError where there is no dataset, ConfigError for a key that does not exist.
+    ``statistics``: see :func:`fuelrail.sharding.verify.statistics.dataset_statistics`. Raises DatasetError for
+    what is not a dataset, ConfigError for a key that does not exist, and for statistics of a sample.
     """
-    return describe_dataset(dataset) if key is None else describe_sample(dataset, key)
+    if statistics and key is not None:
+        raise ConfigError(f"statistics are of a dataset, and '{key}' is one sample: leave one of them out")
+    return describe_dataset(dataset, statistics=statistics) if key is None else describe_sample(dataset, key)
 
 
 def _recipe(recipe: Recipe | None, options: Mapping[str, Any]) -> Recipe:

@@ -181,14 +181,17 @@ def _run_verify(args: argparse.Namespace) -> int:
 
 def _configure_inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dataset", metavar="DATASET", help=_DATASET)
+    from fuelrail.sharding.api import InspectOptions
+
     parser.add_argument("key", metavar="KEY", nargs="?", help="sample key (default: describe the whole dataset)")
+    add_flags(parser, InspectOptions)
     add_flags(parser, PrintOptions)
 
 
 def _run_inspect(args: argparse.Namespace) -> int:
-    from fuelrail.sharding.api import inspect
+    from fuelrail.sharding.api import InspectOptions, inspect
 
-    return _print(args, inspect(args.dataset, args.key))
+    return _print(args, inspect(args.dataset, args.key, statistics=from_flags(args, InspectOptions).statistics))
 
 
 def _configure_log(parser: argparse.ArgumentParser) -> None:
