@@ -18,7 +18,7 @@ from fuelrail.loaders.storage import BACKENDS, Backend
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.order.mix import MixStage
 from fuelrail.pipeline.order.spec import OrderSpec
-from fuelrail.pipeline.order.windows import FrameWindow
+from fuelrail.pipeline.order.windows import FrameWindow, as_window
 from fuelrail.pipeline.runtime.host import default_num_workers
 from fuelrail.pipeline.settings import (
     CheckedSettings,
@@ -195,7 +195,8 @@ class Transforms(Settings, frozen=True):
             with a size of its own. Each camera of the rig is in one of them. ``img`` then is a dict by group.
         cameras: names of the cameras to fetch and decode, such as ``["cam_front"]``. A batch has these alone, in the
             rig's order: images, matrices and frames of a window, and no channel that lies on another camera. They are
-            augmented as a loader of all cameras augments them. None: all cameras.
+            augmented as a loader of all cameras augments them. None: all cameras. Of a mix also a dict of dataset to
+            its cameras, as many of each and in the batch's order, which has the names of the first dataset's.
         pixels: augmentation of the pixel values.
         ego: augmentation of the ego frame: boxes, points and matrices move together, pixels stay.
         points: also decode the first lidar's sweep; a `PointSweeps` accumulates several.
@@ -221,7 +222,10 @@ class Transforms(Settings, frozen=True):
     camera_groups: Annotated[dict[str, CameraGroup] | None, must_be("a dict of group name to CameraGroup, or None")] = (
         None
     )
-    cameras: Annotated[tuple[str, ...] | None, must_be("a list of names of cameras, or None")] = None
+    cameras: Annotated[
+        tuple[str, ...] | dict[str, tuple[str, ...]] | None,
+        must_be("a list of names of cameras, a dict of dataset to such lists, or None"),
+    ] = None
     pixels: PixelAugment = PixelAugment()
     ego: BevAugment = BevAugment()
     points: Annotated[
@@ -245,7 +249,7 @@ class Transforms(Settings, frozen=True):
         resolve_fields(self)
         check_types(self, ConfigError)
         for name in ("cameras", "channels", "attributes"):
-            if getattr(self, name) is not None:
+            if getattr(self, name) is not None and not isinstance(getattr(self, name), dict):
                 msgspec.structs.force_setattr(self, name, tuple(getattr(self, name)))
         if self.camera_groups is not None and (not self.camera_groups or self.image != _DEFAULT_IMAGE):
             raise ConfigError("camera_groups must name a group or more, and takes the place of image: leave image out")
@@ -338,7 +342,7 @@ class Arguments(Settings, frozen=True, kw_only=True):
     order: OrderSpec | None
     split: Annotated[str, Meta(min_length=1), must_be("a split's name, such as 'train'")]
     mix: Annotated[dict[str, Annotated[int, Meta(ge=1)]] | list[MixStage] | None, _RATIOS]
-    window: FrameWindow | None
+    window: Any
     layers: Any
     transforms: Transforms
     transform: Any
@@ -366,6 +370,7 @@ class Arguments(Settings, frozen=True, kw_only=True):
                 )
             msgspec.structs.force_setattr(self, "storage", {"backend": backend})
         msgspec.structs.force_setattr(self, "ledger", ledger_options(self.ledger))
+        msgspec.structs.force_setattr(self, "window", as_window(self.window))
         resolve_fields(self, where="")
         check_types(self, ConfigError, where="")
         if self.where not in (None, "process", "node") and not hasattr(self.where, "num_workers"):

@@ -24,7 +24,7 @@ from fuelrail.sharding.output.folder import open_output
 from fuelrail.sharding.output.workspace import Workspace
 from fuelrail.sharding.planning.recipe import Recipe, check_recipe, make_recipe
 from fuelrail.sharding.progress import Quiet
-from fuelrail.sharding.run import Outcome, scan_source
+from fuelrail.sharding.run import Outcome, checked_source
 from fuelrail.sharding.run import repair as repair_dataset
 from fuelrail.sharding.run import shard as run_shard
 from fuelrail.sharding.sources.fuelrail.source import SEPARATOR
@@ -33,6 +33,7 @@ from fuelrail.sharding.sources.shared.scan_report import ScanReport
 from fuelrail.sharding.verify.dataset import Checked, VerifyReport, ignore
 from fuelrail.sharding.verify.dataset import verify as verify_dataset
 from fuelrail.sharding.verify.inspect import Description, describe_dataset, describe_sample
+from fuelrail.sharding.write.break_even import BreakEven
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.format.manifest import Manifest
@@ -119,6 +120,7 @@ class SourceReport(Printed, msgspec.Struct, frozen=True, kw_only=True):
     lidars: list[str]
     classes: list[str]
     scan: ScanReport | None = None
+    video: BreakEven | None = None
 
     def as_text(self) -> str:
         """Return the report for people."""
@@ -127,7 +129,8 @@ class SourceReport(Printed, msgspec.Struct, frozen=True, kw_only=True):
             f"cameras: {', '.join(self.cameras) or 'none'}; lidars: {', '.join(self.lidars) or 'none'}",
             f"classes: {', '.join(self.classes) or 'none'}",
         ]
-        return "\n".join([*lines, *([] if self.scan is None else self.scan.lines())]) + "\n"
+        lines += [] if self.scan is None else self.scan.lines()
+        return "\n".join([*lines, *([] if self.video is None else self.video.lines())]) + "\n"
 
 
 class VerifyOptions(Settings, frozen=True, kw_only=True):
@@ -185,12 +188,15 @@ def sources(kind: str | None = None) -> list[SourceKind]:
     return source_kinds(kind)
 
 
-def check_source(source: str, *, options: Mapping[str, Any] | None = None) -> SourceReport:
+def check_source(
+    source: str, *, options: Mapping[str, Any] | None = None, recipe: Recipe | None = None
+) -> SourceReport:
     """Scan a source and write nothing: what :func:`shard` would find wrong, and what it would keep and drop.
 
-    Raises SourceError with all faults of the source, ConfigError for options.
+    Of video in files, also what JPEGs of its frames cost, stored by the recipe's ``images``. Raises SourceError with
+    all faults of the source, ConfigError for options.
     """
-    info = scan_source(parse_source(source, dict(options or {})))
+    info, video = checked_source(parse_source(source, dict(options or {})), None if recipe is None else recipe.images)
     return SourceReport(
         name=info.name,
         num_samples=info.num_samples,
@@ -199,6 +205,7 @@ def check_source(source: str, *, options: Mapping[str, Any] | None = None) -> So
         lidars=[lidar.channel for lidar in info.lidars],
         classes=info.classes,
         scan=info.report,
+        video=video,
     )
 
 
@@ -288,12 +295,23 @@ def verify(
     return verify_dataset(dataset, deep=deep, num_threads=num_threads, checked=progress)
 
 
-def inspect(dataset: Location, key: str | None = None) -> Description:
+class InspectOptions(Settings, frozen=True, kw_only=True):
+    """Options of ``inspect``."""
+
+    statistics: Annotated[
+        bool, flag("also compute mean, deviation and quantiles of all numbers, and store them beside the manifest")
+    ] = False
+
+
+def inspect(dataset: Location, key: str | None = None, *, statistics: bool = False) -> Description:
     """Describe a dataset, or the sample with this key: its members, metadata and geometry.
 
-    Raises DatasetError where there is no dataset, ConfigError for a key that does not exist.
+    ``statistics``: see :func:`fuelrail.sharding.verify.statistics.dataset_statistics`. Raises DatasetError for
+    what is not a dataset, ConfigError for a key that does not exist, and for statistics of a sample.
     """
-    return describe_dataset(dataset) if key is None else describe_sample(dataset, key)
+    if statistics and key is not None:
+        raise ConfigError(f"statistics are of a dataset, and '{key}' is one sample: leave one of them out")
+    return describe_dataset(dataset, statistics=statistics) if key is None else describe_sample(dataset, key)
 
 
 def _recipe(recipe: Recipe | None, options: Mapping[str, Any]) -> Recipe:

@@ -55,7 +55,7 @@ def _run_shard(args: argparse.Namespace) -> int:
     pairs = source.option if source.cameras is None else (*source.option, f"cameras=[{source.cameras}]")
     given = options_of_texts(parse_source(args.source, {}).kind, pairs)
     if source.check:
-        return _print(args, check_source(args.source, options=given))
+        return _print(args, check_source(args.source, options=given, recipe=_options(args)["recipe"]))
     if args.out is None:
         raise ConfigError("`fuelrail shard` needs an output folder or URL, OUT; --check scans without one")
     options = _options(args)
@@ -199,14 +199,17 @@ def _run_forget(args: argparse.Namespace) -> int:
 
 def _configure_inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dataset", metavar="DATASET", help=_DATASET)
+    from fuelrail.sharding.api import InspectOptions
+
     parser.add_argument("key", metavar="KEY", nargs="?", help="sample key (default: describe the whole dataset)")
+    add_flags(parser, InspectOptions)
     add_flags(parser, PrintOptions)
 
 
 def _run_inspect(args: argparse.Namespace) -> int:
-    from fuelrail.sharding.api import inspect
+    from fuelrail.sharding.api import InspectOptions, inspect
 
-    return _print(args, inspect(args.dataset, args.key))
+    return _print(args, inspect(args.dataset, args.key, statistics=from_flags(args, InspectOptions).statistics))
 
 
 def _configure_log(parser: argparse.ArgumentParser) -> None:

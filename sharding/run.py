@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -35,8 +35,10 @@ from fuelrail.sharding.output.resume import (
 )
 from fuelrail.sharding.output.workspace import RunState, Workspace
 from fuelrail.sharding.planning.plan import Plan, assign_splits, make_plan, select_rows, selection
+from fuelrail.sharding.sources.adapter.source import FrameSource
 from fuelrail.sharding.sources.registry import SourceSpec, make_source, naming, parse_source
 from fuelrail.sharding.sources.shared.scan_table import ScanTable, ScanWriter, uncompressed_share
+from fuelrail.sharding.write.break_even import break_even
 from fuelrail.sharding.write.dictionary import train_or_load_dictionary
 from fuelrail.sharding.write.finish import finish
 from fuelrail.sharding.write.images import jpegtran_version, stored_channel, stored_share
@@ -48,10 +50,11 @@ from fuelrail.sharding.write.staging import NO_BAND, Bands, stage_clips
 if TYPE_CHECKING:
     from fuelrail.pipeline.format.codecs import Dictionary
     from fuelrail.sharding.engines import Engine
-    from fuelrail.sharding.planning.recipe import Recipe
+    from fuelrail.sharding.planning.recipe import ImageRecipe, Recipe
     from fuelrail.sharding.progress import Quiet
     from fuelrail.sharding.sources.shared.scan_report import ScanReport
     from fuelrail.sharding.sources.source import ScanInfo, Source
+    from fuelrail.sharding.write.break_even import BreakEven
 
 
 class Outcome(NamedTuple):
@@ -161,12 +164,19 @@ def repair(root: str | os.PathLike[str], source: str, num_workers: int, progress
 
 def scan_source(spec: SourceSpec) -> ScanInfo:
     """Scan a source and keep nothing but the result; raises SourceError with what is wrong with it."""
+    return checked_source(spec, None)[0]
+
+
+def checked_source(spec: SourceSpec, images: ImageRecipe | None) -> tuple[ScanInfo, BreakEven | None]:
+    """Scan a source as `scan_source`, and estimate what its video costs as JPEGs, stored by ``images``."""
     with tempfile.TemporaryDirectory(prefix="fuelrail-") as folder:
         path = Path(folder) / "scan.arrow"
         with naming(spec):
-            info, _ = _fill_table(make_source(spec), path, is_check=True)
-        check_rows(ScanTable(path), _rig(info), f"{spec.kind}:{spec.location}")
-        return info
+            source: Any = make_source(spec)
+            info, _ = _fill_table(source, path, is_check=True)
+        table = ScanTable(path)
+        check_rows(table, _rig(info), f"{spec.kind}:{spec.location}")
+        return info, break_even(table, source.files, images) if isinstance(source, FrameSource) else None
 
 
 def _rig(info: ScanInfo) -> Rig:
@@ -291,6 +301,7 @@ def _staged(work: Workspace, scan: _Scan, plan: Plan, job: WriteJob, bands: Band
     with work.out.writing():
         table = stage_clips(
             job.source,
+            job.recipe.images,
             job.scan_table,
             of_row,
             scan.info.clips,

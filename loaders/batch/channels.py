@@ -21,7 +21,8 @@ kind                 shape of ``{name}``                  where ``{name}_valid``
 
 With temporal windows an axis of T frames follows B: stacks are [B, T, ...], lists hold a list of T for each sample,
 ``{name}_valid`` is [B, T], and frame t of sample b is number b T + t in a `Packed`. Frames that ``pad="mask"`` hides
-lack all channels.
+lack all channels. A channel with times of its own (`TimeWindow`) has an axis of these in place of T, with windows of
+images or without: ``{name}`` [B, K, ...] and ``{name}_valid`` [B, K]; of a series these are its values.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from fuelrail.pipeline.format.layers import JoinedAttributes
 
 if TYPE_CHECKING:
     from fuelrail.loaders.batch.temporal import Frames
+    from fuelrail.loaders.batch.timed import TimedChannel
     from fuelrail.loaders.config import Transforms
     from fuelrail.loaders.records import DecodedSample, Parsed
     from fuelrail.pipeline.channels.sensors import LidarEntry
@@ -65,15 +67,26 @@ _SMALL_LAWS: Final = frozenset({"fixed", "classes", "image_points", "ego_points"
 
 
 def choose(
-    dataset: Dataset, split: str, options: Transforms, layers: Sequence[Layer], lidar: LidarEntry | None
+    dataset: Dataset, name: str, split: str, options: Transforms, layers: Sequence[Layer], lidar: LidarEntry | None
 ) -> Chosen:
-    """Return what is loaded of a dataset: cameras, channels and attributes that ``options`` select.
+    """Return what is loaded of a dataset, of a name in a mix: cameras, channels and attributes of ``options``.
 
     Raises ConfigError; ManifestError for a channel whose kind or law is unknown here.
     """
-    cameras = choose_cameras([one.channel for one in dataset.manifest.cameras], options.cameras, dataset.location)
+    given, shown = options.cameras, None
+    if isinstance(given, dict):
+        shown = next(iter(given.values()), ())
+        if name not in given or len(given[name]) != len(shown):
+            raise ConfigError(
+                f"cameras={given}: each dataset of the mix needs as many names as the first, and '{name}' has "
+                f"{given.get(name, 'none')}"
+            )
+        given = given[name]
+    cameras = choose_cameras([one.channel for one in dataset.manifest.cameras], given, dataset.location)
+    cameras = cameras if shown is None else tuple(given or ())  # in the batch's order
     channels = choose_channels(dataset, options.channels, layers, lidar, cameras)
-    return Chosen(cameras, channels, choose_attributes(dataset, split, options.attributes, layers, channels))
+    attributes = choose_attributes(dataset, split, options.attributes, layers, channels)
+    return Chosen(cameras, channels, attributes, shown)
 
 
 def choose_channels(
@@ -202,6 +215,8 @@ class SelectedChannels(NamedTuple):
     cameras: tuple[str, ...] = ()
     max_tokens: int | None = None
     """Tokens of a sample that a pack takes, where it is asked to cut them."""
+    timed: Mapping[str, TimedChannel] = {}
+    """The channels at times of their own, by name."""
 
     @property
     def are_large(self) -> bool:
@@ -220,15 +235,21 @@ class SelectedChannels(NamedTuple):
         Raises SchemaError where values cannot be stacked.
         """
         batch: dict[str, Any] = {}
-        for channel in self.channels:
-            values = [of_frame[channel.name] for entry in decoded for of_frame in entry.extra]
+        for stored in self.channels:
+            timed = self.timed.get(stored.name)
+            channel, axes = stored if timed is None else timed.channel, frames
+            if timed is None:
+                values = [of_frame[channel.name] for entry in decoded for of_frame in entry.extra]
+            else:
+                values = [value for entry in decoded for value in entry.timed[channel.name]]
+                axes = frames._replace(axes=(len(decoded), len(timed.offsets_ns)))
             present = [value is not None for value in values]
             if self.max_tokens is not None and channel.kind in _TOKEN_KINDS and channel.shape[0] is None:
                 values = [None if value is None else _cut(value, self.max_tokens) for value in values]
             shape = () if any(present) else self._shape(channel, decoded[0])
             collated = KINDS[channel.kind].collate(values, channel, shape)
-            batch[channel.name] = _shaped(collated, frames)
-            batch[f"{channel.name}_valid"] = torch.from_numpy(frames.shaped(present))
+            batch[channel.name] = _shaped(collated, axes)
+            batch[f"{channel.name}_valid"] = torch.from_numpy(axes.shaped(present))
         return batch
 
     def _shape(self, channel: Channel, sample: DecodedSample) -> tuple[int, ...]:

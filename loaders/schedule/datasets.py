@@ -40,6 +40,8 @@ class Chosen(NamedTuple):
     cameras: Sequence[str] | None = None
     channels: Sequence[Channel] = ()
     attributes: AttributeColumns = AttributeColumns()
+    shown: Sequence[str] | None = None
+    """The names that the cameras have in a batch; None: their own."""
 
 
 def open_all(
@@ -96,7 +98,7 @@ def check_compatible(
                 f"{(first if lacking[0] in here else name)!r} has {lacking[0]!r}; give both such a layer, or select "
                 "channels that both have (Transforms.channels)"
             )
-        cameras = [list(chosen[which].cameras or ()) for which in (first, name)]
+        cameras = [list(chosen[which].shown or chosen[which].cameras or ()) for which in (first, name)]
         facts: dict[str, Sequence[object]] = {"cameras": cameras, **_facts(one, other, points=points)}
         facts |= _channel_facts(*entries)
         for what, sides in facts.items():
@@ -173,7 +175,7 @@ def make_sources(
         storage = with_layers(open_storage(dataset), layers.get(name, ()), of.channels, open_storage)
         reader = SampleReader(
             dataset, storage=storage, points=points, sweeps=sweeps, extra=False, channels=of.channels,
-            cameras=of.cameras,
+            cameras=of.cameras, shown=of.shown,
         )  # fmt: skip
         first_row, own_name = dataset.split(split).first_sample, name if named else None
         sources.append(Source(own_name, dataset, first_row, base, storage, reader, of.attributes))

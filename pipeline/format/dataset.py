@@ -133,12 +133,10 @@ class Dataset:
         if not wanted:
             return {}
         if span is None and len(wanted) < len(row.members) and not is_framed(path.name):
-            first = min(entry.offset for entry in wanted) - BLOCK_BYTES
-            length = max(entry.offset + entry.stored_bytes for entry in wanted) - first
-            if not 0 <= first <= first + length <= row.length:
+            part = row.only({entry.name for entry in wanted})
+            if part is row:
                 raise IndexFileError(f"a member of {row.key} lies outside its span of {row.length} bytes")
-            moved = tuple(entry._replace(offset=entry.offset - first) for entry in wanted)
-            row = row._replace(offset=row.offset + first, length=length, members=moved, is_part=True)
+            row = part
         if span is None:
             span = _read(self.origin, path, row)
         check_span(row, span, path.name)

@@ -35,7 +35,7 @@ from fuelrail.pipeline.order.weights import (
     natural_length,
     value_numbers,
 )
-from fuelrail.pipeline.order.windows import FrameWindow, WindowLookup
+from fuelrail.pipeline.order.windows import TimeWindow, Window
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -55,7 +55,7 @@ def compile_order(
     split: str = "train",
     *,
     global_batch: int | None = None,
-    window: FrameWindow | None = None,
+    window: Window | None = None,
     clips: ClipTable | None = None,
     layers: Sequence[Layer] = (),
     unknown: set[str] | None = None,
@@ -83,7 +83,7 @@ def compile_order(
         if layer.missing == "drop" and not layer.is_complete:
             selection.narrow(present_samples(layer, dataset, split), f"layer '{layer.name}' with missing='drop'")
     if clips is None and needs_clips(spec, window):
-        clips = ClipTable.of_split(dataset, split)
+        clips = ClipTable.of_split(dataset, split, times=isinstance(window, TimeWindow))
     selection.complete(window, clips)
     for layer in layers:
         if layer.missing == "error":
@@ -98,7 +98,7 @@ def compile_table(
     shard_lengths: Sequence[int],
     *,
     global_batch: int | None = None,
-    window: FrameWindow | None = None,
+    window: Window | None = None,
     clips: ClipTable | None = None,
     unknown: set[str] | None = None,
 ) -> EndlessOrder:
@@ -111,7 +111,7 @@ def compile_table(
     return selection.order(shard_lengths, clips, global_batch, window, unknown)
 
 
-def needs_clips(spec: OrderSpec, window: FrameWindow | None) -> bool:
+def needs_clips(spec: OrderSpec, window: Window | None) -> bool:
     """Return whether an order depends on the clips of its samples."""
     return spec.kind == "lanes" or _drops(window)
 
@@ -148,19 +148,19 @@ class _Selection:
             raise OrderError(f"{what} selects no sample{rest}{shows}")
         self.rows = both
 
-    def complete(self, window: FrameWindow | None, clips: ClipTable | None) -> None:
+    def complete(self, window: Window | None, clips: ClipTable | None) -> None:
         """Leave out samples that lack a frame of a window that drops them."""
         if window is not None and _drops(window):
             assert clips is not None
-            complete = np.flatnonzero(WindowLookup(clips, window).complete())
-            self.narrow(complete, f"window {list(window.frames)} x {window.stride} with pad='drop'")
+            complete = np.flatnonzero(window.lookup(clips).complete())
+            self.narrow(complete, window.text)
 
     def order(
         self,
         shard_lengths: Sequence[int],
         clips: ClipTable | None,
         global_batch: int | None,
-        window: FrameWindow | None,
+        window: Window | None,
         unknown: set[str] | None,
     ) -> EndlessOrder:
         """Return the order of the selected samples."""
@@ -170,7 +170,7 @@ class _Selection:
         hidden = [(rows,) for rows in self._hidden(window, clips, unknown)]
         return costs.apply(plain_order, self._spec, global_batch, hidden)
 
-    def _hidden(self, window: FrameWindow | None, clips: ClipTable | None, unknown: set[str] | None) -> Iterator[Rows]:
+    def _hidden(self, window: Window | None, clips: ClipTable | None, unknown: set[str] | None) -> Iterator[Rows]:
         """Yield the samples of each entry of ``without``, and those whose windows are dropped with them."""
         named: Rows = np.zeros(0, np.int64)
         for entry in self._spec.without:
@@ -184,7 +184,7 @@ class _Selection:
             named = np.union1d(named, rows)
             if window is not None and _drops(window) and clips is not None:
                 left = clips.without(named)
-                lacking = left.samples[~WindowLookup(left, window)(left.samples).present.all(axis=1)]
+                lacking = left.samples[~window.lookup(left)(left.samples).present.all(axis=1)]
                 rows = np.union1d(rows, lacking if self.rows is None else np.intersect1d(lacking, self.rows))
             yield rows
 
@@ -343,7 +343,7 @@ def plain(settings: object) -> Any:  # noqa: ANN401
     return msgspec.json.decode(msgspec.json.encode(settings))
 
 
-def _drops(window: FrameWindow | None) -> bool:
+def _drops(window: Window | None) -> bool:
     return window is not None and window.pad == "drop"
 
 
@@ -362,7 +362,7 @@ def compile_mix(
     split: str = "train",
     *,
     global_batch: int | None = None,
-    window: FrameWindow | None = None,
+    window: Window | None = None,
     clips: Sequence[ClipTable | None] | None = None,
     layers: Mapping[str, Sequence[Layer]] = MappingProxyType({}),
 ) -> EndlessOrder:

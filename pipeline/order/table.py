@@ -11,7 +11,6 @@ from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.balance import rank_positions
 from fuelrail.pipeline.order.compile import compile_table, mix_orders, needs_clips
 from fuelrail.pipeline.order.epoch import digest
-from fuelrail.pipeline.order.windows import FrameWindow, WindowLookup
 from fuelrail.pipeline.order.without import check_unseen, windows_without
 
 if TYPE_CHECKING:
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.order.epoch import EndlessOrder, Epoch
     from fuelrail.pipeline.order.mix import MixStage
     from fuelrail.pipeline.order.spec import OrderSpec
+    from fuelrail.pipeline.order.windows import FrameWindow
 
     Columns: TypeAlias = Mapping[str, ArrayLike]
     Data: TypeAlias = int | Columns | Mapping[str, int | Columns]
@@ -82,8 +82,7 @@ class OrderedRows:
         """What a position depends on besides the order, in words; of a mix by name."""
         self._bases = np.cumsum([0, *map(len, tables.values())])
         self._windows = tuple(
-            None if window is None or table.clips is None else WindowLookup(table.clips, window)
-            for table in tables.values()
+            None if window is None or table.clips is None else window.lookup(table.clips) for table in tables.values()
         )
         self._lookups = windows_without(self._windows, self.order)
         self._entries = entries

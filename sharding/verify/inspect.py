@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -23,6 +23,7 @@ from fuelrail.pipeline.format.rules import Rig, check_sample
 from fuelrail.pipeline.format.zstd_frames import is_framed, span_bytes
 from fuelrail.pipeline.storage.filesystem import is_url, shown_url
 from fuelrail.pipeline.text import json_text, shown
+from fuelrail.sharding.verify.statistics import dataset_statistics
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
@@ -60,9 +61,13 @@ class Description(NamedTuple):
         return self.text
 
 
-def describe_dataset(root: str | os.PathLike[str]) -> Description:
-    """Describe counts, splits, channels, members and origin; raises DatasetError where there is no dataset."""
+def describe_dataset(root: str | os.PathLike[str], *, statistics: bool = False) -> Description:
+    """Describe counts, splits, channels, members and origin; raises DatasetError where there is no dataset.
+
+    ``statistics`` are computed and stored, too: `dataset_statistics`.
+    """
     dataset = open_kind(root, EITHER)
+    numbers = dataset_statistics(dataset) if statistics else {}
     manifest = dataset.manifest
     members = _member_statistics(dataset)
     recipe = manifest.provenance.get("recipe", {})
@@ -107,12 +112,26 @@ def describe_dataset(root: str | os.PathLike[str]) -> Description:
             *([_table(("channel", "kind", "values; frame; law; description"), others)] if others else []),
             *([_table(("attribute", "type", "values and samples"), attributes)] if attributes else []),
             _table(("member", "codec", "samples", "stored MB", "raw MB"), fields),
+            *([_table(("split", "numbers", "mean; std; q01; q50; q99"), _statistics(numbers))] if numbers else []),
             "",
         ]
     ).removesuffix("\n")
     named = [dict(zip(("name", "type", "values"), one, strict=True)) for one in attributes]
     facts = {"manifest": msgspec.to_builtins(manifest), "members": members, "attributes": named}
-    return Description(facts, text)
+    return Description({**facts, "statistics": numbers} if statistics else facts, text)
+
+
+def _statistics(numbers: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[tuple[str, str, str]]:
+    def said(value: Any) -> str:  # noqa: ANN401
+        flat = np.ravel(np.array(value, np.float64))  # None is NaN
+        some = " ".join(f"{one:.4g}" for one in flat[:_SHOWN_VALUES])
+        return f"{some} ..." if len(flat) > _SHOWN_VALUES else some
+
+    return [
+        (split, name, "; ".join(said(one[what]) for what in ("mean", "std", "q01", "q50", "q99")))
+        for split, of_split in numbers.items()
+        for name, one in of_split.items()
+    ]
 
 
 def describe_sample(root: str | os.PathLike[str], key: str) -> Description:

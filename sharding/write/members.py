@@ -32,6 +32,7 @@ from fuelrail.sharding.write.images import (
     with_restart_rows,
 )
 from fuelrail.sharding.write.packer import RawMember
+from fuelrail.sharding.write.staging import STORED
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.sensors import LidarEntry
@@ -120,9 +121,15 @@ class Members:
         channel, _, extension = name.partition(".")
         field, is_image = stored_field(name, images), extension in IMAGE_EXTENSIONS
         if is_image:
-            steps.append(_check)
+            steps.append(self._check)
             if images is not None:
-                steps.append(lambda member, data, _: transcode(data, member.name.partition(".")[2], images))
+                steps.append(
+                    lambda member, data, _: (
+                        data
+                        if member.ref.startswith(STORED)
+                        else transcode(data, member.name.partition(".")[2], images)
+                    )
+                )
         if field.endswith(".jpg") and recipe.jpeg == "restart":
             steps.append(lambda _, data, __: with_restart_rows(data))
         chain = self._chains[name] = Chain(field, channel if is_image else None, tuple(steps))
@@ -142,12 +149,11 @@ class Members:
     def _where(self, key: str, member: Reference) -> str:
         return f"image '{member.ref}' of {self._place} (sample {key})"
 
-
-def _check(member: Reference, data: Buffer, _: Sizes) -> Buffer:
-    """Check that an image is complete, and that its size is the one in the source's tables."""
-    if len(data) != member.bytes and not member.is_estimate:
-        raise ImageError(f"had {member.bytes} bytes when the run started and has {len(data)} now")
-    size = image_size(data, member.name.partition(".")[2])
-    if size != (member.width, member.height):
-        raise ImageError(f"{size[0]} x {size[1]} pixels, the source's tables say {member.width} x {member.height}")
-    return data
+    def _check(self, member: Reference, data: Buffer, _: Sizes) -> Buffer:
+        """Check that an image is complete, and that its size is the one in the source's tables, or the stored one."""
+        if len(data) != member.bytes and not member.is_estimate:
+            raise ImageError(f"had {member.bytes} bytes when the run started and has {len(data)} now")
+        size, wanted = image_size(data, member.name.partition(".")[2]), (member.width, member.height)
+        if size != (self._stored_size(member) if member.ref.startswith(STORED) else wanted):
+            raise ImageError(f"{size[0]} x {size[1]} pixels, the source's tables say {wanted[0]} x {wanted[1]}")
+        return data

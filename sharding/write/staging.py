@@ -17,9 +17,10 @@ import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -29,9 +30,15 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.errors import DatasetError, SourceError
 from fuelrail.pipeline.runtime.workers import in_threads, set_up_worker
 from fuelrail.pipeline.storage.files import map_npy, published
+from fuelrail.sharding.sources.adapter.source import FrameSource
 from fuelrail.sharding.sources.registry import SourceSpec, make_source, naming
+from fuelrail.sharding.sources.shared.pictures import JpegForm, StoredJpeg
 from fuelrail.sharding.sources.shared.scan_table import ROWS_PER_BATCH, ClipInfo, Reference, ScanTable, decode_row
 from fuelrail.sharding.sources.source import ClipSource, Place
+from fuelrail.sharding.write.images import stored_share, stored_size
+
+if TYPE_CHECKING:
+    from fuelrail.sharding.planning.recipe import ImageRecipe
 
 _MAX_THREADS: Final = 4
 _ROWS_LOOKED_AT: Final = 1000
@@ -39,17 +46,23 @@ _SAMPLE: Final = "sample"
 _MOST_BANDS: Final = 16
 NO_BAND: Final = -1
 
-_Given = tuple["SourceSpec", Path, Path, Path, int]
+_Given = tuple["SourceSpec", "ImageRecipe | None", Path, Path, Path, int]
 
 _staging: Staging
 
 
+Placed = tuple[int, int, int, bool]
+"""Band, offset and length of a member, and whether it is an image as it is to be stored."""
+STORED: Final = "stored:"
+"""Begins the reference of such an image."""
+
+
 class _Index(msgspec.Struct, frozen=True, array_like=True):
-    """What a staged clip holds: digest of its rows, bytes of each band, and by reference band, offset and length."""
+    """What a staged clip holds: digest of its rows, bytes of each band, and by reference its place."""
 
     digest: str
     sizes: dict[int, int]
-    places: dict[str, tuple[int, int, int]]
+    places: dict[str, Placed]
 
 
 class Bands:
@@ -106,10 +119,14 @@ class StageTask(NamedTuple):
 class Staging:
     """The clips of one source in a folder; each worker has its own."""
 
-    def __init__(self, spec: SourceSpec, scan_table: Path, bands: Path, folder: Path, num_done: int) -> None:
+    def __init__(
+        self, spec: SourceSpec, images: ImageRecipe | None, scan_table: Path, bands: Path, folder: Path, num_done: int
+    ) -> None:
         self._spec, self._folder, self._bands, self._num_done = spec, folder, map_npy(bands), num_done
         self._table = ScanTable(scan_table)
-        source = make_source(spec)
+        source: Any = make_source(spec)
+        if images is not None and isinstance(source, FrameSource):
+            source.stored = JpegForm(images.quality, partial(stored_size, images))
         assert isinstance(source, ClipSource), "a source that reads by clip"
         self._source = source
 
@@ -122,7 +139,7 @@ class Staging:
         """Bring one clip's members here, unless they are or their band is finished; SourceError for a missing one."""
         digest, refs = self._wanted(task)
         index = _load_index(self._folder, task.number)
-        places: dict[str, tuple[int, int, int]] = {}
+        places: dict[str, Placed] = {}
         if index is not None and index.digest == digest:
             if self._has(task, index):
                 return
@@ -141,7 +158,7 @@ class Staging:
                     raise SourceError(f"the {self._spec.kind} source made '{ref}' twice, or without being asked for it")
                 num_bytes, band = memoryview(data).nbytes, refs[ref]
                 files[band].write(data)
-                places[ref] = band, sizes[band], num_bytes
+                places[ref] = band, sizes[band], num_bytes, isinstance(data, StoredJpeg)
                 sizes[band] += num_bytes
             if missing := refs.keys() - places.keys():
                 raise SourceError(f"the {self._spec.kind} source has no bytes for '{min(missing)}'")
@@ -175,7 +192,7 @@ class StagedSource:
 
     def place(self, ref: str) -> Place:
         """Return where the bytes are."""
-        name, _, part = ref.partition("#")
+        name, _, part = ref.removeprefix(STORED).partition("#")
         offset, _, length = part.partition("+")
         return Place(f"{self._folder}/{name}", int(offset), int(length))
 
@@ -188,10 +205,12 @@ class StagedSource:
 
 
 def stage_clips(
-    spec: SourceSpec, scan_table: Path, of_row: NDArray[np.int8], clips: Sequence[ClipInfo], stamps: NDArray[np.uint64],
-    bands: Bands, *, num_workers: int,
+    spec: SourceSpec, images: ImageRecipe | None, scan_table: Path, of_row: NDArray[np.int8],
+    clips: Sequence[ClipInfo], stamps: NDArray[np.uint64], bands: Bands, *, num_workers: int,
 ) -> Path:  # fmt: skip
     """Stage the clips of these rows, in parallel; returns a scan table whose rows refer to what is staged.
+
+    Images that the source decodes itself are staged as they are stored, by ``images``.
 
     ``of_row`` has the band of each row of the table, NO_BAND where it is not wanted, and ``stamps`` a number for each,
     which changes when a file of the row does.
@@ -206,12 +225,12 @@ def stage_clips(
         own = stamps[clip.first_row : clip.first_row + clip.num_samples].tobytes()
         stamp = int.from_bytes(hashlib.sha256(own).digest()[:8])
         tasks.append(StageTask(number, clip.first_row, clip.num_samples, stamp))
-    given = spec, scan_table, path, folder, bands.num_done
+    given = spec, images, scan_table, path, folder, bands.num_done
     if bands.num_done and not all(map(Staging(*given).is_known, tasks)):  # finished shards may be made again
         bands.forget()
-        given = *given[:4], 0
+        given = *given[:5], 0
     bands.sweep()
-    _check_space(ScanTable(scan_table), np.flatnonzero(of_row >= bands.num_done), folder)
+    _check_space(ScanTable(scan_table), np.flatnonzero(of_row >= bands.num_done), folder, images)
     for _ in _staged(given, tasks, min(num_workers, len(tasks))):
         pass
     table = folder / scan_table.name
@@ -226,12 +245,16 @@ def _selected(task: StageTask, bands: NDArray[np.generic]) -> list[int]:
     return found
 
 
-def _check_space(table: ScanTable, rows: NDArray[np.int64], folder: Path) -> None:
+def _check_space(table: ScanTable, rows: NDArray[np.int64], folder: Path, images: ImageRecipe | None) -> None:
     """Raise DatasetError where the disk of ``folder`` lacks room for these rows, by the sizes of some of them."""
     if not len(rows):
         return
     looked_at = rows[:: -(-len(rows) // _ROWS_LOOKED_AT)].tolist()
-    mean = sum(member.bytes for row in looked_at for member in table.row(row).members) / len(looked_at)
+    mean = sum(
+        member.bytes * (stored_share(images, (member,)) if member.is_estimate else 1.0)
+        for row in looked_at
+        for member in table.row(row).members
+    ) / len(looked_at)
     needed = int(mean * len(rows) * (1 + 1 / _MOST_BANDS))  # a band goes when its shards are there
     there = sum(path.stat().st_size for path in folder.glob("*.bin"))
     free = shutil.disk_usage(folder).free
@@ -294,7 +317,7 @@ def _load_index(folder: Path, number: int) -> _Index | None:
 def _rewrite(scan_table: Path, target: Path, folder: Path, staged: set[int]) -> None:
     """Copy the scan table, with references to staged clips and the sizes that members have there."""
     table = ScanTable(scan_table)
-    current, places = -1, dict[str, tuple[int, int, int]]()
+    current, places = -1, dict[str, Placed]()
     with pa.memory_map(os.fspath(scan_table)) as mapped, pa.OSFile(os.fspath(target), "wb") as sink:
         file = pa.ipc.open_file(mapped)
         column = file.schema.get_field_index(_SAMPLE)
@@ -315,9 +338,9 @@ def _rewrite(scan_table: Path, target: Path, folder: Path, staged: set[int]) -> 
                 writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=file.schema))
 
 
-def _moved(member: Reference, clip: int, places: dict[str, tuple[int, int, int]]) -> Reference:
+def _moved(member: Reference, clip: int, places: dict[str, Placed]) -> Reference:
     if member.ref not in places:  # of a clip from which nothing is to be written
         return member
-    band, offset, length = places[member.ref]
-    ref = f"{clip:06d}.{band}.bin#{offset}+{length}"
+    band, offset, length, is_stored = places[member.ref]
+    ref = f"{STORED if is_stored else ''}{clip:06d}.{band}.bin#{offset}+{length}"
     return msgspec.structs.replace(member, ref=ref, bytes=length, is_estimate=False)

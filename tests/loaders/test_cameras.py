@@ -162,7 +162,7 @@ def test_what_is_shown_has_the_cameras_that_are_loaded(dataset) -> None:
         ({"cameras": ["cam_frnt"]}, "has no camera 'cam_frnt'; did you mean 'cam_front'?; it has: cam_front, cam_back"),
         ({"cameras": []}, "must name a camera or more, each once; there are: cam_front, cam_back"),
         ({"cameras": ["cam_back", "cam_back"]}, "must name a camera or more, each once"),
-        ({"cameras": "cam_back"}, "cameras='cam_back' must be a list of names of cameras, or None"),
+        ({"cameras": "cam_back"}, "cameras='cam_back' must be a list of names of cameras, a dict of dataset to such"),
         (
             {"cameras": ["cam_back"], "channels": ["mask_cam_front"]},
             "'mask_cam_front' lies on the image of 'cam_front', and the loader has the cameras cam_back only",

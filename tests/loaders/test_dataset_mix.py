@@ -19,6 +19,7 @@ from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.batching import Cursor, Walk
 from fuelrail.pipeline.order.mix import MixStage
 from support.batches import batches, load
+from support.datasets import build_dataset
 from support.edits import reseal
 
 MIX = {"city": 3, "highway": 1}
@@ -241,3 +242,43 @@ def test_the_state_goes_through_torchs_distributed_checkpoint(roots, tmp_path):
     assert "frame > 0" in str(caught.value)
     with make(roots, seed=9, **options) as unlike, pytest.raises(StateMismatchError, match="seed: state has"):
         dcp.load({"loader": unlike}, checkpoint_id=tmp_path / "step")
+
+
+OF_CAMERAS = ("img", "cam_valid", "intrinsics", "dist", "cam2ego", "cam2keyego", "ego2img", "img_timestamp_ns")
+
+
+@pytest.mark.parametrize("window", [None, {"frames": [-1, 0]}])
+def test_cameras_of_other_names_and_in_another_order_are_mapped(roots, tmp_path, monkeypatch, window):
+    """Each sample is as its dataset alone gives it, its cameras in the order of the mapping."""
+    monkeypatch.setattr("support.datasets.CAMERAS", ("left", "right"))
+    build_dataset(tmp_path / "other", {"train": (7,)}, seed=5, missing=frozenset({(2, "left")}))
+    both = {"city": roots["city"], "other": tmp_path / "other"}
+    given = {"city": ["cam_front", "cam_back"], "other": ["right", "left"]}
+    options = {"mix": {"city": 1, "other": 1}, "order": OrderSpec(), "decoder": "turbo", "window": window}
+    alone = {
+        (name, int(batch["global_index"])): batch
+        for name, root in both.items()
+        for batch in batches(root, 1, shuffle=False, decoder="turbo", window=window)
+    }
+    with load(both, 4, cameras=given, **options) as loader:
+        assert loader.cameras == ("cam_front", "cam_back")
+        state, found = loader.state_dict(), list(loader)
+    for batch in found:
+        for at, (name, row) in enumerate(zip(batch["dataset"], batch["global_index"].tolist(), strict=True)):
+            axis = 0 if window is None else 1
+            for entry in OF_CAMERAS:
+                own = alone[name, row][entry][0]
+                own = own.flip(axis) if name == "other" else own
+                assert torch.equal(batch[entry][at], own), (name, entry)
+    exchanged = load(both, 4, cameras={**given, "other": ["left", "right"]}, **options)
+    with exchanged, pytest.raises(StateMismatchError, match="cameras"):
+        exchanged.load_state_dict(state)
+    for wrong, text in (
+        ({"city": ["cam_front"], "other": ["right", "left"]}, "as many names as the first, and 'other' has"),
+        ({"city": ["cam_front"]}, "'other' has none"),
+        ({**given, "other": ["right", "top"]}, "has no camera 'top'"),
+        ({**given, "other": ["right", "right"]}, "each once"),
+        (None, "their cameras differ"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            load(both, 4, cameras=wrong, **options)

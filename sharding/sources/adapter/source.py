@@ -34,6 +34,7 @@ from fuelrail.sharding.sources.shared.pictures import (
     MAX_DAMAGED,
     Depth,
     ImagePolicy,
+    JpegForm,
     MaxDamaged,
     recorded,
 )
@@ -76,6 +77,7 @@ class FrameSettings(Settings, frozen=True, kw_only=True):
     ] = "error"
     max_damaged: Annotated[MaxDamaged, Meta(description=MAX_DAMAGED)] = 0.01
     check_images: Annotated[Depth, Meta(description=CHECK_IMAGES)] = "head"
+    rate: Annotated[float, Meta(ge=0, description="frames a second to keep at most; 0: all")] = 0.0
     points: Annotated[bool, Meta(description="false leaves lidar sweeps out")] = True
     cameras: Annotated[
         tuple[str, ...], Meta(description="cameras to keep, as a list of their names in the dataset; empty: all")
@@ -106,8 +108,9 @@ class FrameSource(Generic[S]):
         license: of the data, where the source states it.
 
     ``self.given`` are the options, ``self.files`` the files below the root, ``self.file`` the name of the one file that
-    the location is, None for a folder or a URL. ``self.depth`` is how much of each image this scan looks at. What an
-    adapter counts in ``self.noted`` during the scan is reported.
+    the location is, None for a folder or a URL. ``self.depth`` is how much of each image this scan looks at.
+    ``self.stored`` is how the run stores images, where it makes them smaller: an adapter that decodes images itself
+    makes them so, as `StoredJpeg`. What an adapter counts in ``self.noted`` during the scan is reported.
     """
 
     kind: str
@@ -125,6 +128,7 @@ class FrameSource(Generic[S]):
     box_attributes: Sequence[str] = ()
     license: str | None = None
     depth: Depth = "head"
+    stored: JpegForm | None = None
 
     given: S
 
@@ -216,7 +220,7 @@ class FrameSource(Generic[S]):
             with findings.of("clips"):
                 frames = [frame.without(left_out) if left_out else frame for frame in self.frames(clip)]
                 is_calibrated = is_calibrated or any(map(_is_calibrated, frames))
-                rows.add(clip, frames, self.poses(clip))
+                rows.add(clip, frames, self.poses(clip), self.given.rate)
             if clip.split and out.clips and out.clips[-1].clip_name == clip.name:
                 splits.setdefault(clip.split, []).append(clip.name)
         with findings.of("classes"):

@@ -20,6 +20,7 @@ from fuelrail.sharding.sources.shared.video import VideoFacts, VideoFile, VideoS
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.shared.files import SourceFiles
+    from fuelrail.sharding.sources.shared.pictures import JpegForm
     from fuelrail.sharding.sources.source import Reads
 
 FRAME: Final = "#frame="
@@ -71,7 +72,7 @@ class Videos:
             made=True, extension="jpg",
         )  # fmt: skip
 
-    def jpegs(self, refs: Sequence[str], quality: int) -> Iterator[tuple[str, bytes]]:
+    def jpegs(self, refs: Sequence[str], form: JpegForm) -> Iterator[tuple[str, bytes]]:
         """Yield these frames as JPEG: video by video, in the order of presentation, each decoded once."""
         numbers: dict[str, list[int]] = {}
         for ref in refs:
@@ -80,7 +81,7 @@ class Videos:
         for name, wanted in numbers.items():
             video = self._video(self._files.path(name) or name)
             before = video.num_decoded
-            for number, jpeg in video.jpegs(wanted, quality):
+            for number, jpeg in video.jpegs(wanted, form):
                 yield f"{name}{FRAME}{number}", jpeg
             self.num_decoded += video.num_decoded - before
 
@@ -122,4 +123,4 @@ class VideoSource(FrameSource[S]):
 
     def make_images(self, refs: Sequence[str]) -> Iterator[tuple[str, bytes]]:
         """Decode frames of video, each once."""
-        return self._videos.jpegs(refs, self.given.video_quality)
+        return self._videos.jpegs(refs, self.given.form(self.stored))

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.logs.files.log_file import Topic
     from fuelrail.sharding.sources.logs.files.recordings import LogFile
+    from fuelrail.sharding.sources.shared.pictures import JpegForm
 
 
 class Job(NamedTuple):
@@ -71,12 +72,12 @@ class LogMembers:
 
     def __init__(
         self, file: Callable[[str], LogFile], topics: Callable[[], Mapping[str, Topic]],
-        logs: Callable[[], Mapping[str, Sequence[str]]], quality: int,
+        logs: Callable[[], Mapping[str, Sequence[str]]], form: JpegForm,
         levels: Mapping[str, tuple[int, int]],
     ) -> None:  # fmt: skip
         """Take ``levels``, black and white of raw pictures of 16 bits, by topic."""
         self._levels = levels
-        self._file, self._logs, self._quality = file, logs, quality
+        self._file, self._logs, self._form = file, logs, form
         self._reader = cache(lambda topic: Reader(topics()[topic]))
         self._all_places = cache(self._places)
         self.num_decoded = 0
@@ -135,7 +136,7 @@ class LogMembers:
         reader = self._reader(group.topic)
         decoder = decoders.get(id(group))
         if decoder is None:
-            decoder = decoders[id(group)] = StreamDecoder(reader.video_format(message), self._quality, where)
+            decoder = decoders[id(group)] = StreamDecoder(reader.video_format(message), self._form, where)
         picture = reader.picture(message)
         data = memoryview(message.data)[picture.offset : picture.offset + picture.length]
         left = set(group.wanted)

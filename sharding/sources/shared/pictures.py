@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.sample.image_header import ImageInfo
 
+JPEG_QUALITY: Final = 90
+"""The quality of images that a source makes, where none is stated."""
 HEAD_BYTES: Final = (4 << 10, 64 << 10)
 """How much of an image is read for its size; the second where the first does not reach the frame header."""
 EXTENSION_OF: Final = {"jpg": "jpg", "jpeg": "jpg", "png": "png"}
@@ -32,6 +34,20 @@ _STARTS: Final = {"jpg": b"\xff\xd8", "png": b"\x89PNG\r\n\x1a\n"}
 _NAMES: Final = {"jpg": "JPEG", "png": "PNG"}
 _PNG_END: Final = b"\x00\x00\x00\x00IEND\xaeB`\x82"
 _END_OF_IMAGE: Final = b"\xff\xd9"
+
+
+class JpegForm(NamedTuple):
+    """How frames become JPEGs: their quality, and the size of the JPEG for a frame's, (w, h) [px]; None: the same.
+
+    A `StoredJpeg` comes of a stated size: it is scaled and encoded as it is to be stored.
+    """
+
+    quality: int = JPEG_QUALITY
+    size: Callable[[tuple[int, int]], tuple[int, int]] | None = None
+
+
+class StoredJpeg(bytes):
+    """An image that is as it is to be stored: no step of the writer scales and encodes it again."""
 
 
 class ImagePolicy(NamedTuple):

@@ -25,12 +25,12 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError, SourceError, needs
 from fuelrail.sharding.sources.adapter.source import FrameSettings
+from fuelrail.sharding.sources.shared.pictures import JPEG_QUALITY, JpegForm, StoredJpeg
 from fuelrail.sharding.sources.shared.protobuf import varint
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
 
-QUALITY: Final = 90
 CODECS: Final = ("h264", "hevc", "av1")
 _NAMES: Final = {"h265": "hevc", "avc": "h264", "avc1": "h264", "hvc1": "hevc", "hev1": "hevc"}
 _BOXES: Final = {"h264": "h264", "hevc": "hevc", "av1": "obu"}
@@ -42,6 +42,7 @@ _MATRICES: Final = {
 }  # fmt: skip
 """Matrix coefficients of ITU-T H.273 table 4: KR and KB by the code."""
 _FULL: Final = 2
+_AS_DECODED: Final = JpegForm()
 _FINE: Final = 2.5
 """What chroma adds to luma is kept in steps of 1 / 2.5."""
 
@@ -71,9 +72,13 @@ class _Shown(NamedTuple):
 class VideoSettings(FrameSettings, frozen=True, kw_only=True):
     """Options of sources that may have video."""
 
-    video_quality: Annotated[int, Meta(ge=1, le=100, description="JPEG quality of frames of video")] = QUALITY
+    video_quality: Annotated[int, Meta(ge=1, le=100, description="JPEG quality of frames of video")] = JPEG_QUALITY
     libraries: str = ""
     """Versions that decide the bytes of frames of video; filled in, and other ones are refused."""
+
+    def form(self, stored: JpegForm | None) -> JpegForm:
+        """Return how frames become JPEGs: as they are stored, where that is known."""
+        return stored or JpegForm(self.video_quality)
 
     def check_libraries(self) -> None:
         """Raise ConfigError where the dataset's video was decoded with other libraries than those that are here."""
@@ -102,13 +107,13 @@ def check_decoder(where: str) -> None:
         importlib.import_module("av")
 
 
-def video_frames(path: str, numbers: Iterable[int], quality: int = QUALITY) -> Iterator[tuple[int, bytes]]:
+def video_frames(path: str, numbers: Iterable[int], form: JpegForm = _AS_DECODED) -> Iterator[tuple[int, bytes]]:
     """Yield these frames of a video file with their numbers, as JPEG, in the order of presentation.
 
     A frame is decoded once; what is between two groups of pictures that are wanted is skipped. Raises SourceError for
     a file that is cut, a frame that is not there or cannot be decoded, a rotation flag, and another codec.
     """
-    yield from VideoFile(path).jpegs(numbers, quality)
+    yield from VideoFile(path).jpegs(numbers, form)
 
 
 class VideoFile:
@@ -137,7 +142,7 @@ class VideoFile:
             first = next((at for at, packet in enumerate(packets) if packet.is_keyframe), len(packets))
             return VideoFacts(*head, len(packets), first)
 
-    def jpegs(self, numbers: Iterable[int], quality: int = QUALITY) -> Iterator[tuple[int, bytes]]:
+    def jpegs(self, numbers: Iterable[int], form: JpegForm = _AS_DECODED) -> Iterator[tuple[int, bytes]]:
         """Yield frames as :func:`video_frames`."""
         wanted = sorted(set(numbers))
         if not wanted:
@@ -147,7 +152,7 @@ class VideoFile:
             bad = wanted[0] if wanted[0] < 0 else wanted[-1]
             raise SourceError(f"{self._where} has {len(order)} frames, and no frame {bad}")
         if not has_times:
-            yield from self._from_the_start(wanted, quality)
+            yield from self._from_the_start(wanted, form)
             return
         keys = [at for at, packet in enumerate(order) if packet.is_keyframe]
         runs: list[tuple[int, list[int]]] = []
@@ -161,14 +166,14 @@ class VideoFile:
             group = own
             runs[-1][1].append(number)
         for key, run in runs:
-            yield from self._run(order, key, run, quality)
+            yield from self._run(order, key, run, form)
 
     @cached_property
     def _order(self) -> _Shown:
         with self._opened() as container:
             return self._shown(container)
 
-    def _run(self, order: Sequence[_Packet], key: int, run: list[int], quality: int) -> Iterator[tuple[int, bytes]]:
+    def _run(self, order: Sequence[_Packet], key: int, run: list[int], form: JpegForm) -> Iterator[tuple[int, bytes]]:
         """Decode from a keyframe on; frames are known by their times."""
         number_of = {packet.pts: at for at, packet in enumerate(order)}
         wanted = set(run)
@@ -176,7 +181,7 @@ class VideoFile:
             stream = _best(container)
             if key:
                 container.seek(order[key].pts, stream=stream)
-            encoder = _Encoder(quality, self._where)
+            encoder = _Encoder(form, self._where)
             for frame in self._decoded(container):
                 number = number_of.get(frame.pts, -1)
                 if number in wanted:
@@ -186,11 +191,11 @@ class VideoFile:
                     return
         raise SourceError(f"{self._where}: frame {min(wanted)} cannot be decoded: is the file cut, or damaged?")
 
-    def _from_the_start(self, wanted: list[int], quality: int) -> Iterator[tuple[int, bytes]]:
+    def _from_the_start(self, wanted: list[int], form: JpegForm) -> Iterator[tuple[int, bytes]]:
         """Yield the frames of a raw stream, which has no times: frames are counted."""
         chosen, number = set(wanted), -1
         with self._opened() as container:
-            encoder = _Encoder(quality, self._where)
+            encoder = _Encoder(form, self._where)
             for number, frame in enumerate(self._decoded(container)):
                 if number in chosen:
                     yield number, encoder.jpeg(frame, number)
@@ -274,11 +279,11 @@ def _check_end(path: str, where: str) -> None:
 class StreamDecoder:
     """Decodes packets that come one by one, as messages of a log do: Annex B, or OBUs of AV1, from a keyframe on."""
 
-    def __init__(self, codec: str, quality: int, where: str) -> None:
+    def __init__(self, codec: str, form: JpegForm, where: str) -> None:
         import av
 
         self._context: Any = av.CodecContext.create(_codec(codec, where), "r")
-        self._where, self._encoder = where, _Encoder(quality, where)
+        self._where, self._encoder = where, _Encoder(form, where)
         self.num_decoded = 0
 
     def push(self, number: int, data: Buffer, wanted: set[int]) -> Iterator[tuple[int, bytes]]:
@@ -367,8 +372,8 @@ def _codec(name: str, where: str) -> str:
 class _Encoder:
     """Encodes frames of one video as JPEG."""
 
-    def __init__(self, quality: int, where: str) -> None:
-        self._quality, self._where = quality, where
+    def __init__(self, form: JpegForm, where: str) -> None:
+        self._form, self._where = form, where
         from av.video.reformatter import VideoReformatter
 
         self._reformatter = VideoReformatter()
@@ -382,12 +387,12 @@ class _Encoder:
                 f"{self._where} has a rotation flag of {frame.rotation} degrees, and its calibration may be of either "
                 "orientation: rotate it or clear the flag with ffmpeg"
             )
-        planes = self._planes(frame)
-        data: bytes = simplejpeg.encode_jpeg_yuv_planes(*map(np.ascontiguousarray, planes), quality=self._quality)
-        return data
+        planes = map(np.ascontiguousarray, self._planes(frame))
+        data: bytes = simplejpeg.encode_jpeg_yuv_planes(*planes, quality=self._form.quality)
+        return data if self._form.size is None else StoredJpeg(data)
 
     def _planes(self, frame: Any) -> list[NDArray[np.uint8]]:  # noqa: ANN401 - PyAV
-        """Return the planes of 8 bits, full range, BT.601, with the chroma of the video."""
+        """Return the planes of 8 bits, full range, BT.601, with the chroma of the video, or scaled and 4:2:0."""
         name = frame.format.name
         is_full = name.startswith("yuvj") or frame.color_range == _FULL
         matrix = frame.colorspace
@@ -395,12 +400,16 @@ class _Encoder:
             matrix = _BT709 if frame.height >= _HD_LINES else _BT601
         if matrix not in _MATRICES:
             raise SourceError(f"{self._where} has the colour matrix {matrix} of ITU-T H.273; known: {list(_MATRICES)}")
-        chroma = next((chroma for chroma in ("444", "422", "420") if chroma in name), "420")
-        if name not in (f"yuvj{chroma}p", f"yuv{chroma}p"):  # more bits, or other planes: matrix and range stay
-            # Both sides are called limited, also where they are full: depth and layout change, levels stay.
+        sides: tuple[int, int] = (frame.width, frame.height)
+        size = sides if self._form.size is None else self._form.size(sides)
+        chroma = next((one for one in ("444", "422") if one in name and self._form.size is None), "420")
+        layout = f"{'yuvj' if name.startswith('yuvj') else 'yuv'}{chroma}p"
+        if size != sides or name != layout:
+            # More bits, other planes or another size: matrix and range stay. Both sides are called limited, also where
+            # they are full: depth and layout change, levels stay.
             frame = self._reformatter.reformat(
-                frame, format=f"yuv{chroma}p", src_colorspace=frame.colorspace, dst_colorspace=frame.colorspace,
-                src_color_range=1, dst_color_range=1,
+                frame, *size, format=layout, src_colorspace=frame.colorspace, dst_colorspace=frame.colorspace,
+                src_color_range=1, dst_color_range=1, interpolation="AREA" if size != sides else None,
             )  # fmt: skip
         planes = [
             np.frombuffer(plane, np.uint8).reshape(plane.height, plane.line_size)[:, : plane.width]

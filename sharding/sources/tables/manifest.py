@@ -178,7 +178,7 @@ class Manifest(FrameSource[ManifestSettings]):
 
     def make_images(self, refs: Sequence[str]) -> Iterator[tuple[str, Buffer]]:
         """Decode frames of video, each once."""
-        return self._paths.videos.jpegs(refs, self.given.video_quality)
+        return self._paths.videos.jpegs(refs, self.given.form(self.stored))
 
     @property
     def attribute_types(self) -> dict[str, type]:

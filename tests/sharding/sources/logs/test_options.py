@@ -14,7 +14,10 @@ from fuelrail.pipeline.channels.selection import decode_values
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.sample.schema import decode_points
-from fuelrail.sharding.run import scan_source
+from fuelrail.sharding.engines.local import LocalEngine
+from fuelrail.sharding.planning.recipe import make_recipe
+from fuelrail.sharding.progress import Quiet
+from fuelrail.sharding.run import scan_source, shard
 from fuelrail.sharding.sources.logs.members import LogMembers
 from fuelrail.sharding.sources.registry import SourceSpec
 from support.log_world import Ros, Sent, logged, ros_messages, video_messages, with_raw_pictures, write_mcap
@@ -112,6 +115,19 @@ def test_keyframes_alone_take_one_decode_each(tmp_path, monkeypatch):
     assert info.num_samples == 3, "a keyframe every third message"
     assert sum(members.num_decoded for members in decoded) == 3 * 2
     assert scan_source(spec._replace(options={"cameras": cameras})).num_samples == 9
+
+
+def test_video_of_a_log_is_scaled_as_it_is_decoded(tmp_path, monkeypatch):
+    world = make_world(1, 9, cameras={"cam_front": (64, 48)}, lidars=())
+    write_mcap(tmp_path / "log.mcap", video_messages(world, world.clips[0]))
+    spec = SourceSpec("mcap", str(tmp_path / "log.mcap"), {"cameras": {"cam_front": "/cam_front/video"}, "rate": 5})
+    monkeypatch.setattr("fuelrail.sharding.write.members.transcode", None)  # no second way through pixels
+    recipe = make_recipe(images={"size": [32, 24]}, splits={"train": 1.0})
+    shard(spec, tmp_path / "out", recipe, 1, Quiet(), LocalEngine(1, "threads"))
+    samples = samples_of(tmp_path / "out").values()
+    assert len(samples) == scan_source(spec).num_samples
+    assert {simplejpeg.decode_jpeg(bytes(one.images["cam_front"])).shape for one in samples} == {(24, 32, 3)}
+    assert {tuple(one.geometry.img_wh[0].tolist()) for one in samples} == {(32, 24)}
 
 
 @pytest.mark.parametrize("encoding", ["mono16", "16UC1", "bayer_rggb16", "32FC1"])

@@ -10,6 +10,7 @@ import simplejpeg
 from av.video.reformatter import ColorRange, Colorspace
 
 from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.shared.pictures import JpegForm
 from fuelrail.sharding.sources.shared.video import StreamDecoder, VideoFile, is_keyframe, stream_size, video_frames
 
 SIZE = (96, 64)
@@ -122,7 +123,7 @@ def test_range_matrix_and_depth_are_converted(tmp_path, pix_fmt, matrix, full):
         frame.pts = 0
         file.mux(stream.encode(frame))
         file.mux(stream.encode(None))
-    ((_, jpeg),) = video_frames(path, [0], 100)
+    ((_, jpeg),) = video_frames(path, [0], JpegForm(100))
     rgb = simplejpeg.decode_jpeg(jpeg)[8:-8, 8:-8].reshape(-1, 3).mean(0)
     np.testing.assert_allclose(rgb, seen(*value, matrix, full=full), atol=2.5)
 
@@ -163,7 +164,7 @@ def test_packets_one_by_one(tmp_path, codec, name):
         packets = [bytes(packet) for packet in file.demux(video=0) if packet.size]
     assert [at for at, packet in enumerate(packets) if is_keyframe(packet, name, "t")] == [0, 5, 10]
     assert stream_size(packets[0], name, "t") == SIZE
-    decoder, wanted = StreamDecoder(name, 90, "t"), {6, 7, 9}
+    decoder, wanted = StreamDecoder(name, JpegForm(), "t"), {6, 7, 9}
     found = [one for at in range(5, 10) for one in decoder.push(at, packets[at], wanted)] + list(decoder.flush(wanted))
     assert [(number, number_of(jpeg)) for number, jpeg in found] == [(6, 6), (7, 7), (9, 9)]
     assert decoder.num_decoded == 5

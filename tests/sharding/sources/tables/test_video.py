@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import av
@@ -13,7 +14,10 @@ import pytest
 import simplejpeg
 from av.stream import Disposition
 
+import fuelrail as fr
+from fuelrail.__main__ import main
 from fuelrail.pipeline.errors import ConfigError, SourceError
+from fuelrail.sharding.api import check_source
 from fuelrail.sharding.engines.local import LocalEngine
 from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
@@ -22,6 +26,9 @@ from fuelrail.sharding.sources.adapter.videos import Videos
 from fuelrail.sharding.sources.registry import SourceSpec, make_source
 from fuelrail.sharding.sources.shared.files import LINKED
 from fuelrail.sharding.sources.shared.video import VideoFile
+from fuelrail.sharding.verify.dataset import verify
+from fuelrail.sharding.write.images import scale_geometry, transcode
+from fuelrail.sharding.write.staging import stage_clips
 from support.manifest_world import GROUPS, as_video, write_long, write_video, write_wide
 from support.shared_data import shared_data
 from support.source_suite import SourceSuite
@@ -59,6 +66,67 @@ class TestWide(SourceSuite):
                 away = [np.abs(found - other).mean() for other in others]
                 assert np.argmin(away) == number
                 assert np.abs(found - wanted).mean() < 40
+
+    @pytest.mark.parametrize("images", [{"size": [40, 26], "quality": 97}, {"resize": 0.5, "quality": 97}])
+    def test_smaller_images_are_scaled_and_encoded_once_as_they_are_decoded(self, tmp_path, monkeypatch, images):
+        """As a full-size JPEG of quality 100 that is scaled; geometry follows, and staging takes the smaller bytes."""
+        spec = self.spec(tmp_path)
+        options = {**self.options, "video_quality": 100}
+        run = partial(shard, num_workers=1, progress=Quiet(), engine=LocalEngine(1, "threads"))
+        whole = make_recipe(seed=7, shard_size_bytes=1 << 16, splits={"train": 1.0})
+        small = make_recipe(seed=7, shard_size_bytes=1 << 16, splits={"train": 1.0}, images=images)
+        run(spec._replace(options=options), tmp_path / "whole", whole)
+        expected = samples_of(tmp_path / "whole")
+        staged = []
+
+        def note(*given, **named):
+            table = stage_clips(*given, **named)
+            staged.append(sum(path.stat().st_size for path in table.parent.glob("*.bin")))
+            return table
+
+        monkeypatch.setattr("fuelrail.sharding.run.stage_clips", note)
+        monkeypatch.setattr("fuelrail.sharding.write.members.transcode", None)  # no second way through pixels
+        run(spec, tmp_path / "small", small)
+        monkeypatch.undo()
+        assert not verify(tmp_path / "small", deep=True, num_threads=1).faults
+        assert staged[0] <= fr.open(tmp_path / "small").manifest.num_bytes
+        for key, sample in samples_of(tmp_path / "small").items():
+            assert sample.images.keys() == expected[key].images.keys()
+            recipe = small.images
+            geometry = scale_geometry(expected[key].geometry, recipe)
+            np.testing.assert_array_equal(sample.geometry.img_wh, geometry.img_wh)
+            np.testing.assert_allclose(sample.geometry.intrinsics, geometry.intrinsics)
+            for name, data in sample.images.items():
+                scaled = transcode(expected[key].images[name], "jpg", recipe)
+                # Of luma: chroma is scaled apart from it here, and there with it.
+                found, wanted = (simplejpeg.decode_jpeg(bytes(one), "GRAY").astype(float) for one in (data, scaled))
+                assert np.abs(found - wanted).mean() < 1.5
+
+    def test_a_check_says_what_jpegs_cost_against_the_video(self, tmp_path, capsys):
+        world = self.world(num_frames=8)
+        spec = self.spec(tmp_path, world)
+        columns = ", ".join(self.options["lidar_columns"])
+        given = ["-o", "boxes_in=global", "-o", f"lidar_columns=[{columns}]"]
+        command = ["shard", f"manifest:{spec.location}", "--check", "--images", "resize=0.5,quality=92", *given]
+        assert main([*command, "-o", "rate=5"]) == 0
+        said = capsys.readouterr().out
+        report = check_source(
+            f"manifest:{spec.location}",
+            options={**spec.options, "rate": 5},
+            recipe=make_recipe(images={"resize": 0.5, "quality": 92}),
+        )
+        found, videos = report.video, list((tmp_path / "source").glob("*.mp4"))
+        assert (found.num_videos, found.num_bytes) == (len(videos), sum(path.stat().st_size for path in videos))
+        assert found.num_frames == len(world.cameras) * sum(len(clip.frames) for clip in world.clips)
+        assert f"video: {len(videos)} files of {found.num_frames} frames" in said
+        self.make(spec._replace(options={**spec.options, "rate": 5}), tmp_path / "out")
+        kept = [data for sample in samples_of(tmp_path / "out").values() for data in sample.images.values()]
+        whole, full, half, as_given = found.options
+        assert (whole.num_images, full.num_images, as_given.num_images) == (found.num_frames, len(kept), len(kept))
+        assert full.num_bytes == pytest.approx(sum(map(len, kept)), rel=0.15)
+        assert half.num_bytes < full.num_bytes < whole.num_bytes
+        assert min(one.cpu_hours for one in found.options) > 0
+        assert f"resize=0.5,quality=92: {len(kept)} images" in said
 
 
 class TestLong(TestWide):

@@ -1,0 +1,142 @@
+"""``fuelrail inspect --statistics``: mean, deviation and quantiles of the numbers of a dataset, for normalisation."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from fuelrail.pipeline.channels.series import TIMES, VALUES, one_of_series
+from fuelrail.pipeline.errors import ConfigError, DatasetError
+from fuelrail.pipeline.format.attributes import TEXTS, ClipTable
+from fuelrail.pipeline.storage.files import published
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from fuelrail.pipeline.channels.table import Channel
+    from fuelrail.pipeline.format.dataset import Dataset
+
+STATISTICS_FILE: Final = "statistics.json"
+"""Beside the manifest. It is not part of the dataset: no digest covers it."""
+_QUANTILES: Final = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
+_MOST_NUMBERS: Final = 4096  # of a value
+_MOST_KEPT: Final = 1 << 22  # of a channel, for quantiles
+_AT_ONCE: Final = 4096
+
+
+def dataset_statistics(dataset: Dataset) -> dict[str, dict[str, dict[str, Any]]]:
+    """Compute statistics by split and channel, and store them beside the manifest.
+
+    Those of kind ``array`` and series, number by number of a value's shape, and of attributes: ``count`` of finite
+    numbers, ``mean``, ``std`` (population), ``min``, ``max`` and quantiles ``q01`` to ``q99``, which are interpolated,
+    and of evenly spaced values where there are many. Raises ConfigError for a URL, and DatasetError where the folder
+    cannot be written.
+    """
+    if dataset.url is not None:
+        raise ConfigError(f"statistics are stored beside the manifest, in folders only, got '{dataset.location}'")
+    found = {split: _of_split(dataset, split) for split in dataset.splits}
+    said = {"fingerprint": dataset.manifest.fingerprint, "splits": found}
+    try:
+        with published(Path(dataset.root) / STATISTICS_FILE) as file:
+            file.write(msgspec.json.format(msgspec.json.encode(said), indent=1) + b"\n")
+    except OSError as error:
+        raise DatasetError(f"'{dataset.root}/{STATISTICS_FILE}' cannot be written: {error.strerror}") from error
+    return found
+
+
+def _of_split(dataset: Dataset, split: str) -> dict[str, dict[str, Any]]:
+    entry = dataset.split(split)
+    rows = range(entry.first_sample, entry.first_sample + entry.num_samples)
+    channels = [one for one in dataset.manifest.extra_channels if one.field in dataset.index.names]
+    forms = {one.name: form for one in channels if (form := _numbers_of(one)) is not None}
+    series = {one.name for one in channels if one_of_series(one) is not None}
+    numbers = {name: _Numbers(form.shape) for name, form in forms.items()}
+    clips = ClipTable.of_split(dataset, split, times=True) if series else None
+    pending: dict[str, list[NDArray[Any]]] = {name: [] for name in forms}
+    for row in rows if forms else ():
+        for name, value in dataset.read(row, list(forms)).items():
+            if name in series and clips is not None:
+                pending[name].append(value[VALUES][_own(clips, row - rows.start, value[TIMES])])
+            else:
+                pending[name].append(value[None])
+        if row % _AT_ONCE == _AT_ONCE - 1 or row == rows[-1]:
+            for name, values in pending.items():
+                if values:
+                    numbers[name].add(np.concatenate(values))
+                    values.clear()
+    file = dataset.attributes_file()
+    schema = file.schema(len(dataset.index)) if file.exists else pa.schema([])
+    names = [one.name for one in schema if one.name not in (*TEXTS, "frame", "timestamp_ns") and _is_number(one.type)]
+    for batch in file.batches(names, rows) if names else ():
+        for name, column in zip(names, batch.columns, strict=True):
+            values = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
+            numbers.setdefault(name, _Numbers(())).add(values)
+    return {name: of_one.result() for name, of_one in numbers.items()}
+
+
+def _numbers_of(channel: Channel) -> Channel | None:
+    """Return the entry of one value of a channel of few numbers; None for others."""
+    form = one_of_series(channel) or channel
+    is_small = form.kind == "array" and math.prod(side or 0 for side in form.shape) <= _MOST_NUMBERS
+    return form if is_small and form.dtype != "bool" else None
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
+
+
+def _own(clips: ClipTable, sample: int, times: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return which measurements of a part of a series no other sample counts: those since the sample before."""
+    rank = int(clips.ranks[sample])
+    first, end = (int(bound) for bound in clips.bounds(np.array(rank)))
+    assert clips.times_ns is not None
+    after = np.ones(len(times), bool) if rank == first else times > clips.times_ns[rank - 1]
+    return after if rank == end - 1 else after & (times <= clips.times_ns[rank])
+
+
+class _Numbers:
+    """Statistics of values of one shape, batch by batch: Chan, Golub and LeVeque, 1983."""
+
+    def __init__(self, shape: tuple[int | None, ...]) -> None:
+        self._shape = tuple(side or 0 for side in shape)
+        width = math.prod(self._shape)
+        self._count, self._mean, self._squares = (np.zeros(width) for _ in range(3))
+        self._min, self._max = np.full(width, np.inf), np.full(width, -np.inf)
+        self._kept, self._num_seen, self._stride = np.empty((0, width)), 0, 1
+
+    def add(self, values: NDArray[Any]) -> None:
+        """Add values (M, *shape); what is not finite does not count."""
+        rows = values.reshape(len(values), len(self._mean)).astype(np.float64)
+        rows[~np.isfinite(rows)] = np.nan
+        is_there = ~np.isnan(rows)
+        count = is_there.sum(0)
+        mean = np.where(is_there, rows, 0).sum(0) / np.maximum(count, 1)
+        away, whole = mean - self._mean, np.maximum(self._count + count, 1)
+        self._squares += (np.where(is_there, rows - mean, 0) ** 2).sum(0) + away**2 * self._count * count / whole
+        self._mean += away * count / whole
+        self._count += count
+        self._min = np.fmin(self._min, np.where(is_there, rows, np.inf).min(0, initial=np.inf))
+        self._max = np.fmax(self._max, np.where(is_there, rows, -np.inf).max(0, initial=-np.inf))
+        self._kept = np.concatenate([self._kept, rows[-self._num_seen % self._stride :: self._stride]])
+        self._num_seen += len(rows)
+        while self._kept.size > _MOST_KEPT:
+            self._kept, self._stride = self._kept[::2], 2 * self._stride
+
+    def result(self) -> dict[str, Any]:
+        """Return the statistics, as numbers or nested lists of the shape; null where there is no number."""
+        is_there = self._count > 0
+        kept = np.where(is_there, self._kept, 0) if len(self._kept) else np.zeros((1, len(is_there)))
+        found = {"count": self._count, "mean": self._mean, "std": np.sqrt(self._squares / np.maximum(self._count, 1))}
+        found |= {"min": self._min, "max": self._max}
+        found |= dict(zip(_QUANTILES, np.nanquantile(kept, [*_QUANTILES.values()], axis=0), strict=True))
+        return {name: self._plain(np.where(is_there | (name == "count"), one, np.nan)) for name, one in found.items()}
+
+    def _plain(self, numbers: NDArray[Any]) -> Any:  # noqa: ANN401
+        plain = numbers.astype(object)
+        plain[np.isnan(numbers)] = None
+        return plain.reshape(self._shape).tolist()
