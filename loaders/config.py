@@ -18,7 +18,7 @@ from fuelrail.loaders.storage import BACKENDS, Backend
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.order.mix import MixStage
 from fuelrail.pipeline.order.spec import OrderSpec
-from fuelrail.pipeline.order.windows import FrameWindow
+from fuelrail.pipeline.order.windows import FrameWindow, as_window
 from fuelrail.pipeline.runtime.host import default_num_workers
 from fuelrail.pipeline.settings import (
     CheckedSettings,
@@ -336,7 +336,7 @@ class Arguments(Settings, frozen=True, kw_only=True):
     order: OrderSpec | None
     split: Annotated[str, Meta(min_length=1), must_be("a split's name, such as 'train'")]
     mix: Annotated[dict[str, Annotated[int, Meta(ge=1)]] | list[MixStage] | None, _RATIOS]
-    window: FrameWindow | None
+    window: Any
     layers: Any
     transforms: Transforms
     transform: Any
@@ -364,6 +364,7 @@ class Arguments(Settings, frozen=True, kw_only=True):
                 )
             msgspec.structs.force_setattr(self, "storage", {"backend": backend})
         msgspec.structs.force_setattr(self, "ledger", ledger_options(self.ledger))
+        msgspec.structs.force_setattr(self, "window", as_window(self.window))
         resolve_fields(self, where="")
         check_types(self, ConfigError, where="")
         if self.where not in (None, "process", "node") and not hasattr(self.where, "num_workers"):

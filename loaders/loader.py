@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.records import Scheduled, Task
     from fuelrail.loaders.serving.ray_workers import RemoteWorkers
     from fuelrail.pipeline.order.mix import MixStage
-    from fuelrail.pipeline.order.windows import FrameWindow
+    from fuelrail.pipeline.order.windows import FrameWindow, TimeWindow
     from fuelrail.pipeline.runtime.stages import Observer, Pipeline, Stage
 
     Fields = Mapping[str, Any] | str | os.PathLike[str]
@@ -96,8 +96,9 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         mix: number of samples of each dataset in every block of the order, such as ``{"city": 3, "highway": 1}``
             (:mod:`fuelrail.pipeline.order.mix`); with a global batch that is a multiple of their sum, in every batch.
             Or stages of a run, ``[fr.MixStage(ratios, until=samples, ramp=True), fr.MixStage(ratios)]``.
-        window: temporal window, a `FrameWindow`, such as ``{"frames": [-2, -1, 0]}``. What belongs to a frame gets a T
-            axis after B (:mod:`fuelrail.loaders.batch.temporal`). None: each sample is one frame.
+        window: temporal window, a `FrameWindow`, such as ``{"frames": [-2, -1, 0]}``, or a `TimeWindow`, such as
+            ``{"img": [-0.5, 0], "speed": {"from": -1.6, "to": 0, "hz": 10}}``. What belongs to a frame gets a T axis
+            after B (:mod:`fuelrail.loaders.batch.temporal`). None: each sample is one frame.
         layers: layers by name, ``{"teacher": PATH_OR_URL}``; of a mix by dataset and name. Their channels and
             attributes are called ``teacher.logits``. A `LayerOptions` also says what to do with samples that the layer
             has no row for.
@@ -147,7 +148,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         order: OrderSpec | Fields | None = None,
         split: str = "train",
         mix: Mapping[str, int] | Sequence[MixStage] | None = None,
-        window: FrameWindow | Fields | None = None,
+        window: FrameWindow | TimeWindow | Fields | None = None,
         layers: Mapping[str, Any] | None = None,
         transforms: Transforms | Fields = DEFAULT_TRANSFORMS,
         transform: Callable[[dict[str, Any]], Any] | None = None,
@@ -195,7 +196,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         self._ledger = RunLedger(options.ledger, self._identity, self._batching, self._make.decoder.name)
         self._ledger.records_loader(options, self.datasets, self.order)
         self._bad.note = self._ledger.replaced
-        self._num_images = self.where.frames * len(self._make.cameras)
+        self._num_images = self._make.num_frames * len(self._make.cameras)
         tuner = self._make.tuner(options.budget, options.prefetch_factor)
         tuning = Tuning(options.num_threads, options.prefetch_factor) if tuner is None else tuner.tuning
         self.num_workers, self.prefetch_factor = tuning

@@ -243,6 +243,8 @@ class Parsed(NamedTuple):
     """Which of two draws it is (``Transforms.two_views``), 0 or 1; None: there is one."""
     second: Parsed | None = None
     """The same sample under its other draw, for another row of the batch."""
+    timed: Mapping[str, Sequence[Any]] = {}
+    """The values of channels at times of their own, moved; None for those that are not there."""
 
     @property
     def views(self) -> tuple[Parsed, ...]:
@@ -273,7 +275,7 @@ class Parsed(NamedTuple):
         maps, source = self.maps[task.current], task.source
         return DecodedSample(
             slot, task.at, task.row, task.valid, self.sample, maps, self.bev, source.name, source.base, window,
-            self.extra, self.view, None if self.second is None else self.second.decoded(slot),
+            self.extra, self.view, None if self.second is None else self.second.decoded(slot), self.timed,
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -315,6 +317,8 @@ class DecodedSample(NamedTuple):
     """Which of two draws it is, 0 or 1; None: there is one."""
     second: DecodedSample | None = None
     """The same sample under its other draw, in another row of the slot's buffer."""
+    timed: Mapping[str, Sequence[Any]] = {}
+    """The values of channels at times of their own (`Parsed`)."""
 
     @property
     def key(self) -> str:

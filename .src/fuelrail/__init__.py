@@ -113,7 +113,9 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.order.weights import AttributeWeights as AttributeWeights
     from fuelrail.pipeline.order.weights import ClassBalance as ClassBalance
     from fuelrail.pipeline.order.weights import FileWeights as FileWeights
+    from fuelrail.pipeline.order.windows import ChannelWindow as ChannelWindow
     from fuelrail.pipeline.order.windows import FrameWindow as FrameWindow
+    from fuelrail.pipeline.order.windows import TimeWindow as TimeWindow
     from fuelrail.pipeline.runtime.top import TopOptions as TopOptions
     from fuelrail.pipeline.runtime.top import top as top
     from fuelrail.pipeline.runtime.trace import TraceRecorder as TraceRecorder
@@ -217,6 +219,8 @@ _PUBLIC: Final = {
     "Dataset": "fuelrail.pipeline.format.dataset",
     "FileWeights": "fuelrail.pipeline.order.weights",
     "FrameWindow": "fuelrail.pipeline.order.windows",
+    "TimeWindow": "fuelrail.pipeline.order.windows",
+    "ChannelWindow": "fuelrail.pipeline.order.windows",
     "ImageAugment": "fuelrail.pipeline.transforms.image",
     "Mix": "fuelrail.pipeline.order.mix",
     "MixStage": "fuelrail.pipeline.order.mix",

@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 
 from fuelrail.loaders.records import BatchSlot, CameraImages, FrameTask, Images, Requested, Scheduled, Source, Task
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.order.windows import has_frames
 
 if TYPE_CHECKING:
     from fuelrail.loaders.storage.protocol import PendingSample
     from fuelrail.pipeline.format.index.row import IndexRow
-    from fuelrail.pipeline.order.windows import FrameWindow
+    from fuelrail.pipeline.order.windows import Window
 
 
 Memory: TypeAlias = Callable[[int], NDArray[np.uint8]]
@@ -135,7 +136,7 @@ def tasks(
     requested: Iterator[Requested],
     sources: Sequence[Source],
     take: Callable[[Scheduled], Images | tuple[Images, ...]],
-    window: FrameWindow | None = None,
+    window: Window | None = None,
     groups: tuple[CameraImages, ...] = (),
 ) -> Iterator[Task]:
     """Yield the samples with their places in batches; ``take`` gives a batch's buffer at its first sample's turn."""
@@ -145,7 +146,7 @@ def tasks(
         if scheduled.at == 0:
             flags = scheduled.flags
             slot = BatchSlot(
-                scheduled.epoch, scheduled.step, take(scheduled), flags, window is not None, groups, scheduled.position
+                scheduled.epoch, scheduled.step, take(scheduled), flags, has_frames(window), groups, scheduled.position
             )
         assert slot is not None, "a batch begins with its first sample"
         frames = frame_tasks(scheduled.rows, scheduled.present, entries, reads)

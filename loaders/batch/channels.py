@@ -19,7 +19,8 @@ kind                 shape of ``{name}``                  where ``{name}_valid``
 
 With temporal windows an axis of T frames follows B: stacks are [B, T, ...], lists hold a list of T for each sample,
 ``{name}_valid`` is [B, T], and frame t of sample b is number b T + t in a `Packed`. Frames that ``pad="mask"`` hides
-lack all channels.
+lack all channels. A channel with times of its own (`TimeWindow`) has an axis of these in place of T, with windows of
+images or without: ``{name}`` [B, K, ...] and ``{name}_valid`` [B, K]; of a series these are its values.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from fuelrail.pipeline.format.layers import JoinedAttributes
 
 if TYPE_CHECKING:
     from fuelrail.loaders.batch.temporal import Frames
+    from fuelrail.loaders.batch.timed import TimedChannel
     from fuelrail.loaders.config import Transforms
     from fuelrail.loaders.records import DecodedSample, Parsed
     from fuelrail.pipeline.channels.sensors import LidarEntry
@@ -196,6 +198,8 @@ class SelectedChannels(NamedTuple):
     cameras: tuple[str, ...] = ()
     max_tokens: int | None = None
     """Tokens of a sample that a pack takes, where it is asked to cut them."""
+    timed: Mapping[str, TimedChannel] = {}
+    """The channels at times of their own, by name."""
 
     @property
     def are_large(self) -> bool:
@@ -214,15 +218,21 @@ class SelectedChannels(NamedTuple):
         Raises SchemaError where values cannot be stacked.
         """
         batch: dict[str, Any] = {}
-        for channel in self.channels:
-            values = [of_frame[channel.name] for entry in decoded for of_frame in entry.extra]
+        for stored in self.channels:
+            timed = self.timed.get(stored.name)
+            channel, axes = stored if timed is None else timed.channel, frames
+            if timed is None:
+                values = [of_frame[channel.name] for entry in decoded for of_frame in entry.extra]
+            else:
+                values = [value for entry in decoded for value in entry.timed[channel.name]]
+                axes = frames._replace(axes=(len(decoded), len(timed.offsets_ns)))
             present = [value is not None for value in values]
             if self.max_tokens is not None and channel.kind == "tokens" and channel.shape == (None,):
                 values = [None if value is None else value[: self.max_tokens] for value in values]
             shape = () if any(present) else self._shape(channel, decoded[0])
             collated = KINDS[channel.kind].collate(values, channel, shape)
-            batch[channel.name] = _shaped(collated, frames)
-            batch[f"{channel.name}_valid"] = torch.from_numpy(frames.shaped(present))
+            batch[channel.name] = _shaped(collated, axes)
+            batch[f"{channel.name}_valid"] = torch.from_numpy(axes.shaped(present))
         return batch
 
     def _shape(self, channel: Channel, sample: DecodedSample) -> tuple[int, ...]:

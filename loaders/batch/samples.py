@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from fuelrail.loaders.batch.channels import moved_frames
 from fuelrail.loaders.batch.temporal import hidden
+from fuelrail.loaders.batch.timed import TimedChannels
 from fuelrail.loaders.decode import ImageDecoder, decode_images, decode_views
 from fuelrail.loaders.decode.pixels import change_pixels
 from fuelrail.loaders.records import CameraImages, DecodedSample, Fetched, Parsed, Source, Task
@@ -24,9 +25,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.loaders.batch.points import Accumulation
+    from fuelrail.loaders.batch.timed import TimedValues
     from fuelrail.loaders.config import Transforms
     from fuelrail.loaders.decode.lens import Undistort
-    from fuelrail.pipeline.order.windows import FrameWindow
+    from fuelrail.loaders.storage.protocol import Span
+    from fuelrail.pipeline.channels.kinds import Value
+    from fuelrail.pipeline.order.windows import Window
     from fuelrail.pipeline.sample.schema import Sample
     from fuelrail.pipeline.transforms.ego import BevAugment
     from fuelrail.pipeline.transforms.image_map import ImageMap
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _MUCH_LARGER: Final = 8.0
+NOT_TIMED: Final = TimedChannels()
 
 
 class Augments(NamedTuple):
@@ -125,9 +130,11 @@ def fetch(bad: BadSamples, task: Task) -> Fetched:
     """Return the sample's bytes from storage, checked; of a bad sample, those of its substitute."""
     while True:
         stored = []
+        spans: dict[int, Span] = {}
         for number, (_, _, entry, pending_read) in enumerate(task.frames):
+            read = id(pending_read)  # of rows that are shown more than once
             try:
-                span = pending_read()
+                spans[read] = span = spans[read] if read in spans else pending_read()
             except BAD_SAMPLE as error:
                 task = bad.replace(task, number, error)
                 break
@@ -137,15 +144,25 @@ def fetch(bad: BadSamples, task: Task) -> Fetched:
             return Fetched(task, tuple(stored))
 
 
-def parse(augments: Augments, bad: BadSamples, window: FrameWindow | None, fetched: Fetched) -> Parsed:
-    """Decode the sample's members but images, draw its augmentation, and move the selected channels by it."""
+def parse(
+    augments: Augments, bad: BadSamples, window: Window | None, fetched: Fetched, timed: TimedChannels = NOT_TIMED
+) -> Parsed:
+    """Decode the sample's members but images, draw its augmentation, and move the selected channels by it.
+
+    What was read for channels at times of their own (``timed``) is not a frame of what is returned.
+    """
     while True:
         task = fetched.task
         known: dict[int, Sample] = {}
+        about: dict[int, tuple[int, Mapping[str, Value | None]]] = {}
         for number, (frame, stored) in enumerate(zip(task.frames, fetched.stored, strict=True)):
-            if frame.row in known:
+            is_frame = not timed.by_name or number < timed.num_frames
+            if frame.row in (known if is_frame else about):
                 continue
             try:
+                if not is_frame:
+                    about[frame.row] = stored.row.timestamp_ns, timed.values(task.source, stored, frame.row)
+                    continue
                 sample = task.source.reader.parse(stored)
                 if augments.accumulation is not None:
                     row = task.source.base + frame.row
@@ -156,12 +173,18 @@ def parse(augments: Augments, bad: BadSamples, window: FrameWindow | None, fetch
             known[frame.row] = sample
         else:
             hides = window is not None and window.pad == "mask"
+            values: TimedValues = {}
+            if timed.by_name:
+                values = timed.read(fetched.stored[task.current].row.timestamp_ns, about.values())
+                task = task._replace(frames=task.frames[: timed.num_frames])
             parsed, failure = moved_frames(_drawn(task, known, augments, task.number, hides=hides), hides=hides)
+            parsed = parsed._replace(timed=timed.moved(values, parsed.bev))
             if augments.second_at and failure is None:
                 other = task._replace(at=task.at + augments.second_at)
                 drawn = _drawn(other, known, augments, second_view(task.number), hides=hides)
                 second, failure = moved_frames(drawn, hides=hides)
-                parsed = parsed._replace(view=0, second=second._replace(view=1))
+                second = second._replace(view=1, timed=timed.moved(values, second.bev))
+                parsed = parsed._replace(view=0, second=second)
             if failure is None:
                 return parsed
             fetched = fetch(bad, bad.replace(task, *failure))

@@ -17,6 +17,7 @@ from fuelrail.loaders.batch.buffer_pool import image_shapes
 from fuelrail.loaders.batch.channels import SelectedChannels
 from fuelrail.loaders.batch.processes import ProcessTransform
 from fuelrail.loaders.batch.samples import fetch
+from fuelrail.loaders.batch.timed import TimedChannels, timed_channels
 from fuelrail.loaders.decode import BatchDecoder, ImageDecoder, decodes_on_device, make_decoder
 from fuelrail.loaders.decode.pixels import change_pixels
 from fuelrail.loaders.decode.protocol import MAX_LANES, MIN_LANES
@@ -24,6 +25,7 @@ from fuelrail.loaders.records import Collated
 from fuelrail.loaders.schedule.datasets import image_facts, unknown_to
 from fuelrail.loaders.schedule.state import sample_settings
 from fuelrail.pipeline.errors import ConfigError, ImageError
+from fuelrail.pipeline.order.windows import has_frames
 from fuelrail.pipeline.runtime.stages import Stage
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.schedule.bad_samples import BadSamples
     from fuelrail.pipeline.channels.sensors import LidarEntry
     from fuelrail.pipeline.order.pack import Pack
-    from fuelrail.pipeline.order.windows import FrameWindow
+    from fuelrail.pipeline.order.windows import Window
     from fuelrail.pipeline.transforms.pixels import PixelAugment
 
 _FEW_AHEAD: Final = 8
@@ -54,7 +56,7 @@ class BatchPipeline(NamedTuple):
     augments: samples.Augments
     decoder: ImageDecoder | BatchDecoder
     batch_size: int
-    window: FrameWindow | None
+    window: Window | None
     transform: ProcessTransform | Callable[[dict[str, Any]], Any] | None
     collate_fn: Callable[[list[Any]], Any] | None
     normalize: Normalize | None
@@ -68,6 +70,7 @@ class BatchPipeline(NamedTuple):
     is_packed: bool = False
     serves: bool = False
     """Whether the batches are for another process, which normalises and transforms them."""
+    timed: TimedChannels = samples.NOT_TIMED
 
     @property
     def groups(self) -> tuple[CameraImages, ...]:
@@ -79,7 +82,12 @@ class BatchPipeline(NamedTuple):
     def _image_axes(self) -> tuple[int, ...]:
         """Axes of an image buffer before the cameras'."""
         rows = self.batch_size * (2 if self.augments.second_at else 1)
-        return (rows,) if self.window is None else (rows, len(self.window.frames))
+        return (rows, self.num_frames) if has_frames(self.window) else (rows,)
+
+    @property
+    def num_frames(self) -> int:
+        """Frames of a sample whose images are decoded."""
+        return 1 if self.window is None else len(self.window.frames)
 
     def tuner(self, budget: Budget | None, ready: int) -> Autotuner | None:
         """Return what tunes the numbers of threads and of ready batches; see `make_tuner`."""
@@ -125,9 +133,9 @@ class BatchPipeline(NamedTuple):
     def stages(self, tuning: Tuning) -> list[Stage]:
         """Return the stages under a tuning; another tuning changes only their numbers of threads and capacities."""
         num_workers = tuning.num_workers
-        parse = partial(samples.parse, self.augments, self.bad, self.window)
+        parse = partial(samples.parse, self.augments, self.bad, self.window, timed=self.timed)
         fill = self.augments.pixels.grid_mask_fill
-        num_images = len(self.cameras) * (1 if self.window is None else len(self.window.frames))
+        num_images = len(self.cameras) * self.num_frames
         ahead = max(2 * num_workers, min(_FEW_AHEAD, 4 * num_workers), _FEW_IMAGES // max(num_images, 1))
         stages = [
             Stage("fetch", partial(samples.fetch, self.bad), 1, ahead, in_bursts=True),
@@ -229,6 +237,8 @@ def make_batch_pipeline(
     )  # fmt: skip
     samples.warn_of_enlarged(augments.images, sources)
     channels = (*sources[0].reader.channels, *sources[0].attributes.channels)
+    timed = timed_channels(options.window, channels)
+    timed.set_up(sources)
     fixed, pack = transforms.static_batches, None if options.order is None else options.order.pack
     batch_transform = options.batch_transform and user.BatchTransform(
         options.batch_transform,
@@ -240,8 +250,9 @@ def make_batch_pipeline(
     return BatchPipeline(
         bad, cameras, points.lidar, augments, decoder, options.batch_size, options.window, transform,
         options.collate_fn, transforms.normalize, transfer, transforms.box_frame,
-        SelectedChannels(channels, cameras, packs.max_tokens(pack)), unknown_to(sources),
+        SelectedChannels(channels, cameras, packs.max_tokens(pack), timed.by_name), unknown_to(sources),
         batch_transform, fixed, None if fixed is None else static.FixedBuffers(fixed.buffers), pack is not None,
+        timed=timed,
     )  # fmt: skip
 
 

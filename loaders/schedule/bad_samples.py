@@ -101,7 +101,7 @@ class BadSamples:
         parts, rows, present, _, _ = self._where.places(task.slot.epoch, np.array([position]))
         source = self._sources[int(parts[0])]
         storage = source.storage
-        entries = [source.reader.row(row) for row in rows[0].tolist()]
+        entries = source.reader.rows(rows[0].tolist())
         takes = [partial(storage.span, row, entry) for row, entry in zip(rows[0].tolist(), entries, strict=True)]
         replaced = task._replace(
             source=source,

@@ -13,7 +13,7 @@ from fuelrail.pipeline.settings import CheckedSettings, PathText, as_settings, m
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.format.dataset import Dataset
-    from fuelrail.pipeline.order.windows import FrameWindow
+    from fuelrail.pipeline.order.windows import Window
 
 Layers = Mapping[str, "tuple[Layer, ...]"]
 """The layers of each dataset, by the dataset's name."""
@@ -98,13 +98,13 @@ def view_settings(seed: int, content: Mapping[str, object]) -> dict[str, Any]:
 
 
 def check_views(
-    layers: Layers, seed: int, content: Mapping[str, object], *, is_mix: bool, window: FrameWindow | None
+    layers: Layers, seed: int, content: Mapping[str, object], *, is_mix: bool, window: Window | None
 ) -> None:
     """Raise ConfigError, with both sides, for a layer of other views than a loader with these settings shows."""
     settings = view_settings(seed, content)
     for layer in _of_views(layers):
         view = layer.manifest.view
-        if is_mix or (window is not None and len(window.frames) > 1):
+        if is_mix or (window is not None and (len(window.frames) > 1 or window.own_offsets)):
             raise ConfigError(
                 f"layer '{layer.name}' holds values of single augmented views (per_view), and "
                 f"{'a mix' if is_mix else 'a window'} augments its frames otherwise; make the layer with view 'fixed'"

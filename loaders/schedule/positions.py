@@ -37,7 +37,10 @@ class Part(NamedTuple):
 
 
 class Places(NamedTuple):
-    """The samples at B positions, of T frames each (T is 1 without windows). In packs B counts their samples."""
+    """The samples at B positions, of T frames each (T is 1 without windows). In packs B counts their samples.
+
+    With channels at times of their own the samples that these need are among the T, behind the frames.
+    """
 
     parts: Rows
     """(B,): which dataset."""
@@ -60,7 +63,7 @@ class PositionIndex:
         self.order = order
         self._parts = tuple(parts)
         window = self._parts[0].window
-        self.frames = 1 if window is None else len(window.window.frames)
+        self.frames = 1 if window is None else window.num_rows
         # Epochs cost time to set up, and callers use one or two neighbouring ones.
         self._epoch = lru_cache(maxsize=_EPOCHS_KEPT)(order.epoch)
 

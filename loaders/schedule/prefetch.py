@@ -59,10 +59,11 @@ def prefetch(coming: Iterator[Scheduled], streams: Sequence[RequestStream], max_
                         break
                     try:
                         index, _, _, more_bytes = streams[scheduled.part]
-                        entries = tuple([index.row(row) for row in scheduled.rows])
-                        length = sum([entry.length for entry in entries])
+                        entries = index.rows(scheduled.rows)
+                        by_row = dict(zip(scheduled.rows, entries, strict=True))
+                        length = sum([entry.length for entry in by_row.values()])
                         if more_bytes is not None:
-                            length += sum(map(more_bytes, scheduled.rows, entries))
+                            length += sum(map(more_bytes, by_row, by_row.values()))
                     except FuelrailError as failure:
                         # Raised when its turn comes, so that the outcome does not depend on the look-ahead.
                         broken, more = (scheduled, failure), False
@@ -92,22 +93,31 @@ def prefetch(coming: Iterator[Scheduled], streams: Sequence[RequestStream], max_
 def _request(
     bundle: list[tuple[Scheduled, tuple[IndexRow, ...]]], streams: Sequence[RequestStream], num_requested: int
 ) -> list[tuple[PendingSample, ...]]:
-    """Request these samples from their datasets, in their order."""
+    """Request these samples from their datasets, in their order.
+
+    Where requests have numbers, a row that a sample shows more than once is requested once.
+    """
     reads: list[tuple[PendingSample, ...]] = [()] * len(bundle)
     for part, (_, session, numbers, _) in enumerate(streams):
         wanted: list[tuple[int, IndexRow]] = []
         number = num_requested
         for scheduled, entries in bundle:
             if scheduled.part == part:
-                wanted += zip(scheduled.rows, entries, strict=True)
-                if numbers is not None:
-                    for at in range(len(entries)):
-                        numbers.note(number + at)
+                seen: set[int] = set()
+                for at, pair in enumerate(zip(scheduled.rows, entries, strict=True)):
+                    if numbers is None or pair[0] not in seen:
+                        wanted.append(pair)
+                        seen.add(pair[0])
+                        if numbers is not None:
+                            numbers.note(number + at)
             number += len(entries)
         pending = iter(session.request(wanted))
-        for at, (scheduled, entries) in enumerate(bundle):
-            if scheduled.part == part:
-                reads[at] = tuple(islice(pending, len(entries)))
+        for at, (scheduled, _) in enumerate(bundle):
+            if scheduled.part == part and numbers is None:
+                reads[at] = tuple(islice(pending, len(scheduled.rows)))
+            elif scheduled.part == part:
+                by_row = {row: next(pending) for row in dict.fromkeys(scheduled.rows)}
+                reads[at] = tuple([by_row[row] for row in scheduled.rows])
     return reads
 
 

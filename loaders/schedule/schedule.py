@@ -19,7 +19,7 @@ from fuelrail.pipeline.format.attributes import ClipTable
 from fuelrail.pipeline.order.balance import BalancedOrder
 from fuelrail.pipeline.order.compile import compile_mix, compile_order, plain
 from fuelrail.pipeline.order.pack import PackedOrder
-from fuelrail.pipeline.order.windows import FrameWindow, WindowLookup
+from fuelrail.pipeline.order.windows import TimeWindow
 
 if TYPE_CHECKING:
     from fuelrail.loaders.records import Source
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.order.epoch import EndlessOrder
     from fuelrail.pipeline.order.mix import MixStage
     from fuelrail.pipeline.order.spec import OrderSpec
+    from fuelrail.pipeline.order.windows import Window, WindowLookup
 
 _SEARCHED_AT_A_TIME = 1 << 16
 
@@ -42,7 +43,7 @@ class ScheduleRequest(NamedTuple):
     mix: Mapping[str, int] | Sequence[MixStage] | None
     split: str
     order: OrderSpec
-    window: FrameWindow | None
+    window: Window | None
     points: bool
     sweeps: bool
     """Earlier sweeps of the lidar too."""
@@ -69,7 +70,8 @@ class Schedule(NamedTuple):
             # Which samples a step has, and in which turn, is known when its turn comes: the cache keeps what it has.
             session = source.storage.session()
             return RequestStream(source.reader, session, None, _more_bytes(session))
-        numbers = RequestNumbers() if len(self.sources) > 1 else None
+        # Samples that channels of other times need are often the same ones, and then requested once.
+        numbers = RequestNumbers() if len(self.sources) > 1 or source.reader.num_frames is not None else None
         future_uses, uses_per_step = self._future_uses(source, walk, numbers)
         session = source.storage.session(future_uses, uses_per_step)
         return RequestStream(source.reader, session, numbers, _more_bytes(session))
@@ -101,7 +103,10 @@ def make_schedule(
         require_poses(datasets)
     for dataset in datasets.values():
         dataset.split(split)  # an unknown split is an error before anything is computed
-    clips = {name: None if window is None else ClipTable.of_split(one, split) for name, one in datasets.items()}
+    times = isinstance(window, TimeWindow)
+    clips = {
+        name: None if window is None else ClipTable.of_split(one, split, times=times) for name, one in datasets.items()
+    }
     order: EndlessOrder
     if mix is None:
         ((name, dataset),) = datasets.items()
@@ -127,14 +132,14 @@ def make_schedule(
     return Schedule(sources, PositionIndex(order, parts), identity, layers)
 
 
-def _lookup(window: FrameWindow | None, clips: ClipTable | None, source: Source) -> WindowLookup | None:
+def _lookup(window: Window | None, clips: ClipTable | None, source: Source) -> WindowLookup | None:
     if window is None:
         return None
     assert clips is not None
-    lookup = WindowLookup(clips, window)
+    lookup = window.lookup(clips)
     if len(window.frames) > 1 and not _finds_any(lookup, len(clips)):
         raise OrderError(
-            f"frames={list(window.frames)} with stride={window.stride}: no sample of dataset "
+            f"{window.text}: no sample of dataset "
             f"'{source.dataset.root}' has any of these frames in its clip, so every window would be one frame "
             "repeated; its clips are too short, or it stores single frames"
         )
@@ -142,7 +147,7 @@ def _lookup(window: FrameWindow | None, clips: ClipTable | None, source: Source)
 
 
 def _finds_any(lookup: WindowLookup, num_samples: int) -> bool:
-    others = lookup.window.offsets != 0
+    others = np.flatnonzero(lookup.window.offsets)
     for first in range(0, num_samples, _SEARCHED_AT_A_TIME):
         numbers = np.arange(first, min(first + _SEARCHED_AT_A_TIME, num_samples))
         if lookup(numbers).present[:, others].any():

@@ -11,13 +11,15 @@ from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.storage.layers import LayeredStorage
 from fuelrail.loaders.storage.protocol import LayeredSpan, SampleStorage, Span, StoredRow
 from fuelrail.pipeline.channels.laws import LAWS
+from fuelrail.pipeline.channels.selection import decode_values
 from fuelrail.pipeline.errors import OrderError, SchemaError
 from fuelrail.pipeline.format.dataset import Dataset, read_members
 from fuelrail.pipeline.format.rules import Rig, check_arrays
 from fuelrail.pipeline.format.zstd_frames import is_framed
-from fuelrail.pipeline.sample.schema import GEOMETRY, SWEEPS_FIELD, Sample, decode_sample, lidar_channel
+from fuelrail.pipeline.sample.schema import GEOMETRY, META, SWEEPS_FIELD, Sample, decode_sample, lidar_channel
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.channels.kinds import Value
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.index.row import IndexRow
 
@@ -71,6 +73,10 @@ class SampleReader:
         self._layers = self.storage.parts if isinstance(self.storage, LayeredStorage) else ()
         self.needs_lidar = False
         """Whether a sample is bad where the first lidar has no pose."""
+        self.num_frames: int | None = None
+        """How many of the rows that are read for a sample are its frames; None: all of them."""
+        self.timed: tuple[Channel, ...] = ()
+        """The channels that are read of the other rows, at times of their own."""
         self._wanted = frozenset(
             name
             for name in dataset.index.names
@@ -98,21 +104,46 @@ class SampleReader:
             return row
         return row.without(self._left_out)
 
+    def rows(self, indices: Sequence[int]) -> tuple[IndexRow, ...]:
+        """Return the rows of the index for all that is read for a sample; raise OrderError outside the dataset.
+
+        Of those behind its frames they are of the members of ``timed`` alone, where a part of a span can be read.
+        """
+        found = {index: self.row(index) for index in dict.fromkeys(indices[: self.num_frames])}
+        fields = {channel.field for channel in self.timed}
+        for index in indices[len(indices) if self.num_frames is None else self.num_frames :]:
+            if index not in found:
+                row = self._dataset.index.row(index)
+                is_whole = self.storage.needs_whole_spans or is_framed(self._dataset.shards.name_of(row))
+                part = row if is_whole else row.only(fields)
+                found[index] = part if is_whole or part is not row else row.only((META,))
+        return tuple([found[index] for index in indices])
+
+    def values(self, fetched: FetchedSpan) -> dict[str, Value | None]:
+        """Return the values of ``timed`` of a sample by name, None for one that it lacks; raises MemberError."""
+        fields = {channel.field for channel in self.timed}
+        return decode_values(self._members(fetched, fields), self.timed, fetched.row.key) if fields else {}
+
+    def _members(self, fetched: FetchedSpan, wanted: Collection[str]) -> dict[str, memoryview]:
+        """Return raw members by field name, those of layers too."""
+        row, span = fetched.row, fetched.base
+        layers: Sequence[StoredRow | None] = fetched.span.layers if isinstance(fetched.span, LayeredSpan) else ()
+        members = read_members(
+            row, span, self._dataset.shards.name_of(row), wanted, dictionary=self._dataset.dictionary
+        )
+        for part, stored in zip(self._layers, layers, strict=False):
+            if stored is not None:
+                members |= part.members(stored)
+        return members
+
     def parse(self, fetched: FetchedSpan) -> Sample:
         """Decode all members but images; raises MemberError with key and member.
 
         A sample that breaks a rule on arrays (:mod:`fuelrail.pipeline.format.rules`) is a SchemaError: a blank image
         must never pass for a valid one, nor a label for one of the classes that it is not.
         """
-        row, span = fetched.row, fetched.base
-        layers: Sequence[StoredRow | None] = fetched.span.layers if isinstance(fetched.span, LayeredSpan) else ()
-        members = read_members(
-            row, span, self._dataset.shards.name_of(row), self._wanted, dictionary=self._dataset.dictionary
-        )
-        for part, stored in zip(self._layers, layers, strict=False):
-            if stored is not None:
-                members |= part.members(stored)
-        sample = decode_sample(row.key, members, self._fields)
+        row = fetched.row
+        sample = decode_sample(row.key, self._members(fetched, self._wanted), self._fields)
         if len(self.cameras) < self._num_cameras:
             sample = sample.of_cameras(self.camera_rows, self._num_cameras)
         check_arrays(sample, self._rig)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
@@ -129,6 +129,8 @@ class ClipTable:
     """(n,): sample number (0 is the split's first) by rank."""
     ranks: NDArray[np.integer]
     """(n,): rank by sample number."""
+    times_ns: NDArray[np.int64] | None = None
+    """(n,): the samples' times [ns] by rank; read where windows in seconds need them."""
 
     @classmethod
     def build(cls, clips: ArrayLike, frames: ArrayLike) -> Self:
@@ -154,11 +156,16 @@ class ClipTable:
         return cls(keys, samples, ranks)
 
     @classmethod
-    def of_split(cls, dataset: Dataset, split: str) -> Self:
+    def of_split(cls, dataset: Dataset, split: str, *, times: bool = False) -> Self:
         """Make the table of a split of a dataset; raise ConfigError for an unknown split, IndexFileError as `build`."""
         entry = dataset.split(split)
         first, end = entry.first_sample, entry.first_sample + entry.num_samples
-        return cls.build(dataset.index.clip_numbers(first, end), dataset.index.column("frame", first, end))
+        table = cls.build(dataset.index.clip_numbers(first, end), dataset.index.column("frame", first, end))
+        return table.at_times(dataset.index.column("timestamp_ns", first, end)) if times else table
+
+    def at_times(self, times_ns: ArrayLike) -> Self:
+        """Return the table with the samples' times [ns], given by sample number: (n,)."""
+        return replace(self, times_ns=np.asarray(times_ns, dtype=np.int64)[self.samples])
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -166,3 +173,9 @@ class ClipTable:
     def clip_numbers(self) -> NDArray[np.int64]:
         """Return the number of each position's clip: int64 (n,), ascending."""
         return self.keys >> _FRAME_BITS
+
+    def bounds(self, ranks: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the first rank of the clip of each of ``ranks``, and the one behind its last."""
+        clip = self.keys[ranks] >> _FRAME_BITS
+        first, end = (np.searchsorted(self.keys, (clip + one) << _FRAME_BITS) for one in (0, 1))
+        return first, end

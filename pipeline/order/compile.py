@@ -37,7 +37,7 @@ from fuelrail.pipeline.order.weights import (
     read_columns,
     value_numbers,
 )
-from fuelrail.pipeline.order.windows import FrameWindow, WindowLookup
+from fuelrail.pipeline.order.windows import TimeWindow, Window
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -69,7 +69,7 @@ def compile_order(
     split: str = "train",
     *,
     global_batch: int | None = None,
-    window: FrameWindow | None = None,
+    window: Window | None = None,
     clips: ClipTable | None = None,
     layers: Sequence[Layer] = (),
 ) -> EndlessOrder:
@@ -95,7 +95,7 @@ def compile_order(
         if layer.missing == "drop" and not layer.is_complete:
             selection.narrow(present_samples(layer, dataset, split), f"layer '{layer.name}' with missing='drop'")
     if clips is None and needs_clips(spec, window):
-        clips = ClipTable.of_split(dataset, split)
+        clips = ClipTable.of_split(dataset, split, times=isinstance(window, TimeWindow))
     selection.complete(window, clips)
     for layer in layers:
         if layer.missing == "error":
@@ -110,7 +110,7 @@ def compile_table(
     shard_lengths: Sequence[int],
     *,
     global_batch: int | None = None,
-    window: FrameWindow | None = None,
+    window: Window | None = None,
     clips: ClipTable | None = None,
 ) -> EndlessOrder:
     """Apply ``spec`` to the rows of any table, stored in "shards" of ``shard_lengths`` rows; see `compile_order`.
@@ -122,7 +122,7 @@ def compile_table(
     return selection.order(shard_lengths, clips, global_batch)
 
 
-def needs_clips(spec: OrderSpec, window: FrameWindow | None) -> bool:
+def needs_clips(spec: OrderSpec, window: Window | None) -> bool:
     """Return whether an order depends on the clips of its samples."""
     return spec.kind == "lanes" or _drops(window)
 
@@ -158,12 +158,12 @@ class _Selection:
             raise OrderError(f"{what} selects no sample{rest}{shows}")
         self.rows = both
 
-    def complete(self, window: FrameWindow | None, clips: ClipTable | None) -> None:
+    def complete(self, window: Window | None, clips: ClipTable | None) -> None:
         """Leave out samples that lack a frame of a window that drops them."""
         if window is not None and _drops(window):
             assert clips is not None
-            complete = np.flatnonzero(WindowLookup(clips, window).complete())
-            self.narrow(complete, f"window {list(window.frames)} x {window.stride} with pad='drop'")
+            complete = np.flatnonzero(window.lookup(clips).complete())
+            self.narrow(complete, window.text)
 
     def order(self, shard_lengths: Sequence[int], clips: ClipTable | None, global_batch: int | None) -> EndlessOrder:
         """Return the order of the selected samples."""
@@ -356,7 +356,7 @@ def plain(settings: object) -> Any:  # noqa: ANN401
     return msgspec.json.decode(msgspec.json.encode(settings))
 
 
-def _drops(window: FrameWindow | None) -> bool:
+def _drops(window: Window | None) -> bool:
     return window is not None and window.pad == "drop"
 
 
@@ -379,7 +379,7 @@ def compile_mix(
     datasets: Mapping[str, Dataset],
     split: str = "train",
     *,
-    window: FrameWindow | None = None,
+    window: Window | None = None,
     clips: Sequence[ClipTable | None] | None = None,
     layers: Mapping[str, Sequence[Layer]] = MappingProxyType({}),
 ) -> EndlessOrder:

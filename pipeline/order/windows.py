@@ -1,18 +1,22 @@
 """Temporal windows: the frames of its clip that belong to a sample, and what replaces missing ones.
 
 A window is a list of offsets in frames, for example ``frames=[-2, -1, 0]`` with ``stride=2`` for frames f - 4, f - 2
-and f. Windows never cross a clip. They look at all frames that the split stores, whichever of them a filter selects.
+and f; or offsets in seconds for the images and for single channels (`TimeWindow`). Windows never cross a clip. They
+look at all frames that the split stores, whichever of them a filter selects.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 
-from fuelrail.pipeline.errors import OrderError
+from fuelrail.pipeline.errors import ConfigError, OrderError
 from fuelrail.pipeline.order.epoch import Shown
-from fuelrail.pipeline.settings import Settings, check_types
+from fuelrail.pipeline.settings import AtLeast0, Settings, as_settings, check_types
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -21,8 +25,16 @@ if TYPE_CHECKING:
 
 _MAX_REACH: Final = 2**30
 _CHUNK: Final = 1 << 16
+_MAX_OFFSETS: Final = 512
+_MAX_REACH_S: Final = 1e6
+
+IMAGES: Final = "img"
+"""The entry of a `TimeWindow` for the images, and for all else that belongs to a frame."""
+SAME_NS: Final = 1_000
+"""Times that differ by this much or less [ns] are the same: rates such as 30 Hz are no whole numbers of nanoseconds."""
 
 Padding = Literal["repeat_edge", "repeat_current", "mask", "drop"]
+Interpolation = Literal["nearest", "hold", "linear"]
 
 
 class FrameWindow(Settings, frozen=True):
@@ -61,6 +73,157 @@ class FrameWindow(Settings, frozen=True):
         """Offsets in frames, stride included: int64 (T,)."""
         return np.array(self.frames, dtype=np.int64) * self.stride
 
+    @property
+    def own_offsets(self) -> tuple[int, ...]:
+        """Offsets of channels with times of their own: none."""
+        return ()
+
+    @property
+    def text(self) -> str:
+        """The window in an error message."""
+        return f"window {list(self.frames)} x {self.stride} with pad='{self.pad}'"
+
+    def lookup(self, clips: ClipTable) -> WindowLookup:
+        """Return the map of samples to their windows."""
+        return WindowLookup(clips, self)
+
+
+class ChannelWindow(Settings, frozen=True, kw_only=True):
+    """Times relative to the sample's, at which one channel is read, and how: ``seconds``, or ``from``, ``to``, ``hz``.
+
+    In a dict ``start`` and ``end`` are called ``from`` and ``to``; a list stands for ``{"seconds": [...]}``. Raises
+    OrderError for values that are not allowed.
+    """
+
+    seconds: tuple[float, ...] = ()
+    """Offsets from the sample's time [s]."""
+    start: float | None = msgspec.field(default=None, name="from")
+    """The first offset [s]; those up to ``end`` [s] follow at the rate ``hz`` [1/s], both ends included."""
+    end: float | None = msgspec.field(default=None, name="to")
+    hz: float | None = None
+    interpolation: Interpolation | None = None
+    """``nearest``: the measurement nearest in time, of two equally near ones the earlier. ``hold``: the last one at or
+    before the time. ``linear``: between the one before and the one after. None: by the channel's kind."""
+    max_staleness_s: AtLeast0 | None = None
+    """Greatest distance in time [s] of a measurement that is used; None: none, but nothing before the clip's first
+    measurement or after its last one is used."""
+    pad: Padding = "repeat_edge"
+    """What replaces a frame that the clip does not have, as of `FrameWindow`; of ``img`` only."""
+
+    def __post_init__(self) -> None:
+        check_types(self, OrderError)
+        ranged = (self.start, self.end, self.hz)
+        if (ranged == (None,) * 3) == (not self.seconds) or (None in ranged and ranged != (None,) * 3):
+            raise OrderError("a channel's window has seconds=[...], or all of from, to and hz")
+        offsets = self.offsets_ns
+        if len(offsets) > _MAX_OFFSETS or len(set(offsets)) != len(offsets):
+            raise OrderError(f"a channel's window has at most {_MAX_OFFSETS} offsets, each once, got {len(offsets)}")
+
+    @property
+    def offsets_ns(self) -> tuple[int, ...]:
+        """The offsets from the sample's time [ns]."""
+        seconds = self.seconds
+        if self.start is not None and self.end is not None and self.hz is not None:
+            steps = (self.end - self.start) * self.hz
+            if not (self.hz > 0 and 0 <= steps < _MAX_OFFSETS and abs(steps - round(steps)) < 1e-6):
+                raise OrderError(
+                    f"from {self.start} to {self.end} s at {self.hz} Hz is {steps:g} steps; a whole number in 0 .. "
+                    f"{_MAX_OFFSETS - 1} is needed"
+                )
+            seconds = tuple(self.start + number / self.hz for number in range(round(steps) + 1))
+        if not all(abs(one) <= _MAX_REACH_S for one in seconds):
+            raise OrderError(f"a window may reach {_MAX_REACH_S:g} s, got {list(seconds)}")
+        return tuple(round(one * 1e9) for one in seconds)
+
+    @property
+    def max_staleness_ns(self) -> int | None:
+        """The greatest distance [ns] of a measurement that is used."""
+        return None if self.max_staleness_s is None else round(self.max_staleness_s * 1e9) + SAME_NS
+
+
+class TimeWindow(Settings, frozen=True):
+    """Offsets in seconds for the images (``img``, with all that belongs to a frame) and for channels of their own.
+
+    Frames are found by the samples' times. An entry of the name of a channel or attribute has an axis of its own times.
+    Raises OrderError for offsets of ``img`` without 0, and for an interpolation or padding that it cannot have.
+    """
+
+    channels: dict[str, ChannelWindow]
+
+    def __post_init__(self) -> None:
+        check_types(self, OrderError)
+        for name, one in self.channels.items():
+            if name != IMAGES and one.pad != "repeat_edge":
+                raise OrderError(f"window of '{name}': pad is of '{IMAGES}' only; missing values are marked")
+        images = self.channels.get(IMAGES)
+        if images is not None and (0 not in images.offsets_ns or images.interpolation == "linear"):
+            raise OrderError(f"the window of '{IMAGES}' needs the offset 0, and is 'nearest' or 'hold', got {images}")
+        if len(self.own_offsets) > _MAX_OFFSETS:
+            raise OrderError(f"windows of channels have {len(self.own_offsets)} times, at most {_MAX_OFFSETS}")
+
+    @property
+    def frames(self) -> tuple[int, ...]:
+        """The offsets of the frames [ns]; without ``img`` the sample alone."""
+        return self.channels[IMAGES].offsets_ns if IMAGES in self.channels else (0,)
+
+    @property
+    def offsets(self) -> NDArray[np.int64]:
+        """The offsets of the frames [ns]: int64 (T,)."""
+        return np.array(self.frames, dtype=np.int64)
+
+    @property
+    def own_offsets(self) -> tuple[int, ...]:
+        """The offsets [ns] of all channels with times of their own, each once, ascending."""
+        return tuple(sorted({at for name, one in self.channels.items() if name != IMAGES for at in one.offsets_ns}))
+
+    @property
+    def current(self) -> int:
+        """Index of the sample itself on the T axis."""
+        return self.frames.index(0)
+
+    @property
+    def pad(self) -> Padding:
+        """What replaces a frame that the clip does not have."""
+        return self.channels[IMAGES].pad if IMAGES in self.channels else "repeat_edge"
+
+    @property
+    def text(self) -> str:
+        """The window in an error message."""
+        return f"window of images at {[at / 1e9 for at in self.frames]} s with pad='{self.pad}'"
+
+    def lookup(self, clips: ClipTable) -> WindowLookup:
+        """Return the map of samples to their windows."""
+        return TimeLookup(clips, self)
+
+
+Window: TypeAlias = FrameWindow | TimeWindow
+
+
+def has_frames(window: Window | None) -> bool:
+    """Return whether an axis of frames follows B in a batch."""
+    return isinstance(window, FrameWindow) or (window is not None and IMAGES in window.channels)
+
+
+def as_window(value: Any) -> Window | None:  # noqa: ANN401
+    """Return a window: itself, of the fields of a `FrameWindow`, or of offsets in seconds by name.
+
+    Raises ConfigError and OrderError for what is none.
+    """
+    if value is None or isinstance(value, TimeWindow):
+        return value
+    if isinstance(value, FrameWindow | str | os.PathLike):
+        return as_settings(value, FrameWindow, "window")
+    if not isinstance(value, Mapping) or not value:
+        raise ConfigError(
+            f"window={value!r:.200} must be a FrameWindow or a TimeWindow, a dict of the fields of one, the path of a "
+            "YAML file, or None"
+        )
+    if value.keys() & set(FrameWindow.__struct_fields__):
+        return as_settings(value, FrameWindow, "window")
+    stated = value["channels"] if value.keys() == {"channels"} and isinstance(value["channels"], Mapping) else value
+    plain = {name: {"seconds": one} if isinstance(one, list | tuple) else one for name, one in stated.items()}
+    return TimeWindow({name: as_settings(one, ChannelWindow, f"window.{name}") for name, one in plain.items()})
+
 
 class WindowSamples(NamedTuple):
     """The samples of some windows: numbers int64 (B, T), and which of them are the requested frames: bool (B, T).
@@ -75,9 +238,11 @@ class WindowSamples(NamedTuple):
 class WindowLookup:
     """Maps sample numbers to the samples of their windows. Pure; safe to call from any number of threads."""
 
-    def __init__(self, clips: ClipTable, window: FrameWindow) -> None:
+    def __init__(self, clips: ClipTable, window: Window) -> None:
         self.window = window
         self._clips, self._offsets = clips, window.offsets
+        self.num_rows = len(self._offsets)
+        """Samples that are read for one: its frames, and then those that only channels of other times need."""
 
     def __call__(self, samples: ArrayLike) -> WindowSamples:
         """Return the windows of ``samples`` (integers (B,), numbers within the split)."""
@@ -112,3 +277,71 @@ class WindowLookup:
         n = len(self._clips)
         parts = [self(np.arange(low, min(low + _CHUNK, n))).present.all(axis=1) for low in range(0, n, _CHUNK)]
         return np.concatenate(parts) if parts else np.empty(0, dtype=bool)
+
+
+class TimeLookup(WindowLookup):
+    """Maps sample numbers to the samples of windows in seconds: the frames, then those about each other time.
+
+    Behind the T frames come, for each of the K offsets of channels, the samples before and after it: 2 K, all present.
+    Raises OrderError where times do not ascend with the frames of a clip.
+    """
+
+    def __init__(self, clips: ClipTable, window: TimeWindow) -> None:
+        super().__init__(clips, window)
+        images = window.channels.get(IMAGES, ChannelWindow(seconds=(0.0,)))
+        self._holds, self._reach_ns = images.interpolation == "hold", images.max_staleness_ns
+        self._own = np.array(window.own_offsets, dtype=np.int64)
+        self.num_rows += 2 * len(self._own)
+        assert clips.times_ns is not None, "windows in seconds need the times of the clips"
+        self._times = clips.times_ns
+        number = clips.clip_numbers()
+        falls = np.flatnonzero((np.diff(self._times) <= 0) & (number[1:] == number[:-1]))
+        if falls.size:
+            first, second = clips.samples[falls[0] : falls[0] + 2].tolist()
+            raise OrderError(
+                f"windows in seconds need times that ascend in each clip; those of samples {first} and {second} of the "
+                "split, neighbours in a clip, do not: use a window in frames"
+            )
+
+    def __call__(self, samples: ArrayLike) -> WindowSamples:
+        """Return the windows of ``samples`` (integers (B,), numbers within the split): (B, T + 2 K)."""
+        clips, times = self._clips, self._times
+        ranks = clips.ranks[np.asarray(samples, dtype=np.int64)].astype(np.int64)[:, None]
+        first, end = clips.bounds(ranks)
+        wanted = times[ranks] + self._offsets
+        before = self._last_before(wanted, first, end)
+        low, high = np.maximum(before, first), np.minimum(before + 1, end - 1)
+        found = low
+        if not self._holds:
+            found = np.where(np.abs(times[high] - wanted) < np.abs(wanted - times[low]), high, low)
+        distance = np.abs(times[found] - wanted)
+        if self._reach_ns is not None:
+            present = distance <= self._reach_ns
+        else:  # the first and the last frame stand for half an interval beyond them, as all others do
+            edge = np.where(wanted < times[first], first, np.maximum(end - 2, first))
+            half = (times[np.minimum(edge + 1, end - 1)] - times[edge]) // 2
+            inside = (wanted >= times[first] - SAME_NS) & (wanted <= times[end - 1] + SAME_NS)
+            present = inside | (~np.bool_(self._holds) & (distance <= half))
+        if self._holds:
+            present &= before >= first
+        if self.window.pad != "repeat_edge":
+            found = np.where(present, found, ranks)
+        wanted = times[ranks] + self._own
+        before = self._last_before(wanted, first, end)
+        low = np.maximum(before, first)
+        is_exact = (before < first) | (wanted - times[low] <= SAME_NS)
+        high = np.where(is_exact, low, np.minimum(low + 1, end - 1))
+        about = np.stack([low, high], axis=-1).reshape(len(ranks), -1)
+        present = np.pad(present, ((0, 0), (0, about.shape[1])), constant_values=True)
+        return WindowSamples(clips.samples[np.hstack([found, about])].astype(np.int64), present)
+
+    def _last_before(
+        self, wanted: NDArray[np.int64], first: NDArray[np.int64], end: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Return the rank of the last sample at or before each time, ``first`` - 1 where there is none: bisection."""
+        low, high = np.broadcast_to(first - 1, wanted.shape), np.broadcast_to(end, wanted.shape)
+        while (is_open := high - low > 1).any():
+            middle = (low + high) // 2
+            is_before = self._times[middle] <= wanted + SAME_NS
+            low, high = np.where(is_open & is_before, middle, low), np.where(is_open & ~is_before, middle, high)
+        return low

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.sensors import RESERVED
+from fuelrail.pipeline.channels.series import series_channel
 from fuelrail.pipeline.channels.table import DTYPES, Channel
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.sample.image_header import ImageInfo, probe
@@ -220,7 +221,9 @@ class LeRobot(VideoSource[VideoSettings]):
             if about.dtype == "string":
                 found.append(value_channel(name))
             elif about.scalar is None:
-                found.append(value_channel(name, about.dtype, about.shape, _described(about.names)))
+                # At a lower rate of frames, states and actions keep their own.
+                make = series_channel if self.given.rate else value_channel
+                found.append(make(name, about.dtype, about.shape, description=_described(about.names)))
         return tuple(found)
 
     @property

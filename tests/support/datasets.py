@@ -128,14 +128,15 @@ def build_dataset(
     lens: tuple[str, list[float]] = ("none", []),
     rewrite: Callable[[int, str, bytes], bytes] | None = None,
     extra: Sequence[tuple[Channel, Callable[[int], Any]]] = (),
+    time_of: Callable[[int], int] = lambda row: row * 500_000_000,
 ) -> dict[str, dict[str, bytes]]:
     """Write a whole dataset; ``splits`` gives each split's shard lengths in samples, clips are of four frames.
 
     ``back_size`` is the second camera's, where not ``size`` too.
     ``missing`` names (row, channel) of camera images to leave out. ``dictionary`` compresses the small members.
     ``lens`` is the first camera's ``dist_model`` and its coefficients. ``rewrite`` makes the stored file of an image of
-    (row, channel, JPEG). ``extra`` are further channels and what makes their value for a row, None for none. Returns
-    the raw members of every sample by key.
+    (row, channel, JPEG). ``extra`` are further channels and what makes their value for a row, None for none.
+    ``time_of`` gives a row's time [ns] in the index. Returns the raw members of every sample by key.
     """
     small = "zstd" if dictionary is None else codecs.ZSTD_DICT
     framed = layout == "frame"
@@ -179,7 +180,7 @@ def build_dataset(
                     frames.append((len(joined), span.length))
                 digest = xxhash.xxh3_64_intdigest(joined)
                 place = len(shards), len(data), len(joined)
-                rows.append(IndexRow(key, key[:9], row % 4, row * 500_000_000, *place, digest, entries))
+                rows.append(IndexRow(key, key[:9], row % 4, time_of(row), *place, digest, entries))
                 data += joined
             if framed:
                 end = encode_frame(END_OF_ARCHIVE, 3)

@@ -135,6 +135,19 @@ class IndexRow(NamedTuple):
             return self  # a damaged entry, which is reported when the whole span is read
         return self._replace(length=length, members=kept, is_part=True)
 
+    def only(self, names: Collection[str]) -> IndexRow:
+        """Return the row of the part of the span from the first to the last member of these names, with these alone.
+
+        It is the row itself where none is there, or an entry is damaged.
+        """
+        kept = [entry for entry in self.members if entry.name in names]
+        start = min([entry.offset for entry in kept], default=0) - BLOCK_BYTES
+        length = max([entry.offset + entry.stored_bytes for entry in kept], default=0) - start
+        if not 0 <= start < start + length <= self.length:
+            return self
+        members = tuple([entry._replace(offset=entry.offset - start) for entry in kept])
+        return self._replace(offset=self.offset + start, length=length, members=members, is_part=True)
+
 
 @lru_cache(maxsize=1024)
 def member_kinds(names: tuple[str, ...], codecs: tuple[str, ...]) -> MemberKinds:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.sensors import RESERVED
+from fuelrail.pipeline.channels.series import one_of_series
 from fuelrail.pipeline.channels.table import DTYPES, MAX_RANK, ArraySpec, Channel, Law
 from fuelrail.pipeline.errors import MemberError, SchemaError, SourceError
 from fuelrail.pipeline.settings import did_you_mean
@@ -20,7 +21,7 @@ from fuelrail.sharding.sources.shared.scan_table import Reference
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.adapter.classes import ClassMap
-    from fuelrail.sharding.sources.adapter.frame import ImageBoxRows
+    from fuelrail.sharding.sources.adapter.frame import Clip, Frame, ImageBoxRows
 
 COMPUTED: Final = "computed:"
 """Begins the reference of a member that the scan computed."""
@@ -111,6 +112,32 @@ def _common(
     return np.promote_types(dtype, other_dtype).name if is_number else dtype, (*first, *shape[1:])
 
 
+def clip_series(
+    channels: Sequence[Channel], clip: Clip, frames: Sequence[Frame]
+) -> dict[str, tuple[NDArray[np.int64], NDArray[Any]]]:
+    """Return times and values of each series of a clip: its own, or those of its frames, also of frames to leave out.
+
+    Raises SourceError for times that do not ascend, and for measurements that are not of the channel's form.
+    """
+    found: dict[str, tuple[NDArray[np.int64], NDArray[Any]]] = {}
+    for channel in channels:
+        one = one_of_series(channel)
+        if one is None:
+            continue
+        there = [frame for frame in frames if frame.values.get(channel.name) is not None]
+        of_frames = [frame.timestamp_ns for frame in there], [frame.values[channel.name] for frame in there]
+        times, values = clip.series.get(channel.name, of_frames)
+        stamps, array = np.asarray(times, np.int64), np.asarray(values)
+        array = array.reshape(0, *one.shape) if not len(stamps) else array
+        if array.shape != (len(stamps), *one.shape) or (np.diff(stamps) <= 0).any():
+            raise SourceError(
+                f"clip '{clip.name}': series '{channel.name}' has {len(stamps)} times and values of "
+                f"{list(array.shape)}; times must ascend, and each value be of {list(one.shape)}"
+            )
+        found[channel.name] = stamps, array.astype(one.numpy_dtype)
+    return found
+
+
 def value_members(channels: Sequence[Channel], values: Mapping[str, Any], where: str) -> list[Reference]:
     """Return references of a frame's values; raise SourceError, naming ``where``, for one unlike its channel."""
     known = {channel.name: channel for channel in channels}
@@ -129,7 +156,9 @@ def value_members(channels: Sequence[Channel], values: Mapping[str, Any], where:
 
 
 def encode_value(channel: Channel, value: Any) -> bytes:  # noqa: ANN401
-    """Encode a value of a :func:`value_channel`; raise SchemaError and ValueError where it does not fit."""
+    """Encode a value of a :func:`value_channel`, or a part of a series; raise SchemaError and ValueError for others."""
+    if one_of_series(channel) is not None:
+        return KINDS[channel.kind].encode(value, channel)
     dtype = channel.arrays[0].dtype if channel.kind == "ragged" else channel.dtype
     if dtype:
         array = np.asarray(value)

@@ -211,8 +211,9 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     ``images`` and ``sweeps`` are by channel. ``ego2global`` (4, 4) is at ``timestamp_ns``; None: from the clip's
     trajectory. ``boxes`` None: not labelled. ``boxes2d`` are by camera, of those that the source's ``image_boxes``
     names; ``members`` are of its own ``channels``, and so are ``values``: texts, numbers and arrays, by the names of
-    channels that :func:`~fuelrail.sharding.sources.adapter.channels.value_channel` made. ``attributes`` are values of
-    its own ``columns``. Motion is in ego axes [m/s, m/s^2, rad/s]; without ``ego_velocity`` it is the difference of the
+    channels that :func:`~fuelrail.sharding.sources.adapter.channels.value_channel` made, or of a series the measurement
+    at the frame's time, which the series keeps where the frame is left out. ``attributes`` are values of its own
+    ``columns``. Motion is in ego axes [m/s, m/s^2, rad/s]; without ``ego_velocity`` it is the difference of the
     neighbouring frames' poses.
     """
 
@@ -241,6 +242,8 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class Clip(msgspec.Struct, frozen=True, kw_only=True):
     """One continuous drive, without its frames.
 
+    ``series`` are measurements of sensors at their own rates, by the names of channels that
+    :func:`~fuelrail.pipeline.channels.series.series_channel` made: times [ns] that ascend, (M,), and values (M, ...).
     ``name`` becomes the clip's id, as far as it is legal, unless ``id`` states one. ``files`` are names below the root
     whose sizes and times say whether the source has changed, for clips whose images are made. ``attributes`` are values
     of the source's ``columns`` that all frames share, ``tags`` go into the metadata. ``split`` is the source's own.
@@ -255,3 +258,17 @@ class Clip(msgspec.Struct, frozen=True, kw_only=True):
     attributes: dict[str, Any] = {}
     files: tuple[str, ...] = ()
     id: str = ""
+    series: Mapping[str, tuple[Vectors, Vectors]] = {}
+
+
+def thinned(times_ns: NDArray[np.int64], rate: float) -> NDArray[np.int64]:
+    """Keep at most ``rate`` times a second [Hz]: the first, then each a period later, less a tenth for jitter."""
+    if not rate:
+        return times_ns
+    period, kept = 1e9 / rate, []
+    due = -np.inf
+    for time in times_ns.tolist():
+        if time >= due - period / 10:
+            kept.append(time)
+            due = time + period if time - due > period else due + period
+    return np.array(kept, np.int64)

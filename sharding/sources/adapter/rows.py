@@ -13,13 +13,14 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from fuelrail.pipeline.channels.series import parts_of_series
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.sample.schema import SCHEMA, CameraMeta, Meta, encode_stacked
 from fuelrail.sharding.sources.adapter.arrays import clip_arrays, stacked_geometry
 from fuelrail.sharding.sources.adapter.boxes import clip_boxes
-from fuelrail.sharding.sources.adapter.channels import image_boxes, value_members
+from fuelrail.sharding.sources.adapter.channels import clip_series, image_boxes, value_members
 from fuelrail.sharding.sources.adapter.classes import count_column
-from fuelrail.sharding.sources.adapter.frame import Image
+from fuelrail.sharding.sources.adapter.frame import Image, thinned
 from fuelrail.sharding.sources.adapter.members import (
     DAMAGED,
     NO_POSE,
@@ -111,12 +112,18 @@ class ClipRows:
     is_unix: bool
     channels: Sequence[Channel] = ()
 
-    def add(self, clip: Clip, frames: Sequence[Frame], trajectory: Trajectory | None) -> None:
-        """Write a clip's rows; raises SourceError for what spoils the whole clip, and notes smaller faults."""
+    def add(self, clip: Clip, frames: Sequence[Frame], trajectory: Trajectory | None, rate: float = 0.0) -> None:
+        """Write a clip's rows, at most ``rate`` a second (0: all).
+
+        Raises SourceError for what spoils the whole clip, and notes smaller faults.
+        """
         where = f"clip '{clip.name}'"
         if not frames:
             raise SourceError(f"{where} has no frames")
         self._check_frames(where, frames)
+        series = clip_series(self.channels, clip, frames)
+        due = set(thinned(np.array([frame.timestamp_ns for frame in frames]), rate).tolist())
+        frames = [frame for frame in frames if frame.timestamp_ns in due]
         arrays = clip_arrays(self.sensors, frames, trajectory, has_poses=self.has_poses)
         stamp = self._stamp(clip)
         finder = MemberFinder(self.files, self.sensors, self.findings, self.report, self.points, self.policy)
@@ -132,6 +139,10 @@ class ClipRows:
         sizes, is_there = self._image_sizes(frames, found)
         num_cameras = is_there.sum(1).tolist()
         rank = {channel.field: number for number, channel in enumerate(self.channels)}
+        parts = {
+            name: dict(zip(order.tolist(), parts_of_series(*of_one, arrays.time_ns[order]), strict=True))
+            for name, of_one in series.items()
+        }
         for first in range(0, len(order), _AT_ONCE):
             rows = order[first : first + _AT_ONCE]
             geometry = stacked_geometry(where, self.sensors, frames, sizes[rows], is_there[rows], arrays, rows)
@@ -145,7 +156,8 @@ class ClipRows:
                 own = [one.reference for one in others[at]]
                 if self.channels:
                     place = f"{where}: frame {at}"
-                    own += value_members(self.channels, frames[at].values, place)
+                    values = {name: of_one[at] for name, of_one in parts.items()}
+                    own += value_members(self.channels, {**frames[at].values, **values}, place)
                     present = [one.name.partition(".")[0] for one in members]
                     own += image_boxes(self.channels, frames[at].boxes2d, present, self.classes, place)
                 if own:

@@ -76,6 +76,7 @@ class FrameSettings(Settings, frozen=True, kw_only=True):
     ] = "error"
     max_damaged: Annotated[MaxDamaged, Meta(description=MAX_DAMAGED)] = 0.01
     check_images: Annotated[Depth, Meta(description=CHECK_IMAGES)] = "head"
+    rate: Annotated[float, Meta(ge=0, description="frames a second to keep at most; 0: all")] = 0.0
     points: Annotated[bool, Meta(description="false leaves lidar sweeps out")] = True
     cameras: Annotated[
         tuple[str, ...], Meta(description="cameras to keep, as a list of their names in the dataset; empty: all")
@@ -216,7 +217,7 @@ class FrameSource(Generic[S]):
             with findings.of("clips"):
                 frames = [frame.without(left_out) if left_out else frame for frame in self.frames(clip)]
                 is_calibrated = is_calibrated or any(map(_is_calibrated, frames))
-                rows.add(clip, frames, self.poses(clip))
+                rows.add(clip, frames, self.poses(clip), self.given.rate)
             if clip.split and out.clips and out.clips[-1].clip_name == clip.name:
                 splits.setdefault(clip.split, []).append(clip.name)
         with findings.of("classes"):

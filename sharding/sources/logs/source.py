@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.adapter.frame import Clip, Frame, Sensors
+from fuelrail.sharding.sources.adapter.frame import Clip, Frame, Sensors, thinned
 from fuelrail.sharding.sources.adapter.poses import Trajectory
 from fuelrail.sharding.sources.adapter.source import FrameSource
 from fuelrail.sharding.sources.logs import sync
@@ -87,7 +87,7 @@ class LogSource(FrameSource[LogSettings]):
                     "1970, of the other from a start of the machine; shard them apart, or with clock=log_time"
                 )
             topic = {**self.topics.cameras, **self.topics.lidars}[reference]
-            stamps = sync.thinned(index.series[topic].stamps, given.rate)
+            stamps = thinned(index.series[topic].stamps, given.rate)
             parts = sync.cuts(
                 stamps, max(given.max_gap_s, 1.5 / given.rate if given.rate else 0) * 1e9, given.clip_seconds * 1e9
             )

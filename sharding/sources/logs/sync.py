@@ -60,19 +60,6 @@ def matched(reference_ns: I64, stamps_ns: I64, offset_ns: int, tolerance_ns: int
     return found
 
 
-def thinned(reference_ns: I64, rate: float) -> I64:
-    """Keep at most ``rate`` times a second [Hz]: the first, then each a period later, less a tenth for jitter."""
-    if not rate:
-        return reference_ns
-    period, kept = 1e9 / rate, []
-    due = -np.inf
-    for time in reference_ns.tolist():
-        if time >= due - period / 10:
-            kept.append(time)
-            due = time + period if time - due > period else due + period
-    return np.array(kept, np.int64)
-
-
 def cuts(reference_ns: I64, max_gap_ns: float, most_ns: float) -> list[I64]:
     """Return the reference times of each clip: cut at gaps, and after ``most_ns`` (0: never)."""
     clips: list[list[int]] = []

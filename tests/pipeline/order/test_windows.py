@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from itertools import pairwise
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fuelrail.pipeline.errors import FuelrailError, OrderError
 from fuelrail.pipeline.format.attributes import ClipTable
-from fuelrail.pipeline.order.windows import FrameWindow, WindowLookup
+from fuelrail.pipeline.order.compile import plain as plain_settings
+from fuelrail.pipeline.order.windows import ChannelWindow, FrameWindow, TimeWindow, WindowLookup, as_window
 from fuelrail.pipeline.settings import convert
 
 PADS = ("repeat_edge", "repeat_current", "mask", "drop")
@@ -86,3 +92,129 @@ def test_a_window_comes_from_settings():
     assert convert({"frames": [-2, -1, 0], "stride": 2, "pad": "mask"}, FrameWindow, "w") == FrameWindow(
         frames=(-2, -1, 0), stride=2, pad="mask"
     )
+
+
+@st.composite
+def timed_clips(draw):
+    """(clip, time in ms) of each stored sample, in any order, at any rates, and the number of each in its clip."""
+    times = draw(st.lists(st.sets(st.integers(0, 400), min_size=1, max_size=12), min_size=1, max_size=5))
+    rows = [(clip, at, ms * 1_000_000) for clip, of in enumerate(times) for at, ms in enumerate(sorted(of))]
+    return draw(st.permutations(rows))
+
+
+@st.composite
+def time_windows(draw):
+    offsets = draw(st.lists(st.integers(-300, 300).filter(bool), max_size=3, unique=True))
+    offsets.insert(draw(st.integers(0, len(offsets))), 0)
+    images = ChannelWindow(
+        seconds=tuple(ms / 1e3 for ms in offsets),
+        interpolation=draw(st.sampled_from([None, "nearest", "hold"])),
+        max_staleness_s=draw(st.sampled_from([None, 0.0, 0.02, 0.1])),
+        pad=draw(st.sampled_from(PADS)),
+    )
+    others = draw(st.lists(st.integers(-300, 300), max_size=3, unique=True))
+    own = {"speed": ChannelWindow(seconds=tuple(ms / 1e3 for ms in others))} if others else {}
+    return TimeWindow({"img": images, **own})
+
+
+def read_by_time(rows, window, sample):
+    """The frames of a sample by looking at all times of its clip, one after the other."""
+    clip, _, now = rows[sample]
+    known = sorted((time, at) for at, (of, _, time) in enumerate(rows) if of == clip)
+    images, found = window.channels["img"], []
+    for offset in images.offsets_ns:
+        wanted = now + offset
+        if images.interpolation == "hold":
+            before = [one for one in known if one[0] <= wanted]
+            time, at = before[-1] if before else known[0]
+            there = bool(before) and (wanted <= known[-1][0] or images.max_staleness_s is not None)
+        else:
+            time, at = min(known, key=lambda one: (abs(one[0] - wanted), one[0]))
+            steps = [b[0] - a[0] for a, b in pairwise(known)] or [0]
+            there = known[0][0] - steps[0] // 2 <= wanted <= known[-1][0] + steps[-1] // 2
+            there = there or images.max_staleness_s is not None
+        if images.max_staleness_s is not None:
+            there = there and abs(time - wanted) <= images.max_staleness_s * 1e9
+        found.append((at if there or images.pad == "repeat_edge" else sample, there))
+    return found
+
+
+@given(timed_clips(), time_windows())
+def test_windows_in_seconds_are_those_read_by_timestamps(rows, window):
+    clips, numbers, times = zip(*rows, strict=True)
+    lookup = window.lookup(ClipTable.build(np.array(clips), np.array(numbers)).at_times(times))
+    samples, present = lookup(np.arange(len(rows)))
+    num_frames = len(window.frames)
+    assert samples.shape == present.shape == (len(rows), lookup.num_rows)
+    for sample in range(len(rows)):
+        found = list(zip(samples[sample, :num_frames].tolist(), present[sample, :num_frames].tolist(), strict=True))
+        assert found == read_by_time(rows, window, sample)
+        # What channels of other times need: the samples of the clip before and after each of these times.
+        about = samples[sample, num_frames:].tolist()
+        assert present[sample, num_frames:].all()
+        of_clip = {times[at]: at for at, clip in enumerate(clips) if clip == clips[sample]}
+        assert set(about) <= set(of_clip.values())
+        for offset in window.own_offsets:
+            wanted = times[sample] + offset
+            for near in (
+                max((time for time in of_clip if time <= wanted), default=None),
+                min((time for time in of_clip if time >= wanted), default=None),
+            ):
+                assert near is None or of_clip[near] in about
+
+
+@given(
+    st.integers(1, 50), st.integers(1, 30), st.lists(st.integers(-8, 8).filter(bool), max_size=3, unique=True),
+    st.integers(1, 3), st.sampled_from(PADS),
+)  # fmt: skip
+def test_seconds_and_steps_agree_at_a_constant_rate(hz, length, frames, stride, pad):
+    frames = (*frames, 0)
+    seconds = tuple(frame * stride / hz for frame in frames)
+    clips, numbers = np.repeat([0, 1], length), np.tile(np.arange(length), 2)
+    table = ClipTable.build(clips, numbers).at_times(np.round(numbers / hz * 1e9).astype(np.int64) + clips * 10**15)
+    in_steps = FrameWindow(frames=frames, stride=stride, pad=pad).lookup(table)
+    for interpolation in ("nearest", "hold"):
+        images = ChannelWindow(seconds=seconds, interpolation=interpolation, pad=pad)
+        found = TimeWindow({"img": images}).lookup(table)(np.arange(2 * length))
+        expected = in_steps(np.arange(2 * length))
+        assert np.array_equal(found.present, expected.present)
+        assert np.array_equal(found.samples, expected.samples)
+
+
+def test_times_that_do_not_ascend_are_refused_with_the_samples():
+    table = ClipTable.build([0, 0, 0], [0, 1, 2]).at_times([10, 30, 20])
+    with pytest.raises(OrderError, match="those of samples 1 and 2 of the split"):
+        TimeWindow({"img": ChannelWindow(seconds=(0.0,))}).lookup(table)
+
+
+def test_a_window_of_seconds_comes_from_a_dict_by_name():
+    window = as_window({"img": [-0.5, 0], "speed": {"from": -0.2, "to": 0, "hz": 10, "interpolation": "hold"}})
+    assert window.frames == (-500_000_000, 0)
+    assert window.own_offsets == (-200_000_000, -100_000_000, 0)
+    assert as_window(plain_settings(window)) == window == as_window(window)
+    assert as_window({"frames": [-1, 0]}) == FrameWindow(frames=(-1, 0))
+    assert as_window({"speed": [0.0]}).frames == (0,)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"img": [-0.5]}, "needs the offset 0"),
+        ({"img": {"seconds": [0], "interpolation": "linear"}}, "is 'nearest' or 'hold'"),
+        ({"img": [0, 0]}, "each once"),
+        ({"img": []}, "has seconds="),
+        ({"speed": {"from": -1, "to": 0}}, "all of from, to and hz"),
+        ({"speed": {"from": 0, "to": -1, "hz": 10}}, "a whole number"),
+        ({"speed": {"from": 0, "to": 1, "hz": 0.3}}, "a whole number"),
+        ({"speed": {"seconds": [0], "pad": "mask"}}, "pad is of 'img' only"),
+        ({"speed": {"seconds": [0], "max_staleness_s": -1}}, "max_staleness_s"),
+        ({"speed": {"seconds": [1e9]}}, "may reach"),
+        ({"speed": {"seconds": [0], "hz": 10}}, "all of from, to and hz"),
+        ({"speed": {"second": [0]}}, "second"),
+        ({"speed": 3}, "window.speed=3"),
+        ({}, "window"),
+    ],
+)
+def test_windows_that_are_none_are_refused(given, words):
+    with pytest.raises(FuelrailError, match=re.escape(words)):
+        as_window(given)

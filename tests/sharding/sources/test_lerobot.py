@@ -193,6 +193,28 @@ def test_every_frame_has_its_own_picture_state_action_and_task(tmp_path, version
             assert abs(picture.astype(int) - wanted.astype(int)).max() <= (0 if stored else 3)
 
 
+def test_at_a_lower_rate_of_frames_states_and_actions_keep_their_own(tmp_path):
+    lengths = (6, 9, 1)
+    root = write_lerobot(tmp_path / "episodes", pictures_of(lengths))
+    fr.shard(f"lerobot:{root}", tmp_path / "out", options={"rate": 5}, workers=1)
+    assert not verify(tmp_path / "out", deep=True, num_threads=1).faults
+    window = {"action": {"from": -0.1, "to": 0.3, "hz": 10}, "observation_state": [-0.05, 0]}
+    seen = []
+    for split in ("train", "val"):
+        options = {"channels": ["action", "observation_state"], "attributes": ["episode_index"]}
+        with load(tmp_path / "out", 1, split=split, window=window, **options) as loader:
+            for batch in loader:
+                number, now = int(batch["episode_index"]), int(batch["timestamp_ns"]) * FPS // 10**9
+                seen.append((number, now))
+                rows = [(now + of, 0 <= now + of < lengths[number]) for of in (-1, 0, 1, 2, 3)]
+                assert batch["action_valid"][0].tolist() == [there for _, there in rows]
+                assert batch["action"].tolist() == [[[[at, -1.0] if there else [0, 0]] for at, there in rows]]
+                assert batch["observation_state_valid"][0].tolist() == [now > 0, True]
+                half = [now - 0.5, (now - 0.5) / 2 + number] if now else [0, 0]
+                np.testing.assert_allclose(batch["observation_state"][0, 0], half, atol=1e-6)
+    assert sorted(seen) == [(number, at) for number, length in enumerate(lengths) for at in range(0, length, 2)]
+
+
 BREAK = {
     "another version": (("codebase_version", "v1.6"), r"codebase_version 'v1\.6'; v2\.0, v2\.1 and v3\.0 are read"),
     "a field of another name": (("data_path", "{episode_index.__class__}"), "data/chunk|cannot be|is not there"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from fuelrail.sharding.sources.adapter.frame import thinned
 from fuelrail.sharding.sources.logs import sync
 
 
@@ -24,4 +25,4 @@ def test_delays_are_estimated_and_each_message_used_once():
 def test_clips_end_at_gaps_and_after_their_length():
     times = np.concatenate([np.arange(30), np.arange(50, 60)]) * 100_000_000
     assert [len(clip) for clip in sync.cuts(times, 0.5e9, 2e9)] == [20, 10, 10]
-    assert sync.thinned(times[:30], 2.0).tolist() == times[[0, 5, 10, 15, 20, 25]].tolist()
+    assert thinned(times[:30], 2.0).tolist() == times[[0, 5, 10, 15, 20, 25]].tolist()

@@ -1,0 +1,179 @@
+"""Channels at times of their own (`TimeWindow`): values read from a clip by time, between measurements where they can.
+
+The samples about each time are read besides those of the frames, of them the channels' members alone. A channel that is
+stored for each sample was measured at the sample's time; a series (:mod:`fuelrail.pipeline.channels.series`) at times
+of its own. What is not there at a time is None: a batch has zeros, and ``{name}_valid`` False.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+
+from fuelrail.pipeline.channels.laws import LAWS, Motion
+from fuelrail.pipeline.channels.series import TIMES, VALUES, one_of_series
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.order.windows import IMAGES, SAME_NS, TimeWindow
+from fuelrail.pipeline.transforms.ego import IDENTITY
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from fuelrail.loaders.records import Source
+    from fuelrail.loaders.storage.reader import FetchedSpan
+    from fuelrail.pipeline.channels.kinds import Value
+    from fuelrail.pipeline.channels.table import Channel
+    from fuelrail.pipeline.order.windows import Interpolation, Window
+    from fuelrail.pipeline.transforms.ego import BevMap
+
+    TimedValues = Mapping[str, Sequence[Value | None]]
+    """The values of channels at their times, by name."""
+
+_NEAREST: Final = frozenset({"image", "points", "ragged"})
+
+
+class TimedChannel(NamedTuple):
+    """A channel at K times of its own; ``channel`` is the entry of the value at one of them."""
+
+    channel: Channel
+    is_series: bool
+    offsets_ns: NDArray[np.int64]
+    interpolation: Interpolation
+    max_staleness_ns: int | None
+
+    def read(self, time_ns: int, known: Sequence[tuple[int, Mapping[str, Value | None]]]) -> list[Value | None]:
+        """Return the values at the K times about a sample's time, None for those that are not there."""
+        name = self.channel.name
+        times: NDArray[np.int64]
+        values: Sequence[Value | None] | NDArray[Any]
+        if self.is_series:
+            parts = [part for _, of_sample in known if (part := of_sample[name]) is not None]
+            if not parts:
+                return [None] * len(self.offsets_ns)
+            times, at = np.unique(np.concatenate([part[TIMES] for part in parts]), return_index=True)
+            values = np.concatenate([part[VALUES] for part in parts])[at]
+        else:
+            times = np.array([time for time, _ in known], np.int64)
+            values = [of_sample[name] for _, of_sample in known]
+        if not len(times):
+            return [None] * len(self.offsets_ns)
+        return resampled(times, values, time_ns + self.offsets_ns, self.interpolation, self.max_staleness_ns)
+
+
+def resampled(
+    times: NDArray[np.int64],
+    values: Sequence[Value | None] | NDArray[Any],
+    wanted: NDArray[np.int64],
+    interpolation: Interpolation,
+    max_staleness_ns: int | None,
+) -> list[Value | None]:
+    """Return the values at ``wanted`` (K,) from those at ``times`` (M,), which ascend; all times are in ns.
+
+    `ChannelWindow` says what each interpolation takes, and what is not there: None.
+    """
+    at = np.searchsorted(times, wanted + SAME_NS, side="right") - 1
+    low, high = np.maximum(at, 0), np.minimum(at + 1, len(times) - 1)
+    before, after = np.abs(wanted - times[low]), np.abs(times[high] - wanted)
+    is_inside = (wanted >= times[0] - SAME_NS) & (wanted <= times[-1] + SAME_NS)
+    reach = np.int64(np.iinfo(np.int64).max) if max_staleness_ns is None else np.int64(max_staleness_ns)
+    is_there = is_inside if max_staleness_ns is None else np.ones(len(wanted), bool)
+    if interpolation == "linear":
+        is_exact = (before <= SAME_NS) | (low == high)
+        is_there = is_inside & (before <= reach) & (is_exact | (after <= reach))
+        weights = np.where(is_exact, 0.0, before / np.maximum(times[high] - times[low], 1))
+        both = zip(low.tolist(), high.tolist(), weights.tolist(), is_there.tolist(), strict=True)
+        return [_between(values[a], values[b], weight) if there else None for a, b, weight, there in both]
+    taken = np.where(after < before, high, low) if interpolation == "nearest" else low
+    is_there = is_there & (np.abs(times[taken] - wanted) <= reach) & ((at >= 0) | (interpolation == "nearest"))
+    return [values[one] if there else None for one, there in zip(taken.tolist(), is_there.tolist(), strict=True)]
+
+
+def _between(low: Any, high: Any, weight: float) -> NDArray[Any] | None:  # noqa: ANN401
+    """Return ``low`` (1 - weight) + ``high`` weight; None where a value that counts is missing."""
+    if low is None or (high is None and weight):
+        return None
+    if not weight:
+        return np.asarray(low)
+    value = np.asarray(low, np.float64) * (1 - weight) + np.asarray(high, np.float64) * weight
+    return np.asarray(value, np.asarray(low).dtype)
+
+
+class TimedChannels(NamedTuple):
+    """All channels at times of their own, by name; of what is read for a sample, ``num_frames`` are its frames."""
+
+    num_frames: int = 1
+    by_name: Mapping[str, TimedChannel] = {}
+
+    def set_up(self, sources: Sequence[Source]) -> None:
+        """Have the readers read no more than these channels of samples that are no frames."""
+        for source in sources:
+            reader = source.reader
+            reader.num_frames = self.num_frames if self.by_name else None
+            reader.timed = tuple(channel for channel in reader.channels if channel.name in self.by_name)
+
+    def values(self, source: Source, stored: FetchedSpan, row: int) -> dict[str, Value | None]:
+        """Return the values of a stored sample, and its attributes; raises MemberError."""
+        return source.reader.values(stored) | source.attributes.of(row)
+
+    def read(self, time_ns: int, about: Collection[tuple[int, Mapping[str, Value | None]]]) -> TimedValues:
+        """Return the values of each channel about a sample's time, from those of samples at their times."""
+        known = sorted(about, key=lambda one: one[0])
+        return {name: one.read(time_ns, known) for name, one in self.by_name.items()}
+
+    def moved(self, values: TimedValues, bev: BevMap) -> TimedValues:
+        """Return the values moved with the augmented ego frame, by the law of each channel."""
+        if bev is IDENTITY:
+            return values
+        motion, moved = Motion({}, bev, {}), {}
+        for name, of_channel in values.items():
+            channel = self.by_name[name].channel
+            move = LAWS[channel.law.name].move
+            moved[name] = [None if one is None else move(one, channel, motion) for one in of_channel]
+        return moved
+
+
+def timed_channels(window: Window | None, channels: Sequence[Channel]) -> TimedChannels:
+    """Choose how each channel of a window in seconds is read; ``channels`` are the selected ones and attributes.
+
+    Raises ConfigError for a name that is not among them, and for a channel that has no value at a time of its own.
+    """
+    num_frames = 1 if window is None else len(window.frames)
+    if not isinstance(window, TimeWindow):
+        return TimedChannels(num_frames)
+    by_name = {channel.name: channel for channel in channels}
+    found = {}
+    for name, given in window.channels.items():
+        if name == IMAGES:
+            continue
+        if name not in by_name:
+            raise ConfigError(
+                f"window: '{name}' is not a selected channel or attribute; there are: {', '.join(by_name) or 'none'}; "
+                f"select it (Transforms.channels, Transforms.attributes), or give '{IMAGES}' for the frames"
+            )
+        stored = by_name[name]
+        channel = one_of_series(stored) or stored
+        law = LAWS[channel.law.name]
+        if law.moves and not (channel.law.name.startswith("ego_") and channel.frame in (None, "ego")):
+            raise ConfigError(
+                f"window: '{name}' (law {channel.law.name}, frame {channel.frame}) moves with the images or a sensor, "
+                f"so it has the times of the frames: leave it out, '{IMAGES}' is its window too"
+            )
+        if channel.kind == "tokens" and channel.shape == (None,):
+            raise ConfigError(f"window: '{name}' are tokens of varying number, which have no times of their own")
+        is_linear = channel.kind == "array" and channel.numpy_dtype.kind == "f" and not law.moves
+        if given.interpolation == "linear" and not is_linear:
+            raise ConfigError(
+                f"window: '{name}' (kind {channel.kind}, {channel.dtype or 'no numbers'}, law {channel.law.name}) has "
+                "nothing between two values: use 'nearest' or 'hold'"
+            )
+        usual = "linear" if is_linear else "nearest" if law.moves or channel.kind in _NEAREST else "hold"
+        found[name] = TimedChannel(
+            channel,
+            channel is not stored,
+            np.array(given.offsets_ns, np.int64),
+            given.interpolation or usual,  # type: ignore[arg-type]
+            given.max_staleness_ns,
+        )
+    return TimedChannels(num_frames, found)

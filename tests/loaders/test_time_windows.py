@@ -1,0 +1,300 @@
+"""Windows in seconds: channels at times of their own against a plain reading by timestamps, and through the loader."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fuelrail as fr
+from fuelrail.loaders import BevAugment, DataLoader, ImageAugment, Transforms, World
+from fuelrail.loaders.batch.timed import timed_channels
+from fuelrail.loaders.storage.reader import FetchedSpan, SampleReader
+from fuelrail.pipeline.channels.series import TIMES, VALUES, parts_of_series, series_channel
+from fuelrail.pipeline.channels.table import Channel, Law
+from fuelrail.pipeline.errors import ConfigError, OrderError, StateMismatchError
+from fuelrail.pipeline.format.attributes import ClipTable
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.order.windows import ChannelWindow, TimeWindow
+from support.batches import check_one_sequence, unlike
+from support.datasets import build_dataset
+
+MS = 1_000_000
+INTERPOLATIONS = ("nearest", "hold", "linear")
+TEXT = Channel(name="text", kind="text", field="text.txt", law=Law("fixed"), optional=True)
+POSITION = Channel(
+    name="position", kind="array", field="position.npy", dtype="float64", axes=("xy",), shape=(2,), columns=("x", "y"),
+    frame="ego", law=Law("ego_points", roles={"positions": (("x", "y"),)}),
+)  # fmt: skip
+SPEED = Channel(name="speed", kind="array", field="speed.npy", dtype="float64", law=Law("fixed"))
+GEAR = Channel(name="gear", kind="array", field="gear.npy", dtype="int16", law=Law("fixed"))
+CAN = series_channel("can", "float64", (2,), unit="m/s")
+
+
+def read_by_time(times, values, wanted, interpolation, max_staleness_ns):
+    """A measurement at a time, found by looking at all of them; None where there is none."""
+    known = sorted(zip(times, values, strict=True), key=lambda one: one[0])
+    before = [one for one in known if one[0] <= wanted]
+    after = [one for one in known if one[0] >= wanted]
+    far = float("inf") if max_staleness_ns is None else max_staleness_ns
+    if not known or (max_staleness_ns is None and not (before and after)):
+        return None
+    if interpolation == "nearest":
+        time, value = min(known, key=lambda one: (abs(one[0] - wanted), one[0]))
+        return value if abs(time - wanted) <= far else None
+    if interpolation == "hold":
+        return before[-1][1] if before and wanted - before[-1][0] <= far else None
+    if not (before and after) or wanted - before[-1][0] > far or after[0][0] - wanted > far:
+        return None
+    (t0, low), (t1, high) = before[-1], after[0]
+    return low if t0 == t1 else low + (high - low) * ((wanted - t0) / (t1 - t0))
+
+
+@st.composite
+def multi_rate_clip(draw):
+    """Times [ns] of the samples of a clip, and of the measurements of a sensor, at any rates; in whole ms."""
+    of_samples = draw(st.sets(st.integers(0, 300), min_size=1, max_size=12))
+    of_sensor = draw(st.sets(st.integers(-50, 350), max_size=40))
+    return [np.array(sorted(times), np.int64) * MS + 10**12 for times in (of_samples, of_sensor)]
+
+
+@given(
+    multi_rate_clip(),
+    st.lists(st.integers(-200, 200), min_size=1, max_size=6, unique=True),
+    st.sampled_from(INTERPOLATIONS),
+    st.sampled_from([None, 0, 10, 60]),
+)
+def test_values_at_times_are_those_read_by_timestamps(clip, offsets, interpolation, staleness):
+    sample_times, sensor_times = clip
+    rng = np.random.default_rng(len(sample_times))
+    measured, stored = rng.normal(size=(len(sensor_times), 2)), rng.normal(size=len(sample_times))
+    window = {"seconds": [ms / 1e3 for ms in offsets], "interpolation": interpolation}
+    given = ChannelWindow(**window, max_staleness_s=None if staleness is None else staleness / 1e3)
+    both = TimeWindow({"can": given, "speed": given})
+    timed = timed_channels(both, (CAN, SPEED))
+    table = ClipTable.build(np.zeros(len(sample_times), int), np.arange(len(sample_times))).at_times(sample_times)
+    lookup = both.lookup(table)
+    parts = list(parts_of_series(sensor_times, measured, sample_times))
+    for sample, now in enumerate(sample_times.tolist()):
+        rows = sorted(set(lookup([sample]).samples[0, timed.num_frames :].tolist()))
+        about = [(int(sample_times[row]), {"can": parts[row], "speed": stored[row]}) for row in rows]
+        found = timed.read(now, about)
+        for name, times, values in (("can", sensor_times, measured), ("speed", sample_times, stored)):
+            for offset, value in zip(given.offsets_ns, found[name], strict=True):
+                expected = read_by_time(times, values, now + offset, interpolation, given.max_staleness_ns)
+                assert (value is None) == (expected is None), (name, offset)
+                if expected is not None and interpolation == "linear":
+                    np.testing.assert_allclose(value, expected, rtol=1e-6, atol=1e-6)
+                elif expected is not None:
+                    assert np.array_equal(value, expected), (name, offset)
+
+
+@given(multi_rate_clip())
+def test_the_parts_of_a_series_hold_each_measurement_once_and_its_neighbours(clip):
+    sample_times, sensor_times = clip
+    parts = list(parts_of_series(sensor_times, np.arange(len(sensor_times)), sample_times))
+    assert len(parts) == len(sample_times)
+    bounds = [-np.inf, *sample_times.tolist()[:-1], np.inf]
+    for (low, high), part in zip(pairwise(bounds), parts, strict=True):
+        within = sensor_times[(sensor_times > low) & (sensor_times <= high)]
+        before, after = sensor_times[sensor_times <= low][-1:], sensor_times[sensor_times > high][:1]
+        after = after if not (sensor_times == high).any() else after[:0]
+        assert part[TIMES].tolist() == [*before, *within, *after]
+        assert np.array_equal(sensor_times[part[VALUES]], part[TIMES])
+
+
+RATE_NS = 500 * MS
+SENSOR_TIMES = np.arange(0, 20 * 500, 10, dtype=np.int64) * MS + 3 * MS  # 100 Hz, beside the samples
+
+
+def sensor(time_ns):
+    return np.array([time_ns / 1e9, -2 * time_ns / 1e9])
+
+
+def build(root, **options):
+    """Clips of four samples at 2 Hz with a sensor at 100 Hz, and values of the samples themselves."""
+
+    def part(row):
+        clip = np.arange(row // 4 * 4, row // 4 * 4 + 4) * RATE_NS
+        inside = SENSOR_TIMES[(clip[0] - RATE_NS <= SENSOR_TIMES) & (clip[-1] >= SENSOR_TIMES)]
+        return list(parts_of_series(inside, np.stack([sensor(time) for time in inside]), clip))[row % 4]
+
+    extra = [
+        (CAN, part),
+        (SPEED, lambda row: np.float64(row)),
+        (GEAR, lambda row: np.int16(row)),
+        (TEXT, lambda row: None if row == 6 else f"row {row}"),
+        (POSITION, lambda row: np.array([row, 0.0])),
+    ]
+    build_dataset(root, {"train": (8, 12)}, extra=extra, **options)
+    return root
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("timed") / "d")
+
+
+NAMES = ["can", "speed", "gear", "text", "position"]
+WINDOW = {
+    "img": [-0.5, 0],
+    "can": {"from": -0.8, "to": 0.2, "hz": 10},
+    "speed": [-0.75, 0, 0.25],
+    "gear": [-0.25, 0],
+    "text": {"seconds": [-0.5, 0], "interpolation": "nearest"},
+}
+
+
+def loader(root, size=4, window=WINDOW, channels=NAMES, **options):
+    transforms = Transforms(
+        image=ImageAugment(height=16, width=24, resize="stretch"), channels=channels, **options.pop("transforms", {})
+    )
+    return DataLoader(root, size, transforms=transforms, window=window, num_workers=2, **{"world": World(), **options})
+
+
+def test_each_channel_has_the_axis_of_its_own_times(root):
+    with loader(root) as made:
+        batches = list(made)
+    for batch in batches:
+        assert batch["img"].shape[:2] == (4, 2)
+        for at, (clip, frame) in enumerate(zip(batch["clip_id"], batch["frame"].tolist(), strict=True)):
+            row = int(clip[-4:]) * 4 + frame
+            first, last, now = row // 4 * 4, row // 4 * 4 + 3, row * RATE_NS
+            assert batch["frame_valid"][at].tolist() == [frame > 0, True]
+            measured = SENSOR_TIMES[
+                (first * RATE_NS - RATE_NS <= SENSOR_TIMES) & ((first + 3) * RATE_NS >= SENSOR_TIMES)
+            ]
+            for number in range(11):
+                time = now + round((number / 10 - 0.8) * 1e9)
+                there = measured[0] <= time <= measured[-1]
+                assert batch["can_valid"][at, number] == there, (row, number)
+                expected = sensor(time) if there else np.zeros(2)
+                np.testing.assert_allclose(batch["can"][at, number], expected, atol=1e-6)
+            speeds = [(row + of, first <= row + of <= last) for of in (-1.5, 0, 0.5)]
+            assert batch["speed_valid"][at].tolist() == [there for _, there in speeds]
+            np.testing.assert_allclose(batch["speed"][at], [value if there else 0 for value, there in speeds])
+            assert batch["gear"][at].tolist() == [row - 1 if frame else 0, row]  # held, for it is a whole number
+            assert batch["gear_valid"][at].tolist() == [frame > 0, True]
+            texts = [None if one == 6 or one < first else f"row {one}" for one in (row - 1, row)]
+            assert batch["text"][at] == texts
+            assert batch["text_valid"][at].tolist() == [text is not None for text in texts]
+        assert batch["position"].shape == (4, 2, 2)  # not named: it has the frames of the images
+
+
+def test_seconds_and_steps_are_the_same_batches(root):
+    steps, seconds = ({"frames": [-2, 0, 1], "pad": "mask"}, {"img": {"seconds": [-1, 0, 0.5], "pad": "mask"}})
+    options = {"order": {"kind": "shuffled", "seed": 3}, "transforms": {"points": True}}
+    with loader(root, window=steps, **options) as one, loader(root, window=seconds, **options) as other:
+        for in_steps, in_seconds in zip(one, other, strict=True):
+            assert unlike(in_steps, in_seconds) == []
+
+
+def test_channels_without_images_have_no_axis_of_frames(root):
+    with loader(root, window={"speed": [-0.5, 0]}) as made:
+        batch = next(iter(made))
+    assert batch["img"].shape[:2] == (4, 2)  # cameras
+    assert batch["speed"].shape == (4, 2)
+    assert batch["gear"].shape == (4,)
+    assert "frame_valid" not in batch
+
+
+def test_a_channel_in_ego_moves_with_the_augmented_ego_frame(root):
+    ego = BevAugment(train=True, rotate_deg=(-90, 90), scale=(0.9, 1.1), flip_x_prob=0.5)
+    with loader(root, window={"position": [-0.5, 0]}, transforms={"ego": ego, "two_views": True}) as made:
+        batch = next(iter(made))
+    rows = [int(clip[-4:]) * 4 + frame for clip, frame in zip(batch["clip_id"], batch["frame"].tolist(), strict=True)]
+    for at, row in enumerate(rows):
+        for number, valid in enumerate(batch["position_valid"][at].tolist()):
+            stored = torch.tensor([row - 1 + number, 0, 0, 1.0])
+            moved = batch["bda_mat"][at] @ stored if valid else torch.zeros(4)
+            torch.testing.assert_close(batch["position"][at, number], moved[:2].double(), atol=1e-4, rtol=1e-5)
+    assert batch["view"].tolist() == [0] * 4 + [1] * 4
+
+
+def test_attributes_are_read_by_time_too(tmp_path):
+    made, layer = build(tmp_path / "d"), tmp_path / "layer"
+    score = Channel(name="score", kind="array", field="score.npy", dtype="float64", law=Law("fixed"))
+    with fr.LayerWriter(made, layer, channels=(score,)) as writer:
+        for row in range(20):
+            writer.write(row, {"score": np.float64(row * 3)})
+    writer.finish()
+    options = {"attributes": ["teacher.score"]}
+    window = {"teacher.score": [-0.25, 0]}
+    with loader(made, 4, window, [], transforms=options, layers={"teacher": layer}) as one:
+        batch = next(iter(one))
+    assert batch["teacher.score_valid"].tolist() == [[False, True], *[[True, True]] * 3]
+    assert batch["teacher.score"].tolist() == [[0, 0], [1.5, 3], [4.5, 6], [7.5, 9]]
+
+
+@pytest.mark.parametrize("layout", ["member", "frame"])
+def test_only_the_channels_of_other_samples_are_read(tmp_path, layout):
+    made = build(tmp_path / "d", layout=layout)
+    reader = SampleReader(open_dataset(made), channels=(SPEED, CAN))
+    reader.num_frames, reader.timed = 1, (SPEED,)
+    whole, part, again = reader.rows([5, 6, 5])
+    assert whole == again == reader.row(5)
+    if layout == "frame":
+        assert part == reader._dataset.index.row(6)
+    else:
+        assert [member.name for member in part.members] == ["speed.npy"]
+        assert part.length < 1024 < whole.length
+    fetched = FetchedSpan(part, reader.storage.span(6, part))
+    assert reader.values(fetched)["speed"] == 6.0
+
+
+def test_windows_in_seconds_are_one_sequence_on_any_world(root):
+    def make(batch_size, *, rank, size, num_workers):
+        transforms = Transforms(image=ImageAugment(height=8, width=8, resize="stretch"), channels=NAMES)
+        return DataLoader(
+            root, batch_size, world=World(rank, size), num_workers=num_workers, window=WINDOW, transforms=transforms,
+            shuffle=True, drop_last=True,
+        )  # fmt: skip
+
+    check_one_sequence(make)
+
+
+def test_a_bad_sample_about_another_time_is_replaced(tmp_path):
+    made = build(tmp_path / "d")
+    dataset = open_dataset(made)
+    row = dataset.index.row(6)
+    entry = next(member for member in row.members if member.name == "speed.npy")
+    path = made / dataset.shards.name(row.shard)
+    data = bytearray(path.read_bytes())
+    data[row.offset + entry.offset + entry.stored_bytes - 1] ^= 1
+    path.write_bytes(data)
+    policy = {"on_error": "substitute", "file": None}
+    with loader(made, 1, window={"speed": [-0.5, 0]}, channels=["speed"], bad_samples=policy) as one:
+        shown = [int(batch["global_index"]) for batch in one]
+    # Row 6 is bad, and so is row 7, which reads it; each is replaced by the next good sample.
+    assert shown == [*range(6), 8, 8, *range(8, 20)]
+
+
+def test_a_state_says_which_window_it_was(root):
+    with loader(root) as one, loader(root, window={**WINDOW, "speed": [0.0]}) as other:
+        with pytest.raises(StateMismatchError, match="speed"):
+            other.load_state_dict(one.state_dict())
+        one.load_state_dict(one.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("window", "words"),
+    [
+        ({"sped": [0]}, "'sped' is not a selected channel or attribute; there are: can, speed"),
+        ({"gear": {"seconds": [0], "interpolation": "linear"}}, "nothing between two values"),
+        ({"position": {"seconds": [0], "interpolation": "linear"}}, "nothing between two values"),
+    ],
+)
+def test_what_has_no_times_of_its_own_is_refused(root, window, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        loader(root, window=window)
+
+
+def test_times_that_do_not_ascend_are_refused(tmp_path):
+    made = build(tmp_path / "d", time_of=lambda row: -row)
+    with pytest.raises(OrderError, match="times that ascend"):
+        loader(made)
