@@ -47,7 +47,8 @@ _BUILT_IN: Final = {
 }
 _OWN_PACKAGE: Final = "fuelrail"
 _EXAMPLES: Final = {
-    "pandaset": "`pip install ./configs/sources/pandaset` in a checkout brings package fuelrail-pandaset"
+    name: f"`pip install ./configs/sources/{name}` in a checkout brings package fuelrail-{name.replace('_', '-')}"
+    for name in ("pandaset", "physical_ai")
 }
 """Plug-ins that the documents name, and how to install them."""
 CONTENTS: Final = {
