@@ -39,9 +39,9 @@ from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.logits import SAMPLED, TOPK, Logits
 from fuelrail.pipeline.channels.table import Channel, Law, Vocabulary
 
-WORDS, CONTEXT, COUNT = 2048, 32, 50
-TEACHER = GptSettings(width=128, depth=4, heads=4, vocabulary=WORDS, context=CONTEXT)
-STUDENT = GptSettings(width=64, depth=2, heads=2, vocabulary=WORDS, context=CONTEXT)
+WORDS, CONTEXT, COUNT, BATCH = 1024, 32, 50, 8
+TEACHER = GptSettings(width=96, depth=3, heads=4, vocabulary=WORDS, context=CONTEXT)
+STUDENT = GptSettings(width=48, depth=2, heads=2, vocabulary=WORDS, context=CONTEXT)
 Lesson = Callable[[Tensor, Tensor, Sequence[str]], Tensor]
 """A student's logits, the teacher's, and the samples' keys, to the loss."""
 
@@ -157,14 +157,14 @@ def texts() -> tuple[Tensor, Tensor]:
 
 
 def trained(size: GptSettings, windows: Tensor, steps: int, seed: int, teacher: Any, lesson: Lesson) -> Any:  # noqa: ANN401
-    """Train a decoder on batches of 16 windows; without a teacher, on the next words."""
+    """Train a decoder on batches of windows; without a teacher, on the next words."""
     torch.manual_seed(seed)
     model: Any = build_model(size)
-    optimiser = torch.optim.AdamW(model.parameters(), 2e-3)
+    optimiser = torch.optim.AdamW(model.parameters(), 3e-3)
     generator = torch.Generator().manual_seed(seed)
     for step in range(steps):
-        rows = torch.randint(len(windows), (16,), generator=generator)
-        optimiser.param_groups[0]["lr"] = 2e-3 * (1 - step / steps)
+        rows = torch.randint(len(windows), (BATCH,), generator=generator)
+        optimiser.param_groups[0]["lr"] = 3e-3 * (1 - step / steps)
         tokens = windows[rows]
         with torch.no_grad():
             said = tokens[:, 1:] if teacher is None else teacher.predict(tokens)[1]
@@ -231,9 +231,9 @@ def measure(seeds: int, steps: int, draws: int) -> LogitsReport:
     torch.set_num_threads(1)  # beside others, threads that wait for each other would count as time
     generator = torch.Generator().manual_seed(0)
     wide = 2.5 * torch.randn(256, 128_256, generator=generator)
-    shares = decoding(30)
+    shares = decoding(15)
     windows, held = texts()
-    teacher = trained(TEACHER, windows, 3 * steps, 0, None, next_words)
+    teacher = trained(TEACHER, windows, 4 * steps, 0, None, next_words)
     teacher.eval().requires_grad_(requires_grad=False)
 
     def loss(model: Any) -> float:  # noqa: ANN401
@@ -256,7 +256,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="logits", description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, help="file for the report as JSON")
     parser.add_argument("--seeds", type=int, default=5, help="students of each kind")
-    parser.add_argument("--steps", type=int, default=400, help="steps of a student")
+    parser.add_argument("--steps", type=int, default=250, help="steps of a student")
     parser.add_argument("--draws", type=int, default=10_000, help="draws of which the mean gradient is taken")
     arguments = parser.parse_args(argv)
     report = measure(arguments.seeds, arguments.steps, arguments.draws)

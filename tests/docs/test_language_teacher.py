@@ -1,0 +1,39 @@
+"""The guide's teacher of Hugging Face transformers and its student, by its commands; skipped without transformers."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+import fuelrail as fr
+from support.pages import ROOT, blocks_of, run, run_command
+
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
+
+def test_the_student_learns_from_the_draws_of_the_teacher(tmp_path, monkeypatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "speaker", raising=False)
+    blocks = [
+        one
+        for one in blocks_of(ROOT / "docs" / "guides" / "distillation.md")
+        if one.heading == "A teacher of Hugging Face transformers"
+    ]
+    for block in blocks:
+        if block.title is not None:
+            run(block, {}, "distillation.md")
+    (commands,) = [one.code.splitlines() for one in blocks if one.title is None]
+    for command in commands[:-1]:
+        run_command(command)
+    assert commands[-1] == "python listener.py"
+    losses = runpy.run_path("listener.py")["losses"]
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    manifest = fr.inspect(Path("layers") / "speaker").facts["manifest"]
+    (channel,) = manifest["channels"]
+    assert channel["kind"] == "logits_sampled" and list(channel["shape"]) == [128, 50]
+    assert len(manifest["provenance"]["recipe"]["teacher"]) == 64
