@@ -60,6 +60,7 @@ WIDE = {
     "loaders": "rooms, and the public class with its settings, records and commands",
     "loaders/batch": "what a batch can hold or become, one subject a file",
     "pipeline/order": "parts of an order, one a file: what a part does is read without the others",
+    "sharding": "rooms, and what is done to a whole dataset: one file each",
     "sharding/sources": "plug-ins, one format each",
     "sharding/write": "steps from a sample to a published dataset, one a file",
 }
