@@ -162,9 +162,3 @@ def test_what_packs_do_not_go_with_is_refused_by_name(root, options, words_of_er
 def test_the_order_is_as_compiled(root):
     frames = Attributes(open_dataset(root), "train").read(("frame",))["frame"].to_pylist()
     assert [2 * frame + 1 for frame in frames] == [len(words(row)) for row in range(NUM)]
-
-
-def test_a_ledger_refuses_what_it_cannot_replay(root, tmp_path):
-    for order in (ORDER, OrderSpec(balance=Balance(cost=LENGTH))):
-        with pytest.raises(ConfigError, match="cannot record an order with pack or balance"):
-            load(root, 2, image=TINY, order=order, ledger=tmp_path / "run")

@@ -50,6 +50,8 @@ ORDERS = {
         )
     },
     "without": {"order": OrderSpec(weights=BY_FRAME, without=(("clip-0002",),))},
+    "without a frame": {"order": OrderSpec(seed=1, without=(("clip-0002-000003",),)), "window": {"frames": [-2, 0]}},
+    "without in a mix": {"mix": {"a": 3, "b": 1}, "order": OrderSpec(without=(("clip-0001-000002", "clip-0003"),))},
     "mix": {"mix": {"a": 3, "b": 1}},
     "stages": {"mix": [fr.MixStage({"a": 1, "b": 0}, until=24, ramp=True), fr.MixStage({"a": 1, "b": 1})]},
 }
@@ -148,6 +150,28 @@ def test_frames_of_windows_count(datasets, tmp_path):
     report = fr.seen(path, clips)
     assert {(one.key, one.step) for one in report.showings if one.step < 6} == expected
     assert report.num_samples == 26
+
+
+@pytest.mark.parametrize("name", ["without", "without a frame", "without in a mix"])
+def test_what_is_left_out_is_shown_nowhere(datasets, tmp_path, name):
+    found = run(datasets, tmp_path / "a.ledger", ORDERS[name], [(1, 4)], 14)
+    names = [one for entry in ORDERS[name]["order"].without for one in entry]
+    opened = {"a": open_dataset(datasets / "a"), "b": open_dataset(datasets / "b")}
+    for (batch,) in found:
+        parts = batch.get("dataset", ["a"] * 4)
+        for part, frames in zip(parts, batch.get("frame_global_index", batch["global_index"][:, None]), strict=True):
+            keys = [opened[part].index.row(int(frame)).key for frame in frames]
+            assert not any(key.startswith(name) for key in keys for name in names)
+    whole = {**ORDERS[name], "order": msgspec.structs.replace(ORDERS[name]["order"], without=())}
+    data = datasets / "a" if "mix" not in whole else {"a": datasets / "a", "b": datasets / "b"}
+    with load(data, 4, image=TRAIN, ledger=tmp_path / "b.ledger", **whole) as loader:
+        for _ in range(2):
+            list(loader)
+    assert fr.seen(tmp_path / "a.ledger", names).showings == []
+    first = fr.seen(tmp_path / "b.ledger", names).showings[0].step
+    for step in {0, first - 1} - {-1}:
+        assert not unlike(fr.replay(tmp_path / "b.ledger", step).batch, found[step][0])
+    assert fr.replay(tmp_path / "b.ledger", first).batch["sample_key"] != found[first][0]["sample_key"]
 
 
 def test_the_newest_state_without_a_clip(datasets, tmp_path):
