@@ -12,7 +12,7 @@ import hashlib
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -23,12 +23,13 @@ import pyarrow as pa
 
 from fuelrail.pipeline.cli import PrintOptions, counted
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.format.attributes import ClipTable
 from fuelrail.pipeline.format.codecs import DEFAULT_ZSTD_LEVEL, DICTIONARY_FILE
 from fuelrail.pipeline.format.dataset import Dataset, check_span, open_dataset, open_kind, read_members
 from fuelrail.pipeline.format.index.shards import ShardEntry, shard_name
 from fuelrail.pipeline.format.index.tables import file_entry, open_shards
-from fuelrail.pipeline.format.layers import EITHER, NO_ROW, BaseEntry, open_layer, read_rows
-from fuelrail.pipeline.format.manifest import MANIFEST_FILE, WORK_FOLDER, FileEntry, Lineage, Manifest, load_manifest
+from fuelrail.pipeline.format.layers import EITHER, NO_ROW, BaseEntry, LayerManifest, open_layer, read_rows
+from fuelrail.pipeline.format.manifest import MANIFEST_FILE, WORK_FOLDER, Lineage, load_manifest
 from fuelrail.pipeline.format.zstd_frames import is_framed
 from fuelrail.pipeline.order.keys import listed_names, named_rows, unknown_names
 from fuelrail.pipeline.sample.schema import META, decode_meta, encode_meta
@@ -212,9 +213,7 @@ def _plan(
         raise unknown_names(unknown)
     stage = f"forget-{_digest(names)[:16]}"
     keys = base.index.texts("key").take(rows).to_pylist()
-    metas = [base.read(row, "meta")["meta"] for row in rows.tolist()]
-    naming = {key for meta in metas for key in (meta.prev_key, meta.next_key)} - {*keys, None}
-    parts = [_part(base, rows, stage, sorted(key for key in naming if key in base))]
+    parts = [_part(base, rows, stage, _neighbours(base, rows))]
     for place in layers:
         layer = open_layer("layer", place, base).data
         of_layer, _ = named_rows(keys, pa.table({"key": layer.index.texts("key")}))
@@ -226,7 +225,12 @@ def _plan(
             folders += [cache / "spans" / part.found.before, cache / "datasets" / sha256]
     report = ForgetReport(
         names=names,
-        samples=[_deleted(base, row) for row in rows.tolist()],
+        samples=[
+            DeletedSample(
+                one.key, one.clip_id, f"{one.xxh3:016x}", {part.name: f"{part.xxh3:016x}" for part in one.members}
+            )
+            for one in map(base.index.row, rows.tolist())
+        ],
         folders=[],
         caches=[str(folder) for folder in dict.fromkeys(folders) if folder.is_dir()],
         keeps_dictionary=base.dictionary is not None,
@@ -238,12 +242,22 @@ def _digest(names: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(names).encode()).hexdigest()
 
 
-def _part(source: Dataset, rows: Rows, stage: str, naming: Sequence[str] = ()) -> _Part:
-    """Return what is to be done; ``naming`` are keys of samples whose metadata name one that is deleted."""
+def _neighbours(base: Dataset, rows: Rows) -> Rows:
+    """Return the samples before and behind deleted ones in their clips: their metadata name these."""
+    table = ClipTable.build(base.index.clip_numbers(), base.index.column("frame"))
+    gone, clips = np.isin(table.samples, rows), table.clip_numbers()
+    near, same = np.zeros(len(base), bool), clips[1:] == clips[:-1]
+    near[1:] |= gone[:-1] & same
+    near[:-1] |= gone[1:] & same
+    return table.samples[near].astype(np.int64)
+
+
+def _part(source: Dataset, rows: Rows, stage: str, neighbours: Sequence[int] | Rows = ()) -> _Part:
+    """Return what is to be done in a folder."""
     if len(rows) == len(source):
         raise ConfigError(f"nothing would be left of '{source.location}': remove the folder")
     shards = list(source.shards)
-    touched = np.union1d(rows, np.array([source.position(key) for key in naming], np.int64))
+    touched = np.union1d(rows, np.asarray(neighbours, np.int64))
     hit = [one for one in shards if _inside(touched, one).size]
     linked = [one.name for one in hit if (source.root / one.name).stat().st_nlink > 1]
     files = [name for one in shards for name in (one.name, one.idx_name)]
@@ -258,12 +272,6 @@ def _inside(rows: Rows, shard: ShardEntry) -> Rows:
     return rows[first:end]
 
 
-def _deleted(base: Dataset, at: int) -> DeletedSample:
-    row = base.index.row(at)
-    members = {one.name: f"{one.xxh3:016x}" for one in row.members}
-    return DeletedSample(row.key, row.clip_id, f"{row.xxh3:016x}", members)
-
-
 def _delete(part: _Part, base: _Part) -> DeletedFrom:
     """Delete what is to be deleted in a folder, unless that was done."""
     out = FolderOutput(part.found.folder)
@@ -271,8 +279,7 @@ def _delete(part: _Part, base: _Part) -> DeletedFrom:
     is_made = MANIFEST_FILE in next_version.names()
     if not is_made and load_manifest(out.root, EITHER).fingerprint == part.found.before:
         next_version.temporary.mkdir(parents=True, exist_ok=True)
-        changes = _changed_base if part is base else partial(_changed_layer, base=base)
-        _write(open_kind(out.root, EITHER), part, next_version, changes)
+        _write(open_kind(out.root, EITHER), part, base, next_version)
         is_made = True
     if is_made:
         _take_place(out, next_version, part.files)
@@ -298,48 +305,34 @@ def _take_place(out: FolderOutput, next_version: FolderOutput, files: Sequence[s
     sync_folder(out.root)
 
 
-Changes = Callable[[Dataset, "Rows", FolderOutput], tuple[dict[str, Any], list[FileEntry]]]
-"""Return fields of the next manifest, and files besides the tables, of a dataset without some rows."""
-
-
-def _changed_base(source: Dataset, rows: Rows, _: FolderOutput) -> tuple[dict[str, Any], list[FileEntry]]:
-    manifest = source.manifest
-    # Nothing else of the old recipe: it may name clips that are deleted.
-    facts: dict[str, Any] = {"forgotten": {"samples": len(rows)}}
-    facts |= {"poses": "none"} if not manifest.has_poses else {}
-    facts |= {"calibration": "none"} if not manifest.has_calibration else {}
-    recipe = Recipe(source="forget", source_options={"fingerprint": manifest.fingerprint})
-    dictionary = manifest.file(DICTIONARY_FILE)
-    return {"provenance": {"recipe": msgspec.to_builtins(recipe), "facts": facts}}, [dictionary] if dictionary else []
-
-
-def _changed_layer(
-    source: Dataset, rows: Rows, out: FolderOutput, base: _Part
-) -> tuple[dict[str, Any], list[FileEntry]]:
-    new_base, of_position = open_dataset(base.found.folder), read_rows(source)
-    old = np.arange(len(source)) if of_position is None else np.asarray(of_position)
-    left = np.delete(old, base.rows)
-    moved = np.where(left == NO_ROW, NO_ROW, left - np.searchsorted(rows, left))
-    return {"base": BaseEntry.of(new_base)}, publish_rows(out, out.temporary, moved)
-
-
-def _write(source: Dataset, part: _Part, out: FolderOutput, changes: Changes) -> None:
-    """Make the next version of a dataset or layer in ``out``."""
-    rows = np.array(part.rows, np.int64)
+def _write(source: Dataset, part: _Part, base: _Part, out: FolderOutput) -> None:
+    """Make the next version of the dataset or of a layer in ``out``."""
+    manifest, rows = source.manifest, np.array(part.rows, np.int64)
     kept = np.delete(np.arange(len(source)), rows)
     clips, entries = source.index.clip_numbers(), list[ShardEntry]()
     write_index(out.temporary, source.index.names, source.index.codecs, _write_shards(source, part, kept, out, entries))
     write_attributes(out.temporary, take_attributes(out.temporary, [source], [(0, kept)]))
-    fields, files = changes(source, rows, out)
-    make: Callable[..., Manifest] = partial(
-        msgspec.structs.replace, source.manifest, lineage=Lineage.of([source.manifest]), **fields
-    )
-    of_split = {split: [one for one in entries if one.split == split] for split in source.splits}
-    num_clips = {
-        split: len(np.unique(clips[kept[shards[0].first_sample : shards[-1].first_sample + shards[-1].num_samples]]))
-        for split, shards in of_split.items()
-        if shards
-    }
+    changed: dict[str, Any]
+    if isinstance(manifest, LayerManifest):
+        of_position = read_rows(source)
+        left = np.delete(np.arange(len(source)) if of_position is None else np.asarray(of_position), base.rows)
+        files = publish_rows(out, out.temporary, np.where(left == NO_ROW, NO_ROW, left - np.searchsorted(rows, left)))
+        changed = {"base": BaseEntry.of(open_dataset(base.found.folder))}
+    else:  # of the old recipe nothing: it may name what is deleted
+        recipe = Recipe(source="forget", source_options={"fingerprint": manifest.fingerprint})
+        known = {"poses": manifest.has_poses, "calibration": manifest.has_calibration}
+        facts = {
+            "forgotten": {"samples": len(rows)},
+            **{name: "none" for name, is_known in known.items() if not is_known},
+        }
+        changed = {"provenance": {"recipe": msgspec.to_builtins(recipe), "facts": facts}}
+        files = [one for one in manifest.files if one.name == DICTIONARY_FILE]
+    make = partial(msgspec.structs.replace, manifest, lineage=Lineage.of([manifest]), **changed)
+    num_clips = {}
+    for split in source.splits:
+        of_split = [clips[kept[one.first_sample :][: one.num_samples]] for one in entries if one.split == split]
+        if of_split:
+            num_clips[split] = len(np.unique(np.concatenate(of_split)))
     publish_tables(out, out.temporary, entries, num_clips, make, files)
 
 

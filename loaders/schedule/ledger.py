@@ -103,8 +103,8 @@ class RunLedger:
         self._batching = batching
         if options is None:
             return
-        if {"has_pack", "has_bucket", "has_balance"} & identity.order.keys():
-            raise ConfigError("a ledger cannot record an order with pack, bucket or balance: leave out one of them")
+        if "has_bucket" in identity.order:
+            raise ConfigError("a ledger cannot record an order with bucket: leave out one of them")
         self._every = options.digest_every
         self._number = _process_number(batching.world)
         self._file = LedgerFile(f"{options.path}.rank{self._number:05d}" if self._number else options.path)
@@ -215,7 +215,9 @@ class RunLedger:
             and here.samples_consumed - before.samples_consumed <= self._batching.global_batch
         )  # fmt: skip
         # A mark is lost at worst with a crash of the machine; syncing it at every step would cost more than the step.
-        self._file.append(PlaceReached(place, why), in_place_of_last=is_dense, sync=not is_dense)
+        varies = why == "epoch" and self._batching.lengths is not None
+        length = self._batching.of_epoch(here.epoch - 1).epoch_length if varies else None
+        self._file.append(PlaceReached(place, why, length), in_place_of_last=is_dense, sync=not is_dense)
         self._reached = here if why == "state" else None
 
     def replaced(self, epoch: int, position: int, key: str | None, replaced_by: str) -> None:

@@ -29,9 +29,15 @@ def series_channel(
     """Return the entry of a series; ``shape`` is that of one measurement."""
     arrays = (ArraySpec(TIMES, "int64", (), "ns"), ArraySpec(VALUES, dtype, shape, unit))
     return Channel(
-        name=name, kind="ragged", field=f"{name}.safetensors", law=Law("fixed"), arrays=arrays,
-        allows_nan=np.dtype(dtype).kind == "f", optional=True, description=description,
-    )  # fmt: skip
+        name=name,
+        kind="ragged",
+        field=f"{name}.safetensors",
+        law=Law("fixed"),
+        arrays=arrays,
+        allows_nan=np.dtype(dtype).kind == "f",
+        optional=True,
+        description=description,
+    )
 
 
 def one_of_series(channel: Channel) -> Channel | None:

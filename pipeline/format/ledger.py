@@ -61,12 +61,14 @@ class SegmentStart(Settings, frozen=True, tag="start", tag_field="record"):
     """The clock's time, for people: ISO 8601, UTC."""
 
 
-class PlaceReached(Settings, frozen=True, tag="reached", tag_field="record"):
+class PlaceReached(Settings, frozen=True, tag="reached", tag_field="record", omit_defaults=True):
     """All batches up to a place were handed out since the segment's start."""
 
     place: Place
     why: Literal["state", "epoch", "end"]
     """A state was saved, an epoch ended, or the iteration did."""
+    epoch_length: Positive | None = None
+    """Positions in the epoch that ended, where epochs differ in length."""
 
 
 class SampleReplaced(Settings, frozen=True, tag="replaced", tag_field="record"):

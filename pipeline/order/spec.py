@@ -83,10 +83,7 @@ class OrderSpec(Settings, frozen=True):
     """Only samples for which an expression over attributes holds (`fuelrail.pipeline.order.select`)."""
     subset: Annotated[str | None, flag("only samples whose keys are in the file", metavar="FILE")] = None
     """Only samples whose keys a file lists: one a line, or column ``key`` of a ``.parquet`` or ``.csv`` file."""
-    without: Annotated[
-        tuple[str | tuple[str, ...], ...],
-        flag("leave a file's keys and clips out of the order, in its place; repeatable", repeat=True, metavar="FILE"),
-    ] = ()
+    without: tuple[str | tuple[str, ...], ...] = ()
     """Keys and clips that are left out of the order in its place (`fuelrail.pipeline.order.without`).
 
     Each entry is a tuple of them, or a file as of ``subset``. A run may continue with further entries at the end.

@@ -100,9 +100,13 @@ class RayEngine:
         nodes = _Nodes(ray, {"CPU": self._cpus, "GPU": self._gpus, "memory": TASK_MEMORY_BYTES})
         # A task that takes a GPU would end its process else, and the model that is loaded there.
         task = ray.remote(
-            num_cpus=self._cpus, num_gpus=self._gpus, memory=TASK_MEMORY_BYTES, max_calls=0,
-            max_retries=_MAX_RETRIES, scheduling_strategy="SPREAD",
-        )(_make)  # fmt: skip
+            num_cpus=self._cpus,
+            num_gpus=self._gpus,
+            memory=TASK_MEMORY_BYTES,
+            max_calls=0,
+            max_retries=_MAX_RETRIES,
+            scheduling_strategy="SPREAD",
+        )(_make)
         shared, run = ray.put(start), uuid.uuid4().hex
         waiting = iter(numbers)
         pending: list[Any] = []

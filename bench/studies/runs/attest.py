@@ -41,7 +41,7 @@ def attest(
     history = RunHistory(ledger)
     report = history.report()
     parts = [one for one in report.stretches if one.start < place]
-    length = history.parts[-1].stretch.setup.epoch_length
+    length = history.parts[-1].walk.batching.of_epoch(place[0]).epoch_length
     if not parts or place > report.stretches[-1].end or not 0 <= place[1] <= length:
         raise ConfigError(
             f"place={place} is not in ledger '{ledger}', which has epochs of {length} "

@@ -17,13 +17,25 @@ if TYPE_CHECKING:
 
 
 class SeenOptions(PrintOptions, frozen=True, kw_only=True):
-    """Flags of ``fuelrail runs seen``."""
+    """Flags of ``fuelrail runs`` words that make a loader."""
 
     dataset: Annotated[str | None, flag("where the dataset is now (default: where it was)", metavar="DATASET")] = None
 
 
+class FindOptions(SeenOptions, frozen=True, kw_only=True):
+    """Flags of ``fuelrail runs seen``."""
+
+    checkpoints: Annotated[
+        str | None, flag("folder or URL of checkpoints, or a JSON file of loaders' states by name", metavar="PLACE")
+    ] = None
+
+
 class ReplayOptions(SeenOptions, frozen=True, kw_only=True):
     """Flags of ``fuelrail runs replay``."""
+
+    without: Annotated[
+        str | None, flag("the batch of a run that never had the keys and clips in a file", metavar="FILE")
+    ] = None
 
     step: Annotated[NotNegative, flag("number of the step in the run, from 0")]
     rank: Annotated[NotNegative | None, flag("the batch of one rank (default: of all ranks, in order)")] = None
@@ -70,7 +82,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         differ.add_argument(name, metavar="LEDGER", help="ledger of a run")
     stated.add_argument("checkpoint", metavar="CHECKPOINT", help="file or folder of the checkpoint")
     add_flags(stated, AttestOptions)
-    for one, options in ((show, PrintOptions), (again, ReplayOptions), (find, SeenOptions), (differ, PrintOptions)):
+    for one, options in ((show, PrintOptions), (again, ReplayOptions), (find, FindOptions), (differ, PrintOptions)):
         add_flags(one, options)
 
 
@@ -91,8 +103,8 @@ def _run(args: argparse.Namespace) -> int:
     elif args.word == "seen":
         from fuelrail.bench.studies.runs.replay import seen  # with torch
 
-        seen_options = options = from_flags(args, SeenOptions)
-        report = seen(args.ledger, args.names, dataset=seen_options.dataset)
+        find_options = options = from_flags(args, FindOptions)
+        report = seen(args.ledger, args.names, dataset=find_options.dataset, checkpoints=find_options.checkpoints)
     else:
         replay_options = options = from_flags(args, ReplayOptions)
         report = _replay(args.ledger, replay_options)
@@ -104,7 +116,7 @@ def _run(args: argparse.Namespace) -> int:
 def _replay(ledger: str, options: ReplayOptions) -> ReplayReport:
     from fuelrail.bench.studies.runs.replay import replay  # with torch
 
-    found = replay(ledger, options.step, rank=options.rank, dataset=options.dataset)
+    found = replay(ledger, options.step, rank=options.rank, dataset=options.dataset, without=options.without)
     if options.image is not None:
         try:
             found.loader.show(found.batch, samples=len(found.batch["sample_key"])).save(options.image)

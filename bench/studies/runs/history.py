@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,7 +24,10 @@ from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, World
 from fuelrail.pipeline.text import text_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fuelrail.loaders.schedule.state import Identity
+    from fuelrail.pipeline.format.ledger import Record
 
     Place = tuple[int, int]
 
@@ -89,6 +93,18 @@ class Part(NamedTuple):
     length: int
 
 
+class _Lengths:
+    """The lengths of the epochs that ended in a segment; of an epoch that is not over, no number is too large."""
+
+    def __init__(self, records: Sequence[Record], start: int) -> None:
+        segment = itertools.takewhile(lambda one: not isinstance(one, SegmentStart), records[start + 1 :])
+        reached = [one for one in segment if isinstance(one, PlaceReached)]
+        self._known = {one.place[0] - 1: one.epoch_length for one in reached if one.epoch_length is not None}
+
+    def __call__(self, epoch: int) -> int:
+        return self._known.get(epoch, 2**62)
+
+
 class RunHistory:
     """The steps that the weights of a run have seen, counted from 0 over all of its segments.
 
@@ -104,7 +120,10 @@ class RunHistory:
         for stretch in stretches:
             setup, start = stretch.setup, stretch.start
             identity = identity_of(setup, path)
-            batching = Batching(setup.epoch_length, start.global_batch, World(0, start.ranks), identity.drop_last)
+            varying = {"has_pack", "without"} & identity.order.keys()
+            lengths = _Lengths(self.ledger.records, stretch.record) if varying else None
+            world = World(0, start.ranks)
+            batching = Batching(setup.epoch_length, start.global_batch, world, identity.drop_last, lengths=lengths)
             walk = Walk(Cursor(*start.place), batching)
             self.parts.append(Part(stretch, identity, walk, self.num_steps, steps_between(walk, stretch.end)))
             self.num_steps += self.parts[-1].length
@@ -165,12 +184,11 @@ class RunHistory:
 def steps_between(walk: Walk, place: Place) -> int:
     """Return the number of steps of a walk that begin before a place."""
     epoch, consumed = place
-    first = walk.start.epoch
-    if epoch < first:
+    if epoch < walk.start.epoch:
         return 0
     batches = walk.batches(epoch)
     done = min(-(-max(0, consumed - batches.start) // batches.global_batch), batches.num_steps)
-    return done if epoch == first else walk.rest.num_steps + (epoch - first - 1) * walk.batching.num_steps + done
+    return walk.steps_before(epoch) + done
 
 
 def run_history(ledger: str | os.PathLike[str]) -> RunReport:

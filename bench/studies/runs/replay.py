@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -12,13 +13,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fuelrail.bench.studies.runs.history import Part, RunHistory, steps_between
+from fuelrail.bench.trainer.checkpoints.store import Store
 from fuelrail.loaders.distributed import batch_digest
 from fuelrail.loaders.loader import DataLoader
 from fuelrail.loaders.schedule.ledger import RECORDED, package_versions
-from fuelrail.loaders.schedule.state import state_at
+from fuelrail.loaders.schedule.state import decode_state, state_at
 from fuelrail.pipeline.errors import ConfigError, LedgerError
 from fuelrail.pipeline.format.ledger import PlaceReached
-from fuelrail.pipeline.order.batching import World
+from fuelrail.pipeline.order.balance import BalancedOrder, deal, order_batching
+from fuelrail.pipeline.order.batching import Cursor, Walk, World
 from fuelrail.pipeline.order.mix import MixStage
 from fuelrail.pipeline.text import shown, text_of
 
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.format.ledger import SampleReplaced
+    from fuelrail.pipeline.order.batching import Batching
 
     Replaced = dict[tuple[int, int], SampleReplaced]
 
@@ -53,22 +57,25 @@ def replay(
     dataset: str | os.PathLike[str] | None = None,
     functions: dict[str, Callable[..., Any]] | None = None,
     loader: Any = None,  # noqa: ANN401
+    without: str | Sequence[str] | None = None,
 ) -> Replay:
     """Make the batch of a step of a run again, by a loader with the ledger's settings; steps count from 0.
 
     Args:
         ledger: the run's ledger.
         step: number of the step among those that the weights have seen, over all segments.
-        rank: the batch of one rank; None: the rows of all ranks, in order.
+        rank: the batch of one rank; None: the rows of all ranks, in order (of ``balance``: as before they were dealt).
         dataset: where the dataset is now; None: where it was.
         functions: the run's ``transform``, ``batch_transform`` and ``collate_fn``, by these names.
         loader: takes the state in the place of a new loader; of a sampler's run its `fuelrail.order` sampler.
+        without: keys and clips, or a file of them: the batch is that of a run which never had them, and may be of a
+            step that the run has not come to.
 
     Raises ConfigError for a step or rank that the run does not have and for functions that are missing,
     StateMismatchError for another dataset or other settings, LedgerError for a ledger that is not whole.
     """
     history = RunHistory(ledger)
-    part, place = history.step(step)
+    part, place = history.step(step if without is None else min(step, history.num_steps - 1))
     start, setup = part.stretch.start, part.stretch.setup
     if rank is not None and not 0 <= rank < start.ranks:
         raise ConfigError(f"rank {rank} is not in step {step}: it had the ranks 0 to {start.ranks - 1}")
@@ -77,8 +84,12 @@ def replay(
         source.load_state_dict(state_at(part.identity, place, start.global_batch))
         batch = next(iter(source))
     else:
-        with make_loader(part, rank, dataset, functions or {}) as loader:
-            loader.load_state_dict(state_at(part.identity, place, start.global_batch))
+        with make_loader(part, rank, dataset, functions or {}, without) as loader:
+            state = state_at(part.identity, place, start.global_batch)
+            if without is not None:
+                place = _place_without(history, step, loader)
+                state = {**loader.state_dict(), "epoch": place.epoch, "samples_consumed": place.samples_consumed}
+            loader.load_state_dict(state)
             batch = next(iter(loader))
     now = package_versions()
     differences = [
@@ -86,19 +97,38 @@ def replay(
         for name in {**setup.versions, **now}
         if setup.versions.get(name) != now.get(name)
     ]
-    first = place.samples_consumed + (rank or 0) * (start.global_batch // start.ranks)
     keys = batch.get("sample_key", []) if isinstance(batch, dict) else []
     for (epoch, position), one in history.replaced().items():
-        at = position - first
-        if epoch == place.epoch and 0 <= at < len(keys) and keys[at] != one.replaced_by:
-            differences.append(f"row {at} was {one.replaced_by}, for {one.key} was bad, and is {keys[at]}")
-    known = history.digests().get((step, rank or 0, 1 if rank is None else start.ranks))
+        at = position - place.samples_consumed
+        is_here = (
+            epoch == place.epoch and 0 <= at < start.global_batch and one.rank in (rank, one.rank * (rank is None))
+        )
+        if is_here and without is None and one.replaced_by not in keys:
+            differences.append(f"position {position} was {one.replaced_by}, for {one.key} was bad, and is another")
+    known = None if without else history.digests().get((step, rank or 0, 1 if rank is None else start.ranks))
     matches = None if known is None else known == f"{batch_digest(batch) % 2**64:016x}"
     return Replay(batch, loader, place.epoch, place.samples_consumed, matches, differences)
 
 
+def _place_without(history: RunHistory, step: int, loader: DataLoader) -> Cursor:
+    """Return the place before a step of a run with the loader's order: its segments have as many steps as before."""
+    cursor = history.parts[0].walk.start
+    for part in history.parts:
+        setup = part.stretch.start.global_batch, World()
+        batching = order_batching(loader.where.order, *setup, drop_last=part.identity.drop_last)
+        walk = Walk(part.walk.start if part.stretch.skipped else cursor, batching)
+        if step < part.first + part.length:
+            break
+        cursor = walk.cursor(part.length)
+    return walk.cursor(step - part.first)
+
+
 def make_loader(
-    part: Part, rank: int | None, dataset: str | os.PathLike[str] | None, functions: dict[str, Callable[..., Any]]
+    part: Part,
+    rank: int | None,
+    dataset: str | os.PathLike[str] | None,
+    functions: dict[str, Callable[..., Any]],
+    without: str | Sequence[str] | None = None,
 ) -> DataLoader:
     """Make a loader equal to that of a part of a run, for one rank or for all. Raises ConfigError."""
     setup, start = part.stretch.setup, part.stretch.start
@@ -109,6 +139,8 @@ def make_loader(
         options: dict[str, Any] = {name: setup.loader[name] for name in (*RECORDED, "order")}
         options["transforms"] = {**options["transforms"], "decoder": setup.decoder}
         options["bad_samples"] = {**options["bad_samples"], "file": None}
+        if without is not None:
+            options["order"] = {**options["order"], "without": [*options["order"].get("without", ()), without]}
         first = next(iter(places.values()))
         if isinstance(options["mix"], list):
             options["mix"] = msgspec.convert(options["mix"], list[MixStage])
@@ -155,6 +187,8 @@ class SeenReport(msgspec.Struct, frozen=True):
     num_samples: int
     newest_clean: tuple[int, int] | None
     """The newest saved state before the first of them, as a place: epoch and samples consumed; None: there is none."""
+    checkpoint: str | None
+    """The name of its checkpoint, where the checkpoints are known."""
 
     def as_text(self) -> str:
         """Return the showings as text."""
@@ -170,6 +204,7 @@ class SeenReport(msgspec.Struct, frozen=True):
         if self.newest_clean is not None:
             epoch, consumed = self.newest_clean
             clean = f"the newest saved state without them is that of epoch {epoch}, {consumed} samples"
+            clean += "" if self.checkpoint is None else f": {self.checkpoint}"
         return text_of([*lines, f"{self.num_samples} samples were shown {len(self.showings)} times; {clean}"])
 
 
@@ -179,10 +214,13 @@ def seen(
     *,
     dataset: str | os.PathLike[str] | None = None,
     functions: dict[str, Callable[..., Any]] | None = None,
+    checkpoints: str | os.PathLike[str] | None = None,
 ) -> SeenReport:
     """Return at which steps of a run samples were shown, by inverting its order; ``names`` are keys or clips.
 
-    Frames of windows count. ``dataset`` and ``functions`` are as in `replay`. Raises ConfigError for a name that the
+    Frames of windows count. ``dataset`` and ``functions`` are as in `replay`. ``checkpoints`` are those to choose the
+    newest clean state among: a folder or URL of `Checkpoints`, or a JSON file of loaders' states by the checkpoints'
+    names; None: the states that the ledger has. Raises ConfigError for a name that the
     run's split does not have, and what `replay` raises.
     """
     history = RunHistory(ledger)
@@ -203,7 +241,7 @@ def seen(
                     if len(samples):
                         found += _in_epoch(part, loader, epoch, of_part, samples, replaced)
     found.sort(key=lambda one: (one.step, one.position))
-    return SeenReport(found, num, _newest_clean(history, found))
+    return SeenReport(found, num, *_newest_clean(history, found, checkpoints))
 
 
 def _samples(loader: DataLoader, split: str, names: Sequence[str]) -> list[NDArray[np.int64]]:
@@ -239,7 +277,8 @@ def _in_epoch(
     shown = list(zip([keys[at] for at in which.tolist()], positions.tolist(), is_own.tolist(), strict=True))
     stands_for = {at: one for (of, at), one in replaced.items() if of == epoch and one.replaced_by in keys}
     shown += [(one.replaced_by, position, True) for position, one in stands_for.items()]
-    valid = loader.where.places(epoch, np.array([at for _, at, _ in shown], np.int64)).valid.tolist()
+    places = loader.where.places(epoch, np.array([at for _, at, _ in shown], np.int64))
+    valid = [True] * len(shown) if "pack" in places.flags else places.valid.tolist()
     first_step = part.first + steps_between(part.walk, (epoch, 0))
     num_steps = min(batches.num_steps, part.first + part.length - first_step)
     found, draws = [], dict.fromkeys(keys, 0)
@@ -252,7 +291,8 @@ def _in_epoch(
             if 0 <= step < num_steps:
                 found.append(
                     Showing(
-                        key, first_step + step, epoch, position, row // (batches.global_batch // start.ranks),
+                        key, first_step + step, epoch, position,
+                        _dealt(loader, batches, epoch, step, row, start.ranks) // (batches.global_batch // start.ranks),
                         draws[key], not own, is_valid and running == position,
                         instead.key if instead is not None and stands else None,
                         None if instead is None or stands or not own else instead.replaced_by,
@@ -262,12 +302,41 @@ def _in_epoch(
     return found
 
 
-def _newest_clean(history: RunHistory, found: Sequence[Showing]) -> tuple[int, int] | None:
-    """Return the newest saved state of the run that none of the showings is before."""
+def _dealt(loader: DataLoader, batches: Batching, epoch: int, step: int, row: int, ranks: int) -> int:
+    """Return which row of all ranks' batches a row of a global batch is."""
+    order = loader.where.order
+    if not isinstance(order, BalancedOrder):
+        return row
+    costs = order.position_costs(order.epoch(epoch), batches.running(step) % batches.epoch_length)
+    return int(np.flatnonzero(deal(costs, ranks * order.balance.micro_batches) == row)[0])
+
+
+def _newest_clean(
+    history: RunHistory, found: Sequence[Showing], checkpoints: str | os.PathLike[str] | None
+) -> tuple[tuple[int, int] | None, str | None]:
+    """Return the newest saved state of the run that none of the showings is before, and its checkpoint's name."""
     places = [one.place for one in history.ledger.records if isinstance(one, PlaceReached) and one.why == "state"]
     places += [part.stretch.start.restored for part in history.parts if part.stretch.start.restored is not None]
-    if not found:
-        return max(places, default=None)
-    _, place = history.step(found[0].step)
-    first = (place.epoch, place.samples_consumed)
-    return max((one for one in places if one <= first), default=None)
+    names: dict[tuple[int, int], str] = {}
+    if checkpoints is not None:
+        for name, state in saved_states(checkpoints).items():
+            decoded = decode_state(state, history.parts[-1].identity, strict=False)
+            names[decoded.epoch, decoded.samples_consumed] = name
+        places = list(names)
+    if found:
+        _, place = history.step(found[0].step)
+        places = [one for one in places if one <= (place.epoch, place.samples_consumed)]
+    newest = max(places, default=None)
+    return newest, None if newest is None else names.get(newest)
+
+
+def saved_states(checkpoints: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the loaders' states of checkpoints by name, the newest last; see `seen`. Raises ConfigError."""
+    place = os.fspath(checkpoints)
+    if not place.endswith(".json"):
+        store = Store(place)
+        return {name: store.read(name, slice(0)).progress.loader for name in reversed(store.complete())}
+    try:
+        return msgspec.json.decode(Path(place).read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"checkpoints='{place}' must be a JSON file of loaders' states by name: {error}") from error

@@ -97,12 +97,11 @@ class OpenScene(FrameSource[OpenSceneSettings]):
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
             raise SourceError(f"{where} is no list of frames")
         with parsing(where, "is not as OpenScene's logs are"):
-            rotations, translations, times_us = (
-                np.array([np.asarray(row[name], kind) for row in rows])
-                for name, kind in (
-                    ("ego2global_rotation", np.float64), ("ego2global_translation", np.float64), ("timestamp", np.int64)
-                )
-            )  # fmt: skip
+            rotations, translations = (
+                np.array([np.asarray(row[f"ego2global_{name}"], np.float64) for row in rows])
+                for name in ("rotation", "translation")
+            )
+            times_us = np.array([row["timestamp"] for row in rows], np.int64)
             poses, times_ns = pose(rotations, translations, where), times_us * 1000
             steps = _steps(times_ns)
             for at, row in enumerate(rows):

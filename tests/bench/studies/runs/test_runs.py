@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import base64
+import copy
 import hashlib
+import itertools
 import json
 import random
 
 import msgspec
 import pytest
+import torch
 
 import fuelrail as fr
 from fuelrail.__main__ import main
@@ -38,6 +41,17 @@ ORDERS = {
     "window": {"order": OrderSpec(seed=1), "window": {"frames": [-1, 0, 1], "pad": "mask"}},
     "edges": {"order": OrderSpec(seed=1), "window": {"frames": [-2, 0]}},
     "curriculum": {"order": OrderSpec(stages=(OrderStage(filter="frame > 0", until=20, ramp=True), LATER), seed=2)},
+    "dealt": {"order": OrderSpec(balance=fr.Balance(cost="frame"), seed=1), "drop_last": False},
+    "packs": {"order": OrderSpec(pack=fr.Pack(budget=12, cost=fr.Cost(constant=1, linear={"frame": 1}), window=8))},
+    "dealt packs": {
+        "order": OrderSpec(
+            pack=fr.Pack(budget=12, cost=fr.Cost(constant=1, linear={"frame": 1}), window=8),
+            balance=fr.Balance(cost="frame"),
+        )
+    },
+    "without": {"order": OrderSpec(weights=BY_FRAME, without=(("clip-0002",),))},
+    "without a frame": {"order": OrderSpec(seed=1, without=(("clip-0002-000003",),)), "window": {"frames": [-2, 0]}},
+    "without in a mix": {"mix": {"a": 3, "b": 1}, "order": OrderSpec(without=(("clip-0001-000002", "clip-0003"),))},
     "mix": {"mix": {"a": 3, "b": 1}},
     "stages": {"mix": [fr.MixStage({"a": 1, "b": 0}, until=24, ramp=True), fr.MixStage({"a": 1, "b": 1})]},
 }
@@ -98,7 +112,11 @@ def test_batches_are_made_again_to_the_bit(trained, num):
             assert not unlike(again.batch, ranks[rank])
             assert again.differences == []
         keys = [key for batch in ranks for key in batch["sample_key"]]
-        assert fr.replay(path, step).batch["sample_key"] == keys
+        again = fr.replay(path, step)
+        if again.loader.order.balance is not None:  # the rows of all ranks are as they were before they were dealt
+            assert sorted(again.batch["sample_key"]) == sorted(keys)
+        else:
+            assert again.batch["sample_key"] == keys
 
 
 def shown_in(found):
@@ -134,6 +152,28 @@ def test_frames_of_windows_count(datasets, tmp_path):
     assert report.num_samples == 26
 
 
+@pytest.mark.parametrize("name", ["without", "without a frame", "without in a mix"])
+def test_what_is_left_out_is_shown_nowhere(datasets, tmp_path, name):
+    found = run(datasets, tmp_path / "a.ledger", ORDERS[name], [(1, 4)], 14)
+    names = [one for entry in ORDERS[name]["order"].without for one in entry]
+    opened = {"a": open_dataset(datasets / "a"), "b": open_dataset(datasets / "b")}
+    for (batch,) in found:
+        parts = batch.get("dataset", ["a"] * 4)
+        for part, frames in zip(parts, batch.get("frame_global_index", batch["global_index"][:, None]), strict=True):
+            keys = [opened[part].index.row(int(frame)).key for frame in frames]
+            assert not any(key.startswith(name) for key in keys for name in names)
+    whole = {**ORDERS[name], "order": msgspec.structs.replace(ORDERS[name]["order"], without=())}
+    data = datasets / "a" if "mix" not in whole else {"a": datasets / "a", "b": datasets / "b"}
+    with load(data, 4, image=TRAIN, ledger=tmp_path / "b.ledger", **whole) as loader:
+        for _ in range(2):
+            list(loader)
+    assert fr.seen(tmp_path / "a.ledger", names).showings == []
+    first = fr.seen(tmp_path / "b.ledger", names).showings[0].step
+    for step in {*range(first)[:1], *range(first)[-1:]}:
+        assert not unlike(fr.replay(tmp_path / "b.ledger", step).batch, found[step][0])
+    assert fr.replay(tmp_path / "b.ledger", first).batch["sample_key"] != found[first][0]["sample_key"]
+
+
 def test_the_newest_state_without_a_clip(datasets, tmp_path):
     path = tmp_path / "a.ledger"
     with load(datasets / "a", 2, ledger=path, order=OrderSpec(kind="sequential")) as loader:
@@ -149,6 +189,96 @@ def test_the_newest_state_without_a_clip(datasets, tmp_path):
         fr.seen(path, ["nobody"])
     with pytest.raises(ConfigError, match="is called"):
         fr.seen(path, [index.row(0).key])  # of another split
+
+
+def test_a_run_without_samples(datasets, tmp_path, capsys):
+    """From the newest clean state on the steps are those of a run that never had them, and replay gives them."""
+    path, states, found = tmp_path / "a.ledger", {}, []
+    options = {"order": OrderSpec(seed=3, weights=BY_FRAME, epoch_length=40), "image": TRAIN}
+    with load(datasets / "a", 2, ledger=path, **options) as loader:
+        for step, batch in zip(range(30), itertools.chain(loader, loader), strict=False):
+            found.append(batch)
+            if step % 4 == 3:
+                states[f"step-{step}"] = loader.state_dict()
+    shown = [{key for batch in found[:step] for key in batch["sample_key"]} for step in range(30)]
+    first, key = next(
+        (step, key) for step in range(6, 20) for key in found[step]["sample_key"] if key not in shown[step]
+    )
+    newest = f"step-{first // 4 * 4 - 1}"
+    (tmp_path / "states.json").write_text(json.dumps(states))
+    assert main(["runs", "seen", str(path), key, "--checkpoints", str(tmp_path / "states.json"), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["showings"][0]["step"], said["checkpoint"]) == (first, newest)
+    names = tmp_path / "keys.txt"
+    names.write_text(f"{key}\n")
+    masked = {**options, "order": msgspec.structs.replace(options["order"], without=(str(names),))}
+    with load(datasets / "a", 2, **masked) as never:
+        expected = list(itertools.islice(itertools.chain(never, never), 34))
+    assert not any(key in batch["sample_key"] for batch in expected)
+    assert not any(unlike(found[step], expected[step]) for step in range(first))
+    for step in (0, first, 20, 33):
+        again = fr.replay(path, step, without=str(names))
+        assert not unlike(again.batch, expected[step])
+        assert again.digest_matches is None
+    assert main(["runs", "replay", str(path), "--step", "9", "--without", str(names), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["keys"] == list(expected[9]["sample_key"])
+    with load(datasets / "a", 2, ledger=path, **masked) as tail:
+        for name, state in states.items():
+            if int(name[5:]) > first:
+                with pytest.raises(StateMismatchError, match="showed what `without` names at position"):
+                    tail.load_state_dict(state)
+        tail.load_state_dict(states[newest])
+        for step, batch in enumerate(tail, first // 4 * 4):
+            assert not unlike(batch, expected[step])
+    assert fr.seen(path, [key]).showings == [], "the weights have kept nothing of what was thrown away"
+    with pytest.raises(ConfigError, match="must be a JSON file of loaders' states by name"):
+        fr.seen(path, [key], checkpoints=tmp_path / "none.json")
+
+
+def test_the_weights_of_the_tail_are_those_of_a_run_that_never_had_them(datasets, tmp_path):
+    """Bit for bit, on the CPU: a model that saw a clip is thrown away, and trained on from the clean checkpoint."""
+
+    def train(steps, checkpoint=None, save_at=(), **options):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Flatten(), torch.nn.LazyLinear(16), torch.nn.Tanh(), torch.nn.Linear(16, 1)
+        )
+        model(torch.zeros(1, 2 * 3 * 8 * 16))
+        optimiser, saved = torch.optim.AdamW(model.parameters(), lr=0.01), {}
+        order = OrderSpec(kind="windowed", window=2, seed=3, **options)
+        with load(
+            datasets / "a", 2, order=order, image=TRAIN, ledger=tmp_path / "w.ledger" if save_at else None
+        ) as loader:
+            if checkpoint is not None:
+                model.load_state_dict(checkpoint["model"])
+                optimiser.load_state_dict(checkpoint["optimiser"])
+                loader.load_state_dict(checkpoint["loader"])
+            done = 0 if checkpoint is None else checkpoint["step"]
+            while done < steps:
+                for batch in loader:
+                    images = batch["img"].float().flatten(1) / 255
+                    loss = (model(images) - batch["global_index"][:, None] / 30).square().mean()
+                    optimiser.zero_grad()
+                    loss.backward()
+                    optimiser.step()
+                    done += 1
+                    if done in save_at:
+                        saved[done] = copy.deepcopy({
+                            "model": model.state_dict(), "optimiser": optimiser.state_dict(), "step": done,
+                            "loader": loader.state_dict(),
+                        })  # fmt: skip
+                    if done == steps:
+                        break
+        return model.state_dict(), saved
+
+    dirty, saved = train(30, save_at=range(1, 30))
+    report = fr.seen(tmp_path / "w.ledger", ["clip-0002"])
+    newest = report.showings[0].step
+    assert newest == 5
+    never, _ = train(30, without=(("clip-0002",),))
+    tail, _ = train(30, saved[newest], without=(("clip-0002",),))
+    assert all(torch.equal(never[name], tail[name]) for name in never)
+    assert not all(torch.equal(never[name], dirty[name]) for name in never)
 
 
 def test_replaced_samples_are_marked(datasets, tmp_path):
@@ -266,10 +396,13 @@ def test_a_statement_names_the_checkpoint_and_is_signed(datasets, tmp_path, caps
 
 KINDS = [{}, {"kind": "sequential"}, {"kind": "lanes"}, {"filter": "loss > 0.3"}]
 LOSS = (fr.AttributeWeights(attribute="loss"),)
+PACK, BALANCE = fr.Pack(budget=20, cost="tokens", window=64), fr.Balance(cost="tokens")
+KINDS += [{"pack": PACK, "weights": LOSS}, {"balance": BALANCE}, {"pack": PACK, "balance": BALANCE}]
+KINDS += [{"weights": LOSS, "without": (("3", "11"),)}, {"pack": PACK, "without": (("4",),)}]
 KINDS += [{"weights": LOSS}, {"mix": Mix(attribute="night", ratios={"true": 1, "false": 2})}]
 
 
-@pytest.mark.parametrize("num_runs", [6, pytest.param(420, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_runs", [11, pytest.param(420, marks=pytest.mark.long)])
 def test_random_steps_of_random_runs_have_their_keys(tmp_path, num_runs):
     """Of samplers: 20 steps of each run, about 240 keys."""
     draw = random.Random(num_runs)
@@ -277,6 +410,7 @@ def test_random_steps_of_random_runs_have_their_keys(tmp_path, num_runs):
         "clip_id": [row // 7 for row in range(300)],
         "night": [row % 3 == 0 for row in range(300)],
         "loss": [draw.random() for _ in range(300)],
+        "tokens": [draw.randrange(1, 9) for _ in range(300)],
     }
     compared = 0
     for number in range(num_runs):
