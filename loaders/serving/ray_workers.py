@@ -9,6 +9,7 @@ loader's memory.
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import statistics
 import threading
@@ -23,7 +24,8 @@ from fuelrail.loaders.batch.buffer_pool import page_locked, pageable
 from fuelrail.loaders.batch.processes import content_of
 from fuelrail.loaders.serving.memory import Pools, dump, load_with
 from fuelrail.loaders.serving.server import RankServer
-from fuelrail.pipeline.errors import ConfigError, needs
+from fuelrail.pipeline.errors import needs
+from fuelrail.pipeline.runtime.clusters import connect_ray
 from fuelrail.pipeline.runtime.workers import pickled_error
 from fuelrail.pipeline.settings import CheckedSettings, must_be
 
@@ -56,8 +58,8 @@ class RemoteWorkers(CheckedSettings, frozen=True):
     """Actors of a Ray cluster that make a rank's batches. Needs ``fuelrail[ray]``.
 
     Attributes:
-        address: the cluster, as ``ray.init`` takes it ("auto", "ray://HOST:10001"); None: the one that this process is
-            connected to, or a local one that is started.
+        address: the cluster, as ``ray.init`` takes it ("auto", "ray://HOST:10001"); None: a local one that is started.
+            A process that is connected to a cluster stays with that one.
         num_workers: number of actors, the largest one if ``min_workers`` is smaller.
         min_workers: smallest number of actors: more of them are started while the trainer waits for batches.
         cpus: CPUs of each actor, and its decoding threads.
@@ -124,13 +126,19 @@ class StepClient:
         self._actors: list[_Actor] = []
         self._wanted = min(options.num_workers, options.min_workers or options.num_workers)
         self._times: deque[float] = deque(maxlen=_TIMES)
+        self._late: dict[Any, _Actor] = {}
+        """Steps that another actor made first, which keep theirs busy: it may even lack a node with a free CPU."""
 
     def items(self, walk: Walk) -> Iterator[Any]:
         """Yield the batches of a walk without end; raise what an actor raises for them."""
-        self._is_stopped = is_stopped = threading.Event()
-        self._connect()
+        options = self._options
+        connect_ray(options.address, max(options.num_workers * options.cpus, len(os.sched_getaffinity(0))))
+        self._is_stopped = threading.Event()
+        return self._items(walk, self._is_stopped)
+
+    def _items(self, walk: Walk, is_stopped: threading.Event) -> Iterator[Any]:
         steps: deque[_Step] = deque()
-        number, waits, ready = 0, 0.0, 0
+        number, taken, waits, ready = 0, 0, 0.0, 0
         begin_s = time.monotonic()
         while not is_stopped.is_set():
             while len(steps) < _AHEAD * self._wanted:
@@ -153,31 +161,24 @@ class StepClient:
             del result
             yield batch
             del batch
-            if number % _WINDOW == 0:
+            taken += 1
+            if taken == _WINDOW:
                 self._adapt(waits / max(time.monotonic() - begin_s, 1e-9), ready)
-                waits, ready, begin_s = 0.0, 0, time.monotonic()
+                taken, waits, ready, begin_s = 0, 0.0, 0, time.monotonic()
         for step in steps:
             for reference in step.asked:
                 with contextlib.suppress(self._ray.exceptions.RayError):
                     self._ray.cancel(reference)
                 step.asked[reference].num_asked -= 1
 
-    def _connect(self) -> None:
-        if not self._ray.is_initialized():
-            address = self._options.address
-            options: dict[str, Any] = {"include_dashboard": False} if address is None else {"address": address}
-            try:
-                self._ray.init(log_to_driver=False, configure_logging=False, **options)
-            except (OSError, ValueError, RuntimeError) as error:
-                raise ConfigError(
-                    f"no Ray cluster answers at address={address!r} ({' '.join(str(error).split())[:300]})"
-                ) from error
-
     def _actor(self, step: _Step) -> _Actor | None:
         """Return the actor with the fewest steps of those that were not asked for this one; start what is missing."""
         if len(self._actors) < self._wanted:
             kind = self._ray.remote(StepMaker).options(num_cpus=self._options.cpus, scheduling_strategy="SPREAD")
             self._actors.append(_Actor(kind.remote(self._setup)))
+        if self._late:
+            for reference in self._ray.wait(list(self._late), num_returns=len(self._late), timeout=0)[0]:
+                self._late.pop(reference).num_asked -= 1
         asked = list(step.asked.values())
         return min((one for one in self._actors if one not in asked), key=lambda one: one.num_asked, default=None)
 
@@ -208,8 +209,8 @@ class StepClient:
                     if not step.asked:
                         self._ask(step, place)
                     continue
-                for actor in step.asked.values():
-                    actor.num_asked -= 1
+                step.asked.pop(reference).num_asked -= 1
+                self._late |= step.asked
                 self._times.append(time.monotonic() - step.since_s)
                 return result
         return None
@@ -257,3 +258,4 @@ class StepClient:
             with contextlib.suppress(self._ray.exceptions.RayError):
                 self._ray.kill(actor.handle)
         self._actors.clear()
+        self._late.clear()
