@@ -79,6 +79,7 @@ class _Result(NamedTuple):
     payload: bytes
     tensors: list[tuple[Any, torch.dtype, tuple[int, ...]]]
     facts: Facts | None
+    seconds: float = 0.0
 
 
 class StepMaker:
@@ -89,12 +90,13 @@ class StepMaker:
 
     def make(self, place: Cursor, number: int) -> _Result:
         """Make the step with this number after a place of the order."""
+        begin_s = time.monotonic()
         try:
             payload, tensors = dump(self._server.make(place, number))
         except BaseException as error:  # noqa: BLE001 - the consumer must see any error, sys.exit() too
             return _Result(pickled_error(error), [], None)
         sent = [(content_of(tensor), tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
-        return _Result(payload, sent, self._server.facts())
+        return _Result(payload, sent, self._server.facts(), time.monotonic() - begin_s)
 
 
 class _Step:
@@ -103,14 +105,13 @@ class _Step:
     def __init__(self, number: int) -> None:
         self.number, self.attempts = number, 0
         self.asked: dict[Any, _Actor] = {}
-        self.since_s = time.monotonic()
 
 
 class _Actor:
     """An actor, and the steps that are asked of it."""
 
     def __init__(self, handle: Any) -> None:  # noqa: ANN401 - Ray's, which has no types for it
-        self.handle, self.num_asked = handle, 0
+        self.handle, self.num_asked, self.has_made = handle, 0, False
 
 
 class StepClient:
@@ -141,12 +142,12 @@ class StepClient:
         number, taken, waits, ready = 0, 0, 0.0, 0
         begin_s = time.monotonic()
         while not is_stopped.is_set():
+            ready += bool(steps) and self._is_done(steps[-1])
             while len(steps) < _AHEAD * self._wanted:
                 steps.append(_Step(number))
                 self._ask(steps[-1], walk.start)
                 number += 1
             asked_s = time.monotonic()
-            ready += self._is_done(steps[-1])
             result = self._result(steps[0], walk.start, is_stopped)
             if result is None:
                 break
@@ -172,7 +173,10 @@ class StepClient:
                 step.asked[reference].num_asked -= 1
 
     def _actor(self, step: _Step) -> _Actor | None:
-        """Return the actor with the fewest steps of those that were not asked for this one; start what is missing."""
+        """Return the actor with the fewest steps of those that were not asked for this one; start what is missing.
+
+        One that has made none may have no node: it gets a second step only where all are such.
+        """
         if len(self._actors) < self._wanted:
             kind = self._ray.remote(StepMaker).options(num_cpus=self._options.cpus, scheduling_strategy="SPREAD")
             self._actors.append(_Actor(kind.remote(self._setup)))
@@ -180,7 +184,8 @@ class StepClient:
             for reference in self._ray.wait(list(self._late), num_returns=len(self._late), timeout=0)[0]:
                 self._late.pop(reference).num_asked -= 1
         asked = list(step.asked.values())
-        return min((one for one in self._actors if one not in asked), key=lambda one: one.num_asked, default=None)
+        rank = lambda one: (not one.has_made and one.num_asked > 0, one.num_asked)  # noqa: E731
+        return min((one for one in self._actors if one not in asked), key=rank, default=None)
 
     def _ask(self, step: _Step, place: Cursor) -> None:
         if (actor := self._actor(step)) is not None:
@@ -209,9 +214,10 @@ class StepClient:
                     if not step.asked:
                         self._ask(step, place)
                     continue
-                step.asked.pop(reference).num_asked -= 1
+                actor = step.asked.pop(reference)
+                actor.num_asked, actor.has_made = actor.num_asked - 1, True
                 self._late |= step.asked
-                self._times.append(time.monotonic() - step.since_s)
+                self._times.append(result.seconds)
                 return result
         return None
 

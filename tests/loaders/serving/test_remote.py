@@ -94,13 +94,13 @@ def test_the_number_of_actors_follows_the_trainers_wait_between_its_limits(tiny,
         while wanted[-1] > 2:
             for _ in loader:
                 wanted.append(loader._away._wanted)
-                time.sleep(0.2)
+                time.sleep(0.4)
         assert set(wanted) == {2, 3}
         assert len(loader._away._actors) == 2
 
 
 def test_an_actor_that_no_node_has_a_cpu_for_does_not_hold_up_the_others(tiny, cluster):
-    """Two of the four actors never start: what is asked of them is asked of others, and little is from then on."""
+    """Two of the five actors never start: what is asked of them is asked of others, and little is from then on."""
     with load(tiny, 1, image=TINY) as loader:
         expected = [copied(batch) for _ in range(3) for batch in loader]
     with away(tiny, 1, num_workers=5, image=TINY) as loader:
