@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from fuelrail.pipeline.errors import ConfigError, DatasetError, FuelrailError, SourceError, needs
 from fuelrail.pipeline.format.manifest import WORK_FOLDER
@@ -136,8 +136,8 @@ class RayEngine:
                 f"a task was lost {_MAX_RETRIES} times, with its node or for want of memory "
                 f"({' '.join(str(error).split())[:300]}); run the same command again to resume"
             ) from error
-        if isinstance(result, _Refused):
-            refusal, cause = pickle.loads(result.error)
+        if isinstance(result, bytes):
+            refusal, cause = pickle.loads(result)
             raise refusal from cause
         return result
 
@@ -211,14 +211,8 @@ class _Nodes:
             self._fitting_s = self._looked_s
 
 
-class _Refused(NamedTuple):
-    """A permanent error, pickled with its cause; after any other one Ray is to try again."""
-
-    error: bytes
-
-
 def _make(start: Start, run: str, number: int) -> Any:  # noqa: ANN401
-    """Run the task. Return a permanent error; raise an error after which Ray is to try again."""
+    """Run the task. Return a permanent error as bytes; raise an error after which Ray is to try again."""
     global _started
     import ray
 
@@ -229,14 +223,13 @@ def _make(start: Start, run: str, number: int) -> Any:  # noqa: ANN401
             _started = run, start(node)
         return _started[1](number)
     except SourceError as error:
-        return _Refused(pickled_error(SourceError(f"{error} (on node {node})")))
+        return pickled_error(SourceError(f"{error} (on node {node})"))
     except FuelrailError as error:
-        return _Refused(pickled_error(error))
+        return pickled_error(error)
 
 
 def _start_writer(job: WriteJob, run: str, node: str) -> Callable[[int], ShardDone]:
-    writer = ShardWriter(inputs_here(job, run, node))
-    return lambda number: writer.make(number, _no_pulse)
+    return partial(ShardWriter(inputs_here(job, run, node)).make, pulse=_no_pulse)
 
 
 def _no_pulse(num_bytes: int) -> None:
