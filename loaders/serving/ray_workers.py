@@ -133,7 +133,7 @@ class StepClient:
     def items(self, walk: Walk) -> Iterator[Any]:
         """Yield the batches of a walk without end; raise what an actor raises for them."""
         options = self._options
-        connect_ray(options.address, max(options.num_workers * options.cpus, len(os.sched_getaffinity(0))))
+        connect_ray(self._ray, options.address, max(options.num_workers * options.cpus, len(os.sched_getaffinity(0))))
         self._is_stopped = threading.Event()
         return self._items(walk, self._is_stopped)
 

@@ -12,13 +12,11 @@ from fuelrail.pipeline.errors import ConfigError
 _PROBE_S: Final = 10.0
 
 
-def connect_ray(address: str | None, num_cpus: int) -> bool:
+def connect_ray(ray: Any, address: str | None, num_cpus: int) -> bool:  # noqa: ANN401 - it has no types
     """Connect this process to a cluster, None: a local one of so many CPUs; return False where it is connected.
 
     A local cluster ends with the thread that calls this. Raises ConfigError where no cluster answers.
     """
-    import ray
-
     if ray.is_initialized():
         return False
     quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "address": address or "local"}

@@ -169,7 +169,7 @@ class RayEngine:
     @contextlib.contextmanager
     def connected(self) -> Iterator[None]:
         """Be connected to the cluster, which is started where there is no address; raise ConfigError otherwise."""
-        is_ours = connect_ray(self._address, self._num_workers or len(os.sched_getaffinity(0)))
+        is_ours = connect_ray(self._ray, self._address, self._num_workers or len(os.sched_getaffinity(0)))
         try:
             yield
         finally:
